@@ -1,0 +1,1 @@
+"""The rules of `configs.validate`, by subject. Each check yields one sentence per broken rule."""

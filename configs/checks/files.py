@@ -1,0 +1,95 @@
+"""Data, checkpoints and import paths that the configuration names."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
+from configs.schema import Config
+from configs.sources import checkpoint_fault, import_path_fault, model_config, parse_source, source_fault
+
+__all__ = ["checkpoint_faults", "data_faults", "import_path_faults"]
+
+_NEED_LABEL = ("exact", "gsm8k", "gsm8k_flex", "contains", "boxed")
+
+
+def data_faults(config: Config) -> Iterator[str]:
+    data, evaluation = config.data, config.eval
+    if not data.prompt_data and config.rollout.num_rollout != 0:
+        yield "--prompt-data is empty, but a run needs prompts; give a file, or the built-in arithmetic"
+    for label, texts, named in (
+        ("--prompt-data", data.prompt_data, False),
+        ("--eval-prompt-data", evaluation.eval_prompt_data, True),
+        ("--warm-start-data", config.warm_start.warm_start_data if config.warm_start.warm_start_steps else (), False),
+    ):
+        for text in texts:
+            fault = source_fault(label, text, named=named)
+            if fault is not None and not (label == "--warm-start-data" and text in data.prompt_data):
+                yield fault
+    names = Counter(name for text in evaluation.eval_prompt_data if (name := parse_source(text, named=True).name))
+    for name in (name for name, count in names.items() if count > 1):
+        yield f"--eval-prompt-data uses the name {name!r} twice, but each result needs its own; rename one of them"
+    template = data.chat_template_path
+    if template is not None and not Path(template).is_file():
+        yield f"--chat-template-path is {template!r}, but there is no such file; correct the path"
+    yield from _label_faults(config)
+
+
+def _label_faults(config: Config) -> Iterator[str]:
+    data = config.data
+    if data.label_key is not None or not data.prompt_data or all(parse_source(t).built_in for t in data.prompt_data):
+        return
+    if config.reward.rm_type in _NEED_LABEL and config.reward.custom_rm_path is None:
+        yield (
+            f"--rm-type is {config.reward.rm_type}, but it compares with a reference answer and --label-key is not "
+            "set; add --label-key, for example --label-key answer"
+        )
+    for label, supervised in (
+        (f"--warm-start-steps is {config.warm_start.warm_start_steps}", config.warm_start.warm_start_steps > 0),
+        ("--loss-type is sft_loss", config.train.loss_type == "sft_loss"),
+    ):
+        if supervised:
+            yield (
+                f"{label}, but supervised training needs the reference answers and --label-key is not set; add "
+                "--label-key, for example --label-key answer"
+            )
+
+
+def checkpoint_faults(config: Config) -> Iterator[str]:
+    train = config.train
+    fault = checkpoint_fault("--hf-checkpoint", train.hf_checkpoint)
+    if fault is not None:
+        yield fault
+    if train.ref_load is not None and train.ref_load != train.hf_checkpoint:
+        fault = checkpoint_fault("--ref-load", train.ref_load)
+        if fault is not None:
+            yield fault
+    limit = (model_config(train.hf_checkpoint) or {}).get("max_position_embeddings")
+    if not isinstance(limit, int):
+        return
+    rollout = config.rollout
+    for label, tokens in (
+        ("--rollout-max-context-len", rollout.rollout_max_context_len),
+        ("--rollout-max-response-len", rollout.rollout_max_response_len + 1),
+    ):
+        if tokens is not None and tokens > limit:
+            shown = tokens if label.endswith("context-len") else tokens - 1
+            yield f"{label} is {shown}, but the model has positions for {limit} tokens, prompt included; lower it"
+
+
+def import_path_faults(config: Config) -> Iterator[str]:
+    for label, text in (
+        ("--custom-rm-path", config.reward.custom_rm_path),
+        ("--dynamic-sampling-filter-path", config.filter.dynamic_sampling_filter_path),
+    ):
+        if text is not None and (fault := import_path_fault(label, text, "my_project.rewards:score")):
+            yield fault
+    for tool in config.tools.tools:
+        if tool != "calculator" and (
+            fault := import_path_fault("--tools", tool, "calculator or my_project.tools:search")
+        ):
+            yield fault
+    for stage in config.stage:
+        if fault := import_path_fault(f"stage.{stage.name}.path", stage.path, "my_project.stages:Judge"):
+            yield fault

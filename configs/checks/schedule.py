@@ -1,0 +1,113 @@
+"""How long a run is, how far it may run ahead, and where it continues."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from configs.schema import Config
+
+__all__ = ["length_faults", "resume_faults", "staleness_faults", "warnings"]
+
+_CONFIG_FILE = "config.toml"
+
+
+def length_faults(config: Config) -> Iterator[str]:
+    rollout = config.rollout
+    if rollout.num_rollout is None and rollout.num_epoch is None:
+        yield "--num-rollout is not set, but a run needs a length; set --num-rollout or --num-epoch"
+    if rollout.num_rollout is not None and rollout.num_epoch is not None:
+        yield (
+            f"--num-epoch is {rollout.num_epoch} and --num-rollout is {rollout.num_rollout}, but only one may set the "
+            "length of the run; leave one of them out"
+        )
+    context = rollout.rollout_max_context_len
+    if context is not None and rollout.rollout_max_response_len >= context:
+        yield (
+            f"--rollout-max-response-len is {rollout.rollout_max_response_len}, but prompt and response share "
+            f"--rollout-max-context-len {context}, and a prompt has at least one token; set it below {context}"
+        )
+    prompt = config.data.rollout_max_prompt_len
+    if context is not None and prompt is not None and prompt >= context:
+        yield (
+            f"--rollout-max-prompt-len is {prompt}, but --rollout-max-context-len {context} leaves no token for the "
+            f"response; set it to at most {context - 1}"
+        )
+    evaluation = config.eval
+    if evaluation.eval_interval is not None and not evaluation.eval_prompt_data:
+        yield (
+            f"--eval-interval is {evaluation.eval_interval}, but there is nothing to evaluate on; give "
+            "--eval-prompt-data, or leave --eval-interval out"
+        )
+    if rollout.num_rollout == 0 and not evaluation.eval_prompt_data:
+        yield "--num-rollout is 0 (evaluate only), but there is nothing to evaluate on; give --eval-prompt-data"
+
+
+def staleness_faults(config: Config) -> Iterator[str]:
+    gate = config.asynchrony
+    bound, interval = gate.max_staleness, gate.update_weights_interval
+    if bound is not None and bound < interval - 1:
+        yield (
+            f"--max-staleness is {bound}, but weights are published every {interval} batches and the gate would close "
+            f"for good before that; set --max-staleness to at least {interval - 1}, or --update-weights-interval "
+            f"{bound + 1}"
+        )
+    if gate.colocate and bound:
+        yield (
+            f"--colocate with max_staleness {bound}: engine and trainer take turns, so that nothing can be generated "
+            "ahead; add --mode sync, or leave --colocate out"
+        )
+
+
+def resume_faults(config: Config) -> Iterator[str]:
+    run = config.run
+    if run.resume is not None:
+        if not Path(run.resume).is_dir():
+            yield (
+                f"--resume is {run.resume!r}, but there is no such directory; give the directory of the run to continue"
+            )
+        if run.run_dir is not None and Path(run.run_dir) != Path(run.resume):
+            yield (
+                f"--run-dir is {run.run_dir!r} and --resume is {run.resume!r}, but a resumed run continues in its own "
+                "directory; leave --run-dir out"
+            )
+    elif run.run_dir is not None and (Path(run.run_dir) / _CONFIG_FILE).exists():
+        yield (
+            f"--run-dir is {run.run_dir!r}, but a run is already there; continue it with --resume {run.run_dir}, or "
+            "choose another directory"
+        )
+
+
+def warnings(config: Config) -> Iterator[str]:
+    gate, run = config.asynchrony, config.run
+    natural = gate.async_buffer_size + gate.update_weights_interval - 1
+    if gate.max_staleness is not None and gate.max_staleness != natural:
+        yield (
+            f"max_staleness {gate.max_staleness} outranks async_buffer_size {gate.async_buffer_size} (which alone "
+            f"would give {natural}): the gate follows max_staleness"
+        )
+    if gate.colocate:
+        yield "--colocate has no effect with engines that already share this machine with the trainer"
+    if run.resume is not None and config.checkpoint.save_interval is None:
+        yield "the resumed run writes no checkpoints of its own; add --save-interval to be able to resume it again"
+    evaluation = config.eval
+    if evaluation.eval_interval is not None and config.train.loss_type == "sft_loss":
+        yield (
+            "--eval-interval has no effect with --loss-type sft_loss: supervised training starts no engine to "
+            "evaluate with"
+        )
+    if evaluation.eval_prompt_data and evaluation.eval_interval is None:
+        yield "--eval-prompt-data is given but never used; add --eval-interval"
+    interval = evaluation.eval_interval
+    if interval is not None and interval % gate.update_weights_interval:
+        yield (
+            f"--eval-interval {interval} is no multiple of --update-weights-interval {gate.update_weights_interval}: "
+            "versions between two publications cannot be evaluated"
+        )
+    context, prompt = config.rollout.rollout_max_context_len, config.data.rollout_max_prompt_len
+    response = config.rollout.rollout_max_response_len
+    if context is not None and prompt is not None and prompt < context - 1 and prompt + response > context:
+        yield (
+            f"the longest prompts ({prompt} tokens) leave less than --rollout-max-response-len {response} inside "
+            f"--rollout-max-context-len {context}: their responses are cut short"
+        )

@@ -1,0 +1,296 @@
+"""Every leaf of the schema as a command-line flag: its name, its type, its bounds, and how a value is read.
+
+Invariants: the table is made from the schema alone, so a field added there is a flag at once; a flag name is unique
+over all sections; a value from text and the same value from TOML go through the same bounds. Nothing heavy is imported.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from functools import cache
+from types import UnionType
+from typing import Annotated, Any, Final, Literal, Union, get_args, get_origin
+
+import msgspec
+from msgspec import Meta, Struct
+
+from configs.schema import Config, StageConfig
+
+__all__ = ["SECTIONS", "Flag", "RefusedValue", "closest", "flags", "flags_by_key", "suggestion"]
+
+Kind = Literal["bool", "scalar", "list", "map", "json", "tables"]
+
+SECTIONS: Final[Mapping[str, str]] = {
+    "run": "The run: mode, place on disk, life cycle, placement",
+    "data": "Data: where prompts come from",
+    "rollout": "Rollout: how many, and how they are sampled",
+    "engine": "Inference engine",
+    "train": "Training",
+    "algorithm": "Algorithm: advantages, loss, corrections",
+    "asynchrony": "Asynchrony: how far generation may run ahead",
+    "reward": "Reward",
+    "filter": "Filter of groups",
+    "tools": "Tools",
+    "eval": "Evaluation",
+    "checkpoint": "Checkpoints",
+    "observe": "Observation",
+    "warm_start": "Supervised warm start",
+    "stage": "Custom stages",
+}
+
+
+class RefusedValue(Exception):
+    """A value that its flag does not take. The text is the rule: 'must be a number >= 0'."""
+
+
+class Flag(Struct, frozen=True, kw_only=True):
+    """One leaf of the schema. `key` is its dotted place, `name` the flag without dashes in front."""
+
+    key: str
+    name: str | None  # None: only as a dotted override
+    type: Any
+    kind: Kind
+    optional: bool
+    default: Any
+    description: str
+    choices: tuple[str, ...] = ()
+    rule: str = ""
+
+    @property
+    def label(self) -> str:
+        """How a user writes it: `--train-batch`, or the dotted key."""
+        return f"--{self.name}" if self.name else self.key
+
+    @property
+    def negatable(self) -> bool:
+        return self.kind == "bool" and self.name is not None
+
+    @property
+    def several(self) -> bool:
+        """Whether it takes more than one value."""
+        return self.kind in ("list", "map")
+
+    def from_text(self, text: str) -> Any:
+        """Read one value as typed on the command line. Raises `RefusedValue`."""
+        if self.optional and text == "none" and "none" not in self.choices:
+            return None
+        if self.kind == "bool":
+            if text not in ("true", "false"):
+                raise RefusedValue(self.rule)
+            return text == "true"
+        if self.kind in ("json", "tables") or (self.kind == "list" and text.startswith("[")):
+            try:
+                value = msgspec.json.decode(text)
+            except msgspec.DecodeError as error:
+                raise RefusedValue(f"{self.rule}, and this is not JSON ({error})") from error
+            return self.from_value(value)
+        if self.kind == "map":
+            return self.from_value(_pair(text, self.rule))
+        return self._convert((text,) if self.kind == "list" else text, strict=False)
+
+    def from_value(self, value: Any) -> Any:
+        """Read a typed value, e.g. of a TOML file. Raises `RefusedValue`."""
+        if self.kind == "tables":
+            return stage_tables(value)
+        if self.kind == "json" and _holds_null(value):
+            raise RefusedValue(f"{self.rule} without null")
+        return self._convert(value, strict=True)
+
+    def from_texts(self, texts: Iterable[str]) -> Any:
+        """Read the values of a flag that takes several."""
+        if self.kind == "map":
+            merged: dict[str, int] = {}
+            for text in texts:
+                merged.update(self.from_text(text))
+            return merged
+        return self._convert(tuple(texts), strict=False)
+
+    def example(self) -> str:
+        """A value that is certainly accepted, for the cure in an error message."""
+        if self.choices:
+            return self.choices[0]
+        if self.default not in (None, (), {}) or isinstance(self.default, int | float):
+            return show(self.default)
+        if self.kind == "map":
+            return "reward=2"
+        bounds = _bounds(self.type)
+        if bounds.ge is not None:
+            return show(bounds.ge)
+        return show(bounds.gt + 1) if bounds.gt is not None else "text"
+
+    def _convert(self, value: Any, *, strict: bool) -> Any:
+        try:
+            converted = msgspec.convert(value, type=self.type, strict=strict)
+        except (msgspec.ValidationError, OverflowError) as error:
+            raise RefusedValue(self.rule) from error
+        if isinstance(converted, float) and not math.isfinite(converted):
+            raise RefusedValue(f"{self.rule}, and finite")
+        return converted
+
+
+def show(value: object) -> str:
+    """A value as a user would type it."""
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, tuple | list):
+        return " ".join(show(item) for item in value)
+    if isinstance(value, dict):
+        return msgspec.json.encode(value).decode()
+    return f"{value:g}" if isinstance(value, float) else str(value)
+
+
+def stage_tables(value: Any) -> tuple[StageConfig, ...]:
+    """Custom stages from TOML or JSON tables. Raises `RefusedValue` with the rule that is broken."""
+    if not isinstance(value, list | tuple):
+        raise RefusedValue("must be a list of tables, each with name, path and one of after or loop")
+    known = StageConfig.__struct_fields__
+    stages = []
+    for table in value:
+        if isinstance(table, StageConfig):
+            stages.append(table)
+            continue
+        unknown = [key for key in table if key not in known] if isinstance(table, dict) else []
+        if unknown:
+            raise RefusedValue(f"must be tables with the keys {', '.join(known)}; {suggestion(unknown[0], known)}")
+        try:
+            stages.append(msgspec.convert(table, type=StageConfig, strict=True))
+        except msgspec.ValidationError as error:
+            raise RefusedValue(f"must be tables with name, path and one of after or loop ({error})") from error
+    return tuple(stages)
+
+
+def suggestion(word: str, known: Iterable[str], prefix: str = "") -> str:
+    """'did you mean --x?' for the nearest known name, else where to look."""
+    best = closest(word, known)
+    return f"did you mean {prefix}{best}?" if best else f"{prefix}{word} resembles no known name; see --help"
+
+
+def closest(word: str, known: Iterable[str]) -> str | None:
+    """The nearest known name, or None if none is near. A name that begins with the word counts as near."""
+    import difflib
+
+    names = list(known)
+    near = difflib.get_close_matches(word, names, n=1, cutoff=0.6)
+    if near:
+        return near[0]
+    longer = [name for name in names if len(word) > 2 and name.startswith(word)]
+    return min(longer, key=len) if longer else None
+
+
+@cache
+def flags() -> tuple[Flag, ...]:
+    """All leaves in the order of the schema."""
+    found: list[Flag] = []
+    for section in msgspec.structs.fields(Config):
+        if section.name == "stage":
+            found.append(_leaf(section, "stage", None))
+        else:
+            found.extend(_section(section.type, section.name, nested=False))
+    return tuple(found)
+
+
+@cache
+def flags_by_key() -> Mapping[str, Flag]:
+    return {flag.key: flag for flag in flags()}
+
+
+def _section(struct: type[Struct], prefix: str, *, nested: bool) -> Iterable[Flag]:
+    for field in msgspec.structs.fields(struct):
+        key = f"{prefix}.{field.name}"
+        if isinstance(field.type, type) and issubclass(field.type, Struct):
+            yield from _section(field.type, key, nested=True)
+        else:
+            yield _leaf(field, key, None if nested else field.name.replace("_", "-"))
+
+
+def _leaf(field: msgspec.structs.FieldInfo, key: str, name: str | None) -> Flag:
+    members = _members(field.type)
+    optional = type(None) in members
+    choices = tuple(choice for member in members if get_origin(member) is Literal for choice in get_args(member))
+    kind = _kind(members)
+    default = field.default if field.default is not msgspec.NODEFAULT else field.default_factory()
+    return Flag(
+        key=key,
+        name=name,
+        type=field.type,
+        kind=kind,
+        optional=optional,
+        default=default,
+        description=_meta(field.type).description or "stages of the user's own, as a list of tables",
+        choices=choices,
+        rule=_rule(kind, members, _bounds(field.type), choices, optional),
+    )
+
+
+def _bare(kind: Any) -> Any:
+    return get_args(kind)[0] if get_origin(kind) is Annotated else kind
+
+
+def _members(kind: Any) -> tuple[Any, ...]:
+    """The alternatives of a union, without their annotations."""
+    bare = _bare(kind)
+    return tuple(map(_bare, get_args(bare))) if get_origin(bare) in (Union, UnionType) else (bare,)
+
+
+def _bounds(kind: Any) -> Meta:
+    """Where the bounds stand: at the number itself, which in `int | None` is inside the union."""
+    bare = _bare(kind)
+    return _meta(get_args(bare)[0] if get_origin(bare) in (Union, UnionType) else kind)
+
+
+def _meta(kind: Any) -> Meta:
+    for note in get_args(kind)[1:] if get_origin(kind) is Annotated else ():
+        if isinstance(note, Meta):
+            return note
+    return Meta()
+
+
+def _kind(members: tuple[Any, ...]) -> Kind:
+    first = next(member for member in members if member is not type(None))
+    if first is bool:
+        return "bool"
+    if get_origin(first) is dict:
+        return "map" if get_args(first)[1] is int else "json"
+    if get_origin(first) is tuple:
+        return "tables" if get_args(first)[0] is StageConfig else "list"
+    return "scalar"
+
+
+def _rule(kind: Kind, members: tuple[Any, ...], meta: Meta, choices: tuple[str, ...], optional: bool) -> str:
+    if kind == "bool":
+        text = "true or false"
+    elif kind == "map":
+        text = "name=whole number pairs"
+    elif kind == "json":
+        text = "a JSON object"
+    elif kind == "tables":
+        text = "a list of tables"
+    elif kind == "list":
+        text = "a list of whole numbers" if int in get_args(members[0]) else "a list of texts"
+    elif choices:
+        text = f"one of {', '.join(choices)}"
+    else:
+        text = "a whole number" if int in members else "a number" if float in members else "text"
+        signs = ((">=", meta.ge), (">", meta.gt), ("<=", meta.le), ("<", meta.lt))
+        bounds = [f"{sign} {show(bound)}" for sign, bound in signs if bound is not None]
+        text = " ".join([text, " and ".join(bounds)]).strip()
+    return f"must be {text}" + (" or none" if optional and "none" not in choices else "")
+
+
+def _pair(text: str, rule: str) -> dict[str, int]:
+    name, equals, number = text.partition("=")
+    if not (name and equals):
+        raise RefusedValue(rule)
+    try:
+        return {name: int(number)}
+    except ValueError as error:
+        raise RefusedValue(rule) from error
+
+
+def _holds_null(value: Any) -> bool:
+    if isinstance(value, dict):
+        return any(_holds_null(item) for item in value.values())
+    if isinstance(value, list):
+        return any(_holds_null(item) for item in value)
+    return value is None

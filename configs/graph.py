@@ -1,0 +1,73 @@
+"""The graph of stages as names: the built-in path, loops, custom stages in their places, replicas.
+
+Invariants: pure; custom stages follow `after` from one to the next, those with the same `after` in the order of the
+recipe; the order given here is the one in which a group passes the stages.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Final
+
+from configs.schema import Config, StageConfig
+
+__all__ = ["BUILT_IN", "FOLLOWED", "SINGLE", "chain", "evaluates", "loops", "path", "replicas", "stage_names"]
+
+BUILT_IN: Final = ("prompts", "generate", "engine", "tools", "reward", "group", "train", "evaluate")
+FOLLOWED: Final = ("generate", "reward")  # built-in stages behind which a custom stage may stand
+
+# Stages of which there is one, with the reason.
+SINGLE: Final[Mapping[str, str]] = {
+    "prompts": "it is the single writer of the ledger",
+    "group": "it joins the rollouts of a group, which must meet in one place",
+    "train": "it is the single writer of the weights and their version",
+    "evaluate": "it joins the answers of one version, which must meet in one place",
+}
+
+
+def chain(config: Config, head: str, passed: frozenset[str] = frozenset()) -> tuple[StageConfig, ...]:
+    """Custom stages behind `head`, each with those behind it. `passed` ends the walk where names form a cycle."""
+    found: list[StageConfig] = []
+    for stage in config.stage:
+        if stage.after == head and stage.name != head and stage.name not in passed:
+            found.append(stage)
+            found.extend(chain(config, stage.name, passed | {head}))
+    return tuple(found)
+
+
+def path(config: Config) -> tuple[str, ...]:
+    """The stages that every group passes. Supervised training needs no generation."""
+    if config.train.loss_type == "sft_loss":
+        return ("prompts", "train")
+    behind = {head: tuple(stage.name for stage in chain(config, head)) for head in FOLLOWED}
+    return ("prompts", "generate", *behind["generate"], "reward", *behind["reward"], "group", "train")
+
+
+def loops(config: Config) -> tuple[str, ...]:
+    """Stages that take unfinished rollouts from generate and return them: tools, and the user's own loops."""
+    if config.train.loss_type == "sft_loss":
+        return ()
+    own = tuple(stage.name for stage in config.stage if stage.loop is not None)
+    return ("tools", *own) if config.tools.tools else own
+
+
+def evaluates(config: Config) -> bool:
+    """Whether the run has an evaluate stage."""
+    asked = config.eval.eval_interval is not None and bool(config.eval.eval_prompt_data)
+    return asked and config.train.loss_type != "sft_loss"
+
+
+def stage_names(config: Config) -> tuple[str, ...]:
+    """All names that `--scale` knows."""
+    return (*BUILT_IN, *(stage.name for stage in config.stage))
+
+
+def replicas(config: Config) -> dict[str, int]:
+    """Replicas of each stage that this run has; `--scale` outranks `replicas` in the stage's own table."""
+    names = [*path(config), *loops(config)]
+    if "generate" in names:
+        names.append("engine")
+    if evaluates(config):
+        names.append("evaluate")
+    own = {stage.name: stage.replicas for stage in config.stage}
+    return {name: config.run.scale.get(name, own.get(name, 1)) for name in names}

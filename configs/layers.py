@@ -1,0 +1,157 @@
+"""Layers of settings and their merging: command line > recipe > preset of the mode > default.
+
+Invariants: a layer holds typed values under dotted keys, each with the place where the user wrote it; objects merge key
+by key, everything else is replaced whole; a later check can tell what was written from what was derived.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Literal
+
+import msgspec
+from msgspec import Struct
+
+from configs.errors import ConfigError
+from configs.flags import Flag, closest, flags, flags_by_key, show
+from configs.schema import Config, StageConfig
+
+__all__ = ["Layer", "Loaded", "StageEdit", "build", "given_by_difference", "merge", "refusal", "value_at"]
+
+Origin = Literal["command line", "recipe"]
+
+_GATE = ("asynchrony.async_buffer_size", "asynchrony.update_weights_interval", "asynchrony.max_staleness")
+# Two ways to say the same thing: the one written in the higher layer replaces the other.
+_ALTERNATIVES = (("rollout.num_rollout", "rollout.num_epoch"),)
+
+
+class StageEdit(Struct, frozen=True):
+    """`stage.<name>.<field>=<value>` on the command line, still as text."""
+
+    stage: str
+    field: str
+    text: str
+
+
+class Layer(Struct, frozen=True, kw_only=True):
+    """What one source sets. `labels[key]` is how the user wrote it, for messages."""
+
+    origin: Origin
+    values: Mapping[str, Any] = {}
+    labels: Mapping[str, str] = {}
+    edits: tuple[StageEdit, ...] = ()
+
+
+class Loaded(Struct, frozen=True):
+    """A merged configuration before anything is derived. `given`: dotted key -> how the user wrote it."""
+
+    config: Config
+    given: Mapping[str, str]
+
+
+def merge(layers: Iterable[Layer]) -> Loaded:
+    """Lay the layers over the defaults, lowest first. Raises `ConfigError`."""
+    values: dict[str, Any] = {}
+    given: dict[str, str] = {}
+    edits: list[StageEdit] = []
+    mode = flags_by_key()["run.mode"].default
+    for layer in layers:
+        chosen = layer.values.get("run.mode", mode)
+        if chosen != mode:
+            _forget(values, given, _GATE)  # they belonged to the mode of the layer below
+        mode = chosen
+        for first, second in _ALTERNATIVES:
+            if first in layer.values or second in layer.values:
+                _forget(values, given, (first, second))
+        for key, value in layer.values.items():
+            old = values.get(key)
+            values[key] = {**old, **value} if isinstance(old, dict) and isinstance(value, dict) else value
+            given[key] = layer.labels.get(key, key)
+        edits.extend(layer.edits)
+    return Loaded(_edited(build(values), edits), given)
+
+
+def build(values: Mapping[str, Any], base: Config | None = None) -> Config:
+    """`base` (the defaults) with typed values put in under dotted keys."""
+    tree: dict[str, dict[str, Any]] = {}
+    nested: dict[tuple[str, str], dict[str, Any]] = {}
+    top: dict[str, Any] = {}
+    for key, value in values.items():
+        match key.split("."):
+            case [name]:
+                top[name] = value
+            case [section, name]:
+                tree.setdefault(section, {})[name] = value
+            case [section, inner, name]:
+                nested.setdefault((section, inner), {})[name] = value
+    config = base or Config()
+    for (section, inner), fields in nested.items():
+        current = getattr(getattr(config, section), inner)
+        tree.setdefault(section, {})[inner] = msgspec.structs.replace(current, **fields)
+    for section, fields in tree.items():
+        top[section] = msgspec.structs.replace(getattr(config, section), **fields)
+    return msgspec.structs.replace(config, **top)
+
+
+def value_at(config: Config, key: str) -> Any:
+    """The value under a dotted key."""
+    value: Any = config
+    for part in key.split("."):
+        value = getattr(value, part)
+    return value
+
+
+def given_by_difference(config: Config) -> Mapping[str, str]:
+    """For a configuration made in Python: what differs from the default counts as written by the user."""
+    return {flag.key: flag.key for flag in flags() if value_at(config, flag.key) != flag.default}
+
+
+def refusal(flag: Flag, label: str, value: object, rule: str) -> str:
+    """One sentence: key, value, rule, cure."""
+    shown = repr(value) if isinstance(value, str) else show(value)
+    if flag.choices and isinstance(value, str):
+        best = closest(value, flag.choices)
+        cure = f"did you mean {best}?" if best else f"choose for example {flag.choices[0]}"
+    elif flag.kind in ("list", "tables", "json"):
+        cure = "see docs/configuration.md for an example"
+    elif flag.kind == "bool":
+        cure = f"write --{flag.name} or --no-{flag.name}" if flag.name else "write true or false"
+    else:
+        cure = f"give for example {flag.example()}"
+    return f"{label} is {shown}, but {rule}; {cure}"
+
+
+def _forget(values: dict[str, Any], given: dict[str, str], keys: Iterable[str]) -> None:
+    for key in keys:
+        values.pop(key, None)
+        given.pop(key, None)
+
+
+def _edited(config: Config, edits: Sequence[StageEdit]) -> Config:
+    if not edits:
+        return config
+    stages = {stage.name: stage for stage in config.stage}
+    faults = []
+    for edit in edits:
+        if edit.stage not in stages:
+            known = ", ".join(stages) or "none"
+            faults.append(
+                f"stage.{edit.stage}.{edit.field} names no custom stage, only those of the recipe can be changed "
+                f"(there: {known}); add a [[stage]] table with name = {edit.stage!r}"
+            )
+            continue
+        try:
+            stages[edit.stage] = _edit(stages[edit.stage], edit)
+        except (msgspec.ValidationError, msgspec.DecodeError) as error:
+            faults.append(f"stage.{edit.stage}.{edit.field} is {edit.text!r}, which does not fit: {error}")
+    if faults:
+        raise ConfigError(faults)
+    return msgspec.structs.replace(config, stage=tuple(stages.values()))
+
+
+def _edit(stage: StageConfig, edit: StageEdit) -> StageConfig:
+    fields = msgspec.to_builtins(stage)
+    fields[edit.field] = msgspec.json.decode(edit.text) if edit.field == "options" else edit.text
+    if edit.field in ("after", "loop") and edit.text == "none":
+        fields[edit.field] = None
+    return msgspec.convert(fields, type=StageConfig, strict=False)

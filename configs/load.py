@@ -1,0 +1,187 @@
+"""From a command line and a recipe to one configuration, and from a configuration back to TOML and JSON.
+
+Invariants: an unknown key is refused with the nearest known one; what `dump_toml` writes is read back equal; the hash
+depends on what is trained and how, not on where the run writes or what it shows.
+"""
+
+from __future__ import annotations
+
+import json
+import tomllib
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any, Final
+
+import msgspec
+
+from configs.command_line import Arguments, parse
+from configs.errors import ConfigError
+from configs.flags import RefusedValue, closest, flags, flags_by_key
+from configs.layers import Layer, Loaded, merge, refusal, value_at
+from configs.schema import Config
+
+__all__ = [
+    "CONFIG_FILE",
+    "RECIPES",
+    "config_hash",
+    "dump_json",
+    "dump_toml",
+    "load",
+    "load_arguments",
+    "read_json",
+    "read_recipe",
+    "recipe_names",
+    "recipe_path",
+]
+
+RECIPES: Final = Path(__file__).resolve().parent / "recipes"
+CONFIG_FILE: Final = "config.toml"  # in a run directory: the resolved configuration, read again by --resume
+_NOT_HASHED: Final = ("run.run_dir", "run.resume", "run.deadline_s", "run.drain_s", "run.max_restarts")
+
+
+def load(argv: Sequence[str]) -> Loaded:
+    """Parse a command line, read its recipe, merge both over the defaults. Raises `ConfigError`."""
+    return load_arguments(parse(argv))
+
+
+def load_arguments(arguments: Arguments) -> Loaded:
+    """As `load`, for a command line that is already parsed."""
+    recipe = arguments.config
+    resume = arguments.layer.values.get("run.resume")
+    if recipe is None and resume is not None:
+        recipe = str(Path(resume) / CONFIG_FILE)
+        if not Path(recipe).is_file():
+            raise ConfigError(
+                f"{arguments.layer.labels['run.resume']} is {resume!r}, but a run to resume holds {CONFIG_FILE}, "
+                "which is not there; give the directory that the run printed at its start"
+            )
+    layers = [read_recipe(recipe)] if recipe is not None else []
+    return merge([*layers, arguments.layer])
+
+
+def recipe_names() -> tuple[str, ...]:
+    """Names of the recipes that come with the project."""
+    return tuple(sorted(path.stem for path in RECIPES.glob("*.toml")))
+
+
+def recipe_path(name: str) -> Path:
+    """The file of a recipe: a path, or the bare name of a built-in one. Raises `ConfigError`."""
+    path = Path(name)
+    if path.is_file():
+        return path
+    built_in = RECIPES / f"{path.name.removesuffix('.toml')}.toml"
+    if path.parent == Path() and built_in.is_file():
+        return built_in
+    best = closest(path.name.removesuffix(".toml"), recipe_names())
+    cure = f"did you mean --config {best}?" if best else f"choose a file, or one of {', '.join(recipe_names())}"
+    raise ConfigError(f"--config is {name!r}, but there is no such file or recipe; {cure}")
+
+
+def read_recipe(name: str) -> Layer:
+    """Read a recipe into a layer. Raises `ConfigError` that lists every fault of the file."""
+    path = recipe_path(name)
+    try:
+        tables = tomllib.loads(path.read_text(encoding="utf-8"))
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path.name} is not valid TOML: {error}; correct that place") from error
+    return layer_from_tables(tables, path.name)
+
+
+def layer_from_tables(tables: dict[str, Any], file: str) -> Layer:
+    """Typed values of the tables of a recipe. Raises `ConfigError` that lists every fault."""
+    values: dict[str, Any] = {}
+    labels: dict[str, str] = {}
+    faults: list[str] = []
+    for key, value in _leaves(tables):
+        flag = flags_by_key().get(key)
+        label = f"{key} in {file}"
+        if flag is None:
+            faults.append(_unknown(key, value, file))
+            continue
+        try:
+            values[key] = flag.from_value(value)
+            labels[key] = label
+        except RefusedValue as error:
+            faults.append(refusal(flag, label, value, str(error)))
+    if faults:
+        raise ConfigError(faults)
+    return Layer(origin="recipe", values=values, labels=labels)
+
+
+def _leaves(tables: dict[str, Any], prefix: str = "") -> Iterable[tuple[str, Any]]:
+    """Dotted keys and values; a table that is itself a value (an object) stays whole."""
+    for name, value in tables.items():
+        key = f"{prefix}{name}"
+        inner = any(known.startswith(f"{key}.") for known in flags_by_key())
+        if isinstance(value, dict) and key not in flags_by_key() and inner:
+            yield from _leaves(value, f"{key}.")
+        else:
+            yield key, value
+
+
+def _unknown(key: str, value: Any, file: str) -> str:
+    section, _, name = key.rpartition(".")
+    home = next((flag.key for flag in flags() if flag.name and flag.key.rpartition(".")[2] == name), None)
+    if any(known.startswith(f"{key}.") for known in flags_by_key()):
+        return f"{key} in {file} is {value!r}, but must be a table; write [{key}] and its keys below"
+    if home is not None:
+        return f"{key} in {file} is no key, but {home} is; put {name} under [{home.rpartition('.')[0]}]"
+    if isinstance(value, dict) and not section:
+        best = closest(name, {known.partition(".")[0] for known in flags_by_key()})
+        return f"[{key}] in {file} is no section; " + (
+            f"did you mean [{best}]?" if best else "see docs/configuration.md for the sections"
+        )
+    best = closest(key, flags_by_key())
+    cure = f"did you mean {best}?" if best else "see docs/configuration.md for the keys"
+    return f"{key} in {file} is no key of the configuration; {cure}"
+
+
+def config_hash(config: Config) -> str:
+    """16 hexadecimal digits that are equal for equal experiments."""
+    import hashlib
+
+    kept = {flag.key: _plain(config, flag.key) for flag in flags() if not _outside_hash(flag.key)}
+    return hashlib.sha256(msgspec.json.encode(kept, order="deterministic")).hexdigest()[:16]
+
+
+def _outside_hash(key: str) -> bool:
+    return key in _NOT_HASHED or key.startswith("observe.")
+
+
+def _plain(config: Config, key: str) -> Any:
+    return msgspec.to_builtins(value_at(config, key))
+
+
+def dump_json(config: Config) -> bytes:
+    return msgspec.json.encode(config)
+
+
+def read_json(text: bytes) -> Config:
+    return msgspec.json.decode(text, type=Config)
+
+
+def dump_toml(config: Config) -> str:
+    """The configuration as a recipe. Optional values that are none are left out, for TOML has no null."""
+    tables: dict[str, list[str]] = {}
+    for flag in flags():
+        table, _, name = flag.key.rpartition(".")
+        value = _plain(config, flag.key)
+        if flag.kind != "tables" and value is not None:
+            tables.setdefault(table, []).append(f"{name} = {_toml(value)}")
+    parts = ["\n".join([f"[{table}]", *lines]) for table, lines in tables.items()]
+    for stage in config.stage:
+        fields = {name: value for name, value in msgspec.to_builtins(stage).items() if value is not None}
+        parts.append("\n".join(["[[stage]]", *(f"{name} = {_toml(value)}" for name, value in fields.items())]))
+    return "\n\n".join(parts) + "\n"
+
+
+def _toml(value: Any) -> str:
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, str):
+        return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
+    if isinstance(value, list | tuple):
+        return f"[{', '.join(_toml(item) for item in value)}]"
+    if isinstance(value, dict):
+        return f"{{ {', '.join(f'{_toml(key)} = {_toml(item)}' for key, item in value.items())} }}" if value else "{}"
+    return repr(value)

@@ -1,0 +1,237 @@
+"""The plan that `--dry-run` prints: graph, placement, batch arithmetic, staleness, bounds, memory. Pure arithmetic.
+
+Invariant: the plan is made from the resolved configuration and a local config.json alone; nothing is loaded or started.
+"""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+from msgspec import Struct
+
+from configs.estimate import (
+    Memory,
+    Staleness,
+    StepTime,
+    memory,
+    predicted_staleness,
+    simulated_generation_s,
+    staleness_line,
+)
+from configs.graph import evaluates, loops, path, replicas
+from configs.load import config_hash
+from configs.resolve import Batch
+from configs.schema import Config
+from configs.sources import model_config
+
+__all__ = ["Edge", "Plan", "StagePlan", "make_plan", "render", "staleness_line"]
+
+
+class StagePlan(Struct, frozen=True):
+    """`where`: what a replica is."""
+
+    name: str
+    replicas: int
+    where: str
+    custom: bool = False
+
+
+class Edge(Struct, frozen=True):
+    """A stream between two stages. A feedback edge has an inlet of its own."""
+
+    source: str
+    target: str
+    carries: str
+    feedback: bool = False
+
+
+class Plan(Struct, frozen=True):
+    mode: str
+    runner: str
+    engine: str
+    model: str
+    run_dir: str
+    config_hash: str
+    rollouts: int | None  # rollout batches; None: follows from num_epoch and the data
+    epochs: int | None
+    stages: tuple[StagePlan, ...]
+    edges: tuple[Edge, ...]
+    processes: int
+    batch: Batch
+    tokens_per_batch: int  # at most
+    staleness: Staleness
+    staleness_text: str
+    step: StepTime
+    memory: Memory | None
+
+
+def make_plan(config: Config, *, generation_s: float | None = None, training_s: float | None = None) -> Plan:
+    """Plan a resolved configuration. Seconds per rollout batch may be given where they are known from measurement."""
+    rollout = config.rollout
+    batch = Batch(
+        rollout.rollout_batch_size,
+        rollout.n_samples_per_prompt,
+        config.train.global_batch_size or 0,
+        config.train.num_steps_per_rollout or 0,
+    )
+    if generation_s is None and config.engine.engine == "simulated":
+        generation_s = simulated_generation_s(config)
+    model = model_config(config.train.hf_checkpoint)
+    stages = _stages(config)
+    return Plan(
+        mode=config.run.mode,
+        runner=config.run.runner,
+        engine=config.engine.engine,
+        model=config.train.hf_checkpoint,
+        run_dir=config.run.run_dir or "",
+        config_hash=config_hash(config),
+        rollouts=rollout.num_rollout,
+        epochs=rollout.num_epoch if rollout.num_rollout is None else None,
+        stages=stages,
+        edges=_edges(config),
+        processes=_processes(config, stages),
+        batch=batch,
+        tokens_per_batch=batch.rollouts * rollout.rollout_max_response_len,
+        staleness=predicted_staleness(config),
+        staleness_text=staleness_line(config),
+        step=StepTime(generation_s, training_s),
+        memory=memory(config, model) if model is not None else None,
+    )
+
+
+def _stages(config: Config) -> tuple[StagePlan, ...]:
+    local = config.run.runner == "local"
+    own = {stage.name for stage in config.stage}
+    graders = config.reward.reward_workers
+    found = []
+    for name, count in replicas(config).items():
+        where = "in the controller's process" if name == "prompts" else "process" if local else "task"
+        if name == "engine":
+            where = "process with an HTTP server" if local else "thread with an HTTP server"
+        if name == "reward" and graders:
+            where += f" and {graders} grader process{'es' if graders > 1 else ''} each"
+        found.append(StagePlan(name, count, where, name in own))
+    return tuple(found)
+
+
+def _processes(config: Config, stages: tuple[StagePlan, ...]) -> int:
+    """The controller, and what it starts."""
+    graders = sum(stage.replicas * config.reward.reward_workers for stage in stages if stage.name == "reward")
+    if config.run.runner != "local":
+        return 1 + graders
+    return 1 + graders + sum(stage.replicas for stage in stages if stage.name != "prompts")
+
+
+def _edges(config: Config) -> tuple[Edge, ...]:
+    order = path(config)
+    edges = [
+        Edge(source, target, "PromptGroup" if source == "prompts" and target == "generate" else "RolloutSlice")
+        for source, target in pairwise(order)
+    ]
+    for name in loops(config):
+        edges.append(Edge("generate", name, "RolloutSlice", feedback=True))
+        edges.append(Edge(name, "generate", "RolloutSlice", feedback=True))
+    if evaluates(config):
+        edges.append(Edge("evaluate", "generate", "PromptGroup", feedback=True))
+        edges.append(Edge("group", "evaluate", "RolloutSlice"))
+    reporters = [name for name in ("group", "train") if name in order] + (["evaluate"] if evaluates(config) else [])
+    edges += [Edge(name, "prompts", "Report", feedback=True) for name in reporters]
+    return tuple(edges)
+
+
+def render(plan: Plan) -> str:
+    """The plan as text."""
+    blocks = [_head(plan), _graph(plan), _placement(plan), _arithmetic(plan), _bounds(plan), _memory(plan)]
+    return "\n\n".join("\n".join(block) for block in blocks) + "\n"
+
+
+def _head(plan: Plan) -> list[str]:
+    length = f"{plan.rollouts} rollout batches" if plan.rollouts is not None else f"{plan.epochs} epochs of the prompts"
+    return [
+        f"mode {plan.mode}, {length}, model {plan.model}, engine {plan.engine}",
+        f"run directory {plan.run_dir}, configuration {plan.config_hash}",
+    ]
+
+
+def _graph(plan: Plan) -> list[str]:
+    counts = {stage.name: stage.replicas for stage in plan.stages}
+    label = {name: f"{name} x{count}" if count > 1 else name for name, count in counts.items()}
+    main = [edge for edge in plan.edges if not edge.feedback and edge.target != "evaluate"]
+    lines = ["stages", "  " + " -> ".join([label["prompts"], *(label[edge.target] for edge in main)])]
+    for edge in plan.edges:
+        if edge.feedback and edge.source == "generate":
+            lines.append(f"  generate -> {label[edge.target]} -> generate   (loop, inlets of its own)")
+    if "evaluate" in label:
+        lines.append("  evaluate -> generate ... group -> evaluate   (held-out prompts, one pinned version)")
+    if "engine" in label:
+        lines.append(f"  generate <-> {label['engine']}   (HTTP)")
+        lines.append("  train -> weights -> engine   (by version)")
+    reporters = ", ".join(edge.source for edge in plan.edges if edge.carries == "Report")
+    lines.append(f"  {reporters} -> prompts   (every group settled once)")
+    return lines
+
+
+def _placement(plan: Plan) -> list[str]:
+    lines = [f"placement: runner {plan.runner}, {plan.processes} process{'es' if plan.processes > 1 else ''}"]
+    for stage in plan.stages:
+        kind = f"{stage.where} (custom stage)" if stage.custom else stage.where
+        lines.append(f"  {stage.name:<12} x{stage.replicas:<3} {kind}")
+    return lines
+
+
+def _arithmetic(plan: Plan) -> list[str]:
+    b = plan.batch
+    lines = [
+        "batch",
+        f"  rollout_batch_size {b.rollout_batch_size} x n_samples_per_prompt {b.n_samples_per_prompt} = {b.rollouts} "
+        f"rollouts = global_batch_size {b.global_batch_size} x num_steps_per_rollout {b.num_steps_per_rollout}",
+        f"  at most {plan.tokens_per_batch:,} response tokens per rollout batch",
+    ]
+    if plan.rollouts is not None:
+        lines.append(
+            f"  {plan.rollouts * b.rollouts:,} rollouts and {plan.rollouts * b.num_steps_per_rollout:,} steps in all"
+        )
+    return lines
+
+
+def _bounds(plan: Plan) -> list[str]:
+    stale, step = plan.staleness, plan.step
+    lines = ["asynchrony", f"  {plan.staleness_text}"]
+    if stale.bound:
+        lines.append(
+            f"  smallest useful bound with these engine slots: {stale.useful} (chosen: {stale.bound}); above it only "
+            "staleness grows"
+        )
+    known = [
+        f"{name} {value:.3g} s"
+        for name, value in (("generation", step.generation_s), ("training", step.training_s))
+        if value is not None
+    ]
+    lines.append("  step time bound = max(generation, training) per batch; efficiency = bound / measured step time")
+    if step.bound_s is not None:
+        lines.append(f"  {', '.join(known)}: no step can take less than {step.bound_s:.3g} s")
+    elif known:
+        lines.append(f"  {known[0]}: no step can take less; the other side is measured during the run")
+    return lines
+
+
+def _memory(plan: Plan) -> list[str]:
+    m = plan.memory
+    if m is None:
+        return [f"memory: not estimated, for {plan.model} has no local config.json of a known shape"]
+    return [
+        f"memory (estimate, activations and logits on top): {m.parameters:,} parameters",
+        f"  trainer            {_bytes(m.trainer)}   fp32: 4 weights + 8 Adam + 4 gradients bytes each",
+        f"  one engine         {_bytes(m.engine)}   {_bytes(m.engine_weights)} weights + KV cache of {m.kv_tokens:,} "
+        "tokens",
+        f"  weight store       {_bytes(m.weight_slots)}   two versions in shared memory",
+    ]
+
+
+def _bytes(count: int) -> str:
+    value = float(count)
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if value < 1024:
+            return f"{value:.4g} {unit}"
+        value /= 1024
+    return f"{value:.4g} TiB"

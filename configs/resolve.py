@@ -1,0 +1,237 @@
+"""Derive what the user left open, after all overrides. Pure but for the clock, the terminal and the run directory.
+
+    rollout_batch_size * n_samples_per_prompt = global_batch_size * num_steps_per_rollout      (rollouts)
+    max_staleness = async_buffer_size + update_weights_interval - 1                            (weights versions)
+
+Invariants: what the user wrote is never changed, only contradicted with an error; resolving twice changes nothing; no
+None stays where a value can be derived. `num_rollout` from `num_epoch` needs the data: `num_rollout_for`.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Mapping
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from msgspec import Struct
+
+from configs.errors import ConfigError
+from configs.layers import build, given_by_difference
+from configs.modes import preset_values
+from configs.schema import Config
+
+__all__ = ["Batch", "batch_arithmetic", "derive", "num_rollout_for", "resolve"]
+
+
+class Batch(Struct, frozen=True):
+    """The four numbers of a rollout batch."""
+
+    rollout_batch_size: int
+    n_samples_per_prompt: int
+    global_batch_size: int
+    num_steps_per_rollout: int
+
+    @property
+    def rollouts(self) -> int:
+        return self.rollout_batch_size * self.n_samples_per_prompt
+
+
+def resolve(config: Config, given: Mapping[str, str] | None = None) -> Config:
+    """A new configuration with everything derived. Raises `ConfigError` on a contradiction.
+
+    `given`: dotted key -> how the user wrote it; without it, whatever differs from its default counts as written.
+    """
+    resolved, faults = derive(config, given)
+    if faults:
+        raise ConfigError(faults)
+    return resolved
+
+
+def derive(config: Config, given: Mapping[str, str] | None = None) -> tuple[Config, list[str]]:
+    """As `resolve`, but returns the faults beside what could be derived, so that all can be shown at once."""
+    written = given_by_difference(config) if given is None else given
+    values, faults = preset_values(config, written)
+    config = build(values, config)
+    config = build(_staleness(config, {*written, *values}), config)
+    try:
+        config = build(_batch(config, written), config)
+    except ConfigError as error:
+        faults.extend(error.faults)
+    config = build(_policy(config, written), config)
+    return build(_defaults(config), config), faults
+
+
+def num_rollout_for(config: Config, prompts: int) -> int:
+    """Rollout batches of a run over a data set with so many prompts: num_rollout, or whole batches of each epoch."""
+    if config.rollout.num_rollout is not None:
+        return config.rollout.num_rollout
+    batch = config.rollout.rollout_batch_size
+    epochs = config.rollout.num_epoch
+    if epochs is None:
+        raise ConfigError("--num-rollout is not set, but the length of the run must be known; set it, or --num-epoch")
+    if prompts < batch:
+        raise ConfigError(
+            f"--rollout-batch-size is {batch}, but an epoch has only {prompts} prompts, less than one batch; lower it "
+            f"to {max(prompts, 1)} or give more --prompt-data"
+        )
+    return epochs * (prompts // batch)
+
+
+def batch_arithmetic(
+    rollout_batch_size: int | None,
+    n_samples_per_prompt: int | None,
+    global_batch_size: int | None,
+    num_steps_per_rollout: int | None,
+    *,
+    default_batch: int = 32,
+    default_samples: int = 8,
+) -> Batch:
+    """Complete the four numbers; None = not given. Raises `ConfigError` with the numbers and the cure.
+
+    With both right-hand numbers given, a missing left-hand one follows from them; else the defaults of the left-hand
+    side hold and the right-hand side follows, with one step per rollout batch if neither is given.
+    """
+    groups, samples = rollout_batch_size, n_samples_per_prompt
+    size, steps = global_batch_size, num_steps_per_rollout
+    if size is not None and steps is not None:
+        total = size * steps
+        if groups is None:
+            samples = samples or default_samples
+            groups = _divided(total, samples, "--rollout-batch-size", "--n-samples-per-prompt", samples)
+        elif samples is None:
+            samples = _divided(total, groups, "--n-samples-per-prompt", "--rollout-batch-size", groups)
+    groups, samples = groups or default_batch, samples or default_samples
+    rollouts = groups * samples
+    left = f"rollout_batch_size {groups} x n_samples_per_prompt {samples} = {rollouts} rollouts"
+    if steps is None:
+        if size is not None and rollouts % size:
+            raise ConfigError(
+                f"{left}, which --global-batch-size {size} does not divide into whole optimizer steps; set "
+                f"--global-batch-size {_near_size(rollouts, samples, size)}"
+            )
+        steps = 1 if size is None else rollouts // size
+    if size is None:
+        if rollouts % steps:
+            raise ConfigError(
+                f"{left}, which --num-steps-per-rollout {steps} does not divide into equal steps; set "
+                f"--num-steps-per-rollout {_near_divisor(groups, steps)}"
+            )
+        size = rollouts // steps
+    if size * steps != rollouts:
+        right = f"global_batch_size {size} x num_steps_per_rollout {steps} = {size * steps}"
+        cure = f"--global-batch-size {rollouts // steps}" if rollouts % steps == 0 else "--num-steps-per-rollout 1"
+        raise ConfigError(f"{left}, but {right}, and both must be equal; set {cure}, or leave one of the four out")
+    if size % samples:
+        raise ConfigError(
+            f"--global-batch-size is {size}, but must be a multiple of n_samples_per_prompt {samples}, for a step "
+            f"trains whole groups; set --global-batch-size {_near_size(rollouts, samples, size)}, or leave it and "
+            "--num-steps-per-rollout out"
+        )
+    return Batch(groups, samples, size, steps)
+
+
+def _divided(total: int, by: int, wanted: str, other: str, value: int) -> int:
+    if total % by:
+        raise ConfigError(
+            f"global_batch_size x num_steps_per_rollout = {total} rollouts, which {other} {value} does not divide, so "
+            f"that {wanted} cannot be derived; set --global-batch-size to a multiple of {by}"
+        )
+    return total // by
+
+
+def _near_size(rollouts: int, samples: int, asked: int) -> int:
+    """The valid global batch size (whole groups, whole steps) nearest to what was asked."""
+    return min((samples * d for d in _divisors(rollouts // samples)), key=lambda size: abs(size - asked))
+
+
+def _near_divisor(number: int, asked: int) -> int:
+    return min(_divisors(number), key=lambda divisor: abs(divisor - asked))
+
+
+def _divisors(number: int) -> Iterator[int]:
+    return (divisor for divisor in range(1, number + 1) if number % divisor == 0)
+
+
+def _batch(config: Config, written: Mapping[str, str] | set[str]) -> dict[str, Any]:
+    rollout, train = config.rollout, config.train
+    batch = batch_arithmetic(
+        rollout.rollout_batch_size if "rollout.rollout_batch_size" in written else None,
+        rollout.n_samples_per_prompt if "rollout.n_samples_per_prompt" in written else None,
+        train.global_batch_size,
+        train.num_steps_per_rollout,
+        default_batch=rollout.rollout_batch_size,
+        default_samples=rollout.n_samples_per_prompt,
+    )
+    return {
+        "rollout.rollout_batch_size": batch.rollout_batch_size,
+        "rollout.n_samples_per_prompt": batch.n_samples_per_prompt,
+        "train.global_batch_size": batch.global_batch_size,
+        "train.num_steps_per_rollout": batch.num_steps_per_rollout,
+    }
+
+
+def _staleness(config: Config, written: set[str]) -> dict[str, Any]:
+    """The bound from buffer and interval; or the buffer from the bound, if only that was written."""
+    gate = config.asynchrony
+    if gate.max_staleness is None:
+        return {"asynchrony.max_staleness": gate.async_buffer_size + gate.update_weights_interval - 1}
+    ahead = gate.max_staleness - gate.update_weights_interval + 1
+    if "asynchrony.async_buffer_size" not in written and ahead >= 0:
+        return {"asynchrony.async_buffer_size": ahead}
+    return {}
+
+
+def _policy(config: Config, written: Mapping[str, str]) -> dict[str, Any]:
+    algorithm = config.algorithm
+    bypass, mode, tis = algorithm.use_rollout_logprobs, algorithm.policy_mode, algorithm.use_tis
+    if mode == "bypass" and "algorithm.use_rollout_logprobs" not in written:
+        bypass = True
+    supervised = config.train.loss_type == "sft_loss"
+    if tis is None:
+        stale = (config.asynchrony.max_staleness or 0) > 0
+        tis = stale and not bypass and mode in ("auto", "decoupled") and not supervised
+    if mode == "auto":
+        mode = "decoupled" if tis else "bypass" if bypass else "onpolicy"
+    return {
+        "algorithm.use_tis": tis,
+        "algorithm.use_rollout_logprobs": bypass,
+        "algorithm.policy_mode": mode,
+        "algorithm.eps_clip_high": algorithm.eps_clip if algorithm.eps_clip_high is None else algorithm.eps_clip_high,
+    }
+
+
+def _defaults(config: Config) -> dict[str, Any]:
+    """Defaults that are another setting's value, or the surroundings'."""
+    rollout, data = config.rollout, config.data
+    context = rollout.rollout_max_context_len
+    derived: dict[str, Any] = {
+        "run.run_dir": config.run.resume if config.run.resume is not None else _new_run_dir,
+        "data.rollout_max_prompt_len": context - 1 if context is not None else None,
+        "train.ref_load": config.train.hf_checkpoint,
+        "filter.dynamic_sampling_filter": "none",
+        "eval.eval_max_response_len": rollout.rollout_max_response_len,
+        "eval.eval_input_key": data.input_key,
+        "eval.eval_label_key": data.label_key,
+        "eval.eval_interval": 1 if rollout.num_rollout == 0 and config.eval.eval_prompt_data else None,
+        "observe.live": sys.stdout.isatty,
+    }
+    values = {}
+    for key, value in derived.items():
+        section, _, name = key.partition(".")
+        if getattr(getattr(config, section), name) is None:
+            values[key] = value() if callable(value) else value
+    if not config.warm_start.warm_start_data:
+        values["warm_start.warm_start_data"] = data.prompt_data
+    return values
+
+
+def _new_run_dir() -> str:
+    """`runs/<time>`, with a number behind it if two runs begin in one second."""
+    base = Path("runs") / datetime.now().strftime("%Y%m%d-%H%M%S")
+    path, count = base, 1
+    while path.exists():
+        count += 1
+        path = base.with_name(f"{base.name}-{count}")
+    return str(path)

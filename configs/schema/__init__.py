@@ -1,0 +1,57 @@
+"""The whole configuration as frozen structs. Field names are the names of the command-line flags.
+
+Invariants: nothing here imports torch, zmq or ray; every field has a default and a description; unknown keys are
+refused. Derived values (batch arithmetic, staleness bound) are filled in by `configs.resolve`, after all overrides.
+"""
+
+from __future__ import annotations
+
+from msgspec import Struct
+
+from configs.schema.algorithm import AlgorithmConfig
+from configs.schema.asynchrony import AsyncConfig
+from configs.schema.data import DataConfig
+from configs.schema.engine import EngineConfig, SimulatedEngineConfig
+from configs.schema.evaluation import EvalConfig
+from configs.schema.reward import FilterConfig, RewardConfig, ToolsConfig
+from configs.schema.rollout import RolloutConfig
+from configs.schema.run import CheckpointConfig, ObserveConfig, RunConfig, StageConfig, WarmStartConfig
+from configs.schema.train import TrainConfig
+
+__all__ = [
+    "AlgorithmConfig",
+    "AsyncConfig",
+    "CheckpointConfig",
+    "Config",
+    "DataConfig",
+    "EngineConfig",
+    "EvalConfig",
+    "FilterConfig",
+    "ObserveConfig",
+    "RewardConfig",
+    "RolloutConfig",
+    "RunConfig",
+    "SimulatedEngineConfig",
+    "StageConfig",
+    "ToolsConfig",
+    "TrainConfig",
+    "WarmStartConfig",
+]
+
+
+class Config(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    run: RunConfig = RunConfig()
+    data: DataConfig = DataConfig()
+    rollout: RolloutConfig = RolloutConfig()
+    engine: EngineConfig = EngineConfig()
+    train: TrainConfig = TrainConfig()
+    algorithm: AlgorithmConfig = AlgorithmConfig()
+    asynchrony: AsyncConfig = AsyncConfig()
+    reward: RewardConfig = RewardConfig()
+    filter: FilterConfig = FilterConfig()
+    tools: ToolsConfig = ToolsConfig()
+    eval: EvalConfig = EvalConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    observe: ObserveConfig = ObserveConfig()
+    warm_start: WarmStartConfig = WarmStartConfig()
+    stage: tuple[StageConfig, ...] = ()

@@ -1,0 +1,33 @@
+"""Where prompts come from and how a row becomes a prompt. Owner: `stages/prompts`."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+from msgspec import Meta, Struct
+
+
+class DataConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    prompt_data: Annotated[
+        tuple[str, ...],
+        Meta(description="prompt files: JSONL, Parquet or a Hugging Face dataset directory; slices as path@[a:b]"),
+    ] = ()
+    input_key: Annotated[str, Meta(description="row field with the prompt: text or a list of chat messages")] = "input"
+    label_key: Annotated[str | None, Meta(description="row field with the reference answer")] = None
+    metadata_key: Annotated[str, Meta(description="row field with a metadata object")] = "metadata"
+    tool_key: Annotated[str, Meta(description="row field with the tools offered to the model")] = "tools"
+    apply_chat_template: Annotated[
+        bool,
+        Meta(description="render chat messages (or wrap text as one user turn) with the tokenizer's chat template"),
+    ] = False
+    apply_chat_template_kwargs: Annotated[
+        dict[str, Any], Meta(description="extra arguments of the chat template, as JSON")
+    ] = {}
+    chat_template_path: Annotated[str | None, Meta(description="file with a Jinja chat template to use instead")] = None
+    rollout_shuffle: Annotated[bool, Meta(description="shuffle the prompts anew in each epoch, by seed")] = False
+    rollout_seed: Annotated[int, Meta(description="seed of prompt order and sampling")] = 42
+    rollout_max_prompt_len: Annotated[
+        Annotated[int, Meta(ge=1)] | None,
+        Meta(description="longer prompts (tokens) are skipped at load and counted"),
+    ] = None
+    strict_data: Annotated[bool, Meta(description="make a malformed row an error instead of skipping it")] = False

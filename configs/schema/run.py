@@ -1,0 +1,70 @@
+"""The run as a whole: mode, place on disk, life cycle, placement, observation. Owner: `pipeline`."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from msgspec import Meta, Struct
+
+
+class RunConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    mode: Annotated[Literal["async", "sync", "one_step"], Meta(description="preset of the staleness gate")] = "async"
+    seed: Annotated[int, Meta(description="seed of initialisation, order and sampling")] = 42
+    deterministic: Annotated[
+        bool, Meta(description="train the groups of a batch in the order of their ids, whatever order they arrive in")
+    ] = False
+    run_dir: Annotated[str | None, Meta(description="directory of this run; default: runs/<time>")] = None
+    resume: Annotated[str | None, Meta(description="continue the run in this directory from its last checkpoint")] = (
+        None
+    )
+    runner: Annotated[
+        Literal["local", "inprocess"], Meta(description="one process per stage replica, or everything in one process")
+    ] = "local"
+    deadline_s: Annotated[
+        Annotated[float, Meta(gt=0)] | None,
+        Meta(description="drain and stop after this many seconds"),
+    ] = None
+    drain_s: Annotated[float, Meta(gt=0, description="most seconds that a drain may take")] = 30.0
+    max_restarts: Annotated[int, Meta(ge=0, description="restarts of one replica before the run is given up")] = 5
+    scale: Annotated[dict[str, int], Meta(description="replicas by stage, as stage=N; repeatable")] = {}
+
+
+class CheckpointConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    save_interval: Annotated[
+        Annotated[int, Meta(ge=1)] | None,
+        Meta(description="checkpoint every this many rollout batches"),
+    ] = None
+    keep_last_n: Annotated[int, Meta(ge=1, description="checkpoints kept")] = 2
+
+
+class ObserveConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    live: Annotated[bool | None, Meta(description="live table; default: if the output is a terminal")] = None
+    use_tensorboard: Annotated[bool, Meta(description="write TensorBoard events")] = True
+    trace: Annotated[bool, Meta(description="write a Perfetto trace of the stage spans of each sample")] = True
+    log_interval: Annotated[int, Meta(ge=1, description="print a line every this many rollout batches")] = 10
+
+
+class StageConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """A stage of the user's own, inserted into the graph."""
+
+    name: str
+    path: Annotated[str, Meta(description="import path of the class, package.module:Class")]
+    after: Annotated[str | None, Meta(description="stage whose output it takes")] = None
+    loop: Annotated[str | None, Meta(description="stage whose output it takes and to which it returns it")] = None
+    replicas: Annotated[int, Meta(ge=1)] = 1
+    concurrency: Annotated[int, Meta(ge=1)] = 8
+    options: dict[str, Any] = {}
+
+
+class WarmStartConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Supervised training on prompt + label before the reinforcement learning, through the same pipeline."""
+
+    warm_start_steps: Annotated[int, Meta(ge=0, description="optimizer steps of supervised warm start; 0 = none")] = 0
+    warm_start_batch_size: Annotated[int, Meta(ge=1, description="examples per step")] = 128
+    warm_start_lr: Annotated[float, Meta(gt=0, description="learning rate of the warm start")] = 1e-3
+    warm_start_data: Annotated[
+        tuple[str, ...], Meta(description="examples of the warm start; default: --prompt-data")
+    ] = ()
+    warm_start_label_key: Annotated[
+        str | None, Meta(description="row field with the text to learn; default: --label-key")
+    ] = None

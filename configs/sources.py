@@ -1,0 +1,126 @@
+"""What the configuration refers to outside itself: files, checkpoints, import paths.
+
+Invariants: only looks, never loads or imports; a name of the Hugging Face hub is taken on trust, for asking the hub
+would need the network.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+import sys
+from pathlib import Path
+from typing import Any, Final
+
+import msgspec
+from msgspec import Struct
+
+from configs.flags import closest
+
+__all__ = [
+    "BUILT_IN_DATA",
+    "BUILT_IN_MODELS",
+    "DataSource",
+    "checkpoint_fault",
+    "import_path_fault",
+    "model_config",
+    "parse_source",
+    "source_fault",
+]
+
+BUILT_IN_DATA: Final = (
+    "arithmetic",
+    "arithmetic-tools",
+)  # made on this machine: train rows, and held-out rows for eval
+BUILT_IN_MODELS: Final = ("tiny", "tiny-arithmetic")  # random small checkpoints, made on this machine
+
+_SLICE = re.compile(r"(?P<path>.+?)@\[\s*(?P<start>[+-]?\d+)?\s*:\s*(?P<stop>[+-]?\d+)?\s*\]", re.ASCII)
+_NAMED = re.compile(r"(?P<name>[\w-]+)=(?P<path>.+)", re.ASCII)
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", re.ASCII)
+_IMPORT = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*(\.[^\W\d]\w*)*")
+
+
+class DataSource(Struct, frozen=True):
+    """`[name=]path[@[start:stop]]`, taken apart. Slices have Python's meaning."""
+
+    path: str
+    start: int | None = None
+    stop: int | None = None
+    name: str | None = None
+
+    @property
+    def built_in(self) -> bool:
+        return self.path in BUILT_IN_DATA
+
+
+def parse_source(text: str, *, named: bool = False) -> DataSource:
+    """Take a data source apart. `named`: a `name=` may stand in front (evaluation)."""
+    name = None
+    if named and (match := _NAMED.fullmatch(text)):
+        name, text = match["name"], match["path"]
+    if match := _SLICE.fullmatch(text):
+        start, stop = (int(match[end]) if match[end] else None for end in ("start", "stop"))
+        return DataSource(match["path"], start, stop, name)
+    return DataSource(text, name=name)
+
+
+def source_fault(label: str, text: str, *, named: bool = False) -> str | None:
+    """Why a data source cannot be read, in one sentence, or None."""
+    source = parse_source(text, named=named)
+    if source.built_in or Path(source.path).expanduser().exists():
+        return None
+    if "@[" in source.path:
+        return (
+            f"{label} is {text!r}, but a slice must be path@[a:b] with whole numbers; write for example "
+            "data.jsonl@[0:100]"
+        )
+    best = closest(source.path, BUILT_IN_DATA) if "/" not in source.path and "." not in source.path else None
+    cure = f"did you mean {best}?" if best else f"correct the path, or use the built-in {' or '.join(BUILT_IN_DATA)}"
+    return f"{label} is {text!r}, but there is no file or directory {source.path!r}; {cure}"
+
+
+def checkpoint_fault(label: str, name: str) -> str | None:
+    """Why a checkpoint cannot be loaded, in one sentence, or None. Hub ids (`org/name`) pass."""
+    if name in BUILT_IN_MODELS:
+        return None
+    path = Path(name).expanduser()
+    if path.exists():
+        if (path / "config.json").is_file():
+            return None
+        return (
+            f"{label} is {name!r}, but a Hugging Face checkpoint is a directory with config.json; give such a directory"
+        )
+    if _HUB_ID.fullmatch(name) and not Path(name.split("/")[0]).is_dir():
+        return None
+    best = closest(name, BUILT_IN_MODELS) if "/" not in name else None
+    if best or "/" in name or name.startswith(("~", ".")):
+        cure = f"did you mean {best}?" if best else "correct the path, or give a hub id such as Qwen/Qwen3-0.6B"
+        return f"{label} is {name!r}, but there is no such directory; {cure}"
+    return None
+
+
+def import_path_fault(label: str, text: str, example: str) -> str | None:
+    """Why an import path cannot work, in one sentence, or None. Only the top package is looked for, nothing runs."""
+    if not _IMPORT.fullmatch(text):
+        return f"{label} is {text!r}, but an import path must be package.module:name; write for example {example}"
+    top = text.partition(":")[0].partition(".")[0]
+    if top in sys.modules or (Path.cwd() / top).is_dir() or (Path.cwd() / f"{top}.py").is_file():
+        return None
+    try:
+        found = importlib.util.find_spec(top) is not None
+    except (ImportError, ValueError):
+        found = False
+    if found:
+        return None
+    return f"{label} is {text!r}, but no package {top!r} is found; start in its directory, or add it to PYTHONPATH"
+
+
+def model_config(name: str) -> dict[str, Any] | None:
+    """config.json of a local checkpoint, or None (hub ids, built-in models, unreadable files)."""
+    path = Path(name).expanduser() / "config.json"
+    if name in BUILT_IN_MODELS or not path.is_file():
+        return None
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=dict[str, Any])
+    except msgspec.MsgspecError:
+        return None

@@ -1,0 +1,72 @@
+"""All that is wrong with a resolved configuration, at once; and what is only doubtful, as warnings.
+
+Invariants: each fault is one sentence with key, value, rule and cure; a rule is checked here and nowhere else; checks
+read the resolved values, so it does not matter where a value came from.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Final
+
+from msgspec import Struct
+
+from configs.checks import algorithm, files, layout, schedule
+from configs.errors import ConfigError
+from configs.resolve import derive
+from configs.schema import Config
+
+__all__ = ["Findings", "checked", "findings", "validate"]
+
+Check = Callable[[Config], Iterator[str]]
+
+_FAULTS: Final[tuple[Check, ...]] = (
+    schedule.length_faults,
+    schedule.staleness_faults,
+    schedule.resume_faults,
+    algorithm.correction_faults,
+    algorithm.sampling_faults,
+    algorithm.loss_faults,
+    files.data_faults,
+    files.checkpoint_faults,
+    files.import_path_faults,
+    layout.scale_faults,
+    layout.stage_faults,
+    layout.tool_faults,
+    layout.device_faults,
+)
+_WARNINGS: Final[tuple[Check, ...]] = (
+    schedule.warnings,
+    algorithm.warnings,
+    layout.warnings,
+)
+
+
+class Findings(Struct, frozen=True):
+    faults: tuple[str, ...]
+    warnings: tuple[str, ...]
+
+
+def findings(config: Config) -> Findings:
+    """Check a resolved configuration."""
+    return Findings(
+        tuple(fault for check in _FAULTS for fault in check(config)),
+        tuple(warning for check in _WARNINGS for warning in check(config)),
+    )
+
+
+def validate(config: Config) -> tuple[str, ...]:
+    """Return the warnings of a resolved configuration. Raises `ConfigError` that lists every fault."""
+    found = findings(config)
+    if found.faults:
+        raise ConfigError(found.faults)
+    return found.warnings
+
+
+def checked(config: Config, given: Mapping[str, str] | None = None) -> tuple[Config, tuple[str, ...]]:
+    """Resolve and validate in one; contradictions and broken rules are listed together. Raises `ConfigError`."""
+    resolved, faults = derive(config, given)
+    found = findings(resolved)
+    if faults or found.faults:
+        raise ConfigError([*faults, *found.faults])
+    return resolved, found.warnings

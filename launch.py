@@ -1,0 +1,89 @@
+"""Start a run: read the command line, settle the configuration, print the plan or hand over to the pipeline.
+
+Invariants: nothing heavy is imported before the configuration is known to be right, so that `--help`, `--dry-run` and a
+mistake are answered at once; a fault of the user is one sentence on stderr and exit code 2, never a traceback.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+
+from configs.command_line import Arguments, parse
+from configs.errors import ConfigError
+from configs.load import load_arguments
+from configs.schema import Config
+from configs.validate import checked
+
+QUICKSTART = "quickstart"
+# With none of these on the command line there is nothing to train on: the quickstart runs.
+_OWN_WORK = ("data.prompt_data", "train.hf_checkpoint", "run.resume")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line; return the exit code."""
+    try:
+        return _main(sys.argv[1:] if argv is None else argv)
+    except ConfigError as error:
+        return _refuse(error.faults, 2)
+    except Exception as error:
+        # The pipeline's errors for a user say which exit code they mean; anything else is a defect and shows itself.
+        code = getattr(error, "exit_code", None)
+        if not isinstance(code, int):
+            raise
+        return _refuse(getattr(error, "faults", (str(error),)), code)
+
+
+def _main(argv: Sequence[str]) -> int:
+    arguments = parse(argv)
+    if arguments.help:
+        from configs.manual import render_help
+
+        sys.stdout.write(render_help())
+        return 0
+    if arguments.version:
+        sys.stdout.write(f"sluice {_version()}\n")
+        return 0
+    config = _settle(_with_quickstart(arguments))
+    if arguments.dry_run:
+        from configs.plan import make_plan, render
+
+        sys.stdout.write(render(make_plan(config)))
+        return 0
+    from pipeline.run import run
+
+    return run(config)
+
+
+def _with_quickstart(arguments: Arguments) -> Arguments:
+    if arguments.config is not None or any(key in arguments.layer.values for key in _OWN_WORK):
+        return arguments
+    sys.stderr.write(f"no --prompt-data, --config or --hf-checkpoint: running the recipe {QUICKSTART}\n")
+    return Arguments(layer=arguments.layer, config=QUICKSTART, dry_run=arguments.dry_run)
+
+
+def _settle(arguments: Arguments) -> Config:
+    """The resolved and checked configuration; warnings go to stderr."""
+    loaded = load_arguments(arguments)
+    config, warnings = checked(loaded.config, loaded.given)
+    for warning in warnings:
+        sys.stderr.write(f"warning: {warning}\n")
+    return config
+
+
+def _refuse(faults: Sequence[str], code: int) -> int:
+    for fault in faults:
+        sys.stderr.write(f"error: {fault}\n")
+    return code
+
+
+def _version() -> str:
+    import tomllib
+    from pathlib import Path
+
+    project = tomllib.loads((Path(__file__).resolve().parent / "pyproject.toml").read_text(encoding="utf-8"))
+    return str(project["project"]["version"])
+
+
+if __name__ == "__main__":
+    sys.exit(main())

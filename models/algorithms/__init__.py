@@ -1,0 +1,1 @@
+"""Advantages, losses, corrections and their metrics: pure functions, chosen by name or import path."""

@@ -1,0 +1,65 @@
+"""Choosing a pure function by name or by import path: the seam through which algorithms are added.
+
+A name is looked up, in this order:
+1. in the caller's table of built-in functions;
+2. if it contains a colon, as an import path `package.module:function`;
+3. as a file of its own beside this one: `models/algorithms/<name>.py` with a function named after the kind
+   (`advantages`, `policy_loss`, `kl`). Adding such a file is all that a new algorithm needs.
+
+Invariant: nothing is imported before it is asked for, so that stages can choose an estimator without torch.
+"""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import importlib.util
+from collections.abc import Callable, Mapping
+from typing import TypeVar, cast
+
+from models.algorithms.errors import UnknownAlgorithm
+
+F = TypeVar("F", bound=Callable[..., object])
+
+PACKAGE = "models.algorithms"
+
+
+def pick(kind: str, name: str, table: Mapping[str, F]) -> F:
+    """The function called `name`, of the given kind. Raises `UnknownAlgorithm`."""
+    if name in table:
+        return table[name]
+    if ":" in name:
+        module_name, _, attribute = name.partition(":")
+        return cast(F, _load(kind, name, module_name, attribute))
+    module_name = f"{PACKAGE}.{name}"
+    if not name.isidentifier() or importlib.util.find_spec(module_name) is None:
+        near = difflib.get_close_matches(name, table, n=1)
+        hint = f"; did you mean {near[0]!r}?" if near else ""
+        raise UnknownAlgorithm(
+            f"{kind} {name!r} is unknown: choose one of {', '.join(sorted(table))} "
+            f"or give an import path package.module:function{hint}"
+        )
+    return cast(F, _load(kind, name, module_name, kind))
+
+
+def provides(kind: str, name: str) -> bool:
+    """Whether the file `models/algorithms/<name>.py` exists and defines a function of this kind."""
+    module_name = f"{PACKAGE}.{name}"
+    if not name.isidentifier() or importlib.util.find_spec(module_name) is None:
+        return False
+    return callable(getattr(importlib.import_module(module_name), kind, None))
+
+
+def _load(kind: str, name: str, module_name: str, attribute: str) -> Callable[..., object]:
+    try:
+        module = importlib.import_module(module_name)
+    except ImportError as error:
+        raise UnknownAlgorithm(
+            f"{kind} {name!r} cannot be imported ({error}): put the module on PYTHONPATH or correct the path"
+        ) from error
+    found = getattr(module, attribute, None)
+    if not callable(found):
+        raise UnknownAlgorithm(
+            f"{kind} {name!r}: module {module_name} has no function {attribute!r}; define it or correct the path"
+        )
+    return cast("Callable[..., object]", found)

@@ -1,0 +1,55 @@
+"""The tokens that a loss sees: flat tensors over the trainable part of whole sequences, and safe ratios of them.
+
+Invariants:
+- a micro-batch holds whole sequences, so that statistics of a sequence never cross micro-batches;
+- what stands at masked positions is never used: it is replaced before any arithmetic, so that NaN there is harmless;
+- a log-ratio is clamped to +-20 inside the exponent only; linear terms keep the true value.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final
+
+import torch
+from torch import Tensor
+
+EXPONENT_BOUND: Final = 20.0
+
+
+@dataclass(frozen=True)
+class PolicyTokens:
+    """N tokens of S sequences. Log-probs are natural logarithms under the sampling temperature."""
+
+    log_probs: Tensor  # [N] log theta, with gradient
+    old_log_probs: Tensor  # [N] log old, the anchor of the ratio, no gradient
+    rollout_log_probs: Tensor  # [N] log mu, no gradient
+    advantages: Tensor  # [N]
+    mask: Tensor  # [N] bool, True = trainable
+    sequence: Tensor  # [N] int64, 0 .. S - 1
+    n_sequences: int  # S
+    ref_log_probs: Tensor | None = None  # [N] frozen reference, no gradient
+    entropy: Tensor | None = None  # [N] of the whole next-token distribution
+
+
+def log_ratio(numerator: Tensor, denominator: Tensor, mask: Tensor) -> Tensor:
+    """numerator - denominator where the mask is set, else exactly 0. Shapes [N]."""
+    zero = torch.zeros((), dtype=numerator.dtype, device=numerator.device)
+    return torch.where(mask, numerator, zero) - torch.where(mask, denominator, zero)
+
+
+def bounded_exp(log_value: Tensor) -> Tensor:
+    """exp with its exponent clamped to +-20."""
+    return log_value.clamp(-EXPONENT_BOUND, EXPONENT_BOUND).exp()
+
+
+def masked(values: Tensor, mask: Tensor) -> Tensor:
+    """values where the mask is set, else exactly 0, in value and gradient."""
+    return torch.where(mask, values, torch.zeros((), dtype=values.dtype, device=values.device))
+
+
+def sequence_sum(values: Tensor, tokens: PolicyTokens) -> Tensor:
+    """Sum of masked values [N] within each sequence, [S]; differentiable."""
+    return torch.zeros(tokens.n_sequences, dtype=values.dtype, device=values.device).index_add(
+        0, tokens.sequence, masked(values, tokens.mask)
+    )

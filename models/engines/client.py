@@ -1,0 +1,250 @@
+"""HTTP client of one engine (SGLang, embedded or simulated; a router's address serves for `generate`).
+
+Invariants:
+- no call is ever repeated in here: a repeated rollout would be sampled twice. Whoever owns the lease decides;
+- a cancelled `generate` closes its connection, and the server then aborts the request;
+- control calls (pause, update, abort) must go to the worker itself: routers do not pass them on;
+- no torch, and nothing of the servers, is imported.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+from types import TracebackType
+from typing import Final, TypeVar
+
+import aiohttp
+import msgspec
+from msgspec import Struct
+
+from models.engines.errors import (
+    EngineProtocolError,
+    EngineRefused,
+    EngineTimeout,
+    EngineUnreachable,
+)
+from models.engines.protocol import (
+    AbortRequest,
+    CheckerAnswer,
+    CheckerRequest,
+    ErrorBody,
+    GenerateOutput,
+    GenerateRequest,
+    Load,
+    Loads,
+    ModelInfo,
+    PauseMode,
+    PauseRequest,
+    ServerInfo,
+    UpdateAnswer,
+    UpdateWeightsRequest,
+)
+
+T = TypeVar("T")
+_JSON_HEADERS: Final = {"Content-Type": "application/json"}
+# SGLang's words for "the weights did change, the cache was not emptied", sent with status 400.
+_UPDATED_BUT_NOT_FLUSHED: Final = "Weights were updated"
+
+
+class WeightsUpdated(Struct, frozen=True):
+    """A weight update that took effect. `cache_flushed` is False if the engine kept entries of older weights."""
+
+    message: str
+    cache_flushed: bool
+
+
+class EngineClient:
+    """Talks to one engine at `base_url` ("http://host:port").
+
+    `timeout_s` bounds a whole `generate` call, pauses included; `control_timeout_s` every other call.
+    `max_connections` = 0 sets no bound. `vocab_size`, if known, refuses bad token ids before they are sent: a real
+    SGLang scheduler dies of them.
+    """
+
+    def __init__(
+        self,
+        base_url: str,
+        *,
+        timeout_s: float = 3600.0,
+        control_timeout_s: float = 120.0,
+        connect_timeout_s: float = 10.0,
+        max_connections: int = 0,
+        keepalive_s: float = 4.0,  # below the 5 s after which SGLang's server closes an idle connection
+        vocab_size: int | None = None,
+        api_key: str | None = None,
+    ) -> None:
+        self.base_url = base_url.rstrip("/")
+        self.vocab_size = vocab_size
+        self._timeout_s = timeout_s
+        self._control_timeout_s = control_timeout_s
+        self._connect_timeout_s = connect_timeout_s
+        self._max_connections = max_connections
+        self._keepalive_s = keepalive_s
+        self._headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+        self._session: aiohttp.ClientSession | None = None
+        self._decode_one = msgspec.json.Decoder(GenerateOutput)
+        self._decode_many = msgspec.json.Decoder(list[GenerateOutput])
+
+    async def __aenter__(self) -> EngineClient:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.close()
+
+    async def close(self) -> None:
+        """Close all connections; requests in flight are aborted by the server."""
+        if self._session is not None:
+            await self._session.close()
+            self._session = None
+
+    async def generate(self, request: GenerateRequest) -> list[GenerateOutput]:
+        """Send one request and return its responses: prompts in order, and the `n` samples of each side by side."""
+        if request.stream:
+            raise ValueError("stream=True is not for generate(), which returns finished responses; leave it False")
+        self._check_ids(request)
+        body = await self._call("POST", "/generate", request, self._timeout_s)
+        try:
+            if body[:1] == b"[":
+                return self._decode_many.decode(body)
+            return [self._decode_one.decode(body)]
+        except msgspec.MsgspecError as error:
+            raise self._broken("/generate", body, error) from error
+
+    async def pause(self, mode: PauseMode) -> None:
+        """Stop generating. abort ends all requests (200, partial output), retract drops their KV cache, in_place keeps
+        it. New requests wait. With SGLang, abort takes about a second."""
+        await self._call("POST", "/pause_generation", PauseRequest(mode), self._control_timeout_s)
+
+    async def resume(self) -> None:
+        """Go on after `pause`."""
+        await self._call("POST", "/continue_generation", {}, self._control_timeout_s)
+
+    async def abort(self, rid: str | None = None) -> None:
+        """End the requests whose id begins with `rid`, or all. They answer with what they have."""
+        await self._call(
+            "POST", "/abort_request", AbortRequest(rid or "", abort_all=rid is None), self._control_timeout_s
+        )
+
+    async def update_weights_from_disk(
+        self, path: str, version_label: str | None, flush_cache: bool = True
+    ) -> WeightsUpdated:
+        """Load the Hugging Face checkpoint at `path` and call it `version_label` from the next token on.
+
+        Raises `EngineRefused` if it does not fit; the old weights then stay. An engine that updated the weights but
+        kept its cache says so with status 400: that is a success here, with `cache_flushed=False`.
+        """
+        request = UpdateWeightsRequest(model_path=path, weight_version=version_label, flush_cache=flush_cache)
+        try:
+            body = await self._call("POST", "/update_weights_from_disk", request, self._control_timeout_s)
+        except EngineRefused as error:
+            if error.status == 400 and error.reason.startswith(_UPDATED_BUT_NOT_FLUSHED):
+                return WeightsUpdated(message=error.reason, cache_flushed=False)
+            raise
+        answer = self._decode("/update_weights_from_disk", body, UpdateAnswer)
+        if not answer.success:
+            raise EngineRefused(self.base_url, 200, answer.message)
+        return WeightsUpdated(message=answer.message, cache_flushed=flush_cache)
+
+    async def flush_cache(self) -> None:
+        """Empty the prefix cache. Raises `EngineRefused` while requests are running."""
+        await self._call("POST", "/flush_cache", {}, self._control_timeout_s)
+
+    async def model_info(self) -> ModelInfo:
+        return await self._get("/model_info", ModelInfo)
+
+    async def server_info(self) -> ServerInfo:
+        return await self._get("/server_info", ServerInfo)
+
+    async def loads(self) -> list[Load]:
+        """Load by data-parallel rank."""
+        return (await self._get("/v1/loads", Loads)).loads
+
+    async def health(self) -> bool:
+        """True if the engine answers and says that it is well; False if nothing answers."""
+        return await self._is_ok("/health")
+
+    async def ready(self) -> bool:
+        """True if the engine takes requests now; False while it is paused or gone."""
+        return await self._is_ok("/ready")
+
+    async def weights_checker(self) -> list[Mapping[str, str]]:
+        """Checksum by tensor name, for each rank."""
+        body = await self._call("POST", "/weights_checker", CheckerRequest(), self._control_timeout_s)
+        answer = self._decode("/weights_checker", body, CheckerAnswer)
+        if not answer.success:
+            raise EngineRefused(self.base_url, 200, answer.message)
+        return [rank.checksums for rank in answer.ranks]
+
+    def _check_ids(self, request: GenerateRequest) -> None:
+        if self.vocab_size is None:
+            return
+        for prompt in request.prompts:
+            if prompt and not 0 <= min(prompt) <= max(prompt) < self.vocab_size:
+                bad = next(token for token in prompt if not 0 <= token < self.vocab_size)
+                raise ValueError(
+                    f"input_ids contains {bad}, outside the vocabulary of {self.vocab_size} tokens; "
+                    "tokenize with the tokenizer of the served model"
+                )
+
+    async def _is_ok(self, path: str) -> bool:
+        try:
+            await self._call("GET", path, None, self._connect_timeout_s)
+        except (EngineUnreachable, EngineTimeout, EngineRefused):
+            return False
+        return True
+
+    async def _get(self, path: str, kind: type[T]) -> T:
+        return self._decode(path, await self._call("GET", path, None, self._control_timeout_s), kind)
+
+    def _decode(self, path: str, body: bytes, kind: type[T]) -> T:
+        try:
+            return msgspec.json.decode(body, type=kind)
+        except msgspec.MsgspecError as error:
+            raise self._broken(path, body, error) from error
+
+    def _broken(self, path: str, body: bytes, error: Exception) -> EngineProtocolError:
+        return EngineProtocolError(self.base_url, f"{path} answered {body[:200]!r}, which does not decode: {error}")
+
+    def _open(self) -> aiohttp.ClientSession:
+        """The session is made at the first call, for it belongs to the event loop that runs then."""
+        if self._session is None:
+            connector = aiohttp.TCPConnector(limit=self._max_connections, keepalive_timeout=self._keepalive_s)
+            self._session = aiohttp.ClientSession(connector=connector, headers=self._headers, auto_decompress=True)
+        return self._session
+
+    async def _call(self, method: str, path: str, payload: Struct | dict[str, str] | None, timeout_s: float) -> bytes:
+        """One HTTP exchange. Waits for the answer; unblocked by it, by the timeout or by a lost connection."""
+        data = None if payload is None else msgspec.json.encode(payload)
+        limits = aiohttp.ClientTimeout(total=timeout_s, connect=None, sock_connect=self._connect_timeout_s)
+        try:
+            async with self._open().request(
+                method, self.base_url + path, data=data, headers=_JSON_HEADERS, timeout=limits
+            ) as response:
+                body = await response.read()
+                status = response.status
+        except aiohttp.ConnectionTimeoutError as error:
+            raise EngineUnreachable(
+                self.base_url, f"no connection within connect_timeout_s={self._connect_timeout_s:g}"
+            ) from error
+        except asyncio.TimeoutError as error:  # noqa: UP041 - aiohttp's timeouts derive from this name
+            raise EngineTimeout(self.base_url, timeout_s) from error
+        except (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError, OSError) as error:
+            raise EngineUnreachable(self.base_url, f"{type(error).__name__}: {error}") from error
+        except aiohttp.ClientError as error:
+            raise EngineProtocolError(self.base_url, f"{path}: {type(error).__name__}: {error}") from error
+        if status >= 500:
+            raise EngineUnreachable(self.base_url, f"{path} answered {status}: {_words(body)}")
+        if status >= 400:
+            raise EngineRefused(self.base_url, status, _words(body))
+        return body
+
+
+def _words(body: bytes) -> str:
+    """What a refusal says, whichever of the protocol's shapes it has."""
+    try:
+        return msgspec.json.decode(body, type=ErrorBody).words or body[:500].decode(errors="replace")
+    except msgspec.MsgspecError:
+        return body[:500].decode(errors="replace")

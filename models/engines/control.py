@@ -1,0 +1,149 @@
+"""Control routes of an engine server: pause, abort, flush, weight updates, checksums.
+
+Invariants: weight updates happen one at a time; a refused update leaves weights, label and requests as they were; the
+routes that SGLang has for tensors in a request body are refused in words, for nothing here unpickles what it is sent.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping
+from typing import Any, Final, TypeVar
+
+import msgspec
+from aiohttp import web
+from msgspec import Struct
+
+from models.engines.core import Completion, EngineCore
+from models.engines.errors import RequestRefused, WeightsRefused
+from models.engines.protocol import (
+    AbortRequest,
+    CheckerAnswer,
+    CheckerRequest,
+    ErrorDetail,
+    PauseRequest,
+    RankChecksums,
+    StatusAnswer,
+    UpdateAnswer,
+    UpdateVersionRequest,
+    UpdateWeightsRequest,
+)
+
+T = TypeVar("T")
+_TENSOR_ROUTES: Final = ("update_weights_from_tensor", "update_weights_from_distributed", "update_weights_from_ipc")
+
+
+def send(payload: Struct | Mapping[str, Any], status: int = 200) -> web.Response:
+    """A JSON answer."""
+    return web.Response(body=msgspec.json.encode(payload), status=status, content_type="application/json")
+
+
+def refusal(error: RequestRefused) -> web.Response:
+    """SGLang's error bodies."""
+    words: str | ErrorDetail = ErrorDetail(error.message) if error.shaped else error.message
+    return send({"error": words}, error.status)
+
+
+class ControlRoutes:
+    """Control routes over one engine. `live` lists the completions that are not finished."""
+
+    def __init__(self, core: EngineCore, live: Callable[[], list[Completion]]) -> None:
+        self._core, self._live = core, live
+        self._updating = asyncio.Lock()
+        self._bracket = False  # between begin and end of a weight update
+        self.model_path = core.facts.model_path
+
+    def routes(self) -> list[web.RouteDef]:
+        """Paths and handlers; SGLang serves flush_cache by GET as well."""
+        post = {
+            "/pause_generation": self._pause,
+            "/continue_generation": self._continue,
+            "/abort_request": self._abort,
+            "/flush_cache": self._flush,
+            "/update_weights_from_disk": self._update_from_disk,
+            "/begin_weight_update": self._begin,
+            "/end_weight_update": self._end,
+            "/update_weight_version": self._update_version,
+            "/weights_checker": self._checker,
+        }
+        tensors = [web.post(f"/{name}", self._tensor_route) for name in _TENSOR_ROUTES]
+        flush = web.get("/flush_cache", self._flush)
+        return [web.post(path, handler) for path, handler in post.items()] + [*tensors, flush]
+
+    async def _pause(self, http: web.Request) -> web.Response:
+        request = await _body(http, PauseRequest)
+        await self._core.pause(request.mode)
+        return send(StatusAnswer("Generation paused successfully.", "ok"))
+
+    async def _continue(self, http: web.Request) -> web.Response:
+        await self._core.resume()
+        return send(StatusAnswer("Generation continued successfully.", "ok"))
+
+    async def _abort(self, http: web.Request) -> web.Response:
+        """A rid ends every request whose id begins with it."""
+        request = await _body(http, AbortRequest)
+        if not request.rid and not request.abort_all:
+            raise RequestRefused("neither rid nor abort_all is set; send one of them")
+        self._core.cancel([c for c in self._live() if request.abort_all or c.rid.startswith(request.rid)])
+        return web.Response()
+
+    async def _flush(self, http: web.Request) -> web.Response:
+        if not await self._core.flush_cache():
+            return web.Response(text="Flush cache failed.", status=400)
+        return web.Response(text="Cache flushed.")
+
+    async def _update_from_disk(self, http: web.Request) -> web.Response:
+        request = await _body(http, UpdateWeightsRequest)
+        async with self._updating:
+            waiting = len(self._live()) if self._core.paused else 0
+            try:
+                await self._core.update_weights(request.model_path, request.weight_version, request.abort_all_requests)
+            except WeightsRefused as error:
+                return send(UpdateAnswer(success=False, message=str(error)), status=400)
+            self.model_path = request.model_path
+        return send(
+            UpdateAnswer(success=True, message="Succeeded to update model weights.", num_paused_requests=waiting)
+        )
+
+    async def _begin(self, http: web.Request) -> web.Response:
+        if self._bracket:
+            return _bracket_refusal("begin_weight_update was called already; call end_weight_update() first")
+        self._bracket = True
+        return send(UpdateAnswer(success=True, message="Weight update begun."))
+
+    async def _end(self, http: web.Request) -> web.Response:
+        if not self._bracket:
+            return _bracket_refusal("end_weight_update must follow begin_weight_update()")
+        self._bracket = False
+        return send(UpdateAnswer(success=True, message="Weight update ended."))
+
+    async def _tensor_route(self, http: web.Request) -> web.Response:
+        name = http.path.strip("/")
+        if not self._bracket:
+            return _bracket_refusal(f"{name} must run between begin_weight_update() and end_weight_update()")
+        return _bracket_refusal(f"{name} is not served by this engine; use update_weights_from_disk")
+
+    async def _update_version(self, http: web.Request) -> web.Response:
+        request = await _body(http, UpdateVersionRequest)
+        if request.abort_all_requests:
+            self._core.cancel(self._live())
+        await self._core.relabel(request.new_version)
+        return send({"success": True, "message": "Weight version updated.", "new_version": request.new_version})
+
+    async def _checker(self, http: web.Request) -> web.Response:
+        request = await _body(http, CheckerRequest)
+        if request.action != "checksum":
+            raise RequestRefused(f"action={request.action!r} is not served; use checksum")
+        return send(CheckerAnswer(ranks=[RankChecksums(await self._core.checksums())]))
+
+
+def _bracket_refusal(message: str) -> web.Response:
+    return send(UpdateAnswer(success=False, message=message), status=400)
+
+
+async def _body(http: web.Request, kind: type[T]) -> T:
+    raw = await http.read() or b"{}"
+    try:
+        return msgspec.json.decode(raw, type=kind)
+    except msgspec.MsgspecError as error:
+        raise RequestRefused(f"the body of {http.path} does not decode: {error}") from error

@@ -1,0 +1,200 @@
+"""What a server asks of an engine, and the record of one response that both sides share.
+
+Invariants:
+- a `Completion` is written by its engine only; the server reads it after a delivery. `finish` is set last and once;
+- every token of a completion lies in exactly one entry of `span_starts`, stamped when the token was sampled;
+- `submit` and `cancel` never block and may be called at any time, also while paused;
+- no request is lost: each submitted completion is delivered with `finish` set, whatever happens to the engine.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from models.engines.protocol import FinishReason, Load, PauseMode, VersionSpan
+
+DEFAULT_LABEL = "default"
+ABORTED = FinishReason(type="abort", message="Aborted")
+
+
+@dataclass(frozen=True)
+class EngineFacts:
+    """What does not change while an engine serves. Lengths and counts in tokens."""
+
+    engine: str
+    model_path: str
+    model_type: str
+    architecture: str
+    vocab_size: int
+    context_length: int
+    slots: int
+    kv_tokens: int
+    device: str
+    dtype: str
+    eos_ids: frozenset[int]
+
+
+@dataclass(frozen=True)
+class SamplingRule:
+    """How tokens are drawn. `temperature` 0 is greedy; `top_k` <= 0, `top_p` 1 and `min_p` 0 do not truncate."""
+
+    temperature: float
+    top_p: float
+    top_k: int
+    min_p: float
+
+    @property
+    def greedy(self) -> bool:
+        return self.temperature == 0.0
+
+    @property
+    def truncates(self) -> bool:
+        return self.top_p < 1.0 or self.top_k > 0 or self.min_p > 0.0
+
+
+@dataclass(slots=True, eq=False)
+class Completion:
+    """One response in the making: sample `sample` of the request `group`."""
+
+    rid: str
+    group: int  # completions of one request share it, and `prompt`
+    sample: int
+    prompt: npt.NDArray[np.int32]  # [P]
+    prompt_key: bytes  # prompt.tobytes(), made once for all samples
+    rule: SamplingRule
+    seed: int
+    max_new: int
+    min_new: int
+    stop_ids: tuple[int, ...]
+    stop_strings: tuple[str, ...]
+    skip_special: bool
+    trim_stop: bool
+    stream: bool
+    extra_key: str
+    score_from: int  # first prompt position whose log-prob is wanted, -1 for none
+    received_s: float = field(default_factory=time.monotonic)
+    output_ids: list[int] = field(default_factory=list)
+    log_probs: list[float] = field(default_factory=list)
+    prompt_log_probs: list[float | None] = field(default_factory=list)
+    span_starts: list[tuple[str, int]] = field(default_factory=list)  # (version, first output token)
+    cached_tokens: int = 0
+    retractions: int = 0
+    admitted_s: float = 0.0
+    first_token_s: float = 0.0
+    finished_s: float = 0.0
+    finish: FinishReason | None = None
+
+    @property
+    def prompt_tokens(self) -> int:
+        return len(self.prompt)
+
+    def mark_version(self, label: str, start: int) -> None:
+        """Output tokens from `start` on are made by `label`. A span that would be empty is replaced."""
+        while self.span_starts and self.span_starts[-1][1] >= start:
+            self.span_starts.pop()
+        if not self.span_starts or self.span_starts[-1][0] != label:
+            self.span_starts.append((label, start))
+
+    def close(self, reason: FinishReason) -> None:
+        """End the response; its outputs must be complete by now."""
+        self.finished_s = time.monotonic()
+        self.finish = reason
+
+    @property
+    def spans(self) -> list[VersionSpan]:
+        """Half-open spans over the output tokens, none empty."""
+        count = len(self.output_ids)
+        ends = [start for _, start in self.span_starts[1:]] + [count]
+        return [
+            VersionSpan(label, start, min(end, count))
+            for (label, start), end in zip(self.span_starts, ends, strict=True)
+            if start < min(end, count)
+        ]
+
+
+@dataclass
+class Totals:
+    """What an engine counts from its start on. `metrics` gives SGLang's names where there are any."""
+
+    steps: int = 0
+    prompt_tokens: int = 0  # of requests that entered, again after each retraction
+    computed_prompt_tokens: int = 0  # of these, neither shared nor found in the cache
+    cached_tokens: int = 0
+    generated_tokens: int = 0
+    retractions: int = 0
+    finished: int = 0
+    aborted: int = 0
+
+    @property
+    def cache_hit_rate(self) -> float:
+        return self.cached_tokens / max(1, self.prompt_tokens)
+
+    def metrics(self) -> dict[str, float]:
+        return {
+            "prompt_tokens_total": self.prompt_tokens,
+            "computed_prompt_tokens_total": self.computed_prompt_tokens,
+            "cached_tokens_total": self.cached_tokens,
+            "generation_tokens_total": self.generated_tokens,
+            "num_requests_total": self.finished,
+            "num_aborted_requests_total": self.aborted,
+            "num_retractions_total": self.retractions,
+            "engine_steps_total": self.steps,
+        }
+
+
+Deliver = Callable[[Sequence[Completion]], None]
+
+
+class EngineCore(Protocol):
+    """An engine without its HTTP front. All coroutines wait for the engine to have done what they ask."""
+
+    @property
+    def facts(self) -> EngineFacts: ...
+
+    @property
+    def label(self) -> str:
+        """What the current weights are called."""
+
+    @property
+    def paused(self) -> bool: ...
+
+    def start(self, deliver: Deliver, on_crash: Callable[[BaseException], None]) -> None:
+        """Begin to work. `deliver` gets completions that finished or, if they stream, made progress, once per step; it
+        may be called from another thread. `on_crash` is called once if the engine dies."""
+
+    async def stop(self) -> None:
+        """End the work; all that is open is delivered as aborted."""
+
+    def submit(self, completions: Sequence[Completion]) -> None:
+        """Take completions of one request. They wait while the engine is paused."""
+
+    def cancel(self, completions: Sequence[Completion]) -> None:
+        """End completions with what they have. One that is finished already stays as it is."""
+
+    async def pause(self, mode: PauseMode) -> None:
+        """Generate nothing until `resume`."""
+
+    async def resume(self) -> None: ...
+
+    async def flush_cache(self) -> bool:
+        """Forget all reusable prefixes. False, and nothing is done, if a request is running."""
+
+    async def update_weights(self, path: str, label: str | None, abort_all: bool) -> None:
+        """Load new weights and call them `label`. Unpaused, waits until the running requests have finished on the old
+        ones, and holds new requests back meanwhile. Raises `WeightsRefused`, with nothing changed."""
+
+    async def relabel(self, label: str) -> None:
+        """Change the label only."""
+
+    async def checksums(self) -> dict[str, str]:
+        """Checksum of each tensor by its Hugging Face name."""
+
+    def load(self) -> Load: ...
+
+    def totals(self) -> Totals: ...

@@ -1,0 +1,296 @@
+"""The embedded engine: a stepper in a thread of its own, behind the `EngineCore` protocol.
+
+Invariants:
+- only the worker thread touches the stepper; everything else reaches it as a command that runs between two steps;
+- an idle engine sleeps on a condition: no polling;
+- completions are delivered once per step, all together;
+- if the thread dies, every open request is delivered as aborted with the reason, and `on_crash` is told.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Final, TypeVar
+
+import torch
+
+from configs.schema.engine import EngineConfig
+from models.engines.core import DEFAULT_LABEL, Completion, Deliver, EngineFacts, Totals
+from models.engines.embedded.kv_cache import KVCache
+from models.engines.embedded.slots import SlotTable
+from models.engines.embedded.spec import ModelSpec
+from models.engines.embedded.stepper import Stepper
+from models.engines.embedded.transformer import Transformer
+from models.engines.embedded.weights import LiveWeights
+from models.engines.errors import EngineServerError, EngineStartError, WeightsRefused
+from models.engines.protocol import FinishReason, Load, PauseMode
+from models.engines.text import TextCodec
+
+T = TypeVar("T")
+logger = logging.getLogger(__name__)
+
+_DTYPES: Final = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+_CPU_SHARE: Final = 0.5  # of physical memory that the KV cache may take, touched or not
+_CUDA_SHARE: Final = 0.8  # of the memory that is free after the weights
+
+
+class EmbeddedEngine:
+    """Serves one Hugging Face checkpoint. Construction loads it and allocates the KV cache."""
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        model_path: str,
+        *,
+        max_context_len: int | None,
+        label: str = DEFAULT_LABEL,
+        codec: TextCodec | None = None,
+    ) -> None:
+        directory = Path(model_path)
+        spec = ModelSpec.read(directory)
+        device, dtype = _device(config), _dtype(config)
+        codec = codec or TextCodec.load(directory)
+        self._weights = LiveWeights(spec, device, dtype)
+        try:
+            self._weights.load(directory)
+        except WeightsRefused as error:
+            raise EngineStartError(str(error)) from error
+        length = min(spec.max_positions, max_context_len or spec.max_positions)
+        slots = _affordable_slots(config.engine_slots, length, spec.kv_bytes_per_token(dtype), device)
+        table = SlotTable(slots, length, retain=config.prefix_cache)
+        cache = KVCache(spec, slots, length, device, dtype)
+        self.stepper = Stepper(Transformer(spec, self._weights, length), cache, table, codec, label)
+        self._facts = EngineFacts(
+            engine="embedded",
+            model_path=model_path,
+            model_type=spec.model_type,
+            architecture=spec.architecture,
+            vocab_size=spec.vocab_size,
+            context_length=length,
+            slots=slots,
+            kv_tokens=slots * length,
+            device=str(device),
+            dtype=str(dtype).removeprefix("torch."),
+            eos_ids=spec.eos_ids | ({codec.eos_id} if codec.eos_id is not None else frozenset()),
+        )
+        self._wake = threading.Condition()
+        self._commands: list[Callable[[], None]] = []
+        self._after_drain: list[Callable[[], None]] = []
+        self._stopping = False
+        self._dead: str | None = None
+        self._deliver: Deliver = _nowhere
+        self._on_crash: Callable[[BaseException], None] = _ignore
+        self._thread = threading.Thread(target=self._work, name="embedded-engine", daemon=True)
+
+    @property
+    def facts(self) -> EngineFacts:
+        return self._facts
+
+    @property
+    def label(self) -> str:
+        return self.stepper.label
+
+    @property
+    def paused(self) -> bool:
+        return self.stepper.paused
+
+    def start(self, deliver: Deliver, on_crash: Callable[[BaseException], None]) -> None:
+        self._deliver, self._on_crash = deliver, on_crash
+        self._thread.start()
+
+    async def stop(self) -> None:
+        with self._wake:
+            self._stopping = True
+            self._wake.notify()
+        if self._thread.ident is not None:
+            await asyncio.to_thread(self._thread.join)
+
+    def submit(self, completions: Sequence[Completion]) -> None:
+        if not self._send(lambda: self.stepper.submit(completions)):
+            for completion in completions:
+                completion.close(FinishReason(type="abort", message=self._dead or "engine stopped", status_code=503))
+            self._deliver(completions)
+
+    def cancel(self, completions: Sequence[Completion]) -> None:
+        self._send(lambda: self.stepper.cancel(completions))
+
+    async def pause(self, mode: PauseMode) -> None:
+        await self._ask(lambda: self.stepper.pause(mode))
+
+    async def resume(self) -> None:
+        await self._ask(self.stepper.resume)
+
+    async def flush_cache(self) -> bool:
+        return await self._ask(self.stepper.flush)
+
+    async def update_weights(self, path: str, label: str | None, abort_all: bool) -> None:
+        def change() -> None:
+            self.stepper.swap(lambda: self._weights.load(Path(path)), label)
+
+        await self._between_requests(change, abort_all)
+
+    async def relabel(self, label: str) -> None:
+        await self._ask(lambda: self.stepper.relabel(label))
+
+    async def checksums(self) -> dict[str, str]:
+        return await self._ask(self._weights.checksums)
+
+    def load(self) -> Load:
+        stepper, facts = self.stepper, self._facts
+        used = stepper.used_tokens
+        return Load(
+            num_running_reqs=stepper.running,
+            num_waiting_reqs=stepper.waiting,
+            num_used_tokens=used,
+            max_total_num_tokens=facts.kv_tokens,
+            max_running_requests=facts.slots,
+            token_usage=used / facts.kv_tokens,
+            cache_hit_rate=stepper.totals.cache_hit_rate,
+        )
+
+    def totals(self) -> Totals:
+        return self.stepper.totals
+
+    def _send(self, command: Callable[[], None]) -> bool:
+        """Queue a command for the worker; False if it will never run."""
+        with self._wake:
+            if self._stopping or self._dead is not None:
+                return False
+            self._commands.append(command)
+            self._wake.notify()
+        return True
+
+    async def _ask(self, question: Callable[[], T]) -> T:
+        """Run `question` in the worker between two steps. Waits for its result; unblocked by it or by the engine's
+        end."""
+        answer: Future[T] = Future()
+        if not self._send(lambda: _resolve(answer, question)):
+            raise EngineServerError(self._dead or "the engine has stopped")
+        return await asyncio.wrap_future(answer)
+
+    async def _between_requests(self, change: Callable[[], None], abort_all: bool) -> None:
+        """Run `change` when nothing is running, or at once if the engine is paused. Waits for the requests that are
+        running; they are unblocked by their own end, or ended here with `abort_all`."""
+        answer: Future[None] = Future()
+
+        def arrange() -> None:
+            if abort_all:
+                self.stepper.cancel_all()
+            self.stepper.holding = True
+            self._after_drain.append(lambda: _resolve(answer, change))
+
+        if not self._send(arrange):
+            raise EngineServerError(self._dead or "the engine has stopped")
+        await asyncio.wrap_future(answer)
+
+    def _work(self) -> None:
+        """Body of the thread. Sleeps until there is a command, a step to make or the end."""
+        try:
+            while self._next():
+                if self.stepper.has_work:
+                    self.stepper.step()
+                self._hand_out()
+        except BaseException as error:
+            logger.exception("the engine thread died")
+            try:
+                self._die(f"the engine died: {type(error).__name__}: {error}")
+            finally:
+                self._on_crash(error)
+        else:
+            self._die("the engine has stopped")
+
+    def _next(self) -> bool:
+        """Wait for work and run what was asked; False at the end."""
+        with self._wake:
+            while not (self._commands or self._stopping or self.stepper.has_work or self._change_is_due):
+                self._wake.wait()
+            commands, self._commands = self._commands, []
+            if self._stopping:
+                return False
+        for command in commands:
+            command()
+        if self._change_is_due:
+            self._hand_out()  # what finished comes before the answer to the update
+            changes, self._after_drain = self._after_drain, []
+            for change in changes:
+                change()
+            self.stepper.holding = False
+        return True
+
+    @property
+    def _change_is_due(self) -> bool:
+        return bool(self._after_drain) and (self.stepper.paused or not self.stepper.running)
+
+    def _hand_out(self) -> None:
+        progressed = self.stepper.take_progressed()
+        if progressed:
+            self._deliver(progressed)
+
+    def _die(self, reason: str) -> None:
+        with self._wake:
+            self._dead = reason
+            commands, self._commands = self._commands, []
+        for command in (*commands, *self._after_drain):
+            command()  # submissions must reach the stepper to be ended; questions are answered as always
+        self.stepper.cancel_all()
+        self._hand_out()
+
+
+def _resolve(answer: Future[T], question: Callable[[], T]) -> None:
+    if not answer.set_running_or_notify_cancel():
+        return
+    try:
+        answer.set_result(question())
+    except Exception as error:
+        answer.set_exception(error)
+
+
+def _nowhere(completions: Sequence[Completion]) -> None:
+    """Deliveries before the start: there are none."""
+
+
+def _ignore(error: BaseException) -> None:
+    """Crashes before the start: there are none."""
+
+
+def _device(config: EngineConfig) -> torch.device:
+    name = config.engine_device
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise EngineStartError(f"engine_device={name!r} is not a device; use auto, cpu, cuda or cuda:N") from error
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise EngineStartError(f"engine_device={name!r}, but torch finds no CUDA device; use auto or cpu")
+    return device
+
+
+def _dtype(config: EngineConfig) -> torch.dtype:
+    if config.engine_dtype == "auto":
+        return torch.bfloat16 if _device(config).type == "cuda" else torch.float32
+    return _DTYPES[config.engine_dtype]
+
+
+def _affordable_slots(wanted: int, length: int, bytes_per_token: int, device: torch.device) -> int:
+    """Slots that fit into memory at full length."""
+    if device.type == "cuda":
+        budget = int(torch.cuda.mem_get_info(device)[0] * _CUDA_SHARE)
+    else:
+        budget = int(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") * _CPU_SHARE)
+    slot_bytes = (length + 1) * bytes_per_token
+    slots = min(wanted, budget // slot_bytes)
+    if slots < 1:
+        raise EngineStartError(
+            f"one slot of {length} tokens needs {slot_bytes / 2**30:.1f} GiB of KV cache and {budget / 2**30:.1f} GiB "
+            "are to be had; set a smaller max_context_len"
+        )
+    if slots < wanted:
+        logger.warning("engine_slots=%d reduced to %d: %d tokens each fill the memory", wanted, slots, length)
+    return slots

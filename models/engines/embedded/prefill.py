@@ -1,0 +1,172 @@
+"""Admission and prefill: which waiting requests enter, what of them is computed, shared or found in the cache.
+
+Invariants:
+- equal contexts that enter together are computed once (always inside one request, across requests if prefixes are
+  kept), the others copy the keys and values;
+- cached prefixes are looked up, then copied, before anything of the step is written: a slot may be given away in the
+  same step in which its old content is still needed;
+- a step computes at most `PREFILL_TOKENS` padded tokens, or one request: decoding never waits for the whole queue.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from models.engines.core import Completion
+from models.engines.embedded.kv_cache import KVCache
+from models.engines.embedded.slots import SlotTable
+from models.engines.embedded.transformer import Transformer
+
+PREFILL_TOKENS: Final = 16_384
+
+
+@dataclass
+class Admission:
+    """One request that enters at `slot`. `leader` is the index of the admission with the same context (its own index
+    if it is the one that is computed); `source` the slot of a cached prefix of `start` tokens."""
+
+    completion: Completion
+    context: npt.NDArray[np.int32]
+    leader: int
+    source: int
+    start: int
+    shared: bool = False
+    slot: int = -1
+
+    @property
+    def length(self) -> int:
+        return len(self.context)
+
+    @property
+    def cached(self) -> int:
+        """Tokens found or shared. As in SGLang, a context's last token never counts as cached."""
+        return self.length - 1 if self.shared else self.start
+
+    @property
+    def computed(self) -> int:
+        """Tokens that the prefill computes for this request."""
+        return 0 if self.shared else self.length - self.start
+
+
+def plan(waiting: deque[Completion], table: SlotTable, generation: int) -> list[Admission]:
+    """Take from the queue what fits into free slots and one prefill, and give out the slots."""
+    admissions: list[Admission] = []
+    leaders: dict[tuple[str, bytes], int] = {}
+    rows, widest = 0, 0
+    while waiting and len(admissions) < table.free:
+        completion = waiting[0]
+        context, key = _context(completion)
+        leader = leaders.get(key) if completion.score_from < 0 else None
+        if leader is None:
+            source, start = (-1, 0)
+            if completion.score_from < 0:
+                source, start = table.find_prefix(context, completion.extra_key, generation)
+            wider = max(widest, len(context) - start)
+            if rows and (rows + 1) * wider > PREFILL_TOKENS:
+                break
+            rows, widest = rows + 1, wider
+            leader = len(admissions)
+            if completion.score_from < 0:
+                leaders[key] = leader
+            admissions.append(Admission(completion, context, leader, source, start))
+        else:
+            admissions.append(Admission(completion, context, leader, -1, 0, shared=True))
+        waiting.popleft()
+    for admission in admissions:
+        admission.slot = table.take(admission.source)
+    for admission in admissions:
+        completion = admission.completion
+        if not completion.retractions:
+            completion.cached_tokens = admission.cached
+        table.occupy(admission.slot, completion, generation)
+    return admissions
+
+
+def _context(completion: Completion) -> tuple[npt.NDArray[np.int32], tuple[str, bytes]]:
+    if not completion.output_ids:
+        return completion.prompt, (completion.extra_key, completion.prompt_key)
+    output = np.asarray(completion.output_ids, dtype=np.int32)
+    context = np.concatenate((completion.prompt, output))
+    return context, (completion.extra_key, context.tobytes())
+
+
+class Prefill:
+    """Computes admitted contexts into their slots."""
+
+    def __init__(self, transformer: Transformer, cache: KVCache) -> None:
+        self._transformer, self._cache = transformer, cache
+
+    def run(self, admissions: Sequence[Admission]) -> torch.Tensor:
+        """fp32 logits [len(admissions), vocabulary] at the last token of each context."""
+        leaders = [index for index, admission in enumerate(admissions) if not admission.shared]
+        self._copy_cached([admissions[index] for index in leaders])
+        fresh = [index for index in leaders if not admissions[index].start]
+        extended = [index for index in leaders if admissions[index].start]
+        row_of: dict[int, int] = {}
+        last: list[torch.Tensor] = []
+        for indices in (fresh, extended):
+            if indices:
+                row_of.update({index: len(row_of) + row for row, index in enumerate(indices)})
+                last.append(self._compute([admissions[index] for index in indices]))
+        hidden = torch.cat(last) if len(last) > 1 else last[0]
+        logits = self._transformer.logits(hidden)
+        followers = [admission for admission in admissions if admission.shared]
+        if followers:
+            sources = [admissions[admission.leader].slot for admission in followers]
+            longest = max(admission.length for admission in followers)
+            self._cache.copy_prefix(sources, [admission.slot for admission in followers], longest)
+        rows = [row_of[admission.leader] for admission in admissions]
+        if rows == list(range(len(row_of))):
+            return logits
+        return logits[torch.tensor(rows, device=logits.device)]
+
+    def _copy_cached(self, leaders: Sequence[Admission]) -> None:
+        moved = [admission for admission in leaders if admission.start and admission.source != admission.slot]
+        if moved:
+            longest = max(admission.start for admission in moved)
+            self._cache.copy_prefix([a.source for a in moved], [a.slot for a in moved], longest)
+
+    def _compute(self, admissions: Sequence[Admission]) -> torch.Tensor:
+        """Hidden states [R, hidden] of the last tokens; keys and values go to the slots."""
+        device = self._cache.device
+        counts = [admission.length - admission.start for admission in admissions]
+        width = max(counts)
+        tokens = np.zeros((len(counts), width), dtype=np.int64)
+        written = np.full((len(counts), width), self._cache.scratch, dtype=np.int64)
+        seen = np.zeros((len(counts), width), dtype=np.int64)
+        for row, (admission, count) in enumerate(zip(admissions, counts, strict=True)):
+            tokens[row, :count] = admission.context[admission.start :]
+            written[row, :count] = seen[row, :count] = np.arange(admission.start, admission.length)
+        token_rows, written_rows, seen_rows = torch.from_numpy(np.stack((tokens, written, seen))).to(device)
+        slots = torch.tensor([admission.slot for admission in admissions], device=device)
+        flat = self._cache.flat_index(slots[:, None].expand(-1, width), written_rows)
+        if admissions[0].start:
+            longest = max(admission.length for admission in admissions)
+            attend = self._cache.extend(flat, slots, seen_rows, longest)
+        else:
+            attend = self._cache.prefill(flat)
+        hidden = self._transformer.hidden(token_rows, seen_rows, attend)
+        for row, admission in enumerate(admissions):
+            if admission.completion.score_from >= 0:
+                self._score(admission.completion, hidden[row], token_rows[row])
+        ends = torch.tensor(counts, device=device) - 1
+        return hidden[torch.arange(len(counts), device=device), ends]
+
+    def _score(self, completion: Completion, hidden: torch.Tensor, tokens: torch.Tensor) -> None:
+        """Log-probs (raw, as SGLang's) of the prompt's tokens; the first token of a prompt has none."""
+        if completion.prompt_log_probs:
+            return  # computed before a retraction
+        begin, count = completion.score_from, completion.prompt_tokens
+        first = max(begin, 1)
+        values: list[float | None] = [None] if begin == 0 else []
+        if first < count:
+            table = torch.log_softmax(self._transformer.logits(hidden[first - 1 : count - 1]), dim=-1)
+            values += table.gather(-1, tokens[first:count, None]).squeeze(-1).tolist()
+        completion.prompt_log_probs = values

@@ -1,0 +1,148 @@
+"""Shape of a served model, read from a checkpoint's `config.json`.
+
+Invariant: whatever the forward does not compute exactly (another activation, sliding windows, quantised weights, other
+rotary embeddings) is refused here by name, so that a served model never differs silently from its checkpoint.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+
+from models.engines.errors import EngineStartError
+
+ARCHITECTURES: Final = {"LlamaForCausalLM": "llama", "Qwen2ForCausalLM": "qwen2", "Qwen3ForCausalLM": "qwen3"}
+
+
+@dataclass(frozen=True)
+class ModelSpec:
+    """Shape of a decoder. `qkv_bias`, `o_bias`, `mlp_bias` and `qk_norm` say which optional parameters exist."""
+
+    architecture: str
+    model_type: str
+    vocab_size: int
+    hidden_size: int
+    layers: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    intermediate_size: int
+    max_positions: int
+    norm_eps: float
+    tied: bool
+    qkv_bias: bool
+    o_bias: bool
+    mlp_bias: bool
+    qk_norm: bool
+    inverse_frequencies: tuple[float, ...]  # [head_dim / 2], radians per position
+    eos_ids: frozenset[int]
+
+    @classmethod
+    def read(cls, directory: Path) -> ModelSpec:
+        """Raises `EngineStartError` if the checkpoint cannot be served."""
+        path = directory / "config.json"
+        if not path.is_file():
+            raise EngineStartError(
+                f"model_path={directory} has no config.json; give a Hugging Face checkpoint directory"
+            )
+        config: dict[str, Any] = json.loads(path.read_text())
+        names = config.get("architectures") or ["(none)"]
+        architecture = str(names[0])
+        if architecture not in ARCHITECTURES:
+            raise EngineStartError(
+                f"architectures=['{architecture}'] of {directory} is not served by the embedded engine, which knows "
+                f"{', '.join(ARCHITECTURES)}; serve this model with SGLang"
+            )
+        _refuse_unsupported(config, directory)
+        heads = int(config["num_attention_heads"])
+        head_dim = int(config.get("head_dim") or config["hidden_size"] // heads)
+        family = ARCHITECTURES[architecture]
+        attention_bias = bool(config.get("attention_bias", False))
+        return cls(
+            architecture=architecture,
+            model_type=str(config.get("model_type", family)),
+            vocab_size=int(config["vocab_size"]),
+            hidden_size=int(config["hidden_size"]),
+            layers=int(config["num_hidden_layers"]),
+            heads=heads,
+            kv_heads=int(config.get("num_key_value_heads") or heads),
+            head_dim=head_dim,
+            intermediate_size=int(config["intermediate_size"]),
+            max_positions=int(config["max_position_embeddings"]),
+            norm_eps=float(config.get("rms_norm_eps", 1e-6)),
+            tied=bool(config.get("tie_word_embeddings", False)),
+            qkv_bias=family == "qwen2" or attention_bias,
+            o_bias=family != "qwen2" and attention_bias,
+            mlp_bias=family == "llama" and bool(config.get("mlp_bias", False)),
+            qk_norm=family == "qwen3",
+            inverse_frequencies=_inverse_frequencies(_rope(config), head_dim, directory),
+            eos_ids=_eos_ids(config, directory),
+        )
+
+    def kv_bytes_per_token(self, dtype: torch.dtype) -> int:
+        """Bytes of keys and values of one token, all layers."""
+        return 2 * self.layers * self.kv_heads * self.head_dim * int(dtype.itemsize)
+
+
+def _refuse_unsupported(config: dict[str, Any], directory: Path) -> None:
+    rules = (
+        ("hidden_act", config.get("hidden_act", "silu") == "silu", "only silu is computed"),
+        ("use_sliding_window", not config.get("use_sliding_window"), "only full attention is computed"),
+        ("quantization_config", not config.get("quantization_config"), "only unquantised weights are read"),
+        ("layer_types", set(config.get("layer_types") or ()) <= {"full_attention"}, "only full attention is computed"),
+        ("pretraining_tp", config.get("pretraining_tp", 1) == 1, "only 1 is computed"),
+    )
+    for key, supported, rule in rules:
+        if not supported:
+            raise EngineStartError(
+                f"{key}={config.get(key)!r} of {directory}: {rule} by the embedded engine; serve this model with SGLang"
+            )
+
+
+def _rope(config: dict[str, Any]) -> dict[str, Any]:
+    """Rotary parameters in one form: transformers 5 nests theta, transformers 4 keeps it beside `rope_scaling`."""
+    rope = dict(config.get("rope_scaling") or {})
+    rope.update(config.get("rope_parameters") or {})
+    rope.setdefault("rope_theta", config.get("rope_theta", 10_000.0))
+    rope.setdefault("rope_type", rope.get("type", "default"))
+    return rope
+
+
+def _inverse_frequencies(rope: dict[str, Any], head_dim: int, directory: Path) -> tuple[float, ...]:
+    kind = rope["rope_type"]
+    if kind not in ("default", "linear", "llama3") or rope.get("partial_rotary_factor", 1.0) != 1.0:
+        raise EngineStartError(
+            f"rope_parameters={rope} of {directory}: the embedded engine computes default, linear and llama3 rotary "
+            "embeddings over whole heads; serve this model with SGLang"
+        )
+    exponents = torch.arange(0, head_dim, 2, dtype=torch.int64).float() / head_dim
+    base = 1.0 / (float(rope["rope_theta"]) ** exponents)
+    if kind == "linear":
+        base = base / float(rope["factor"])
+    elif kind == "llama3":
+        base = _llama3(base, rope)
+    return tuple(base.tolist())
+
+
+def _llama3(base: torch.Tensor, rope: dict[str, Any]) -> torch.Tensor:
+    """Llama 3.1's stretching: long wavelengths by `factor`, short ones not at all, a linear blend between."""
+    factor, low, high = float(rope["factor"]), float(rope["low_freq_factor"]), float(rope["high_freq_factor"])
+    original = float(rope["original_max_position_embeddings"])
+    wavelength = 2.0 * math.pi / base
+    blend = ((original / wavelength - low) / (high - low)).clamp(0.0, 1.0)
+    return (1.0 - blend) * base / factor + blend * base
+
+
+def _eos_ids(config: dict[str, Any], directory: Path) -> frozenset[int]:
+    found: set[int] = set()
+    path = directory / "generation_config.json"
+    generation = json.loads(path.read_text()) if path.is_file() else {}
+    for source in (config, generation):
+        value = source.get("eos_token_id")
+        found.update(value if isinstance(value, list) else [] if value is None else [value])
+    return frozenset(int(token) for token in found)

@@ -1,0 +1,288 @@
+"""Continuous batching, one step at a time: admit and prefill what fits, then decode all. It has no thread.
+
+Invariants:
+- tokens of a step are made by the weights, and stamped with the label, that stand at the step's beginning: nothing
+  changes weights inside a step, so a version boundary is exact;
+- a swap starts a new weights generation, and no prefix crosses generations, whatever the caller asks to flush;
+- first in, first out: a retracted request returns to the head of the queue, with its output kept.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from models.engines.core import ABORTED, Completion, Totals
+from models.engines.embedded.kv_cache import KVCache
+from models.engines.embedded.prefill import Admission, Prefill, plan
+from models.engines.embedded.sampling import SamplingBatch, draw, forbid
+from models.engines.embedded.slots import SlotTable
+from models.engines.embedded.transformer import Transformer
+from models.engines.protocol import FinishReason, PauseMode
+from models.engines.text import TextCodec, find_stop, tail_tokens
+
+
+@dataclass(frozen=True)
+class _Batch:
+    """Device state of a decode batch; valid until its members change. `rows` says where in it active slots stand."""
+
+    slots: torch.Tensor | int
+    rows: npt.NDArray[np.int64] | None
+    sampling: SamplingBatch
+
+
+class Stepper:
+    """The single-threaded core of the embedded engine."""
+
+    def __init__(
+        self, transformer: Transformer, cache: KVCache, table: SlotTable, codec: TextCodec, label: str
+    ) -> None:
+        self._transformer, self._cache, self._table, self._codec = transformer, cache, table, codec
+        self._prefill = Prefill(transformer, cache)
+        self._waiting: deque[Completion] = deque()
+        self._watched: set[int] = set()  # slots that stream or look for a stop string
+        self._batch: tuple[npt.NDArray[np.int64], _Batch] | None = None
+        self._progressed: list[Completion] = []
+        self._generation = 0
+        self.label = label
+        self.paused = False
+        self.holding = False  # admit nothing: an update waits for what is running
+        self.totals = Totals()
+
+    @property
+    def running(self) -> int:
+        return len(self._table.owners)
+
+    @property
+    def waiting(self) -> int:
+        return len(self._waiting)
+
+    @property
+    def used_tokens(self) -> int:
+        return self._table.used_tokens
+
+    @property
+    def has_work(self) -> bool:
+        return not self.paused and bool(self._table.owners or (self._waiting and not self.holding))
+
+    def submit(self, completions: Iterable[Completion]) -> None:
+        self._waiting.extend(completions)
+
+    def cancel(self, completions: Sequence[Completion]) -> None:
+        """End completions as aborted, with their output so far."""
+        doomed = {id(c) for c in completions if c.finish is None}
+        if not doomed:
+            return
+        for slot in [slot for slot, c in self._table.owners.items() if id(c) in doomed]:
+            self._finish(slot, ABORTED)
+        for completion in [c for c in self._waiting if id(c) in doomed]:
+            self._close(completion, ABORTED)
+        self._waiting = deque(c for c in self._waiting if id(c) not in doomed)
+
+    def cancel_all(self) -> None:
+        self.cancel([*self._table.owners.values(), *self._waiting])
+
+    def pause(self, mode: PauseMode) -> None:
+        self.paused = True
+        if mode == "abort":
+            self.cancel_all()
+        elif mode == "retract":
+            self._retract()
+
+    def resume(self) -> None:
+        self.paused = False
+
+    def flush(self) -> bool:
+        """Forget retained prefixes; False if requests are running."""
+        if self._table.owners:
+            return False
+        self._table.flush()
+        return True
+
+    def swap(self, change: Callable[[], None], label: str | None) -> None:
+        """Change the weights between two steps. If `change` raises, nothing has changed."""
+        change()
+        self._generation += 1
+        self._table.flush()
+        if label is not None:
+            self.relabel(label)
+
+    def relabel(self, label: str) -> None:
+        """Call the weights `label` from the next token on."""
+        self.label = label
+        for slot, completion in self._table.owners.items():
+            completion.mark_version(label, int(self._table.length[slot]) - completion.prompt_tokens)
+
+    def take_progressed(self) -> list[Completion]:
+        """Completions that finished, or progressed while streaming, since the last call."""
+        progressed, self._progressed = self._progressed, []
+        return progressed
+
+    def step(self) -> None:
+        """Admit, prefill, decode. Requests that finish are in `take_progressed`."""
+        self.totals.steps += 1
+        with torch.inference_mode():
+            if self._waiting and not self.holding and self._table.free:
+                self._admit()
+            if self._table.owners:
+                self._decode()
+
+    def _admit(self) -> None:
+        admissions = plan(self._waiting, self._table, self._generation)
+        now = time.monotonic()
+        for admission in admissions:
+            completion = admission.completion
+            completion.admitted_s = completion.admitted_s or now
+            completion.mark_version(self.label, len(completion.output_ids))
+            self.totals.prompt_tokens += admission.length
+            self.totals.cached_tokens += admission.cached
+            self.totals.computed_prompt_tokens += admission.computed
+            if completion.stream or completion.stop_strings:
+                self._watched.add(admission.slot)
+        logits = self._prefill.run(admissions)
+        self._batch = None
+        sampled = self._end_scorings(admissions)
+        if len(sampled) < len(admissions):
+            logits = logits[torch.tensor(sampled, dtype=torch.int64, device=logits.device)]
+        if sampled:
+            chosen = [admissions[index] for index in sampled]
+            slots = np.array([admission.slot for admission in chosen], dtype=np.int64)
+            batch = SamplingBatch.of([admission.completion for admission in chosen], self._cache.device)
+            drawn = self._draw(logits, slots, batch)
+            now = time.monotonic()
+            for admission in chosen:
+                admission.completion.first_token_s = admission.completion.first_token_s or now
+            self._emit(slots, drawn)
+
+    def _end_scorings(self, admissions: Sequence[Admission]) -> list[int]:
+        """Finish the requests that asked for no token; returns the indices of the others."""
+        others = []
+        for index, admission in enumerate(admissions):
+            if admission.completion.max_new == 0:
+                self._finish(admission.slot, FinishReason(type="length", length=0))
+            else:
+                others.append(index)
+        return others
+
+    def _decode(self) -> None:
+        slots = self._table.active
+        batch = self._batch_of(slots)
+        lengths = self._table.length[slots]
+        last = self._table.tokens[slots, lengths - 1].astype(np.int64)
+        positions = lengths - 1
+        if batch.rows is None:
+            tokens, seen, written = last, positions, positions
+        else:
+            # Idle rows of the slice compute garbage at position 0 and store it in the scratch position.
+            tokens, seen = np.zeros(batch.slots, dtype=np.int64), np.zeros(batch.slots, dtype=np.int64)
+            written = np.full(batch.slots, self._cache.scratch, dtype=np.int64)
+            tokens[batch.rows], seen[batch.rows], written[batch.rows] = last, positions, positions
+        device = self._cache.device
+        host = torch.from_numpy(np.stack((tokens, seen, written)))
+        token_rows, seen_rows, written_rows = host.to(device)
+        in_slots = batch.slots if isinstance(batch.slots, torch.Tensor) else torch.arange(batch.slots, device=device)
+        flat = self._cache.flat_index(in_slots, written_rows)
+        attend = self._cache.decode(flat, batch.slots, seen_rows, int(lengths.max()))
+        hidden = self._transformer.hidden(token_rows[:, None], seen_rows[:, None], attend)[:, 0]
+        if batch.rows is not None:
+            hidden = hidden[torch.from_numpy(batch.rows).to(device)]
+        self._emit(slots, self._draw(self._transformer.logits(hidden), slots, batch.sampling))
+
+    def _batch_of(self, slots: npt.NDArray[np.int64]) -> _Batch:
+        """The decode batch of these slots: a plain slice of the cache if half of it is in use, else gathered."""
+        if self._batch is not None and self._batch[0] is slots:
+            return self._batch[1]
+        device = self._cache.device
+        sampling = SamplingBatch.of([self._table.owners[slot] for slot in slots.tolist()], device)
+        span = int(slots[-1]) + 1
+        if len(slots) == span:
+            batch = _Batch(span, None, sampling)
+        elif 2 * len(slots) > span:
+            batch = _Batch(span, slots, sampling)
+        else:
+            batch = _Batch(torch.from_numpy(slots).to(device), None, sampling)
+        self._batch = (slots, batch)
+        return batch
+
+    def _draw(
+        self, logits: torch.Tensor, slots: npt.NDArray[np.int64], batch: SamplingBatch
+    ) -> npt.NDArray[np.float64]:
+        forbidden = self._table.forbidden(slots)
+        if forbidden is not None:
+            logits = logits.clone()
+            forbid(logits, *forbidden)
+        positions = torch.from_numpy(self._table.length[slots]).to(logits.device)
+        drawn: npt.NDArray[np.float64] = draw(logits, batch, positions).cpu().numpy()
+        return drawn
+
+    def _emit(self, slots: npt.NDArray[np.int64], drawn: npt.NDArray[np.float64]) -> None:
+        """Store a sampled token for each slot and finish what is done."""
+        tokens = drawn[0].astype(np.int64)
+        stopped, full = self._table.append(slots, tokens, drawn[1])
+        self.totals.generated_tokens += len(slots)
+        for index in np.flatnonzero(stopped | full).tolist():
+            slot = int(slots[index])
+            reason = FinishReason(type="stop", matched=int(tokens[index]))
+            if not stopped[index]:
+                matched = self._stop_string(slot) if slot in self._watched else None
+                completion = self._table.owners[slot]
+                reason = (
+                    FinishReason(type="stop", matched=matched)
+                    if matched is not None
+                    else FinishReason(type="length", length=completion.max_new)
+                )
+            self._finish(slot, reason)
+        if self._watched:
+            self._watch(slots, drawn)
+
+    def _watch(self, slots: npt.NDArray[np.int64], drawn: npt.NDArray[np.float64]) -> None:
+        for index, slot in enumerate(slots.tolist()):
+            if slot not in self._watched:
+                continue
+            matched = self._stop_string(slot)
+            if matched is not None:
+                self._finish(slot, FinishReason(type="stop", matched=matched))
+                continue
+            completion = self._table.owners[slot]
+            if completion.stream:
+                completion.output_ids.append(int(drawn[0, index]))
+                completion.log_probs.append(float(drawn[1, index]))
+                self._progressed.append(completion)
+
+    def _stop_string(self, slot: int) -> str | None:
+        """The stop string that the newest token completed."""
+        completion = self._table.owners[slot]
+        length = int(self._table.length[slot])
+        if not completion.stop_strings or length <= self._table.floor[slot]:
+            return None
+        start = max(completion.prompt_tokens, length - tail_tokens(completion.stop_strings))
+        tail = self._codec.decode(self._table.tokens[slot, start:length].tolist(), completion.skip_special)
+        return find_stop(tail, completion.stop_strings)
+
+    def _retract(self) -> None:
+        for slot in reversed(self._table.active.tolist()):
+            completion = self._table.release(slot)
+            completion.retractions += 1
+            self.totals.retractions += 1
+            self._waiting.appendleft(completion)
+        self._watched.clear()
+        self._batch = None
+        self._table.flush()
+
+    def _finish(self, slot: int, reason: FinishReason) -> None:
+        completion = self._table.release(slot)
+        self._watched.discard(slot)
+        self._batch = None
+        self._close(completion, reason)
+
+    def _close(self, completion: Completion, reason: FinishReason) -> None:
+        self.totals.finished += 1
+        self.totals.aborted += reason.type == "abort"
+        completion.close(reason)
+        self._progressed.append(completion)

@@ -1,0 +1,151 @@
+"""Live weights of a served model: allocated once, swapped in place from safetensors files.
+
+Invariants:
+- a swap checks every name, shape and dtype before it writes the first byte: it happens whole or not at all;
+- storage never moves, so the forward may keep references; projections that are applied together lie in one matrix, and
+  the checkpoint's names are views of its rows;
+- a checkpoint's dtype may differ from the served one (fp32 masters into a bf16 engine): values are cast while copied.
+"""
+
+from __future__ import annotations
+
+import json
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+import xxhash
+from safetensors import SafetensorError, safe_open
+
+from models.engines.embedded.spec import ModelSpec
+from models.engines.errors import WeightsRefused
+
+_FLOATS: Final = ("F32", "BF16", "F16", "F64")
+_SHOWN: Final = 3  # names listed in a refusal
+
+
+@dataclass(frozen=True)
+class LayerWeights:
+    """Parameters of one decoder layer; rows of `qkv` are q, k, v and rows of `gate_up` are gate, up."""
+
+    input_norm: torch.Tensor
+    qkv: torch.Tensor
+    qkv_bias: torch.Tensor | None
+    q_norm: torch.Tensor | None
+    k_norm: torch.Tensor | None
+    o: torch.Tensor
+    o_bias: torch.Tensor | None
+    post_norm: torch.Tensor
+    gate_up: torch.Tensor
+    gate_up_bias: torch.Tensor | None
+    down: torch.Tensor
+    down_bias: torch.Tensor | None
+
+
+class LiveWeights:
+    """All parameters of one model on one device."""
+
+    def __init__(self, spec: ModelSpec, device: torch.device, dtype: torch.dtype) -> None:
+        self._device, self._dtype = device, dtype
+        self._tied = spec.tied
+        self.names: dict[str, torch.Tensor] = {}
+        self.embed = self._whole("model.embed_tokens.weight", spec.vocab_size, spec.hidden_size)
+        self.layers = [self._layer(f"model.layers.{index}.", spec) for index in range(spec.layers)]
+        self.norm = self._whole("model.norm.weight", spec.hidden_size)
+        self.head = self.embed if spec.tied else self._whole("lm_head.weight", spec.vocab_size, spec.hidden_size)
+
+    def load(self, directory: Path) -> None:
+        """Copy a checkpoint (one file or a sharded index) into the live tensors. Raises `WeightsRefused`."""
+        with ExitStack() as stack:
+            try:
+                paths = _files(directory)
+                opened = {path: stack.enter_context(_open(path)) for path in sorted(set(paths.values()))}
+                files = {name: opened[path] for name, path in paths.items()}
+                self._check(directory, files)
+                for name, live in self.names.items():
+                    live.copy_(files[name].get_tensor(name))
+            except (SafetensorError, OSError) as error:
+                raise WeightsRefused(f"model_path={directory} cannot be read: {error}; write it again") from error
+
+    def checksums(self) -> dict[str, str]:
+        """xxh3 (64 bits, hexadecimal) of each tensor's bytes as served, by Hugging Face name."""
+        return {
+            name: xxhash.xxh3_64_hexdigest(tensor.contiguous().cpu().view(torch.uint8).numpy().data)
+            for name, tensor in self.names.items()
+        }
+
+    def _check(self, directory: Path, files: dict[str, Any]) -> None:
+        ignored = {name for name in files if name.endswith("rotary_emb.inv_freq")}
+        if self._tied:
+            ignored.add("lm_head.weight")
+        missing = sorted(self.names.keys() - files.keys())
+        unknown = sorted(files.keys() - self.names.keys() - ignored)
+        faults = [f"missing {name}" for name in missing] + [f"unknown {name}" for name in unknown]
+        for name in self.names.keys() & files.keys():
+            part = files[name].get_slice(name)
+            expected, found = list(self.names[name].shape), part.get_shape()
+            if found != expected:
+                faults.append(f"{name} has shape {found}, served is {expected}")
+            elif part.get_dtype() not in _FLOATS:
+                faults.append(f"{name} has dtype {part.get_dtype()}, expected one of {', '.join(_FLOATS)}")
+        if faults:
+            more = f" and {len(faults) - _SHOWN} more" if len(faults) > _SHOWN else ""
+            raise WeightsRefused(
+                f"model_path={directory} does not fit the served model: {'; '.join(sorted(faults)[:_SHOWN])}{more}; "
+                "export the weights of the same architecture"
+            )
+
+    def _layer(self, prefix: str, spec: ModelSpec) -> LayerWeights:
+        hidden, inner = spec.hidden_size, spec.intermediate_size
+        queries, keys = spec.heads * spec.head_dim, spec.kv_heads * spec.head_dim
+        qkv = [("self_attn.q_proj", queries), ("self_attn.k_proj", keys), ("self_attn.v_proj", keys)]
+        gate_up = [("mlp.gate_proj", inner), ("mlp.up_proj", inner)]
+        return LayerWeights(
+            input_norm=self._whole(prefix + "input_layernorm.weight", hidden),
+            qkv=self._stacked(prefix, qkv, "weight", hidden),
+            qkv_bias=self._stacked(prefix, qkv, "bias") if spec.qkv_bias else None,
+            q_norm=self._whole(prefix + "self_attn.q_norm.weight", spec.head_dim) if spec.qk_norm else None,
+            k_norm=self._whole(prefix + "self_attn.k_norm.weight", spec.head_dim) if spec.qk_norm else None,
+            o=self._whole(prefix + "self_attn.o_proj.weight", hidden, queries),
+            o_bias=self._whole(prefix + "self_attn.o_proj.bias", hidden) if spec.o_bias else None,
+            post_norm=self._whole(prefix + "post_attention_layernorm.weight", hidden),
+            gate_up=self._stacked(prefix, gate_up, "weight", hidden),
+            gate_up_bias=self._stacked(prefix, gate_up, "bias") if spec.mlp_bias else None,
+            down=self._whole(prefix + "mlp.down_proj.weight", hidden, inner),
+            down_bias=self._whole(prefix + "mlp.down_proj.bias", hidden) if spec.mlp_bias else None,
+        )
+
+    def _whole(self, name: str, *shape: int) -> torch.Tensor:
+        tensor = torch.zeros(shape, device=self._device, dtype=self._dtype)
+        self.names[name] = tensor
+        return tensor
+
+    def _stacked(self, prefix: str, parts: list[tuple[str, int]], kind: str, *columns: int) -> torch.Tensor:
+        tensor = torch.zeros((sum(rows for _, rows in parts), *columns), device=self._device, dtype=self._dtype)
+        start = 0
+        for part, rows in parts:
+            self.names[f"{prefix}{part}.{kind}"] = tensor[start : start + rows]
+            start += rows
+        return tensor
+
+
+def _open(path: Path) -> Any:
+    return safe_open(str(path), framework="pt", device="cpu")
+
+
+def _files(directory: Path) -> dict[str, Path]:
+    """File of each tensor. Raises `WeightsRefused` if the directory holds no safetensors checkpoint."""
+    index = directory / "model.safetensors.index.json"
+    if index.is_file():
+        table: dict[str, str] = json.loads(index.read_text())["weight_map"]
+        return {name: directory / file for name, file in table.items()}
+    single = directory / "model.safetensors"
+    if not single.is_file():
+        raise WeightsRefused(
+            f"model_path={directory} has neither model.safetensors nor model.safetensors.index.json; "
+            "give the directory of a saved checkpoint"
+        )
+    with _open(single) as file:
+        return {name: single for name in file.keys()}  # noqa: SIM118 - not a dictionary, has no __iter__

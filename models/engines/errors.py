@@ -1,0 +1,99 @@
+"""All errors of the engines, on both sides of the HTTP seam.
+
+    EngineError
+    ├── EngineUnreachable     transport failed, or a 5xx answer: the request may be sent again, elsewhere too
+    ├── EngineTimeout         no answer in time: the engine may still be at work on it
+    ├── EngineRefused         4xx with the server's words: sending it again cannot help
+    ├── EngineProtocolError   the answer is not what the protocol promises
+    └── EngineServerError     raised inside a server process
+        ├── EngineStartError      checkpoint, device or port cannot be used
+        ├── RequestRefused        becomes a 400 answer
+        └── WeightsRefused        an update does not fit the running model; nothing was changed
+
+Invariant: every error survives pickling (they cross process and actor borders), so arguments are plain values.
+"""
+
+from __future__ import annotations
+
+
+class EngineError(Exception):
+    """Base of all errors of the engines."""
+
+
+class EngineUnreachable(EngineError):
+    """The engine cannot be talked to, or failed on its side. `retryable` errors may be sent to another replica."""
+
+    retryable = True
+
+    def __init__(self, url: str, reason: str) -> None:
+        super().__init__(url, reason)
+        self.url = url
+        self.reason = reason
+
+    def __str__(self) -> str:
+        return f"engine {self.url} cannot be reached: {self.reason}"
+
+
+class EngineTimeout(EngineError):
+    """No answer within `timeout_s` seconds."""
+
+    def __init__(self, url: str, timeout_s: float) -> None:
+        super().__init__(url, timeout_s)
+        self.url = url
+        self.timeout_s = timeout_s
+
+    def __str__(self) -> str:
+        return (
+            f"engine {self.url} gave no answer within timeout_s={self.timeout_s:g}; raise it or send shorter requests"
+        )
+
+
+class EngineRefused(EngineError):
+    """A 4xx answer: `status` and `reason`, the server's own words."""
+
+    def __init__(self, url: str, status: int, reason: str) -> None:
+        super().__init__(url, status, reason)
+        self.url = url
+        self.status = status
+        self.reason = reason
+
+    def __str__(self) -> str:
+        return f"engine {self.url} refused the call with {self.status}: {self.reason}"
+
+
+class EngineProtocolError(EngineError):
+    """The engine answered something that is not of the protocol."""
+
+    def __init__(self, url: str, reason: str) -> None:
+        super().__init__(url, reason)
+        self.url = url
+        self.reason = reason
+
+    def __str__(self) -> str:
+        return f"engine {self.url} broke the protocol: {self.reason}"
+
+
+class EngineServerError(EngineError):
+    """Base of the errors raised inside an engine server."""
+
+
+class EngineStartError(EngineServerError):
+    """The engine cannot serve with what it was given."""
+
+
+class RequestRefused(EngineServerError):
+    """A request that the server answers with `status`. `shaped` tells which of SGLang's two error bodies is used:
+    `{"error": {"message": ...}}` (True) or `{"error": ...}` (False, refusals of the body's form)."""
+
+    def __init__(self, message: str, status: int = 400, shaped: bool = True) -> None:
+        super().__init__(message, status, shaped)
+        self.message = message
+        self.status = status
+        self.shaped = shaped
+
+    def __str__(self) -> str:
+        return self.message
+
+
+class WeightsRefused(EngineServerError):
+    """New weights do not fit the running model. The old ones are untouched."""

@@ -1,0 +1,196 @@
+"""From a /generate body to completions: defaults, validation, and refusals in SGLang's words.
+
+Invariants: whatever is accepted can be served (its longest possible context fits a slot); a field that this engine
+does not serve is refused if it is set, never silently ignored.
+"""
+
+from __future__ import annotations
+
+import itertools
+import uuid
+from collections.abc import Callable
+from typing import Final
+
+import msgspec
+import numpy as np
+
+from models.engines.core import Completion, EngineFacts, SamplingRule
+from models.engines.errors import RequestRefused
+from models.engines.noise import sample_seed
+from models.engines.protocol import GenerateRequest, SamplingParams
+from models.engines.text import TextCodec
+
+_NOT_SERVED: Final = (
+    "frequency_penalty",
+    "presence_penalty",
+    "repetition_penalty",
+    "logit_bias",
+    "stop_regex",
+    "json_schema",
+    "regex",
+    "ebnf",
+    "structural_tag",
+    "custom_params",
+    "beam_width",
+)
+_NOT_SERVED_TOP: Final = ("top_logprobs_num", "token_ids_logprob", "return_routed_experts", "return_hidden_states")
+_DEFAULTS: Final = SamplingParams()
+_TOP_DEFAULTS: Final = GenerateRequest()
+
+
+class Intake:
+    """Turns requests into completions. `draw_seed` gives the seed of a request that brings none."""
+
+    def __init__(self, facts: EngineFacts, text: TextCodec, draw_seed: Callable[[], int]) -> None:
+        self._facts = facts
+        self._text = text
+        self._draw_seed = draw_seed
+        self._groups = itertools.count()
+        self._decoder = msgspec.json.Decoder(GenerateRequest)
+
+    def parse(self, body: bytes) -> GenerateRequest:
+        """Decode a body; raises `RequestRefused`."""
+        try:
+            return self._decoder.decode(body)
+        except msgspec.ValidationError as error:
+            raise RequestRefused(_in_sglangs_words(str(error)), shaped=False) from error
+        except msgspec.DecodeError as error:
+            raise RequestRefused(f"the body is not JSON: {error}", shaped=False) from error
+
+    def expand(self, request: GenerateRequest) -> tuple[list[Completion], bool]:
+        """All completions of a request, prompt by prompt, and whether the answer is a list."""
+        prompts = self._prompts(request)
+        many = bool(request.text) if isinstance(request.text, list) else len(request.prompts) > 1
+        many = many or bool(request.input_ids and isinstance(request.input_ids[0], list))
+        params = request.sampling_params
+        by_prompt = params if isinstance(params, list) else [params] * len(prompts)
+        if len(by_prompt) != len(prompts):
+            raise RequestRefused(
+                f"sampling_params has {len(by_prompt)} entries for {len(prompts)} prompts; send one each"
+            )
+        for name in _NOT_SERVED_TOP:
+            if getattr(request, name) != getattr(_TOP_DEFAULTS, name):
+                raise RequestRefused(f"{name} is not served by the {self._facts.engine} engine; leave it unset")
+        rids = self._rids(request, len(prompts))
+        completions: list[Completion] = []
+        for rid, prompt, rule in zip(rids, prompts, by_prompt, strict=True):
+            completions += self._one_prompt(request, rid, prompt, rule)
+        return completions, many or any(rule.n > 1 for rule in by_prompt)
+
+    def _prompts(self, request: GenerateRequest) -> list[list[int]]:
+        if request.input_ids is not None and request.text is not None:
+            raise RequestRefused("both text and input_ids are set; send one of them")
+        if request.text is not None:
+            if not self._text.available:
+                raise RequestRefused("text is set, but the served model has no tokenizer.json; send input_ids")
+            texts = request.text if isinstance(request.text, list) else [request.text]
+            prompts = [self._text.encode(text) for text in texts]
+        else:
+            prompts = request.prompts
+        if not prompts or not all(prompts):
+            raise RequestRefused("a prompt is empty; input_ids or text must hold at least one token")
+        if not all(isinstance(token, int) for prompt in prompts for token in prompt):
+            raise RequestRefused("input_ids mixes token ids and lists; send one list of ids, or a list of such lists")
+        return prompts
+
+    def _rids(self, request: GenerateRequest, count: int) -> list[str]:
+        rid = request.rid
+        if rid is None:
+            return [uuid.uuid4().hex for _ in range(count)]
+        if isinstance(rid, str):
+            return [rid] if count == 1 else [f"{rid}_{index}" for index in range(count)]
+        if len(rid) != count:
+            raise RequestRefused(f"rid has {len(rid)} entries for {count} prompts; send one each")
+        return rid
+
+    def _one_prompt(
+        self, request: GenerateRequest, rid: str, prompt: list[int], params: SamplingParams
+    ) -> list[Completion]:
+        self._check_params(params)
+        self._check_ids(prompt)
+        max_new = self._budget(len(prompt), params)
+        ids = np.asarray(prompt, dtype=np.int32)
+        key = ids.tobytes()
+        strings = (params.stop,) if isinstance(params.stop, str) else tuple(params.stop or ())
+        strings = tuple(stop for stop in strings if stop)
+        if strings and not self._text.available:
+            raise RequestRefused("stop is set, but the served model has no tokenizer.json; use stop_token_ids")
+        stop_ids = () if params.ignore_eos else (*(params.stop_token_ids or ()), *sorted(self._facts.eos_ids))
+        rule = SamplingRule(params.temperature, params.top_p, params.top_k, params.min_p)
+        seed = params.sampling_seed if params.sampling_seed is not None else self._draw_seed()
+        group = next(self._groups)
+        scored = request.return_logprob and 0 <= request.logprob_start_len < len(prompt)
+        return [
+            Completion(
+                rid=rid if params.n == 1 else f"{rid}_{sample}",
+                group=group,
+                sample=sample,
+                prompt=ids,
+                prompt_key=key,
+                rule=rule,
+                seed=sample_seed(seed, sample),
+                max_new=max_new,
+                min_new=params.min_new_tokens,
+                stop_ids=stop_ids,
+                stop_strings=strings,
+                skip_special=params.skip_special_tokens,
+                trim_stop=not params.no_stop_trim,
+                stream=request.stream,
+                extra_key=request.extra_key or "",
+                score_from=request.logprob_start_len if scored else -1,
+            )
+            for sample in range(params.n)
+        ]
+
+    def _check_params(self, params: SamplingParams) -> None:
+        for name in _NOT_SERVED:
+            if getattr(params, name) != getattr(_DEFAULTS, name):
+                raise RequestRefused(f"{name} is not served by the {self._facts.engine} engine; leave it unset")
+        checks = (
+            (params.temperature >= 0.0, "temperature", params.temperature, "must be 0 or more"),
+            (0.0 < params.top_p <= 1.0, "top_p", params.top_p, "must be in (0, 1]"),
+            (0.0 <= params.min_p <= 1.0, "min_p", params.min_p, "must be in [0, 1]"),
+            (params.top_k == -1 or params.top_k >= 1, "top_k", params.top_k, "must be -1 (all) or at least 1"),
+            (params.n >= 1, "n", params.n, "must be at least 1"),
+            (params.max_new_tokens is None or params.max_new_tokens >= 0, "max_new_tokens", params.max_new_tokens,
+             "must be 0 or more"),
+            (params.min_new_tokens >= 0, "min_new_tokens", params.min_new_tokens, "must be 0 or more"),
+            (params.max_new_tokens is None or params.min_new_tokens <= params.max_new_tokens, "min_new_tokens",
+             params.min_new_tokens, f"must not exceed max_new_tokens={params.max_new_tokens}"),
+        )  # fmt: skip
+        for passed, name, value, rule in checks:
+            if not passed:
+                raise RequestRefused(f"{name}={value} {rule}")
+
+    def _check_ids(self, prompt: list[int]) -> None:
+        size = self._facts.vocab_size
+        if min(prompt) < 0 or max(prompt) >= size:
+            bad = next(token for token in prompt if not 0 <= token < size)
+            raise RequestRefused(
+                f"The input_ids contain {bad}, outside the vocabulary of {size} tokens (ids 0 to {size - 1})."
+            )
+
+    def _budget(self, prompt_tokens: int, params: SamplingParams) -> int:
+        limit = self._facts.context_length
+        if prompt_tokens >= limit:
+            raise RequestRefused(
+                f"The input ({prompt_tokens} tokens) is longer than the model's context length ({limit} tokens)."
+            )
+        if params.max_new_tokens is None:
+            return limit - prompt_tokens
+        total = prompt_tokens + params.max_new_tokens
+        if total > limit:
+            raise RequestRefused(
+                f"Requested token count exceeds the model's maximum context length of {limit} tokens: "
+                f"{prompt_tokens} in the input and {params.max_new_tokens} to be generated make {total}."
+            )
+        return params.max_new_tokens
+
+
+def _in_sglangs_words(message: str) -> str:
+    """SGLang names the field and the known ones: "unknown field `x`, expected one of ..."."""
+    if "unknown field" not in message:
+        return message
+    name = message.split("`")[1]
+    known = ", ".join(f"`{field}`" for field in SamplingParams.__struct_fields__)
+    return f"unknown field `{name}`, expected one of {known}"

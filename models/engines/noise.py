@@ -1,0 +1,48 @@
+"""Random numbers that are pure functions of (seed, position): counter-based hashing, no generator state.
+
+A sample therefore depends on its own seed only, never on which requests share its batch, and a response that was
+aborted and sent again with the same seed goes on with the noise it would have met: `position` counts from the start of
+the prompt. The mixer is SplitMix64's finaliser (Steele, Lea, Flood 2014). The torch version of `uniform` lives in
+`embedded.sampling` and gives the same bits.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+
+MASK: Final = (1 << 64) - 1
+GOLDEN: Final = 0x9E3779B97F4A7C15
+MIX_1: Final = 0xBF58476D1CE4E5B9
+MIX_2: Final = 0x94D049BB133111EB
+
+
+def mix(x: int) -> int:
+    """Bijective mixing of 64 bits."""
+    x &= MASK
+    x = ((x ^ (x >> 30)) * MIX_1) & MASK
+    x = ((x ^ (x >> 27)) * MIX_2) & MASK
+    return x ^ (x >> 31)
+
+
+def sample_seed(seed: int, sample: int) -> int:
+    """Seed of the `sample`-th of n responses to one prompt. Sample 0 has the seed itself, so that one sample of a group
+    can be continued alone by sending its own seed."""
+    return seed if sample == 0 else mix(mix(seed) + sample * GOLDEN) >> 1
+
+
+def uniform(seed: int, position: int) -> float:
+    """Uniform in [0, 1) with 53 bits."""
+    return (mix(mix(seed) + position * GOLDEN) >> 11) * 2.0**-53
+
+
+def uniforms(seed: int, positions: npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:
+    """`uniform(seed, p)` for each p."""
+    with np.errstate(over="ignore"):  # 64-bit wrap-around is the point
+        x = np.uint64(mix(seed)) + positions.astype(np.uint64) * np.uint64(GOLDEN)
+        x = (x ^ (x >> np.uint64(30))) * np.uint64(MIX_1)
+        x = (x ^ (x >> np.uint64(27))) * np.uint64(MIX_2)
+    x ^= x >> np.uint64(31)
+    return (x >> np.uint64(11)).astype(np.float64) * 2.0**-53

@@ -1,0 +1,123 @@
+"""From completions to answers: text, meta information, the JSON of /generate and its stream.
+
+Invariants: a chunk of a stream is cumulative (text, ids and log-probs from 0), as SGLang's default is; a completion's
+lists may grow in another thread while a chunk is built, so lengths are read once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+
+from models.engines.core import Completion
+from models.engines.protocol import CachedDetails, GenerateOutput, LogprobEntry, MetaInfo
+from models.engines.text import TextCodec, find_stop
+
+
+class Reply:
+    """Waits for the completions of one request. Lives in the event loop."""
+
+    def __init__(self, completions: Sequence[Completion]) -> None:
+        self.completions = completions
+        self._open = {id(completion) for completion in completions}
+        self._finished = asyncio.Event()
+        self._changed = asyncio.Event()
+
+    def notify(self, completion: Completion) -> None:
+        """A completion finished or made progress."""
+        if completion.finish is not None:
+            self._open.discard(id(completion))
+            if not self._open:
+                self._finished.set()
+        self._changed.set()
+
+    async def finished(self) -> None:
+        """Wait for all completions; unblocked by the delivery of the last one."""
+        await self._finished.wait()
+
+    async def progress(self) -> bool:
+        """Wait for news of any completion; False once all have finished."""
+        await self._changed.wait()
+        self._changed.clear()
+        return bool(self._open)
+
+
+def outputs(completions: Sequence[Completion], codec: TextCodec, label: str, log_probs: bool) -> list[GenerateOutput]:
+    """The answers to finished completions, in their order."""
+    texts = _texts(completions, codec)
+    return [output(c, text, label, log_probs) for c, text in zip(completions, texts, strict=True)]
+
+
+def output(completion: Completion, text: str, label: str, log_probs: bool, count: int | None = None) -> GenerateOutput:
+    """The answer to one completion; `count` limits it to its first tokens (a chunk of a stream)."""
+    ids = completion.output_ids if count is None else completion.output_ids[:count]
+    return GenerateOutput(
+        text=text,
+        output_ids=ids,
+        meta_info=_meta(completion, ids, label, log_probs, finished=count is None),
+        index=completion.sample,
+    )
+
+
+def partial(completion: Completion, codec: TextCodec, label: str, log_probs: bool) -> GenerateOutput:
+    """A chunk of a stream: what there is by now."""
+    count = min(len(completion.output_ids), len(completion.log_probs))
+    text = codec.decode(completion.output_ids[:count], completion.skip_special)
+    return output(completion, text, label, log_probs, count)
+
+
+def _meta(c: Completion, ids: list[int], label: str, log_probs: bool, finished: bool) -> MetaInfo:
+    spans = c.spans
+    count = len(ids)
+    duration = c.finished_s - c.received_s if finished else None
+    decode_s = c.finished_s - c.first_token_s if c.first_token_s else 0.0
+    out: list[LogprobEntry] | None = None
+    scored: list[LogprobEntry] | None = None
+    if log_probs:
+        out = [(value, token, None) for value, token in zip(c.log_probs, ids, strict=False)]
+        prompt = c.prompt[c.score_from :].tolist() if c.score_from >= 0 else []
+        scored = [(value, token, None) for value, token in zip(c.prompt_log_probs, prompt, strict=False)]
+    return MetaInfo(
+        id=c.rid,
+        finish_reason=c.finish if finished else None,
+        prompt_tokens=c.prompt_tokens,
+        completion_tokens=count,
+        cached_tokens=c.cached_tokens,
+        cached_tokens_details=CachedDetails(device=c.cached_tokens) if c.cached_tokens else None,
+        weight_version=spans[-1].version if spans else label,
+        weight_versions=spans if finished else None,
+        num_retractions=c.retractions,
+        input_token_logprobs=scored,
+        output_token_logprobs=out,
+        output_token_logprobs_length=count if log_probs else None,
+        e2e_latency=duration,
+        queue_time=max(0.0, c.admitted_s - c.received_s) if c.admitted_s else None,
+        first_token_latency=c.first_token_s - c.received_s if c.first_token_s else None,
+        decode_throughput=(count - 1) / decode_s if finished and decode_s > 0 and count > 1 else None,
+    )
+
+
+def _texts(completions: Sequence[Completion], codec: TextCodec) -> list[str]:
+    """Text without what ended it (unless asked to keep it): a stop token's ids stay in `output_ids`, and so do the
+    tokens of a stop string."""
+    if not completions:
+        return []
+    rows = [_visible(completion) for completion in completions]
+    skip = {completion.skip_special for completion in completions}
+    if len(skip) == 1:
+        texts = codec.decode_many(rows, skip.pop())
+    else:
+        texts = [codec.decode(row, c.skip_special) for row, c in zip(rows, completions, strict=True)]
+    return [_trim(c, text) for c, text in zip(completions, texts, strict=True)]
+
+
+def _visible(c: Completion) -> list[int]:
+    matched = c.finish.matched if c.finish is not None else None
+    return c.output_ids[:-1] if isinstance(matched, int) and c.trim_stop else c.output_ids
+
+
+def _trim(c: Completion, text: str) -> str:
+    matched = c.finish.matched if c.finish is not None else None
+    if not isinstance(matched, str) or not c.trim_stop or find_stop(text, [matched]) is None:
+        return text
+    return text[: text.find(matched)]

@@ -1,0 +1,214 @@
+"""Starts an engine server: `EngineServer` inside a process, `python -m models.engines.serve` as a process of its own.
+
+Invariants: the address is loopback unless asked otherwise; the ready file appears whole, and only when requests are
+served; the process ends with its parent, ignores SIGINT (an interrupt is its supervisor's to handle), and on SIGTERM
+ends cleanly; a crash of the engine ends it with status 1 and the reason on stderr.
+
+The kernel ties "parent" to the thread that started the process (`prctl(2)`, PR_SET_PDEATHSIG): start servers from a
+thread that lives as long as they shall.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import ctypes
+import errno
+import json
+import logging
+import os
+import signal
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Final
+
+import msgspec
+from aiohttp import web
+
+from configs.schema.engine import EngineConfig
+from models.engines.core import DEFAULT_LABEL, Completion, EngineCore
+from models.engines.errors import EngineError, EngineStartError
+from models.engines.server import EngineApp
+from models.engines.text import TextCodec
+
+logger = logging.getLogger(__name__)
+_PR_SET_PDEATHSIG: Final = 1
+_SHUTDOWN_S: Final = 1.0  # for answers that are being written at the end
+
+
+class EngineServer:
+    """An engine with its HTTP server, in the running event loop. Use as an async context manager; then read `url`.
+
+    `seed` gives the noise of requests without a sampling seed. `port` 0 takes any free port, and replaces
+    `config.engine_port`, which is the first port of all engines of a run. Raises `EngineStartError` on entry.
+    """
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        model_path: str,
+        *,
+        max_context_len: int | None,
+        seed: int,
+        port: int = 0,
+        host: str = "127.0.0.1",
+        weight_version: str = DEFAULT_LABEL,
+    ) -> None:
+        self._config, self._model_path = config, model_path
+        self._max_context_len, self._seed = max_context_len, seed
+        self._host, self._port = host, port
+        self._label = weight_version
+        self._runner: web.AppRunner | None = None
+        self._ended: asyncio.Future[None] | None = None
+        self.core: EngineCore | None = None
+        self.url = ""
+
+    async def __aenter__(self) -> EngineServer:
+        loop = asyncio.get_running_loop()
+        # Loading a checkpoint takes time that other coroutines of this process should not lose.
+        core, codec = await asyncio.to_thread(
+            build_core, self._config, self._model_path, self._max_context_len, self._label, self._seed
+        )
+        app = EngineApp(core, codec, self._seed)
+        ended = self._ended = loop.create_future()
+
+        def deliver(completions: Sequence[Completion]) -> None:
+            loop.call_soon_threadsafe(app.deliver, completions)
+
+        def crashed(error: BaseException) -> None:
+            loop.call_soon_threadsafe(fail, error)
+
+        def fail(error: BaseException) -> None:
+            app.failure = error
+            if not ended.done():
+                ended.set_exception(EngineError(f"the engine died: {type(error).__name__}: {error}"))
+                ended.exception()  # read here, so that nobody is told of it twice
+
+        core.start(deliver, crashed)
+        self.core = core
+        self._runner = web.AppRunner(app.application(), handler_cancellation=True, access_log=None)
+        await self._runner.setup()
+        try:
+            await web.TCPSite(self._runner, self._host, self._port, shutdown_timeout=_SHUTDOWN_S).start()
+        except OSError as error:
+            await self._close()
+            raise _port_error(self._host, self._port, error) from error
+        self.url = f"http://{self._host}:{self._runner.addresses[0][1]}"
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self._close()
+
+    async def wait(self) -> None:
+        """Wait for the engine's end; unblocked by `end` or by its crash, which raises `EngineError`."""
+        assert self._ended is not None, "wait() needs a server that has been entered"
+        await asyncio.shield(self._ended)
+
+    def end(self) -> None:
+        """Make `wait` return."""
+        if self._ended is not None and not self._ended.done():
+            self._ended.set_result(None)
+
+    async def _close(self) -> None:
+        """The engine ends first: what is open is answered as aborted before the connections close."""
+        if self.core is not None:
+            await self.core.stop()
+        if self._runner is not None:
+            await self._runner.cleanup()
+        self.end()
+
+
+def build_core(
+    config: EngineConfig, model_path: str, max_context_len: int | None, label: str, seed: int
+) -> tuple[EngineCore, TextCodec]:
+    """The engine that the configuration names; torch is imported only for the embedded one."""
+    codec = TextCodec.load(Path(model_path))
+    if config.engine == "simulated":
+        from models.engines.simulated import SimulatedEngine
+
+        return SimulatedEngine(config, model_path, max_context_len=max_context_len, label=label), codec
+    from models.engines.embedded.engine import EmbeddedEngine
+
+    return EmbeddedEngine(config, model_path, max_context_len=max_context_len, label=label, codec=codec), codec
+
+
+def _port_error(host: str, port: int, error: OSError) -> EngineStartError:
+    if error.errno == errno.EADDRINUSE:
+        return EngineStartError(f"port {port} of {host} is in use; choose another --port, or 0 for any free one")
+    return EngineStartError(f"cannot listen on {host}:{port}: {error.strerror}; choose another --host or --port")
+
+
+def _die_with_parent(parent: int) -> None:
+    """Have the kernel kill this process when its parent ends (Linux)."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != parent:  # it ended before the call
+            raise SystemExit("the parent process has ended; the engine server ends too")
+
+
+def _write_ready(path: Path, url: str) -> None:
+    draft = path.with_name(f".{path.name}.{os.getpid()}")
+    draft.write_text(json.dumps({"url": url, "pid": os.getpid()}))
+    os.replace(draft, path)
+
+
+async def _serve(server: EngineServer, ready_file: Path | None) -> None:
+    """Serve until SIGTERM or a crash."""
+    loop = asyncio.get_running_loop()
+    async with server:
+        loop.add_signal_handler(signal.SIGTERM, server.end)
+        if ready_file is not None:
+            _write_ready(ready_file, server.url)
+        logger.info("serving at %s", server.url)
+        await server.wait()
+
+
+def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="models.engines.serve", description="Serve a model over SGLang's protocol.")
+    parser.add_argument("--engine", choices=("embedded", "simulated"), help="replaces engine of --config")
+    parser.add_argument("--model-path", required=True, help="Hugging Face checkpoint directory")
+    parser.add_argument("--host", default="127.0.0.1")
+    parser.add_argument("--port", type=int, default=0, help="0 = any free port")
+    parser.add_argument("--ready-file", type=Path, help="gets {url, pid} as JSON when requests are served")
+    parser.add_argument("--config", default="{}", help="EngineConfig as JSON")
+    parser.add_argument("--max-context-len", type=int, help="longest prompt plus response, tokens")
+    parser.add_argument("--weight-version", default=DEFAULT_LABEL, help="label of the first weights")
+    parser.add_argument("--seed", type=int, default=0, help="noise of requests without a sampling seed")
+    return parser.parse_args(argv)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a server process until its end; the exit status."""
+    parent = os.getppid()
+    _die_with_parent(parent)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    # Small models on a CPU gain nothing from more threads, and lose much when other processes want the cores.
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    arguments = _arguments(argv)
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    try:
+        config = msgspec.json.decode(arguments.config, type=EngineConfig)
+        if arguments.engine:
+            config = msgspec.structs.replace(config, engine=arguments.engine)
+        server = EngineServer(
+            config,
+            arguments.model_path,
+            max_context_len=arguments.max_context_len,
+            seed=arguments.seed,
+            port=arguments.port,
+            host=arguments.host,
+            weight_version=arguments.weight_version,
+        )
+        asyncio.run(_serve(server, arguments.ready_file))
+    except (EngineError, msgspec.MsgspecError) as error:
+        sys.stderr.write(f"error: {error}\n")
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,195 @@
+"""The simulated engine: the protocol of a real one, a latency model in place of a model. No torch.
+
+It shares server, intake and answers with the embedded engine; `simulated_schedule` decides what happens when, this
+module only sleeps until the next event. Deadlines are absolute and lie between changes of membership, never per token,
+so that the grain of the event loop's timers (about 1 ms) does not add up.
+
+Known differences from a real engine: contents never stop a response (only its drawn length does, so stop strings and
+stop token ids end nothing early; the first stop token id is what a finished response ends with), a stream comes as one
+chunk, prompts are not scored, any path passes as new weights.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, Final
+
+from configs.schema.engine import EngineConfig
+from models.engines.core import DEFAULT_LABEL, Completion, Deliver, EngineFacts, Totals
+from models.engines.errors import EngineServerError
+from models.engines.protocol import FinishReason, Load, PauseMode
+from models.engines.simulated_policy import simulated_length, simulated_log_prob, simulated_token
+from models.engines.simulated_schedule import Schedule
+
+__all__ = ["SimulatedEngine", "simulated_length", "simulated_log_prob", "simulated_token"]
+
+_UNBOUNDED: Final = 1 << 20  # context length if neither the configuration nor a checkpoint bounds it, tokens
+
+
+class SimulatedEngine:
+    """Serves the latency model of `config.simulated`. Lives in the event loop that starts it."""
+
+    def __init__(
+        self, config: EngineConfig, model_path: str, *, max_context_len: int | None, label: str = DEFAULT_LABEL
+    ) -> None:
+        simulated = config.simulated
+        self._update_s = simulated.update_s * simulated.time_scale
+        self.schedule = Schedule(simulated, config.engine_slots, config.prefix_cache, label)
+        checkpoint = _read_config(Path(model_path))
+        bound = max_context_len or int(checkpoint.get("max_position_embeddings", _UNBOUNDED))
+        self._facts = EngineFacts(
+            engine="simulated",
+            model_path=model_path,
+            model_type="simulated",
+            architecture="Simulated",
+            # A prompt may hold any id of the tokenizer; what is drawn stays below the configured size.
+            vocab_size=max(simulated.vocab_size, int(checkpoint.get("vocab_size", 0))),
+            context_length=min(bound, simulated.kv_tokens),
+            slots=config.engine_slots,
+            kv_tokens=simulated.kv_tokens,
+            device="simulated",
+            dtype="none",
+            eos_ids=frozenset({simulated.vocab_size - 1}),
+        )
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._timer: asyncio.TimerHandle | None = None
+        self._drained: list[asyncio.Future[None]] = []
+        self._updating = asyncio.Lock()
+        self._stopped = False
+        self._deliver: Deliver = _nowhere
+
+    @property
+    def facts(self) -> EngineFacts:
+        return self._facts
+
+    @property
+    def label(self) -> str:
+        return self.schedule.label
+
+    @property
+    def paused(self) -> bool:
+        return self.schedule.paused
+
+    def start(self, deliver: Deliver, on_crash: Callable[[BaseException], None]) -> None:
+        """Begin; there is no thread that could die, so `on_crash` is never called."""
+        self._loop = asyncio.get_running_loop()
+        self._deliver = deliver
+
+    async def stop(self) -> None:
+        if self._loop is not None and not self._stopped:
+            self._stopped = True
+            self.schedule.cancel_all(self._now)
+            self._pump()
+
+    def submit(self, completions: Sequence[Completion]) -> None:
+        if self._stopped:
+            for completion in completions:
+                completion.close(FinishReason(type="abort", message="the engine has stopped", status_code=503))
+            self._deliver(completions)
+            return
+        self.schedule.submit(self._now, completions)
+        self._pump()
+
+    def cancel(self, completions: Sequence[Completion]) -> None:
+        self.schedule.cancel(self._now, completions)
+        self._pump()
+
+    async def pause(self, mode: PauseMode) -> None:
+        self.schedule.pause(self._now, mode)
+        self._pump()
+
+    async def resume(self) -> None:
+        """Waits for an update that is under way; unblocked by its end."""
+        async with self._updating:
+            self.schedule.resume(self._now)
+            self._pump()
+
+    async def flush_cache(self) -> bool:
+        self.schedule.advance(self._now)
+        return self.schedule.flush()
+
+    async def update_weights(self, path: str, label: str | None, abort_all: bool) -> None:
+        """Waits for the running requests unless paused, then stands still for the configured time."""
+        async with self._updating:
+            if abort_all:
+                self.schedule.cancel_all(self._now)
+            self.schedule.holding = True
+            try:
+                self._pump()
+                await self._drain()
+                await asyncio.sleep(self._update_s)
+                self.schedule.relabel(self._now, label if label is not None else self.schedule.label)
+            finally:
+                self.schedule.release(self._now)
+                self._pump()
+
+    async def relabel(self, label: str) -> None:
+        self.schedule.relabel(self._now, label)
+        self._pump()
+
+    async def checksums(self) -> dict[str, str]:
+        """There are no tensors: the label stands for the weights."""
+        return {"label": self.schedule.label}
+
+    def load(self) -> Load:
+        self.schedule.advance(self._now)
+        self._pump()
+        schedule = self.schedule
+        return Load(
+            num_running_reqs=schedule.running,
+            num_waiting_reqs=schedule.waiting,
+            num_used_tokens=schedule.used_tokens,
+            max_total_num_tokens=self._facts.kv_tokens,
+            max_running_requests=self._facts.slots,
+            token_usage=schedule.used_tokens / self._facts.kv_tokens,
+            cache_hit_rate=schedule.totals.cache_hit_rate,
+        )
+
+    def totals(self) -> Totals:
+        return self.schedule.totals
+
+    @property
+    def _now(self) -> float:
+        if self._loop is None:
+            raise EngineServerError("the simulated engine was not started; call start() in its event loop")
+        return self._loop.time()
+
+    async def _drain(self) -> None:
+        """Wait until nothing runs or the engine is paused; unblocked by the pump, which sees either first."""
+        assert self._loop is not None
+        while self.schedule.running and not self.schedule.paused:
+            drained = self._loop.create_future()
+            self._drained.append(drained)
+            await drained
+
+    def _pump(self) -> None:
+        """Hand out what has ended, and sleep until the next event."""
+        assert self._loop is not None
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        self.schedule.advance(self._loop.time())
+        finished = self.schedule.take_finished()
+        if finished:
+            self._deliver(finished)
+        if not self.schedule.running or self.schedule.paused:
+            drained, self._drained = self._drained, []
+            for waiter in drained:
+                if not waiter.done():
+                    waiter.set_result(None)
+        event = self.schedule.next_event()
+        if event is not None:
+            self._timer = self._loop.call_at(event, self._pump)
+
+
+def _read_config(directory: Path) -> dict[str, Any]:
+    path = directory / "config.json"
+    loaded: dict[str, Any] = json.loads(path.read_text()) if path.is_file() else {}
+    return loaded
+
+
+def _nowhere(completions: Sequence[Completion]) -> None:
+    """Deliveries before the start: there are none."""

@@ -1,0 +1,266 @@
+"""Small random Hugging Face checkpoints, made on this machine: for tests, demonstrations and CPU runs.
+
+Invariants:
+- the directory is a complete checkpoint that `AutoModelForCausalLM` and `AutoTokenizer` load without network;
+- equal arguments give equal bytes in `model.safetensors`;
+- a directory appears whole (written beside, then renamed) or not at all; one that exists is reused only if it was
+  made with the same arguments;
+- the tokenizer and the model agree on the vocabulary: every id that the model can sample decodes.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final, Literal
+
+import msgspec
+from msgspec import Struct
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
+Architecture = Literal["qwen3", "qwen2", "llama"]
+TokenizerKind = Literal["bytes", "arithmetic"]
+
+ARITHMETIC_CHARACTERS: Final = "0123456789+-*=[]: \nacdenorstuw"
+RECIPE_FILE: Final = "tiny.json"
+# Brings the byte vocabulary to 264, divisible by 8, so that it splits over tensor-parallel ranks. transformers loads
+# every "qwen2" checkpoint with its own Qwen2Tokenizer, which would add the first of these names if it were missing.
+_RESERVED: Final = ("<|endoftext|>", "<|reserved_1|>", "<|reserved_2|>", "<|reserved_3|>", "<|reserved_4|>")
+
+CHAT_TEMPLATE: Final = (
+    "{%- for message in messages -%}"
+    "{{ bos_token + message['role'] + '\\n' }}"
+    "{%- if message.get('content') -%}{{ message['content'] }}{%- endif -%}"
+    "{%- for call in message.get('tool_calls') or [] -%}"
+    "{%- set f = call['function'] if 'function' in call else call -%}"
+    "{{ '<tool_call>' + ({'name': f['name'], 'arguments': f['arguments']} | tojson) + '</tool_call>' }}"
+    "{%- endfor -%}"
+    "{{ eos_token }}"
+    "{%- endfor -%}"
+    "{%- if add_generation_prompt -%}{{ bos_token + 'assistant\\n' }}{%- endif -%}"
+)
+
+
+class TinyCheckpointError(ValueError):
+    """A tiny checkpoint cannot be made as asked."""
+
+
+class TinyRecipe(Struct, frozen=True, kw_only=True):
+    """The arguments a tiny checkpoint was made with; stored in the directory as `tiny.json`."""
+
+    architecture: Architecture
+    tokenizer: TokenizerKind
+    seed: int
+    hidden_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    intermediate_size: int
+    max_position_embeddings: int
+    tie_word_embeddings: bool
+    format_version: int = 1
+
+    def check(self) -> None:
+        """Raise `TinyCheckpointError` for a shape that no attention layer can have."""
+        if self.hidden_size % self.num_heads or (self.hidden_size // self.num_heads) % 2:
+            raise TinyCheckpointError(
+                f"hidden_size={self.hidden_size} with num_heads={self.num_heads}: the head dimension must be an even "
+                "whole number (rotary embedding rotates pairs); choose hidden_size as an even multiple of num_heads"
+            )
+        if self.num_heads % self.num_kv_heads:
+            raise TinyCheckpointError(
+                f"num_kv_heads={self.num_kv_heads} does not divide num_heads={self.num_heads}; choose a divisor"
+            )
+
+
+def make_tiny_checkpoint(
+    directory: Path,
+    *,
+    architecture: Architecture = "qwen3",
+    tokenizer: TokenizerKind = "bytes",
+    seed: int = 0,
+    hidden_size: int = 96,
+    num_layers: int = 3,
+    num_heads: int = 4,
+    num_kv_heads: int = 2,
+    intermediate_size: int = 288,
+    max_position_embeddings: int = 1024,
+    tie_word_embeddings: bool = True,
+) -> Path:
+    """Make (or reuse) a small randomly initialised fp32 checkpoint and return its directory.
+
+    `tokenizer="bytes"`: id = byte value, then pad 256, bos 257, eos 258 and reserved ids up to 264, with a chat
+    template. `tokenizer="arithmetic"`: one id per character of `ARITHMETIC_CHARACTERS` from 1 on, pad 0, the newline
+    is EOS, 32 ids in all; with the default shape the model has 335,664 parameters.
+
+    Raises `TinyCheckpointError` if the shape is impossible or if `directory` holds something else.
+    """
+    recipe = TinyRecipe(
+        architecture=architecture,
+        tokenizer=tokenizer,
+        seed=seed,
+        hidden_size=hidden_size,
+        num_layers=num_layers,
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        intermediate_size=intermediate_size,
+        max_position_embeddings=max_position_embeddings,
+        tie_word_embeddings=tie_word_embeddings,
+    )
+    recipe.check()
+    directory = Path(directory)
+    if directory.exists():
+        return _reuse(directory, recipe)
+    directory.parent.mkdir(parents=True, exist_ok=True)
+    draft = Path(tempfile.mkdtemp(prefix=f".{directory.name}.", dir=directory.parent))
+    try:
+        _write(draft, recipe)
+        try:
+            draft.rename(directory)
+        except OSError:
+            # Another process was faster; what counts is that its result is the one asked for.
+            return _reuse(directory, recipe)
+    finally:
+        shutil.rmtree(draft, ignore_errors=True)
+    return directory
+
+
+def build_tokenizer(kind: TokenizerKind) -> PreTrainedTokenizerFast:
+    """The tokenizer of a tiny checkpoint, without a model or a directory."""
+    return _byte_tokenizer() if kind == "bytes" else _arithmetic_tokenizer()
+
+
+def _reuse(directory: Path, recipe: TinyRecipe) -> Path:
+    if not directory.is_dir() or not any(directory.iterdir()):
+        if directory.is_dir():
+            directory.rmdir()  # an empty directory, e.g. one made by the caller, is no checkpoint and no conflict
+            return make_tiny_checkpoint(directory, **_arguments(recipe))
+        raise TinyCheckpointError(f"{directory} is a file; a tiny checkpoint needs a directory: choose another path")
+    path = directory / RECIPE_FILE
+    if not path.is_file():
+        raise TinyCheckpointError(
+            f"{directory} exists and was not made here ({RECIPE_FILE} is missing); choose another path or remove it"
+        )
+    found = msgspec.json.decode(path.read_bytes(), type=TinyRecipe)
+    if found != recipe:
+        different = [
+            f"{name}={getattr(found, name)!r} (asked: {getattr(recipe, name)!r})"
+            for name in TinyRecipe.__struct_fields__
+            if getattr(found, name) != getattr(recipe, name)
+        ]
+        raise TinyCheckpointError(
+            f"{directory} holds another tiny checkpoint: {', '.join(different)}; choose another path or remove it"
+        )
+    return directory
+
+
+def _arguments(recipe: TinyRecipe) -> dict[str, Any]:
+    values = msgspec.structs.asdict(recipe)
+    del values["format_version"]
+    return values
+
+
+def _write(draft: Path, recipe: TinyRecipe) -> None:
+    import torch
+    from transformers import AutoModelForCausalLM, GenerationConfig
+
+    tokenizer = build_tokenizer(recipe.tokenizer)
+    config = _model_config(recipe, tokenizer)
+    with torch.random.fork_rng(devices=[]):  # the caller's random stream is not ours to advance
+        torch.manual_seed(recipe.seed)
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    model.generation_config = GenerationConfig(
+        bos_token_id=tokenizer.bos_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+        do_sample=True,
+        temperature=1.0,
+    )
+    model.save_pretrained(draft)
+    tokenizer.save_pretrained(draft)
+    (draft / RECIPE_FILE).write_bytes(msgspec.json.format(msgspec.json.encode(recipe), indent=2))
+    os.chmod(draft, 0o755)  # mkdtemp's 0700 is for the draft only
+
+
+def _model_config(recipe: TinyRecipe, tokenizer: PreTrainedTokenizerFast) -> Any:
+    from transformers import LlamaConfig, Qwen2Config, Qwen3Config
+
+    kinds = {"qwen3": Qwen3Config, "qwen2": Qwen2Config, "llama": LlamaConfig}
+    shape: dict[str, Any] = {
+        "vocab_size": len(tokenizer),
+        "hidden_size": recipe.hidden_size,
+        "num_hidden_layers": recipe.num_layers,
+        "num_attention_heads": recipe.num_heads,
+        "num_key_value_heads": recipe.num_kv_heads,
+        "intermediate_size": recipe.intermediate_size,
+        "max_position_embeddings": recipe.max_position_embeddings,
+        "tie_word_embeddings": recipe.tie_word_embeddings,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10_000.0},
+        "bos_token_id": tokenizer.bos_token_id,
+        "eos_token_id": tokenizer.eos_token_id,
+        "pad_token_id": tokenizer.pad_token_id,
+        "use_cache": True,
+    }
+    if recipe.architecture != "qwen2":  # Qwen2 has no head_dim of its own: it is hidden_size / num_heads
+        shape["head_dim"] = recipe.hidden_size // recipe.num_heads
+    return kinds[recipe.architecture](**shape)
+
+
+def _byte_tokenizer() -> PreTrainedTokenizerFast:
+    """Byte-level BPE without merges: id = byte value, so any text has exactly as many ids as UTF-8 bytes."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    vocabulary = {symbol: byte for byte, symbol in enumerate(_byte_symbols())}
+    core = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    core.decoder = decoders.ByteLevel()
+    core.add_special_tokens(["<|pad|>", "<|bos|>", "<|eos|>", *_RESERVED])
+    return PreTrainedTokenizerFast(
+        tokenizer_object=core,
+        pad_token="<|pad|>",
+        bos_token="<|bos|>",
+        eos_token="<|eos|>",
+        chat_template=CHAT_TEMPLATE,
+        clean_up_tokenization_spaces=False,
+    )
+
+
+def _arithmetic_tokenizer() -> PreTrainedTokenizerFast:
+    """One id per character; a byte outside the alphabet becomes `<unk>` (with "qwen2", transformers drops it).
+
+    Byte-level like the other one, so that transformers' Qwen2Tokenizer reads spaces from the same file alike.
+    """
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    vocabulary = {"<pad>": 0}
+    symbols = _byte_symbols()
+    symbols[ord("\n")] = "\n"  # a special token is matched in the raw text, before bytes become symbols
+    vocabulary.update({symbols[ord(character)]: index + 1 for index, character in enumerate(ARITHMETIC_CHARACTERS)})
+    vocabulary["<unk>"] = len(vocabulary)
+    core = Tokenizer(models.BPE(vocab=vocabulary, merges=[], unk_token="<unk>"))
+    core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    core.decoder = decoders.ByteLevel()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=core,
+        pad_token="<pad>",
+        eos_token="\n",
+        unk_token="<unk>",
+        clean_up_tokenization_spaces=False,
+    )
+
+
+def _byte_symbols() -> list[str]:
+    """The printable stand-in of each byte in byte-level BPE (GPT-2's table): printable Latin-1 stays, the rest moves
+    up to U+0100 and above in order."""
+    kept = {*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
+    symbols, moved = [], 0
+    for byte in range(256):
+        symbols.append(chr(byte) if byte in kept else chr(256 + moved))
+        moved += byte not in kept
+    return symbols

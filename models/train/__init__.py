@@ -1,0 +1,1 @@
+"""Training backends behind one Protocol, `interface.TrainBackend`."""

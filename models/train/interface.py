@@ -1,0 +1,61 @@
+"""The trainer seam: what the train stage asks of a backend.
+
+Invariants:
+- `accumulate` may run forward and backward at once or later; only `step` promises that every sequence handed over has
+  entered the gradient, with the denominators of the whole step (never of a micro-batch).
+- Sequences handed over after `step` belong to the next step.
+- A step whose gradient is not finite changes nothing and says so in `skipped_steps`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+
+@dataclass(frozen=True)
+class TrainSequence:
+    """One rollout as the trainer sees it. P prompt tokens, R response tokens."""
+
+    group_id: int
+    rollout_id: int  # rollouts that fan out into several sequences share it
+    tokens: npt.NDArray[np.int32]  # [P + R]
+    response_length: int  # R
+    loss_mask: npt.NDArray[np.uint8]  # [R]
+    rollout_log_probs: npt.NDArray[np.float32]  # [R], log mu
+    advantages: npt.NDArray[np.float32]  # [R]
+    versions: npt.NDArray[np.int32]  # [R], weights version that made each token
+
+
+class TrainBackend(Protocol):
+    """One policy in training."""
+
+    def setup(self) -> None:
+        """Load the model and build the optimizer."""
+
+    def logprobs(self, sequences: Sequence[TrainSequence]) -> list[npt.NDArray[np.float32]]:
+        """Log-probs [R] of each sequence's response tokens under the current weights, temperature applied."""
+
+    def begin_batch(self, *, rollouts: int, steps: int) -> None:
+        """Announce a rollout batch: its number of rollouts and of optimizer steps."""
+
+    def accumulate(self, sequences: Sequence[TrainSequence]) -> None:
+        """Take sequences into the running optimizer step."""
+
+    def step(self) -> dict[str, float]:
+        """Finish the running optimizer step; return metrics under the names of docs/metrics.md."""
+
+    def export_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Current weights under Hugging Face names, in a fixed order."""
+
+    def save(self, directory: Path) -> None:
+        """Write model (Hugging Face format, in `directory/hf`), optimizer, scheduler and RNG state."""
+
+    def load(self, directory: Path) -> None:
+        """Restore what `save` wrote, exactly."""

@@ -1,0 +1,77 @@
+"""A training backend that takes time instead of computing: for benchmarks of the schedule and tests of the life cycle.
+
+It sleeps `simulated_step_s` per optimizer step, spread over the sequences as they arrive, so that overlap with
+generation shows as it does with a real trainer. Weights are those of the checkpoint, unchanged.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from safetensors.torch import load_file
+
+from configs.schema import TrainConfig
+from models.train.errors import CheckpointUnavailable
+from models.train.interface import TrainSequence
+
+ARRIVAL_SHARE = 0.9  # of a step's time is spent as its sequences arrive, the rest in `step`
+
+
+class SimulatedBackend:
+    """`TrainBackend` whose steps take a set time."""
+
+    def __init__(self, train: TrainConfig, *, steps: int = 1) -> None:
+        self._train = train
+        self._steps_per_batch = steps
+        self._steps = 0
+        self._rollouts = 1
+        self._owed_s = 0.0
+
+    def setup(self) -> None:
+        self._source = Path(self._train.hf_checkpoint)
+        file = self._source / "model.safetensors"
+        if not file.is_file():
+            raise CheckpointUnavailable(
+                f"hf_checkpoint={self._train.hf_checkpoint!r} has no model.safetensors, which the simulated backend "
+                "publishes; give a directory with one, or 'tiny'"
+            )
+        self._weights = load_file(file)
+
+    def logprobs(self, sequences: Sequence[TrainSequence]) -> list[npt.NDArray[np.float32]]:
+        return [s.rollout_log_probs for s in sequences]
+
+    def begin_batch(self, *, rollouts: int, steps: int) -> None:
+        self._rollouts, self._steps_per_batch = rollouts, steps
+
+    def accumulate(self, sequences: Sequence[TrainSequence]) -> None:
+        share = ARRIVAL_SHARE * self._steps_per_batch * len(sequences) / self._rollouts
+        self._owed_s += self._train.simulated_step_s * share
+        self.flush()
+
+    def flush(self) -> None:
+        """Sleep off what is owed."""
+        time.sleep(self._owed_s)
+        self._owed_s = 0.0
+
+    def step(self) -> dict[str, float]:
+        self.flush()
+        time.sleep(self._train.simulated_step_s * (1 - ARRIVAL_SHARE))
+        self._steps += 1
+        return {"train/opt_steps": float(self._steps)}
+
+    def export_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
+        yield from self._weights.items()
+
+    def save(self, directory: Path) -> None:
+        shutil.copytree(self._source, directory / "hf", dirs_exist_ok=True)
+        (directory / "simulated.json").write_text(json.dumps({"steps": self._steps}))
+
+    def load(self, directory: Path) -> None:
+        self._steps = int(json.loads((directory / "simulated.json").read_text())["steps"])

@@ -1,0 +1,154 @@
+"""The safetensors file format as arithmetic: names, dtypes and shapes to a header and byte ranges. No torch.
+
+A file is: 8 bytes little-endian header length, the header (JSON, padded with spaces), the tensors' bytes end to end.
+
+Invariants:
+- tensors lie in order of falling element size, then in the order given, without gaps: each is aligned to its element,
+  and the file satisfies the format's rule that the ranges cover the data exactly;
+- the data begin at a multiple of 64 bytes;
+- the same tensors give the same header, so a file once laid out is only ever overwritten in place.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Final
+
+import msgspec
+from msgspec import Struct
+
+from models.weights.errors import SourceError
+
+WEIGHTS_FILE: Final = "model.safetensors"
+INDEX_FILE: Final = "model.safetensors.index.json"
+ALIGNMENT: Final = 64
+_MAX_HEADER: Final = 100_000_000  # the format's own limit
+
+ELEMENT_BYTES: Final[Mapping[str, int]] = {
+    "F64": 8, "I64": 8, "U64": 8, "F32": 4, "I32": 4, "U32": 4,
+    "F16": 2, "BF16": 2, "I16": 2, "U16": 2, "F8_E4M3": 1, "F8_E5M2": 1, "I8": 1, "U8": 1, "BOOL": 1,
+}  # fmt: skip
+
+
+class TensorSpec(Struct, frozen=True):
+    """What a tensor is, without its values. `dtype` is a name of the safetensors format: F32, BF16, ..."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+
+    @property
+    def nbytes(self) -> int:
+        return ELEMENT_BYTES[self.dtype] * math.prod(self.shape)
+
+
+class TensorRange(Struct, frozen=True):
+    """A tensor and where its bytes lie: [start, end) counted from the begin of the file."""
+
+    spec: TensorSpec
+    start: int
+    end: int
+
+
+class Layout(Struct, frozen=True):
+    """A whole file: its first bytes and the range of each tensor, in file order."""
+
+    header: bytes  # length prefix and padding included
+    tensors: tuple[TensorRange, ...]
+    file_bytes: int
+
+    @property
+    def data_start(self) -> int:
+        return len(self.header)
+
+    @property
+    def data_bytes(self) -> int:
+        return self.file_bytes - len(self.header)
+
+
+class _HeaderEntry(Struct):
+    dtype: str
+    shape: tuple[int, ...]
+    data_offsets: tuple[int, int]
+
+
+class _Index(Struct):
+    weight_map: dict[str, str]
+
+
+def lay_out(specs: Iterable[TensorSpec]) -> Layout:
+    """Place tensors in one file. Raises SourceError for no tensor, a name given twice or an unknown dtype."""
+    wanted = list(specs)
+    names = [spec.name for spec in wanted]
+    if not names:
+        raise SourceError("no tensor to lay out: a slot needs at least one; check the source checkpoint")
+    for spec in wanted:
+        if spec.dtype not in ELEMENT_BYTES:
+            raise SourceError(f"tensor {spec.name!r} has dtype {spec.dtype!r}; known are {', '.join(ELEMENT_BYTES)}")
+    if len(set(names)) != len(names):
+        twice = next(name for name in names if names.count(name) > 1)
+        raise SourceError(f"tensor {twice!r} is listed twice; names in a file must differ")
+    wanted.sort(key=lambda spec: -ELEMENT_BYTES[spec.dtype])  # stable: the order given decides among equals
+    entries: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    offsets: list[tuple[int, int]] = []
+    end = 0
+    for spec in wanted:
+        offsets.append((end, end + spec.nbytes))
+        end += spec.nbytes
+        entries[spec.name] = _HeaderEntry(spec.dtype, spec.shape, offsets[-1])
+    text = msgspec.json.encode(entries)
+    text += b" " * (-(len(text) + 8) % ALIGNMENT)
+    header = len(text).to_bytes(8, "little") + text
+    base = len(header)
+    ranges = tuple(TensorRange(spec, base + a, base + b) for spec, (a, b) in zip(wanted, offsets, strict=True))
+    return Layout(header=header, tensors=ranges, file_bytes=base + end)
+
+
+def read_layout(path: Path) -> Layout:
+    """Read the layout of an existing safetensors file. Raises SourceError if it is not one."""
+    size = path.stat().st_size
+    with path.open("rb") as file:
+        prefix = file.read(8)
+        length = int.from_bytes(prefix, "little")
+        if len(prefix) < 8 or length > min(size - 8, _MAX_HEADER):
+            raise SourceError(f"{path} is no safetensors file: its header claims {length} bytes, the file has {size}")
+        text = file.read(length)
+    try:
+        fields = msgspec.json.decode(text, type=dict[str, msgspec.Raw])
+        entries = {
+            name: msgspec.json.decode(raw, type=_HeaderEntry) for name, raw in fields.items() if name != "__metadata__"
+        }
+    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+        raise SourceError(f"{path} is no safetensors file: its header does not decode ({error})") from error
+    base = 8 + length
+    ranges = tuple(
+        TensorRange(
+            TensorSpec(name, entry.dtype, entry.shape), base + entry.data_offsets[0], base + entry.data_offsets[1]
+        )
+        for name, entry in sorted(entries.items(), key=lambda item: item[1].data_offsets)
+    )
+    for item in ranges:
+        if item.spec.dtype not in ELEMENT_BYTES or item.end - item.start != item.spec.nbytes or item.end > size:
+            raise SourceError(f"{path}: the header's entry for {item.spec.name!r} does not fit the file; copy it again")
+    return Layout(header=prefix + text, tensors=ranges, file_bytes=size)
+
+
+def checkpoint_specs(checkpoint: Path) -> tuple[TensorSpec, ...]:
+    """Names, dtypes and shapes of a Hugging Face checkpoint directory, one file or sharded. Raises SourceError."""
+    single, index = checkpoint / WEIGHTS_FILE, checkpoint / INDEX_FILE
+    if single.is_file():
+        files = [single]
+    elif index.is_file():
+        shards = msgspec.json.decode(index.read_bytes(), type=_Index).weight_map
+        files = [checkpoint / name for name in sorted(set(shards.values()))]
+        absent = [path.name for path in files if not path.is_file()]
+        if absent:
+            raise SourceError(f"{checkpoint}: the index names {absent[0]}, which is missing; complete the download")
+    else:
+        raise SourceError(
+            f"{checkpoint} has neither {WEIGHTS_FILE} nor {INDEX_FILE}; weights by version need a checkpoint in "
+            "safetensors format: save the model with save_pretrained"
+        )
+    return tuple(item.spec for path in files for item in read_layout(path).tensors)

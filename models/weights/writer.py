@@ -1,0 +1,224 @@
+"""Writing end of the weight slots: two Hugging Face directories in shared memory, overwritten in turns.
+
+Invariants:
+- each slot's file is allocated and mapped once; its header never changes, so any reader of safetensors can load it;
+- the counter of a slot is odd from before the first byte of a write until after the last one, also if it fails;
+- the newest complete version is never the one being overwritten; a write that failed leaves it in place, and the next
+  write takes the same slot again;
+- the announcement (the returned manifest) exists only after the write has finished.
+
+Whether readers are done with the older slot is the caller's to know: `next_path` is the slot that a write would take.
+"""
+
+from __future__ import annotations
+
+import errno
+import mmap
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from types import TracebackType
+from typing import Final, Literal
+
+import msgspec
+import numpy as np
+import torch
+from msgspec import Struct
+
+from models.weights.directory import DirectoryLease
+from models.weights.errors import LayoutMismatch, SlotSpaceError, SourceError
+from models.weights.layout import WEIGHTS_FILE, Layout, TensorRange, TensorSpec, checkpoint_specs, lay_out
+from models.weights.reader import STATE_FILE, STATE_WORDS, SlotManifest, digest_of
+
+SLOTS: Final = 2
+_TORCH_DTYPES: Final = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
+_WEIGHT_SUFFIXES: Final = {".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack"}
+
+
+class _ModelConfig(Struct):
+    tie_word_embeddings: bool = False
+
+
+class _Slot:
+    """One directory with its two mappings and a typed view of each tensor."""
+
+    def __init__(self, directory: Path, layout: Layout) -> None:
+        self.path = directory
+        weights, state = directory / WEIGHTS_FILE, directory / STATE_FILE
+        _allocate(weights, layout.file_bytes)
+        _allocate(state, STATE_WORDS * 8)
+        self._map = _map(weights)
+        self._map[: layout.data_start] = layout.header
+        self.state = np.frombuffer(_map(state), dtype=np.uint64)
+        self.data = np.frombuffer(self._map, dtype=np.uint8, offset=layout.data_start)
+        self.tensors = {item.spec.name: self._view(item) for item in layout.tensors}
+
+    def _view(self, item: TensorRange) -> torch.Tensor:
+        dtype = _TORCH_DTYPES[item.spec.dtype]
+        if item.start == item.end:
+            return torch.empty(item.spec.shape, dtype=dtype)
+        count = item.spec.nbytes // dtype.itemsize
+        return torch.frombuffer(self._map, dtype=dtype, count=count, offset=item.start).view(item.spec.shape)
+
+    def begin(self) -> None:
+        """Make the counter odd. A slot whose last write failed is odd already and moves to the next odd number."""
+        counter = int(self.state[0])
+        self.state[0] = counter + 2 if counter % 2 else counter + 1
+
+    def finish(self, epoch: int, version: int, digest: str) -> int:
+        self.state[1:6] = (epoch, version, self.data.nbytes, int(digest[:16], 16), int(digest[16:], 16))
+        self.state[0] += np.uint64(1)
+        return int(self.state[0])
+
+
+class SlotWriter:
+    """Publishes weights by version into two reused slots of one machine.
+
+    Args:
+        directory: where the slots go, e.g. from `choose_directory`; created 0700, removed by `close`.
+        source_checkpoint: Hugging Face directory whose tensors (names, shapes), configuration and tokenizer the slots
+            take over.
+        dtype: element type of the slots; "source" keeps that of each source tensor. Written tensors are cast to it.
+
+    Raises SourceError, SlotDirectoryError, SlotSpaceError.
+    """
+
+    def __init__(
+        self,
+        directory: Path,
+        source_checkpoint: Path,
+        *,
+        dtype: Literal["source", "float32", "bfloat16"] = "source",
+    ) -> None:
+        self.layout = lay_out(_slot_specs(source_checkpoint, dtype))
+        self._tied = _tied_names(source_checkpoint) - {item.spec.name for item in self.layout.tensors}
+        self._lease = DirectoryLease(directory)
+        self._next = 0
+        try:
+            self._slots = [self._make_slot(directory / f"slot-{i}", source_checkpoint) for i in range(SLOTS)]
+        except BaseException:
+            self._lease.release()
+            raise
+
+    def __enter__(self) -> SlotWriter:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    @property
+    def next_path(self) -> Path:
+        """The slot that the next write overwrites."""
+        return self._slots[self._next].path
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of one version's tensors."""
+        return self.layout.data_bytes
+
+    def write(self, version: int, epoch: int, tensors: Iterator[tuple[str, torch.Tensor]]) -> SlotManifest:
+        """Copy one version into the older slot and return its manifest.
+
+        `tensors` must name every tensor of the layout once, in any order and on any device. Raises LayoutMismatch
+        (unknown, repeated, missing or misshapen tensor); whatever is raised, the other slot stays valid.
+        """
+        slot = self._slots[self._next]
+        slot.begin()
+        seen: set[str] = set()
+        with torch.no_grad():
+            for name, tensor in tensors:
+                if name in self._tied:
+                    continue  # shares the storage of a tensor that is written under its own name
+                target = _target(slot, name, tensor, seen, version)
+                target.copy_(tensor)
+                seen.add(name)
+        missing = slot.tensors.keys() - seen
+        if missing:
+            raise LayoutMismatch(
+                f"version {version} lacks {len(missing)} of {len(slot.tensors)} tensors, {min(missing)!r} among them; "
+                "export exactly the names of the source checkpoint"
+            )
+        digest = digest_of(slot.data)
+        generation = slot.finish(epoch, version, digest)
+        self._next = (self._next + 1) % SLOTS
+        return SlotManifest(
+            path=str(slot.path), version=version, epoch=epoch, digest=digest, generation=generation, nbytes=self.nbytes
+        )
+
+    def close(self) -> None:
+        """Remove the directory. Memory goes back once the last reader has dropped its mapping. May be called twice."""
+        self._slots.clear()
+        self._lease.release()
+
+    def _make_slot(self, path: Path, source: Path) -> _Slot:
+        path.mkdir(mode=0o700)
+        try:
+            for file in sorted(source.iterdir()):
+                if file.is_file() and not _holds_weights(file):
+                    shutil.copyfile(file, path / file.name)
+            return _Slot(path, self.layout)
+        except OSError as error:
+            if error.errno in (errno.ENOSPC, errno.ENOMEM, errno.EDQUOT):
+                raise SlotSpaceError(
+                    f"{path}: no room for two slots of {self.layout.file_bytes} bytes; free space there or put the "
+                    "slots into a directory on disk"
+                ) from error
+            raise
+
+
+def _target(slot: _Slot, name: str, tensor: torch.Tensor, seen: set[str], version: int) -> torch.Tensor:
+    """The mapped view that a tensor goes to. Raises LayoutMismatch."""
+    target = slot.tensors.get(name)
+    if target is None or name in seen:
+        problem = "was offered twice" if name in seen else "is not in the slot's layout"
+        raise LayoutMismatch(
+            f"tensor {name!r} of version {version} {problem}; export each name of the source checkpoint once"
+        )
+    if tensor.shape != target.shape:
+        raise LayoutMismatch(
+            f"tensor {name!r} of version {version} has shape {tuple(tensor.shape)}, the slot was laid out for "
+            f"{tuple(target.shape)}; export whole tensors in Hugging Face shapes"
+        )
+    return target
+
+
+def _slot_specs(source: Path, dtype: str) -> list[TensorSpec]:
+    code = {"source": None, "float32": "F32", "bfloat16": "BF16"}[dtype]
+    specs = [msgspec.structs.replace(spec, dtype=code or spec.dtype) for spec in checkpoint_specs(source)]
+    for spec in specs:
+        if spec.dtype not in _TORCH_DTYPES:
+            raise SourceError(
+                f"{source}: tensor {spec.name!r} has dtype {spec.dtype}; slots hold {', '.join(_TORCH_DTYPES)}: use a "
+                "checkpoint that is not quantised"
+            )
+    return specs
+
+
+def _tied_names(source: Path) -> set[str]:
+    """Names that an export may yield although the checkpoint does not store them."""
+    path = source / "config.json"
+    if not path.is_file():
+        raise SourceError(f"{source} has no config.json; give a Hugging Face checkpoint directory")
+    tied = msgspec.json.decode(path.read_bytes(), type=_ModelConfig).tie_word_embeddings
+    return {"lm_head.weight"} if tied else set()
+
+
+def _holds_weights(file: Path) -> bool:
+    return file.suffix in _WEIGHT_SUFFIXES or file.name.endswith(".index.json")
+
+
+def _allocate(path: Path, nbytes: int) -> None:
+    """Create a file whose every byte is backed: a sparse one would end the writer with SIGBUS when memory runs out."""
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
+    try:
+        os.posix_fallocate(descriptor, 0, nbytes)
+    finally:
+        os.close(descriptor)
+
+
+def _map(path: Path) -> mmap.mmap:
+    with path.open("r+b") as file:
+        return mmap.mmap(file.fileno(), 0)

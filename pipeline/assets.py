@@ -1,0 +1,73 @@
+"""What a run needs before it starts: the built-in tiny models and data, where the user named them, and the grader.
+
+Built-in names (nothing is downloaded): checkpoints `tiny` (byte-level tokenizer) and `tiny-arithmetic` (characters); data
+`arithmetic` (two-digit sums) and `arithmetic-tools` (products with a calculator).
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Literal
+
+import msgspec
+
+from configs.schema import Config
+from models.arithmetic import ArithmeticFiles, write_arithmetic
+
+BUILT_IN_MODELS: dict[str, Literal["bytes", "arithmetic"]] = {"tiny": "bytes", "tiny-arithmetic": "arithmetic"}
+BUILT_IN_DATA: dict[str, Literal["add", "tools"]] = {"arithmetic": "add", "arithmetic-tools": "tools"}
+TRAIN_ROWS, HELDOUT_ROWS = 8000, 256
+
+
+def prepare(config: Config, directory: Path) -> Config:
+    """Make what is built in, under `directory`, and return the configuration with paths in the place of names."""
+    replace = msgspec.structs.replace
+    train, data, evaluation, warm = config.train, config.data, config.eval, config.warm_start
+    train = replace(train, hf_checkpoint=_model(train.hf_checkpoint, directory, config.run.seed))
+    if train.ref_load is not None:
+        train = replace(train, ref_load=_model(train.ref_load, directory, config.run.seed))
+    files = {name: _data(name, directory) for name in _named(config)}
+    data = replace(data, prompt_data=tuple(_path(e, files, heldout=False) for e in data.prompt_data))
+    evaluation = replace(
+        evaluation, eval_prompt_data=tuple(_path(e, files, heldout=True) for e in evaluation.eval_prompt_data)
+    )
+    warm = replace(warm, warm_start_data=tuple(_path(e, files, heldout=False) for e in warm.warm_start_data))
+    return replace(config, train=train, data=data, eval=evaluation, warm_start=warm)
+
+
+def _named(config: Config) -> set[str]:
+    entries = (*config.data.prompt_data, *config.eval.eval_prompt_data, *config.warm_start.warm_start_data)
+    return {name for entry in entries if (name := _bare(entry)) in BUILT_IN_DATA}
+
+
+def _bare(entry: str) -> str:
+    """`name=path@[slice]` -> path."""
+    return entry.split("=", 1)[-1].split("@[", 1)[0]
+
+
+def _path(entry: str, files: dict[str, ArithmeticFiles], *, heldout: bool) -> str:
+    bare = _bare(entry)
+    if bare not in files:
+        return entry
+    file = files[bare].heldout if heldout else files[bare].train
+    name, separator, rest = entry.partition("=")
+    if not separator:
+        name, rest = ("heldout" if heldout else "train"), entry
+    path = rest.replace(bare, str(file), 1)
+    return f"{name}={path}" if heldout else path
+
+
+def _data(name: str, directory: Path) -> ArithmeticFiles:
+    return write_arithmetic(
+        directory / "data", kind=BUILT_IN_DATA[name], train=TRAIN_ROWS, heldout=HELDOUT_ROWS, seed=0
+    )
+
+
+def _model(name: str, directory: Path, seed: int) -> str:
+    if name not in BUILT_IN_MODELS:
+        return name
+    from models.tiny import make_tiny_checkpoint  # torch and transformers, only where a model is made
+
+    path = directory / name
+    make_tiny_checkpoint(path, tokenizer=BUILT_IN_MODELS[name], seed=seed)
+    return str(path)

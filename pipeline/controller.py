@@ -1,0 +1,241 @@
+"""The controller of a run: hubs, topic, prompt stage, runner, and the order of their ends.
+
+The main loop of Sluice in three hops: `launch.py` -> `pipeline.run.run` -> `Controller.run`; what circulates is told in
+stages/prompts.py (admission and settlement), stages/generate.py and stages/train.py.
+
+Life and death
+1. Hubs and topic listen before any replica starts; the prompt stage admits once engines carry published weights.
+2. The ledger decides the end: all batches trained, or a drain (Ctrl-C, deadline); then nothing is open.
+3. Streams end in order (feedback first, the settle stream last), replicas end with their inlets, then engines are stopped.
+4. A drain has a deadline; when it passes, the error says what was left and where.
+
+Invariant: nothing is left running when `run` returns.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import signal
+from collections.abc import Mapping
+from typing import Protocol
+
+import msgspec
+
+from configs.schema import Config
+from pipeline.errors import DrainTimeout
+from pipeline.graph import Graph
+from pipeline.inprocess import InProcessRunner
+from pipeline.local import Lifecycle, LocalRunner
+from pipeline.monitor import Monitor
+from pipeline.placement import Placement
+from pipeline.recorder import Recorder
+from pipeline.rundir import RunDir
+from stages.base import StageContext
+from stages.gate import StalenessGate
+from stages.ledger import LedgerSnapshot
+from stages.messages import EngineAddress, Settled
+from stages.ports import Ports
+from stages.prompts import Prompts, PromptStage
+from transport import DeadLetter, Hub, Node, StreamSpec, TopicServer
+
+log = logging.getLogger("sluice.controller")
+
+
+class Runner(Protocol):
+    restarts: dict[str, int]
+
+    def end(self) -> None: ...
+
+    async def run(self) -> None: ...
+
+
+class Controller:
+    """One run of one graph."""
+
+    def __init__(
+        self,
+        config: Config,
+        rundir: RunDir,
+        graph: Graph,
+        placement: Placement,
+        prompts: Prompts,
+        recorder: Recorder,
+        *,
+        eos_id: int | None = None,
+        snapshot: LedgerSnapshot | None = None,
+    ) -> None:
+        self.config, self.rundir, self.graph, self.placement = config, rundir, graph, placement
+        self.recorder = recorder
+        self.gate = StalenessGate(
+            config.rollout.rollout_batch_size, config.asynchrony.max_staleness or 0, config.rollout.num_rollout
+        )
+        self.hubs: dict[str, Hub] = {}
+        context = StageContext(config, rundir.path, "prompts-0", recorder.spans)
+        self.stage = PromptStage(context, prompts, self.gate, recorder, snapshot=snapshot, eos_id=eos_id)
+        recorder.ledger = self.stage.ledger
+        self.reason = "finished"
+        self._interrupts = 0
+
+    async def run(self) -> None:
+        """Run to the end. Raises RunError (or an error of the prompt stage) with everything stopped."""
+        async with Node(self.placement.run_id, "controller") as node:
+            topic = await node.topic_server(self.placement.topic)
+            for stream in self.graph.streams:
+                self.hubs[stream.name] = await node.hub(self._spec(stream.name), self._dead_letter)
+            lifecycle = Lifecycle(
+                lost=lambda stage, replica, why: self._lost(topic, stage, replica, why),
+                engine_up=lambda name, url, n: topic.publish(
+                    f"engine/{name}", msgspec.msgpack.encode(EngineAddress(name, url, n))
+                ),
+            )
+            runner = self._runner(node, lifecycle)
+            monitor = Monitor(self.config, self.stage, self.recorder, self.hubs, topic)
+            with self._signals(), monitor:
+                async with asyncio.TaskGroup() as tasks:
+                    background = [tasks.create_task(monitor.run()), tasks.create_task(self._deadline())]
+                    replicas = tasks.create_task(runner.run())
+                    stage = tasks.create_task(self.stage.run(await self._ports(node)))
+                    await self._until_completed(replicas)
+                    await self._end(topic, runner, replicas, stage)
+                    for task in background:
+                        task.cancel()
+
+    def _spec(self, name: str) -> StreamSpec:
+        members = self.config.rollout.n_samples_per_prompt
+        bound = self.gate.most_open * members * 2 + 10_000  # no hub may ever be the reason for back-pressure
+        return StreamSpec(name=name, address=self.placement.addresses[name], capacity_items=bound)
+
+    def _runner(self, node: Node, lifecycle: Lifecycle) -> Runner:
+        specs, engines = self.placement.replicas(self.graph), self.placement.engines
+        if self.config.run.runner == "inprocess":
+            return InProcessRunner(node, self.config, specs, engines, lifecycle)
+        return LocalRunner(self.rundir, specs, engines, lifecycle, max_restarts=self.config.run.max_restarts)
+
+    async def _ports(self, node: Node) -> Ports:
+        out = self.graph.outlets("prompts")["out"]
+        schemas = self.placement.schemas
+        return Ports(
+            "prompts-0",
+            inlets={
+                "settle": await node.inlet(
+                    self.hubs["settle"].address, "settle", schemas["settle"], window_items=256, replica="prompts-0"
+                )
+            },
+            outlets={
+                "out": await node.outlet(self.hubs[out.name].address, out.name, schemas[out.name], replica="prompts-0")
+            },
+            topic=await node.topic(self.placement.topic, replica="prompts-0"),
+        )
+
+    async def _until_completed(self, replicas: asyncio.Task[None]) -> None:
+        """Waits for the ledger to be closed. Unblocked by it, by a drain that takes too long, or by the runner's failure."""
+        completed = self.stage.completed
+        while not completed.is_set():
+            try:
+                await asyncio.wait_for(completed.wait(), 0.5)
+            except TimeoutError:
+                self._check_drain()
+                if replicas.done():  # every replica ended although the ledger is open
+                    raise DrainTimeout(f"all replicas ended with {self._left()}") from None
+
+    _drain_since: float | None = None
+
+    def _check_drain(self) -> None:
+        if self.stage.draining is None:
+            return
+        now = asyncio.get_running_loop().time()
+        self._drain_since = self._drain_since if self._drain_since is not None else now
+        if now - self._drain_since > self.config.run.drain_s:
+            raise DrainTimeout(f"the drain took longer than --drain-s {self.config.run.drain_s:g} with {self._left()}")
+
+    def _left(self) -> str:
+        queues = ", ".join(
+            f"{name}: {stats.queued} queued, {stats.leased} leased"
+            for name, hub in self.hubs.items()
+            if (stats := hub.stats()).queued or stats.leased
+        )
+        return f"{self.stage.ledger.open} groups open ({queues or 'no message in any stream'})"
+
+    async def _end(
+        self, topic: TopicServer, runner: Runner, replicas: asyncio.Task[None], stage: asyncio.Task[None]
+    ) -> None:
+        """END in the order of the graph; each stream is empty before the next one ends. Bounded by `drain_s`."""
+        topic.publish("drain", (self.stage.draining or "the run is complete").encode())
+        runner.end()
+        try:
+            async with asyncio.timeout(self.config.run.drain_s):
+                for stream in self.graph.ends():
+                    if stream.name != "settle":
+                        self.hubs[stream.name].finish()
+                        await self.hubs[stream.name].wait_empty()
+                await replicas
+                self.hubs["settle"].finish()
+                await stage
+        except TimeoutError:
+            raise DrainTimeout(
+                f"the replicas did not end within --drain-s {self.config.run.drain_s:g}; {self._left()}"
+            ) from None
+
+    def _lost(self, topic: TopicServer, stage: str, replica: str, why: str) -> None:
+        log.warning("%s ended with %s; its work goes to others", replica, why)
+        self.recorder.lost(stage, replica, why)
+        for hub in self.hubs.values():
+            hub.peer_lost(replica)
+        if stage == "engine":
+            topic.drop(f"engine/{replica}")
+            topic.drop(f"applied/{replica}")
+        topic.drop(f"stats/{replica}")
+
+    def _dead_letter(self, letter: DeadLetter) -> None:
+        """A message nobody could process: its group is settled as failed, with the reason."""
+        log.error("dead letter in stream %s, key %s: %s", letter.stream, letter.key, letter.reason)
+        self.recorder.dead_letter(letter.stream, letter.key, letter.reason)
+        group = letter.key.split("/", 1)[0]
+        if group.isdigit():
+            self.stage.close_groups([Settled(int(group), "failed", f"{letter.stream}: {letter.reason}"[:300])])
+
+    async def _deadline(self) -> None:
+        """Waits for the run's deadline, if it has one, then drains."""
+        if self.config.run.deadline_s is None:
+            return
+        await asyncio.sleep(self.config.run.deadline_s)
+        self.reason = f"--deadline-s {self.config.run.deadline_s:g} passed"
+        self.stage.drain(self.reason)
+
+    def _signals(self) -> _Signals:
+        return _Signals({signal.SIGINT: self._interrupt, signal.SIGTERM: self._interrupt})
+
+    def _interrupt(self) -> None:
+        self._interrupts += 1
+        if self._interrupts == 1:
+            self.reason = "interrupted"
+            self.recorder.say(f"draining (at most {self.config.run.drain_s:g} s); press Ctrl-C again to stop at once")
+            self.stage.drain(self.reason)
+        else:
+            self.reason = "stopped at once"
+            raise_in_main()
+
+
+def raise_in_main() -> None:
+    """End the event loop's run with KeyboardInterrupt: TaskGroups cancel, runners stop their processes."""
+    for task in asyncio.all_tasks():
+        if task.get_name() == "sluice-main":
+            task.cancel("stopped at once")
+
+
+class _Signals:
+    """Signal handlers for the time of a `with` block."""
+
+    def __init__(self, handlers: Mapping[signal.Signals, object]) -> None:
+        self.handlers = handlers
+
+    def __enter__(self) -> None:
+        loop = asyncio.get_running_loop()
+        for number, handler in self.handlers.items():
+            loop.add_signal_handler(number, handler)  # type: ignore[arg-type]
+
+    def __exit__(self, *_: object) -> None:
+        loop = asyncio.get_running_loop()
+        for number in self.handlers:
+            loop.remove_signal_handler(number)

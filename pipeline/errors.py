@@ -1,0 +1,66 @@
+"""What can end a run, as an exception tree. `str(error)` is the one sentence that the user sees."""
+
+from __future__ import annotations
+
+from models.algorithms.errors import AlgorithmError
+from models.checkpoint import CheckpointError
+from models.engines.errors import EngineStartError
+from models.train.errors import CheckpointUnavailable, TrainConfigInvalid, TrainStateUnreadable, UnsupportedModel
+from models.weights.errors import SlotDirectoryError, SourceError
+from stages.data.errors import DataError
+from stages.filters import FilterPathError
+from stages.graders.errors import GradingError
+from stages.prompts import Starved
+from stages.toolkit.errors import ToolError
+from transport.errors import AddressError, SecurityError
+
+# Errors whose sentence is written for the user: they name the value, the rule and the cure.
+USER_ERRORS: tuple[type[BaseException], ...] = (
+    AddressError,
+    AlgorithmError,
+    CheckpointError,
+    CheckpointUnavailable,
+    DataError,
+    EngineStartError,
+    FilterPathError,
+    GradingError,
+    SecurityError,
+    SlotDirectoryError,
+    SourceError,
+    ToolError,
+    TrainConfigInvalid,
+    TrainStateUnreadable,
+    UnsupportedModel,
+)
+
+
+class RunError(Exception):
+    """A run ended before its time. Exit code 1."""
+
+    exit_code = 1
+
+
+class UsageError(RunError):
+    """The run cannot start, or cannot go on, for a reason that the user can mend. Exit code 2."""
+
+    exit_code = 2
+
+
+class ReplicaFailed(RunError):
+    """A stage replica ended and will not be restarted."""
+
+
+class DrainTimeout(RunError):
+    """The drain took longer than its deadline; the message says what was left."""
+
+
+def leaf(error: BaseException) -> BaseException:
+    """The first real error inside exception groups."""
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return error
+
+
+def user_error(error: BaseException) -> str | None:
+    """The sentence for the user, or None if the error is a defect that should show itself."""
+    return str(error) if isinstance(error, (*USER_ERRORS, Starved)) else None

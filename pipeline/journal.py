@@ -1,0 +1,121 @@
+"""The ledger's journal: what was admitted and how each group ended, one checksummed JSON line per event.
+
+It is the evidence: an oracle can recompute the ledger from it, across restarts, and compare it with what the run says.
+
+Invariants: lines are only appended; a line whose checksum is wrong ends the reading (a torn tail after a crash), and is
+counted; a `rollback` line says that steps after its own never happened.
+"""
+
+from __future__ import annotations
+
+import os
+import zlib
+from collections.abc import Iterator
+from pathlib import Path
+from types import TracebackType
+
+import msgspec
+from msgspec import Struct
+
+
+class Admitted(Struct, frozen=True, tag="admit"):
+    group: int
+    position: int
+    requeued: int = 0
+
+
+class Ended(Struct, frozen=True, tag="settle"):
+    group: int
+    outcome: str
+    step: int = -1
+    detail: str = ""
+
+
+class Committed(Struct, frozen=True, tag="commit"):
+    step: int
+
+
+class RolledBack(Struct, frozen=True, tag="rollback"):
+    """The run was resumed from the checkpoint of `step`: what later steps trained is open again."""
+
+    step: int
+    epoch: int
+    next_group: int
+
+
+Event = Admitted | Ended | Committed | RolledBack
+
+
+class Journal:
+    """Appends events; `flush` hands them to the operating system, `sync` to the disk."""
+
+    def __init__(self, path: Path) -> None:
+        self._file = path.open("ab")
+        self._encoder = msgspec.json.Encoder()
+
+    def write(self, *events: Event) -> None:
+        for event in events:
+            body = self._encoder.encode(event)
+            self._file.write(b"%08x %s\n" % (zlib.crc32(body), body))
+
+    def flush(self) -> None:
+        self._file.flush()
+
+    def sync(self) -> None:
+        self._file.flush()
+        os.fdatasync(self._file.fileno())
+
+    def __enter__(self) -> Journal:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._file.close()
+
+
+def read_journal(path: Path) -> Iterator[Event]:
+    """Events in order, up to the end or the first damaged line."""
+    decoder = msgspec.json.Decoder(Event)
+    with path.open("rb") as file:
+        for line in file:
+            checksum, _, body = line.rstrip(b"\n").partition(b" ")
+            if len(checksum) != 8 or checksum != b"%08x" % zlib.crc32(body):
+                return
+            yield decoder.decode(body)
+
+
+class Audit(Struct):
+    """What the journal says of a run, roll-backs applied."""
+
+    admitted: int
+    outcomes: dict[str, int]
+    open: int
+    trained: dict[int, int]  # group -> step, of surviving steps
+    twice: tuple[int, ...]  # groups trained in more than one surviving step
+
+
+def audit(path: Path) -> Audit:
+    """Recompute the ledger from the journal."""
+    admitted: set[int] = set()
+    ended: dict[int, Ended] = {}
+    twice: list[int] = []
+    for event in read_journal(path):
+        match event:
+            case Admitted():
+                admitted.add(event.group)
+            case Ended():
+                before = ended.get(event.group)
+                if before is not None and before.outcome == event.outcome == "trained":
+                    twice.append(event.group)
+                ended.setdefault(event.group, event)
+            case RolledBack():
+                admitted = {g for g in admitted if g < event.next_group}
+                ended = {g: e for g, e in ended.items() if g in admitted and e.step <= event.step}
+            case Committed():
+                pass
+    outcomes: dict[str, int] = {}
+    for end in ended.values():
+        outcomes[end.outcome] = outcomes.get(end.outcome, 0) + 1
+    trained = {g: e.step for g, e in ended.items() if e.outcome == "trained"}
+    return Audit(len(admitted), outcomes, len(admitted) - len(ended), trained, tuple(twice))

@@ -1,0 +1,1 @@
+"""What a run leaves behind and shows: metrics, traces, the live table, the learning curve and the summary."""

@@ -1,0 +1,25 @@
+"""What can go wrong with the traces of a run.
+
+ObserveError
+├── MetricsError   a metrics file or event directory cannot be used
+├── TraceError     a trace cannot be merged
+└── SummaryError   a summary file cannot be read
+"""
+
+from __future__ import annotations
+
+
+class ObserveError(RuntimeError):
+    """Base of all errors of this package."""
+
+
+class MetricsError(ObserveError):
+    """A metrics file or event directory cannot be used."""
+
+
+class TraceError(ObserveError):
+    """A trace cannot be merged."""
+
+
+class SummaryError(ObserveError):
+    """A summary file cannot be read."""

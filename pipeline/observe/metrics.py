@@ -1,0 +1,185 @@
+"""Metrics by step: a JSONL file that survives a crash, and TensorBoard events, behind one interface. No torch.
+
+Invariants:
+- one row is one line of strict JSON, handed to the kernel by a single write: a killed run loses no row that was
+  written, and at most its last line is torn (it is cut off when the file is opened again);
+- a value that is not finite becomes null, and the row says under `nonfinite` what it was: nothing is dropped silently;
+- a resumed run drops the rows of steps after the one it resumed from: they never happened.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Final, Protocol
+
+import msgspec
+
+from pipeline.observe.errors import MetricsError
+
+if TYPE_CHECKING:
+    from tensorboard.compat.proto.event_pb2 import Event
+
+METRICS_FILE: Final = "metrics.jsonl"
+TENSORBOARD_DIRECTORY: Final = "tensorboard"
+_RESERVED: Final = ("step", "wall_s", "trained_tokens", "nonfinite")
+
+
+class MetricsWriter(Protocol):
+    """Takes one row of scalars per step. Several rows of one step are allowed (an evaluation beside the training)."""
+
+    def write(self, step: int, values: Mapping[str, float], *, wall_s: float, trained_tokens: int) -> None:
+        """Record values at a step. `wall_s` counts from the start of the run, resumed parts included."""
+
+    def close(self) -> None:
+        """Flush and close. May be called twice."""
+
+
+class JsonlMetrics:
+    """`{"step":12,"wall_s":3.4,"trained_tokens":5600,"train/loss":0.1,...}`, one line per call, in `metrics.jsonl`.
+
+    Args:
+        path: the file; created if missing, continued if present.
+        resume_step: keep only rows up to this step (what `--resume` passes); None keeps all.
+    """
+
+    def __init__(self, path: Path, *, resume_step: int | None = None) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if path.exists():
+            _repair(path, resume_step)
+        self.path = path
+        self._file = path.open("ab", buffering=0)
+        self._encoder = msgspec.json.Encoder()
+
+    def write(self, step: int, values: Mapping[str, float], *, wall_s: float, trained_tokens: int) -> None:
+        row: dict[str, float | int | dict[str, str] | None] = {
+            "step": step,
+            "wall_s": round(wall_s, 3),
+            "trained_tokens": trained_tokens,
+        }
+        nonfinite: dict[str, str] = {}
+        for name, value in values.items():
+            if name in _RESERVED:
+                raise MetricsError(f"metric {name!r} would overwrite the row's own field; give it a name with a prefix")
+            number = float(value)
+            if not math.isfinite(number):
+                nonfinite[name] = str(number)
+            row[name] = number if math.isfinite(number) else None
+        if nonfinite:
+            row["nonfinite"] = nonfinite
+        line = memoryview(self._encoder.encode(row) + b"\n")
+        while line:  # a regular file takes all at once unless the disk is full, and then raises
+            line = line[self._file.write(line) :]
+
+    def close(self) -> None:
+        self._file.close()
+
+
+class TensorBoardMetrics:
+    """TensorBoard events through tensorboard's own writer: the step axis is `step`, the clock is real time.
+
+    A resumed run marks its start, so that TensorBoard hides the rows after `resume_step`.
+    """
+
+    def __init__(self, directory: Path, *, resume_step: int | None = None) -> None:
+        from tensorboard.compat.proto import event_pb2
+        from tensorboard.compat.proto.summary_pb2 import Summary
+        from tensorboard.summary.writer.event_file_writer import EventFileWriter
+
+        self.directory = directory
+        self._make_summary = Summary
+        self._make_event = event_pb2.Event
+        self._writer = EventFileWriter(str(directory))
+        self._closed = False
+        if resume_step is not None:
+            start = event_pb2.SessionLog(status=event_pb2.SessionLog.START)
+            self._add(event_pb2.Event(session_log=start), resume_step + 1)
+
+    def write(self, step: int, values: Mapping[str, float], *, wall_s: float, trained_tokens: int) -> None:
+        summary = self._make_summary()
+        axes = {"axis/wall_s": wall_s, "axis/trained_tokens": float(trained_tokens)}
+        for name, value in (*values.items(), *axes.items()):
+            summary.value.add(tag=name, simple_value=float(value))
+        self._add(self._make_event(summary=summary), step)
+        self._writer.flush()
+
+    def close(self) -> None:
+        if not self._closed:
+            self._closed = True
+            self._writer.close()
+
+    def _add(self, event: Event, step: int) -> None:
+        event.wall_time = time.time()
+        event.step = step
+        self._writer.add_event(event)
+
+
+class MetricsFan:
+    """Writes every row to several writers."""
+
+    def __init__(self, writers: Sequence[MetricsWriter]) -> None:
+        self._writers = tuple(writers)
+
+    def write(self, step: int, values: Mapping[str, float], *, wall_s: float, trained_tokens: int) -> None:
+        for writer in self._writers:
+            writer.write(step, values, wall_s=wall_s, trained_tokens=trained_tokens)
+
+    def close(self) -> None:
+        for writer in self._writers:
+            writer.close()
+
+
+def open_metrics(run_dir: Path, *, tensorboard: bool, resume_step: int | None = None) -> MetricsFan:
+    """The writers of a run: always JSONL, TensorBoard on request."""
+    writers: list[MetricsWriter] = [JsonlMetrics(run_dir / METRICS_FILE, resume_step=resume_step)]
+    if tensorboard:
+        writers.append(TensorBoardMetrics(run_dir / TENSORBOARD_DIRECTORY, resume_step=resume_step))
+    return MetricsFan(writers)
+
+
+def read_metrics(path: Path) -> Iterator[dict[str, float]]:
+    """Rows of a JSONL metrics file, finite values only. Stops before a torn last line; raises MetricsError for a bad
+    line elsewhere."""
+    for row in _rows(path):
+        values = msgspec.json.decode(row, type=dict[str, float | dict[str, str] | None])
+        yield {name: value for name, value in values.items() if isinstance(value, float)}
+
+
+class _Row(msgspec.Struct):
+    step: int
+
+
+def _rows(path: Path) -> Iterator[bytes]:
+    with path.open("rb") as file:
+        for number, line in enumerate(file, start=1):
+            if not line.endswith(b"\n"):
+                return
+            try:
+                msgspec.json.decode(line, type=_Row)
+            except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+                raise MetricsError(
+                    f"{path}, line {number} is no metrics row ({error}); remove the line or choose another --run-dir"
+                ) from error
+            yield line
+
+
+def _repair(path: Path, resume_step: int | None) -> None:
+    """Cut off a torn last line, and rows after the resumed step. The file is replaced whole, or left alone."""
+    kept = list(_kept(_rows(path), resume_step))
+    if sum(map(len, kept)) == path.stat().st_size:
+        return
+    draft = path.with_name(f".{path.name}.draft")
+    with draft.open("wb") as file:
+        file.writelines(kept)
+        file.flush()
+        os.fsync(file.fileno())
+    draft.replace(path)
+
+
+def _kept(rows: Iterable[bytes], resume_step: int | None) -> Iterator[bytes]:
+    for row in rows:
+        if resume_step is None or msgspec.json.decode(row, type=_Row).step <= resume_step:
+            yield row

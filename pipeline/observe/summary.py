@@ -1,0 +1,270 @@
+"""`summary.json`: what a run did, in numbers; and the text at its end: where everything is and what to do next.
+
+Invariants: every number is computed from what was counted in the run, by the small functions here; the file appears
+whole or not at all, and decodes into the same struct again.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import math
+import platform
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Final
+
+import msgspec
+from msgspec import Struct
+
+from pipeline.observe.errors import SummaryError
+from pipeline.observe.stats import LedgerCounts
+from pipeline.observe.table import duration, number, quantity
+
+SUMMARY_FILE: Final = "summary.json"
+PACKAGES: Final = (
+    "torch",
+    "transformers",
+    "pyzmq",
+    "msgspec",
+    "safetensors",
+    "numpy",
+    "ray",
+    "megatron-core",
+    "sglang",
+)
+
+
+class StalenessSummary(Struct, frozen=True):
+    """Of all trained tokens, in versions; None if nothing was trained."""
+
+    mean: float | None = None
+    p99: int | None = None
+    max: int | None = None
+    bound: int | None = None
+
+
+class RewardSummary(Struct, frozen=True):
+    """Mean training reward over the first and the last tenth of the steps, at least five."""
+
+    first: float | None = None
+    last: float | None = None
+
+
+class EvalSummary(Struct, frozen=True):
+    """Scores of one data set by version."""
+
+    first: float
+    last: float
+    best: float
+    best_version: int
+    evaluations: int
+
+
+class WastedTokens(Struct, frozen=True):
+    """Tokens generated for groups that were not trained."""
+
+    count: int = 0
+    share: float = 0.0  # of all tokens generated for settled groups
+
+
+class WeightVersions(Struct, frozen=True):
+    """Weights that were published in this run."""
+
+    first: int = 0
+    last: int = 0
+    published: int = 0
+
+
+class TokenRates(Struct, frozen=True):
+    """Tokens per second of the training phase."""
+
+    trained: float = 0.0
+    generated: float = 0.0
+
+
+class RunSummary(Struct, frozen=True, kw_only=True):
+    """All of `summary.json`."""
+
+    mode: str
+    exit_reason: str  # completed, interrupted, deadline, failed: ...
+    steps: int
+    wall_s: float
+    groups: LedgerCounts
+    staleness: StalenessSummary
+    reward: RewardSummary
+    eval: dict[str, EvalSummary] = {}
+    tokens_per_s: TokenRates = TokenRates()
+    efficiency_vs_bound: float | None = None
+    wasted_tokens: WastedTokens = WastedTokens()
+    weight_versions: WeightVersions = WeightVersions()
+    engine: dict[str, str] = {}
+    restarts: dict[str, int] = {}  # by stage
+    seed: int = 0
+    config_hash: str = ""
+    versions: dict[str, str] = {}  # of python and packages
+
+
+class RunPaths(Struct, frozen=True, kw_only=True):
+    """Where the products of a run lie; None for what was not made."""
+
+    run_dir: Path
+    checkpoint: Path | None = None  # Hugging Face directory
+    metrics: Path | None = None
+    tensorboard: Path | None = None
+    trace: Path | None = None
+    curve: Path | None = None
+    summary: Path | None = None
+    resume_command: str | None = None
+
+
+def summarise_staleness(histogram: Mapping[int, int], bound: int | None) -> StalenessSummary:
+    """From trained tokens by staleness. p99 is the smallest staleness that covers 99 % of the tokens."""
+    total = sum(histogram.values())
+    if total == 0:
+        return StalenessSummary(bound=bound)
+    mean = sum(lag * count for lag, count in histogram.items()) / total
+    covered = 0
+    p99 = 0
+    for lag in sorted(histogram):
+        covered += histogram[lag]
+        p99 = lag
+        if covered >= 0.99 * total:
+            break
+    largest = max(lag for lag, count in histogram.items() if count)
+    return StalenessSummary(mean=round(mean, 6), p99=p99, max=largest, bound=bound)
+
+
+def summarise_reward(rewards: Sequence[float]) -> RewardSummary:
+    """From the mean reward of each step, in order; values that are not finite are left out."""
+    finite = [value for value in rewards if math.isfinite(value)]
+    if not finite:
+        return RewardSummary()
+    n = min(len(finite), max(5, round(len(finite) / 10)))
+    return RewardSummary(first=sum(finite[:n]) / n, last=sum(finite[-n:]) / n)
+
+
+def summarise_evals(evals: Iterable[tuple[str, int, float]]) -> dict[str, EvalSummary]:
+    """From (data set, version, score) in the order of evaluation; higher is better."""
+    by_set: dict[str, list[tuple[int, float]]] = {}
+    for dataset, version, score in evals:
+        by_set.setdefault(dataset, []).append((version, score))
+    found: dict[str, EvalSummary] = {}
+    for dataset, points in by_set.items():
+        best_version, best = max(points, key=lambda point: point[1])
+        found[dataset] = EvalSummary(
+            first=points[0][1], last=points[-1][1], best=best, best_version=best_version, evaluations=len(points)
+        )
+    return found
+
+
+def efficiency_vs_bound(busy_s: Mapping[str, tuple[float, int]], wall_s: float) -> float | None:
+    """Share of the training phase in which its busiest stage worked.
+
+    A pipeline of K stages cannot take less than T* = max_k W_k / c_k, W_k being the work of stage k and c_k its
+    capacity. Here W_k is the stage's busy seconds and c_k its number of replicas, and the result is T* / wall clock:
+    1.0 means that no schedule of the same work on the same replicas would have been faster.
+
+    Args:
+        busy_s: by stage, (busy seconds of all replicas together, replicas).
+        wall_s: length of the training phase.
+    """
+    shares = [busy / replicas for busy, replicas in busy_s.values() if replicas > 0]
+    if not shares or wall_s <= 0:
+        return None
+    return max(shares) / wall_s
+
+
+def wasted_tokens(trained: int, wasted: int) -> WastedTokens:
+    """From token counts of settled groups."""
+    total = trained + wasted
+    return WastedTokens(count=wasted, share=wasted / total if total else 0.0)
+
+
+def package_versions() -> dict[str, str]:
+    """Versions of Python and of the installed packages that decide what a run computes."""
+    found = {"python": platform.python_version()}
+    installed = {name: _version(name) for name in PACKAGES}
+    return found | {name: version for name, version in installed.items() if version is not None}
+
+
+def write_summary(path: Path, summary: RunSummary) -> None:
+    """Write the summary, indented, whole or not at all."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    draft = path.with_name(f".{path.name}.draft")
+    draft.write_bytes(msgspec.json.format(msgspec.json.encode(summary), indent=2) + b"\n")
+    draft.replace(path)
+
+
+def read_summary(path: Path) -> RunSummary:
+    """Inverse of `write_summary`. Raises SummaryError."""
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=RunSummary)
+    except FileNotFoundError as error:
+        raise SummaryError(f"{path} does not exist: the run has not ended, or not by itself; see its log") from error
+    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+        raise SummaryError(f"{path} is no run summary ({error}); it was edited or is of another version") from error
+
+
+def closing_text(summary: RunSummary, paths: RunPaths) -> str:
+    """What is shown when a run has ended: its results in a few lines, then where everything is and what to do next."""
+    lines = [f"{summary.exit_reason}: {summary.steps} steps in {duration(summary.wall_s)} ({summary.mode})", ""]
+    lines += [f"  {name:<12}{value}" for name, value in _results(summary)]
+    lines.append("")
+    lines += [f"  {name:<12}{path}" for name, path in _places(paths)]
+    following = list(_next_steps(paths))
+    if following:
+        lines += ["", "Next:"]
+        lines += [f"  {what:<34}{how}" for what, how in following]
+    return "\n".join(lines)
+
+
+def _results(summary: RunSummary) -> list[tuple[str, str]]:
+    rows = [("reward", f"{number(summary.reward.first)} -> {number(summary.reward.last)}")]
+    for name, found in summary.eval.items():
+        best = f" (best {number(found.best)} at version {found.best_version})" if found.best > found.last else ""
+        rows.append((f"eval {name}", f"{number(found.first)} -> {number(found.last)}{best}"))
+    staleness = summary.staleness
+    if staleness.mean is not None:
+        bound = "" if staleness.bound is None else f", bound {staleness.bound}"
+        rows.append(("staleness", f"mean {staleness.mean:.2f}, p99 {staleness.p99}, max {staleness.max}{bound}"))
+    rates = summary.tokens_per_s
+    rows.append(("tokens/s", f"{quantity(rates.trained)} trained, {quantity(rates.generated)} generated"))
+    if summary.efficiency_vs_bound is not None:
+        rows.append(("efficiency", f"{summary.efficiency_vs_bound:.0%} of the bound set by the busiest stage"))
+    rows.append(("wasted", f"{summary.wasted_tokens.share:.1%} of the generated tokens"))
+    counts = summary.groups
+    groups = f"{counts.trained} trained, {counts.filtered} filtered, {counts.stale} stale, {counts.failed} failed"
+    rows.append(("groups", f"{groups}, {counts.surplus} surplus, {counts.open} open"))
+    if any(summary.restarts.values()):
+        rows.append(("restarts", ", ".join(f"{stage} {n}" for stage, n in summary.restarts.items() if n)))
+    return rows
+
+
+def _places(paths: RunPaths) -> list[tuple[str, Path]]:
+    places = [
+        ("run", paths.run_dir),
+        ("checkpoint", paths.checkpoint),
+        ("curve", paths.curve),
+        ("metrics", paths.metrics),
+        ("trace", paths.trace),
+        ("summary", paths.summary),
+    ]
+    return [(name, path) for name, path in places if path is not None]
+
+
+def _next_steps(paths: RunPaths) -> Iterable[tuple[str, str]]:
+    if paths.checkpoint is not None:
+        yield "use the model", f"AutoModelForCausalLM.from_pretrained({str(paths.checkpoint)!r})"
+    if paths.tensorboard is not None:
+        yield "see all metrics", f"tensorboard --logdir {paths.tensorboard}"
+    if paths.trace is not None:
+        yield "follow a sample through the stages", f"open {paths.trace} in https://ui.perfetto.dev"
+    if paths.resume_command is not None:
+        yield "continue this run", paths.resume_command
+
+
+def _version(name: str) -> str | None:
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return None

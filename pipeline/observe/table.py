@@ -1,0 +1,248 @@
+"""Drawing a run while it goes: a live table on a terminal, plain lines elsewhere. Both take the same snapshots.
+
+Invariants: drawing is a pure function of a `RunSnapshot`; the display owns the terminal between `start` and `stop` and
+gives it back whatever happens; a narrow terminal loses columns, never the step, the reward or the errors.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from types import TracebackType
+from typing import Final, Protocol
+
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from pipeline.observe.stats import RunSnapshot, StageRow
+
+_WIDE: Final = 108  # columns from which the table shows everything
+_MEDIUM: Final = 78
+_NOTES: Final = 5
+
+
+class RunDisplay(Protocol):
+    """What shows a run to its user."""
+
+    def __enter__(self) -> RunDisplay: ...
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None: ...
+
+    def update(self, snapshot: RunSnapshot) -> None:
+        """Show the newest state. Called a few times per second; cheap."""
+
+    def note(self, message: str) -> None:
+        """Show one line about something that happened: an evaluation, a checkpoint, a restart."""
+
+
+class LiveTable:
+    """The table, redrawn in place."""
+
+    def __init__(self, console: Console | None = None, *, refresh_per_s: float = 4.0) -> None:
+        self._console = console or Console()
+        self._notes: deque[str] = deque(maxlen=_NOTES)
+        self._snapshot: RunSnapshot | None = None
+        self._live = Live(console=self._console, refresh_per_second=refresh_per_s, transient=False)
+
+    def __enter__(self) -> LiveTable:
+        self._live.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._live.stop()
+
+    def update(self, snapshot: RunSnapshot) -> None:
+        self._snapshot = snapshot
+        self._draw()
+
+    def note(self, message: str) -> None:
+        self._notes.append(message)
+        self._draw()
+
+    def _draw(self) -> None:
+        if self._snapshot is not None:
+            self._live.update(render(self._snapshot, self._console.width, tuple(self._notes)))
+
+
+class PlainLog:
+    """One line per `every` steps, for files and pipes."""
+
+    def __init__(self, console: Console | None = None, *, every: int = 1) -> None:
+        self._console = console or Console(soft_wrap=True)
+        self._every = every
+        self._shown: int | None = None
+
+    def __enter__(self) -> PlainLog:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        return None
+
+    def update(self, snapshot: RunSnapshot) -> None:
+        due = snapshot.step % self._every == 0 or snapshot.step == snapshot.total_steps
+        if snapshot.step > 0 and due and snapshot.step != self._shown:
+            self._shown = snapshot.step
+            self._line(plain_line(snapshot))
+
+    def note(self, message: str) -> None:
+        self._line(message)
+
+    def _line(self, text: str) -> None:
+        self._console.print(text, markup=False, highlight=False, soft_wrap=True)
+
+
+def open_display(live: bool | None, *, log_interval: int, console: Console | None = None) -> RunDisplay:
+    """The live table if asked for, or if nothing was asked and the output is a terminal; else plain lines."""
+    console = console or Console()
+    if live if live is not None else console.is_terminal:
+        return LiveTable(console)
+    return PlainLog(console, every=log_interval)
+
+
+def plain_line(snapshot: RunSnapshot) -> str:
+    """The run in one line of at most a few hundred characters, the most important first."""
+    parts = [f"step {snapshot.step}" + (f"/{snapshot.total_steps}" if snapshot.total_steps else "")]
+    parts.append(f"reward {number(snapshot.reward_mean)}")
+    parts += [f"eval {name} {number(value)} (v{version})" for name, (version, value) in snapshot.evals.items()]
+    parts.append(f"staleness {_staleness(snapshot)}")
+    parts.append(f"v{snapshot.version}")
+    parts.append(f"{quantity(snapshot.trained_tokens_per_s)} trained tok/s")
+    parts.append(f"open {snapshot.gate_open}" + (f"/{snapshot.gate_capacity}" if snapshot.gate_capacity else ""))
+    parts.append(f"wasted {snapshot.wasted_share:.1%}")
+    if snapshot.ledger.failed:
+        parts.append(f"failed {snapshot.ledger.failed}")
+    parts.append(f"{duration(snapshot.elapsed_s)}")
+    if snapshot.eta_s is not None:
+        parts.append(f"ETA {duration(snapshot.eta_s)}")
+    return " | ".join(parts)
+
+
+def render(snapshot: RunSnapshot, width: int, notes: tuple[str, ...] = ()) -> RenderableType:
+    """The table for a terminal of `width` columns."""
+    lines: list[RenderableType] = [_header(snapshot), _progress(snapshot, width), _stages(snapshot, width)]
+    lines += _footer(snapshot)
+    lines += [Text(f"  {note}", style="dim", overflow="ellipsis", no_wrap=True) for note in notes]
+    return Group(*lines)
+
+
+def _header(snapshot: RunSnapshot) -> Text:
+    capacity = "" if snapshot.gate_capacity is None else f"/{snapshot.gate_capacity}"
+    total = "" if snapshot.total_steps is None else f"/{snapshot.total_steps}"
+    text = Text(overflow="fold")
+    text.append(" sluice ", style="bold reverse")
+    text.append(f" {snapshot.mode}", style="bold cyan")
+    text.append("  step ").append(f"{snapshot.step}{total}", style="bold")
+    text.append("  version ").append(str(snapshot.version), style="bold")
+    text.append("  gate ").append(f"{snapshot.gate_open}{capacity}", style="bold").append(" open")
+    return text
+
+
+def _progress(snapshot: RunSnapshot, width: int) -> RenderableType:
+    eta = "" if snapshot.eta_s is None else f"  ETA {duration(snapshot.eta_s)}"
+    line = Table.grid(padding=(0, 1))
+    if snapshot.total_steps:
+        bar = ProgressBar(total=snapshot.total_steps, completed=snapshot.step, width=max(10, min(60, width - 34)))
+        share = Text(f"{snapshot.step / snapshot.total_steps:>4.0%}", style="bold")
+        line.add_row(bar, share, Text(f"{duration(snapshot.elapsed_s)}{eta}", no_wrap=True))
+    else:
+        line.add_row(Text(duration(snapshot.elapsed_s)))
+    return line
+
+
+def _stages(snapshot: RunSnapshot, width: int) -> Table:
+    table = Table(box=None, padding=(0, 1), pad_edge=False, header_style="dim", expand=False)
+    table.add_column("stage", no_wrap=True, overflow="ellipsis", max_width=14)
+    columns = ["n", "busy"]
+    if width >= _MEDIUM:
+        columns += ["starved", "blocked"]
+    if width >= _WIDE:
+        columns += ["stalled"]
+    columns += ["queue", "flight", "items/s"]
+    if width >= _MEDIUM:
+        columns += ["tok/s", "fail", "restarts"]
+    for column in columns:
+        table.add_column(column, justify="right", no_wrap=True)
+    for row in snapshot.stages:
+        cells = _cells(row)
+        table.add_row(Text(row.stage, style="bold"), *(cells[column] for column in columns))
+    return table
+
+
+def _cells(row: StageRow) -> dict[str, Text]:
+    return {
+        "n": Text(str(row.replicas), style="" if row.replicas else "dim"),
+        "busy": Text(f"{row.busy:.0%}", style="bold green" if row.busy >= 0.8 else "green"),
+        "starved": Text(f"{row.starved:.0%}", style="yellow" if row.starved >= 0.5 else "dim"),
+        "blocked": Text(f"{row.blocked:.0%}", style="red" if row.blocked >= 0.5 else "dim"),
+        "stalled": Text(f"{row.stalled:.0%}", style="magenta" if row.stalled >= 0.1 else "dim"),
+        "queue": Text(quantity(row.queue_depth)),
+        "flight": Text(quantity(row.in_flight)),
+        "items/s": Text(quantity(row.items_per_s)),
+        "tok/s": Text(quantity(row.tokens_per_s)),
+        "fail": Text(quantity(row.failures), style="red" if row.failures else "dim"),
+        "restarts": Text(str(row.restarts), style="bold red" if row.restarts else "dim"),
+    }
+
+
+def _footer(snapshot: RunSnapshot) -> list[RenderableType]:
+    reward = Text("reward ", overflow="fold").append(number(snapshot.reward_mean), style="bold green")
+    if snapshot.reward_recent is not None:
+        reward.append(f" (last 20: {number(snapshot.reward_recent)})")
+    for name, (version, value) in snapshot.evals.items():
+        reward.append(f"   eval {name} ").append(number(value), style="bold green").append(f" at v{version}")
+    flow = Text("staleness ", overflow="fold").append(_staleness(snapshot), style="bold")
+    flow.append("   trained ").append(f"{quantity(snapshot.trained_tokens_per_s)} tok/s", style="bold")
+    flow.append("   wasted ").append(f"{snapshot.wasted_share:.1%}", style="bold")
+    flow.append(" of tokens")
+    counts = snapshot.ledger
+    groups = Text("groups ", overflow="fold").append(f"{counts.trained} trained", style="bold")
+    groups.append(f", {counts.filtered} filtered, {counts.stale} stale, ")
+    groups.append(f"{counts.failed} failed", style="bold red" if counts.failed else "")
+    groups.append(f", {counts.surplus} surplus, {counts.open} open")
+    return [reward, flow, groups]
+
+
+def _staleness(snapshot: RunSnapshot) -> str:
+    if snapshot.staleness_mean is None:
+        return "-"
+    bound = "" if snapshot.staleness_bound is None else f" (bound {snapshot.staleness_bound})"
+    return f"mean {snapshot.staleness_mean:.2f} max {snapshot.staleness_max}{bound}"
+
+
+def number(value: float | None) -> str:
+    """Three decimals, or a dash for nothing."""
+    return "-" if value is None or not math.isfinite(value) else f"{value:.3f}"
+
+
+def quantity(value: float) -> str:
+    """A count or a rate in at most five characters: 0.42, 7.5, 312, 4.1k, 2.3M."""
+    for limit, scale, unit in ((999.5, 1.0, ""), (999_500.0, 1e3, "k"), (math.inf, 1e6, "M")):
+        if value < limit:
+            scaled = value / scale
+            if float(scaled).is_integer() and not unit:
+                return f"{int(scaled)}"
+            return (
+                f"{scaled:.2f}{unit}"
+                if scaled < 1
+                else f"{scaled:.1f}{unit}"
+                if scaled < 100
+                else f"{scaled:.0f}{unit}"
+            )
+    return "-"
+
+
+def duration(seconds: float) -> str:
+    """0:07, 12:03, 3:04:05."""
+    total = max(0, round(seconds))
+    hours, rest = divmod(total, 3600)
+    minutes, second = divmod(rest, 60)
+    return f"{hours}:{minutes:02}:{second:02}" if hours else f"{minutes}:{second:02}"

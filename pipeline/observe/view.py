@@ -1,0 +1,227 @@
+"""The run as the controller sees it: reports, ledger counts and steps in, snapshots with rates out.
+
+Invariants:
+- reports are cumulative, so a lost or repeated one changes no total; a report older than the newest is ignored;
+- a counter that falls, or another start time, means that the replica was restarted: its earlier work stays in the
+  totals;
+- nothing here reads a clock: times come with the calls, so a snapshot is a function of what was fed in.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from pipeline.observe.stats import COUNTERS, LedgerCounts, RunSnapshot, StageRow, StageStats
+
+
+@dataclass
+class _Replica:
+    """One replica's counters, monotone across restarts."""
+
+    newest: StageStats
+    base: dict[str, float] = field(default_factory=lambda: dict.fromkeys(COUNTERS, 0.0))
+    history: deque[tuple[float, dict[str, float]]] = field(default_factory=deque)
+    restarts: int = 0
+
+    def total(self) -> dict[str, float]:
+        return {name: self.base[name] + getattr(self.newest, name) for name in COUNTERS}
+
+    def feed(self, stats: StageStats, window_s: float) -> None:
+        if stats.unix_s < self.newest.unix_s:
+            return
+        fallen = any(getattr(stats, name) < getattr(self.newest, name) for name in COUNTERS)
+        if fallen or stats.started_s != self.newest.started_s:
+            self.base = self.total()
+            self.restarts += 1
+        self.newest = stats
+        self.history.append((stats.unix_s, self.total()))
+        while len(self.history) > 2 and self.history[1][0] <= stats.unix_s - window_s:
+            self.history.popleft()
+
+    def rates(self) -> dict[str, float]:
+        """Change per second over the window."""
+        (start, first), (end, last) = self.history[0], self.history[-1]
+        if end <= start:
+            return dict.fromkeys(COUNTERS, 0.0)
+        return {name: (last[name] - first[name]) / (end - start) for name in COUNTERS}
+
+
+class RunView:
+    """Collects what the controller learns and answers with snapshots.
+
+    Args:
+        stages: the stages in the order of the table; others are appended as they report.
+        total_steps: rollout batches to train, None if open-ended.
+        staleness_bound: in versions, None if there is none.
+        window_s: length of the window of rates, seconds.
+    """
+
+    def __init__(
+        self,
+        *,
+        mode: str,
+        stages: tuple[str, ...] = (),
+        total_steps: int | None,
+        staleness_bound: int | None,
+        started_s: float,
+        first_step: int = 0,
+        window_s: float = 15.0,
+    ) -> None:
+        self._mode = mode
+        self._total_steps = total_steps
+        self._bound = staleness_bound
+        self._started_s = started_s
+        self._first_step = first_step
+        self._window_s = window_s
+        self._order = list(stages)
+        self._replicas: dict[tuple[str, str], _Replica] = {}
+        self._retired: set[tuple[str, str]] = set()
+        self._queues: dict[str, int] = {}
+        self._restarts: dict[str, int] = {}
+        self._ledger = LedgerCounts()
+        self._gate: tuple[int, int | None] = (0, None)
+        self._steps: deque[tuple[float, int, int]] = deque()  # (time, step, trained tokens)
+        self._step, self._version, self._trained_tokens, self._wasted_tokens = first_step, 0, 0, 0
+        self._rewards: deque[float] = deque(maxlen=20)
+        self._evals: dict[str, tuple[int, float]] = {}
+        self.staleness: dict[int, int] = {}  # trained tokens by staleness, all steps
+
+    def stage(self, stats: StageStats) -> None:
+        """Take a replica's report."""
+        key = (stats.stage, stats.replica)
+        if stats.stage not in self._order:
+            self._order.append(stats.stage)
+        self._retired.discard(key)
+        replica = self._replicas.get(key)
+        if replica is None:
+            replica = self._replicas[key] = _Replica(newest=stats)
+        replica.feed(stats, self._window_s)
+
+    def retire(self, stage: str, replica: str) -> None:
+        """A replica was scaled away: its work counts, its rates and its place in the table do not."""
+        self._retired.add((stage, replica))
+
+    def restarted(self, stage: str) -> None:
+        """The supervisor restarted a replica of the stage."""
+        self._restarts[stage] = self._restarts.get(stage, 0) + 1
+
+    def queue(self, stage: str, depth: int) -> None:
+        """Messages waiting in front of a stage."""
+        self._queues[stage] = depth
+
+    def ledger(self, counts: LedgerCounts) -> None:
+        """Newest counts of the ledger."""
+        self._ledger = counts
+
+    def gate(self, open_groups: int, capacity: int | None) -> None:
+        """Groups that are out, and how many may be."""
+        self._gate = (open_groups, capacity)
+
+    def version(self, version: int) -> None:
+        """Weights that all engines carry."""
+        self._version = version
+
+    def wasted(self, tokens: int) -> None:
+        """Tokens were generated for a group that was not trained."""
+        self._wasted_tokens += tokens
+
+    def step(
+        self, step: int, *, at_s: float, metrics: Mapping[str, float], tokens: int, staleness: Mapping[int, int]
+    ) -> None:
+        """A rollout batch was trained: `tokens` of it, `staleness` their histogram."""
+        self._step = step
+        self._trained_tokens += tokens
+        self._steps.append((at_s, step, self._trained_tokens))
+        while len(self._steps) > 21:
+            self._steps.popleft()
+        reward = metrics.get("reward/mean")
+        if reward is not None and math.isfinite(reward):
+            self._rewards.append(reward)
+        for lag, count in staleness.items():
+            self.staleness[lag] = self.staleness.get(lag, 0) + count
+
+    def evaluated(self, dataset: str, version: int, value: float) -> None:
+        """An evaluation ended."""
+        self._evals[dataset] = (version, value)
+
+    def busy_s(self) -> dict[str, tuple[float, int]]:
+        """Busy seconds of each stage over the whole run, and its replicas (those scaled away do not count)."""
+        found: dict[str, tuple[float, int]] = {}
+        for key, replica in self._replicas.items():
+            busy, count = found.get(key[0], (0.0, 0))
+            found[key[0]] = (busy + replica.total()["busy_s"], count + (key not in self._retired))
+        return found
+
+    def snapshot(self, now_s: float) -> RunSnapshot:
+        """The run at `now_s`."""
+        total = sum(self.staleness.values())
+        weighted = sum(lag * count for lag, count in self.staleness.items())
+        generated = self._trained_tokens + self._wasted_tokens
+        return RunSnapshot(
+            mode=self._mode,
+            step=self._step,
+            total_steps=self._total_steps,
+            elapsed_s=now_s - self._started_s,
+            eta_s=self._eta_s(now_s),
+            version=self._version,
+            gate_open=self._gate[0],
+            gate_capacity=self._gate[1],
+            stages=tuple(self._row(stage) for stage in self._order),
+            ledger=self._ledger,
+            reward_mean=self._rewards[-1] if self._rewards else None,
+            reward_recent=sum(self._rewards) / len(self._rewards) if self._rewards else None,
+            evals=dict(self._evals),
+            staleness_mean=weighted / total if total else None,
+            staleness_max=max((lag for lag, count in self.staleness.items() if count), default=None),
+            staleness_bound=self._bound,
+            trained_tokens=self._trained_tokens,
+            trained_tokens_per_s=self._token_rate(),
+            wasted_tokens=self._wasted_tokens,
+            wasted_share=self._wasted_tokens / generated if generated else 0.0,
+        )
+
+    def _row(self, stage: str) -> StageRow:
+        alive = [r for key, r in self._replicas.items() if key[0] == stage and key not in self._retired]
+        everyone = [r for key, r in self._replicas.items() if key[0] == stage]
+        rates = [replica.rates() for replica in alive]
+
+        def summed(name: str) -> float:
+            return sum(rate[name] for rate in rates)
+
+        def share(name: str) -> float:
+            return min(1.0, summed(name) / len(alive)) if alive else 0.0
+
+        queue = self._queues.get(stage, int(sum(r.newest.extra.get("queue_depth", 0.0) for r in alive)))
+        return StageRow(
+            stage=stage,
+            replicas=len(alive),
+            busy=share("busy_s"),
+            starved=share("starved_s"),
+            blocked=share("blocked_s"),
+            stalled=share("stalled_s"),
+            queue_depth=queue,
+            in_flight=sum(replica.newest.in_flight for replica in alive),
+            items_per_s=summed("items_out"),
+            tokens_per_s=summed("tokens"),
+            items_out=int(sum(replica.total()["items_out"] for replica in everyone)),
+            failures=int(sum(replica.total()["failures"] for replica in everyone)),
+            restarts=max(self._restarts.get(stage, 0), sum(replica.restarts for replica in everyone)),
+        )
+
+    def _eta_s(self, now_s: float) -> float | None:
+        """Remaining steps at the pace of the last 20, or of all if fewer; counts down between steps."""
+        if self._total_steps is None or len(self._steps) < 2:
+            return None
+        (start, first, _), (end, last, _) = self._steps[0], self._steps[-1]
+        if last <= first:
+            return None
+        return max(0.0, (self._total_steps - last) * (end - start) / (last - first) - (now_s - end))
+
+    def _token_rate(self) -> float:
+        if len(self._steps) < 2:
+            return 0.0
+        (start, _, first), (end, _, last) = self._steps[0], self._steps[-1]
+        return (last - first) / (end - start) if end > start else 0.0

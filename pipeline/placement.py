@@ -1,0 +1,110 @@
+"""Where everything is: addresses of the streams, specifications of the replicas, windows of their ports.
+
+Invariant: a stage that joins (group, train) has a window as large as everything that can be out, in items and in bytes;
+otherwise the parts it waits for could be held back by the parts it holds.
+"""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from configs.schema import Config
+from pipeline.graph import Graph, Node, Stream
+from pipeline.local import EngineSpec
+from pipeline.replica import PortSpec, ReplicaSpec
+from pipeline.rundir import RunDir
+from stages.filters import import_path
+from stages.gate import StalenessGate
+
+JOINERS = ("group", "train", "evaluate")
+UNBOUNDED_BYTES = 1 << 40
+
+
+class Placement:
+    """Addresses and replica specifications of one run on one machine."""
+
+    def __init__(
+        self,
+        config: Config,
+        rundir: RunDir,
+        graph: Graph,
+        run_id: str,
+        *,
+        model_path: str,
+        max_context: int | None,
+        options: dict[str, dict[str, Any]],
+    ) -> None:
+        self.config, self.rundir, self.run_id, self.options = config, rundir, run_id, options
+        local = config.run.runner == "local"
+        names = [s.name for s in graph.streams]
+        sockets = rundir.sockets
+        self.addresses = {
+            name: f"ipc://{sockets / f'{i}.sock'}" if local else f"inproc://{run_id}-{name}"
+            for i, name in enumerate(names)
+        }
+        self.topic = f"ipc://{sockets / 'topic.sock'}" if local else f"inproc://{run_id}-topic"
+        self.schemas: dict[str, Any] = {s.name: import_path(s.schema) for s in graph.streams}
+        self.config_path = rundir.path / "config.json"
+        has_engines = any(n.name == "generate" for n in graph.nodes)
+        n_engines = config.run.scale.get("engine", 1) if has_engines else 0
+        port = config.engine.engine_port
+        self.engines = [
+            EngineSpec(f"engine-{i}", config.engine, model_path, max_context, port + i if port else 0, config.run.seed)
+            for i in range(n_engines)
+        ]
+
+    def write_config(self) -> None:
+        """The resolved configuration as the replicas read it."""
+        self.config_path.write_bytes(msgspec.json.encode(self.config))
+
+    def replicas(self, graph: Graph) -> list[ReplicaSpec]:
+        """One specification per replica, in the order in which they are started: the slow ones first."""
+        order = {"train": 0, "generate": 1}
+        nodes = sorted(graph.nodes, key=lambda node: order.get(node.name, 2))
+        return [self._replica(graph, node, i) for node in nodes for i in range(node.replicas)]
+
+    def _replica(self, graph: Graph, node: Node, index: int) -> ReplicaSpec:
+        options: dict[str, Any] = {**self.options.get(node.name, {}), **node.options}
+        if node.name == "generate":
+            options["engines"] = len(self.engines)
+        return ReplicaSpec(
+            run_id=self.run_id,
+            stage=node.name,
+            replica=f"{node.name}-{index}",
+            path=node.path,
+            index=index,
+            replicas=node.replicas,
+            concurrency=node.concurrency,
+            run_dir=str(self.rundir.path),
+            config=str(self.config_path),
+            topic=self.topic,
+            inlets={name: self._port(stream, node) for name, stream in graph.inlets(node.name).items()},
+            outlets={name: self._port(stream, node) for name, stream in graph.outlets(node.name).items()},
+            loops=graph.loops if node.name == "generate" else (),
+            options=options,
+            trace=self.config.observe.trace,
+        )
+
+    def _port(self, stream: Stream, node: Node) -> PortSpec:
+        rollout = self.config.rollout
+        items = node.concurrency * 2
+        size = 8 << 20
+        if node.name in JOINERS:
+            gate = StalenessGate(rollout.rollout_batch_size, self.config.asynchrony.max_staleness or 0)
+            items = max(4096, gate.most_open * rollout.n_samples_per_prompt * 4)
+            size = UNBOUNDED_BYTES
+        elif node.name == "generate":
+            per_replica = max(1, math.ceil(len(self.engines) / node.replicas)) * rollout.server_concurrency
+            members = 1 if stream.name == "generate.return" else rollout.n_samples_per_prompt
+            items = max(2, per_replica // members + 1)
+        return PortSpec(stream.name, self.addresses[stream.name], stream.schema, items, size)
+
+
+def slots_directory(run_id: str, rundir: RunDir) -> Path:
+    """Shared memory for the weights: /dev/shm where there is one, else the run directory."""
+    shared = Path("/dev/shm")  # noqa: S108
+    return (shared if shared.is_dir() else rundir.path) / f"sluice-{run_id}"

@@ -1,0 +1,173 @@
+"""The recorder: what the prompt stage learns becomes journal, metrics, checkpoints and figures of the run.
+
+It implements `stages.prompts.RunHooks`. Invariants: a terminal state is journalled before it counts; a checkpoint holds the
+trainer's files and the ledger of the same moment, in one atomic rename; metrics rows appear in the order of the steps.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+import msgspec
+
+from configs.load import config_hash
+from configs.schema import Config
+from models.checkpoint import Manifest, commit_directory, final_path, prune, write_manifest
+from pipeline.journal import Admitted, Committed, Ended, Journal
+from pipeline.observe.metrics import MetricsFan, open_metrics
+from pipeline.observe.stats import LedgerCounts, StageStats
+from pipeline.observe.view import RunView
+from pipeline.rundir import RunDir
+from pipeline.spans import StageSpans
+from stages.ledger import Ledger, LedgerSnapshot, OpenGroup
+from stages.messages import CheckpointReady, EvalDone, Settled, StepDone
+from transport import TopicServer
+
+
+def scores(report: EvalDone) -> list[tuple[str, int, float]]:
+    """(data set, version, score) of one evaluation; companions such as `eval/x-truncated_ratio` are left out."""
+    names = [n for n in report.metrics if n != "eval/time_s" and "-" not in n]
+    return [(name.removeprefix("eval/"), report.version, report.metrics[name]) for name in names]
+
+
+class Recorder:
+    """Everything that is written down of one phase of a run. A context manager."""
+
+    def __init__(
+        self, config: Config, rundir: RunDir, *, epoch: int = 0, resume_step: int | None = None, wall_s: float = 0.0
+    ) -> None:
+        self.config, self.rundir, self.epoch = config, rundir, epoch
+        self.started = time.monotonic() - wall_s
+        self.training_started: float | None = None  # when the trainer's first weights were out
+        self.last_step_s = self.started
+        self.ledger = Ledger()
+        self.view = RunView(
+            mode=config.run.mode,
+            total_steps=config.rollout.num_rollout,
+            staleness_bound=config.asynchrony.max_staleness,
+            started_s=self.started,
+            first_step=resume_step or 0,
+        )
+        self.rewards: list[float] = []
+        self.evals: list[EvalDone] = []
+        self.versions: list[int] = []
+        self.restarts: dict[str, int] = {}
+        self.dead_letters: list[str] = []
+        self.token_hashes: list[tuple[int, str]] = []
+        self.lines: Callable[[str], None] = lambda line: None  # where a message to the user goes
+        self._resume_step = resume_step
+
+    def __enter__(self) -> Recorder:
+        self.journal = Journal(self.rundir.ledger)
+        self.metrics: MetricsFan = open_metrics(
+            self.rundir.path, tensorboard=self.config.observe.use_tensorboard, resume_step=self._resume_step
+        )
+        self.spans = StageSpans(self.rundir.trace, "prompts", "prompts-0", enabled=self.config.observe.trace)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.journal.__exit__(None, None, None)
+        self.metrics.close()
+        self.spans.close()
+
+    @property
+    def wall_s(self) -> float:
+        return time.monotonic() - self.started
+
+    def say(self, line: str) -> None:
+        """A line for the user."""
+        self.lines(line)
+
+    # ------------------------------------------------------------------ RunHooks
+
+    def admitted(self, group: OpenGroup) -> None:
+        self.journal.write(Admitted(group.group_id, group.position, group.requeued))
+
+    def settled(self, groups: Sequence[tuple[int, Settled]]) -> None:
+        self.journal.write(*(Ended(s.group_id, s.outcome, max(s.step, at), s.detail) for at, s in groups))
+        self.journal.flush()
+        for _, report in groups:
+            if report.outcome != "trained":
+                self.view.wasted(report.tokens)
+
+    async def step(self, report: StepDone) -> None:
+        now = time.monotonic()
+        if not report.groups:
+            self.versions.append(report.version)
+            self.training_started = self.last_step_s = now
+            return
+        self.last_step_s = now
+        self.rewards.append(report.metrics.get("reward/mean", 0.0))
+        self.versions.append(report.version)
+        self.token_hashes.append((report.step, report.token_hash))
+        self.view.step(report.step, at_s=now, metrics=report.metrics, tokens=report.tokens, staleness=report.staleness)
+        self.metrics.write(
+            report.step,
+            {**report.metrics, **self._ledger_metrics()},
+            wall_s=self.wall_s,
+            trained_tokens=self.view.snapshot(now).trained_tokens,
+        )
+
+    async def evaluated(self, report: EvalDone) -> None:
+        self.evals.append(report)
+        snapshot = self.view.snapshot(time.monotonic())
+        values = {**report.metrics, "eval/version": float(report.version), "eval/complete": float(report.complete)}
+        values["eval/lag_steps"] = float(max(snapshot.step - report.version, 0))
+        self.metrics.write(report.version, values, wall_s=self.wall_s, trained_tokens=snapshot.trained_tokens)
+        for name, version, value in scores(report):
+            self.view.evaluated(name, version, value)
+        if not report.complete:
+            self.say(f"evaluation of version {report.version} is incomplete: {report.detail}")
+
+    async def commit(self, report: CheckpointReady, ledger: LedgerSnapshot) -> None:
+        draft, final = Path(report.path), final_path(self.rundir.checkpoints, report.step)
+        manifest = Manifest(
+            step=report.step,
+            version=report.version,
+            epoch=self.epoch,
+            ledger=msgspec.json.encode(ledger).decode(),
+            config_hash=config_hash(self.config),
+        )
+
+        def seal() -> None:
+            write_manifest(draft, manifest)
+            commit_directory(draft, final)
+            prune(self.rundir.checkpoints, self.config.checkpoint.keep_last_n)
+
+        await asyncio.to_thread(seal)
+        self.journal.write(Committed(report.step))
+        await asyncio.to_thread(self.journal.sync)
+
+    # ------------------------------------------------------------------ from the controller
+
+    def lost(self, stage: str, replica: str, why: str) -> None:
+        self.restarts[replica] = self.restarts.get(replica, 0) + 1
+        self.view.restarted(stage)
+        self.say(f"{replica} ended with {why}; restarting it, its work goes to others")
+
+    def dead_letter(self, stream: str, key: str, reason: str) -> None:
+        self.dead_letters.append(f"{stream} {key}: {reason}")
+
+    def observe(self, topic: TopicServer, queues: Mapping[str, int], capacity: int, version: int) -> None:
+        """Bring the view up to date from the topic."""
+        for value in topic.items("stats/").values():
+            self.view.stage(StageStats.decode(value))
+        for stage, depth in queues.items():
+            self.view.queue(stage, depth)
+        self.view.ledger(self.counts())
+        self.view.gate(self.ledger.open, capacity)
+        self.view.version(version)
+
+    def eval_points(self) -> list[tuple[str, int, float]]:
+        """(data set, version, score) of every complete evaluation, in order."""
+        return [point for report in self.evals if report.complete for point in scores(report)]
+
+    def counts(self) -> LedgerCounts:
+        return LedgerCounts(admitted=self.ledger.admitted, open=self.ledger.open, **self.ledger.counts)
+
+    def _ledger_metrics(self) -> dict[str, float]:
+        counts = {f"ledger/{name}": float(n) for name, n in self.ledger.counts.items()}
+        return {**counts, "ledger/open": float(self.ledger.open), "ledger/duplicates": float(self.ledger.duplicates)}

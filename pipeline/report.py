@@ -1,0 +1,94 @@
+"""The end of a run: summary.json, learning curve, merged trace, and what the user reads last."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from configs.load import config_hash
+from configs.schema import Config
+from models.checkpoint import latest_checkpoint
+from pipeline.observe.perfetto import merge
+from pipeline.observe.plot import plot_metrics_file
+from pipeline.observe.summary import (
+    RunPaths,
+    RunSummary,
+    TokenRates,
+    WeightVersions,
+    closing_text,
+    efficiency_vs_bound,
+    package_versions,
+    summarise_evals,
+    summarise_reward,
+    summarise_staleness,
+    wasted_tokens,
+    write_summary,
+)
+from pipeline.recorder import Recorder
+
+
+def conclude(recorder: Recorder, config: Config, reason: str) -> RunSummary:
+    """Write what the run leaves behind and print where it is."""
+    rundir = recorder.rundir
+    summary = summarise(recorder, config, reason)
+    write_summary(rundir.summary, summary)
+    curve = rundir.path / "learning_curve.png"
+    if recorder.rewards or recorder.evals:
+        bound = config.asynchrony.max_staleness
+        title = f"{config.run.mode}, {summary.steps} rollout batches"
+        plot_metrics_file(rundir.metrics, curve, title=title, staleness_bound=bound)
+    trace = rundir.path / "trace.json"
+    if config.observe.trace:
+        recorder.spans.flush()
+        merge(rundir.trace, trace)
+    checkpoint = latest_checkpoint(rundir.checkpoints)
+    paths = RunPaths(
+        run_dir=rundir.path,
+        checkpoint=checkpoint / "hf" if checkpoint is not None else None,
+        metrics=rundir.metrics,
+        tensorboard=rundir.tensorboard if config.observe.use_tensorboard else None,
+        trace=existing(trace),
+        curve=existing(curve),
+        summary=rundir.summary,
+        resume_command=f"python launch.py --resume {rundir.path}" if reason != "finished" else None,
+    )
+    sys.stdout.write(closing_text(summary, paths) + "\n")
+    return summary
+
+
+def existing(path: Path) -> Path | None:
+    return path if path.exists() else None
+
+
+def summarise(recorder: Recorder, config: Config, reason: str) -> RunSummary:
+    """The figures of a finished phase."""
+    view, ledger = recorder.view, recorder.ledger
+    snapshot = view.snapshot(recorder.last_step_s)
+    training_s = recorder.last_step_s - (recorder.training_started or recorder.started)
+    wasted = sum(n for outcome, n in ledger.tokens.items() if outcome != "trained")
+    trained = snapshot.trained_tokens
+    versions = recorder.versions
+    return RunSummary(
+        mode=config.run.mode,
+        exit_reason="completed" if reason == "finished" else reason,
+        steps=snapshot.step,
+        wall_s=round(recorder.wall_s, 3),
+        groups=recorder.counts(),
+        staleness=summarise_staleness(view.staleness, config.asynchrony.max_staleness),
+        reward=summarise_reward(recorder.rewards),
+        eval=summarise_evals(recorder.eval_points()),
+        tokens_per_s=TokenRates(
+            trained=round(trained / training_s, 1) if training_s > 0 else 0.0,
+            generated=round((trained + wasted) / training_s, 1) if training_s > 0 else 0.0,
+        ),
+        efficiency_vs_bound=efficiency_vs_bound(view.busy_s(), training_s),
+        wasted_tokens=wasted_tokens(trained, wasted),
+        weight_versions=WeightVersions(
+            first=min(versions, default=0), last=max(versions, default=0), published=len(set(versions))
+        ),
+        engine={"name": config.engine.engine, "replicas": str(config.run.scale.get("engine", 1))},
+        restarts=dict(recorder.restarts),
+        seed=config.run.seed,
+        config_hash=config_hash(config),
+        versions=package_versions(),
+    )

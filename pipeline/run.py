@@ -1,0 +1,218 @@
+"""From configuration to exit code: prepare the run directory, warm start, train, sum up.
+
+A run has one or two phases, each a graph of its own under one `Controller`: the supervised warm start (prompts -> train) if
+`warm_start_steps` asks for it, then the reinforcement learning. A resumed run goes on in the phase that it was in.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+import sys
+import time
+from pathlib import Path
+
+import msgspec
+
+from configs.load import dump_toml
+from configs.resolve import num_rollout_for
+from configs.schema import Config
+from models.checkpoint import Manifest, latest_checkpoint, read_manifest
+from pipeline.assets import prepare
+from pipeline.controller import Controller
+from pipeline.errors import RunError, UsageError, leaf, user_error
+from pipeline.graph import build
+from pipeline.journal import RolledBack
+from pipeline.placement import Placement, slots_directory
+from pipeline.recorder import Recorder
+from pipeline.report import conclude
+from pipeline.rundir import RunDir, disk_error
+from stages.data.load import load_train_prompts
+from stages.data.prompt_set import PromptSet
+from stages.data.tokenizer import load_tokenizer
+from stages.graders.choose import choose_auto
+from stages.graders.registry import find_grader
+from stages.ledger import LedgerSnapshot
+
+
+def run(config: Config) -> int:
+    """Run to the end; return the exit code: 0 done, 130 interrupted. Raises RunError with one sentence for the user."""
+    directory = Path(config.run.resume or config.run.run_dir or time.strftime("runs/%Y%m%d-%H%M%S"))
+    try:
+        with RunDir(directory).open(resume=config.run.resume is not None) as rundir:
+            return _run(config, rundir)
+    except RunError:
+        raise
+    except asyncio.CancelledError:
+        sys.stderr.write(f"stopped at once; continue with --resume {directory}\n")
+        return 130
+    except BaseException as error:
+        cause = leaf(error)
+        if isinstance(cause, RunError):
+            raise cause from error
+        if isinstance(cause, OSError) and cause.errno is not None and cause.filename is None:
+            raise disk_error(directory, cause) from error
+        sentence = user_error(cause)
+        if sentence is None:
+            raise
+        raise UsageError(sentence) from error
+
+
+def _run(config: Config, rundir: RunDir) -> int:
+    rundir.config.write_text(dump_toml(config))
+    config = prepare(config, rundir.path / "assets")
+    checkpoint = latest_checkpoint(rundir.checkpoints)
+    if config.warm_start.warm_start_steps and checkpoint is None:
+        config = _warm_start(config, rundir)
+    elif config.warm_start.warm_start_steps:
+        config = _with_model(config, rundir.path / "warm_start" / "model")
+    manifest = read_manifest(checkpoint) if checkpoint is not None else None
+    with Phase(config, rundir, checkpoint, manifest) as phase:
+        reason = phase.run()
+        conclude(phase.recorder, phase.config, reason)
+    return 130 if reason == "interrupted" else 0
+
+
+def _with_model(config: Config, model: Path) -> Config:
+    return msgspec.structs.replace(config, train=msgspec.structs.replace(config.train, hf_checkpoint=str(model)))
+
+
+def _warm_start(config: Config, rundir: RunDir) -> Config:
+    """Supervised training on prompt + label; returns the configuration with its model as the starting point."""
+    home = rundir.path / "warm_start"
+    model = home / "model"
+    if not model.is_dir():
+        shutil.rmtree(home, ignore_errors=True)
+        with RunDir(home).open(resume=False) as phase_dir, Phase(_supervised(config), phase_dir, None, None) as phase:
+            if phase.run() == "interrupted":
+                raise UsageError(f"interrupted in the warm start; start again with --resume {rundir.path}")
+            trained = latest_checkpoint(phase_dir.checkpoints)
+            if trained is None:
+                raise RunError(f"the warm start left no checkpoint in {phase_dir.checkpoints}")
+            shutil.copytree(trained / "hf", home / "model.draft", dirs_exist_ok=True)
+            (home / "model.draft").rename(model)
+    return _with_model(config, model)
+
+
+def _supervised(config: Config) -> Config:
+    """The configuration of the warm start: the same machine with loss = sft and no engines."""
+    replace = msgspec.structs.replace
+    warm = config.warm_start
+    return replace(
+        config,
+        data=replace(
+            config.data,
+            prompt_data=warm.warm_start_data or config.data.prompt_data,
+            label_key=warm.warm_start_label_key or config.data.label_key,
+            rollout_shuffle=True,
+        ),
+        rollout=replace(
+            config.rollout,
+            num_rollout=warm.warm_start_steps,
+            num_epoch=None,
+            rollout_batch_size=warm.warm_start_batch_size,
+            n_samples_per_prompt=1,
+        ),
+        train=replace(
+            config.train,
+            loss_type="sft_loss",
+            lr=warm.warm_start_lr,
+            global_batch_size=warm.warm_start_batch_size,
+            num_steps_per_rollout=1,
+        ),
+        asynchrony=replace(config.asynchrony, max_staleness=2, update_weights_interval=1),
+        eval=replace(config.eval, eval_interval=None, eval_prompt_data=()),
+        tools=replace(config.tools, tools=()),
+        checkpoint=replace(config.checkpoint, save_interval=None),
+        observe=replace(config.observe, use_tensorboard=False),
+        run=replace(config.run, scale={}),
+        stage=(),
+    )
+
+
+class Phase:
+    """One graph run to its end. A context manager: its files are closed on the way out."""
+
+    def __init__(self, config: Config, rundir: RunDir, checkpoint: Path | None, manifest: Manifest | None) -> None:
+        self.rundir, self.manifest = rundir, manifest
+        tokenizer = load_tokenizer(config.train.hf_checkpoint, config.data.chat_template_path)
+        self.prompts = load_train_prompts(config, tokenizer=tokenizer)
+        self.eos_id = tokenizer.eos_ids[0] if tokenizer.eos_ids else None
+        self.config = _with_data(config, self.prompts)
+        self.epoch = manifest.epoch + 1 if manifest else 0
+        self.snapshot = msgspec.json.decode(manifest.ledger, type=LedgerSnapshot) if manifest else None
+        self.checkpoint = checkpoint
+        self.recorder = Recorder(self.config, rundir, epoch=self.epoch, resume_step=manifest.step if manifest else None)
+
+    def __enter__(self) -> Phase:
+        self.recorder.__enter__()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.recorder.__exit__(None, None, None)
+
+    def run(self) -> str:
+        """Run it; return why it ended. Raises RunError."""
+        import uvloop
+
+        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+            return runner.run(self._main())
+
+    async def _main(self) -> str:
+        task = asyncio.current_task()
+        if task is not None:
+            task.set_name("sluice-main")
+        if self.manifest is not None and self.snapshot is not None:
+            self.recorder.journal.write(RolledBack(self.manifest.step, self.epoch, self.snapshot.next_group))
+        graph = build(self.config)
+        run_id = f"{self.rundir.sockets.name.removeprefix('sluice-')}"
+        start = self.manifest.step if self.manifest else 0
+        resume_from = str(self.checkpoint) if self.checkpoint is not None else None
+        placement = Placement(
+            self.config,
+            self.rundir,
+            graph,
+            run_id,
+            model_path=str(self.checkpoint / "hf") if self.checkpoint is not None else self.config.train.hf_checkpoint,
+            max_context=self.config.rollout.rollout_max_context_len,
+            options={
+                "train": {
+                    "start_step": start,
+                    "epoch": self.epoch,
+                    "resume_from": resume_from,
+                    "slots": str(slots_directory(run_id, self.rundir)),
+                },
+                "generate": {"max_context": self.config.rollout.rollout_max_context_len or 1 << 30},
+            },
+        )
+        placement.write_config()
+        controller = Controller(
+            self.config,
+            self.rundir,
+            graph,
+            placement,
+            self.prompts,
+            self.recorder,
+            eos_id=self.eos_id,
+            snapshot=self.snapshot,
+        )
+        await controller.run()
+        return controller.reason
+
+
+def _with_data(config: Config, prompts: PromptSet) -> Config:
+    """Fill in what only the data knows: the number of rollouts of an epoch, the grader."""
+    replace = msgspec.structs.replace
+    for line in prompts.report.lines():
+        sys.stderr.write(f"{line}\n")
+    config = replace(config, rollout=replace(config.rollout, num_rollout=num_rollout_for(config, len(prompts))))
+    if config.train.loss_type == "sft_loss":
+        return config
+    reward = config.reward
+    if reward.rm_type == "auto" and reward.custom_rm_path is None and not prompts.report.rm_types:
+        grader, why = choose_auto(prompts.report.labels)
+        sys.stderr.write(f"grader {grader}: {why}\n")
+        reward = replace(reward, rm_type=grader)
+    for name in {reward.custom_rm_path or reward.rm_type, *prompts.report.rm_types} - {"auto"}:
+        find_grader(name)
+    return replace(config, reward=reward)

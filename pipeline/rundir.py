@@ -1,0 +1,102 @@
+"""The run directory: one place for everything that a run leaves behind.
+
+    config.toml          the resolved configuration
+    metrics.jsonl        one line per rollout batch and per evaluation
+    ledger.jsonl         admissions, settlements, commits, with a checksum each
+    logs/<replica>.log   what each process printed
+    trace/, trace.json   spans of each stage, merged for Perfetto
+    tensorboard/         events
+    checkpoints/         step-NNNNNN, committed atomically; hf/ inside is a Hugging Face model
+    summary.json, learning_curve.png
+
+Invariant: a directory belongs to one live run (it is locked), and a finished run is never written over.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import shutil
+import tempfile
+from pathlib import Path
+from types import TracebackType
+from typing import IO
+
+from pipeline.errors import UsageError
+
+MIN_FREE_BYTES = 64 << 20
+
+
+def disk_error(path: Path, error: OSError) -> UsageError:
+    """One sentence for an OSError under the run directory."""
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return UsageError(f"the disk of the run directory {path} is full; free some space or choose another --run-dir")
+    return UsageError(f"the run directory {path} cannot be used: {error.strerror or error}; choose another --run-dir")
+
+
+class RunDir:
+    """Paths of one run, its lock, and a private directory for its sockets. A context manager."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path.absolute()
+        self.logs = self.path / "logs"
+        self.trace = self.path / "trace"
+        self.checkpoints = self.path / "checkpoints"
+        self.specs = self.path / "replicas"
+        self.config = self.path / "config.toml"
+        self.metrics = self.path / "metrics.jsonl"
+        self.ledger = self.path / "ledger.jsonl"
+        self.summary = self.path / "summary.json"
+        self.tensorboard = self.path / "tensorboard"
+        self.sockets = Path()
+        self._lock: IO[str] | None = None
+
+    def open(self, *, resume: bool) -> RunDir:
+        """Create and lock. Raises UsageError if the directory holds another run, is in use, or cannot be written."""
+        if not resume and self.config.exists():
+            raise UsageError(
+                f"--run-dir {self.path} already holds a run; choose another directory, or continue it with --resume {self.path}"
+            )
+        if resume and not self.config.exists():
+            raise UsageError(
+                f"--resume {self.path} holds no run (no config.toml); give the directory of an earlier run"
+            )
+        try:
+            for directory in (self.path, self.logs, self.trace, self.checkpoints, self.specs):
+                directory.mkdir(parents=True, exist_ok=True)
+            self._lock = (self.path / ".lock").open("w")
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            self._check_space()
+            runtime = os.environ.get("XDG_RUNTIME_DIR")
+            self.sockets = Path(
+                tempfile.mkdtemp(prefix="sluice-", dir=runtime if runtime and Path(runtime).is_dir() else None)
+            )
+        except BlockingIOError:
+            raise UsageError(f"--run-dir {self.path} is in use by another run; choose another directory") from None
+        except OSError as error:
+            raise disk_error(self.path, error) from error
+        return self
+
+    def _check_space(self) -> None:
+        probe = self.path / ".space"
+        try:
+            with probe.open("wb") as file:
+                os.posix_fallocate(file.fileno(), 0, MIN_FREE_BYTES)
+        finally:
+            probe.unlink(missing_ok=True)
+
+    def close(self) -> None:
+        if self.sockets != Path():
+            shutil.rmtree(self.sockets, ignore_errors=True)
+        if self._lock is not None:
+            self._lock.close()
+            self._lock = None
+
+    def __enter__(self) -> RunDir:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()

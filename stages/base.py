@@ -1,0 +1,204 @@
+"""What every stage is: cheap to construct, set up explicitly, run until its inlets end.
+
+Nearly all custom stages subclass `MapStage` and write `process(message)`; a stage on a feedback edge subclasses
+`LoopStage` and also says which samples it wants.
+
+Invariants:
+- An input is released (`done`) only after its outputs are in the next hub's custody.
+- A message whose processing raises is passed on with its samples marked failed and the reason; the run goes on.
+- All tasks live in one TaskGroup; an error that is not about one message ends the replica, and the supervisor decides.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, ClassVar, Protocol
+
+import msgspec
+
+from configs.schema import Config
+from stages.messages import RolloutSlice
+from stages.ports import Inlet, Outlet, Ports
+
+log = logging.getLogger("sluice.stages")
+
+
+class Spans(Protocol):
+    """Where a stage writes what it did and when."""
+
+    def add(
+        self, name: str, start_s: float, dur_s: float, *, group: int = -1, sample: int = -1, detail: str = ""
+    ) -> None:
+        """One span; `start_s` is unix time."""
+
+
+class Activity:
+    """Where a replica's time goes: busy, starved, blocked, stalled. The four add up to the time since the start.
+
+    Stalled (a weight update holds the engine) wins over busy, busy over blocked (waiting for a hub to accept), blocked
+    over starved (waiting for input).
+    """
+
+    def __init__(self) -> None:
+        self.seconds = {"busy": 0.0, "starved": 0.0, "blocked": 0.0, "stalled": 0.0}
+        self.items_in = self.items_out = self.failures = self.tokens = 0
+        self.extra: dict[str, float] = {}
+        self._working = self._sending = self._stalls = 0
+        self._since = time.monotonic()
+
+    @property
+    def in_flight(self) -> int:
+        return self._working + self._sending
+
+    def _state(self) -> str:
+        if self._stalls:
+            return "stalled"
+        if self._working:
+            return "busy"
+        return "blocked" if self._sending else "starved"
+
+    def settle(self) -> dict[str, float]:
+        """Bring the four sums up to now and return them."""
+        now = time.monotonic()
+        self.seconds[self._state()] += now - self._since
+        self._since = now
+        return self.seconds
+
+    @contextmanager
+    def working(self) -> Iterator[None]:
+        self.settle()
+        self._working += 1
+        try:
+            yield
+        finally:
+            self.settle()
+            self._working -= 1
+
+    @contextmanager
+    def sending(self) -> Iterator[None]:
+        """Around a `send` inside `working`: the time counts as blocked unless other work goes on."""
+        self.settle()
+        self._working -= 1
+        self._sending += 1
+        try:
+            yield
+        finally:
+            self.settle()
+            self._sending -= 1
+            self._working += 1
+
+    @contextmanager
+    def stalled(self) -> Iterator[None]:
+        self.settle()
+        self._stalls += 1
+        try:
+            yield
+        finally:
+            self.settle()
+            self._stalls -= 1
+
+
+@dataclass(frozen=True)
+class StageContext:
+    """What a stage is given at construction."""
+
+    config: Config
+    run_dir: Path
+    replica: str
+    spans: Spans
+    index: int = 0  # of this replica among `replicas`
+    replicas: int = 1
+    concurrency: int = 8
+    options: Mapping[str, Any] = field(default_factory=dict)
+    loops: tuple[str, ...] = ()  # import paths of the loop stages behind generate, in the order they are asked
+
+
+class Stage(ABC):
+    """One replica of one stage."""
+
+    def __init__(self, context: StageContext) -> None:
+        self.context = context
+        self.config = context.config
+        self.activity = Activity()
+
+    async def setup(self) -> None:
+        """Load what the stage needs. Called once, before `run`."""
+
+    async def close(self) -> None:
+        """Give back what `setup` took. Called once, also after an error."""
+
+    @abstractmethod
+    async def run(self, ports: Ports) -> None:
+        """Work until the inlets end."""
+
+    @contextmanager
+    def span(self, name: str, *, group: int = -1, sample: int = -1, detail: str = "") -> Iterator[None]:
+        start_s, clock = time.time(), time.perf_counter()
+        try:
+            yield
+        finally:
+            self.context.spans.add(
+                name, start_s, time.perf_counter() - clock, group=group, sample=sample, detail=detail
+            )
+
+
+def failed(slice_: RolloutSlice, reason: str) -> RolloutSlice:
+    """The same slice with every sample marked failed for the reason."""
+    samples = tuple(msgspec.structs.replace(s, status="failed", error=reason) for s in slice_.samples)
+    return msgspec.structs.replace(slice_, samples=samples)
+
+
+class MapStage(Stage):
+    """One message in, one message out (or None: nothing), `concurrency` of them at a time.
+
+    Write `async def process(self, message: RolloutSlice) -> RolloutSlice | None`.
+    """
+
+    inlet: ClassVar[str] = "in"
+    outlet: ClassVar[str] = "out"
+
+    @abstractmethod
+    async def process(self, message: RolloutSlice) -> RolloutSlice | None: ...
+
+    async def run(self, ports: Ports) -> None:
+        async with asyncio.TaskGroup() as tasks:
+            for _ in range(self.context.concurrency):
+                tasks.create_task(self._serve(ports.inlets[self.inlet], ports.outlets[self.outlet]))
+
+    async def _serve(self, inlet: Inlet[RolloutSlice], outlet: Outlet[RolloutSlice]) -> None:
+        """Waits for messages; ends with the inlet."""
+        name = type(self).__name__
+        while (lease := await inlet.receive()) is not None:
+            with self.activity.working():
+                self.activity.items_in += 1
+                message = lease.message
+                with self.span(name, group=message.group.group_id):
+                    try:
+                        result = await self.process(message)
+                    except Exception as error:
+                        self.activity.failures += 1
+                        log.warning("%s failed on group %d: %r", name, message.group.group_id, error, exc_info=True)
+                        result = failed(message, f"{name}: {type(error).__name__}: {error}")
+                if result is not None:
+                    with self.activity.sending():
+                        await outlet.send(result, result.key)
+                    self.activity.items_out += 1
+                lease.done()
+
+
+class LoopStage(MapStage):
+    """A stage on a feedback edge: takes samples from generate and returns them to it with more tokens (tools, agents)."""
+
+    @classmethod
+    def wants(cls, config: Config, message: RolloutSlice) -> bool:
+        """Whether this stage should continue the (single) sample of the slice. Asked in the generate stage after each turn."""
+        raise TypeError(
+            f"{cls.__name__} is used as a loop stage and must define the class method wants(config, message)"
+        )

@@ -1,0 +1,274 @@
+"""The prompts of a run: every usable row of the prompt files, by index.
+
+Invariants: indices 0 .. len - 1 number the usable rows in file order, whatever the order in which they are asked for; a
+prompt is rendered and tokenised when it is first asked for (when a length limit is set, while loading); the same row
+gives the same prompt each time; `fingerprint` changes when a usable row changes, so that a resumed run can tell.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+import msgspec
+import numpy as np
+import xxhash
+from msgspec import Struct
+
+from configs.schema.data import DataConfig
+from stages.data.errors import DataError, EmptyDataError, RowError
+from stages.data.report import BadRow, LoadReport, SourceCount
+from stages.data.rows import BadValue, Message, PromptRow, RowKeys, missing_key, parse_row
+from stages.data.sources import Source, open_source
+from stages.data.tokenizer import Tokenizer
+from stages.messages import Int32Array, wire
+
+Tokenize = Callable[[str], Sequence[int]]
+Render = Callable[[list[Message], list[Mapping[str, object]]], str]
+
+_LABEL_SAMPLES = 256
+# Tokens kept, 4 bytes each. Epochs visit prompts cyclically: then keeping the first ones is as good as any eviction.
+_CACHED_TOKENS = 64 * 1024 * 1024
+
+
+_NO_IDS = wire((), Int32Array)
+
+
+class PreparedPrompt(Struct, frozen=True):
+    """One prompt, ready to be admitted as a group."""
+
+    prompt: str
+    prompt_ids: Int32Array  # [P], P >= 1
+    label: str | None
+    metadata: str  # JSON object
+    tools: str  # JSON list: the run's tools, then the row's own
+    label_ids: Int32Array = _NO_IDS  # [L], filled where labels are what is learnt
+
+
+class PromptSet:
+    """All usable prompts of the given files; build it with `load` or `open`."""
+
+    def __init__(self, prepare: _Preparer, keys: RowKeys, sources: Sequence[Source], need_labels: bool) -> None:
+        self.report = LoadReport()
+        self.fingerprint = ""
+        self._prepare = prepare
+        self._keys = keys
+        self._need_labels = need_labels
+        self._sources = sources
+        self._source_of = np.empty(0, np.int32)  # [len] position in `sources`
+        self._row_of = np.empty(0, np.int64)  # [len] row in that source
+        self._cache: dict[int, PreparedPrompt] = {}
+        self._cached_tokens = 0
+
+    @classmethod
+    def open(
+        cls,
+        config: DataConfig,
+        tokenizer: Tokenizer,
+        *,
+        paths: Sequence[str] | None = None,
+        tools: Sequence[Mapping[str, object]] = (),
+        max_prompt_tokens: int | None = None,
+        tokenize_labels: bool = False,
+    ) -> PromptSet:
+        """`load` with a tokenizer. Plain text gets special tokens (BOS), a rendered chat has its own."""
+        kwargs = config.apply_chat_template_kwargs
+
+        def render(messages: list[Message], offered: list[Mapping[str, object]]) -> str:
+            return tokenizer.apply_chat_template(messages, offered or None, **kwargs)
+
+        return cls.load(
+            config.prompt_data if paths is None else paths,
+            config,
+            lambda text: tokenizer.encode(text, add_special_tokens=True),
+            render if tokenizer.has_chat_template else None,
+            tokenize_rendered=tokenizer.encode,
+            tools=tools,
+            max_prompt_tokens=max_prompt_tokens,
+            tokenize_labels=tokenize_labels,
+        )
+
+    @classmethod
+    def load(
+        cls,
+        paths: Sequence[str],
+        config: DataConfig,
+        tokenize: Tokenize,
+        render: Render | None = None,
+        *,
+        tokenize_rendered: Tokenize | None = None,
+        tools: Sequence[Mapping[str, object]] = (),
+        max_prompt_tokens: int | None = None,
+        tokenize_labels: bool = False,
+    ) -> PromptSet:
+        """Read and check all rows of `paths` (`path@[a:b]`).
+
+        `render(messages, tools)` applies the chat template. `max_prompt_tokens` is a limit of the run (its context
+        length), used when the configuration sets none. `tokenize_labels` fills `label_ids`, for supervised training;
+        rows without a label are then skipped. Raises DataError.
+        """
+        if not paths:
+            raise EmptyDataError("prompt_data is empty: name at least one prompt file, as in --prompt-data train.jsonl")
+        if config.apply_chat_template and render is None:
+            raise DataError(
+                "apply_chat_template is set, but the tokenizer has no chat template; "
+                "give one with --chat-template-path, or leave apply_chat_template off"
+            )
+        limit = config.rollout_max_prompt_len if config.rollout_max_prompt_len is not None else max_prompt_tokens
+        keys = RowKeys(config.input_key, config.label_key, config.metadata_key, config.tool_key)
+        prepare = _Preparer(
+            config.apply_chat_template, tokenize, tokenize_rendered or tokenize, render, tools, tokenize_labels
+        )
+        loaded = cls(prepare, keys, [open_source(path, keys.wanted()) for path in paths], tokenize_labels)
+        loaded._read_all(paths, limit, config.strict_data)
+        return loaded
+
+    def __len__(self) -> int:
+        return len(self._row_of)
+
+    def get(self, index: int) -> PreparedPrompt:
+        """The prompt of an index. Raises RowError if its chat template fails or its file changed since loading."""
+        kept = self._cache.get(index)
+        if kept is not None:
+            return kept
+        source = self._sources[int(self._source_of[index])]
+        row = int(self._row_of[index])
+        try:
+            prepared = self._prepare(parse_row(source.row(row), self._keys, source.columns))
+        except (BadValue, RowError) as error:
+            raise RowError(f"{source.file}:{source.line(row)}: {_reason(error)}") from None
+        self._keep(index, prepared)
+        return prepared
+
+    def _keep(self, index: int, prepared: PreparedPrompt) -> None:
+        if self._cached_tokens + len(prepared.prompt_ids) <= _CACHED_TOKENS:
+            self._cached_tokens += len(prepared.prompt_ids)
+            self._cache[index] = prepared
+
+    def _read_all(self, paths: Sequence[str], limit: int | None, strict: bool) -> None:
+        source_of: list[int] = []
+        row_of: list[int] = []
+        digest = xxhash.xxh3_64()
+        for position, (path, source) in enumerate(zip(paths, self._sources, strict=True)):
+            count = SourceCount(path, rows=len(source))
+            self.report.sources.append(count)
+            for row in range(len(source)):
+                try:
+                    parsed = self._admit(source.row(row), source.columns, limit, len(row_of))
+                except (BadValue, RowError) as error:
+                    self._skip(source, row, error, strict)
+                    continue
+                source_of.append(position)
+                row_of.append(row)
+                count.kept += 1
+                digest.update(msgspec.json.encode((parsed.prompt, parsed.label, parsed.metadata, parsed.tools)))
+        self._source_of = np.array(source_of, np.int32)
+        self._row_of = np.array(row_of, np.int64)
+        self.fingerprint = digest.hexdigest()
+        self._refuse_useless()
+
+    def _admit(self, row: object, columns: Sequence[str] | None, limit: int | None, index: int) -> PromptRow:
+        """Check one row; raise BadValue if it is not usable. Counts what the report wants to know."""
+        parsed = parse_row(row, self._keys, columns)
+        if parsed.label is None and self._need_labels:
+            raise BadValue("missing key", f"no label {self._keys.label!r}, which is what supervised training learns")
+        # The first prompt is prepared even without a limit: a chat template that always fails shows at the start.
+        if limit is not None or index == 0:
+            prepared = self._prepare(parsed)
+            n_tokens = len(prepared.prompt_ids)
+            if limit is not None and n_tokens > limit:
+                raise BadValue("too long", f"the prompt has {n_tokens} tokens, above the limit of {limit}")
+            self.report.longest_tokens = max(self.report.longest_tokens, n_tokens)
+            self._keep(index, prepared)
+        if parsed.label is None:
+            self.report.unlabelled += 1
+        elif len(self.report.labels) < _LABEL_SAMPLES:
+            self.report.labels.append(parsed.label)
+        if parsed.rm_type is not None:
+            self.report.rm_types[parsed.rm_type] = self.report.rm_types.get(parsed.rm_type, 0) + 1
+        return parsed
+
+    def _skip(self, source: Source, row: int, error: BadValue | RowError, strict: bool) -> None:
+        kind = error.kind if isinstance(error, BadValue) else "bad json"
+        bad = BadRow(source.file, source.line(row), _reason(error), kind)
+        # A long prompt is a fact of good data, which the limit is there to filter; it is no malformed row.
+        if strict and kind != "too long":
+            raise RowError(f"{bad}; correct the row, or leave strict_data off to skip such rows")
+        self.report.skip(bad)
+
+    def _refuse_useless(self) -> None:
+        report, keys = self.report, self._keys
+        if not len(self):
+            first = f"; first: {report.bad_rows[0]}" if report.bad_rows else ""
+            specs = ", ".join(source.spec for source in report.sources)
+            raise EmptyDataError(
+                f"no usable prompt in {specs}: all {report.rows} rows were skipped ({report.skip_histogram()}){first}"
+            )
+        if keys.label is not None and report.unlabelled == report.kept:
+            source, row = self._sources[int(self._source_of[0])], int(self._row_of[0])
+            first_row = source.row(row)
+            names = list(source.columns or (first_row if isinstance(first_row, dict) else ()))
+            raise DataError(
+                f"label_key is {keys.label!r}, but none of the {report.kept} usable rows has a label; "
+                f"{source.file}:{source.line(row)}: {missing_key(keys.label, names).reason}"
+            )
+
+
+class _Preparer:
+    """Renders and tokenises checked rows."""
+
+    def __init__(
+        self,
+        wrap_text: bool,
+        tokenize: Tokenize,
+        tokenize_rendered: Tokenize,
+        render: Render | None,
+        tools: Sequence[Mapping[str, object]],
+        tokenize_labels: bool,
+    ) -> None:
+        self._tokenize_labels = tokenize_labels
+        self._wrap_text = wrap_text
+        self._tokenize = tokenize
+        self._tokenize_rendered = tokenize_rendered
+        self._render = render
+        self._tools = tuple(tools)
+
+    def __call__(self, row: PromptRow) -> PreparedPrompt:
+        """Raises BadValue if the template refuses the messages or no token comes out."""
+        tools: list[Mapping[str, object]] = [*self._tools]
+        if row.tools != "[]":
+            tools.extend(msgspec.json.decode(row.tools))
+        if isinstance(row.prompt, str) and not self._wrap_text:
+            text, ids = row.prompt, self._tokenize(row.prompt)
+        else:
+            text = self._rendered(row.prompt, tools)
+            ids = self._tokenize_rendered(text)
+        if not len(ids):
+            raise BadValue("empty prompt", "the prompt has no tokens")
+        encoded_tools = row.tools if not self._tools else msgspec.json.encode(tools).decode()
+        label_ids = _frozen(self._tokenize_rendered(row.label or "")) if self._tokenize_labels else _NO_IDS
+        return PreparedPrompt(text, _frozen(ids), row.label, row.metadata, encoded_tools, label_ids)
+
+    def _rendered(self, prompt: str | list[Message], tools: list[Mapping[str, object]]) -> str:
+        if self._render is None:
+            raise BadValue(
+                "template",
+                "the prompt is a list of chat messages, but the tokenizer has no chat template; "
+                "give one with --chat-template-path",
+            )
+        messages: list[Message] = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+        try:
+            return self._render(messages, tools)
+        except Exception as error:  # a template is a program of the checkpoint: whatever it raises concerns this row
+            raise BadValue(
+                "template", f"the chat template refuses the messages ({type(error).__name__}: {error})"
+            ) from None
+
+
+def _frozen(ids: Sequence[int]) -> Int32Array:
+    array = wire(ids, Int32Array)
+    array.flags.writeable = False  # one array is handed to every group of this prompt
+    return array
+
+
+def _reason(error: BadValue | RowError) -> str:
+    return error.reason if isinstance(error, BadValue) else str(error)

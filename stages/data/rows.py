@@ -1,0 +1,172 @@
+"""One decoded row becomes a checked prompt record: prompt, label, metadata, tools.
+
+Invariants: nothing here raises anything but `BadValue`, whose text names the key and what was found; a label is text or
+None; metadata is a JSON object and tools a JSON list, both as text, so that they travel unchanged.
+"""
+
+from __future__ import annotations
+
+import difflib
+import math
+from collections.abc import Mapping, Sequence
+
+import msgspec
+from msgspec import Struct
+
+from stages.data.report import SkipKind
+
+Message = dict[str, object]
+
+_ROLES_HINT = "a message is an object with a text 'role' and a text 'content'"
+
+
+class BadValue(Exception):
+    """Why a row cannot become a prompt."""
+
+    def __init__(self, kind: SkipKind, reason: str) -> None:
+        super().__init__(kind, reason)
+        self.kind = kind
+        self.reason = reason
+
+
+class RowKeys(Struct, frozen=True):
+    """The fields to read from a row."""
+
+    input: str
+    label: str | None
+    metadata: str
+    tools: str
+
+    def wanted(self) -> tuple[str, ...]:
+        names = (self.input, self.label, self.metadata, self.tools)
+        return tuple(dict.fromkeys(name for name in names if name is not None))
+
+
+class PromptRow(Struct, frozen=True):
+    """A checked row. `prompt` is text, or chat messages that are yet to be rendered."""
+
+    prompt: str | list[Message]
+    label: str | None
+    metadata: str  # JSON object
+    tools: str  # JSON list
+    rm_type: str | None  # metadata.rm_type
+
+
+def parse_row(row: object, keys: RowKeys, columns: Sequence[str] | None = None) -> PromptRow:
+    """Check one row. `columns` are the names of all fields of a table of which only some were read."""
+    if not isinstance(row, Mapping):
+        raise BadValue("wrong type", f"the row is {_kind(row)}, not an object with the key {keys.input!r}")
+    if row.get(keys.input) is None:
+        raise missing_key(keys.input, list(columns or row))
+    metadata, rm_type = _metadata(row.get(keys.metadata), keys.metadata)
+    return PromptRow(
+        prompt=_prompt(row[keys.input], keys.input),
+        label=None if keys.label is None else label_text(row.get(keys.label), keys.label),
+        metadata=metadata,
+        tools=_tools(row.get(keys.tools), keys.tools),
+        rm_type=rm_type,
+    )
+
+
+def missing_key(key: str, available: Sequence[str]) -> BadValue:
+    """Says which keys there are, and which of them was probably meant."""
+    near = difflib.get_close_matches(key, available, n=1, cutoff=0.5)
+    guess = f"; did you mean {near[0]!r}?" if near else ""
+    listed = ", ".join(available[:20]) or "none"
+    return BadValue("missing key", f"no key {key!r} (or it is null); keys here: {listed}{guess}")
+
+
+def label_text(value: object, key: str = "label") -> str | None:
+    """Text as it is; numbers and booleans as JSON writes them; lists and objects as JSON; null as None."""
+    if value is None or isinstance(value, str):
+        return value
+    if isinstance(value, float) and not math.isfinite(value):
+        raise BadValue("wrong type", f"the label {key!r} is {value}, which is not a number that can be compared")
+    return _json_text(value, key)
+
+
+def _prompt(value: object, key: str) -> str | list[Message]:
+    if isinstance(value, str):
+        if not value.strip():
+            raise BadValue("empty prompt", f"the prompt {key!r} is empty")
+        return value
+    if not isinstance(value, list):
+        raise BadValue(
+            "wrong type", f"the prompt {key!r} is {_kind(value)}; it must be text or a list of chat messages"
+        )
+    if not value:
+        raise BadValue("empty prompt", f"the prompt {key!r} is an empty list of messages")
+    return [_message(item, key, position) for position, item in enumerate(value)]
+
+
+def _message(item: object, key: str, position: int) -> Message:
+    where = f"message {position} of the prompt {key!r}"
+    if not isinstance(item, dict):
+        raise BadValue("wrong type", f"{where} is {_kind(item)}; {_ROLES_HINT}")
+    role, content = item.get("role"), item.get("content")
+    if not isinstance(role, str) or not role:
+        raise BadValue("wrong type", f"{where} has no text 'role'; {_ROLES_HINT}")
+    if content is None and not item.get("tool_calls"):
+        raise BadValue("wrong type", f"{where} ({role}) has neither 'content' nor 'tool_calls'; {_ROLES_HINT}")
+    if content is not None and not isinstance(content, str | list):
+        raise BadValue("wrong type", f"{where} ({role}) has {_kind(content)} as 'content'; {_ROLES_HINT}")
+    return item
+
+
+def _metadata(value: object, key: str) -> tuple[str, str | None]:
+    """(JSON object as text, its rm_type)."""
+    if value is None:
+        return "{}", None
+    if isinstance(value, str):
+        value = _decoded(value, key, "an object")
+    if not isinstance(value, dict):
+        raise BadValue("wrong type", f"the metadata {key!r} is {_kind(value)}; it must be an object")
+    rm_type = value.get("rm_type")
+    if rm_type is not None and not isinstance(rm_type, str):
+        raise BadValue("wrong type", f"{key}.rm_type is {_kind(rm_type)}; it must be the name of a grader")
+    return _json_text(value, key), rm_type
+
+
+def _tools(value: object, key: str) -> str:
+    if value is None or value == "":
+        return "[]"
+    if isinstance(value, str):
+        value = _decoded(value, key, "a list")
+    if not isinstance(value, list):
+        raise BadValue("wrong type", f"the tools {key!r} are {_kind(value)}; they must be a list of tool schemas")
+    for position, tool in enumerate(value):
+        if not isinstance(tool, dict):
+            raise BadValue("wrong type", f"tool {position} of {key!r} is {_kind(tool)}; it must be a schema object")
+    return _json_text(value, key)
+
+
+def _decoded(text: str, key: str, wanted: str) -> object:
+    try:
+        value: object = msgspec.json.decode(text)
+    except (msgspec.DecodeError, UnicodeError, RecursionError):
+        raise BadValue(
+            "wrong type", f"{key!r} is text that is not JSON; it must be {wanted} or the JSON text of one"
+        ) from None
+    return value
+
+
+def _json_text(value: object, key: str) -> str:
+    try:
+        return msgspec.json.encode(value).decode()
+    except (TypeError, ValueError, RecursionError) as error:
+        raise BadValue("wrong type", f"the value of {key!r} cannot be written as JSON ({error})") from None
+
+
+def _kind(value: object) -> str:
+    """A JSON word for the type of a value, with an article."""
+    names: tuple[tuple[type, str], ...] = (
+        (bool, "a boolean"),
+        (str, "text"),
+        (int, "a number"),
+        (float, "a number"),
+        (list, "a list"),
+        (dict, "an object"),
+    )
+    if value is None:
+        return "null"
+    return next((name for kind, name in names if isinstance(value, kind)), f"a {type(value).__name__}")

@@ -1,0 +1,247 @@
+"""Row sources: JSONL, Parquet and Hugging Face dataset directories behind one small interface, with slices.
+
+Invariants: a source never holds decoded rows, only offsets (JSONL) or Arrow columns (tables); the order of rows is the
+order in the file; a slice follows Python's rules and is applied before anything is filtered or shuffled.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Protocol
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from stages.data.errors import RowError, SourceError
+
+_SLICED = re.compile(r"(?P<path>.*)@\[(?P<body>[^\[\]]*)\]", re.DOTALL)
+_BOUNDS = re.compile(r"\s*(?P<start>[+-]?\d+)?\s*:\s*(?P<stop>[+-]?\d+)?\s*")
+_JSONL = (".jsonl", ".ndjson", ".json")
+_FORMATS = "JSONL (.jsonl, .ndjson, .json), Parquet (.parquet) or a Hugging Face dataset directory"
+
+
+class Source(Protocol):
+    """Rows by index. `row` raises RowError for a row that cannot be read; its siblings stay readable."""
+
+    file: str
+
+    @property
+    def columns(self) -> Sequence[str] | None:
+        """All field names of a table; None where each row has its own."""
+
+    def __len__(self) -> int: ...
+
+    def row(self, index: int) -> object: ...
+
+    def line(self, index: int) -> int:
+        """1-based line (text) or row (table) of the index, for messages."""
+
+
+def parse_spec(spec: str) -> tuple[str, slice]:
+    """Split `path@[a:b]` into path and slice; without a slice, all rows."""
+    matched = _SLICED.fullmatch(spec)
+    if matched is None:
+        return spec, slice(None)
+    bounds = _BOUNDS.fullmatch(matched["body"])
+    if bounds is None:
+        raise SourceError(
+            f"prompt_data {spec!r}: the slice [{matched['body']}] is not of the form [a:b]; "
+            "write two integers, each of which may be left out or negative, as in train.jsonl@[0:1000]"
+        )
+    start, stop = (None if bounds[name] is None else int(bounds[name]) for name in ("start", "stop"))
+    return matched["path"], slice(start, stop)
+
+
+def open_source(spec: str, keys: Sequence[str]) -> Source:
+    """Open one entry of `prompt_data`. Of a table only the columns in `keys` are read."""
+    path, rows = parse_spec(spec)
+    source = _open_path(spec, path, keys)
+    chosen = range(len(source))[rows]
+    if not chosen:
+        what = "the file has no rows" if not len(source) else f"the slice of {len(source)} rows is empty"
+        raise SourceError(f"prompt_data {spec!r}: {what}; choose a range that holds at least one row")
+    return source if len(chosen) == len(source) else Sliced(source, chosen)
+
+
+def _open_path(spec: str, path: str, keys: Sequence[str]) -> Source:
+    where = Path(path).expanduser()
+    if where.is_dir():
+        return open_dataset(path, where, keys)
+    if not where.exists():
+        raise SourceError(
+            f"prompt_data {spec!r}: there is no file or directory {str(where)!r} (current directory "
+            f"{os.getcwd()!r}); give the path of {_FORMATS}"
+        )
+    suffix = where.suffix.lower()
+    if suffix in _JSONL:
+        return JsonLines(path, where)
+    if suffix in (".parquet", ".pq"):
+        return open_parquet(path, where, keys)
+    raise SourceError(f"prompt_data {spec!r}: the suffix {suffix!r} names no known format; use {_FORMATS}")
+
+
+class Sliced:
+    """A range of another source's rows."""
+
+    def __init__(self, source: Source, rows: range) -> None:
+        self.file = source.file
+        self._source = source
+        self._rows = rows
+
+    @property
+    def columns(self) -> Sequence[str] | None:
+        return self._source.columns
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def row(self, index: int) -> object:
+        return self._source.row(self._rows[index])
+
+    def line(self, index: int) -> int:
+        return self._source.line(self._rows[index])
+
+
+class JsonLines:
+    """One JSON value per line, found by byte offset. Blank lines are no rows; a UTF-8 byte order mark is skipped."""
+
+    columns = None
+
+    def __init__(self, file: str, path: Path) -> None:
+        self.file = file
+        self._handle = path.open("rb")
+        self._starts, self._ends, self._lines = self._scan()
+        self._decoder = msgspec.json.Decoder()
+
+    def _scan(self) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+        starts, ends, lines = [], [], []
+        offset = 3 if self._handle.read(3) == b"\xef\xbb\xbf" else 0
+        self._handle.seek(offset)
+        for number, line in enumerate(self._handle, start=1):
+            if not line.isspace():
+                starts.append(offset)
+                ends.append(offset + len(line))
+                lines.append(number)
+            offset += len(line)
+        if starts and self._looks_pretty_printed(starts[0]):
+            raise SourceError(
+                f"prompt file {self.file!r} is one JSON document over several lines; write one JSON object per line"
+            )
+        return np.array(starts, np.int64), np.array(ends, np.int64), np.array(lines, np.int64)
+
+    def _looks_pretty_printed(self, start: int) -> bool:
+        """A first line of a lone bracket is what an indented JSON document begins with."""
+        return os.pread(self._handle.fileno(), 64, start).split(b"\n", 1)[0].strip() in (b"[", b"{")
+
+    def __len__(self) -> int:
+        return len(self._starts)
+
+    def row(self, index: int) -> object:
+        start, end = int(self._starts[index]), int(self._ends[index])
+        # pread has no file position, so that rows may be read from several threads.
+        data = os.pread(self._handle.fileno(), end - start, start)
+        try:
+            row: object = self._decoder.decode(data)
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+            raise RowError(f"not valid JSON ({error})") from None
+        return row
+
+    def line(self, index: int) -> int:
+        return int(self._lines[index])
+
+
+class ArrowTable:
+    """Rows of a pyarrow Table, decoded one at a time, without the nulls that stand for absent fields of structs."""
+
+    def __init__(self, file: str, table: object, columns: Sequence[str]) -> None:
+        self.file = file
+        self.columns: Sequence[str] | None = tuple(columns)
+        self._table = table
+        self._arrays = {name: table.column(name) for name in table.column_names}  # type: ignore[attr-defined]
+
+    def __len__(self) -> int:
+        return int(self._table.num_rows)  # type: ignore[attr-defined]
+
+    def row(self, index: int) -> object:
+        return without_nulls({name: array[index].as_py() for name, array in self._arrays.items()})
+
+    def line(self, index: int) -> int:
+        return index + 1
+
+
+class DatasetRows:
+    """Rows of a `datasets.Dataset` on disk, memory-mapped by that library."""
+
+    def __init__(self, file: str, dataset: object, columns: Sequence[str]) -> None:
+        self.file = file
+        self.columns: Sequence[str] | None = tuple(columns)
+        self._dataset = dataset
+
+    def __len__(self) -> int:
+        return len(self._dataset)  # type: ignore[arg-type]
+
+    def row(self, index: int) -> object:
+        return without_nulls(dict(self._dataset[index]))  # type: ignore[index]
+
+    def line(self, index: int) -> int:
+        return index + 1
+
+
+def without_nulls(value: object) -> object:
+    """The value without null fields at any depth: tables store a missing field of a struct as null."""
+    if isinstance(value, dict):
+        return {key: without_nulls(item) for key, item in value.items() if item is not None}
+    if isinstance(value, list):
+        return [without_nulls(item) for item in value]
+    return value
+
+
+def open_parquet(file: str, path: Path, keys: Sequence[str]) -> Source:
+    """The wanted columns of a Parquet file as Arrow memory (compact, no Python objects)."""
+    import pyarrow
+    import pyarrow.parquet as parquet
+
+    try:
+        columns = parquet.read_schema(path).names
+        table = parquet.read_table(path, columns=[key for key in keys if key in columns])
+    except (pyarrow.ArrowException, OSError) as error:
+        raise SourceError(
+            f"prompt file {file!r} cannot be read as Parquet ({error}); check the file or its suffix"
+        ) from error
+    if not table.column_names:
+        # A table without columns has no rows: keep one column, so that the missing key is reported and not emptiness.
+        table = parquet.read_table(path, columns=columns[:1])
+    return ArrowTable(file, table, columns)
+
+
+def open_dataset(file: str, path: Path, keys: Sequence[str]) -> Source:
+    """A directory written by `Dataset.save_to_disk`."""
+    if (path / "dataset_dict.json").exists():
+        splits = sorted(entry.name for entry in path.iterdir() if (entry / "dataset_info.json").exists())
+        raise SourceError(
+            f"prompt_data {file!r} holds several splits ({', '.join(splits)}); name one, "
+            f"as in {file.rstrip('/')}/{splits[0] if splits else 'train'}"
+        )
+    if not (path / "dataset_info.json").exists():
+        raise SourceError(
+            f"prompt_data {file!r} is a directory, but not one written by Dataset.save_to_disk (no dataset_info.json); "
+            f"give a single file, or {_FORMATS}"
+        )
+    try:
+        import datasets
+    except ImportError as error:
+        raise SourceError(
+            f"prompt_data {file!r} is a Hugging Face dataset directory, which needs the package `datasets`; "
+            "install it, or export the data to Parquet"
+        ) from error
+    try:
+        dataset = datasets.load_from_disk(str(path))
+    except Exception as error:  # the library raises many kinds; all of them mean that the directory is unusable
+        raise SourceError(f"prompt_data {file!r} cannot be loaded as a dataset directory ({error})") from error
+    columns = list(dataset.column_names)
+    wanted = [key for key in keys if key in columns]
+    return DatasetRows(file, dataset.select_columns(wanted or columns[:1]), columns)

@@ -1,0 +1,60 @@
+"""Graders of the user, by import path `package.module:function`.
+
+The function is called as `function(response, label, metadata)`, with text, text or None, and the row's metadata as a
+dict. It returns a number, a dict with `score`, or a Grade.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import inspect
+import re
+from collections.abc import Callable, Mapping
+
+import msgspec
+
+from stages.graders.errors import UnknownGraderError
+from stages.graders.grade import Grade, GradeRequest, as_grade
+
+IMPORT_PATH = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
+
+Function = Callable[[str, str | None, Mapping[str, object]], object]
+
+
+def import_function(path: str) -> Function:
+    """The grader function of an import path. Raises UnknownGraderError, also for a signature that cannot be called."""
+    module_name, _, name = path.partition(":")
+    try:
+        module = importlib.import_module(module_name)
+    except Exception as error:  # the module is the user's program: whatever its import raises is reported with its type
+        raise UnknownGraderError(
+            f"grader {path!r}: importing {module_name!r} failed ({type(error).__name__}: {error}); "
+            "check the name, and that its directory is on PYTHONPATH"
+        ) from error
+    function = getattr(module, name, None)
+    if not callable(function):
+        raise UnknownGraderError(
+            f"grader {path!r}: {module_name!r} has no function {name!r}; check the name after the colon"
+        )
+    if inspect.iscoroutinefunction(function):
+        raise UnknownGraderError(
+            f"grader {path!r} is an async function; graders run in processes, so write a plain function"
+        )
+    # A builtin has no readable signature (ValueError): calling it will tell.
+    with contextlib.suppress(ValueError):
+        try:
+            inspect.signature(function).bind("response", "label", {})
+        except TypeError as error:
+            raise UnknownGraderError(
+                f"grader {path!r} cannot be called as function(response, label, metadata) ({error}); "
+                "take these three arguments"
+            ) from error
+    found: Function = function
+    return found
+
+
+def grade_custom(function: Function, request: GradeRequest) -> Grade:
+    """Call the user's function; what it raises is for the caller to attribute."""
+    metadata: dict[str, object] = msgspec.json.decode(request.metadata, type=dict[str, object])
+    return as_grade(function(request.response, request.label, metadata))

@@ -1,0 +1,69 @@
+"""What the pool and a worker process say to each other, and the frames it travels in.
+
+A frame is a 4-byte little-endian length and that many bytes of msgpack. The worker's first frame is empty: it is ready.
+Beside the frames, the worker keeps two 64-bit integers in shared memory: [0] the position in the chunk that it is
+working on (or LOADING, IDLE), [1] when it began with that (monotonic clock, ns, one clock for all processes of a
+machine). It writes [1] before [0], so that a reader never sees a new position with an old time.
+"""
+
+from __future__ import annotations
+
+import struct
+
+import msgspec
+from msgspec import Struct
+
+from stages.graders.grade import Grade, GradeRequest, clean
+
+LENGTH = struct.Struct("<I")
+PROGRESS_BYTES = 16
+LOADING = -1  # importing a grader that was not used before
+IDLE = -2
+
+
+class Work(Struct, array_like=True):
+    """A chunk to grade in order, or (then empty) a grader's name to check."""
+
+    items: list[GradeRequest]
+    check: str = ""
+
+
+class Reply(Struct, array_like=True):
+    """The next grades of the chunk. A worker that retires ends the chunk early, and grades nothing more."""
+
+    grades: list[Grade]
+    done: bool
+    retire: bool = False
+    seconds: float = 0.0  # the whole chunk took, set when done
+
+
+_encoder = msgspec.msgpack.Encoder()
+decode_work = msgspec.msgpack.Decoder(Work).decode
+decode_reply = msgspec.msgpack.Decoder(Reply).decode
+
+
+def frame(message: Work | Reply) -> bytes:
+    """A message as a frame."""
+    buffer = bytearray(LENGTH.size)
+    _encoder.encode_into(message, buffer, LENGTH.size)
+    LENGTH.pack_into(buffer, 0, len(buffer) - LENGTH.size)
+    return bytes(buffer)
+
+
+def work_frame(items: list[GradeRequest]) -> bytes:
+    """A chunk as a frame; text that is no valid Unicode is repaired, and only then looked at one by one."""
+    try:
+        return frame(Work(items))
+    except UnicodeEncodeError:
+        return frame(Work([_repaired(item) for item in items]))
+
+
+def _repaired(item: GradeRequest) -> GradeRequest:
+    return GradeRequest(
+        clean(item.grader),
+        clean(item.response),
+        None if item.label is None else clean(item.label),
+        clean(item.metadata),
+        item.n_tokens,
+        item.seed,
+    )

@@ -1,0 +1,127 @@
+"""The messages of grading, and how whatever a grader returns becomes one.
+
+Invariants: a score is finite; a grade with an error carries the score 0.0, which nobody may train on; text in a grade
+is valid Unicode (lone surrogates are replaced), so that it can be written to any wire or log.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Literal
+
+import msgspec
+from msgspec import Struct
+
+EXTRACTED_CHARS = 1024
+_REASON_CHARS = 500
+
+
+class GradeRequest(Struct, frozen=True, array_like=True):
+    """One response to grade."""
+
+    grader: str  # "gsm8k", "length:100", "boxed_exact", "package.module:function"
+    response: str
+    label: str | None = None
+    metadata: str = "{}"  # JSON object of the row
+    n_tokens: int = 0  # of the response
+    seed: int = 0  # f(run seed, sample id), for graders that draw
+
+
+class Grade(Struct, frozen=True, array_like=True):
+    """What a grader said, or why it could not (then `error` is set, and the score means nothing)."""
+
+    score: float
+    is_correct: bool | None = None
+    parts: dict[str, float] = {}
+    extracted: str | None = None  # the answer that was compared
+    error: str | None = None
+    status: Literal["ok", "timeout", "error"] = "ok"
+
+
+def failed(reason: str, status: Literal["timeout", "error"] = "error") -> Grade:
+    """A grade that says why there is none."""
+    return Grade(0.0, error=clean(reason)[:_REASON_CHARS], status=status)
+
+
+def judged(correct: bool, extracted: str | None) -> Grade:
+    """1.0 or 0.0, with the answer that was found."""
+    shown = None if extracted is None else clean(extracted[:EXTRACTED_CHARS])
+    return Grade(1.0 if correct else 0.0, correct, extracted=shown)
+
+
+def clean(text: str) -> str:
+    """The text with lone surrogates replaced by question marks."""
+    if text.isascii():
+        return text
+    return text.encode("utf-8", "replace").decode("utf-8")
+
+
+def text_of(value: object) -> str | None:
+    """Labels and responses are text; a number, list or object that strayed here is written as JSON."""
+    if value is None or isinstance(value, str):
+        return value
+    try:
+        return msgspec.json.encode(value).decode()
+    except (TypeError, ValueError, RecursionError):
+        return str(value)
+
+
+def as_grade(value: object) -> Grade:
+    """Accept a number, a mapping with `score`, or a Grade; anything else is a failed grade that says what is wrong.
+
+    Of a mapping, `is_correct` (boolean) and `extracted` (text) are kept as such, every other number becomes a part.
+    """
+    if isinstance(value, Grade):
+        return _checked(value)
+    if isinstance(value, Mapping):
+        return _from_mapping(value)
+    number = _number(value)
+    if number is None:
+        return failed(
+            f"the grader returned {type(value).__name__}; it must return a number, a dict with 'score', or a Grade"
+        )
+    return _checked(Grade(number))
+
+
+def _from_mapping(value: Mapping[object, object]) -> Grade:
+    score = _number(value.get("score"))
+    if score is None:
+        found = ", ".join(str(key) for key in list(value)[:20]) or "none"
+        return failed(f"the grader's dict needs a number under 'score'; its keys: {found}")
+    correct, extracted = value.get("is_correct"), value.get("extracted")
+    if correct is not None and not isinstance(correct, bool):
+        return failed(f"'is_correct' in the grader's dict is {type(correct).__name__}; it must be a bool or None")
+    parts: dict[str, float] = {}
+    for key, item in value.items():
+        if key in ("score", "is_correct", "extracted"):
+            continue
+        number = _number(item)
+        if number is None:
+            return failed(f"{key!r} in the grader's dict is {type(item).__name__}; every part must be a number")
+        parts[clean(str(key))] = number
+    shown = None if extracted is None else clean(str(extracted)[:EXTRACTED_CHARS])
+    return _checked(Grade(score, correct, parts, shown))
+
+
+def _checked(grade: Grade) -> Grade:
+    if grade.error is not None:
+        return failed(grade.error, "timeout" if grade.status == "timeout" else "error")
+    for name, number in (("score", grade.score), *grade.parts.items()):
+        if not math.isfinite(number):
+            return failed(f"{name!r} is {number}; a grade must be a finite number")
+    return grade
+
+
+def _number(value: object) -> float | None:
+    """The value as a float, if it is one number (also of numpy or torch) and no text."""
+    if isinstance(value, bool | int | float):
+        try:
+            return float(value)
+        except OverflowError:
+            return math.inf
+    item = getattr(value, "item", None)
+    if callable(item) and getattr(value, "size", 1) in (1, None):
+        scalar = item()
+        return float(scalar) if isinstance(scalar, bool | int | float) else None
+    return None

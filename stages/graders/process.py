@@ -1,0 +1,246 @@
+"""One grader process as the pool sees it: start, a chunk at a time, deadline, kill.
+
+Invariants: a process serves one chunk at a time; after a fault (or a cancelled chunk) it is dead and never used again;
+the deadline is measured per item and enforced from here, so that no grader can evade it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import mmap
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections import deque
+from typing import Literal
+
+from msgspec import Struct
+
+from stages.graders.errors import PoolError
+from stages.graders.frames import LENGTH, LOADING, PROGRESS_BYTES, Reply, Work, decode_reply, frame, work_frame
+from stages.graders.grade import Grade, GradeRequest
+from stages.graders.synthetic import IN_WORKER_VARIABLE
+
+LOAD_LIMIT_S = 120.0  # to start Python, and to import a grader's module
+_POLL_S = 0.005
+
+
+class Fault(Struct, frozen=True):
+    """Why a process did not finish its chunk."""
+
+    position: int  # in the chunk, of the item that is to blame
+    kind: Literal["timeout", "crash"]
+    reason: str
+
+
+class ChunkResult(Struct, frozen=True):
+    """Grades of the first items of a chunk; all of them unless there is a fault or the process retired."""
+
+    grades: list[Grade]
+    fault: Fault | None
+    seconds: float
+
+
+class _Frames(asyncio.Protocol):
+    """Cuts the byte stream into frames; `next` waits for one, and is unblocked by a frame or the end of the stream."""
+
+    def __init__(self) -> None:
+        self._buffer = bytearray()
+        self._ready: deque[bytes] = deque()
+        self._waiter: asyncio.Future[None] | None = None
+        self.closed = False
+
+    def data_received(self, data: bytes) -> None:
+        self._buffer += data
+        while len(self._buffer) >= LENGTH.size:
+            end = LENGTH.size + LENGTH.unpack_from(self._buffer)[0]
+            if len(self._buffer) < end:
+                break
+            self._ready.append(bytes(self._buffer[LENGTH.size : end]))
+            del self._buffer[:end]
+        if self._ready:
+            self._wake()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self.closed = True
+        self._wake()
+
+    def _wake(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+    async def next(self, timeout_s: float) -> bytes | None:
+        """The next frame, None at the end of the stream. Raises TimeoutError."""
+        while not self._ready:
+            if self.closed:
+                return None
+            self._waiter = asyncio.get_running_loop().create_future()
+            try:
+                async with asyncio.timeout(timeout_s):
+                    await self._waiter
+            except TimeoutError:
+                if not self._ready:  # else a frame came in the same turn of the loop: it wins
+                    raise
+        return self._ready.popleft()
+
+
+class GraderProcess:
+    """A running worker. `start` makes one."""
+
+    def __init__(
+        self, process: subprocess.Popen[bytes], transport: asyncio.Transport, frames: _Frames, shared: mmap.mmap
+    ) -> None:
+        self.served = 0  # items that count towards recycling; kept by the pool
+        self._process = process
+        self._transport = transport
+        self._frames = frames
+        self._shared = shared
+        self._progress = memoryview(shared).cast("q")
+        self._retired = False
+
+    @classmethod
+    async def start(cls, memory_bytes: int) -> GraderProcess:
+        """Start a process and wait until it is ready. Raises PoolError."""
+        process, ours, shared = _spawn(memory_bytes)
+        loop = asyncio.get_running_loop()
+        ours.setblocking(False)
+        transport, frames = await loop.create_connection(_Frames, sock=ours)
+        worker = cls(process, transport, frames, shared)
+        try:
+            ready = await frames.next(LOAD_LIMIT_S)
+        except BaseException:
+            await worker.kill()
+            raise
+        if ready is None:
+            await worker.kill()
+            raise PoolError(
+                f"a grader process ended at its start ({worker._ending()}); its error output says why, "
+                "and --reward-workers 0 grades in the stage instead"
+            )
+        return worker
+
+    @property
+    def usable(self) -> bool:
+        return not self._retired and not self._frames.closed
+
+    async def check(self, grader: str) -> str | None:
+        """Why the grader cannot be used here, or None. Raises TimeoutError after the time to import it."""
+        self._transport.write(frame(Work([], check=grader)))
+        data = await self._frames.next(LOAD_LIMIT_S)
+        if data is None:
+            return f"the grader process ended while importing {grader!r} ({await self._post_mortem()})"
+        return decode_reply(data).grades[0].error
+
+    async def grade(self, items: list[GradeRequest], deadline_s: float) -> ChunkResult:
+        """Grade a chunk. A crash or an overrun kills the process and blames the item that was being worked on."""
+        sent_ns = time.monotonic_ns()
+        self._transport.write(work_frame(items))
+        grades: list[Grade] = []
+        while True:
+            try:
+                data = await self._frames.next(max(0.0, self._standing(sent_ns, deadline_s)[1]))
+            except TimeoutError:
+                position, remaining_s = self._standing(sent_ns, deadline_s)
+                if remaining_s > 0:
+                    continue  # it went on to another item in the meantime
+                await self.kill()
+                at = _blamed(position, len(grades), len(items))
+                return ChunkResult(grades, Fault(at, "timeout", _overrun(position, deadline_s)), 0.0)
+            if data is None:
+                reason = await self._post_mortem()
+                at = _blamed(self._progress[0], len(grades), len(items))
+                return ChunkResult(grades, Fault(at, "crash", reason), 0.0)
+            reply: Reply = decode_reply(data)
+            grades.extend(reply.grades)
+            if reply.done:
+                self._retired = reply.retire
+                return ChunkResult(grades, None, reply.seconds)
+
+    def _standing(self, sent_ns: int, deadline_s: float) -> tuple[int, float]:
+        """(position or phase, seconds left for it), both of one moment."""
+        while True:
+            since = self._progress[1]
+            position = self._progress[0]
+            if self._progress[1] == since:
+                break
+        limit_s = LOAD_LIMIT_S if position == LOADING else deadline_s
+        return position, limit_s - (time.monotonic_ns() - max(since, sent_ns)) / 1e9
+
+    async def _post_mortem(self) -> str:
+        """How the process ended, once it has."""
+        await self.kill(grace_s=1.0)
+        return f"the grader process died ({self._ending()})"
+
+    def _ending(self) -> str:
+        code = self._process.returncode
+        if code is None:
+            return "still running"
+        if code >= 0:
+            return f"exit code {code}"
+        return signal.Signals(-code).name
+
+    async def kill(self, grace_s: float = 0.0) -> None:
+        """End the process (and what it started) and reap it. `grace_s`: let it end by itself first."""
+        self._retired = True
+        self._transport.close()
+        for _ in range(int(grace_s / _POLL_S)):
+            if self._ended():
+                break
+            await asyncio.sleep(_POLL_S)
+        if self._process.returncode is None:  # not reaped yet, so the number still means this process and its group
+            with contextlib.suppress(ProcessLookupError):  # all of the group is gone
+                os.killpg(self._process.pid, signal.SIGKILL)
+            await asyncio.to_thread(self._process.wait)
+
+    def _ended(self) -> bool:
+        """Whether the process is over. Does not reap it, so that its group can still be named."""
+        with contextlib.suppress(ChildProcessError):  # reaped already
+            return os.waitid(os.P_PID, self._process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
+        return True
+
+
+def _blamed(position: int, finished: int, total: int) -> int:
+    """The item being worked on; the first unfinished one if the process had not begun or was importing for it."""
+    return position if finished <= position < total else finished
+
+
+def _overrun(position: int, deadline_s: float) -> str:
+    if position == LOADING:
+        return f"importing the grader took longer than {LOAD_LIMIT_S:g} s"
+    return f"no grade within {deadline_s:g} s (--reward-deadline-s)"
+
+
+def _spawn(memory_bytes: int) -> tuple[subprocess.Popen[bytes], socket.socket, mmap.mmap]:
+    """Start the interpreter of a worker; our end of its socket and the shared progress."""
+    ours, theirs = socket.socketpair()
+    progress_fd = os.memfd_create("grader-progress")
+    try:
+        os.ftruncate(progress_fd, PROGRESS_BYTES)
+        shared = mmap.mmap(progress_fd, PROGRESS_BYTES)
+        numbers = (theirs.fileno(), progress_fd, os.getpid(), memory_bytes)
+        process = subprocess.Popen(
+            [sys.executable, "-m", "stages.graders.worker", *map(str, numbers)],
+            pass_fds=(theirs.fileno(), progress_fd),
+            stdin=subprocess.DEVNULL,
+            start_new_session=True,  # a Ctrl-C is the pool's to handle, and a kill reaches what the grader started
+            env=_environment(),
+        )
+    finally:
+        theirs.close()
+        os.close(progress_fd)
+    return process, ours, shared
+
+
+def _environment() -> dict[str, str]:
+    """This process's environment, with its import path, so that the user's graders are found as they are here."""
+    paths = [os.path.abspath(entry) if entry else os.getcwd() for entry in sys.path]
+    return {
+        **os.environ,
+        "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),
+        "PYTHONPATH": os.pathsep.join(dict.fromkeys(paths)),
+        IN_WORKER_VARIABLE: "1",
+    }

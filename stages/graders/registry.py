@@ -1,0 +1,198 @@
+"""From the name of a grader to a function, and the one entry point `grade`.
+
+A name is `name` or `name:argument`, a `boxed_` in front takes the last box of the response first, and
+`package.module:function` is the user's own. A grader is a file of this package and one line of the table below.
+
+Invariants: a name is refused before anything is graded with it; `grade` raises nothing for a bad sample: an exception
+of a grader is a failed grade with its type and text.
+"""
+
+from __future__ import annotations
+
+import difflib
+import math
+from collections.abc import Callable, Mapping
+from functools import lru_cache, partial
+
+import msgspec
+from msgspec import Struct
+
+from stages.graders.boxed import grade_boxed, last_box
+from stages.graders.choose import grade_auto
+from stages.graders.custom import IMPORT_PATH, grade_custom, import_function
+from stages.graders.errors import UnknownGraderError
+from stages.graders.exact import grade_contains, grade_contains_label, grade_exact
+from stages.graders.grade import Grade, GradeRequest, failed, judged, text_of
+from stages.graders.gsm8k import grade_gsm8k, grade_gsm8k_flex
+from stages.graders.synthetic import (
+    grade_constant,
+    grade_crash,
+    grade_length,
+    grade_random,
+    grade_sleep,
+    parse_durations,
+)
+
+Run = Callable[[GradeRequest], Grade]
+BOXED = "boxed_"
+
+
+class Grader(Struct, frozen=True):
+    """A grader as it is called."""
+
+    run: Run
+    needs_label: bool = False
+    in_stage: bool = True  # cheap and safe enough to run in the stage's own process
+
+
+class Entry(Struct, frozen=True):
+    """How a name of the table becomes a grader. `build` gets the argument (None without one); ValueError refuses it."""
+
+    build: Callable[[str | None], Grader]
+    form: str  # what the user writes
+    reads_text: bool = True  # whether `boxed_` in front makes sense
+
+
+def _plain(run: Run, form: str) -> Entry:
+    """A grader that compares with the label and takes no argument."""
+
+    def build(argument: str | None) -> Grader:
+        if argument is not None:
+            raise ValueError("it takes no argument")
+        return Grader(run, needs_label=True)
+
+    return Entry(build, form)
+
+
+def _contains(argument: str | None) -> Grader:
+    if argument is None:
+        return Grader(grade_contains_label, needs_label=True)
+    if not argument:
+        raise ValueError("the text is empty, and every response contains it")
+    return Grader(partial(grade_contains, argument))
+
+
+def _length(argument: str | None) -> Grader:
+    target = int(argument or "")
+    if target < 1:
+        raise ValueError("the target must be at least 1 token")
+    return Grader(partial(grade_length, target))
+
+
+def _probability(argument: str | None, default: float) -> float:
+    value = default if argument is None else float(argument)
+    if not 0.0 <= value <= 1.0:
+        raise ValueError("a probability lies between 0 and 1")
+    return value
+
+
+def _constant(argument: str | None) -> Grader:
+    score = float(argument or "")
+    if not math.isfinite(score):
+        raise ValueError("the score must be finite")
+    return Grader(partial(grade_constant, score))
+
+
+GRADERS: dict[str, Entry] = {
+    "auto": _plain(grade_auto, "auto"),
+    "exact": _plain(grade_exact, "exact"),
+    "contains": Entry(_contains, "contains or contains:TEXT"),
+    "boxed": _plain(grade_boxed, "boxed"),
+    "gsm8k": _plain(grade_gsm8k, "gsm8k"),
+    "gsm8k_flex": _plain(grade_gsm8k_flex, "gsm8k_flex"),
+    "length": Entry(_length, "length:N (tokens)", reads_text=False),
+    "random": Entry(
+        lambda argument: Grader(partial(grade_random, _probability(argument, 0.5))),
+        "random or random:P",
+        reads_text=False,
+    ),
+    "constant": Entry(_constant, "constant:X", reads_text=False),
+    "sleep": Entry(
+        lambda argument: Grader(partial(grade_sleep, parse_durations(argument or "")), in_stage=False),
+        "sleep:SECONDS, sleep:uniform(a,b), sleep:exponential(mean) or sleep:lognormal(median,sigma)",
+        reads_text=False,
+    ),
+    "crash": Entry(
+        lambda argument: Grader(partial(grade_crash, _probability(argument, 1.0)), in_stage=False),
+        "crash or crash:P",
+        reads_text=False,
+    ),
+}
+
+
+@lru_cache(maxsize=256)
+def find_grader(name: str) -> Grader:
+    """The grader of a name. Raises UnknownGraderError, which says what is near."""
+    base, separator, argument = name.partition(":")
+    entry = GRADERS.get(base)
+    boxed = entry is None and base.startswith(BOXED)
+    if boxed:
+        entry = GRADERS.get(base.removeprefix(BOXED))
+    if entry is None:
+        return _find_custom(name, base)
+    if boxed and not entry.reads_text:
+        raise UnknownGraderError(f"rm_type {name!r}: {BOXED!r} needs a grader that reads the response; leave it off")
+    try:
+        grader = entry.build(argument if separator else None)
+    except ValueError as error:
+        raise UnknownGraderError(f"rm_type {name!r} cannot be used ({error}); write {entry.form}") from None
+    return Grader(partial(_grade_box, grader.run), grader.needs_label, grader.in_stage) if boxed else grader
+
+
+def is_import_path(name: str) -> bool:
+    """Whether a name means a function of the user and not a grader of the table."""
+    base = name.partition(":")[0]
+    known = base in GRADERS or base.removeprefix(BOXED) in GRADERS
+    return not known and IMPORT_PATH.fullmatch(name) is not None
+
+
+def _find_custom(name: str, base: str) -> Grader:
+    names = [*GRADERS, *(BOXED + known for known, entry in GRADERS.items() if entry.reads_text)]
+    near = difflib.get_close_matches(base, names, n=1, cutoff=0.6)
+    guess = f"did you mean {near[0]!r}? " if near else ""
+    if not IMPORT_PATH.fullmatch(name) or (near and "." not in base):
+        raise UnknownGraderError(
+            f"rm_type {name!r} is no grader; {guess}Known: {', '.join(GRADERS)}, boxed_ before one that reads text, "
+            "or your own as package.module:function"
+        )
+    return Grader(partial(grade_custom, import_function(name)), in_stage=False)
+
+
+def _grade_box(run: Run, request: GradeRequest) -> Grade:
+    content = last_box(request.response)
+    if content is None:
+        return judged(False, None)
+    return run(msgspec.structs.replace(request, response=content))
+
+
+def grade_request(request: GradeRequest) -> Grade:
+    """Grade one response. A bad sample or a grader that raises gives a failed grade, never an exception."""
+    try:
+        grader = find_grader(request.grader)
+        if grader.needs_label and not (request.label or "").strip():
+            return failed(f"the sample has no label, which {request.grader!r} needs; check --label-key and the data")
+        return grader.run(request)
+    except (Exception, SystemExit) as error:  # a grader is somebody's program; the sample fails with what it said
+        return failed(f"{type(error).__name__}: {error}")
+
+
+def grade(
+    name: str,
+    response: str | None,
+    label: object,
+    metadata: Mapping[str, object] | None = None,
+    *,
+    n_tokens: int = 0,
+    seed: int = 0,
+) -> Grade:
+    """Grade one response, for callers outside a pool. None as the response counts as empty text."""
+    return grade_request(
+        GradeRequest(
+            name,
+            text_of(response) or "",
+            text_of(label),
+            msgspec.json.encode(metadata or {}).decode(),
+            n_tokens,
+            seed,
+        )
+    )

@@ -1,0 +1,96 @@
+"""Graders without judgement, for load and fault tests: length, random, constant, sleep, crash.
+
+Invariant: what is drawn follows from the request's seed alone, so that a repeated run draws the same. `sleep` and
+`crash` score like `random`, so that a load test passes group filters.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+import signal
+import time
+from collections.abc import Callable
+
+from stages.graders.grade import Grade, GradeRequest
+
+_MASK = (1 << 64) - 1
+_CALL = re.compile(r"(?P<name>[a-z]+)\((?P<arguments>[^()]*)\)")
+IN_WORKER_VARIABLE = "SLUICE_GRADER_WORKER"
+
+Draw = Callable[[float, float], float]
+
+
+def uniform(seed: int, stream: int) -> float:
+    """A number in [0, 1) that is a fixed function of (seed, stream): SplitMix64's finaliser, applied twice."""
+    value = (seed + 0x9E3779B97F4A7C15 * (stream + 1)) & _MASK
+    for _ in range(2):
+        value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
+        value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & _MASK
+        value ^= value >> 31
+    return (value >> 11) / (1 << 53)
+
+
+def grade_length(target: int, request: GradeRequest) -> Grade:
+    """Minus the relative distance of the response's length (tokens) from the target, clipped to [-1, 0]."""
+    return Grade(max(-1.0, -abs(request.n_tokens - target) / target))
+
+
+def grade_random(probability: float, request: GradeRequest) -> Grade:
+    """1 with the given probability, else 0."""
+    won = uniform(request.seed, 0) < probability
+    return Grade(float(won), won)
+
+
+def grade_constant(score: float, request: GradeRequest) -> Grade:
+    """The same score for everything."""
+    return Grade(score)
+
+
+def grade_sleep(draw: Draw, request: GradeRequest) -> Grade:
+    """Sleep for a drawn time, then score at random."""
+    seconds = draw(uniform(request.seed, 1), uniform(request.seed, 2))
+    time.sleep(seconds)
+    won = uniform(request.seed, 0) < 0.5
+    return Grade(float(won), won, {"slept_s": seconds})
+
+
+def grade_crash(probability: float, request: GradeRequest) -> Grade:
+    """Die of a segmentation fault with the given probability (of the seed), else score at random."""
+    if uniform(request.seed, 3) < probability:
+        if IN_WORKER_VARIABLE not in os.environ:
+            raise RuntimeError("crash: kills worker processes only, and this is none")
+        os.kill(os.getpid(), signal.SIGSEGV)
+    won = uniform(request.seed, 0) < 0.5
+    return Grade(float(won), won)
+
+
+def parse_durations(text: str) -> Draw:
+    """A function of two uniform numbers that gives seconds. Raises ValueError.
+
+    `0.2` (always), `uniform(a,b)`, `exponential(mean)`, `lognormal(median,sigma)`; all in seconds.
+    """
+    matched = _CALL.fullmatch(text.replace(" ", ""))
+    if matched is None:
+        return _constant(_seconds(text))
+    numbers = [_seconds(part) for part in matched["arguments"].split(",")]
+    match matched["name"], numbers:
+        case "uniform", [low, high] if low <= high:
+            return lambda u, _: low + (high - low) * u
+        case "exponential", [mean]:
+            return lambda u, _: -mean * math.log(1.0 - u)
+        case "lognormal", [median, sigma]:
+            return lambda u, v: median * math.exp(sigma * math.sqrt(-2 * math.log(1.0 - u)) * math.cos(2 * math.pi * v))
+    raise ValueError(f"{text!r} is no distribution of seconds")
+
+
+def _constant(seconds: float) -> Draw:
+    return lambda _u, _v: seconds
+
+
+def _seconds(text: str) -> float:
+    value = float(text)
+    if not (math.isfinite(value) and value >= 0):
+        raise ValueError(f"{text!r} is no number of seconds")
+    return value

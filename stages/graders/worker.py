@@ -1,0 +1,134 @@
+"""A grader process: `python -m stages.graders.worker SOCKET_FD PROGRESS_FD PARENT_PID MEMORY_BYTES`.
+
+It grades chunks in order, says in shared memory what it is working on, and sends finished grades along when some time
+has passed. It has no deadline of its own: the pool kills it.
+
+Invariants: it dies with its parent, also in the middle of a grader (parent-death signal), and when the socket closes;
+what graders print goes to the error output; its address space is limited.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+import resource
+import signal
+import socket
+import sys
+import time
+
+from stages.graders.errors import UnknownGraderError
+from stages.graders.frames import IDLE, LENGTH, LOADING, PROGRESS_BYTES, Reply, Work, decode_work, frame
+from stages.graders.grade import Grade, failed
+from stages.graders.registry import find_grader, grade_request
+
+_PR_SET_PDEATHSIG = 1
+_FLUSH_NS = 5_000_000
+
+
+def main(arguments: list[str]) -> int:
+    """Serve until the socket closes. Returns the exit status."""
+    socket_fd, progress_fd, parent, memory_bytes = (int(argument) for argument in arguments)
+    _die_with(parent)
+    if memory_bytes:
+        resource.setrlimit(resource.RLIMIT_AS, (memory_bytes, memory_bytes))
+    os.dup2(2, 1)
+    for descriptor in (socket_fd, progress_fd):
+        os.set_inheritable(descriptor, False)  # a process that a grader starts must not keep the socket open
+    with socket.socket(fileno=socket_fd) as link, mmap.mmap(progress_fd, PROGRESS_BYTES) as shared:
+        _Server(link, memoryview(shared).cast("q")).run()
+    return 0
+
+
+def _die_with(parent: int) -> None:
+    """Ask the kernel for SIGKILL at the parent's death; if it died before, leave now."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    if os.getppid() != parent:
+        sys.exit(0)
+
+
+class _Server:
+    def __init__(self, link: socket.socket, progress: memoryview[int]) -> None:
+        self._link = link
+        self._progress = progress
+        self._known: set[str] = set()
+
+    def run(self) -> None:
+        """Waits for a frame; ends when the pool closes its end or a grader exhausted the memory."""
+        self._enter(IDLE)
+        self._link.sendall(LENGTH.pack(0))
+        retired = False
+        while not retired and (data := self._receive()) is not None:
+            work = decode_work(data)
+            if work.check:
+                self._enter(LOADING)
+                self._send(Reply([_checked(work.check)], done=True))
+            else:
+                retired = self._grade(work)
+            self._enter(IDLE)
+        self._progress.release()
+
+    def _grade(self, work: Work) -> bool:
+        """Grade a chunk; True if this process should not be used any longer."""
+        began = flushed = time.monotonic_ns()
+        done: list[Grade] = []
+        retire = False
+        for position, item in enumerate(work.items):
+            if item.grader not in self._known:
+                self._load(item.grader)
+            now = self._enter(position)
+            if done and now - flushed > _FLUSH_NS:
+                self._send(Reply(done, done=False))
+                done, flushed = [], now
+            grade = grade_request(item)
+            done.append(grade)
+            if grade.error is not None and grade.error.startswith("MemoryError"):
+                retire = True  # what the grader left behind would fail the items after it
+                break
+        self._send(Reply(done, True, retire, (time.monotonic_ns() - began) / 1e9))
+        return retire
+
+    def _load(self, grader: str) -> None:
+        """Import a grader outside of its first item's deadline; a failure shows when the item is graded."""
+        self._enter(LOADING)
+        _checked(grader)
+        self._known.add(grader)
+
+    def _enter(self, position: int) -> int:
+        now = time.monotonic_ns()
+        self._progress[1] = now
+        self._progress[0] = position
+        return now
+
+    def _send(self, reply: Reply) -> None:
+        self._link.sendall(frame(reply))
+
+    def _receive(self) -> bytes | None:
+        header = self._read(LENGTH.size)
+        return None if header is None else self._read(LENGTH.unpack(header)[0])
+
+    def _read(self, size: int) -> bytes | None:
+        buffer = bytearray(size)
+        view = memoryview(buffer)
+        filled = 0
+        while filled < size:
+            count = self._link.recv_into(view[filled:])
+            if count == 0:
+                return None
+            filled += count
+        return bytes(buffer)
+
+
+def _checked(grader: str) -> Grade:
+    """Score 1 if the grader exists, else a failed grade with the reason."""
+    try:
+        find_grader(grader)
+    except UnknownGraderError as error:
+        return failed(str(error))
+    return Grade(1.0)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

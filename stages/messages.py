@@ -1,0 +1,225 @@
+"""The messages between stages: frozen structs, arrays as typed raw bytes.
+
+A *group* is one prompt with `n_samples` rollouts. A `RolloutSlice` carries some or all rollouts of one group: a
+single-turn group travels whole in one slice, a multi-turn one sample by sample as each finishes, and the group stage
+puts them together again by (group_id, sample index).
+
+Invariants: field order is the wire format (append only, with defaults); arrays of one sample have equal length; every
+response token lies in exactly one version run; a failed sample carries its reason.
+"""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar, Literal, TypeVar
+
+import msgspec
+import numpy as np
+from msgspec import Struct
+
+
+class WireArray(np.ndarray[Any, np.dtype[Any]]):
+    """One-dimensional array that travels as raw little-endian bytes of `wire_dtype`. Read-only after decoding."""
+
+    wire_dtype: ClassVar[str]
+
+
+class Int32Array(WireArray):
+    wire_dtype: ClassVar[str] = "<i4"
+
+
+class Float32Array(WireArray):
+    wire_dtype: ClassVar[str] = "<f4"
+
+
+class UInt8Array(WireArray):
+    wire_dtype: ClassVar[str] = "|u1"
+
+
+A = TypeVar("A", bound=WireArray)
+
+
+def wire(values: Any, kind: type[A]) -> A:
+    """Copy any sequence of numbers into a contiguous wire array of the kind."""
+    return np.ascontiguousarray(values, dtype=kind.wire_dtype).view(kind)
+
+
+Status = Literal["pending", "completed", "truncated", "aborted", "failed"]
+Outcome = Literal["trained", "filtered", "stale", "failed", "surplus"]
+
+
+class VersionRun(Struct, frozen=True, array_like=True):
+    """`n_tokens` consecutive response tokens made by weights `version`."""
+
+    version: int
+    n_tokens: int
+
+
+class PromptGroup(Struct, frozen=True, array_like=True):
+    """One admitted prompt: what is asked, of whom it came, and how many rollouts are wanted."""
+
+    group_id: int
+    prompt_index: int  # row in the data after filtering
+    epoch: int
+    prompt: str
+    prompt_ids: Int32Array  # [P]
+    label: str | None
+    n_samples: int
+    seed: int  # of sampling; sample i uses f(seed, i)
+    metadata: str = "{}"  # JSON object of the row
+    tools: str = "[]"  # JSON list of the row
+    purpose: Literal["train", "eval"] = "train"
+    dataset: str = "train"
+    pinned_version: int = -1  # evaluation: the only version whose answer counts
+    requeued: int = 0
+    admitted_s: float = 0.0  # unix time
+
+    @property
+    def row_metadata(self) -> Any:
+        return msgspec.json.decode(self.metadata)
+
+
+class Sample(Struct, frozen=True, array_like=True):
+    """One rollout. Arrays have the length of the response, tool tokens included."""
+
+    index: int  # 0 .. n_samples - 1 inside its group
+    status: Status
+    response: str
+    response_ids: Int32Array  # [R]
+    loss_mask: UInt8Array  # [R], 1 = sampled by the policy and trained
+    rollout_log_probs: Float32Array  # [R], 0.0 where loss_mask is 0
+    version_runs: tuple[VersionRun, ...]
+    turns: int = 0
+    reward: float | None = None
+    reward_parts: dict[str, float] = {}
+    is_correct: bool | None = None
+    error: str | None = None
+    cached_tokens: int = 0
+    retractions: int = 0
+    resumed: int = 0  # times continued from partial output
+    generate_s: float = 0.0
+
+    @property
+    def n_tokens(self) -> int:
+        return len(self.response_ids)
+
+    @property
+    def trainable_tokens(self) -> int:
+        return int(np.count_nonzero(self.loss_mask))
+
+    @property
+    def oldest_version(self) -> int | None:
+        """Smallest version among the trainable tokens, None if there are none."""
+        oldest: int | None = None
+        start = 0
+        for run in self.version_runs:
+            if self.loss_mask[start : start + run.n_tokens].any():
+                oldest = run.version if oldest is None else min(oldest, run.version)
+            start += run.n_tokens
+        return oldest
+
+    def fault(self) -> str | None:
+        """What is inconsistent in this sample, in one sentence, or None."""
+        n = len(self.response_ids)
+        if len(self.loss_mask) != n or len(self.rollout_log_probs) != n:
+            return (
+                f"arrays differ in length: ids {n}, mask {len(self.loss_mask)}, log-probs {len(self.rollout_log_probs)}"
+            )
+        covered = sum(run.n_tokens for run in self.version_runs)
+        if covered != n:
+            return f"version runs cover {covered} of {n} response tokens"
+        if not np.isfinite(self.rollout_log_probs).all():
+            return "a rollout log-prob is not finite"
+        return None
+
+
+class RolloutSlice(Struct, frozen=True, array_like=True):
+    """Some or all rollouts of one group, on their way from generation to training."""
+
+    group: PromptGroup
+    samples: tuple[Sample, ...]
+
+    @property
+    def key(self) -> str:
+        """Names this slice in its stream: the same rollouts at the same turn have the same key."""
+        group = self.group
+        turns = sum(sample.turns for sample in self.samples)
+        place = f"{group.dataset}@{group.pinned_version}:" if group.purpose == "eval" else ""
+        return f"{place}{group.group_id}/{','.join(str(sample.index) for sample in self.samples)}/{turns}"
+
+
+class Settled(Struct, frozen=True, array_like=True, tag=True):
+    """A group reached its terminal state."""
+
+    group_id: int
+    outcome: Outcome
+    detail: str = ""
+    step: int = -1
+    tokens: int = 0  # generated for it
+
+
+class StepDone(Struct, frozen=True, array_like=True, tag=True):
+    """The trainer finished a rollout batch; all its groups are settled by this one message."""
+
+    step: int  # batches trained, this one included
+    version: int  # published version that engines will carry
+    groups: tuple[int, ...]
+    metrics: dict[str, float]
+    tokens: int
+    token_hash: str = ""  # of all trained token ids in group order, for comparing runs
+    staleness: dict[int, int] = {}  # trained tokens by staleness
+    pinned: bool = False  # an evaluation of `version` follows
+
+
+class CheckpointReady(Struct, frozen=True, array_like=True, tag=True):
+    """The trainer wrote model, optimizer and RNG of `step` into `path`; the controller adds the ledger and commits."""
+
+    step: int
+    version: int
+    path: str
+
+
+class EvalDone(Struct, frozen=True, array_like=True, tag=True):
+    """Result of one evaluation over all held-out data sets."""
+
+    version: int
+    metrics: dict[str, float]  # "eval/<dataset>" and its companions
+    complete: bool  # every sample came back, all from the pinned version
+    detail: str = ""
+
+
+Report = Settled | StepDone | CheckpointReady | EvalDone
+
+
+class WeightsAnnouncement(Struct, frozen=True):
+    """Topic value `weights`: the newest weights and where they lie."""
+
+    epoch: int  # rises by one at each resume
+    version: int  # rollout batches trained
+    path: str  # Hugging Face directory in shared memory
+    digest: str  # xxh3 of the tensor bytes
+    generation: int  # even counter of the slot
+    pinned: bool = False  # an evaluation needs this version: apply no other until it is released
+
+    @property
+    def label(self) -> str:
+        """What an engine calls these weights; never used twice with other content."""
+        return f"{self.epoch}.{self.version}"
+
+
+class EngineAddress(Struct, frozen=True):
+    """Topic value `engine/<engine>`: where an engine listens; `incarnation` rises when it is started anew."""
+
+    engine: str
+    url: str
+    incarnation: int
+
+
+class Applied(Struct, frozen=True):
+    """Topic value `applied/<engine>`: the weights that an engine reported after an update."""
+
+    engine: str
+    epoch: int
+    version: int
+    fetching: int = -1  # version being read from its slot just now
+    update_s: float = 0.0
+    stall_s: float = 0.0

@@ -1,0 +1,78 @@
+"""What a stage may ask of the world: the ports' Protocols. `transport` implements them; no stage imports it.
+
+Invariants:
+- `receive` hands out a lease, never a bare message: until `done`, `retry` or `poison` is called the hub still owns the
+  message, and hands it to another replica when this one is lost.
+- `send` returns when the hub has taken custody. A stage therefore calls `done` on its input only after its last `send`.
+- The topic is level-triggered: it holds the newest value of each key, and a late joiner sees them all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol, TypeVar
+
+T_co = TypeVar("T_co", covariant=True)
+T_contra = TypeVar("T_contra", contravariant=True)
+
+
+class Lease(Protocol[T_co]):
+    """One message in this replica's care."""
+
+    @property
+    def message(self) -> T_co: ...
+
+    @property
+    def key(self) -> str: ...
+
+    @property
+    def attempt(self) -> int:
+        """1 at the first delivery, one more at each redelivery."""
+
+    def done(self) -> None:
+        """Release the message for good. Never blocks; acknowledgements travel in batches."""
+
+    def retry(self, reason: str) -> None:
+        """Hand the message back for another delivery."""
+
+    def poison(self, reason: str) -> None:
+        """Refuse the message for good: the hub dead-letters it with the reason."""
+
+
+class Inlet(Protocol[T_co]):
+    """Consuming end of a stream."""
+
+    async def receive(self) -> Lease[T_co] | None:
+        """Wait for the next message. Unblocked by a delivery, or with None once the stream is finished and empty."""
+
+
+class Outlet(Protocol[T_contra]):
+    """Producing end of a stream."""
+
+    async def send(self, message: T_contra, key: str) -> None:
+        """Hand a message over. Waits for credit and for the hub's acceptance; `key` names it for duplicate detection."""
+
+
+class Topic(Protocol):
+    """Newest value by key, shared by all processes of a run."""
+
+    def get(self, key: str) -> bytes | None: ...
+
+    def items(self, prefix: str) -> Mapping[str, bytes]: ...
+
+    async def publish(self, key: str, value: bytes) -> None:
+        """Replace the value of a key. Returns when the topic's server has it."""
+
+    async def wait(self, revision: int) -> int:
+        """Wait until anything changed after `revision` (0 at first); return the newest revision seen here."""
+
+
+@dataclass(frozen=True)
+class Ports:
+    """All that a stage is connected to. Names are fixed by the graph: `in`, `out`, `settle`, ..."""
+
+    replica: str
+    inlets: Mapping[str, Inlet[Any]]
+    outlets: Mapping[str, Outlet[Any]]
+    topic: Topic

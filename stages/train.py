@@ -1,0 +1,309 @@
+"""The train stage: takes the oldest fresh groups, accumulates them as they arrive, steps, publishes weights.
+
+Invariants:
+- I2: a group enters batch t only if t - (oldest version of its trainable tokens) <= max_staleness; else it is settled as stale.
+- A group id enters at most one optimizer step; its lease is released after the step's report is in the ledger's stream.
+- A version is announced only when its bytes lie complete in a slot; while an evaluation still needs version v, nothing
+  newer is announced before every engine has applied v.
+- Torch runs in one worker thread, so that the event loop keeps renewing leases during a step.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import heapq
+import logging
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import TYPE_CHECKING, ParamSpec, TypeVar
+
+import msgspec
+
+from models.checkpoint import draft_path
+from stages.base import Stage, StageContext
+from stages.batch import Batch, slice_sequences
+from stages.messages import Applied, CheckpointReady, Report, RolloutSlice, Settled, StepDone, WeightsAnnouncement
+from stages.ports import Lease, Ports
+
+log = logging.getLogger("sluice.train")
+P = ParamSpec("P")
+R = TypeVar("R")
+
+if TYPE_CHECKING:
+    from models.train.interface import TrainBackend
+    from models.weights.writer import SlotWriter
+
+LANDING_TIMEOUT_S = 60.0
+
+
+def first_of(report: Report) -> str:
+    """Tells the report that opens a run from the one of its first batch."""
+    return "first" if isinstance(report, StepDone) and not report.groups else ""
+
+
+class TrainStage(Stage):
+    """Single writer of the policy."""
+
+    def __init__(self, context: StageContext) -> None:
+        super().__init__(context)
+        config = context.config
+        self.batch_groups = config.rollout.rollout_batch_size
+        self.total = config.rollout.num_rollout or 0
+        self.supervised = config.train.loss_type == "sft_loss"
+        self.max_staleness = config.asynchrony.max_staleness or 0
+        self.steps = int(context.options.get("start_step", 0))
+        self.epoch = int(context.options.get("epoch", 0))
+        self.resume_from = context.options.get("resume_from")
+        self.slots: SlotWriter | None = None
+        self._torch = ThreadPoolExecutor(1, thread_name_prefix="torch")
+        self._heap: list[tuple[int, int, Lease[RolloutSlice]]] = []
+        self._seen: set[int] = set()
+        self._arrived = asyncio.Event()
+        self._ended = False
+        self._drain: str | None = None
+        self._pinned = -1  # newest version that an evaluation needs
+        self._saved = self.steps
+
+    async def _in_torch(self, function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
+        return await asyncio.get_running_loop().run_in_executor(self._torch, lambda: function(*args, **kwargs))
+
+    async def setup(self) -> None:
+        from models.train.build import build_backend  # torch is imported only in the process that trains
+        from models.weights.writer import SlotWriter
+
+        self.backend: TrainBackend = await self._in_torch(build_backend, self.config, self.total)
+        await self._in_torch(self.backend.setup)
+        if self.resume_from:
+            await self._in_torch(self.backend.load, Path(str(self.resume_from)))
+        if not self.supervised:
+            source = Path(str(self.context.options.get("checkpoint", self.config.train.hf_checkpoint)))
+            self.slots = SlotWriter(Path(str(self.context.options["slots"])), source)
+
+    async def close(self) -> None:
+        if self.slots is not None:
+            self.slots.close()
+        self._torch.shutdown(wait=True)
+
+    async def run(self, ports: Ports) -> None:
+        async with asyncio.TaskGroup() as tasks:
+            await self._report(ports, StepDone(self.steps, self.steps, (), {}, 0, pinned=self._evaluates(self.steps)))
+            await self._publish(ports, first=True)
+            watch = tasks.create_task(self._watch_drain(ports))
+            reader = tasks.create_task(self._read(ports))
+            while self.steps < self.total and await self._train_batch(ports):
+                pass
+            if self._drain is not None and self.steps > self._saved:
+                await self._save(ports)  # an interrupted run can be resumed from its last step
+            await self._settle_rest(ports)
+            await reader
+            watch.cancel()
+
+    async def _watch_drain(self, ports: Ports) -> None:
+        """Waits for the topic `drain`; wakes the trainer, which settles what it cannot use. Ends then."""
+        revision = 0
+        while self._drain is None:
+            revision = await ports.topic.wait(revision)
+            reason = ports.topic.get("drain")
+            self._drain = None if reason is None else reason.decode()
+        self._arrived.set()
+
+    async def _read(self, ports: Ports) -> None:
+        """Waits for groups; ends with the inlet. After the last batch, what still comes is settled as surplus."""
+        inlet = ports.inlets["in"]
+        while (lease := await inlet.receive()) is not None:
+            self.activity.items_in += 1
+            group_id = lease.message.group.group_id
+            if group_id in self._seen:
+                lease.done()
+                continue
+            self._seen.add(group_id)
+            heapq.heappush(self._heap, (group_id, self.activity.items_in, lease))
+            self._arrived.set()
+        self._ended = True
+        self._arrived.set()
+
+    async def _next(self) -> Lease[RolloutSlice] | None:
+        """The oldest group here. Waits for an arrival; None once the inlet has ended or the run drains."""
+        while not self._heap:
+            if self._ended or self._drain is not None:
+                return None
+            self._arrived.clear()
+            await self._arrived.wait()
+        return heapq.heappop(self._heap)[2]
+
+    async def _train_batch(self, ports: Ports) -> bool:
+        """Train one rollout batch; False if the run ended before it was full (its groups are then surplus)."""
+        batch = Batch(self.config, self.steps)
+        steps = self.config.train.num_steps_per_rollout or 1
+        started_s, waited_s = time.perf_counter(), 0.0
+        await self._in_torch(self.backend.begin_batch, rollouts=batch.expected_rollouts, steps=steps)
+        while len(batch.leases) < self.batch_groups:
+            clock = time.perf_counter()
+            if not self._heap and batch.pending >= max(1, self.batch_groups // 4) and not self.config.run.deterministic:
+                await self._compute(batch, self._flush)  # nothing to do but wait: use the time
+                continue
+            lease = await self._next()
+            waited_s += time.perf_counter() - clock
+            if lease is None:
+                await self._surplus(ports, batch.leases)
+                return False
+            if not self._fresh(lease.message):
+                await self._stale(ports, lease)
+                continue
+            batch.add(lease)
+            if not self.config.run.deterministic:
+                await self._compute(batch, self.backend.accumulate, slice_sequences(self.config, lease.message))
+        if self.config.run.deterministic:
+            for lease in sorted(batch.leases, key=lambda one: one.message.group.group_id):
+                await self._compute(batch, self.backend.accumulate, slice_sequences(self.config, lease.message))
+        metrics: dict[str, float] = {}
+        for _ in range(steps):
+            metrics = await self._compute(batch, self.backend.step)
+        metrics["perf/wait_time"] = waited_s
+        metrics["perf/train_time"] = batch.compute_s
+        await self._finish(ports, batch, metrics, started_s)
+        return True
+
+    def _flush(self) -> None:
+        flush = getattr(self.backend, "flush", None)
+        if flush is not None:
+            flush()
+
+    async def _compute(self, batch: Batch, function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
+        clock = time.perf_counter()
+        with self.activity.working(), self.span("train", detail=getattr(function, "__name__", "")):
+            result = await self._in_torch(function, *args, **kwargs)
+        batch.compute_s += time.perf_counter() - clock
+        batch.pending = 0 if function in (self._flush, self.backend.step) else batch.pending
+        return result
+
+    def _fresh(self, slice_: RolloutSlice) -> bool:
+        if self.supervised:
+            return True
+        versions = [v for s in slice_.samples if (v := s.oldest_version) is not None]
+        return not versions or self.steps - min(versions) <= self.max_staleness
+
+    async def _stale(self, ports: Ports, lease: Lease[RolloutSlice]) -> None:
+        slice_ = lease.message
+        oldest = min(v for s in slice_.samples if (v := s.oldest_version) is not None)
+        detail = f"oldest token is of version {oldest}, batch {self.steps}, bound {self.max_staleness}"
+        report = Settled(slice_.group.group_id, "stale", detail, tokens=sum(s.n_tokens for s in slice_.samples))
+        await ports.outlets["settle"].send(report, str(slice_.group.group_id))
+        lease.done()
+
+    async def _finish(self, ports: Ports, batch: Batch, metrics: dict[str, float], started_s: float) -> None:
+        self.steps += 1
+        last = self.steps >= self.total
+        interval = self.config.asynchrony.update_weights_interval
+        due = not self.supervised and (last or self.steps % interval == 0)
+        metrics["perf/step_time"] = time.perf_counter() - started_s
+        report = StepDone(
+            step=self.steps,
+            version=self.steps,
+            groups=batch.group_ids,
+            metrics=batch.metrics() | metrics,
+            tokens=batch.trained_tokens,
+            token_hash=batch.token_hash(),
+            staleness=batch.staleness,
+            pinned=due and self._evaluates(self.steps),
+        )
+        await self._report(ports, report)
+        for lease in batch.leases:
+            lease.done()
+        self.activity.items_out += len(batch.leases)
+        self.activity.tokens += batch.trained_tokens
+        if due:
+            await self._publish(ports)
+        save = self.config.checkpoint.save_interval
+        if last or (save is not None and self.steps % save == 0):
+            await self._save(ports)
+
+    def _evaluates(self, version: int) -> bool:
+        evaluation = self.config.eval
+        if self.supervised or not evaluation.eval_prompt_data or evaluation.eval_interval is None:
+            return False
+        if version == 0 and evaluation.skip_eval_before_train:
+            return False
+        return version % evaluation.eval_interval == 0 or version >= self.total
+
+    async def _report(self, ports: Ports, report: Report) -> None:
+        with self.activity.working(), self.activity.sending():
+            await ports.outlets["settle"].send(
+                report, f"{type(report).__name__}/{self.epoch}/{self.steps}/{first_of(report)}"
+            )
+
+    async def _publish(self, ports: Ports, first: bool = False) -> None:
+        """Write the weights into the free slot and announce them."""
+        if self.slots is None:
+            return
+        if not first:
+            await self._await_landing(ports)
+        pinned = self._evaluates(self.steps)
+        clock = time.perf_counter()
+        with self.activity.working(), self.span("publish_weights", detail=f"version {self.steps}"):
+            manifest = await self._in_torch(
+                lambda: self.slots.write(self.steps, self.epoch, self.backend.export_weights()) if self.slots else None
+            )
+        if manifest is None:
+            return
+        announcement = WeightsAnnouncement(
+            self.epoch, self.steps, str(manifest.path), manifest.digest, manifest.generation, pinned
+        )
+        value = msgspec.msgpack.encode(announcement)
+        if pinned:
+            await ports.topic.publish("weights/pinned", value)
+        await ports.topic.publish("weights", value)
+        self._pinned = self.steps if pinned else self._pinned
+        self.activity.extra["publish_s"] = time.perf_counter() - clock
+
+    async def _await_landing(self, ports: Ports) -> None:
+        """Waits until no engine reads the slot about to be reused and a pinned version has landed everywhere.
+
+        Unblocked by the engines' `applied/` reports, by the death of an engine (its key is dropped), or by a time limit:
+        then the digest of the slot is what protects a reader.
+        """
+        deadline = time.monotonic() + LANDING_TIMEOUT_S
+        revision = 0
+        while time.monotonic() < deadline and self._drain is None:
+            applied = [msgspec.msgpack.decode(v, type=Applied) for v in ports.topic.items("applied/").values()]
+            if all(a.fetching < 0 or a.fetching >= self.steps - 1 for a in applied) and all(
+                a.version >= self._pinned for a in applied
+            ):
+                return
+            try:
+                revision = await asyncio.wait_for(ports.topic.wait(revision), timeout=1.0)
+            except TimeoutError:
+                continue
+        if self._drain is None:
+            log.warning(
+                "version %d is overwritten although an engine has not applied version %d", self.steps - 2, self._pinned
+            )
+
+    async def _save(self, ports: Ports) -> None:
+        directory = draft_path(self.context.run_dir / "checkpoints", self.steps)
+        self._saved = self.steps
+        with self.activity.working(), self.span("save", detail=f"step {self.steps}"):
+            await self._in_torch(self.backend.save, directory)
+        await self._report(ports, CheckpointReady(self.steps, self.steps, str(directory)))
+
+    async def _settle_rest(self, ports: Ports) -> None:
+        """After the last batch: everything that is here or still comes is surplus. Ends with the inlet."""
+        while True:
+            lease = heapq.heappop(self._heap)[2] if self._heap else None
+            if lease is not None:
+                await self._surplus(ports, [lease])
+            elif self._ended:
+                return
+            else:
+                self._arrived.clear()
+                await self._arrived.wait()
+
+    async def _surplus(self, ports: Ports, leases: list[Lease[RolloutSlice]]) -> None:
+        for lease in leases:
+            slice_ = lease.message
+            detail = self._drain or "all rollout batches are trained"
+            report = Settled(slice_.group.group_id, "surplus", detail, tokens=sum(s.n_tokens for s in slice_.samples))
+            await ports.outlets["settle"].send(report, str(slice_.group.group_id))
+            lease.done()

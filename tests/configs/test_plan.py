@@ -1,0 +1,289 @@
+"""The arithmetic of the plan against known models, sampling, and a simulated gate; and the text that is printed."""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+from collections import deque
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from configs.estimate import (
+    capped_lognormal_mean,
+    efficiency,
+    mean_staleness,
+    memory,
+    parameters,
+    predicted_staleness,
+    simulated_generation_s,
+    staleness_line,
+)
+from configs.graph import chain, path, replicas
+from configs.load import load
+from configs.plan import make_plan, render
+from configs.resolve import resolve
+from configs.schema import Config
+
+QWEN3_06B = {
+    "model_type": "qwen3",
+    "hidden_size": 1024,
+    "num_hidden_layers": 28,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "intermediate_size": 3072,
+    "vocab_size": 151936,
+    "tie_word_embeddings": True,
+    "max_position_embeddings": 40960,
+}
+QWEN3_8B = QWEN3_06B | {
+    "hidden_size": 4096,
+    "num_hidden_layers": 36,
+    "num_attention_heads": 32,
+    "intermediate_size": 12288,
+    "tie_word_embeddings": False,
+}
+QWEN25_05B = {
+    "model_type": "qwen2",
+    "hidden_size": 896,
+    "num_hidden_layers": 24,
+    "num_attention_heads": 14,
+    "num_key_value_heads": 2,
+    "intermediate_size": 4864,
+    "vocab_size": 151936,
+    "tie_word_embeddings": True,
+}
+LLAMA3_8B = {
+    "model_type": "llama",
+    "hidden_size": 4096,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "intermediate_size": 14336,
+    "vocab_size": 128256,
+}
+QWEN3_30B_A3B = QWEN3_06B | {
+    "model_type": "qwen3_moe",
+    "hidden_size": 2048,
+    "num_hidden_layers": 48,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 4,
+    "intermediate_size": 6144,
+    "moe_intermediate_size": 768,
+    "num_experts": 128,
+    "decoder_sparse_step": 1,
+    "mlp_only_layers": [],
+    "tie_word_embeddings": False,
+}
+
+
+def resolved(*argv: str) -> Config:
+    loaded = load(["--prompt-data", "arithmetic", "--num-rollout", "10", *argv])
+    return resolve(loaded.config, loaded.given)
+
+
+@pytest.mark.parametrize(
+    ("model", "count"),
+    [
+        (QWEN3_06B, 596_049_920),
+        (QWEN3_8B, 8_190_735_360),
+        (QWEN25_05B, 494_032_768),
+        (LLAMA3_8B, 8_030_261_248),
+        (QWEN3_30B_A3B, 30_532_122_624),
+    ],
+)
+def test_parameters_of_published_models(model: dict[str, Any], count: int) -> None:
+    assert parameters(model) == count
+
+
+@pytest.mark.parametrize(
+    "model", [{}, {"model_type": "mamba"}, {"model_type": "llama"}, QWEN3_06B | {"vocab_size": None}]
+)
+def test_unknown_shapes_are_not_guessed(model: dict[str, Any]) -> None:
+    assert parameters(model) is None
+    assert memory(resolved(), model) is None
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["Qwen2", "Qwen3", "Llama", "Qwen3Moe"])
+@pytest.mark.parametrize("tied", [True, False])
+def test_parameters_against_transformers(kind: str, tied: bool) -> None:
+    torch = pytest.importorskip("torch")
+    transformers = pytest.importorskip("transformers")
+    shape = {"hidden_size": 48, "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2}
+    shape |= {"intermediate_size": 80, "vocab_size": 130, "tie_word_embeddings": tied}
+    if kind != "Qwen2":
+        shape |= {"head_dim": 16, "attention_bias": not tied}
+    if kind == "Llama":
+        shape |= {"mlp_bias": tied}
+    if kind == "Qwen3Moe":
+        shape |= {"num_experts": 4, "moe_intermediate_size": 20, "decoder_sparse_step": 2, "num_experts_per_tok": 2}
+    config = getattr(transformers, f"{kind}Config")(**shape)
+    with torch.device("meta"):
+        model = transformers.AutoModelForCausalLM.from_config(config)
+    assert parameters(config.to_dict()) == sum(weight.numel() for weight in model.parameters())
+
+
+def test_memory() -> None:
+    config = resolved("--engine-slots", "64", "--rollout-max-context-len", "2048")
+    found = memory(config, QWEN3_06B)
+    assert found is not None
+    assert found.trainer == 596_049_920 * 16
+    assert found.engine_weights == 596_049_920 * 4
+    assert found.kv_bytes_per_token == 2 * 28 * 8 * 128 * 4
+    assert found.kv_tokens == 64 * 2048
+    assert found.engine == found.engine_weights + found.kv_bytes_per_token * found.kv_tokens
+    half = memory(resolved("--engine-dtype", "bfloat16"), QWEN3_06B)
+    assert half is not None
+    assert half.engine_weights == 596_049_920 * 2
+    assert half.kv_tokens == 256 * 40960  # the model's own limit
+    short = memory(resolved("--rollout-max-prompt-len", "100"), QWEN3_06B)
+    assert short is not None
+    assert short.kv_tokens == 256 * 612
+
+
+def simulate_gate(batch: int, bound: int, interval: int, batches: int) -> list[int]:
+    """Staleness of each trained group if generation takes no time: the gate of the design, oldest first."""
+    version = trained = 0
+    open_groups: deque[int] = deque()  # version under which each was admitted
+    found = []
+    for step in range(batches):
+        capacity = (version + bound + 1) * batch - trained - len(open_groups)
+        open_groups.extend([version] * max(capacity, 0))
+        found.extend(step - open_groups.popleft() for _ in range(batch))
+        trained += batch
+        if (step + 1) % interval == 0:
+            version = step + 1
+    return found
+
+
+@settings(max_examples=60, deadline=None)
+@given(batch=st.integers(1, 5), ahead=st.integers(0, 5), interval=st.integers(1, 4))
+def test_the_predicted_mean_is_what_the_gate_does(batch: int, ahead: int, interval: int) -> None:
+    argv = ["--rollout-batch-size", str(batch), "--async-buffer-size", str(ahead)]
+    found = predicted_staleness(resolved(*argv, "--update-weights-interval", str(interval)))
+    trained = simulate_gate(batch, found.bound, interval, 60 * interval)
+    assert max(trained) == found.bound == ahead + interval - 1
+    steady = trained[20 * interval * batch : 50 * interval * batch]
+    assert sum(steady) / len(steady) == pytest.approx(found.mean_high)
+
+
+def test_a_bound_below_interval_minus_one_would_close_the_gate() -> None:
+    """Why such a bound is refused: the gate admits nothing after the first batches."""
+    with pytest.raises(IndexError):
+        simulate_gate(batch=2, bound=1, interval=3, batches=9)
+
+
+def test_staleness_of_known_cases() -> None:
+    assert mean_staleness(in_flight=48, queued=16, batch=32) == 2.0
+    assert mean_staleness(in_flight=32, queued=0, batch=32, interval=3) == 2.0
+    found = predicted_staleness(resolved("--engine-slots", "128"))  # 128 slots / 8 per group = half a batch
+    assert (found.bound, found.mean_low, found.mean_high, found.useful) == (2, 0.5, 2.0, 1)
+    found = predicted_staleness(resolved("--engine-slots", "128", "--scale", "engine=8"))
+    assert (found.mean_low, found.useful) == (2.0, 4)
+    found = predicted_staleness(resolved("--engine-slots", "512", "--server-concurrency", "64"))
+    assert found.mean_low == 0.25
+
+
+def test_the_line_that_a_run_prints() -> None:
+    assert staleness_line(resolved("--engine-slots", "128")) == (
+        "staleness: at most 2 versions (N + K - 1 with N = 2, K = 1); predicted mean 2 if training is the slower side, "
+        "about 0.5 if generation is"
+    )
+    assert staleness_line(resolved("--mode", "sync")) == (
+        "staleness: 0, every token is trained by the weights version that made it"
+    )
+    assert "at most 1 version (" in staleness_line(resolved("--mode", "one_step"))
+
+
+def test_capped_lognormal_against_sampling() -> None:
+    assert capped_lognormal_mean(400, 0, 3200) == 400
+    assert capped_lognormal_mean(400, 0, 300) == 300
+    rng = random.Random(1)
+    for mean, sigma, cap in ((400, 1.0, 3200), (400, 0.5, 500), (100, 1.3, 150)):
+        mu = math.log(mean) - sigma**2 / 2
+        drawn = [min(rng.lognormvariate(mu, sigma), cap) for _ in range(60_000)]
+        assert capped_lognormal_mean(mean, sigma, cap) == pytest.approx(sum(drawn) / len(drawn), rel=0.02)
+
+
+def test_time_of_a_simulated_batch() -> None:
+    argv = ["--engine", "simulated", "engine.simulated.length_sigma=0", "--rollout-max-response-len", "1000"]
+    config = resolved(*argv, "--engine-slots", "64")
+    # 256 rollouts x 400 tokens, 64 at a time, (8 + 0.1 x 64) ms a step
+    assert simulated_generation_s(config) == pytest.approx(256 * 400 / 64 * 0.0144)
+    assert simulated_generation_s(resolved(*argv, "--engine-slots", "64", "--scale", "engine=2")) == pytest.approx(
+        256 * 400 / 128 * 0.0144
+    )
+    few = resolved(*argv, "--mode", "sync", "--rollout-batch-size", "2")  # only 16 rollouts are ever out
+    assert simulated_generation_s(few) == pytest.approx(400 * (8 + 1.6) / 1000)
+
+
+def test_the_bound_of_a_step() -> None:
+    plan = make_plan(resolved(), generation_s=3.0, training_s=4.0)
+    assert plan.step.bound_s == 4.0
+    assert "no step can take less than 4 s" in render(plan)
+    assert efficiency(3.0, 4.0, 5.0) == 0.8
+    assert make_plan(resolved()).step.bound_s is None
+    assert "the other side is measured during the run" in render(make_plan(resolved("--engine", "simulated")))
+
+
+def stages(*names: tuple[str, str]) -> str:
+    return json.dumps([{"name": name, "path": "json:JSONDecoder", "after": after} for name, after in names])
+
+
+def test_custom_stages_take_their_places_on_the_path() -> None:
+    config = resolved(f"stage={stages(('a', 'generate'), ('c', 'reward'), ('b', 'a'), ('d', 'generate'))}")
+    assert path(config) == ("prompts", "generate", "a", "b", "d", "reward", "c", "group", "train")
+    assert [stage.name for stage in chain(config, "generate")] == ["a", "b", "d"]
+
+
+def test_a_circle_of_custom_stages_is_left_out_and_ends() -> None:
+    config = resolved(f"stage={stages(('a', 'generate'), ('b', 'a'), ('a', 'b'), ('x', 'y'), ('y', 'x'))}")
+    assert {"x", "y"}.isdisjoint(path(config))
+
+
+def test_replicas() -> None:
+    config = resolved("--scale", "reward=3", "engine=2", "--tools", "calculator", f"stage={stages(('a', 'reward'))}")
+    assert replicas(config) == {
+        "prompts": 1, "generate": 1, "reward": 3, "a": 1, "group": 1, "train": 1, "tools": 1, "engine": 2
+    }  # fmt: skip
+    assert replicas(resolved("--loss-type", "sft_loss")) == {"prompts": 1, "train": 1}
+    assert resolved("--scale", "a=4").run.scale == {"a": 4}
+
+
+def test_the_plan_as_text() -> None:
+    judge = '[{"name": "judge", "path": "json:JSONDecoder", "after": "reward", "replicas": 2}]'
+    argv = ["--tools", "calculator", "--scale", "engine=2", "reward=2", "--reward-workers", "3", f"stage={judge}"]
+    plan = make_plan(resolved(*argv, "--eval-interval", "5", "--eval-prompt-data", "arithmetic"))
+    text = render(plan)
+    assert "prompts -> generate -> reward x2 -> judge x2 -> group -> train" in text
+    assert "generate -> tools -> generate" in text
+    assert "evaluate -> generate ... group -> evaluate" in text
+    assert "group, train, evaluate -> prompts" in text
+    assert "generate <-> engine x2" in text
+    # controller, generate, 2 reward + 2 x 3 graders, 2 judge, group, train, tools, evaluate, 2 engines
+    assert plan.processes == 1 + 1 + 2 + 6 + 2 + 1 + 1 + 1 + 1 + 2
+    assert "= 256 rollouts = global_batch_size 256 x num_steps_per_rollout 1" in text
+    assert "2,560 rollouts and 10 steps in all" in text
+    assert "process and 3 grader processes each" in text
+    assert make_plan(resolved(*argv, "--runner", "inprocess")).processes == 1 + 6
+    assert all(len(line) <= 200 for line in text.splitlines())
+
+
+def test_the_plan_of_supervised_training_has_no_engine() -> None:
+    plan = make_plan(resolved("--loss-type", "sft_loss"))
+    assert "  prompts -> train\n" in render(plan)
+    assert plan.processes == 2
+
+
+def test_memory_in_the_plan(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(QWEN3_06B), encoding="utf-8")
+    text = render(make_plan(resolved("--hf-checkpoint", str(tmp_path), "--engine-slots", "8")))
+    assert "596,049,920 parameters" in text
+    assert "trainer            8.882 GiB" in text
+    assert "memory: not estimated" in render(make_plan(resolved()))

@@ -1,0 +1,254 @@
+"""Modes as data, batch arithmetic, and everything else that is derived."""
+
+from __future__ import annotations
+
+import math
+import re
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from configs.errors import ConfigError
+from configs.load import load
+from configs.modes import PRESETS
+from configs.resolve import Batch, batch_arithmetic, num_rollout_for, resolve
+from configs.schema import AsyncConfig, Config, RunConfig
+
+
+def resolved(*argv: str) -> Config:
+    loaded = load(argv)
+    return resolve(loaded.config, loaded.given)
+
+
+def faults_of(*argv: str) -> tuple[str, ...]:
+    with pytest.raises(ConfigError) as caught:
+        resolved(*argv)
+    return caught.value.faults
+
+
+@pytest.mark.parametrize(
+    ("given_numbers", "expected"),
+    [
+        ((None, None, None, None), (32, 8, 256, 1)),
+        ((16, 4, None, None), (16, 4, 64, 1)),
+        ((16, 4, 64, None), (16, 4, 64, 1)),
+        ((16, 4, 16, None), (16, 4, 16, 4)),
+        ((16, 4, None, 4), (16, 4, 16, 4)),
+        ((None, 4, 64, 2), (32, 4, 64, 2)),
+        ((16, None, 64, 2), (16, 8, 64, 2)),
+        ((None, None, 128, 4), (64, 8, 128, 4)),
+        ((None, None, 128, None), (32, 8, 128, 2)),
+        ((None, None, None, 2), (32, 8, 128, 2)),
+        ((16, 4, 32, 2), (16, 4, 32, 2)),
+        ((1, 1, 1, 1), (1, 1, 1, 1)),
+    ],
+)
+def test_batch_arithmetic(
+    given_numbers: tuple[int | None, int | None, int | None, int | None], expected: tuple[int, int, int, int]
+) -> None:
+    assert batch_arithmetic(*given_numbers) == Batch(*expected)
+
+
+@pytest.mark.parametrize(
+    ("numbers", "words"),
+    [
+        (
+            (32, 8, 128, 3),
+            "rollout_batch_size 32 x n_samples_per_prompt 8 = 256 rollouts, but global_batch_size 128 x "
+            "num_steps_per_rollout 3 = 384, and both must be equal; set --num-steps-per-rollout 1",
+        ),
+        ((32, 8, 100, 2), "and both must be equal; set --global-batch-size 128"),
+        ((32, 8, 100, None), "which --global-batch-size 100 does not divide into whole optimizer steps"),
+        ((32, 8, 100, None), "set --global-batch-size 128"),
+        ((32, 8, 512, None), "set --global-batch-size 256"),
+        ((32, 8, None, 3), "which --num-steps-per-rollout 3 does not divide into equal steps; set"),
+        ((3, 4, None, 4), "--global-batch-size is 3, but must be a multiple of n_samples_per_prompt 4"),
+        ((4, 8, 4, None), "a step trains whole groups; set --global-batch-size 8"),
+        ((None, 8, 9, 3), "global_batch_size x num_steps_per_rollout = 27 rollouts, which --n-samples-per-prompt 8"),
+        (
+            (5, None, 9, 3),
+            "--n-samples-per-prompt cannot be derived; set --global-batch-size to a multiple of 5",
+        ),
+    ],
+)
+def test_impossible_batches(numbers: tuple[int | None, int | None, int | None, int | None], words: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(words)):
+        batch_arithmetic(*numbers)
+
+
+@given(
+    groups=st.integers(1, 40), samples=st.integers(1, 16), steps=st.integers(1, 12), shown=st.sets(st.integers(0, 3))
+)
+def test_any_three_numbers_give_the_fourth(groups: int, samples: int, steps: int, shown: set[int]) -> None:
+    groups *= steps
+    whole = (groups, samples, groups * samples // steps, steps)
+    for hidden in range(4):
+        numbers = [number if index != hidden else None for index, number in enumerate(whole)]
+        assert batch_arithmetic(*numbers) == Batch(*whole)
+    numbers = [number if index in shown else None for index, number in enumerate(whole)]
+    try:
+        batch = batch_arithmetic(*numbers)
+    except ConfigError:
+        return
+    assert batch.rollouts == batch.global_batch_size * batch.num_steps_per_rollout
+    assert all(
+        number is None or number == found
+        for number, found in zip(
+            numbers,
+            (
+                batch.rollout_batch_size,
+                batch.n_samples_per_prompt,
+                batch.global_batch_size,
+                batch.num_steps_per_rollout,
+            ),
+            strict=True,
+        )
+    )
+
+
+@given(
+    groups=st.integers(1, 64), samples=st.integers(1, 16), size=st.integers(1, 600), steps=st.none() | st.integers(1, 9)
+)
+def test_the_cure_cures(groups: int, samples: int, size: int, steps: int | None) -> None:
+    """A proposed --global-batch-size or --num-steps-per-rollout is accepted when it is followed."""
+    try:
+        batch_arithmetic(groups, samples, size, steps)
+    except ConfigError as error:
+        if found := re.search(r"set --global-batch-size (\d+)(, or leave it and --num-steps)?", error.faults[0]):
+            if steps is None:
+                batch_arithmetic(groups, samples, int(found[1]), None)
+        elif steps is not None and "set --num-steps-per-rollout 1" in error.faults[0]:
+            batch_arithmetic(groups, samples, None, 1)
+
+
+@pytest.mark.parametrize(
+    ("argv", "gate"),
+    [
+        ([], (2, 1, 2)),
+        (["--mode", "async"], (2, 1, 2)),
+        (["--mode", "one_step"], (1, 1, 1)),
+        (["--mode", "sync"], (0, 1, 0)),
+        (["--async-buffer-size", "4", "--update-weights-interval", "3"], (4, 3, 6)),
+        (["--max-staleness", "5"], (5, 1, 5)),
+        (["--max-staleness", "5", "--update-weights-interval", "2"], (4, 2, 5)),
+        (["--max-staleness", "1", "--async-buffer-size", "4"], (4, 1, 1)),
+        (["--mode", "sync", "--max-staleness", "0"], (0, 1, 0)),
+        (["--async-buffer-size", "0"], (0, 1, 0)),
+    ],
+)
+def test_the_gate(argv: list[str], gate: tuple[int, int, int]) -> None:
+    found = resolved(*argv).asynchrony
+    assert (found.async_buffer_size, found.update_weights_interval, found.max_staleness) == gate
+
+
+@pytest.mark.parametrize(
+    ("argv", "words"),
+    [
+        (
+            ["--mode", "sync", "--max-staleness", "2"],
+            "--max-staleness is 2, but --mode sync means 0 (every batch is generated by the newest weights, and "
+            "trained before the next begins); leave --max-staleness out, or choose --mode async",
+        ),
+        (["--mode", "sync", "--async-buffer-size", "2"], "--async-buffer-size is 2, but --mode sync means 0"),
+        (["--mode", "one_step", "--update-weights-interval", "2"], "but --mode one_step means 1"),
+        (["--mode", "one_step", "asynchrony.max_staleness=0"], "asynchrony.max_staleness is 0, but --mode one_step"),
+    ],
+)
+def test_a_mode_and_a_flag_that_contradict_it(argv: list[str], words: str) -> None:
+    assert any(words in fault for fault in faults_of(*argv))
+
+
+def test_a_configuration_made_in_python_needs_no_record_of_what_was_written() -> None:
+    sync = resolve(Config(run=RunConfig(mode="sync")))
+    assert (sync.asynchrony.async_buffer_size, sync.asynchrony.max_staleness) == (0, 0)
+    with pytest.raises(ConfigError, match="means 0"):
+        resolve(Config(run=RunConfig(mode="sync"), asynchrony=AsyncConfig(max_staleness=3)))
+
+
+def test_presets_hold_only_the_gate() -> None:
+    assert {key for preset in PRESETS.values() for key in preset.fixed} == {
+        "asynchrony.async_buffer_size",
+        "asynchrony.update_weights_interval",
+        "asynchrony.max_staleness",
+    }
+
+
+@pytest.mark.parametrize(
+    ("argv", "expected"),
+    [
+        ([], ("decoupled", True, False)),
+        (["--mode", "sync"], ("onpolicy", False, False)),
+        (["--mode", "sync", "--use-tis"], ("decoupled", True, False)),
+        (["--use-rollout-logprobs"], ("bypass", False, True)),
+        (["--policy-mode", "bypass"], ("bypass", False, True)),
+        (["--policy-mode", "onpolicy"], ("onpolicy", False, False)),
+        (["--policy-mode", "decoupled"], ("decoupled", True, False)),
+        (["--policy-mode", "decoupled", "--mode", "sync"], ("decoupled", False, False)),
+        (["--no-use-tis"], ("onpolicy", False, False)),
+        (["--loss-type", "sft_loss"], ("onpolicy", False, False)),
+    ],
+)
+def test_the_correction(argv: list[str], expected: tuple[str, bool, bool]) -> None:
+    found = resolved(*argv).algorithm
+    assert (found.policy_mode, found.use_tis, found.use_rollout_logprobs) == expected
+
+
+def test_values_that_follow_from_others() -> None:
+    config = resolved("--eps-clip", "0.3", "--label-key", "answer", "--rollout-max-context-len", "100")
+    assert config.algorithm.eps_clip_high == 0.3
+    assert (config.eval.eval_input_key, config.eval.eval_label_key) == ("input", "answer")
+    assert config.eval.eval_max_response_len == 512
+    assert config.data.rollout_max_prompt_len == 99
+    assert config.train.ref_load == config.train.hf_checkpoint
+    assert config.filter.dynamic_sampling_filter == "none"
+    assert config.reward.rm_type == "auto"
+    assert config.observe.live is not None
+    assert config.eval.eval_interval is None
+    assert resolved("--eps-clip-high", "0.28").algorithm.eps_clip_high == 0.28
+    assert resolved("--num-rollout", "0", "--eval-prompt-data", "arithmetic").eval.eval_interval == 1
+    assert resolved("--prompt-data", "a", "b").warm_start.warm_start_data == ("a", "b")
+
+
+def test_a_new_run_gets_a_directory_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    seen = set()
+    for _ in range(3):
+        path = Path(str(resolved().run.run_dir))
+        assert path.parent == Path("runs")
+        assert not path.exists()
+        path.mkdir(parents=True)
+        seen.add(path)
+    assert len(seen) == 3
+    assert resolved("--run-dir", "mine").run.run_dir == "mine"
+
+
+@given(
+    mode=st.sampled_from(["async", "one_step", "sync"]),
+    groups=st.integers(1, 64),
+    samples=st.integers(2, 16),
+    bypass=st.booleans(),
+)
+def test_resolving_twice_changes_nothing(mode: str, groups: int, samples: int, bypass: bool) -> None:
+    argv = ["--mode", mode, "--rollout-batch-size", str(groups), "--n-samples-per-prompt", str(samples)]
+    once = resolved(*argv, *(["--use-rollout-logprobs"] if bypass else []))
+    assert resolve(once) == once
+
+
+def test_the_length_of_a_run_in_epochs() -> None:
+    config = resolved("--num-epoch", "3", "--rollout-batch-size", "10")
+    assert num_rollout_for(config, 25) == 6
+    assert num_rollout_for(resolved("--num-rollout", "7"), 1) == 7
+    assert num_rollout_for(resolved("--num-rollout", "0"), 0) == 0
+    with pytest.raises(ConfigError, match="--rollout-batch-size is 10, but an epoch has only 9 prompts"):
+        num_rollout_for(config, 9)
+    with pytest.raises(ConfigError, match="set it, or --num-epoch"):
+        num_rollout_for(resolved(), 9)
+
+
+@given(epochs=st.integers(1, 5), prompts=st.integers(1, 500), batch=st.integers(1, 64))
+def test_epochs_count_whole_batches(epochs: int, prompts: int, batch: int) -> None:
+    config = resolved("--num-epoch", str(epochs), "--rollout-batch-size", str(batch))
+    if prompts >= batch:
+        assert num_rollout_for(config, prompts) == epochs * math.floor(prompts / batch)

@@ -1,0 +1,257 @@
+"""Each refusal in its words, each warning, and that all come at once."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from configs.errors import ConfigError
+from configs.load import load
+from configs.resolve import resolve
+from configs.validate import checked, validate
+
+BASE = ("--prompt-data", "arithmetic", "--num-rollout", "3", "--hf-checkpoint", "tiny-arithmetic")
+JUDGE = '"path": "json:JSONDecoder"'
+
+
+def check(*argv: str) -> tuple[str, ...]:
+    """The warnings."""
+    loaded = load(argv)
+    return checked(loaded.config, loaded.given)[1]
+
+
+def faults_of(*argv: str) -> tuple[str, ...]:
+    with pytest.raises(ConfigError) as caught:
+        check(*argv)
+    return caught.value.faults
+
+
+def stage(*tables: str) -> str:
+    return f"stage=[{', '.join(f'{{{table}}}' for table in tables)}]"
+
+
+def test_the_base_is_right() -> None:
+    assert check(*BASE) == ()
+    assert check(*BASE, "--mode", "sync") == ()
+    assert check(*BASE, "--tools", "calculator", "--scale", "tools=2", "reward=3", "engine=2", "generate=2") == ()
+
+
+@pytest.mark.parametrize(
+    ("argv", "words"),
+    [
+        (["--no-use-tis"], "so that stale tokens are trained, but no correction is on"),
+        (
+            ["--no-use-tis", "--policy-mode", "decoupled"],
+            "leave --no-use-tis and --policy-mode onpolicy out",
+        ),
+        (["--policy-mode", "onpolicy"], "add --use-rollout-logprobs (bypass), or choose --mode sync"),
+        (["--update-weights-interval", "4", "--async-buffer-size", "0", "--no-use-tis"], "update_weights_interval 4"),
+        (["--colocate"], "--colocate with max_staleness 2: engine and trainer take turns"),
+        (["--colocate"], "add --mode sync, or leave --colocate out"),
+        (
+            ["--max-staleness", "1", "--update-weights-interval", "3"],
+            "--max-staleness is 1, but weights are published every 3 batches and the gate would close for good before "
+            "that; set --max-staleness to at least 2, or --update-weights-interval 2",
+        ),
+        (["--n-samples-per-prompt", "1"], "--n-samples-per-prompt is 1, but grpo compares the rollouts of a group"),
+        (["--n-samples-per-prompt", "1", "--advantage-estimator", "rloo"], "but rloo compares"),
+        (
+            ["--rollout-top-p", "0.9"],
+            "--rollout-top-p is 0.9 with TIS or bypass, but must be 1: the engine",
+        ),
+        (["--rollout-top-k", "20"], "--rollout-top-k is 20 with TIS or bypass, but must be -1"),
+        (["--rollout-top-k", "20", "--policy-mode", "bypass"], "their ratio is no importance weight"),
+        (["--rollout-top-k", "0"], "--rollout-top-k is 0, but would keep no token"),
+        (["--use-kl-loss"], "--kl-loss-coef is 0, but --use-kl-loss pays for a reference forward pass"),
+        (["--kl-loss-coef", "0.1"], "--kl-loss-coef is 0.1, but does nothing without --use-kl-loss"),
+        (["--tis-clip-low", "3"], "--tis-clip-low is 3, but must not be above --tis-clip 2"),
+        (["--min-lr", "1", "--lr", "0.5"], "--min-lr is 1, but must not be above --lr 0.5"),
+        (["--use-tis", "--use-rollout-logprobs"], "--use-tis and --use-rollout-logprobs are both on"),
+        (["--policy-mode", "decoupled", "--use-rollout-logprobs"], "--policy-mode is decoupled, but"),
+        (["--policy-mode", "bypass", "--no-use-rollout-logprobs"], "--no-use-rollout-logprobs forbids it"),
+        (["--policy-mode", "bypass", "--use-tis", "--no-use-rollout-logprobs"], "forbids it"),
+        (
+            ["--policy-mode", "onpolicy", "--use-tis", "--mode", "sync"],
+            "is onpolicy, but --use-tis needs decoupled",
+        ),
+        (["--policy-mode", "onpolicy", "--use-rollout-logprobs", "--mode", "sync"], "means bypass"),
+        (
+            ["--eval-interval", "5"],
+            "--eval-interval is 5, but there is nothing to evaluate on",
+        ),
+        (["--num-rollout", "0"], "--num-rollout is 0 (evaluate only), but there is nothing to evaluate on"),
+        (
+            ["--num-rollout", "none"],
+            "but a run needs a length; set --num-rollout or --num-epoch",
+        ),
+        (["--num-epoch", "2"], "--num-epoch is 2 and --num-rollout is 3, but only one may set the length"),
+        (["data.prompt_data=[]"], "--prompt-data is empty, but a run needs prompts"),
+        (["--rollout-max-context-len", "512"], "--rollout-max-response-len is 512, but prompt and response share"),
+        (["--rollout-max-context-len", "900", "--rollout-max-prompt-len", "900"], "leaves no token for the response"),
+        (["--prompt-data", "no.jsonl"], "--prompt-data is 'no.jsonl', but there is no file or directory 'no.jsonl'"),
+        (["--prompt-data", "arithmetics"], "did you mean arithmetic?"),
+        (["--prompt-data", "a.jsonl@[1-2]"], "a slice must be path@[a:b] with whole numbers"),
+        (["--eval-interval", "5", "--eval-prompt-data", "x=no.jsonl@[0:5]"], "no file or directory 'no.jsonl'"),
+        (["--eval-interval", "5", "--eval-prompt-data", "x=arithmetic", "x=arithmetic-tools"], "the name 'x' twice"),
+        (["--chat-template-path", "no.jinja"], "--chat-template-path is 'no.jinja', but there is no such file"),
+        (["--hf-checkpoint", "./nowhere"], "--hf-checkpoint is './nowhere', but there is no such directory"),
+        (["--hf-checkpoint", "/no/such/model"], "correct the path, or give a hub id such as Qwen/Qwen3-0.6B"),
+        (["--hf-checkpoint", "tiny-arithmetics"], "did you mean tiny-arithmetic?"),
+        (["--ref-load", "../nowhere"], "--ref-load is '../nowhere', but there is no such directory"),
+        (["--resume", "/no/such/run"], "config.toml"),
+        (["--custom-rm-path", "rewards.score"], "an import path must be package.module:name"),
+        (["--custom-rm-path", "no_such_pkg.x:score"], "but no package 'no_such_pkg' is found"),
+        (["--dynamic-sampling-filter-path", "x:"], "--dynamic-sampling-filter-path is 'x:'"),
+        (["--tools", "calculatr"], "--tools is 'calculatr', but an import path must be package.module:name"),
+        (["--tools", "calculator", "--tool-call-close", ""], "must not be empty"),
+        (["--tools", "calculator", "--tool-result-template", "x"], "but must contain {result}"),
+        (["--scale", "rewrad=2"], "--scale rewrad=2 names no stage; did you mean reward?"),
+        (["--scale", "zzzz=2"], "the stages are prompts, generate, engine, tools, reward, group, train, evaluate"),
+        (["--scale", "reward=0"], "--scale reward=0 leaves no replica, but each stage needs at least one"),
+        (["--scale", "train=2"], "there can be only one: it is the single writer of the weights"),
+        (["--scale", "prompts=2"], "there can be only one: it is the single writer of the ledger"),
+        (["--scale", "group=2"], "there can be only one: it joins the rollouts of a group"),
+        (["--scale", "evaluate=2"], "there can be only one: it joins the answers of one version"),
+        (["--scale", "tools=2"], "--scale tools=2 scales a stage that this run does not have; add --tools"),
+        (["--engine-port", "65535", "--scale", "engine=2"], "the last engine would need 65536"),
+        (["--engine-device", "gpu"], "--engine-device is 'gpu', but must be auto, cpu, cuda or cuda:N"),
+        (["--train-device", "cuda:x"], "--train-device is 'cuda:x'"),
+        ([stage(f'"name": "a", {JUDGE}')], "stage.a has neither after nor loop, but needs exactly one"),
+        ([stage(f'"name": "a", {JUDGE}, "after": "reward", "loop": "generate"')], "stage.a has both after and loop"),
+        ([stage(f'"name": "a", {JUDGE}, "loop": "reward"')], "only generate sends unfinished rollouts round"),
+        ([stage(f'"name": "a", {JUDGE}, "after": "rewrad"')], "is no stage; did you mean reward?"),
+        ([stage(f'"name": "a", {JUDGE}, "after": "train"')], "is no place for a custom stage; choose one of generate"),
+        ([stage(f'"name": "reward", {JUDGE}, "after": "reward"')], "has the name of a built-in stage"),
+        ([stage(f'"name": "A b", {JUDGE}, "after": "reward"')], "must be small letters"),
+        ([stage(*[f'"name": "a", {JUDGE}, "after": "reward"'] * 2)], "stage.a is there 2 times, but names must differ"),
+        ([stage('"name": "a", "path": "x.y", "after": "reward"')], "stage.a.path is 'x.y', but an import path must be"),
+        (
+            [stage(f'"name": "a", {JUDGE}, "after": "b"', f'"name": "b", {JUDGE}, "after": "a"')],
+            "that chain of stages never begins at a built-in one",
+        ),
+        (["--global-batch-size", "100"], "does not divide into whole optimizer steps"),
+    ],
+)
+def test_refusals(argv: list[str], words: str) -> None:
+    faults = faults_of(*BASE, *argv)
+    assert any(words in fault for fault in faults), faults
+
+
+def test_a_run_needs_prompts() -> None:
+    assert faults_of("--num-rollout", "3") == (
+        "--prompt-data is empty, but a run needs prompts; give a file, or the built-in arithmetic",
+    )
+
+
+@pytest.mark.parametrize(
+    ("argv", "words"),
+    [
+        (["--use-kl-loss", "--kl-loss-coef", "0.1", "--kl-loss-type", "k1"], "k1 has no gradient on-policy"),
+        (["--colocate", "--mode", "sync"], "--colocate has no effect"),
+        (["--eval-prompt-data", "arithmetic"], "--eval-prompt-data is given but never used; add --eval-interval"),
+        (["--max-staleness", "1", "--async-buffer-size", "4"], "max_staleness 1 outranks async_buffer_size 4"),
+        (
+            ["--update-weights-interval", "2", "--eval-interval", "5", "--eval-prompt-data", "arithmetic"],
+            "--eval-interval 5 is no multiple of --update-weights-interval 2",
+        ),
+        (["--mode", "sync", "--rollout-top-p", "0.9"], "the policy that is trained is not quite the one that samples"),
+        (["--mode", "sync", "--rollout-top-k", "1"], "makes all rollouts of a prompt equal"),
+        (["--disable-grpo-std-normalization", "--advantage-estimator", "rloo"], "has no effect with"),
+        (["--eps-clip", "1"], "clips no ratio from below"),
+        (["--mode", "sync", "--tis-clip", "3"], "have no effect without --use-tis"),
+        (["--ref-load", "Qwen/Qwen3-0.6B"], "--ref-load is given but never used"),
+        (["--tools", "calculator", "--max-turns", "1"], "ends a rollout at its first tool call"),
+        (["--scale", "evaluate=1"], "--scale evaluate has no effect"),
+        (["--rollout-max-context-len", "600", "--rollout-max-prompt-len", "500"], "their responses are cut short"),
+        (["--loss-type", "sft_loss", "--eval-interval", "5", "--eval-prompt-data", "arithmetic"], "sft_loss"),
+    ],
+)
+def test_warnings(argv: list[str], words: str) -> None:
+    warnings = check(*BASE, *argv)
+    assert any(words in warning for warning in warnings), warnings
+
+
+def test_all_faults_at_once() -> None:
+    faults = faults_of(*BASE, "--no-use-tis", "--scale", "train=2", "--global-batch-size", "100", "--use-kl-loss")
+    assert len(faults) == 4
+
+
+def test_every_sentence_is_one_line_and_has_a_cure() -> None:
+    for argv in (["--no-use-tis"], ["--scale", "train=2"], ["--hf-checkpoint", "./x"], ["--n-samples-per-prompt", "1"]):
+        for fault in faults_of(*BASE, *argv):
+            assert "\n" not in fault
+            assert ";" in fault
+
+
+def test_supervised_training_needs_no_correction_but_answers(tmp_path: Path) -> None:
+    assert check(*BASE, "--loss-type", "sft_loss", "--n-samples-per-prompt", "1") == ()
+    data = tmp_path / "a.jsonl"
+    data.write_text("{}", encoding="utf-8")
+    argv = ["--prompt-data", str(data), "--num-rollout", "3"]
+    assert "--label-key is not set" in faults_of(*argv, "--loss-type", "sft_loss")[0]
+    assert "--label-key is not set" in faults_of(*argv, "--warm-start-steps", "5")[0]
+    assert "--rm-type is exact, but" in faults_of(*argv, "--rm-type", "exact")[0]
+    assert check(*argv, "--rm-type", "exact", "--label-key", "answer") == ()
+
+
+def test_files_and_slices(tmp_path: Path) -> None:
+    data = tmp_path / "rows=1.jsonl"
+    data.write_text("{}", encoding="utf-8")
+    for suffix in ("", "@[0:5]", "@[-3:]", "@[:10]", "@[ 1 : 2 ]"):
+        check("--prompt-data", f"{data}{suffix}", "--num-rollout", "3")
+        check(*BASE, "--eval-interval", "1", "--eval-prompt-data", f"held-out={data}{suffix}")
+
+
+def test_a_local_checkpoint(tmp_path: Path) -> None:
+    argv = ["--prompt-data", "arithmetic", "--num-rollout", "3", "--hf-checkpoint", str(tmp_path)]
+    assert "a Hugging Face checkpoint is a directory with config.json" in faults_of(*argv)[0]
+    (tmp_path / "config.json").write_text(json.dumps({"max_position_embeddings": 256}), encoding="utf-8")
+    assert faults_of(*argv) == (
+        "--rollout-max-response-len is 512, but the model has positions for 256 tokens, prompt included; lower it",
+    )
+    assert check(*argv, "--rollout-max-response-len", "255") == ()
+    assert (
+        "--rollout-max-context-len is 300"
+        in faults_of(*argv, "--rollout-max-response-len", "64", "--rollout-max-context-len", "300")[0]
+    )
+
+
+def test_hub_ids_pass_and_local_looking_paths_do_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    base = ["--prompt-data", "arithmetic", "--num-rollout", "3", "--hf-checkpoint"]
+    assert check(*base, "Qwen/Qwen3-0.6B") == ()
+    (tmp_path / "Qwen").mkdir()  # now the first part is a directory here, so a path is meant
+    assert "there is no such directory" in faults_of(*base, "Qwen/Qwen3-0.6B")[0]
+    assert "there is no such directory" in faults_of(*base, "a/b/c")[0]
+
+
+def test_resume_and_run_dir(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    run.mkdir()
+    (run / "config.toml").write_text("", encoding="utf-8")
+    assert "a run is already there; continue it with --resume" in faults_of(*BASE, "--run-dir", str(run))[0]
+    warnings = check(*BASE, "--resume", str(run))
+    assert any("writes no checkpoints of its own; add --save-interval" in warning for warning in warnings)
+    assert check(*BASE, "--resume", str(run), "--save-interval", "5") == ()
+    faults = faults_of(*BASE, "--resume", str(run), "--run-dir", str(tmp_path))
+    assert "a resumed run continues in its own directory; leave --run-dir out" in faults[0]
+
+
+def test_custom_stages_in_their_places() -> None:
+    tables = (f'"name": "judge", {JUDGE}, "after": "reward"', f'"name": "agent", {JUDGE}, "loop": "generate"')
+    assert check(*BASE, stage(*tables), "--scale", "judge=2", "agent=3") == ()
+
+
+def test_validate_takes_a_resolved_configuration() -> None:
+    loaded = load([*BASE, "--mode", "sync"])
+    assert validate(resolve(loaded.config, loaded.given)) == ()
+
+
+def test_the_error_travels_between_processes() -> None:
+    error = ConfigError(["a; b", "c; d", "a; b"])
+    cls, arguments = error.__reduce__()
+    assert cls(*arguments).faults == error.faults == ("a; b", "c; d")
+    assert str(error) == "a; b\nc; d"
+    assert ConfigError("one; two").faults == ("one; two",)

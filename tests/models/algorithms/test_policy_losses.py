@@ -1,0 +1,168 @@
+"""Golden values and gradients of the losses, and the detachment of weights."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from configs.schema.algorithm import AlgorithmConfig
+from models.algorithms.correction import token_tis
+from models.algorithms.entropy import entropy_of, token_log_probs
+from models.algorithms.errors import AlgorithmError, UnknownAlgorithm
+from models.algorithms.kl import k3, kl_to_reference, low_var_kl
+from models.algorithms.losses import policy_loss_of, ppo_clip, sft
+from models.algorithms.modes import Correction
+from models.algorithms.objective import policy_objective, sft_objective
+
+BETA_KL = {
+    "k1": (0.085, [1, 1, 0, 1, 1, 1, 1, 1]),
+    "k2": (0.209567, [0.4, -0.2, 0, 0.4, 0.08, 0.4, 0.8, -1.2]),
+    "k3": (0.260606, [0.329680, -0.221403, 0, 0.329680, 0.076884, 0.329680, 0.550671, -2.320117]),
+    "low_var_kl": (0.260606, [0.329680, -0.221403, 0, 0.329680, 0.076884, 0.329680, 0.550671, -2.320117]),
+}
+
+
+def test_ppo_clip(f, close, ppo) -> None:  # type: ignore[no-untyped-def]
+    loss, gradient = f.loss_and_gradient(lambda tokens: ppo_clip(tokens, ppo).loss)
+    close(loss, [-1.2, -0.860708, 0, -1.2, -1.030455, 1.318977, 1.457695, 0.64])
+    close(gradient, [0, -0.860708, 0, 0, -1.030455, 1.318977, 1.457695, 0])
+    assert f.aggregate(loss, "rollout_mean") == pytest.approx(0.033050, abs=1e-5)
+    assert f.aggregate(loss, "token_mean") == pytest.approx(-0.124927, abs=1e-5)
+
+
+def test_clip_higher(f, close, clip_higher) -> None:  # type: ignore[no-untyped-def]
+    loss, gradient = f.loss_and_gradient(lambda tokens: ppo_clip(tokens, clip_higher).loss)
+    close(loss, [-1.28, -0.860708, 0, -1.221403, -1.030455, 1.318977, 1.457695, 0.64])
+    close(gradient, [0, -0.860708, 0, -1.221403, -1.030455, 1.318977, 1.457695, 0])
+    assert f.aggregate(loss, "rollout_mean") == pytest.approx(0.020375, abs=1e-5)
+    assert f.aggregate(loss, "token_mean") == pytest.approx(-0.139413, abs=1e-5)
+    assert f.aggregate(loss, "constant") == pytest.approx(-0.060993, abs=1e-5)
+    result = ppo_clip(f.tokens(), clip_higher)
+    clipped = (result.clipped_high | result.clipped_low).double()
+    assert f.aggregate(clipped, "token_mean") == pytest.approx(2 / 7)
+    assert f.aggregate(clipped, "rollout_mean") == pytest.approx(0.291667, abs=1e-5)
+    assert result.clipped_high.tolist() == [True] + [False] * 7
+    assert result.clipped_low.tolist() == [False] * 7 + [True]
+
+
+def test_decoupled_weight_multiplies_the_clipped_term_and_is_detached(f, close, clip_higher) -> None:  # type: ignore[no-untyped-def]
+    correction = Correction(mode="decoupled", use_tis=True, low=0.0, high=1.2)
+    loss, gradient = f.loss_and_gradient(
+        lambda tokens: policy_objective(tokens, clip_higher, correction, ppo_clip).loss
+    )
+    close(loss, [-1.536, -0.778801, 0, -0.904837, -0.980199, 0.977122, 1.749234, 0.608787])
+    assert f.aggregate(loss, "rollout_mean") == pytest.approx(0.030878, abs=1e-5)
+    assert f.aggregate(loss, "token_mean") == pytest.approx(-0.123528, abs=1e-5)
+    plain = f.loss_and_gradient(lambda tokens: ppo_clip(tokens, clip_higher).loss)[1]
+    weight = token_tis(f.old, f.mu, f.mask, low=0.0, high=1.2).weight
+    close(gradient, (weight * plain).tolist())
+
+
+def test_tis_weights(f, close) -> None:  # type: ignore[no-untyped-def]
+    weights = token_tis(f.old, f.mu, f.mask, low=0.0, high=1.2)
+    close(weights.weight, [1.2, 0.904837, 1, 0.740818, 0.951229, 0.740818, 1.2, 0.951229])
+    close(weights.raw, [1.221403, 0.904837, 1, 0.740818, 0.951229, 0.740818, 1.349859, 0.951229])
+    assert weights.truncated.tolist() == [True, False, False, False, False, False, True, False]
+    both = token_tis(f.old, f.mu, f.mask, low=0.8, high=1.2)
+    assert float(both.weight[3]) == pytest.approx(0.8)
+    assert bool(both.truncated[3])
+
+
+def test_bypass_ratio_is_against_the_sampler(f, close, ppo) -> None:  # type: ignore[no-untyped-def]
+    tokens = f.tokens(old_log_probs=f.mu)
+    loss = policy_objective(tokens, ppo, Correction(mode="bypass", use_tis=False), ppo_clip).loss
+    rho = [1.648721, 0.778801, 0, 0.904837, 0.980199, 1.221403, 2.459603, 0.272532]
+    expected = [max(-r * a, -min(max(r, 0.8), 1.2) * a) for r, a in zip(rho, f.advantages.tolist(), strict=True)]
+    expected[2] = 0
+    close(loss, expected)
+
+
+@pytest.mark.parametrize("kind", list(BETA_KL))
+def test_kl_to_reference(f, close, kind: str) -> None:  # type: ignore[no-untyped-def]
+    value, expected = BETA_KL[kind]
+    kl, gradient = f.loss_and_gradient(lambda t: kl_to_reference(kind, t.log_probs, t.ref_log_probs, t.mask))
+    assert f.aggregate(kl, "rollout_mean") == pytest.approx(value, abs=1e-5)
+    close(gradient, expected)
+
+
+def test_kl_of_a_wild_token_is_bounded() -> None:
+    difference = torch.tensor([-4.0], dtype=torch.float64)
+    assert float(k3(difference)) == pytest.approx(49.598150, abs=1e-5)
+    assert float(low_var_kl(difference)) == 10.0
+    far = torch.tensor([-1000.0, 1000.0], dtype=torch.float64)
+    assert torch.isfinite(k3(far)).all()
+    assert float(k3(far)[1]) == pytest.approx(999.0)  # the linear term keeps the true value
+
+
+def test_unknown_kl_is_refused(f) -> None:  # type: ignore[no-untyped-def]
+    with pytest.raises(UnknownAlgorithm, match="kl 'k4' is unknown"):
+        kl_to_reference("k4", f.theta, f.ref, f.mask)
+
+
+def test_entropy_with_temperature() -> None:
+    logits = torch.tensor([[0.7, 0.2, 0.1]], dtype=torch.float64).log()
+    assert float(entropy_of(logits)) == pytest.approx(0.801819, abs=1e-6)
+    assert float(entropy_of(logits, temperature=0.5)) == pytest.approx(0.354829, abs=1e-6)
+    minus_infinity = torch.tensor([[0.0, float("-inf"), 0.0]], dtype=torch.float64)
+    assert float(entropy_of(minus_infinity)) == pytest.approx(math.log(2))
+
+
+def test_entropy_keeps_its_graph_only_when_asked() -> None:
+    logits = torch.randn(4, 7, dtype=torch.float64, requires_grad=True)
+    targets = torch.tensor([0, 1, 2, 3])
+    log_probs, none = token_log_probs(logits, targets, temperature=0.7)
+    assert none is None
+    torch.testing.assert_close(log_probs, (logits / 0.7).log_softmax(-1)[range(4), targets])
+    assert not token_log_probs(logits, targets, entropy="value")[1].requires_grad  # type: ignore[union-attr]
+    graph = token_log_probs(logits, targets, temperature=0.7, entropy="graph")[1]
+    assert torch.autograd.gradcheck(lambda x: token_log_probs(x, targets, temperature=0.7, entropy="graph"), (logits,))
+    torch.testing.assert_close(graph, torch.distributions.Categorical(logits=logits / 0.7).entropy())
+
+
+def test_sft(f, close) -> None:  # type: ignore[no-untyped-def]
+    loss, gradient = f.loss_and_gradient(sft)
+    assert f.aggregate(loss, "token_mean") == pytest.approx(0.952857, abs=1e-5)
+    assert f.aggregate(loss, "rollout_mean") == pytest.approx(0.958750, abs=1e-5)
+    close(gradient, [-1, -1, 0, -1, -1, -1, -1, -1])
+    close(sft_objective(f.tokens()).loss, loss.tolist())
+
+
+def test_terms_of_the_objective_add_up(f, close, on_policy) -> None:  # type: ignore[no-untyped-def]
+    config = AlgorithmConfig(use_kl_loss=True, kl_loss_coef=0.1, kl_loss_type="k2", entropy_coef=0.01)
+    entropy = torch.linspace(0.1, 0.8, 8, dtype=torch.float64)
+    correction = Correction(mode="decoupled", use_tis=True, high=1.2)
+    loss = policy_objective(f.tokens(entropy=entropy), config, correction, ppo_clip).loss
+    weight = token_tis(f.old, f.mu, f.mask, low=0.0, high=1.2).weight
+    kl = kl_to_reference("k2", f.theta, f.ref, f.mask)
+    # The weight touches the policy term only.
+    close(loss, (weight * ppo_clip(f.tokens(), config).loss + 0.1 * kl - 0.01 * entropy * f.mask).tolist())
+    with pytest.raises(AlgorithmError, match="entropy_coef"):
+        policy_objective(f.tokens(), config, on_policy, ppo_clip)
+    with pytest.raises(AlgorithmError, match="reference policy"):
+        policy_objective(f.tokens(entropy=entropy, ref_log_probs=None), config, on_policy, ppo_clip)
+
+
+def test_estimators_of_this_package_use_the_clip() -> None:
+    for estimator in ("grpo", "dr_grpo", "rloo", "my_package.module:estimator"):
+        assert policy_loss_of(estimator) is ppo_clip
+
+
+def test_a_file_of_its_own_brings_its_policy_loss(tmp_path, monkeypatch, f) -> None:  # type: ignore[no-untyped-def]
+    import models.algorithms
+
+    source = (
+        "from models.algorithms.losses import PolicyLoss\n"
+        "def advantages(rewards, *, normalize_std):\n    return rewards * 2\n"
+        "def policy_loss(tokens, config):\n"
+        "    none = tokens.mask & False\n"
+        "    return PolicyLoss(loss=-tokens.log_probs * tokens.advantages, clipped_high=none, clipped_low=none)\n"
+    )
+    (tmp_path / "plain_gradient.py").write_text(source)
+    monkeypatch.setattr(models.algorithms, "__path__", [*models.algorithms.__path__, str(tmp_path)])
+    chosen = policy_loss_of("plain_gradient")
+    assert float(chosen(f.tokens(), AlgorithmConfig()).loss[0]) == pytest.approx(0.7)
+    from models.algorithms.advantages import advantages
+
+    assert advantages("plain_gradient", [1, 2], [0, 1]).tolist() == [2, 4]

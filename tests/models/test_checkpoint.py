@@ -1,0 +1,240 @@
+"""Atomic checkpoints: order of durability, failure at every step, damage of every kind, a real full disk."""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+
+from models.checkpoint import (
+    MANIFEST_FILE,
+    CheckpointError,
+    Manifest,
+    commit_directory,
+    draft_path,
+    explain_disk_errors,
+    final_path,
+    latest_checkpoint,
+    prune,
+    read_manifest,
+    verify_files,
+    write_manifest,
+)
+
+
+def make(root: Path, step: int, *, epoch: int = 0, commit: bool = True) -> Path:
+    draft = draft_path(root, step)
+    (draft / "hf").mkdir(parents=True)
+    (draft / "hf" / "model.safetensors").write_bytes(os.urandom(4096))
+    (draft / "optimizer.bin").write_bytes(b"o" * step)
+    write_manifest(draft, Manifest(step=step, version=step, epoch=epoch, ledger='{"open":3}', config_hash="abc"))
+    if commit:
+        commit_directory(draft, final_path(root, step))
+    return final_path(root, step)
+
+
+def test_round_trip(tmp_path: Path) -> None:
+    path = make(tmp_path, 7)
+    manifest = read_manifest(path)
+    assert (manifest.step, manifest.version, manifest.ledger, manifest.config_hash) == (7, 7, '{"open":3}', "abc")
+    assert set(manifest.files) == {"hf/model.safetensors", "optimizer.bin"}
+    assert manifest.files["optimizer.bin"].size == 7
+    verify_files(path, manifest)
+    assert os.listdir(tmp_path) == ["step-00000007"]
+
+
+def test_files_then_manifest_then_directory_then_rename_then_parent(tmp_path: Path, monkeypatch) -> None:
+    log: list[str] = []
+    real_fsync, real_rename = os.fsync, os.rename
+
+    def fsync(descriptor: int) -> None:
+        log.append(f"sync {Path(os.readlink(f'/proc/self/fd/{descriptor}')).relative_to(tmp_path)}")
+        real_fsync(descriptor)
+
+    def rename(source: Path, target: Path) -> None:
+        log.append(f"rename {Path(source).relative_to(tmp_path)}")
+        real_rename(source, target)
+
+    make(tmp_path, 1, commit=False)
+    monkeypatch.setattr(os, "fsync", fsync)
+    monkeypatch.setattr(os, "rename", rename)
+    commit_directory(draft_path(tmp_path, 1), final_path(tmp_path, 1))
+    draft = ".step-00000001.draft"
+    assert log == [
+        f"sync {draft}/hf/model.safetensors",
+        f"sync {draft}/optimizer.bin",
+        f"sync {draft}/{MANIFEST_FILE}",
+        f"sync {draft}/hf",
+        f"sync {draft}",
+        f"rename {draft}",
+        "sync .",
+    ]
+
+
+@pytest.mark.parametrize("replace", [False, True])
+def test_a_failure_at_any_system_call_leaves_a_complete_checkpoint(tmp_path: Path, monkeypatch, replace: bool) -> None:
+    """Fail the n-th fsync or rename for every n: the latest checkpoint is the old one or the new one, never none."""
+    step = 1 if replace else 2
+    n = 0
+    messages: list[str] = []
+    while True:
+        root = tmp_path / str(n)
+        old = read_manifest(make(root, 1))
+        make(root, step, epoch=1, commit=False)
+        calls = 0
+
+        def failing(real, n=n):
+            def call(*args):
+                nonlocal calls
+                calls += 1
+                if calls == n + 1:
+                    raise OSError(errno.EIO, "Input/output error")
+                return real(*args)
+
+            return call
+
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "fsync", failing(os.fsync))
+            patch.setattr(os, "rename", failing(os.rename))
+            try:
+                commit_directory(draft_path(root, step), final_path(root, step))
+            except CheckpointError as error:
+                messages.append(str(error))
+        latest = latest_checkpoint(root)
+        assert latest is not None
+        manifest = read_manifest(latest)
+        verify_files(latest, manifest)
+        assert manifest == old or manifest.epoch == 1
+        if calls <= n:
+            break
+        n += 1
+    assert len(messages) == n >= 7
+    assert all("Input/output error" in text and "earlier checkpoints are untouched" in text for text in messages)
+
+
+def test_a_kill_between_the_two_renames_of_a_replacement_loses_nothing(tmp_path: Path, monkeypatch) -> None:
+    old = read_manifest(make(tmp_path, 1))
+    make(tmp_path, 1, epoch=1, commit=False)
+    real, calls = os.rename, 0
+
+    def killed(source: Path, target: Path) -> None:
+        nonlocal calls
+        calls += 1
+        if calls == 2:
+            raise KeyboardInterrupt  # not an OSError: no handler runs, as with a signal that ends the process
+        real(source, target)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "rename", killed)
+        with pytest.raises(KeyboardInterrupt):
+            commit_directory(draft_path(tmp_path, 1), final_path(tmp_path, 1))
+    latest = latest_checkpoint(tmp_path)
+    assert latest is not None
+    assert read_manifest(latest) == old
+    commit_directory(draft_path(tmp_path, 1), final_path(tmp_path, 1))
+    assert latest_checkpoint(tmp_path) == final_path(tmp_path, 1)
+    assert read_manifest(final_path(tmp_path, 1)).epoch == 1
+
+
+def test_a_draft_without_manifest_is_not_committed(tmp_path: Path) -> None:
+    draft = draft_path(tmp_path, 1)
+    draft.mkdir()
+    with pytest.raises(CheckpointError, match=r"has no manifest\.json"):
+        commit_directory(draft, final_path(tmp_path, 1))
+    assert latest_checkpoint(tmp_path) is None
+
+
+def test_an_incomplete_or_damaged_directory_is_passed_over(tmp_path: Path) -> None:
+    good = make(tmp_path, 1)
+    no_manifest = make(tmp_path, 2)
+    (no_manifest / MANIFEST_FILE).unlink()
+    truncated = make(tmp_path, 3)
+    with (truncated / "hf" / "model.safetensors").open("r+b") as file:
+        file.truncate(100)
+    lost = make(tmp_path, 4)
+    (lost / "optimizer.bin").unlink()
+    flipped = make(tmp_path, 5)
+    text = (flipped / MANIFEST_FILE).read_bytes().replace(b'"step":5', b'"step":9')
+    (flipped / MANIFEST_FILE).write_bytes(text)
+    make(tmp_path, 6, commit=False)
+    assert latest_checkpoint(tmp_path) == good
+    with pytest.raises(CheckpointError, match="has 100 bytes, expected 4096"):
+        read_manifest(truncated)
+    with pytest.raises(CheckpointError, match=r"optimizer\.bin is missing"):
+        read_manifest(lost)
+    with pytest.raises(CheckpointError, match="damaged: checksum"):
+        read_manifest(flipped)
+    (flipped / MANIFEST_FILE).write_bytes(b"\xff\xfe{")
+    with pytest.raises(CheckpointError, match="is damaged"):
+        read_manifest(flipped)
+
+
+def test_a_flipped_bit_in_a_file_is_found(tmp_path: Path) -> None:
+    path = make(tmp_path, 1)
+    file = path / "hf" / "model.safetensors"
+    data = bytearray(file.read_bytes())
+    data[1000] ^= 4
+    file.write_bytes(data)
+    with pytest.raises(CheckpointError, match=r"model\.safetensors is damaged"):
+        verify_files(path, read_manifest(path))
+
+
+def test_a_newer_format_is_refused_with_its_number(tmp_path: Path) -> None:
+    draft = draft_path(tmp_path, 1)
+    draft.mkdir()
+    write_manifest(draft, Manifest(step=1, version=1, epoch=0, format_version=99))
+    with pytest.raises(CheckpointError, match="format_version 99, this program reads up to 1"):
+        read_manifest(draft)
+
+
+def test_latest_goes_by_epoch_first_and_prune_keeps_the_newest(tmp_path: Path) -> None:
+    make(tmp_path, 10)
+    make(tmp_path, 20)
+    make(tmp_path, 15, epoch=1)  # resumed from 10: step 20 of epoch 0 never happened
+    assert latest_checkpoint(tmp_path) == final_path(tmp_path, 15)
+    assert prune(tmp_path, 2) == [final_path(tmp_path, 10)]
+    assert prune(tmp_path, 1) == [final_path(tmp_path, 20)]
+    assert os.listdir(tmp_path) == ["step-00000015"]
+    with pytest.raises(ValueError, match="at least the newest"):
+        prune(tmp_path, 0)
+    assert latest_checkpoint(tmp_path / "nowhere") is None
+
+
+def test_disk_full_gives_its_room_back_and_names_the_cure(tmp_path: Path, monkeypatch) -> None:
+    good = make(tmp_path, 1)
+    make(tmp_path, 2, commit=False)
+
+    def full(_: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(CheckpointError, match=r"step-00000002.*No space left.*lower --keep-last-n"):
+        commit_directory(draft_path(tmp_path, 2), final_path(tmp_path, 2))
+    assert not draft_path(tmp_path, 2).exists()
+    assert latest_checkpoint(tmp_path) == good
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
+def test_a_write_to_a_really_full_device_is_explained(tmp_path: Path) -> None:
+    with (
+        pytest.raises(CheckpointError, match="No space left on device; earlier checkpoints are untouched"),
+        explain_disk_errors(tmp_path / "c"),
+    ):
+        Path("/dev/full").write_bytes(b"x" * 10)
+
+
+def test_a_partly_removed_checkpoint_is_out_of_sight(tmp_path: Path, monkeypatch) -> None:
+    make(tmp_path, 1)
+    make(tmp_path, 2)
+
+    def killed(_: Path) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(shutil, "rmtree", killed)
+    with pytest.raises(KeyboardInterrupt):
+        prune(tmp_path, 1)
+    assert latest_checkpoint(tmp_path) == final_path(tmp_path, 2)
+    assert not final_path(tmp_path, 1).exists()

@@ -1,0 +1,154 @@
+"""Saving, resuming and exporting: exact, in Hugging Face's format, without pickle."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors import safe_open
+
+from models.tiny import make_tiny_checkpoint
+from models.train.errors import BackendMisuse, TrainStateUnreadable
+from models.train.weights_io import hf_tensors
+
+SCHEDULE = {"lr_decay_style": "cosine", "lr_warmup_iters": 2, "min_lr": 1e-5, "lr": 1e-2, "weight_decay": 0.1}
+
+
+def train(backend, sequences, steps) -> list[dict[str, float]]:  # type: ignore[no-untyped-def]
+    found = []
+    for seed in steps:
+        backend.begin_batch(rollouts=12, steps=1)
+        backend.accumulate(sequences(seed=seed))
+        found.append(backend.step())
+    return found
+
+
+def test_resuming_is_bit_identical_to_not_stopping(backend, sequences, weights, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+    unbroken = backend(total_steps=6, **SCHEDULE)
+    train(unbroken, sequences, range(3))
+    unbroken.save(tmp_path / "state")
+    expected = train(unbroken, sequences, range(3, 6))
+
+    resumed = backend(total_steps=6, **SCHEDULE)
+    resumed.load(tmp_path / "state")
+    assert train(resumed, sequences, range(3, 6)) == expected
+    left, right = weights(unbroken), weights(resumed)
+    assert all(torch.equal(left[name], right[name]) for name in left)
+    for name, tensor in unbroken._updater.state_tensors().items():
+        assert torch.equal(tensor, resumed._updater.state_tensors()[name])
+
+
+def test_what_is_on_disk(backend, sequences, weights, tiny: Path, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+    from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+
+    made = backend()
+    train(made, sequences, range(1))
+    made.save(tmp_path / "state")
+    files = {str(path.relative_to(tmp_path / "state")) for path in (tmp_path / "state").rglob("*") if path.is_file()}
+    assert {"hf/model.safetensors", "hf/config.json", "trainer/optimizer.safetensors", "trainer/state.json"} <= files
+    assert not [name for name in files if name.endswith((".pt", ".bin", ".pkl", ".pth"))]
+    assert json.loads((tmp_path / "state/trainer/state.json").read_text())["updates"] == 1
+
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "state/hf")
+    for name, tensor in loaded.state_dict().items():
+        assert torch.equal(tensor, made._model.state_dict()[name])
+    old, new = AutoTokenizer.from_pretrained(tiny), AutoTokenizer.from_pretrained(tmp_path / "state/hf")
+    assert new("1+2=3\n")["input_ids"] == old("1+2=3\n")["input_ids"]
+    assert GenerationConfig.from_pretrained(tmp_path / "state/hf").eos_token_id == new.eos_token_id
+    # The saved model starts another run.
+    again = backend(hf_checkpoint=str(tmp_path / "state/hf"))
+    assert all(torch.equal(tensor, weights(made)[name]) for name, tensor in weights(again).items())
+
+
+@pytest.mark.parametrize("tie", [True, False])
+def test_export_is_what_save_pretrained_writes(backend, tmp_path: Path, tie: bool) -> None:  # type: ignore[no-untyped-def]
+    directory = make_tiny_checkpoint(tmp_path / "model", hidden_size=32, num_layers=2, tie_word_embeddings=tie)
+    made = backend(hf_checkpoint=str(directory))
+    exported = list(made.export_weights())
+    assert [name for name, _ in exported] == [name for name, _ in made.export_weights()]
+    with safe_open(directory / "model.safetensors", framework="pt") as stored:
+        assert sorted(name for name, _ in exported) == sorted(stored.keys())
+        for name, tensor in exported:
+            assert torch.equal(tensor, stored.get_tensor(name))
+            assert not tensor.requires_grad
+    assert ("lm_head.weight" in dict(exported)) is (not tie)
+
+
+def test_fused_experts_are_exported_one_by_one(tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM, Qwen3MoeConfig
+
+    config = Qwen3MoeConfig(
+        vocab_size=32,
+        hidden_size=16,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=8,
+        intermediate_size=16,
+        moe_intermediate_size=8,
+        num_experts=4,
+        num_experts_per_tok=2,
+    )
+    model = AutoModelForCausalLM.from_config(config)
+    model.save_pretrained(tmp_path / "moe")
+    with safe_open(tmp_path / "moe/model.safetensors", framework="pt") as stored:
+        exported = dict(hf_tensors(model))
+        assert sorted(exported) == sorted(stored.keys())
+        assert all(torch.equal(tensor, stored.get_tensor(name)) for name, tensor in exported.items())
+    half = dict(hf_tensors(model, torch.bfloat16))
+    assert {tensor.dtype for tensor in half.values()} == {torch.bfloat16}
+
+
+def test_nothing_is_saved_in_the_middle_of_a_batch(backend, sequences, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+    made = backend()
+    made.accumulate(sequences())
+    with pytest.raises(BackendMisuse, match="finish the batch with step"):
+        made.save(tmp_path / "state")
+    with pytest.raises(BackendMisuse, match="load while"):
+        made.load(tmp_path / "state")
+
+
+def test_incomplete_states_are_refused(backend, sequences, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+    made = backend()
+    with pytest.raises(TrainStateUnreadable, match="resume from another checkpoint"):
+        made.load(tmp_path / "nowhere")
+    train(made, sequences, range(1))
+    made.save(tmp_path / "state")
+    for damage in ("trainer/state.json", "trainer/optimizer.safetensors"):
+        shutil.copytree(tmp_path / "state", tmp_path / "broken")
+        (tmp_path / "broken" / damage).write_bytes(b"{")
+        with pytest.raises(TrainStateUnreadable, match="no complete training state"):
+            made.load(tmp_path / "broken")
+        shutil.rmtree(tmp_path / "broken")
+    shutil.copytree(tmp_path / "state", tmp_path / "broken")
+    state = json.loads((tmp_path / "broken/trainer/state.json").read_text())
+    (tmp_path / "broken/trainer/state.json").write_text(json.dumps({**state, "format_version": 99}))
+    with pytest.raises(TrainStateUnreadable, match="format version 99"):
+        made.load(tmp_path / "broken")
+
+
+def test_state_of_another_model_is_refused_and_changes_nothing(  # type: ignore[no-untyped-def]
+    backend, sequences, weights, tmp_path: Path
+) -> None:
+    other = make_tiny_checkpoint(tmp_path / "other", tokenizer="arithmetic", hidden_size=48, num_layers=1)
+    stranger = backend(hf_checkpoint=str(other))
+    train(stranger, sequences, range(1))
+    stranger.save(tmp_path / "state")
+    made = backend()
+    before = weights(made)
+    with pytest.raises(TrainStateUnreadable, match="another model|weights of this model"):
+        made.load(tmp_path / "state")
+    assert all(torch.equal(tensor, before[name]) for name, tensor in weights(made).items())
+
+
+def test_saving_again_replaces_the_state(backend, sequences, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+    made = backend()
+    made.save(tmp_path / "state")
+    train(made, sequences, range(2))
+    made.save(tmp_path / "state")
+    fresh = backend()
+    fresh.load(tmp_path / "state")
+    assert fresh._updater.updates == 2

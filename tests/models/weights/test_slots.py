@@ -1,0 +1,491 @@
+"""Weight slots: what is published is what is read, in the presence of overwriting, damage, kills and mutants."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from models.tiny import make_tiny_checkpoint
+from models.weights import directory as slot_directory
+from models.weights import reader as slot_reader
+from models.weights import writer as slot_writer
+from models.weights.directory import DirectoryLease, choose_directory, remove_if_stale, remove_stale
+from models.weights.errors import (
+    DigestMismatch,
+    LayoutMismatch,
+    SlotDirectoryError,
+    SlotSpaceError,
+    SourceError,
+    TornWeights,
+)
+from models.weights.layout import TensorSpec, checkpoint_specs, lay_out, read_layout
+from models.weights.reader import SlotManifest, SlotReader, verify
+from models.weights.writer import SlotWriter
+
+ROOT = Path(__file__).parents[3]
+SHAPES = {"a.weight": (8, 16), "b.bias": (5,), "c.scale": (), "d.weight": (3, 7)}
+
+
+def checkpoint(path: Path, tensors: dict[str, torch.Tensor] | None = None, config: str = "{}") -> Path:
+    path.mkdir()
+    (path / "config.json").write_text(config)
+    (path / "tokenizer.json").write_text("{}")
+    (path / "pytorch_model.bin").write_bytes(b"not to be copied")
+    save_file(tensors or values(0), path / "model.safetensors")
+    return path
+
+
+def values(version: int) -> dict[str, torch.Tensor]:
+    return {name: torch.full(shape, float(version)) for name, shape in SHAPES.items()}
+
+
+@pytest.fixture
+def writer(tmp_path: Path) -> Iterator[SlotWriter]:
+    with SlotWriter(tmp_path / "slots", checkpoint(tmp_path / "source")) as made:
+        yield made
+
+
+def publish(writer: SlotWriter, version: int) -> SlotManifest:
+    return writer.write(version, 0, iter(values(version).items()))
+
+
+def test_slots_alternate_and_the_last_two_versions_are_readable(writer: SlotWriter) -> None:
+    manifests = [publish(writer, version) for version in range(5)]
+    assert len({manifest.path for manifest in manifests}) == 2
+    assert [manifest.generation for manifest in manifests] == [2, 2, 4, 4, 6]
+    assert all(a.path != b.path for a, b in pairwise(manifests))
+    assert str(writer.next_path) == manifests[3].path
+    for manifest in manifests[3:]:
+        verify(manifest)
+        loaded = load_file(Path(manifest.path) / "model.safetensors")
+        assert loaded.keys() == SHAPES.keys()
+        assert all((tensor == manifest.version).all() for tensor in loaded.values())
+    for manifest in manifests[:3]:
+        with pytest.raises(TornWeights, match="holds generation"):
+            verify(manifest)
+
+
+def test_the_file_is_mapped_once_and_never_reallocated(writer: SlotWriter) -> None:
+    def identity() -> list[tuple[int, int]]:
+        found = [(writer.next_path.parent / f"slot-{i}" / "model.safetensors").stat() for i in range(2)]
+        return [(status.st_ino, status.st_size) for status in found]
+
+    before = identity()
+    for version in range(4):
+        publish(writer, version)
+    assert identity() == before
+
+
+def test_a_slot_is_a_hugging_face_directory_that_transformers_loads(tmp_path: Path) -> None:
+    source = make_tiny_checkpoint(tmp_path / "tiny", num_layers=1)
+    model = AutoModelForCausalLM.from_pretrained(source)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(1.5)
+    with SlotWriter(tmp_path / "slots", source) as writer:
+        # state_dict yields the tied lm_head, which the checkpoint does not store
+        assert "lm_head.weight" in model.state_dict()
+        manifest = writer.write(1, 0, iter(model.state_dict().items()))
+        verify(manifest)
+        again = AutoModelForCausalLM.from_pretrained(manifest.path)
+        assert len(AutoTokenizer.from_pretrained(manifest.path)) == 264
+        for (name, left), (_, right) in zip(model.state_dict().items(), again.state_dict().items(), strict=True):
+            assert torch.equal(left, right), name
+        with safe_open(Path(manifest.path) / "model.safetensors", "pt") as file:
+            assert file.metadata() == {"format": "pt"}
+
+
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    shapes=st.lists(
+        st.tuples(st.lists(st.integers(1, 6), max_size=3), st.sampled_from([torch.float32, torch.bfloat16])),
+        min_size=1,
+        max_size=8,
+    ),
+    seed=st.integers(0, 1000),
+    order=st.randoms(use_true_random=False),
+)
+def test_any_tensors_come_back_bit_equal(tmp_path_factory, shapes, seed, order) -> None:
+    path = tmp_path_factory.mktemp("any")
+    generator = torch.Generator().manual_seed(seed)
+    tensors = {f"t{i}": torch.randn(shape, generator=generator).to(dtype) for i, (shape, dtype) in enumerate(shapes)}
+    with SlotWriter(path / "slots", checkpoint(path / "source", tensors)) as writer:
+        items = list(tensors.items())
+        order.shuffle(items)
+        manifest = writer.write(1, 0, iter(items))
+        verify(manifest)
+        loaded = load_file(Path(manifest.path) / "model.safetensors")
+        with SlotReader(manifest) as slot:
+            raw = {spec.name: (spec, bytes(data)) for spec, data in slot.tensors()}
+            slot.check()
+        for name, tensor in tensors.items():
+            assert loaded[name].dtype == tensor.dtype
+            assert torch.equal(loaded[name], tensor)
+            assert raw[name][0].shape == tuple(tensor.shape)
+            assert raw[name][1] == tensor.contiguous().view(-1).view(torch.uint8).numpy().tobytes()
+        assert manifest.nbytes == sum(tensor.nbytes for tensor in tensors.values())
+
+
+@given(
+    st.lists(st.tuples(st.sampled_from(["F32", "BF16", "F16"]), st.lists(st.integers(0, 9), max_size=3)), min_size=1)
+)
+def test_layout_covers_the_data_exactly_and_aligns_every_tensor(items) -> None:
+    layout = lay_out(TensorSpec(f"t{i}", dtype, tuple(shape)) for i, (dtype, shape) in enumerate(items))
+    position = layout.data_start
+    assert position % 64 == 0
+    for tensor in layout.tensors:
+        assert tensor.start == position
+        assert tensor.start % (4 if tensor.spec.dtype == "F32" else 2) == 0
+        position = tensor.end
+    assert position == layout.file_bytes
+
+
+def test_values_are_cast_to_the_slots_dtype(tmp_path: Path) -> None:
+    source = checkpoint(tmp_path / "source")
+    with SlotWriter(tmp_path / "slots", source, dtype="bfloat16") as writer:
+        third = {name: torch.full(shape, 1 / 3) for name, shape in SHAPES.items()}
+        manifest = writer.write(1, 0, iter(third.items()))
+        loaded = load_file(Path(manifest.path) / "model.safetensors")
+    assert all(tensor.dtype == torch.bfloat16 for tensor in loaded.values())
+    assert float(loaded["c.scale"]) == float(torch.tensor(1 / 3).bfloat16())
+
+
+def test_sharded_checkpoints_are_read_through_their_index(tmp_path: Path) -> None:
+    source = checkpoint(tmp_path / "source")
+    (source / "model.safetensors").unlink()
+    names = list(SHAPES)
+    for i, part in enumerate((names[:2], names[2:])):
+        save_file({name: values(0)[name] for name in part}, source / f"model-{i}.safetensors")
+    index = {"weight_map": {name: f"model-{i // 2}.safetensors" for i, name in enumerate(names)}}
+    (source / "model.safetensors.index.json").write_text(json.dumps(index))
+    assert {spec.name for spec in checkpoint_specs(source)} == set(SHAPES)
+    with SlotWriter(tmp_path / "slots", source) as writer:
+        manifest = publish(writer, 1)
+        assert sorted(os.listdir(manifest.path)) == ["config.json", "model.safetensors", "slot.state", "tokenizer.json"]
+        verify(manifest)
+    (source / "model-1.safetensors").unlink()
+    with pytest.raises(SourceError, match=r"names model-1\.safetensors, which is missing"):
+        checkpoint_specs(source)
+
+
+# --- tearing -------------------------------------------------------------------------------------------------------
+
+
+def test_a_slot_being_overwritten_is_torn_for_its_readers_and_the_newest_is_not(writer: SlotWriter) -> None:
+    old, newest = publish(writer, 1), publish(writer, 2)
+    seen: list[str] = []
+
+    def tensors() -> Iterator[tuple[str, torch.Tensor]]:
+        for name, tensor in values(3).items():
+            yield name, tensor
+            verify(newest)
+            with pytest.raises(TornWeights, match="is being written"):
+                verify(old)
+            seen.append(name)
+
+    writer.write(3, 0, tensors())
+    assert len(seen) == len(SHAPES)
+
+
+def test_a_copy_taken_while_the_slot_changed_is_refused(writer: SlotWriter) -> None:
+    old = publish(writer, 1)
+    publish(writer, 2)
+    with SlotReader(old) as slot:
+        copied = [data.copy() for _, data in slot.tensors()]
+        slot.check()
+        publish(writer, 3)
+        with pytest.raises(TornWeights, match="discard what was read"):
+            slot.check()
+    assert copied[0].view(np.float32)[0] == 1.0
+
+
+def test_a_failed_write_leaves_the_newest_in_place_and_its_own_slot_torn(writer: SlotWriter) -> None:
+    first, second = publish(writer, 1), publish(writer, 2)
+
+    def broken() -> Iterator[tuple[str, torch.Tensor]]:
+        yield "a.weight", values(3)["a.weight"]
+        raise ConnectionError("a rank went away")
+
+    with pytest.raises(ConnectionError):
+        writer.write(3, 0, broken())
+    verify(second)
+    with pytest.raises(TornWeights):
+        verify(first)
+    third = publish(writer, 3)
+    assert third.path == first.path
+    assert third.generation == 6  # 2 published, 3 failed, 5 written again
+    verify(second)
+    verify(third)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda t: t.pop("b.bias"), "lacks 1 of 4 tensors, 'b.bias'"),
+        (lambda t: t.update({"x": torch.zeros(1)}), "'x' of version 9 is not in the slot's layout"),
+        (lambda t: t.update({"b.bias": torch.zeros(6)}), r"shape \(6,\), the slot was laid out for \(5,\)"),
+    ],
+)
+def test_wrong_tensors_are_refused_by_name(writer: SlotWriter, change, words) -> None:
+    tensors = values(9)
+    change(tensors)
+    with pytest.raises(LayoutMismatch, match=words):
+        writer.write(9, 0, iter(tensors.items()))
+    with pytest.raises(LayoutMismatch, match="offered twice"):
+        writer.write(9, 0, iter([*values(9).items(), *values(9).items()]))
+
+
+def test_damage_is_found_by_the_digest(writer: SlotWriter) -> None:
+    manifest = publish(writer, 1)
+    flip(manifest)
+    with pytest.raises(DigestMismatch, match=f"announced was {manifest.digest}"):
+        verify(manifest)
+
+
+def flip(manifest: SlotManifest) -> None:
+    with (Path(manifest.path) / "model.safetensors").open("r+b") as file:
+        file.seek(-3, os.SEEK_END)
+        byte = file.read(1)[0]
+        file.seek(-3, os.SEEK_END)
+        file.write(bytes([byte ^ 1]))
+
+
+# --- mutants: each invariant must fail without its guard --------------------------------------------------------------
+
+
+def damage_is_refused(path: Path) -> bool:
+    with SlotWriter(path / "slots", checkpoint(path / "source")) as writer:
+        manifest = publish(writer, 1)
+        flip(manifest)
+        return refused(lambda: verify(manifest), DigestMismatch)
+
+
+def torn_copy_is_refused(path: Path) -> bool:
+    with SlotWriter(path / "slots", checkpoint(path / "source")) as writer:
+        old = publish(writer, 1)
+        publish(writer, 2)
+
+        def copy() -> None:
+            with SlotReader(old) as slot:
+                publish(writer, 3)
+                slot.check()
+
+        return refused(copy, TornWeights)
+
+
+def newest_stays_readable(path: Path) -> bool:
+    with SlotWriter(path / "slots", checkpoint(path / "source")) as writer:
+        newest = publish(writer, 1)
+        answers: list[bool] = []
+
+        def tensors() -> Iterator[tuple[str, torch.Tensor]]:
+            for item in values(2).items():
+                answers.append(not refused(lambda: verify(newest), TornWeights, DigestMismatch))
+                yield item
+
+        writer.write(2, 0, tensors())
+        return all(answers)
+
+
+def refused(action, *kinds: type[Exception]) -> bool:
+    try:
+        action()
+    except kinds:
+        return True
+    return False
+
+
+@pytest.mark.parametrize(
+    ("invariant", "target", "attribute", "mutant"),
+    [
+        (damage_is_refused, slot_reader.SlotReader, "_check_digest", lambda self: None),
+        (torn_copy_is_refused, slot_reader.SlotReader, "check", lambda self: None),
+        (newest_stays_readable, slot_writer, "SLOTS", 1),
+    ],
+    ids=["digest check off", "counter check off", "single slot"],
+)
+def test_mutants_are_caught(tmp_path: Path, monkeypatch, invariant, target, attribute, mutant) -> None:
+    (tmp_path / "good").mkdir()
+    (tmp_path / "mutant").mkdir()
+    assert invariant(tmp_path / "good")
+    monkeypatch.setattr(target, attribute, mutant)
+    assert not invariant(tmp_path / "mutant")
+
+
+# --- processes --------------------------------------------------------------------------------------------------------
+
+WRITER_PROGRAM = """
+import sys, torch, msgspec
+from pathlib import Path
+from models.weights.writer import SlotWriter
+writer = SlotWriter(Path(sys.argv[1]), Path(sys.argv[2]))
+specs = [item.spec for item in writer.layout.tensors]
+for version in range(1, int(sys.argv[3]) + 1):
+    tensors = ((spec.name, torch.full(spec.shape, float(version))) for spec in specs)
+    sys.stdout.write(msgspec.json.encode(writer.write(version, 0, tensors)).decode() + "\\n")
+    sys.stdout.flush()
+sys.stdin.read()  # hold the slots until the test closes the pipe or kills this process
+"""
+
+
+def start_writer(slots: Path, source: Path, versions: int) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-c", WRITER_PROGRAM, str(slots), str(source), str(versions)],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+
+
+@pytest.mark.slow
+def test_a_reader_beside_a_writer_that_never_waits_accepts_only_whole_versions(tmp_path: Path) -> None:
+    """The writer overwrites at full speed and knows nothing of readers: what passes the checks must be uniform."""
+    tensors = {f"t{i}": torch.zeros(256, 1024) for i in range(4)}
+    source = checkpoint(tmp_path / "source", tensors)
+    process = start_writer(tmp_path / "slots", source, 300)
+    accepted = torn = 0
+    held: SlotManifest | None = None
+    assert process.stdout is not None
+    try:
+        for _, line in zip(range(300), process.stdout, strict=False):
+            manifest = slot_manifest(line)
+            for claim in (manifest, held):
+                if claim is None:
+                    continue
+                try:
+                    with SlotReader(claim) as slot:
+                        copies = [data.copy().view(np.float32) for _, data in slot.tensors()]
+                        slot.check()
+                except TornWeights:
+                    torn += 1
+                else:
+                    accepted += 1
+                    assert all((copy == claim.version).all() for copy in copies)
+            held = manifest
+    finally:
+        process.communicate("")
+    assert process.returncode == 0
+    assert accepted >= 2  # at the end the writer rests, and both slots are whole
+    assert accepted + torn == 599
+
+
+def slot_manifest(line: str) -> SlotManifest:
+    return SlotManifest(**json.loads(line))
+
+
+def test_a_killed_owners_directory_is_removed_and_a_live_ones_is_not(tmp_path: Path) -> None:
+    source = checkpoint(tmp_path / "source")
+    slots = tmp_path / f"{slot_directory.PREFIX}run"
+    process = start_writer(slots, source, 1)
+    assert process.stdout is not None
+    manifest = slot_manifest(process.stdout.readline())
+    try:
+        assert remove_stale(tmp_path) == []
+        with pytest.raises(SlotDirectoryError, match=f"in use by process {process.pid}"):
+            SlotWriter(slots, source)
+        verify(manifest)
+    finally:
+        process.send_signal(signal.SIGKILL)
+        process.communicate()
+    assert slots.exists()
+    verify(manifest)  # what a dead writer published stays whole
+    assert remove_stale(tmp_path) == [slots]
+    with pytest.raises(TornWeights, match=r"slot\.state is gone"):
+        verify(manifest)
+
+
+def test_a_dead_runs_directory_is_taken_over(tmp_path: Path) -> None:
+    source = checkpoint(tmp_path / "source")
+    process = start_writer(tmp_path / "slots", source, 1)
+    assert process.stdout is not None
+    process.stdout.readline()
+    process.kill()
+    process.communicate()
+    with SlotWriter(tmp_path / "slots", source) as writer:
+        verify(publish(writer, 5))
+
+
+# --- directory --------------------------------------------------------------------------------------------------------
+
+
+def test_the_directory_is_private_and_removed_on_close(tmp_path: Path) -> None:
+    source = checkpoint(tmp_path / "source")
+    with SlotWriter(tmp_path / "slots", source) as writer:
+        publish(writer, 1)
+        for path in (tmp_path / "slots", tmp_path / "slots" / "slot-0"):
+            assert path.stat().st_mode & 0o777 == 0o700
+        assert (tmp_path / "slots" / "owner.pid").read_text() == f"{os.getpid()}\n"
+    writer.close()
+    assert os.listdir(tmp_path) == ["source"]
+
+
+def test_a_directory_that_is_no_slot_directory_is_left_alone(tmp_path: Path) -> None:
+    mine = tmp_path / f"{slot_directory.PREFIX}mine"
+    mine.mkdir()
+    (mine / "data").write_text("keep")
+    assert not remove_if_stale(mine)
+    with pytest.raises(SlotDirectoryError, match="in use by another program"):
+        DirectoryLease(mine)
+    link = tmp_path / f"{slot_directory.PREFIX}link"
+    link.symlink_to(mine)
+    assert remove_stale(tmp_path) == []
+    assert (mine / "data").read_text() == "keep"
+
+
+def test_shared_memory_is_chosen_only_with_room_for_two(tmp_path: Path, monkeypatch) -> None:
+    shared, fallback = tmp_path / "shm", tmp_path / "run"
+    shared.mkdir()
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(4000, 1800, 2200))
+    name = f"{slot_directory.PREFIX}x"
+    assert choose_directory("x", fallback, 1000, shared_memory=shared) == shared / name
+    assert choose_directory("x", fallback, 1001, shared_memory=shared) == fallback / name
+    assert choose_directory("x", fallback, 1, shared_memory=tmp_path / "absent") == fallback / name
+
+
+def test_no_room_is_an_error_before_the_first_write(tmp_path: Path, monkeypatch) -> None:
+    def full(*_: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    source = checkpoint(tmp_path / "source")
+    with pytest.raises(SlotSpaceError, match=r"no room for two slots of \d+ bytes"):
+        SlotWriter(tmp_path / "slots", source)
+    assert os.listdir(tmp_path) == ["source"]
+
+
+def test_sources_that_cannot_serve_are_named(tmp_path: Path) -> None:
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    with pytest.raises(SourceError, match=r"neither model\.safetensors nor"):
+        SlotWriter(tmp_path / "slots", empty)
+    broken = checkpoint(tmp_path / "broken")
+    (broken / "model.safetensors").write_bytes(b"\xff" * 64)
+    with pytest.raises(SourceError, match="is no safetensors file"):
+        read_layout(broken / "model.safetensors")
+    quantised = checkpoint(tmp_path / "quantised", {"w": torch.zeros(4, dtype=torch.int8)})
+    with pytest.raises(SourceError, match="has dtype I8; slots hold F32, BF16, F16"):
+        SlotWriter(tmp_path / "slots", quantised)
+    assert not (tmp_path / "slots").exists()
+
+
+def test_the_reader_needs_no_torch() -> None:
+    program = "import sys, models.weights.reader, models.weights.directory; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", program], cwd=ROOT, check=False).returncode == 0

@@ -1,0 +1,178 @@
+"""Traces: what processes write is what the merged file shows, in the form that Chrome's format demands."""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pipeline.observe.errors import TraceError
+from pipeline.observe.perfetto import merge
+from pipeline.observe.trace import Counter, Dropped, Span, TraceWriter, read_records
+
+T0 = 1_700_000_000.0
+
+
+def pipeline_trace(directory: Path, groups: int = 3, samples: int = 2) -> None:
+    """Groups through prompts -> generate (two replicas) -> reward -> train, in lockstep."""
+    prompts, train = (
+        TraceWriter(directory, "prompts-0", stage="prompts"),
+        TraceWriter(directory, "train-0", stage="train"),
+    )
+    engines = [TraceWriter(directory, f"generate-{i}", stage="generate") for i in range(2)]
+    reward = TraceWriter(directory, "reward-0", stage="reward")
+    for g in range(groups):
+        start = T0 + g
+        prompts.span("admit", start_s=start, dur_s=0.01, group_id=g)
+        for s in range(samples):
+            engine = engines[s % 2]
+            engine.span("rollout", start_s=start + 0.1, dur_s=0.5, group_id=g, sample=s, args={"tokens": 7})
+            engine.span("turn", start_s=start + 0.2, dur_s=0.1, group_id=g, sample=s)
+            reward.span("grade", start_s=start + 0.65, dur_s=0.05, group_id=g, sample=s)
+        train.span("train", start_s=start + 0.8, dur_s=0.2, group_id=g)
+        train.counter("version", g, at_s=start + 1.0)
+    for writer in (prompts, train, reward, *engines):
+        writer.close()
+
+
+def load(path: Path) -> tuple[dict, dict[str, list[dict]]]:
+    document = json.loads(path.read_text())
+    by_phase: defaultdict[str, list[dict]] = defaultdict(list)
+    for event in document["traceEvents"]:
+        by_phase[event["ph"]].append(event)
+    return document, by_phase
+
+
+def test_merge_makes_processes_lanes_arrows_and_counters(tmp_path: Path) -> None:
+    pipeline_trace(tmp_path / "trace")
+    report = merge(tmp_path / "trace", tmp_path / "trace.json")
+    document, events = load(tmp_path / "trace.json")
+    assert document["displayTimeUnit"] == "ms"
+    assert (report.spans, report.counters, report.replicas, report.kept_one_group_in) == (3 * 8, 3, 5, 1)
+    titles = [event["args"]["name"] for event in events["M"] if event["name"] == "process_name"]
+    assert titles == [
+        "prompts: prompts-0",
+        "generate: generate-0",
+        "generate: generate-1",
+        "reward: reward-0",
+        "train: train-0",
+    ]
+    assert len(events["X"]) == 24
+    rollout = next(event for event in events["X"] if event["name"] == "rollout")
+    assert rollout["args"] == {"tokens": 7, "group_id": 0, "sample": 0}
+    assert rollout["ts"] == pytest.approx(100_000, abs=1)
+    assert rollout["dur"] == 500_000
+    turn = next(event for event in events["X"] if event["name"] == "turn")
+    assert (turn["pid"], turn["tid"]) == (rollout["pid"], rollout["tid"])
+    assert [event["args"]["value"] for event in events["C"]] == [0, 1, 2]
+
+
+def test_an_arrow_follows_each_sample_from_its_prompt_to_training(tmp_path: Path) -> None:
+    pipeline_trace(tmp_path / "trace")
+    merge(tmp_path / "trace", tmp_path / "trace.json")
+    _, events = load(tmp_path / "trace.json")
+    category = {(event["pid"]): event["cat"] for event in events["X"]}
+    flows: defaultdict[int, list[dict]] = defaultdict(list)
+    for event in events["s"] + events["t"] + events["f"]:
+        flows[event["id"]].append(event)
+    assert len(flows) == 3 * 2
+    for flow in flows.values():
+        flow.sort(key=lambda event: event["ts"])
+        assert [event["ph"] for event in flow] == ["s", "t", "t", "f"]
+        assert [category[event["pid"]] for event in flow] == ["prompts", "generate", "reward", "train"]
+        assert flow[-1]["bp"] == "e"
+        assert len({event["name"] for event in flow}) == 1
+        for event in flow:  # each end binds to a span at its place and time
+            assert any(
+                span["pid"] == event["pid"]
+                and span.get("tid") == event["tid"]
+                and span.get("ts", 0) <= event["ts"] <= span.get("ts", 0) + span["dur"]
+                for span in events["X"]
+            )
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.lists(
+        st.tuples(st.integers(0, 50), st.integers(0, 20), st.integers(-1, 4), st.integers(-1, 2)),
+        min_size=1,
+        max_size=40,
+    )
+)
+def test_spans_of_a_lane_nest_or_do_not_touch(tmp_path_factory, spans) -> None:
+    path = tmp_path_factory.mktemp("lanes")
+    writer = TraceWriter(path / "trace", "r", stage="s")
+    for start, dur, group, sample in spans:
+        writer.span("x", start_s=T0 + start, dur_s=float(dur), group_id=group, sample=sample)
+    writer.close()
+    merge(path / "trace", path / "t.json")
+    _, events = load(path / "t.json")
+    assert len(events["X"]) == len(spans)
+    lanes: defaultdict[int, list[tuple[float, float]]] = defaultdict(list)
+    for event in events["X"]:
+        start = event.get("ts", 0)
+        lanes[event["tid"]].append((start, start + event.get("dur", 0)))
+    for lane in lanes.values():
+        for i, (a, b) in enumerate(lane):
+            for c, d in lane[i + 1 :]:
+                assert b <= c or d <= a or (a <= c and d <= b) or (c <= a and b <= d)
+
+
+def test_a_torn_line_and_a_killed_writer_cost_only_themselves(tmp_path: Path) -> None:
+    pipeline_trace(tmp_path)
+    with (tmp_path / "train-0.jsonl").open("r+b") as file:
+        file.truncate((tmp_path / "train-0.jsonl").stat().st_size - 4)
+    unflushed = TraceWriter(tmp_path, "late", stage="x")
+    unflushed.span("lost", start_s=T0, dur_s=1.0)
+    records = list(read_records(tmp_path))
+    assert len(records) == 24 + 3 - 1
+    unflushed.flush()
+    assert sum(1 for record in read_records(tmp_path) if isinstance(record, Span) and record.name == "lost") == 1
+    unflushed.close()
+
+
+def test_a_writer_stops_at_its_size_and_says_how_much_it_dropped(tmp_path: Path) -> None:
+    writer = TraceWriter(tmp_path, "a/b c", stage="s", max_bytes=2000)
+    for i in range(100):
+        writer.span("x", start_s=T0 + i, dur_s=1.0, group_id=i)
+    writer.close()
+    writer.close()
+    assert writer.path.name == "a_b_c.jsonl"
+    assert writer.path.stat().st_size < 2100
+    records = list(read_records(tmp_path))
+    assert isinstance(records[-1], Dropped)
+    assert len(records) - 1 + records[-1].records == 100
+    assert merge(tmp_path, tmp_path / "t.json").dropped_by_writers == writer.dropped > 0
+
+
+def test_a_merge_beyond_its_size_keeps_whole_groups(tmp_path: Path) -> None:
+    pipeline_trace(tmp_path / "trace", groups=20)
+    report = merge(tmp_path / "trace", tmp_path / "t.json", max_events=60)
+    _, events = load(tmp_path / "t.json")
+    assert report.kept_one_group_in == 3
+    kept = {event["args"]["group_id"] for event in events["X"]}
+    assert kept == set(range(0, 20, 3))
+    assert len(events["X"]) == 8 * len(kept)
+
+
+def test_a_body_that_raises_is_measured_too(tmp_path: Path) -> None:
+    writer = TraceWriter(tmp_path, "r", stage="s")
+    with pytest.raises(KeyError), writer.measure("work", group_id=4):
+        raise KeyError
+    writer.counter("depth", 3)
+    writer.close()
+    span, counter = read_records(tmp_path)
+    assert isinstance(span, Span)
+    assert (span.name, span.stage, span.group_id) == ("work", "s", 4)
+    assert span.dur_s >= 0
+    assert isinstance(counter, Counter)
+
+
+def test_nothing_to_merge_is_an_error_and_leaves_no_file(tmp_path: Path) -> None:
+    with pytest.raises(TraceError, match="holds no trace records"):
+        merge(tmp_path / "trace", tmp_path / "t.json")
+    assert not (tmp_path / "t.json").exists()

@@ -1,0 +1,233 @@
+"""The view model and what is drawn from it: golden numbers over a made-up run, on wide and narrow terminals."""
+
+from __future__ import annotations
+
+import io
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from rich.console import Console
+
+from pipeline.observe.stats import LedgerCounts, StageStats
+from pipeline.observe.table import LiveTable, PlainLog, duration, open_display, plain_line, quantity, render
+from pipeline.observe.view import RunView
+
+T0 = 1000.0
+
+
+def made_up_run() -> RunView:
+    """Two engines and a trainer, 20 s, four steps of 100 tokens, one evaluation."""
+    view = RunView(
+        mode="async",
+        stages=("prompts", "generate", "train"),
+        total_steps=10,
+        staleness_bound=2,
+        started_s=T0,
+        window_s=10.0,
+    )
+    for second in range(21):
+        for i, rate in enumerate((1.0, 0.5)):
+            view.stage(
+                StageStats(
+                    stage="generate",
+                    replica=f"g{i}",
+                    unix_s=T0 + second,
+                    busy_s=second * rate,
+                    starved_s=second * (1 - rate),
+                    items_in=second * 3,
+                    items_out=second * 2,
+                    tokens=second * 1000,
+                    in_flight=4,
+                    failures=i,
+                    extra={"queue_depth": 3.0},
+                )
+            )
+    for step in range(1, 5):
+        view.step(
+            step,
+            at_s=T0 + 5 * step,
+            metrics={"reward/mean": step / 10},
+            tokens=100,
+            staleness={0: 25, 1: 50, 2: 25},
+        )
+    view.version(4)
+    view.gate(6, 12)
+    view.wasted(100)
+    view.ledger(LedgerCounts(admitted=30, trained=16, filtered=3, stale=1, failed=2, surplus=0, open=8))
+    view.evaluated("heldout", 3, 0.625)
+    return view
+
+
+def test_rates_shares_and_totals_are_those_of_the_run() -> None:
+    snapshot = made_up_run().snapshot(T0 + 20)
+    prompts, generate, train = snapshot.stages
+    assert (prompts.stage, prompts.replicas, train.replicas) == ("prompts", 0, 0)
+    assert generate.replicas == 2
+    assert generate.busy == pytest.approx(0.75)
+    assert generate.starved == pytest.approx(0.25)
+    assert generate.items_per_s == pytest.approx(4.0)
+    assert generate.tokens_per_s == pytest.approx(2000.0)
+    assert (generate.queue_depth, generate.in_flight, generate.items_out, generate.failures) == (6, 8, 80, 1)
+    assert snapshot.eta_s == pytest.approx(6 * 5.0)
+    assert snapshot.staleness_mean == pytest.approx(1.0)
+    assert snapshot.staleness_max == 2
+    assert snapshot.trained_tokens_per_s == pytest.approx(20.0)
+    assert snapshot.wasted_share == pytest.approx(0.2)
+    assert (snapshot.reward_mean, snapshot.reward_recent) == (0.4, pytest.approx(0.25))
+    assert made_up_run().snapshot(T0 + 24).eta_s == pytest.approx(26.0)
+
+
+def test_the_window_forgets_what_is_long_ago() -> None:
+    view = RunView(mode="async", total_steps=None, staleness_bound=None, started_s=T0, window_s=10.0)
+    for second in range(101):
+        busy = min(second, 50)
+        view.stage(StageStats(stage="s", replica="r", unix_s=T0 + second, busy_s=busy, items_out=busy))
+    row = view.snapshot(T0 + 100).stages[0]
+    assert (row.busy, row.items_per_s, row.items_out) == (0.0, 0.0, 50)
+
+
+@given(st.lists(st.tuples(st.integers(0, 100), st.booleans()), min_size=1, max_size=30))
+def test_work_before_a_restart_is_never_lost_or_counted_twice(increments) -> None:
+    view = RunView(mode="async", total_steps=None, staleness_bound=None, started_s=T0)
+    counter = total = 0
+    for second, (increment, restart) in enumerate(increments):
+        if restart:
+            counter = 0
+        elif second:
+            total += increment
+            counter += increment
+        view.stage(StageStats(stage="s", replica="r", unix_s=T0 + second, items_out=counter, busy_s=counter))
+        view.stage(StageStats(stage="s", replica="r", unix_s=T0 + second - 5, items_out=10**6))  # late: ignored
+    assert view.snapshot(T0 + 100).stages[0].items_out == total
+    assert view.busy_s()["s"][0] == pytest.approx(total)
+
+
+def test_a_restart_is_told_by_the_start_time_even_if_no_counter_fell() -> None:
+    view = RunView(mode="async", total_steps=None, staleness_bound=None, started_s=T0)
+    view.stage(StageStats(stage="s", replica="r", unix_s=T0 + 1, items_out=3, started_s=T0))
+    view.stage(StageStats(stage="s", replica="r", unix_s=T0 + 9, items_out=5, started_s=T0 + 2))
+    row = view.snapshot(T0 + 9).stages[0]
+    assert (row.items_out, row.restarts) == (8, 1)
+
+
+def test_retired_replicas_keep_their_work_and_lose_their_place() -> None:
+    view = made_up_run()
+    view.retire("generate", "g1")
+    row = view.snapshot(T0 + 20).stages[1]
+    assert (row.replicas, row.busy, row.items_out) == (1, 1.0, 80)
+    assert view.busy_s()["generate"] == (pytest.approx(30.0), 1)
+
+
+def test_stage_stats_survive_the_wire_and_grow() -> None:
+    stats = StageStats(stage="s", replica="r", unix_s=1.5, busy_s=2.0, extra={"loop_lag_ms": 3.0})
+    assert StageStats.decode(stats.encode()) == stats
+    newer = msgspec.msgpack.encode(msgspec.structs.asdict(stats) | {"added_later": 1})
+    assert StageStats.decode(newer) == stats
+
+
+def drawn(width: int) -> str:
+    console = Console(record=True, width=width, file=io.StringIO(), color_system=None)
+    console.print(render(made_up_run().snapshot(T0 + 20), width, ("checkpoint step-4 saved",)))
+    return console.export_text()
+
+
+@pytest.mark.parametrize("width", [140, 100, 80, 60, 40])
+def test_the_table_fits_and_keeps_what_matters(width: int) -> None:
+    text = drawn(width)
+    assert all(len(line) <= width for line in text.splitlines())
+    joined = " ".join(text.split())
+    for words in (
+        "async",
+        "step 4/10",
+        "version 4",
+        "gate 6/12",
+        "40%",
+        "generate",
+        "75%",
+        "0.400",
+        "2 failed",
+        "8 open",
+    ):
+        assert words in joined, words
+    assert "eval heldout 0.625 at v3" in joined
+    assert "mean 1.00 max 2 (bound 2)" in joined
+    assert "ETA 0:30" in joined
+
+
+def test_wide_terminals_show_every_column_and_narrow_ones_the_first() -> None:
+    assert {"stalled", "starved", "blocked", "tok/s", "restarts"} <= set(drawn(140).split())
+    assert "stalled" not in drawn(80)
+    assert {"starved", "tok/s"} <= set(drawn(80).split())
+    assert "starved" not in drawn(60)
+
+
+def test_the_live_table_draws_and_gives_the_terminal_back() -> None:
+    out = io.StringIO()
+    console = Console(file=out, force_terminal=True, width=120)
+
+    def crash() -> None:
+        with LiveTable(console) as display:
+            display.note("evaluation of version 3: 0.625")
+            display.update(made_up_run().snapshot(T0 + 20))
+            raise RuntimeError
+
+    with pytest.raises(RuntimeError):
+        crash()
+    text = out.getvalue()
+    assert "generate" in text
+    assert "evaluation of version 3" in text
+    assert text.rindex("\x1b[?25h") > text.index("\x1b[?25l")  # the cursor is shown again
+
+
+def test_plain_lines_come_once_per_interval_and_unwrapped() -> None:
+    out = io.StringIO()
+    console = Console(file=out, width=40)
+    view = made_up_run()
+    with PlainLog(console, every=2) as display:
+        display.update(view.snapshot(T0 + 20))
+        display.update(view.snapshot(T0 + 21))
+        view.step(5, at_s=T0 + 25, metrics={"reward/mean": float("nan")}, tokens=1, staleness={})
+        display.update(view.snapshot(T0 + 25))
+        display.note("replica [reward-1] restarted")
+        for step in (9, 10):
+            view.step(step, at_s=T0 + 5 * step, metrics={}, tokens=1, staleness={})
+            display.update(view.snapshot(T0 + 60))
+    lines = out.getvalue().splitlines()
+    assert [line.split(" | ")[0] for line in lines] == ["step 4/10", "replica [reward-1] restarted", "step 10/10"]
+    assert lines[0] == plain_line(made_up_run().snapshot(T0 + 20))
+    assert "reward 0.400 | eval heldout 0.625 (v3) | staleness mean 1.00 max 2 (bound 2) | v4" in lines[0]
+
+
+def test_the_display_is_chosen_by_the_output() -> None:
+    pipe, terminal = Console(file=io.StringIO()), Console(file=io.StringIO(), force_terminal=True)
+    assert isinstance(open_display(None, log_interval=5, console=pipe), PlainLog)
+    assert isinstance(open_display(None, log_interval=5, console=terminal), LiveTable)
+    assert isinstance(open_display(False, log_interval=5, console=terminal), PlainLog)
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        (0, "0"),
+        (0.416, "0.42"),
+        (7.46, "7.5"),
+        (312, "312"),
+        (999.4, "999"),
+        (4100, "4.1k"),
+        (999_499, "999k"),
+        (2.3e6, "2.3M"),
+    ],
+)
+def test_quantities(value, text) -> None:
+    assert quantity(value) == text
+
+
+@given(st.floats(0, 1e9))
+def test_quantities_are_short(value: float) -> None:
+    assert len(quantity(value)) <= 5
+
+
+def test_durations() -> None:
+    assert [duration(s) for s in (0, 7.4, 59.6, 723, 11045)] == ["0:00", "0:07", "1:00", "12:03", "3:04:05"]

@@ -1,0 +1,92 @@
+"""The import table of docs/design.md, file sizes, and what must not appear in the source."""
+
+from __future__ import annotations
+
+import ast
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+PACKAGES = ("transport", "models", "configs", "stages", "pipeline", "bench", "tests")
+ALLOWED = {
+    "transport": {"transport"},
+    "models": {"models", "configs"},
+    "configs": {"configs"},
+    "stages": {"stages", "models", "configs"},
+    "pipeline": {"pipeline", "stages", "models", "configs", "transport"},
+    "bench": {"bench", "pipeline", "stages", "models", "configs", "transport"},
+}
+FORBIDDEN = {
+    "transport": {"torch", "transformers", "ray"},
+    "models": {"zmq"},
+    "configs": {"torch", "zmq", "ray", "numpy", "transformers"},
+    "stages": {"zmq", "ray"},
+    "pipeline": set[str](),
+    "bench": set[str](),
+}
+SOURCES = sorted(p for package in ALLOWED for p in (ROOT / package).rglob("*.py"))
+
+
+def imports(path: Path) -> set[str]:
+    """Modules imported anywhere in the file, as dotted names."""
+    found: set[str] = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module and node.level == 0:
+            found.add(node.module)
+    return found
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=lambda p: str(p.relative_to(ROOT)))
+def test_imports_follow_the_table(path: Path) -> None:
+    package = path.relative_to(ROOT).parts[0]
+    for module in imports(path):
+        top = module.split(".")[0]
+        if top in PACKAGES:
+            assert top in ALLOWED[package], f"{package} must not import {module}"
+            if package in ("models", "stages") and top == "configs":
+                assert module.startswith("configs.schema"), f"{package} may import only configs.schema, not {module}"
+        assert top not in FORBIDDEN[package], f"{package} must not import {module}"
+
+
+def test_nothing_imports_the_launcher() -> None:
+    for path in SOURCES:
+        assert "launch" not in imports(path), f"{path} imports launch.py"
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=lambda p: str(p.relative_to(ROOT)))
+def test_files_and_functions_fit_a_reader(path: Path) -> None:
+    text = path.read_text()
+    assert text.count("\n") <= 400, f"{path} has {text.count(chr(10))} lines, at most 400"
+    assert path.name not in ("utils.py", "helpers.py", "common.py", "misc.py")
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            length = (node.end_lineno or 0) - node.lineno + 1
+            assert length <= 70, f"{path.name}: {node.name} has {length} lines, at most 70"
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=lambda p: str(p.relative_to(ROOT)))
+def test_forbidden_words(path: Path) -> None:
+    text = path.read_text()
+    for pattern in (r"^\s*(import|from)\s+(pickle|cloudpickle)\b", r"recv_pyobj|send_pyobj", r"asyncio\.(create_task|ensure_future)\("):
+        assert not re.search(pattern, text, re.MULTILINE), f"{path} contains {pattern}"
+
+
+@pytest.mark.parametrize(
+    ("command", "absent"),
+    [
+        ("import launch; launch.main(['--help'])", ("torch", "zmq", "ray", "numpy", "rich")),
+        ("import stages.generate, stages.reward, stages.group, stages.tools, stages.evaluate", ("torch", "zmq", "transformers")),
+        ("import transport", ("torch", "stages", "models")),
+        ("import pipeline.worker", ("torch", "transformers")),
+    ],
+)
+def test_light_processes_stay_light(command: str, absent: tuple[str, ...]) -> None:
+    script = f"import sys; {command}; bad = [m for m in {absent!r} if m in sys.modules]; sys.exit(f'loaded: {{bad}}' if bad else 0)"
+    done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr[-2000:]

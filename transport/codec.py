@@ -1,0 +1,138 @@
+"""Bodies: one typed msgpack message each, arrays as raw little-endian `bin`, checked by an xxh3 digest.
+
+Invariants:
+- Only typed decoders exist here; nothing on a wire chooses its own type. A schema containing `Any` is refused.
+- An array type is any numpy.ndarray subclass with a class attribute `wire_dtype`, such as "<i4". It travels as its
+  bytes and comes back as a read-only, aligned view of that subclass: dtype and byte order belong to the schema.
+- Whatever is wrong with a body surfaces as DecodeError from `Codec.decode`, and nowhere else.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from typing import Any, Generic, TypeVar, cast
+
+import msgspec
+import numpy as np
+import xxhash
+
+from transport.errors import DecodeError, MessageInvalid, UsageError
+
+T = TypeVar("T")
+Buffer = bytes | memoryview
+
+# All that a hostile or damaged body can raise. UnicodeDecodeError is a ValueError and no MsgspecError.
+DECODE_FAILURES = (msgspec.MsgspecError, ValueError, RecursionError, MemoryError, TypeError, OverflowError)
+
+
+def is_wire_array(kind: object) -> bool:
+    """Whether values of the type travel as raw bytes."""
+    return isinstance(kind, type) and issubclass(kind, np.ndarray) and isinstance(getattr(kind, "wire_dtype", None), str)
+
+
+def _encode_array(value: Any) -> memoryview | bytes:
+    kind = type(value)
+    if not is_wire_array(kind):
+        raise TypeError(f"{kind.__name__} has no wire form; use builtins, structs or arrays with a wire_dtype")
+    if value.ndim != 1 or value.dtype != np.dtype(kind.wire_dtype):
+        raise TypeError(
+            f"{kind.__name__} must be one-dimensional of dtype {kind.wire_dtype}, this one is {value.ndim}-dimensional "
+            f"of {value.dtype}; convert it before sending"
+        )
+    return np.ascontiguousarray(value).view(np.uint8).data if value.size else b""
+
+
+def _decode_array(kind: type, value: Any) -> Any:
+    if not is_wire_array(kind):
+        raise TypeError(f"{kind.__name__} has no wire form")
+    if not isinstance(value, bytes):
+        raise ValueError(f"expected the bytes of {kind.__name__}, got {type(value).__name__}")
+    dtype = np.dtype(cast(Any, kind).wire_dtype)
+    if len(value) % dtype.itemsize:
+        raise ValueError(f"{len(value)} bytes are no whole number of {dtype.itemsize}-byte items of {kind.__name__}")
+    return np.frombuffer(value, dtype=dtype).view(kind)
+
+
+def checksum(body: Buffer) -> int:
+    """xxh3 of the body, 63 bits so that it fits a signed msgpack integer."""
+    return xxhash.xxh3_64_intdigest(body) >> 1
+
+
+def _describe(info: msgspec.inspect.Type, seen: list[type]) -> str:
+    """Structure of a schema as text: names, order and types of fields, tags; not defaults or docstrings."""
+    kinds = msgspec.inspect
+    if isinstance(info, kinds.AnyType | kinds.RawType):
+        raise UsageError("a schema contains Any, but only typed data may travel; name the type")
+    if isinstance(info, kinds.StructType):
+        name = info.cls.__name__
+        if info.cls in seen:
+            return name
+        seen.append(info.cls)
+        fields = ",".join(f"{field.encode_name}:{_describe(field.type, seen)}" for field in info.fields)
+        return f"{name}[{info.tag!r},{info.array_like}]({fields})"
+    if isinstance(info, kinds.UnionType):
+        return "|".join(sorted(_describe(part, seen) for part in info.types))
+    if isinstance(info, kinds.CustomType):
+        if not is_wire_array(info.cls):
+            raise UsageError(f"a schema contains {info.cls.__name__}, which has no wire form; give it a wire_dtype")
+        return f"{info.cls.__name__}<{cast(Any, info.cls).wire_dtype}>"
+    if isinstance(info, kinds.LiteralType):
+        return f"literal{sorted(map(repr, info.values))}"
+    parts = [type(info).__name__]
+    for name in ("item_type", "key_type", "value_type"):
+        inner = getattr(info, name, None)
+        if isinstance(inner, kinds.Type):
+            parts.append(_describe(inner, seen))
+    if isinstance(info, kinds.TupleType):
+        parts.extend(_describe(part, seen) for part in info.item_types)
+    if isinstance(info, kinds.EnumType):
+        parts.append(",".join(f"{member.name}={member.value!r}" for member in info.cls))
+    return "<".join(parts)
+
+
+class Codec(Generic[T]):
+    """Encoder and decoder of one schema: a struct, a tagged union of structs, or builtins."""
+
+    def __init__(self, schema: type[T]) -> None:
+        self._encoder = msgspec.msgpack.Encoder(enc_hook=_encode_array)
+        try:
+            self._decoder: msgspec.msgpack.Decoder[T] = msgspec.msgpack.Decoder(schema, dec_hook=_decode_array)
+            info = msgspec.inspect.type_info(schema)
+        except TypeError as error:
+            raise UsageError(f"schema {schema!r} cannot travel: {error}; use structs, tagged unions or builtins") from error
+        self._accepts: tuple[type, ...] = _outer_types(info)
+        parts = info.types if isinstance(info, msgspec.inspect.UnionType) else (info,)
+        self.name = "|".join(sorted(_short_name(part) for part in parts))
+        self.hash = hashlib.sha256(_describe(info, []).encode()).hexdigest()[:16]
+
+    def encode(self, message: T) -> bytes:
+        """Encode, or raise MessageInvalid. The outer type is checked, so that a stranger fails here and not afar."""
+        if self._accepts and not isinstance(message, self._accepts):
+            raise MessageInvalid(f"a {type(message).__name__} was sent where {self.name} is declared; send the declared type")
+        try:
+            return self._encoder.encode(message)
+        except (TypeError, ValueError, OverflowError, RecursionError, msgspec.MsgspecError) as error:
+            raise MessageInvalid(f"a {type(message).__name__} does not encode: {error}") from error
+
+    def decode(self, body: Buffer, size: int, digest: int) -> T:
+        """Check size and digest, then decode; raise DecodeError for everything that is wrong with a body."""
+        if len(body) != size:
+            raise DecodeError(f"body has {len(body)} bytes, its header says {size}")
+        if checksum(body) != digest:
+            raise DecodeError(f"checksum of {size} bytes differs from the header's: the body was damaged on its way")
+        try:
+            return self._decoder.decode(body)
+        except DECODE_FAILURES as error:
+            raise DecodeError(f"not a {self.name}: {type(error).__name__}: {error}") from error
+
+
+def _short_name(info: msgspec.inspect.Type) -> str:
+    cls = getattr(info, "cls", None)
+    return cls.__name__ if isinstance(cls, type) else type(info).__name__.removesuffix("Type").lower()
+
+
+def _outer_types(info: msgspec.inspect.Type) -> tuple[type, ...]:
+    """Struct classes that a sent message must be one of; empty when the schema is not made of structs alone."""
+    parts = info.types if isinstance(info, msgspec.inspect.UnionType) else (info,)
+    classes = tuple(part.cls for part in parts if isinstance(part, msgspec.inspect.StructType))
+    return classes if len(classes) == len(parts) else ()

@@ -1,0 +1,204 @@
+"""A consumer's half of the protocol: window, deliveries in its care, verdicts until the hub has recorded them.
+
+Invariants:
+- A delivery is handed to the application once per lease; a verdict is repeated in every beat until the hub confirms it.
+- A delivery whose serial is not above the newest seen is a duplicate or was overtaken: it is dropped, and the next beat
+  (a full account) makes the hub redeliver it if it was needed. So the window is never exceeded.
+- Deliveries of an earlier hub incarnation (orphans) may still be finished by the application, but are reported to nobody.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+from typing import Literal
+
+from transport.core.credit import ReceiveWindow
+from transport.core.custody import Body
+from transport.core.session import Session
+from transport.wire import REASON_LIMIT, Drain, End, FromHub, Hello, Refusal, Report, Settled, ToHub, Welcome, Work
+
+Verdict = Literal["done", "retry", "poison", "returned"]
+
+
+@dataclass(slots=True, eq=False)
+class Delivery:
+    work: Work
+    body: Body
+    attempt: int
+    started: bool = False
+    settled: bool = False
+    orphan: bool = False
+
+
+class ConsumerCore:
+    def __init__(self, hello: Hello, window_items: int, window_bytes: int, *, give_up_s: float | None = None) -> None:
+        self.session = Session(hello, give_up_s)
+        self.window = ReceiveWindow(window_items, window_bytes)
+        self.ready: deque[Delivery] = deque()
+        self.held: dict[int, Delivery] = {}
+        self.ended = False
+        self.draining = False
+        self.urgent = False  # a redelivered item was started: tell the hub before it can kill this process
+        self.duplicates = 0
+        self._verdicts: dict[int, Refusal | None] = {}  # unconfirmed; None is done
+        self._fresh: list[int] = []  # verdicts not yet reported at all
+        self._started: list[int] = []
+
+    def start(self, now: float) -> None:
+        self.session.start(now)
+
+    def on_link_up(self, now: float) -> None:
+        self.session.say_hello(now)
+
+    def on_message(self, now: float, message: FromHub, body: Body = None) -> None:
+        if isinstance(message, Work):
+            self._work(now, message, body)
+        elif isinstance(message, Settled):
+            self._settled(now, message)
+        elif isinstance(message, End):
+            self.session.heard(now)
+            self.ended = self.ended or message.epoch == self.session.epoch
+        else:
+            session = self.session.session
+            changed = self.session.on_message(now, message)
+            if isinstance(message, Welcome):
+                self._welcome(now, message, changed, message.session != session)
+
+    def on_timer(self, now: float) -> None:
+        self.session.on_timer(now)
+
+    def take(self) -> Delivery | None:
+        """Hand the next delivery to the application: from now on it is blamed if this replica dies."""
+        if not self.ready:
+            return None
+        delivery = self.ready.popleft()
+        delivery.started = True
+        if not delivery.orphan:
+            self._started.append(delivery.work.id)
+            self.urgent = self.urgent or delivery.attempt > 1
+        return delivery
+
+    def settle(self, delivery: Delivery, verdict: Verdict, reason: str = "") -> None:
+        """Record a verdict. The caller settles each delivery once."""
+        delivery.settled = True
+        self.window.release(delivery.work.size)
+        delivery.body = None
+        if delivery.orphan:
+            return
+        item_id = delivery.work.id
+        del self.held[item_id]
+        refusal = None if verdict == "done" else Refusal(item_id, delivery.attempt, verdict, reason[:REASON_LIMIT])
+        self._verdicts[item_id] = refusal
+        self._fresh.append(item_id)
+
+    def drain(self) -> None:
+        """Ask for nothing more and hand back what was not started; what was started may be finished."""
+        self.draining = True
+        self.session.out.append((Drain(), None))
+        self._return(list(self.ready))
+        self.ready.clear()
+
+    def fin(self, now: float, *, blame: bool) -> None:
+        """Say goodbye. What was started and has no verdict is handed back, or blamed."""
+        self._return(list(self.ready))
+        self.ready.clear()
+        if not blame:
+            self._return(list(self.held.values()))
+        self._report()
+        self.session.fin(now, blame=blame)
+
+    def flush(self, now: float) -> list[tuple[ToHub, Body]]:
+        """All that is due: verdicts and starts since the last report with the new credit, or a beat."""
+        beat = self.session.beat_due(now)
+        if beat:
+            self._report(beat=True)
+        elif self._fresh or self._started:
+            self._report()
+        self.urgent = False
+        return self.session.flush()
+
+    def deadline(self) -> float | None:
+        return self.session.deadline()
+
+    def _report(self, *, beat: bool = False) -> None:
+        if self.session.epoch is None:
+            return
+        ids = list(self._verdicts) if beat else self._fresh
+        done = tuple(item_id for item_id in ids if item_id in self._verdicts and self._verdicts[item_id] is None)
+        refused = tuple(refusal for item_id in ids if (refusal := self._verdicts.get(item_id)) is not None)
+        # On a beat all starts are repeated, since a report of them may have been lost.
+        starts = [item_id for item_id, held in self.held.items() if held.started] if beat else self._started
+        report = Report(
+            self.session.epoch,
+            self.session.session,
+            self.window.seen_items,
+            self.window.limit_items,
+            self.window.limit_bytes,
+            tuple(item_id for item_id in starts if item_id in self.held),
+            done,
+            refused,
+            tuple(self.held) if beat else None,
+        )
+        self._fresh = []
+        self._started = []
+        self.session.out.append((report, None))
+
+    def _work(self, now: float, work: Work, body: Body) -> None:
+        self.session.heard(now)
+        current = work.epoch == self.session.epoch and work.session == self.session.session
+        if not current or work.serial <= self.window.seen_items:
+            self.duplicates += 1
+            return
+        self.window.see(work.serial, work.total_bytes)
+        held = self.held.get(work.id)
+        if held is not None:  # the hub doubted it: keep ours under the new attempt
+            held.attempt = max(held.attempt, work.attempt)
+            self.session.beat_now(now)
+            return
+        verdict = self._verdicts.get(work.id, "none")
+        if verdict is None or (isinstance(verdict, Refusal) and verdict.attempt >= work.attempt):
+            self._fresh.append(work.id)  # the verdict was lost on its way: repeat it
+            return
+        self._verdicts.pop(work.id, None)
+        delivery = Delivery(work, body, work.attempt)
+        self.window.hold(work.size)
+        self.held[work.id] = delivery
+        if self.draining or self.session.leaving:
+            self.settle(delivery, "returned")
+        else:
+            self.ready.append(delivery)
+
+    def _settled(self, now: float, message: Settled) -> None:
+        self.session.heard(now)
+        if message.epoch != self.session.epoch:
+            return
+        for item_id in message.ids:
+            self._verdicts.pop(item_id, None)
+        if message.session == self.session.session and message.sent_items > self.window.seen_items:
+            # Deliveries before this answer were lost: their share of the window is free again, tell the hub.
+            self.window.see(message.sent_items, message.sent_bytes)
+            self.session.beat_now(now)
+
+    def _welcome(self, now: float, message: Welcome, changed: bool, forgotten: bool) -> None:
+        if changed:
+            for delivery in self.held.values():
+                delivery.orphan = True
+            self.held.clear()
+            self._verdicts.clear()
+            self._fresh.clear()
+            self._started.clear()
+            self.ended = False
+        if changed or forgotten:
+            self.window.seen_items = self.window.seen_bytes = 0
+        self.window.see(message.sent_items, message.sent_bytes)
+        if self.draining:
+            self.session.out.append((Drain(), None))
+        if self.session.fin_pending:
+            self._report(beat=True)
+            self.session.fin(now, blame=self.session.blame)
+
+    def _return(self, deliveries: list[Delivery]) -> None:
+        for delivery in deliveries:
+            if not delivery.settled:
+                self.settle(delivery, "returned")

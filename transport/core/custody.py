@@ -1,0 +1,186 @@
+"""What a hub holds: every accepted message, from ACCEPTED to its one verdict.
+
+Invariants:
+- accepted == settled + dead + in custody (queued, delayed or leased), at all times.
+- The first verdict wins; a later one changes nothing but a counter.
+- Only an item that was started at the time of its failure is blamed; after `max_attempts` failures it is dead.
+- An item that twice was started in a replica that died is a suspect: it is next run alone, so that its neighbours do not
+  share its fate.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import deque
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Literal
+
+from transport.core.dedup import KeyMemory
+from transport.spec import DeadLetter, StreamSpec
+from transport.wire import Work, encode
+
+if TYPE_CHECKING:
+    from transport.core.peers import ConsumerPeer
+
+RETRY_DELAY_S = 0.02  # doubles with each failure
+RETRY_DELAY_LIMIT_S = 5.0
+KEYS_REMEMBERED = 1 << 17
+
+Body = object  # opaque here: bytes in the tests, a zmq frame in the shell
+
+
+@dataclass(slots=True, eq=False)
+class Item:
+    id: int
+    key: str
+    size: int
+    checksum: int
+    body: Body
+    attempt: int = 0  # deliveries so far
+    failures: int = 0
+    deaths: int = 0
+    state: Literal["queued", "delayed", "leased", "gone"] = "queued"
+    started: bool = False
+    serial: int = 0  # of its newest delivery
+    holder: ConsumerPeer | None = None
+    last: ConsumerPeer | None = None  # who had it before; another one is preferred next
+    suspect: bool = False
+    tried_alone: bool = False
+
+
+@dataclass(slots=True)
+class Custody:
+    spec: StreamSpec
+    epoch: int
+    items: dict[int, Item] = field(default_factory=dict)
+    ready: deque[Item] = field(default_factory=deque)
+    again: deque[Item] = field(default_factory=deque)  # redeliveries go first
+    suspects: deque[Item] = field(default_factory=deque)
+    delayed: list[tuple[float, int]] = field(default_factory=list)
+    letters: list[tuple[DeadLetter, Body]] = field(default_factory=list)
+    keys: KeyMemory = field(init=False)
+    held_bytes: int = 0
+    leased: int = 0
+    accepted: int = 0
+    delivered: int = 0
+    redelivered: int = 0
+    settled: int = 0
+    duplicates: int = 0
+    dead: int = 0
+
+    def __post_init__(self) -> None:
+        self.keys = KeyMemory(max(KEYS_REMEMBERED, 2 * self.spec.capacity_items))
+
+    def admit(self, key: str, size: int, checksum: int, body: Body) -> bool:
+        """Take custody. False: the key was accepted before, so this one is suppressed."""
+        if self.spec.dedup_keys and not self.keys.add(key):
+            self.duplicates += 1
+            return False
+        self.accepted += 1
+        item = Item(self.accepted, key, size, checksum, body)
+        self.items[item.id] = item
+        self.held_bytes += size
+        self.ready.append(item)
+        return True
+
+    def lease(self, item: Item, holder: ConsumerPeer) -> Work:
+        """Hand the item to the holder and return the header of its delivery."""
+        item.state = "leased"
+        item.started = False
+        item.attempt += 1
+        self.leased += 1
+        self.delivered += 1
+        if item.attempt > 1:
+            self.redelivered += 1
+        holder.take(item)
+        return self._header(item, holder.session, holder.credit.sent_bytes)
+
+    def _header(self, item: Item, session: int, total_bytes: int) -> Work:
+        return Work(
+            self.epoch, session, item.id, item.serial, total_bytes, item.attempt, item.key, item.size, item.checksum
+        )
+
+    def settle(self, item_id: int) -> bool:
+        """Record a done. False: unknown or already settled, counted as duplicate."""
+        item = self.items.get(item_id)
+        if item is None:
+            self.duplicates += 1
+            return False
+        self._remove(item)
+        self.settled += 1
+        return True
+
+    def release(self, item: Item) -> None:
+        """Take the item back from its holder; the caller queues it or buries it."""
+        if item.holder is not None:
+            item.holder.give(item)
+            item.last = item.holder
+            item.holder = None
+            self.leased -= 1
+        item.state = "queued"
+
+    def requeue(self, item: Item) -> None:
+        """Queue for redelivery; nobody is blamed."""
+        self.release(item)
+        self._queue(item)
+
+    def fail(self, item: Item, now: float, reason: str, *, died: bool) -> None:
+        """Blame one failed execution on the item: redeliver, after a delay if it asked for it, or bury it."""
+        self.release(item)
+        item.failures += 1
+        item.deaths += died
+        if item.failures >= self.spec.max_attempts:
+            self.bury(item, f"{reason} (failed {item.failures} of max_attempts={self.spec.max_attempts})")
+        elif died:
+            item.suspect = item.deaths >= 2
+            self._queue(item)
+        else:
+            item.state = "delayed"
+            delay_s = min(RETRY_DELAY_LIMIT_S, RETRY_DELAY_S * 2.0 ** (item.failures - 1))
+            heapq.heappush(self.delayed, (now + delay_s, item.id))
+
+    def bury(self, item: Item, reason: str) -> None:
+        """Dead-letter. The key is forgotten: sending the message anew is a decision, not an accident."""
+        body = item.body
+        header = encode(self._header(item, 0, 0))
+        self._remove(item)
+        self.dead += 1
+        self.keys.forget(item.key)
+        self.letters.append((DeadLetter(self.spec.name, item.key, header, b"", reason), body))
+
+    def wake_delayed(self, now: float) -> None:
+        while self.delayed and self.delayed[0][0] <= now:
+            item = self.items.get(heapq.heappop(self.delayed)[1])
+            if item is not None and item.state == "delayed":
+                item.state = "queued"
+                self._queue(item)
+
+    def next_ready(self) -> Item | None:
+        """Oldest item to deliver, redeliveries first. Settled ones are skipped. The item is taken off the queue."""
+        for queue in (self.again, self.ready):
+            while queue:
+                item = queue.popleft()
+                if item.state == "queued":
+                    return item
+        return None
+
+    def next_suspect(self) -> Item | None:
+        while self.suspects:
+            if self.suspects[0].state == "queued":
+                return self.suspects[0]
+            self.suspects.popleft()
+        return None
+
+    def put_back(self, item: Item) -> None:
+        """Undo next_ready for an item that nobody has room for."""
+        (self.again if item.attempt else self.ready).appendleft(item)
+
+    def _queue(self, item: Item) -> None:
+        (self.suspects if item.suspect and not item.tried_alone else self.again).append(item)
+
+    def _remove(self, item: Item) -> None:
+        self.release(item)
+        del self.items[item.id]
+        self.held_bytes -= item.size
+        item.state = "gone"
+        item.body = None  # queues may still refer to the item

@@ -1,0 +1,90 @@
+"""Who gets what next: routing under credit, and solitary execution of suspects.
+
+A suspect (an item that was started in two replicas that died) is run alone: one consumer, the ward, is given nothing
+new until it is empty, then the suspect only, until its verdict. A stage that gathers many messages before it answers any
+would wait for ever in solitude, so the ward is given up after one lease and the suspect goes with the others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from transport.core.routing import least_loaded, next_sticky
+
+if TYPE_CHECKING:
+    from transport.core.custody import Custody, Item
+    from transport.core.peers import ConsumerPeer
+    from transport.spec import StreamSpec
+
+
+class Dispatch:
+    def __init__(self, spec: StreamSpec, custody: Custody, consumers: dict[str, ConsumerPeer]) -> None:
+        self._spec = spec
+        self._custody = custody
+        self._consumers = consumers
+        self._ward: ConsumerPeer | None = None
+        self._alone: Item | None = None
+        self._ward_until = 0.0
+
+    def assign(self, now: float) -> Iterator[tuple[Item, ConsumerPeer]]:
+        """Pairs to be delivered, one by one: the caller leases each before it asks for the next."""
+        yield from self._solitary(now)
+        while True:
+            open_to = [peer for peer in self._consumers.values() if peer is not self._ward]
+            if not open_to:
+                return
+            pair = next_sticky(self._custody, open_to) if self._spec.routing == "sticky" else self._next_least(open_to)
+            if pair is None:
+                return
+            yield pair
+
+    def abandon(self, peer: ConsumerPeer) -> None:
+        """The consumer takes nothing more: its backlog goes back, in order."""
+        while peer.backlog:
+            item = peer.backlog.pop()
+            if item.state == "queued":
+                self._custody.put_back(item)
+        if peer is self._ward:
+            self._ward = self._alone = None
+
+    def on_timer(self, now: float) -> None:
+        if self._ward is not None and now >= self._ward_until:
+            self._ward = self._alone = None
+            while (item := self._custody.next_suspect()) is not None:
+                item.tried_alone = True
+                self._custody.suspects.popleft()
+                self._custody.again.append(item)
+
+    def deadline(self) -> float | None:
+        return self._ward_until if self._ward is not None else None
+
+    def _next_least(self, consumers: list[ConsumerPeer]) -> tuple[Item, ConsumerPeer] | None:
+        if not any(peer.accepts(0) for peer in consumers):
+            return None
+        item = self._custody.next_ready()
+        if item is None:
+            return None
+        peer = least_loaded(item, consumers)
+        if peer is None:
+            self._custody.put_back(item)
+            return None
+        return item, peer
+
+    def _solitary(self, now: float) -> Iterator[tuple[Item, ConsumerPeer]]:
+        if self._alone is not None and (self._ward is None or self._alone.holder is not self._ward):
+            self._ward = self._alone = None
+        suspect = self._custody.next_suspect()
+        if suspect is None:
+            if self._alone is None:
+                self._ward = None
+            return
+        if self._ward is None:
+            candidates = [peer for peer in self._consumers.values() if peer.connected and not peer.draining]
+            if not candidates:
+                return
+            self._ward = min(candidates, key=lambda peer: (len(peer.held), peer is suspect.last))
+            self._ward_until = now + self._spec.lease_s
+        if self._alone is None and not self._ward.held and self._ward.accepts(suspect.size):
+            self._alone = self._custody.suspects.popleft()
+            yield self._alone, self._ward

@@ -1,0 +1,380 @@
+"""The hub of one stream: takes custody from producers, delivers under lease to consumers, keeps account.
+
+Invariants:
+- ACCEPTED is sent only for what is in custody; custody ends with the first verdict, or as a dead letter.
+- A lease is on the link: it holds while its consumer is heard of. A beat is a full account of what the consumer holds,
+  so a delivery that was lost on the way is noticed without waiting for the lease.
+- A broken link is no death: the consumer may come back within `grace_s` and keep what it holds. The supervisor's
+  `peer_lost`, a lease that runs out, and a grace that runs out are deaths, and blame what was started there.
+- END is sent only after `finish()`, with nothing in custody.
+- Peers are known by incarnation; a route is only where to answer. Nothing is kept for a peer that never said hello.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from typing import NamedTuple
+
+from transport.core.credit import Capacity
+from transport.core.custody import Body, Custody
+from transport.core.dedup import SeqWindow
+from transport.core.dispatch import Dispatch
+from transport.core.peers import ConsumerPeer, ProducerPeer
+from transport.spec import HubStats, StreamSpec
+from transport.wire import (
+    PROTOCOL,
+    Accepted,
+    Drain,
+    End,
+    Fin,
+    FinAck,
+    FromHub,
+    Hello,
+    Ping,
+    Put,
+    Refuse,
+    Report,
+    Settled,
+    ToHub,
+    Welcome,
+    Who,
+)
+
+MAX_PEERS = 4096
+REMEMBERED_PRODUCERS = 4096
+GRACE_S = 1.0
+
+
+class Send(NamedTuple):
+    route: bytes
+    message: FromHub
+    body: Body = None
+
+
+class HubCore:
+    """See the module. `now` is any monotonic clock, the same one in all calls."""
+
+    def __init__(self, spec: StreamSpec, run_id: str, epoch: int, *, grace_s: float = GRACE_S) -> None:
+        self.spec = spec
+        self.run_id = run_id
+        self.epoch = epoch
+        self.grace_s = min(grace_s, spec.lease_s)
+        self.custody = Custody(spec, epoch)
+        self.capacity = Capacity(spec.capacity_items, spec.capacity_bytes)
+        self.producers: dict[str, ProducerPeer] = {}
+        self.consumers: dict[str, ConsumerPeer] = {}
+        self.dispatch = Dispatch(spec, self.custody, self.consumers)
+        self.schema: tuple[str, str] | None = None  # of whoever said hello first
+        self.finishing = False
+        self.closing = False
+        self.malformed = 0
+        self._routes: dict[bytes, ProducerPeer | ConsumerPeer] = {}
+        self._departed: OrderedDict[str, ProducerPeer] = OrderedDict()  # so that a resend after a cut is recognised
+        self._out: list[Send] = []
+        self._wake_at: float | None = None
+        self._sessions = 0
+
+    # What comes in.
+
+    def on_message(self, now: float, route: bytes, message: ToHub, body: Body = None) -> None:
+        """Take one decoded message. `body` has as many bytes as a Put says: the shell has checked that."""
+        if isinstance(message, Hello):
+            if not self.closing:
+                self._hello(now, route, message)
+            return
+        peer = self._routes.get(route)
+        if peer is None:
+            if isinstance(message, Fin):
+                self._out.append(Send(route, FinAck()))
+            elif not isinstance(message, FinAck):
+                self._out.append(Send(route, Who()))
+            return
+        peer.silent_at = now + self.spec.lease_s
+        peer.connected = True
+        if isinstance(message, Fin | FinAck):
+            self._leave(now, peer, blame=isinstance(message, Fin) and message.blame)
+            if isinstance(message, Fin):
+                self._out.append(Send(route, FinAck()))
+        elif isinstance(peer, ProducerPeer):
+            if isinstance(message, Put):
+                self._put(peer, message, body)
+            elif isinstance(message, Ping):
+                peer.asked = True
+            else:
+                self.malformed += 1
+        elif isinstance(message, Report):
+            self._report(now, peer, message)
+        elif isinstance(message, Drain):
+            peer.draining = True
+            self.dispatch.abandon(peer)
+        else:
+            self.malformed += 1
+
+    def on_unreachable(self, now: float, route: bytes) -> None:
+        """The link behind the route is gone."""
+        peer = self._routes.get(route)
+        if peer is not None and peer.connected:
+            peer.connected = False
+            peer.silent_at = now + self.grace_s
+            self._note(peer.silent_at)
+            if isinstance(peer, ConsumerPeer):
+                self.dispatch.abandon(peer)
+
+    def on_timer(self, now: float) -> None:
+        """Expire leases and graces, wake what was delayed."""
+        for peer in [*self.producers.values(), *self.consumers.values()]:
+            if peer.silent_at <= now:
+                self._lose(now, peer, "lost its link" if not peer.connected else "was silent for a lease")
+        self.custody.wake_delayed(now)
+        self.dispatch.on_timer(now)
+        self._wake_at = None
+        for peer in [*self.producers.values(), *self.consumers.values()]:
+            self._note(peer.silent_at)
+
+    def peer_lost(self, now: float, replica: str) -> None:
+        """The supervisor saw the replica die: do not wait for its lease."""
+        for peer in [*self.producers.values(), *self.consumers.values()]:
+            if peer.replica == replica:
+                self._lose(now, peer, "died")
+
+    def finish(self) -> None:
+        """Send END as soon as nothing is in custody any more."""
+        self.finishing = True
+
+    # What goes out.
+
+    def flush(self, now: float) -> list[Send]:
+        """Acknowledge, grant and deliver: all that is due now, in this order for each peer."""
+        for producer in self.producers.values():
+            self._grant(producer)
+        for consumer in self.consumers.values():
+            if consumer.to_settle or consumer.beat:
+                credit = consumer.credit
+                sent = (credit.sent_items, credit.sent_bytes) if consumer.beat else (-1, -1)
+                self._out.append(Send(consumer.route, Settled(self.epoch, consumer.session, tuple(consumer.to_settle), *sent)))
+                consumer.to_settle.clear()
+                if consumer.beat and self.ended:
+                    consumer.told_end = False  # whoever still beats may have missed it
+                consumer.beat = False
+        for item, consumer in self.dispatch.assign(now):
+            self._out.append(Send(consumer.route, self.custody.lease(item, consumer), item.body))
+        if self.ended:
+            for consumer in self.consumers.values():
+                if not consumer.told_end and consumer.connected:
+                    consumer.told_end = True
+                    self._out.append(Send(consumer.route, End(self.epoch)))
+        out, self._out = self._out, []
+        return out
+
+    def deadline(self) -> float | None:
+        """When on_timer wants to be called; may be early, is never late."""
+        times = [self._wake_at, self.dispatch.deadline(), self.custody.delayed[0][0] if self.custody.delayed else None]
+        return min((time for time in times if time is not None), default=None)
+
+    @property
+    def ended(self) -> bool:
+        return self.finishing and not self.custody.items
+
+    def knows(self, route: bytes) -> bool:
+        return route in self._routes
+
+    def probe(self) -> list[Send]:
+        """A harmless message for each connected peer: some link broke, and sending shows which."""
+        probes: list[Send] = []
+        for peer in self._routes.values():
+            if isinstance(peer, ConsumerPeer):
+                probes.append(Send(peer.route, Settled(self.epoch, peer.session, ())))
+            else:
+                probes.append(Send(peer.route, Accepted(self.epoch, (), peer.limit_items, peer.limit_bytes)))
+        return [probe for probe in probes if self._routes[probe.route].connected]
+
+    def close(self) -> None:
+        """Say goodbye to all peers and admit none; `peerless` tells when all have answered."""
+        self.closing = True
+        self._out.extend(Send(route, Fin()) for route in self._routes)
+
+    @property
+    def peerless(self) -> bool:
+        return not any(peer.connected for peer in self._routes.values())
+
+    def stats(self) -> HubStats:
+        held = self.custody
+        return HubStats(
+            queued=len(held.items) - held.leased,
+            leased=held.leased,
+            accepted=held.accepted,
+            delivered=held.delivered,
+            redelivered=held.redelivered,
+            duplicates=held.duplicates,
+            dead_letters=held.dead,
+            bytes_queued=held.held_bytes,
+            producers=len(self.producers),
+            consumers=len(self.consumers),
+            settled=held.settled,
+            malformed=self.malformed,
+        )
+
+    # Producers.
+
+    def _put(self, peer: ProducerPeer, put: Put, body: Body) -> None:
+        if put.seq in peer.seqs:
+            self.custody.duplicates += 1
+            peer.to_accept.append(put.seq)
+        elif self.ended:
+            self._out.append(Send(peer.route, Refuse("finished", f"stream {self.spec.name!r} has ended")))
+        elif put.size > self.spec.max_message_bytes or not self._within_credit(peer, put):
+            self.malformed += 1
+            peer.asked = True
+        else:
+            peer.seqs.add(put.seq)
+            peer.used_items += 1
+            peer.used_bytes += put.size
+            self.custody.admit(put.key, put.size, put.checksum, body)
+            peer.to_accept.append(put.seq)
+
+    @staticmethod
+    def _within_credit(peer: ProducerPeer, put: Put) -> bool:
+        return peer.used_items < peer.limit_items and peer.used_bytes < peer.limit_bytes
+
+    def _limits(self, peer: ProducerPeer) -> tuple[int, int]:
+        held = self.custody
+        return (
+            max(peer.limit_items, peer.used_items + self.capacity.unused_items(len(held.items))),
+            max(peer.limit_bytes, peer.used_bytes + self.capacity.unused_bytes(held.held_bytes)),
+        )
+
+    def _grant(self, peer: ProducerPeer) -> None:
+        """Acknowledge, and raise the limits: with each acknowledgement, on request, and when half is used up."""
+        limits = self._limits(peer)
+        starved = (
+            peer.limit_items - peer.used_items <= self.capacity.base_items // 2
+            or peer.limit_bytes - peer.used_bytes <= self.capacity.base_bytes // 2
+        )
+        raised = starved and limits != (peer.limit_items, peer.limit_bytes)
+        if peer.connected and (peer.to_accept or peer.asked or raised):
+            peer.limit_items, peer.limit_bytes = limits
+            self._out.append(Send(peer.route, Accepted(self.epoch, tuple(peer.to_accept), *limits)))
+            peer.to_accept.clear()
+            peer.asked = False
+
+    # Consumers.
+
+    def _report(self, now: float, peer: ConsumerPeer, report: Report) -> None:
+        if report.epoch != self.epoch:
+            return
+        current = report.session == peer.session
+        if current:
+            peer.credit.grant(report.limit_items, report.limit_bytes)
+        for item_id in report.started:
+            if (item := peer.held.get(item_id)) is not None:
+                item.started = True
+        for item_id in report.done:
+            self.custody.settle(item_id)
+            peer.to_settle.append(item_id)
+        for refusal in report.refused:
+            self._refused(now, peer, refusal.id, refusal.kind, refusal.reason)
+            peer.to_settle.append(refusal.id)
+        if current and report.held is not None:
+            peer.beat = True
+            kept = set(report.held)
+            for item in list(peer.held.values()):
+                if item.serial <= report.seen and item.id not in kept:
+                    self.custody.requeue(item)  # it never arrived
+
+    def _refused(self, now: float, peer: ConsumerPeer, item_id: int, kind: str, reason: str) -> None:
+        item = self.custody.items.get(item_id)
+        if item is None:
+            self.custody.duplicates += 1
+        elif kind == "poison":
+            self.custody.bury(item, reason)
+        elif item.holder is peer:
+            if kind == "retry":
+                self.custody.fail(item, now, reason, died=False)
+            else:
+                self.custody.requeue(item)
+
+    # Coming and going.
+
+    def _hello(self, now: float, route: bytes, hello: Hello) -> None:
+        problem = self._mismatch(hello)
+        if problem is not None:
+            self._out.append(Send(route, Refuse("refused", problem)))
+            return
+        self.schema = self.schema or (hello.schema, hello.schema_hash)
+        silent_at = now + self.spec.lease_s
+        peers: dict[str, ProducerPeer] | dict[str, ConsumerPeer]
+        peer: ProducerPeer | ConsumerPeer | None
+        if hello.role == "producer":
+            peer = self.producers.get(hello.incarnation) or self._departed.pop(hello.incarnation, None)
+            if peer is None:
+                seqs = SeqWindow(hello.low_seq)
+                session = self._next_session()
+                peer = ProducerPeer(route, hello.replica, hello.incarnation, silent_at, session, seqs=seqs)
+            self.producers[hello.incarnation] = peer
+            peer.limit_items, peer.limit_bytes = limits = self._limits(peer)
+            sent = (peer.used_items, peer.used_bytes)
+        else:
+            peer = self.consumers.get(hello.incarnation)
+            if peer is None:
+                peer = ConsumerPeer(route, hello.replica, hello.incarnation, silent_at, self._next_session())
+                self.consumers[hello.incarnation] = peer
+            peer.told_end = False
+            limits = (0, 0)
+            sent = (peer.credit.sent_items, peer.credit.sent_bytes)
+        if peer.route != route:
+            self._routes.pop(peer.route, None)
+            peer.route = route
+        self._routes[route] = peer
+        peer.connected = True
+        peer.silent_at = silent_at
+        self._note(silent_at)
+        welcome = Welcome(self.epoch, peer.session, self.spec.lease_s, self.spec.max_message_bytes, *limits, *sent)
+        self._out.append(Send(route, welcome))
+
+    def _mismatch(self, hello: Hello) -> str | None:
+        """Why the peer cannot be served, in one sentence, or None."""
+        name = self.spec.name
+        if hello.protocol != PROTOCOL:
+            return f"{hello.replica!r} speaks protocol {hello.protocol}, stream {name!r} {PROTOCOL}; install one version"
+        if hello.run_id != self.run_id:
+            return f"{hello.replica!r} is of run {hello.run_id!r}, stream {name!r} of {self.run_id!r}; check the address"
+        if hello.stream != name:
+            return f"{hello.replica!r} asked for stream {hello.stream!r}, here is {name!r}; check the address"
+        if self.schema is not None and self.schema[1] != hello.schema_hash:
+            return (
+                f"{hello.replica!r} declares schema {hello.schema} ({hello.schema_hash}), stream {name!r} carries "
+                f"{self.schema[0]} ({self.schema[1]}); run the same code on both sides"
+            )
+        known = hello.incarnation in self.producers or hello.incarnation in self.consumers
+        if not known and len(self._routes) >= MAX_PEERS:
+            return f"stream {name!r} already has {MAX_PEERS} peers, its limit; check for a reconnect loop"
+        return None
+
+    def _lose(self, now: float, peer: ProducerPeer | ConsumerPeer, how: str) -> None:
+        self._leave(now, peer, blame=True, how=how)
+
+    def _leave(self, now: float, peer: ProducerPeer | ConsumerPeer, *, blame: bool, how: str = "failed") -> None:
+        """Forget a peer; what it held is delivered to others, and blamed if it had been started."""
+        self._routes.pop(peer.route, None)
+        if isinstance(peer, ProducerPeer):
+            self.producers.pop(peer.incarnation, None)
+            peer.to_accept.clear()
+            self._departed[peer.incarnation] = peer
+            if len(self._departed) > REMEMBERED_PRODUCERS:
+                self._departed.popitem(last=False)
+            return
+        self.consumers.pop(peer.incarnation, None)
+        self.dispatch.abandon(peer)
+        for item in list(peer.held.values()):
+            if blame and item.started:
+                self.custody.fail(item, now, f"replica {peer.replica!r} {how} while executing it", died=True)
+            else:
+                self.custody.requeue(item)
+
+    def _next_session(self) -> int:
+        self._sessions += 1
+        return self._sessions
+
+    def _note(self, time: float) -> None:
+        if self._wake_at is None or time < self._wake_at:
+            self._wake_at = time

@@ -1,0 +1,207 @@
+"""A topic as two pure machines: the server holds the newest value of each key, a client holds a copy.
+
+Invariants: the topic is level-triggered, so a client that missed changes asks for a snapshot and owes nobody the
+intermediate values; revisions rise by one for each change of one server incarnation; a repeated publication of the same
+client is stored once.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict, deque
+
+import msgspec
+
+from transport.core.custody import Body
+from transport.core.session import Session
+from transport.wire import (
+    PROTOCOL,
+    Fin,
+    FinAck,
+    FromTopic,
+    Hello,
+    Refuse,
+    TopicAck,
+    TopicChange,
+    TopicHello,
+    TopicPing,
+    TopicPut,
+    TopicSnapshot,
+    ToTopic,
+    Welcome,
+    Who,
+)
+
+BEAT_S = 5.0
+REMEMBERED_CLIENTS = 4096
+decode_entries = msgspec.msgpack.Decoder(dict[str, bytes]).decode
+encode_entries = msgspec.msgpack.Encoder().encode
+
+
+class TopicServerCore:
+    def __init__(self, run_id: str, epoch: int) -> None:
+        self.run_id = run_id
+        self.epoch = epoch
+        self.entries: dict[str, bytes] = {}
+        self.revision = 0
+        self.malformed = 0
+        self.closing = False
+        self.clients: dict[bytes, str] = {}  # route to incarnation
+        self._newest: OrderedDict[str, int] = OrderedDict()  # publications stored, by incarnation
+        self._out: list[tuple[bytes, FromTopic, Body]] = []
+
+    def publish(self, key: str, value: bytes) -> None:
+        self.entries[key] = value
+        self._changed(key, value)
+
+    def drop(self, key: str) -> None:
+        if self.entries.pop(key, None) is not None:
+            self._changed(key, None)
+
+    def on_message(self, route: bytes, message: ToTopic, body: bytes | None) -> None:
+        if isinstance(message, TopicHello):
+            self._hello(route, message)
+        elif isinstance(message, Fin):
+            self.clients.pop(route, None)
+            self._out.append((route, FinAck(), None))
+        elif route not in self.clients:
+            self._out.append((route, Who(), None))
+        elif isinstance(message, TopicPut):
+            incarnation = self.clients[route]
+            if body is None:
+                self.malformed += 1
+                return
+            if message.number > self._newest.get(incarnation, 0):
+                self._remember(incarnation, message.number)
+                self.publish(message.key, body)
+            self._ack(route, message.number)
+        elif (message.epoch, message.revision) != (self.epoch, self.revision):
+            self._snapshot(route)
+        else:
+            self._ack(route, 0)
+
+    def on_unreachable(self, route: bytes) -> None:
+        self.clients.pop(route, None)
+
+    def flush(self) -> list[tuple[bytes, FromTopic, Body]]:
+        out, self._out = self._out, []
+        return out
+
+    def _hello(self, route: bytes, hello: TopicHello) -> None:
+        if self.closing:
+            return
+        if hello.protocol != PROTOCOL or hello.run_id != self.run_id:
+            reason = (
+                f"{hello.replica!r} is of run {hello.run_id!r}, protocol {hello.protocol}; this topic is of run "
+                f"{self.run_id!r}, protocol {PROTOCOL}; check the address and the version"
+            )
+            self._out.append((route, Refuse("refused", reason), None))
+            return
+        self.clients[route] = hello.incarnation
+        self._snapshot(route)
+
+    def _snapshot(self, route: bytes) -> None:
+        self._out.append((route, TopicSnapshot(self.epoch, self.revision), encode_entries(self.entries)))
+
+    def _ack(self, route: bytes, number: int) -> None:
+        self._out.append((route, TopicAck(self.epoch, number, self.revision), None))
+
+    def _changed(self, key: str, value: bytes | None) -> None:
+        self.revision += 1
+        change = TopicChange(self.epoch, self.revision, key, value is None)
+        self._out.extend((route, change, value) for route in self.clients)
+
+    def _remember(self, incarnation: str, number: int) -> None:
+        self._newest[incarnation] = number
+        self._newest.move_to_end(incarnation)
+        if len(self._newest) > REMEMBERED_CLIENTS:
+            self._newest.popitem(last=False)
+
+
+class TopicClientCore:
+    """`revision` is local: it rises whenever anything changed here, also across servers."""
+
+    def __init__(self, hello: TopicHello, *, give_up_s: float | None = None) -> None:
+        stand_in = Hello(hello.protocol, hello.run_id, "", "consumer", hello.replica, hello.incarnation, "", "")
+        self.session = Session(stand_in, give_up_s)
+        self.entries: dict[str, bytes] = {}
+        self.revision = 0
+        self.waiting: deque[tuple[TopicPut, bytes]] = deque()  # published here, not yet acknowledged
+        self._hello = hello
+        self._number = 0
+        self._server_revision = 0
+        self._out: list[tuple[ToTopic, Body]] = []
+
+    def start(self, now: float) -> None:
+        self.session.start(now)
+
+    def on_link_up(self, now: float) -> None:
+        self.session.say_hello(now)
+
+    def publish(self, key: str, value: bytes) -> int:
+        """Queue a publication; returns its number, which is acknowledged later."""
+        self._number += 1
+        put = TopicPut(self._number, key)
+        self.waiting.append((put, value))
+        if self.session.state == "open":
+            self._out.append((put, value))
+        return self._number
+
+    def on_message(self, now: float, message: FromTopic, body: bytes | None) -> None:
+        if isinstance(message, TopicSnapshot):
+            self._snapshot(now, message, body or b"")
+        elif isinstance(message, TopicChange):
+            self.session.heard(now)
+            self._change(now, message, body)
+        elif isinstance(message, TopicAck):
+            self.session.heard(now)
+            while self.waiting and self.waiting[0][0].number <= message.number:
+                self.waiting.popleft()
+        else:
+            self.session.on_message(now, message)
+
+    def on_timer(self, now: float) -> None:
+        self.session.on_timer(now)
+
+    def fin(self, now: float) -> None:
+        self.session.fin(now)
+
+    def flush(self, now: float) -> list[tuple[ToTopic, Body]]:
+        if self.session.beat_due(now) and self.session.epoch is not None:
+            self._out.append((TopicPing(self.session.epoch, self._server_revision), None))
+        for message, _ in self.session.flush():
+            if isinstance(message, Hello):
+                self._out.append((self._hello, None))
+            elif isinstance(message, Fin):
+                self._out.append((message, None))
+        out, self._out = self._out, []
+        return out
+
+    def deadline(self) -> float | None:
+        return self.session.deadline()
+
+    def _snapshot(self, now: float, message: TopicSnapshot, body: bytes) -> None:
+        newcomer = self.session.state == "greeting"
+        self.session.on_message(now, Welcome(message.epoch, 0, 3 * BEAT_S, 0, 0, 0, 0, 0))
+        try:
+            entries = decode_entries(body)
+        except (msgspec.MsgspecError, ValueError):
+            return  # damaged: the next ping asks again
+        if entries != self.entries:
+            self.entries = entries
+            self.revision += 1
+        self._server_revision = message.revision
+        if newcomer:
+            self._out.extend(self.waiting)
+
+    def _change(self, now: float, message: TopicChange, body: bytes | None) -> None:
+        if message.epoch != self.session.epoch or message.revision <= self._server_revision:
+            return
+        if message.revision > self._server_revision + 1:
+            self.session.beat_now(now)  # something was missed: the ping shows it, the answer is a snapshot
+            return
+        self._server_revision = message.revision
+        self.revision += 1
+        if message.dropped:
+            self.entries.pop(message.key, None)
+        else:
+            self.entries[message.key] = body or b""

@@ -1,0 +1,111 @@
+"""CURVE keys and who may use them.
+
+Encryption alone is no authentication: a server that does not ask accepts any key. So a server always asks the
+allow-list through ZAP, and the list is part of `Security`. Keys live in files of mode 0600; nothing is read from the
+command line or the environment.
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+from collections.abc import Iterable
+from pathlib import Path
+
+import msgspec
+import zmq
+
+from transport.errors import SecurityError
+
+ZAP_ADDRESS = "inproc://zeromq.zap.01"
+KEY_LENGTH = 40  # characters of Z85
+
+
+class KeyPair(msgspec.Struct, frozen=True):
+    """A CURVE key pair in Z85 text."""
+
+    public: str
+    secret: str
+
+    def __repr__(self) -> str:
+        return f"KeyPair(public={self.public!r}, secret=hidden)"
+
+
+class Security(msgspec.Struct, frozen=True):
+    """What a node needs to speak over tcp beyond loopback: its own keys, the run's server key, the accepted clients.
+
+    A node that hosts hubs must own the server's secret key; the others know only its public half.
+    """
+
+    own: KeyPair
+    server_public: str
+    allowed: frozenset[str] = frozenset()  # public keys of clients
+
+    def __post_init__(self) -> None:
+        for what, key in (("own public key", self.own.public), ("own secret key", self.own.secret), ("server_public", self.server_public)):
+            if len(key) != KEY_LENGTH:
+                raise SecurityError(f"{what} has {len(key)} characters, a Z85 key has {KEY_LENGTH}; create it with create_keys")
+
+
+def create_keys(directory: Path, clients: Iterable[str]) -> None:
+    """Write `server.key` and one `<client>.key` each into a private directory: 0700, files 0600, never overwritten."""
+    directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+    for name in ("server", *clients):
+        public, secret = zmq.curve_keypair()
+        _write_private(directory / f"{name}.key", msgspec.json.encode(KeyPair(public.decode(), secret.decode())))
+
+
+def load_security(directory: Path, name: str = "server") -> Security:
+    """The security of one node: keys of `name`, and as the allow-list all keys of the directory."""
+    own = read_keys(directory / f"{name}.key")
+    pairs = {path.stem: read_keys(path) for path in sorted(directory.glob("*.key"))} if name == "server" else {}
+    server_path = directory / "server.pub"
+    server_public = own.public if name == "server" else _read_public(server_path)
+    if name == "server" and not server_path.exists():
+        _write_private(server_path, server_public.encode())
+    return Security(own, server_public, frozenset(pair.public for pair in pairs.values()))
+
+
+def read_keys(path: Path) -> KeyPair:
+    """Read one key file; refuse it when others could have read it."""
+    try:
+        mode = stat.S_IMODE(path.stat().st_mode)
+        data = path.read_bytes()
+    except OSError as error:
+        raise SecurityError(f"key file {str(path)!r} cannot be read ({error.strerror}); create it with create_keys") from error
+    if mode & 0o077:
+        raise SecurityError(f"key file {str(path)!r} has mode {mode:04o}, others can read it; create new keys with mode 0600")
+    try:
+        return msgspec.json.decode(data, type=KeyPair)
+    except (msgspec.MsgspecError, ValueError) as error:
+        raise SecurityError(f"key file {str(path)!r} holds no key pair ({error}); create it with create_keys") from error
+
+
+def _read_public(path: Path) -> str:
+    try:
+        return path.read_text().strip()
+    except OSError as error:
+        raise SecurityError(f"public key {str(path)!r} cannot be read ({error.strerror}); start the server's node first") from error
+
+
+def _write_private(path: Path, data: bytes) -> None:
+    try:
+        handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    except FileExistsError as error:
+        raise SecurityError(f"key file {str(path)!r} exists and is not overwritten; remove it or use a new directory") from error
+    with os.fdopen(handle, "wb") as file:
+        file.write(data)
+
+
+def zap_reply(frames: list[bytes], allowed: frozenset[str]) -> list[bytes]:
+    """Answer one ZAP request (RFC 27): 200 for an allowed CURVE key, 400 for everything else."""
+    request_id = frames[1] if len(frames) > 1 else b""
+    granted = (
+        len(frames) == 7
+        and frames[0] == b"1.0"
+        and frames[5] == b"CURVE"
+        and len(frames[6]) == 32
+        and zmq.utils.z85.encode(frames[6]).decode() in allowed
+    )
+    status = (b"200", b"OK") if granted else (b"400", b"key is not on the allow-list")
+    return [b"1.0", request_id, *status, b"peer" if granted else b"", b""]

@@ -1,0 +1,67 @@
+"""What a stream is, and what its hub tells about it: plain values, validated once at construction."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import msgspec
+
+from transport.errors import UsageError
+
+Routing = Literal["least_loaded", "sticky"]
+
+
+class StreamSpec(msgspec.Struct, frozen=True):
+    """One declared edge of the graph; its hub binds at `address`.
+
+    Back-pressure is soft by one step: a hub grants while it holds less than its capacity, so it may come to hold up to
+    one window (an eighth of the capacity, at most 64 messages or 4 MiB) more per connected producer, plus one message.
+    """
+
+    name: str
+    address: str
+    capacity_items: int = 100_000
+    capacity_bytes: int = 1 << 30
+    lease_s: float = 30.0  # a consumer silent for so long loses what it holds
+    max_attempts: int = 5  # failed executions before a message is dead-lettered
+    max_message_bytes: int = 64 << 20
+    routing: Routing = "least_loaded"
+    dedup_keys: bool = True
+
+    def __post_init__(self) -> None:
+        for field in ("capacity_items", "capacity_bytes", "max_attempts", "max_message_bytes"):
+            value = getattr(self, field)
+            if value < 1:
+                raise UsageError(f"stream {self.name!r}: {field} is {value} but must be at least 1; raise it")
+        if not self.lease_s > 0:
+            raise UsageError(f"stream {self.name!r}: lease_s is {self.lease_s} but must be positive; 30 is usual")
+
+
+@dataclass(frozen=True, slots=True)
+class DeadLetter:
+    """A message that nobody will process, and why."""
+
+    stream: str
+    key: str
+    header: bytes  # msgpack of the WORK header, or the raw frame of something that was no message
+    body: bytes
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class HubStats:
+    """Counters of one hub. `accepted == settled + dead_letters + queued + leased` at all times."""
+
+    queued: int
+    leased: int
+    accepted: int  # messages taken into custody, duplicates excluded
+    delivered: int  # deliveries, redeliveries included
+    redelivered: int
+    duplicates: int  # suppressed: resent, same key, or finished twice
+    dead_letters: int
+    bytes_queued: int  # bodies in custody, leased ones included
+    producers: int
+    consumers: int
+    settled: int = 0
+    malformed: int = 0  # frames that were no message of the protocol
