@@ -11,6 +11,7 @@ from collections.abc import Sequence
 
 from configs.command_line import Arguments, parse
 from configs.errors import ConfigError
+from configs.estimate import staleness_line
 from configs.load import load_arguments
 from configs.schema import Config
 from configs.validate import checked
@@ -50,6 +51,7 @@ def _main(argv: Sequence[str]) -> int:
 
         sys.stdout.write(render(make_plan(config)))
         return 0
+    sys.stderr.write(f"{staleness_line(config)}\n")
     from pipeline.run import run
 
     return run(config)

@@ -31,6 +31,7 @@ __all__ = [
     "parameters",
     "predicted_staleness",
     "simulated_generation_s",
+    "simulated_training_s",
     "staleness_line",
     "step_bound_s",
 ]
@@ -132,6 +133,11 @@ def simulated_generation_s(config: Config) -> float:
     return rollouts * response_tokens(model, rollout.rollout_max_response_len) / (running * engines) * step_s
 
 
+def simulated_training_s(config: Config) -> float:
+    """Seconds that the simulated trainer needs per rollout batch: W_t / c_t."""
+    return config.train.simulated_step_s * (config.train.num_steps_per_rollout or 1)
+
+
 def response_tokens(model: SimulatedEngineConfig, limit: int) -> float:
     """Mean response of the simulated engine, tokens, cut at its cap and at `--rollout-max-response-len`."""
     return capped_lognormal_mean(model.length_mean, model.length_sigma, min(model.length_cap, limit))
@@ -164,11 +170,11 @@ def parameters(model: Mapping[str, Any]) -> int | None:
             attention += wide + 2 * narrow + (0 if kind == "qwen2" else hidden)
         if kind.startswith("qwen3"):
             attention += 2 * head
-        feed_forward = [_feed_forward(model, layer) for layer in range(layers)]
+        feed_forward = sum(_feed_forward(model, layer) for layer in range(layers))
+        embeddings = vocabulary * hidden * (1 if model.get("tie_word_embeddings", False) else 2)
     except (KeyError, TypeError):
         return None
-    embeddings = vocabulary * hidden * (1 if model.get("tie_word_embeddings", False) else 2)
-    return int(embeddings + layers * (attention + 2 * hidden) + sum(feed_forward) + hidden)
+    return int(embeddings + layers * (attention + 2 * hidden) + feed_forward + hidden)
 
 
 def _attention(model: Mapping[str, Any]) -> tuple[int, int, int]:
@@ -180,7 +186,8 @@ def _attention(model: Mapping[str, Any]) -> tuple[int, int, int]:
 
 def _feed_forward(model: Mapping[str, Any], layer: int) -> int:
     hidden = int(model["hidden_size"])
-    experts = int(model.get("num_experts", 0)) if model["model_type"] == "qwen3_moe" else 0
+    count = model.get("num_experts") or model.get("num_local_experts") or 0  # as published, or as saved again
+    experts = int(count) if model["model_type"] == "qwen3_moe" else 0
     sparse = experts > 0 and (layer + 1) % int(model.get("decoder_sparse_step", 1)) == 0
     if sparse and layer not in model.get("mlp_only_layers", ()):
         return experts * 3 * hidden * int(model["moe_intermediate_size"]) + hidden * experts

@@ -45,7 +45,7 @@ def load(argv: Sequence[str]) -> Loaded:
 
 
 def load_arguments(arguments: Arguments) -> Loaded:
-    """As `load`, for a command line that is already parsed."""
+    """As `load`, for a command line that is already parsed. `--resume` reads the recipe in the run's directory."""
     recipe = arguments.config
     resume = arguments.layer.values.get("run.resume")
     if recipe is None and resume is not None:
@@ -55,8 +55,17 @@ def load_arguments(arguments: Arguments) -> Loaded:
                 f"{arguments.layer.labels['run.resume']} is {resume!r}, but a run to resume holds {CONFIG_FILE}, "
                 "which is not there; give the directory that the run printed at its start"
             )
-    layers = [read_recipe(recipe)] if recipe is not None else []
-    return merge([*layers, arguments.layer])
+    if recipe is None:
+        return merge([arguments.layer])
+    return merge([_without_place(read_recipe(recipe), recipe_path(recipe)), arguments.layer])
+
+
+def _without_place(layer: Layer, path: Path) -> Layer:
+    """A run's own config.toml says what was run; where that was does not bind the next run that reads it."""
+    if path.name != CONFIG_FILE or "run.run_dir" not in layer.values:
+        return layer
+    kept = {key: value for key, value in layer.values.items() if key not in ("run.run_dir", "run.resume")}
+    return Layer(origin=layer.origin, values=kept, labels=layer.labels)
 
 
 def recipe_names() -> tuple[str, ...]:

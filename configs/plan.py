@@ -16,6 +16,7 @@ from configs.estimate import (
     memory,
     predicted_staleness,
     simulated_generation_s,
+    simulated_training_s,
     staleness_line,
 )
 from configs.graph import evaluates, loops, path, replicas
@@ -76,6 +77,8 @@ def make_plan(config: Config, *, generation_s: float | None = None, training_s: 
     )
     if generation_s is None and config.engine.engine == "simulated":
         generation_s = simulated_generation_s(config)
+    if training_s is None and config.train.train_backend == "simulated":
+        training_s = simulated_training_s(config)
     model = model_config(config.train.hf_checkpoint)
     stages = _stages(config)
     return Plan(

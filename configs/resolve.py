@@ -21,6 +21,7 @@ from configs.errors import ConfigError
 from configs.layers import build, given_by_difference
 from configs.modes import preset_values
 from configs.schema import Config
+from configs.sources import BUILT_IN_LABEL, parse_source
 
 __all__ = ["Batch", "batch_arithmetic", "derive", "num_rollout_for", "resolve"]
 
@@ -205,6 +206,8 @@ def _policy(config: Config, written: Mapping[str, str]) -> dict[str, Any]:
 def _defaults(config: Config) -> dict[str, Any]:
     """Defaults that are another setting's value, or the surroundings'."""
     rollout, data = config.rollout, config.data
+    built_in = bool(data.prompt_data) and all(parse_source(text).built_in for text in data.prompt_data)
+    label = BUILT_IN_LABEL if data.label_key is None and built_in else data.label_key
     context = rollout.rollout_max_context_len
     derived: dict[str, Any] = {
         "run.run_dir": config.run.resume if config.run.resume is not None else _new_run_dir,
@@ -213,7 +216,8 @@ def _defaults(config: Config) -> dict[str, Any]:
         "filter.dynamic_sampling_filter": "none",
         "eval.eval_max_response_len": rollout.rollout_max_response_len,
         "eval.eval_input_key": data.input_key,
-        "eval.eval_label_key": data.label_key,
+        "data.label_key": label,
+        "eval.eval_label_key": label,
         "eval.eval_interval": 1 if rollout.num_rollout == 0 and config.eval.eval_prompt_data else None,
         "observe.live": sys.stdout.isatty,
     }

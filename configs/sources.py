@@ -19,6 +19,7 @@ from configs.flags import closest
 
 __all__ = [
     "BUILT_IN_DATA",
+    "BUILT_IN_LABEL",
     "BUILT_IN_MODELS",
     "DataSource",
     "checkpoint_fault",
@@ -32,6 +33,7 @@ BUILT_IN_DATA: Final = (
     "arithmetic",
     "arithmetic-tools",
 )  # made on this machine: train rows, and held-out rows for eval
+BUILT_IN_LABEL: Final = "label"  # row field of the built-in data with the answer
 BUILT_IN_MODELS: Final = ("tiny", "tiny-arithmetic")  # random small checkpoints, made on this machine
 
 _SLICE = re.compile(r"(?P<path>.+?)@\[\s*(?P<start>[+-]?\d+)?\s*:\s*(?P<stop>[+-]?\d+)?\s*\]", re.ASCII)

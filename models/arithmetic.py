@@ -5,11 +5,15 @@ Format of a row (one JSON object per line):
 - kind "add", two numbers of 0..99:      {"input": "37+48=", "label": "85"}
   The response wanted is the label followed by EOS (a newline in the arithmetic tokenizer).
 - kind "tools", product of two of 0..99: {"input": "37*48=", "label": "1776",
-                                          "demonstration": "[37*48]1776=1776\\n"}
+                                          "demonstration": "[37*48]1776=1776\\n", "metadata": {"tool_spans": ...}}
   The model calls the calculator by writing `[expression]`; generation pauses at `]`, the tool's result is inserted
   right after it, and the model goes on with `=`, the answer and EOS. `demonstration` is the full response of a
-  supervised warm start, tool result and EOS included. `tool_spans` gives the characters of the demonstration that the
-  environment wrote, as [start, end) pairs: they carry no loss, for the model never has to produce them.
+  supervised warm start, tool result and EOS included. `metadata.tool_spans` gives the characters of the
+  demonstration that the environment wrote, as [start, end) pairs: they carry no loss, for the model never has to
+  produce them.
+
+A recipe for "tools" therefore sets --tool-call-open "[", --tool-call-close "]" and --tool-result-template "{result}",
+and grades the last number of the response.
 
 Invariants: no torch; train and held-out rows are disjoint; equal arguments give equal bytes; files appear whole.
 """
@@ -55,7 +59,7 @@ class ToolRow(Struct, frozen=True):
     input: str
     label: str
     demonstration: str
-    tool_spans: tuple[tuple[int, int], ...]
+    metadata: dict[str, tuple[tuple[int, int], ...]]
 
 
 def write_arithmetic(directory: Path, *, kind: Kind, train: int, heldout: int, seed: int) -> ArithmeticFiles:
@@ -90,7 +94,7 @@ def tool_row(x: int, y: int) -> ToolRow:
         input=f"{x}*{y}=",
         label=result,
         demonstration=f"{call}{result}={result}{EOS}",
-        tool_spans=((len(call), len(call) + len(result)),),
+        metadata={"tool_spans": ((len(call), len(call) + len(result)),)},
     )
 
 

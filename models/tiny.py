@@ -167,6 +167,7 @@ def _arguments(recipe: TinyRecipe) -> dict[str, Any]:
 def _write(draft: Path, recipe: TinyRecipe) -> None:
     import torch
     from transformers import AutoModelForCausalLM, GenerationConfig
+    from transformers.utils import logging as transformers_logging
 
     tokenizer = build_tokenizer(recipe.tokenizer)
     config = _model_config(recipe, tokenizer)
@@ -180,7 +181,13 @@ def _write(draft: Path, recipe: TinyRecipe) -> None:
         do_sample=True,
         temperature=1.0,
     )
-    model.save_pretrained(draft)
+    bars = transformers_logging.is_progress_bar_enabled()
+    transformers_logging.disable_progress_bar()
+    try:
+        model.save_pretrained(draft)
+    finally:
+        if bars:
+            transformers_logging.enable_progress_bar()
     tokenizer.save_pretrained(draft)
     (draft / RECIPE_FILE).write_bytes(msgspec.json.format(msgspec.json.encode(recipe), indent=2))
     os.chmod(draft, 0o755)  # mkdtemp's 0700 is for the draft only

@@ -17,7 +17,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import signal
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Protocol
 
 import msgspec
@@ -63,6 +63,7 @@ class Controller:
         recorder: Recorder,
         *,
         eos_id: int | None = None,
+        encode: Callable[[str], list[int]] | None = None,
         snapshot: LedgerSnapshot | None = None,
     ) -> None:
         self.config, self.rundir, self.graph, self.placement = config, rundir, graph, placement
@@ -72,7 +73,7 @@ class Controller:
         )
         self.hubs: dict[str, Hub] = {}
         context = StageContext(config, rundir.path, "prompts-0", recorder.spans)
-        self.stage = PromptStage(context, prompts, self.gate, recorder, snapshot=snapshot, eos_id=eos_id)
+        self.stage = PromptStage(context, prompts, self.gate, recorder, snapshot=snapshot, eos_id=eos_id, encode=encode)
         recorder.ledger = self.stage.ledger
         self.reason = "finished"
         self._interrupts = 0

@@ -31,6 +31,14 @@ class Ended(Struct, frozen=True, tag="settle"):
     detail: str = ""
 
 
+class Stepped(Struct, frozen=True, tag="step"):
+    """A rollout batch was trained; equal batches have equal hashes."""
+
+    step: int
+    token_hash: str
+    oldest: int  # largest staleness among its trained tokens
+
+
 class Committed(Struct, frozen=True, tag="commit"):
     step: int
 
@@ -43,7 +51,7 @@ class RolledBack(Struct, frozen=True, tag="rollback"):
     next_group: int
 
 
-Event = Admitted | Ended | Committed | RolledBack
+Event = Admitted | Ended | Stepped | Committed | RolledBack
 
 
 class Journal:
@@ -93,6 +101,8 @@ class Audit(Struct):
     open: int
     trained: dict[int, int]  # group -> step, of surviving steps
     twice: tuple[int, ...]  # groups trained in more than one surviving step
+    batches: dict[int, str] = {}  # surviving step -> token hash
+    staleness_max: int = 0
 
 
 def audit(path: Path) -> Audit:
@@ -100,6 +110,7 @@ def audit(path: Path) -> Audit:
     admitted: set[int] = set()
     ended: dict[int, Ended] = {}
     twice: list[int] = []
+    batches: dict[int, Stepped] = {}
     for event in read_journal(path):
         match event:
             case Admitted():
@@ -109,7 +120,10 @@ def audit(path: Path) -> Audit:
                 if before is not None and before.outcome == event.outcome == "trained":
                     twice.append(event.group)
                 ended.setdefault(event.group, event)
+            case Stepped():
+                batches[event.step] = event
             case RolledBack():
+                batches = {step: e for step, e in batches.items() if step <= event.step}
                 admitted = {g for g in admitted if g < event.next_group}
                 ended = {g: e for g, e in ended.items() if g in admitted and e.step <= event.step}
             case Committed():
@@ -118,4 +132,12 @@ def audit(path: Path) -> Audit:
     for end in ended.values():
         outcomes[end.outcome] = outcomes.get(end.outcome, 0) + 1
     trained = {g: e.step for g, e in ended.items() if e.outcome == "trained"}
-    return Audit(len(admitted), outcomes, len(admitted) - len(ended), trained, tuple(twice))
+    return Audit(
+        admitted=len(admitted),
+        outcomes=outcomes,
+        open=len(admitted) - len(ended),
+        trained=trained,
+        twice=tuple(twice),
+        batches={step: e.token_hash for step, e in sorted(batches.items())},
+        staleness_max=max((e.oldest for e in batches.values()), default=0),
+    )

@@ -16,7 +16,7 @@ import msgspec
 from configs.load import config_hash
 from configs.schema import Config
 from models.checkpoint import Manifest, commit_directory, final_path, prune, write_manifest
-from pipeline.journal import Admitted, Committed, Ended, Journal
+from pipeline.journal import Admitted, Committed, Ended, Journal, Stepped
 from pipeline.observe.metrics import MetricsFan, open_metrics
 from pipeline.observe.stats import LedgerCounts, StageStats
 from pipeline.observe.view import RunView
@@ -56,7 +56,6 @@ class Recorder:
         self.versions: list[int] = []
         self.restarts: dict[str, int] = {}
         self.dead_letters: list[str] = []
-        self.token_hashes: list[tuple[int, str]] = []
         self.lines: Callable[[str], None] = lambda line: None  # where a message to the user goes
         self._resume_step = resume_step
 
@@ -102,7 +101,7 @@ class Recorder:
         self.last_step_s = now
         self.rewards.append(report.metrics.get("reward/mean", 0.0))
         self.versions.append(report.version)
-        self.token_hashes.append((report.step, report.token_hash))
+        self.journal.write(Stepped(report.step, report.token_hash, max(report.staleness, default=0)))
         self.view.step(report.step, at_s=now, metrics=report.metrics, tokens=report.tokens, staleness=report.staleness)
         self.metrics.write(
             report.step,

@@ -135,7 +135,7 @@ class Phase:
 
     def __init__(self, config: Config, rundir: RunDir, checkpoint: Path | None, manifest: Manifest | None) -> None:
         self.rundir, self.manifest = rundir, manifest
-        tokenizer = load_tokenizer(config.train.hf_checkpoint, config.data.chat_template_path)
+        tokenizer = self.tokenizer = load_tokenizer(config.train.hf_checkpoint, config.data.chat_template_path)
         self.prompts = load_train_prompts(config, tokenizer=tokenizer)
         self.eos_id = tokenizer.eos_ids[0] if tokenizer.eos_ids else None
         self.config = _with_data(config, self.prompts)
@@ -194,6 +194,7 @@ class Phase:
             self.prompts,
             self.recorder,
             eos_id=self.eos_id,
+            encode=self.tokenizer.encode,
             snapshot=self.snapshot,
         )
         await controller.run()

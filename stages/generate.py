@@ -294,9 +294,10 @@ class GenerateStage(Stage):
             if up:
                 return min(up, key=lambda link: link.in_flight)
             left = deadline - time.monotonic()
-            if left <= 0:
+            if left <= 0 or self._drain:
                 names = ", ".join(link.name for link in self.links)
-                raise EngineUnreachable(names, f"did not come up within {ENGINE_WAIT_S:g} s; see logs/engine-*.log")
+                why = "the run drains" if self._drain else f"not up within {ENGINE_WAIT_S:g} s; see logs/engine-*.log"
+                raise EngineUnreachable(names, why)
             self._changed.clear()
             with contextlib.suppress(TimeoutError):  # the loop looks again
                 await asyncio.wait_for(self._changed.wait(), left)

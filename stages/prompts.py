@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter, deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import msgspec
@@ -91,6 +91,7 @@ class PromptStage(Stage):
         *,
         snapshot: LedgerSnapshot | None = None,
         eos_id: int | None = None,
+        encode: Callable[[str], list[int]] | None = None,
     ) -> None:
         super().__init__(context)
         data = context.config.data
@@ -98,7 +99,7 @@ class PromptStage(Stage):
         self.ledger = Ledger(snapshot)
         self.order = PromptOrder(len(prompts), data.rollout_seed, data.rollout_shuffle)
         self.supervised = context.config.train.loss_type == "sft_loss"
-        self.eos_id = eos_id
+        self.eos_id, self.encode = eos_id, encode
         self.version = -1  # newest version that every live engine has applied
         self.steps = self.ledger.trained // gate.batch
         self.evals_pending = 0
@@ -206,12 +207,19 @@ class PromptStage(Stage):
             status="completed",
             response=prompt.label or "",
             response_ids=wire(ids, Int32Array),
-            loss_mask=wire(np.ones(len(ids)), UInt8Array),
+            loss_mask=wire(self._demonstration_mask(group, prompt.label or "", len(ids)), UInt8Array),
             rollout_log_probs=wire(np.zeros(len(ids)), Float32Array),
             version_runs=(VersionRun(self.steps, len(ids)),),
             reward=0.0,
         )
         return RolloutSlice(group, (sample,))
+
+    def _demonstration_mask(self, group: PromptGroup, text: str, n: int) -> np.ndarray[tuple[int], np.dtype[np.uint8]]:
+        """[n] 1 where the text is the model's own; 0 where `metadata.tool_spans` (characters) says a tool wrote it."""
+        mask = np.ones(n, dtype=np.uint8)
+        for start, end in group.row_metadata.get("tool_spans", ()) if self.encode is not None else ():
+            mask[len(self.encode(text[:start])) : len(self.encode(text[:end]))] = 0
+        return mask
 
     async def _settle(self, ports: Ports) -> None:
         """Waits for reports; ends when the settle stream ends, after everything else has."""

@@ -6,7 +6,6 @@ they are: nothing is tokenised twice.
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Sequence
 
 import msgspec
@@ -16,8 +15,7 @@ from configs.schema import Config
 from stages.base import LoopStage, StageContext
 from stages.data.tokenizer import load_tokenizer
 from stages.messages import Float32Array, Int32Array, RolloutSlice, Sample, UInt8Array, VersionRun, wire
-from stages.toolkit.calls import parse_call
-from stages.toolkit.registry import resolve_tools
+from stages.toolkit.registry import answer_call, resolve_tools
 
 
 def append_untrained(sample: Sample, ids: Sequence[int], text: str) -> Sample:
@@ -70,22 +68,15 @@ class ToolStage(LoopStage):
 
     async def process(self, message: RolloutSlice) -> RolloutSlice:
         (sample,) = message.samples
-        result = await self._call(sample.response)
+        with self.span("tool", group=message.group.group_id, sample=sample.index):
+            result = await answer_call(
+                self._tools,
+                sample.response,
+                self.settings.tool_call_open,
+                self.settings.tool_call_close,
+                self.settings.tool_deadline_s,
+            )
+        self.activity.failures += result.startswith("error: ")
         text = self.settings.tool_result_template.replace("{result}", result)
         sample = append_untrained(sample, self._tokenizer.encode(text), text)
         return msgspec.structs.replace(message, samples=(sample,))
-
-    async def _call(self, response: str) -> str:
-        """The tool's answer; whatever goes wrong becomes an answer that the model can read."""
-        settings = self.settings
-        call = parse_call(response, settings.tool_call_open, settings.tool_call_close, tuple(self._tools))
-        if isinstance(call, str):
-            return f"error: {call}"
-        try:
-            return await asyncio.wait_for(self._tools[call.name].call(call.arguments), settings.tool_deadline_s)
-        except TimeoutError:
-            self.activity.failures += 1
-            return f"error: no answer within {settings.tool_deadline_s:g} s"
-        except Exception as error:
-            self.activity.failures += 1
-            return f"error: {type(error).__name__}: {error}"

@@ -1,7 +1,7 @@
 """Addresses: how they parse, where a hub may bind, where a peer may connect.
 
-Invariants (all refused at the start, with the cure): an ipc path fits into a socket address and lies in a directory that
-only this user can enter; tcp outside loopback needs keys on both sides, and names its interface.
+Invariants (a breach is refused at the start, with the cure): an ipc path fits into a socket address and lies in a
+directory that only this user can enter; tcp outside loopback needs keys on both sides.
 """
 
 from __future__ import annotations
@@ -37,7 +37,9 @@ def parse(text: str) -> Address:
     """Parse inproc://NAME, ipc:///PATH or tcp://HOST:PORT; port 0 or * lets the system choose."""
     scheme, separator, place = text.partition("://")
     if not separator or not place or scheme not in ("inproc", "ipc", "tcp"):
-        raise AddressInvalid(f"address {text!r} is none of inproc://NAME, ipc:///PATH, tcp://HOST:PORT; write one of these")
+        raise AddressInvalid(
+            f"address {text!r} is none of inproc://NAME, ipc:///PATH, tcp://HOST:PORT; write one of these"
+        )
     if scheme == "inproc":
         return Address("inproc", place)
     if scheme == "ipc":
@@ -52,11 +54,14 @@ def parse(text: str) -> Address:
 
 def _parse_ipc(text: str, place: str) -> Address:
     if place.startswith("@") or not place.startswith("/"):
-        raise AddressInvalid(f"address {text!r} is not an absolute path; write ipc:///DIRECTORY/NAME (no abstract sockets)")
+        raise AddressInvalid(
+            f"address {text!r} is not an absolute path; write ipc:///DIRECTORY/NAME (no abstract sockets)"
+        )
     length = len(os.fsencode(place))
     if length > IPC_PATH_LIMIT:
         raise AddressInvalid(
-            f"address {text!r} has a path of {length} bytes but the system allows {IPC_PATH_LIMIT}; use a shorter run directory"
+            f"address {text!r} has a path of {length} bytes but the system allows {IPC_PATH_LIMIT}; "
+            f"use a shorter run directory"
         )
     return Address("ipc", place)
 
@@ -75,7 +80,9 @@ def check_exposure(address: Address, *, keys: bool, binding: bool) -> None:
     if address.scheme != "tcp":
         return
     if not binding and (address.place in WILDCARDS or address.port == 0):
-        raise AddressInvalid(f"cannot connect to {address}: it names no single place; use the address that the hub reports")
+        raise AddressInvalid(
+            f"cannot connect to {address}: it names no single place; use the address that the hub reports"
+        )
     if keys or is_loopback(address.place):
         return
     verb = "bind" if binding else "connect to"
@@ -92,8 +99,8 @@ def prepare_ipc(address: Address) -> None:
     found = path.parent.stat()
     if found.st_uid != os.geteuid() or stat.S_IMODE(found.st_mode) & 0o077:
         raise AddressInvalid(
-            f"directory {str(path.parent)!r} of {address} has mode {stat.S_IMODE(found.st_mode):04o} and owner {found.st_uid}, "
-            f"but sockets must lie where only this user can enter; chmod 700 it or choose another run directory"
+            f"directory {str(path.parent)!r} of {address} has mode {stat.S_IMODE(found.st_mode):04o} and "
+            f"owner {found.st_uid}, but sockets must lie where only this user can enter; chmod 700 it or use another"
         )
     # libzmq unlinks whatever lies at the path, so a live hub would lose its address without notice.
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
@@ -106,5 +113,7 @@ def prepare_ipc(address: Address) -> None:
 
 
 def in_use(address: Address) -> AddressInUse:
-    cure = "stop that process or choose another run directory" if address.scheme == "ipc" else "choose another, or port 0"
+    cure = (
+        "stop that process or choose another run directory" if address.scheme == "ipc" else "choose another, or port 0"
+    )
     return AddressInUse(f"address {address} is in use by another hub or process; {cure}")

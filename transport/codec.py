@@ -27,7 +27,9 @@ DECODE_FAILURES = (msgspec.MsgspecError, ValueError, RecursionError, MemoryError
 
 def is_wire_array(kind: object) -> bool:
     """Whether values of the type travel as raw bytes."""
-    return isinstance(kind, type) and issubclass(kind, np.ndarray) and isinstance(getattr(kind, "wire_dtype", None), str)
+    return (
+        isinstance(kind, type) and issubclass(kind, np.ndarray) and isinstance(getattr(kind, "wire_dtype", None), str)
+    )
 
 
 def _encode_array(value: Any) -> memoryview | bytes:
@@ -99,7 +101,9 @@ class Codec(Generic[T]):
             self._decoder: msgspec.msgpack.Decoder[T] = msgspec.msgpack.Decoder(schema, dec_hook=_decode_array)
             info = msgspec.inspect.type_info(schema)
         except TypeError as error:
-            raise UsageError(f"schema {schema!r} cannot travel: {error}; use structs, tagged unions or builtins") from error
+            raise UsageError(
+                f"schema {schema!r} cannot travel: {error}; use structs, tagged unions or builtins"
+            ) from error
         self._accepts: tuple[type, ...] = _outer_types(info)
         parts = info.types if isinstance(info, msgspec.inspect.UnionType) else (info,)
         self.name = "|".join(sorted(_short_name(part) for part in parts))
@@ -108,7 +112,9 @@ class Codec(Generic[T]):
     def encode(self, message: T) -> bytes:
         """Encode, or raise MessageInvalid. The outer type is checked, so that a stranger fails here and not afar."""
         if self._accepts and not isinstance(message, self._accepts):
-            raise MessageInvalid(f"a {type(message).__name__} was sent where {self.name} is declared; send the declared type")
+            raise MessageInvalid(
+                f"a {type(message).__name__} was sent where {self.name} is declared; send the declared type"
+            )
         try:
             return self._encoder.encode(message)
         except (TypeError, ValueError, OverflowError, RecursionError, msgspec.MsgspecError) as error:

@@ -10,7 +10,7 @@ from transport.core.custody import Body
 from transport.core.session import Session
 from transport.errors import LinkError, LinkLost, LinkRefused, StreamFinished, UsageError
 from transport.link import Link
-from transport.wire import AnyMessage, Hello, Refuse, TopicHello, ToHub, ToTopic
+from transport.wire import Hello, ToHub, TopicHello, ToTopic
 
 
 class CorePort(ABC):
@@ -21,6 +21,10 @@ class CorePort(ABC):
     def __init__(self) -> None:
         self.loop = asyncio.get_running_loop()
         self.closed = False
+        self.malformed = 0
+        self.link_ups = 0
+        self.link_downs = 0
+        self.link_refusal: str | None = None
         self._timer: asyncio.TimerHandle | None = None
         self._pid = os.getpid()
 
@@ -33,16 +37,20 @@ class CorePort(ABC):
         self.arm()
 
     def on_malformed(self, route: bytes, frame: bytes) -> None:
-        """Ignored by peers: they trust their hub's protocol, and a beat repairs what was lost."""
+        """Counted only: a beat repairs what was lost."""
+        self.malformed += 1
 
     def on_link_up(self) -> None:
         """The connection stands (again)."""
+        self.link_ups += 1
 
     def on_link_down(self) -> None:
         """The connection broke; the link reconnects by itself."""
+        self.link_downs += 1
 
     def on_link_refused(self, reason: str) -> None:
-        """Only peers can be refused."""
+        """The other side does not accept this node's keys."""
+        self.link_refusal = reason
 
     def arm(self) -> None:
         """Plan the next wake-up; an earlier one that is planned already will do."""
@@ -61,10 +69,14 @@ class CorePort(ABC):
 
     def check_process(self) -> None:
         if os.getpid() != self._pid:
-            raise UsageError("this process was forked after its node was opened, so nothing would arrive; spawn instead")
+            raise UsageError(
+                "this process was forked after its node was opened, so nothing would arrive; spawn instead"
+            )
 
     def shut(self, linger_ms: int) -> None:
-        """Release the link for good, without handshake."""
+        """Release the link for good, without handshake. Nothing happens the second time."""
+        if self.closed:
+            return
         self.closed = True
         if self._timer is not None:
             self._timer.cancel()
@@ -90,15 +102,12 @@ class PeerPort(CorePort):
         self.address = address
         self.name = name  # for messages: "inlet of stream 'x'"
         self.session = session
-        self._link_refusal: str | None = None
         self._opened = asyncio.Event()
         self._left = asyncio.Event()
 
     def on_link_up(self) -> None:
+        super().on_link_up()
         self.core_link_up(self.loop.time())
-
-    def on_link_refused(self, reason: str) -> None:
-        self._link_refusal = reason
 
     def send_all(self, out: list[tuple[ToHub, Body]] | list[tuple[ToTopic, Body]]) -> None:
         for message, body in out:
@@ -119,8 +128,10 @@ class PeerPort(CorePort):
         if refusal is not None:
             kind = StreamFinished if refusal.kind == "finished" else LinkRefused
             return kind(f"{self.name} at {self.address}: {refusal.reason}")
-        if self._link_refusal is not None:
-            return LinkRefused(f"{self.name} at {self.address} was refused: {self._link_refusal}; add the key, or use the right one")
+        if self.link_refusal is not None:
+            return LinkRefused(
+                f"{self.name} at {self.address} was refused: {self.link_refusal}; add the key, or use the right one"
+            )
         if self.session.lost:
             return LinkLost(
                 f"{self.name} at {self.address} has heard nothing for give_up_s={self.session.give_up_s}; "
@@ -147,7 +158,3 @@ class PeerPort(CorePort):
 
     @abstractmethod
     def core_link_up(self, now: float) -> None: ...
-
-    @staticmethod
-    def is_refusal(message: AnyMessage) -> bool:
-        return isinstance(message, Refuse)

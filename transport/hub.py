@@ -62,7 +62,7 @@ class Hub(CorePort):
         with contextlib.suppress(TimeoutError):  # a peer that is gone answers nothing
             async with asyncio.timeout(timeout_s):
                 await self._peerless.wait()
-        self.closed = True
+        self.shut(1000)
         self._wake_empty()
 
     # Driven by the owner task.
@@ -70,7 +70,9 @@ class Hub(CorePort):
     def on_message(self, route: bytes, message: AnyMessage, body: Body) -> None:
         size = message.size if isinstance(message, Put) else 0
         if isinstance(message, Put) and (body is None or len(cast(bytes, body)) != size):
-            self._quarantine(message.key, encode(message), body, f"body is not of the {size} bytes that its header says")
+            self._quarantine(
+                message.key, encode(message), body, f"body is not of the {size} bytes that its header says"
+            )
             return
         self.core.on_message(self.loop.time(), route, cast(ToHub, message), body)
 
@@ -80,6 +82,7 @@ class Hub(CorePort):
             self._quarantine("", frame[:4096], None, f"a frame of {len(frame)} bytes is no message of this protocol")
 
     def on_link_down(self) -> None:
+        super().on_link_down()
         for delay_s in PROBE_DELAYS_S:
             self.loop.call_later(delay_s, self._probe)
 

@@ -22,7 +22,7 @@ T = TypeVar("T")
 def body_buffer(body: Body) -> bytes | memoryview:
     """The bytes behind whatever carries a body."""
     if isinstance(body, zmq.Frame):
-        return cast(memoryview, body.buffer)
+        return body.buffer
     return body if isinstance(body, bytes) else b""
 
 
@@ -103,7 +103,7 @@ class Inlet(PeerPort, Generic[T]):
         self.link.wake()
 
     async def close(self, *, blame: bool = False, timeout_s: float = 1.5) -> None:
-        """Hand everything back and leave, waiting at most `timeout_s` for the hub. `blame`: what was started, failed."""
+        """Hand everything back and leave, waiting `timeout_s` at most. `blame`: what was started here has failed."""
         if self.closed:
             return
         self.core.fin(self.loop.time(), blame=blame)
@@ -111,7 +111,7 @@ class Inlet(PeerPort, Generic[T]):
         with contextlib.suppress(TimeoutError):  # the hub may be gone; then the lease settles it
             async with asyncio.timeout(timeout_s):
                 await self.left()
-        self.closed = True
+        self.shut(1000)
         self._wake_waiters()
 
     # Driven by the owner task.

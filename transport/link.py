@@ -57,7 +57,7 @@ class Link(ABC):
 
     async def run(self) -> None:
         """The owner task. Waits for arrivals, timers and local calls; each of them, and `stop`, wakes it."""
-        while not self._stopped:
+        while True:
             await self._awake.wait()
             self._awake.clear()
             if self._stopped:

@@ -1,7 +1,7 @@
 """Links without sockets: the same cores and ports inside one process, for unit tests of stages and for fault injection.
 
-Invariant: what travels is encoded and decoded as on a wire, so a message that would not survive a socket does not survive
-here either. Messages of one connection keep their order; a cut connection loses what was under way.
+Invariant: what travels is encoded and decoded as on a wire, so a message that would not survive a socket does not
+survive here either. Messages of one connection keep their order; a cut connection loses what was under way.
 """
 
 from __future__ import annotations
@@ -45,7 +45,9 @@ class MemoryNetwork:
 class MemoryLink(Link):
     """A server (it has connections) or a client (it has a route)."""
 
-    def __init__(self, endpoint: Endpoint, network: MemoryNetwork, decode: Decode, address: str, *, serves: bool) -> None:
+    def __init__(
+        self, endpoint: Endpoint, network: MemoryNetwork, decode: Decode, address: str, *, serves: bool
+    ) -> None:
         super().__init__(endpoint)
         self.address = address
         self.inbox: deque[Letter] = deque()

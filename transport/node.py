@@ -7,6 +7,7 @@ Invariants: one node (and one zmq context) per process, or several replicas insi
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import secrets
 from collections.abc import Callable
@@ -20,10 +21,10 @@ from transport.core.hub import HubCore
 from transport.core.producer import ProducerCore
 from transport.core.topic import TopicClientCore, TopicServerCore
 from transport.endpoint import PeerPort
-from transport.errors import UsageError
+from transport.errors import AddressInUse, UsageError
 from transport.hub import Hub
 from transport.inlet import Inlet
-from transport.link import Fabric, Link
+from transport.link import Decode, Endpoint, Fabric, Link
 from transport.outlet import Outlet
 from transport.security import Security
 from transport.spec import DeadLetter, StreamSpec
@@ -32,6 +33,8 @@ from transport.wire import PROTOCOL, Hello, TopicHello
 from transport.zmq_link import ZmqFabric
 
 T = TypeVar("T")
+REBIND_TRIES = 20
+REBIND_PAUSE_S = 0.02
 
 
 class Port(Protocol):
@@ -49,8 +52,8 @@ class Node:
     """See the module.
 
     `replica` names this process (or this task) to hubs and supervisor; ports may override it. `give_up_s`: a hub that
-    was silent for so long is lost, and its ports raise LinkLost; None retries for ever. `close_s` bounds each half of the
-    goodbyes.
+    was silent for so long is lost, and its ports raise LinkLost; None retries for ever. `close_s` bounds each half of
+    the goodbyes.
     """
 
     def __init__(
@@ -106,7 +109,7 @@ class Node:
         """Bind the hub of a stream here. Raises AddressInUse, AddressRefused, AddressInvalid."""
         fabric = self._usable()
         hub = Hub(HubCore(spec, self.run_id, secrets.randbits(62)), on_dead_letter)
-        hub.link = fabric.bind(spec.address, hub, spec.max_message_bytes, wire.decode_to_hub)
+        hub.link = await self._bind(fabric, spec.address, hub, spec.max_message_bytes, wire.decode_to_hub)
         self._start(hub, self._hosts)
         return hub
 
@@ -123,7 +126,9 @@ class Node:
         """Connect a consumer and wait for its welcome. At most `window_items` are in its care at a time."""
         fabric = self._usable()
         if window_items < 1 or window_bytes < 1:
-            raise UsageError(f"window of {window_items} items and {window_bytes} bytes admits nothing; use at least 1 of each")
+            raise UsageError(
+                f"window of {window_items} items and {window_bytes} bytes admits nothing; use at least 1 of each"
+            )
         codec = Codec(schema)
         hello = self._hello(stream, "consumer", codec.name, codec.hash, replica)
         inlet: Inlet[T] = Inlet(
@@ -147,7 +152,7 @@ class Node:
         """Bind the run's topic here."""
         fabric = self._usable()
         server = TopicServer(TopicServerCore(self.run_id, secrets.randbits(62)))
-        server.link = fabric.bind(address, server, VALUE_LIMIT, wire.decode_to_topic)
+        server.link = await self._bind(fabric, address, server, VALUE_LIMIT, wire.decode_to_topic)
         self._start(server, self._hosts)
         return server
 
@@ -163,11 +168,22 @@ class Node:
     def _make_fabric(self) -> Fabric:
         return ZmqFabric(self.security)
 
+    @staticmethod
+    async def _bind(fabric: Fabric, text: str, endpoint: Endpoint, max_message_bytes: int, decode: Decode) -> Link:
+        """Bind, with a little patience: a closed socket gives its address back a moment later."""
+        for _ in range(REBIND_TRIES):
+            with contextlib.suppress(AddressInUse):  # the last try, below, tells
+                return fabric.bind(text, endpoint, max_message_bytes, decode)
+            await asyncio.sleep(REBIND_PAUSE_S)
+        return fabric.bind(text, endpoint, max_message_bytes, decode)
+
     def _usable(self) -> Fabric:
         if self._fabric is None or self._tasks is None:
             raise UsageError("the node is not open; use it inside `async with Node(...)`")
         if os.getpid() != self._pid:
-            raise UsageError("this process was forked after its node was opened, so nothing would arrive; spawn instead")
+            raise UsageError(
+                "this process was forked after its node was opened, so nothing would arrive; spawn instead"
+            )
         return self._fabric
 
     def _hello(self, stream: str, role: wire.Role, schema: str, digest: str, replica: str | None) -> Hello:

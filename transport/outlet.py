@@ -71,7 +71,7 @@ class Outlet(PeerPort, Generic[T]):
                 self.core.fin(self.loop.time())
                 self.flush(self.loop.time())
                 await self.left()
-        self.closed = True
+        self.shut(1000)
         self._fail_senders(UsageError(f"{self.name} at {self.address} was closed while sending"))
 
     # Driven by the owner task.

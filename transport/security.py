@@ -14,6 +14,7 @@ from pathlib import Path
 
 import msgspec
 import zmq
+from zmq.utils import z85
 
 from transport.errors import SecurityError
 
@@ -42,9 +43,15 @@ class Security(msgspec.Struct, frozen=True):
     allowed: frozenset[str] = frozenset()  # public keys of clients
 
     def __post_init__(self) -> None:
-        for what, key in (("own public key", self.own.public), ("own secret key", self.own.secret), ("server_public", self.server_public)):
+        for what, key in (
+            ("own public key", self.own.public),
+            ("own secret key", self.own.secret),
+            ("server_public", self.server_public),
+        ):
             if len(key) != KEY_LENGTH:
-                raise SecurityError(f"{what} has {len(key)} characters, a Z85 key has {KEY_LENGTH}; create it with create_keys")
+                raise SecurityError(
+                    f"{what} has {len(key)} characters, a Z85 key has {KEY_LENGTH}; create it with create_keys"
+                )
 
 
 def create_keys(directory: Path, clients: Iterable[str]) -> None:
@@ -72,27 +79,37 @@ def read_keys(path: Path) -> KeyPair:
         mode = stat.S_IMODE(path.stat().st_mode)
         data = path.read_bytes()
     except OSError as error:
-        raise SecurityError(f"key file {str(path)!r} cannot be read ({error.strerror}); create it with create_keys") from error
+        raise SecurityError(
+            f"key file {str(path)!r} cannot be read ({error.strerror}); create it with create_keys"
+        ) from error
     if mode & 0o077:
-        raise SecurityError(f"key file {str(path)!r} has mode {mode:04o}, others can read it; create new keys with mode 0600")
+        raise SecurityError(
+            f"key file {str(path)!r} has mode {mode:04o}, others can read it; create new keys with mode 0600"
+        )
     try:
         return msgspec.json.decode(data, type=KeyPair)
     except (msgspec.MsgspecError, ValueError) as error:
-        raise SecurityError(f"key file {str(path)!r} holds no key pair ({error}); create it with create_keys") from error
+        raise SecurityError(
+            f"key file {str(path)!r} holds no key pair ({error}); create it with create_keys"
+        ) from error
 
 
 def _read_public(path: Path) -> str:
     try:
         return path.read_text().strip()
     except OSError as error:
-        raise SecurityError(f"public key {str(path)!r} cannot be read ({error.strerror}); start the server's node first") from error
+        raise SecurityError(
+            f"public key {str(path)!r} cannot be read ({error.strerror}); start the server's node first"
+        ) from error
 
 
 def _write_private(path: Path, data: bytes) -> None:
     try:
         handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     except FileExistsError as error:
-        raise SecurityError(f"key file {str(path)!r} exists and is not overwritten; remove it or use a new directory") from error
+        raise SecurityError(
+            f"key file {str(path)!r} exists and is not overwritten; remove it or use a new directory"
+        ) from error
     with os.fdopen(handle, "wb") as file:
         file.write(data)
 
@@ -105,7 +122,7 @@ def zap_reply(frames: list[bytes], allowed: frozenset[str]) -> list[bytes]:
         and frames[0] == b"1.0"
         and frames[5] == b"CURVE"
         and len(frames[6]) == 32
-        and zmq.utils.z85.encode(frames[6]).decode() in allowed
+        and z85.encode(frames[6]).decode() in allowed
     )
     status = (b"200", b"OK") if granted else (b"400", b"key is not on the allow-list")
     return [b"1.0", request_id, *status, b"peer" if granted else b"", b""]

@@ -21,7 +21,9 @@ def check_entry(key: str, value: bytes) -> None:
     if not key or len(key) > KEY_LIMIT:
         raise MessageInvalid(f"topic key {key[:40]!r} has {len(key)} characters; use 1 to {KEY_LIMIT}")
     if len(value) > VALUE_LIMIT:
-        raise MessageTooLarge(f"topic value {key!r} has {len(value)} bytes, the limit is {VALUE_LIMIT}; publish a reference")
+        raise MessageTooLarge(
+            f"topic value {key!r} has {len(value)} bytes, the limit is {VALUE_LIMIT}; publish a reference"
+        )
 
 
 def _bytes(body: Body) -> bytes | None:
@@ -73,8 +75,10 @@ class TopicServer(CorePort):
 
     async def close(self, *, blame: bool = False, timeout_s: float = 1.5) -> None:
         """Stop answering; clients keep their copies and look for another incarnation."""
+        if self.closed:
+            return
         self.core.closing = True
-        self.closed = True
+        self.shut(1000)
         self._note()
 
     # Driven by the owner task.
@@ -153,7 +157,7 @@ class TopicClient(PeerPort):
         with contextlib.suppress(TimeoutError):  # the server may be gone; nothing here is owed to it
             async with asyncio.timeout(timeout_s):
                 await self.left()
-        self.closed = True
+        self.shut(1000)
         self._wake(UsageError(f"the topic at {self.address} was closed while publishing"))
 
     # Driven by the owner task.

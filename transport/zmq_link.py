@@ -3,8 +3,8 @@
 Invariants:
 - The descriptor of a zmq socket is edge-triggered, so after one wake-up everything is read until EAGAIN, and after
   sending the socket is asked again. A safety poll each second counts wake-ups that were missed (it must stay 0).
-- Routing ids are left to the ROUTER, new for each connection: a peer that reconnects can never be refused for an id that
-  its broken connection still holds. Who a peer is, its HELLO says.
+- Routing ids are left to the ROUTER, new for each connection: a peer that reconnects can never be refused for an id
+  that its broken connection still holds. Who a peer is, its HELLO says.
 - ROUTER_MANDATORY shows a peer that has gone; IMMEDIATE keeps messages from queueing for a connection that never was.
 """
 
@@ -14,12 +14,11 @@ import asyncio
 import contextlib
 import os
 from collections import deque
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 import zmq
 import zmq.utils.monitor
-import zmq.utils.z85
 
 from transport import address as addresses
 from transport.address import Address
@@ -63,6 +62,11 @@ def new_socket(
         socket.set(zmq.RECONNECT_IVL, RECONNECT_MS)
         socket.set(zmq.RECONNECT_IVL_MAX, RECONNECT_MAX_MS)
     return socket
+
+
+def readable(socket: zmq.Socket[bytes]) -> bool:
+    """Whether something can be read. Asking also resets the descriptor."""
+    return bool(cast(int, socket.get(zmq.EVENTS)) & zmq.POLLIN)
 
 
 class ZmqLink(Link):
@@ -132,12 +136,13 @@ class ZmqLink(Link):
         except zmq.ZMQError as error:
             if error.errno == zmq.EADDRINUSE:
                 raise addresses.in_use(address) from error
-            raise AddressInvalid(f"cannot bind {address}: {error}; check that the interface or directory exists") from error
+            raise AddressInvalid(
+                f"cannot bind {address}: {error}; check that the interface or directory exists"
+            ) from error
         finally:
             if umask >= 0:
                 os.umask(umask)
-        last = self._socket.get(zmq.LAST_ENDPOINT)
-        self.address = last.rstrip(b"\0").decode() if address.scheme == "tcp" else str(address)
+        self.address = cast(bytes, self._socket.last_endpoint).decode() if address.scheme == "tcp" else str(address)
 
     def _take(self, limit: int) -> int:
         if self._monitor is not None:
@@ -172,7 +177,7 @@ class ZmqLink(Link):
             self.endpoint.on_message(route, message, body)
 
     def _take_events(self, monitor: zmq.Socket[bytes]) -> None:
-        while monitor.get(zmq.EVENTS) & zmq.POLLIN:
+        while readable(monitor):
             event = zmq.utils.monitor.recv_monitor_message(monitor)["event"]
             if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
                 self.endpoint.on_link_up()
@@ -184,8 +189,7 @@ class ZmqLink(Link):
     def _pending(self) -> bool:
         if self._socket.closed:
             return False
-        waiting = self._monitor is not None and bool(self._monitor.get(zmq.EVENTS) & zmq.POLLIN)
-        return waiting or bool(self._socket.get(zmq.EVENTS) & zmq.POLLIN)
+        return readable(self._socket) or (self._monitor is not None and readable(self._monitor))
 
     def _send_routed(self, route: bytes, message: AnyMessage, body: Body) -> bool:
         try:
@@ -236,7 +240,9 @@ class ZmqFabric:
         if self._security is not None and address.scheme == "tcp":
             if self._security.own.public != self._security.server_public:
                 socket.close(0)
-                raise SecurityError(f"cannot bind {address}: this node does not own the run's server key; bind where it is")
+                raise SecurityError(
+                    f"cannot bind {address}: this node does not own the run's server key; bind where it is"
+                )
             self._start_zap()
             socket.set(zmq.CURVE_SERVER, 1)
             socket.set(zmq.CURVE_SECRETKEY, self._security.own.secret.encode())
@@ -289,5 +295,5 @@ class ZmqFabric:
 
     def _answer_zap(self, zap: zmq.Socket[bytes]) -> None:
         assert self._security is not None
-        while zap.get(zmq.EVENTS) & zmq.POLLIN:
+        while readable(zap):
             zap.send_multipart(zap_reply(zap.recv_multipart(), self._security.allowed))

@@ -27,31 +27,41 @@ def data_faults(config: Config) -> Iterator[str]:
             fault = source_fault(label, text, named=named)
             if fault is not None and not (label == "--warm-start-data" and text in data.prompt_data):
                 yield fault
-    names = Counter(name for text in evaluation.eval_prompt_data if (name := parse_source(text, named=True).name))
+    names = Counter(_result_name(text) for text in evaluation.eval_prompt_data)
     for name in (name for name, count in names.items() if count > 1):
-        yield f"--eval-prompt-data uses the name {name!r} twice, but each result needs its own; rename one of them"
+        yield (
+            f"--eval-prompt-data has {names[name]} sets named {name!r}, but each result needs its own name; write "
+            "other-name=path for all but one"
+        )
     template = data.chat_template_path
     if template is not None and not Path(template).is_file():
         yield f"--chat-template-path is {template!r}, but there is no such file; correct the path"
     yield from _label_faults(config)
 
 
+def _result_name(text: str) -> str:
+    """The name under which a held-out set is reported: as given, else the file's."""
+    source = parse_source(text, named=True)
+    return source.name or ("heldout" if source.built_in else Path(source.path).stem)
+
+
 def _label_faults(config: Config) -> Iterator[str]:
-    data = config.data
-    if data.label_key is not None or not data.prompt_data or all(parse_source(t).built_in for t in data.prompt_data):
+    data, warm = config.data, config.warm_start
+    if data.label_key is not None:
         return
-    if config.reward.rm_type in _NEED_LABEL and config.reward.custom_rm_path is None:
+    if data.prompt_data and config.reward.rm_type in _NEED_LABEL and config.reward.custom_rm_path is None:
         yield (
             f"--rm-type is {config.reward.rm_type}, but it compares with a reference answer and --label-key is not "
             "set; add --label-key, for example --label-key answer"
         )
-    for label, supervised in (
-        (f"--warm-start-steps is {config.warm_start.warm_start_steps}", config.warm_start.warm_start_steps > 0),
+    warm_label = warm.warm_start_steps > 0 and warm.warm_start_label_key is None
+    for what, supervised in (
+        (f"--warm-start-steps is {warm.warm_start_steps}", warm_label),
         ("--loss-type is sft_loss", config.train.loss_type == "sft_loss"),
     ):
         if supervised:
             yield (
-                f"{label}, but supervised training needs the reference answers and --label-key is not set; add "
+                f"{what}, but supervised training needs the reference answers and --label-key is not set; add "
                 "--label-key, for example --label-key answer"
             )
 

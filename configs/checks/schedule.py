@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
+from configs.load import CONFIG_FILE
 from configs.schema import Config
 
 __all__ = ["length_faults", "resume_faults", "staleness_faults", "warnings"]
-
-_CONFIG_FILE = "config.toml"
 
 
 def length_faults(config: Config) -> Iterator[str]:
@@ -71,7 +70,7 @@ def resume_faults(config: Config) -> Iterator[str]:
                 f"--run-dir is {run.run_dir!r} and --resume is {run.resume!r}, but a resumed run continues in its own "
                 "directory; leave --run-dir out"
             )
-    elif run.run_dir is not None and (Path(run.run_dir) / _CONFIG_FILE).exists():
+    elif run.run_dir is not None and (Path(run.run_dir) / CONFIG_FILE).exists():
         yield (
             f"--run-dir is {run.run_dir!r}, but a run is already there; continue it with --resume {run.run_dir}, or "
             "choose another directory"

@@ -109,11 +109,14 @@ class Completion:
     @property
     def spans(self) -> list[VersionSpan]:
         """Half-open spans over the output tokens, none empty."""
-        count = len(self.output_ids)
+        return self.spans_over(len(self.output_ids))
+
+    def spans_over(self, count: int) -> list[VersionSpan]:
+        """Half-open spans over the first `count` output tokens; none if the request never entered."""
         ends = [start for _, start in self.span_starts[1:]] + [count]
         return [
             VersionSpan(label, start, min(end, count))
-            for (label, start), end in zip(self.span_starts, ends, strict=True)
+            for (label, start), end in zip(self.span_starts, ends, strict=False)
             if start < min(end, count)
         ]
 

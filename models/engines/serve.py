@@ -14,12 +14,13 @@ import argparse
 import asyncio
 import ctypes
 import errno
+import gc
 import json
 import logging
 import os
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Final
@@ -161,10 +162,23 @@ async def _serve(server: EngineServer, ready_file: Path | None) -> None:
     loop = asyncio.get_running_loop()
     async with server:
         loop.add_signal_handler(signal.SIGTERM, server.end)
+        # What was loaded stays: no later garbage collection has to walk through it (90 ms with torch in memory).
+        gc.collect()
+        gc.freeze()
         if ready_file is not None:
             _write_ready(ready_file, server.url)
         logger.info("serving at %s", server.url)
         await server.wait()
+
+
+def _fast_loop() -> Callable[[], asyncio.AbstractEventLoop] | None:
+    """uvloop where it is installed: it is not on Windows."""
+    try:
+        import uvloop
+    except ImportError:
+        return None
+    factory: Callable[[], asyncio.AbstractEventLoop] = uvloop.new_event_loop
+    return factory
 
 
 def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -203,7 +217,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             host=arguments.host,
             weight_version=arguments.weight_version,
         )
-        asyncio.run(_serve(server, arguments.ready_file))
+        with asyncio.Runner(loop_factory=_fast_loop()) as runner:
+            runner.run(_serve(server, arguments.ready_file))
     except (EngineError, msgspec.MsgspecError) as error:
         sys.stderr.write(f"error: {error}\n")
         return 1

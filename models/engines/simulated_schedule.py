@@ -167,7 +167,7 @@ class Schedule:
 
     def _steps_to_event(self) -> int:
         """Steps until the membership changes: somebody ends, enters, or the cache is full."""
-        while self._ends and self._running.get(id(self._ends[0][2].completion)) is not self._ends[0][2]:
+        while self._ends and not self._alive(self._ends[0]):
             heapq.heappop(self._ends)
         steps = self._ends[0][0] - self.totals.steps
         if self._waiting and self._fits(self._waiting[0]):
@@ -182,8 +182,9 @@ class Schedule:
         self._base = end
         self._first = self._step_s
         while self._ends and self._ends[0][0] <= self.totals.steps:
-            job = heapq.heappop(self._ends)[2]
-            if self._running.get(id(job.completion)) is job:
+            entry = heapq.heappop(self._ends)
+            if self._alive(entry):
+                job = entry[2]
                 self._leave(job)
                 del self._running[id(job.completion)]
                 self._end(job, self._reason(job))
@@ -243,6 +244,11 @@ class Schedule:
             self._first = self._step_s + prefill * self.config.prefill_ms_per_token * self._scale
         for completion in entered:
             completion.first_token_s = completion.first_token_s or now + self._first
+
+    def _alive(self, entry: tuple[int, int, _Job]) -> bool:
+        """False for the entry of a job that has left, also if it has entered again since."""
+        _, order, job = entry
+        return id(job.completion) in self._running and job.order == order
 
     def _produced(self, job: _Job) -> int:
         running = self._running.get(id(job.completion)) is job

@@ -41,10 +41,9 @@ class Writer:
         """Fill in the outputs: `count` tokens, each by the version of its span."""
         completion.output_ids = []
         size, start = self._config.vocab_size, completion.prompt_tokens
-        starts = [first for _, first in completion.span_starts[1:]] + [count]
-        for (label, first), end in zip(completion.span_starts, starts, strict=True):
-            positions = np.arange(start + first, start + max(first, min(end, count)), dtype=np.int64)
-            tokens = simulated_tokens(completion.prompt_key, completion.seed, positions, label, size)
+        for span in completion.spans_over(count):
+            positions = np.arange(start + span.start, start + span.end, dtype=np.int64)
+            tokens = simulated_tokens(completion.prompt_key, completion.seed, positions, span.version, size)
             completion.output_ids += tokens.tolist()
         completion.log_probs = [simulated_log_prob(size)] * count
         if reason.type == "stop":

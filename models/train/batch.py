@@ -28,6 +28,7 @@ class Example:
     """One sequence with K >= 1 trainable tokens."""
 
     tokens: npt.NDArray[np.int32]  # [T]
+    prompt: int  # how many of them are the prompt
     chosen: npt.NDArray[np.int64]  # [K] indices of the trainable tokens in `tokens`
     rollout_log_probs: Float32Array  # [K] log mu
     advantages: Float32Array  # [K]
@@ -51,30 +52,36 @@ class Rollout:
 
 def rollouts_of(sequences: Sequence[TrainSequence], mode: Aggregation, vocab_size: int) -> list[Rollout]:
     """Check sequences and group them by rollout, in order of first appearance. Raises `InvalidSequence`."""
-    by_rollout: dict[RolloutKey, list[TrainSequence]] = {}
-    for sequence in sequences:
+    by_rollout: dict[RolloutKey, list[int]] = {}
+    for index, sequence in enumerate(sequences):
         check_sequence(sequence, vocab_size)
-        by_rollout.setdefault((sequence.group_id, sequence.rollout_id), []).append(sequence)
-    return [_rollout(key, members, mode) for key, members in by_rollout.items()]
+        by_rollout.setdefault((sequence.group_id, sequence.rollout_id), []).append(index)
+    trainable = [np.flatnonzero(sequence.loss_mask) for sequence in sequences]
+    counts = [len(places) for places in trainable]
+    totals = [0] * len(sequences)
+    for members in by_rollout.values():
+        total = sum(counts[index] for index in members)
+        for index in members:
+            totals[index] = total
+    weights = coefficients(mode, counts, totals).tolist()
+    return [
+        Rollout(
+            key=key,
+            size=StepSize(rollouts=1, sequences=len(members), tokens=totals[members[0]]),
+            examples=tuple(
+                _example(sequences[index], trainable[index], weights[index]) for index in members if counts[index]
+            ),
+        )
+        for key, members in by_rollout.items()
+    ]
 
 
-def _rollout(key: RolloutKey, members: Sequence[TrainSequence], mode: Aggregation) -> Rollout:
-    counts = [int(np.count_nonzero(member.loss_mask)) for member in members]
-    total = sum(counts)
-    weights = coefficients(mode, counts, [total] * len(counts))
-    examples = tuple(
-        _example(member, float(weight))
-        for member, count, weight in zip(members, counts, weights, strict=True)
-        if count > 0
-    )
-    return Rollout(key=key, size=StepSize(rollouts=1, sequences=len(members), tokens=total), examples=examples)
-
-
-def _example(sequence: TrainSequence, coefficient: float) -> Example:
-    trainable = np.flatnonzero(sequence.loss_mask)
+def _example(sequence: TrainSequence, trainable: npt.NDArray[np.int64], coefficient: float) -> Example:
+    prompt = len(sequence.tokens) - sequence.response_length
     return Example(
         tokens=sequence.tokens,
-        chosen=trainable + (len(sequence.tokens) - sequence.response_length),
+        prompt=prompt,
+        chosen=trainable + prompt,
         rollout_log_probs=sequence.rollout_log_probs[trainable],
         advantages=sequence.advantages[trainable],
         coefficient=coefficient,

@@ -11,11 +11,13 @@ from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from configs.schema.train import TrainConfig
 from models.train.errors import CheckpointUnavailable, TrainConfigInvalid, TrainStateUnreadable, UnsupportedModel
-from models.train.packing import Layout, pack_rows
+from models.train.packing import Layout, Packing, Unit
+from models.train.rows import pack_rows
 from models.train.scoring import Scorer, output_head
 
 FLASH_ATTENTION: Final = "flash_attention_2"
@@ -28,9 +30,7 @@ class LoadedModel:
 
     model: Any
     vocab_size: int
-    can_pack: bool  # sequences of one row do not see each other
-    single_row: bool  # FlashAttention 2: one row without padding
-    quadratic_tokens: int  # row length at which attention costs as much as the rest
+    packing: Packing  # what its attention allows; the token budget is the caller's
 
 
 def pick_device(name: str) -> torch.device:
@@ -60,7 +60,7 @@ def load_model(checkpoint: str, key: str, train: TrainConfig, device: torch.devi
 
     Raises `CheckpointUnavailable` if it cannot be had, `UnsupportedModel` if its logits cannot be taken apart.
     """
-    attention = _attention(train.attn_implementation, device)
+    attention = _attention(train, device)
     # Parts that a checkpoint lacks are initialised by this seed, without touching the caller's random stream.
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
@@ -68,26 +68,22 @@ def load_model(checkpoint: str, key: str, train: TrainConfig, device: torch.devi
     _disable_dropout(model)
     model.to(device)
     model.config.use_cache = False
-    text = model.config.get_text_config()
-    single_row = getattr(model.config, "_attn_implementation", "") == FLASH_ATTENTION
-    precision = autocast_dtype(train.train_dtype, device)
     check_head(model, device)
-    can_pack = single_row or _rows_are_separate(model, device, precision)
     return LoadedModel(
         model=model,
         vocab_size=int(model.get_input_embeddings().weight.shape[0]),
-        can_pack=can_pack,
-        single_row=single_row,
-        quadratic_tokens=6 * int(text.hidden_size),
+        packing=find_packing(model, device),
     )
 
 
-def _attention(name: str, device: torch.device) -> str:
-    if name != "auto":
-        return name
+def _attention(train: TrainConfig, device: torch.device) -> str:
+    if train.attn_implementation != "auto":
+        return train.attn_implementation
+    if autocast_dtype(train.train_dtype, device) is None or device.type != "cuda":
+        return "sdpa"  # FlashAttention 2 has no fp32
     from transformers.utils import is_flash_attn_2_available
 
-    return FLASH_ATTENTION if device.type == "cuda" and is_flash_attn_2_available() else "sdpa"
+    return FLASH_ATTENTION if is_flash_attn_2_available() else "sdpa"
 
 
 def _from_pretrained(checkpoint: str, key: str, attention: str, *, auto: bool) -> Any:
@@ -98,6 +94,11 @@ def _from_pretrained(checkpoint: str, key: str, attention: str, *, auto: bool) -
     if path.is_dir() and not (path / "config.json").is_file():
         raise CheckpointUnavailable(
             f"{key}={checkpoint!r} is a directory without config.json; give a directory in Hugging Face format"
+        )
+    if checkpoint == "tiny" and not path.exists():
+        raise CheckpointUnavailable(
+            f"{key}='tiny' stands for a small random model that has to be made first; "
+            "give the directory returned by models.tiny.make_tiny_checkpoint"
         )
     if looks_local and not path.exists():
         raise CheckpointUnavailable(
@@ -172,21 +173,46 @@ def check_head(model: Any, device: torch.device) -> None:
         )
 
 
-def _rows_are_separate(model: Any, device: torch.device, precision: torch.dtype | None) -> bool:
-    """Whether a second sequence in a row gives the same output as alone: false for recurrent layers, for instance."""
+def find_packing(model: Any, device: torch.device) -> Packing:
+    """Try on a few tokens what the model allows: sequences side by side in one row, responses after one prompt.
+
+    In fp32, so that a difference is a leak and not rounding. Recurrent layers fail the first. Sliding windows and
+    chunks need masks of their own, and rule out the second.
+    """
+    text = model.config.get_text_config()
+    attention = getattr(model.config, "_attn_implementation", "eager")
+    if attention == FLASH_ATTENTION:
+        return Packing(max_tokens=1, share_prompts=False, single_row=True)
+    scorer = Scorer(model, device=device, autocast_dtype=None, temperature=1.0, chunk_tokens=1024)
     vocabulary = int(model.get_input_embeddings().weight.shape[0])
-    first = np.arange(_PROBE_TOKENS + 1, dtype=np.int32) % vocabulary
-    second = (first[::-1] + 1) % vocabulary
-    chosen = np.arange(1, _PROBE_TOKENS + 1, dtype=np.int64)
-    scorer = Scorer(model, device=device, autocast_dtype=precision, temperature=1.0, chunk_tokens=4 * _PROBE_TOKENS)
-    together = pack_rows(Layout(((0, 1),), 2 * _PROBE_TOKENS), [first, second], [chosen, chosen])
-    alone = pack_rows(Layout(((0,),), _PROBE_TOKENS), [second], [chosen])
-    with torch.no_grad(), scorer.autocast():
+    one = np.arange(2 * _PROBE_TOKENS, dtype=np.int32) % vocabulary
+    two = np.concatenate([one[:_PROBE_TOKENS], (one[_PROBE_TOKENS:] + 7) % vocabulary]).astype(np.int32)
+    size = len(one) - 1
+    apart = Layout(((Unit((0,), 0, size), Unit((1,), 0, size)),), 2 * size)
+    shared = Layout(((Unit((0, 1), _PROBE_TOKENS, 2 * size - _PROBE_TOKENS),),), 2 * size - _PROBE_TOKENS)
+    # transformers marks recurrent architectures; the trial finds those that it does not mark.
+    pack = not getattr(model, "_is_stateful", False) and _agrees(scorer, apart, [one, two], first=1)
+    windows = set(getattr(text, "layer_types", None) or ()) - {"full_attention"} or any(
+        getattr(text, name, None) for name in ("sliding_window", "attention_chunk_size")
+    )
+    share = (
+        pack
+        and not windows
+        and attention in ("sdpa", "eager")
+        and _agrees(scorer, shared, [one, two], first=_PROBE_TOKENS)
+    )
+    # Attention with a mask runs at about half the speed of the dense layers, whose cost is 6 * hidden per token.
+    return Packing(max_tokens=1, pack=pack, share_prompts=share, quadratic_tokens=3 * int(text.hidden_size))
+
+
+def _agrees(scorer: Scorer, layout: Layout, tokens: list[npt.NDArray[np.int32]], *, first: int) -> bool:
+    """Whether hidden states, from token `first` on, are those of each sequence in a row of its own."""
+    chosen = [np.arange(first, len(ids), dtype=np.int64) for ids in tokens]
+    with torch.no_grad():
         try:
-            packed = scorer.hidden(together)[0, _PROBE_TOKENS:].float()
-        except (TypeError, ValueError):
-            return False  # the architecture takes no position ids: each sequence gets a row of its own
-        separate = scorer.hidden(alone)[0].float()
-    tolerance = 1e-4 if precision is None else 3e-2
-    same: bool = torch.allclose(packed, separate, rtol=tolerance, atol=tolerance * float(separate.abs().max()))
-    return same
+            found = scorer.chosen_hidden(pack_rows(layout, tokens, chosen))
+        except (TypeError, ValueError, RuntimeError):
+            return False  # the architecture takes no position ids, or no mask of this shape
+        single = [Layout(((Unit((item,), 0, len(tokens[item]) - 1),),), len(tokens[item]) - 1) for item in layout.items]
+        alone = torch.cat([scorer.chosen_hidden(pack_rows(one, tokens, chosen)) for one in single])
+    return bool(torch.allclose(found, alone, rtol=1e-4, atol=1e-4 * float(alone.abs().max())))

@@ -21,7 +21,8 @@ from models.algorithms.objective import Objective, policy_objective, sft_objecti
 from models.algorithms.tokens import PolicyTokens
 from models.train.batch import Example, Float32Array
 from models.train.errors import BackendMisuse
-from models.train.packing import Layout, PackedRows, pack_rows
+from models.train.packing import Layout
+from models.train.rows import PackedRows, pack_rows
 from models.train.scoring import Scorer
 
 
@@ -32,13 +33,15 @@ class StepTotals:
     metrics: MetricTotals = field(default_factory=MetricTotals)
     micro_batches: int = 0
     padded_tokens: int = 0
-    input_tokens: int = 0
+    used_tokens: int = 0  # of them, not padding
+    sequence_tokens: int = 0  # what the sequences would need without sharing prompts
 
     def result(self, denominator: float, *, loss_denominator: float) -> dict[str, float]:
         """Metrics of the step, for its denominators."""
         out = self.metrics.result(denominator, loss_denominator=loss_denominator)
         out["train/micro_batches"] = float(self.micro_batches)
-        out["train/padding_frac"] = 1.0 - self.input_tokens / self.padded_tokens if self.padded_tokens else 0.0
+        out["train/padding_frac"] = 1.0 - self.used_tokens / self.padded_tokens if self.padded_tokens else 0.0
+        out["train/shared_prompt_frac"] = 1.0 - self.used_tokens / self.sequence_tokens if self.sequence_tokens else 0.0
         return out
 
 
@@ -97,7 +100,8 @@ class MicroBatchPass:
         totals.metrics.add(objective.metrics, weights)
         totals.micro_batches += 1
         totals.padded_tokens += layout.padded_tokens
-        totals.input_tokens += sum(example.input_length for example in members)
+        totals.used_tokens += layout.used_tokens
+        totals.sequence_tokens += sum(example.input_length for example in members)
 
     def _objective(
         self,

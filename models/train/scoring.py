@@ -12,12 +12,14 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from models.algorithms.entropy import token_log_probs
-from models.train.packing import PackedRows
+from models.train.rows import PackedRows, attention_allowed
 
 Head = Callable[[Tensor], Tensor]
 
@@ -76,9 +78,8 @@ class Scorer:
         `entropy`: "value" without a graph, "graph" with one.
         """
         with self.autocast():
-            hidden = self.hidden(rows)
-            source, targets = self._to_device(rows.source), self._to_device(rows.targets)
-            chosen = hidden.reshape(-1, hidden.shape[-1]).index_select(0, source)
+            chosen = self.chosen_hidden(rows)
+            targets = self._to_device(rows.targets)
             if len(targets) <= self._chunk_tokens:
                 return self._chunk(chosen, targets, entropy)
             parts = [
@@ -90,12 +91,24 @@ class Scorer:
         log_probs = torch.cat([part[0] for part in parts])
         return log_probs, None if entropy == "none" else torch.cat([part[1] for part in parts])
 
-    def hidden(self, rows: PackedRows) -> Tensor:
-        """Last hidden states [B, L, H]."""
-        positions = None if rows.position_ids is None else self._to_device(rows.position_ids)
-        output = self._decoder(input_ids=self._to_device(rows.input_ids), position_ids=positions, use_cache=False)
+    def chosen_hidden(self, rows: PackedRows) -> Tensor:
+        """Last hidden states [N, H] that predict the chosen tokens."""
+        inputs: dict[str, Any] = {"input_ids": self._to_device(rows.input_ids), "use_cache": False}
+        if rows.position_ids is not None:
+            inputs["position_ids"] = self._to_device(rows.position_ids)
+        if rows.unit is not None and rows.branch is not None:
+            inputs["attention_mask"] = self._mask(attention_allowed(rows.unit, rows.branch))
+        output = self._decoder(**inputs)
         hidden: Tensor = output.last_hidden_state
-        return hidden
+        return hidden.reshape(-1, hidden.shape[-1]).index_select(0, self._to_device(rows.source))
+
+    def _mask(self, allowed: npt.NDArray[np.bool_]) -> Tensor:
+        """The mask [B, 1, L, L] in the form that the attention takes: boolean for sdpa, additive for eager."""
+        mask = self._to_device(allowed)
+        if getattr(self._model.config, "_attn_implementation", "eager") == "sdpa":
+            return mask
+        dtype = self._autocast_dtype or torch.float32
+        return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill(~mask, torch.finfo(dtype).min)
 
     def _chunk(self, hidden: Tensor, targets: Tensor, entropy: str) -> tuple[Tensor, Tensor | None]:
         return token_log_probs(self._head(hidden), targets, temperature=self._temperature, entropy=entropy)

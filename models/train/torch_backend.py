@@ -13,7 +13,8 @@ Not thread-safe: one thread at a time may call it. Constructing is cheap; `setup
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import dataclasses
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -25,12 +26,20 @@ from configs.schema.algorithm import AlgorithmConfig
 from configs.schema.train import TrainConfig
 from models.algorithms.aggregation import Aggregation, StepSize, denominator, metric_mode
 from models.algorithms.modes import Correction, resolve_correction
-from models.train.batch import Example, Rollout, RolloutKey, check_sequence, partition, rollouts_of, total_size
+from models.train.batch import Rollout, RolloutKey, check_sequence, partition, rollouts_of, total_size
 from models.train.errors import BackendMisuse
 from models.train.interface import TrainSequence
-from models.train.loading import LoadedModel, autocast_dtype, enable_checkpointing, load_model, load_weights, pick_device
+from models.train.loading import (
+    LoadedModel,
+    autocast_dtype,
+    enable_checkpointing,
+    load_model,
+    load_weights,
+    pick_device,
+)
 from models.train.micro_batch import MicroBatchPass, StepTotals
-from models.train.packing import Layout, plan
+from models.train.packing import plan
+from models.train.pending import Pending
 from models.train.schedule import check_schedule
 from models.train.scoring import Scorer
 from models.train.state_files import MODEL_DIR, TrainerState, load_state, save_state
@@ -93,6 +102,7 @@ class TorchBackend:
         self._model.train()
         if self._train.gradient_checkpointing:
             enable_checkpointing(self._model)
+        packing = self._loaded.packing
         score = self._scorer(self._loaded)
         score_reference: Scorer | None = None
         if self._use_reference:
@@ -101,6 +111,8 @@ class TorchBackend:
             reference = load_model(source, key, self._train, self._device, seed=self._seed)
             reference.model.eval().requires_grad_(False)
             score_reference = self._scorer(reference)
+            packing = packing.both(reference.packing)
+        self._packing = dataclasses.replace(packing, max_tokens=self._train.max_tokens_per_gpu)
         self._pass = MicroBatchPass(
             score,
             score_reference,
@@ -133,19 +145,11 @@ class TorchBackend:
             np.arange(len(sequences[index].tokens) - sequences[index].response_length, len(sequences[index].tokens))
             for index in filled
         ]
-        for layout in self._plan([len(ids) - 1 for ids in tokens]):
+        prompts = [int(picks[0]) for picks in chosen]
+        for layout in plan(tokens, prompts, self._packing):
             for item, values in self._pass.log_probs(layout, tokens, chosen):
                 out[filled[item]] = values
         return out
-
-    def _plan(self, lengths: Sequence[int]) -> list[Layout]:
-        return plan(
-            lengths,
-            self._train.max_tokens_per_gpu,
-            pack=self._loaded.can_pack,
-            single_row=self._loaded.single_row,
-            quadratic_tokens=self._loaded.quadratic_tokens,
-        )
 
     # ------------------------------------------------------------------ the batch
 
@@ -169,12 +173,12 @@ class TorchBackend:
     def _begin(self) -> None:
         self._seen: set[RolloutKey] = set()
         self._rollouts: list[Rollout] = []  # of a batch with several steps
-        self._unscored: list[Example] = []  # of them, those that still lack an anchor
+        self._unanchored = Pending()  # of them, those that still lack an anchor
         self._parts: list[list[Rollout]] = []  # steps still due, once the batch is cut
         self._begin_step()
 
     def _begin_step(self) -> None:
-        self._pending: list[Example] = []
+        self._pending = Pending()
         self._size = StepSize()
         self._totals = StepTotals()
 
@@ -202,7 +206,7 @@ class TorchBackend:
             self._pending.extend(examples)
         else:
             self._rollouts.extend(rollouts)
-            self._unscored.extend(examples)
+            self._unanchored.extend(examples)
         self._work(everything=False)
 
     def flush(self) -> None:
@@ -211,25 +215,11 @@ class TorchBackend:
 
     def _work(self, *, everything: bool) -> None:
         if self._steps_per_batch == 1 or self._parts:
-            self._pending = self._consume(self._pending, self._backward, everything=everything)
+            for layout, examples in self._pending.take(self._packing, everything=everything):
+                self._pass.backward(layout, examples, self._totals)
         else:
-            self._unscored = self._consume(self._unscored, self._pass.anchor, everything=everything)
-
-    def _backward(self, layout: Layout, examples: Sequence[Example]) -> None:
-        self._pass.backward(layout, examples, self._totals)
-
-    def _consume(
-        self, examples: list[Example], work: Callable[[Layout, Sequence[Example]], None], *, everything: bool
-    ) -> list[Example]:
-        """Run `work` on full micro-batches (or on all); return the examples left over."""
-        lengths = [example.input_length for example in examples]
-        if not examples or (not everything and sum(lengths) < self._train.max_tokens_per_gpu):
-            return examples
-        layouts = self._plan(lengths)
-        last = None if everything else layouts.pop()
-        for layout in layouts:
-            work(layout, examples)
-        return [] if last is None else [examples[item] for item in last.items]
+            for layout, examples in self._unanchored.take(self._packing, everything=everything):
+                self._pass.anchor(layout, examples)
 
     # ------------------------------------------------------------------ the step
 
@@ -262,7 +252,7 @@ class TorchBackend:
         if not self._parts:
             self._work(everything=True)  # the rest of the anchors, before the first step changes the weights
             self._parts = partition(self._rollouts, self._steps_per_batch)
-        self._pending = [example for rollout in self._parts[0] for example in rollout.examples]
+        self._pending.extend(example for rollout in self._parts[0] for example in rollout.examples)
         self._size = total_size(self._parts[0])
 
     def _step_metrics(self, size: StepSize, result: UpdateResult) -> dict[str, float]:

@@ -19,7 +19,7 @@ from typing import Final
 
 from models.weights.errors import SlotDirectoryError
 
-PREFIX: Final = "sluice-weights-"
+PREFIX: Final = "sluice-"
 OWNER_FILE: Final = "owner.pid"
 SHARED_MEMORY: Final = Path("/dev/shm")
 

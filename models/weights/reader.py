@@ -5,6 +5,9 @@ Invariants:
 - what was copied out of a `SlotReader` may be used only after its `check()`: the counter tells whether a writer was
   there between the verification and the end of the copy.
 
+Slots are memory that changes later: an engine must copy the tensors out. A loader that maps the file (safetensors on
+a CPU does) and keeps the mapping would see the next version appear inside the current one.
+
 The counter detects (Python has no memory fences), the digest judges. An engine that loads the directory by itself
 should call `verify` before it begins and `SlotReader.check` or `verify` again when it has finished.
 """

@@ -91,6 +91,7 @@ class SlotWriter:
         *,
         dtype: Literal["source", "float32", "bfloat16"] = "source",
     ) -> None:
+        self._dtype = dtype
         self.layout = lay_out(_slot_specs(source_checkpoint, dtype))
         self._tied = _tied_names(source_checkpoint) - {item.spec.name for item in self.layout.tensors}
         self._lease = DirectoryLease(directory)
@@ -159,6 +160,8 @@ class SlotWriter:
             for file in sorted(source.iterdir()):
                 if file.is_file() and not _holds_weights(file):
                     shutil.copyfile(file, path / file.name)
+            if self._dtype != "source":
+                _declare_dtype(path / "config.json", self._dtype)
             return _Slot(path, self.layout)
         except OSError as error:
             if error.errno in (errno.ENOSPC, errno.ENOMEM, errno.EDQUOT):
@@ -204,6 +207,14 @@ def _tied_names(source: Path) -> set[str]:
         raise SourceError(f"{source} has no config.json; give a Hugging Face checkpoint directory")
     tied = msgspec.json.decode(path.read_bytes(), type=_ModelConfig).tie_word_embeddings
     return {"lm_head.weight"} if tied else set()
+
+
+def _declare_dtype(config: Path, dtype: str) -> None:
+    """Say in the configuration what the slot holds: loaders cast to the type that they read there."""
+    fields = msgspec.json.decode(config.read_bytes(), type=dict[str, msgspec.Raw])
+    fields.pop("torch_dtype", None)  # the older name of the same entry
+    fields["dtype"] = msgspec.Raw(msgspec.json.encode(dtype))
+    config.write_bytes(msgspec.json.format(msgspec.json.encode(fields), indent=2))
 
 
 def _holds_weights(file: Path) -> bool:

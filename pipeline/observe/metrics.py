@@ -71,8 +71,13 @@ class JsonlMetrics:
         if nonfinite:
             row["nonfinite"] = nonfinite
         line = memoryview(self._encoder.encode(row) + b"\n")
-        while line:  # a regular file takes all at once unless the disk is full, and then raises
-            line = line[self._file.write(line) :]
+        try:
+            while line:  # a regular file takes all at once unless the disk is full, and then raises
+                line = line[self._file.write(line) :]
+        except OSError as error:
+            raise MetricsError(
+                f"{self.path} cannot be written ({error.strerror}); free space on that disk or choose another --run-dir"
+            ) from error
 
     def close(self) -> None:
         self._file.close()

@@ -1,9 +1,9 @@
 """Merge the trace records of all replicas into one file in Chrome's trace format, which Perfetto opens.
 
-Layout: one process per replica, ordered by stage as the stages first appear in time; inside, spans in lanes such that
+Layout: one process per replica, ordered by stage as groups first reach the stages; inside, spans in lanes such that
 spans of a lane never overlap unless one encloses the other (the format requires it). Arrows link the spans of one
-sample across stages; a group-level span (prompt, training) belongs to every sample of its group, and the arrow of each
-sample begins and ends there.
+sample from replica to replica; a group-level span (prompt, training) belongs to every sample of its group, and the
+arrow of each sample begins and ends there.
 
 Source: "Trace Event Format" (Chromium): phases X, C, M and s/t/f.
 """
@@ -98,11 +98,12 @@ def _select(trace_dir: Path, max_events: int) -> tuple[int, set[int]]:
 
 
 def _processes(spans: list[Span], counters: list[Counter]) -> tuple[dict[str, int], dict[str, str]]:
-    """Process number and title of each replica: stages in order of their first span, replicas by name."""
+    """Process number and title of each replica: stages in order of their first span of a group, replicas by name."""
     first: dict[str, float] = {}
     stage_of: dict[str, str] = {}
     for span in spans:
-        first[span.stage] = min(first.get(span.stage, span.start_s), span.start_s)
+        if span.group_id != NO_GROUP:
+            first[span.stage] = min(first.get(span.stage, span.start_s), span.start_s)
         stage_of.setdefault(span.replica, span.stage)
     for counter in counters:
         stage_of.setdefault(counter.replica, "")
@@ -154,7 +155,7 @@ def _arrows(placed: list[_Placed], origin_s: float) -> Iterator[_Event]:
         samples = sorted({item.span.sample for item in items} - {NO_SAMPLE}) or [NO_SAMPLE]
         for sample in samples:
             chain = [item for item in items if item.span.sample in (sample, NO_SAMPLE)]
-            chain = [item for i, item in enumerate(chain) if i == 0 or item.span.stage != chain[i - 1].span.stage]
+            chain = [item for i, item in enumerate(chain) if i == 0 or item.pid != chain[i - 1].pid]
             if len(chain) < 2:
                 continue
             flow += 1

@@ -22,6 +22,10 @@ _REWARD, _MAX, _MEAN = "#1f77b4", "#e0a458", "#7a5195"
 _EVALS: Final = ("#d1495b", "#2a9d5c", "#8d6a9f", "#c77d1e")
 
 
+_EVAL_DETAILS: Final = {"version", "time_s", "complete", "lag_steps"}
+_LEAST_SPAN: Final = 0.1  # of the reward axis: below it, noise would fill the picture and look like learning
+
+
 @dataclass
 class Curve:
     """The series of one run, by training step. Lists that belong together have equal lengths."""
@@ -38,7 +42,7 @@ def curve_from_rows(
     rows: Iterable[Mapping[str, float]], *, title: str = "", staleness_bound: float | None = None
 ) -> Curve:
     """Pick the series out of metrics rows: `reward/mean`, `staleness/mean`, `staleness/max`, `eval/<set>` beside
-    `eval/<set>/version`."""
+    `eval/<set>/version` or `eval/version`."""
     curve = Curve(title=title, staleness_bound=staleness_bound)
     for row in rows:
         step = row["step"]
@@ -48,11 +52,18 @@ def curve_from_rows(
         if "staleness/mean" in row:
             curve.staleness.append((step, row["staleness/mean"], row.get("staleness/max", math.nan)))
         for name, value in row.items():
-            # eval/<set> is the score; deeper or suffixed names (version, truncated_ratio) are its details
-            if name.startswith("eval/") and f"{name}/version" in row:
-                points = curve.evals.setdefault(name.removeprefix("eval/"), [])
-                points.append((step, row[f"{name}/version"], value))
+            version = row.get(f"{name}/version", row.get("eval/version"))
+            if version is not None and _is_score(name, row):
+                curve.evals.setdefault(name.removeprefix("eval/"), []).append((step, version, value))
     return curve
+
+
+def _is_score(name: str, row: Mapping[str, float]) -> bool:
+    """`eval/<set>` is a score; `eval/<set>/...` and `eval/<set>-...` are its details, others tell of the evaluation."""
+    dataset = name.removeprefix("eval/")
+    if dataset == name or "/" in dataset or dataset in _EVAL_DETAILS:
+        return False
+    return not any(name != other and name.startswith(f"{other}-") for other in row)
 
 
 def plot_learning_curve(curve: Curve, out: Path) -> Path:
@@ -130,6 +141,10 @@ def _draw_reward(axes: Axes, curve: Curve) -> None:
         return
     axes.set_ylabel("mean reward", color=_INK)
     axes.margins(y=0.12)
+    low, high = axes.get_ylim()
+    if high - low < _LEAST_SPAN:
+        middle = (low + high) / 2
+        axes.set_ylim(middle - _LEAST_SPAN / 2, middle + _LEAST_SPAN / 2)
     axes.legend(loc="best", frameon=True, framealpha=0.9, edgecolor=_GRID, fontsize=9)
 
 

@@ -99,3 +99,4 @@ class RunSnapshot:
     trained_tokens_per_s: float
     wasted_tokens: int
     wasted_share: float  # of the tokens generated for settled groups
+    busiest: tuple[str, float] | None  # stage that sets the bound now, and its busy share: the efficiency against it

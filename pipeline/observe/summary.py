@@ -134,6 +134,13 @@ def summarise_staleness(histogram: Mapping[int, int], bound: int | None) -> Stal
     return StalenessSummary(mean=round(mean, 6), p99=p99, max=largest, bound=bound)
 
 
+def staleness_metrics(histogram: Mapping[int, int]) -> dict[str, float]:
+    """The step metrics `staleness/mean`, `/p99` and `/max` of a histogram of trained tokens; nothing if it is empty."""
+    found = summarise_staleness(histogram, None)
+    values = {"mean": found.mean, "p99": found.p99, "max": found.max}
+    return {f"staleness/{name}": float(value) for name, value in values.items() if value is not None}
+
+
 def summarise_reward(rewards: Sequence[float]) -> RewardSummary:
     """From the mean reward of each step, in order; values that are not finite are left out."""
     finite = [value for value in rewards if math.isfinite(value)]
@@ -208,14 +215,17 @@ def read_summary(path: Path) -> RunSummary:
 def closing_text(summary: RunSummary, paths: RunPaths) -> str:
     """What is shown when a run has ended: its results in a few lines, then where everything is and what to do next."""
     lines = [f"{summary.exit_reason}: {summary.steps} steps in {duration(summary.wall_s)} ({summary.mode})", ""]
-    lines += [f"  {name:<12}{value}" for name, value in _results(summary)]
-    lines.append("")
-    lines += [f"  {name:<12}{path}" for name, path in _places(paths)]
-    following = list(_next_steps(paths))
+    lines += _aligned(_results(summary))
+    lines += ["", *_aligned(_places(paths))]
+    following = _next_steps(paths)
     if following:
-        lines += ["", "Next:"]
-        lines += [f"  {what:<34}{how}" for what, how in following]
+        lines += ["", "Next:", *_aligned(following)]
     return "\n".join(lines)
+
+
+def _aligned(rows: Sequence[tuple[str, str]]) -> list[str]:
+    width = max(len(name) for name, _ in rows) + 2
+    return [f"  {name:<{width}}{value}" for name, value in rows]
 
 
 def _results(summary: RunSummary) -> list[tuple[str, str]]:
@@ -240,7 +250,7 @@ def _results(summary: RunSummary) -> list[tuple[str, str]]:
     return rows
 
 
-def _places(paths: RunPaths) -> list[tuple[str, Path]]:
+def _places(paths: RunPaths) -> list[tuple[str, str]]:
     places = [
         ("run", paths.run_dir),
         ("checkpoint", paths.checkpoint),
@@ -249,18 +259,20 @@ def _places(paths: RunPaths) -> list[tuple[str, Path]]:
         ("trace", paths.trace),
         ("summary", paths.summary),
     ]
-    return [(name, path) for name, path in places if path is not None]
+    return [(name, str(path)) for name, path in places if path is not None]
 
 
-def _next_steps(paths: RunPaths) -> Iterable[tuple[str, str]]:
+def _next_steps(paths: RunPaths) -> list[tuple[str, str]]:
+    steps: list[tuple[str, str]] = []
     if paths.checkpoint is not None:
-        yield "use the model", f"AutoModelForCausalLM.from_pretrained({str(paths.checkpoint)!r})"
+        steps.append(("use the model", f"AutoModelForCausalLM.from_pretrained({str(paths.checkpoint)!r})"))
     if paths.tensorboard is not None:
-        yield "see all metrics", f"tensorboard --logdir {paths.tensorboard}"
+        steps.append(("see all metrics", f"tensorboard --logdir {paths.tensorboard}"))
     if paths.trace is not None:
-        yield "follow a sample through the stages", f"open {paths.trace} in https://ui.perfetto.dev"
+        steps.append(("follow a sample through the stages", f"open {paths.trace} in https://ui.perfetto.dev"))
     if paths.resume_command is not None:
-        yield "continue this run", paths.resume_command
+        steps.append(("continue this run", paths.resume_command))
+    return steps
 
 
 def _version(name: str) -> str | None:

@@ -128,7 +128,14 @@ def plain_line(snapshot: RunSnapshot) -> str:
 
 def render(snapshot: RunSnapshot, width: int, notes: tuple[str, ...] = ()) -> RenderableType:
     """The table for a terminal of `width` columns."""
-    lines: list[RenderableType] = [_header(snapshot), _progress(snapshot, width), _stages(snapshot, width)]
+    blank = Text("")
+    lines: list[RenderableType] = [
+        _header(snapshot),
+        _progress(snapshot, width),
+        blank,
+        _stages(snapshot, width),
+        blank,
+    ]
     lines += _footer(snapshot)
     lines += [Text(f"  {note}", style="dim", overflow="ellipsis", no_wrap=True) for note in notes]
     return Group(*lines)
@@ -173,7 +180,8 @@ def _stages(snapshot: RunSnapshot, width: int) -> Table:
         table.add_column(column, justify="right", no_wrap=True)
     for row in snapshot.stages:
         cells = _cells(row)
-        table.add_row(Text(row.stage, style="bold"), *(cells[column] for column in columns))
+        style = "" if row.replicas else "dim"
+        table.add_row(Text(row.stage, style="bold"), *(cells[column] for column in columns), style=style)
     return table
 
 
@@ -203,6 +211,9 @@ def _footer(snapshot: RunSnapshot) -> list[RenderableType]:
     flow.append("   trained ").append(f"{quantity(snapshot.trained_tokens_per_s)} tok/s", style="bold")
     flow.append("   wasted ").append(f"{snapshot.wasted_share:.1%}", style="bold")
     flow.append(" of tokens")
+    if snapshot.busiest is not None:
+        stage, share = snapshot.busiest
+        flow.append("   efficiency ").append(f"{share:.0%}", style="bold").append(f" of the bound ({stage})")
     counts = snapshot.ledger
     groups = Text("groups ", overflow="fold").append(f"{counts.trained} trained", style="bold")
     groups.append(f", {counts.filtered} filtered, {counts.stale} stale, ")

@@ -112,10 +112,14 @@ class TraceWriter:
         self._add(Counter(name, self._replica, time.time() if at_s is None else at_s, value))
 
     def flush(self) -> None:
-        """Hand the buffer to the kernel."""
+        """Hand the buffer to the kernel. A disk that fails ends the trace, not the run: the rest counts as dropped."""
         if self._buffer:
-            self._file.write(self._buffer)
-            self._written += len(self._buffer)
+            try:
+                self._file.write(self._buffer)
+                self._written += len(self._buffer)
+            except OSError:
+                self.dropped += self._buffer.count(b"\n")
+                self._max_bytes = 0
             self._buffer.clear()
         self._flushed_s = time.monotonic()
 
@@ -123,7 +127,7 @@ class TraceWriter:
         """Flush, note what was dropped, close. May be called twice."""
         if self._file.closed:
             return
-        if self.dropped:
+        if self.dropped and self._max_bytes:
             self._buffer += self._encoder.encode(Dropped(self._replica, self.dropped)) + b"\n"
         self.flush()
         self._file.close()

@@ -56,6 +56,8 @@ class RunView:
         stages: the stages in the order of the table; others are appended as they report.
         total_steps: rollout batches to train, None if open-ended.
         staleness_bound: in versions, None if there is none.
+        started_s: when the training phase began, unix time.
+        first_step: steps done before, in a resumed run.
         window_s: length of the window of rates, seconds.
     """
 
@@ -74,7 +76,6 @@ class RunView:
         self._total_steps = total_steps
         self._bound = staleness_bound
         self._started_s = started_s
-        self._first_step = first_step
         self._window_s = window_s
         self._order = list(stages)
         self._replicas: dict[tuple[str, str], _Replica] = {}
@@ -160,6 +161,8 @@ class RunView:
         total = sum(self.staleness.values())
         weighted = sum(lag * count for lag, count in self.staleness.items())
         generated = self._trained_tokens + self._wasted_tokens
+        rows = tuple(self._row(stage) for stage in self._order)
+        busiest = max(((row.stage, row.busy) for row in rows if row.replicas), key=lambda pair: pair[1], default=None)
         return RunSnapshot(
             mode=self._mode,
             step=self._step,
@@ -169,7 +172,7 @@ class RunView:
             version=self._version,
             gate_open=self._gate[0],
             gate_capacity=self._gate[1],
-            stages=tuple(self._row(stage) for stage in self._order),
+            stages=rows,
             ledger=self._ledger,
             reward_mean=self._rewards[-1] if self._rewards else None,
             reward_recent=sum(self._rewards) / len(self._rewards) if self._rewards else None,
@@ -181,6 +184,7 @@ class RunView:
             trained_tokens_per_s=self._token_rate(),
             wasted_tokens=self._wasted_tokens,
             wasted_share=self._wasted_tokens / generated if generated else 0.0,
+            busiest=busiest,
         )
 
     def _row(self, stage: str) -> StageRow:

@@ -1,9 +1,11 @@
 """The tokenizer of a Hugging Face checkpoint: encode, decode, end-of-sequence ids, chat template.
 
 Two ways lead to it. The light one reads tokenizer.json with the `tokenizers` library and renders templates with Jinja;
-it costs a tenth of a second and no torch. It is taken only where it provably gives what transformers gives: the file
-exists, no tokenizer class of the checkpoint's own is asked for, and every special token of the configuration is in the
-file. Everything else is loaded by transformers, which imports torch.
+it costs a tenth of a second and no torch. It is taken where that file says everything: no tokenizer class of the
+checkpoint's own is asked for, every special token of the configuration is in the file, and the BOS and EOS that it adds
+are those that the configuration asks for. The file is then the authority; transformers gives the same, except where it
+builds a class of its own from the vocabulary although the file says otherwise. Everything else is loaded by
+transformers, which imports torch.
 """
 
 from __future__ import annotations
@@ -34,7 +36,7 @@ _SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token
 class Tokenizer(Protocol):
     """Text to token ids and back, as the checkpoint's model was trained."""
 
-    eos_ids: tuple[int, ...]  # every id that ends a response, ascending
+    eos_ids: tuple[int, ...]  # every id that ends a response: the tokenizer's own first, then ascending
 
     @property
     def has_chat_template(self) -> bool: ...
@@ -66,8 +68,7 @@ def load_tokenizer(checkpoint: str, chat_template_path: str | None = None) -> To
     if (directory / "tokenizer.json").is_file() and "auto_map" not in config:
         light = _load_light(directory, config, template)
         if light is not None:
-            eos = light.special_ids.get("eos_token")
-            light.eos_ids = tuple(sorted(eos_ids | ({eos} if eos is not None else set())))
+            light.eos_ids = _own_first(light.special_ids.get("eos_token"), eos_ids)
             return light
     return _load_transformers(directory, template, eos_ids)
 
@@ -218,9 +219,12 @@ def _load_transformers(directory: Path, template: tuple[str, str] | None, eos_id
         ) from error
     if template is not None:
         tokenizer.chat_template = template[0]
-    if tokenizer.eos_token_id is not None:
-        eos_ids = eos_ids | {tokenizer.eos_token_id}
-    return TransformersTokenizer(tokenizer, tuple(sorted(eos_ids)))
+    return TransformersTokenizer(tokenizer, _own_first(tokenizer.eos_token_id, eos_ids))
+
+
+def _own_first(own: int | None, declared: set[int]) -> tuple[int, ...]:
+    """The end-of-sequence ids, that of the tokenizer first: it is the one that ends a turn of a chat."""
+    return (() if own is None else (own,)) + tuple(sorted(declared - {own}))
 
 
 def _special_tokens(directory: Path, config: Mapping[str, object]) -> dict[str, str]:

@@ -102,8 +102,8 @@ class GraderPool:
             except TimeoutError:
                 await worker.kill()
                 fault = f"importing the grader {grader!r} takes too long"
-            if fault is not None:
-                raise UnknownGraderError(fault)
+        if fault is not None:
+            raise UnknownGraderError(fault)
 
     async def grade_many(self, items: Sequence[GradeRequest]) -> list[Grade]:
         """Grade all items, in order. Raises PoolError only if no process can be started or the pool is closed."""

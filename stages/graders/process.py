@@ -141,8 +141,10 @@ class GraderProcess:
         self._transport.write(work_frame(items))
         grades: list[Grade] = []
         while True:
+            # Never longer than a deadline: a process that is importing now may begin with its item at any time.
+            wait_s = min(deadline_s, max(0.0, self._standing(sent_ns, deadline_s)[1]))
             try:
-                data = await self._frames.next(max(0.0, self._standing(sent_ns, deadline_s)[1]))
+                data = await self._frames.next(wait_s)
             except TimeoutError:
                 position, remaining_s = self._standing(sent_ns, deadline_s)
                 if remaining_s > 0:

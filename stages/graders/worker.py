@@ -35,8 +35,9 @@ def main(arguments: list[str]) -> int:
         resource.setrlimit(resource.RLIMIT_AS, (memory_bytes, memory_bytes))
     os.dup2(2, 1)
     for descriptor in (socket_fd, progress_fd):
-        os.set_inheritable(descriptor, False)  # a process that a grader starts must not keep the socket open
+        os.set_inheritable(descriptor, False)  # what a grader starts must not keep the socket open
     with socket.socket(fileno=socket_fd) as link, mmap.mmap(progress_fd, PROGRESS_BYTES) as shared:
+        os.register_at_fork(after_in_child=link.close)
         _Server(link, memoryview(shared).cast("q")).run()
     return 0
 

@@ -115,11 +115,11 @@ def configs(draw: st.DrawFn) -> Config:
     return msgspec.structs.replace(config, stage=(stage,)) if draw(st.booleans()) else config
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(config=configs())
 def test_toml_and_json_round_trip(tmp_path_factory: pytest.TempPathFactory, config: Config) -> None:
     assert read_json(dump_json(config)) == config
-    file = tmp_path_factory.mktemp("recipe") / "config.toml"
+    file = tmp_path_factory.mktemp("recipe") / "dumped.toml"
     file.write_bytes(dump_toml(config).encode())
     assert load(["--config", str(file)]).config == config
 
@@ -159,3 +159,12 @@ def test_resume_reads_the_configuration_of_the_run(tmp_path: Path) -> None:
     config = resolve(again.config, again.given)
     assert (config.train.lr, config.rollout.num_rollout) == (0.5, 9)
     assert config.run.run_dir == config.run.resume == str(run)
+
+
+def test_a_finished_run_is_a_recipe_for_another_place(tmp_path: Path) -> None:
+    first = resolve(load(["--num-rollout", "3", "--run-dir", str(tmp_path / "old")]).config)
+    file = recipe(tmp_path, dump_toml(first), "config.toml")
+    again = load(["--config", file]).config
+    assert again.run.run_dir is None
+    moved = resolve(load(["--resume", str(tmp_path)]).config)  # the directory has another name by now
+    assert moved.run.run_dir == str(tmp_path)

@@ -116,7 +116,7 @@ def test_parameters_against_transformers(kind: str, tied: bool) -> None:
     torch = pytest.importorskip("torch")
     transformers = pytest.importorskip("transformers")
     shape = {"hidden_size": 48, "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2}
-    shape |= {"intermediate_size": 80, "vocab_size": 130, "tie_word_embeddings": tied}
+    shape |= {"intermediate_size": 84, "vocab_size": 130, "tie_word_embeddings": tied}
     if kind != "Qwen2":
         shape |= {"head_dim": 16, "attention_bias": not tied}
     if kind == "Llama":
@@ -151,7 +151,7 @@ def simulate_gate(batch: int, bound: int, interval: int, batches: int) -> list[i
     """Staleness of each trained group if generation takes no time: the gate of the design, oldest first."""
     version = trained = 0
     open_groups: deque[int] = deque()  # version under which each was admitted
-    found = []
+    found: list[int] = []
     for step in range(batches):
         capacity = (version + bound + 1) * batch - trained - len(open_groups)
         open_groups.extend([version] * max(capacity, 0))
@@ -229,6 +229,8 @@ def test_the_bound_of_a_step() -> None:
     assert "no step can take less than 4 s" in render(plan)
     assert efficiency(3.0, 4.0, 5.0) == 0.8
     assert make_plan(resolved()).step.bound_s is None
+    simulated = resolved("--train-backend", "simulated", "--simulated-step-s", "2", "--num-steps-per-rollout", "4")
+    assert make_plan(simulated, generation_s=3.0).step.bound_s == 8.0
     assert "the other side is measured during the run" in render(make_plan(resolved("--engine", "simulated")))
 
 

@@ -208,6 +208,9 @@ def test_values_that_follow_from_others() -> None:
     assert config.eval.eval_interval is None
     assert resolved("--eps-clip-high", "0.28").algorithm.eps_clip_high == 0.28
     assert resolved("--num-rollout", "0", "--eval-prompt-data", "arithmetic").eval.eval_interval == 1
+    assert resolved("--prompt-data", "arithmetic").data.label_key == "label"
+    assert resolved("--prompt-data", "arithmetic").eval.eval_label_key == "label"
+    assert resolved("--prompt-data", "arithmetic", "mine.jsonl").data.label_key is None
     assert resolved("--prompt-data", "a", "b").warm_start.warm_start_data == ("a", "b")
 
 

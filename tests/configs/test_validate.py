@@ -94,7 +94,10 @@ def test_the_base_is_right() -> None:
         (["--prompt-data", "arithmetics"], "did you mean arithmetic?"),
         (["--prompt-data", "a.jsonl@[1-2]"], "a slice must be path@[a:b] with whole numbers"),
         (["--eval-interval", "5", "--eval-prompt-data", "x=no.jsonl@[0:5]"], "no file or directory 'no.jsonl'"),
-        (["--eval-interval", "5", "--eval-prompt-data", "x=arithmetic", "x=arithmetic-tools"], "the name 'x' twice"),
+        (
+            ["--eval-interval", "5", "--eval-prompt-data", "x=arithmetic", "x=arithmetic-tools"],
+            "2 sets named 'x', but each",
+        ),
         (["--chat-template-path", "no.jinja"], "--chat-template-path is 'no.jinja', but there is no such file"),
         (["--hf-checkpoint", "./nowhere"], "--hf-checkpoint is './nowhere', but there is no such directory"),
         (["--hf-checkpoint", "/no/such/model"], "correct the path, or give a hub id such as Qwen/Qwen3-0.6B"),
@@ -165,7 +168,19 @@ def test_a_run_needs_prompts() -> None:
         (["--tools", "calculator", "--max-turns", "1"], "ends a rollout at its first tool call"),
         (["--scale", "evaluate=1"], "--scale evaluate has no effect"),
         (["--rollout-max-context-len", "600", "--rollout-max-prompt-len", "500"], "their responses are cut short"),
-        (["--loss-type", "sft_loss", "--eval-interval", "5", "--eval-prompt-data", "arithmetic"], "sft_loss"),
+        (
+            [
+                "--loss-type",
+                "sft_loss",
+                "--label-key",
+                "label",
+                "--eval-interval",
+                "5",
+                "--eval-prompt-data",
+                "arithmetic",
+            ],
+            "sft_loss",
+        ),
     ],
 )
 def test_warnings(argv: list[str], words: str) -> None:
@@ -194,6 +209,7 @@ def test_supervised_training_needs_no_correction_but_answers(tmp_path: Path) -> 
     assert "--label-key is not set" in faults_of(*argv, "--warm-start-steps", "5")[0]
     assert "--rm-type is exact, but" in faults_of(*argv, "--rm-type", "exact")[0]
     assert check(*argv, "--rm-type", "exact", "--label-key", "answer") == ()
+    assert check(*argv, "--warm-start-steps", "5", "--warm-start-label-key", "demonstration") == ()
 
 
 def test_files_and_slices(tmp_path: Path) -> None:

@@ -154,10 +154,12 @@ def test_all_pairs_are_available_and_no_more(tmp_path: Path) -> None:
 def test_a_demonstration_is_a_call_its_result_and_the_answer(tmp_path: Path) -> None:
     row = tool_row(37, 48)
     assert (row.input, row.label, row.demonstration) == ("37*48=", "1776", "[37*48]1776=1776\n")
-    assert [row.demonstration[a:b] for a, b in row.tool_spans] == ["1776"]
+    assert [row.demonstration[a:b] for a, b in row.metadata["tool_spans"]] == ["1776"]
     files = write_arithmetic(tmp_path, kind="tools", train=20, heldout=5, seed=3)
     for line in files.train.open():
         found = json.loads(line)
         ids = ARITHMETIC(found["input"] + found["demonstration"])["input_ids"]
         assert 31 not in ids
+        (start, end) = found["metadata"]["tool_spans"][0]
+        assert found["demonstration"][start:end] == found["label"]
         assert ids[-1] == ARITHMETIC.eos_token_id

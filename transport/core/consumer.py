@@ -2,9 +2,9 @@
 
 Invariants:
 - A delivery is handed to the application once per lease; a verdict is repeated in every beat until the hub confirms it.
-- A delivery whose serial is not above the newest seen is a duplicate or was overtaken: it is dropped, and the next beat
-  (a full account) makes the hub redeliver it if it was needed. So the window is never exceeded.
-- Deliveries of an earlier hub incarnation (orphans) may still be finished by the application, but are reported to nobody.
+- A delivery whose serial is not above the newest seen is a duplicate or was overtaken: it is dropped, and the next
+  beat (a full account) makes the hub redeliver it if it was needed. So the window is never exceeded.
+- Deliveries of an earlier hub incarnation (orphans) may still be finished by the application; nobody is told.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Arithmetic of credit, apart from everything else.
 
-Credit is absolute: "you may have sent up to item number n and byte number b". A grant may be lost, repeated or overtaken
-without harm, because the larger one always holds.
+Credit is absolute: "you may have sent up to item number n and byte number b". A grant may be lost, repeated or
+overtaken without harm, because the larger one always holds.
 """
 
 from __future__ import annotations

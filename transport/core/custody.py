@@ -4,8 +4,8 @@ Invariants:
 - accepted == settled + dead + in custody (queued, delayed or leased), at all times.
 - The first verdict wins; a later one changes nothing but a counter.
 - Only an item that was started at the time of its failure is blamed; after `max_attempts` failures it is dead.
-- An item that twice was started in a replica that died is a suspect: it is next run alone, so that its neighbours do not
-  share its fate.
+- An item is a suspect once it was started in two replicas that died, or merely held by three (the news of its start
+  may die with the process). It is next run alone, so that its neighbours do not share its fate; a death there is proof.
 """
 
 from __future__ import annotations
@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 
 RETRY_DELAY_S = 0.02  # doubles with each failure
 RETRY_DELAY_LIMIT_S = 5.0
+SUSPECT_DEATHS = 2
+SUSPECT_LOSSES = 3
 KEYS_REMEMBERED = 1 << 17
 
 Body = object  # opaque here: bytes in the tests, a zmq frame in the shell
@@ -38,7 +40,8 @@ class Item:
     body: Body
     attempt: int = 0  # deliveries so far
     failures: int = 0
-    deaths: int = 0
+    deaths: int = 0  # replicas that died while executing it
+    losses: int = 0  # replicas that died while holding it unstarted, as far as was known
     state: Literal["queued", "delayed", "leased", "gone"] = "queued"
     started: bool = False
     serial: int = 0  # of its newest delivery
@@ -119,9 +122,11 @@ class Custody:
             self.leased -= 1
         item.state = "queued"
 
-    def requeue(self, item: Item) -> None:
+    def requeue(self, item: Item, *, died: bool = False) -> None:
         """Queue for redelivery; nobody is blamed."""
         self.release(item)
+        item.losses += died
+        item.suspect = item.suspect or item.losses >= SUSPECT_LOSSES
         self._queue(item)
 
     def fail(self, item: Item, now: float, reason: str, *, died: bool) -> None:
@@ -132,7 +137,7 @@ class Custody:
         if item.failures >= self.spec.max_attempts:
             self.bury(item, f"{reason} (failed {item.failures} of max_attempts={self.spec.max_attempts})")
         elif died:
-            item.suspect = item.deaths >= 2
+            item.suspect = item.suspect or item.deaths >= SUSPECT_DEATHS
             self._queue(item)
         else:
             item.state = "delayed"

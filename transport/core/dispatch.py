@@ -1,8 +1,8 @@
 """Who gets what next: routing under credit, and solitary execution of suspects.
 
-A suspect (an item that was started in two replicas that died) is run alone: one consumer, the ward, is given nothing
-new until it is empty, then the suspect only, until its verdict. A stage that gathers many messages before it answers any
-would wait for ever in solitude, so the ward is given up after one lease and the suspect goes with the others.
+A suspect (see custody) is run alone: one consumer, the ward, is given nothing new until it is empty, then the suspect
+only, until its verdict. A stage that gathers many messages before it answers any would wait for ever in solitude, so
+the ward is given up after one lease and the suspect goes with the others.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class Dispatch:
         self._custody = custody
         self._consumers = consumers
         self._ward: ConsumerPeer | None = None
-        self._alone: Item | None = None
+        self.alone: Item | None = None
         self._ward_until = 0.0
 
     def assign(self, now: float) -> Iterator[tuple[Item, ConsumerPeer]]:
@@ -46,11 +46,11 @@ class Dispatch:
             if item.state == "queued":
                 self._custody.put_back(item)
         if peer is self._ward:
-            self._ward = self._alone = None
+            self._ward = self.alone = None
 
     def on_timer(self, now: float) -> None:
         if self._ward is not None and now >= self._ward_until:
-            self._ward = self._alone = None
+            self._ward = self.alone = None
             while (item := self._custody.next_suspect()) is not None:
                 item.tried_alone = True
                 self._custody.suspects.popleft()
@@ -72,11 +72,11 @@ class Dispatch:
         return item, peer
 
     def _solitary(self, now: float) -> Iterator[tuple[Item, ConsumerPeer]]:
-        if self._alone is not None and (self._ward is None or self._alone.holder is not self._ward):
-            self._ward = self._alone = None
+        if self.alone is not None and (self._ward is None or self.alone.holder is not self._ward):
+            self._ward = self.alone = None
         suspect = self._custody.next_suspect()
         if suspect is None:
-            if self._alone is None:
+            if self.alone is None:
                 self._ward = None
             return
         if self._ward is None:
@@ -85,6 +85,6 @@ class Dispatch:
                 return
             self._ward = min(candidates, key=lambda peer: (len(peer.held), peer is suspect.last))
             self._ward_until = now + self._spec.lease_s
-        if self._alone is None and not self._ward.held and self._ward.accepts(suspect.size):
-            self._alone = self._custody.suspects.popleft()
-            yield self._alone, self._ward
+        if self.alone is None and not self._ward.held and self._ward.accepts(suspect.size):
+            self.alone = self._custody.suspects.popleft()
+            yield self.alone, self._ward

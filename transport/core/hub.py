@@ -122,18 +122,18 @@ class HubCore:
 
     def on_timer(self, now: float) -> None:
         """Expire leases and graces, wake what was delayed."""
-        for peer in [*self.producers.values(), *self.consumers.values()]:
+        for peer in self._peers():
             if peer.silent_at <= now:
                 self._lose(now, peer, "lost its link" if not peer.connected else "was silent for a lease")
         self.custody.wake_delayed(now)
         self.dispatch.on_timer(now)
         self._wake_at = None
-        for peer in [*self.producers.values(), *self.consumers.values()]:
+        for peer in self._peers():
             self._note(peer.silent_at)
 
     def peer_lost(self, now: float, replica: str) -> None:
         """The supervisor saw the replica die: do not wait for its lease."""
-        for peer in [*self.producers.values(), *self.consumers.values()]:
+        for peer in self._peers():
             if peer.replica == replica:
                 self._lose(now, peer, "died")
 
@@ -151,7 +151,9 @@ class HubCore:
             if consumer.to_settle or consumer.beat:
                 credit = consumer.credit
                 sent = (credit.sent_items, credit.sent_bytes) if consumer.beat else (-1, -1)
-                self._out.append(Send(consumer.route, Settled(self.epoch, consumer.session, tuple(consumer.to_settle), *sent)))
+                self._out.append(
+                    Send(consumer.route, Settled(self.epoch, consumer.session, tuple(consumer.to_settle), *sent))
+                )
                 consumer.to_settle.clear()
                 if consumer.beat and self.ended:
                     consumer.told_end = False  # whoever still beats may have missed it
@@ -213,6 +215,9 @@ class HubCore:
             settled=held.settled,
             malformed=self.malformed,
         )
+
+    def _peers(self) -> list[ProducerPeer | ConsumerPeer]:
+        return [*self.producers.values(), *self.consumers.values()]
 
     # Producers.
 
@@ -302,7 +307,6 @@ class HubCore:
             return
         self.schema = self.schema or (hello.schema, hello.schema_hash)
         silent_at = now + self.spec.lease_s
-        peers: dict[str, ProducerPeer] | dict[str, ConsumerPeer]
         peer: ProducerPeer | ConsumerPeer | None
         if hello.role == "producer":
             peer = self.producers.get(hello.incarnation) or self._departed.pop(hello.incarnation, None)
@@ -335,9 +339,13 @@ class HubCore:
         """Why the peer cannot be served, in one sentence, or None."""
         name = self.spec.name
         if hello.protocol != PROTOCOL:
-            return f"{hello.replica!r} speaks protocol {hello.protocol}, stream {name!r} {PROTOCOL}; install one version"
+            return (
+                f"{hello.replica!r} speaks protocol {hello.protocol}, stream {name!r} {PROTOCOL}; install one version"
+            )
         if hello.run_id != self.run_id:
-            return f"{hello.replica!r} is of run {hello.run_id!r}, stream {name!r} of {self.run_id!r}; check the address"
+            return (
+                f"{hello.replica!r} is of run {hello.run_id!r}, stream {name!r} of {self.run_id!r}; check the address"
+            )
         if hello.stream != name:
             return f"{hello.replica!r} asked for stream {hello.stream!r}, here is {name!r}; check the address"
         if self.schema is not None and self.schema[1] != hello.schema_hash:
@@ -364,12 +372,13 @@ class HubCore:
                 self._departed.popitem(last=False)
             return
         self.consumers.pop(peer.incarnation, None)
+        alone = self.dispatch.alone
         self.dispatch.abandon(peer)
         for item in list(peer.held.values()):
-            if blame and item.started:
+            if blame and (item.started or item is alone):
                 self.custody.fail(item, now, f"replica {peer.replica!r} {how} while executing it", died=True)
             else:
-                self.custody.requeue(item)
+                self.custody.requeue(item, died=blame)
 
     def _next_session(self) -> int:
         self._sessions += 1

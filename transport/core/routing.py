@@ -35,7 +35,9 @@ def home(item: Item, consumers: Collection[ConsumerPeer]) -> ConsumerPeer | None
         candidates = [peer for peer in candidates if peer is not item.last]
     if not candidates:
         return None
-    return max(candidates, key=lambda peer: (xxhash.xxh3_64_intdigest(f"{prefix}\0{peer.replica}".encode()), peer.incarnation))
+    return max(
+        candidates, key=lambda peer: (xxhash.xxh3_64_intdigest(f"{prefix}\0{peer.replica}".encode()), peer.incarnation)
+    )
 
 
 def next_sticky(custody: Custody, consumers: Collection[ConsumerPeer]) -> tuple[Item, ConsumerPeer] | None:

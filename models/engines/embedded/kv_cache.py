@@ -8,7 +8,9 @@ Invariants:
 
 from __future__ import annotations
 
-import numpy as np
+import math
+import mmap
+
 import torch
 import torch.nn.functional as F
 
@@ -111,8 +113,10 @@ class KVCache:
 
 
 def _zeros(shape: tuple[int, ...], device: torch.device, dtype: torch.dtype) -> torch.Tensor:
-    if device.type != "cpu":
+    if device.type != "cpu" or not hasattr(mmap, "MADV_NOHUGEPAGE"):
         return torch.zeros(shape, device=device, dtype=dtype)
-    # numpy's zeros come from calloc: pages of slots and positions that are never used cost nothing.
-    raw = np.zeros((*shape[:-1], shape[-1] * dtype.itemsize), dtype=np.uint8)
-    return torch.from_numpy(raw).view(dtype)
+    # Anonymous memory is zero, and committed page by page when touched. Huge pages would undo that: requests use the
+    # first positions of every row, which lie so far apart that nearly each huge page would be hit.
+    memory = mmap.mmap(-1, math.prod(shape) * dtype.itemsize, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    memory.madvise(mmap.MADV_NOHUGEPAGE)
+    return torch.frombuffer(memory, dtype=dtype).view(shape)

@@ -26,6 +26,8 @@ from models.engines.embedded.transformer import Transformer
 
 PREFILL_TOKENS: Final = 16_384
 
+_Key = tuple[int, str, bytes]  # request (-1 for any), extra key, tokens
+
 
 @dataclass
 class Admission:
@@ -58,11 +60,11 @@ class Admission:
 def plan(waiting: deque[Completion], table: SlotTable, generation: int) -> list[Admission]:
     """Take from the queue what fits into free slots and one prefill, and give out the slots."""
     admissions: list[Admission] = []
-    leaders: dict[tuple[str, bytes], int] = {}
+    leaders: dict[_Key, int] = {}
     rows, widest = 0, 0
     while waiting and len(admissions) < table.free:
         completion = waiting[0]
-        context, key = _context(completion)
+        context, key = _context(completion, across_requests=table.retains)
         leader = leaders.get(key) if completion.score_from < 0 else None
         if leader is None:
             source, start = (-1, 0)
@@ -89,12 +91,14 @@ def plan(waiting: deque[Completion], table: SlotTable, generation: int) -> list[
     return admissions
 
 
-def _context(completion: Completion) -> tuple[npt.NDArray[np.int32], tuple[str, bytes]]:
+def _context(completion: Completion, across_requests: bool) -> tuple[npt.NDArray[np.int32], _Key]:
+    """All tokens of a completion so far, and what another must equal to share their computation."""
+    group = -1 if across_requests else completion.group
     if not completion.output_ids:
-        return completion.prompt, (completion.extra_key, completion.prompt_key)
+        return completion.prompt, (group, completion.extra_key, completion.prompt_key)
     output = np.asarray(completion.output_ids, dtype=np.int32)
     context = np.concatenate((completion.prompt, output))
-    return context, (completion.extra_key, context.tobytes())
+    return context, (group, completion.extra_key, context.tobytes())
 
 
 class Prefill:

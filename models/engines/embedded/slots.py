@@ -26,7 +26,7 @@ class SlotTable:
     """State of all slots; arrays are indexed by slot."""
 
     def __init__(self, slots: int, max_len: int, retain: bool) -> None:
-        self.slots, self.max_len, self._retain = slots, max_len, retain
+        self.slots, self.max_len, self.retains = slots, max_len, retain
         self.tokens = np.zeros((slots, max_len), dtype=np.int32)
         self.log_probs = np.zeros((slots, max_len), dtype=np.float32)
         self.length = np.zeros(slots, dtype=np.int64)
@@ -64,7 +64,7 @@ class SlotTable:
         usable = (self.generation == generation) & (self.key == key) & (self.tokens[:, 0] == context[0])
         candidates = np.flatnonzero(usable & (self.length > 1))
         longest = len(context) - 1
-        if not self._retain or not candidates.size or not longest:
+        if not self.retains or not candidates.size or not longest:
             return -1, 0
         known = np.minimum(self.length[candidates] - 1, longest)
         differs = self.tokens[candidates, :longest] != context[:longest]
@@ -108,7 +108,7 @@ class SlotTable:
         start, length = completion.prompt_tokens, int(self.length[slot])
         completion.output_ids = self.tokens[slot, start:length].tolist()
         completion.log_probs = self.log_probs[slot, start:length].tolist()
-        if self._retain and length > 1:
+        if self.retains and length > 1:
             self._retained[slot] = None
         else:
             self._forget(slot)

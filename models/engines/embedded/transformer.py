@@ -60,8 +60,8 @@ class Transformer:
         heads, kv_heads, width = self.spec.heads, self.spec.kv_heads, self.spec.head_dim
         qkv = F.linear(x, layer.qkv, layer.qkv_bias).view(rows, length, heads + 2 * kv_heads, width)
         qk = qkv[:, :, : heads + kv_heads]
-        if layer.q_norm is not None and layer.k_norm is not None:
-            qk = torch.cat((self._norm(qk[:, :, :heads], layer.q_norm), self._norm(qk[:, :, heads:], layer.k_norm)), 2)
+        if layer.qk_norm is not None:
+            qk = F.rms_norm(qk, (width,), None, self.spec.norm_eps) * layer.qk_norm
         swapped = torch.cat((qk[..., width // 2 :], qk[..., : width // 2]), dim=-1)
         qk = torch.addcmul(qk * cos, swapped, sin)
         return qk[:, :, :heads], qk[:, :, heads:], qkv[:, :, heads + kv_heads :]

@@ -2,6 +2,7 @@
 
 Invariants:
 - a swap checks every name, shape and dtype before it writes the first byte: it happens whole or not at all;
+- what is derived from parameters is derived again by every swap;
 - storage never moves, so the forward may keep references; projections that are applied together lie in one matrix, and
   the checkpoint's names are views of its rows;
 - a checkpoint's dtype may differ from the served one (fp32 masters into a bf16 engine): values are cast while copied.
@@ -33,8 +34,7 @@ class LayerWeights:
     input_norm: torch.Tensor
     qkv: torch.Tensor
     qkv_bias: torch.Tensor | None
-    q_norm: torch.Tensor | None
-    k_norm: torch.Tensor | None
+    qk_norm: torch.Tensor | None  # [heads + kv_heads, head_dim], derived: both norms spread over their heads
     o: torch.Tensor
     o_bias: torch.Tensor | None
     post_norm: torch.Tensor
@@ -51,6 +51,7 @@ class LiveWeights:
         self._device, self._dtype = device, dtype
         self._tied = spec.tied
         self.names: dict[str, torch.Tensor] = {}
+        self._derived: list[tuple[torch.Tensor, torch.Tensor]] = []  # (rows, parameter that each of them repeats)
         self.embed = self._whole("model.embed_tokens.weight", spec.vocab_size, spec.hidden_size)
         self.layers = [self._layer(f"model.layers.{index}.", spec) for index in range(spec.layers)]
         self.norm = self._whole("model.norm.weight", spec.hidden_size)
@@ -66,6 +67,8 @@ class LiveWeights:
                 self._check(directory, files)
                 for name, live in self.names.items():
                     live.copy_(files[name].get_tensor(name))
+                for spread, norm in self._derived:
+                    spread.copy_(norm.expand_as(spread))
             except (SafetensorError, OSError) as error:
                 raise WeightsRefused(f"model_path={directory} cannot be read: {error}; write it again") from error
 
@@ -106,8 +109,7 @@ class LiveWeights:
             input_norm=self._whole(prefix + "input_layernorm.weight", hidden),
             qkv=self._stacked(prefix, qkv, "weight", hidden),
             qkv_bias=self._stacked(prefix, qkv, "bias") if spec.qkv_bias else None,
-            q_norm=self._whole(prefix + "self_attn.q_norm.weight", spec.head_dim) if spec.qk_norm else None,
-            k_norm=self._whole(prefix + "self_attn.k_norm.weight", spec.head_dim) if spec.qk_norm else None,
+            qk_norm=self._spread_norms(prefix, spec) if spec.qk_norm else None,
             o=self._whole(prefix + "self_attn.o_proj.weight", hidden, queries),
             o_bias=self._whole(prefix + "self_attn.o_proj.bias", hidden) if spec.o_bias else None,
             post_norm=self._whole(prefix + "post_attention_layernorm.weight", hidden),
@@ -121,6 +123,14 @@ class LiveWeights:
         tensor = torch.zeros(shape, device=self._device, dtype=self._dtype)
         self.names[name] = tensor
         return tensor
+
+    def _spread_norms(self, prefix: str, spec: ModelSpec) -> torch.Tensor:
+        """One row per query and key head, so that one product scales them all."""
+        q_norm = self._whole(prefix + "self_attn.q_norm.weight", spec.head_dim)
+        k_norm = self._whole(prefix + "self_attn.k_norm.weight", spec.head_dim)
+        spread = q_norm.new_zeros(spec.heads + spec.kv_heads, spec.head_dim)
+        self._derived += [(spread[: spec.heads], q_norm), (spread[spec.heads :], k_norm)]
+        return spread
 
     def _stacked(self, prefix: str, parts: list[tuple[str, int]], kind: str, *columns: int) -> torch.Tensor:
         tensor = torch.zeros((sum(rows for _, rows in parts), *columns), device=self._device, dtype=self._dtype)

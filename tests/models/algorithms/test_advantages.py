@@ -82,7 +82,9 @@ def test_import_path_selects_a_function(tmp_path: object, monkeypatch: pytest.Mo
     from pathlib import Path
 
     assert isinstance(tmp_path, Path)
-    (tmp_path / "my_estimator.py").write_text("def best_of(rewards, *, normalize_std):\n    return rewards == max(rewards)\n")
+    (tmp_path / "my_estimator.py").write_text(
+        "def best_of(rewards, *, normalize_std):\n    return rewards == max(rewards)\n"
+    )
     monkeypatch.syspath_prepend(str(tmp_path))
     assert of("my_estimator:best_of", [1, 3, 2]) == [0.0, 1.0, 0.0]
     with pytest.raises(UnknownAlgorithm, match="has no function 'worst_of'"):

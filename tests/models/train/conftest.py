@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from hypothesis import settings
 
 from configs.schema.algorithm import AlgorithmConfig
 from configs.schema.train import TrainConfig
@@ -16,6 +17,10 @@ from models.algorithms.modes import Correction, resolve_correction
 from models.tiny import make_tiny_checkpoint
 from models.train.interface import TrainSequence
 from models.train.torch_backend import TorchBackend
+
+# Examples are judged by their result, never by the time that a busy machine takes.
+settings.register_profile("untimed", deadline=None)
+settings.load_profile("untimed")
 
 VOCABULARY = 32
 

@@ -32,7 +32,7 @@ def test_cosine_decay() -> None:
 
 
 def test_a_decay_needs_an_end() -> None:
-    with pytest.raises(TrainConfigInvalid, match="lr_decay_style=linear needs the number .*--num-rollout"):
+    with pytest.raises(TrainConfigInvalid, match=r"lr_decay_style=linear needs the number .*--num-rollout"):
         check_schedule(TrainConfig(lr_decay_style="linear"), None)
     with pytest.raises(TrainConfigInvalid, match="a decay cannot rise"):
         check_schedule(TrainConfig(lr_decay_style="cosine", lr=1e-6, min_lr=1e-5), 10)

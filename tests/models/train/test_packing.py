@@ -1,183 +1,158 @@
-"""Packing: every token exactly once, the budget kept, and no sequence sees another."""
+"""Packing plans and arrays: every token exactly once, the budget kept, work saved where it can be."""
 
 from __future__ import annotations
 
-from pathlib import Path
+import itertools
 
 import numpy as np
-import pytest
-import torch
-from hypothesis import given, settings
+import numpy.typing as npt
+from hypothesis import given
 from hypothesis import strategies as st
 
-from configs.schema.train import TrainConfig
-from models.tiny import make_tiny_checkpoint
-from models.train.loading import load_model
-from models.train.packing import Layout, pack_rows, plan
-from models.train.scoring import Scorer
+from models.train.packing import Layout, Packing, Unit, plan, units_of
+from models.train.rows import attention_allowed, pack_rows
 
-lengths = st.lists(st.integers(1, 60), min_size=0, max_size=60)
+packings = st.builds(
+    Packing,
+    max_tokens=st.integers(1, 200),
+    pack=st.booleans(),
+    share_prompts=st.booleans(),
+    single_row=st.booleans(),
+    quadratic_tokens=st.integers(10, 1000),
+)
 
 
-@given(lengths, st.integers(1, 200), st.booleans(), st.booleans())
+@st.composite
+def batches(draw: st.DrawFn) -> tuple[list[npt.NDArray[np.int32]], list[int]]:
+    """Sequences of ids with their prompt lengths; some share a prompt."""
+    rng = np.random.default_rng(draw(st.integers(0, 2**31)))
+    tokens, prompts = [], []
+    for _ in range(draw(st.integers(0, 6))):
+        prompt = rng.integers(1, 1000, draw(st.integers(1, 12)))
+        for _ in range(draw(st.integers(1, 5))):
+            response = rng.integers(1, 1000, draw(st.integers(1, 12)))
+            tokens.append(np.concatenate([prompt, response]).astype(np.int32))
+            prompts.append(len(prompt))
+    return tokens, prompts
+
+
+def of_lengths(sizes: list[int], budget: int, **fields: object) -> list[Layout]:
+    """A plan for sequences without common prompts, of `sizes` inputs each."""
+    tokens = [np.full(size + 1, item, dtype=np.int32) for item, size in enumerate(sizes)]
+    return plan(tokens, [1] * len(sizes), Packing(max_tokens=budget, **fields))  # type: ignore[arg-type]
+
+
+@given(batches(), packings)
 def test_every_sequence_once_and_the_budget_kept(
-    sizes: list[int], budget: int, pack: bool, single_row: bool
+    batch: tuple[list[npt.NDArray[np.int32]], list[int]], packing: Packing
 ) -> None:
-    layouts = plan(sizes, budget, pack=pack, single_row=single_row)
-    assert sorted(item for layout in layouts for item in layout.items) == list(range(len(sizes)))
+    tokens, prompts = batch
+    layouts = plan(tokens, prompts, packing)
+    assert sorted(item for layout in layouts for item in layout.items) == list(range(len(tokens)))
     for layout in layouts:
-        assert all(sum(sizes[item] for item in row) <= layout.row_length for row in layout.rows)
-        assert layout.padded_tokens <= budget or (len(layout.items) == 1 and sizes[layout.items[0]] > budget)
-        if single_row:
+        assert all(sum(unit.length for unit in row) <= layout.row_length for row in layout.rows)
+        alone = len(layout.items) == 1 and len(tokens[layout.items[0]]) - 1 > packing.max_tokens
+        assert layout.padded_tokens <= packing.max_tokens or alone
+        units = [unit for row in layout.rows for unit in row]
+        if packing.single_row:
             assert len(layout.rows) == 1
-            assert layout.padded_tokens == sum(sizes[item] for item in layout.items)
-        elif not pack:
+            assert layout.padded_tokens == layout.used_tokens
+        elif not packing.pack:
             assert all(len(row) == 1 for row in layout.rows)
+        for unit in units:
+            if len(unit.members) == 1:
+                assert unit.prompt == 0
+                assert unit.length == len(tokens[unit.members[0]]) - 1
+            else:
+                assert packing.share_prompts
+                assert len({tokens[item][: unit.prompt].tobytes() for item in unit.members}) == 1
+                assert unit.length == unit.prompt + sum(len(tokens[i]) - 1 - unit.prompt for i in unit.members)
 
 
-@given(st.lists(st.integers(1, 20), min_size=1, max_size=30), st.integers(20, 100), st.randoms())
-def test_arrays_hold_every_token_exactly_once(sizes: list[int], budget: int, random: object) -> None:
-    rng = np.random.default_rng(random.randint(0, 2**31))  # type: ignore[attr-defined]
-    tokens = [rng.integers(1, 1000, size + 1).astype(np.int32) for size in sizes]
-    chosen = [np.flatnonzero(rng.random(size) < 0.5) + 1 for size in sizes]
-    for layout in plan(sizes, budget):
+@given(batches(), packings)
+def test_arrays_show_each_sequence_its_own_past_and_nothing_else(
+    batch: tuple[list[npt.NDArray[np.int32]], list[int]], packing: Packing
+) -> None:
+    tokens, prompts = batch
+    rng = np.random.default_rng(0)
+    chosen = [
+        prompt + np.flatnonzero(rng.random(len(ids) - prompt) < 0.7)
+        for ids, prompt in zip(tokens, prompts, strict=True)
+    ]
+    for layout in plan(tokens, prompts, packing):
         rows = pack_rows(layout, tokens, chosen)
-        assert rows.input_ids.shape == (len(layout.rows), layout.row_length)
-        seen = []
-        for row, members in enumerate(layout.rows):
-            at = 0
-            for item in members:
-                size = sizes[item]
-                np.testing.assert_array_equal(rows.input_ids[row, at : at + size], tokens[item][:-1])
-                if rows.position_ids is not None:
-                    np.testing.assert_array_equal(rows.position_ids[row, at : at + size], np.arange(size))
-                seen.extend((row * layout.row_length + at + chosen[item] - 1).tolist())
-                at += size
-            assert (rows.input_ids[row, at:] == 0).all()
-            if rows.position_ids is not None and at < layout.row_length:
-                assert rows.position_ids[row, at] == 0  # padding begins a sequence of its own
-        assert rows.source.tolist() == seen
+        shape = (len(layout.rows), layout.row_length)
+        assert rows.input_ids.shape == shape
+        positions = np.tile(np.arange(shape[1]), (shape[0], 1)) if rows.position_ids is None else rows.position_ids
+        if rows.unit is not None and rows.branch is not None:
+            allowed = attention_allowed(rows.unit, rows.branch)[:, 0]
+        else:  # what transformers derives from restarts
+            number = np.cumsum(np.diff(positions, axis=1, prepend=positions[:, :1] - 1) != 1, axis=1)
+            allowed = (number[:, :, None] == number[:, None, :]) & np.tril(np.ones((shape[1], shape[1]), bool))
+        assert allowed.any(axis=-1).all()
+        sources = iter(rows.source.tolist())
+        for item in layout.items:
+            for pick in chosen[item]:
+                row, column = divmod(next(sources), shape[1])
+                visible = np.flatnonzero(allowed[row, column])
+                np.testing.assert_array_equal(rows.input_ids[row, visible], tokens[item][:pick])
+                np.testing.assert_array_equal(positions[row, visible], np.arange(pick))
         np.testing.assert_array_equal(rows.targets, np.concatenate([tokens[i][chosen[i]] for i in layout.items]))
 
 
 def test_uniform_sequences_get_a_row_each_without_padding() -> None:
-    (layout,) = plan([9] * 64, 16384)
+    (layout,) = of_lengths([9] * 64, 16384)
     assert layout.row_length == 9
     assert len(layout.rows) == 64
 
 
 def test_short_sequences_fill_up_the_rows_of_long_ones() -> None:
-    (layout,) = plan([100] + [10] * 30, 16384)
+    (layout,) = of_lengths([100] + [10] * 30, 16384)
     assert layout.row_length == 100
     assert len(layout.rows) == 4
 
 
 def test_uneven_sequences_leave_little_padding() -> None:
-    rng = np.random.default_rng(0)
-    sizes = rng.integers(6, 11, 256).tolist()
-    layouts = plan(sizes, 16384)
-    assert sum(layout.padded_tokens for layout in layouts) < 1.1 * sum(sizes)
+    sizes = np.random.default_rng(0).integers(6, 11, 256).tolist()
+    assert sum(layout.padded_tokens for layout in of_lengths(sizes, 16384)) < 1.1 * sum(sizes)
 
 
 def test_a_sequence_beyond_the_budget_travels_alone() -> None:
-    layouts = plan([5, 50, 5], 16)
+    layouts = of_lengths([5, 50, 5], 16)
     assert sorted(layout.items for layout in layouts) == [(0, 2), (1,)]
 
 
+def test_a_prompt_is_computed_once_for_its_responses() -> None:
+    prompt = np.arange(100, dtype=np.int32)
+    tokens = [np.concatenate([prompt, [i, i, i]]).astype(np.int32) for i in range(8)]
+    (unit,) = units_of(tokens, [100] * 8, Packing(max_tokens=4096))
+    assert unit == Unit(tuple(range(8)), 100, 100 + 8 * 2)
+
+
+def test_long_responses_are_not_joined_for_a_short_prompt() -> None:
+    """A row of all of them would cost more attention than the prompt saves."""
+    prompt = np.arange(10, dtype=np.int32)
+    tokens = [np.concatenate([prompt, np.full(1000, i)]).astype(np.int32) for i in range(4)]
+    units = units_of(tokens, [10] * 4, Packing(max_tokens=100_000, quadratic_tokens=512))
+    assert [unit.members for unit in units] == [(0,), (1,), (2,), (3,)]
+
+
+def test_plain_rows_need_neither_positions_nor_masks() -> None:
+    tokens = [np.arange(n, dtype=np.int32) for n in (4, 6)]
+    layout = Layout(((Unit((0,), 0, 3),), (Unit((1,), 0, 5),)), 5)
+    rows = pack_rows(layout, tokens, [np.array([1, 3]), np.array([5])])
+    assert rows.position_ids is None
+    assert rows.unit is None
+    assert rows.source.tolist() == [0, 2, 9]
+
+
 def test_nothing_to_pack() -> None:
-    assert plan([], 10) == []
-    assert plan([], 10, single_row=True) == []
+    for pack, single in itertools.product((True, False), repeat=2):
+        assert of_lengths([], 10, pack=pack, single_row=single) == []
 
 
-@pytest.fixture(scope="module")
-def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    root = tmp_path_factory.mktemp("architectures")
-    names = ("qwen3", "qwen2", "llama")
-    return {
-        name: make_tiny_checkpoint(
-            root / name,
-            architecture=name,  # type: ignore[arg-type]
-            hidden_size=32,
-            num_layers=2,
-            intermediate_size=64,
-            max_position_embeddings=128,
-        )
-        for name in names
-    }
-
-
-@pytest.mark.parametrize("attention", ["sdpa", "eager"])
-@pytest.mark.parametrize("architecture", ["qwen3", "qwen2", "llama"])
-def test_packed_log_probs_are_those_of_each_sequence_alone(
-    checkpoints: dict[str, Path], architecture: str, attention: str
-) -> None:
-    config = TrainConfig(hf_checkpoint=str(checkpoints[architecture]), attn_implementation=attention)
-    device = torch.device("cpu")
-    loaded = load_model(config.hf_checkpoint, "hf_checkpoint", config, device, seed=0)
-    assert loaded.can_pack
-    # Larger weights than at initialisation, so that attending to a neighbour would show.
-    with torch.no_grad():
-        for parameter in loaded.model.parameters():
-            parameter.mul_(3.0)
-    score = Scorer(loaded.model, device=device, autocast_dtype=None, temperature=0.7, chunk_tokens=16)
-    rng = np.random.default_rng(1)
-    sizes = [17, 3, 8, 1, 1, 12, 5, 9]
-    tokens = [rng.integers(0, 256, size + 1).astype(np.int32) for size in sizes]
-    chosen = [np.arange(1, size + 1) for size in sizes]
-    packed = Layout(rows=((0, 1), (5, 3, 2), (4, 7, 6)), row_length=23)
-    padded = Layout(rows=tuple((item,) for item in range(8)), row_length=20)
-    with torch.no_grad():
-        alone = [score(pack_rows(Layout(((i,),), sizes[i]), tokens, chosen))[0] for i in range(8)]
-        for layout in (packed, padded):
-            found, _ = score(pack_rows(layout, tokens, chosen))
-            expected = torch.cat([alone[item] for item in layout.items])
-            torch.testing.assert_close(found, expected, atol=1e-5, rtol=0)
-        # The same against transformers' own logits.
-        ids = torch.from_numpy(tokens[0].astype(np.int64))
-        logits = loaded.model(input_ids=ids[None, :-1]).logits[0].float() / 0.7
-        expected = logits.log_softmax(-1).gather(-1, ids[1:, None])[:, 0]
-        torch.testing.assert_close(alone[0], expected, atol=1e-5, rtol=0)
-
-
-@settings(deadline=None, max_examples=5)
-@given(st.integers(1, 40))
-def test_chunks_of_the_head_change_nothing(chunk: int) -> None:
-    """Log-probs, entropies and gradients, whatever number of tokens has logits at one time."""
-    torch.manual_seed(0)
-
-    class Config:
-        def get_text_config(self) -> Config:
-            return self
-
-    class Decoder(torch.nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.embedding = torch.nn.Embedding(11, 6)
-
-        def forward(self, input_ids: torch.Tensor, position_ids: torch.Tensor | None, use_cache: bool) -> object:
-            return type("Output", (), {"last_hidden_state": self.embedding(input_ids)})
-
-    class Model(torch.nn.Module):
-        config = Config()
-
-        def __init__(self) -> None:
-            super().__init__()
-            self.base_model = Decoder()
-            self.head = torch.nn.Linear(6, 11)
-
-        def get_output_embeddings(self) -> torch.nn.Linear:
-            return self.head
-
-    model = Model()
-    ids = np.arange(38, dtype=np.int32) % 11
-    rows = pack_rows(Layout(((0,),), 37), [ids], [np.arange(1, 38)])
-    results = []
-    for size in (chunk, 1000):
-        score = Scorer(model, device=torch.device("cpu"), autocast_dtype=None, temperature=0.7, chunk_tokens=size)
-        log_probs, entropy = score(rows, entropy="graph")
-        assert entropy is not None
-        model.zero_grad()
-        (log_probs.sum() + 0.3 * entropy.square().sum()).backward()
-        results.append((log_probs, entropy, model.head.weight.grad.clone(), model.base_model.embedding.weight.grad.clone()))
-    for left, right in zip(*results, strict=True):
-        torch.testing.assert_close(left, right, atol=1e-5, rtol=1e-5)
+def test_a_reference_can_only_forbid() -> None:
+    free, bound = Packing(max_tokens=9, quadratic_tokens=7), Packing(max_tokens=1, share_prompts=False)
+    assert free.both(bound) == Packing(max_tokens=9, quadratic_tokens=7, share_prompts=False)
+    assert free.both(Packing(max_tokens=1, pack=False)).pack is False
+    assert free.both(free) == free

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 
 import numpy as np
@@ -25,7 +26,7 @@ def by_rollout(sequences):  # type: ignore[no-untyped-def]
     return [list(members) for _, members in itertools.groupby(sorted(sequences, key=key), key=key)]
 
 
-def reference_gradient(backend, sequences, aggregation):  # type: ignore[no-untyped-def]
+def reference_gradient(backend, sequences, aggregation, anchors=None):  # type: ignore[no-untyped-def]
     """Section by section as the definition says: one sequence at a time, no packing, one scalar loss."""
     model, temperature = backend._model, 0.9
     terms = []
@@ -38,8 +39,10 @@ def reference_gradient(backend, sequences, aggregation):  # type: ignore[no-unty
             theta = every[len(ids) - 1 - m.response_length :]
             mask = torch.from_numpy(m.loss_mask.astype(np.float32))
             mu = torch.from_numpy(m.rollout_log_probs)
-            weight = (theta.detach() - mu).exp().clamp(0, 2)
-            loss = -weight * (theta - theta.detach()).exp() * torch.from_numpy(m.advantages)
+            old = theta.detach() if anchors is None else torch.from_numpy(anchors[id(m)])
+            weight = (old - mu).exp().clamp(0, 2)
+            ratio, advantages = (theta - old).exp(), torch.from_numpy(m.advantages)
+            loss = weight * torch.maximum(-ratio * advantages, -ratio.clamp(0.8, 1.2) * advantages)
             summed = (loss * mask).sum()
             own = max(int(m.loss_mask.sum()), 1)
             divisor = {"rollout_mean": max(rollout_tokens, 1), "seq_mean": own}.get(aggregation, 1)
@@ -80,13 +83,19 @@ def test_splits_order_packing_and_padding_change_nothing(backend, sequences, run
         "checkpointed": (backend(**fields, gradient_checkpointing=True), [batch], False),
     }
     unpacked = backend(**fields)
-    object.__setattr__(unpacked._loaded, "can_pack", False)
+    unpacked._packing = dataclasses.replace(unpacked._packing, pack=False)
+    unshared = backend(**fields)
+    unshared._packing = dataclasses.replace(unshared._packing, share_prompts=False)
+    variants["unshared"] = (unshared, [batch], False)
+    flat = backend(**fields)
+    flat._packing = dataclasses.replace(flat._packing, share_prompts=False, single_row=True)
+    variants["single row"] = (flat, [batch], False)
     variants["unpacked"] = (unpacked, [batch], False)
     for name, (made, calls, flush) in variants.items():
         found, other_gradient, other_weights = run_step(made, calls, flush=flush)
         same(other_gradient, gradient)
         same(other_weights, weights)
-        for key in set(metrics) - {"train/micro_batches", "train/padding_frac"}:
+        for key in set(metrics) - {"train/micro_batches", "train/padding_frac", "train/shared_prompt_frac"}:
             assert found[key] == pytest.approx(metrics[key], abs=2e-6, rel=1e-4), (name, key)
 
 
@@ -120,9 +129,7 @@ def test_log_probs_follow_temperature_and_length(backend, sequences) -> None:  #
     batch = [*sequences(), *sequences(seed=5, groups=1)]
     cold, warm = backend(temperature=0.5), backend(temperature=1.0)
     small = backend(temperature=0.5, max_tokens_per_gpu=10)
-    for item, a, b, c in zip(
-        batch, cold.logprobs(batch), warm.logprobs(batch), small.logprobs(batch), strict=True
-    ):
+    for item, a, b, c in zip(batch, cold.logprobs(batch), warm.logprobs(batch), small.logprobs(batch), strict=True):
         assert len(a) == item.response_length
         assert (a < 0).all()
         assert not np.allclose(a, b)
@@ -131,28 +138,24 @@ def test_log_probs_follow_temperature_and_length(backend, sequences) -> None:  #
 
 
 @pytest.mark.parametrize("steps", [2, 4])
-def test_several_steps_per_batch_anchor_on_its_first_weights(backend, sequences, one, steps) -> None:  # type: ignore[no-untyped-def]
-    """The anchor is scored before any step, and each step's denominator is its own."""
-    batch = sequences(groups=4, per_group=4, fan_out=True)
-    made = backend(lr=1e-2, max_tokens_per_gpu=64)
-    before = dict(zip([id(s) for s in batch], made.logprobs(batch), strict=True))
+def test_every_step_of_a_batch_is_anchored_on_its_first_weights(backend, sequences, run_step, steps) -> None:  # type: ignore[no-untyped-def]
+    """The gradient of each step is that of the definition, with anchors of the batch start and its own divisor."""
+    batch = sequences(groups=4, per_group=4)
+    made = backend(lr=3e-2, max_tokens_per_gpu=64)
+    anchors = dict(zip([id(s) for s in batch], made.logprobs(batch), strict=True))
     made.begin_batch(rollouts=16, steps=steps)
     for rollout in by_rollout(batch):
         made.accumulate(rollout)
-    found = [made.step()]
-    anchors = {}
-    for part in made._parts:
-        for rollout in part:
-            anchors[rollout.key] = [example.old_log_probs for example in rollout.examples]
-    for members in by_rollout(batch):
-        expected = [before[id(m)][m.loss_mask == 1] for m in members if m.loss_mask.any()]
-        for anchor, values in zip(anchors.get((members[0].group_id, members[0].rollout_id), []), expected, strict=False):
-            np.testing.assert_allclose(anchor, values, atol=1e-5)
-    found += [made.step() for _ in range(steps - 1)]
-    assert [m["train/rollouts"] for m in found] == [16 / steps] * steps
-    assert sum(m["train/trained_tokens"] for m in found) == sum(int(s.loss_mask.sum()) for s in batch)
-    assert abs(found[0]["train/ppo_kl"]) < 1e-6
-    assert abs(found[-1]["train/ppo_kl"]) > 1e-6  # the weights moved away from the anchor
+    ordered = by_rollout(batch)
+    for number in range(steps):
+        part = [s for members in ordered[number * 16 // steps : (number + 1) * 16 // steps] for s in members]
+        loss, expected = reference_gradient(made, part, "rollout_mean", anchors)
+        metrics, gradient, _ = run_step(made, [])
+        assert metrics["train/rollouts"] == 16 / steps
+        assert metrics["train/trained_tokens"] == sum(int(s.loss_mask.sum()) for s in part)
+        assert metrics["train/loss"] == pytest.approx(loss, abs=1e-5)
+        assert (abs(metrics["train/ppo_kl"]) < 1e-6) is (number == 0)  # the weights move away from the anchor
+        same(gradient, expected, atol=1e-5)
     made.begin_batch(rollouts=1, steps=1)
 
 
@@ -223,3 +226,30 @@ def test_calls_without_meaning_are_refused(backend, sequences) -> None:  # type:
         made.accumulate(sequences(seed=3))
     made.step()
     made.accumulate(batch)  # a new batch may train the same rollouts again
+
+
+def test_half_precision_trains_fp32_weights(backend, sequences, run_step, tmp_path) -> None:  # type: ignore[no-untyped-def]
+    full, half = backend(lr=1e-2), backend(lr=1e-2, train_dtype="bfloat16")
+    exact = run_step(full, [sequences()])
+    rough = run_step(half, [sequences()])
+    assert rough[0]["train/loss"] == pytest.approx(exact[0]["train/loss"], abs=0.02)
+    assert {tensor.dtype for tensor in rough[1].values()} == {torch.float32}
+    assert {tensor.dtype for tensor in rough[2].values()} == {torch.bfloat16}  # exported as the forward pass sees them
+    assert {parameter.dtype for parameter in half._model.parameters()} == {torch.float32}
+    half.save(tmp_path / "state")
+    again = backend(train_dtype="bfloat16")
+    again.load(tmp_path / "state")
+    for left, right in zip(half._model.parameters(), again._model.parameters(), strict=True):
+        assert torch.equal(left, right)
+
+
+def test_common_prompts_leave_room_in_the_budget(backend, one) -> None:  # type: ignore[no-untyped-def]
+    """Eight responses to a prompt of 20 need 20 + 8 * 3 inputs, so they fit one micro-batch of 64."""
+    made = backend(max_tokens_per_gpu=64)
+    prompt = list(range(1, 21))
+    for index in range(8):
+        made.accumulate([one(rollout=index, tokens=[*prompt, 1, 2, 3, index + 4], mask=[1, 1, 1, 1])])
+    metrics = made.step()
+    assert metrics["train/micro_batches"] == 1
+    assert metrics["train/shared_prompt_frac"] == pytest.approx(1 - 44 / 184)
+    assert metrics["train/padding_frac"] == 0

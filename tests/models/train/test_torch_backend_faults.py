@@ -132,7 +132,9 @@ def start(checkpoint: object, **fields: Any) -> None:
 
 def test_missing_checkpoints_name_the_option_and_the_cure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    with pytest.raises(CheckpointUnavailable, match=r"hf_checkpoint='.*gone' does not exist; give an existing directory"):
+    with pytest.raises(
+        CheckpointUnavailable, match=r"hf_checkpoint='.*gone' does not exist; give an existing directory"
+    ):
         start(tmp_path / "gone")
     (tmp_path / "empty").mkdir()
     with pytest.raises(CheckpointUnavailable, match=r"directory without config\.json"):
@@ -141,7 +143,9 @@ def test_missing_checkpoints_name_the_option_and_the_cure(tmp_path: Path, monkey
     (tmp_path / "odd/config.json").write_text('{"model_type": "no-such-architecture"}')
     with pytest.raises(CheckpointUnavailable, match="cannot be loaded as a causal language model"):
         start(tmp_path / "odd")
-    with pytest.raises(CheckpointUnavailable, match="could not be fetched from the hub .*download the model first"):
+    with pytest.raises(CheckpointUnavailable, match="has to be made first"):
+        start("tiny")
+    with pytest.raises(CheckpointUnavailable, match=r"could not be fetched from the hub .*download the model first"):
         start("nobody/no-such-model-at-all")
 
 
@@ -200,7 +204,8 @@ def test_logit_caps_and_scales_are_reproduced(backend, tmp_path: Path, sequences
         model.save_pretrained(tmp_path / name)
         made = backend(hf_checkpoint=str(tmp_path / name), temperature=1.0)
         batch = sequences()
-        assert made._loaded.can_pack, name
+        assert made._loaded.packing.pack, name
+        assert made._loaded.packing.share_prompts is (name != "gemma2"), name
         model.eval()
         for item, found in zip(batch, made.logprobs(batch), strict=True):
             ids = torch.from_numpy(item.tokens.astype(np.int64))
@@ -215,7 +220,7 @@ def test_recurrent_models_are_not_packed(backend, tmp_path: Path, sequences) -> 
     config = MambaConfig(vocab_size=32, hidden_size=16, num_hidden_layers=1, state_size=4)
     AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "mamba")
     made = backend(hf_checkpoint=str(tmp_path / "mamba"))
-    assert not made._loaded.can_pack
+    assert not made._loaded.packing.pack
     batch = sequences()
     alone = [made.logprobs([item])[0] for item in batch]
     for left, right in zip(alone, made.logprobs(batch), strict=True):

@@ -139,7 +139,7 @@ def test_state_of_another_model_is_refused_and_changes_nothing(  # type: ignore[
     stranger.save(tmp_path / "state")
     made = backend()
     before = weights(made)
-    with pytest.raises(TrainStateUnreadable, match="another model|weights of this model"):
+    with pytest.raises(TrainStateUnreadable, match=r"another model|weights of this model"):
         made.load(tmp_path / "state")
     assert all(torch.equal(tensor, before[name]) for name, tensor in weights(made).items())
 

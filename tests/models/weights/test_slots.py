@@ -4,10 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
-import signal
-import subprocess
-import sys
 from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
@@ -17,20 +13,17 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from made_up import SHAPES, checkpoint, publish, values
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from models.tiny import make_tiny_checkpoint
-from models.weights import directory as slot_directory
 from models.weights import reader as slot_reader
 from models.weights import writer as slot_writer
-from models.weights.directory import DirectoryLease, choose_directory, remove_if_stale, remove_stale
 from models.weights.errors import (
     DigestMismatch,
     LayoutMismatch,
-    SlotDirectoryError,
-    SlotSpaceError,
     SourceError,
     TornWeights,
 )
@@ -38,31 +31,11 @@ from models.weights.layout import TensorSpec, checkpoint_specs, lay_out, read_la
 from models.weights.reader import SlotManifest, SlotReader, verify
 from models.weights.writer import SlotWriter
 
-ROOT = Path(__file__).parents[3]
-SHAPES = {"a.weight": (8, 16), "b.bias": (5,), "c.scale": (), "d.weight": (3, 7)}
-
-
-def checkpoint(path: Path, tensors: dict[str, torch.Tensor] | None = None, config: str = "{}") -> Path:
-    path.mkdir()
-    (path / "config.json").write_text(config)
-    (path / "tokenizer.json").write_text("{}")
-    (path / "pytorch_model.bin").write_bytes(b"not to be copied")
-    save_file(tensors or values(0), path / "model.safetensors")
-    return path
-
-
-def values(version: int) -> dict[str, torch.Tensor]:
-    return {name: torch.full(shape, float(version)) for name, shape in SHAPES.items()}
-
 
 @pytest.fixture
 def writer(tmp_path: Path) -> Iterator[SlotWriter]:
     with SlotWriter(tmp_path / "slots", checkpoint(tmp_path / "source")) as made:
         yield made
-
-
-def publish(writer: SlotWriter, version: int) -> SlotManifest:
-    return writer.write(version, 0, iter(values(version).items()))
 
 
 def test_slots_alternate_and_the_last_two_versions_are_readable(writer: SlotWriter) -> None:
@@ -158,10 +131,13 @@ def test_layout_covers_the_data_exactly_and_aligns_every_tensor(items) -> None:
 
 def test_values_are_cast_to_the_slots_dtype(tmp_path: Path) -> None:
     source = checkpoint(tmp_path / "source")
+    (source / "config.json").write_text('{"torch_dtype": "float32", "vocab_size": 8}')
     with SlotWriter(tmp_path / "slots", source, dtype="bfloat16") as writer:
         third = {name: torch.full(shape, 1 / 3) for name, shape in SHAPES.items()}
         manifest = writer.write(1, 0, iter(third.items()))
         loaded = load_file(Path(manifest.path) / "model.safetensors")
+        config = json.loads((Path(manifest.path) / "config.json").read_text())
+    assert config == {"vocab_size": 8, "dtype": "bfloat16"}
     assert all(tensor.dtype == torch.bfloat16 for tensor in loaded.values())
     assert float(loaded["c.scale"]) == float(torch.tensor(1 / 3).bfloat16())
 
@@ -328,149 +304,6 @@ def test_mutants_are_caught(tmp_path: Path, monkeypatch, invariant, target, attr
     assert not invariant(tmp_path / "mutant")
 
 
-# --- processes --------------------------------------------------------------------------------------------------------
-
-WRITER_PROGRAM = """
-import sys, torch, msgspec
-from pathlib import Path
-from models.weights.writer import SlotWriter
-writer = SlotWriter(Path(sys.argv[1]), Path(sys.argv[2]))
-specs = [item.spec for item in writer.layout.tensors]
-for version in range(1, int(sys.argv[3]) + 1):
-    tensors = ((spec.name, torch.full(spec.shape, float(version))) for spec in specs)
-    sys.stdout.write(msgspec.json.encode(writer.write(version, 0, tensors)).decode() + "\\n")
-    sys.stdout.flush()
-sys.stdin.read()  # hold the slots until the test closes the pipe or kills this process
-"""
-
-
-def start_writer(slots: Path, source: Path, versions: int) -> subprocess.Popen[str]:
-    return subprocess.Popen(
-        [sys.executable, "-c", WRITER_PROGRAM, str(slots), str(source), str(versions)],
-        cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-    )
-
-
-@pytest.mark.slow
-def test_a_reader_beside_a_writer_that_never_waits_accepts_only_whole_versions(tmp_path: Path) -> None:
-    """The writer overwrites at full speed and knows nothing of readers: what passes the checks must be uniform."""
-    tensors = {f"t{i}": torch.zeros(256, 1024) for i in range(4)}
-    source = checkpoint(tmp_path / "source", tensors)
-    process = start_writer(tmp_path / "slots", source, 300)
-    accepted = torn = 0
-    held: SlotManifest | None = None
-    assert process.stdout is not None
-    try:
-        for _, line in zip(range(300), process.stdout, strict=False):
-            manifest = slot_manifest(line)
-            for claim in (manifest, held):
-                if claim is None:
-                    continue
-                try:
-                    with SlotReader(claim) as slot:
-                        copies = [data.copy().view(np.float32) for _, data in slot.tensors()]
-                        slot.check()
-                except TornWeights:
-                    torn += 1
-                else:
-                    accepted += 1
-                    assert all((copy == claim.version).all() for copy in copies)
-            held = manifest
-    finally:
-        process.communicate("")
-    assert process.returncode == 0
-    assert accepted >= 2  # at the end the writer rests, and both slots are whole
-    assert accepted + torn == 599
-
-
-def slot_manifest(line: str) -> SlotManifest:
-    return SlotManifest(**json.loads(line))
-
-
-def test_a_killed_owners_directory_is_removed_and_a_live_ones_is_not(tmp_path: Path) -> None:
-    source = checkpoint(tmp_path / "source")
-    slots = tmp_path / f"{slot_directory.PREFIX}run"
-    process = start_writer(slots, source, 1)
-    assert process.stdout is not None
-    manifest = slot_manifest(process.stdout.readline())
-    try:
-        assert remove_stale(tmp_path) == []
-        with pytest.raises(SlotDirectoryError, match=f"in use by process {process.pid}"):
-            SlotWriter(slots, source)
-        verify(manifest)
-    finally:
-        process.send_signal(signal.SIGKILL)
-        process.communicate()
-    assert slots.exists()
-    verify(manifest)  # what a dead writer published stays whole
-    assert remove_stale(tmp_path) == [slots]
-    with pytest.raises(TornWeights, match=r"slot\.state is gone"):
-        verify(manifest)
-
-
-def test_a_dead_runs_directory_is_taken_over(tmp_path: Path) -> None:
-    source = checkpoint(tmp_path / "source")
-    process = start_writer(tmp_path / "slots", source, 1)
-    assert process.stdout is not None
-    process.stdout.readline()
-    process.kill()
-    process.communicate()
-    with SlotWriter(tmp_path / "slots", source) as writer:
-        verify(publish(writer, 5))
-
-
-# --- directory --------------------------------------------------------------------------------------------------------
-
-
-def test_the_directory_is_private_and_removed_on_close(tmp_path: Path) -> None:
-    source = checkpoint(tmp_path / "source")
-    with SlotWriter(tmp_path / "slots", source) as writer:
-        publish(writer, 1)
-        for path in (tmp_path / "slots", tmp_path / "slots" / "slot-0"):
-            assert path.stat().st_mode & 0o777 == 0o700
-        assert (tmp_path / "slots" / "owner.pid").read_text() == f"{os.getpid()}\n"
-    writer.close()
-    assert os.listdir(tmp_path) == ["source"]
-
-
-def test_a_directory_that_is_no_slot_directory_is_left_alone(tmp_path: Path) -> None:
-    mine = tmp_path / f"{slot_directory.PREFIX}mine"
-    mine.mkdir()
-    (mine / "data").write_text("keep")
-    assert not remove_if_stale(mine)
-    with pytest.raises(SlotDirectoryError, match="in use by another program"):
-        DirectoryLease(mine)
-    link = tmp_path / f"{slot_directory.PREFIX}link"
-    link.symlink_to(mine)
-    assert remove_stale(tmp_path) == []
-    assert (mine / "data").read_text() == "keep"
-
-
-def test_shared_memory_is_chosen_only_with_room_for_two(tmp_path: Path, monkeypatch) -> None:
-    shared, fallback = tmp_path / "shm", tmp_path / "run"
-    shared.mkdir()
-    monkeypatch.setattr(shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(4000, 1800, 2200))
-    name = f"{slot_directory.PREFIX}x"
-    assert choose_directory("x", fallback, 1000, shared_memory=shared) == shared / name
-    assert choose_directory("x", fallback, 1001, shared_memory=shared) == fallback / name
-    assert choose_directory("x", fallback, 1, shared_memory=tmp_path / "absent") == fallback / name
-
-
-def test_no_room_is_an_error_before_the_first_write(tmp_path: Path, monkeypatch) -> None:
-    def full(*_: int) -> None:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(os, "posix_fallocate", full)
-    source = checkpoint(tmp_path / "source")
-    with pytest.raises(SlotSpaceError, match=r"no room for two slots of \d+ bytes"):
-        SlotWriter(tmp_path / "slots", source)
-    assert os.listdir(tmp_path) == ["source"]
-
-
 def test_sources_that_cannot_serve_are_named(tmp_path: Path) -> None:
     empty = tmp_path / "empty"
     empty.mkdir()
@@ -484,8 +317,3 @@ def test_sources_that_cannot_serve_are_named(tmp_path: Path) -> None:
     with pytest.raises(SourceError, match="has dtype I8; slots hold F32, BF16, F16"):
         SlotWriter(tmp_path / "slots", quantised)
     assert not (tmp_path / "slots").exists()
-
-
-def test_the_reader_needs_no_torch() -> None:
-    program = "import sys, models.weights.reader, models.weights.directory; sys.exit('torch' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", program], cwd=ROOT, check=False).returncode == 0

@@ -141,3 +141,12 @@ def test_no_torch_and_no_tensorboard_at_import_and_no_torch_in_use(tmp_path: Pat
         "assert not {'torch', 'tensorflow'} & set(sys.modules)\n"
     )
     subprocess.run([sys.executable, "-c", program, str(tmp_path)], cwd=ROOT, check=True)
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
+def test_a_full_disk_is_named_with_its_cure(tmp_path: Path) -> None:
+    writer = JsonlMetrics(tmp_path / "m.jsonl")
+    os.dup2(os.open("/dev/full", os.O_WRONLY), writer._file.fileno())
+    with pytest.raises(MetricsError, match=r"m\.jsonl cannot be written .No space left.*choose another --run-dir"):
+        writer.write(1, {"x": 1.0}, wall_s=0, trained_tokens=0)
+    writer.close()

@@ -26,6 +26,7 @@ from pipeline.observe.summary import (
     efficiency_vs_bound,
     package_versions,
     read_summary,
+    staleness_metrics,
     summarise_evals,
     summarise_reward,
     summarise_staleness,
@@ -38,6 +39,9 @@ def test_staleness_of_a_histogram() -> None:
     assert summarise_staleness({0: 2, 1: 2, 2: 3}, 2) == StalenessSummary(mean=1.142857, p99=2, max=2, bound=2)
     assert summarise_staleness({0: 989, 1: 1, 5: 10, 9: 0}, None) == StalenessSummary(mean=0.051, p99=1, max=5)
     assert summarise_staleness({}, 3) == StalenessSummary(bound=3)
+    expected = {"staleness/mean": 1.142857, "staleness/p99": 2.0, "staleness/max": 2.0}
+    assert staleness_metrics({0: 2, 1: 2, 2: 3}) == expected
+    assert staleness_metrics({}) == {}
 
 
 @given(st.dictionaries(st.integers(0, 9), st.integers(0, 50), min_size=1))
@@ -162,10 +166,11 @@ def test_series_are_picked_by_name() -> None:
         {"step": 0, "eval/a": 0.1, "eval/a/version": 0},
         {"step": 1, "reward/mean": 0.2, "staleness/mean": 0.0, "staleness/max": 0},
         {"step": 2, "reward/mean": 0.3, "eval/a": 0.4, "eval/a/version": 2, "eval/a-pass@4": 0.9},
+        {"step": 3, "eval/a": 0.5, "eval/b-c": 0.6, "eval/version": 3, "eval/time_s": 9.0, "eval/a-truncated_ratio": 0},
     ]
     curve = curve_from_rows(rows, staleness_bound=1)
     assert (curve.steps, curve.rewards) == ([1, 2], [0.2, 0.3])
-    assert curve.evals == {"a": [(0, 0, 0.1), (2, 2, 0.4)]}
+    assert curve.evals == {"a": [(0, 0, 0.1), (2, 2, 0.4), (3, 3, 0.5)], "b-c": [(3, 3, 0.6)]}
     assert curve.staleness == [(1, 0.0, 0)]
 
 

@@ -176,3 +176,13 @@ def test_nothing_to_merge_is_an_error_and_leaves_no_file(tmp_path: Path) -> None
     with pytest.raises(TraceError, match="holds no trace records"):
         merge(tmp_path / "trace", tmp_path / "t.json")
     assert not (tmp_path / "t.json").exists()
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
+def test_a_full_disk_ends_the_trace_and_not_the_run(tmp_path: Path) -> None:
+    (tmp_path / "r.jsonl").symlink_to("/dev/full")
+    writer = TraceWriter(tmp_path, "r", stage="s")
+    for i in range(1000):
+        writer.span("x", start_s=T0, dur_s=1.0, group_id=i)
+    writer.close()
+    assert writer.dropped == 1000

@@ -153,6 +153,7 @@ def test_the_table_fits_and_keeps_what_matters(width: int) -> None:
         assert words in joined, words
     assert "eval heldout 0.625 at v3" in joined
     assert "mean 1.00 max 2 (bound 2)" in joined
+    assert "efficiency 75% of the bound (generate)" in joined
     assert "ETA 0:30" in joined
 
 

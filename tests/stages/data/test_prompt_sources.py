@@ -159,7 +159,7 @@ def test_dataset_directory(tmp_path: Path) -> None:
 
 
 def test_any_other_directory(tmp_path: Path) -> None:
-    with pytest.raises(SourceError, match="not one written by Dataset.save_to_disk"):
+    with pytest.raises(SourceError, match=r"not one written by Dataset\.save_to_disk"):
         open_source(str(tmp_path), KEYS)
 
 

@@ -56,7 +56,7 @@ def make_checkpoint(path: Path, **config: Any) -> Path:
     settings = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "<s>", "eos_token": "<|im_end|>", **config}
     (path / "tokenizer_config.json").write_text(json.dumps(settings))
     (path / "chat_template.jinja").write_text(TEMPLATE)
-    (path / "generation_config.json").write_text(json.dumps({"eos_token_id": [259, 258]}))
+    (path / "generation_config.json").write_text(json.dumps({"eos_token_id": [256, 259, 258]}))
     return path
 
 
@@ -84,12 +84,12 @@ def test_light_equals_transformers(tmp_path: Path, bos: bool) -> None:
             assert light.apply_chat_template(MESSAGES, tools, **extra) == expected
 
 
-def test_end_of_sequence_ids_are_joined(tmp_path: Path) -> None:
+def test_end_of_sequence_ids_are_joined_with_the_tokenizers_own_first(tmp_path: Path) -> None:
     path = make_checkpoint(tmp_path / "model")
-    assert load_tokenizer(str(path)).eos_ids == (258, 259)
+    assert load_tokenizer(str(path)).eos_ids == (258, 256, 259)
     (path / "generation_config.json").unlink()
     (path / "config.json").write_text(json.dumps({"text_config": {"eos_token_id": 256}}))
-    assert load_tokenizer(str(path)).eos_ids == (256, 258)
+    assert load_tokenizer(str(path)).eos_ids == (258, 256)
 
 
 def test_template_sees_tools_and_the_generation_prompt(tmp_path: Path) -> None:
@@ -175,10 +175,10 @@ def test_broken_files(tmp_path: Path) -> None:
         load_tokenizer(str(path), str(tmp_path / "missing.jinja"))
     (path / "chat_template.jinja").unlink()
     (path / "tokenizer.json").write_text("{}")
-    with pytest.raises(TokenizerError, match="cannot be read .*save the tokenizer again"):
+    with pytest.raises(TokenizerError, match=r"cannot be read .*save the tokenizer again"):
         load_tokenizer(str(path))
     (path / "tokenizer_config.json").write_text("{")
-    with pytest.raises(TokenizerError, match="not valid JSON .*save the tokenizer again"):
+    with pytest.raises(TokenizerError, match=r"not valid JSON .*save the tokenizer again"):
         load_tokenizer(str(path))
 
 

@@ -1,0 +1,156 @@
+"""What the tests of the engines share: configurations, requests, and ways to drive an engine."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+
+from configs.schema.engine import EngineConfig, SimulatedEngineConfig
+from models.engines.client import EngineClient
+from models.engines.core import Completion
+from models.engines.embedded.engine import EmbeddedEngine
+from models.engines.embedded.stepper import Stepper
+from models.engines.intake import Intake
+from models.engines.protocol import GenerateRequest, SamplingParams
+from models.engines.text import TextCodec
+
+CONTEXT = 1024
+
+
+@dataclass(frozen=True)
+class Capabilities:
+    """Known differences between the engines that speak the protocol; True is what the embedded engine does.
+
+    SGLang (0.5.23): seeds are ignored without deterministic mode; a bad token id kills the scheduler; in_place keeps
+    stale KV in its prefix cache across versions; an in_place update that asks to flush while requests run answers 400
+    although it took effect; a stream's chunks and the granularity of aborts are the same. Simulated: contents stop
+    nothing, prompts are not scored, any directory is accepted as weights.
+    """
+
+    seeds: bool = True
+    contents_stop: bool = True
+    scores_prompts: bool = True
+    refuses_bad_ids: bool = True
+    reads_weights: bool = True
+    flushes_while_paused: bool = True
+
+
+@dataclass(frozen=True)
+class Target:
+    """One engine to test. `other` is a second checkpoint of the same shape."""
+
+    client: EngineClient
+    can: Capabilities
+    model: str
+    other: str
+    label: str
+
+    @property
+    def url(self) -> str:
+        return self.client.base_url
+
+
+SIMULATED = EngineConfig(
+    engine="simulated",
+    engine_slots=32,
+    simulated=SimulatedEngineConfig(
+        a_ms=1.0, c_ms=0.02, prefill_ms_per_token=0.01, length_mean=60.0, update_s=0.01, vocab_size=256
+    ),
+)
+EMBEDDED = EngineConfig(engine="embedded", engine_slots=32, engine_device="cpu")
+
+
+def ask(prompt: list[int] | list[list[int]], rid: str | None = None, **params: object) -> GenerateRequest:
+    """A request with log-probs that no EOS ends, unless told otherwise."""
+    params = {"ignore_eos": True, "max_new_tokens": 8, **params}
+    return GenerateRequest(
+        input_ids=prompt,  # type: ignore[arg-type]
+        rid=rid,
+        sampling_params=msgspec.convert(params, SamplingParams),
+        return_logprob=True,
+    )
+
+
+async def until(condition: Callable[[], Awaitable[bool]], timeout_s: float = 20.0) -> None:
+    """Wait until a condition holds; polls, for tests look from outside."""
+    async with asyncio.timeout(timeout_s):
+        while not await condition():  # noqa: ASYNC110 - looks from outside
+            await asyncio.sleep(0.002)
+
+
+async def generating(client: EngineClient, tokens: int = 1) -> None:
+    """Wait until the engine's running requests hold at least so many tokens."""
+
+    async def busy() -> bool:
+        load = (await client.loads())[0]
+        return load.num_running_reqs > 0 and load.num_used_tokens >= tokens
+
+    await until(busy)
+
+
+class Bench:
+    """Drives an embedded engine step by step, without thread, server or clock."""
+
+    def __init__(self, path: Path, max_context_len: int | None = 256, **config: object) -> None:
+        settings = msgspec.structs.replace(EMBEDDED, **config)
+        self.codec = TextCodec.load(path)
+        self.engine = EmbeddedEngine(settings, str(path), max_context_len=max_context_len, label="w1", codec=self.codec)
+        seeds = itertools.count(100)
+        self._intake = Intake(self.engine.facts, self.codec, lambda: next(seeds))
+        self._open: list[Completion] = []
+
+    @property
+    def stepper(self) -> Stepper:
+        return self.engine.stepper
+
+    def make(
+        self,
+        prompt: list[int],
+        *,
+        score_from: int = -1,
+        extra_key: str | None = None,
+        stream: bool = False,
+        **params: object,
+    ) -> list[Completion]:
+        """Completions of one request that no EOS ends, unless told otherwise."""
+        params = {"ignore_eos": True, **params}
+        request = GenerateRequest(
+            input_ids=prompt,
+            sampling_params=msgspec.convert(params, SamplingParams),
+            return_logprob=True,
+            logprob_start_len=score_from,
+            extra_key=extra_key,
+            stream=stream,
+        )
+        return self._intake.expand(request)[0]
+
+    def submit(self, *requests: list[Completion]) -> None:
+        for completions in requests:
+            self._open += completions
+            self.stepper.submit(completions)
+
+    def steps(self, count: int) -> None:
+        for _ in range(count):
+            self.stepper.step()
+
+    def finish(self) -> list[Completion]:
+        """Run to the end; all that was submitted, in order."""
+        while self.stepper.has_work:
+            self.stepper.step()
+        done, self._open = self._open, []
+        assert all(completion.finish is not None for completion in done)
+        self.stepper.take_progressed()
+        return done
+
+    def run(self, *requests: list[Completion]) -> list[Completion]:
+        self.submit(*requests)
+        return self.finish()
+
+    def swap(self, path: Path, label: str | None) -> None:
+        weights = self.engine._weights  # the engine swaps in its thread, which does not run here
+        self.stepper.swap(lambda: weights.load(path), label)

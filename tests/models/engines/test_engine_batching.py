@@ -1,0 +1,190 @@
+"""Continuous batching: slots, prefixes, stopping, queueing. Driven step by step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from models.engines.core import Completion
+from models.engines.embedded import prefill
+from tests.models.engines.harness import Bench
+
+Checkpoints = Callable[..., Path]
+
+
+@pytest.fixture
+def bench(checkpoints: Checkpoints) -> Bench:
+    return Bench(checkpoints())
+
+
+def outputs(completions: list[Completion]) -> list[list[int]]:
+    return [completion.output_ids for completion in completions]
+
+
+def test_n_samples_compute_their_prompt_once(bench: Bench) -> None:
+    bench.run(bench.make(list(range(1, 21)), n=8, max_new_tokens=3))
+    totals = bench.stepper.totals
+    assert (totals.prompt_tokens, totals.computed_prompt_tokens, totals.cached_tokens) == (160, 20, 7 * 19)
+    assert totals.generated_tokens == 24
+
+
+@pytest.mark.parametrize("prefix_cache", [True, False])
+def test_prefixes_are_shared_between_requests_only_if_asked(checkpoints: Checkpoints, prefix_cache: bool) -> None:
+    bench = Bench(checkpoints(), prefix_cache=prefix_cache)
+    prompt = list(range(1, 31))
+    bench.run(bench.make(prompt, max_new_tokens=2), bench.make(prompt, max_new_tokens=2))
+    bench.run(bench.make(prompt, max_new_tokens=2))
+    assert bench.stepper.totals.computed_prompt_tokens == (31 if prefix_cache else 90)
+
+
+def test_more_requests_than_slots_all_finish_alike(checkpoints: Checkpoints) -> None:
+    """Two slots or thirty-two: the same seeds give the same responses, whoever shares a step."""
+    work = [
+        dict(max_new_tokens=3 + 5 * (index % 4), sampling_seed=index, top_p=0.9 if index % 3 else 1.0)
+        for index in range(9)
+    ]
+    results = []
+    for slots in (2, 3, 32):
+        bench = Bench(checkpoints(), engine_slots=slots)
+        requests = [bench.make([index + 1, 7], n=2, **params) for index, params in enumerate(work)]
+        results.append(outputs(bench.run(*requests)))
+        assert bench.stepper.running == bench.stepper.waiting == 0
+    assert results[0] == results[1] == results[2]
+
+
+def test_gathered_and_sliced_batches_agree(checkpoints: Checkpoints) -> None:
+    """Twenty short requests leave one long one in the last slot: it goes on alone, gathered from the cache."""
+    bench = Bench(checkpoints(), engine_slots=21)
+    short = [bench.make([index + 1, 2, 3], max_new_tokens=5) for index in range(20)]
+    long = bench.make([9, 9, 9], max_new_tokens=60, sampling_seed=4)
+    crowded = bench.run(*short, long)[-1]
+    alone = Bench(checkpoints()).run(bench.make([9, 9, 9], max_new_tokens=60, sampling_seed=4))[0]
+    assert crowded.output_ids == alone.output_ids
+
+
+def test_idle_rows_of_a_slice_do_not_hurt_retained_prefixes(checkpoints: Checkpoints) -> None:
+    bench = Bench(checkpoints(), engine_slots=4)
+    prompt = list(range(1, 41))
+    [first] = bench.run(bench.make(prompt, max_new_tokens=5, temperature=0.0))
+    long = [bench.make([index, 5, 6], max_new_tokens=30) for index in range(1, 4)]
+    bench.run(*long)  # slots 1 to 3 decode in a slice that holds the retained slot 0
+    [again] = bench.run(bench.make(prompt, max_new_tokens=5, temperature=0.0))
+    assert again.cached_tokens == 39
+    assert again.output_ids == first.output_ids
+    assert again.log_probs == pytest.approx(first.log_probs, abs=1e-5)
+
+
+def test_prefix_cache_never_crosses_versions(checkpoints: Checkpoints) -> None:
+    bench = Bench(checkpoints())
+    prompt = list(range(1, 41))
+    bench.run(bench.make(prompt, max_new_tokens=4))
+    bench.submit(bench.make([*prompt[:20], 3], max_new_tokens=20))
+    bench.steps(2)
+    bench.stepper.pause("in_place")
+    bench.swap(checkpoints(seed=1), "w2")
+    bench.stepper.resume()
+    # Neither the retained prefix nor the one of the request that is still running may be found.
+    bench.submit(bench.make(prompt, max_new_tokens=4), bench.make([*prompt[:20], 3, 4], max_new_tokens=4))
+    done = bench.finish()
+    assert [completion.cached_tokens for completion in done[1:]] == [0, 0]
+    [same] = bench.run(bench.make(prompt, max_new_tokens=4))
+    assert same.cached_tokens == 39
+
+
+def test_a_relabelled_version_keeps_its_prefixes_apart_by_key_only(bench: Bench) -> None:
+    prompt = list(range(1, 41))
+    keys = ["v1", "v1", "v2", None]
+    cached = [bench.run(bench.make(prompt, extra_key=key, max_new_tokens=2))[0].cached_tokens for key in keys]
+    assert cached == [0, 39, 0, 0]
+
+
+def test_short_common_beginnings_are_computed_again(bench: Bench) -> None:
+    bench.run(bench.make([1, 2, 3, 4, 5, 6, 7], max_new_tokens=2))
+    cases = [[1, 2, 3, 40, 41, 42, 43, 44], [1, 2, 3, 4, 5, 60], [2, 2, 3]]
+    assert [bench.run(bench.make(case, max_new_tokens=2))[0].cached_tokens for case in cases] == [0, 5, 0]
+
+
+def test_long_queues_are_prefilled_in_portions(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prefill, "PREFILL_TOKENS", 100)
+    bench.submit(*[bench.make([index + 1] * 40, max_new_tokens=10) for index in range(5)])
+    bench.steps(1)
+    assert (bench.stepper.running, bench.stepper.waiting) == (2, 3)
+    assert len(bench.finish()) == 5
+
+
+def test_eos_of_the_checkpoint_ends_unless_ignored(checkpoints: Checkpoints) -> None:
+    bench = Bench(checkpoints(tokenizer="arithmetic"))
+    eos = next(iter(bench.engine.facts.eos_ids))
+    stopped = bench.run(bench.make([1, 2, 3], n=16, max_new_tokens=200, ignore_eos=False))
+    ends = [completion for completion in stopped if completion.finish and completion.finish.type == "stop"]
+    assert len(ends) > 8  # 32 ids: hardly any random response of 200 tokens lacks an EOS
+    assert all(completion.output_ids[-1] == eos and completion.output_ids.count(eos) == 1 for completion in ends)
+    [ignored] = bench.run(bench.make([1, 2, 3], max_new_tokens=200, sampling_seed=1))
+    assert len(ignored.output_ids) == 200
+    assert eos in ignored.output_ids
+
+
+def test_min_new_tokens_holds_the_end_back(checkpoints: Checkpoints) -> None:
+    bench = Bench(checkpoints(tokenizer="arithmetic"))
+    eos = next(iter(bench.engine.facts.eos_ids))
+    done = bench.run(bench.make([1, 2, 3], n=16, max_new_tokens=100, min_new_tokens=30, ignore_eos=False))
+    for completion in done:
+        assert eos not in completion.output_ids[:30]
+        assert len(completion.output_ids) > 30
+    assert any(len(completion.output_ids) < 100 for completion in done)
+
+
+def test_stop_strings_are_found_across_tokens_and_cut_from_the_text(bench: Bench) -> None:
+    greedy = {"temperature": 0.0, "max_new_tokens": 40}
+    vocabulary = list(range(32, 127))  # printable bytes
+    prompt = vocabulary[:5]
+    [free] = bench.run(bench.make(prompt, **greedy))
+    text = bench.codec.decode(free.output_ids, True)
+    start = next(index for index in range(4, len(text) - 2) if "\ufffd" not in text[index : index + 2])
+    stop = text[start : start + 2]
+    [output] = bench.run(bench.make(prompt, stop=[stop, "never"], **greedy))
+    assert output.finish is not None
+    assert (output.finish.type, output.finish.matched) == ("stop", stop)
+    assert output.output_ids == free.output_ids[: len(output.output_ids)]
+    assert bench.codec.decode(output.output_ids, True).endswith(stop)
+    assert stop not in bench.codec.decode(output.output_ids[:-1], True)
+
+
+def test_abort_before_and_after_admission(checkpoints: Checkpoints) -> None:
+    bench = Bench(checkpoints(), engine_slots=2)
+    first, second = bench.make([1, 2], n=2, max_new_tokens=50), bench.make([3, 4], max_new_tokens=50)
+    bench.submit(first, second)
+    bench.steps(4)
+    bench.stepper.cancel([first[0], second[0]])
+    assert [completion.finish is not None for completion in (*first, *second)] == [True, False, True]
+    assert (len(first[0].output_ids), len(second[0].output_ids)) == (5, 0)
+    assert second[0].spans == []
+    [_, kept, _] = bench.finish()
+    assert len(kept.output_ids) == 50
+
+
+def test_retraction_keeps_the_order_of_the_queue(checkpoints: Checkpoints) -> None:
+    bench = Bench(checkpoints(), engine_slots=3)
+    work = [bench.make([index], max_new_tokens=20) for index in range(1, 6)]
+    bench.submit(*work)
+    bench.steps(3)
+    bench.stepper.pause("retract")
+    bench.stepper.resume()
+    bench.steps(1)
+    assert [bool(completions[0].admitted_s) for completions in work] == [True, True, True, False, False]
+    assert sorted(c.prompt[0] for c in bench.stepper._table.owners.values()) == [1, 2, 3]
+    assert [len(completion.output_ids) for completion in bench.finish()] == [20] * 5
+
+
+def test_two_updates_without_a_token_between_leave_one_span(checkpoints: Checkpoints) -> None:
+    bench = Bench(checkpoints())
+    bench.submit(bench.make([1, 2], max_new_tokens=20))
+    bench.steps(3)
+    for label in ("w2", "w3"):
+        bench.stepper.pause("in_place")
+        bench.swap(checkpoints(seed=1), label)
+        bench.stepper.resume()
+    [completion] = bench.finish()
+    assert [(span.version, span.start, span.end) for span in completion.spans] == [("w1", 0, 4), ("w3", 4, 20)]

@@ -1,0 +1,207 @@
+"""The client: error types, SGLang's quirks, tolerant decoding, sparse encoding, and that it stays light."""
+
+from __future__ import annotations
+
+import json
+import pickle
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Callable
+
+import msgspec
+import pytest
+from aiohttp import web
+
+from models.engines.client import EngineClient
+from models.engines.errors import (
+    EngineProtocolError,
+    EngineRefused,
+    EngineTimeout,
+    EngineUnreachable,
+)
+from models.engines.protocol import GenerateOutput, GenerateRequest, SamplingParams, VersionSpan
+
+# As a real server sends it, with keys that nobody here knows.
+ANSWER = {
+    "text": "ab",
+    "output_ids": [279, 134],
+    "new_key": {"x": 1},
+    "meta_info": {
+        "id": "r1",
+        "finish_reason": {"type": "stop", "matched": 134},
+        "prompt_tokens": 3,
+        "completion_tokens": 2,
+        "reasoning_tokens": 0,
+        "cached_tokens": 4,
+        "cached_tokens_details": {"device": 4, "host": 0, "disk": 0},
+        "weight_version": "v2",
+        "weight_versions": [{"version": "v1", "start": 0, "end": 1}, {"version": "v2", "start": 1, "end": 2}],
+        "num_retractions": 0,
+        "input_token_logprobs": [],
+        "output_token_logprobs": [[-5.236, 279, None], [-5.264, 134, None]],
+        "dp_rank": None,
+        "prefill_finished_time": 1.5,
+    },
+}
+Serve = Callable[..., "EngineClient"]
+
+
+@pytest.fixture
+async def serve() -> AsyncIterator[Callable[..., object]]:
+    """Start a server whose every route answers the same; returns a client and the list of bodies received."""
+    closing = []
+
+    async def start(body: object, status: int = 200, **options: object) -> tuple[EngineClient, list[bytes]]:
+        received: list[bytes] = []
+
+        async def answer(request: web.Request) -> web.Response:
+            received.append(await request.read())
+            return web.Response(body=body if isinstance(body, bytes) else json.dumps(body).encode(), status=status)
+
+        app = web.Application()
+        app.router.add_route("*", "/{path:.*}", answer)
+        runner = web.AppRunner(app)
+        await runner.setup()
+        await web.TCPSite(runner, "127.0.0.1", 0).start()
+        client = EngineClient(f"http://127.0.0.1:{runner.addresses[0][1]}", **options)  # type: ignore[arg-type]
+        closing.extend([client.close, runner.cleanup])
+        return client, received
+
+    yield start
+    for close in closing:
+        await close()
+
+
+async def test_answers_of_real_servers_decode(serve) -> None:  # type: ignore[no-untyped-def]
+    client, _ = await serve(ANSWER)
+    [output] = await client.generate(GenerateRequest(input_ids=[1, 2, 3]))
+    assert output.output_log_probs == [-5.236, -5.264]
+    assert output.version_spans == [VersionSpan("v1", 0, 1), VersionSpan("v2", 1, 2)]
+    assert output.meta_info.finish_reason is not None
+    assert output.meta_info.finish_reason.matched == 134
+    assert not output.aborted
+    client, _ = await serve([ANSWER, ANSWER])
+    assert len(await client.generate(GenerateRequest(input_ids=[1, 2, 3]))) == 2
+
+
+def test_versions_without_spans_cover_all_tokens() -> None:
+    raw = {"output_ids": [1, 2, 3], "meta_info": {"id": "r", "weight_version": "7"}}
+    assert msgspec.convert(raw, GenerateOutput).version_spans == [VersionSpan("7", 0, 3)]
+
+
+async def test_requests_are_sparse_but_always_carry_the_policy(serve) -> None:  # type: ignore[no-untyped-def]
+    client, received = await serve(ANSWER)
+    params = SamplingParams(max_new_tokens=64, n=2, sampling_seed=7)
+    await client.generate(GenerateRequest(input_ids=[1, 2], rid="r1", sampling_params=params, return_logprob=True))
+    assert json.loads(received[0]) == {
+        "input_ids": [1, 2],
+        "rid": "r1",
+        "return_logprob": True,
+        "sampling_params": {
+            "temperature": 1.0,
+            "top_p": 1.0,
+            "top_k": -1,
+            "min_p": 0.0,
+            "max_new_tokens": 64,
+            "n": 2,
+            "sampling_seed": 7,
+        },
+    }
+
+
+async def test_weights_updated_without_flush_is_a_success(serve) -> None:  # type: ignore[no-untyped-def]
+    words = "Weights were updated, but the cache was not flushed because requests are running."
+    client, received = await serve({"success": False, "message": words}, status=400)
+    updated = await client.update_weights_from_disk("/ckpt", "v2")
+    assert not updated.cache_flushed
+    assert updated.message == words
+    assert json.loads(received[0])["weight_version"] == "v2"
+    client, _ = await serve({"success": False, "message": "Failed to load"}, status=400)
+    with pytest.raises(EngineRefused, match="refused the call with 400: Failed to load"):
+        await client.update_weights_from_disk("/ckpt", "v2")
+
+
+@pytest.mark.parametrize(
+    ("status", "body", "error", "words"),
+    [
+        (400, {"error": "unknown field `x`"}, EngineRefused, "with 400: unknown field `x`"),
+        (400, {"error": {"message": "too long"}}, EngineRefused, "with 400: too long"),
+        (404, b"404: Not Found", EngineRefused, "with 404: 404: Not Found"),
+        (503, b"no worker", EngineUnreachable, "answered 503: no worker"),
+        (500, b"", EngineUnreachable, "answered 500"),
+        (200, b"<html>", EngineProtocolError, "answered b'<html>', which does not decode"),
+        (200, {"output_ids": "abc", "meta_info": {"id": "r"}}, EngineProtocolError, "broke the protocol"),
+    ],
+)
+async def test_errors_have_types_and_the_servers_words(  # type: ignore[no-untyped-def]
+    serve, status: int, body: object, error: type[Exception], words: str
+) -> None:
+    client, _ = await serve(body, status=status)
+    with pytest.raises(error, match=words):
+        await client.generate(GenerateRequest(input_ids=[1]))
+
+
+async def test_a_dead_engine_is_unreachable() -> None:
+    async with EngineClient("http://127.0.0.1:9") as client:
+        with pytest.raises(EngineUnreachable, match=r"http://127\.0\.0\.1:9 cannot be reached") as caught:
+            await client.generate(GenerateRequest(input_ids=[1]))
+        assert caught.value.retryable
+        assert not await client.health()
+        assert not await client.ready()
+
+
+async def test_a_connection_lost_in_mid_answer_is_unreachable() -> None:
+    import asyncio
+
+    async def hang_up(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: 100\r\n\r\n{")
+        writer.close()
+
+    server = await asyncio.start_server(hang_up, "127.0.0.1", 0)
+    port = server.sockets[0].getsockname()[1]
+    async with server, EngineClient(f"http://127.0.0.1:{port}") as client:
+        with pytest.raises(EngineUnreachable, match="ClientPayloadError"):
+            await client.generate(GenerateRequest(input_ids=[1]))
+
+
+async def test_bad_ids_are_refused_before_they_are_sent(serve) -> None:  # type: ignore[no-untyped-def]
+    client, received = await serve(ANSWER, vocab_size=100)
+    with pytest.raises(ValueError, match="input_ids contains 100, outside the vocabulary of 100 tokens"):
+        await client.generate(GenerateRequest(input_ids=[[1, 2], [3, 100]]))
+    with pytest.raises(ValueError, match="contains -1"):
+        await client.generate(GenerateRequest(input_ids=[-1]))
+    assert received == []
+
+
+async def test_streams_are_not_for_generate(serve) -> None:  # type: ignore[no-untyped-def]
+    client, _ = await serve(ANSWER)
+    with pytest.raises(ValueError, match="stream=True is not for generate"):
+        await client.generate(GenerateRequest(input_ids=[1], stream=True))
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        EngineUnreachable("http://e", "gone"),
+        EngineTimeout("http://e", 3.0),
+        EngineRefused("http://e", 400, "no"),
+        EngineProtocolError("http://e", "odd"),
+    ],
+)
+def test_errors_survive_pickling(error: Exception) -> None:
+    again = pickle.loads(pickle.dumps(error))
+    assert (type(again), str(again)) == (type(error), str(error))
+
+
+def test_client_side_imports_nothing_heavy() -> None:
+    code = (
+        "import sys, models.engines.client, models.engines.protocol, models.engines.errors, models.engines.noise;"
+        "print([m for m in ('torch', 'transformers', 'safetensors', 'tokenizers', 'zmq') if m in sys.modules])"
+    )
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[]\n"
+
+
+def test_the_simulated_engine_needs_no_torch() -> None:
+    code = "import sys, models.engines.serve, models.engines.simulated; print('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "False\n"

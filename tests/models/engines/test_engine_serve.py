@@ -1,0 +1,162 @@
+"""Server processes: ready file, signals, the parent's death, ports, crashes."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from models.engines.client import EngineClient
+from models.engines.errors import EngineError, EngineStartError
+from models.engines.serve import EngineServer
+from tests.models.engines.harness import EMBEDDED, SIMULATED, ask
+
+ARGUMENTS = ["-m", "models.engines.serve", "--engine", "simulated", "--model-path", "none"]
+
+
+def wait_for(path: Path, process: subprocess.Popen[bytes]) -> dict[str, object]:
+    deadline = time.monotonic() + 60
+    while not path.exists():
+        assert process.poll() is None, "the server process ended early"
+        assert time.monotonic() < deadline, "the server did not become ready"
+        time.sleep(0.01)
+    ready: dict[str, object] = json.loads(path.read_text())
+    return ready
+
+
+def gone(pid: int) -> bool:
+    """True once no such process runs (a zombie that nobody reaps counts as gone)."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] == "Z"
+    except FileNotFoundError:
+        return True
+
+
+@pytest.fixture
+def process(tmp_path: Path) -> Iterator[tuple[subprocess.Popen[bytes], dict[str, object]]]:
+    ready = tmp_path / "ready.json"
+    child = subprocess.Popen([sys.executable, *ARGUMENTS, "--ready-file", str(ready), "--weight-version", "3.7"])
+    try:
+        yield child, wait_for(ready, child)
+    finally:
+        child.kill()
+        child.wait()
+
+
+async def test_a_process_serves_ignores_interrupts_and_stops_on_sigterm(process) -> None:  # type: ignore[no-untyped-def]
+    child, ready = process
+    assert ready["pid"] == child.pid
+    async with EngineClient(str(ready["url"])) as client:
+        child.send_signal(signal.SIGINT)
+        [output] = await client.generate(ask([1, 2], max_new_tokens=3))
+        assert output.meta_info.weight_version == "3.7"
+        async with asyncio.TaskGroup() as group:
+            open_ = group.create_task(client.generate(ask([1, 2], max_new_tokens=100_000)))
+            await asyncio.sleep(0.2)
+            child.send_signal(signal.SIGTERM)
+        [partial] = open_.result()  # what is open at the end is answered, not dropped
+        assert partial.aborted
+    assert await asyncio.to_thread(child.wait, 20) == 0
+
+
+def test_the_server_dies_with_its_parent(tmp_path: Path) -> None:
+    ready = tmp_path / "ready.json"
+    code = (
+        "import subprocess, sys, time;"
+        f"subprocess.Popen([sys.executable, *{[*ARGUMENTS, '--ready-file', str(ready)]!r}]); time.sleep(600)"
+    )
+    parent = subprocess.Popen([sys.executable, "-c", code])
+    pid = int(str(wait_for(ready, parent)["pid"]))
+    assert not gone(pid)
+    parent.kill()
+    parent.wait()
+    deadline = time.monotonic() + 10
+    while not gone(pid):
+        assert time.monotonic() < deadline, "the server outlived its parent"
+        time.sleep(0.01)
+
+
+def test_bad_arguments_are_one_clear_line(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "models.engines.serve", "--model-path", str(tmp_path), "--config"]
+    refused = subprocess.run([*command, '{"engine_slot": 3}'], capture_output=True, text=True, check=False)
+    assert refused.returncode == 1
+    assert refused.stderr == "error: Object contains unknown field `engine_slot`\n"
+
+
+@pytest.mark.slow
+def test_a_missing_checkpoint_is_one_clear_line(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "models.engines.serve", "--engine", "embedded", "--model-path", str(tmp_path)]
+    refused = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert refused.returncode == 1
+    assert refused.stderr.startswith("error: model_path=")
+    assert "has no config.json; give a Hugging Face checkpoint directory" in refused.stderr
+
+
+async def test_a_port_in_use_is_one_clear_error() -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        server = EngineServer(SIMULATED, "none", max_context_len=None, seed=0, port=port)
+        with pytest.raises(EngineStartError, match=rf"port {port} of 127\.0\.0\.1 is in use; choose another --port"):
+            async with server:
+                pass
+
+
+async def test_leaving_the_context_answers_what_is_open_and_frees_the_port(checkpoints: Callable[..., Path]) -> None:
+    async with EngineServer(EMBEDDED, str(checkpoints()), max_context_len=1024, seed=0) as server:
+        url = server.url
+        client = EngineClient(url)
+        task = asyncio.ensure_future(client.generate(ask([1, 2], max_new_tokens=1000)))
+        await asyncio.sleep(0.05)
+    [partial] = await task
+    assert partial.aborted
+    assert not await client.health()
+    await client.close()
+    async with EngineServer(SIMULATED, "none", max_context_len=None, seed=0, port=int(url.rsplit(":", 1)[1])) as again:
+        assert again.url == url
+
+
+async def test_a_crash_of_the_engine_answers_everything_and_is_told(
+    checkpoints: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from models.engines.embedded.stepper import Stepper
+
+    async with (
+        EngineServer(EMBEDDED, str(checkpoints()), max_context_len=1024, seed=0) as server,
+        EngineClient(server.url) as client,
+    ):
+
+        def broken(self: Stepper) -> None:
+            raise RuntimeError("no memory left")
+
+        monkeypatch.setattr(Stepper, "step", broken)
+        [output] = await client.generate(ask([1, 2]))
+        assert output.aborted
+        with pytest.raises(EngineError, match="the engine died: RuntimeError: no memory left"):
+            await server.wait()
+        assert not await client.health()
+        with pytest.raises(EngineError, match="503"):
+            await client.generate(ask([1, 2]))
+
+
+def test_embedded_seed_makes_unseeded_requests_repeatable(checkpoints: Callable[..., Path]) -> None:
+    async def outputs(seed: int) -> list[list[int]]:
+        async with (
+            EngineServer(EMBEDDED, str(checkpoints()), max_context_len=256, seed=seed) as server,
+            EngineClient(server.url) as client,
+        ):
+            return [(await client.generate(ask([1, 2])))[0].output_ids for _ in range(3)]
+
+    first = asyncio.run(outputs(5))
+    assert first == asyncio.run(outputs(5))
+    assert first != asyncio.run(outputs(6))
+    assert first[0] != first[1]

@@ -1,0 +1,155 @@
+"""Log-probs of packed rows are those of each sequence alone, for several architectures and attentions."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from configs.schema.train import TrainConfig
+from models.tiny import make_tiny_checkpoint
+from models.train.loading import load_model
+from models.train.packing import Layout, Unit
+from models.train.rows import pack_rows
+from models.train.scoring import Scorer
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    root = tmp_path_factory.mktemp("architectures")
+    return {
+        name: make_tiny_checkpoint(
+            root / name,
+            architecture=name,  # type: ignore[arg-type]
+            hidden_size=32,
+            num_layers=2,
+            intermediate_size=64,
+            max_position_embeddings=128,
+        )
+        for name in ("qwen3", "qwen2", "llama")
+    }
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@pytest.mark.parametrize("architecture", ["qwen3", "qwen2", "llama"])
+def test_packed_log_probs_are_those_of_each_sequence_alone(
+    checkpoints: dict[str, Path], architecture: str, attention: str
+) -> None:
+    config = TrainConfig(hf_checkpoint=str(checkpoints[architecture]), attn_implementation=attention)
+    device = torch.device("cpu")
+    loaded = load_model(config.hf_checkpoint, "hf_checkpoint", config, device, seed=0)
+    assert loaded.packing.pack
+    assert loaded.packing.share_prompts
+    # Larger weights than at initialisation, so that attending to a neighbour would show.
+    with torch.no_grad():
+        for parameter in loaded.model.parameters():
+            parameter.mul_(3.0)
+    score = Scorer(loaded.model, device=device, autocast_dtype=None, temperature=0.7, chunk_tokens=16)
+    rng = np.random.default_rng(1)
+    prompt = rng.integers(0, 256, 6)
+    sizes = [17, 8, 12, 6, 1, 3, 9, 5]  # the first four share a prompt of 6; the fourth has one response token
+    tokens = [rng.integers(0, 256, size + 1).astype(np.int32) for size in sizes]
+    for ids in tokens[:4]:
+        ids[:6] = prompt
+    chosen = [np.arange(6 if item < 4 else 1, size + 1) for item, size in enumerate(sizes)]
+    single = [Unit((item,), 0, size) for item, size in enumerate(sizes)]
+    family, pair = Unit((0, 1, 2, 3), 6, 6 + 11 + 2 + 6 + 0), Unit((2, 1), 6, 6 + 6 + 2)
+    layouts = {
+        "packed": Layout(((single[0], single[1]), (single[5], single[3], single[2]), (single[4],)), 26),
+        "padded": Layout(tuple((unit,) for unit in single), 20),
+        "shared prompt": Layout(((family,),), 25),
+        "shared and packed": Layout(((single[4], family), (single[6], single[5], single[7])), 27),
+        "shared twice": Layout(((pair, Unit((0, 3), 6, 17)), (single[6],)), 31),
+    }
+    with torch.no_grad():
+        alone = [score(pack_rows(Layout(((unit,),), unit.length), tokens, chosen))[0] for unit in single]
+        for name, layout in layouts.items():
+            found, _ = score(pack_rows(layout, tokens, chosen))
+            expected = torch.cat([alone[item] for item in layout.items])
+            torch.testing.assert_close(found, expected, atol=1e-5, rtol=0, msg=lambda m, n=name: f"{n}: {m}")
+        # The same against transformers' own logits.
+        ids = torch.from_numpy(tokens[6].astype(np.int64))
+        logits = loaded.model(input_ids=ids[None, :-1]).logits[0].float() / 0.7
+        expected = logits.log_softmax(-1).gather(-1, ids[1:, None])[:, 0]
+        torch.testing.assert_close(alone[6], expected, atol=1e-5, rtol=0)
+
+
+class Config:
+    def get_text_config(self) -> Config:
+        return self
+
+
+class Decoder(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = torch.nn.Embedding(11, 6)
+
+    def forward(self, input_ids: torch.Tensor, use_cache: bool) -> object:
+        return type("Output", (), {"last_hidden_state": self.embedding(input_ids)})
+
+
+class Model(torch.nn.Module):
+    """A bigram model: enough to test the head without attention."""
+
+    config = Config()
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.base_model = Decoder()
+        self.head = torch.nn.Linear(6, 11)
+
+    def get_output_embeddings(self) -> torch.nn.Linear:
+        return self.head
+
+
+@settings(deadline=None, max_examples=8)
+@given(st.integers(1, 40), st.sampled_from(["none", "value", "graph"]))
+def test_chunks_of_the_head_change_nothing(chunk: int, entropy: str) -> None:
+    """Log-probs, entropies and gradients, whatever number of tokens has logits at one time."""
+    torch.manual_seed(0)
+    model = Model()
+    ids = np.arange(38, dtype=np.int32) % 11
+    rows = pack_rows(Layout(((Unit((0,), 0, 37),),), 37), [ids], [np.arange(1, 38)])
+    results = []
+    for size in (chunk, 1000):
+        score = Scorer(model, device=torch.device("cpu"), autocast_dtype=None, temperature=0.7, chunk_tokens=size)
+        log_probs, entropies = score(rows, entropy=entropy)
+        assert (entropies is None) == (entropy == "none")
+        loss = log_probs.sum()
+        if entropies is not None:
+            assert entropies.requires_grad == (entropy == "graph")
+            loss = loss + 0.3 * entropies.square().sum()
+        model.zero_grad()
+        loss.backward()
+        gradients = [parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None]
+        results.append([log_probs, *gradients, *([] if entropies is None else [entropies])])
+    for left, right in zip(*results, strict=True):
+        torch.testing.assert_close(left, right, atol=1e-5, rtol=1e-5)
+
+
+def test_logits_never_exceed_a_chunk() -> None:
+    """The largest matrix with the vocabulary as its width is a chunk, forward and backward."""
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    class Widest(TorchDispatchMode):
+        rows = 0
+
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+            out = function(*args, **(kwargs or {}))
+            if isinstance(out, torch.Tensor) and out.ndim == 2 and out.shape[1] == 11:
+                Widest.rows = max(Widest.rows, out.shape[0])
+            return out
+
+    model = Model()
+    ids = np.arange(38, dtype=np.int32) % 11
+    rows = pack_rows(Layout(((Unit((0,), 0, 37),),), 37), [ids], [np.arange(1, 38)])
+    score = Scorer(model, device=torch.device("cpu"), autocast_dtype=None, temperature=1.0, chunk_tokens=7)
+    with Widest():
+        log_probs, entropies = score(rows, entropy="value")
+        (log_probs.sum() + 0.0).backward()
+    assert entropies is not None
+    assert Widest.rows == 7

@@ -1,0 +1,31 @@
+"""Checkpoints of a few tensors whose values are their version."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+
+from models.weights.reader import SlotManifest
+from models.weights.writer import SlotWriter
+
+ROOT = Path(__file__).parents[3]
+SHAPES = {"a.weight": (8, 16), "b.bias": (5,), "c.scale": (), "d.weight": (3, 7)}
+
+
+def checkpoint(path: Path, tensors: dict[str, torch.Tensor] | None = None, config: str = "{}") -> Path:
+    path.mkdir()
+    (path / "config.json").write_text(config)
+    (path / "tokenizer.json").write_text("{}")
+    (path / "pytorch_model.bin").write_bytes(b"not to be copied")
+    save_file(tensors or values(0), path / "model.safetensors")
+    return path
+
+
+def values(version: int) -> dict[str, torch.Tensor]:
+    return {name: torch.full(shape, float(version)) for name, shape in SHAPES.items()}
+
+
+def publish(writer: SlotWriter, version: int) -> SlotManifest:
+    return writer.write(version, 0, iter(values(version).items()))

@@ -1,0 +1,89 @@
+"""Start Sluice as its user does, and read what it leaves behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pipeline.journal import Audit, audit
+
+ROOT = Path(__file__).parent.parent.parent
+
+# A run of seconds: a random tiny model, coin-flip rewards (so that every group has a signal), no warm start.
+SMALL = [
+    "--hf-checkpoint", "tiny-arithmetic", "--prompt-data", "arithmetic", "--label-key", "label", "--lr", "1e-4",
+    "--rm-type", "random:0.5", "--num-rollout", "4", "--rollout-batch-size", "4", "--n-samples-per-prompt", "4",
+    "--rollout-max-response-len", "6", "--no-live", "--log-interval", "1", "--no-use-tensorboard",
+]  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Finished:
+    """A run that ended."""
+
+    code: int
+    out: str
+    err: str
+    run_dir: Path
+
+    @property
+    def summary(self) -> dict[str, Any]:
+        return json.loads((self.run_dir / "summary.json").read_text())
+
+    @property
+    def audit(self) -> Audit:
+        return audit(self.run_dir / "ledger.jsonl")
+
+    def check_books(self) -> None:
+        """Journal and summary agree, everything is settled, nothing was trained twice or too old."""
+        books, groups = self.audit, self.summary["groups"]
+        assert books.open == 0 == groups["open"], (books, groups)
+        assert books.admitted == groups["admitted"]
+        assert groups["admitted"] == sum(v for k, v in groups.items() if k != "admitted")
+        assert books.twice == ()
+        for outcome, n in books.outcomes.items():
+            assert groups[outcome] == n, (outcome, books.outcomes, groups)
+        assert self.summary["staleness"]["max"] <= self.summary["staleness"]["bound"]
+        assert books.staleness_max <= self.summary["staleness"]["bound"]
+
+
+def environment(**extra: str) -> dict[str, str]:
+    return {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", **extra}
+
+
+def start(run_dir: Path | None, *flags: str, cwd: Path = ROOT, **env: str) -> subprocess.Popen[str]:
+    where = [] if run_dir is None else ["--run-dir", str(run_dir)]
+    command = [sys.executable, str(ROOT / "launch.py"), *where, *flags]
+    return subprocess.Popen(
+        command, cwd=cwd, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment(**env)
+    )
+
+
+def finish(process: subprocess.Popen[str], run_dir: Path, timeout_s: float = 240) -> Finished:
+    try:
+        out, err = process.communicate(timeout=timeout_s)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        out, err = process.communicate()
+        logs = "\n".join(f"--- {p.name}\n{p.read_text()[-1500:]}" for p in sorted(run_dir.glob("logs/*.log")))
+        raise AssertionError(f"the run did not end within {timeout_s} s\n{out[-3000:]}\n{err[-3000:]}\n{logs}") from None
+    return Finished(process.returncode, out, err, run_dir)
+
+
+def launch(run_dir: Path, *flags: str, cwd: Path = ROOT, timeout_s: float = 240, **env: str) -> Finished:
+    """Run to the end."""
+    return finish(start(run_dir, *flags, cwd=cwd, **env), run_dir, timeout_s)
+
+
+def succeed(run_dir: Path, *flags: str, cwd: Path = ROOT, **env: str) -> Finished:
+    """Run to the end; it must succeed with balanced books."""
+    done = launch(run_dir, *flags, cwd=cwd, **env)
+    logs = "\n".join(f"--- {p.name}\n{p.read_text()[-1500:]}" for p in sorted(run_dir.glob("logs/*.log")))
+    assert done.code == 0, f"exit code {done.code}\n{done.out[-2000:]}\n{done.err[-2000:]}\n{logs}"
+    done.check_books()
+    return done

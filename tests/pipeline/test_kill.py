@@ -1,0 +1,139 @@
+"""Replicas killed in mid-run: the run finishes, the books balance, nothing is trained twice."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import time
+from pathlib import Path
+
+import pytest
+from launching import SMALL, Finished, finish, launch, start, succeed
+
+from models.checkpoint import latest_checkpoint
+from pipeline.journal import Ended, Stepped, read_journal
+
+pytestmark = pytest.mark.slow
+
+TOOLS = [
+    *SMALL, "--prompt-data", "arithmetic-tools", "--tools", "calculator", "--tool-call-open", "[", "--tool-call-close",
+    "]", "--tool-result-template", "{result}", "--max-turns", "3", "--rollout-max-response-len", "24",
+]  # fmt: skip
+
+
+def steps_done(run_dir: Path) -> int:
+    journal = run_dir / "ledger.jsonl"
+    return sum(isinstance(e, Stepped) for e in read_journal(journal)) if journal.exists() else 0
+
+
+def wait_for_steps(process: object, run_dir: Path, steps: int, timeout_s: float = 120) -> None:
+    deadline = time.monotonic() + timeout_s
+    while steps_done(run_dir) < steps:
+        assert time.monotonic() < deadline, f"no {steps} steps within {timeout_s} s"
+        assert process.poll() is None, "the run ended too early"  # type: ignore[attr-defined]
+        time.sleep(0.02)
+
+
+def kill(run_dir: Path, replica: str, number: int = signal.SIGKILL) -> None:
+    os.kill(int((run_dir / "replicas" / f"{replica}.pid").read_text()), number)
+
+
+@pytest.mark.parametrize("seed", [1, 2, 3])
+def test_killed_replicas_lose_nothing(tmp_path: Path, seed: int) -> None:
+    rng = random.Random(seed)
+    flags = [*TOOLS, "--num-rollout", "40", "--seed", str(seed), "--scale", "generate=2", "--scale", "reward=2",
+             "--scale", "engine=2", "--max-restarts", "20"]  # fmt: skip
+    process = start(tmp_path / "run", *flags)
+    victims = ["generate-0", "reward-0", "tools-0", "generate-1", "group-0", "reward-1", "engine-0"]
+    rng.shuffle(victims)
+    for i, victim in enumerate(victims):
+        wait_for_steps(process, tmp_path / "run", 2 + 4 * i)
+        kill(tmp_path / "run", victim)
+    done = finish(process, tmp_path / "run")
+    assert done.code == 0, done.err[-3000:]
+    done.check_books()
+    assert done.summary["groups"]["trained"] == 40 * 4
+    assert sum(done.summary["restarts"].values()) >= len(victims) - 1
+    trained = [e.group for e in read_journal(tmp_path / "run" / "ledger.jsonl") if isinstance(e, Ended) and e.outcome == "trained"]
+    assert len(trained) == len(set(trained)) == 160
+
+
+def test_a_replica_that_never_comes_up_ends_the_run_with_its_reason(tmp_path: Path) -> None:
+    recipe = tmp_path / "broken.toml"
+    recipe.write_text('[[stage]]\nname = "broken"\npath = "no_such_module:Stage"\nafter = "reward"\n')
+    done = launch(tmp_path / "run", *SMALL, "--config", str(recipe))
+    assert done.code == 2
+    assert "no_such_module" in done.err
+    assert "Traceback" not in done.err
+
+
+@pytest.mark.parametrize("seed", [1, 2])
+def test_a_crashed_trainer_is_resumed_with_nothing_trained_twice(tmp_path: Path, seed: int) -> None:
+    run_dir = tmp_path / "run"
+    flags = [*SMALL, "--num-rollout", "14", "--save-interval", "3", "--seed", str(seed)]
+    process = start(run_dir, *flags)
+    wait_for_steps(process, run_dir, 4 + seed)
+    kill(run_dir, "train-0")
+    crashed = finish(process, run_dir)
+    assert crashed.code == 1
+    assert "--resume" in crashed.err
+    assert "Traceback" not in crashed.err
+    assert latest_checkpoint(run_dir / "checkpoints") is not None
+    done = resume(run_dir)
+    books = done.audit
+    assert sorted(books.batches) == list(range(1, 15)), "each surviving step once, versions continue"
+    assert books.twice == ()
+    assert len(books.trained) == 14 * 4
+    assert done.summary["weight_versions"]["last"] == 14
+
+
+def resume(run_dir: Path) -> Finished:
+    process = start(None, "--resume", str(run_dir))
+    done = finish(process, run_dir)
+    assert done.code == 0, done.err[-3000:]
+    done.check_books()
+    return done
+
+
+def test_killing_everything_and_resuming_loses_nothing(tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    process = start(run_dir, *SMALL, "--num-rollout", "12", "--save-interval", "4")
+    wait_for_steps(process, run_dir, 6)
+    process.kill()  # the controller: kill -9, its children die with it
+    process.wait()
+    time.sleep(0.5)
+    for pid_file in (run_dir / "replicas").glob("*.pid"):
+        assert not alive(int(pid_file.read_text())), f"{pid_file.stem} outlived its controller"
+    done = resume(run_dir)
+    assert sorted(done.audit.batches) == list(range(1, 13))
+    assert len(done.audit.trained) == 12 * 4
+
+
+def alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] not in ("Z", "X")
+    except OSError:
+        return False
+
+
+def test_ctrl_c_drains_and_can_be_resumed(tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    process = start(run_dir, *SMALL, "--num-rollout", "500")
+    wait_for_steps(process, run_dir, 5)
+    process.send_signal(signal.SIGINT)
+    done = finish(process, run_dir, 60)
+    assert done.code == 130, done.err[-2000:]
+    done.check_books()
+    assert done.summary["exit_reason"] == "interrupted"
+    steps = done.summary["steps"]
+    process = start(None, "--resume", str(run_dir), "--num-rollout", str(steps + 3))
+    again = finish(process, run_dir)
+    assert again.code == 0, again.err[-2000:]
+    again.check_books()
+    assert again.summary["steps"] == steps + 3
+
+
+def test_the_helpers_of_this_file_see_a_failing_run(tmp_path: Path) -> None:
+    with pytest.raises(AssertionError, match="exit code 2"):
+        succeed(tmp_path / "run", *SMALL, "--rollout-batch-size", "0")

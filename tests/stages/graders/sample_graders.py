@@ -1,0 +1,95 @@
+"""Graders that the tests import by path: well-behaved and hostile ones."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+
+
+def word_count(response: str, label: str | None, metadata: Mapping[str, object]) -> float:
+    return float(len(response.split()))
+
+
+def detailed(response: str, label: str | None, metadata: Mapping[str, object]) -> dict[str, object]:
+    return {
+        "score": 0.5,
+        "is_correct": response == label,
+        "format": 1,
+        "extracted": response,
+        "level": metadata["level"],
+    }
+
+
+def behave(response: str, label: str | None, metadata: Mapping[str, object]) -> float:
+    """Do what the response says; anything else scores its length."""
+    match response:
+        case "hang":
+            time.sleep(3600)
+        case "spin":
+            while True:
+                pass
+        case "raise":
+            raise ValueError("no such answer")
+        case "exit":
+            sys.exit(3)
+        case "os._exit":
+            os._exit(7)
+        case "segfault":
+            os.kill(os.getpid(), signal.SIGSEGV)
+        case "memory":
+            return float(len(bytearray(64 << 30)))
+        case "nan":
+            return float("nan")
+        case "surrogate":
+            raise ValueError("\ud800 is not text")
+        case "print":
+            print("noise " * 10_000)  # noqa: T201 - what a careless grader does
+            os.write(1, b"raw noise\n")
+        case "recurse":
+            return behave("recurse", label, metadata) + 1.0
+        case "child":
+            if os.fork() == 0:
+                time.sleep(3600)
+            os._exit(1)
+    return float(len(response))
+
+
+def once(response: str, label: str | None, metadata: Mapping[str, object]) -> float:
+    """Die the first time, when the file named in the metadata is not there yet."""
+    marker = Path(str(metadata["marker"]))
+    if not marker.exists():
+        marker.touch()
+        os._exit(9)
+    return 1.0
+
+
+def note(response: str, label: str | None, metadata: Mapping[str, object]) -> float:
+    """Write down the process and the response."""
+    with Path(str(metadata["log"])).open("a") as log:
+        log.write(f"{os.getpid()} {response}\n")
+    if response == "hang":
+        time.sleep(3600)
+    return 1.0
+
+
+def stop_parent_watch(response: str, label: str | None, metadata: Mapping[str, object]) -> float:
+    """Say which process this is, then hang for good, deaf to polite signals."""
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    Path(str(metadata["log"])).write_text(str(os.getpid()))
+    time.sleep(3600)
+    return 0.0
+
+
+async def asynchronous(response: str, label: str | None, metadata: Mapping[str, object]) -> float:
+    return 0.0
+
+
+def two_arguments(response: str, label: str | None) -> float:
+    return 0.0
+
+
+not_callable = 3

@@ -1,0 +1,308 @@
+"""The grader pool: real processes, real hangs, crashes and kills."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from stages.graders import process as process_module
+from stages.graders.errors import PoolError, UnknownGraderError
+from stages.graders.grade import Grade, GradeRequest
+from stages.graders.pool import GraderPool
+
+PATH = "tests.stages.graders.sample_graders"
+
+
+def behave(*responses: str) -> list[GradeRequest]:
+    return [GradeRequest(f"{PATH}:behave", response) for response in responses]
+
+
+def alive(pid: int) -> bool:
+    """Whether a process runs (a zombie does not)."""
+    with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    return False
+
+
+async def gone(pid: int) -> bool:
+    for _ in range(500):
+        if not alive(pid):
+            return True
+        await asyncio.sleep(0.01)
+    return False
+
+
+async def test_grades_come_back_in_order_and_processes_start_when_needed() -> None:
+    async with GraderPool(2, 20.0) as pool:
+        assert await pool.grade_many([]) == []
+        assert pool.stats.started == 0
+        items = [GradeRequest("exact", str(n % 3), "1") for n in range(100)]
+        grades = await pool.grade_many(items)
+        assert [grade.score for grade in grades] == [float(n % 3 == 1) for n in range(100)]
+        assert 1 <= pool.stats.started <= 2
+        assert pool.stats.graded == 100
+
+
+async def test_concurrent_calls_do_not_mix() -> None:
+    async with GraderPool(2, 20.0) as pool:
+        async with asyncio.TaskGroup() as tasks:
+            calls = [
+                tasks.create_task(
+                    pool.grade_many([GradeRequest(f"constant:{n}", ""), GradeRequest("exact", "a", str(n))])
+                )
+                for n in range(50)
+            ]
+        assert [call.result()[0].score for call in calls] == [float(n) for n in range(50)]
+
+
+@pytest.mark.parametrize(
+    ("bad", "words"),
+    [
+        ("os._exit", "the grader process died (exit code 7)"),
+        ("segfault", "the grader process died (SIGSEGV)"),
+        ("raise", "ValueError: no such answer"),
+        ("exit", "SystemExit: 3"),
+        ("nan", "'score' is nan; a grade must be a finite number"),
+        ("memory", "MemoryError"),
+        ("surrogate", "? is not text"),
+        ("recurse", "RecursionError"),
+    ],
+)
+async def test_a_bad_item_fails_alone(bad: str, words: str) -> None:
+    async with GraderPool(1, 20.0, retries=0) as pool:
+        grades = await pool.grade_many(behave("a", "bb", bad, "cccc", "d"))
+        assert [grade.score for grade in grades] == [1.0, 2.0, 0.0, 4.0, 1.0]
+        assert grades[2].status == "error"
+        assert words in (grades[2].error or "")
+        assert [grade.error for grade in grades if grade is not grades[2]] == [None] * 4
+        assert (await pool.grade_many(behave("next")))[0].score == 4.0
+
+
+@pytest.mark.parametrize("bad", ["hang", "spin"])
+async def test_an_overrun_is_killed_from_outside(bad: str) -> None:
+    async with GraderPool(1, 1.0, retries=0) as pool:
+        await pool.grade_many(behave("warm"))
+        grades = await pool.grade_many(behave("a", bad, "ccc"))
+        assert [grade.score for grade in grades] == [1.0, 0.0, 3.0]
+        assert (grades[1].status, grades[1].is_correct) == ("timeout", None)
+        assert grades[1].error == "no grade within 1 s (--reward-deadline-s)"
+        assert (pool.stats.timeouts, pool.stats.crashes) == (1, 0)
+
+
+@pytest.mark.slow
+async def test_importing_is_not_counted_but_the_item_after_it_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A slow import outlives the deadline of an item; a hang right after it is noticed all the same."""
+    source = "import time\ntime.sleep(1.5)\ndef fn(response, label, metadata):\n"
+    source += "    time.sleep(3600 if response == 'hang' else 0)\n    return 1.0\n"
+    (tmp_path / "slow_to_import.py").write_text(source)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    async with GraderPool(1, 1.0, retries=0) as pool, asyncio.timeout(process_module.LOAD_LIMIT_S / 2):
+        grades = await pool.grade_many([GradeRequest("slow_to_import:fn", text) for text in ("x", "hang", "y")])
+        assert [grade.status for grade in grades] == ["ok", "timeout", "ok"]
+
+
+async def test_several_bad_items_in_one_chunk() -> None:
+    async with GraderPool(1, 1.0, retries=1) as pool:
+        responses = ["a", "os._exit", "bb", "hang", "raise", "ccc", "segfault"]
+        grades = await pool.grade_many(behave(*responses))
+        assert [grade.score for grade in grades] == [1.0, 0.0, 2.0, 0.0, 0.0, 3.0, 0.0]
+        assert [grade.status for grade in grades] == ["ok", "error", "ok", "timeout", "error", "ok", "error"]
+        assert "in 2 attempts" in (grades[1].error or "")
+        assert (pool.stats.timeouts, pool.stats.crashes, pool.stats.retries) == (2, 4, 3)
+
+
+async def test_items_after_a_hang_are_graded_by_another_process(tmp_path: Path) -> None:
+    """The item that hangs is begun once; those behind it in the chunk are not begun before it is given up."""
+    log = tmp_path / "log"
+    metadata = json.dumps({"log": str(log)})
+    responses = ["a", "b", "hang", "c", "d"]
+    async with GraderPool(1, 1.0, retries=0) as pool:
+        grades = await pool.grade_many([GradeRequest(f"{PATH}:note", text, None, metadata) for text in responses])
+    assert [grade.score for grade in grades] == [1.0, 1.0, 0.0, 1.0, 1.0]
+    lines = [line.split() for line in log.read_text().splitlines()]
+    first = {text for pid, text in lines if pid == lines[0][0]}
+    assert first == {"a", "b", "hang"}
+    assert [text for pid, text in lines if pid != lines[0][0]][-2:] == ["c", "d"]
+    assert [text for _, text in lines].count("hang") == 1
+
+
+async def test_a_retry_helps_where_the_fault_passes(tmp_path: Path) -> None:
+    metadata = json.dumps({"marker": str(tmp_path / "marker")})
+    async with GraderPool(1, 20.0, retries=1) as pool:
+        (grade,) = await pool.grade_many([GradeRequest(f"{PATH}:once", "x", None, metadata)])
+        assert grade == Grade(1.0)
+        assert (pool.stats.crashes, pool.stats.retries, pool.stats.failed) == (1, 1, 0)
+
+
+async def test_printing_graders_and_broken_text_do_no_harm() -> None:
+    async with GraderPool(1, 20.0) as pool:
+        grades = await pool.grade_many([*behave("print", "\ud800"), GradeRequest("exact", "\ud800", "\ud801")])
+        assert [grade.error for grade in grades] == [None, None, None]
+        assert grades[0].score == 5.0
+
+
+async def test_processes_are_recycled_for_graders_that_leave_traces(tmp_path: Path) -> None:
+    metadata = json.dumps({"log": str(tmp_path / "log")})
+    async with GraderPool(1, 20.0, recycle_after=3) as pool:
+        for _ in range(7):
+            await pool.grade_many([GradeRequest(f"{PATH}:note", "x", None, metadata)])
+        pids = [line.split()[0] for line in (tmp_path / "log").read_text().splitlines()]
+        assert [pids.count(pid) for pid in dict.fromkeys(pids)] == [3, 3, 1]
+        assert pool.stats.recycled == 2
+        await pool.grade_many([GradeRequest("exact", "x", "x")] * 10)
+        assert pool.stats.recycled == 2
+
+
+async def test_a_killed_idle_process_is_replaced(tmp_path: Path) -> None:
+    metadata = json.dumps({"log": str(tmp_path / "log")})
+    request = GradeRequest(f"{PATH}:note", "x", None, metadata)
+    async with GraderPool(1, 20.0, retries=1) as pool:
+        await pool.grade_many([request])
+        os.kill(int((tmp_path / "log").read_text().split()[0]), signal.SIGKILL)
+        assert [grade.error for grade in await pool.grade_many([request] * 3)] == [None] * 3
+
+
+async def test_closing_the_pool_ends_its_processes_and_what_they_started(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    metadata = json.dumps({"log": str(log)})
+    pool = GraderPool(2, 20.0)
+    async with pool:
+        await pool.grade_many([GradeRequest(f"{PATH}:note", "x", None, metadata)])
+        pid = int(log.read_text().split()[0])
+        assert alive(pid)
+    assert await gone(pid)
+    with pytest.raises(PoolError, match="enter it with 'async with' first"):
+        await pool.grade_many([GradeRequest("exact", "x", "x")])
+
+
+async def test_a_cancelled_call_leaves_no_process_behind(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    metadata = json.dumps({"log": str(log)})
+    async with GraderPool(1, 60.0) as pool:
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(2.0):
+                await pool.grade_many([GradeRequest(f"{PATH}:note", "hang", None, metadata)])
+        pid = int(log.read_text().split()[0])
+        assert await gone(pid)
+        assert (await pool.grade_many([GradeRequest("exact", "x", "x")]))[0].score == 1.0
+
+
+async def test_a_grader_dies_with_the_stage_that_asked(tmp_path: Path) -> None:
+    """SIGKILL of the parent, in the middle of a grader that ignores SIGTERM."""
+    log = tmp_path / "log"
+    program = f"""
+import asyncio, json
+from stages.graders.pool import GraderPool, GradeRequest
+async def main():
+    async with GraderPool(1, 600.0) as pool:
+        await pool.grade_many([GradeRequest("{PATH}:stop_parent_watch", "", None, json.dumps({{"log": {str(log)!r}}}))])
+asyncio.run(main())
+"""
+    parent = subprocess.Popen([sys.executable, "-c", program])  # noqa: ASYNC220 - starting it takes no time
+    try:
+        until = time.monotonic() + 60
+        while not (log.exists() and log.read_text()):
+            assert time.monotonic() < until, "the grader did not start"
+            await asyncio.sleep(0.02)
+        pid = int(log.read_text())
+        assert alive(pid)
+    finally:
+        parent.kill()
+        parent.wait()
+    assert await gone(pid)
+
+
+async def test_children_of_a_crashed_grader_are_killed() -> None:
+    async with GraderPool(1, 20.0, retries=0) as pool:
+        before = _sleepers()
+        (grade,) = await pool.grade_many(behave("child"))
+        assert "exit code 1" in (grade.error or "")
+        for _ in range(500):
+            if _sleepers() <= before:
+                break
+            await asyncio.sleep(0.01)
+        assert _sleepers() <= before
+
+
+def _sleepers() -> set[str]:
+    """Live processes that were started as grader workers of this test process."""
+    found = set()
+    for entry in Path("/proc").iterdir():
+        with contextlib.suppress(OSError):
+            command = (entry / "cmdline").read_bytes() if entry.name.isdigit() else b""
+            if b"stages.graders.worker" in command and str(os.getpid()).encode() in command.split(b"\0"):
+                found.add(entry.name)
+    return {pid for pid in found if alive(int(pid))}
+
+
+async def test_zero_workers_grade_cheap_built_in_graders_here() -> None:
+    async with GraderPool(0, 1.0) as pool:
+        items = [GradeRequest("exact", "x", "x")] * 300
+        assert sum(grade.score for grade in await pool.grade_many(items)) == 300
+        refused = await pool.grade_many([GradeRequest("sleep:1", ""), *behave("a"), GradeRequest("exakt", "")])
+        assert [grade.status for grade in refused] == ["error"] * 3
+        assert "set --reward-workers to 1 or more" in (refused[1].error or "")
+        assert pool.stats.started == 0
+        await pool.check("gsm8k")
+        for name in ("crash", f"{PATH}:behave"):
+            with pytest.raises(UnknownGraderError, match="runs only in a grader process"):
+                await pool.check(name)
+
+
+async def test_graders_are_checked_at_the_start() -> None:
+    async with GraderPool(1, 20.0) as pool:
+        await pool.check("length:100")
+        assert pool.stats.started == 0  # names of the table need no process
+        await pool.check(f"{PATH}:word_count")
+        for name, words in (
+            ("exakt", "did you mean 'exact'"),
+            (f"{PATH}:asynchronous", "is an async function"),
+            ("no.such.module:f", "importing 'no.such.module' failed"),
+        ):
+            with pytest.raises(UnknownGraderError, match=words):
+                await pool.check(name)
+        assert (await pool.grade_many(behave("abc")))[0].score == 3.0
+        assert pool.stats.started == 1
+
+
+async def test_processes_that_cannot_start_are_an_error_of_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(process_module.sys, "executable", "/bin/false")
+    items = [GradeRequest("exact", "x", "x")] * 100
+    async with GraderPool(2, 5.0) as pool:
+        with pytest.raises(PoolError, match=r"ended at its start \(exit code 1\).*--reward-workers 0"):
+            await pool.grade_many(items)
+
+
+def test_the_pool_works_under_uvloop() -> None:
+    """The loop that stages run on."""
+    program = """
+import asyncio, uvloop
+from stages.graders.pool import GraderPool, GradeRequest
+async def main():
+    async with GraderPool(1, 1.0, 0) as pool:
+        items = [GradeRequest("exact", "x", "x"), GradeRequest("sleep:60", ""), GradeRequest("crash", "")]
+        print([grade.status for grade in await pool.grade_many(items)])
+uvloop.run(main())
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=60)
+    assert done.stdout.strip() == "['ok', 'timeout', 'error']"
+
+
+def test_importing_the_pool_is_cheap() -> None:
+    program = (
+        "import sys; import stages.graders.pool; "
+        "print([name for name in ('torch', 'transformers', 'sympy', 'numpy', 'zmq') if name in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"

@@ -1,0 +1,389 @@
+"""Rule graders: golden tables, hostile input, names and arguments."""
+
+from __future__ import annotations
+
+import math
+from decimal import Decimal
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from stages.graders.boxed import last_box, unboxed
+from stages.graders.choose import choose_auto
+from stages.graders.errors import UnknownGraderError
+from stages.graders.grade import Grade, GradeRequest, as_grade
+from stages.graders.gsm8k import label_number, last_number, marked_number
+from stages.graders.registry import GRADERS, find_grader, grade, grade_request, is_import_path
+from stages.graders.synthetic import parse_durations, uniform
+
+TEXT_GRADERS = ["auto", "exact", "contains", "boxed", "gsm8k", "gsm8k_flex", "boxed_exact", "boxed_gsm8k_flex"]
+
+GSM8K = [
+    ("so it is #### 72", "72", 1, 1),
+    ("#### 1,000", "1000", 1, 1),
+    ("#### $18", "18", 1, 1),
+    ("The answer is 72.", "72", 0, 1),
+    ("72 apples, 3 left", "3", 0, 1),
+    ("#### 72.0", "72", 1, 1),
+    ("####72", "72", 1, 1),
+    ("#### 7 then #### 8", "8", 1, 1),
+    ("#### 7 then #### 8", "7", 0, 0),
+    ("#### 1e3", "1000", 0, 0),
+    ("#### 1e3", "1", 0, 0),
+    ("#### 1e3", "3", 0, 0),
+    ("5 x 3 = 15", "ans #### 15", 0, 1),
+    ("#### 72" + " " * 300, "72", 0, 0),
+    ("#### 72" + " " * 293, "72", 1, 1),
+    ("#### -3", "-3", 1, 1),
+    ("#### \u22123", "-3", 1, 1),
+    ("#### -$3.50", "-3.5", 1, 1),
+    ("#### $-3.50", "-3.5", 1, 1),
+    ("#### 1,00", "100", 0, 0),
+    ("10-3", "3", 0, 1),
+    ("10 - 3 = -7", "-7", 0, 1),
+    ("\uff11\uff12", "12", 0, 1),
+    ("10\u2075", "105", 0, 0),
+    ("#### .5", "0.5", 1, 1),
+    ("1/2", "2", 0, 1),
+    ("", "5", 0, 0),
+    ("####", "5", 0, 0),
+    ("five", "5", 0, 0),
+    ("#### nan", "5", 0, 0),
+]
+
+
+@pytest.mark.parametrize(("response", "label", "strict", "flex"), GSM8K)
+def test_gsm8k(response: str, label: str, strict: int, flex: int) -> None:
+    for name, wanted in (("gsm8k", strict), ("gsm8k_flex", flex)):
+        found = grade(name, response, label)
+        assert (found.score, found.is_correct, found.error) == (float(wanted), bool(wanted), None)
+
+
+@given(value=st.decimals(allow_nan=False, allow_infinity=False, places=3, min_value=-(10**9), max_value=10**9))
+def test_gsm8k_reads_numbers_as_they_are_written(value: Decimal) -> None:
+    for written in (f"{value:f}", f"{value:,f}"):
+        assert label_number(written) == value
+        text = marked_number(f"noise 12 #### {written}.")
+        assert text is not None
+        assert Decimal(text.replace(",", "")) == value
+        flexible = last_number(f"noise 12 = {written} apples")
+        assert flexible is not None
+        assert Decimal(flexible.replace(",", "")) == value
+
+
+@pytest.mark.parametrize("label", ["abc", "#### many", "nan", "inf", "1e5", "12 apples"])
+def test_gsm8k_refuses_a_label_without_a_number(label: str) -> None:
+    found = grade("gsm8k", "#### 5", label)
+    assert found.status == "error"
+    assert "holds no number; gsm8k needs '#### number'" in (found.error or "")
+
+
+BOXED = [
+    (r"\boxed{42}", "42", 1),
+    (r"\boxed{ 42 }", " 42", 1),
+    (r"\boxed{0.75}", r"\frac{3}{4}", 0),
+    (r"\boxed{\frac{6}{8}}", r"\frac{3}{4}", 0),
+    (r"\boxed{\dfrac{1}{2}}", r"\frac12", 0),
+    (r"\boxed{1,234}", "1234", 0),
+    (r"\boxed{3.0}", "3", 0),
+    (r"\boxed{x=7}", "7", 0),
+    (r"\boxed{[1,3]}", "(1,3)", 0),
+    (r"\boxed{3,1}", "1,3", 0),
+    (r"\boxed{\{1,2\}}", r"\{2,1\}", 0),
+    (r"\boxed{\{1,2\}}", r"\{1,2\}", 1),
+    (r"\boxed{50\%}", "50", 0),
+    (r"\boxed{1} or \boxed{2}", "2", 1),
+    (r"\boxed{1} or \boxed{2}", "1", 0),
+    ("The answer is 42.", "42", 0),
+    (r"\boxed{42", "42", 0),
+    (r"\boxed{1} and then \boxed{42", "1", 0),
+    (r"\boxed{}", "42", 0),
+    (r"\fbox{5}", "5", 1),
+    (r"\boxed{0.3333}", r"\frac{1}{3}", 0),
+    ("\\boxed{\uff15}", "5", 0),
+    ("\\boxed{\u22123}", "-3", 0),
+    (r"\boxed{\text{Yes}}", "yes", 0),
+    (r"\boxed 7$ done", "7", 1),
+    (r"\boxed {8}", "8", 1),
+    (r"\boxedfoo{9}", "9", 0),
+    (r"\boxed{a\}b}", r"a\}b", 1),
+    (r"\boxed{42}", r"\boxed{42}", 1),
+    (r"\boxed{10^{10^{10}}}", r"10^{10^{10}}", 1),
+    (r"\boxed{nan}", "nan", 1),
+    ("\\boxed", "42", 0),
+]
+
+
+@pytest.mark.parametrize(("response", "label", "score"), BOXED)
+def test_boxed(response: str, label: str, score: int) -> None:
+    found = grade("boxed", response, label)
+    assert (found.score, found.error) == (float(score), None)
+
+
+@given(content=st.text(alphabet="ab{}\\ ^,", max_size=30))
+def test_a_balanced_box_gives_its_content(content: str) -> None:
+    depth, position, balanced = 0, 0, True
+    while position < len(content):
+        if content[position] == "\\":
+            position += 1
+        elif content[position] in "{}":
+            depth += 1 if content[position] == "{" else -1
+            balanced &= depth >= 0
+        position += 1
+    whole = balanced and depth == 0 and position == len(content)
+    if whole:
+        assert last_box("x \\boxed{y} \\boxed{" + content + "} z") == (content.strip() or None)
+
+
+def test_unboxing_of_labels_is_done_once() -> None:
+    assert unboxed(r" \boxed{\text{a}} ") == r"\text{a}"
+    assert unboxed(" 5 ") == "5"
+
+
+@pytest.mark.parametrize(
+    ("name", "response", "label", "score"),
+    [
+        ("exact", " 42\n", "42 ", 1),
+        ("exact", "42.", "42", 0),
+        ("exact", "the answer is 42", "42", 0),
+        ("contains", "the answer is 42", " 42 ", 1),
+        ("contains", "no", "42", 0),
+        ("contains:bc", "abcd", None, 1),
+        ("contains:a:b", "xa:by", None, 1),
+        ("contains:bd", "abcd", None, 0),
+        ("boxed_exact", r"so \boxed{42}", "42", 1),
+        ("boxed_gsm8k_flex", r"17 \boxed{about 42}", "42", 1),
+        ("boxed_exact", "42", "42", 0),
+        ("auto", "#### 5", "x #### 5", 1),
+        ("auto", "5", "5", 1),
+        ("auto", "#### 5", "5", 0),
+    ],
+)
+def test_text_graders(name: str, response: str, label: str | None, score: int) -> None:
+    found = grade(name, response, label)
+    assert (found.score, found.is_correct, found.error) == (float(score), bool(score), None)
+
+
+@pytest.mark.parametrize(("n_tokens", "score"), [(50, -0.5), (100, 0.0), (300, -1.0), (0, -1.0), (125, -0.25)])
+def test_length(n_tokens: int, score: float) -> None:
+    found = grade("length:100", "whatever", None, n_tokens=n_tokens)
+    assert (found.score, found.is_correct) == (score, None)
+
+
+def test_random_follows_from_the_seed_alone() -> None:
+    first = [grade("random", f"response {seed}", None, seed=seed).score for seed in range(200)]
+    assert first == [grade("random", "other", "label", seed=seed).score for seed in range(200)]
+    assert 70 < sum(first) < 130
+    rare = [grade("random:0.1", "", None, seed=seed).score for seed in range(2000)]
+    assert 140 < sum(rare) < 260
+    assert sum(grade("random:0", "", None, seed=seed).score for seed in range(50)) == 0
+    assert sum(grade("random:1", "", None, seed=seed).score for seed in range(50)) == 50
+
+
+def test_constant() -> None:
+    assert grade("constant:-0.5", "x", None) == Grade(-0.5)
+
+
+@pytest.mark.parametrize(
+    ("text", "mean"),
+    [("0.25", 0.25), ("uniform(0.5, 1.5)", 1.0), ("exponential(2)", 2.0), ("lognormal(1,0)", 1.0)],
+)
+def test_distributions_of_sleep(text: str, mean: float) -> None:
+    draw = parse_durations(text)
+    drawn = [draw(uniform(seed, 1), uniform(seed, 2)) for seed in range(4000)]
+    assert min(drawn) >= 0
+    assert sum(drawn) / len(drawn) == pytest.approx(mean, rel=0.06)
+
+
+def test_sleep_scores_like_random_and_says_how_long() -> None:
+    found = grade("sleep:0.001", "x", None, seed=3)
+    assert found.score == grade("random", "x", None, seed=3).score
+    assert found.parts == {"slept_s": 0.001}
+
+
+def test_crash_outside_of_a_worker_is_an_error() -> None:
+    found = grade("crash", "x", None)
+    assert found.status == "error"
+    assert "kills worker processes only" in (found.error or "")
+    assert grade("crash:0", "x", None).error is None
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("exakt", "did you mean 'exact'.*Known: .*gsm8k"),
+        ("boxed_exat", "did you mean 'boxed_exact'"),
+        ("lenght:5", "did you mean 'length'"),
+        ("", "rm_type '' is no grader"),
+        ("length", "write length:N"),
+        ("length:0", "at least 1 token"),
+        ("length:x", "cannot be used"),
+        ("constant:nan", "must be finite\\); write constant:X"),
+        ("random:1.5", "between 0 and 1"),
+        ("exact:1", "takes no argument"),
+        ("contains:", "every response contains it"),
+        ("sleep:forever", "write sleep:SECONDS"),
+        ("sleep:-1", "no number of seconds"),
+        ("sleep:uniform(2,1)", "no distribution"),
+        ("boxed_length:5", "needs a grader that reads the response"),
+        ("no.such.module:f", "importing 'no.such.module' failed"),
+        ("os.path:nothing", "has no function 'nothing'"),
+        ("asyncio:sleep", "is an async function"),
+        ("json:dumps", "cannot be called as function\\(response, label, metadata\\)"),
+    ],
+)
+def test_names_that_are_refused(name: str, words: str) -> None:
+    with pytest.raises(UnknownGraderError, match=words):
+        find_grader(name)
+    found = grade(name, "x", "x")
+    assert found.status == "error"
+    assert "UnknownGraderError" in (found.error or "")
+
+
+def test_import_paths_are_told_from_names() -> None:
+    assert is_import_path("my.graders:fn")
+    assert not any(is_import_path(name) for name in (*GRADERS, "length:100", "boxed_exact", "contains:a.b:c"))
+
+
+@pytest.mark.parametrize("name", TEXT_GRADERS)
+@pytest.mark.parametrize("label", [None, "", "  "])
+def test_no_label_is_a_data_error_and_never_correct(name: str, label: str | None) -> None:
+    found = grade(name, "", label)
+    assert (found.score, found.is_correct, found.status) == (0.0, None, "error")
+    assert "has no label" in (found.error or "")
+
+
+HOSTILE = [
+    "",
+    " \n\t ",
+    "9^{9^{9^9}}",
+    "\\boxed{" * 5000,
+    "(" * 100_000,
+    "{" * 100_000 + "}" * 100_000,
+    "\\boxed{" + "{" * 2000 + "}" * 2000 + "}",
+    "a" * 300_000,
+    "1" * 300_000,
+    "1," * 100_000,
+    "-" * 100_000,
+    "$-" * 100_000,
+    "#### " * 50_000,
+    "####" * 50_000 + "1",
+    "Answer: 5\n" * 10_000,
+    "\\" * 100_001,
+    "\\boxed " + " " * 100_000,
+    "1e999999999",
+    "#### 1e999999999",
+    "nan",
+    "inf",
+    "__import__('os').system('true')",
+    "((((a+)+)+)+" * 1000,
+    "\x00\ud800\u202e🙂e\u0301" * 100,
+    "#### \ud8005",
+    "0" * 299 + "5",
+    "." * 300,
+    "1." * 150,
+]
+
+
+@pytest.mark.parametrize("name", TEXT_GRADERS)
+def test_hostile_responses_have_a_defined_score(name: str) -> None:
+    for hostile in HOSTILE:
+        for label in ("5", "#### 5", hostile):
+            found = grade(name, hostile, label)
+            assert found.score in (0.0, 1.0)
+            assert len(found.extracted or "") <= 1024
+            msgspec.msgpack.encode(found)  # fails on lone surrogates
+
+
+@pytest.mark.parametrize("name", TEXT_GRADERS)
+@given(response=st.text(), label=st.none() | st.text() | st.integers() | st.floats() | st.lists(st.integers()))
+def test_any_text_has_a_defined_score(name: str, response: str, label: object) -> None:
+    found = grade(name, response, label)
+    assert math.isfinite(found.score)
+    assert (found.error is None) == (found.status == "ok")
+    assert found.error is not None or found.is_correct is (found.score == 1.0)
+
+
+def test_none_as_response_is_empty_text() -> None:
+    assert grade("exact", None, "5").score == 0.0
+    assert grade("exact", "[1,2]", [1, 2]).score == 1.0
+
+
+@pytest.mark.parametrize(
+    ("labels", "name"),
+    [(["a #### 1", "b\n#### 2,000"], "gsm8k"), (["yes", "no", None, ""], "exact"), (["1", "2"], "exact")],
+)
+def test_auto_follows_the_labels(labels: list[str | None], name: str) -> None:
+    chosen, why = choose_auto(labels)
+    assert chosen == name
+    assert "sampled labels" in why
+
+
+def test_auto_does_not_guess() -> None:
+    with pytest.raises(UnknownGraderError, match="there are none; set --label-key, or set --rm-type"):
+        choose_auto([None, ""])
+    with pytest.raises(UnknownGraderError, match="in 1 of 2 sampled labels; set --rm-type"):
+        choose_auto(["#### 1", "2"])
+
+
+PATH = "tests.stages.graders.sample_graders"
+
+
+def test_custom_graders() -> None:
+    assert grade(f"{PATH}:word_count", "a b c", None) == Grade(3.0)
+    found = grade(f"{PATH}:detailed", "x", "x", {"level": 2})
+    assert found == Grade(0.5, True, {"format": 1.0, "level": 2.0}, "x")
+    assert "KeyError: 'level'" in (grade(f"{PATH}:detailed", "x", "x").error or "")
+    for name, words in (
+        ("asynchronous", "async"),
+        ("two_arguments", "take these three"),
+        ("not_callable", "no function"),
+    ):
+        with pytest.raises(UnknownGraderError, match=words):
+            find_grader(f"{PATH}:{name}")
+
+
+class Scalar:
+    """What numpy and torch scalars look like."""
+
+    size = 1
+
+    def item(self) -> float:
+        return 0.25
+
+
+@pytest.mark.parametrize(
+    ("value", "score"), [(1, 1.0), (0.5, 0.5), (True, 1.0), (Scalar(), 0.25), ({"score": Scalar()}, 0.25)]
+)
+def test_what_a_grader_may_return(value: object, score: float) -> None:
+    assert as_grade(value).score == score
+
+
+@pytest.mark.parametrize(
+    ("value", "words"),
+    [
+        (None, "returned NoneType"),
+        ("1", "returned str"),
+        (float("nan"), "'score' is nan; a grade must be a finite number"),
+        (10**400, "'score' is inf"),
+        ({"scores": 1}, "needs a number under 'score'; its keys: scores"),
+        ({"score": 1, "part": float("inf")}, "'part' is inf"),
+        ({"score": 1, "part": "x"}, "'part' in the grader's dict is str"),
+        ({"score": 1, "is_correct": 1}, "'is_correct' in the grader's dict is int"),
+        ([1.0], "returned list"),
+        (Grade(float("inf")), "'score' is inf"),
+    ],
+)
+def test_what_a_grader_may_not_return(value: Any, words: str) -> None:
+    found = as_grade(value)
+    assert (found.score, found.status) == (0.0, "error")
+    assert words in (found.error or "")
+
+
+def test_requests_survive_the_wire() -> None:
+    request = GradeRequest("exact", "5", "5", '{"a":1}', 3, 2**63 - 1)
+    assert msgspec.msgpack.decode(msgspec.msgpack.encode(request), type=GradeRequest) == request
+    assert grade_request(request).score == 1.0

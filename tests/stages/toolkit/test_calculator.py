@@ -1,0 +1,187 @@
+"""The calculator: equal to exact arithmetic on safe expressions, an instant answer on hostile ones."""
+
+from __future__ import annotations
+
+from fractions import Fraction
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from stages.toolkit.arithmetic import evaluate, format_number
+from stages.toolkit.calculator import Calculator
+from stages.toolkit.errors import ToolCallError
+
+integers = st.integers(0, 10_000).map(str)
+integer_expressions = st.recursive(
+    integers,
+    lambda inner: st.one_of(
+        st.tuples(inner, st.sampled_from(["+", "-", "*", "//", "%"]), inner).map(lambda t: f"({t[0]} {t[1]} {t[2]})"),
+        inner.map(lambda text: f"(-{text})"),
+        st.tuples(inner, st.integers(0, 4)).map(lambda t: f"({t[0]} ** {t[1]})"),
+    ),
+    max_leaves=6,
+)
+rational_expressions = st.recursive(
+    st.integers(0, 99).map(lambda n: f"Fraction({n})") | st.integers(1, 99).map(lambda n: f"Fraction('0.{n:02}')"),
+    lambda inner: st.tuples(inner, st.sampled_from(["+", "-", "*", "/"]), inner).map(
+        lambda t: f"({t[0]} {t[1]} {t[2]})"
+    ),
+    max_leaves=6,
+)
+
+
+def python_value(expression: str) -> int | Fraction | None:
+    """What the interpreter makes of an expression that the test itself wrote; None for a division by zero."""
+    try:
+        value: int | Fraction = eval(expression, {"Fraction": Fraction})  # the test's own text
+    except ZeroDivisionError:
+        return None
+    return value
+
+
+@given(expression=integer_expressions)
+def test_integers_equal_pythons(expression: str) -> None:
+    wanted = python_value(expression)
+    try:
+        found = evaluate(expression)
+    except ToolCallError as error:
+        refused = str(error)
+        assert (wanted is None and refused == "division by zero") or "too large" in refused
+    else:
+        assert found == str(wanted)
+
+
+@given(expression=rational_expressions)
+def test_rationals_equal_fractions(expression: str) -> None:
+    wanted = python_value(expression)
+    written = expression.replace("Fraction('", "").replace("')", "").replace("Fraction(", "(")
+    if wanted is None:
+        with pytest.raises(ToolCallError, match="division by zero"):
+            evaluate(written)
+        return
+    found = evaluate(written)
+    assert Fraction(found) == pytest.approx(wanted, rel=1e-14)
+    if Fraction(wanted).denominator in (1, 2, 4, 5, 8, 10, 16, 20, 25, 100):
+        assert Fraction(found) == wanted
+
+
+@given(value=st.fractions())
+def test_what_is_written_is_what_is_meant(value: Fraction) -> None:
+    assert float(Fraction(format_number(value))) == pytest.approx(float(value), rel=1e-14)
+
+
+@pytest.mark.parametrize(
+    ("expression", "answer"),
+    [
+        ("1+1", "2"),
+        ("6/2", "3"),
+        ("7/2", "3.5"),
+        ("0.1+0.2", "0.3"),
+        ("1/3*3", "1"),
+        ("1/3", "0.333333333333333"),
+        ("-1/3", "-0.333333333333333"),
+        ("-1/8", "-0.125"),
+        ("-7//2", "-4"),
+        ("-7%3", "2"),
+        ("7.5//2", "3"),
+        ("7.5%2", "1.5"),
+        ("2**10", "1024"),
+        ("2**-1", "0.5"),
+        ("2**0.5", "1.4142135623731"),
+        ("4**0.5", "2"),
+        ("0**0", "1"),
+        ("(-1)**1000000001", "-1"),
+        ("(-1)**(10**30)", "1"),
+        ("0**(10**9)", "0"),
+        ("1e3", "1000"),
+        ("1e-7", "0.0000001"),
+        ("1_000", "1000"),
+        (" ( 3 +\n4 ) * 2 ", "14"),
+        ("6 × 7 ÷ 2 − 1", "20"),
+        ("--3", "3"),
+        ("+3", "3"),
+        ("10**20 / 3", "3.33333333333333e+19"),
+        ("2**1000 // 2**990", "1024"),
+        ("0.0", "0"),
+        ("-0.0", "0"),
+    ],
+)
+def test_answers(expression: str, answer: str) -> None:
+    assert evaluate(expression) == answer
+
+
+@pytest.mark.parametrize(
+    ("expression", "words"),
+    [
+        ("", "is empty"),
+        (" \n", "is empty"),
+        ("9**9**9", "the power is too large"),
+        ("9**9**9**9**9", "the power is too large"),
+        ("(9**999)**(9**999)", "the power is too large"),
+        ("2**-100000000", "the power is too large"),
+        ("0.5**100000000", "the power is too large"),
+        ("(2**4000)*(2**4000)", "too large"),
+        ("1e999", "too large"),
+        ("9" * 900 + "**9", "the power is too large"),
+        ("1e300**1.5", "the power is too large"),
+        ("1/0", "division by zero"),
+        ("1%0", "division by zero"),
+        ("1//(2-2)", "division by zero"),
+        ("0**-1", "division by zero"),
+        ("(-8)**0.5", "no real power"),
+        ("(2**3000)**0.5", "too large"),
+        ("2**3", None),
+        ("2^3", "write \\*\\* for a power"),
+        ("1,000+1", "without thousands separators"),
+        ("1+", "not valid arithmetic"),
+        ("(1", "not valid arithmetic"),
+        ("1;2", "not valid arithmetic"),
+        ("x=1", "not valid arithmetic"),
+        ("1\x00", "not valid arithmetic"),
+        ("(" * 400 + ")" * 400, "not valid arithmetic"),
+        ("-" * 999 + "1", "nested deeper|not valid arithmetic"),
+        ("1" + "+1" * 400, "nested deeper|not valid arithmetic"),
+        ("1" * 1001, "longer than 1000 characters"),
+        ("__import__('os').system('true')", "only numbers"),
+        ("().__class__.__bases__", "only numbers"),
+        ("(lambda: 1)()", "only numbers"),
+        ("[1][0]", "only numbers"),
+        ("'a'*10", "only numbers"),
+        ("f'{1}'", "only numbers"),
+        ("True+1", "only numbers"),
+        ("1j", "only numbers"),
+        ("1 if 1 else 2", "only numbers"),
+        ("1<2", "only numbers"),
+        ("~1", "only numbers"),
+        ("1<<100000000000", "only numbers"),
+        ("1 and 2", "only numbers"),
+        ("(x:=1)", "only numbers"),
+        ("x", "only numbers"),
+        ("\ud800", "not valid arithmetic"),
+    ],
+)
+def test_refusals(expression: str, words: str | None) -> None:
+    if words is None:
+        evaluate(expression)
+        return
+    with pytest.raises(ToolCallError, match=words):
+        evaluate(expression)
+
+
+@given(expression=st.text(alphabet="0123456789.eEj+-*/%()_,^ ~<>=xX'\"[]{}:;\n", max_size=60) | st.text(max_size=60))
+def test_any_text_is_answered_or_refused(expression: str) -> None:
+    try:
+        assert evaluate(expression)
+    except ToolCallError as error:
+        assert str(error)  # noqa: PT017
+
+
+async def test_arguments_of_the_tool() -> None:
+    tool = Calculator()
+    assert await tool.call({"expression": "2*3"}) == "6"
+    assert await tool.call("2*3") == "6"
+    assert await tool.call({"expression": 7}) == "7"
+    for bad in ({}, {"expression": None}, {"expression": True}, {"expr": "1"}):
+        with pytest.raises(ToolCallError, match="needs the text argument 'expression'"):
+            await tool.call(bad)

@@ -1,0 +1,184 @@
+"""Tool calls in generated text, and tools by name or import path."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from configs.schema.reward import ToolsConfig
+from stages.toolkit.calls import ToolCall, find_call, parse_call
+from stages.toolkit.errors import UnknownToolError
+from stages.toolkit.registry import answer_call, resolve_tools
+
+PATH = "tests.stages.toolkit.sample_tools"
+CONFIG = ToolsConfig()
+OPEN, CLOSE = CONFIG.tool_call_open, CONFIG.tool_call_close
+
+
+def call_text(content: str) -> str:
+    return f"Let me see.\n{OPEN}{content}{CLOSE}"
+
+
+def parse(content: str, *names: str) -> ToolCall | str:
+    return parse_call(call_text(content), OPEN, CLOSE, names)
+
+
+@pytest.mark.parametrize(
+    ("text", "content"),
+    [
+        (f"a {OPEN} x {CLOSE}", "x"),
+        (f"a {OPEN}x{CLOSE}\n \n", "x"),
+        (f"{OPEN}x{CLOSE} and {OPEN}y{CLOSE}", "y"),
+        (f"{OPEN}cut off {OPEN}y{CLOSE}", "y"),
+        (f"{OPEN}{CLOSE}", ""),
+        (f"{OPEN}x{CLOSE} done", None),
+        (f"{OPEN}x", None),
+        (f"x{CLOSE}", None),
+        (CLOSE + OPEN, None),
+        ("", None),
+    ],
+)
+def test_only_a_call_at_the_end_counts(text: str, content: str | None) -> None:
+    assert find_call(text, OPEN, CLOSE) == content
+
+
+@pytest.mark.parametrize(
+    ("content", "call"),
+    [
+        ('{"name": "echo", "arguments": {"text": "hi"}}', ToolCall("echo", {"text": "hi"})),
+        ('\n{"name": "echo", "arguments": "{\\"text\\": \\"hi\\"}"}\n', ToolCall("echo", {"text": "hi"})),
+        ('{"name": "echo", "arguments": "1+1"}', ToolCall("echo", "1+1")),
+        ('{"name": "echo"}', ToolCall("echo", {})),
+    ],
+)
+def test_calls_by_name(content: str, call: ToolCall) -> None:
+    assert parse(content, "echo", "calculator") == call
+    assert parse(content, "echo") == call
+
+
+@pytest.mark.parametrize(
+    ("content", "arguments"),
+    [
+        ("1 + 1", "1 + 1"),
+        ('"1 + 1"', "1 + 1"),
+        ("42", "42"),
+        ('{"expression": "1 + 1"}', {"expression": "1 + 1"}),
+        ('{"name": "x", "expression": "1"}', {"name": "x", "expression": "1"}),
+        ('"unclosed', '"unclosed'),
+    ],
+)
+def test_the_only_tool_may_be_called_barely(content: str, arguments: object) -> None:
+    assert parse(content, "calculator") == ToolCall("calculator", arguments)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        ("1 + 1", "is a JSON object .* tools: calculator, echo"),
+        ("", "is empty"),
+        ("{", "not valid JSON"),
+        ('{"name": "ecko", "arguments": {}}', "no tool 'ecko'; did you mean 'echo'\\? Tools: calculator, echo"),
+        ('{"arguments": {}}', "is a JSON object"),
+        ('{"name": 3, "arguments": {}}', "is a JSON object"),
+        ('{"name": "echo", "arguments": [1]}', "arguments of a tool call must be a JSON object"),
+        ("{" + " " * 40_000 + "}", "longer than 32768"),
+        ('{"a":' * 10_000, "not valid JSON|longer"),
+    ],
+)
+def test_what_the_model_is_told_of_a_bad_call(content: str, words: str) -> None:
+    found = parse(content, "calculator", "echo")
+    assert isinstance(found, str)
+    with pytest.raises(AssertionError, match=words):
+        raise AssertionError(found)
+
+
+@given(
+    content=st.text()
+    | st.recursive(st.integers() | st.text(), lambda x: st.lists(x) | st.dictionaries(st.text(), x)).map(json.dumps)
+)
+def test_any_content_is_a_call_or_a_sentence(content: str) -> None:
+    for names in (("calculator",), ("calculator", "echo")):
+        found = parse(content, *names)
+        assert isinstance(found, str) or found.name in names
+
+
+async def answer(content: str, *tools: str, deadline_s: float = 20.0) -> str:
+    return await answer_call(resolve_tools(tools), call_text(content), OPEN, CLOSE, deadline_s)
+
+
+async def test_answers() -> None:
+    assert await answer("2 * 21", "calculator") == "42"
+    assert await answer('{"name": "calculator", "arguments": {"expression": "1/4"}}', "calculator") == "0.25"
+    assert await answer('{"name": "echo", "arguments": {"text": "hi"}}', "calculator", f"{PATH}:echo") == "hi"
+    assert await answer("backwards", f"{PATH}:Reverse") == "sdrawkcab"
+    weather = await answer('{"name": "lookup", "arguments": {"city": "Oslo", "days": 2}}', f"{PATH}:lookup")
+    assert json.loads(weather) == {"city": "Oslo", "days": 2, "unit": "C"}
+
+
+@pytest.mark.parametrize(
+    ("content", "tool", "words"),
+    [
+        ("9**9**9", "calculator", "error: the power is too large"),
+        ("x", f"{PATH}:explode", "error: RuntimeError: the tool is broken"),
+        ("x", f"{PATH}:hang", "error: no answer within 0.05 s"),
+        ('{"name": "lookup", "arguments": {"town": "Oslo"}}', f"{PATH}:lookup", "error: wrong arguments for lookup"),
+        ("Oslo", f"{PATH}:lookup", "error: lookup takes a JSON object with city, days, unit, note"),
+        ("{", "calculator", "error: the tool call is not valid JSON"),
+    ],
+)
+async def test_errors_are_answers(content: str, tool: str, words: str) -> None:
+    assert (await answer(content, tool, deadline_s=0.05)).startswith(words)
+
+
+async def test_no_call_is_an_answer_too() -> None:
+    tools = resolve_tools(["calculator"])
+    assert (await answer_call(tools, "no call here", OPEN, CLOSE, 1.0)).startswith("error: no tool call")
+
+
+def test_schemas_for_chat_templates() -> None:
+    tools = resolve_tools(["calculator", f"{PATH}:lookup"])
+    assert list(tools) == ["calculator", "lookup"]
+    schemas = json.loads(json.dumps([tool.schema for tool in tools.values()]))
+    assert schemas[0]["function"]["name"] == "calculator"
+    assert schemas[0]["function"]["parameters"]["required"] == ["expression"]
+    assert schemas[1]["function"] == {
+        "name": "lookup",
+        "description": "Weather of a city.",
+        "parameters": {
+            "type": "object",
+            "properties": {
+                "city": {"type": "string"},
+                "days": {"type": "integer"},
+                "unit": {"enum": ["C", "F"]},
+                "note": {"type": "string"},
+            },
+            "required": ["city"],
+        },
+    }
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("calculater", "'calculater' is no tool; did you mean 'calculator'\\? Known: calculator"),
+        ("", "'' is no tool"),
+        ("no.such:tool", "importing 'no.such' failed"),
+        (f"{PATH}:missing", "has no 'missing'; check the name after the colon"),
+        (f"{PATH}:plain", "make it 'async def'"),
+        (f"{PATH}:variadic", "parameter 'texts' cannot be given by name"),
+        (f"{PATH}:NoSchema", "is no tool; it must be an async function, or have"),
+        ("asyncio:TaskGroup", "is no tool"),
+        ("pathlib:Path", "is no tool"),
+    ],
+)
+def test_tools_that_are_refused(name: str, words: str) -> None:
+    with pytest.raises(UnknownToolError, match=words):
+        resolve_tools([name])
+
+
+def test_two_tools_of_one_name() -> None:
+    with pytest.raises(UnknownToolError, match="two of them are called 'calculator'"):
+        resolve_tools(["calculator", "calculator"])

@@ -1,0 +1,195 @@
+"""Bodies and headers: what goes in comes out, what is damaged ends in one kind of error."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+import msgspec
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from stages import messages
+from transport import wire
+from transport.codec import Codec, checksum
+from transport.errors import DecodeError, MessageInvalid, UsageError
+
+
+class Floats(np.ndarray[Any, np.dtype[Any]]):
+    wire_dtype: ClassVar[str] = "<f4"
+
+
+class Ints(np.ndarray[Any, np.dtype[Any]]):
+    wire_dtype: ClassVar[str] = "<i4"
+
+
+class Leaf(msgspec.Struct, frozen=True, array_like=True):
+    ids: Ints
+    values: Floats
+    name: str
+    extra: dict[str, float] = {}
+
+
+class Tree(msgspec.Struct, frozen=True, array_like=True):
+    leaves: tuple[Leaf, ...]
+    note: str | None = None
+
+
+class Grown(msgspec.Struct, frozen=True, array_like=True):
+    leaves: tuple[Leaf, ...]
+    note: str | None = None
+    added: int = 7
+
+
+def ints(values: list[int]) -> Ints:
+    return np.array(values, dtype="<i4").view(Ints)
+
+
+def floats(values: list[float]) -> Floats:
+    return np.array(values, dtype="<f4").view(Floats)
+
+
+leaves = st.builds(
+    Leaf,
+    ids=st.lists(st.integers(-(2**31), 2**31 - 1)).map(ints),
+    values=st.lists(st.floats(width=32)).map(floats),
+    name=st.text(max_size=20),
+    extra=st.dictionaries(st.text(max_size=5), st.floats(allow_nan=False), max_size=3),
+)
+CODEC = Codec(Tree)
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.lists(leaves, max_size=4), st.none() | st.text())
+def test_round_trip_is_bit_exact(parts: list[Leaf], note: str | None) -> None:
+    body = CODEC.encode(Tree(tuple(parts), note))
+    for buffer in (body, memoryview(body)):
+        tree = CODEC.decode(buffer, len(body), checksum(body))
+        assert tree.note == note
+        assert len(tree.leaves) == len(parts)
+        for got, sent in zip(tree.leaves, parts, strict=True):
+            assert got.ids.tobytes() == sent.ids.tobytes()
+            assert got.values.tobytes() == sent.values.tobytes()
+            assert (type(got.ids), type(got.values)) == (Ints, Floats)
+            assert (got.name, got.extra) == (sent.name, sent.extra)
+            assert not got.ids.flags.writeable
+
+
+@settings(max_examples=500, deadline=None)
+@given(st.binary(max_size=200))
+def test_any_bytes_decode_or_raise_one_error(body: bytes) -> None:
+    try:
+        CODEC.decode(body, len(body), checksum(body))
+    except DecodeError as error:
+        assert "not a Tree" in str(error)
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.data())
+def test_every_flipped_bit_is_found(data: st.DataObject) -> None:
+    body = bytearray(CODEC.encode(Tree((Leaf(ints([1, 2]), floats([0.5]), "x"),))))
+    digest = checksum(bytes(body))
+    bit = data.draw(st.integers(0, 8 * len(body) - 1))
+    body[bit // 8] ^= 1 << bit % 8
+    with pytest.raises(DecodeError, match="checksum of"):
+        CODEC.decode(bytes(body), len(body), digest)
+
+
+@pytest.mark.parametrize(
+    ("body", "words"),
+    [
+        (b"\x92\x91\x94\xc4\x03abc\xc4\x00\xa1x\x80\xc0", "3 bytes are no whole number of 4-byte items of Ints"),
+        (b"\x92\x91\x94\x01\xc4\x00\xa1x\x80\xc0", "expected the bytes of Ints, got int"),
+        (b"\x92\x90\xa2\xff\xfe", "UnicodeDecodeError"),
+        (b"\xdd\xff\xff\xff\xff", "truncated"),
+        (b"\xc6\xff\xff\xff\xff", "truncated|Expected"),
+    ],
+)
+def test_what_is_wrong_is_said(body: bytes, words: str) -> None:
+    with pytest.raises(DecodeError, match=words):
+        CODEC.decode(body, len(body), checksum(body))
+
+
+def test_deep_nesting_is_an_error_and_no_crash() -> None:
+    body = b"\x92\x90" + b"\x91" * 200_000
+    with pytest.raises(DecodeError):
+        CODEC.decode(body, len(body), checksum(body))
+    with pytest.raises((msgspec.MsgspecError, RecursionError)):
+        wire.decode_to_hub(b"\x91" * 200_000)
+
+
+def test_a_wrong_length_is_named() -> None:
+    with pytest.raises(DecodeError, match="body has 3 bytes, its header says 4"):
+        CODEC.decode(b"abc", 4, checksum(b"abc"))
+
+
+def test_old_readers_survive_new_writers() -> None:
+    body = Codec(Grown).encode(Grown((), "n", 9))
+    assert CODEC.decode(body, len(body), checksum(body)) == Tree((), "n")
+    assert Codec(Grown).hash != CODEC.hash
+
+
+def test_wrong_arrays_are_refused_before_sending() -> None:
+    with pytest.raises(
+        MessageInvalid, match="must be one-dimensional of dtype <i4, this one is 1-dimensional of float64"
+    ):
+        CODEC.encode(Tree((Leaf(np.zeros(3).view(Ints), floats([]), "x"),)))
+    with pytest.raises(MessageInvalid, match="2-dimensional"):
+        CODEC.encode(Tree((Leaf(np.zeros((2, 2), "<i4").view(Ints), floats([]), "x"),)))
+    strided = np.arange(10, dtype="<i4")[::2].view(Ints)
+    body = CODEC.encode(Tree((Leaf(strided, floats([]), "x"),)))
+    assert CODEC.decode(body, len(body), checksum(body)).leaves[0].ids.tolist() == [0, 2, 4, 6, 8]
+
+
+def test_untyped_schemas_are_refused() -> None:
+    class Loose(msgspec.Struct):
+        anything: Any
+
+    class Unnamed(msgspec.Struct):
+        array: np.ndarray[Any, Any]
+
+    with pytest.raises(UsageError, match="contains Any, but only typed data may travel"):
+        Codec(Loose)
+    with pytest.raises(UsageError, match="no wire form"):
+        Codec(Unnamed)
+
+
+def test_the_hash_follows_the_structure() -> None:
+    assert Codec(Tree).hash == CODEC.hash
+    assert len({Codec(kind).hash for kind in (Tree, Grown, Leaf, bytes, str)}) == 5
+    assert Codec(dict[str, int]).hash != Codec(dict[str, float]).hash
+
+
+def test_the_messages_between_stages_travel() -> None:
+    group = messages.PromptGroup(1, 2, 0, "p", messages.wire([1, 2, 3], messages.Int32Array), None, 2, 5)
+    sample = messages.Sample(
+        0,
+        "completed",
+        "r",
+        messages.wire([4, 5], messages.Int32Array),
+        messages.wire([1, 0], messages.UInt8Array),
+        messages.wire([-0.5, 0.0], messages.Float32Array),
+        (messages.VersionRun(3, 2),),
+    )
+    codec = Codec(messages.RolloutSlice)
+    body = codec.encode(messages.RolloutSlice(group, (sample,)))
+    got = codec.decode(body, len(body), checksum(body))
+    assert got.samples[0].fault() is None
+    assert got.samples[0].oldest_version == 3
+    assert got.group.prompt_ids.tolist() == [1, 2, 3]
+    union: Any = messages.Report
+    reports: Codec[Any] = Codec(union)
+    for report in (messages.Settled(1, "trained"), messages.StepDone(1, 1, (1, 2), {"a": 1.0}, 10)):
+        body = reports.encode(report)
+        assert reports.decode(body, len(body), checksum(body)) == report
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.binary(max_size=300))
+def test_hostile_headers_raise_only_what_links_catch(header: bytes) -> None:
+    for decode in (wire.decode_to_hub, wire.decode_from_hub, wire.decode_to_topic, wire.decode_from_topic):
+        try:
+            decode(header)
+        except (msgspec.MsgspecError, ValueError, RecursionError, MemoryError):
+            continue

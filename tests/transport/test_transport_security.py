@@ -1,0 +1,275 @@
+"""Addresses, keys and hostile peers."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import pickle
+import random
+import socket
+import stat
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+import pytest
+import zmq
+
+import transport
+from transport import (
+    AddressInUse,
+    AddressInvalid,
+    AddressRefused,
+    DeadLetter,
+    LinkLost,
+    LinkRefused,
+    Node,
+    Security,
+    SecurityError,
+    StreamSpec,
+    UsageError,
+    wire,
+)
+from transport.address import parse
+from transport.security import create_keys, load_security, zap_reply
+from transport.wire import Hello, Put, Report
+
+PACKAGE = Path(transport.__file__).parent
+
+
+@pytest.fixture
+def run_dir() -> Iterator[Path]:
+    with tempfile.TemporaryDirectory(prefix="t") as directory:
+        yield Path(directory)
+
+
+def ignore(letter: DeadLetter) -> None:
+    """Dead letters are not what is tested."""
+
+
+def test_the_package_has_no_pickle() -> None:
+    words = ("pick" + "le", "marsh" + "al", "recv_pyobj", "send_pyobj", "eval(", "exec(")
+    for path in PACKAGE.rglob("*.py"):
+        text = path.read_text()
+        assert not any(word in text for word in words), path
+
+
+async def test_nothing_unpickles_at_run_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    def poisoned(*args: object, **kwargs: object) -> None:
+        raise AssertionError("something was unpickled")
+
+    monkeypatch.setattr(pickle, "loads", poisoned)
+    monkeypatch.setattr(pickle, "load", poisoned)
+    async with Node("run", "node") as node:
+        hub = await node.hub(StreamSpec("s", "inproc://x"), ignore)
+        inlet = await node.inlet(hub.address, "s", bytes)
+        outlet = await node.outlet(hub.address, "s", bytes)
+        await outlet.send(pickle.dumps({"a": 1}), "k")
+        lease = await inlet.receive()
+        assert lease is not None
+        lease.done()
+
+
+@pytest.mark.parametrize("place", ["*", "0.0.0.0", "[::]", "192.0.2.1", "example.org"])
+async def test_open_interfaces_need_keys(place: str) -> None:
+    async with Node("run", "node") as node:
+        with pytest.raises(AddressRefused, match=r"will not bind tcp://.* without keys: .* give the node Security"):
+            await node.hub(StreamSpec("s", f"tcp://{place}:0"), ignore)
+
+
+async def test_connecting_beyond_loopback_needs_keys() -> None:
+    async with Node("run", "node") as node:
+        with pytest.raises(AddressRefused, match=r"will not connect to tcp://192.0.2.1:5555 without keys"):
+            await node.outlet("tcp://192.0.2.1:5555", "s", bytes)
+        with pytest.raises(AddressInvalid, match="names no single place"):
+            await node.outlet("tcp://0.0.0.0:5555", "s", bytes)
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("udp://x:1", "is none of inproc://NAME, ipc:///PATH, tcp://HOST:PORT"),
+        ("ipc://relative", "not an absolute path"),
+        ("ipc://@abstract", "no abstract sockets"),
+        ("ipc:///" + "x" * 120, "path of 121 bytes but the system allows 107; use a shorter run directory"),
+        ("tcp://127.0.0.1", "port"),
+        ("tcp://127.0.0.1:70000", "not 0 to 65535"),
+    ],
+)
+def test_bad_addresses_are_named(text: str, words: str) -> None:
+    with pytest.raises(AddressInvalid, match=words):
+        parse(text)
+
+
+async def test_a_taken_port_is_named() -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        async with Node("run", "node") as node:
+            with pytest.raises(AddressInUse, match=rf"tcp://127.0.0.1:{port} is in use .* choose another, or port 0"):
+                await node.hub(StreamSpec("s", f"tcp://127.0.0.1:{port}"), ignore)
+
+
+async def test_ipc_sockets_are_private(run_dir: Path) -> None:
+    async with Node("run", "node") as node:
+        hub = await node.hub(StreamSpec("s", f"ipc://{run_dir}/new/s"), ignore)
+        assert stat.S_IMODE((run_dir / "new").stat().st_mode) == 0o700
+        assert stat.S_IMODE((run_dir / "new" / "s").stat().st_mode) & 0o077 == 0
+        with pytest.raises(AddressInUse, match="in use by another hub or process"):
+            await node.hub(StreamSpec("s", hub.address), ignore)
+        (run_dir / "open").mkdir()
+        (run_dir / "open").chmod(0o755)
+        with pytest.raises(AddressInvalid, match="has mode 0755 .* chmod 700 it"):
+            await node.hub(StreamSpec("s", f"ipc://{run_dir}/open/s"), ignore)
+
+
+async def test_the_socket_of_a_dead_process_is_taken_over(run_dir: Path) -> None:
+    with socket.socket(socket.AF_UNIX) as dead:
+        dead.bind(str(run_dir / "s"))
+    async with Node("run", "node") as node:
+        await node.hub(StreamSpec("s", f"ipc://{run_dir}/s"), ignore)
+        await node.outlet(f"ipc://{run_dir}/s", "s", bytes)
+
+
+def test_key_files_are_private_and_complete(run_dir: Path) -> None:
+    create_keys(run_dir / "keys", ["worker"])
+    assert stat.S_IMODE((run_dir / "keys" / "server.key").stat().st_mode) == 0o600
+    server = load_security(run_dir / "keys")
+    worker = load_security(run_dir / "keys", "worker")
+    assert worker.server_public == server.own.public
+    assert worker.own.public in server.allowed
+    assert server.own.secret not in repr(server)
+    with pytest.raises(SecurityError, match="exists and is not overwritten"):
+        create_keys(run_dir / "keys", [])
+    (run_dir / "keys" / "worker.key").chmod(0o644)
+    with pytest.raises(SecurityError, match="has mode 0644, others can read it"):
+        load_security(run_dir / "keys", "worker")
+    with pytest.raises(SecurityError, match=r"cannot be read .* create_keys"):
+        load_security(run_dir / "keys", "nobody")
+
+
+def test_the_allow_list_grants_curve_only(run_dir: Path) -> None:
+    create_keys(run_dir / "keys", [])
+    security = load_security(run_dir / "keys")
+    raw = zmq.utils.z85.decode(security.own.public)
+    good = [b"1.0", b"7", b"sluice", b"", b"", b"CURVE", raw]
+    assert zap_reply(good, security.allowed)[1:3] == [b"7", b"200"]
+    for bad in (
+        [*good[:5], b"NULL"],
+        [*good[:6], b"x" * 32],
+        [b"2.0", *good[1:]],
+        [],
+        [*good[:5], b"PLAIN", b"a", b"b"],
+    ):
+        assert zap_reply(bad, security.allowed)[2] == b"400"
+
+
+async def test_unknown_keys_and_plain_peers_are_refused(run_dir: Path) -> None:
+    create_keys(run_dir / "keys", ["worker"])
+    create_keys(run_dir / "stranger", [])
+    security = load_security(run_dir / "keys")
+    stranger = load_security(run_dir / "stranger").own
+    async with asyncio.timeout(20), Node("run", "hub", security) as node:
+        hub = await node.hub(StreamSpec("s", "tcp://127.0.0.1:0"), ignore)
+        async with Node("run", "w", load_security(run_dir / "keys", "worker")) as worker:
+            outlet = await worker.outlet(hub.address, "s", bytes)
+            await outlet.send(b"x", "k")
+        async with Node("run", "w", Security(stranger, security.own.public)) as intruder:
+            with pytest.raises(LinkRefused, match="allow-list does not contain this node's key; add the key"):
+                await intruder.outlet(hub.address, "s", bytes)
+        async with Node("run", "w", give_up_s=0.5) as plain:
+            with pytest.raises(LinkLost, match="heard nothing for give_up_s=0.5"):
+                await plain.outlet(hub.address, "s", bytes)
+        async with Node("run", "w", load_security(run_dir / "keys", "worker")) as worker:
+            with pytest.raises(SecurityError, match="does not own the run's server key"):
+                await worker.hub(StreamSpec("s", "tcp://127.0.0.1:0"), ignore)
+        assert hub.stats().accepted == 1
+
+
+async def test_another_run_is_refused(run_dir: Path) -> None:
+    async with asyncio.timeout(10), Node("run", "hub") as node:
+        hub = await node.hub(StreamSpec("s", f"ipc://{run_dir}/s"), ignore)
+        topic = await node.topic_server(f"ipc://{run_dir}/t")
+        async with Node("other", "w") as other:
+            with pytest.raises(LinkRefused, match="'w' is of run 'other', stream 's' of 'run'"):
+                await other.outlet(hub.address, "s", bytes)
+            with pytest.raises(LinkRefused, match="is of run 'other'"):
+                await other.topic(topic.address)
+
+
+async def test_a_fork_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with Node("run", "node") as node:
+        hub = await node.hub(StreamSpec("s", "inproc://x"), ignore)
+        outlet = await node.outlet(hub.address, "s", bytes)
+        inlet = await node.inlet(hub.address, "s", bytes)
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "getpid", lambda: -1)
+            with pytest.raises(UsageError, match="was forked after its node was opened"):
+                await outlet.send(b"", "k")
+            with pytest.raises(UsageError, match="was forked"):
+                await inlet.receive()
+            with pytest.raises(UsageError, match="was forked"):
+                await node.inlet(hub.address, "s", bytes)
+
+
+def hostile_frames(rng: random.Random) -> list[bytes]:
+    """A multipart message that no honest peer sends: noise, damaged headers, lying headers."""
+    hello = Hello(1, "run", "s", rng.choice(["producer", "consumer"]), "evil", rng.randbytes(4).hex(), "S", "h")
+    report = Report(rng.getrandbits(60), 1, 2**62, 2**62, 2**62, (1, 2, 3), tuple(range(50)), (), tuple(range(9)))
+    honest = [
+        wire.encode(hello),
+        wire.encode(Put(rng.getrandbits(40), "k" * rng.randint(0, 2000), rng.getrandbits(30), 0)),
+        wire.encode(report),
+        wire.encode(wire.Fin(True)),
+        wire.encode(wire.Drain()),
+        wire.encode(wire.Ping()),
+        msgspec.msgpack.encode([2, -1, "k", -5, 2**64 - 1]),
+        b"\x91" * rng.randint(1, 100_000),
+        b"\xdd\xff\xff\xff\xff",
+        b"\x92\x03\xa2\xff\xfe",
+        b"",
+    ]
+    header = bytearray(rng.choice(honest))
+    for _ in range(rng.choice([0, 0, 1, 3])):
+        if header:
+            header[rng.randrange(len(header))] = rng.getrandbits(8)
+    frames = [bytes(header), *(rng.randbytes(rng.randint(0, 300)) for _ in range(rng.choice([0, 1, 1, 2, 5])))]
+    return frames if rng.random() < 0.9 else [rng.randbytes(rng.randint(0, 2000))]
+
+
+async def test_hostile_frames_harm_nobody(run_dir: Path) -> None:
+    letters: list[DeadLetter] = []
+    rng = random.Random(1)
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    try:
+        async with asyncio.timeout(30), Node("run", "node") as node:
+            spec = StreamSpec("s", f"ipc://{run_dir}/s", max_message_bytes=1 << 16, dedup_keys=False)
+            hub = await node.hub(spec, letters.append)
+            topic = await node.topic_server(f"ipc://{run_dir}/t")
+            outlet = await node.outlet(hub.address, "s", bytes)
+            inlet = await node.inlet(hub.address, "s", bytes)
+            client = await node.topic(topic.address)
+            for round_number in range(20):
+                evil = context.socket(zmq.DEALER)
+                evil.set(zmq.LINGER, 0)
+                evil.connect(hub.address if round_number % 4 else topic.address)
+                for _ in range(100):
+                    evil.send_multipart(hostile_frames(rng))
+                if round_number == 5:
+                    evil.send(b"x" * (1 << 20))  # beyond the socket's limit: the connection is dropped
+                await outlet.send(b"good", str(round_number))
+                lease = await inlet.receive()
+                assert lease is not None
+                assert (lease.message, lease.key) == (b"good", str(round_number))
+                lease.done()
+                await client.publish("k", b"%d" % round_number)
+                evil.close()
+            while hub.stats().malformed < 100:
+                await asyncio.sleep(0.01)
+            assert topic.get("k") == b"19"
+            assert hub.stats().settled >= 20
+        assert all(letter.reason.startswith("quarantined: ") for letter in letters)
+    finally:
+        context.term()
