@@ -13,6 +13,7 @@ from typing import Any
 import msgspec
 
 from configs.schema import Config
+from models.weights.directory import choose_directory
 from pipeline.graph import Graph, Node, Stream
 from pipeline.local import EngineSpec
 from pipeline.replica import PortSpec, ReplicaSpec
@@ -104,7 +105,7 @@ class Placement:
         return PortSpec(stream.name, self.addresses[stream.name], stream.schema, items, size)
 
 
-def slots_directory(run_id: str, rundir: RunDir) -> Path:
-    """Shared memory for the weights: /dev/shm where there is one, else the run directory."""
-    shared = Path("/dev/shm")  # noqa: S108
-    return (shared if shared.is_dir() else rundir.path) / f"sluice-{run_id}"
+def slots_directory(run_id: str, rundir: RunDir, checkpoint: str) -> Path:
+    """Where the weights are published: shared memory if it has room for two versions, else the run directory."""
+    nbytes = sum(file.stat().st_size for file in Path(checkpoint).glob("*.safetensors"))
+    return choose_directory(run_id, rundir.path, 2 * nbytes)  # twice: the trainer may publish fp32 of a bf16 checkpoint

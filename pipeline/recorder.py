@@ -13,7 +13,6 @@ from pathlib import Path
 
 import msgspec
 
-from configs.load import config_hash
 from configs.schema import Config
 from models.checkpoint import Manifest, commit_directory, final_path, prune, write_manifest
 from pipeline.journal import Admitted, Committed, Ended, Journal, Stepped
@@ -37,10 +36,18 @@ class Recorder:
     """Everything that is written down of one phase of a run. A context manager."""
 
     def __init__(
-        self, config: Config, rundir: RunDir, *, epoch: int = 0, resume_step: int | None = None, wall_s: float = 0.0
+        self,
+        config: Config,
+        rundir: RunDir,
+        *,
+        epoch: int = 0,
+        resume_step: int | None = None,
+        experiment: str = "",
+        data: str = "",
     ) -> None:
         self.config, self.rundir, self.epoch = config, rundir, epoch
-        self.started = time.monotonic() - wall_s
+        self.experiment, self.data = experiment, data  # hash of the configuration, fingerprint of the prompts
+        self.started = time.monotonic()
         self.training_started: float | None = None  # when the trainer's first weights were out
         self.last_step_s = self.started
         self.ledger = Ledger()
@@ -51,7 +58,8 @@ class Recorder:
             started_s=self.started,
             first_step=resume_step or 0,
         )
-        self.rewards: list[float] = []
+        self.rewards: list[float] = []  # per step, over all groups graded for it, trained or not
+        self._untrained_rewards: list[float] = []  # of the groups that ended otherwise since the last step
         self.evals: list[EvalDone] = []
         self.versions: list[int] = []
         self.restarts: dict[str, int] = {}
@@ -91,6 +99,8 @@ class Recorder:
         for _, report in groups:
             if report.outcome != "trained":
                 self.view.wasted(report.tokens)
+                if report.reward is not None:
+                    self._untrained_rewards.append(report.reward)
 
     async def step(self, report: StepDone) -> None:
         now = time.monotonic()
@@ -99,13 +109,15 @@ class Recorder:
             self.training_started = self.last_step_s = now
             return
         self.last_step_s = now
-        self.rewards.append(report.metrics.get("reward/mean", 0.0))
+        metrics = {**report.metrics, **self._reward_metrics(report), **self._ledger_metrics()}
+        if "reward/mean" in metrics:
+            self.rewards.append(metrics["reward/mean"])
         self.versions.append(report.version)
         self.journal.write(Stepped(report.step, report.token_hash, max(report.staleness, default=0)))
-        self.view.step(report.step, at_s=now, metrics=report.metrics, tokens=report.tokens, staleness=report.staleness)
+        self.view.step(report.step, at_s=now, metrics=metrics, tokens=report.tokens, staleness=report.staleness)
         self.metrics.write(
             report.step,
-            {**report.metrics, **self._ledger_metrics()},
+            metrics,
             wall_s=self.wall_s,
             trained_tokens=self.view.snapshot(now).trained_tokens,
         )
@@ -128,7 +140,8 @@ class Recorder:
             version=report.version,
             epoch=self.epoch,
             ledger=msgspec.json.encode(ledger).decode(),
-            config_hash=config_hash(self.config),
+            config_hash=self.experiment,
+            cursor=self.data,
         )
 
         def seal() -> None:
@@ -166,6 +179,16 @@ class Recorder:
 
     def counts(self) -> LedgerCounts:
         return LedgerCounts(admitted=self.ledger.admitted, open=self.ledger.open, **self.ledger.counts)
+
+    def _reward_metrics(self, report: StepDone) -> dict[str, float]:
+        """The mean reward before any filter: what the policy earns, not what it is trained on."""
+        others, self._untrained_rewards = self._untrained_rewards, []
+        trained = report.metrics.get("train/reward_mean")
+        if trained is None or self.config.train.loss_type == "sft_loss":
+            return {}
+        n = len(report.groups)
+        accepted = n / (n + len(others))
+        return {"reward/mean": (trained * n + sum(others)) / (n + len(others)), "filter/accept_ratio": accepted}
 
     def _ledger_metrics(self) -> dict[str, float]:
         counts = {f"ledger/{name}": float(n) for name, n in self.ledger.counts.items()}

@@ -5,7 +5,6 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from configs.load import config_hash
 from configs.schema import Config
 from models.checkpoint import latest_checkpoint
 from pipeline.observe.perfetto import merge
@@ -13,7 +12,6 @@ from pipeline.observe.plot import plot_metrics_file
 from pipeline.observe.summary import (
     RunPaths,
     RunSummary,
-    TokenRates,
     WeightVersions,
     closing_text,
     efficiency_vs_bound,
@@ -21,7 +19,7 @@ from pipeline.observe.summary import (
     summarise_evals,
     summarise_reward,
     summarise_staleness,
-    wasted_tokens,
+    wasted_share,
     write_summary,
 )
 from pipeline.recorder import Recorder
@@ -77,18 +75,17 @@ def summarise(recorder: Recorder, config: Config, reason: str) -> RunSummary:
         staleness=summarise_staleness(view.staleness, config.asynchrony.max_staleness),
         reward=summarise_reward(recorder.rewards),
         eval=summarise_evals(recorder.eval_points()),
-        tokens_per_s=TokenRates(
-            trained=round(trained / training_s, 1) if training_s > 0 else 0.0,
-            generated=round((trained + wasted) / training_s, 1) if training_s > 0 else 0.0,
-        ),
+        tokens_per_s=round(trained / training_s, 1) if training_s > 0 else 0.0,
+        generated_tokens_per_s=round((trained + wasted) / training_s, 1) if training_s > 0 else 0.0,
         efficiency_vs_bound=efficiency_vs_bound(view.busy_s(), training_s),
-        wasted_tokens=wasted_tokens(trained, wasted),
+        wasted_tokens=wasted,
+        wasted_share=wasted_share(trained, wasted),
         weight_versions=WeightVersions(
             first=min(versions, default=0), last=max(versions, default=0), published=len(set(versions))
         ),
         engine={"name": config.engine.engine, "replicas": str(config.run.scale.get("engine", 1))},
         restarts=dict(recorder.restarts),
         seed=config.run.seed,
-        config_hash=config_hash(config),
+        config_hash=recorder.experiment,
         versions=package_versions(),
     )

@@ -14,10 +14,11 @@ from pathlib import Path
 
 import msgspec
 
-from configs.load import dump_toml
+from configs.load import config_hash, dump_toml
 from configs.resolve import num_rollout_for
 from configs.schema import Config
 from models.checkpoint import Manifest, latest_checkpoint, read_manifest
+from models.weights.directory import remove_stale
 from pipeline.assets import prepare
 from pipeline.controller import Controller
 from pipeline.errors import RunError, UsageError, leaf, user_error
@@ -60,6 +61,8 @@ def run(config: Config) -> int:
 
 def _run(config: Config, rundir: RunDir) -> int:
     rundir.config.write_text(dump_toml(config))
+    remove_stale()  # weight slots that killed runs left in shared memory
+    experiment = config_hash(config)
     config = prepare(config, rundir.path / "assets")
     checkpoint = latest_checkpoint(rundir.checkpoints)
     if config.warm_start.warm_start_steps and checkpoint is None:
@@ -67,7 +70,7 @@ def _run(config: Config, rundir: RunDir) -> int:
     elif config.warm_start.warm_start_steps:
         config = _with_model(config, rundir.path / "warm_start" / "model")
     manifest = read_manifest(checkpoint) if checkpoint is not None else None
-    with Phase(config, rundir, checkpoint, manifest) as phase:
+    with Phase(config, rundir, checkpoint, manifest, experiment) as phase:
         reason = phase.run()
         conclude(phase.recorder, phase.config, reason)
     return 130 if reason == "interrupted" else 0
@@ -83,7 +86,7 @@ def _warm_start(config: Config, rundir: RunDir) -> Config:
     model = home / "model"
     if not model.is_dir():
         shutil.rmtree(home, ignore_errors=True)
-        with RunDir(home).open(resume=False) as phase_dir, Phase(_supervised(config), phase_dir, None, None) as phase:
+        with RunDir(home).open(resume=False) as phase_dir, Phase(_supervised(config), phase_dir) as phase:
             if phase.run() == "interrupted":
                 raise UsageError(f"interrupted in the warm start; start again with --resume {rundir.path}")
             trained = latest_checkpoint(phase_dir.checkpoints)
@@ -133,7 +136,14 @@ def _supervised(config: Config) -> Config:
 class Phase:
     """One graph run to its end. A context manager: its files are closed on the way out."""
 
-    def __init__(self, config: Config, rundir: RunDir, checkpoint: Path | None, manifest: Manifest | None) -> None:
+    def __init__(
+        self,
+        config: Config,
+        rundir: RunDir,
+        checkpoint: Path | None = None,
+        manifest: Manifest | None = None,
+        experiment: str = "",
+    ) -> None:
         self.rundir, self.manifest = rundir, manifest
         tokenizer = self.tokenizer = load_tokenizer(config.train.hf_checkpoint, config.data.chat_template_path)
         self.prompts = load_train_prompts(config, tokenizer=tokenizer)
@@ -142,7 +152,24 @@ class Phase:
         self.epoch = manifest.epoch + 1 if manifest else 0
         self.snapshot = msgspec.json.decode(manifest.ledger, type=LedgerSnapshot) if manifest else None
         self.checkpoint = checkpoint
-        self.recorder = Recorder(self.config, rundir, epoch=self.epoch, resume_step=manifest.step if manifest else None)
+        self._check_data()
+        self.recorder = Recorder(
+            self.config,
+            rundir,
+            epoch=self.epoch,
+            resume_step=manifest.step if manifest else None,
+            experiment=experiment,
+            data=self.prompts.fingerprint,
+        )
+
+    def _check_data(self) -> None:
+        """A resumed run must find the prompts that its cursor counts."""
+        if self.manifest is not None and self.manifest.cursor != self.prompts.fingerprint:
+            raise UsageError(
+                f"the prompts are not those of the checkpoint of step {self.manifest.step} (fingerprint "
+                f"{self.prompts.fingerprint}, was {self.manifest.cursor}); restore --prompt-data, or start a new run from "
+                f"its model with --hf-checkpoint {self.checkpoint}/hf"
+            )
 
     def __enter__(self) -> Phase:
         self.recorder.__enter__()
@@ -180,7 +207,7 @@ class Phase:
                     "start_step": start,
                     "epoch": self.epoch,
                     "resume_from": resume_from,
-                    "slots": str(slots_directory(run_id, self.rundir)),
+                    "slots": str(slots_directory(run_id, self.rundir, self.config.train.hf_checkpoint)),
                 },
                 "generate": {"max_context": self.config.rollout.rollout_max_context_len or 1 << 30},
             },

@@ -103,15 +103,17 @@ class Batch:
         total = sum(self.staleness.values())
         mean = sum(k * n for k, n in self.staleness.items()) / total if total else 0.0
         metrics = {
-            "reward/mean": float(rewards.mean()),
-            "reward/std": float(rewards.std()),
+            "train/reward_mean": float(rewards.mean()),
+            "train/reward_std": float(rewards.std()),
             "rollout/response_len/mean": float(lengths.mean()),
             "rollout/response_len/max": float(lengths.max()),
             "rollout/truncated_ratio": sum(s.status == "truncated" for s in samples) / len(samples),
             "rollout/turns/mean": sum(s.turns for s in samples) / len(samples),
             "rollout/mixed_version_ratio": sum(len(s.version_runs) > 1 for s in samples) / len(samples),
             "staleness/mean": mean,
-            "staleness/start_mean": float(np.mean([self.step - s.version_runs[0].version for s in samples if s.version_runs])),
+            "staleness/start_mean": float(
+                np.mean([self.step - s.version_runs[0].version for s in samples if s.version_runs])
+            ),
             "staleness/max": float(max(self.staleness, default=0)),
             "train/rollouts": float(len(samples)),
         }

@@ -97,17 +97,16 @@ class GroupStage(Stage):
 
     async def _judge(self, slice_: RolloutSlice) -> RolloutSlice | Settled:
         """The slice of counting members, or how the group ends."""
-        group_id, tokens = slice_.group.group_id, sum(s.n_tokens for s in slice_.samples)
         counting = [s for s in slice_.samples if s.status in ("completed", "truncated")]
         for sample in counting:
             fault = sample.fault()
             if fault is not None:
-                return Settled(group_id, "failed", f"sample {sample.index}: {fault}", tokens=tokens)
+                return slice_.ended("failed", f"sample {sample.index}: {fault}")
         needed = 2 if slice_.group.n_samples > 1 else 1
         if len(counting) < needed:
             errors = sorted({s.error or s.status for s in slice_.samples if s not in counting})
             detail = f"insufficient_members: {len(counting)} of {len(slice_.samples)}; {'; '.join(errors)[:300]}"
-            return Settled(group_id, "failed", detail, tokens=tokens)
+            return slice_.ended("failed", detail)
         kept = msgspec.structs.replace(slice_, samples=tuple(counting))
         for filter_ in self._filters:
             try:
@@ -115,17 +114,15 @@ class GroupStage(Stage):
                 decision: FilterDecision = await answer if inspect.isawaitable(answer) else answer
             except Exception as error:
                 self.activity.failures += 1
-                return Settled(group_id, "failed", f"group filter: {type(error).__name__}: {error}", tokens=tokens)
+                return slice_.ended("failed", f"group filter: {type(error).__name__}: {error}")
             if not decision.keep:
                 self.activity.extra["filtered"] = self.activity.extra.get("filtered", 0.0) + 1
-                return Settled(group_id, "filtered", decision.reason or "filtered", tokens=tokens)
+                return slice_.ended("filtered", decision.reason or "filtered")
         return kept
 
     async def _surplus(self, open_: _Open, settle: Outlet[Settled]) -> None:
-        tokens = sum(s.n_tokens for s in open_.samples.values())
-        await settle.send(
-            Settled(open_.group.group_id, "surplus", self._drain or "", tokens=tokens), str(open_.group.group_id)
-        )
+        slice_ = RolloutSlice(open_.group, tuple(open_.samples.values()))
+        await settle.send(slice_.ended("surplus", self._drain or ""), str(open_.group.group_id))
         self._release(open_)
 
     def _release(self, open_: _Open) -> None:

@@ -139,6 +139,20 @@ class RolloutSlice(Struct, frozen=True, array_like=True):
     samples: tuple[Sample, ...]
 
     @property
+    def reward(self) -> float | None:
+        """Mean reward of the graded rollouts."""
+        rewards = [s.reward for s in self.samples if s.reward is not None]
+        return sum(rewards) / len(rewards) if rewards else None
+
+    @property
+    def n_tokens(self) -> int:
+        return sum(s.n_tokens for s in self.samples)
+
+    def ended(self, outcome: Outcome, detail: str) -> Settled:
+        """The settlement of this slice's group."""
+        return Settled(self.group.group_id, outcome, detail, tokens=self.n_tokens, reward=self.reward)
+
+    @property
     def key(self) -> str:
         """Names this slice in its stream: the same rollouts at the same turn have the same key."""
         group = self.group
@@ -155,6 +169,7 @@ class Settled(Struct, frozen=True, array_like=True, tag=True):
     detail: str = ""
     step: int = -1
     tokens: int = 0  # generated for it
+    reward: float | None = None  # mean over its graded rollouts
 
 
 class StepDone(Struct, frozen=True, array_like=True, tag=True):

@@ -24,7 +24,7 @@ import msgspec
 from models.checkpoint import draft_path
 from stages.base import Stage, StageContext
 from stages.batch import Batch, slice_sequences
-from stages.messages import Applied, CheckpointReady, Report, RolloutSlice, Settled, StepDone, WeightsAnnouncement
+from stages.messages import Applied, CheckpointReady, Report, RolloutSlice, StepDone, WeightsAnnouncement
 from stages.ports import Lease, Ports
 
 log = logging.getLogger("sluice.train")
@@ -189,8 +189,7 @@ class TrainStage(Stage):
         slice_ = lease.message
         oldest = min(v for s in slice_.samples if (v := s.oldest_version) is not None)
         detail = f"oldest token is of version {oldest}, batch {self.steps}, bound {self.max_staleness}"
-        report = Settled(slice_.group.group_id, "stale", detail, tokens=sum(s.n_tokens for s in slice_.samples))
-        await ports.outlets["settle"].send(report, str(slice_.group.group_id))
+        await ports.outlets["settle"].send(slice_.ended("stale", detail), str(slice_.group.group_id))
         lease.done()
 
     async def _finish(self, ports: Ports, batch: Batch, metrics: dict[str, float], started_s: float) -> None:
@@ -304,6 +303,5 @@ class TrainStage(Stage):
         for lease in leases:
             slice_ = lease.message
             detail = self._drain or "all rollout batches are trained"
-            report = Settled(slice_.group.group_id, "surplus", detail, tokens=sum(s.n_tokens for s in slice_.samples))
-            await ports.outlets["settle"].send(report, str(slice_.group.group_id))
+            await ports.outlets["settle"].send(slice_.ended("surplus", detail), str(slice_.group.group_id))
             lease.done()

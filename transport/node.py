@@ -105,6 +105,11 @@ class Node:
             finally:
                 await self._fabric.close()
 
+    @property
+    def late_wakeups(self) -> int:
+        """Arrivals that only the safety poll found; must stay 0."""
+        return self._usable().late_wakeups
+
     async def hub(self, spec: StreamSpec, on_dead_letter: Callable[[DeadLetter], None]) -> Hub:
         """Bind the hub of a stream here. Raises AddressInUse, AddressRefused, AddressInvalid."""
         fabric = self._usable()

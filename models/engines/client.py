@@ -225,7 +225,7 @@ class EngineClient:
             ) as response:
                 body = await response.read()
                 status = response.status
-        except aiohttp.ConnectionTimeoutError as error:
+        except aiohttp.ServerTimeoutError as error:
             raise EngineUnreachable(
                 self.base_url, f"no connection within connect_timeout_s={self._connect_timeout_s:g}"
             ) from error

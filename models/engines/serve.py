@@ -36,6 +36,7 @@ from models.engines.text import TextCodec
 
 logger = logging.getLogger(__name__)
 _PR_SET_PDEATHSIG: Final = 1
+_SWITCH_S: Final = 0.0002
 _SHUTDOWN_S: Final = 1.0  # for answers that are being written at the end
 
 
@@ -89,15 +90,23 @@ class EngineServer:
 
         core.start(deliver, crashed)
         self.core = core
-        self._runner = web.AppRunner(app.application(), handler_cancellation=True, access_log=None)
+        try:
+            await self._listen(app)
+        except BaseException:
+            await self._close()
+            raise
+        return self
+
+    async def _listen(self, app: EngineApp) -> None:
+        self._runner = web.AppRunner(
+            app.application(), handler_cancellation=True, access_log=None, shutdown_timeout=_SHUTDOWN_S
+        )
         await self._runner.setup()
         try:
-            await web.TCPSite(self._runner, self._host, self._port, shutdown_timeout=_SHUTDOWN_S).start()
+            await web.TCPSite(self._runner, self._host, self._port).start()
         except OSError as error:
-            await self._close()
             raise _port_error(self._host, self._port, error) from error
         self.url = f"http://{self._host}:{self._runner.addresses[0][1]}"
-        return self
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -200,6 +209,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parent = os.getppid()
     _die_with_parent(parent)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    # The engine's thread and the HTTP loop share the interpreter: short turns keep requests from waiting for 5 ms each.
+    sys.setswitchinterval(_SWITCH_S)
     # Small models on a CPU gain nothing from more threads, and lose much when other processes want the cores.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     arguments = _arguments(argv)

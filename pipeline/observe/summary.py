@@ -50,8 +50,8 @@ class RewardSummary(Struct, frozen=True):
     last: float | None = None
 
 
-class EvalSummary(Struct, frozen=True):
-    """Scores of one data set by version."""
+class SetSummary(Struct, frozen=True):
+    """Scores of one held-out data set by version."""
 
     first: float
     last: float
@@ -60,11 +60,13 @@ class EvalSummary(Struct, frozen=True):
     evaluations: int
 
 
-class WastedTokens(Struct, frozen=True):
-    """Tokens generated for groups that were not trained."""
+class EvalSummary(Struct, frozen=True):
+    """The first data set's scores, and those of all by name. None if nothing was evaluated."""
 
-    count: int = 0
-    share: float = 0.0  # of all tokens generated for settled groups
+    first: float | None = None
+    last: float | None = None
+    best: float | None = None
+    sets: dict[str, SetSummary] = {}
 
 
 class WeightVersions(Struct, frozen=True):
@@ -73,13 +75,6 @@ class WeightVersions(Struct, frozen=True):
     first: int = 0
     last: int = 0
     published: int = 0
-
-
-class TokenRates(Struct, frozen=True):
-    """Tokens per second of the training phase."""
-
-    trained: float = 0.0
-    generated: float = 0.0
 
 
 class RunSummary(Struct, frozen=True, kw_only=True):
@@ -92,10 +87,12 @@ class RunSummary(Struct, frozen=True, kw_only=True):
     groups: LedgerCounts
     staleness: StalenessSummary
     reward: RewardSummary
-    eval: dict[str, EvalSummary] = {}
-    tokens_per_s: TokenRates = TokenRates()
+    eval: EvalSummary = EvalSummary()
+    tokens_per_s: float = 0.0  # trained
+    generated_tokens_per_s: float = 0.0
     efficiency_vs_bound: float | None = None
-    wasted_tokens: WastedTokens = WastedTokens()
+    wasted_tokens: int = 0  # generated for groups that were not trained
+    wasted_share: float = 0.0  # of all tokens generated for settled groups
     weight_versions: WeightVersions = WeightVersions()
     engine: dict[str, str] = {}
     restarts: dict[str, int] = {}  # by stage
@@ -150,18 +147,21 @@ def summarise_reward(rewards: Sequence[float]) -> RewardSummary:
     return RewardSummary(first=sum(finite[:n]) / n, last=sum(finite[-n:]) / n)
 
 
-def summarise_evals(evals: Iterable[tuple[str, int, float]]) -> dict[str, EvalSummary]:
+def summarise_evals(evals: Iterable[tuple[str, int, float]]) -> EvalSummary:
     """From (data set, version, score) in the order of evaluation; higher is better."""
     by_set: dict[str, list[tuple[int, float]]] = {}
     for dataset, version, score in evals:
         by_set.setdefault(dataset, []).append((version, score))
-    found: dict[str, EvalSummary] = {}
+    found: dict[str, SetSummary] = {}
     for dataset, points in by_set.items():
         best_version, best = max(points, key=lambda point: point[1])
-        found[dataset] = EvalSummary(
+        found[dataset] = SetSummary(
             first=points[0][1], last=points[-1][1], best=best, best_version=best_version, evaluations=len(points)
         )
-    return found
+    if not found:
+        return EvalSummary()
+    main = next(iter(found.values()))
+    return EvalSummary(first=main.first, last=main.last, best=main.best, sets=found)
 
 
 def efficiency_vs_bound(busy_s: Mapping[str, tuple[float, int]], wall_s: float) -> float | None:
@@ -181,10 +181,10 @@ def efficiency_vs_bound(busy_s: Mapping[str, tuple[float, int]], wall_s: float) 
     return max(shares) / wall_s
 
 
-def wasted_tokens(trained: int, wasted: int) -> WastedTokens:
+def wasted_share(trained: int, wasted: int) -> float:
     """From token counts of settled groups."""
     total = trained + wasted
-    return WastedTokens(count=wasted, share=wasted / total if total else 0.0)
+    return wasted / total if total else 0.0
 
 
 def package_versions() -> dict[str, str]:
@@ -230,18 +230,18 @@ def _aligned(rows: Sequence[tuple[str, str]]) -> list[str]:
 
 def _results(summary: RunSummary) -> list[tuple[str, str]]:
     rows = [("reward", f"{number(summary.reward.first)} -> {number(summary.reward.last)}")]
-    for name, found in summary.eval.items():
+    for name, found in summary.eval.sets.items():
         best = f" (best {number(found.best)} at version {found.best_version})" if found.best > found.last else ""
         rows.append((f"eval {name}", f"{number(found.first)} -> {number(found.last)}{best}"))
     staleness = summary.staleness
     if staleness.mean is not None:
         bound = "" if staleness.bound is None else f", bound {staleness.bound}"
         rows.append(("staleness", f"mean {staleness.mean:.2f}, p99 {staleness.p99}, max {staleness.max}{bound}"))
-    rates = summary.tokens_per_s
-    rows.append(("tokens/s", f"{quantity(rates.trained)} trained, {quantity(rates.generated)} generated"))
+    generated = quantity(summary.generated_tokens_per_s)
+    rows.append(("tokens/s", f"{quantity(summary.tokens_per_s)} trained, {generated} generated"))
     if summary.efficiency_vs_bound is not None:
         rows.append(("efficiency", f"{summary.efficiency_vs_bound:.0%} of the bound set by the busiest stage"))
-    rows.append(("wasted", f"{summary.wasted_tokens.share:.1%} of the generated tokens"))
+    rows.append(("wasted", f"{summary.wasted_share:.1%} of the generated tokens"))
     counts = summary.groups
     groups = f"{counts.trained} trained, {counts.filtered} filtered, {counts.stale} stale, {counts.failed} failed"
     rows.append(("groups", f"{groups}, {counts.surplus} surplus, {counts.open} open"))

@@ -79,6 +79,7 @@ class EmbeddedEngine:
             dtype=str(dtype).removeprefix("torch."),
             eos_ids=spec.eos_ids | ({codec.eos_id} if codec.eos_id is not None else frozenset()),
         )
+        self._load = self._measure()
         self._wake = threading.Condition()
         self._commands: list[Callable[[], None]] = []
         self._after_drain: list[Callable[[], None]] = []
@@ -142,17 +143,8 @@ class EmbeddedEngine:
         return await self._ask(self._weights.checksums)
 
     def load(self) -> Load:
-        stepper, facts = self.stepper, self._facts
-        used = stepper.used_tokens
-        return Load(
-            num_running_reqs=stepper.running,
-            num_waiting_reqs=stepper.waiting,
-            num_used_tokens=used,
-            max_total_num_tokens=facts.kv_tokens,
-            max_running_requests=facts.slots,
-            token_usage=used / facts.kv_tokens,
-            cache_hit_rate=stepper.totals.cache_hit_rate,
-        )
+        """As of the end of the last step; the stepper itself is the worker's alone."""
+        return self._load
 
     def totals(self) -> Totals:
         return self.stepper.totals
@@ -228,9 +220,24 @@ class EmbeddedEngine:
         return bool(self._after_drain) and (self.stepper.paused or not self.stepper.running)
 
     def _hand_out(self) -> None:
+        """Deliver what progressed, after the load that goes with it was noted."""
+        self._load = self._measure()
         progressed = self.stepper.take_progressed()
         if progressed:
             self._deliver(progressed)
+
+    def _measure(self) -> Load:
+        stepper, facts = self.stepper, self._facts
+        used = stepper.used_tokens
+        return Load(
+            num_running_reqs=stepper.running,
+            num_waiting_reqs=stepper.waiting,
+            num_used_tokens=used,
+            max_total_num_tokens=facts.kv_tokens,
+            max_running_requests=facts.slots,
+            token_usage=used / facts.kv_tokens,
+            cache_hit_rate=stepper.totals.cache_hit_rate,
+        )
 
     def _die(self, reason: str) -> None:
         with self._wake:

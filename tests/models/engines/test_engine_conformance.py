@@ -326,6 +326,35 @@ async def test_stop_token_ids_end_a_response(target: Target) -> None:
     assert (output.meta_info.finish_reason.type, output.meta_info.finish_reason.matched) == ("stop", stop)
 
 
+async def test_stop_strings_end_a_response_and_leave_the_text(target: Target) -> None:
+    if not target.can.contents_stop:
+        pytest.skip("contents stop nothing")
+    greedy = {"temperature": 0.0, "max_new_tokens": 30}
+    [free] = await target.client.generate(ask([70, 71, 72], **greedy))
+    start = next(index for index in range(3, 28) if "\ufffd" not in free.text[index : index + 2])
+    stop = free.text[start : start + 2]
+    [trimmed] = await target.client.generate(ask([70, 71, 72], stop=stop, **greedy))
+    [whole] = await target.client.generate(ask([70, 71, 72], stop=[stop], no_stop_trim=True, **greedy))
+    assert trimmed.text == free.text[: free.text.find(stop)]
+    assert whole.text == trimmed.text + stop
+    assert trimmed.output_ids == whole.output_ids == free.output_ids[: len(whole.output_ids)]
+    assert trimmed.meta_info.finish_reason is not None
+    assert trimmed.meta_info.finish_reason.matched == stop
+
+
+async def test_text_prompts_are_tokenized_by_the_server(target: Target) -> None:
+    params = SamplingParams(max_new_tokens=2, ignore_eos=True)
+    [output] = await target.client.generate(GenerateRequest(text="abc", sampling_params=params))
+    assert output.meta_info.prompt_tokens == 3
+    outputs = await target.client.generate(GenerateRequest(text=["abc", "ab"], sampling_params=[params, params]))
+    assert [entry.meta_info.prompt_tokens for entry in outputs] == [3, 2]
+
+
+@pytest.mark.parametrize("body", [{"input_ids": []}, {"input_ids": [[1], []]}, {}, {"input_ids": [1, [2]]}])
+async def test_prompts_that_are_none_are_refused(target: Target, body: dict[str, object]) -> None:
+    assert (await _post(target, "/generate", body))[0] == 400
+
+
 async def test_scoring_without_new_tokens(target: Target) -> None:
     if not target.can.scores_prompts:
         pytest.skip("prompts are not scored")

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
 
 import msgspec
 import numpy as np
@@ -13,14 +15,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from configs.schema.engine import SimulatedEngineConfig
+from models.engines.client import EngineClient
 from models.engines.core import Completion, EngineFacts
 from models.engines.intake import Intake
 from models.engines.noise import sample_seed
 from models.engines.protocol import GenerateRequest, SamplingParams
+from models.engines.serve import EngineServer
 from models.engines.simulated import simulated_length, simulated_log_prob, simulated_token
 from models.engines.simulated_schedule import Schedule
 from models.engines.text import TextCodec
-from tests.models.engines.harness import Target, ask, generating
+from tests.models.engines.harness import SIMULATED, ask, generating
 
 FACTS = EngineFacts(
     engine="simulated",
@@ -199,41 +203,43 @@ def test_an_aborted_response_keeps_its_planned_length() -> None:
     assert len(rest.output_ids) == planned - 20
 
 
-async def test_tokens_lengths_and_versions_can_be_recomputed(target: Target) -> None:
+async def test_tokens_and_versions_can_be_recomputed() -> None:
     """Over HTTP and across an update: every token is the documented function of prompt, seed, position, version."""
-    if (await target.client.server_info()).device != "simulated":
-        pytest.skip("for the simulated engine")
-    import asyncio
-
-    async with asyncio.TaskGroup() as group:
-        request = ask([3, 1, 4], n=2, max_new_tokens=300, sampling_seed=42)
-        task = group.create_task(target.client.generate(request))
-        await generating(target.client, tokens=60)
-        await target.client.pause("retract")
-        await target.client.update_weights_from_disk("/nowhere", "w2")
-        await target.client.resume()
-    for index, output in enumerate(task.result()):
-        seed = sample_seed(42, index)
-        spans = output.version_spans
-        assert [span.version for span in spans] == ["default", "w2"]
-        expected = [
-            simulated_token([3, 1, 4], seed, 3 + position, span.version, 256)
-            for span in spans
-            for position in range(span.start, span.end)
-        ]
-        assert output.output_ids == expected
-        assert set(output.output_log_probs) == {simulated_log_prob(256)}
+    async with _served() as client:
+        async with asyncio.TaskGroup() as group:
+            task = group.create_task(client.generate(ask([3, 1, 4], n=2, max_new_tokens=300, sampling_seed=42)))
+            await generating(client, tokens=60)
+            await client.pause("retract")
+            await client.update_weights_from_disk("/nowhere", "w2")
+            await client.resume()
+        for index, output in enumerate(task.result()):
+            spans = output.version_spans
+            assert [span.version for span in spans] == ["default", "w2"]
+            expected = [
+                simulated_token([3, 1, 4], sample_seed(42, index), 3 + position, span.version, 256)
+                for span in spans
+                for position in range(span.start, span.end)
+            ]
+            assert output.output_ids == expected
+            assert set(output.output_log_probs) == {simulated_log_prob(256)}
 
 
-async def test_responses_end_by_themselves_at_their_drawn_length(target: Target) -> None:
-    if (await target.client.server_info()).device != "simulated":
-        pytest.skip("for the simulated engine")
-    request = ask([3, 1, 4], n=6, max_new_tokens=120, sampling_seed=7, ignore_eos=False)
-    config = SimulatedEngineConfig(length_mean=60.0)
-    for index, output in enumerate(await target.client.generate(request)):
-        length = simulated_length(config, sample_seed(7, index))
+async def test_responses_end_by_themselves_at_their_drawn_length() -> None:
+    async with _served() as client:
+        outputs = await client.generate(ask([3, 1, 4], n=6, max_new_tokens=120, sampling_seed=7, ignore_eos=False))
+    for index, output in enumerate(outputs):
+        length = simulated_length(SIMULATED.simulated, sample_seed(7, index))
         assert len(output.output_ids) == min(length, 120)
         assert output.meta_info.finish_reason is not None
         assert output.meta_info.finish_reason.type == ("stop" if length <= 120 else "length")
         if length <= 120:
             assert output.output_ids[-1] == output.meta_info.finish_reason.matched == 255
+
+
+@asynccontextmanager
+async def _served() -> AsyncIterator[EngineClient]:
+    async with (
+        EngineServer(SIMULATED, "none", max_context_len=None, seed=0) as server,
+        EngineClient(server.url, timeout_s=30) as client,
+    ):
+        yield client

@@ -21,7 +21,6 @@ from pipeline.observe.summary import (
     RunPaths,
     RunSummary,
     StalenessSummary,
-    TokenRates,
     closing_text,
     efficiency_vs_bound,
     package_versions,
@@ -30,7 +29,7 @@ from pipeline.observe.summary import (
     summarise_evals,
     summarise_reward,
     summarise_staleness,
-    wasted_tokens,
+    wasted_share,
     write_summary,
 )
 
@@ -63,8 +62,11 @@ def test_reward_over_the_first_and_last_tenth_at_least_five() -> None:
 
 def test_evals_by_data_set() -> None:
     found = summarise_evals([("a", 0, 0.1), ("b", 0, 0.5), ("a", 4, 0.9), ("a", 8, 0.7)])
-    assert (found["a"].first, found["a"].last, found["a"].best, found["a"].best_version) == (0.1, 0.7, 0.9, 4)
-    assert found["b"].evaluations == 1
+    a = found.sets["a"]
+    assert (a.first, a.last, a.best, a.best_version) == (0.1, 0.7, 0.9, 4)
+    assert found.sets["b"].evaluations == 1
+    assert (found.first, found.last, found.best) == (0.1, 0.7, 0.9), "the first data set is the run's own figure"
+    assert summarise_evals([]).first is None
 
 
 def test_efficiency_is_the_busiest_stage_over_the_wall_clock() -> None:
@@ -86,9 +88,11 @@ def summary() -> RunSummary:
         staleness=summarise_staleness({0: 50, 1: 50}, 2),
         reward=RewardSummary(first=0.35, last=0.61),
         eval=summarise_evals([("heldout", 0, 0.4), ("heldout", 25, 0.7), ("heldout", 50, 0.65)]),
-        tokens_per_s=TokenRates(trained=12_345.0, generated=15_000.0),
+        tokens_per_s=12_345.0,
+        generated_tokens_per_s=15_000.0,
         efficiency_vs_bound=0.93,
-        wasted_tokens=wasted_tokens(900, 100),
+        wasted_tokens=100,
+        wasted_share=wasted_share(900, 100),
         restarts={"reward": 2, "train": 0},
         versions=package_versions(),
     )
@@ -101,7 +105,7 @@ def test_the_file_reads_back_and_appears_whole(tmp_path: Path) -> None:
     assert os.listdir(path.parent) == ["summary.json"]
     plain = json.loads(path.read_text())
     assert plain["groups"]["open"] == 0
-    assert plain["wasted_tokens"] == {"count": 100, "share": 0.1}
+    assert (plain["wasted_tokens"], plain["wasted_share"]) == (100, 0.1)
     assert {"python", "torch", "msgspec"} <= plain["versions"].keys()
     with pytest.raises(SummaryError, match="does not exist: the run has not ended"):
         read_summary(tmp_path / "none.json")

@@ -1,0 +1,106 @@
+"""What every benchmark writes: the machine, all values of all rounds, a table with median and range.
+
+A figure without its baseline of the same run and without its range is not printed.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import platform
+import statistics
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import msgspec
+
+
+class Machine(msgspec.Struct, frozen=True):
+    cores: int
+    load_1min: float
+    cpu: str
+    python: str
+    system: str
+    versions: dict[str, str]
+    started_unix_s: float
+
+
+class Series(msgspec.Struct, frozen=True):
+    """All rounds of one contender in one setting. `values` in `unit`; more is better unless the unit is a time."""
+
+    setting: str
+    name: str
+    unit: str
+    values: list[float]
+    note: str = ""
+
+    @property
+    def median(self) -> float:
+        return statistics.median(self.values)
+
+
+class Document(msgspec.Struct, frozen=True):
+    benchmark: str
+    machine: Machine
+    command: list[str]
+    remarks: list[str]
+    series: list[Series]
+
+
+def machine(packages: Sequence[str]) -> Machine:
+    """Cores and load as they are now, and the versions of the packages that matter."""
+    versions = {}
+    for package in packages:
+        try:
+            versions[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            versions[package] = "absent"
+    return Machine(
+        cores=len(os.sched_getaffinity(0)),
+        load_1min=os.getloadavg()[0],
+        cpu=_cpu_name(),
+        python=platform.python_version(),
+        system=f"{platform.system()} {platform.release()}",
+        versions=versions,
+        started_unix_s=time.time(),
+    )
+
+
+def _cpu_name() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor()
+    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), platform.machine())
+
+
+def print_table(series: Sequence[Series], baseline: str) -> None:
+    """One block per setting; the last column is the ratio of medians to the baseline of the same setting."""
+    width = max(len(one.name) for one in series)
+    for setting in dict.fromkeys(one.setting for one in series):
+        rows = [one for one in series if one.setting == setting]
+        base = next((one.median for one in rows if one.name == baseline), None)
+        print(f"\n{setting}")
+        print(f"  {'':{width}}  {'median':>12} {'min':>12} {'max':>12}  {'of baseline':>11}")
+        for one in rows:
+            ratio = "" if base is None else f"{one.median / base:.2f}x"
+            low, high = min(one.values), max(one.values)
+            print(
+                f"  {one.name:{width}}  {one.median:12,.0f} {low:12,.0f} {high:12,.0f}  {ratio:>11}  {one.unit} {one.note}"
+            )
+
+
+def write_json(path: Path, document: Document) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(msgspec.json.format(msgspec.json.encode(document), indent=2) + b"\n")
+
+
+def command() -> list[str]:
+    return [
+        "python",
+        "-m",
+        Path(sys.argv[0]).stem if "bench" not in sys.argv[0] else "bench." + Path(sys.argv[0]).stem,
+        *sys.argv[1:],
+    ]

@@ -1,0 +1,258 @@
+"""Messages per second through a stream, next to bare queues: `python -m bench.transport [--quick]`.
+
+All contenders run in one session, interleaved round by round, so that a change of the machine's load hits all of them.
+They do not offer the same: only the stream acknowledges, redelivers, bounds bytes and survives a killed consumer. The
+baselines say what that costs. Every contender moves the same bytes from a producer process to this process.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import multiprocessing
+import multiprocessing.queues
+import os
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import zmq
+
+from bench.report import Document, Series, command, machine, print_table, write_json
+from transport import DeadLetter, Node, StreamSpec
+
+SPAWN = multiprocessing.get_context("spawn")
+SENDERS = 64  # concurrent sends of the producer: each waits for its acceptance
+WINDOW_ITEMS = 256
+BASELINE = "PUSH/PULL"
+SIZES = {"1 KB": 1 << 10, "64 KB": 64 << 10, "1 MB": 1 << 20}
+COUNTS = {"1 KB": (20_000, 6_000), "64 KB": (6_000, 1_500), "1 MB": (600, 150)}  # full, quick
+WARM_UP = 50  # messages before the clock starts
+
+
+def rate(count: int, start: float) -> float:
+    return count / (time.perf_counter() - start)
+
+
+# The stream.
+
+
+def fail_on_letter(letter: DeadLetter) -> None:
+    raise RuntimeError(f"message {letter.key} was dead-lettered: {letter.reason}")
+
+
+def stream_producer(address: str, size: int, count: int) -> None:
+    asyncio.run(_produce(address, size, count))
+
+
+async def _produce(address: str, size: int, count: int) -> None:
+    body = os.urandom(size)
+    numbers = iter(range(count))
+
+    async with Node("bench", "producer") as node:
+        outlet = await node.outlet(address, "bench", bytes)
+
+        async def sender() -> None:
+            """Send until the numbers are used up. Each send waits for credit and acceptance."""
+            for number in numbers:
+                await outlet.send(body, str(number))
+
+        async with asyncio.TaskGroup() as group:
+            for _ in range(SENDERS):
+                group.create_task(sender())
+
+
+def stream_hub(address: str, done: multiprocessing.queues.Queue[int]) -> None:
+    asyncio.run(_host(address, done))
+
+
+async def _host(address: str, done: multiprocessing.queues.Queue[int]) -> None:
+    async with Node("bench", "hub") as node:
+        await node.hub(StreamSpec("bench", address), fail_on_letter)
+        await asyncio.to_thread(done.get)
+
+
+async def _consume(node: Node, address: str, count: int) -> float:
+    """Take and finish all messages; rate after the warm-up. Unblocked by deliveries."""
+    inlet = await node.inlet(address, "bench", bytes, window_items=WINDOW_ITEMS)
+    start = 0.0
+    for number in range(WARM_UP + count):
+        if number == WARM_UP:
+            start = time.perf_counter()
+        lease = await inlet.receive()
+        if lease is None:
+            raise RuntimeError("the stream ended early")
+        lease.done()
+    return rate(count, start)
+
+
+def two_process_hop(size: int, count: int, directory: Path) -> float:
+    async def main() -> float:
+        async with Node("bench", "consumer") as node:
+            hub = await node.hub(StreamSpec("bench", f"ipc://{directory}/two"), fail_on_letter)
+            with started(stream_producer, hub.address, size, WARM_UP + count):
+                return await _consume(node, hub.address, count)
+
+    return asyncio.run(main())
+
+
+def three_process_hop(size: int, count: int, directory: Path) -> float:
+    address = f"ipc://{directory}/three"
+    done: multiprocessing.queues.Queue[int] = SPAWN.Queue()
+
+    async def main() -> float:
+        async with Node("bench", "consumer") as node:
+            return await _consume(node, address, count)
+
+    with started(stream_hub, address, done), started(stream_producer, address, size, WARM_UP + count):
+        figure = asyncio.run(main())
+        done.put(1)
+    return figure
+
+
+# The baselines.
+
+
+def push_producer(address: str, size: int, count: int) -> None:
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    socket = context.socket(zmq.PUSH)
+    socket.connect(address)
+    body = os.urandom(size)
+    for _ in range(count):
+        socket.send(body, copy=size < 64 << 10)
+    socket.close(10_000)
+    context.term()
+
+
+def push_pull(size: int, count: int, directory: Path) -> float:
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    socket = context.socket(zmq.PULL)
+    address = f"ipc://{directory}/pull"
+    socket.bind(address)
+    try:
+        with started(push_producer, address, size, WARM_UP + count):
+            for _ in range(WARM_UP):
+                socket.recv()
+            start = time.perf_counter()
+            for _ in range(count):
+                socket.recv(copy=size < 64 << 10)
+            return rate(count, start)
+    finally:
+        socket.close(0)
+        context.term()
+
+
+def queue_producer(queue: multiprocessing.queues.Queue[bytes], size: int, count: int) -> None:
+    body = os.urandom(size)
+    for _ in range(count):
+        queue.put(body)
+
+
+def process_queue(size: int, count: int, directory: Path) -> float:
+    queue: multiprocessing.queues.Queue[bytes] = SPAWN.Queue(1000)
+    with started(queue_producer, queue, size, WARM_UP + count):
+        for _ in range(WARM_UP):
+            queue.get()
+        start = time.perf_counter()
+        for _ in range(count):
+            queue.get()
+        return rate(count, start)
+
+
+def ray_queue(size: int, count: int, directory: Path) -> float:
+    import ray
+    from ray.util.queue import Queue
+
+    queue = Queue(maxsize=1000)
+    count = min(count, 2000)  # one actor call per item: more would only take longer
+
+    @ray.remote
+    def produce() -> None:
+        body = os.urandom(size)
+        for _ in range(WARM_UP + count):
+            queue.put(body)
+
+    producing = produce.remote()
+    for _ in range(WARM_UP):
+        queue.get()
+    start = time.perf_counter()
+    for _ in range(count):
+        queue.get()
+    figure = rate(count, start)
+    ray.get(producing)
+    queue.shutdown()
+    return figure
+
+
+class started:  # noqa: N801 - reads as a verb: `with started(function, ...)`
+    """A spawned process that ends by itself; it is killed if the block fails."""
+
+    def __init__(self, target: Callable[..., None], *args: object) -> None:
+        self._process = SPAWN.Process(target=target, args=args, daemon=True)
+
+    def __enter__(self) -> None:
+        self._process.start()
+
+    def __exit__(self, kind: type[BaseException] | None, error: object, trace: object) -> None:
+        if kind is not None:
+            self._process.kill()
+        else:
+            self._process.join(10)
+
+
+Contender = Callable[[int, int, Path], float]
+
+
+def contenders() -> dict[str, tuple[Contender, str]]:
+    found: dict[str, tuple[Contender, str]] = {
+        "stream, hub with consumer": (two_process_hop, "acks, credit, leases, dedup; 2 processes"),
+        "stream, hub apart": (three_process_hop, "the same; 3 processes"),
+        BASELINE: (push_pull, "blocking sockets; no acks, a killed consumer loses messages"),
+        "multiprocessing.Queue": (process_queue, "blocking; no acks, one machine"),
+    }
+    try:
+        import ray
+    except ImportError:
+        print("ray is not installed: ray.util.queue is left out")
+    else:
+        ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False)
+        found["ray.util.queue"] = (ray_queue, "one actor call per item")
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="3 rounds with fewer messages instead of 5")
+    parser.add_argument("--rounds", type=int, default=0, help="number of rounds")
+    parser.add_argument("--output", type=Path, default=Path("bench_results/transport.json"))
+    options = parser.parse_args()
+    rounds = options.rounds or (3 if options.quick else 5)
+    about = machine(["pyzmq", "msgspec", "ray"])
+    values: dict[tuple[str, str], list[float]] = {}
+    runners = contenders()
+    with tempfile.TemporaryDirectory(prefix="bench") as directory:
+        for number in range(rounds):
+            print(f"round {number + 1} of {rounds}", flush=True)
+            for setting, size in SIZES.items():
+                count = COUNTS[setting][options.quick]
+                for name, (run, _) in runners.items():
+                    values.setdefault((setting, name), []).append(run(size, count, Path(directory)))
+    series = [
+        Series(setting, name, "messages/s", values[setting, name], f"({runners[name][1]})")
+        for setting in SIZES
+        for name in runners
+    ]
+    remarks = [
+        f"{rounds} interleaved rounds; ratios below 1.5x are noise on a machine that is not idle",
+        f"load {about.load_1min:.1f} on {about.cores} cores at the start; producer and consumer share them",
+        "ipc on one machine: nothing here says anything about a network",
+    ]
+    print_table(series, BASELINE)
+    print("\n" + "\n".join(remarks))
+    write_json(options.output, Document("transport", about, command(), remarks, series))
+    print(f"written to {options.output}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,196 @@
+"""Real processes, real kills: nothing is lost and nothing arrives twice."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import random
+import signal
+import sys
+import tempfile
+from collections import Counter
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+
+from transport import DeadLetter, Hub, Inlet, LinkLost, Node, StreamSpec
+
+WORKER = Path(__file__).with_name("transport_worker.py")
+
+
+@dataclass
+class Fleet:
+    """Hubs here, workers in processes of their own, restarted whenever they end."""
+
+    node: Node
+    jobs: Hub
+    results: Hub
+    letters: list[DeadLetter]
+    inlet: Inlet[bytes]
+    work_s: float
+    running: dict[str, asyncio.subprocess.Process] = field(default_factory=dict)
+    deaths: int = 0
+
+    async def keep(self, replica: str, *, supervised: bool) -> None:
+        """Start the replica again whenever it dies. Ends when it leaves in good order."""
+        while True:
+            process = await asyncio.create_subprocess_exec(
+                sys.executable, str(WORKER), self.jobs.address, self.results.address, replica, str(self.work_s)
+            )
+            self.running[replica] = process
+            code = await process.wait()
+            if code == 0:
+                return
+            self.deaths += 1
+            if supervised:
+                self.jobs.peer_lost(replica)
+
+    async def collect(self, count: int) -> Counter[str]:
+        """Results by key until there are `count` different ones. Unblocked by results."""
+        got: Counter[str] = Counter()
+        while len(got) < count:
+            lease = await self.inlet.receive()
+            assert lease is not None
+            got[lease.key] += 1
+            lease.done()
+        return got
+
+
+@asynccontextmanager
+async def fleet(work_s: float, lease_s: float, capacity_items: int = 100) -> AsyncIterator[Fleet]:
+    letters: list[DeadLetter] = []
+    with tempfile.TemporaryDirectory(prefix="t") as directory:
+        async with asyncio.timeout(100), Node("run", "main") as node:
+            spec = StreamSpec("jobs", f"ipc://{directory}/j", capacity_items, lease_s=lease_s, max_attempts=4)
+            jobs = await node.hub(spec, letters.append)
+            results = await node.hub(StreamSpec("results", f"ipc://{directory}/r"), letters.append)
+            inlet = await node.inlet(results.address, "results", bytes, window_items=64)
+            made = Fleet(node, jobs, results, letters, inlet, work_s)
+            try:
+                yield made
+            finally:
+                for process in made.running.values():
+                    with contextlib.suppress(ProcessLookupError):  # it has ended by itself
+                        process.kill()
+
+
+async def feed(fleet: Fleet, count: int, deadly: int = -1) -> None:
+    outlet = await fleet.node.outlet(fleet.jobs.address, "jobs", bytes)
+    for number in range(count):
+        await outlet.send(b"deadly" if number == deadly else b"x" * 1000, f"job{number}")
+
+
+async def test_a_killed_consumer_loses_nothing_even_unseen() -> None:
+    """No supervisor: the broken connection alone hands the work over, long before the lease ends."""
+    async with fleet(0.02, lease_s=60.0) as f, asyncio.TaskGroup() as group:
+        group.create_task(f.keep("victim", supervised=False))
+        group.create_task(feed(f, 40))
+        collecting = group.create_task(f.collect(40))
+        while f.results.stats().accepted < 5:
+            await asyncio.sleep(0.01)
+        f.running["victim"].kill()
+        got = await collecting
+        f.jobs.finish()
+        await f.jobs.wait_empty()
+    assert set(got.values()) == {1}
+    assert f.deaths == 1
+    assert f.jobs.stats().redelivered >= 1
+    assert f.letters == []
+
+
+async def test_a_frozen_consumer_is_replaced_and_its_late_answers_are_suppressed() -> None:
+    async with fleet(0.01, lease_s=0.6) as f, asyncio.TaskGroup() as group:
+        for replica in ("frozen", "other"):
+            group.create_task(f.keep(replica, supervised=True))
+        group.create_task(feed(f, 60))
+        collecting = group.create_task(f.collect(60))
+        while f.results.stats().accepted < 10 or len(f.jobs.core.consumers) < 2:
+            await asyncio.sleep(0.01)
+        f.running["frozen"].send_signal(signal.SIGSTOP)
+        got = await collecting  # complete although one replica stands still
+        f.running["frozen"].send_signal(signal.SIGCONT)
+        f.jobs.finish()
+    assert set(got.values()) == {1}
+    assert f.letters == []
+
+
+@pytest.mark.slow
+async def test_kills_at_random_lose_nothing() -> None:
+    rng = random.Random(1)
+    async with fleet(0.004, lease_s=5.0) as f, asyncio.TaskGroup() as group:
+        for replica in ("a", "b", "c"):
+            group.create_task(f.keep(replica, supervised=True))
+        group.create_task(feed(f, 1500))
+        collecting = group.create_task(f.collect(1500))
+        kills = 0
+        while kills < 12:
+            await asyncio.sleep(0.15)
+            live = [process for process in f.running.values() if process.returncode is None]
+            if len(f.jobs.core.consumers) >= 2 and not collecting.done():
+                rng.choice(live).kill()
+                kills += 1
+            elif collecting.done():
+                break
+        got = await collecting
+        f.jobs.finish()
+        await f.jobs.wait_empty()
+    assert set(got.values()) == {1}
+    assert len(got) == 1500
+    assert f.letters == []
+    assert kills >= 3
+
+
+@pytest.mark.slow
+async def test_a_deadly_message_is_buried_and_its_neighbours_live() -> None:
+    async with fleet(0.001, lease_s=5.0) as f, asyncio.TaskGroup() as group:
+        for replica in ("a", "b"):
+            group.create_task(f.keep(replica, supervised=True))
+        group.create_task(feed(f, 50, deadly=20))
+        got = await f.collect(49)
+        f.jobs.finish()
+        await f.jobs.wait_empty()
+    assert set(got.values()) == {1}
+    [letter] = f.letters
+    assert (letter.key, letter.body) == ("job20", b"\xc4\x06deadly")
+    assert "of max_attempts=4" in letter.reason
+
+
+async def test_a_lost_hub_is_reported_after_give_up() -> None:
+    """A worker whose hub has gone for good ends by itself with LinkLost."""
+    with tempfile.TemporaryDirectory(prefix="t") as directory:
+        address = f"ipc://{directory}/s"
+        async with asyncio.timeout(20), Node("run", "peer", give_up_s=0.6, close_s=0.3) as peer:
+            async with Node("run", "hub") as host:
+                await host.hub(StreamSpec("s", address), lambda letter: None)
+                inlet = await peer.inlet(address, "s", bytes)
+                outlet = await peer.outlet(address, "s", bytes)
+                await outlet.send(b"x", "k")
+                lease = await inlet.receive()
+                assert lease is not None
+            with pytest.raises(LinkLost, match=r"inlet of stream 's' at .* heard nothing for give_up_s=0\.6"):
+                await inlet.receive()
+            with pytest.raises(LinkLost, match="outlet of stream 's'"):
+                await outlet.send(b"y", "k2")
+
+
+async def test_an_idle_node_does_nothing() -> None:
+    """Beats aside, owner tasks sleep: no step is taken while nothing happens, and no wake-up comes late."""
+    with tempfile.TemporaryDirectory(prefix="t") as directory:
+        async with Node("run", "node") as node:
+            hub = await node.hub(StreamSpec("s", f"ipc://{directory}/s"), lambda letter: None)
+            inlet = await node.inlet(hub.address, "s", bytes)
+            steps = 0
+            original = inlet.on_step
+
+            def counted() -> None:
+                nonlocal steps
+                steps += 1
+                original()
+
+            inlet.on_step = counted  # type: ignore[method-assign]
+            await asyncio.sleep(1.3)
+            assert steps <= 4
+            assert node.late_wakeups == 0
