@@ -87,9 +87,8 @@ def print_table(series: Sequence[Series], baseline: str) -> None:
         for one in rows:
             ratio = "" if base is None else f"{one.median / base:.2f}x"
             low, high = min(one.values), max(one.values)
-            print(
-                f"  {one.name:{width}}  {one.median:12,.0f} {low:12,.0f} {high:12,.0f}  {ratio:>11}  {one.unit} {one.note}"
-            )
+            figures = f"{one.median:12,.0f} {low:12,.0f} {high:12,.0f}"
+            print(f"  {one.name:{width}}  {figures}  {ratio:>11}  {one.unit} {one.note}")
 
 
 def write_json(path: Path, document: Document) -> None:
@@ -98,9 +97,5 @@ def write_json(path: Path, document: Document) -> None:
 
 
 def command() -> list[str]:
-    return [
-        "python",
-        "-m",
-        Path(sys.argv[0]).stem if "bench" not in sys.argv[0] else "bench." + Path(sys.argv[0]).stem,
-        *sys.argv[1:],
-    ]
+    """How this benchmark was started, without the place of the files."""
+    return ["python", "-m", f"bench.{Path(sys.argv[0]).stem}", *sys.argv[1:]]

@@ -28,7 +28,8 @@ WINDOW_ITEMS = 256
 BASELINE = "PUSH/PULL"
 SIZES = {"1 KB": 1 << 10, "64 KB": 64 << 10, "1 MB": 1 << 20}
 COUNTS = {"1 KB": (20_000, 6_000), "64 KB": (6_000, 1_500), "1 MB": (600, 150)}  # full, quick
-WARM_UP = 50  # messages before the clock starts
+DEPTHS = {1 << 10: 256, 64 << 10: 256, 1 << 20: 32}  # messages that may wait, the same for all contenders
+WARM_UP = 600  # messages before the clock starts: more than can wait, so what is timed was sent meanwhile
 
 
 def rate(count: int, start: float) -> float:
@@ -40,6 +41,10 @@ def rate(count: int, start: float) -> float:
 
 def fail_on_letter(letter: DeadLetter) -> None:
     raise RuntimeError(f"message {letter.key} was dead-lettered: {letter.reason}")
+
+
+def spec(address: str, size: int) -> StreamSpec:
+    return StreamSpec("bench", address, capacity_items=DEPTHS[size])
 
 
 def stream_producer(address: str, size: int, count: int) -> None:
@@ -63,13 +68,13 @@ async def _produce(address: str, size: int, count: int) -> None:
                 group.create_task(sender())
 
 
-def stream_hub(address: str, done: multiprocessing.queues.Queue[int]) -> None:
-    asyncio.run(_host(address, done))
+def stream_hub(address: str, size: int, done: multiprocessing.queues.Queue[int]) -> None:
+    asyncio.run(_host(address, size, done))
 
 
-async def _host(address: str, done: multiprocessing.queues.Queue[int]) -> None:
+async def _host(address: str, size: int, done: multiprocessing.queues.Queue[int]) -> None:
     async with Node("bench", "hub") as node:
-        await node.hub(StreamSpec("bench", address), fail_on_letter)
+        await node.hub(spec(address, size), fail_on_letter)
         await asyncio.to_thread(done.get)
 
 
@@ -88,13 +93,15 @@ async def _consume(node: Node, address: str, count: int) -> float:
 
 
 def two_process_hop(size: int, count: int, directory: Path) -> float:
+    address = f"ipc://{directory}/two"
+
     async def main() -> float:
         async with Node("bench", "consumer") as node:
-            hub = await node.hub(StreamSpec("bench", f"ipc://{directory}/two"), fail_on_letter)
-            with started(stream_producer, hub.address, size, WARM_UP + count):
-                return await _consume(node, hub.address, count)
+            await node.hub(spec(address, size), fail_on_letter)
+            return await _consume(node, address, count)
 
-    return asyncio.run(main())
+    with started(stream_producer, address, size, WARM_UP + count):
+        return asyncio.run(main())
 
 
 def three_process_hop(size: int, count: int, directory: Path) -> float:
@@ -105,7 +112,7 @@ def three_process_hop(size: int, count: int, directory: Path) -> float:
         async with Node("bench", "consumer") as node:
             return await _consume(node, address, count)
 
-    with started(stream_hub, address, done), started(stream_producer, address, size, WARM_UP + count):
+    with started(stream_hub, address, size, done), started(stream_producer, address, size, WARM_UP + count):
         figure = asyncio.run(main())
         done.put(1)
     return figure
@@ -117,10 +124,11 @@ def three_process_hop(size: int, count: int, directory: Path) -> float:
 def push_producer(address: str, size: int, count: int) -> None:
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     socket = context.socket(zmq.PUSH)
+    socket.set(zmq.SNDHWM, DEPTHS[size])
     socket.connect(address)
     body = os.urandom(size)
     for _ in range(count):
-        socket.send(body, copy=size < 64 << 10)
+        socket.send(body, 0, size < 64 << 10)
     socket.close(10_000)
     context.term()
 
@@ -128,6 +136,7 @@ def push_producer(address: str, size: int, count: int) -> None:
 def push_pull(size: int, count: int, directory: Path) -> float:
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     socket = context.socket(zmq.PULL)
+    socket.set(zmq.RCVHWM, DEPTHS[size])
     address = f"ipc://{directory}/pull"
     socket.bind(address)
     try:
@@ -150,7 +159,7 @@ def queue_producer(queue: multiprocessing.queues.Queue[bytes], size: int, count:
 
 
 def process_queue(size: int, count: int, directory: Path) -> float:
-    queue: multiprocessing.queues.Queue[bytes] = SPAWN.Queue(1000)
+    queue: multiprocessing.queues.Queue[bytes] = SPAWN.Queue(DEPTHS[size])
     with started(queue_producer, queue, size, WARM_UP + count):
         for _ in range(WARM_UP):
             queue.get()
@@ -164,16 +173,15 @@ def ray_queue(size: int, count: int, directory: Path) -> float:
     import ray
     from ray.util.queue import Queue
 
-    queue = Queue(maxsize=1000)
+    queue = Queue(maxsize=DEPTHS[size])
     count = min(count, 2000)  # one actor call per item: more would only take longer
 
-    @ray.remote
     def produce() -> None:
         body = os.urandom(size)
         for _ in range(WARM_UP + count):
             queue.put(body)
 
-    producing = produce.remote()
+    producing = ray.remote(produce).remote()
     for _ in range(WARM_UP):
         queue.get()
     start = time.perf_counter()
@@ -185,8 +193,8 @@ def ray_queue(size: int, count: int, directory: Path) -> float:
     return figure
 
 
-class started:  # noqa: N801 - reads as a verb: `with started(function, ...)`
-    """A spawned process that ends by itself; it is killed if the block fails."""
+class started:
+    """`with started(function, ...)`: a spawned process that ends by itself; it is killed if the block fails."""
 
     def __init__(self, target: Callable[..., None], *args: object) -> None:
         self._process = SPAWN.Process(target=target, args=args, daemon=True)

@@ -15,6 +15,7 @@ Invariant: nothing is left running when `run` returns.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import signal
 from collections.abc import Callable, Mapping
@@ -44,6 +45,8 @@ log = logging.getLogger("sluice.controller")
 
 class Runner(Protocol):
     restarts: dict[str, int]
+
+    def alive(self) -> list[str]: ...
 
     def end(self) -> None: ...
 
@@ -133,12 +136,13 @@ class Controller:
         """Waits for the ledger to be closed. Unblocked by it, by a drain that takes too long, or by the runner's failure."""
         completed = self.stage.completed
         while not completed.is_set():
-            try:
-                await asyncio.wait_for(completed.wait(), 0.5)
-            except TimeoutError:
-                self._check_drain()
-                if replicas.done():  # every replica ended although the ledger is open
-                    raise DrainTimeout(f"all replicas ended with {self._left()}") from None
+            with contextlib.suppress(TimeoutError):  # a look at the drain's clock
+                async with asyncio.timeout(0.5):
+                    await completed.wait()
+                    return
+            self._check_drain()
+            if replicas.done():  # every replica ended although the ledger is open
+                raise DrainTimeout(f"all replicas ended with {self._left()}")
 
     _drain_since: float | None = None
 
@@ -164,19 +168,20 @@ class Controller:
         """END in the order of the graph; each stream is empty before the next one ends. Bounded by `drain_s`."""
         topic.publish("drain", (self.stage.draining or "the run is complete").encode())
         runner.end()
+        limit_s = self.config.run.drain_s
         try:
-            async with asyncio.timeout(self.config.run.drain_s):
+            async with asyncio.timeout(limit_s):
                 for stream in self.graph.ends():
                     if stream.name != "settle":
                         self.hubs[stream.name].finish()
                         await self.hubs[stream.name].wait_empty()
-                await replicas
-                self.hubs["settle"].finish()
-                await stage
         except TimeoutError:
-            raise DrainTimeout(
-                f"the replicas did not end within --drain-s {self.config.run.drain_s:g}; {self._left()}"
-            ) from None
+            raise DrainTimeout(f"the streams did not empty within --drain-s {limit_s:g}; {self._left()}") from None
+        await asyncio.wait({replicas}, timeout=limit_s)  # unlike a timeout, this leaves the runner alone
+        if not replicas.done():
+            raise DrainTimeout(f"{', '.join(runner.alive())} did not end within --drain-s {limit_s:g}; {self._left()}")
+        self.hubs["settle"].finish()
+        await stage
 
     def _lost(self, topic: TopicServer, stage: str, replica: str, why: str) -> None:
         log.warning("%s ended with %s; its work goes to others", replica, why)

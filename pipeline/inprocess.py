@@ -23,9 +23,19 @@ class InProcessRunner:
     ) -> None:
         self.node, self.config, self.specs, self.engines, self.lifecycle = node, config, specs, engines, lifecycle
         self.restarts: dict[str, int] = {}
+        self._running: set[str] = set()
 
     def end(self) -> None:
         """Nothing to do: the tasks end with their inlets."""
+
+    def alive(self) -> list[str]:
+        """Replicas whose task has not ended."""
+        return sorted(self._running)
+
+    async def _replica(self, spec: ReplicaSpec) -> None:
+        self._running.add(spec.replica)
+        await run_replica(spec, self.node, self.config)
+        self._running.discard(spec.replica)
 
     async def run(self) -> None:
         async with AsyncExitStack() as stack:
@@ -37,4 +47,4 @@ class InProcessRunner:
                 self.lifecycle.engine_up(spec.name, server.url, 0)
             async with asyncio.TaskGroup() as tasks:
                 for replica in self.specs:
-                    tasks.create_task(run_replica(replica, self.node, self.config))
+                    tasks.create_task(self._replica(replica))

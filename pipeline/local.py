@@ -98,6 +98,11 @@ class LocalRunner:
         """The streams are ending: replicas finish by themselves, engines are stopped when the last one has."""
         self._ending.set()
 
+    def alive(self) -> list[str]:
+        """Replicas (not engines) whose process has not ended."""
+        replicas = [spec.replica for spec in self.specs]
+        return [r for r in replicas if (p := self._processes.get(r)) is not None and p.returncode is None]
+
     async def run(self) -> None:
         """Start everything; wait until all replicas have ended. Raises ReplicaFailed or UsageError."""
         try:

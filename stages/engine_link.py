@@ -126,7 +126,8 @@ class EngineLink:
             if all(a.version >= announcement.version for a in applied if a.engine < self.name):
                 return
             with contextlib.suppress(TimeoutError):  # the loop looks again
-                revision = await asyncio.wait_for(topic.wait(revision), 1.0)
+                async with asyncio.timeout(1.0):
+                    revision = await topic.wait(revision)
 
     async def _update(self, topic: Topic, announcement: WeightsAnnouncement) -> None:
         client = self.client

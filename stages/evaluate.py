@@ -10,6 +10,7 @@ Invariant: every pinned version ends in exactly one EvalDone and one release, al
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from pathlib import Path
 
@@ -120,10 +121,9 @@ class EvaluateStage(Stage):
             if left <= 0:
                 return f"--eval-deadline-s {self.config.eval.eval_deadline_s:g} passed"
             self._changed.clear()
-            try:
-                await asyncio.wait_for(self._changed.wait(), min(left, 1.0))
-            except TimeoutError:
-                continue
+            with contextlib.suppress(TimeoutError):  # the loop looks again
+                async with asyncio.timeout(min(left, 1.0)):
+                    await self._changed.wait()
         return ""
 
     async def _send_all(self, ports: Ports, version: int) -> None:

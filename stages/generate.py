@@ -300,4 +300,5 @@ class GenerateStage(Stage):
                 raise EngineUnreachable(names, why)
             self._changed.clear()
             with contextlib.suppress(TimeoutError):  # the loop looks again
-                await asyncio.wait_for(self._changed.wait(), left)
+                async with asyncio.timeout(left):
+                    await self._changed.wait()

@@ -11,6 +11,7 @@ Invariants:
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import heapq
 import logging
 import time
@@ -271,10 +272,9 @@ class TrainStage(Stage):
                 a.version >= self._pinned for a in applied
             ):
                 return
-            try:
-                revision = await asyncio.wait_for(ports.topic.wait(revision), timeout=1.0)
-            except TimeoutError:
-                continue
+            with contextlib.suppress(TimeoutError):  # the loop looks again
+                async with asyncio.timeout(1.0):
+                    revision = await ports.topic.wait(revision)
         if self._drain is None:
             log.warning(
                 "version %d is overwritten although an engine has not applied version %d", self.steps - 2, self._pinned

@@ -107,7 +107,8 @@ class PeerPort(CorePort):
 
     def on_link_up(self) -> None:
         super().on_link_up()
-        self.core_link_up(self.loop.time())
+        if self.link_ups > 1:  # the first connection is greeted by `opened`, and may have been welcomed by now
+            self.core_link_up(self.loop.time())
 
     def send_all(self, out: list[tuple[ToHub, Body]] | list[tuple[ToTopic, Body]]) -> None:
         for message, body in out:

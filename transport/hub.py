@@ -70,9 +70,10 @@ class Hub(CorePort):
     def on_message(self, route: bytes, message: AnyMessage, body: Body) -> None:
         size = message.size if isinstance(message, Put) else 0
         if isinstance(message, Put) and (body is None or len(cast(bytes, body)) != size):
-            self._quarantine(
-                message.key, encode(message), body, f"body is not of the {size} bytes that its header says"
-            )
+            self.core.malformed += 1
+            if self.core.knows(route):  # strangers are only counted, so that they cannot flood the callback
+                reason = f"body is not of the {size} bytes that its header says"
+                self._quarantine(message.key, encode(message), body, reason)
             return
         self.core.on_message(self.loop.time(), route, cast(ToHub, message), body)
 

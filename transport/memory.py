@@ -83,7 +83,6 @@ class MemoryLink(Link):
         """Forget the connection and make another one, as a socket would after a broken link."""
         self.route = self._network.new_route()
         self.inbox.clear()
-        self._unsent.clear()
         server = self._network.servers.get(self.address)
         if server is not None:
             server.accept(self)

@@ -193,6 +193,11 @@ class Node:
 
     def _hello(self, stream: str, role: wire.Role, schema: str, digest: str, replica: str | None) -> Hello:
         name = replica or self.replica
+        for what, text in (("replica", name), ("run_id", self.run_id), ("stream", stream), ("schema", schema)):
+            if len(text) > wire.KEY_LIMIT:
+                raise UsageError(
+                    f"{what} {text[:40]!r}... has {len(text)} characters, the limit is {wire.KEY_LIMIT}; shorten it"
+                )
         return Hello(PROTOCOL, self.run_id, stream, role, name, secrets.token_hex(16), schema, digest)
 
     def _start(self, port: Port, ports: list[Port]) -> None:

@@ -55,22 +55,22 @@ class Security(msgspec.Struct, frozen=True):
 
 
 def create_keys(directory: Path, clients: Iterable[str]) -> None:
-    """Write `server.key` and one `<client>.key` each into a private directory: 0700, files 0600, never overwritten."""
+    """Write `server.key`, `server.pub` and one `<client>.key` each into a private directory; overwrites nothing."""
     directory.mkdir(mode=0o700, parents=True, exist_ok=True)
     for name in ("server", *clients):
         public, secret = zmq.curve_keypair()
         _write_private(directory / f"{name}.key", msgspec.json.encode(KeyPair(public.decode(), secret.decode())))
+        if name == "server":
+            _write_private(directory / "server.pub", public)
 
 
 def load_security(directory: Path, name: str = "server") -> Security:
     """The security of one node: keys of `name`, and as the allow-list all keys of the directory."""
     own = read_keys(directory / f"{name}.key")
-    pairs = {path.stem: read_keys(path) for path in sorted(directory.glob("*.key"))} if name == "server" else {}
-    server_path = directory / "server.pub"
-    server_public = own.public if name == "server" else _read_public(server_path)
-    if name == "server" and not server_path.exists():
-        _write_private(server_path, server_public.encode())
-    return Security(own, server_public, frozenset(pair.public for pair in pairs.values()))
+    if name != "server":
+        return Security(own, _read_public(directory / "server.pub"))
+    pairs = [read_keys(path) for path in sorted(directory.glob("*.key"))]
+    return Security(own, own.public, frozenset(pair.public for pair in pairs))
 
 
 def read_keys(path: Path) -> KeyPair:
@@ -99,7 +99,7 @@ def _read_public(path: Path) -> str:
         return path.read_text().strip()
     except OSError as error:
         raise SecurityError(
-            f"public key {str(path)!r} cannot be read ({error.strerror}); start the server's node first"
+            f"public key {str(path)!r} cannot be read ({error.strerror}); create it with create_keys"
         ) from error
 
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import select
 from collections import deque
 from typing import Any, cast
 
@@ -36,6 +37,7 @@ RECONNECT_MAX_MS = 1000
 HEARTBEAT_MS = 2000
 HEARTBEAT_TIMEOUT_MS = 6000
 HANDSHAKE_MS = 5000
+SEND_MORE = int(zmq.SNDMORE | zmq.NOBLOCK)  # combining the enums at each send would cost as much as the send
 MONITORED = zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED | zmq.EVENT_HANDSHAKE_FAILED_AUTH
 
 
@@ -107,7 +109,9 @@ class ZmqLink(Link):
 
     def check(self) -> None:
         """The safety poll: find what no wake-up announced, and count it."""
-        if not self._awake.is_set() and self._pending():
+        if self._awake.is_set() or self._announced():
+            return
+        if self._pending():
             self.late_wakeups += 1
             self.wake()
 
@@ -191,9 +195,17 @@ class ZmqLink(Link):
             return False
         return readable(self._socket) or (self._monitor is not None and readable(self._monitor))
 
+    def _announced(self) -> bool:
+        """Whether a descriptor is readable, so that the loop is about to wake the owner task by itself."""
+        poller = select.poll()
+        for socket in (self._socket, self._monitor):
+            if socket is not None:
+                poller.register(socket.fileno(), select.POLLIN)
+        return bool(poller.poll(0))
+
     def _send_routed(self, route: bytes, message: AnyMessage, body: Body) -> bool:
         try:
-            self._socket.send(route, zmq.SNDMORE | zmq.NOBLOCK)
+            self._socket.send(route, SEND_MORE)
         except zmq.ZMQError as error:
             # Unreachable: it has gone. Full: it ignores its credit or does not read, which is no better.
             if error.errno in (zmq.EHOSTUNREACH, zmq.EAGAIN):
@@ -214,7 +226,7 @@ class ZmqLink(Link):
         if body is None:
             self._socket.send(encode(message), zmq.NOBLOCK)
         else:
-            self._socket.send(encode(message), zmq.SNDMORE | zmq.NOBLOCK)
+            self._socket.send(encode(message), SEND_MORE)
             self._socket.send(body, zmq.NOBLOCK, copy=isinstance(body, bytes) and len(body) < COPY_BELOW)
 
 

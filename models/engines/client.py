@@ -34,6 +34,7 @@ from models.engines.protocol import (
     Load,
     Loads,
     ModelInfo,
+    Models,
     PauseMode,
     PauseRequest,
     ServerInfo,
@@ -157,6 +158,12 @@ class EngineClient:
 
     async def server_info(self) -> ServerInfo:
         return await self._get("/server_info", ServerInfo)
+
+    async def context_length(self) -> int | None:
+        """Longest prompt plus response, in tokens. From /v1/models: SGLang's server information names only what was
+        set by hand."""
+        cards = (await self._get("/v1/models", Models)).data
+        return cards[0].max_model_len if cards else None
 
     async def loads(self) -> list[Load]:
         """Load by data-parallel rank."""

@@ -263,6 +263,19 @@ class ServerInfo(Struct, frozen=True, kw_only=True):
     dp_size: int | None = 1
 
 
+class ModelCard(Struct, frozen=True, kw_only=True):
+    """One served model. `max_model_len` = longest prompt plus response, tokens."""
+
+    id: str = ""
+    max_model_len: int | None = None
+
+
+class Models(Struct, frozen=True, kw_only=True):
+    """GET /v1/models."""
+
+    data: list[ModelCard] = []
+
+
 class Load(Struct, frozen=True, kw_only=True):
     """Load of one data-parallel rank. Counts of requests and tokens; `gen_throughput` in tokens/s."""
 

@@ -67,7 +67,6 @@ def load_model(checkpoint: str, key: str, train: TrainConfig, device: torch.devi
         model = _from_pretrained(checkpoint, key, attention, auto=train.attn_implementation == "auto")
     _disable_dropout(model)
     model.to(device)
-    model.config.use_cache = False
     check_head(model, device)
     return LoadedModel(
         model=model,

@@ -190,3 +190,21 @@ def test_hostile_headers_raise_only_what_links_catch(header: bytes) -> None:
             decode(header)
         except (msgspec.MsgspecError, ValueError, RecursionError, MemoryError):
             continue
+
+
+def test_without_the_checksum_damage_would_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The mutant that skips the digest: content changes and nobody notices."""
+    body = bytearray(CODEC.encode(Tree((Leaf(ints([1, 2]), floats([]), "x"),))))
+    digest = checksum(bytes(body))
+    body[body.index(b"\x01\x00\x00\x00")] = 9
+    with pytest.raises(DecodeError):
+        CODEC.decode(bytes(body), len(body), digest)
+    monkeypatch.setattr("transport.codec.checksum", lambda buffer: digest)
+    assert CODEC.decode(bytes(body), len(body), digest).leaves[0].ids.tolist() == [9, 2]
+
+
+def test_catching_msgspec_errors_alone_would_let_a_stage_crash(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("transport.codec.DECODE_FAILURES", (msgspec.MsgspecError,))
+    body = b"\x92\x90\xa2\xff\xfe"
+    with pytest.raises(UnicodeDecodeError):
+        CODEC.decode(body, len(body), checksum(body))

@@ -17,6 +17,7 @@ from pathlib import Path
 import pytest
 
 from transport import DeadLetter, Hub, Inlet, LinkLost, Node, StreamSpec
+from transport.testing_net import until
 
 WORKER = Path(__file__).with_name("transport_worker.py")
 
@@ -89,8 +90,7 @@ async def test_a_killed_consumer_loses_nothing_even_unseen() -> None:
         group.create_task(f.keep("victim", supervised=False))
         group.create_task(feed(f, 40))
         collecting = group.create_task(f.collect(40))
-        while f.results.stats().accepted < 5:
-            await asyncio.sleep(0.01)
+        await until(lambda: f.results.stats().accepted >= 5)
         f.running["victim"].kill()
         got = await collecting
         f.jobs.finish()
@@ -107,8 +107,7 @@ async def test_a_frozen_consumer_is_replaced_and_its_late_answers_are_suppressed
             group.create_task(f.keep(replica, supervised=True))
         group.create_task(feed(f, 60))
         collecting = group.create_task(f.collect(60))
-        while f.results.stats().accepted < 10 or len(f.jobs.core.consumers) < 2:
-            await asyncio.sleep(0.01)
+        await until(lambda: f.results.stats().accepted >= 10 and len(f.jobs.core.consumers) == 2)
         f.running["frozen"].send_signal(signal.SIGSTOP)
         got = await collecting  # complete although one replica stands still
         f.running["frozen"].send_signal(signal.SIGCONT)

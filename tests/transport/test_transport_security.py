@@ -277,3 +277,45 @@ async def test_hostile_frames_harm_nobody(run_dir: Path) -> None:
         assert all(letter.reason.startswith("quarantined: ") for letter in letters)
     finally:
         context.term()
+
+
+async def test_a_sender_that_skips_the_size_check_harms_only_itself(run_dir: Path) -> None:
+    async with asyncio.timeout(20), Node("run", "node", close_s=0.2) as node:
+        spec = StreamSpec("s", f"ipc://{run_dir}/s", max_message_bytes=1000)
+        hub = await node.hub(spec, ignore)
+        reckless = await node.outlet(hub.address, "s", bytes)
+        good = await node.outlet(hub.address, "s", bytes)
+        for number, size in enumerate((2000, 2 << 20)):  # beyond the stream's limit, beyond the socket's
+            reckless.core.offer(f"big{number}", size, 0, b"x" * size)
+        reckless.link.wake()
+        for number in range(20):
+            await good.send(b"fine", str(number))
+        assert hub.stats().accepted == 20
+
+
+async def test_a_route_to_nobody_is_reported(run_dir: Path) -> None:
+    """ROUTER_MANDATORY: otherwise the message would vanish and the lease would have to run out."""
+    async with Node("run", "node") as node:
+        hub = await node.hub(StreamSpec("s", f"ipc://{run_dir}/s"), ignore)
+        assert hub.link.send(b"nobody", wire.Who()) is False
+
+
+async def test_an_error_in_an_owner_task_ends_the_node(run_dir: Path) -> None:
+    def broken(letter: DeadLetter) -> None:
+        raise RuntimeError("the dead-letter callback is broken")
+
+    async def run() -> None:
+        async with asyncio.timeout(20), Node("run", "node", close_s=0.2) as node:
+            hub = await node.hub(StreamSpec("s", f"ipc://{run_dir}/s"), broken)
+            inlet = await node.inlet(hub.address, "s", bytes)
+            outlet = await node.outlet(hub.address, "s", bytes)
+            await outlet.send(b"x", "k")
+            lease = await inlet.receive()
+            assert lease is not None
+            lease.poison("no")
+            await inlet.receive()
+
+    with pytest.raises(ExceptionGroup) as raised:
+        await run()
+    assert isinstance(raised.value.exceptions[0], RuntimeError)
+    assert "callback is broken" in str(raised.value.exceptions[0])

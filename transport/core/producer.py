@@ -58,8 +58,9 @@ class ProducerCore:
             self._accepted(now, message)
             return
         if isinstance(message, Welcome):
+            awaited = self.session.state == "greeting"
             changed = self.session.on_message(now, message)
-            self._welcome(now, message, changed)
+            self._welcome(now, message, changed, awaited)
         else:
             self._low_seq()
             self.session.on_message(now, message)
@@ -129,13 +130,13 @@ class ProducerCore:
                 parcel.body = None
                 self.accepted.append(parcel)
 
-    def _welcome(self, now: float, message: Welcome, changed: bool) -> None:
+    def _welcome(self, now: float, message: Welcome, changed: bool, awaited: bool) -> None:
         forgotten = message.sent_items < self.credit.sent_items - len(self.unaccepted)
         if changed or forgotten:  # the counters are gone: everything unaccepted goes again, under the new credit
             self.waiting.extendleft(reversed(self.unaccepted.values()))
             self.unaccepted.clear()
             self.credit = SendCredit()
-        else:
+        elif awaited:  # the second answer to two quick hellos shows no loss
             self._resend()
         self.credit.grant(message.limit_items, message.limit_bytes)
         if self.session.fin_pending:

@@ -102,8 +102,11 @@ class Session:
         return True
 
     def fin(self, now: float, *, blame: bool = False) -> None:
-        if self.state in ("new", "greeting") or self.refusal is not None:
+        if self.state == "new" or (self.state == "greeting" and self.epoch is None):
             self.state = "left"
+        elif self.state == "greeting":  # between two connections: report and say goodbye once welcomed again
+            self.fin_pending = True
+            self.blame = blame
         elif self.state == "open":
             self.state = "leaving"
             self.fin_pending = False

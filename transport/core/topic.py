@@ -192,6 +192,8 @@ class TopicClientCore:
         self._server_revision = message.revision
         if newcomer:
             self._out.extend(self.waiting)
+        if self.session.fin_pending:
+            self.session.fin(now)
 
     def _change(self, now: float, message: TopicChange, body: bytes | None) -> None:
         if message.epoch != self.session.epoch or message.revision <= self._server_revision:

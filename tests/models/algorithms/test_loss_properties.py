@@ -94,6 +94,7 @@ def test_no_gradient_flows_through_weight_and_anchor() -> None:
     assert not token_tis(attached, mu, tokens.mask, low=0.0, high=2.0).weight.requires_grad
 
 
+@settings(max_examples=30)
 @given(token_sets())
 def test_masked_tokens_are_invisible(tokens: PolicyTokens) -> None:
     for poison in (float("nan"), float("inf"), -float("inf"), 1000.0, -1000.0):

@@ -1,8 +1,8 @@
 """Checkpoints and engines under test.
 
 A conformance test asks for `target`: an address, a client and what the engine behind it can do. A real SGLang server
-joins in with ENGINE_CONFORMANCE_URL=http://host:port (and ENGINE_CONFORMANCE_OTHER=a second checkpoint directory of the
-same shape, as its process sees it).
+joins in with ENGINE_CONFORMANCE_URL=http://host:port, ENGINE_CONFORMANCE_MODEL=the checkpoint directory it serves
+and ENGINE_CONFORMANCE_OTHER=a second one of the same shape, both as its process sees them.
 """
 
 from __future__ import annotations
@@ -45,15 +45,23 @@ def _parameters() -> list[str]:
 @pytest.fixture(params=_parameters())
 async def target(request: pytest.FixtureRequest, checkpoints: Callable[..., Path]) -> AsyncIterator[Target]:
     if request.param == "sglang":
-        async with EngineClient(os.environ["ENGINE_CONFORMANCE_URL"], timeout_s=120) as client:
-            info = await client.model_info()
-            other = os.environ["ENGINE_CONFORMANCE_OTHER"]
-            can = Capabilities(seeds=False, refuses_bad_ids=False, flushes_while_paused=False)
-            yield Target(client, can, info.model_path, other, info.weight_version or "default")
+        async with EngineClient(os.environ["ENGINE_CONFORMANCE_URL"], timeout_s=60) as client:
+            model, other = os.environ["ENGINE_CONFORMANCE_MODEL"], os.environ["ENGINE_CONFORMANCE_OTHER"]
+            await client.resume()  # one server for all tests: each begins with the first weights and nothing running
+            await client.abort()
+            await client.update_weights_from_disk(model, "first")
+            can = Capabilities(
+                seeds=False,
+                refuses_bad_ids=False,
+                refuses_bad_weights=False,
+                aborts_by_prefix=False,
+                notices_disconnects=False,
+            )
+            yield Target(client, can, model, other, "first")
         return
     model, other = str(checkpoints()), str(checkpoints(seed=1))
     simulated = request.param == "simulated"
-    can = Capabilities(contents_stop=not simulated, scores_prompts=not simulated, reads_weights=not simulated)
+    can = Capabilities(contents_stop=not simulated, scores_prompts=not simulated, refuses_bad_weights=not simulated)
     config = SIMULATED if simulated else EMBEDDED
     async with (
         EngineServer(config, model, max_context_len=CONTEXT, seed=3) as server,

@@ -8,6 +8,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+import aiohttp
 import msgspec
 
 from configs.schema.engine import EngineConfig, SimulatedEngineConfig
@@ -26,18 +27,22 @@ CONTEXT = 1024
 class Capabilities:
     """Known differences between the engines that speak the protocol; True is what the embedded engine does.
 
-    SGLang (0.5.23): seeds are ignored without deterministic mode; a bad token id kills the scheduler; in_place keeps
-    stale KV in its prefix cache across versions; an in_place update that asks to flush while requests run answers 400
-    although it took effect; a stream's chunks and the granularity of aborts are the same. Simulated: contents stop
-    nothing, prompts are not scored, any directory is accepted as weights.
+    SGLang 0.5.23: seeds are ignored without deterministic mode; a bad token id and weights of a wrong shape end the
+    server; in_place keeps stale KV in its prefix cache across versions; an in_place update that asks to flush while
+    requests run answers 400 although it took effect; an abort needs the exact id, and the samples of one request get
+    ids of their own; a lost connection is noticed after seconds; the samples of one request share a prefill that is
+    none of theirs.
+    Simulated: contents stop nothing, prompts are not scored, any directory is accepted as weights, a stream is one
+    chunk.
     """
 
     seeds: bool = True
     contents_stop: bool = True
     scores_prompts: bool = True
     refuses_bad_ids: bool = True
-    reads_weights: bool = True
-    flushes_while_paused: bool = True
+    refuses_bad_weights: bool = True
+    aborts_by_prefix: bool = True
+    notices_disconnects: bool = True
 
 
 @dataclass(frozen=True)
@@ -154,3 +159,19 @@ class Bench:
     def swap(self, path: Path, label: str | None) -> None:
         weights = self.engine._weights  # the engine swaps in its thread, which does not run here
         self.stepper.swap(lambda: weights.load(path), label)
+
+
+async def idle(target: Target) -> bool:
+    """True if the engine has nothing to do."""
+    load = (await target.client.loads())[0]
+    return load.num_running_reqs == 0 and load.num_waiting_reqs == 0
+
+
+async def post(target: Target, path: str, body: object) -> tuple[int, bytes]:
+    """Status and body of a plain POST, past the client."""
+    headers = {"Content-Type": "application/json"}
+    async with (
+        aiohttp.ClientSession() as session,
+        session.post(target.url + path, data=msgspec.json.encode(body), headers=headers) as response,
+    ):
+        return response.status, await response.read()

@@ -1,31 +1,19 @@
-"""The protocol, as every engine behind the client must speak it. See `conftest.Capabilities` for the differences."""
+"""The protocol, as every engine behind the client must speak it. See `harness.Capabilities` for the differences."""
 
 from __future__ import annotations
 
 import asyncio
 import itertools
 import json
+import re
 
 import aiohttp
 import msgspec
 import pytest
 
-from models.engines.errors import EngineRefused, EngineTimeout
+from models.engines.errors import EngineRefused
 from models.engines.protocol import GenerateOutput, GenerateRequest, SamplingParams, VersionSpan
-from tests.models.engines.harness import CONTEXT, Target, ask, generating, until
-
-
-async def _idle(target: Target) -> bool:
-    load = (await target.client.loads())[0]
-    return load.num_running_reqs == 0 and load.num_waiting_reqs == 0
-
-
-async def _post(target: Target, path: str, body: object) -> tuple[int, bytes]:
-    async with (
-        aiohttp.ClientSession() as session,
-        session.post(target.url + path, data=msgspec.json.encode(body)) as response,
-    ):
-        return response.status, await response.read()
+from tests.models.engines.harness import CONTEXT, Target, ask, post
 
 
 async def test_single_request_has_tokens_log_probs_and_spans(target: Target) -> None:
@@ -53,12 +41,12 @@ async def test_samples_and_batches_come_as_a_flat_list_in_order(target: Target) 
 
 
 async def test_answer_is_an_object_or_a_list_as_asked(target: Target) -> None:
-    status, single = await _post(target, "/generate", ask([1, 2]))
+    status, single = await post(target, "/generate", ask([1, 2]))
     assert status == 200
     assert isinstance(json.loads(single), dict)
-    _, several = await _post(target, "/generate", ask([1, 2], n=2))
+    _, several = await post(target, "/generate", ask([1, 2], n=2))
     assert [type(entry) for entry in json.loads(several)] == [dict, dict]
-    _, batch = await _post(target, "/generate", ask([[1, 2]]))
+    _, batch = await post(target, "/generate", ask([[1, 2]]))
     assert len(json.loads(batch)) == 1
 
 
@@ -72,7 +60,7 @@ async def test_no_log_probs_unless_asked(target: Target) -> None:
 
 async def test_stream_is_cumulative_and_ends_with_done(target: Target) -> None:
     request = msgspec.structs.replace(ask([1, 2, 3], max_new_tokens=20), stream=True)
-    status, raw = await _post(target, "/generate", request)
+    status, raw = await post(target, "/generate", request)
     assert status == 200
     events = [line.removeprefix("data: ") for line in raw.decode().strip().split("\n\n")]
     assert events[-1] == "[DONE]"
@@ -85,162 +73,27 @@ async def test_stream_is_cumulative_and_ends_with_done(target: Target) -> None:
     assert chunks[-1].meta_info.finish_reason is not None
 
 
-async def test_abort_returns_partial_output_with_status_200(target: Target) -> None:
-    async with asyncio.TaskGroup() as group:
-        long = group.create_task(target.client.generate(ask([1, 2, 3], rid="abort-me-1", max_new_tokens=900)))
-        other = group.create_task(target.client.generate(ask([1, 2, 3], rid="keep-me-1", max_new_tokens=300)))
-        await generating(target.client, tokens=40)
-        await target.client.abort("abort-me")
-    [partial] = long.result()
-    assert partial.aborted
-    assert partial.meta_info.finish_reason is not None
-    assert partial.meta_info.finish_reason.message == "Aborted"
-    assert 0 < len(partial.output_ids) < 900
-    assert len(partial.output_log_probs) == len(partial.output_ids)
-    assert partial.version_spans[-1].end == len(partial.output_ids)
-    assert not other.result()[0].aborted
-    assert len(other.result()[0].output_ids) == 300
-
-
-async def test_abort_of_one_rid_ends_all_its_samples(target: Target) -> None:
-    async with asyncio.TaskGroup() as group:
-        task = group.create_task(target.client.generate(ask([1, 2], rid="group-7", n=4, max_new_tokens=900)))
-        await generating(target.client, tokens=40)
-        await target.client.abort("group-7")
-    assert [output.aborted for output in task.result()] == [True] * 4
-
-
-async def test_partial_output_can_be_resumed(target: Target) -> None:
-    async with asyncio.TaskGroup() as group:
-        task = group.create_task(target.client.generate(ask([9, 8, 7], max_new_tokens=900)))
-        await generating(target.client, tokens=30)
-        await target.client.abort()
-    [partial] = task.result()
-    [rest] = await target.client.generate(ask([9, 8, 7, *partial.output_ids], max_new_tokens=10))
-    assert rest.meta_info.prompt_tokens == 3 + len(partial.output_ids)
-    assert len(rest.output_ids) == 10
-
-
-@pytest.mark.parametrize("mode", ["retract", "in_place"])
-async def test_update_under_pause_loses_no_request(target: Target, mode: str) -> None:
-    client = target.client
-    async with asyncio.TaskGroup() as group:
-        tasks = [group.create_task(client.generate(ask([1, 2, index], max_new_tokens=400))) for index in range(3, 6)]
-        await generating(client, tokens=60)
-        await client.pause(mode)  # type: ignore[arg-type]
-        assert not await client.ready()
-        assert await client.health()
-        updated = await client.update_weights_from_disk(target.other, "w2", flush_cache=mode == "retract")
-        assert updated.cache_flushed == (mode == "retract")
-        assert (await client.model_info()).weight_version == "w2"
-        await client.resume()
-        assert await client.ready()
-    for [output] in (task.result() for task in tasks):
-        assert len(output.output_ids) == 400
-        spans = output.version_spans
-        assert [span.version for span in spans] == [target.label, "w2"]
-        assert (spans[0].start, spans[0].end, spans[1].end) == (0, spans[1].start, 400)
-        assert 0 < spans[0].end < 400
-        assert output.meta_info.weight_version == "w2"
-        assert output.meta_info.num_retractions == (1 if mode == "retract" else 0)
-    [fresh] = await client.generate(ask([1, 2, 3]))
-    assert fresh.version_spans == [VersionSpan("w2", 0, 8)]
-
-
-async def test_pause_abort_ends_everything_and_holds_what_comes(target: Target) -> None:
-    client = target.client
-    async with asyncio.TaskGroup() as group:
-        running = group.create_task(client.generate(ask([1, 2], max_new_tokens=900)))
-        await generating(client, tokens=30)
-        await client.pause("abort")
-        later = group.create_task(client.generate(ask([3, 4])))
-        [partial] = await running
-        assert partial.aborted
-        await asyncio.sleep(0.05)
-        assert not later.done()
-        await client.update_weights_from_disk(target.other, "w2")
-        await client.resume()
-    [output] = later.result()
-    assert output.version_spans == [VersionSpan("w2", 0, 8)]
-
-
-async def test_flush_is_refused_while_something_runs(target: Target) -> None:
-    client = target.client
-    async with asyncio.TaskGroup() as group:
-        task = group.create_task(client.generate(ask([1, 2], max_new_tokens=900)))
-        await generating(client)
-        await client.pause("in_place")
-        with pytest.raises(EngineRefused, match="Flush cache failed") as refused:
-            await client.flush_cache()
-        assert refused.value.status == 400
-        await client.abort()
-        await client.resume()
-        await task
-    await until(lambda: _idle(target))
-    await client.flush_cache()
-
-
-async def test_update_without_pause_waits_and_finishes_on_old_weights(target: Target) -> None:
-    client = target.client
-    async with asyncio.TaskGroup() as group:
-        running = group.create_task(client.generate(ask([1, 2], max_new_tokens=300)))
-        await generating(client)
-        update = group.create_task(client.update_weights_from_disk(target.other, "w2"))
-        await asyncio.sleep(0.02)
-        later = group.create_task(client.generate(ask([3, 4])))
-        await update
-    assert running.result()[0].version_spans == [VersionSpan(target.label, 0, 300)]
-    assert later.result()[0].version_spans == [VersionSpan("w2", 0, 8)]
-
-
-async def test_update_may_abort_what_runs(target: Target) -> None:
-    async with asyncio.TaskGroup() as group:
-        running = group.create_task(target.client.generate(ask([1, 2], max_new_tokens=900)))
-        await generating(target.client)
-        body = {"model_path": target.other, "weight_version": "w2", "abort_all_requests": True}
-        status, raw = await _post(target, "/update_weights_from_disk", body)
-    assert (status, json.loads(raw)["success"]) == (200, True)
-    assert running.result()[0].aborted
-
-
-async def test_a_client_that_leaves_aborts_its_requests(target: Target) -> None:
-    task = asyncio.ensure_future(target.client.generate(ask([1, 2], n=4, max_new_tokens=900)))
-    await generating(target.client)
-    task.cancel()
-    await until(lambda: _idle(target), timeout_s=3.0)
-
-
-async def test_timeout_is_typed_and_aborts(target: Target) -> None:
-    await target.client.pause("in_place")
-    from models.engines.client import EngineClient
-
-    async with EngineClient(target.url, timeout_s=0.1) as hasty:
-        with pytest.raises(EngineTimeout, match=r"timeout_s=0\.1"):
-            await hasty.generate(ask([1, 2]))
-    await until(lambda: _idle(target))
-    await target.client.resume()
-
-
 async def test_unknown_sampling_field_is_refused_in_sglangs_words(target: Target) -> None:
-    status, raw = await _post(target, "/generate", {"input_ids": [1], "sampling_params": {"bogus": 1}})
+    status, raw = await post(target, "/generate", {"input_ids": [1], "sampling_params": {"bogus": 1}})
     assert status == 400
     error = json.loads(raw)["error"]
     assert isinstance(error, str)
     assert error.startswith("unknown field `bogus`, expected one of `")
-    status, _ = await _post(
+    status, _ = await post(
         target, "/generate", {"input_ids": [1], "bogus": 1, "sampling_params": {"max_new_tokens": 1}}
     )
     assert status == 200  # unknown fields beside it are ignored
 
 
 async def test_a_prompt_that_is_too_long_is_refused(target: Target) -> None:
-    limit = (await target.client.server_info()).context_length or CONTEXT
+    limit = await target.client.context_length()
+    assert limit == CONTEXT
     with pytest.raises(
         EngineRefused, match=rf"The input \({limit + 5} tokens\) is longer than the model's context"
     ) as e:
         await target.client.generate(ask([1] * (limit + 5)))
     assert e.value.status == 400
-    status, raw = await _post(target, "/generate", ask([1] * (limit + 5)))
+    status, raw = await post(target, "/generate", ask([1] * (limit + 5)))
     assert status == 400
     assert "longer than" in json.loads(raw)["error"]["message"]
     with pytest.raises(EngineRefused, match="maximum context length"):
@@ -270,22 +123,6 @@ async def test_impossible_sampling_is_refused(target: Target, params: dict[str, 
         await target.client.generate(ask([1, 2], **params))
 
 
-async def test_tensor_routes_need_their_bracket(target: Target) -> None:
-    body = {"serialized_named_tensors": ["AAAA"]}
-    status, raw = await _post(target, "/update_weights_from_tensor", body)
-    assert status == 400
-    assert "must run between begin_weight_update() and end_weight_update()" in raw.decode()
-    assert (await _post(target, "/begin_weight_update", {}))[0] == 200
-    assert (await _post(target, "/end_weight_update", {}))[0] == 200
-
-
-async def test_relabelling_changes_the_version_only(target: Target) -> None:
-    body = {"new_version": "again", "abort_all_requests": False}
-    assert (await _post(target, "/update_weight_version", body))[0] == 200
-    [output] = await target.client.generate(ask([1, 2]))
-    assert output.version_spans == [VersionSpan("again", 0, 8)]
-
-
 async def test_seeds_are_honoured_whatever_else_is_in_the_batch(target: Target) -> None:
     if not target.can.seeds:
         pytest.skip("seeds are ignored")
@@ -310,7 +147,9 @@ async def test_equal_prompts_are_found_in_the_cache_but_not_across_keys(target: 
 
 async def test_n_samples_share_one_prefill(target: Target) -> None:
     outputs = await target.client.generate(ask(list(range(1, 41)), n=8))
-    assert sorted(output.meta_info.cached_tokens or 0 for output in outputs) == [0] + [39] * 7
+    cached = [output.meta_info.cached_tokens for output in outputs]
+    assert cached[0] in (0, 39)  # SGLang computes the prompt in a request of its own before all samples
+    assert cached[1:] == [39] * 7
 
 
 async def test_stop_token_ids_end_a_response(target: Target) -> None:
@@ -352,7 +191,9 @@ async def test_text_prompts_are_tokenized_by_the_server(target: Target) -> None:
 
 @pytest.mark.parametrize("body", [{"input_ids": []}, {"input_ids": [[1], []]}, {}, {"input_ids": [1, [2]]}])
 async def test_prompts_that_are_none_are_refused(target: Target, body: dict[str, object]) -> None:
-    assert (await _post(target, "/generate", body))[0] == 400
+    if body == {"input_ids": [[1], []]} and not target.can.refuses_bad_ids:
+        pytest.skip("accepted inside a batch")
+    assert (await post(target, "/generate", body))[0] == 400
 
 
 async def test_scoring_without_new_tokens(target: Target) -> None:
@@ -368,33 +209,17 @@ async def test_scoring_without_new_tokens(target: Target) -> None:
     assert output.output_ids == []
 
 
-async def test_refused_update_leaves_everything_as_it_was(target: Target, checkpoints) -> None:  # type: ignore[no-untyped-def]
-    if not target.can.reads_weights:
-        pytest.skip("any directory is accepted")
-    client = target.client
-    wider = checkpoints(hidden_size=64, intermediate_size=192)
-    before = await client.weights_checker()
-    with pytest.raises(EngineRefused):
-        await client.update_weights_from_disk(str(wider), "w2")
-    assert await client.weights_checker() == before
-    assert (await client.model_info()).weight_version == target.label
-    [output] = await client.generate(ask([1, 2]))
-    assert output.version_spans == [VersionSpan(target.label, 0, 8)]
-
-
 async def test_information_routes(target: Target) -> None:
     info = await target.client.model_info()
     assert info.model_path == target.model
     assert info.weight_version == target.label
-    assert (await target.client.server_info()).context_length == CONTEXT
-    async with aiohttp.ClientSession() as session:
-        async with session.get(target.url + "/v1/models") as response:
-            assert (await response.json())["data"][0]["max_model_len"] == CONTEXT
-        await target.client.generate(ask([1, 2, 3]))
-        async with session.get(target.url + "/metrics") as response:
-            text = await response.text()
-    assert "sglang:generation_tokens_total 8" in text
-    assert "sglang:num_running_reqs 0" in text
+    assert await target.client.context_length() == CONTEXT
+    assert (await target.client.server_info()).version.startswith("0.5.23")
+    await target.client.generate(ask([1, 2, 3]))
+    async with aiohttp.ClientSession() as session, session.get(target.url + "/metrics") as response:
+        text = await response.text()
+    assert re.search(r"^sglang:generation_tokens_total(\{.*\})? [1-9]", text, re.MULTILINE)
+    assert re.search(r"^sglang:num_running_reqs(\{.*\})? 0", text, re.MULTILINE)
 
 
 async def test_defaults_of_the_protocol(target: Target) -> None:

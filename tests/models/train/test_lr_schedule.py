@@ -77,3 +77,13 @@ def test_no_gradient_at_all_is_no_update() -> None:
     updater = Updater(torch.nn.Linear(2, 2), TrainConfig(), None)
     assert not updater.apply(1.0).applied
     assert updater.updates == 0
+
+
+def test_updates_use_the_rate_of_the_schedule() -> None:
+    """AdamW's first update moves each weight by the learning rate: lr * g / |g|."""
+    for warm_up in (1, 4):
+        model = model_with_gradients(1.0)
+        before = model.weight.detach().clone()
+        result = Updater(model, TrainConfig(lr=0.1, lr_warmup_iters=warm_up), None).apply(1.0)
+        assert result.lr == pytest.approx(0.1 / warm_up)
+        torch.testing.assert_close(model.weight.detach(), before - 0.1 / warm_up)

@@ -253,3 +253,18 @@ def test_common_prompts_leave_room_in_the_budget(backend, one) -> None:  # type:
     assert metrics["train/micro_batches"] == 1
     assert metrics["train/shared_prompt_frac"] == pytest.approx(1 - 44 / 184)
     assert metrics["train/padding_frac"] == 0
+
+
+def test_temperature_divides_the_logits_of_rollouts_only(backend, sequences) -> None:  # type: ignore[no-untyped-def]
+    def first_loss(**fields):  # type: ignore[no-untyped-def]
+        made = backend(**fields)
+        with torch.no_grad():
+            for parameter in made._model.parameters():
+                parameter.mul_(3.0)  # logits that are far from uniform
+        made.accumulate(sequences())
+        return made.step()
+
+    cold, warm = (first_loss(loss_type="sft_loss", temperature=t)["train/loss"] for t in (0.3, 1.0))
+    assert cold == warm
+    cold, warm = (first_loss(temperature=t)["train/entropy_loss"] for t in (0.3, 1.0))
+    assert cold < 0.9 * warm

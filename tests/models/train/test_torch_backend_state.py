@@ -53,6 +53,7 @@ def test_what_is_on_disk(backend, sequences, weights, tiny: Path, tmp_path: Path
     assert json.loads((tmp_path / "state/trainer/state.json").read_text())["updates"] == 1
 
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "state/hf")
+    assert loaded.config.use_cache is True  # training leaves no trace in what generates
     for name, tensor in loaded.state_dict().items():
         assert torch.equal(tensor, made._model.state_dict()[name])
     old, new = AutoTokenizer.from_pretrained(tiny), AutoTokenizer.from_pretrained(tmp_path / "state/hf")

@@ -1,0 +1,253 @@
+"""Real engine servers and real weight slots around the generate stage, all in one process.
+
+The simulated engine runs by the clock of the event loop, so no test relies on how far it came: `freeze` stops it
+between two looks at its state, and what is compared is recomputed from the versions that the engine reported.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+
+from configs.schema.engine import EngineConfig, SimulatedEngineConfig
+from models.engines.client import EngineClient
+from models.engines.noise import sample_seed
+from models.engines.protocol import GenerateOutput, GenerateRequest, SamplingParams
+from models.engines.serve import EngineServer
+from models.engines.simulated import SimulatedEngine, simulated_token
+from models.weights.writer import SlotWriter
+from stages.generate import GenerateStage
+from stages.messages import PromptGroup, RolloutSlice, Sample, WeightsAnnouncement
+from tests.models.weights.made_up import checkpoint, values
+from tests.stages.stage_rig import Rig, make_config, make_context, open_rig, running, take
+from transport.inlet import Inlet
+from transport.outlet import Outlet
+
+VOCABULARY = 256
+LENGTH = 40  # tokens of every response of the simulated engine
+FAST_MS, SLOW_MS = 0.01, 20.0
+
+
+def simulated(step_ms: float = FAST_MS, length: int = LENGTH) -> EngineConfig:
+    return EngineConfig(
+        engine="simulated",
+        engine_slots=64,
+        simulated=SimulatedEngineConfig(
+            a_ms=step_ms,
+            c_ms=0.0,
+            prefill_ms_per_token=0.0,
+            length_mean=float(length),
+            length_sigma=0.0,
+            update_s=0.0,
+            vocab_size=VOCABULARY,
+        ),
+    )
+
+
+class Weights:
+    """The trainer's side: slots, and announcements on the topic."""
+
+    def __init__(
+        self,
+        rig: Rig,
+        directory: Path,
+        source: Path,
+        tensors: Callable[[int], Mapping[str, torch.Tensor]] = values,
+    ) -> None:
+        self.rig, self.tensors = rig, tensors
+        self.slots = SlotWriter(directory, source)
+
+    def write(self, version: int, *, pinned: bool = False) -> WeightsAnnouncement:
+        """Fill the older slot; nothing is announced yet."""
+        manifest = self.slots.write(version, 0, iter(self.tensors(version).items()))
+        return WeightsAnnouncement(0, version, manifest.path, manifest.digest, manifest.generation, pinned)
+
+    def announce(self, announcement: WeightsAnnouncement) -> None:
+        self.rig.topic.publish("weights", msgspec.msgpack.encode(announcement))
+
+    def publish(self, version: int, *, pinned: bool = False) -> WeightsAnnouncement:
+        announcement = self.write(version, pinned=pinned)
+        self.announce(announcement)
+        return announcement
+
+    async def landed(self, version: int, *, engine: int = 0) -> None:
+        """Wait for the report of an engine's owner."""
+        await self.rig.topic_until(lambda: getattr(self.rig.read_applied(engine), "version", -1) >= version)
+
+
+@dataclass
+class Exchange:
+    """One request as it was sent, and its answers as they came."""
+
+    url: str
+    request: GenerateRequest
+    outputs: list[GenerateOutput] = field(default_factory=list)
+
+    @property
+    def params(self) -> SamplingParams:
+        assert isinstance(self.request.sampling_params, SamplingParams)
+        return self.request.sampling_params
+
+
+def record_exchanges(monkeypatch: pytest.MonkeyPatch) -> list[Exchange]:
+    """All generate requests from now on."""
+    log: list[Exchange] = []
+    original = EngineClient.generate
+
+    async def generate(client: EngineClient, request: GenerateRequest) -> list[GenerateOutput]:
+        exchange = Exchange(client.base_url, request)
+        log.append(exchange)
+        exchange.outputs = await original(client, request)
+        return exchange.outputs
+
+    monkeypatch.setattr(EngineClient, "generate", generate)
+    return log
+
+
+def core_of(server: EngineServer) -> SimulatedEngine:
+    assert isinstance(server.core, SimulatedEngine)
+    return server.core
+
+
+async def freeze(server: EngineServer, tokens: int) -> None:
+    """Pause a slow engine as soon as it has made so many tokens; it is fast from then on."""
+    core = core_of(server)
+    while True:
+        core.load()  # brings the schedule up to now; nothing can happen before the pause
+        if core.totals().generated_tokens >= tokens:
+            break
+        await asyncio.sleep(0.002)
+    assert core.schedule.running, "the response ended before the engine could be paused"
+    await core.pause("in_place")
+    core.schedule.config = msgspec.structs.replace(core.schedule.config, a_ms=FAST_MS)
+
+
+def token_versions(sample: Sample) -> list[int]:
+    return [run.version for run in sample.version_runs for _ in range(run.n_tokens)]
+
+
+def written(exchanges: list[Exchange], places: list[int], sample: Sample) -> list[int]:
+    """What the simulated policy writes in answer to these requests, given the versions that the sample claims.
+
+    `places[k]` is the sample's place among the answers of `exchanges[k]`."""
+    versions = iter(token_versions(sample))
+    tokens: list[int] = []
+    for exchange, place in zip(exchanges, places, strict=True):
+        prompt = exchange.request.prompts[0]
+        seed = sample_seed(exchange.params.sampling_seed or 0, place)
+        for offset in range(len(exchange.outputs[place].output_ids)):
+            label = f"0.{next(versions)}"
+            tokens.append(simulated_token(prompt, seed, len(prompt) + offset, label, VOCABULARY))
+        reason = exchange.outputs[place].meta_info.finish_reason
+        if reason is not None and reason.type == "stop":
+            tokens[-1] = VOCABULARY - 1
+    return tokens
+
+
+@dataclass
+class World:
+    """A generate stage among its engines."""
+
+    rig: Rig
+    stack: AsyncExitStack
+    stage: GenerateStage
+    weights: Weights
+    engine_config: EngineConfig
+    model: str
+    prompts: Outlet[Any]
+    out: Inlet[Any]
+    engines: list[EngineServer] = field(default_factory=list)
+    task: asyncio.Task[None] | None = None
+
+    async def start_engine(self, index: int = 0, incarnation: int = 0) -> EngineServer:
+        server = EngineServer(self.engine_config, self.model, max_context_len=None, seed=index)
+        await self.stack.enter_async_context(server)
+        self.engines.append(server)
+        self.rig.engine_at(server.url, engine=index, incarnation=incarnation)
+        return server
+
+    async def ask(self, group: PromptGroup) -> None:
+        await self.prompts.send(group, str(group.group_id))
+
+    async def answer(self) -> RolloutSlice:
+        found = await take(self.out)
+        assert isinstance(found, RolloutSlice)
+        return found
+
+    async def ready(self) -> None:
+        """Version 0 is everywhere."""
+        self.weights.publish(0)
+        for index in range(len(self.engines)):
+            await self.weights.landed(0, engine=index)
+
+
+@asynccontextmanager
+async def generating(
+    tmp_path: Path,
+    *,
+    engines: int = 1,
+    start: int | None = None,
+    engine: EngineConfig | None = None,
+    model: Path | None = None,
+    tensors: Callable[[int], Mapping[str, torch.Tensor]] = values,
+    options: Mapping[str, object] | None = None,
+    inlets: Mapping[str, Any] | None = None,
+    outlets: Mapping[str, Any] | None = None,
+    window_items: int = 1000,
+    loops: tuple[str, ...] = (),
+    **sections: Any,
+) -> AsyncIterator[World]:
+    """The stage at work, `start` of its engines up (all by default) and no weights published."""
+    engine = engine or simulated()
+    source = model or checkpoint(tmp_path / "source")
+    bare = tmp_path / "bare"  # no tokenizer: the simulated engine then answers with empty texts
+    bare.mkdir(exist_ok=True)
+    mode = sections.pop("pause_mode", "in_place")
+    config = make_config(engine={"pause_generation_mode": mode}, **sections)
+    async with AsyncExitStack() as stack:
+        rig = await stack.enter_async_context(open_rig())
+        ports = await rig.join(
+            {"in": ("generate", PromptGroup), **(inlets or {})},
+            {"out": ("reward", RolloutSlice), **(outlets or {})},
+            window_items=window_items,
+        )
+        weights = Weights(rig, tmp_path / "slots", source, tensors)
+        stack.callback(weights.slots.close)
+        stage = GenerateStage(
+            make_context(config, tmp_path, options={"engines": engines, **(options or {})}, loops=loops)
+        )
+        world = World(
+            rig,
+            stack,
+            stage,
+            weights,
+            engine,
+            str(model or bare),
+            await rig.outlet("generate"),
+            await rig.inlet("reward"),
+        )
+        for index in range(engines if start is None else start):
+            await world.start_engine(index)
+        async with running(stage, ports) as task:
+            world.task = task
+            yield world
+
+
+def tensors_of(paths: list[Path]) -> Callable[[int], Mapping[str, torch.Tensor]]:
+    """The weights of checkpoints by version."""
+    from safetensors.torch import load_file
+
+    loaded = [load_file(path / "model.safetensors") for path in paths]
+    return lambda version: loaded[version]
+
+
+def sent_to(exchanges: list[Exchange], server: EngineServer) -> Iterator[Exchange]:
+    return (exchange for exchange in exchanges if exchange.url == server.url)

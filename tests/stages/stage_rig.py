@@ -1,0 +1,240 @@
+"""What the tests of the stages share: messages by the handful, streams on a network in memory, a stage that runs.
+
+Streams and ports are the real ones, only the sockets are missing; every message is encoded and decoded on its way.
+Nothing here waits for time to pass: `until` looks for a condition, `idle` lets everything happen that can happen
+without a clock or a thread.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar
+
+import msgspec
+import numpy as np
+
+from configs.schema import Config
+from stages.base import Stage, StageContext
+from stages.messages import (
+    Applied,
+    EngineAddress,
+    Float32Array,
+    Int32Array,
+    PromptGroup,
+    Report,
+    RolloutSlice,
+    Sample,
+    Status,
+    UInt8Array,
+    VersionRun,
+    WeightsAnnouncement,
+    wire,
+)
+from stages.ports import Ports
+from transport.hub import Hub
+from transport.inlet import Inlet
+from transport.memory import MemoryNetwork, MemoryNode
+from transport.node import Node
+from transport.outlet import Outlet
+from transport.spec import DeadLetter, StreamSpec
+from transport.topic import TopicServer
+
+T = TypeVar("T")
+LIMIT_S = 60.0  # turns a hang into a failure
+IDLE_TURNS = 300
+TOPIC = "topic"
+REPORT: Any = Report
+
+
+def make_config(**sections: Mapping[str, object]) -> Config:
+    """A configuration with the given sections, e.g. rollout={"rollout_batch_size": 2}."""
+    return msgspec.convert(sections, Config)
+
+
+def numbers(array: Sequence[int] | np.ndarray[Any, Any]) -> list[int]:
+    return [int(value) for value in array]
+
+
+def make_group(
+    group_id: int = 0, n_samples: int = 1, *, prompt: Sequence[int] = (1, 2, 3), **fields: Any
+) -> PromptGroup:
+    values: dict[str, Any] = {"prompt_index": group_id, "label": "7", "seed": 100 + group_id, **fields}
+    return PromptGroup(
+        group_id=group_id,
+        epoch=0,
+        prompt="?",
+        prompt_ids=wire(prompt, Int32Array),
+        n_samples=n_samples,
+        **values,
+    )
+
+
+def make_sample(
+    index: int = 0,
+    *,
+    n: int = 4,
+    runs: Sequence[tuple[int, int]] | None = None,
+    version: int = 0,
+    mask: Sequence[int] | None = None,
+    log_probs: Sequence[float] | None = None,
+    status: Status = "completed",
+    response: str = "7",
+    **fields: Any,
+) -> Sample:
+    """A finished rollout of `n` tokens; `runs` are (version, tokens)."""
+    spans = tuple(VersionRun(*run) for run in (runs if runs is not None else [(version, n)]))
+    n = sum(run.n_tokens for run in spans)
+    return Sample(
+        index=index,
+        status=status,
+        response=response,
+        response_ids=wire([10 * index + k for k in range(n)], Int32Array),
+        loss_mask=wire(mask if mask is not None else [1] * n, UInt8Array),
+        rollout_log_probs=wire(log_probs if log_probs is not None else [-0.5] * n, Float32Array),
+        version_runs=spans,
+        turns=fields.pop("turns", 1),
+        **fields,
+    )
+
+
+def make_slice(group_id: int = 0, *samples: Sample, n_samples: int | None = None, **fields: Any) -> RolloutSlice:
+    members = samples or (make_sample(0, reward=1.0), make_sample(1, reward=0.0))
+    return RolloutSlice(make_group(group_id, n_samples or len(members), **fields), tuple(members))
+
+
+@dataclass
+class SpanLog:
+    """Keeps the names of the spans that a stage writes."""
+
+    names: list[str] = field(default_factory=list)
+
+    def add(
+        self, name: str, start_s: float, dur_s: float, *, group: int = -1, sample: int = -1, detail: str = ""
+    ) -> None:
+        self.names.append(f"{name} {detail}".strip())
+
+
+def make_context(config: Config | None = None, run_dir: Path = Path("run"), **fields: Any) -> StageContext:
+    values: dict[str, Any] = {"replica": "stage-0", "spans": SpanLog(), **fields}
+    return StageContext(config=config or Config(), run_dir=run_dir, **values)
+
+
+class Rig:
+    """Streams by name on one node, a topic, and ports for the stage under test."""
+
+    def __init__(self, node: Node, topic: TopicServer) -> None:
+        self.node, self.topic = node, topic
+        self.hubs: dict[str, Hub] = {}
+        self.schemas: dict[str, Any] = {}
+        self.letters: list[DeadLetter] = []
+
+    async def stream(self, name: str, schema: Any, **spec: Any) -> Hub:
+        self.hubs[name] = await self.node.hub(StreamSpec(name, name, **spec), self.letters.append)
+        self.schemas[name] = schema
+        return self.hubs[name]
+
+    async def outlet(self, name: str, replica: str = "feeder") -> Outlet[Any]:
+        return await self.node.outlet(name, name, self.schemas[name], replica=replica)
+
+    async def inlet(self, name: str, replica: str = "taker", window_items: int = 1000) -> Inlet[Any]:
+        return await self.node.inlet(name, name, self.schemas[name], replica=replica, window_items=window_items)
+
+    async def ports(
+        self, inlets: Mapping[str, str], outlets: Mapping[str, str], replica: str = "stage-0", window_items: int = 1000
+    ) -> Ports:
+        """Ports of a stage: port name -> stream name."""
+        return Ports(
+            replica,
+            {port: await self.inlet(name, replica, window_items) for port, name in inlets.items()},
+            {port: await self.outlet(name, replica) for port, name in outlets.items()},
+            await self.node.topic(TOPIC, replica=replica),
+        )
+
+    async def join(
+        self, inlets: Mapping[str, tuple[str, Any]], outlets: Mapping[str, tuple[str, Any]], **options: Any
+    ) -> Ports:
+        """`ports`, and the streams that are not there yet: port name -> (stream name, schema)."""
+        for name, schema in (*inlets.values(), *outlets.values()):
+            if name not in self.hubs:
+                await self.stream(name, schema)
+        return await self.ports(
+            {port: name for port, (name, _) in inlets.items()},
+            {port: name for port, (name, _) in outlets.items()},
+            **options,
+        )
+
+    def applied(self, version: int, *, engine: int = 0, fetching: int = -1) -> None:
+        """Report as the owner of an engine does."""
+        value = Applied(f"engine-{engine}", 0, version, fetching)
+        self.topic.publish(f"applied/engine-{engine}", msgspec.msgpack.encode(value))
+
+    def read_applied(self, engine: int = 0) -> Applied | None:
+        value = self.topic.get(f"applied/engine-{engine}")
+        return None if value is None else msgspec.msgpack.decode(value, type=Applied)
+
+    def engine_at(self, url: str, *, engine: int = 0, incarnation: int = 0) -> None:
+        address = EngineAddress(f"engine-{engine}", url, incarnation)
+        self.topic.publish(f"engine/engine-{engine}", msgspec.msgpack.encode(address))
+
+    def announced(self, key: str = "weights") -> WeightsAnnouncement | None:
+        value = self.topic.get(key)
+        return None if value is None else msgspec.msgpack.decode(value, type=WeightsAnnouncement)
+
+    async def topic_until(self, condition: Callable[[], bool]) -> None:
+        """Wait until a condition on the topic holds; unblocked by its changes."""
+        revision = 0
+        while not condition():
+            revision = await self.topic.wait(revision)
+
+
+@asynccontextmanager
+async def open_rig() -> AsyncIterator[Rig]:
+    async with asyncio.timeout(LIMIT_S), MemoryNode("run", "test", MemoryNetwork()) as node:
+        yield Rig(node, await node.topic_server(TOPIC))
+
+
+@asynccontextmanager
+async def running(stage: Stage, ports: Ports, *, set_up: bool = True) -> AsyncIterator[asyncio.Task[None]]:
+    """The stage at work. At the end of the block it is cancelled, as a killed replica is, unless it has ended."""
+    try:
+        if set_up:
+            await stage.setup()
+        async with asyncio.TaskGroup() as tasks:
+            task = tasks.create_task(stage.run(ports))
+            yield task
+            task.cancel()
+    finally:
+        await stage.close()
+
+
+async def take(inlet: Inlet[Any]) -> Any:
+    """The next message, released at once."""
+    lease = await inlet.receive()
+    assert lease is not None, "the stream has ended"
+    lease.done()
+    return lease.message
+
+
+async def take_all(inlet: Inlet[Any]) -> list[Any]:
+    """All messages until the stream ends."""
+    found = []
+    while (lease := await inlet.receive()) is not None:
+        found.append(lease.message)
+        lease.done()
+    return found
+
+
+async def idle() -> None:
+    """Let all tasks of this loop go on until they wait for something from outside."""
+    for _ in range(IDLE_TURNS):
+        await asyncio.sleep(0)
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    """Look until a condition holds; the rig's limit ends the wait."""
+    while not condition():  # noqa: ASYNC110 - looks from outside
+        await asyncio.sleep(0.002)

@@ -1,0 +1,389 @@
+"""Following the weights: what an engine serves, in which order engines are updated, and what is never served."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+
+from models.engines.client import EngineClient, WeightsUpdated
+from models.engines.errors import EngineRefused
+from models.engines.protocol import PauseMode
+from models.engines.serve import EngineServer
+from stages.base import Activity
+from stages.engine_link import EngineLink
+from stages.generate import GenerateStage
+from stages.messages import Applied
+from tests.models.weights.made_up import checkpoint
+from tests.stages.engine_rig import Weights, core_of, generating, simulated
+from tests.stages.stage_rig import TOPIC, Rig, SpanLog, idle, make_context, make_group, open_rig, until
+
+
+@dataclass
+class Fleet:
+    """Links that follow a topic, each with the engine of its number."""
+
+    rig: Rig
+    weights: Weights
+    stack: AsyncExitStack
+    bare: Path
+    links: list[EngineLink] = field(default_factory=list)
+    servers: list[EngineServer] = field(default_factory=list)
+    applied: list[tuple[str, int]] = field(default_factory=list)
+    changed: asyncio.Event = field(default_factory=asyncio.Event)
+
+    async def engine(self, index: int, *, incarnation: int = 0) -> EngineServer:
+        server = EngineServer(simulated(), str(self.bare), max_context_len=None, seed=index)
+        await self.stack.enter_async_context(server)
+        self.servers.append(server)
+        self.rig.engine_at(server.url, engine=index, incarnation=incarnation)
+        return server
+
+    async def landed(self, version: int, *, engine: int = 0) -> None:
+        """The owner has reported the version, and its link is up."""
+        await self.weights.landed(version, engine=engine)
+        await self.links[engine].ready.wait()
+
+    def labels(self) -> list[str]:
+        return [core_of(server).label for server in self.servers]
+
+    def report(self, engine: int = 0) -> Applied:
+        found = self.rig.read_applied(engine)
+        assert found is not None
+        return found
+
+
+@asynccontextmanager
+async def fleet(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, n: int = 1, *, owner: bool = True, mode: PauseMode = "in_place"
+) -> AsyncIterator[Fleet]:
+    monkeypatch.setattr("stages.engine_link.RETRY_S", 0.01)
+    (tmp_path / "bare").mkdir()
+    async with AsyncExitStack() as stack:
+        rig = await stack.enter_async_context(open_rig())
+        weights = Weights(rig, tmp_path / "slots", checkpoint(tmp_path / "source"))
+        stack.callback(weights.slots.close)
+        one = Fleet(rig, weights, stack, tmp_path / "bare")
+        async with asyncio.TaskGroup() as tasks:
+            following = []
+            for index in range(n):
+                link = EngineLink(
+                    f"engine-{index}",
+                    owner=owner,
+                    pause_mode=mode,
+                    timeout_s=30.0,
+                    activity=Activity(),
+                    spans=SpanLog(),
+                    changed=one.changed,
+                )
+                one.links.append(link)
+                topic = await rig.node.topic(TOPIC, replica=link.name)
+                following.append(tasks.create_task(link.follow(topic)))
+            yield one
+            for task in following:
+                task.cancel()
+        for link in one.links:
+            if link.client is not None:
+                await link.client.close()
+
+
+async def test_an_engine_is_ready_after_its_first_update_and_its_owner_reports_each(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with fleet(tmp_path, monkeypatch) as one:
+        await one.engine(0)
+        await idle()
+        assert not one.links[0].ready.is_set()
+        for version in range(4):
+            one.weights.publish(version)
+            await one.landed(version)
+            assert one.labels() == [f"0.{version}"]
+            assert one.links[0].ready.is_set()
+            assert not core_of(one.servers[0]).paused
+            report = one.report()
+            assert (report.engine, report.epoch, report.version, report.fetching) == ("engine-0", 0, version, -1)
+        assert one.links[0].updates == 4
+        assert one.changed.is_set()
+
+
+async def test_only_the_newest_of_several_announcements_is_applied(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with fleet(tmp_path, monkeypatch) as one:
+        one.weights.publish(0)
+        one.weights.publish(1)
+        await one.engine(0)
+        await one.landed(1)
+        assert one.links[0].updates == 1
+
+
+async def test_an_older_announcement_is_not_applied(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with fleet(tmp_path, monkeypatch) as one:
+        await one.engine(0)
+        old = one.weights.publish(0)
+        await one.landed(0)
+        one.weights.publish(1)
+        await one.landed(1)
+        one.weights.announce(old)
+        await idle()
+        assert one.labels() == ["0.1"]
+        assert (one.report().version, one.report().fetching) == (1, -1)
+
+
+@pytest.mark.parametrize("release", ["eval/released", "drain"])
+async def test_a_pinned_version_is_held_until_it_is_released(
+    release: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with fleet(tmp_path, monkeypatch) as one:
+        await one.engine(0)
+        one.weights.publish(1, pinned=True)
+        await one.landed(1)
+        one.weights.publish(2)
+        one.rig.topic.publish("eval/released", b"0")
+        await idle()
+        assert one.labels() == ["0.1"]
+        assert (one.report().version, one.report().fetching) == (1, -1), "not even the slot is read"
+        one.rig.topic.publish(release, b"1")
+        await one.landed(2)
+        assert one.labels() == ["0.2"]
+
+
+async def test_updates_roll_over_the_engines_in_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with fleet(tmp_path, monkeypatch, 2) as one:
+        for index in range(2):
+            await one.engine(index)
+        one.weights.publish(0)
+        await one.landed(0)
+        await one.landed(0, engine=1)
+        loading, go = asyncio.Event(), asyncio.Event()
+        paused: list[str] = []
+        original_update, original_pause = EngineClient.update_weights_from_disk, EngineClient.pause
+
+        async def update(client: EngineClient, path: str, label: str | None, flush_cache: bool = True) -> WeightsUpdated:
+            if client.base_url == one.servers[0].url:
+                loading.set()
+                await go.wait()
+            return await original_update(client, path, label, flush_cache)
+
+        async def pause(client: EngineClient, mode: PauseMode) -> None:
+            paused.append(client.base_url)
+            await original_pause(client, mode)
+
+        monkeypatch.setattr(EngineClient, "update_weights_from_disk", update)
+        monkeypatch.setattr(EngineClient, "pause", pause)
+        one.weights.publish(1)
+        await loading.wait()
+        await idle()
+        assert paused == [one.servers[0].url], "engine-1 goes on while engine-0 stands still"
+        assert one.report(0).fetching == 1
+        assert one.report(1).fetching == -1
+        go.set()
+        await one.landed(1, engine=1)
+        assert one.report(0).version == 1
+        assert paused == [server.url for server in one.servers]
+
+
+async def test_an_engine_does_not_wait_for_one_that_died(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with fleet(tmp_path, monkeypatch, 2) as one:
+        for index in range(2):
+            await one.engine(index)
+        one.weights.publish(0)
+        await one.landed(0)
+        await one.landed(0, engine=1)
+        await one.servers[0].__aexit__(None, None, None)
+        one.rig.topic.drop("engine/engine-0")
+        one.rig.topic.drop("applied/engine-0")
+        one.weights.publish(1)
+        await one.landed(1, engine=1)
+
+
+@pytest.mark.parametrize("when", ["before", "during"])
+async def test_a_torn_slot_is_never_served(when: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with fleet(tmp_path, monkeypatch) as one:
+        server = await one.engine(0)
+        one.weights.publish(0)
+        await one.landed(0)
+        original = EngineClient.update_weights_from_disk
+        loads: list[str | None] = []
+
+        async def update(client: EngineClient, path: str, label: str | None, flush_cache: bool = True) -> WeightsUpdated:
+            loads.append(label)
+            if when == "during" and label == "0.1":
+                one.weights.write(2)
+                one.weights.write(3)  # into the slot of version 1
+            return await original(client, path, label, flush_cache)
+
+        monkeypatch.setattr(EngineClient, "update_weights_from_disk", update)
+        first = one.weights.write(1)
+        if when == "before":
+            one.weights.write(2)
+            one.weights.write(3)
+        one.weights.announce(first)
+        await until(lambda: not one.links[0].ready.is_set())
+        if when == "during":
+            assert core_of(server).paused, "the torn weights are loaded, so nothing may run"
+        else:
+            assert loads == [], "not even loaded"
+        assert one.report().version == 0
+        one.weights.publish(4)
+        await one.landed(4)
+        assert one.links[0].ready.is_set()
+        assert not core_of(server).paused
+        assert one.labels() == ["0.4"]
+
+
+async def test_bytes_that_are_not_the_announced_ones_are_never_loaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with fleet(tmp_path, monkeypatch) as one:
+        await one.engine(0)
+        one.weights.publish(0)
+        await one.landed(0)
+        announcement = one.weights.write(1)
+        weights = Path(announcement.path) / "model.safetensors"
+        with weights.open("r+b") as file:
+            file.seek(-1, 2)
+            file.write(b"\x55")
+        one.weights.announce(announcement)
+        await until(lambda: not one.links[0].ready.is_set())
+        assert one.labels() == ["0.0"]
+        one.weights.publish(2)
+        await one.landed(2)
+
+
+async def test_an_update_that_the_engine_refuses_is_tried_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with fleet(tmp_path, monkeypatch) as one:
+        await one.engine(0)
+        original = EngineClient.update_weights_from_disk
+        tries: list[str | None] = []
+
+        async def update(client: EngineClient, path: str, label: str | None, flush_cache: bool = True) -> WeightsUpdated:
+            tries.append(label)
+            if len(tries) < 3:
+                raise EngineRefused(client.base_url, 400, "no memory just now")
+            return await original(client, path, label, flush_cache)
+
+        monkeypatch.setattr(EngineClient, "update_weights_from_disk", update)
+        one.weights.publish(0)
+        await one.landed(0)
+        assert tries == ["0.0"] * 3
+        assert one.links[0].ready.is_set()
+
+
+async def test_an_engine_that_names_other_weights_than_it_was_given_is_not_ready(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with fleet(tmp_path, monkeypatch) as one:
+        server = await one.engine(0)
+        original = EngineClient.update_weights_from_disk
+        lie = True
+
+        async def update(client: EngineClient, path: str, label: str | None, flush_cache: bool = True) -> WeightsUpdated:
+            done = await original(client, path, label, flush_cache)
+            if lie:
+                await core_of(server).relabel("another")
+            return done
+
+        monkeypatch.setattr(EngineClient, "update_weights_from_disk", update)
+        one.weights.publish(0)
+        await until(lambda: core_of(server).label == "another")
+        await idle()
+        assert not one.links[0].ready.is_set()
+        assert one.rig.read_applied() is None
+        lie = False
+        await one.landed(0)
+
+
+@pytest.mark.parametrize(("mode", "flush"), [("in_place", False), ("retract", True), ("abort", True)])
+async def test_the_configured_mode_is_what_the_engine_is_asked_for(
+    mode: PauseMode, flush: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[object] = []
+    original_update, original_pause = EngineClient.update_weights_from_disk, EngineClient.pause
+
+    async def update(client: EngineClient, path: str, label: str | None, flush_cache: bool = True) -> WeightsUpdated:
+        asked.append(flush_cache)
+        return await original_update(client, path, label, flush_cache)
+
+    async def pause(client: EngineClient, wanted: PauseMode) -> None:
+        asked.append(wanted)
+        await original_pause(client, wanted)
+
+    monkeypatch.setattr(EngineClient, "update_weights_from_disk", update)
+    monkeypatch.setattr(EngineClient, "pause", pause)
+    async with fleet(tmp_path, monkeypatch, mode=mode) as one:
+        await one.engine(0)
+        one.weights.publish(0)
+        await one.landed(0)
+    assert asked == [mode, flush]
+
+
+async def test_a_link_that_does_not_own_its_engine_waits_for_the_owners_report(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with fleet(tmp_path, monkeypatch, owner=False) as one:
+        server = await one.engine(0)
+        one.weights.publish(0)
+        await idle()
+        assert not one.links[0].ready.is_set()
+        assert core_of(server).label == "default", "only the owner updates"
+        one.rig.applied(0)
+        await one.links[0].ready.wait()
+        assert one.links[0].current is not None
+        assert one.links[0].current.label == "0.0"
+
+
+async def test_a_new_address_takes_the_place_of_the_old_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with fleet(tmp_path, monkeypatch) as one:
+        await one.engine(0)
+        one.weights.publish(0)
+        await one.landed(0)
+        again = await one.engine(0, incarnation=1)
+        await until(lambda: core_of(again).label == "0.0")
+        await one.links[0].ready.wait()
+        assert one.links[0].client is not None
+        assert one.links[0].client.base_url == again.url
+
+
+@pytest.mark.parametrize(
+    ("index", "engines", "mine"),
+    [
+        (0, 3, [("engine-0", True), ("engine-2", True)]),
+        (1, 3, [("engine-1", True)]),
+        (1, 1, [("engine-0", False)]),  # a replica beyond the number of engines shares one that it does not own
+    ],
+)
+async def test_each_engine_has_one_owner_among_two_replicas(
+    index: int, engines: int, mine: list[tuple[str, bool]]
+) -> None:
+    stage = GenerateStage(make_context(index=index, replicas=2, options={"engines": engines}))
+    await stage.setup()
+    assert [(link.name, link.owner) for link in stage.links] == mine
+    await stage.close()
+
+
+async def test_a_stall_is_accounted_for_while_the_engine_stands_still(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with generating(tmp_path) as world:
+        await world.ready()
+        seen: list[str] = []
+        original = EngineClient.update_weights_from_disk
+
+        async def update(client: EngineClient, path: str, label: str | None, flush_cache: bool = True) -> WeightsUpdated:
+            seen.append(world.stage.activity._state())
+            return await original(client, path, label, flush_cache)
+
+        monkeypatch.setattr(EngineClient, "update_weights_from_disk", update)
+        world.weights.publish(1)
+        await world.weights.landed(1)
+        assert seen == ["stalled"]
+        await world.ask(make_group(0, 1))
+        await world.answer()
+        assert world.stage.activity._state() in ("starved", "blocked")

@@ -1,0 +1,495 @@
+"""The train stage with real streams and real weight slots; the backend only writes down what it is told."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+import torch
+
+from configs.schema import Config
+from models.train.interface import TrainSequence
+from models.weights.reader import verify
+from stages.messages import CheckpointReady, RolloutSlice, Settled, StepDone
+from stages.train import TrainStage
+from tests.models.weights.made_up import checkpoint, values
+from tests.stages.stage_rig import (
+    REPORT,
+    Rig,
+    idle,
+    make_config,
+    make_context,
+    make_sample,
+    make_slice,
+    open_rig,
+    running,
+    take,
+    until,
+)
+from transport.inlet import Inlet
+from transport.outlet import Outlet
+
+
+@dataclass
+class Recorder:
+    """A backend whose weights are the number of its steps. `begin`, `steps` and `exports` may hold it up."""
+
+    log: list[str] = field(default_factory=list)
+    sequences: list[TrainSequence] = field(default_factory=list)
+    begin: threading.Event = field(default_factory=threading.Event)
+    may_step: threading.Event = field(default_factory=threading.Event)
+    may_export: threading.Event = field(default_factory=threading.Event)
+    steps: int = 0
+
+    def setup(self) -> None:
+        self.log.append("setup")
+
+    def logprobs(self, sequences: Sequence[TrainSequence]) -> list[npt.NDArray[np.float32]]:
+        return [s.rollout_log_probs for s in sequences]
+
+    def begin_batch(self, *, rollouts: int, steps: int) -> None:
+        assert self.begin.wait(30)
+        self.log.append(f"begin {rollouts}x{steps}")
+
+    def accumulate(self, sequences: Sequence[TrainSequence]) -> None:
+        self.sequences += sequences
+        self.log.append(f"group {sequences[0].group_id}")
+
+    def step(self) -> dict[str, float]:
+        self.log.append("step")
+        assert self.may_step.wait(30)
+        self.steps += 1
+        return {"train/loss": 0.5}
+
+    def export_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
+        self.log.append("export")
+        pairs = list(values(self.steps).items())
+        yield from pairs[:2]
+        assert self.may_export.wait(30)
+        yield from pairs[2:]
+
+    def save(self, directory: Path) -> None:
+        self.log.append("save")
+        directory.mkdir(parents=True)
+        (directory / "weights").write_text(str(self.steps))
+
+    def load(self, directory: Path) -> None:
+        self.log.append(f"load {directory.name}")
+
+    @property
+    def batches(self) -> list[list[int]]:
+        """Group ids between the steps."""
+        found: list[list[int]] = [[]]
+        for entry in self.log:
+            if entry == "step":
+                found.append([])
+            elif entry.startswith("group"):
+                found[-1].append(int(entry.split()[1]))
+        return found[:-1]
+
+
+@dataclass
+class Desk:
+    rig: Rig
+    stage: TrainStage
+    task: asyncio.Task[None]
+    backend: Recorder
+    feed: Outlet[Any]
+    reports: Inlet[Any]
+    sent: int = 0
+
+    async def send(self, *slices: RolloutSlice) -> None:
+        for slice_ in slices:
+            self.sent += 1
+            await self.feed.send(slice_, f"{slice_.key}#{self.sent}")
+
+    async def arrived(self, n: int) -> None:
+        await until(lambda: self.stage.activity.items_in >= n)
+
+    async def report(self, kind: type[Any]) -> Any:
+        found = await take(self.reports)
+        assert isinstance(found, kind), found
+        return found
+
+    async def end(self) -> None:
+        self.rig.hubs["train"].finish()
+        await self.task
+
+
+@asynccontextmanager
+async def desk(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    *,
+    batch: int = 2,
+    total: int = 1,
+    eta: int = 1,
+    hold: Sequence[str] = (),
+    options: dict[str, object] | None = None,
+    **sections: dict[str, object],
+) -> AsyncIterator[Desk]:
+    backend = Recorder()
+    for name in {"begin", "may_step", "may_export"} - set(hold):
+        getattr(backend, name).set()
+    monkeypatch.setattr("models.train.build.build_backend", lambda config, total: backend)
+    sections["rollout"] = {"rollout_batch_size": batch, "num_rollout": total, "n_samples_per_prompt": 2}
+    sections["asynchrony"] = {"max_staleness": eta, **sections.get("asynchrony", {})}
+    config: Config = make_config(**sections)
+    source = checkpoint(tmp_path / "source")
+    values_ = {"slots": str(tmp_path / "slots"), "checkpoint": str(source), **(options or {})}
+    stage = TrainStage(make_context(config, tmp_path, options=values_))
+    async with open_rig() as rig:
+        ports = await rig.join({"in": ("train", RolloutSlice)}, {"settle": ("settle", REPORT)})
+        reports = await rig.inlet("settle")
+        try:
+            async with running(stage, ports) as task:
+                first = await take(reports)
+                assert isinstance(first, StepDone)
+                assert first.groups == ()
+                yield Desk(rig, stage, task, backend, await rig.outlet("train"), reports)
+        finally:
+            for event in (backend.begin, backend.may_step, backend.may_export):
+                event.set()  # the thread must end, whatever the test found
+
+
+def old(group_id: int, version: int, mask: Sequence[int] = (1, 1, 1, 1)) -> RolloutSlice:
+    samples = [make_sample(i, version=version, mask=mask, reward=float(i)) for i in range(2)]
+    return make_slice(group_id, *samples)
+
+
+async def test_the_oldest_groups_here_are_trained_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with desk(tmp_path, monkeypatch, total=2, hold=["begin"]) as one:
+        await one.send(*(make_slice(group_id) for group_id in (5, 3, 4, 1)))
+        await one.arrived(4)
+        one.backend.begin.set()
+        assert (await one.report(StepDone)).groups == (1, 3)
+        assert (await one.report(StepDone)).groups == (4, 5)
+        assert one.backend.batches == [[1, 3], [4, 5]]
+
+
+async def test_a_group_is_refused_exactly_beyond_the_bound(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with desk(tmp_path, monkeypatch, total=6, eta=2, hold=["begin"], options={"start_step": 5}) as one:
+        mixed = [make_sample(i, runs=[(2, 1), (5, 3)], reward=float(i)) for i in range(2)]
+        prompt_tokens_only = [make_sample(i, runs=[(0, 2), (5, 2)], mask=[0, 0, 1, 1]) for i in range(2)]
+        await one.send(old(0, 2), make_slice(1, *mixed), old(2, 3), make_slice(3, *prompt_tokens_only))
+        await one.arrived(4)
+        one.backend.begin.set()
+        for group_id in (0, 1):
+            stale = await one.report(Settled)
+            assert (stale.group_id, stale.outcome) == (group_id, "stale")
+            assert stale.detail == "oldest token is of version 2, batch 5, bound 2"
+            assert stale.tokens == 8
+        done = await one.report(StepDone)
+        assert (done.step, done.groups) == (6, (2, 3))
+        assert done.staleness == {2: 8, 0: 4}, "only tokens that were trained count"
+        assert max(done.staleness) <= 2
+        await one.rig.hubs["train"].wait_empty()
+
+
+async def test_a_group_that_waited_too_long_becomes_stale_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with desk(tmp_path, monkeypatch, batch=1, total=3, eta=0, hold=["begin"]) as one:
+        await one.send(old(0, 0), old(1, 0))
+        await one.arrived(2)
+        one.backend.begin.set()
+        assert (await one.report(StepDone)).groups == (0,)
+        assert (await one.report(Settled)).detail == "oldest token is of version 0, batch 1, bound 0"
+
+
+async def test_a_group_is_trained_once_however_often_it_is_delivered(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with desk(tmp_path, monkeypatch, batch=1, total=2, hold=["begin"]) as one:
+        await one.send(make_slice(0), make_slice(0))
+        await one.arrived(2)
+        one.backend.begin.set()
+        assert (await one.report(StepDone)).groups == (0,)
+        await one.send(make_slice(0), make_slice(1))
+        assert (await one.report(StepDone)).groups == (1,)
+        await one.rig.hubs["train"].wait_empty()
+        assert one.backend.batches == [[0], [1]]
+
+
+async def test_leases_are_released_after_the_step_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with desk(tmp_path, monkeypatch, total=1, hold=["may_step"]) as one:
+        await one.send(make_slice(0), make_slice(1))
+        await until(lambda: "step" in one.backend.log)
+        stats = one.rig.hubs["train"].stats()
+        assert (stats.leased, stats.settled) == (2, 0)
+        one.backend.may_step.set()
+        await one.report(StepDone)
+        await one.rig.hubs["train"].wait_empty()
+
+
+async def test_a_trainer_that_is_killed_in_a_step_gives_its_groups_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with desk(tmp_path, monkeypatch, total=1, hold=["may_step"]) as one:
+        await one.send(make_slice(0), make_slice(1))
+        await until(lambda: "step" in one.backend.log)
+        one.task.cancel()
+        one.rig.hubs["train"].peer_lost("stage-0")
+        await idle()
+        stats = one.rig.hubs["train"].stats()
+        assert (stats.queued + stats.leased, stats.settled) == (2, 0)
+        one.backend.may_step.set()
+
+
+async def test_a_version_is_announced_only_when_its_slot_is_complete(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with desk(tmp_path, monkeypatch, batch=1, total=2) as one:
+        await one.rig.topic_until(lambda: one.rig.announced() is not None)
+        first = one.rig.announced()
+        assert first is not None
+        assert (first.version, first.label, first.pinned) == (0, "0.0", False)
+        verify(first)
+        one.backend.may_export.clear()
+        await one.send(make_slice(0))
+        await one.report(StepDone)
+        await until(lambda: one.backend.log.count("export") == 2)
+        await idle()
+        assert one.rig.announced() == first, "half of version 1 is written"
+        one.backend.may_export.set()
+        await one.rig.topic_until(lambda: one.rig.announced() != first)
+        second = one.rig.announced()
+        assert second is not None
+        assert (second.version, second.path != first.path) == (1, True)
+        verify(second)
+        verify(first)  # the version before is still whole
+
+
+async def test_weights_are_published_every_so_many_batches_and_at_the_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with desk(
+        tmp_path, monkeypatch, batch=1, total=5, eta=9, asynchrony={"update_weights_interval": 2}
+    ) as one:
+        await one.send(*(make_slice(group_id) for group_id in range(5)))
+        for _ in range(5):
+            await one.report(StepDone)
+        await one.report(CheckpointReady)
+        order = [entry for entry in one.backend.log if entry in ("step", "export")]
+        assert order == ["export", "step", "step", "export", "step", "step", "export", "step", "export"]
+
+
+EVERY = {"eval_interval": 1, "eval_prompt_data": ("held=x.jsonl",)}
+
+
+async def test_nothing_newer_is_announced_before_a_pinned_version_has_landed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with desk(tmp_path, monkeypatch, batch=1, total=2, eval=EVERY) as one:
+        one.rig.applied(0)
+        one.rig.applied(0, engine=1)
+        await one.send(make_slice(0))
+        assert (await one.report(StepDone)).pinned
+        await one.rig.topic_until(lambda: getattr(one.rig.announced("weights/pinned"), "version", -1) == 1)
+        one.rig.applied(1)
+        await one.send(make_slice(1))
+        assert (await one.report(StepDone)).step == 2
+        await idle()
+        assert one.backend.log.count("export") == 2, "engine-1 still needs version 1"
+        one.rig.applied(1, engine=1)
+        await one.rig.topic_until(lambda: getattr(one.rig.announced(), "version", -1) == 2)
+
+
+async def test_the_slot_that_an_engine_is_reading_is_not_overwritten(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with desk(tmp_path, monkeypatch, batch=1, total=3, eta=9) as one:
+        one.rig.applied(-1, fetching=0)
+        await one.send(make_slice(0), make_slice(1))
+        await one.report(StepDone)
+        await one.report(StepDone)
+        await until(lambda: one.backend.log.count("step") == 2)
+        await idle()
+        assert getattr(one.rig.announced(), "version", -1) == 1
+        assert one.backend.log.count("export") == 2, "version 2 goes into the slot of version 0"
+        one.rig.applied(0, fetching=1)
+        await one.rig.topic_until(lambda: getattr(one.rig.announced(), "version", -1) == 2)
+
+
+async def test_the_death_of_a_reader_frees_its_slot(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with desk(tmp_path, monkeypatch, batch=1, total=2, eta=9) as one:
+        one.rig.applied(-1, fetching=0)
+        await one.send(make_slice(0), make_slice(1))
+        await one.report(StepDone)
+        await one.report(StepDone)
+        await idle()
+        assert one.backend.log.count("export") == 2
+        one.rig.topic.drop("applied/engine-0")
+        await one.rig.topic_until(lambda: getattr(one.rig.announced(), "version", -1) == 2)
+
+
+async def test_what_is_left_after_the_last_batch_is_surplus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with desk(tmp_path, monkeypatch, batch=1, total=1, hold=["begin"]) as one:
+        await one.send(make_slice(0), make_slice(1))
+        await one.arrived(2)
+        one.backend.begin.set()
+        await one.report(StepDone)
+        await one.report(CheckpointReady)
+        await one.send(make_slice(2))
+        for group_id in (1, 2):
+            left = await one.report(Settled)
+            assert (left.group_id, left.outcome) == (group_id, "surplus")
+            assert left.detail == "all rollout batches are trained"
+            assert left.reward == 0.5
+        await one.rig.hubs["train"].wait_empty()
+        await one.end()
+
+
+async def test_a_drain_settles_the_unfinished_batch_and_saves_what_was_trained(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with desk(tmp_path, monkeypatch, batch=2, total=5) as one:
+        await one.send(make_slice(0), make_slice(1), make_slice(2))
+        await one.report(StepDone)
+        await one.arrived(3)
+        one.rig.topic.publish("drain", b"interrupted")
+        left = await one.report(Settled)
+        assert (left.group_id, left.outcome, left.detail) == (2, "surplus", "interrupted")
+        saved = await one.report(CheckpointReady)
+        assert saved.step == 1
+        await one.send(make_slice(3))
+        assert (await one.report(Settled)).group_id == 3
+        await one.end()
+
+
+async def test_a_drain_before_the_first_step_saves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with desk(tmp_path, monkeypatch, batch=2, total=5) as one:
+        one.rig.topic.publish("drain", b"interrupted")
+        await one.end()
+        assert "save" not in one.backend.log
+
+
+async def test_a_checkpoint_is_reported_after_its_step_and_its_weights(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with desk(
+        tmp_path, monkeypatch, batch=1, total=5, eta=9, checkpoint={"save_interval": 2}
+    ) as one:
+        await one.send(*(make_slice(group_id) for group_id in range(5)))
+        found = [await take(one.reports) for _ in range(8)]
+        assert [(type(report).__name__, report.step) for report in found] == [
+            ("StepDone", 1),
+            ("StepDone", 2),
+            ("CheckpointReady", 2),
+            ("StepDone", 3),
+            ("StepDone", 4),
+            ("CheckpointReady", 4),
+            ("StepDone", 5),
+            ("CheckpointReady", 5),
+        ]
+        assert (Path(found[2].path) / "weights").read_text() == "2"
+
+
+async def test_a_resumed_trainer_goes_on_from_its_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    options: dict[str, object] = {"start_step": 3, "epoch": 1, "resume_from": "checkpoints/step-3"}
+    async with desk(tmp_path, monkeypatch, batch=1, total=4, options=options) as one:
+        assert one.backend.log[:2] == ["setup", "load step-3"]
+        await one.rig.topic_until(lambda: one.rig.announced() is not None)
+        first = one.rig.announced()
+        assert first is not None
+        assert first.label == "1.3", "labels of the run before are not used again"
+        await one.send(old(7, 3))
+        assert (await one.report(StepDone)).step == 4
+
+
+async def test_groups_are_accumulated_as_they_arrive(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with desk(tmp_path, monkeypatch, batch=3, total=1) as one:
+        await one.send(make_slice(2))
+        await until(lambda: "group 2" in one.backend.log)
+        await one.send(make_slice(0))
+        await until(lambda: "group 0" in one.backend.log)
+        assert "step" not in one.backend.log
+        await one.send(make_slice(1))
+        await one.report(StepDone)
+        assert one.backend.batches == [[2, 0, 1]]
+        assert "begin 6x1" in one.backend.log, "the denominators of the whole batch are known ahead"
+
+
+async def test_deterministic_mode_trains_in_the_order_of_the_ids(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hashes = []
+    for order in ([2, 0, 1], [1, 2, 0]):
+        (tmp_path / str(order)).mkdir()
+        async with desk(
+            tmp_path / str(order), monkeypatch, batch=3, total=1, run={"deterministic": True}
+        ) as one:
+            for group_id in order[:2]:
+                await one.send(make_slice(group_id))
+            await one.arrived(2)
+            await idle()
+            assert not any(entry.startswith("group") for entry in one.backend.log)
+            await one.send(make_slice(order[2]))
+            done = await one.report(StepDone)
+            assert one.backend.batches == [[0, 1, 2]]
+            hashes.append(done.token_hash)
+    assert hashes[0] == hashes[1]
+
+
+async def test_sequences_carry_tokens_versions_and_group_relative_advantages(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with desk(tmp_path, monkeypatch, batch=1, total=1, algorithm={"disable_grpo_std_normalization": True}) as one:
+        good = make_sample(0, runs=[(0, 3), (1, 2)], mask=[1, 1, 0, 1, 1], reward=1.0, reward_parts={"form": 0.5})
+        await one.send(make_slice(4, good, make_sample(1, reward=0.0, status="truncated"), prompt=[8, 9]))
+        done = await one.report(StepDone)
+        first, second = one.backend.sequences
+        assert first.tokens.tolist() == [8, 9, 0, 1, 2, 3, 4]
+        assert (first.response_length, first.rollout_id, second.rollout_id) == (5, 8, 9)
+        assert first.versions.tolist() == [0, 0, 0, 1, 1]
+        assert first.advantages.tolist() == [0.5, 0.5, 0.0, 0.5, 0.5]
+        assert second.advantages.tolist() == [-0.5] * 4
+        assert done.tokens == 8
+        assert done.staleness == {0: 6, -1: 2}
+        assert done.metrics["train/loss"] == 0.5
+        assert done.metrics["reward/form"] == 0.5
+        assert done.metrics["rollout/truncated_ratio"] == 0.5
+        assert done.metrics["rollout/mixed_version_ratio"] == 0.5
+
+
+async def test_several_optimizer_steps_per_batch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with desk(tmp_path, monkeypatch, batch=2, total=1, train={"num_steps_per_rollout": 2}) as one:
+        await one.send(make_slice(0), make_slice(1))
+        await one.report(StepDone)
+        assert one.backend.log.count("step") == 2
+        assert "begin 4x2" in one.backend.log
+
+
+async def test_supervised_training_publishes_no_weights_and_knows_no_staleness(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with desk(
+        tmp_path, monkeypatch, batch=1, total=2, eta=0, train={"loss_type": "sft_loss"}, options={"start_step": 1}
+    ) as one:
+        await one.send(make_slice(0, make_sample(0, version=0, reward=0.0)))
+        done = await one.report(StepDone)
+        assert done.groups == (0,)
+        assert one.backend.sequences[0].advantages.tolist() == [1.0] * 4
+        assert "export" not in one.backend.log
+        assert one.rig.announced() is None
+
+
+async def test_an_error_of_the_backend_ends_the_replica_with_its_words(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(ExceptionGroup) as caught:
+        async with desk(tmp_path, monkeypatch, batch=1, total=1) as one:
+
+            def broken() -> dict[str, float]:
+                raise RuntimeError("out of memory on the device")
+
+            one.backend.step = broken  # type: ignore[method-assign]
+            await one.send(make_slice(0))
+            await one.task
+    assert caught.group_contains(RuntimeError, match="out of memory on the device")
