@@ -6,7 +6,8 @@ The same graph, data and lengths in both modes; only the gate differs. Reported 
 seconds per rollout batch, the share of the bound, staleness beside Little's law, wasted tokens. Simulated: engines and
 trainer take time by a model, everything else (streams, stages, HTTP, weights) is the production code.
 
-    bound of a fixed split   T* = max(W_g, W_t)       W_g = generated tokens of a batch * (a + c S) / S, all engines together
+    bound of a fixed split   T* = max(W_g, W_t)
+                             W_g = generated tokens of a batch * (a + c S) / S / engines
     Little's law             mean staleness at the start of a rollout = (in flight + queued) / B
 """
 
@@ -113,8 +114,8 @@ def measure(mode: str, ratio: float, steps: int, seed: int) -> Outcome:
 
 def report(results: dict[tuple[float, str], list[Outcome]]) -> list[Series]:
     """Print the table; return what the JSON file holds."""
-    head = f"{'W_t / W_g':>9} {'mode':>9} {'s/batch':>17} {'of bound':>9} {'staleness':>10} {'Little':>7} {'max':>4} {'wasted':>7}"
-    print(f"\n{head} {'speed-up':>9}")
+    left = f"{'W_t / W_g':>9} {'mode':>9} {'s/batch':>17} {'of bound':>9}"
+    print(f"\n{left} {'staleness':>10} {'Little':>7} {'max':>4} {'wasted':>7} {'speed-up':>9}")
     series: list[Series] = []
     for (ratio, mode), outcomes in results.items():
         times = [o.step_s for o in outcomes]

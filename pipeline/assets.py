@@ -1,7 +1,7 @@
 """What a run needs before it starts: the built-in tiny models and data, where the user named them, and the grader.
 
-Built-in names (nothing is downloaded): checkpoints `tiny` (byte-level tokenizer) and `tiny-arithmetic` (characters); data
-`arithmetic` (two-digit sums) and `arithmetic-tools` (products with a calculator).
+Built-in names (nothing is downloaded): checkpoints `tiny` (byte-level tokenizer) and `tiny-arithmetic` (characters);
+data `arithmetic` (two-digit sums) and `arithmetic-tools` (products with a calculator).
 """
 
 from __future__ import annotations

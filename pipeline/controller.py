@@ -6,7 +6,8 @@ stages/prompts.py (admission and settlement), stages/generate.py and stages/trai
 Life and death
 1. Hubs and topic listen before any replica starts; the prompt stage admits once engines carry published weights.
 2. The ledger decides the end: all batches trained, or a drain (Ctrl-C, deadline); then nothing is open.
-3. Streams end in order (feedback first, the settle stream last), replicas end with their inlets, then engines are stopped.
+3. Streams end in order (feedback first, the settle stream last), replicas end with their inlets, then engines are
+  stopped.
 4. A drain has a deadline; when it passes, the error says what was left and where.
 
 Invariant: nothing is left running when `run` returns.
@@ -133,7 +134,10 @@ class Controller:
         )
 
     async def _until_completed(self, replicas: asyncio.Task[None]) -> None:
-        """Waits for the ledger to be closed. Unblocked by it, by a drain that takes too long, or by the runner's failure."""
+        """Waits for the ledger to be closed.
+
+        Unblocked by it, by a drain that takes too long, or by the runner's failure.
+        """
         completed = self.stage.completed
         while not completed.is_set():
             with contextlib.suppress(TimeoutError):  # a look at the drain's clock

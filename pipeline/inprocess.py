@@ -1,6 +1,7 @@
 """The in-process runner: every stage replica is a task, every engine a server thread. For tests and debugging.
 
-Invariant: the same stages, streams and protocol as on several processes; only nothing is restarted: an error ends the run.
+Invariant: the same stages, streams and protocol as on several processes; only nothing is restarted: an error ends the
+run.
 """
 
 from __future__ import annotations

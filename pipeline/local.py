@@ -1,8 +1,8 @@
 """The local runner: one spawned process per stage replica and per engine, supervised.
 
 Invariants: a replica that ends without being asked to is reported as lost at once, so that its leases move on, and is
-started again with backoff within a bounded budget; the trainer is not, since its state is in its last checkpoint; nothing
-is left running when `run` returns, however it returns.
+started again with backoff within a bounded budget; the trainer is not, since its state is in its last checkpoint;
+nothing is left running when `run` returns, however it returns.
 """
 
 from __future__ import annotations
@@ -158,7 +158,8 @@ class LocalRunner:
         restarts = self.restarts[replica] = self.restarts.get(replica, 0) + 1
         if restarts > self.max_restarts:
             raise ReplicaFailed(
-                f"{replica} ended {restarts} times, last with {why}: {last_words(log)}; see {log}, or raise --max-restarts"
+                f"{replica} ended {restarts} times, last with {why}: {last_words(log)}; see {log}, "
+                "or raise --max-restarts"
             )
         await asyncio.sleep(backoff_s(restarts))
 
@@ -179,7 +180,7 @@ class LocalRunner:
         """Waits for the ready file, bounded."""
         try:
             async with asyncio.timeout(ENGINE_START_S):
-                while not ready.exists():
+                while not ready.exists():  # noqa: ASYNC110  (a file announces nothing)
                     await asyncio.sleep(0.05)
         except TimeoutError:
             log = self.rundir.logs / f"{spec.name}.log"

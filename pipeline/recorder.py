@@ -1,7 +1,8 @@
 """The recorder: what the prompt stage learns becomes journal, metrics, checkpoints and figures of the run.
 
-It implements `stages.prompts.RunHooks`. Invariants: a terminal state is journalled before it counts; a checkpoint holds the
-trainer's files and the ledger of the same moment, in one atomic rename; metrics rows appear in the order of the steps.
+It implements `stages.prompts.RunHooks`. Invariants: a terminal state is journalled before it counts; a checkpoint
+holds the trainer's files and the ledger of the same moment, in one atomic rename; metrics rows appear in the order of
+the steps.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """From configuration to exit code: prepare the run directory, warm start, train, sum up.
 
-A run has one or two phases, each a graph of its own under one `Controller`: the supervised warm start (prompts -> train) if
-`warm_start_steps` asks for it, then the reinforcement learning. A resumed run goes on in the phase that it was in.
+A run has one or two phases, each a graph of its own under one `Controller`: the supervised warm start (prompts ->
+train) if `warm_start_steps` asks for it, then the reinforcement learning. A resumed run goes on in the phase that it
+was in.
 """
 
 from __future__ import annotations
@@ -179,8 +180,8 @@ class Phase:
         if self.manifest is not None and self.manifest.cursor != self.prompts.fingerprint:
             raise UsageError(
                 f"the prompts are not those of the checkpoint of step {self.manifest.step} (fingerprint "
-                f"{self.prompts.fingerprint}, was {self.manifest.cursor}); restore --prompt-data, or start a new run from "
-                f"its model with --hf-checkpoint {self.checkpoint}/hf"
+                f"{self.prompts.fingerprint}, was {self.manifest.cursor}); restore --prompt-data, or start a new run "
+                f"from its model with --hf-checkpoint {self.checkpoint}/hf"
             )
 
     def __enter__(self) -> Phase:

@@ -56,7 +56,8 @@ class RunDir:
         """Create and lock. Raises UsageError if the directory holds another run, is in use, or cannot be written."""
         if not resume and self.config.exists():
             raise UsageError(
-                f"--run-dir {self.path} already holds a run; choose another directory, or continue it with --resume {self.path}"
+                f"--run-dir {self.path} already holds a run; choose another directory, or continue it with "
+                f"--resume {self.path}"
             )
         if resume and not self.config.exists():
             raise UsageError(

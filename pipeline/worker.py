@@ -6,7 +6,6 @@ user's mistake, e.g. an import path: not restarted). The last line of its log sa
 
 from __future__ import annotations
 
-import asyncio
 import ctypes
 import logging
 import os

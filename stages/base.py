@@ -128,10 +128,10 @@ class Stage(ABC):
         self.config = context.config
         self.activity = Activity()
 
-    async def setup(self) -> None:
+    async def setup(self) -> None:  # noqa: B027  (a hook: doing nothing is right)
         """Load what the stage needs. Called once, before `run`."""
 
-    async def close(self) -> None:
+    async def close(self) -> None:  # noqa: B027  (a hook: doing nothing is right)
         """Give back what `setup` took. Called once, also after an error."""
 
     @abstractmethod
@@ -194,11 +194,17 @@ class MapStage(Stage):
 
 
 class LoopStage(MapStage):
-    """A stage on a feedback edge: takes samples from generate and returns them to it with more tokens (tools, agents)."""
+    """A stage on a feedback edge: takes samples from generate and returns them to it with more tokens.
+
+    Tools, agents, environments.
+    """
 
     @classmethod
     def wants(cls, config: Config, message: RolloutSlice) -> bool:
-        """Whether this stage should continue the (single) sample of the slice. Asked in the generate stage after each turn."""
+        """Whether this stage should continue the (single) sample of the slice.
+
+        Asked in the generate stage after each turn.
+        """
         raise TypeError(
             f"{cls.__name__} is used as a loop stage and must define the class method wants(config, message)"
         )

@@ -2,7 +2,8 @@
 
 The trainer pins a version; when every engine has applied it, its prompts go through the same generate, tool and reward
 stages as training's. Engines hold the pinned version until `eval/released` names it, so an answer cannot mix versions;
-one that does all the same (an engine was restarted in between) is counted as mixed and the evaluation says `complete: false`.
+one that does all the same (an engine was restarted in between) is counted as mixed and the evaluation says `complete:
+false`.
 
 Invariant: every pinned version ends in exactly one EvalDone and one release, also at a deadline or a drain.
 """

@@ -1,7 +1,7 @@
 """Group filters: which complete groups are worth an optimizer step.
 
-A filter is `(slice) -> FilterDecision | bool`, sync or async. Filters are chained; the first rejection names the reason.
-A filtered group's place is refilled at once by the gate, so nothing waits for a whole new wave.
+A filter is `(slice) -> FilterDecision | bool`, sync or async. Filters are chained; the first rejection names the
+reason. A filtered group's place is refilled at once by the gate, so nothing waits for a whole new wave.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class FilterPathError(Exception):
 
 
 def nonzero_std(slice_: RolloutSlice) -> FilterDecision:
-    """Drop groups whose rewards are all equal (population std <= 1e-6): they carry no group-relative signal (DAPO, 2503.14476)."""
+    """Drop groups whose rewards are all equal (population std <= 1e-6): no group-relative signal (DAPO, 2503.14476)."""
     rewards = np.array([s.reward if s.reward is not None else 0.0 for s in slice_.samples], dtype=np.float64)
     if len(rewards) < 2 or float(rewards.std()) <= 1e-6:
         return FilterDecision(False, f"zero_std_{rewards.mean() if len(rewards) else 0.0:g}")

@@ -5,9 +5,9 @@ A *version* counts the rollout batches that the weights were trained on. With B 
     admission    capacity = (v + eta + 1) * B - trained - open,   v = version that every live engine has applied
     consumption  batch t takes a group only if t - (oldest version among its trainable tokens) <= eta
 
-Invariant I2: no token older than eta versions is trained. Admission is the pace, consumption the guarantee: a group that
-needs many turns can outlive any admission rule. A slot frees when new weights have landed in the engines, since until
-then a new prompt would be born old.
+Invariant I2: no token older than eta versions is trained. Admission is the pace, consumption the guarantee: a group
+that needs many turns can outlive any admission rule. A slot frees when new weights have landed in the engines, since
+until then a new prompt would be born old.
 """
 
 from __future__ import annotations

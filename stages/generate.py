@@ -260,7 +260,10 @@ class GenerateStage(Stage):
     async def _request(
         self, ids: list[int], params: SamplingParams, group: PromptGroup, samples: Sequence[Sample]
     ) -> list[GenerateOutput]:
-        """Send to the least loaded engine that is up. A lost connection is tried again elsewhere, a bounded number of times."""
+        """Send to the least loaded engine that is up.
+
+        A lost connection is tried again elsewhere, a bounded number of times.
+        """
         tries = 0
         while True:
             link = await self._choose(len(samples))

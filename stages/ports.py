@@ -51,7 +51,10 @@ class Outlet(Protocol[T_contra]):
     """Producing end of a stream."""
 
     async def send(self, message: T_contra, key: str) -> None:
-        """Hand a message over. Waits for credit and for the hub's acceptance; `key` names it for duplicate detection."""
+        """Hand a message over.
+
+        Waits for credit and for the hub's acceptance; `key` names it for duplicate detection.
+        """
 
 
 class Topic(Protocol):

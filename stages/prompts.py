@@ -3,8 +3,8 @@
 It is the only writer of the ledger, so there is one replica of it, and it lives in the controller's process.
 
 Invariants: a group id is admitted once; its terminal state is journalled before anything else hears of it; a checkpoint
-is committed with the ledger exactly as it was after the trainer's step of that checkpoint, because the trainer's reports
-arrive in one ordered stream.
+is committed with the ledger exactly as it was after the trainer's step of that checkpoint, because the trainer's
+reports arrive in one ordered stream.
 """
 
 from __future__ import annotations
@@ -217,8 +217,9 @@ class PromptStage(Stage):
     def _demonstration_mask(self, group: PromptGroup, text: str, n: int) -> np.ndarray[tuple[int], np.dtype[np.uint8]]:
         """[n] 1 where the text is the model's own; 0 where `metadata.tool_spans` (characters) says a tool wrote it."""
         mask = np.ones(n, dtype=np.uint8)
-        for start, end in group.row_metadata.get("tool_spans", ()) if self.encode is not None else ():
-            mask[len(self.encode(text[:start])) : len(self.encode(text[:end]))] = 0
+        if self.encode is not None:
+            for start, end in group.row_metadata.get("tool_spans", ()):
+                mask[len(self.encode(text[:start])) : len(self.encode(text[:end]))] = 0
         return mask
 
     async def _settle(self, ports: Ports) -> None:

@@ -1,7 +1,8 @@
 """The train stage: takes the oldest fresh groups, accumulates them as they arrive, steps, publishes weights.
 
 Invariants:
-- I2: a group enters batch t only if t - (oldest version of its trainable tokens) <= max_staleness; else it is settled as stale.
+- I2: a group enters batch t only if t - (oldest version of its trainable tokens) <= max_staleness; else it is settled
+  as stale.
 - A group id enters at most one optimizer step; its lease is released after the step's report is in the ledger's stream.
 - A version is announced only when its bytes lie complete in a slot; while an evaluation still needs version v, nothing
   newer is announced before every engine has applied v.
@@ -261,8 +262,8 @@ class TrainStage(Stage):
     async def _await_landing(self, ports: Ports) -> None:
         """Waits until no engine reads the slot about to be reused and a pinned version has landed everywhere.
 
-        Unblocked by the engines' `applied/` reports, by the death of an engine (its key is dropped), or by a time limit:
-        then the digest of the slot is what protects a reader.
+        Unblocked by the engines' `applied/` reports, by the death of an engine (its key is dropped), or by a time
+        limit: then the digest of the slot is what protects a reader.
         """
         deadline = time.monotonic() + LANDING_TIMEOUT_S
         revision = 0

@@ -55,7 +55,8 @@ def test_killed_replicas_lose_nothing(tmp_path: Path, seed: int) -> None:
     done.check_books()
     assert done.summary["groups"]["trained"] == 40 * 4
     assert sum(done.summary["restarts"].values()) >= len(victims) - 1
-    trained = [e.group for e in read_journal(tmp_path / "run" / "ledger.jsonl") if isinstance(e, Ended) and e.outcome == "trained"]
+    events = read_journal(tmp_path / "run" / "ledger.jsonl")
+    trained = [e.group for e in events if isinstance(e, Ended) and e.outcome == "trained"]
     assert len(trained) == len(set(trained)) == 160
 
 

@@ -36,6 +36,13 @@ class Once(LoopStage):
         return message
 
 
+class Failing(Once):
+    """A loop stage whose environment breaks."""
+
+    async def process(self, message: RolloutSlice) -> RolloutSlice:
+        raise ConnectionError("the environment is gone")
+
+
 class Forgetful(LoopStage):
     """A loop stage without `wants`."""
 

@@ -163,7 +163,9 @@ async def test_updates_roll_over_the_engines_in_order(tmp_path: Path, monkeypatc
         paused: list[str] = []
         original_update, original_pause = EngineClient.update_weights_from_disk, EngineClient.pause
 
-        async def update(client: EngineClient, path: str, label: str | None, flush_cache: bool = True) -> WeightsUpdated:
+        async def update(
+            client: EngineClient, path: str, label: str | None, flush_cache: bool = True
+        ) -> WeightsUpdated:
             if client.base_url == one.servers[0].url:
                 loading.set()
                 await go.wait()
@@ -210,7 +212,9 @@ async def test_a_torn_slot_is_never_served(when: str, tmp_path: Path, monkeypatc
         original = EngineClient.update_weights_from_disk
         loads: list[str | None] = []
 
-        async def update(client: EngineClient, path: str, label: str | None, flush_cache: bool = True) -> WeightsUpdated:
+        async def update(
+            client: EngineClient, path: str, label: str | None, flush_cache: bool = True
+        ) -> WeightsUpdated:
             loads.append(label)
             if when == "during" and label == "0.1":
                 one.weights.write(2)
@@ -263,7 +267,9 @@ async def test_an_update_that_the_engine_refuses_is_tried_again(
         original = EngineClient.update_weights_from_disk
         tries: list[str | None] = []
 
-        async def update(client: EngineClient, path: str, label: str | None, flush_cache: bool = True) -> WeightsUpdated:
+        async def update(
+            client: EngineClient, path: str, label: str | None, flush_cache: bool = True
+        ) -> WeightsUpdated:
             tries.append(label)
             if len(tries) < 3:
                 raise EngineRefused(client.base_url, 400, "no memory just now")
@@ -284,7 +290,9 @@ async def test_an_engine_that_names_other_weights_than_it_was_given_is_not_ready
         original = EngineClient.update_weights_from_disk
         lie = True
 
-        async def update(client: EngineClient, path: str, label: str | None, flush_cache: bool = True) -> WeightsUpdated:
+        async def update(
+            client: EngineClient, path: str, label: str | None, flush_cache: bool = True
+        ) -> WeightsUpdated:
             done = await original(client, path, label, flush_cache)
             if lie:
                 await core_of(server).relabel("another")
@@ -376,7 +384,9 @@ async def test_a_stall_is_accounted_for_while_the_engine_stands_still(
         seen: list[str] = []
         original = EngineClient.update_weights_from_disk
 
-        async def update(client: EngineClient, path: str, label: str | None, flush_cache: bool = True) -> WeightsUpdated:
+        async def update(
+            client: EngineClient, path: str, label: str | None, flush_cache: bool = True
+        ) -> WeightsUpdated:
             seen.append(world.stage.activity._state())
             return await original(client, path, label, flush_cache)
 

@@ -70,9 +70,7 @@ async def desk(config: Config | None = None) -> AsyncIterator[Desk]:
         ports = await join(rig)
         stage = GroupStage(make_context(config))
         async with running(stage, ports) as task:
-            yield Desk(
-                rig, stage, task, await rig.outlet("group"), await rig.inlet("train"), await rig.inlet("settle")
-            )
+            yield Desk(rig, stage, task, await rig.outlet("group"), await rig.inlet("train"), await rig.inlet("settle"))
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -315,7 +313,7 @@ async def test_a_part_that_comes_while_its_group_is_settled_as_surplus_does_no_h
 
             await original(open_, Slow())
 
-        one.stage._surplus = slow  # type: ignore[method-assign]
+        one.stage._surplus = slow  # type: ignore[method-assign, assignment]
         await one.send(make_slice(0, make_sample(0, reward=1.0), n_samples=3))
         await idle()
         one.rig.topic.publish("drain", b"interrupted")

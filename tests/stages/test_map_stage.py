@@ -196,4 +196,3 @@ def test_activity_survives_errors() -> None:
         raise ValueError("x")
     assert activity.in_flight == 0
     assert activity._state() == "starved"
-

@@ -1,4 +1,4 @@
-"""The prompt stage on real streams: what it admits, what it does with every report, and when it says that all is done."""
+"""The prompt stage on real streams: what it admits, what it does with each report, and when all is done."""
 
 from __future__ import annotations
 
@@ -34,9 +34,7 @@ class Rows:
     """Prompts whose ids are their index."""
 
     def __init__(self, *rows: PreparedPrompt, n: int = 100) -> None:
-        self.rows = rows or tuple(
-            PreparedPrompt(f"q{i}", wire([i], Int32Array), f"a{i}", "{}", "[]") for i in range(n)
-        )
+        self.rows = rows or tuple(PreparedPrompt(f"q{i}", wire([i], Int32Array), f"a{i}", "{}", "[]") for i in range(n))
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -123,9 +121,7 @@ async def desk(
     async with open_rig() as rig:
         ports = await rig.join({"settle": ("settle", REPORT)}, {"out": ("generate", schema)})
         hooks = Hooks()
-        stage = PromptStage(
-            make_context(config), prompts or Rows(), StalenessGate(batch, eta, total), hooks, **options
-        )
+        stage = PromptStage(make_context(config), prompts or Rows(), StalenessGate(batch, eta, total), hooks, **options)
         async with running(stage, ports):
             yield Desk(rig, stage, hooks, await rig.inlet("generate"), await rig.outlet("settle"))
 
@@ -268,11 +264,15 @@ async def test_drain_admits_no_more_and_completes_when_nothing_is_out() -> None:
 
 async def test_group_after_group_without_training_is_an_error_with_its_reasons() -> None:
     config = make_config(filter={"max_filter_rounds": 2})
-    with pytest.raises(ExceptionGroup) as caught:
+
+    async def starve() -> None:
         async with desk(batch=1, eta=0, config=config) as one:
             await one.land(0)
             for group_id, why in enumerate(["zero_std_0", "zero_std_0", "zero_std_1"]):
                 await one.report(Settled(group_id, "filtered", why))
+
+    with pytest.raises(ExceptionGroup) as caught:
+        await starve()
     words = (
         r"3 groups in a row were settled without being trained \(2 x filtered: zero_std_0; 1 x filtered: zero_std_1\); "
         r"look at the rewards, or raise --max-filter-rounds \(now 2\)"

@@ -269,9 +269,7 @@ async def test_a_version_is_announced_only_when_its_slot_is_complete(
 async def test_weights_are_published_every_so_many_batches_and_at_the_end(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async with desk(
-        tmp_path, monkeypatch, batch=1, total=5, eta=9, asynchrony={"update_weights_interval": 2}
-    ) as one:
+    async with desk(tmp_path, monkeypatch, batch=1, total=5, eta=9, asynchrony={"update_weights_interval": 2}) as one:
         await one.send(*(make_slice(group_id) for group_id in range(5)))
         for _ in range(5):
             await one.report(StepDone)
@@ -373,9 +371,7 @@ async def test_a_drain_before_the_first_step_saves_nothing(tmp_path: Path, monke
 async def test_a_checkpoint_is_reported_after_its_step_and_its_weights(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async with desk(
-        tmp_path, monkeypatch, batch=1, total=5, eta=9, checkpoint={"save_interval": 2}
-    ) as one:
+    async with desk(tmp_path, monkeypatch, batch=1, total=5, eta=9, checkpoint={"save_interval": 2}) as one:
         await one.send(*(make_slice(group_id) for group_id in range(5)))
         found = [await take(one.reports) for _ in range(8)]
         assert [(type(report).__name__, report.step) for report in found] == [
@@ -422,9 +418,7 @@ async def test_deterministic_mode_trains_in_the_order_of_the_ids(
     hashes = []
     for order in ([2, 0, 1], [1, 2, 0]):
         (tmp_path / str(order)).mkdir()
-        async with desk(
-            tmp_path / str(order), monkeypatch, batch=3, total=1, run={"deterministic": True}
-        ) as one:
+        async with desk(tmp_path / str(order), monkeypatch, batch=3, total=1, run={"deterministic": True}) as one:
             for group_id in order[:2]:
                 await one.send(make_slice(group_id))
             await one.arrived(2)
@@ -483,13 +477,15 @@ async def test_supervised_training_publishes_no_weights_and_knows_no_staleness(
 async def test_an_error_of_the_backend_ends_the_replica_with_its_words(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with pytest.raises(ExceptionGroup) as caught:
+    def broken() -> dict[str, float]:
+        raise RuntimeError("out of memory on the device")
+
+    async def train() -> None:
         async with desk(tmp_path, monkeypatch, batch=1, total=1) as one:
-
-            def broken() -> dict[str, float]:
-                raise RuntimeError("out of memory on the device")
-
             one.backend.step = broken  # type: ignore[method-assign]
             await one.send(make_slice(0))
             await one.task
+
+    with pytest.raises(ExceptionGroup) as caught:
+        await train()
     assert caught.group_contains(RuntimeError, match="out of memory on the device")

@@ -1,0 +1,199 @@
+"""The generate stage between its loops and its faults: samples that come back, answers that are no answers."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from models.engines.client import EngineClient
+from models.engines.protocol import GenerateOutput, GenerateRequest
+from stages.messages import Float32Array, Int32Array, RolloutSlice, UInt8Array, VersionRun, wire
+from stages.tools import append_untrained
+from tests.stages.custom_parts import Failing
+from tests.stages.engine_rig import LENGTH, core_of, generating, record_exchanges, simulated, written
+from tests.stages.stage_rig import make_context, make_group, make_sample, numbers, running, take, until
+
+BACK = {"return": ("generate.return", RolloutSlice)}
+ONCE = {
+    "inlets": BACK,
+    "outlets": {"loop.once": ("once", RolloutSlice)},
+    "loops": ("once=tests.stages.custom_parts:Once",),
+}
+
+
+async def test_samples_that_a_loop_stage_wants_leave_alone_and_come_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    log = record_exchanges(monkeypatch)
+    async with generating(
+        tmp_path,
+        rollout={"max_turns": 2},
+        **ONCE,
+    ) as world:
+        await world.ready()
+        await world.ask(make_group(0, 3))
+        wanted = await world.rig.inlet("once")
+        back = await world.rig.outlet("generate.return")
+        singles = [await take(wanted) for _ in range(3)]
+        assert sorted(s.samples[0].index for s in singles) == [0, 1, 2]
+        assert {len(s.samples) for s in singles} == {1}
+        for single in singles:
+            await back.send(single, single.key)
+        done = [await world.answer() for _ in range(3)]
+    first, *rest = log
+    assert len(rest) == 3
+    for slice_ in done:
+        (sample,) = slice_.samples
+        [second] = [e for e in rest if e.request.prompts[0][3:] == first.outputs[sample.index].output_ids]
+        assert (sample.turns, sample.n_tokens) == (2, 2 * LENGTH)
+        assert numbers(sample.response_ids) == written([first, second], [sample.index, 0], sample)
+
+
+async def test_max_turns_ends_the_loop(tmp_path: Path) -> None:
+    async with generating(
+        tmp_path,
+        rollout={"max_turns": 1},
+        **ONCE,
+    ) as world:
+        await world.ready()
+        await world.ask(make_group(0, 3))
+        assert len((await world.answer()).samples) == 3
+        assert world.rig.hubs["once"].stats().accepted == 0
+
+
+@pytest.mark.xfail(
+    strict=True,
+    reason="a sample that a loop stage marked failed is continued by the engine, and its failure is forgotten",
+)
+async def test_a_sample_that_failed_in_its_loop_stays_failed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    log = record_exchanges(monkeypatch)
+    async with generating(tmp_path, rollout={"max_turns": 3}, **ONCE) as world:
+        await world.ready()
+        ports = await world.rig.ports({"in": "once"}, {"out": "generate.return"}, replica="once-0")
+        async with running(Failing(make_context()), ports):
+            await world.ask(make_group(0, 2))
+            for _ in range(2):
+                (sample,) = (await world.answer()).samples
+                assert (sample.status, sample.error) == (
+                    "failed",
+                    "Failing: ConnectionError: the environment is gone",
+                )
+    assert len(log) == 1, "no engine is asked to continue it"
+
+
+@pytest.mark.xfail(strict=True, reason="what a loop stage appends is not held to the budget of the response")
+async def test_tokens_of_a_tool_count_towards_the_longest_response(tmp_path: Path) -> None:
+    async with generating(tmp_path, rollout={"max_turns": 3, "rollout_max_response_len": 64}, **ONCE) as world:
+        await world.ready()
+        await world.ask(make_group(0, 1))
+        single = await take(await world.rig.inlet("once"))
+        long = append_untrained(single.samples[0], [7] * 100, "a long result")
+        back = RolloutSlice(single.group, (long,))
+        await (await world.rig.outlet("generate.return")).send(back, back.key)
+        (sample,) = (await world.answer()).samples
+        assert sample.status == "truncated"
+        assert sample.n_tokens <= 64
+        assert sample.fault() is None
+
+
+@pytest.mark.xfail(
+    strict=True,
+    reason="the seed of a continuation is a product of index and length, so samples of one group meet the same noise",
+)
+async def test_continued_samples_of_a_group_never_share_their_noise(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    log = record_exchanges(monkeypatch)
+    async with generating(tmp_path, rollout={"max_turns": 3}, **ONCE) as world:
+        await world.ready()
+        members = (make_sample(0, n=20), make_sample(1, n=10))  # 1 * 20 == 2 * 10
+        back = await world.rig.outlet("generate.return")
+        for member in members:
+            single = RolloutSlice(make_group(0, 2), (member,))
+            await back.send(single, single.key)
+        await until(lambda: len(log) == 2)
+        assert log[0].params.sampling_seed != log[1].params.sampling_seed
+
+
+@pytest.mark.xfail(
+    strict=True, reason="an answer that is no answer raises ValueError, which ends the replica instead of the sample"
+)
+@pytest.mark.parametrize("fault", ["a log-prob is missing", "an answer is missing"])
+async def test_a_broken_answer_fails_its_samples_only(
+    fault: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    original = EngineClient.generate
+
+    async def generate(client: EngineClient, request: GenerateRequest) -> list[GenerateOutput]:
+        outputs = await original(client, request)
+        if request.prompts[0] != [6, 6, 6]:
+            return outputs
+        if fault == "an answer is missing":
+            return outputs[:-1]
+        meta = outputs[0].meta_info
+        entries = [(None, token, None) for token in outputs[0].output_ids]  # NaN in JSON
+        meta = msgspec.structs.replace(meta, output_token_logprobs=entries)
+        return [msgspec.structs.replace(outputs[0], meta_info=meta), *outputs[1:]]
+
+    monkeypatch.setattr(EngineClient, "generate", generate)
+    async with generating(tmp_path) as world:
+        await world.ready()
+        await world.ask(make_group(0, 2, prompt=[6, 6, 6]))
+        assert "failed" in [s.status for s in (await world.answer()).samples]
+        await world.ask(make_group(1, 2))
+        assert [s.status for s in (await world.answer()).samples] == ["completed", "completed"]
+
+
+async def test_a_continued_sample_keeps_what_it_had(tmp_path: Path) -> None:
+    """Mask, log-probs and versions of the turns before stay; only what the engine adds is trained."""
+    async with generating(tmp_path, rollout={"max_turns": 3}, **ONCE) as world:
+        await world.ready()
+        before = msgspec.structs.replace(
+            make_sample(1, runs=[(0, 4)], turns=1, response="ab", cached_tokens=3),
+            response_ids=wire([1, 2, 3, 4], Int32Array),
+            loss_mask=wire([1, 1, 0, 0], UInt8Array),
+            rollout_log_probs=wire([-1.0, -2.0, 0.0, 0.0], Float32Array),
+        )
+        single = RolloutSlice(make_group(0, 4), (before,))
+        await (await world.rig.outlet("generate.return")).send(single, single.key)
+        (after,) = (await world.answer()).samples
+    assert numbers(after.response_ids)[:4] == [1, 2, 3, 4]
+    assert numbers(after.loss_mask) == [1, 1, 0, 0] + [1] * LENGTH
+    assert [float(value) for value in after.rollout_log_probs[:4]] == [-1.0, -2.0, 0.0, 0.0]
+    assert after.version_runs == (VersionRun(0, 4 + LENGTH),)
+    assert (after.index, after.turns, after.status) == (1, 2, "completed")
+    assert after.cached_tokens >= 3
+
+
+async def test_the_feedback_edge_flows_while_prompts_fill_the_window(tmp_path: Path) -> None:
+    """Prompts that wait for the engine take no place from samples that come back."""
+    async with generating(tmp_path, engine=simulated(), window_items=2, rollout={"max_turns": 3}, **ONCE) as world:
+        await world.ready()
+        core = core_of(world.engines[0])
+        await core.pause("in_place")
+        for group_id in range(4):
+            await world.ask(make_group(group_id, 1))
+        await until(lambda: core.schedule.waiting == 2)
+        single = RolloutSlice(make_group(9, 4), (make_sample(1),))
+        await (await world.rig.outlet("generate.return")).send(single, single.key)
+        await until(lambda: core.schedule.waiting == 3)
+        await core.resume()
+        assert (await world.answer()).group.group_id == 9
+        wanted = await world.rig.inlet("once")
+        assert {(await take(wanted)).group.group_id for _ in range(4)} == {0, 1, 2, 3}
+
+
+async def test_a_cancelled_stage_leaves_no_request_behind(tmp_path: Path) -> None:
+    async with generating(tmp_path) as world:
+        await world.ready()
+        core = core_of(world.engines[0])
+        await core.pause("in_place")
+        await world.ask(make_group(0, 3))
+        await until(lambda: core.schedule.waiting == 3)
+        assert world.task is not None
+        world.task.cancel()
+        await asyncio.wait([world.task])
+        await until(lambda: core.schedule.waiting == 0)
