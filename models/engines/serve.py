@@ -205,7 +205,7 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a server process until its end; the exit status."""
+    """Run a server process until its end; the exit status: 2 if the user must change something, 1 if it failed."""
     parent = os.getppid()
     _die_with_parent(parent)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -232,7 +232,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             runner.run(_serve(server, arguments.ready_file))
     except (EngineError, msgspec.MsgspecError) as error:
         sys.stderr.write(f"error: {error}\n")
-        return 1
+        return 2 if isinstance(error, EngineStartError) else 1
     return 0
 
 

@@ -15,11 +15,14 @@ from pipeline.journal import Audit, audit
 ROOT = Path(__file__).parent.parent.parent
 
 # A run of seconds: a random tiny model, coin-flip rewards (so that every group has a signal), no warm start.
-SMALL = [
-    "--hf-checkpoint", "tiny-arithmetic", "--prompt-data", "arithmetic", "--label-key", "label", "--lr", "1e-4",
+NO_DATA = [
+    "--hf-checkpoint", "tiny-arithmetic", "--label-key", "label", "--lr", "1e-4",
     "--rm-type", "random:0.5", "--num-rollout", "4", "--rollout-batch-size", "4", "--n-samples-per-prompt", "4",
     "--rollout-max-response-len", "6", "--no-live", "--log-interval", "1", "--no-use-tensorboard",
 ]  # fmt: skip
+
+
+SMALL = [*NO_DATA, "--prompt-data", "arithmetic"]
 
 
 @dataclass(frozen=True)

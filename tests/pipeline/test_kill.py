@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 
 import pytest
-from launching import SMALL, Finished, finish, launch, start, succeed
+from launching import NO_DATA, SMALL, Finished, finish, launch, start, succeed
 
 from models.checkpoint import latest_checkpoint
 from pipeline.journal import Ended, Stepped, read_journal
@@ -17,7 +17,7 @@ from pipeline.journal import Ended, Stepped, read_journal
 pytestmark = pytest.mark.slow
 
 TOOLS = [
-    *SMALL, "--prompt-data", "arithmetic-tools", "--tools", "calculator", "--tool-call-open", "[", "--tool-call-close",
+    *NO_DATA, "--prompt-data", "arithmetic-tools", "--tools", "calculator", "--tool-call-open", "[", "--tool-call-close",
     "]", "--tool-result-template", "{result}", "--max-turns", "3", "--rollout-max-response-len", "24",
 ]  # fmt: skip
 

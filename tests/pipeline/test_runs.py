@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from launching import SMALL, launch, succeed
+from launching import NO_DATA, SMALL, launch, succeed
 
 from models.checkpoint import latest_checkpoint
 from pipeline.observe.metrics import read_metrics
@@ -98,7 +98,7 @@ def test_sync_trains_the_same_batches_on_every_runner(tmp_path: Path) -> None:
 
 def test_tool_tokens_are_masked_and_nothing_is_tokenised_twice(tap: Path) -> None:
     done = succeed(
-        tap / "run", *SMALL, "--config", str(tap / "tap.toml"), "--prompt-data", "arithmetic-tools",
+        tap / "run", *NO_DATA, "--config", str(tap / "tap.toml"), "--prompt-data", "arithmetic-tools",
         "--warm-start-data", "arithmetic-tools", "--warm-start-label-key", "demonstration", "--warm-start-steps", "60",
         "--tools", "calculator", "--tool-call-open", "[", "--tool-call-close", "]", "--tool-result-template", "{result}",
         "--rollout-max-response-len", "32", "--rm-type", "gsm8k_flex", cwd=tap,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -17,7 +18,7 @@ from tests.stages.engine_rig import LENGTH, core_of, generating, record_exchange
 from tests.stages.stage_rig import make_context, make_group, make_sample, numbers, running, take, until
 
 BACK = {"return": ("generate.return", RolloutSlice)}
-ONCE = {
+ONCE: dict[str, Any] = {
     "inlets": BACK,
     "outlets": {"loop.once": ("once", RolloutSlice)},
     "loops": ("once=tests.stages.custom_parts:Once",),

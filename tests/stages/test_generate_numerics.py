@@ -64,7 +64,7 @@ def freeze_after(server: EngineServer, steps: int, loop: asyncio.AbstractEventLo
     return frozen
 
 
-@pytest.mark.parametrize("mode", ["retract", "abort"])
+@pytest.mark.parametrize("mode", ["retract", "abort", "in_place"])
 async def test_log_probs_on_both_sides_of_an_update_are_those_of_the_weights_that_are_named(
     mode: str, tmp_path: Path, checkpoints: list[Path]
 ) -> None:
@@ -92,7 +92,8 @@ async def test_log_probs_on_both_sides_of_an_update_are_those_of_the_weights_tha
         ids, recorded = numbers(sample.response_ids), np.asarray(sample.rollout_log_probs)
         old, new = (reference(path, PROMPT, ids, temperature) for path in checkpoints)
         assert np.abs(recorded[:before] - old[:before]).max() < TOLERANCE
-        assert np.abs(recorded[before:] - new[before:]).max() < TOLERANCE
+        if mode != "in_place":  # there the new weights read keys and values of the old ones
+            assert np.abs(recorded[before:] - new[before:]).max() < TOLERANCE
         assert abs(recorded[before - 1] - new[before - 1]) > 10 * TOLERANCE, "the boundary is exact"
         assert abs(recorded[before] - old[before]) > 10 * TOLERANCE
         assert sample.retractions == (1 if mode == "retract" else 0)

@@ -65,16 +65,17 @@ async def join(rig: Rig, replica: str = "group-0") -> Any:
 
 
 @asynccontextmanager
-async def desk(config: Config | None = None) -> AsyncIterator[Desk]:
-    async with open_rig() as rig:
+async def desk(config: Config | None = None, *, sockets: bool = False) -> AsyncIterator[Desk]:
+    async with open_rig(sockets=sockets) as rig:
         ports = await join(rig)
         stage = GroupStage(make_context(config))
         async with running(stage, ports) as task:
             yield Desk(rig, stage, task, await rig.outlet("group"), await rig.inlet("train"), await rig.inlet("settle"))
 
 
-@pytest.mark.parametrize("seed", range(5))
-async def test_a_group_is_put_together_from_slices_in_any_order(seed: int) -> None:
+@pytest.mark.parametrize("sockets", [False, True])
+@pytest.mark.parametrize("seed", range(4))
+async def test_a_group_is_put_together_from_slices_in_any_order(seed: int, sockets: bool) -> None:
     rng = random.Random(seed)
     parts: list[RolloutSlice] = []
     for group_id in (0, 1):
@@ -84,7 +85,7 @@ async def test_a_group_is_put_together_from_slices_in_any_order(seed: int) -> No
         for piece in (members[: cut[0]], members[cut[0] : cut[1]], members[cut[1] :]):
             parts.append(make_slice(group_id, *piece, n_samples=6))
     rng.shuffle(parts)
-    async with desk() as one:
+    async with desk(sockets=sockets) as one:
         await one.send(*parts)
         found = [await take(one.out) for _ in range(2)]
         assert {slice_.group.group_id for slice_ in found} == {0, 1}

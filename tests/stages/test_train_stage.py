@@ -178,17 +178,19 @@ async def test_the_oldest_groups_here_are_trained_first(tmp_path: Path, monkeypa
 async def test_a_group_is_refused_exactly_beyond_the_bound(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async with desk(tmp_path, monkeypatch, total=6, eta=2, hold=["begin"], options={"start_step": 5}) as one:
         mixed = [make_sample(i, runs=[(2, 1), (5, 3)], reward=float(i)) for i in range(2)]
-        prompt_tokens_only = [make_sample(i, runs=[(0, 2), (5, 2)], mask=[0, 0, 1, 1]) for i in range(2)]
-        await one.send(old(0, 2), make_slice(1, *mixed), old(2, 3), make_slice(3, *prompt_tokens_only))
-        await one.arrived(4)
+        uneven = [make_sample(0, version=5, reward=1.0), make_sample(1, version=2, reward=0.0)]
+        untrained = [make_sample(i, runs=[(0, 2), (5, 2)], mask=[0, 0, 1, 1]) for i in range(2)]
+        groups = [old(0, 2), make_slice(1, *mixed), make_slice(2, *uneven), old(3, 3), make_slice(4, *untrained)]
+        await one.send(*groups)
+        await one.arrived(5)
         one.backend.begin.set()
-        for group_id in (0, 1):
+        for group_id in (0, 1, 2):
             stale = await one.report(Settled)
             assert (stale.group_id, stale.outcome) == (group_id, "stale")
             assert stale.detail == "oldest token is of version 2, batch 5, bound 2"
             assert stale.tokens == 8
         done = await one.report(StepDone)
-        assert (done.step, done.groups) == (6, (2, 3))
+        assert (done.step, done.groups) == (6, (3, 4))
         assert done.staleness == {2: 8, 0: 4}, "only tokens that were trained count"
         assert max(done.staleness) <= 2
         await one.rig.hubs["train"].wait_empty()

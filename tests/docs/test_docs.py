@@ -1,0 +1,175 @@
+"""The documentation says what is so: links resolve, flags exist, metric names agree with the source, examples run."""
+
+from __future__ import annotations
+
+import ast
+import re
+from fnmatch import fnmatch
+from pathlib import Path
+
+import pytest
+
+from configs.command_line import RESERVED
+from configs.flags import flags
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGES = sorted([ROOT / "README.md", ROOT / "CHANGELOG.md", *(ROOT / "docs").glob("*.md")])
+LINK = re.compile(r"!?\[[^\]]*\]\(([^)\s]+)\)")
+FENCE = re.compile(r"^```(\w*)\n(.*?)^```", re.MULTILINE | re.DOTALL)
+FLAG = re.compile(r"(?<![\w-])--([a-z][a-z0-9-]*)")
+
+# Flags of other programs, and of the engine server's own command line.
+FOREIGN = {"logdir", "quick", "strict", "local-dir", "model-path", "port"}
+# Written on purpose as mistakes, or as a value that looks like a flag.
+WRONG = {"rollout-batch-sise", "rollout-batch", "end"}
+
+GROUPS = ("train", "rollout", "staleness", "reward", "filter", "perf", "ledger", "eval", "axis")
+NOT_METRICS = {"eval/released", "eval/"}  # a topic key, a prefix
+
+
+def page_id(path: Path) -> str:
+    return str(path.relative_to(ROOT))
+
+
+def anchors(text: str) -> set[str]:
+    """The anchors of a page's headings, as GitHub makes them."""
+    headings = re.findall(r"^#+ (.+)$", FENCE.sub("", text), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=page_id)
+def test_relative_links_resolve(page: Path) -> None:
+    text = page.read_text()
+    for target in LINK.findall(FENCE.sub("", text)):
+        if re.match(r"[a-z]+://", target):
+            continue
+        path, _, anchor = target.partition("#")
+        file = (page.parent / path).resolve() if path else page
+        assert file.exists(), f"{page_id(page)} links to {target}, which does not exist"
+        if anchor:
+            assert anchor in anchors(file.read_text()), f"{page_id(page)} links to {target}, which has no such heading"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=page_id)
+def test_files_that_are_named_exist(page: Path) -> None:
+    folders = "tests|stages|pipeline|transport|models|configs|bench|docs"
+    for name in re.findall(rf"`((?:{folders})/[\w./-]*)`", page.read_text()):
+        assert (ROOT / name).exists(), f"{page_id(page)} names {name}, which does not exist"
+
+
+def test_every_page_is_reached_from_the_readme() -> None:
+    readme = (ROOT / "README.md").read_text()
+    for page in (ROOT / "docs").glob("*.md"):
+        assert f"docs/{page.name}" in readme, f"README.md does not link to docs/{page.name}"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=page_id)
+def test_flags_exist(page: Path) -> None:
+    names = {flag.name for flag in flags() if flag.name is not None}
+    known = names | {f"no-{flag.name}" for flag in flags() if flag.negatable} | set(RESERVED) | FOREIGN | WRONG
+    sections = {flag.key for flag in flags()}
+    for name in FLAG.findall(page.read_text()):
+        assert name in known or any(key.startswith(f"{name}.") for key in sections), (
+            f"{page_id(page)} mentions --{name}, which is no flag"
+        )
+
+
+def source_names() -> tuple[set[str], set[str], str]:
+    """Literal metric names in the source, patterns of computed ones (`eval/*`), and all of the source."""
+    text = "\n".join(
+        path.read_text() for package in ("models", "stages", "pipeline") for path in (ROOT / package).rglob("*.py")
+    )
+    prefix = "|".join(GROUPS)
+    found = set(re.findall(rf'f?"((?:{prefix})/[A-Za-z0-9_/{{}}-]*)"', text)) - NOT_METRICS
+    literal = {name for name in found if "{" not in name}
+    patterns = {re.sub(r"\{\w+\}", "*", name) for name in found if "{" in name}
+    return literal, patterns, text
+
+
+def documented_names() -> set[str]:
+    text = (ROOT / "docs" / "metrics.md").read_text()
+    prefix = "|".join(GROUPS)
+    return set(re.findall(rf"`((?:{prefix})/[^`\s]+)`", text))
+
+
+def test_literal_metric_names_are_documented() -> None:
+    literal, _, _ = source_names()
+    missing = literal - documented_names()
+    assert not missing, f"docs/metrics.md lacks {sorted(missing)}"
+    assert len(literal) > 50, "the pattern of this test finds no names any more"
+
+
+def test_documented_metric_names_are_in_the_source() -> None:
+    literal, patterns, text = source_names()
+    for name in documented_names() - literal:
+        generic = re.sub(r"<\w+>", "*", name)
+        if "*" in generic:
+            assert generic in patterns, f"docs/metrics.md has {name}, which nothing in the source writes"
+            continue
+        # A computed name such as f"ledger/{name}": its last part must then stand in the source as a word of its own.
+        last = name.rpartition("/")[2]
+        assert any(fnmatch(name, pattern) for pattern in patterns), f"docs/metrics.md has {name}, not in the source"
+        assert f'"{last}"' in text, f"docs/metrics.md has {name}, but {last!r} is nowhere in the source"
+
+
+def python_blocks(page: Path) -> list[str]:
+    return [body for language, body in FENCE.findall(page.read_text()) if language == "python"]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=page_id)
+def test_python_blocks_parse(page: Path) -> None:
+    for block in python_blocks(page):
+        ast.parse(block, filename=page_id(page))
+
+
+@pytest.mark.parametrize("page", PAGES, ids=page_id)
+def test_fences_are_closed_and_named(page: Path) -> None:
+    fences = re.findall(r"^```(\w*)$", page.read_text(), re.MULTILINE)
+    assert len(fences) % 2 == 0, f"{page_id(page)} has a code block that is not closed"
+    for opening, closing in zip(fences[::2], fences[1::2], strict=True):
+        assert opening, f"{page_id(page)} has a code block without a language"
+        assert not closing
+
+
+def test_custom_stage_examples_run(tmp_path: Path) -> None:
+    """The page's blocks, one after the other in one namespace; its test and its loop stage through memory ports."""
+    scope: dict[str, object] = {"__name__": "custom_stages_page"}
+    for block in python_blocks(ROOT / "docs" / "custom_stages.md"):
+        exec(compile(block, "docs/custom_stages.md", "exec"), scope)
+    scope["test_length_penalty"]()  # type: ignore[operator]
+
+    from configs.schema import Config, TrainConfig
+    from models.tiny import make_tiny_checkpoint
+
+    make_tiny_checkpoint(tmp_path / "tiny", tokenizer="arithmetic", seed=0)
+    check = {**scope, "CONFIG": Config(train=TrainConfig(hf_checkpoint=str(tmp_path / "tiny")))}
+    exec(LOOP_CHECK, check)
+
+
+# Runs in the page's namespace, where AskAgain, run_stage and a_slice are.
+LOOP_CHECK = """
+class WithTokenizer(AskAgain):
+    def __init__(self, context):
+        super().__init__(context)
+        self.config = CONFIG
+
+message = a_slice(n_tokens=3)
+assert AskAgain.wants(CONFIG, message)
+(result,) = asyncio.run(run_stage(WithTokenizer, [message]))
+(sample,) = result.samples
+assert sample.response == "xxx10+0="
+assert sample.n_tokens == 8 and sample.trainable_tokens == 3
+assert sample.fault() is None
+"""
+
+
+def test_readme_stage_is_the_one_that_it_claims_to_be() -> None:
+    """README's example runs on a message as well."""
+    scope: dict[str, object] = {}
+    for block in python_blocks(ROOT / "docs" / "custom_stages.md"):
+        exec(compile(block, "docs/custom_stages.md", "exec"), scope)
+    (block,) = python_blocks(ROOT / "README.md")
+    exec(compile(block, "README.md", "exec"), scope)
+    check = "(result,) = asyncio.run(run_stage(LengthPenalty, [a_slice(4)])); reward = result.samples[0].reward"
+    exec(check, scope)
+    assert scope["reward"] == pytest.approx(0.96)
