@@ -183,6 +183,7 @@ class StepDone(Struct, frozen=True, array_like=True, tag=True):
     token_hash: str = ""  # of all trained token ids in group order, for comparing runs
     staleness: dict[int, int] = {}  # trained tokens by staleness
     pinned: bool = False  # an evaluation of `version` follows
+    last: bool = False  # the trainer stops here, though fewer batches were trained than planned
 
 
 class CheckpointReady(Struct, frozen=True, array_like=True, tag=True):

@@ -10,6 +10,7 @@ reports arrive in one ordered stream.
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
@@ -246,6 +247,8 @@ class PromptStage(Stage):
         self.trainer_up = True
         if report.groups:
             self.steps = report.step
+            if report.last:
+                self.gate = dataclasses.replace(self.gate, total=report.step)
             share = report.tokens // len(report.groups)
             self.close_groups([Settled(g, "trained", step=report.step, tokens=share) for g in report.groups])
             self.idle_groups = 0

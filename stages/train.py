@@ -15,7 +15,10 @@ import asyncio
 import contextlib
 import heapq
 import logging
+import math
+import statistics
 import time
+from collections import deque
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -67,6 +70,7 @@ class TrainStage(Stage):
         self._drain: str | None = None
         self._pinned = -1  # newest version that an evaluation needs
         self._saved = self.steps
+        self._losses: deque[float] = deque(maxlen=10)
 
     async def _in_torch(self, function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
         return await asyncio.get_running_loop().run_in_executor(self._torch, lambda: function(*args, **kwargs))
@@ -196,7 +200,8 @@ class TrainStage(Stage):
 
     async def _finish(self, ports: Ports, batch: Batch, metrics: dict[str, float], started_s: float) -> None:
         self.steps += 1
-        last = self.steps >= self.total
+        reached = self._target_reached(metrics)
+        last = reached or self.steps >= self.total
         interval = self.config.asynchrony.update_weights_interval
         due = not self.supervised and (last or self.steps % interval == 0)
         metrics["perf/step_time"] = time.perf_counter() - started_s
@@ -209,6 +214,7 @@ class TrainStage(Stage):
             token_hash=batch.token_hash(),
             staleness=batch.staleness,
             pinned=due and self._evaluates(self.steps),
+            last=reached,
         )
         await self._report(ports, report)
         for lease in batch.leases:
@@ -220,6 +226,16 @@ class TrainStage(Stage):
         save = self.config.checkpoint.save_interval
         if last or (save is not None and self.steps % save == 0):
             await self._save(ports)
+        if reached:
+            self.total = self.steps
+
+    def _target_reached(self, metrics: dict[str, float]) -> bool:
+        """Whether a warm start may end early."""
+        target = self.config.warm_start.warm_start_target_loss
+        if not self.supervised or target is None:
+            return False
+        self._losses.append(metrics.get("train/loss", math.inf))
+        return len(self._losses) == self._losses.maxlen and statistics.fmean(self._losses) < target
 
     def _evaluates(self, version: int) -> bool:
         evaluation = self.config.eval

@@ -61,6 +61,10 @@ class WarmStartConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
 
     warm_start_steps: Annotated[int, Meta(ge=0, description="optimizer steps of supervised warm start; 0 = none")] = 0
     warm_start_batch_size: Annotated[int, Meta(ge=1, description="examples per step")] = 128
+    warm_start_target_loss: Annotated[
+        Annotated[float, Meta(gt=0)] | None,
+        Meta(description="end the warm start early, when the mean loss of its last 10 steps is below this"),
+    ] = None
     warm_start_lr: Annotated[float, Meta(gt=0, description="learning rate of the warm start")] = 1e-3
     warm_start_data: Annotated[
         tuple[str, ...], Meta(description="examples of the warm start; default: --prompt-data")

@@ -63,6 +63,10 @@ class Desk:
             members = [make_sample(i, version=version, reward=reward, turns=1) for i in range(group.n_samples)]
             await self.answer(group, *members)
 
+    async def released(self, version: bytes) -> None:
+        """Wait for the release, which may come before or after the result."""
+        await self.rig.topic_until(lambda: self.rig.topic.get("eval/released") == version)
+
     async def result(self) -> EvalDone:
         found = await take(self.reports)
         assert isinstance(found, EvalDone)
@@ -143,7 +147,7 @@ async def test_a_pinned_version_is_asked_when_every_engine_has_it_and_scored_onc
         assert done.metrics["eval/held-failed_ratio"] == 0.0
         assert done.metrics["eval/held-response_len"] == 6.0
         assert done.metrics["eval/held-mixed_versions"] == 0.0
-        assert one.rig.topic.get("eval/released") == b"3"
+        await one.released(b"3")
         one.rig.applied(4)
         await idle()
         assert one.rig.hubs["generate.eval"].stats().accepted == 3, "the same pin is not evaluated again"
@@ -183,7 +187,7 @@ async def test_an_answer_of_mixed_versions_does_not_count() -> None:
         assert (done.complete, done.detail) == (False, "some answers are missing or of another version")
         assert done.metrics["eval/held"] == 0.0
         assert done.metrics["eval/held-mixed_versions"] == 1.0
-        assert one.rig.topic.get("eval/released") == b"2"
+        await one.released(b"2")
 
 
 async def test_a_failed_answer_counts_as_wrong() -> None:
@@ -223,7 +227,7 @@ async def test_the_deadline_gives_up_and_releases() -> None:
         done = await one.result()
         assert (done.complete, done.detail) == (False, "--eval-deadline-s 0.05 passed")
         assert "eval/held" not in done.metrics
-        assert one.rig.topic.get("eval/released") == b"0"
+        await one.released(b"0")
         pin(one.rig, 1)
         one.rig.applied(1)
         assert (await one.result()).version == 1
@@ -238,7 +242,7 @@ async def test_a_drain_ends_an_evaluation_and_releases() -> None:
         one.rig.topic.publish("drain", b"interrupted")
         done = await one.result()
         assert (done.version, done.complete, done.detail) == (0, False, "drained")
-        assert one.rig.topic.get("eval/released") == b"0"
+        await one.released(b"0")
 
 
 async def test_a_pin_that_no_engine_will_apply_ends_with_the_drain() -> None:
@@ -249,7 +253,7 @@ async def test_a_pin_that_no_engine_will_apply_ends_with_the_drain() -> None:
         one.rig.topic.publish("drain", b"interrupted")
         done = await one.result()
         assert (done.version, done.complete) == (4, False)
-        assert one.rig.topic.get("eval/released") == b"4"
+        await one.released(b"4")
 
 
 async def test_a_restarted_stage_does_not_repeat_what_is_released() -> None:
@@ -291,6 +295,7 @@ async def test_the_result_is_in_custody_before_the_version_is_released() -> None
             pin(rig, 0)
             rig.topic.publish("drain", b"interrupted")
             await take(await rig.inlet("settle"))
+            await rig.topic_until(lambda: rig.topic.get("eval/released") == b"0")
         assert accepted == [1]
 
 

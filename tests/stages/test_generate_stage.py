@@ -288,13 +288,13 @@ async def test_a_drain_has_the_engines_give_back_what_they_hold(
         await world.task
 
 
-async def test_a_drain_before_any_engine_is_up_ends_in_words(tmp_path: Path) -> None:
+async def test_a_drain_before_any_engine_is_up_ends_the_wait(tmp_path: Path) -> None:
     async with generating(tmp_path, start=0) as world:
         await world.ask(make_group(0, 2))
         world.rig.topic.publish("drain", b"interrupted")
-        failed = (await world.answer()).samples
-        assert [s.status for s in failed] == ["failed", "failed"]
-        assert "the run drains" in (failed[0].error or "")
+        for sample in (await world.answer()).samples:
+            assert sample.status == "aborted" or "the run drains" in (sample.error or "")
+            assert sample.n_tokens == 0
         world.rig.hubs["generate"].finish()
         assert world.task is not None
         await world.task

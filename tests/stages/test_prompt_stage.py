@@ -2,132 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Sequence
 
 import pytest
 
-from configs.schema import Config
 from stages.data.prompt_set import PreparedPrompt
 from stages.gate import StalenessGate
 from stages.ledger import LedgerSnapshot, OpenGroup
-from stages.messages import (
-    CheckpointReady,
-    EvalDone,
-    Int32Array,
-    PromptGroup,
-    Report,
-    RolloutSlice,
-    Settled,
-    StepDone,
-    wire,
-)
-from stages.prompts import PromptStage, Starved, sampling_seed
-from tests.stages.stage_rig import REPORT, Rig, idle, make_config, make_context, numbers, open_rig, running, take
-from transport.inlet import Inlet
-from transport.outlet import Outlet
-
-
-class Rows:
-    """Prompts whose ids are their index."""
-
-    def __init__(self, *rows: PreparedPrompt, n: int = 100) -> None:
-        self.rows = rows or tuple(PreparedPrompt(f"q{i}", wire([i], Int32Array), f"a{i}", "{}", "[]") for i in range(n))
-
-    def __len__(self) -> int:
-        return len(self.rows)
-
-    def get(self, index: int) -> PreparedPrompt:
-        return self.rows[index]
-
-
-@dataclass
-class Hooks:
-    """What the controller was told."""
-
-    admissions: list[OpenGroup] = field(default_factory=list)
-    terminal: list[tuple[int, Settled]] = field(default_factory=list)
-    steps: list[StepDone] = field(default_factory=list)
-    evaluations: list[EvalDone] = field(default_factory=list)
-    commits: list[tuple[CheckpointReady, LedgerSnapshot]] = field(default_factory=list)
-    on_admission: Callable[[], None] = lambda: None
-
-    def admitted(self, group: OpenGroup) -> None:
-        self.admissions.append(group)
-        self.on_admission()
-
-    def settled(self, groups: Sequence[tuple[int, Settled]]) -> None:
-        self.terminal += groups
-
-    async def step(self, report: StepDone) -> None:
-        self.steps.append(report)
-
-    async def evaluated(self, report: EvalDone) -> None:
-        self.evaluations.append(report)
-
-    async def commit(self, report: CheckpointReady, ledger: LedgerSnapshot) -> None:
-        self.commits.append((report, ledger))
-
-
-@dataclass
-class Desk:
-    """The stage with everything around it."""
-
-    rig: Rig
-    stage: PromptStage
-    hooks: Hooks
-    groups: Inlet[Any]
-    reports: Outlet[Any]
-    sent: int = 0
-
-    async def report(self, *reports: Report) -> None:
-        """Deliver reports, each under a key of its own, and wait until they have had their effect."""
-        for report in reports:
-            self.sent += 1
-            await self.reports.send(report, str(self.sent))
-        await idle()
-
-    async def land(self, version: int, engine: int = 0) -> None:
-        self.rig.applied(version, engine=engine)
-        await idle()
-
-    async def admitted(self) -> list[int]:
-        """Group ids that came out since the last call."""
-        await idle()
-        return [(await take(self.groups)).group_id for _ in range(self.rig.hubs["generate"].stats().queued + self.held)]
-
-    @property
-    def held(self) -> int:
-        return self.rig.hubs["generate"].stats().leased
-
-
-def step_done(step: int, *groups: int, pinned: bool = False) -> StepDone:
-    return StepDone(step, step, groups, {}, tokens=10 * len(groups), pinned=pinned)
-
-
-@asynccontextmanager
-async def desk(
-    *,
-    batch: int = 2,
-    eta: int = 1,
-    total: int | None = 10,
-    config: Config | None = None,
-    prompts: Rows | None = None,
-    schema: type[Any] = PromptGroup,
-    **options: Any,
-) -> AsyncIterator[Desk]:
-    async with open_rig() as rig:
-        ports = await rig.join({"settle": ("settle", REPORT)}, {"out": ("generate", schema)})
-        hooks = Hooks()
-        stage = PromptStage(make_context(config), prompts or Rows(), StalenessGate(batch, eta, total), hooks, **options)
-        async with running(stage, ports):
-            yield Desk(rig, stage, hooks, await rig.inlet("generate"), await rig.outlet("settle"))
+from stages.messages import CheckpointReady, EvalDone, Int32Array, RolloutSlice, Settled, wire
+from stages.prompts import Starved, sampling_seed
+from tests.stages.prompt_rig import Rows, prompting, step_done
+from tests.stages.stage_rig import idle, make_config, numbers, take
 
 
 async def test_the_gate_follows_the_formula_and_frees_only_when_weights_have_landed() -> None:
-    async with desk(batch=2, eta=1, total=4) as one:
+    async with prompting(batch=2, eta=1, total=4) as one:
         landed, trained, most = 0, 0, 0
 
         def check() -> None:
@@ -159,7 +48,7 @@ async def test_the_gate_follows_the_formula_and_frees_only_when_weights_have_lan
 
 
 async def test_a_settled_group_is_replaced_at_once() -> None:
-    async with desk(batch=2, eta=0) as one:
+    async with prompting(batch=2, eta=0) as one:
         await one.land(0)
         assert await one.admitted() == [0, 1]
         await one.report(Settled(0, "filtered", "zero_std_0", tokens=12))
@@ -170,7 +59,7 @@ async def test_a_settled_group_is_replaced_at_once() -> None:
 
 
 async def test_sync_admits_one_batch_per_version() -> None:
-    async with desk(batch=3, eta=0, total=3) as one:
+    async with prompting(batch=3, eta=0, total=3) as one:
         for version in range(3):
             await one.land(version)
             ids = await one.admitted()
@@ -181,7 +70,7 @@ async def test_sync_admits_one_batch_per_version() -> None:
 
 
 async def test_an_engine_that_dies_no_longer_holds_the_gate() -> None:
-    async with desk(batch=1, eta=0) as one:
+    async with prompting(batch=1, eta=0) as one:
         await one.land(0)
         await one.land(0, engine=1)
         assert await one.admitted() == [0]
@@ -195,7 +84,7 @@ async def test_an_engine_that_dies_no_longer_holds_the_gate() -> None:
 async def test_messages_carry_what_was_asked_and_a_seed_of_their_own() -> None:
     config = make_config(rollout={"n_samples_per_prompt": 5}, run={"seed": 9}, data={"rollout_shuffle": False})
     row = PreparedPrompt("how many?", wire([4, 5, 6], Int32Array), "12", '{"level":3}', '[{"name":"x"}]')
-    async with desk(config=config, batch=1, eta=1, prompts=Rows(row)) as one:
+    async with prompting(config=config, batch=1, eta=1, prompts=Rows(row)) as one:
         await one.land(0)
         await idle()
         first, second = await take(one.groups), await take(one.groups)
@@ -208,7 +97,7 @@ async def test_messages_carry_what_was_asked_and_a_seed_of_their_own() -> None:
 
 async def test_open_groups_of_a_snapshot_are_submitted_again_before_new_ones() -> None:
     snapshot = LedgerSnapshot(6, 6, {"trained": 4}, (OpenGroup(4, 4), OpenGroup(5, 2, requeued=1)))
-    async with desk(batch=2, eta=1, snapshot=snapshot) as one:
+    async with prompting(batch=2, eta=1, snapshot=snapshot) as one:
         assert await one.admitted() == [], "nothing is asked of engines without weights"
         await one.land(2)
         await idle()
@@ -220,7 +109,7 @@ async def test_open_groups_of_a_snapshot_are_submitted_again_before_new_ones() -
 
 async def test_open_groups_that_a_drain_overtakes_are_surplus() -> None:
     snapshot = LedgerSnapshot(2, 2, {}, (OpenGroup(0, 0), OpenGroup(1, 1)))
-    async with desk(snapshot=snapshot) as one:
+    async with prompting(snapshot=snapshot) as one:
         one.stage.drain("interrupted")
         await idle()
         assert [(r.group_id, r.outcome, r.detail) for _, r in one.hooks.terminal] == [
@@ -233,7 +122,7 @@ async def test_open_groups_that_a_drain_overtakes_are_surplus() -> None:
 @pytest.mark.parametrize("handler", ["requeue", "drop"])
 async def test_a_stale_prompt_is_asked_once_more_and_only_once(handler: str) -> None:
     config = make_config(asynchrony={"async_unused_samples_handler": handler}, data={"rollout_shuffle": False})
-    async with desk(batch=1, eta=0, config=config) as one:
+    async with prompting(batch=1, eta=0, config=config) as one:
         await one.land(0)
         asked = [await take(one.groups)]
         for _ in range(3):
@@ -247,7 +136,7 @@ async def test_a_stale_prompt_is_asked_once_more_and_only_once(handler: str) -> 
 
 
 async def test_drain_admits_no_more_and_completes_when_nothing_is_out() -> None:
-    async with desk(batch=2, eta=0) as one:
+    async with prompting(batch=2, eta=0) as one:
         await one.land(0)
         assert await one.admitted() == [0, 1]
         one.stage.drain("stopped by the user")
@@ -266,7 +155,7 @@ async def test_group_after_group_without_training_is_an_error_with_its_reasons()
     config = make_config(filter={"max_filter_rounds": 2})
 
     async def starve() -> None:
-        async with desk(batch=1, eta=0, config=config) as one:
+        async with prompting(batch=1, eta=0, config=config) as one:
             await one.land(0)
             for group_id, why in enumerate(["zero_std_0", "zero_std_0", "zero_std_1"]):
                 await one.report(Settled(group_id, "filtered", why))
@@ -282,7 +171,7 @@ async def test_group_after_group_without_training_is_an_error_with_its_reasons()
 
 async def test_a_trained_batch_ends_the_count_towards_starvation() -> None:
     config = make_config(filter={"max_filter_rounds": 2})
-    async with desk(batch=1, eta=0, config=config) as one:
+    async with prompting(batch=1, eta=0, config=config) as one:
         for round_ in range(3):
             await one.land(round_)
             base = 3 * round_
@@ -292,7 +181,7 @@ async def test_a_trained_batch_ends_the_count_towards_starvation() -> None:
 
 
 async def test_duplicate_reports_change_nothing() -> None:
-    async with desk(batch=2, eta=0) as one:
+    async with prompting(batch=2, eta=0) as one:
         await one.land(0)
         assert await one.admitted() == [0, 1]
         await one.report(Settled(0, "filtered", "x", tokens=5), Settled(0, "stale", "y", tokens=7))
@@ -308,7 +197,7 @@ async def test_duplicate_reports_change_nothing() -> None:
 
 
 async def test_completion_waits_for_the_evaluation_that_follows_the_last_step() -> None:
-    async with desk(batch=1, eta=0, total=1) as one:
+    async with prompting(batch=1, eta=0, total=1) as one:
         await one.land(0)
         assert await one.admitted() == [0]
         await one.report(step_done(0, pinned=True), step_done(1, 0, pinned=True))
@@ -320,7 +209,7 @@ async def test_completion_waits_for_the_evaluation_that_follows_the_last_step() 
 
 
 async def test_a_run_without_training_ends_after_its_evaluation() -> None:
-    async with desk(batch=1, total=0) as one:
+    async with prompting(batch=1, total=0) as one:
         await one.land(0)
         assert await one.admitted() == []
         assert not one.stage.completed.is_set(), "the trainer has not said yet whether an evaluation follows"
@@ -331,7 +220,7 @@ async def test_a_run_without_training_ends_after_its_evaluation() -> None:
 
 
 async def test_what_is_out_after_the_last_batch_is_drained() -> None:
-    async with desk(batch=1, eta=2, total=2) as one:
+    async with prompting(batch=1, eta=2, total=2) as one:
         await one.land(0)
         assert await one.admitted() == [0, 1]
         await one.report(Settled(0, "filtered", "x"))
@@ -344,7 +233,7 @@ async def test_what_is_out_after_the_last_batch_is_drained() -> None:
 
 
 async def test_a_checkpoint_is_committed_with_the_ledger_as_it_was_after_its_step() -> None:
-    async with desk(batch=2, eta=1) as one:
+    async with prompting(batch=2, eta=1) as one:
         await one.land(0)
         assert await one.admitted() == [0, 1, 2, 3]
         await one.report(
@@ -362,7 +251,7 @@ async def test_a_checkpoint_is_committed_with_the_ledger_as_it_was_after_its_ste
 
 
 async def test_terminal_states_are_journalled_before_they_count() -> None:
-    async with desk(batch=1, eta=0) as one:
+    async with prompting(batch=1, eta=0) as one:
         await one.land(0)
         counts: list[int] = []
         journal = one.hooks.settled
@@ -386,7 +275,7 @@ def demonstration(label: str, ids: list[int], metadata: str = "{}") -> PreparedP
 
 async def test_supervised_prompts_travel_as_rollouts_that_end_with_one_eos() -> None:
     rows = Rows(demonstration("ab", [7, 8]), demonstration("cd", [7, EOS]))
-    async with desk(config=SFT, batch=1, eta=1, prompts=rows, schema=RolloutSlice, eos_id=EOS) as one:
+    async with prompting(config=SFT, batch=1, eta=1, prompts=rows, schema=RolloutSlice, eos_id=EOS) as one:
         await idle()
         first, second = await take(one.groups), await take(one.groups)
         for found, ids in ((first, [7, 8, EOS]), (second, [7, EOS])):
@@ -403,7 +292,7 @@ async def test_supervised_tokens_that_a_tool_wrote_are_not_learnt() -> None:
     text = "[2*3]6=6"
     row = demonstration(text, list(text.encode()), '{"tool_spans": [[5, 6]]}')
     encode = lambda part: list(part.encode())  # noqa: E731
-    async with desk(
+    async with prompting(
         config=SFT, batch=1, eta=0, prompts=Rows(row), schema=RolloutSlice, eos_id=EOS, encode=encode
     ) as one:
         await idle()

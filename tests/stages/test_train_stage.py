@@ -1,163 +1,16 @@
-"""The train stage with real streams and real weight slots; the backend only writes down what it is told."""
+"""The train stage: what is trained, in which order, what is published when, and how the rest is settled."""
 
 from __future__ import annotations
 
-import asyncio
-import threading
-from collections.abc import AsyncIterator, Iterator, Sequence
-from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
-import numpy as np
-import numpy.typing as npt
 import pytest
-import torch
 
-from configs.schema import Config
-from models.train.interface import TrainSequence
 from models.weights.reader import verify
 from stages.messages import CheckpointReady, RolloutSlice, Settled, StepDone
-from stages.train import TrainStage
-from tests.models.weights.made_up import checkpoint, values
-from tests.stages.stage_rig import (
-    REPORT,
-    Rig,
-    idle,
-    make_config,
-    make_context,
-    make_sample,
-    make_slice,
-    open_rig,
-    running,
-    take,
-    until,
-)
-from transport.inlet import Inlet
-from transport.outlet import Outlet
-
-
-@dataclass
-class Recorder:
-    """A backend whose weights are the number of its steps. `begin`, `steps` and `exports` may hold it up."""
-
-    log: list[str] = field(default_factory=list)
-    sequences: list[TrainSequence] = field(default_factory=list)
-    begin: threading.Event = field(default_factory=threading.Event)
-    may_step: threading.Event = field(default_factory=threading.Event)
-    may_export: threading.Event = field(default_factory=threading.Event)
-    steps: int = 0
-
-    def setup(self) -> None:
-        self.log.append("setup")
-
-    def logprobs(self, sequences: Sequence[TrainSequence]) -> list[npt.NDArray[np.float32]]:
-        return [s.rollout_log_probs for s in sequences]
-
-    def begin_batch(self, *, rollouts: int, steps: int) -> None:
-        assert self.begin.wait(30)
-        self.log.append(f"begin {rollouts}x{steps}")
-
-    def accumulate(self, sequences: Sequence[TrainSequence]) -> None:
-        self.sequences += sequences
-        self.log.append(f"group {sequences[0].group_id}")
-
-    def step(self) -> dict[str, float]:
-        self.log.append("step")
-        assert self.may_step.wait(30)
-        self.steps += 1
-        return {"train/loss": 0.5}
-
-    def export_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
-        self.log.append("export")
-        pairs = list(values(self.steps).items())
-        yield from pairs[:2]
-        assert self.may_export.wait(30)
-        yield from pairs[2:]
-
-    def save(self, directory: Path) -> None:
-        self.log.append("save")
-        directory.mkdir(parents=True)
-        (directory / "weights").write_text(str(self.steps))
-
-    def load(self, directory: Path) -> None:
-        self.log.append(f"load {directory.name}")
-
-    @property
-    def batches(self) -> list[list[int]]:
-        """Group ids between the steps."""
-        found: list[list[int]] = [[]]
-        for entry in self.log:
-            if entry == "step":
-                found.append([])
-            elif entry.startswith("group"):
-                found[-1].append(int(entry.split()[1]))
-        return found[:-1]
-
-
-@dataclass
-class Desk:
-    rig: Rig
-    stage: TrainStage
-    task: asyncio.Task[None]
-    backend: Recorder
-    feed: Outlet[Any]
-    reports: Inlet[Any]
-    sent: int = 0
-
-    async def send(self, *slices: RolloutSlice) -> None:
-        for slice_ in slices:
-            self.sent += 1
-            await self.feed.send(slice_, f"{slice_.key}#{self.sent}")
-
-    async def arrived(self, n: int) -> None:
-        await until(lambda: self.stage.activity.items_in >= n)
-
-    async def report(self, kind: type[Any]) -> Any:
-        found = await take(self.reports)
-        assert isinstance(found, kind), found
-        return found
-
-    async def end(self) -> None:
-        self.rig.hubs["train"].finish()
-        await self.task
-
-
-@asynccontextmanager
-async def desk(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    *,
-    batch: int = 2,
-    total: int = 1,
-    eta: int = 1,
-    hold: Sequence[str] = (),
-    options: dict[str, object] | None = None,
-    **sections: dict[str, object],
-) -> AsyncIterator[Desk]:
-    backend = Recorder()
-    for name in {"begin", "may_step", "may_export"} - set(hold):
-        getattr(backend, name).set()
-    monkeypatch.setattr("models.train.build.build_backend", lambda config, total: backend)
-    sections["rollout"] = {"rollout_batch_size": batch, "num_rollout": total, "n_samples_per_prompt": 2}
-    sections["asynchrony"] = {"max_staleness": eta, **sections.get("asynchrony", {})}
-    config: Config = make_config(**sections)
-    source = checkpoint(tmp_path / "source")
-    values_ = {"slots": str(tmp_path / "slots"), "checkpoint": str(source), **(options or {})}
-    stage = TrainStage(make_context(config, tmp_path, options=values_))
-    async with open_rig() as rig:
-        ports = await rig.join({"in": ("train", RolloutSlice)}, {"settle": ("settle", REPORT)})
-        reports = await rig.inlet("settle")
-        try:
-            async with running(stage, ports) as task:
-                first = await take(reports)
-                assert isinstance(first, StepDone)
-                assert first.groups == ()
-                yield Desk(rig, stage, task, backend, await rig.outlet("train"), reports)
-        finally:
-            for event in (backend.begin, backend.may_step, backend.may_export):
-                event.set()  # the thread must end, whatever the test found
+from tests.stages.stage_rig import idle, make_sample, make_slice, take, until
+from tests.stages.train_rig import training
 
 
 def old(group_id: int, version: int, mask: Sequence[int] = (1, 1, 1, 1)) -> RolloutSlice:
@@ -166,7 +19,7 @@ def old(group_id: int, version: int, mask: Sequence[int] = (1, 1, 1, 1)) -> Roll
 
 
 async def test_the_oldest_groups_here_are_trained_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    async with desk(tmp_path, monkeypatch, total=2, hold=["begin"]) as one:
+    async with training(tmp_path, monkeypatch, total=2, hold=["begin"]) as one:
         await one.send(*(make_slice(group_id) for group_id in (5, 3, 4, 1)))
         await one.arrived(4)
         one.backend.begin.set()
@@ -176,7 +29,7 @@ async def test_the_oldest_groups_here_are_trained_first(tmp_path: Path, monkeypa
 
 
 async def test_a_group_is_refused_exactly_beyond_the_bound(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    async with desk(tmp_path, monkeypatch, total=6, eta=2, hold=["begin"], options={"start_step": 5}) as one:
+    async with training(tmp_path, monkeypatch, total=6, eta=2, hold=["begin"], options={"start_step": 5}) as one:
         mixed = [make_sample(i, runs=[(2, 1), (5, 3)], reward=float(i)) for i in range(2)]
         uneven = [make_sample(0, version=5, reward=1.0), make_sample(1, version=2, reward=0.0)]
         untrained = [make_sample(i, runs=[(0, 2), (5, 2)], mask=[0, 0, 1, 1]) for i in range(2)]
@@ -197,7 +50,7 @@ async def test_a_group_is_refused_exactly_beyond_the_bound(tmp_path: Path, monke
 
 
 async def test_a_group_that_waited_too_long_becomes_stale_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    async with desk(tmp_path, monkeypatch, batch=1, total=3, eta=0, hold=["begin"]) as one:
+    async with training(tmp_path, monkeypatch, batch=1, total=3, eta=0, hold=["begin"]) as one:
         await one.send(old(0, 0), old(1, 0))
         await one.arrived(2)
         one.backend.begin.set()
@@ -208,7 +61,7 @@ async def test_a_group_that_waited_too_long_becomes_stale_here(tmp_path: Path, m
 async def test_a_group_is_trained_once_however_often_it_is_delivered(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async with desk(tmp_path, monkeypatch, batch=1, total=2, hold=["begin"]) as one:
+    async with training(tmp_path, monkeypatch, batch=1, total=2, hold=["begin"]) as one:
         await one.send(make_slice(0), make_slice(0))
         await one.arrived(2)
         one.backend.begin.set()
@@ -220,7 +73,7 @@ async def test_a_group_is_trained_once_however_often_it_is_delivered(
 
 
 async def test_leases_are_released_after_the_step_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    async with desk(tmp_path, monkeypatch, total=1, hold=["may_step"]) as one:
+    async with training(tmp_path, monkeypatch, total=1, hold=["may_step"]) as one:
         await one.send(make_slice(0), make_slice(1))
         await until(lambda: "step" in one.backend.log)
         stats = one.rig.hubs["train"].stats()
@@ -233,7 +86,7 @@ async def test_leases_are_released_after_the_step_is_reported(tmp_path: Path, mo
 async def test_a_trainer_that_is_killed_in_a_step_gives_its_groups_back(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async with desk(tmp_path, monkeypatch, total=1, hold=["may_step"]) as one:
+    async with training(tmp_path, monkeypatch, total=1, hold=["may_step"]) as one:
         await one.send(make_slice(0), make_slice(1))
         await until(lambda: "step" in one.backend.log)
         one.task.cancel()
@@ -247,7 +100,7 @@ async def test_a_trainer_that_is_killed_in_a_step_gives_its_groups_back(
 async def test_a_version_is_announced_only_when_its_slot_is_complete(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async with desk(tmp_path, monkeypatch, batch=1, total=2) as one:
+    async with training(tmp_path, monkeypatch, batch=1, total=2) as one:
         await one.rig.topic_until(lambda: one.rig.announced() is not None)
         first = one.rig.announced()
         assert first is not None
@@ -271,7 +124,9 @@ async def test_a_version_is_announced_only_when_its_slot_is_complete(
 async def test_weights_are_published_every_so_many_batches_and_at_the_end(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async with desk(tmp_path, monkeypatch, batch=1, total=5, eta=9, asynchrony={"update_weights_interval": 2}) as one:
+    async with training(
+        tmp_path, monkeypatch, batch=1, total=5, eta=9, asynchrony={"update_weights_interval": 2}
+    ) as one:
         await one.send(*(make_slice(group_id) for group_id in range(5)))
         for _ in range(5):
             await one.report(StepDone)
@@ -286,7 +141,7 @@ EVERY = {"eval_interval": 1, "eval_prompt_data": ("held=x.jsonl",)}
 async def test_nothing_newer_is_announced_before_a_pinned_version_has_landed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async with desk(tmp_path, monkeypatch, batch=1, total=2, eval=EVERY) as one:
+    async with training(tmp_path, monkeypatch, batch=1, total=2, eval=EVERY) as one:
         one.rig.applied(0)
         one.rig.applied(0, engine=1)
         await one.send(make_slice(0))
@@ -304,7 +159,7 @@ async def test_nothing_newer_is_announced_before_a_pinned_version_has_landed(
 async def test_the_slot_that_an_engine_is_reading_is_not_overwritten(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async with desk(tmp_path, monkeypatch, batch=1, total=3, eta=9) as one:
+    async with training(tmp_path, monkeypatch, batch=1, total=3, eta=9) as one:
         one.rig.applied(-1, fetching=0)
         await one.send(make_slice(0), make_slice(1))
         await one.report(StepDone)
@@ -318,7 +173,7 @@ async def test_the_slot_that_an_engine_is_reading_is_not_overwritten(
 
 
 async def test_the_death_of_a_reader_frees_its_slot(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    async with desk(tmp_path, monkeypatch, batch=1, total=2, eta=9) as one:
+    async with training(tmp_path, monkeypatch, batch=1, total=2, eta=9) as one:
         one.rig.applied(-1, fetching=0)
         await one.send(make_slice(0), make_slice(1))
         await one.report(StepDone)
@@ -330,7 +185,7 @@ async def test_the_death_of_a_reader_frees_its_slot(tmp_path: Path, monkeypatch:
 
 
 async def test_what_is_left_after_the_last_batch_is_surplus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    async with desk(tmp_path, monkeypatch, batch=1, total=1, hold=["begin"]) as one:
+    async with training(tmp_path, monkeypatch, batch=1, total=1, hold=["begin"]) as one:
         await one.send(make_slice(0), make_slice(1))
         await one.arrived(2)
         one.backend.begin.set()
@@ -349,7 +204,7 @@ async def test_what_is_left_after_the_last_batch_is_surplus(tmp_path: Path, monk
 async def test_a_drain_settles_the_unfinished_batch_and_saves_what_was_trained(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async with desk(tmp_path, monkeypatch, batch=2, total=5) as one:
+    async with training(tmp_path, monkeypatch, batch=2, total=5) as one:
         await one.send(make_slice(0), make_slice(1), make_slice(2))
         await one.report(StepDone)
         await one.arrived(3)
@@ -364,7 +219,7 @@ async def test_a_drain_settles_the_unfinished_batch_and_saves_what_was_trained(
 
 
 async def test_a_drain_before_the_first_step_saves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    async with desk(tmp_path, monkeypatch, batch=2, total=5) as one:
+    async with training(tmp_path, monkeypatch, batch=2, total=5) as one:
         one.rig.topic.publish("drain", b"interrupted")
         await one.end()
         assert "save" not in one.backend.log
@@ -373,7 +228,7 @@ async def test_a_drain_before_the_first_step_saves_nothing(tmp_path: Path, monke
 async def test_a_checkpoint_is_reported_after_its_step_and_its_weights(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async with desk(tmp_path, monkeypatch, batch=1, total=5, eta=9, checkpoint={"save_interval": 2}) as one:
+    async with training(tmp_path, monkeypatch, batch=1, total=5, eta=9, checkpoint={"save_interval": 2}) as one:
         await one.send(*(make_slice(group_id) for group_id in range(5)))
         found = [await take(one.reports) for _ in range(8)]
         assert [(type(report).__name__, report.step) for report in found] == [
@@ -391,7 +246,7 @@ async def test_a_checkpoint_is_reported_after_its_step_and_its_weights(
 
 async def test_a_resumed_trainer_goes_on_from_its_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     options: dict[str, object] = {"start_step": 3, "epoch": 1, "resume_from": "checkpoints/step-3"}
-    async with desk(tmp_path, monkeypatch, batch=1, total=4, options=options) as one:
+    async with training(tmp_path, monkeypatch, batch=1, total=4, options=options) as one:
         assert one.backend.log[:2] == ["setup", "load step-3"]
         await one.rig.topic_until(lambda: one.rig.announced() is not None)
         first = one.rig.announced()
@@ -402,7 +257,7 @@ async def test_a_resumed_trainer_goes_on_from_its_step(tmp_path: Path, monkeypat
 
 
 async def test_groups_are_accumulated_as_they_arrive(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    async with desk(tmp_path, monkeypatch, batch=3, total=1) as one:
+    async with training(tmp_path, monkeypatch, batch=3, total=1) as one:
         await one.send(make_slice(2))
         await until(lambda: "group 2" in one.backend.log)
         await one.send(make_slice(0))
@@ -420,7 +275,7 @@ async def test_deterministic_mode_trains_in_the_order_of_the_ids(
     hashes = []
     for order in ([2, 0, 1], [1, 2, 0]):
         (tmp_path / str(order)).mkdir()
-        async with desk(tmp_path / str(order), monkeypatch, batch=3, total=1, run={"deterministic": True}) as one:
+        async with training(tmp_path / str(order), monkeypatch, batch=3, total=1, run={"deterministic": True}) as one:
             for group_id in order[:2]:
                 await one.send(make_slice(group_id))
             await one.arrived(2)
@@ -436,7 +291,9 @@ async def test_deterministic_mode_trains_in_the_order_of_the_ids(
 async def test_sequences_carry_tokens_versions_and_group_relative_advantages(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async with desk(tmp_path, monkeypatch, batch=1, total=1, algorithm={"disable_grpo_std_normalization": True}) as one:
+    async with training(
+        tmp_path, monkeypatch, batch=1, total=1, algorithm={"disable_grpo_std_normalization": True}
+    ) as one:
         good = make_sample(0, runs=[(0, 3), (1, 2)], mask=[1, 1, 0, 1, 1], reward=1.0, reward_parts={"form": 0.5})
         await one.send(make_slice(4, good, make_sample(1, reward=0.0, status="truncated"), prompt=[8, 9]))
         done = await one.report(StepDone)
@@ -455,7 +312,7 @@ async def test_sequences_carry_tokens_versions_and_group_relative_advantages(
 
 
 async def test_several_optimizer_steps_per_batch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    async with desk(tmp_path, monkeypatch, batch=2, total=1, train={"num_steps_per_rollout": 2}) as one:
+    async with training(tmp_path, monkeypatch, batch=2, total=1, train={"num_steps_per_rollout": 2}) as one:
         await one.send(make_slice(0), make_slice(1))
         await one.report(StepDone)
         assert one.backend.log.count("step") == 2
@@ -465,7 +322,7 @@ async def test_several_optimizer_steps_per_batch(tmp_path: Path, monkeypatch: py
 async def test_supervised_training_publishes_no_weights_and_knows_no_staleness(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async with desk(
+    async with training(
         tmp_path, monkeypatch, batch=1, total=2, eta=0, train={"loss_type": "sft_loss"}, options={"start_step": 1}
     ) as one:
         await one.send(make_slice(0, make_sample(0, version=0, reward=0.0)))
@@ -483,7 +340,7 @@ async def test_an_error_of_the_backend_ends_the_replica_with_its_words(
         raise RuntimeError("out of memory on the device")
 
     async def train() -> None:
-        async with desk(tmp_path, monkeypatch, batch=1, total=1) as one:
+        async with training(tmp_path, monkeypatch, batch=1, total=1) as one:
             one.backend.step = broken  # type: ignore[method-assign]
             await one.send(make_slice(0))
             await one.task

@@ -1,0 +1,147 @@
+"""The train stage among real streams and weight slots; its backend only writes down what it is told."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+import torch
+
+from configs.schema import Config
+from models.train.interface import TrainSequence
+from stages.messages import RolloutSlice, StepDone
+from stages.train import TrainStage
+from tests.models.weights.made_up import checkpoint, values
+from tests.stages.stage_rig import REPORT, Rig, make_config, make_context, open_rig, running, take, until
+from transport.inlet import Inlet
+from transport.outlet import Outlet
+
+
+@dataclass
+class Recorder:
+    """A backend whose weights are the number of its steps. `begin`, `steps` and `exports` may hold it up."""
+
+    log: list[str] = field(default_factory=list)
+    sequences: list[TrainSequence] = field(default_factory=list)
+    begin: threading.Event = field(default_factory=threading.Event)
+    may_step: threading.Event = field(default_factory=threading.Event)
+    may_export: threading.Event = field(default_factory=threading.Event)
+    steps: int = 0
+
+    def setup(self) -> None:
+        self.log.append("setup")
+
+    def logprobs(self, sequences: Sequence[TrainSequence]) -> list[npt.NDArray[np.float32]]:
+        return [s.rollout_log_probs for s in sequences]
+
+    def begin_batch(self, *, rollouts: int, steps: int) -> None:
+        assert self.begin.wait(30)
+        self.log.append(f"begin {rollouts}x{steps}")
+
+    def accumulate(self, sequences: Sequence[TrainSequence]) -> None:
+        self.sequences += sequences
+        self.log.append(f"group {sequences[0].group_id}")
+
+    def step(self) -> dict[str, float]:
+        self.log.append("step")
+        assert self.may_step.wait(30)
+        self.steps += 1
+        return {"train/loss": 0.5}
+
+    def export_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
+        self.log.append("export")
+        pairs = list(values(self.steps).items())
+        yield from pairs[:2]
+        assert self.may_export.wait(30)
+        yield from pairs[2:]
+
+    def save(self, directory: Path) -> None:
+        self.log.append("save")
+        directory.mkdir(parents=True)
+        (directory / "weights").write_text(str(self.steps))
+
+    def load(self, directory: Path) -> None:
+        self.log.append(f"load {directory.name}")
+
+    @property
+    def batches(self) -> list[list[int]]:
+        """Group ids between the steps."""
+        found: list[list[int]] = [[]]
+        for entry in self.log:
+            if entry == "step":
+                found.append([])
+            elif entry.startswith("group"):
+                found[-1].append(int(entry.split()[1]))
+        return found[:-1]
+
+
+@dataclass
+class TrainDesk:
+    rig: Rig
+    stage: TrainStage
+    task: asyncio.Task[None]
+    backend: Recorder
+    feed: Outlet[Any]
+    reports: Inlet[Any]
+    sent: int = 0
+
+    async def send(self, *slices: RolloutSlice) -> None:
+        for slice_ in slices:
+            self.sent += 1
+            await self.feed.send(slice_, f"{slice_.key}#{self.sent}")
+
+    async def arrived(self, n: int) -> None:
+        await until(lambda: self.stage.activity.items_in >= n)
+
+    async def report(self, kind: type[Any]) -> Any:
+        found = await take(self.reports)
+        assert isinstance(found, kind), found
+        return found
+
+    async def end(self) -> None:
+        self.rig.hubs["train"].finish()
+        await self.task
+
+
+@asynccontextmanager
+async def training(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    *,
+    batch: int = 2,
+    total: int = 1,
+    eta: int = 1,
+    hold: Sequence[str] = (),
+    options: dict[str, object] | None = None,
+    **sections: dict[str, object],
+) -> AsyncIterator[TrainDesk]:
+    backend = Recorder()
+    for name in {"begin", "may_step", "may_export"} - set(hold):
+        getattr(backend, name).set()
+    monkeypatch.setattr("models.train.build.build_backend", lambda config, total: backend)
+    sections["rollout"] = {"rollout_batch_size": batch, "num_rollout": total, "n_samples_per_prompt": 2}
+    sections["asynchrony"] = {"max_staleness": eta, **sections.get("asynchrony", {})}
+    config: Config = make_config(**sections)
+    source = checkpoint(tmp_path / "source")
+    values_ = {"slots": str(tmp_path / "slots"), "checkpoint": str(source), **(options or {})}
+    stage = TrainStage(make_context(config, tmp_path, options=values_))
+    async with open_rig() as rig:
+        ports = await rig.join({"in": ("train", RolloutSlice)}, {"settle": ("settle", REPORT)})
+        reports = await rig.inlet("settle")
+        try:
+            async with running(stage, ports) as task:
+                first = await take(reports)
+                assert isinstance(first, StepDone)
+                assert first.groups == ()
+                yield TrainDesk(rig, stage, task, backend, await rig.outlet("train"), reports)
+        finally:
+            for event in (backend.begin, backend.may_step, backend.may_export):
+                event.set()  # the thread must end, whatever the test found
