@@ -13,6 +13,7 @@ import msgspec
 
 from configs.schema import Config
 from models.arithmetic import ArithmeticFiles, write_arithmetic
+from stages.data.tokenizer import locate
 
 BUILT_IN_MODELS: dict[str, Literal["bytes", "arithmetic"]] = {"tiny": "bytes", "tiny-arithmetic": "arithmetic"}
 BUILT_IN_DATA: dict[str, Literal["add", "tools"]] = {"arithmetic": "add", "arithmetic-tools": "tools"}
@@ -65,7 +66,7 @@ def _data(name: str, directory: Path) -> ArithmeticFiles:
 
 def _model(name: str, directory: Path, seed: int) -> str:
     if name not in BUILT_IN_MODELS:
-        return name
+        return str(locate(name))
     from models.tiny import make_tiny_checkpoint  # torch and transformers, only where a model is made
 
     path = directory / name

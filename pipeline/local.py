@@ -146,7 +146,6 @@ class LocalRunner:
     async def _again(self, stage: str, replica: str, code: int) -> None:
         """Report the loss and wait out the backoff, or give up."""
         why = f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
-        self.lifecycle.lost(stage, replica, why)
         log = self.rundir.logs / f"{replica}.log"
         if code == 2:
             raise UsageError(f"{replica}: {last_words(log)}")
@@ -155,6 +154,7 @@ class LocalRunner:
             raise ReplicaFailed(
                 f"{replica} ended with {why}{said}; continue from the last checkpoint with --resume {self.rundir.path}"
             )
+        self.lifecycle.lost(stage, replica, why)
         restarts = self.restarts[replica] = self.restarts.get(replica, 0) + 1
         if restarts > self.max_restarts:
             raise ReplicaFailed(

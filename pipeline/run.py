@@ -8,6 +8,7 @@ was in.
 from __future__ import annotations
 
 import asyncio
+import os
 import shutil
 import sys
 import time
@@ -40,6 +41,8 @@ from stages.ledger import LedgerSnapshot
 
 def run(config: Config) -> int:
     """Run to the end; return the exit code: 0 done, 130 interrupted. Raises RunError with one sentence for the user."""
+    if os.getcwd() not in sys.path:
+        sys.path.append(os.getcwd())  # graders, filters, tools and stages of the user's own, as in the workers
     directory = Path(config.run.resume or config.run.run_dir or time.strftime("runs/%Y%m%d-%H%M%S"))
     try:
         with RunDir(directory).open(resume=config.run.resume is not None) as rundir:
@@ -170,7 +173,7 @@ class Phase:
             self.config,
             rundir,
             epoch=self.epoch,
-            resume_step=manifest.step if manifest else None,
+            resume_step=manifest.step if manifest else (0 if config.run.resume else None),
             experiment=experiment,
             data=self.prompts.fingerprint,
         )
@@ -202,8 +205,12 @@ class Phase:
         task = asyncio.current_task()
         if task is not None:
             task.set_name("sluice-main")
-        if self.manifest is not None and self.snapshot is not None:
-            self.recorder.journal.write(RolledBack(self.manifest.step, self.epoch, self.snapshot.next_group))
+        if self.config.run.resume is not None:
+            step, groups = (
+                (self.manifest.step if self.manifest else 0),
+                (self.snapshot.next_group if self.snapshot else 0),
+            )
+            self.recorder.journal.write(RolledBack(step, self.epoch, groups))
         graph = build(self.config)
         run_id = f"{self.rundir.sockets.name.removeprefix('sluice-')}"
         start = self.manifest.step if self.manifest else 0

@@ -54,8 +54,9 @@ class EngineLink:
         self.current: WeightsAnnouncement | None = None
         self.in_flight = 0
         self.ready = asyncio.Event()
-        self.updates = 0
+        self.updates = self.failures = 0
         self._incarnation = -1
+        self._paused = False
 
     async def follow(self, topic: Topic) -> None:
         """Waits for the topic (a new address, new weights, a release) or a retry; runs until cancelled."""
@@ -74,7 +75,11 @@ class EngineLink:
                     await self._update(topic, announcement)
                 except (EngineError, WeightsError) as error:
                     log.warning("%s: update to version %d failed: %s", self.name, announcement.version, error)
-                    self.ready.clear()
+                    self.failures += 1
+                    self.activity.failures += 1
+                    if self._paused:  # else it goes on serving the weights that it has
+                        self.ready.clear()
+                    await self._report_fetching(topic, -1)
                     await asyncio.sleep(RETRY_S)
                 await self._attach(topic)
 
@@ -89,7 +94,7 @@ class EngineLink:
             self.client, self.current = None, None
             self.ready.clear()
         if address is not None:
-            self._incarnation = address.incarnation
+            self._incarnation, self._paused = address.incarnation, False
             self.client = EngineClient(address.url, timeout_s=self.timeout_s)
 
     def _observe(self, topic: Topic) -> None:
@@ -144,12 +149,14 @@ class EngineLink:
         try:
             with self.activity.stalled() if old is not None else contextlib.nullcontext():
                 paused = time.perf_counter()
+                self._paused = True
                 await client.pause(self.pause_mode)
                 await client.update_weights_from_disk(
                     announcement.path, announcement.label, flush_cache=self.pause_mode != "in_place"
                 )
                 reader.check()  # torn: stay paused, the follower comes back with the newest weights
                 await client.resume()
+                self._paused = False
                 stall_s = time.perf_counter() - paused
         finally:
             reader.__exit__(None, None, None)

@@ -19,8 +19,8 @@ import msgspec
 
 from stages.base import Stage, StageContext
 from stages.data.prompt_set import PromptSet
-from stages.messages import Applied, EvalDone, Int32Array, PromptGroup, RolloutSlice, Sample, WeightsAnnouncement, wire
-from stages.ports import Ports
+from stages.messages import Applied, EvalDone, Int32Array, PromptGroup, RolloutSlice, Sample, wire
+from stages.ports import Lease, Ports
 from stages.prompts import sampling_seed
 
 SENDS_AT_ONCE = 64
@@ -40,9 +40,10 @@ class EvaluateStage(Stage):
 
     def __init__(self, context: StageContext) -> None:
         super().__init__(context)
-        self.released = self._version = -1
+        self.released = -1
         self._drain = False
-        self._results: dict[str, dict[tuple[int, int], Sample]] = {}
+        self._answers: dict[int, dict[tuple[str, int, int], Sample]] = {}  # by version; (data set, prompt, sample)
+        self._held: dict[int, list[Lease[RolloutSlice]]] = {}  # until the result is in the ledger's stream
         self._changed = asyncio.Event()
 
     async def setup(self) -> None:
@@ -52,7 +53,6 @@ class EvaluateStage(Stage):
             name: load_eval_prompts(self.config, path)
             for name, path in map(dataset_name, self.config.eval.eval_prompt_data)
         }
-        self._results = {name: {} for name in self.sets}
 
     async def run(self, ports: Ports) -> None:
         async with asyncio.TaskGroup() as tasks:
@@ -64,43 +64,40 @@ class EvaluateStage(Stage):
     async def _collect(self, ports: Ports) -> None:
         """Waits for evaluated rollouts; ends with the inlet."""
         while (lease := await ports.inlets["in"].receive()) is not None:
-            slice_: RolloutSlice = lease.message
+            group = lease.message.group
             self.activity.items_in += 1
-            if slice_.group.pinned_version == self._version and slice_.group.dataset in self._results:
-                for sample in slice_.samples:
-                    self._results[slice_.group.dataset].setdefault((slice_.group.prompt_index, sample.index), sample)
-                self._changed.set()
-            lease.done()
+            if group.pinned_version <= self.released or group.dataset not in self.sets:
+                lease.done()
+                continue
+            answers = self._answers.setdefault(group.pinned_version, {})
+            for sample in lease.message.samples:
+                answers.setdefault((group.dataset, group.prompt_index, sample.index), sample)
+            self._held.setdefault(group.pinned_version, []).append(lease)
+            self._changed.set()
 
     async def _follow_pins(self, ports: Ports) -> None:
-        """Waits for the topic `weights/pinned`; runs until cancelled."""
+        """Waits for a pinned version (topic `weights/pinned/<version>`) to land, oldest first; runs until cancelled."""
         revision = 0
         while True:
             revision = await ports.topic.wait(revision)
             if ports.topic.get("drain") is not None:
                 self._drain = True
                 self._changed.set()
-            value = ports.topic.get("weights/pinned")
-            if value is None:
-                continue
-            pinned = msgspec.msgpack.decode(value, type=WeightsAnnouncement)
-            released = ports.topic.get("eval/released")
-            if pinned.version <= max(self.released, int(released or b"-1")):
-                continue
-            applied = [msgspec.msgpack.decode(v, type=Applied) for v in ports.topic.items("applied/").values()]
-            if self._drain or (applied and all(a.version >= pinned.version for a in applied)):
-                await self._evaluate(ports, pinned.version)
+            self.released = max(self.released, int(ports.topic.get("eval/released") or b"-1"))
+            pinned = sorted(int(key.rsplit("/", 1)[1]) for key in ports.topic.items("weights/pinned/"))
+            for version in [v for v in pinned if v > self.released]:
+                applied = [msgspec.msgpack.decode(v, type=Applied) for v in ports.topic.items("applied/").values()]
+                if not self._drain and not (applied and all(a.version >= version for a in applied)):
+                    break
+                await self._evaluate(ports, version)
 
     async def _evaluate(self, ports: Ports, version: int) -> None:
         started = time.monotonic()
-        self._version = version
-        for results in self._results.values():
-            results.clear()
         wanted = sum(len(prompts) for prompts in self.sets.values()) * self.config.eval.n_samples_per_eval_prompt
         with self.activity.working(), self.span("evaluate", detail=f"version {version}"):
             async with asyncio.TaskGroup() as tasks:
                 sender = tasks.create_task(self._send_all(ports, version))
-                late = await self._await_results(ports, wanted, started)
+                late = await self._await_results(ports, version, wanted, started)
                 sender.cancel()
         metrics, complete = self._score(version)
         metrics["eval/time_s"] = time.monotonic() - started
@@ -108,13 +105,17 @@ class EvaluateStage(Stage):
             "" if complete else ("drained" if self._drain else late or "some answers are missing or of another version")
         )
         self.released = version
-        await ports.topic.publish("eval/released", str(version).encode())
         await ports.outlets["settle"].send(EvalDone(version, metrics, complete, detail), f"eval/{version}")
+        await ports.topic.publish("eval/released", str(version).encode())
+        for old in [v for v in self._held if v <= version]:
+            self._answers.pop(old, None)
+            for lease in self._held.pop(old):
+                lease.done()
         self.activity.items_out += 1
 
-    async def _await_results(self, ports: Ports, wanted: int, started: float) -> str:
+    async def _await_results(self, ports: Ports, version: int, wanted: int, started: float) -> str:
         """Waits for all answers; unblocked by each arrival, by a drain or by the deadline. Returns why it gave up."""
-        while sum(len(results) for results in self._results.values()) < wanted:
+        while len(self._answers.get(version, ())) < wanted:
             if ports.topic.get("drain") is not None:
                 self._drain = True
                 return "drained"
@@ -166,9 +167,10 @@ class EvaluateStage(Stage):
         metrics: dict[str, float] = {}
         complete = True
         for name, prompts in self.sets.items():
-            samples = self._results[name]
+            answers = self._answers.get(version, {})
+            samples = [sample for (dataset, _, _), sample in answers.items() if dataset == name]
             n = len(prompts) * self.config.eval.n_samples_per_eval_prompt
-            pure = [s for s in samples.values() if all(r.version == version for r in s.version_runs)]
+            pure = [s for s in samples if all(r.version == version for r in s.version_runs)]
             complete &= len(pure) == n
             if not pure:
                 continue

@@ -20,6 +20,7 @@ import msgspec
 import numpy as np
 
 from models.engines.errors import EngineError, EngineUnreachable
+from models.engines.noise import sample_seed
 from models.engines.protocol import GenerateOutput, GenerateRequest, SamplingParams
 from stages.base import LoopStage, Stage, StageContext, failed
 from stages.engine_link import EngineLink
@@ -55,6 +56,22 @@ def first_leaf(group: BaseExceptionGroup[BaseException]) -> BaseException:
 
 def new_sample(index: int) -> Sample:
     return Sample(index, "pending", "", wire([], Int32Array), wire([], UInt8Array), wire([], Float32Array), ())
+
+
+def cut(sample: Sample, n: int) -> Sample:
+    """The first `n` tokens: for a sample whose last tokens, which the policy did not make, exceed its budget."""
+    runs: list[VersionRun] = []
+    left = n = max(n, 0)
+    for run in sample.version_runs:
+        runs.append(VersionRun(run.version, min(run.n_tokens, left)))
+        left -= runs[-1].n_tokens
+    return msgspec.structs.replace(
+        sample,
+        response_ids=wire(sample.response_ids[:n], Int32Array),
+        loss_mask=wire(sample.loss_mask[:n], UInt8Array),
+        rollout_log_probs=wire(sample.rollout_log_probs[:n], Float32Array),
+        version_runs=join_runs(tuple(runs), ()),
+    )
 
 
 def append_output(sample: Sample, output: GenerateOutput, generate_s: float) -> Sample:
@@ -170,8 +187,9 @@ class GenerateStage(Stage):
             self.span("generate", group=group.group_id, detail=f"turn {samples[0].turns + 1}"),
         ):
             try:
-                samples = await self._turn(group, samples)
-            except* (EngineError, VersionLabelError) as errors:
+                if any(s.status != "failed" for s in samples):  # a loop stage may have failed it
+                    samples = await self._turn(group, samples)
+            except* (EngineError, VersionLabelError, ValueError) as errors:
                 error = first_leaf(errors)
                 self.activity.failures += 1
                 samples = failed(RolloutSlice(group, samples), f"{type(error).__name__}: {error}").samples
@@ -185,7 +203,8 @@ class GenerateStage(Stage):
         finished: list[Sample] = []
         for sample in slice_.samples:
             single = RolloutSlice(slice_.group, (sample,))
-            loop = self._wanted(single) if sample.turns < self.rollout.max_turns else None
+            continues = sample.status != "failed" and sample.turns < self.rollout.max_turns
+            loop = self._wanted(single) if continues else None
             if loop is None:
                 finished.append(sample)
             else:
@@ -204,15 +223,21 @@ class GenerateStage(Stage):
 
     async def _turn(self, group: PromptGroup, samples: tuple[Sample, ...]) -> tuple[Sample, ...]:
         """One turn of all samples: a joint request for fresh ones, single ones for those that continue."""
+        before = {s.index: s for s in samples}
         if samples[0].turns == 0 and samples[0].n_tokens == 0:
             samples = await self._ask(group, samples)
         else:
             samples = await self._each(group, samples)
-        while not self._drain and self.rollout.partial_rollout and any(s.status == "aborted" for s in samples):
-            again = [msgspec.structs.replace(s, resumed=s.resumed + 1) for s in samples if s.status == "aborted"]
+        while not self._drain and any(s.status == "aborted" for s in samples):
+            again = [self._again(before[s.index], s) for s in samples if s.status == "aborted"]
             resumed = {s.index: s for s in await self._each(group, again)}
             samples = tuple(resumed.get(s.index, s) for s in samples)
         return tuple(msgspec.structs.replace(s, turns=s.turns + 1) for s in samples)
+
+    def _again(self, before: Sample, aborted: Sample) -> Sample:
+        """What an aborted turn goes on from: its partial output, or the beginning of the turn."""
+        kept = aborted if self.rollout.partial_rollout else before
+        return msgspec.structs.replace(kept, resumed=aborted.resumed + 1)
 
     async def _each(self, group: PromptGroup, samples: Sequence[Sample]) -> tuple[Sample, ...]:
         """One request per sample, all at once."""
@@ -229,6 +254,7 @@ class GenerateStage(Stage):
     def _params(self, group: PromptGroup, sample: Sample, budget: int, n: int) -> SamplingParams:
         evaluating = group.purpose == "eval"
         stop = list(self.rollout.rollout_stop)
+        seed = group.seed & 0x7FFFFFFF
         if self.config.tools.tools:
             stop.append(self.config.tools.tool_call_close)
         return SamplingParams(
@@ -241,15 +267,18 @@ class GenerateStage(Stage):
             skip_special_tokens=self.rollout.rollout_skip_special_tokens,
             no_stop_trim=True,
             n=n,
-            sampling_seed=(group.seed + (sample.index + 1) * sample.n_tokens * 0x9E3779B1) & 0x7FFFFFFF,
+            # sample i of a joint request draws from sample_seed(seed, i), and so it does when it continues alone
+            sampling_seed=sample_seed(seed, sample.index if n == 1 else 0),
         )
 
     async def _ask(self, group: PromptGroup, samples: tuple[Sample, ...]) -> tuple[Sample, ...]:
         """One engine request for samples that share their tokens so far."""
+        if self._drain:
+            return tuple(msgspec.structs.replace(s, status="aborted") for s in samples)
         first = samples[0]
         budget = self._budget(group, first)
         if budget <= 0:
-            return tuple(msgspec.structs.replace(s, status="truncated") for s in samples)
+            return tuple(msgspec.structs.replace(cut(s, s.n_tokens + budget), status="truncated") for s in samples)
         ids = [*group.prompt_ids.tolist(), *first.response_ids.tolist()]
         params = self._params(group, first, budget, len(samples))
         started = time.perf_counter()
@@ -265,8 +294,9 @@ class GenerateStage(Stage):
         A lost connection is tried again elsewhere, a bounded number of times.
         """
         tries = 0
+        lost: EngineLink | None = None
         while True:
-            link = await self._choose(len(samples))
+            link = await self._choose(lost)
             client, current = link.client, link.current
             if client is None or current is None:
                 continue
@@ -281,7 +311,7 @@ class GenerateStage(Stage):
             try:
                 return await client.generate(request)
             except EngineUnreachable:
-                tries += 1
+                tries, lost = tries + 1, link
                 if tries > self.rollout.max_retries:
                     raise
                 self.activity.extra["engine_retries"] = self.activity.extra.get("engine_retries", 0.0) + 1
@@ -289,13 +319,13 @@ class GenerateStage(Stage):
             finally:
                 link.in_flight -= len(samples)
 
-    async def _choose(self, n: int) -> EngineLink:
-        """Waits for an engine that is ready; unblocked by the first one, or by a time limit."""
+    async def _choose(self, lost: EngineLink | None) -> EngineLink:
+        """Waits for an engine that is ready, rather not the `lost` one; unblocked by the first, or by a time limit."""
         deadline = time.monotonic() + ENGINE_WAIT_S
         while True:
             up = [link for link in self.links if link.ready.is_set() and link.client is not None]
             if up:
-                return min(up, key=lambda link: link.in_flight)
+                return min(up, key=lambda link: (link is lost, link.in_flight))
             left = deadline - time.monotonic()
             if left <= 0 or self._drain:
                 names = ", ".join(link.name for link in self.links)

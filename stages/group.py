@@ -82,6 +82,7 @@ class GroupStage(Stage):
 
     async def _finish(self, open_: _Open, ports: Ports) -> None:
         group_id = open_.group.group_id
+        self._open.pop(group_id, None)  # claimed: a drain must not settle it as well
         members = tuple(open_.samples[i] for i in sorted(open_.samples))
         slice_ = RolloutSlice(open_.group, members)
         with self.span("group", group=group_id):
@@ -121,12 +122,13 @@ class GroupStage(Stage):
         return kept
 
     async def _surplus(self, open_: _Open, settle: Outlet[Settled]) -> None:
+        if self._open.pop(open_.group.group_id, None) is not open_:
+            return  # it leaves another way just now
         slice_ = RolloutSlice(open_.group, tuple(open_.samples.values()))
         await settle.send(slice_.ended("surplus", self._drain or ""), str(open_.group.group_id))
         self._release(open_)
 
     def _release(self, open_: _Open) -> None:
-        self._open.pop(open_.group.group_id, None)
         self._finished[open_.group.group_id] = None
         if len(self._finished) > REMEMBERED_GROUPS:
             self._finished.popitem(last=False)

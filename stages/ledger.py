@@ -36,6 +36,7 @@ class LedgerSnapshot(Struct, frozen=True):
     open: tuple[OpenGroup, ...]
     duplicates: int = 0
     tokens: dict[str, int] = {}
+    requeue: tuple[int, ...] = ()  # positions of stale prompts that wait to be asked once more
 
 
 class Ledger:

@@ -110,7 +110,7 @@ class PromptStage(Stage):
         self.completed = asyncio.Event()  # nothing is open and nothing more will be admitted
         self.draining: str | None = None
         self._again: deque[OpenGroup] = deque(self.ledger.open_groups())  # reopened by a resume: submit as they are
-        self._requeue: deque[int] = deque()  # positions of stale prompts to be asked once more
+        self._requeue: deque[int] = deque(snapshot.requeue if snapshot else ())  # stale prompts, to be asked once more
         self._wake = asyncio.Event()
 
     @property
@@ -121,6 +121,10 @@ class PromptStage(Stage):
         if version < 0:
             return 0
         return self.gate.capacity(version=version, trained=self.ledger.trained, open_groups=self.ledger.open)
+
+    def snapshot(self) -> LedgerSnapshot:
+        """The ledger, and the prompts that wait for their second chance."""
+        return msgspec.structs.replace(self.ledger.snapshot(), requeue=tuple(self._requeue))
 
     def drain(self, reason: str) -> None:
         """Admit no more; what is out is settled by whoever holds it. Unblocks everybody through the topic `drain`."""
@@ -237,7 +241,7 @@ class PromptStage(Stage):
                     self.evals_pending = max(0, self.evals_pending - 1)
                     await self.hooks.evaluated(report)
                 case CheckpointReady():
-                    await self.hooks.commit(report, self.ledger.snapshot())
+                    await self.hooks.commit(report, self.snapshot())
             lease.done()
             self._wake.set()
 

@@ -153,7 +153,9 @@ class TrainStage(Stage):
             lease = await self._next()
             waited_s += time.perf_counter() - clock
             if lease is None:
-                await self._surplus(ports, batch.leases)
+                await self._in_torch(self.backend.discard)
+                for held in batch.leases:  # settled after the checkpoint, which a resumed run trains them from
+                    heapq.heappush(self._heap, (held.message.group.group_id, 0, held))
                 return False
             if not self._fresh(lease.message):
                 await self._stale(ports, lease)
@@ -270,7 +272,7 @@ class TrainStage(Stage):
         )
         value = msgspec.msgpack.encode(announcement)
         if pinned:
-            await ports.topic.publish("weights/pinned", value)
+            await ports.topic.publish(f"weights/pinned/{self.steps}", value)
         await ports.topic.publish("weights", value)
         self._pinned = self.steps if pinned else self._pinned
         self.activity.extra["publish_s"] = time.perf_counter() - clock

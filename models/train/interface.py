@@ -51,6 +51,9 @@ class TrainBackend(Protocol):
     def step(self) -> dict[str, float]:
         """Finish the running optimizer step; return metrics under the names of docs/metrics.md."""
 
+    def discard(self) -> None:
+        """Forget what was accumulated for the running batch; the weights stay as they are."""
+
     def export_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Current weights under Hugging Face names, in a fixed order."""
 

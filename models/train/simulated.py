@@ -64,7 +64,10 @@ class SimulatedBackend:
         self.flush()
         time.sleep(self._train.simulated_step_s * (1 - ARRIVAL_SHARE))
         self._steps += 1
-        return {"train/opt_steps": float(self._steps)}
+        return {"train/optimizer_steps": float(self._steps)}
+
+    def discard(self) -> None:
+        self._owed_s = 0.0
 
     def export_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         yield from self._weights.items()

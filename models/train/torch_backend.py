@@ -267,6 +267,11 @@ class TorchBackend:
             "train/trained_tokens": float(size.tokens),
         }
 
+    def discard(self) -> None:
+        """Forget the rollouts and gradients of the running batch; weights and optimizer stay as they are."""
+        self._updater.clear()
+        self._begin()
+
     # ------------------------------------------------------------------ weights and files
 
     def export_weights(self) -> Iterator[tuple[str, torch.Tensor]]:

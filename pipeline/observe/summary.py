@@ -95,7 +95,7 @@ class RunSummary(Struct, frozen=True, kw_only=True):
     wasted_share: float = 0.0  # of all tokens generated for settled groups
     weight_versions: WeightVersions = WeightVersions()
     engine: dict[str, str] = {}
-    restarts: dict[str, int] = {}  # by stage
+    restarts: dict[str, int] = {}  # by replica
     seed: int = 0
     config_hash: str = ""
     versions: dict[str, str] = {}  # of python and packages

@@ -61,7 +61,7 @@ class Tokenizer(Protocol):
 
 def load_tokenizer(checkpoint: str, chat_template_path: str | None = None) -> Tokenizer:
     """The tokenizer of a checkpoint directory, or of a hub id. Raises TokenizerError."""
-    directory = _locate(checkpoint)
+    directory = locate(checkpoint, _FILES)
     config = _read_json(directory / "tokenizer_config.json")
     template = find_template(directory, config, chat_template_path)
     eos_ids = set(_declared_eos(directory))
@@ -73,8 +73,11 @@ def load_tokenizer(checkpoint: str, chat_template_path: str | None = None) -> To
     return _load_transformers(directory, template, eos_ids)
 
 
-def _locate(checkpoint: str) -> Path:
-    """The local directory of a checkpoint; files of a hub id are taken from the local cache or fetched."""
+def locate(checkpoint: str, files: Sequence[str] | None = None) -> Path:
+    """The local directory of a checkpoint; files of a hub id (default: all) are taken from the cache or fetched.
+
+    Raises TokenizerError.
+    """
     path = Path(checkpoint).expanduser()
     if path.is_dir():
         return path
@@ -87,7 +90,7 @@ def _locate(checkpoint: str) -> Path:
     try:
         from huggingface_hub import snapshot_download
 
-        return Path(snapshot_download(checkpoint, allow_patterns=list(_FILES)))
+        return Path(snapshot_download(checkpoint, allow_patterns=list(files) if files else None))
     except Exception as error:  # the hub client raises many kinds; all of them mean that nothing could be fetched
         raise TokenizerError(
             f"hf_checkpoint is {checkpoint!r}, which is neither a local directory nor could be fetched from the hub "

@@ -152,7 +152,7 @@ def test_the_quickstart_runs_in_every_mode(mode: str) -> None:
     loaded = load(["--config", "quickstart", "--mode", mode])
     config, warnings = checked(loaded.config, loaded.given)
     assert warnings == ()
-    assert config.asynchrony.max_staleness == {"sync": 0, "one_step": 1, "async": 2}[mode]
+    assert config.asynchrony.max_staleness == {"sync": 0, "one_step": 1, "async": 1}[mode]
 
 
 def test_the_documentation_is_up_to_date() -> None:

@@ -1,4 +1,4 @@
-"""Mistakes of the user and of the machine: one sentence with the cure, exit code 2, no traceback, nothing left running."""
+"""Mistakes of the user and of the machine: one sentence with the cure, exit code 2, nothing left running."""
 
 from __future__ import annotations
 
@@ -95,12 +95,14 @@ def test_a_checkpoint_without_weights_is_named(tmp_path: Path) -> None:
     refused(launch(tmp_path / "run", *SMALL, "--hf-checkpoint", str(model)), str(model))
 
 
-@pytest.fixture()
+@pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
     """A file system of 80 MiB, where this machine lets one be mounted."""
     mount = tmp_path / "disk"
     mount.mkdir()
-    done = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=80m", "tmpfs", str(mount)], capture_output=True, text=True)
+    done = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=80m", "tmpfs", str(mount)], capture_output=True, text=True
+    )
     if done.returncode != 0:
         pytest.skip(f"cannot mount a small file system here: {done.stderr.strip()}")
     try:

@@ -17,8 +17,9 @@ from pipeline.journal import Ended, Stepped, read_journal
 pytestmark = pytest.mark.slow
 
 TOOLS = [
-    *NO_DATA, "--prompt-data", "arithmetic-tools", "--tools", "calculator", "--tool-call-open", "[", "--tool-call-close",
-    "]", "--tool-result-template", "{result}", "--max-turns", "3", "--rollout-max-response-len", "24",
+    *NO_DATA, "--prompt-data", "arithmetic-tools", "--tools", "calculator", "--tool-call-open", "[",
+    "--tool-call-close", "]", "--tool-result-template", "{result}", "--max-turns", "3",
+    "--rollout-max-response-len", "24",
 ]  # fmt: skip
 
 

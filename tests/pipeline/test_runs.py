@@ -15,7 +15,7 @@ from pipeline.observe.metrics import read_metrics
 pytestmark = pytest.mark.slow
 
 # A custom stage as a user writes it, outside the package: it writes down every slice that passes.
-TAP = '''
+TAP = """
 import json
 from stages.base import MapStage
 
@@ -31,11 +31,11 @@ class Tap(MapStage):
                        "pinned": message.group.pinned_version, "reward": s.reward}
                 file.write(json.dumps(row) + "\\n")
         return message
-'''
+"""
 TAP_RECIPE = '[[stage]]\nname = "tap"\npath = "tap:Tap"\nafter = "reward"\nreplicas = 1\nconcurrency = 4\n'
 
 
-@pytest.fixture()
+@pytest.fixture
 def tap(tmp_path: Path) -> Path:
     """A directory to start from, with the stage and its recipe."""
     (tmp_path / "tap.py").write_text(TAP)
@@ -92,7 +92,9 @@ def test_sync_trains_the_same_batches_on_every_runner(tmp_path: Path) -> None:
         batches[runner] = done.audit.batches
         assert len(done.audit.batches) == 6
     assert batches["local"] == batches["inprocess"]
-    other = succeed(tmp_path / "seed", *SMALL, "--mode", "sync", "--deterministic", "--runner", "inprocess", "--seed", "9")
+    other = succeed(
+        tmp_path / "seed", *SMALL, "--mode", "sync", "--deterministic", "--runner", "inprocess", "--seed", "9"
+    )
     assert other.audit.batches[1] != batches["local"][1], "the hash must see the tokens"
 
 
@@ -100,7 +102,8 @@ def test_tool_tokens_are_masked_and_nothing_is_tokenised_twice(tap: Path) -> Non
     done = succeed(
         tap / "run", *NO_DATA, "--config", str(tap / "tap.toml"), "--prompt-data", "arithmetic-tools",
         "--warm-start-data", "arithmetic-tools", "--warm-start-label-key", "demonstration", "--warm-start-steps", "60",
-        "--tools", "calculator", "--tool-call-open", "[", "--tool-call-close", "]", "--tool-result-template", "{result}",
+        "--tools", "calculator", "--tool-call-open", "[", "--tool-call-close", "]",
+        "--tool-result-template", "{result}",
         "--rollout-max-response-len", "32", "--rm-type", "gsm8k_flex", cwd=tap,
     )  # fmt: skip
     from stages.data.tokenizer import load_tokenizer
@@ -122,7 +125,7 @@ def test_tool_tokens_are_masked_and_nothing_is_tokenised_twice(tap: Path) -> Non
 
 
 def check_log_probs_of_first_version(run_dir: Path, rows: list[dict[str, Any]]) -> None:
-    """The engine's ids are the trained ids: a forward over them reproduces the engine's log-probs at every sampled token."""
+    """The engine's ids are the trained ids: a forward over them gives the engine's log-prob at every sampled token."""
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -151,7 +154,8 @@ def test_real_question_data_with_the_gsm8k_grader(tmp_path: Path) -> None:
     done = succeed(
         tmp_path / "run", "--mode", "async", "--prompt-data", str(data), "--input-key", "question", "--label-key",
         "answer", "--num-rollout", "3", "--rollout-batch-size", "4", "--n-samples-per-prompt", "4",
-        "--rollout-max-response-len", "16", "--no-live", "--eval-prompt-data", f"held={data}@[0:5]", "--eval-interval", "3",
+        "--rollout-max-response-len", "16", "--no-live", "--eval-prompt-data", f"held={data}@[0:5]",
+        "--eval-interval", "3",
     )  # fmt: skip
     assert "grader gsm8k" in done.err
     assert f"{data}:41" in done.err, "a malformed line is reported with file and line"
@@ -167,7 +171,8 @@ def test_real_question_data_with_the_gsm8k_grader(tmp_path: Path) -> None:
 def test_weights_swapped_in_mid_generation_leave_both_versions_in_a_sample(tap: Path) -> None:
     """Long answers, a fast trainer: tokens of one sample carry several versions, and their runs add up."""
     succeed(
-        tap / "run", *SMALL, "--config", str(tap / "tap.toml"), "--rollout-max-response-len", "160", "--num-rollout", "10",
+        tap / "run", *SMALL, "--config", str(tap / "tap.toml"), "--rollout-max-response-len", "160",
+        "--num-rollout", "10",
         "--pause-generation-mode", "retract", "--rollout-stop-token-ids", "31", "--async-buffer-size", "3", cwd=tap,
     )  # fmt: skip
     rows = tapped(tap / "run")

@@ -65,10 +65,6 @@ async def test_max_turns_ends_the_loop(tmp_path: Path) -> None:
         assert world.rig.hubs["once"].stats().accepted == 0
 
 
-@pytest.mark.xfail(
-    strict=True,
-    reason="a sample that a loop stage marked failed is continued by the engine, and its failure is forgotten",
-)
 async def test_a_sample_that_failed_in_its_loop_stays_failed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     log = record_exchanges(monkeypatch)
     async with generating(tmp_path, rollout={"max_turns": 3}, **ONCE) as world:
@@ -85,7 +81,6 @@ async def test_a_sample_that_failed_in_its_loop_stays_failed(tmp_path: Path, mon
     assert len(log) == 1, "no engine is asked to continue it"
 
 
-@pytest.mark.xfail(strict=True, reason="what a loop stage appends is not held to the budget of the response")
 async def test_tokens_of_a_tool_count_towards_the_longest_response(tmp_path: Path) -> None:
     async with generating(tmp_path, rollout={"max_turns": 3, "rollout_max_response_len": 64}, **ONCE) as world:
         await world.ready()
@@ -100,10 +95,6 @@ async def test_tokens_of_a_tool_count_towards_the_longest_response(tmp_path: Pat
         assert sample.fault() is None
 
 
-@pytest.mark.xfail(
-    strict=True,
-    reason="the seed of a continuation is a product of index and length, so samples of one group meet the same noise",
-)
 async def test_continued_samples_of_a_group_never_share_their_noise(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -119,9 +110,6 @@ async def test_continued_samples_of_a_group_never_share_their_noise(
         assert log[0].params.sampling_seed != log[1].params.sampling_seed
 
 
-@pytest.mark.xfail(
-    strict=True, reason="an answer that is no answer raises ValueError, which ends the replica instead of the sample"
-)
 @pytest.mark.parametrize("fault", ["a log-prob is missing", "an answer is missing"])
 async def test_a_broken_answer_fails_its_samples_only(
     fault: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -270,10 +270,6 @@ async def test_a_drain_settles_what_is_incomplete_and_what_still_comes() -> None
         await one.end()
 
 
-@pytest.mark.xfail(
-    strict=True,
-    reason="a group stays in `_open` while `_finish` and `_surplus` wait, so a drain settles it a second time",
-)
 async def test_a_group_that_is_being_judged_when_the_drain_comes_is_settled_once() -> None:
     async with desk() as one:
         judging, verdict = asyncio.Event(), asyncio.Event()
@@ -295,10 +291,6 @@ async def test_a_group_that_is_being_judged_when_the_drain_comes_is_settled_once
         assert one.rig.hubs["group"].stats().settled == 1
 
 
-@pytest.mark.xfail(
-    strict=True,
-    reason="a group stays in `_open` while `_finish` and `_surplus` wait, so a drain settles it a second time",
-)
 async def test_a_part_that_comes_while_its_group_is_settled_as_surplus_does_no_harm() -> None:
     async with desk() as one:
         sending, accepted = asyncio.Event(), asyncio.Event()

@@ -146,7 +146,7 @@ async def test_nothing_newer_is_announced_before_a_pinned_version_has_landed(
         one.rig.applied(0, engine=1)
         await one.send(make_slice(0))
         assert (await one.report(StepDone)).pinned
-        await one.rig.topic_until(lambda: getattr(one.rig.announced("weights/pinned"), "version", -1) == 1)
+        await one.rig.topic_until(lambda: getattr(one.rig.announced("weights/pinned/1"), "version", -1) == 1)
         one.rig.applied(1)
         await one.send(make_slice(1))
         assert (await one.report(StepDone)).step == 2
@@ -209,10 +209,11 @@ async def test_a_drain_settles_the_unfinished_batch_and_saves_what_was_trained(
         await one.report(StepDone)
         await one.arrived(3)
         one.rig.topic.publish("drain", b"interrupted")
+        saved = await one.report(CheckpointReady)
+        assert saved.step == 1, "saved first: a resumed run finds the unfinished batch open"
+        assert one.backend.log.index("discard") < one.backend.log.index("save")
         left = await one.report(Settled)
         assert (left.group_id, left.outcome, left.detail) == (2, "surplus", "interrupted")
-        saved = await one.report(CheckpointReady)
-        assert saved.step == 1
         await one.send(make_slice(3))
         assert (await one.report(Settled)).group_id == 3
         await one.end()

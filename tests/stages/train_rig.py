@@ -56,6 +56,9 @@ class Recorder:
         self.steps += 1
         return {"train/loss": 0.5}
 
+    def discard(self) -> None:
+        self.log.append("discard")
+
     def export_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         self.log.append("export")
         pairs = list(values(self.steps).items())
