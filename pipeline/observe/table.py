@@ -77,7 +77,7 @@ class PlainLog:
     def __init__(self, console: Console | None = None, *, every: int = 1) -> None:
         self._console = console or Console(soft_wrap=True)
         self._every = every
-        self._shown: int | None = None
+        self._shown = 0  # step of the newest line; a snapshot may skip the exact multiple
 
     def __enter__(self) -> PlainLog:
         return self
@@ -88,8 +88,8 @@ class PlainLog:
         return None
 
     def update(self, snapshot: RunSnapshot) -> None:
-        due = snapshot.step % self._every == 0 or snapshot.step == snapshot.total_steps
-        if snapshot.step > 0 and due and snapshot.step != self._shown:
+        due = snapshot.step // self._every > self._shown // self._every or snapshot.step == snapshot.total_steps
+        if due and snapshot.step != self._shown:
             self._shown = snapshot.step
             self._line(plain_line(snapshot))
 

@@ -196,7 +196,12 @@ def test_plain_lines_come_once_per_interval_and_unwrapped() -> None:
             view.step(step, at_s=T0 + 5 * step, metrics={}, tokens=1, staleness={})
             display.update(view.snapshot(T0 + 60))
     lines = out.getvalue().splitlines()
-    assert [line.split(" | ")[0] for line in lines] == ["step 4/10", "replica [reward-1] restarted", "step 10/10"]
+    assert [line.split(" | ")[0] for line in lines] == [
+        "step 4/10",
+        "replica [reward-1] restarted",
+        "step 9/10",  # the view is looked at now and then: the multiple itself may be missed
+        "step 10/10",
+    ]
     assert lines[0] == plain_line(made_up_run().snapshot(T0 + 20))
     assert "reward 0.400 | eval heldout 0.625 (v3) | staleness mean 1.00 max 2 (bound 2) | v4" in lines[0]
 
