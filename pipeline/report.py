@@ -58,6 +58,15 @@ def existing(path: Path) -> Path | None:
     return path if path.exists() else None
 
 
+def busy_seconds(recorder: Recorder, config: Config) -> dict[str, tuple[float, int]]:
+    """Busy seconds and capacity by stage. A generate replica only waits: its engines' own account takes its place."""
+    busy = dict(recorder.view.busy_s())
+    engine_s = recorder.view.extra("generate", "engine_busy_s")
+    if engine_s > 0:
+        busy["generate"] = (engine_s, config.run.scale.get("engine", 1))
+    return busy
+
+
 def summarise(recorder: Recorder, config: Config, reason: str) -> RunSummary:
     """The figures of a finished phase."""
     view, ledger = recorder.view, recorder.ledger
@@ -77,7 +86,7 @@ def summarise(recorder: Recorder, config: Config, reason: str) -> RunSummary:
         eval=summarise_evals(recorder.eval_points()),
         tokens_per_s=round(trained / training_s, 1) if training_s > 0 else 0.0,
         generated_tokens_per_s=round((trained + wasted) / training_s, 1) if training_s > 0 else 0.0,
-        efficiency_vs_bound=efficiency_vs_bound(view.busy_s(), training_s),
+        efficiency_vs_bound=efficiency_vs_bound(busy_seconds(recorder, config), training_s),
         wasted_tokens=wasted,
         wasted_share=wasted_share(trained, wasted),
         weight_versions=WeightVersions(

@@ -29,6 +29,7 @@ from stages.messages import Float32Array, Int32Array, PromptGroup, RolloutSlice,
 from stages.ports import Inlet, Lease, Outlet, Ports
 from stages.tools import join_runs
 
+LOADS_INTERVAL_S = 2.0
 ENGINE_WAIT_S = 120.0  # how long a request waits for any engine to come (back) up
 
 
@@ -140,6 +141,7 @@ class GenerateStage(Stage):
         async with asyncio.TaskGroup() as tasks:
             background = [tasks.create_task(link.follow(ports.topic)) for link in self.links]
             background.append(tasks.create_task(self._watch_drain(ports)))
+            background.append(tasks.create_task(self._watch_loads()))
             await self._any_ready()
             async with asyncio.TaskGroup() as pumps:
                 for name in ("in", "eval", "return"):
@@ -167,6 +169,17 @@ class GenerateStage(Stage):
                     await link.client.abort()
                 except EngineError:
                     continue  # an engine that is down holds nothing
+
+    async def _watch_loads(self) -> None:
+        """Waits for the clock; asks the engines how long they have computed. Runs until cancelled."""
+        while True:
+            await asyncio.sleep(LOADS_INTERVAL_S)
+            busy_s = 0.0
+            for link in self.links:
+                if link.owner and link.client is not None:
+                    with contextlib.suppress(EngineError):  # an engine that is down says nothing
+                        busy_s += sum(load.busy_s for load in await link.client.loads())
+            self.activity.extra["engine_busy_s"] = max(busy_s, self.activity.extra.get("engine_busy_s", 0.0))
 
     async def _pump(self, inlet: Inlet[PromptGroup | RolloutSlice], ports: Ports) -> None:
         """Waits for work; ends with the inlet, after what it started."""

@@ -133,6 +133,7 @@ class Totals:
     retractions: int = 0
     finished: int = 0
     aborted: int = 0
+    busy_s: float = 0.0  # time in steps
 
     @property
     def cache_hit_rate(self) -> float:

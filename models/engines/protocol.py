@@ -283,6 +283,7 @@ class Load(Struct, frozen=True, kw_only=True):
     num_running_reqs: int = 0
     num_waiting_reqs: int = 0
     num_used_tokens: int = 0
+    busy_s: float = 0.0  # ours: seconds of computing since the start; a real SGLang does not send it
     max_total_num_tokens: int = 0
     max_running_requests: int = 0
     token_usage: float = 0.0

@@ -156,6 +156,11 @@ class RunView:
             found[key[0]] = (busy + replica.total()["busy_s"], count + (key not in self._retired))
         return found
 
+    def extra(self, stage: str, name: str) -> float:
+        """Sum over the stage's replicas of the newest value of one of their own figures; 0 if none reports it."""
+        replicas = [replica for key, replica in self._replicas.items() if key[0] == stage]
+        return sum(replica.newest.extra.get(name, 0.0) for replica in replicas)
+
     def snapshot(self, now_s: float) -> RunSnapshot:
         """The run at `now_s`."""
         total = sum(self.staleness.values())

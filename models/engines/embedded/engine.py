@@ -13,6 +13,7 @@ import asyncio
 import logging
 import os
 import threading
+import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from pathlib import Path
@@ -186,7 +187,9 @@ class EmbeddedEngine:
         try:
             while self._next():
                 if self.stepper.has_work:
+                    started = time.perf_counter()
                     self.stepper.step()
+                    self.stepper.totals.busy_s += time.perf_counter() - started
                 self._hand_out()
         except BaseException as error:
             logger.exception("the engine thread died")
@@ -237,6 +240,7 @@ class EmbeddedEngine:
             max_running_requests=facts.slots,
             token_usage=used / facts.kv_tokens,
             cache_hit_rate=stepper.totals.cache_hit_rate,
+            busy_s=stepper.totals.busy_s,
         )
 
     def _die(self, reason: str) -> None:
