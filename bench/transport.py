@@ -1,6 +1,6 @@
 """Messages per second through a stream, next to bare queues: `python -m bench.transport [--quick]`.
 
-All contenders run in one session, interleaved round by round, so that a change of the machine's load hits all of them.
+All contenders run together, interleaved round by round, so that a change of the machine's load hits all of them.
 They do not offer the same: only the stream acknowledges, redelivers, bounds bytes and survives a killed consumer. The
 baselines say what that costs. Every contender moves the same bytes from a producer process to this process.
 """

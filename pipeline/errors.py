@@ -46,6 +46,12 @@ class UsageError(RunError):
     exit_code = 2
 
 
+class Interrupted(RunError):
+    """The user or a deadline ended the run before there was anything to sum up. Exit code 130."""
+
+    exit_code = 130
+
+
 class ReplicaFailed(RunError):
     """A stage replica ended and will not be restarted."""
 

@@ -8,6 +8,7 @@ was in.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import shutil
 import sys
@@ -24,12 +25,13 @@ from models.checkpoint import Manifest, latest_checkpoint, read_manifest
 from models.weights.directory import remove_stale
 from pipeline.assets import prepare
 from pipeline.controller import Controller
-from pipeline.errors import RunError, UsageError, leaf, user_error
+from pipeline.errors import Interrupted, RunError, UsageError, leaf, user_error
 from pipeline.graph import build
 from pipeline.journal import RolledBack
+from pipeline.observe.summary import write_summary
 from pipeline.placement import Placement, slots_directory
 from pipeline.recorder import Recorder
-from pipeline.report import conclude
+from pipeline.report import conclude, summarise
 from pipeline.rundir import RunDir, disk_error
 from stages.data.load import load_train_prompts
 from stages.data.prompt_set import PromptSet
@@ -87,7 +89,12 @@ def _run(config: Config, rundir: RunDir) -> int:
         config = _with_model(config, rundir.path / "warm_start" / "model")
     manifest = read_manifest(checkpoint) if checkpoint is not None else None
     with Phase(config, rundir, checkpoint, manifest, experiment) as phase:
-        reason = phase.run()
+        try:
+            reason = phase.run()
+        except BaseException as error:
+            with contextlib.suppress(OSError):  # the disk may be what failed; the first error is the one to tell
+                write_summary(rundir.summary, summarise(phase.recorder, phase.config, f"failed: {leaf(error)}"))
+            raise
         conclude(phase.recorder, phase.config, reason)
     return 130 if reason == "interrupted" else 0
 
@@ -103,8 +110,9 @@ def _warm_start(config: Config, rundir: RunDir) -> Config:
     if not model.is_dir():
         shutil.rmtree(home, ignore_errors=True)
         with RunDir(home).open(resume=False) as phase_dir, Phase(_supervised(config), phase_dir) as phase:
-            if phase.run() == "interrupted":
-                raise UsageError(f"interrupted in the warm start; start again with --resume {rundir.path}")
+            reason = phase.run()
+            if reason != "finished":
+                raise Interrupted(f"{reason} in the warm start; start it again with --resume {rundir.path}")
             trained = latest_checkpoint(phase_dir.checkpoints)
             if trained is None:
                 raise RunError(f"the warm start left no checkpoint in {phase_dir.checkpoints}")
