@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import errno
+
 from models.algorithms.errors import AlgorithmError
 from models.checkpoint import CheckpointError
 from models.engines.errors import EngineStartError
 from models.train.errors import CheckpointUnavailable, TrainConfigInvalid, TrainStateUnreadable, UnsupportedModel
 from models.weights.errors import SlotDirectoryError, SourceError
+from pipeline.observe.errors import ObserveError
 from stages.data.errors import DataError
 from stages.filters import FilterPathError
 from stages.graders.errors import GradingError
 from stages.prompts import Starved
 from stages.toolkit.errors import ToolError
 from transport.errors import AddressError, SecurityError
+
+EXIT_DISK_FULL = 28  # of a worker whose log may have no room for the reason
 
 # Errors whose sentence is written for the user: they name the value, the rule and the cure.
 USER_ERRORS: tuple[type[BaseException], ...] = (
@@ -24,6 +29,7 @@ USER_ERRORS: tuple[type[BaseException], ...] = (
     EngineStartError,
     FilterPathError,
     GradingError,
+    ObserveError,
     SecurityError,
     SlotDirectoryError,
     SourceError,
@@ -67,6 +73,14 @@ def leaf(error: BaseException) -> BaseException:
     return error
 
 
+def disk_full(error: BaseException) -> bool:
+    """Whether there was no room to write. The second form is how safetensors says it."""
+    full = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
+    return full or "os error 28" in str(error)
+
+
 def user_error(error: BaseException) -> str | None:
     """The sentence for the user, or None if the error is a defect that should show itself."""
+    if disk_full(error):
+        return f"there is no space left on the disk ({error}); free some, or choose another --run-dir"
     return str(error) if isinstance(error, (*USER_ERRORS, Starved)) else None

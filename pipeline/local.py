@@ -21,7 +21,7 @@ from msgspec import Struct
 
 import pipeline
 from configs.schema import EngineConfig
-from pipeline.errors import ReplicaFailed, UsageError
+from pipeline.errors import EXIT_DISK_FULL, ReplicaFailed, UsageError
 from pipeline.replica import ReplicaSpec
 from pipeline.rundir import RunDir
 
@@ -147,6 +147,8 @@ class LocalRunner:
         """Report the loss and wait out the backoff, or give up."""
         why = f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
         log = self.rundir.logs / f"{replica}.log"
+        if code == EXIT_DISK_FULL:
+            raise UsageError(f"there is no space left for {self.rundir.path}; free some, or choose another --run-dir")
         if code == 2:
             raise UsageError(f"{replica}: {last_words(log)}")
         if stage in NOT_RESTARTED:

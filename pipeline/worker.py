@@ -16,7 +16,7 @@ from pathlib import Path
 import msgspec
 
 from configs.schema import Config
-from pipeline.errors import leaf, user_error
+from pipeline.errors import EXIT_DISK_FULL, disk_full, leaf, user_error
 from pipeline.replica import ReplicaSpec, run_replica
 from transport import Node
 
@@ -50,6 +50,8 @@ def main(argv: list[str]) -> int:
         cause = leaf(error)
         logging.exception("%s failed", spec.replica)
         logging.error("%s: %s", type(cause).__name__, cause)
+        if disk_full(cause):
+            return EXIT_DISK_FULL
         return 2 if user_error(cause) is not None else 1
     return 0
 

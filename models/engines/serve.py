@@ -232,7 +232,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             runner.run(_serve(server, arguments.ready_file))
     except (EngineError, msgspec.MsgspecError) as error:
         sys.stderr.write(f"error: {error}\n")
-        return 2 if isinstance(error, EngineStartError) else 1
+        return 2 if isinstance(error, EngineStartError | msgspec.MsgspecError) else 1
     return 0
 
 

@@ -131,4 +131,4 @@ def test_a_disk_that_fills_up_in_mid_run(small_disk: Path) -> None:
         except OSError:
             pass
     done = finish(process, run_dir, 120)
-    refused(done, "full")
+    refused(done, "space", "free")

@@ -87,7 +87,7 @@ def test_the_server_dies_with_its_parent(tmp_path: Path) -> None:
 def test_bad_arguments_are_one_clear_line(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "models.engines.serve", "--model-path", str(tmp_path), "--config"]
     refused = subprocess.run([*command, '{"engine_slot": 3}'], capture_output=True, text=True, check=False)
-    assert refused.returncode == 1
+    assert refused.returncode == 2
     assert refused.stderr == "error: Object contains unknown field `engine_slot`\n"
 
 
@@ -95,7 +95,7 @@ def test_bad_arguments_are_one_clear_line(tmp_path: Path) -> None:
 def test_a_missing_checkpoint_is_one_clear_line(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "models.engines.serve", "--engine", "embedded", "--model-path", str(tmp_path)]
     refused = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert refused.returncode == 1
+    assert refused.returncode == 2
     assert refused.stderr.startswith("error: model_path=")
     assert "has no config.json; give a Hugging Face checkpoint directory" in refused.stderr
 
