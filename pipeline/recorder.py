@@ -14,6 +14,7 @@ from pathlib import Path
 
 import msgspec
 
+from configs.graph import loops, path
 from configs.schema import Config
 from models.checkpoint import Manifest, commit_directory, final_path, prune, write_manifest
 from pipeline.journal import Admitted, Committed, Ended, Journal, Stepped
@@ -54,6 +55,7 @@ class Recorder:
         self.ledger = Ledger()
         self.view = RunView(
             mode=config.run.mode,
+            stages=tuple(name for name in (*path(config), *loops(config)) if name != "prompts"),
             total_steps=config.rollout.num_rollout,
             staleness_bound=config.asynchrony.max_staleness,
             started_s=self.started,
