@@ -44,11 +44,12 @@ class Committed(Struct, frozen=True, tag="commit"):
 
 
 class RolledBack(Struct, frozen=True, tag="rollback"):
-    """The run was resumed from the checkpoint of `step`: what later steps trained is open again."""
+    """The run was resumed from the checkpoint of `step`: what it holds as open is open again, however it ended since."""
 
     step: int
     epoch: int
     next_group: int
+    reopened: tuple[int, ...] = ()  # groups that the checkpoint's ledger holds as open
 
 
 Event = Admitted | Ended | Stepped | Committed | RolledBack
@@ -105,6 +106,15 @@ class Audit(Struct):
     staleness_max: int = 0
 
 
+def _survives(end: Ended, step: int, reopened: bool) -> bool:
+    """Whether a roll-back to `step` leaves a terminal state as it is.
+
+    A group trained in a surviving step keeps it even if the checkpoint calls the group open: training it again is what
+    the audit has to find. Any other end of a reopened group was written after the checkpoint was taken.
+    """
+    return end.step <= step and (end.outcome == "trained" or not reopened)
+
+
 def audit(path: Path) -> Audit:
     """Recompute the ledger from the journal."""
     admitted: set[int] = set()
@@ -125,7 +135,8 @@ def audit(path: Path) -> Audit:
             case RolledBack():
                 batches = {step: e for step, e in batches.items() if step <= event.step}
                 admitted = {g for g in admitted if g < event.next_group}
-                ended = {g: e for g, e in ended.items() if g in admitted and e.step <= event.step}
+                again = set(event.reopened)
+                ended = {g: e for g, e in ended.items() if g in admitted and _survives(e, event.step, g in again)}
             case Committed():
                 pass
     outcomes: dict[str, int] = {}

@@ -38,7 +38,7 @@ from stages.data.prompt_set import PromptSet
 from stages.data.tokenizer import load_tokenizer
 from stages.graders.choose import choose_auto
 from stages.graders.registry import find_grader
-from stages.ledger import LedgerSnapshot
+from stages.ledger import Ledger, LedgerSnapshot
 
 
 def run(config: Config) -> int:
@@ -214,11 +214,10 @@ class Phase:
         if task is not None:
             task.set_name("sluice-main")
         if self.config.run.resume is not None:
-            step, groups = (
-                (self.manifest.step if self.manifest else 0),
-                (self.snapshot.next_group if self.snapshot else 0),
-            )
-            self.recorder.journal.write(RolledBack(step, self.epoch, groups))
+            step = self.manifest.step if self.manifest else 0
+            ledger = self.snapshot or Ledger().snapshot()
+            reopened = tuple(group.group_id for group in ledger.open)
+            self.recorder.journal.write(RolledBack(step, self.epoch, ledger.next_group, reopened))
         graph = build(self.config)
         run_id = f"{self.rundir.sockets.name.removeprefix('sluice-')}"
         start = self.manifest.step if self.manifest else 0
