@@ -44,7 +44,7 @@ class Committed(Struct, frozen=True, tag="commit"):
 
 
 class RolledBack(Struct, frozen=True, tag="rollback"):
-    """The run was resumed from the checkpoint of `step`: what it holds as open is open again, however it ended since."""
+    """The run was resumed from the checkpoint of `step`: what it holds as open is open again, however it ended."""
 
     step: int
     epoch: int
