@@ -21,6 +21,7 @@ from configs.errors import ConfigError
 from configs.layers import build, given_by_difference
 from configs.modes import preset_values
 from configs.schema import Config
+from configs.schema.algorithm import LOSS_OF_ESTIMATOR, SAMPLER_LOSSES, WHITENED
 from configs.sources import BUILT_IN_LABEL, parse_source
 
 __all__ = ["Batch", "batch_arithmetic", "derive", "num_rollout_for", "resolve"]
@@ -185,20 +186,28 @@ def _staleness(config: Config, written: set[str]) -> dict[str, Any]:
 
 
 def _policy(config: Config, written: Mapping[str, str]) -> dict[str, Any]:
-    algorithm = config.algorithm
-    bypass, mode, tis = algorithm.use_rollout_logprobs, algorithm.policy_mode, algorithm.use_tis
-    if mode == "bypass" and "algorithm.use_rollout_logprobs" not in written:
-        bypass = True
+    algorithm, correction = config.algorithm, config.correction
+    bypass, mode, tis = correction.use_rollout_logprobs, correction.policy_mode, correction.use_tis
+    loss = LOSS_OF_ESTIMATOR.get(algorithm.advantage_estimator, "ppo")
+    loss = loss if algorithm.policy_loss == "auto" else algorithm.policy_loss
+    if "correction.use_rollout_logprobs" not in written:
+        # A loss on theta / mu corrects by itself: its ratio is against the sampler.
+        bypass = bypass or mode == "bypass" or (mode == "auto" and loss in SAMPLER_LOSSES)
     supervised = config.train.loss_type == "sft_loss"
     if tis is None:
         stale = (config.asynchrony.max_staleness or 0) > 0
         tis = stale and not bypass and mode in ("auto", "decoupled") and not supervised
+        tis = tis and not correction.allow_uncorrected and config.train.loss_type != "custom_loss"
     if mode == "auto":
-        mode = "decoupled" if tis else "bypass" if bypass else "onpolicy"
+        rejects = bool(correction.rollout_rs) or correction.rs_veto is not None
+        mode = "decoupled" if tis or (rejects and not bypass) else "bypass" if bypass else "onpolicy"
+    whiten = algorithm.normalize_advantages
     return {
-        "algorithm.use_tis": tis,
-        "algorithm.use_rollout_logprobs": bypass,
-        "algorithm.policy_mode": mode,
+        "algorithm.policy_loss": loss,
+        "algorithm.normalize_advantages": algorithm.advantage_estimator in WHITENED if whiten is None else whiten,
+        "correction.use_tis": tis,
+        "correction.use_rollout_logprobs": bypass,
+        "correction.policy_mode": mode,
         "algorithm.eps_clip_high": algorithm.eps_clip if algorithm.eps_clip_high is None else algorithm.eps_clip_high,
     }
 
@@ -213,7 +222,7 @@ def _defaults(config: Config) -> dict[str, Any]:
         "run.run_dir": config.run.resume if config.run.resume is not None else _new_run_dir,
         "data.rollout_max_prompt_len": context - 1 if context is not None else None,
         "train.ref_load": config.train.hf_checkpoint,
-        "filter.dynamic_sampling_filter": "none",
+        "critic.critic_load": config.train.hf_checkpoint,
         "eval.eval_max_response_len": rollout.rollout_max_response_len,
         "eval.eval_input_key": data.input_key,
         "data.label_key": label,

@@ -20,7 +20,6 @@ import msgspec
 from configs.load import config_hash, dump_toml
 from configs.resolve import num_rollout_for
 from configs.schema import Config
-from models.algorithms.guards import check
 from models.checkpoint import Manifest, latest_checkpoint, read_manifest
 from models.weights.directory import remove_stale
 from pipeline.assets import prepare
@@ -70,17 +69,6 @@ def _run(config: Config, rundir: RunDir) -> int:
     rundir.config.write_text(dump_toml(config))
     remove_stale()  # weight slots that killed runs left in shared memory
     experiment = config_hash(config)
-    faults = check(
-        config.algorithm,
-        config.asynchrony.max_staleness or 0,
-        update_weights_interval=config.asynchrony.update_weights_interval,
-        n_samples_per_prompt=config.rollout.n_samples_per_prompt,
-        rollout_top_p=config.rollout.rollout_top_p,
-        rollout_top_k=config.rollout.rollout_top_k,
-        loss_type=config.train.loss_type,
-    )
-    if faults:
-        raise UsageError("; ".join(faults))
     config = prepare(config, rundir.path / "assets")
     checkpoint = latest_checkpoint(rundir.checkpoints)
     if config.warm_start.warm_start_steps and checkpoint is None:

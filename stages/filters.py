@@ -53,7 +53,7 @@ def import_path(path: str) -> Any:
 def resolve_filter(config: FilterConfig) -> list[GroupFilter]:
     """The configured chain, built-in filter first."""
     chain: list[GroupFilter] = []
-    if config.dynamic_sampling_filter == "nonzero_std":
+    if "nonzero_std" in config.dynamic_sampling_filter:
         chain.append(nonzero_std)
     if config.dynamic_sampling_filter_path:
         custom = import_path(config.dynamic_sampling_filter_path)

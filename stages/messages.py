@@ -37,6 +37,8 @@ class UInt8Array(WireArray):
 
 A = TypeVar("A", bound=WireArray)
 
+NO_FLOATS = np.empty(0, dtype="<f4").view(Float32Array)
+
 
 def wire(values: Any, kind: type[A]) -> A:
     """Copy any sequence of numbers into a contiguous wire array of the kind."""
@@ -97,6 +99,11 @@ class Sample(Struct, frozen=True, array_like=True):
     retractions: int = 0
     resumed: int = 0  # times continued from partial output
     generate_s: float = 0.0
+    segment: int = 0  # a rollout that fanned out into several sequences (sub-agents, compaction): which of them
+    segments: int = 1  # how many its rollout has; all share `index` and the reward
+    raw_reward: float | None = None  # before shaping (length penalties); None: `reward` is raw
+    remove_sample: bool = False  # counts in its group's baseline, is not trained
+    teacher_log_probs: Float32Array = msgspec.field(default_factory=lambda: NO_FLOATS)  # [R] or empty
 
     @property
     def n_tokens(self) -> int:
@@ -170,6 +177,7 @@ class Settled(Struct, frozen=True, array_like=True, tag=True):
     step: int = -1
     tokens: int = 0  # generated for it
     reward: float | None = None  # mean over its graded rollouts
+    pass_rate: float | None = None  # share of correct rollouts, where the grader says which are
 
 
 class StepDone(Struct, frozen=True, array_like=True, tag=True):
@@ -184,6 +192,7 @@ class StepDone(Struct, frozen=True, array_like=True, tag=True):
     staleness: dict[int, int] = {}  # trained tokens by staleness
     pinned: bool = False  # an evaluation of `version` follows
     last: bool = False  # the trainer stops here, though fewer batches were trained than planned
+    pass_rates: dict[int, float] = {}  # group -> share of correct rollouts, where known
 
 
 class CheckpointReady(Struct, frozen=True, array_like=True, tag=True):

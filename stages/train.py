@@ -144,7 +144,9 @@ class TrainStage(Stage):
         batch = Batch(self.config, self.steps)
         steps = self.config.train.num_steps_per_rollout or 1
         started_s, waited_s = time.perf_counter(), 0.0
-        await self._in_torch(self.backend.begin_batch, rollouts=batch.expected_rollouts, steps=steps)
+        await self._in_torch(
+            self.backend.begin_batch, rollouts=batch.expected_rollouts, steps=steps, version=self.steps
+        )
         while len(batch.leases) < self.batch_groups:
             clock = time.perf_counter()
             if not self._heap and batch.pending >= max(1, self.batch_groups // 4) and not self.config.run.deterministic:

@@ -10,8 +10,8 @@ __all__ = ["correction_faults", "loss_faults", "sampling_faults", "warnings"]
 
 
 def correction_faults(config: Config) -> Iterator[str]:
-    algorithm = config.algorithm
-    mode, tis, bypass = algorithm.policy_mode, algorithm.use_tis, algorithm.use_rollout_logprobs
+    correction = config.correction
+    mode, tis, bypass = correction.policy_mode, correction.use_tis, correction.use_rollout_logprobs
     if tis and bypass:
         yield (
             "--use-tis and --use-rollout-logprobs are both on, but the second already measures the PPO ratio against "
@@ -30,9 +30,9 @@ def correction_faults(config: Config) -> Iterator[str]:
 
 def _uncorrected(config: Config) -> Iterator[str]:
     """Stale tokens need a correction: the invariant that this project does not negotiate."""
-    gate, algorithm = config.asynchrony, config.algorithm
+    gate, correction = config.asynchrony, config.correction
     stale = (gate.max_staleness or 0) > 0 or gate.update_weights_interval > 1
-    corrected = algorithm.use_tis or algorithm.use_rollout_logprobs
+    corrected = correction.use_tis or correction.use_rollout_logprobs
     if not stale or corrected or config.train.loss_type == "sft_loss":
         return
     yield (
@@ -43,10 +43,10 @@ def _uncorrected(config: Config) -> Iterator[str]:
 
 
 def sampling_faults(config: Config) -> Iterator[str]:
-    rollout, algorithm = config.rollout, config.algorithm
+    rollout, algorithm, correction = config.rollout, config.algorithm, config.correction
     if rollout.rollout_top_k == 0:
         yield "--rollout-top-k is 0, but would keep no token; set it to -1 (off) or to at least 1"
-    corrected = algorithm.use_tis or algorithm.use_rollout_logprobs
+    corrected = correction.use_tis or correction.use_rollout_logprobs
     reason = (
         "the engine's log-probs would be of the tokens that remained and the trainer's of the whole vocabulary, so "
         "that their ratio is no importance weight"
@@ -63,7 +63,7 @@ def sampling_faults(config: Config) -> Iterator[str]:
 
 
 def loss_faults(config: Config) -> Iterator[str]:
-    algorithm, train = config.algorithm, config.train
+    algorithm, correction, train = config.algorithm, config.correction, config.train
     if algorithm.use_kl_loss and algorithm.kl_loss_coef == 0:
         yield (
             "--kl-loss-coef is 0, but --use-kl-loss pays for a reference forward pass; set --kl-loss-coef above 0, for "
@@ -74,9 +74,9 @@ def loss_faults(config: Config) -> Iterator[str]:
             f"--kl-loss-coef is {algorithm.kl_loss_coef:g}, but does nothing without --use-kl-loss; add "
             "--use-kl-loss, or leave --kl-loss-coef out"
         )
-    if algorithm.tis_clip_low > algorithm.tis_clip:
+    if correction.tis_clip_low > correction.tis_clip:
         yield (
-            f"--tis-clip-low is {algorithm.tis_clip_low:g}, but must not be above --tis-clip {algorithm.tis_clip:g}; "
+            f"--tis-clip-low is {correction.tis_clip_low:g}, but must not be above --tis-clip {correction.tis_clip:g}; "
             "lower it, for example to 0"
         )
     if train.min_lr > train.lr:
@@ -84,7 +84,7 @@ def loss_faults(config: Config) -> Iterator[str]:
 
 
 def warnings(config: Config) -> Iterator[str]:
-    algorithm, rollout = config.algorithm, config.rollout
+    algorithm, correction, rollout = config.algorithm, config.correction, config.rollout
     if algorithm.use_kl_loss and algorithm.kl_loss_type == "k1":
         yield "--kl-loss-type k1 has no gradient on-policy as a loss (its expected gradient is 0); use low_var_kl or k2"
     if not algorithm.use_kl_loss and config.train.ref_load not in (None, config.train.hf_checkpoint):
@@ -96,9 +96,9 @@ def warnings(config: Config) -> Iterator[str]:
         )
     if algorithm.eps_clip >= 1:
         yield f"--eps-clip {algorithm.eps_clip:g} clips no ratio from below, for 1 - eps_clip is not above 0"
-    if not algorithm.use_tis and (algorithm.tis_clip != 2.0 or algorithm.tis_clip_low != 0.0):
+    if not correction.use_tis and (correction.tis_clip != 2.0 or correction.tis_clip_low != 0.0):
         yield "--tis-clip and --tis-clip-low have no effect without --use-tis"
-    uncorrected = not (algorithm.use_tis or algorithm.use_rollout_logprobs)
+    uncorrected = not (correction.use_tis or correction.use_rollout_logprobs)
     if uncorrected and (rollout.rollout_top_p < 1 or rollout.rollout_top_k > 0):
         yield (
             "--rollout-top-p or --rollout-top-k is on: the trainer's log-probs are of the whole vocabulary, so that "

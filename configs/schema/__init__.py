@@ -10,7 +10,10 @@ from msgspec import Struct
 
 from configs.schema.algorithm import AlgorithmConfig
 from configs.schema.asynchrony import AsyncConfig
+from configs.schema.correction import CorrectionConfig
+from configs.schema.critic import CriticConfig
 from configs.schema.data import DataConfig
+from configs.schema.distill import DistillConfig
 from configs.schema.engine import EngineConfig, SimulatedEngineConfig
 from configs.schema.evaluation import EvalConfig
 from configs.schema.reward import FilterConfig, RewardConfig, ToolsConfig
@@ -23,7 +26,10 @@ __all__ = [
     "AsyncConfig",
     "CheckpointConfig",
     "Config",
+    "CorrectionConfig",
+    "CriticConfig",
     "DataConfig",
+    "DistillConfig",
     "EngineConfig",
     "EvalConfig",
     "FilterConfig",
@@ -46,6 +52,9 @@ class Config(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     engine: EngineConfig = EngineConfig()
     train: TrainConfig = TrainConfig()
     algorithm: AlgorithmConfig = AlgorithmConfig()
+    correction: CorrectionConfig = CorrectionConfig()
+    critic: CriticConfig = CriticConfig()
+    distill: DistillConfig = DistillConfig()
     asynchrony: AsyncConfig = AsyncConfig()
     reward: RewardConfig = RewardConfig()
     filter: FilterConfig = FilterConfig()

@@ -20,6 +20,13 @@ class AsyncConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True)
         Literal["requeue", "drop"],
         Meta(description="prompt of a group that became too old: submit it once more, or not"),
     ] = "requeue"
+    buffer_order: Annotated[
+        str,
+        Meta(
+            description="which finished group is trained next: oldest_first, ready_first, priority (strongest learning "
+            "signal), or package.module:function"
+        ),
+    ] = "oldest_first"
     colocate: Annotated[bool, Meta(description="engine and trainer share their devices in turns (sync mode only)")] = (
         False
     )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from msgspec import Meta, Struct
 
@@ -30,4 +30,16 @@ class DataConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
         Annotated[int, Meta(ge=1)] | None,
         Meta(description="longer prompts (tokens) are skipped at load and counted"),
     ] = None
+    curriculum: Annotated[
+        Literal["none", "pass_rate"],
+        Meta(
+            description="pass_rate: prompts whose share of correct rollouts left the range below are asked less often"
+        ),
+    ] = "none"
+    curriculum_low: Annotated[float, Meta(ge=0, le=1, description="curriculum: lower bound of the pass rate")] = 0.1
+    curriculum_high: Annotated[float, Meta(ge=0, le=1, description="curriculum: upper bound of the pass rate")] = 0.9
+    curriculum_keep: Annotated[
+        float,
+        Meta(gt=0, le=1, description="curriculum: probability with which a prompt out of the range is asked again"),
+    ] = 0.25
     strict_data: Annotated[bool, Meta(description="make a malformed row an error instead of skipping it")] = False

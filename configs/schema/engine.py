@@ -47,4 +47,11 @@ class EngineConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
     prefix_cache: Annotated[
         bool, Meta(description="reuse the KV cache of equal prompts within one weights version")
     ] = True
+    frozen_engine: Annotated[
+        tuple[str, ...],
+        Meta(
+            description="engines whose weights never change (teachers, judges): name=CHECKPOINT starts with the run, "
+            "name=http://host:port is used as it is"
+        ),
+    ] = ()
     simulated: SimulatedEngineConfig = SimulatedEngineConfig()

@@ -10,21 +10,79 @@ from msgspec import Meta, Struct
 class RewardConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     rm_type: Annotated[
         str,
-        Meta(description="grader: auto, exact, gsm8k, gsm8k_flex, contains, length:N, random, constant:X, ..."),
+        Meta(
+            description="grader where a row's metadata has no rm_type: auto, exact, contains, gsm8k, gsm8k_flex, "
+            "math, math_strict, math_hendrycks, math_verify, deepscaler, dapo, f1, gpqa, ifeval, code, remote, judge, "
+            "length:N, format:REGEX, random:P, constant:X, package.module:function; boxed_ in front reads the last box only"
+        ),
     ] = "auto"
     custom_rm_path: Annotated[str | None, Meta(description="import path of a grader, package.module:function")] = None
+    reward_component: Annotated[
+        tuple[str, ...],
+        Meta(description="instead of one grader, several with weights: name=GRADER@WEIGHT; repeatable"),
+    ] = ()
+    reward_key: Annotated[
+        str | None, Meta(description="which number of a grader's dict is trained on; default: its 'score'")
+    ] = None
+    group_rm: Annotated[
+        bool, Meta(description="--custom-rm-path takes the responses of a whole group and returns a grade for each")
+    ] = False
+    custom_reward_post_process_path: Annotated[
+        str | None, Meta(description="import path of what turns a group's rewards into its advantages itself")
+    ] = None
+    math_equivalence: Annotated[
+        Literal["either", "compat", "verify"],
+        Meta(
+            description="what the grader 'math' calls equal: string rules with sympy (compat), math-verify, or either"
+        ),
+    ] = "either"
+    overlong_buffer_len: Annotated[
+        int, Meta(ge=0, description="overlong shaping: the last so many tokens of the limit are penalised; 0 = off")
+    ] = 0
+    overlong_penalty_factor: Annotated[
+        float, Meta(ge=0, description="overlong shaping: penalty at the limit, linear from 0 at the buffer's begin")
+    ] = 1.0
+    mask_truncated: Annotated[
+        bool, Meta(description="truncated responses count in their group but are not trained")
+    ] = False
+    rm_url: Annotated[str | None, Meta(description="address of the reward model of rm_type 'remote'")] = None
+    rm_concurrency: Annotated[int, Meta(ge=1, description="requests at one time to the reward model or the judge")] = 64
+    rm_timeout_s: Annotated[float, Meta(gt=0, description="deadline of one request to the reward model or judge")] = (
+        120.0
+    )
+    rm_retries: Annotated[int, Meta(ge=0, description="retries of such a request after a fault that may pass")] = 10
+    judge_engine: Annotated[
+        str | None, Meta(description="frozen engine that judges with rm_type 'judge', by its name in --frozen-engine")
+    ] = None
+    judge_prompt_path: Annotated[
+        str | None, Meta(description="file with the judge's prompt; {prompt}, {response} and {label} are replaced")
+    ] = None
+    judge_max_tokens: Annotated[int, Meta(ge=1, description="most tokens of the judge's answer")] = 512
     reward_workers: Annotated[int, Meta(ge=0, description="grader processes per reward replica; 0 = in the stage")] = 1
     reward_deadline_s: Annotated[float, Meta(gt=0, description="seconds after which a grader is killed")] = 10.0
     reward_retries: Annotated[int, Meta(ge=0, description="retries after a grader crashed or hung")] = 1
+    reward_on_error: Annotated[
+        Literal["fail_sample", "zero"],
+        Meta(description="what a failed grading (after its retries) does: fail the sample, or reward 0"),
+    ] = "fail_sample"
 
 
 class FilterConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     dynamic_sampling_filter: Annotated[
-        Literal["nonzero_std", "none"] | None,
-        Meta(description="group filter: nonzero_std drops groups in which all rewards are equal, and refills them"),
-    ] = None
+        tuple[str, ...],
+        Meta(
+            description="group filters, applied in order: nonzero_std, nonzero_std_fallback, pass_rate:LOW_HIGH, "
+            "reward:LOW_HIGH, length:MIN_MAX, staleness:N, max_failed:SHARE, duplicate_prompt; the dropped are refilled"
+        ),
+    ] = ()
     dynamic_sampling_filter_path: Annotated[
-        str | None, Meta(description="import path of a group filter, package.module:function")
+        str | None, Meta(description="import path of one more group filter, package.module:function")
+    ] = None
+    over_sampling_batch_size: Annotated[
+        Annotated[int, Meta(ge=1)] | None,
+        Meta(
+            description="groups in flight towards one rollout batch while filters are on; default: --rollout-batch-size"
+        ),
     ] = None
     max_filter_rounds: Annotated[
         int, Meta(ge=1, description="give up when this many batches were filtered without one being trained")

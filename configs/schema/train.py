@@ -22,7 +22,9 @@ class TrainConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True)
     simulated_step_s: Annotated[
         float, Meta(ge=0, description="time of one optimizer step of the simulated backend, seconds")
     ] = 1.0
-    loss_type: Annotated[Literal["policy_loss", "sft_loss"], Meta(description="what is minimised")] = "policy_loss"
+    loss_type: Annotated[Literal["policy_loss", "sft_loss", "custom_loss"], Meta(description="what is minimised")] = (
+        "policy_loss"
+    )
     global_batch_size: Annotated[
         Annotated[int, Meta(ge=1)] | None,
         Meta(description="rollouts per optimizer step; default: derived"),

@@ -16,8 +16,7 @@ import torch
 from torch import Tensor
 
 from configs.schema.algorithm import AlgorithmConfig
-from models.algorithms.advantages import ESTIMATORS
-from models.algorithms.select import pick, provides
+from models.algorithms.select import pick
 from models.algorithms.tokens import PolicyTokens, bounded_exp, log_ratio, masked
 
 
@@ -62,11 +61,9 @@ def sft(tokens: PolicyTokens) -> Tensor:
     return -masked(tokens.log_probs, tokens.mask)
 
 
-POLICY_LOSSES: Final[Mapping[str, PolicyLossFunction]] = {"ppo_clip": ppo_clip}
+POLICY_LOSSES: Final[Mapping[str, PolicyLossFunction]] = {"ppo": ppo_clip}
 
 
-def policy_loss_of(estimator: str) -> PolicyLossFunction:
-    """The policy loss that belongs to an advantage estimator: its file's own `policy_loss`, else PPO's clip."""
-    if estimator not in ESTIMATORS and ":" not in estimator and provides("policy_loss", estimator):
-        return pick("policy_loss", estimator, POLICY_LOSSES)
-    return ppo_clip
+def policy_loss_of(name: str) -> PolicyLossFunction:
+    """The policy loss of this name or import path. Raises `UnknownAlgorithm`."""
+    return pick("policy_loss", name, POLICY_LOSSES)

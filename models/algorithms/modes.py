@@ -16,7 +16,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from configs.schema.algorithm import AlgorithmConfig
+from configs.schema.correction import CorrectionConfig
 
 PolicyMode = Literal["decoupled", "bypass", "onpolicy"]
 
@@ -36,7 +36,7 @@ class Correction:
         return self.use_tis or self.mode == "bypass"
 
 
-def resolve_correction(config: AlgorithmConfig, *, max_staleness: int) -> Correction:
+def resolve_correction(config: CorrectionConfig, *, max_staleness: int) -> Correction:
     """Fill in `policy_mode = auto` and `use_tis = None`, for a bound of `max_staleness` updates.
 
     TIS is on by default where samples may be stale and no other mode was asked for.

@@ -18,6 +18,14 @@ EXPONENT_BOUND: Final = 20.0
 
 
 @dataclass(frozen=True)
+class StepFacts:
+    """Statistics of the whole optimizer step, the same in each of its micro-batches."""
+
+    weight_mean: float = 1.0  # of the importance weights after their bounds: the divisor of tis_batch_normalize
+    m2po_bound: float = float("inf")  # tokens whose (log theta - log mu)^2 is larger are dropped
+
+
+@dataclass(frozen=True)
 class PolicyTokens:
     """N tokens of S sequences. Log-probs are natural logarithms under the sampling temperature."""
 
@@ -30,6 +38,9 @@ class PolicyTokens:
     n_sequences: int  # S
     ref_log_probs: Tensor | None = None  # [N] frozen reference, no gradient
     entropy: Tensor | None = None  # [N] of the whole next-token distribution
+    staleness: Tensor | None = None  # [N] int64 >= 0, weights versions between the token and the batch; None = all 0
+    rejected: Tensor | None = None  # [S] bool, sequences removed because of a sibling in their rollout
+    facts: StepFacts = StepFacts()
 
 
 def log_ratio(numerator: Tensor, denominator: Tensor, mask: Tensor) -> Tensor:

@@ -31,6 +31,9 @@ class TrainSequence:
     rollout_log_probs: npt.NDArray[np.float32]  # [R], log mu
     advantages: npt.NDArray[np.float32]  # [R]
     versions: npt.NDArray[np.int32]  # [R], weights version that made each token
+    reward: float = 0.0  # of its rollout: for estimators that spread it over tokens (ppo, reinforce_plus_plus)
+    truncated: bool = False  # the length limit ended it
+    teacher_log_probs: npt.NDArray[np.float32] | None = None  # [R], on-policy distillation
 
 
 class TrainBackend(Protocol):
@@ -42,8 +45,11 @@ class TrainBackend(Protocol):
     def logprobs(self, sequences: Sequence[TrainSequence]) -> list[npt.NDArray[np.float32]]:
         """Log-probs [R] of each sequence's response tokens under the current weights, temperature applied."""
 
-    def begin_batch(self, *, rollouts: int, steps: int) -> None:
-        """Announce a rollout batch: its number of rollouts and of optimizer steps."""
+    def begin_batch(self, *, rollouts: int, steps: int, version: int = 0) -> None:
+        """Announce a rollout batch: its number of rollouts and of optimizer steps, and the version of the weights.
+
+        The staleness of a token is `version` minus the token's own.
+        """
 
     def accumulate(self, sequences: Sequence[TrainSequence]) -> None:
         """Take sequences into the running optimizer step."""

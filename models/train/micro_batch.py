@@ -62,7 +62,7 @@ class MicroBatchPass:
         self._score_reference = score_reference
         self._algorithm = algorithm
         self._correction = correction
-        self._policy_loss = policy_loss_of(algorithm.advantage_estimator)
+        self._policy_loss = policy_loss_of("ppo" if algorithm.policy_loss == "auto" else algorithm.policy_loss)
         self._device = device
         self._sft = sft
         # A graph through the whole vocabulary is paid for only if the bonus is on.

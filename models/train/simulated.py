@@ -47,7 +47,7 @@ class SimulatedBackend:
     def logprobs(self, sequences: Sequence[TrainSequence]) -> list[npt.NDArray[np.float32]]:
         return [s.rollout_log_probs for s in sequences]
 
-    def begin_batch(self, *, rollouts: int, steps: int) -> None:
+    def begin_batch(self, *, rollouts: int, steps: int, version: int = 0) -> None:
         self._rollouts, self._steps_per_batch = rollouts, steps
 
     def accumulate(self, sequences: Sequence[TrainSequence]) -> None:

@@ -23,6 +23,7 @@ import numpy.typing as npt
 import torch
 
 from configs.schema.algorithm import AlgorithmConfig
+from configs.schema.correction import CorrectionConfig
 from configs.schema.train import TrainConfig
 from models.algorithms.aggregation import Aggregation, StepSize, denominator, metric_mode
 from models.algorithms.modes import Correction, resolve_correction
@@ -76,7 +77,7 @@ class TorchBackend:
         self._max_response_len = max_response_len
         self._seed = seed
         self._total_steps = total_steps
-        self._correction = resolve_correction(algorithm, max_staleness=1) if correction is None else correction
+        self._correction = resolve_correction(CorrectionConfig(), max_staleness=1) if correction is None else correction
         self._aggregation: Aggregation = "token_mean" if self._sft else algorithm.loss_aggregation
         self._use_reference = not self._sft and algorithm.use_kl_loss and algorithm.kl_loss_coef > 0
 
@@ -153,7 +154,7 @@ class TorchBackend:
 
     # ------------------------------------------------------------------ the batch
 
-    def begin_batch(self, *, rollouts: int, steps: int) -> None:
+    def begin_batch(self, *, rollouts: int, steps: int, version: int = 0) -> None:
         """Announce a rollout batch. `rollouts` is a hint; what arrives counts. `steps`: calls of `step` it gets.
 
         Raises `BackendMisuse` if the batch before is not finished.

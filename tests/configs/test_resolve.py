@@ -202,7 +202,7 @@ def test_values_that_follow_from_others() -> None:
     assert config.eval.eval_max_response_len == 512
     assert config.data.rollout_max_prompt_len == 99
     assert config.train.ref_load == config.train.hf_checkpoint
-    assert config.filter.dynamic_sampling_filter == "none"
+    assert config.filter.dynamic_sampling_filter == ()
     assert config.reward.rm_type == "auto"
     assert config.observe.live is not None
     assert config.eval.eval_interval is None

@@ -199,18 +199,18 @@ async def test_an_inconsistent_sample_fails_its_group(sample: Sample, words: str
 @pytest.mark.parametrize(
     ("filters", "group", "outcome", "detail"),
     [
-        ({"dynamic_sampling_filter": "nonzero_std"}, (1.0, 1.0), "filtered", "zero_std_1"),
-        ({"dynamic_sampling_filter": "nonzero_std"}, (0.0, 0.0), "filtered", "zero_std_0"),
+        ({"dynamic_sampling_filter": ("nonzero_std",)}, (1.0, 1.0), "filtered", "zero_std_1"),
+        ({"dynamic_sampling_filter": ("nonzero_std",)}, (0.0, 0.0), "filtered", "zero_std_0"),
         ({"dynamic_sampling_filter_path": f"{PARTS}:no_sevens"}, (0.0, 1.0), "filtered", "custom"),
         ({"dynamic_sampling_filter_path": f"{PARTS}:short_only"}, (0.0, 1.0), "filtered", "longest_9"),
         (
-            {"dynamic_sampling_filter": "nonzero_std", "dynamic_sampling_filter_path": f"{PARTS}:divide"},
+            {"dynamic_sampling_filter": ("nonzero_std",), "dynamic_sampling_filter_path": f"{PARTS}:divide"},
             (1.0, 1.0),
             "filtered",
             "zero_std_1",
         ),
         (
-            {"dynamic_sampling_filter": "nonzero_std", "dynamic_sampling_filter_path": f"{PARTS}:divide"},
+            {"dynamic_sampling_filter": ("nonzero_std",), "dynamic_sampling_filter_path": f"{PARTS}:divide"},
             (0.0, 1.0),
             "failed",
             "group filter: ZeroDivisionError: division by zero",
@@ -230,7 +230,7 @@ async def test_the_first_filter_that_rejects_names_the_reason(
 
 async def test_filters_let_good_groups_pass_and_judge_only_members_that_count() -> None:
     config = make_config(
-        filter={"dynamic_sampling_filter": "nonzero_std", "dynamic_sampling_filter_path": f"{PARTS}:short_only"}
+        filter={"dynamic_sampling_filter": ("nonzero_std",), "dynamic_sampling_filter_path": f"{PARTS}:short_only"}
     )
     async with desk(config) as one:
         await one.send(
@@ -248,7 +248,7 @@ def test_a_filter_that_cannot_be_imported_is_refused_in_words() -> None:
 
 
 async def test_evaluation_rollouts_pass_as_they_are() -> None:
-    async with desk(make_config(filter={"dynamic_sampling_filter": "nonzero_std"})) as one:
+    async with desk(make_config(filter={"dynamic_sampling_filter": ("nonzero_std",)})) as one:
         evaluated = await one.rig.inlet("evaluate")
         part = make_slice(0, failed(0), n_samples=4, purpose="eval", dataset="held", pinned_version=3)
         await one.send(part)

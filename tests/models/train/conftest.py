@@ -12,6 +12,7 @@ import torch
 from hypothesis import settings
 
 from configs.schema.algorithm import AlgorithmConfig
+from configs.schema.correction import CorrectionConfig
 from configs.schema.train import TrainConfig
 from models.algorithms.modes import Correction, resolve_correction
 from models.tiny import make_tiny_checkpoint
@@ -125,7 +126,7 @@ def backend(tiny: Path) -> Callable[..., TorchBackend]:
             max_response_len=16,
             seed=0,
             total_steps=total_steps,
-            correction=correction or resolve_correction(algorithm, max_staleness=staleness),
+            correction=correction or resolve_correction(CorrectionConfig(), max_staleness=staleness),
         )
         made.setup()
         return made
