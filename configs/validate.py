@@ -11,7 +11,7 @@ from typing import Final
 
 from msgspec import Struct
 
-from configs.checks import algorithm, files, layout, schedule
+from configs.checks import algorithm, correction, files, layout, reward, schedule
 from configs.errors import ConfigError
 from configs.resolve import derive
 from configs.schema import Config
@@ -24,9 +24,19 @@ _FAULTS: Final[tuple[Check, ...]] = (
     schedule.length_faults,
     schedule.staleness_faults,
     schedule.resume_faults,
-    algorithm.correction_faults,
-    algorithm.sampling_faults,
+    algorithm.name_faults,
+    algorithm.estimator_faults,
     algorithm.loss_faults,
+    algorithm.unread_faults,
+    algorithm.kl_faults,
+    correction.correction_faults,
+    correction.weight_faults,
+    correction.rejection_faults,
+    correction.sampling_faults,
+    reward.engine_faults,
+    reward.reward_faults,
+    reward.filter_faults,
+    reward.data_order_faults,
     files.data_faults,
     files.checkpoint_faults,
     files.import_path_faults,
@@ -38,6 +48,7 @@ _FAULTS: Final[tuple[Check, ...]] = (
 _WARNINGS: Final[tuple[Check, ...]] = (
     schedule.warnings,
     algorithm.warnings,
+    correction.warnings,
     layout.warnings,
 )
 

@@ -92,8 +92,18 @@ def import_path_faults(config: Config) -> Iterator[str]:
     for label, text in (
         ("--custom-rm-path", config.reward.custom_rm_path),
         ("--dynamic-sampling-filter-path", config.filter.dynamic_sampling_filter_path),
+        ("--custom-reward-post-process-path", config.reward.custom_reward_post_process_path),
+        ("--custom-loss-function-path", config.algorithm.custom_loss_function_path),
+        ("--custom-tis-function-path", config.correction.custom_tis_function_path),
     ):
         if text is not None and (fault := import_path_fault(label, text, "my_project.rewards:score")):
+            yield fault
+    for label, text in (
+        ("--advantage-estimator", config.algorithm.advantage_estimator),
+        ("--policy-loss", config.algorithm.policy_loss),
+        ("--buffer-order", config.asynchrony.buffer_order),
+    ):
+        if ":" in text and (fault := import_path_fault(label, text, "my_project.algorithms:mine")):
             yield fault
     for tool in config.tools.tools:
         if tool != "calculator" and (

@@ -102,10 +102,10 @@ def test_none_unsets_an_optional_value(flag: Flag) -> None:
 
 
 def test_optional_booleans_have_three_states() -> None:
-    assert load([]).config.algorithm.use_tis is None
-    assert load(["--use-tis"]).config.algorithm.use_tis is True
-    assert load(["--no-use-tis"]).config.algorithm.use_tis is False
-    assert load(["--no-use-tis", "--use-tis", "none"]).config.algorithm.use_tis is None
+    assert load([]).config.correction.use_tis is None
+    assert load(["--use-tis"]).config.correction.use_tis is True
+    assert load(["--no-use-tis"]).config.correction.use_tis is False
+    assert load(["--no-use-tis", "--use-tis", "none"]).config.correction.use_tis is None
     assert load(["--live", "false"]).config.observe.live is False
 
 

@@ -84,8 +84,8 @@ def test_a_refused_configuration_exits_with_2(capsys: pytest.CaptureFixture[str]
 
 
 def test_warnings_do_not_stop(capsys: pytest.CaptureFixture[str]) -> None:
-    assert launch.main(["--dry-run", "--eps-clip", "1"]) == 0
-    assert "warning: --eps-clip 1 clips no ratio from below" in capsys.readouterr().err
+    assert launch.main(["--dry-run", "--eps-clip-high", "0.1"]) == 0
+    assert "warning: --eps-clip-high 0.1 is below --eps-clip 0.2" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -188,11 +188,37 @@ def test_presets_hold_only_the_gate() -> None:
         (["--policy-mode", "decoupled", "--mode", "sync"], ("decoupled", False, False)),
         (["--no-use-tis"], ("onpolicy", False, False)),
         (["--loss-type", "sft_loss"], ("onpolicy", False, False)),
+        (["--loss-type", "custom_loss"], ("onpolicy", False, False)),
+        (["--policy-loss", "dppo"], ("bypass", False, True)),
+        (["--policy-loss", "m2po", "--mode", "sync"], ("bypass", False, True)),
+        (["--policy-loss", "aipo", "--no-use-rollout-logprobs"], ("decoupled", True, False)),
+        (["--rollout-rs", "token_k2=0.1", "--mode", "sync"], ("decoupled", False, False)),
+        (["--rs-veto", "1e-4", "--no-use-tis"], ("decoupled", False, False)),
+        (["--allow-uncorrected"], ("onpolicy", False, False)),
     ],
 )
 def test_the_correction(argv: list[str], expected: tuple[str, bool, bool]) -> None:
-    found = resolved(*argv).algorithm
+    found = resolved(*argv).correction
     assert (found.policy_mode, found.use_tis, found.use_rollout_logprobs) == expected
+
+
+@pytest.mark.parametrize(
+    ("argv", "loss", "whitened"),
+    [
+        ([], "ppo", False),
+        (["--advantage-estimator", "gspo"], "gspo", False),
+        (["--advantage-estimator", "cispo"], "cispo", False),
+        (["--advantage-estimator", "gspo", "--policy-loss", "ppo"], "ppo", False),
+        (["--advantage-estimator", "ppo"], "ppo", True),
+        (["--advantage-estimator", "reinforce_plus_plus_baseline", "--policy-loss", "aipo"], "aipo", True),
+        (["--advantage-estimator", "ppo", "--no-normalize-advantages"], "ppo", False),
+        (["--normalize-advantages"], "ppo", True),
+        (["--policy-loss", "my.losses:mine"], "my.losses:mine", False),
+    ],
+)
+def test_the_loss_and_the_whitening_follow_from_the_estimator(argv: list[str], loss: str, whitened: bool) -> None:
+    found = resolved(*argv).algorithm
+    assert (found.policy_loss, found.normalize_advantages) == (loss, whitened)
 
 
 def test_values_that_follow_from_others() -> None:

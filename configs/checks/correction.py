@@ -1,0 +1,263 @@
+"""Stale tokens and other policies' tokens: a correction that is there, is whole, and counts once."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from typing import Final
+
+from configs.schema import Config, CorrectionConfig
+from configs.schema.algorithm import SAMPLER_LOSSES
+
+__all__ = ["correction_faults", "rejection_faults", "sampling_faults", "warnings", "weight_faults"]
+
+RULE: Final = re.compile(r"(token|seq_sum|seq_mean|seq_max)_(k1|k2|k3)")
+LOGLINEAR_LOSSES: Final = frozenset(("ppo", "cispo", "kimi"))  # read the anchor token by token
+OPSM_LOSSES: Final = frozenset(("ppo", "gspo", "cispo", "kimi"))
+_DEFAULT: Final = CorrectionConfig()
+_WEIGHT_OPTIONS: Final = (
+    "tis_level",
+    "tis_mode",
+    "tis_clip",
+    "tis_clip_low",
+    "tis_seq_low",
+    "tis_seq_high",
+    "tis_clip_decay",
+    "tis_batch_normalize",
+    "correction_ratio",
+    "custom_tis_function_path",
+)
+
+
+def rejects(correction: CorrectionConfig) -> bool:
+    """Whether a rejection rule is on."""
+    return bool(correction.rollout_rs) or correction.rs_veto is not None
+
+
+def correction_faults(config: Config) -> Iterator[str]:
+    """Which policy anchors the ratio, and that the sampler is corrected for exactly once."""
+    if config.train.loss_type == "sft_loss":
+        return
+    if config.train.loss_type == "custom_loss":
+        yield from _custom_loss(config)
+        return
+    correction, loss = config.correction, config.algorithm.policy_loss
+    mode, tis, bypass = correction.policy_mode, correction.use_tis, correction.use_rollout_logprobs
+    if loss in SAMPLER_LOSSES:
+        if tis:
+            yield (
+                f"--use-tis with --policy-loss {loss}: its ratio is already of the current policy to the sampler, and "
+                "the correction would count twice; leave --use-tis out"
+            )
+        elif mode != "bypass":
+            yield (
+                f"--policy-mode is {mode}, but --policy-loss {loss} is anchored on the sampler (bypass); leave "
+                "--policy-mode out"
+            )
+    elif tis and bypass:
+        yield (
+            "--use-tis and --use-rollout-logprobs are both on, but the second already measures the PPO ratio against "
+            "the engine's log-probs, and the correction would count twice; leave one of them out"
+        )
+    elif mode == "decoupled" and bypass:
+        yield ("--policy-mode is decoupled, but --use-rollout-logprobs means bypass; leave one of them out")
+    elif mode == "bypass" and not bypass:
+        yield "--policy-mode is bypass, but --no-use-rollout-logprobs forbids it; leave one of them out"
+    elif mode in ("bypass", "onpolicy") and tis:
+        yield f"--policy-mode is {mode}, but --use-tis needs decoupled; leave --use-tis or --policy-mode out"
+    elif mode == "onpolicy" and bypass:
+        yield "--policy-mode is onpolicy, but --use-rollout-logprobs means bypass; leave one of them out"
+    elif mode == "onpolicy" and rejects(correction):
+        yield (
+            "--policy-mode is onpolicy, but --rollout-rs and --rs-veto compare the anchor with the sampler, which "
+            "needs decoupled; leave --policy-mode or the rules out"
+        )
+    yield from _uncorrected(config)
+    yield from _anchor_faults(config)
+
+
+def _stale(config: Config) -> bool:
+    return (config.asynchrony.max_staleness or 0) > 0 or config.asynchrony.update_weights_interval > 1
+
+
+def _uncorrected(config: Config) -> Iterator[str]:
+    """Stale tokens need a correction: the invariant that this project does not negotiate."""
+    gate, correction = config.asynchrony, config.correction
+    corrected = correction.use_tis or correction.use_rollout_logprobs or rejects(correction)
+    if not _stale(config) or corrected or correction.allow_uncorrected:
+        return
+    yield (
+        f"max_staleness is {gate.max_staleness} and update_weights_interval {gate.update_weights_interval}, so that "
+        "stale tokens are trained, but no correction is on; leave --no-use-tis and --policy-mode onpolicy out, add "
+        "--use-rollout-logprobs (bypass), choose --mode sync, or accept it with --allow-uncorrected"
+    )
+
+
+def _custom_loss(config: Config) -> Iterator[str]:
+    if config.correction.use_tis:
+        yield (
+            "--use-tis with --loss-type custom_loss: a loss of your own is not weighted; leave --use-tis out and "
+            "correct inside the loss"
+        )
+    if rejects(config.correction) or config.correction.use_opsm:
+        yield (
+            "--rollout-rs, --rs-veto and --use-opsm act on a policy loss, not on --loss-type custom_loss; leave them "
+            "out"
+        )
+    if _stale(config) and not config.correction.allow_uncorrected:
+        yield (
+            f"--loss-type custom_loss with max_staleness {config.asynchrony.max_staleness}: whether your loss corrects "
+            "stale tokens cannot be seen from here; choose --mode sync, or say so with --allow-uncorrected"
+        )
+
+
+def _anchor_faults(config: Config) -> Iterator[str]:
+    correction, loss = config.correction, config.algorithm.policy_loss
+    if correction.prox == "loglinear":
+        if correction.policy_mode != "decoupled":
+            yield (
+                f"--prox loglinear interpolates the anchor of decoupled mode, but the mode is "
+                f"{correction.policy_mode}; add --use-tis, or leave --prox out"
+            )
+        elif loss not in LOGLINEAR_LOSSES:
+            yield (
+                f"--prox loglinear with --policy-loss {loss}: the anchor differs from token to token by its age, and a "
+                f"ratio of whole responses to it has no meaning; choose one of {', '.join(sorted(LOGLINEAR_LOSSES))}"
+            )
+        elif correction.correction_ratio == "current":
+            yield (
+                "--correction-ratio current with --prox loglinear counts the step from the anchor to the current "
+                "policy twice; leave one of them out"
+            )
+    elif correction.prox_alpha != _DEFAULT.prox_alpha:
+        yield "--prox-alpha is read only by --prox loglinear; add that, or leave --prox-alpha out"
+    if correction.use_opsm and loss not in OPSM_LOSSES:
+        yield (
+            f"--use-opsm with --policy-loss {loss}: it masks whole responses of a clipped ratio loss; choose one of "
+            f"{', '.join(sorted(OPSM_LOSSES))}, or leave --use-opsm out"
+        )
+    if not correction.use_opsm and correction.opsm_delta != _DEFAULT.opsm_delta:
+        yield "--opsm-delta is read only with --use-opsm; add that, or leave --opsm-delta out"
+
+
+def weight_faults(config: Config) -> Iterator[str]:
+    """Bounds and kinds of the importance weight."""
+    correction = config.correction
+    if correction.tis_clip_low > correction.tis_clip:
+        yield (
+            f"--tis-clip-low is {correction.tis_clip_low:g}, but must not be above --tis-clip "
+            f"{correction.tis_clip:g}; lower it, for example to 0"
+        )
+    if correction.tis_seq_low > correction.tis_seq_high:
+        yield (
+            f"--tis-seq-low is {correction.tis_seq_low:g}, but must not be above --tis-seq-high "
+            f"{correction.tis_seq_high:g}; lower it"
+        )
+    if correction.tis_level != "token":
+        for label, used in (
+            (f"--tis-mode {correction.tis_mode}", correction.tis_mode != "clip"),
+            (f"--tis-clip-decay {correction.tis_clip_decay:g}", correction.tis_clip_decay != 1),
+        ):
+            if used:
+                yield (
+                    f"{label} with --tis-level {correction.tis_level}: it is defined for the weight of a single token; "
+                    "set --tis-level token"
+                )
+    if correction.tis_batch_normalize and correction.tis_level == "geometric":
+        yield (
+            "--tis-batch-normalize with --tis-level geometric: a geometric mean is no importance weight whose mean "
+            "should be 1; leave one of them out"
+        )
+    if correction.tis_mode != "seq_mask" and (correction.tis_seq_low, correction.tis_seq_high) != (
+        _DEFAULT.tis_seq_low,
+        _DEFAULT.tis_seq_high,
+    ):
+        yield "--tis-seq-low and --tis-seq-high are read only by --tis-mode seq_mask; add that, or leave them out"
+    if correction.custom_tis_function_path is not None and not correction.use_tis:
+        yield "--custom-tis-function-path is read only with --use-tis; add that, or leave it out"
+
+
+def rejection_faults(config: Config) -> Iterator[str]:
+    correction = config.correction
+    for text in correction.rollout_rs:
+        fault = _rule_fault(text)
+        if fault is not None:
+            yield f"--rollout-rs {text!r} {fault}"
+    if not rejects(correction):
+        for label, used in (
+            ("--rs-unit rollout", correction.rs_unit != _DEFAULT.rs_unit),
+            ("--renormalize-after-rejection", correction.renormalize_after_rejection),
+        ):
+            if used:
+                yield f"{label} has no rule to act on; add --rollout-rs or --rs-veto, or leave it out"
+
+
+def _rule_fault(text: str) -> str | None:
+    """What is wrong with RULE=BOUND, in words that follow it."""
+    rule, separator, bound = text.partition("=")
+    matched = RULE.fullmatch(rule)
+    if matched is None or not separator:
+        return (
+            "is no rejection rule; write for example seq_mean_k1=0.99_1.01 or token_k3=0.05, with one of token, "
+            "seq_sum, seq_mean, seq_max and one of k1, k2, k3"
+        )
+    level, kind = matched.groups()
+    if level == "seq_max" and kind == "k1":
+        return (
+            "does not exist: the largest signed log-ratio says nothing of the other side; use seq_max_k2 or seq_max_k3"
+        )
+    numbers = bound.split("_")
+    try:
+        values = [float(number) for number in numbers]
+    except ValueError:
+        values = []
+    if kind == "k1" and not (len(values) == 2 and 0 < values[0] < values[1]):
+        return f"needs two bounds of the ratio mu / old, the lower one first; write for example {rule}=0.99_1.01"
+    if kind != "k1" and not (len(values) == 1 and values[0] > 0):
+        return f"needs one upper bound above 0; write for example {rule}=0.05"
+    return None
+
+
+def sampling_faults(config: Config) -> Iterator[str]:
+    rollout, correction = config.rollout, config.correction
+    if rollout.rollout_top_k == 0:
+        yield "--rollout-top-k is 0, but would keep no token; set it to -1 (off) or to at least 1"
+    corrected = (
+        correction.use_tis or correction.use_rollout_logprobs or rejects(correction) or correction.use_opsm
+    ) and config.train.loss_type != "sft_loss"
+    reason = (
+        "the engine's log-probs would be of the tokens that remained and the trainer's of the whole vocabulary, so "
+        "that their ratio is no importance weight"
+    )
+    if rollout.rollout_top_p < 1 and corrected:
+        yield f"--rollout-top-p is {rollout.rollout_top_p:g} with TIS or bypass, but must be 1: {reason}; leave it out"
+    if rollout.rollout_top_k > 0 and corrected:
+        yield f"--rollout-top-k is {rollout.rollout_top_k} with TIS or bypass, but must be -1: {reason}; leave it out"
+
+
+def warnings(config: Config) -> Iterator[str]:
+    correction, rollout = config.correction, config.rollout
+    if config.train.loss_type == "sft_loss":
+        return
+    if not correction.use_tis:
+        changed = [name for name in _WEIGHT_OPTIONS if getattr(correction, name) != getattr(_DEFAULT, name)]
+        if changed:
+            yield f"{', '.join('--' + name.replace('_', '-') for name in changed)} have no effect without --use-tis"
+    uncorrected = not (correction.use_tis or correction.use_rollout_logprobs)
+    if uncorrected and _stale(config) and rejects(correction):
+        yield "rejection without --use-tis drops drifted tokens but does not reweight the others; their bias stays"
+    if uncorrected and _stale(config) and correction.allow_uncorrected and not rejects(correction):
+        yield "--allow-uncorrected: stale tokens are trained as if the current policy had sampled them"
+    if uncorrected and (rollout.rollout_top_p < 1 or rollout.rollout_top_k > 0):
+        yield (
+            "--rollout-top-p or --rollout-top-k is on: the trainer's log-probs are of the whole vocabulary, so that "
+            "the policy that is trained is not quite the one that samples"
+        )
+    if rollout.rollout_top_k == 1:
+        yield "--rollout-top-k 1 makes all rollouts of a prompt equal: every advantage is 0"
+    steps = config.train.num_steps_per_rollout or 1
+    if correction.correction_ratio == "current" and steps > 1:
+        yield (
+            f"--correction-ratio current with {steps} optimizer steps per batch: from the second step on, weight and "
+            "ratio both hold the change since the batch's start"
+        )

@@ -1,0 +1,172 @@
+"""Refusals and warnings about estimators, losses, corrections, rewards and filters, each in its words."""
+
+from __future__ import annotations
+
+import pytest
+
+from configs.load import load
+from configs.schema.algorithm import ESTIMATORS, POLICY_LOSSES
+from configs.validate import checked
+from tests.configs.test_validate import BASE, check, faults_of
+
+SYNC = ["--mode", "sync"]
+OPD = ["--advantage-estimator", "on_policy_distillation", "--use-opd", "--frozen-engine", "teacher=tiny"]
+
+
+def test_every_estimator_is_accepted_as_it_is() -> None:
+    for estimator in ESTIMATORS:
+        argv = OPD if estimator == "on_policy_distillation" else ["--advantage-estimator", estimator]
+        for mode in ("async", "sync"):
+            check(*BASE, "--mode", mode, *argv)
+
+
+def test_every_loss_is_accepted_as_it_is() -> None:
+    for loss in POLICY_LOSSES:
+        for mode in ("async", "sync"):
+            check(*BASE, "--mode", mode, "--policy-loss", loss)
+
+
+@pytest.mark.parametrize(
+    ("argv", "words"),
+    [
+        (["--advantage-estimator", "grop"], "which is neither known nor an import path"),
+        (["--advantage-estimator", "grop"], "did you mean grpo?"),
+        (["--advantage-estimator", "qqq"], "choose one of grpo, dr_grpo"),
+        (["--policy-loss", "pppo"], "did you mean ppo?"),
+        (["--advantage-estimator", "no_such_pkg:f"], "--advantage-estimator is 'no_such_pkg:f', but no package"),
+        (["--policy-loss", "no_such_pkg:f"], "no package 'no_such_pkg' is found"),
+        (["--n-samples-per-prompt", "1", "--advantage-estimator", "gspo"], "but gspo compares the rollouts"),
+        (
+            ["--n-samples-per-prompt", "1", "--advantage-estimator", "ppo", "--dynamic-sampling-filter", "nonzero_std"],
+            "drops every group of one",
+        ),
+        (
+            ["--disable-rewards-normalization", "--advantage-estimator", "rloo"],
+            "baseline is all that this estimator is",
+        ),
+        (["--advantage-estimator", "on_policy_distillation"], "every advantage is 0; add --use-opd"),
+        ([*OPD, "--dynamic-sampling-filter", "nonzero_std"], "which this estimator never reads"),
+        (["--gamma", "0.9"], "--gamma is 0.9, but only --advantage-estimator ppo or reinforce_plus_plus reads it"),
+        (["--lambd", "0.9", "--advantage-estimator", "reinforce_plus_plus"], "only --advantage-estimator ppo reads it"),
+        (["--bootstrap-truncated"], "only --advantage-estimator ppo reads it"),
+        (["--eps-clip-c", "3", "--policy-loss", "cispo"], "only --policy-loss ppo reads it"),
+        (["--dppo-threshold", "0.3"], "only --policy-loss dppo reads it"),
+        (["--dppo-kl-coef", "0.3"], "only --policy-loss dppo reads it"),
+        (["--aipo-clip", "3"], "only --policy-loss aipo reads it"),
+        (["--m2po-threshold", "3"], "only --policy-loss m2po reads it"),
+        (["--kimi-tau", "3"], "only --policy-loss kimi reads it"),
+        (["--custom-loss-function-path", "json:loads"], "only --loss-type custom_loss reads it"),
+        (["--use-unbiased-kl"], "only --use-kl-loss reads it"),
+        (["--ref-update-interval", "5"], "only --use-kl-loss or --kl-coef reads it"),
+        (["--critic-lr", "0.1"], "--critic-lr is 0.1, but only --advantage-estimator ppo has a critic"),
+        (["--num-critic-only-steps", "2"], "but only --advantage-estimator ppo has a critic"),
+        (["--kl-coef", "0.1"], "--kl-coef is 0.1, but --advantage-estimator grpo has no reward per token"),
+        (
+            ["--kl-coef", "0.1", "--advantage-estimator", "ppo", "--use-kl-loss", "--kl-loss-coef", "0.1"],
+            "once in the reward and once in the loss",
+        ),
+        (["--loss-type", "custom_loss"], "give --custom-loss-function-path"),
+        (
+            [
+                "--loss-type",
+                "custom_loss",
+                "--custom-loss-function-path",
+                "json:loads",
+                *SYNC,
+                "--policy-loss",
+                "cispo",
+            ],
+            "--policy-loss cispo with --loss-type custom_loss",
+        ),
+        (
+            ["--loss-type", "custom_loss", "--custom-loss-function-path", "json:loads"],
+            "whether your loss corrects stale tokens cannot be seen",
+        ),
+        (["--eps-clip", "1"], "must stay above 0"),
+        (["--policy-loss", "dppo", "--use-tis"], "the correction would count twice"),
+        (["--policy-loss", "topr", "--policy-mode", "decoupled"], "is anchored on the sampler (bypass)"),
+        (["--policy-mode", "onpolicy", "--rollout-rs", "token_k2=0.1", *SYNC], "compare the anchor with the sampler"),
+        (["--prox", "loglinear", *SYNC], "but the mode is onpolicy"),
+        (["--prox", "loglinear", "--policy-loss", "gspo"], "a ratio of whole responses to it has no meaning"),
+        (["--prox", "loglinear", "--correction-ratio", "current"], "counts the step from the anchor"),
+        (["--prox-alpha", "areal"], "--prox-alpha is read only by --prox loglinear"),
+        (["--use-opsm", "--policy-loss", "aipo"], "--use-opsm with --policy-loss aipo"),
+        (["--opsm-delta", "0.1"], "--opsm-delta is read only with --use-opsm"),
+        (["--tis-seq-low", "2", "--tis-mode", "seq_mask"], "--tis-seq-low is 2, but must not be above --tis-seq-high"),
+        (["--tis-seq-low", "0.5"], "are read only by --tis-mode seq_mask"),
+        (["--tis-level", "sequence", "--tis-mode", "icepop"], "--tis-mode icepop with --tis-level sequence"),
+        (["--tis-level", "geometric", "--tis-clip-decay", "0.5"], "--tis-clip-decay 0.5 with --tis-level geometric"),
+        (["--tis-level", "geometric", "--tis-batch-normalize"], "is no importance weight whose mean should be 1"),
+        (["--custom-tis-function-path", "json:loads", *SYNC], "is read only with --use-tis"),
+        (["--rollout-rs", "seq_mean_k1"], "is no rejection rule"),
+        (["--rollout-rs", "seq_max_k1=0.5_1.5"], "does not exist"),
+        (["--rollout-rs", "token_k1=0.5"], "needs two bounds"),
+        (["--rollout-rs", "token_k1=1.5_0.5"], "the lower one first"),
+        (["--rollout-rs", "token_k3=0.5_1.5"], "needs one upper bound above 0"),
+        (["--rs-unit", "rollout"], "--rs-unit rollout has no rule to act on"),
+        (["--renormalize-after-rejection"], "has no rule to act on"),
+        (["--rollout-top-p", "0.9", *SYNC, "--rs-veto", "1e-4"], "but must be 1"),
+        (["--frozen-engine", "teacher"], "must have the form name=CHECKPOINT"),
+        (["--frozen-engine", "a=tiny", "a=tiny"], "names 'a' 2 times"),
+        (["--use-opd"], "--use-opd has no teacher"),
+        ([*OPD, "--opd-teacher", "techer"], "is no frozen engine; did you mean teacher?"),
+        (["--opd-teacher", "x"], "--opd-teacher is read only with --use-opd"),
+        (["--judge-engine", "j", "--rm-type", "judge"], "add --frozen-engine j=PATH"),
+        (["--rm-type", "judge"], "rm_type judge has no judge"),
+        (["--rm-type", "remote"], "rm_type remote has no address"),
+        (["--rm-url", "localhost:80"], "must be an http address"),
+        (["--reward-component", "math@0.8"], "must have the form name=GRADER@WEIGHT"),
+        (["--reward-component", "acc=math"], "must have the form name=GRADER@WEIGHT"),
+        (["--reward-component", "a=math@1", "a=exact@1"], "names 'a' 2 times"),
+        (["--reward-component", "a=remote@1"], "rm_type remote has no address"),
+        (["--reward-component", "a=math@1", "--custom-rm-path", "json:loads"], "both say how to grade"),
+        (["--group-rm"], "--group-rm needs a function over whole groups"),
+        (["--overlong-buffer-len", "600"], "must be below --rollout-max-response-len 512"),
+        (
+            ["--custom-reward-post-process-path", "json:loads", "--advantage-estimator", "ppo"],
+            "which --advantage-estimator ppo does not have",
+        ),
+        (["--over-sampling-batch-size", "64"], "but no group is ever filtered"),
+        (["--buffer-order", "oldest"], "did you mean oldest_first?"),
+        (["--curriculum", "pass_rate", "--curriculum-low", "0.95"], "must not be above --curriculum-high"),
+        (["--curriculum-keep", "0.5"], "need --curriculum pass_rate"),
+    ],
+)
+def test_refusals(argv: list[str], words: str) -> None:
+    faults = faults_of(*BASE, *argv)
+    assert any(words in fault for fault in faults), faults
+    assert all("\n" not in fault for fault in faults)
+
+
+@pytest.mark.parametrize(
+    ("argv", "words"),
+    [
+        (["--advantage-estimator", "cispo"], "its canonical form has no lower bound"),
+        (["--advantage-estimator", "gspo"], "is wide for gspo"),
+        (["--eps-clip-high", "0.1"], "the reverse of clip-higher"),
+        (["--policy-loss", "aipo", "--eps-clip", "0.3"], "have no effect with --policy-loss aipo"),
+        (["--advantage-estimator", "dr_grpo"], "its own form is --loss-aggregation constant"),
+        (["--advantage-estimator", "reinforce_plus_plus", "--no-normalize-advantages"], "without any baseline"),
+        (["--no-use-tis", "--rollout-rs", "token_k2=0.1"], "does not reweight the others"),
+        (["--allow-uncorrected"], "are trained as if the current policy had sampled them"),
+        (["--correction-ratio", "current", "--num-steps-per-rollout", "2"], "with 2 optimizer steps per batch"),
+        (["--tis-level", "sequence", *SYNC], "--tis-level have no effect without --use-tis"),
+    ],
+)
+def test_warnings(argv: list[str], words: str) -> None:
+    warnings = check(*BASE, *argv)
+    assert any(words in warning for warning in warnings), warnings
+
+
+def test_allowed_combinations_that_are_easily_refused_by_mistake() -> None:
+    for argv in (
+        ["--advantage-estimator", "ppo", "--n-samples-per-prompt", "1", "--gamma", "0.9", "--critic-lr", "1e-4"],
+        ["--advantage-estimator", "cispo", "--eps-clip", "1", "--eps-clip-high", "4"],
+        ["--rollout-rs", "seq_mean_k1=0.99_1.01", "token_k3=0.05", "--rs-unit", "rollout", "--rs-veto", "1e-4"],
+        ["--reward-component", "acc=contains:a@b@0.8", "fmt=format:x=y@0.2"],
+        ["--frozen-engine", "teacher=http://localhost:30000", "--use-opd", "--opd-teacher", "teacher"],
+        ["--dynamic-sampling-filter", "nonzero_std", "--over-sampling-batch-size", "16"],
+        ["--kl-coef", "0.01", "--advantage-estimator", "reinforce_plus_plus", "--ref-update-interval", "4"],
+    ):
+        loaded = load([*BASE, *argv])
+        checked(loaded.config, loaded.given)
