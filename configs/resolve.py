@@ -197,7 +197,8 @@ def _policy(config: Config, written: Mapping[str, str]) -> dict[str, Any]:
     if tis is None:
         stale = (config.asynchrony.max_staleness or 0) > 0
         tis = stale and not bypass and mode in ("auto", "decoupled") and not supervised
-        tis = tis and not correction.allow_uncorrected and config.train.loss_type != "custom_loss"
+        own = loss in SAMPLER_LOSSES or config.train.loss_type == "custom_loss"
+        tis = tis and not own and not correction.allow_uncorrected
     if mode == "auto":
         rejects = bool(correction.rollout_rs) or correction.rs_veto is not None
         mode = "decoupled" if tis or (rejects and not bypass) else "bypass" if bypass else "onpolicy"

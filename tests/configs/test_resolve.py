@@ -191,7 +191,7 @@ def test_presets_hold_only_the_gate() -> None:
         (["--loss-type", "custom_loss"], ("onpolicy", False, False)),
         (["--policy-loss", "dppo"], ("bypass", False, True)),
         (["--policy-loss", "m2po", "--mode", "sync"], ("bypass", False, True)),
-        (["--policy-loss", "aipo", "--no-use-rollout-logprobs"], ("decoupled", True, False)),
+        (["--policy-loss", "aipo", "--no-use-rollout-logprobs"], ("onpolicy", False, False)),
         (["--rollout-rs", "token_k2=0.1", "--mode", "sync"], ("decoupled", False, False)),
         (["--rs-veto", "1e-4", "--no-use-tis"], ("decoupled", False, False)),
         (["--allow-uncorrected"], ("onpolicy", False, False)),
