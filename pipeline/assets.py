@@ -27,13 +27,16 @@ def prepare(config: Config, directory: Path) -> Config:
     train = replace(train, hf_checkpoint=_model(train.hf_checkpoint, directory, config.run.seed))
     if train.ref_load is not None:
         train = replace(train, ref_load=_model(train.ref_load, directory, config.run.seed))
+    critic = config.critic
+    if critic.critic_load is not None:
+        critic = replace(critic, critic_load=_model(critic.critic_load, directory, config.run.seed))
     files = {name: _data(name, directory) for name in _named(config)}
     data = replace(data, prompt_data=tuple(_path(e, files, heldout=False) for e in data.prompt_data))
     evaluation = replace(
         evaluation, eval_prompt_data=tuple(_path(e, files, heldout=True) for e in evaluation.eval_prompt_data)
     )
     warm = replace(warm, warm_start_data=tuple(_path(e, files, heldout=False) for e in warm.warm_start_data))
-    return replace(config, train=train, data=data, eval=evaluation, warm_start=warm)
+    return replace(config, train=train, critic=critic, data=data, eval=evaluation, warm_start=warm)
 
 
 def _named(config: Config) -> set[str]:

@@ -88,7 +88,15 @@ def _run(config: Config, rundir: RunDir) -> int:
 
 
 def _with_model(config: Config, model: Path) -> Config:
-    return msgspec.structs.replace(config, train=msgspec.structs.replace(config.train, hf_checkpoint=str(model)))
+    """The configuration with another starting point; a reference or critic that had none of its own follows."""
+    replace, start = msgspec.structs.replace, config.train.hf_checkpoint
+    reference = str(model) if config.train.ref_load in (None, start) else config.train.ref_load
+    critic = str(model) if config.critic.critic_load in (None, start) else config.critic.critic_load
+    return replace(
+        config,
+        train=replace(config.train, hf_checkpoint=str(model), ref_load=reference),
+        critic=replace(config.critic, critic_load=critic),
+    )
 
 
 def _warm_start(config: Config, rundir: RunDir) -> Config:

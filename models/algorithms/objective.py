@@ -28,6 +28,7 @@ class Objective:
 
     loss: Tensor  # [N]
     metrics: TokenMetrics
+    kept: Tensor  # [N] bool, trainable tokens that no rejection rule removed from the policy term
 
 
 def policy_objective(

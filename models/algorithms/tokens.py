@@ -40,6 +40,7 @@ class PolicyTokens:
     entropy: Tensor | None = None  # [N] of the whole next-token distribution
     staleness: Tensor | None = None  # [N] int64 >= 0, weights versions between the token and the batch; None = all 0
     rejected: Tensor | None = None  # [S] bool, sequences removed because of a sibling in their rollout
+    kept_scale: Tensor | None = None  # [S] factor of the policy term, for renormalize_after_rejection
     facts: StepFacts = StepFacts()
 
 
@@ -64,3 +65,15 @@ def sequence_sum(values: Tensor, tokens: PolicyTokens) -> Tensor:
     return torch.zeros(tokens.n_sequences, dtype=values.dtype, device=values.device).index_add(
         0, tokens.sequence, masked(values, tokens.mask)
     )
+
+
+def sequence_mean(values: Tensor, tokens: PolicyTokens) -> Tensor:
+    """Mean of values [N] over each sequence's trainable tokens, [S], 0 where there is none; differentiable."""
+    counts = sequence_sum(torch.ones_like(values), tokens)
+    return sequence_sum(values, tokens) / counts.clamp(min=1.0)
+
+
+def sequence_max(values: Tensor, tokens: PolicyTokens) -> Tensor:
+    """Largest of non-negative values [N] over each sequence's trainable tokens, [S], 0 where there is none."""
+    empty = torch.zeros(tokens.n_sequences, dtype=values.dtype, device=values.device)
+    return empty.scatter_reduce(0, tokens.sequence, masked(values, tokens.mask), reduce="amax")

@@ -1,4 +1,4 @@
-"""`boxed`: the content of the last \\boxed{...} or \\fbox{...} equals the label; and the extraction behind `boxed_`.
+"""The last \\boxed{...} or \\fbox{...} of a text, by brace counting: what `boxed_` in front of a grader reads.
 
 Only the last box counts, also when it is broken: an answer that was cut off is no answer, whatever came before it.
 """
@@ -6,22 +6,30 @@ Only the last box counts, also when it is broken: an answer that was cut off is 
 from __future__ import annotations
 
 import re
+from typing import Literal
 
-from stages.graders.grade import Grade, GradeRequest, judged
+from msgspec import Struct
 
 TAIL_CHARS = 100_000
-_COMMANDS = ("\\boxed", "\\fbox")
+_COMMANDS: tuple[Literal["\\boxed"], Literal["\\fbox"]] = ("\\boxed", "\\fbox")
 _SPACE = re.compile(r"\s*")
 _BARE = re.compile(r"[^\s$]+")
 
 
-def last_box(text: str) -> str | None:
-    """Content of the last box, trimmed, by brace counting; None without a box, or if it is empty or not closed.
+class Box(Struct, frozen=True):
+    """A box with something in it."""
+
+    command: Literal["\\boxed", "\\fbox"]
+    content: str  # trimmed, not empty
+
+
+def find_box(text: str) -> Box | None:
+    """The last box; None without one, or if it is empty or not closed.
 
     `\\boxed x` (without braces) gives the token up to a space or a dollar sign. Looks at the last 100 000 characters.
     """
     text = text[-TAIL_CHARS:]
-    start, command = max((text.rfind(name), name) for name in _COMMANDS)
+    start, command = max(((text.rfind(name), name) for name in _COMMANDS), key=lambda found: found[0])
     if start < 0:
         return None
     after = start + len(command)
@@ -34,7 +42,20 @@ def last_box(text: str) -> str | None:
     else:
         bare = _BARE.match(text, position)
         content = bare.group() if bare is not None else None
-    return (content.strip() or None) if content is not None else None
+    content = "" if content is None else content.strip()
+    return Box(command, content) if content else None
+
+
+def last_box(text: str) -> str | None:
+    """Content of the last box, trimmed; None without a box, or if it is empty or not closed."""
+    box = find_box(text)
+    return None if box is None else box.content
+
+
+def unboxed(label: str) -> str:
+    """A label that is itself boxed, unboxed once."""
+    inner = last_box(label)
+    return label.strip() if inner is None else inner
 
 
 def _braced(text: str, start: int) -> str | None:
@@ -53,15 +74,3 @@ def _braced(text: str, start: int) -> str | None:
                 return text[start + 1 : position]
         position += 1
     return None
-
-
-def unboxed(label: str) -> str:
-    """A label that is itself boxed, unboxed once."""
-    inner = last_box(label)
-    return label.strip() if inner is None else inner
-
-
-def grade_boxed(request: GradeRequest) -> Grade:
-    """Score 1 if the content of the last box is the label, character by character after trimming."""
-    answer = last_box(request.response)
-    return judged(answer is not None and answer == unboxed(request.label or ""), answer)

@@ -59,11 +59,11 @@ def work_frame(items: list[GradeRequest]) -> bytes:
 
 
 def _repaired(item: GradeRequest) -> GradeRequest:
-    return GradeRequest(
-        clean(item.grader),
-        clean(item.response),
-        None if item.label is None else clean(item.label),
-        clean(item.metadata),
-        item.n_tokens,
-        item.seed,
+    return msgspec.structs.replace(
+        item,
+        grader=clean(item.grader),
+        response=clean(item.response),
+        label=None if item.label is None else clean(item.label),
+        metadata=clean(item.metadata),
+        responses=tuple(clean(response) for response in item.responses),
     )

@@ -26,6 +26,8 @@ class GradeRequest(Struct, frozen=True, array_like=True):
     metadata: str = "{}"  # JSON object of the row
     n_tokens: int = 0  # of the response
     seed: int = 0  # f(run seed, sample id), for graders that draw
+    reward_key: str | None = None  # which number of a custom grader's dict is the score, where it has no 'score'
+    responses: tuple[str, ...] = ()  # of a whole group, for a group grader; `response` is then empty
 
 
 class Grade(Struct, frozen=True, array_like=True):
@@ -37,6 +39,7 @@ class Grade(Struct, frozen=True, array_like=True):
     extracted: str | None = None  # the answer that was compared
     error: str | None = None
     status: Literal["ok", "timeout", "error"] = "ok"
+    members: tuple[Grade, ...] = ()  # of a group grader: one for each response
 
 
 def failed(reason: str, status: Literal["timeout", "error"] = "error") -> Grade:
@@ -67,15 +70,16 @@ def text_of(value: object) -> str | None:
         return str(value)
 
 
-def as_grade(value: object) -> Grade:
+def as_grade(value: object, key: str | None = None) -> Grade:
     """Accept a number, a mapping with `score`, or a Grade; anything else is a failed grade that says what is wrong.
 
     Of a mapping, `is_correct` (boolean) and `extracted` (text) are kept as such, every other number becomes a part.
+    `key` (--reward-key) may stand for a `score` that is not there.
     """
     if isinstance(value, Grade):
         return _checked(value)
     if isinstance(value, Mapping):
-        return _from_mapping(value)
+        return _from_mapping(value, key)
     number = _number(value)
     if number is None:
         return failed(
@@ -84,22 +88,23 @@ def as_grade(value: object) -> Grade:
     return _checked(Grade(number))
 
 
-def _from_mapping(value: Mapping[object, object]) -> Grade:
-    score = _number(value.get("score"))
+def _from_mapping(value: Mapping[object, object], key: str | None) -> Grade:
+    source = "score" if "score" in value or key is None else key
+    score = _number(value.get(source))
     if score is None:
-        found = ", ".join(str(key) for key in list(value)[:20]) or "none"
-        return failed(f"the grader's dict needs a number under 'score'; its keys: {found}")
+        found = ", ".join(str(name) for name in list(value)[:20]) or "none"
+        return failed(f"the grader's dict needs a number under {source!r}; its keys: {found}")
     correct, extracted = value.get("is_correct"), value.get("extracted")
     if correct is not None and not isinstance(correct, bool):
         return failed(f"'is_correct' in the grader's dict is {type(correct).__name__}; it must be a bool or None")
     parts: dict[str, float] = {}
-    for key, item in value.items():
-        if key in ("score", "is_correct", "extracted"):
+    for name, item in value.items():
+        if name in ("score", "is_correct", "extracted"):
             continue
         number = _number(item)
         if number is None:
-            return failed(f"{key!r} in the grader's dict is {type(item).__name__}; every part must be a number")
-        parts[clean(str(key))] = number
+            return failed(f"{name!r} in the grader's dict is {type(item).__name__}; every part must be a number")
+        parts[clean(str(name))] = number
     shown = None if extracted is None else clean(str(extracted)[:EXTRACTED_CHARS])
     return _checked(Grade(score, correct, parts, shown))
 

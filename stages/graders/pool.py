@@ -92,7 +92,7 @@ class GraderPool:
         """Raise UnknownGraderError if a grader cannot be used; the user's own are imported in a worker."""
         if not is_import_path(grader):
             found = find_grader(grader)
-            if self._workers or found.in_stage:
+            if (self._workers and found.prepare is None) or found.in_stage:
                 return
         if not self._workers:
             raise UnknownGraderError(_needs_process(grader))

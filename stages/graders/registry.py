@@ -11,18 +11,18 @@ from __future__ import annotations
 
 import difflib
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Iterable, Mapping
 from functools import lru_cache, partial
 
 import msgspec
-from msgspec import Struct
 
 from stages.graders.boxed import grade_boxed, last_box
 from stages.graders.choose import grade_auto
 from stages.graders.custom import IMPORT_PATH, grade_custom, import_function
+from stages.graders.entry import Entry, Grader, against_label
 from stages.graders.errors import UnknownGraderError
 from stages.graders.exact import grade_contains, grade_contains_label, grade_exact
-from stages.graders.grade import Grade, GradeRequest, failed, judged, text_of
+from stages.graders.grade import Grade, GradeRequest, failed, text_of
 from stages.graders.gsm8k import grade_gsm8k, grade_gsm8k_flex
 from stages.graders.synthetic import (
     grade_constant,
@@ -33,35 +33,7 @@ from stages.graders.synthetic import (
     parse_durations,
 )
 
-Run = Callable[[GradeRequest], Grade]
 BOXED = "boxed_"
-
-
-class Grader(Struct, frozen=True):
-    """A grader as it is called."""
-
-    run: Run
-    needs_label: bool = False
-    in_stage: bool = True  # cheap and safe enough to run in the stage's own process
-
-
-class Entry(Struct, frozen=True):
-    """How a name of the table becomes a grader. `build` gets the argument (None without one); ValueError refuses it."""
-
-    build: Callable[[str | None], Grader]
-    form: str  # what the user writes
-    reads_text: bool = True  # whether `boxed_` in front makes sense
-
-
-def _plain(run: Run, form: str) -> Entry:
-    """A grader that compares with the label and takes no argument."""
-
-    def build(argument: str | None) -> Grader:
-        if argument is not None:
-            raise ValueError("it takes no argument")
-        return Grader(run, needs_label=True)
-
-    return Entry(build, form)
 
 
 def _contains(argument: str | None) -> Grader:
@@ -94,12 +66,12 @@ def _constant(argument: str | None) -> Grader:
 
 
 GRADERS: dict[str, Entry] = {
-    "auto": _plain(grade_auto, "auto"),
-    "exact": _plain(grade_exact, "exact"),
+    "auto": against_label(grade_auto, "auto"),
+    "exact": against_label(grade_exact, "exact"),
     "contains": Entry(_contains, "contains or contains:TEXT"),
-    "boxed": _plain(grade_boxed, "boxed"),
-    "gsm8k": _plain(grade_gsm8k, "gsm8k"),
-    "gsm8k_flex": _plain(grade_gsm8k_flex, "gsm8k_flex"),
+    "boxed": against_label(grade_boxed, "boxed"),
+    "gsm8k": against_label(grade_gsm8k, "gsm8k"),
+    "gsm8k_flex": against_label(grade_gsm8k_flex, "gsm8k_flex"),
     "length": Entry(_length, "length:N (tokens)", reads_text=False),
     "random": Entry(
         lambda argument: Grader(partial(grade_random, _probability(argument, 0.5))),
@@ -136,7 +108,7 @@ def find_grader(name: str) -> Grader:
         grader = entry.build(argument if separator else None)
     except ValueError as error:
         raise UnknownGraderError(f"rm_type {name!r} cannot be used ({error}); write {entry.form}") from None
-    return Grader(partial(_grade_box, grader.run), grader.needs_label, grader.in_stage) if boxed else grader
+    return msgspec.structs.replace(grader, run=partial(_grade_box, grader)) if boxed else grader
 
 
 def is_import_path(name: str) -> bool:
@@ -147,6 +119,12 @@ def is_import_path(name: str) -> bool:
 
 
 def _find_custom(name: str, base: str) -> Grader:
+    _check_form(name, base)
+    return Grader(partial(grade_custom, import_function(name)), in_stage=False)
+
+
+def _check_form(name: str, base: str) -> None:
+    """Refuse what is no import path, and what is more likely a slip in a name of the table."""
     names = [*GRADERS, *(BOXED + known for known, entry in GRADERS.items() if entry.reads_text)]
     near = difflib.get_close_matches(base, names, n=1, cutoff=0.6)
     guess = f"did you mean {near[0]!r}? " if near else ""
@@ -155,14 +133,34 @@ def _find_custom(name: str, base: str) -> Grader:
             f"rm_type {name!r} is no grader; {guess}Known: {', '.join(GRADERS)}, boxed_ before one that reads text, "
             "or your own as package.module:function"
         )
-    return Grader(partial(grade_custom, import_function(name)), in_stage=False)
 
 
-def _grade_box(run: Run, request: GradeRequest) -> Grade:
+def _grade_box(grader: Grader, request: GradeRequest) -> Grade:
     content = last_box(request.response)
     if content is None:
-        return judged(False, None)
-    return run(msgspec.structs.replace(request, response=content))
+        return Grade(grader.wrong or 0.0, False)
+    return grader.run(msgspec.structs.replace(request, response=content))
+
+
+def refusal(name: str) -> str | None:
+    """Why a name can be no grader, None if it can. The module of an import path is not imported here."""
+    try:
+        if is_import_path(name):
+            _check_form(name, name.partition(":")[0])
+        else:
+            find_grader(name)
+    except UnknownGraderError as error:
+        return str(error)
+    return None
+
+
+def unknown_graders(names: Iterable[str]) -> list[str]:
+    """The names that are no graders, each once, in order; `refusal` says why.
+
+    For a scan of all rows' `rm_type` before anything starts. Import paths are checked in form only: their modules are
+    imported in grader processes, by `GraderPool.check`.
+    """
+    return [name for name in dict.fromkeys(names) if refusal(name) is not None]
 
 
 def grade_request(request: GradeRequest) -> Grade:

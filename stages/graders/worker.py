@@ -123,9 +123,11 @@ class _Server:
 
 
 def _checked(grader: str) -> Grade:
-    """Score 1 if the grader exists, else a failed grade with the reason."""
+    """Score 1 if the grader exists and can be used here, else a failed grade with the reason."""
     try:
-        find_grader(grader)
+        prepare = find_grader(grader).prepare
+        if prepare is not None:
+            prepare()
     except UnknownGraderError as error:
         return failed(str(error))
     return Grade(1.0)
