@@ -35,6 +35,8 @@ test: lint types test-fast
 bench: $(STAMP)
 	$(BIN)/python -m bench.transport --quick
 	$(BIN)/python -m bench.modes --quick
+	$(BIN)/python -m bench.reward --quick
+	$(BIN)/python -m bench.off_policy --quick
 
 clean:
 	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis *.egg-info

@@ -11,10 +11,22 @@ from typing import Final
 
 from configs.schema import Config, StageConfig
 
-__all__ = ["BUILT_IN", "FOLLOWED", "SINGLE", "chain", "evaluates", "loops", "path", "replicas", "stage_names"]
+__all__ = [
+    "BUILT_IN",
+    "FOLLOWED",
+    "SINGLE",
+    "chain",
+    "evaluates",
+    "frozen_engines",
+    "is_address",
+    "loops",
+    "path",
+    "replicas",
+    "stage_names",
+]
 
-BUILT_IN: Final = ("prompts", "generate", "engine", "tools", "reward", "group", "train", "evaluate")
-FOLLOWED: Final = ("generate", "reward")  # built-in stages behind which a custom stage may stand
+BUILT_IN: Final = ("prompts", "generate", "engine", "tools", "reward", "teacher", "group", "train", "evaluate")
+FOLLOWED: Final = ("generate", "reward", "teacher")  # built-in stages behind which a custom stage may stand
 
 # Stages of which there is one, with the reason.
 SINGLE: Final[Mapping[str, str]] = {
@@ -36,11 +48,16 @@ def chain(config: Config, head: str, passed: frozenset[str] = frozenset()) -> tu
 
 
 def path(config: Config) -> tuple[str, ...]:
-    """The stages that every group passes. Supervised training needs no generation."""
+    """The stages that every group passes. Supervised training needs no generation.
+
+    What stands behind the teacher keeps its place in a run without one.
+    """
     if config.train.loss_type == "sft_loss":
         return ("prompts", "train")
     behind = {head: tuple(stage.name for stage in chain(config, head)) for head in FOLLOWED}
-    return ("prompts", "generate", *behind["generate"], "reward", *behind["reward"], "group", "train")
+    teacher = ("teacher",) if config.distill.use_opd else ()
+    rewarded = ("reward", *behind["reward"], *teacher, *behind["teacher"])
+    return ("prompts", "generate", *behind["generate"], *rewarded, "group", "train")
 
 
 def loops(config: Config) -> tuple[str, ...]:
@@ -55,6 +72,18 @@ def evaluates(config: Config) -> bool:
     """Whether the run has an evaluate stage."""
     asked = config.eval.eval_interval is not None and bool(config.eval.eval_prompt_data)
     return asked and config.train.loss_type != "sft_loss"
+
+
+def frozen_engines(config: Config) -> dict[str, str]:
+    """Name -> checkpoint or address of the engines whose weights never change. Supervised training asks none."""
+    if config.train.loss_type == "sft_loss":
+        return {}
+    return {name: place for name, _, place in (entry.partition("=") for entry in config.engine.frozen_engine)}
+
+
+def is_address(place: str) -> bool:
+    """Whether a frozen engine is one that runs already, at this address."""
+    return place.startswith(("http://", "https://"))
 
 
 def stage_names(config: Config) -> tuple[str, ...]:

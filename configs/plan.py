@@ -19,7 +19,7 @@ from configs.estimate import (
     simulated_training_s,
     staleness_line,
 )
-from configs.graph import evaluates, loops, path, replicas
+from configs.graph import evaluates, frozen_engines, is_address, loops, path, replicas
 from configs.load import config_hash
 from configs.resolve import Batch
 from configs.schema import Config
@@ -35,6 +35,15 @@ class StagePlan(Struct, frozen=True):
     replicas: int
     where: str
     custom: bool = False
+
+
+class FrozenPlan(Struct, frozen=True):
+    """An engine whose weights never change. `started`: with the run, else it runs already."""
+
+    name: str
+    place: str
+    started: bool
+    nbytes: int | None = None  # estimate, where its config.json is at hand
 
 
 class Edge(Struct, frozen=True):
@@ -64,6 +73,7 @@ class Plan(Struct, frozen=True):
     staleness_text: str
     step: StepTime
     memory: Memory | None
+    frozen: tuple[FrozenPlan, ...] = ()
 
 
 def make_plan(config: Config, *, generation_s: float | None = None, training_s: float | None = None) -> Plan:
@@ -81,6 +91,8 @@ def make_plan(config: Config, *, generation_s: float | None = None, training_s: 
         training_s = simulated_training_s(config)
     model = model_config(config.train.hf_checkpoint)
     stages = _stages(config)
+    frozen = tuple(_frozen(config, name, place) for name, place in frozen_engines(config).items())
+    started = sum(engine.started for engine in frozen)
     return Plan(
         mode=config.run.mode,
         runner=config.run.runner,
@@ -92,14 +104,23 @@ def make_plan(config: Config, *, generation_s: float | None = None, training_s: 
         epochs=rollout.num_epoch if rollout.num_rollout is None else None,
         stages=stages,
         edges=_edges(config),
-        processes=_processes(config, stages),
+        processes=_processes(config, stages) + (started if config.run.runner == "local" else 0),
         batch=batch,
         tokens_per_batch=batch.rollouts * rollout.rollout_max_response_len,
         staleness=predicted_staleness(config),
         staleness_text=staleness_line(config),
         step=StepTime(generation_s, training_s),
         memory=memory(config, model) if model is not None else None,
+        frozen=frozen,
     )
+
+
+def _frozen(config: Config, name: str, place: str) -> FrozenPlan:
+    if is_address(place):
+        return FrozenPlan(name, place, started=False)
+    model = model_config(place)
+    size = memory(config, model) if model is not None else None
+    return FrozenPlan(name, place, started=True, nbytes=size.engine if size is not None else None)
 
 
 def _stages(config: Config) -> tuple[StagePlan, ...]:
@@ -169,6 +190,8 @@ def _graph(plan: Plan) -> list[str]:
     if "engine" in label:
         lines.append(f"  generate <-> {label['engine']}   (HTTP)")
         lines.append("  train -> weights -> engine   (by version)")
+    if "teacher" in label:
+        lines.append("  teacher <-> frozen engines   (HTTP)")
     reporters = ", ".join(edge.source for edge in plan.edges if edge.carries == "Report")
     lines.append(f"  {reporters} -> prompts   (every group settled once)")
     return lines
@@ -179,6 +202,10 @@ def _placement(plan: Plan) -> list[str]:
     for stage in plan.stages:
         kind = f"{stage.where} (custom stage)" if stage.custom else stage.where
         lines.append(f"  {stage.name:<12} x{stage.replicas:<3} {kind}")
+    server = "process" if plan.runner == "local" else "thread"
+    for engine in plan.frozen:
+        where = f"{server} with an HTTP server, weights of" if engine.started else "not started here, asked at"
+        lines.append(f"  frozen-{engine.name:<5} x1   {where} {engine.place}")
     return lines
 
 
@@ -222,11 +249,17 @@ def _memory(plan: Plan) -> list[str]:
     m = plan.memory
     if m is None:
         return [f"memory: not estimated, for {plan.model} has no local config.json of a known shape"]
+    frozen = [
+        f"  frozen-{engine.name:<11} {_bytes(engine.nbytes)}   weights + KV cache"
+        for engine in plan.frozen
+        if engine.nbytes is not None
+    ]
     return [
         f"memory (estimate, activations and logits on top): {m.parameters:,} parameters",
         f"  trainer            {_bytes(m.trainer)}   fp32: 4 weights + 8 Adam + 4 gradients bytes each",
         f"  one engine         {_bytes(m.engine)}   {_bytes(m.engine_weights)} weights + KV cache of {m.kv_tokens:,} "
         "tokens",
+        *frozen,
         f"  weight store       {_bytes(m.weight_slots)}   two versions in shared memory",
     ]
 

@@ -11,8 +11,11 @@ from typing import Literal
 
 import msgspec
 
+from configs.graph import is_address
 from configs.schema import Config
 from models.arithmetic import ArithmeticFiles, write_arithmetic
+from pipeline.errors import UsageError
+from stages.data.errors import TokenizerError
 from stages.data.tokenizer import locate
 
 BUILT_IN_MODELS: dict[str, Literal["bytes", "arithmetic"]] = {"tiny": "bytes", "tiny-arithmetic": "arithmetic"}
@@ -30,13 +33,27 @@ def prepare(config: Config, directory: Path) -> Config:
     critic = config.critic
     if critic.critic_load is not None:
         critic = replace(critic, critic_load=_model(critic.critic_load, directory, config.run.seed))
+    frozen = tuple(_frozen(entry, directory, config.run.seed) for entry in config.engine.frozen_engine)
+    engine = replace(config.engine, frozen_engine=frozen)
     files = {name: _data(name, directory) for name in _named(config)}
     data = replace(data, prompt_data=tuple(_path(e, files, heldout=False) for e in data.prompt_data))
     evaluation = replace(
         evaluation, eval_prompt_data=tuple(_path(e, files, heldout=True) for e in evaluation.eval_prompt_data)
     )
     warm = replace(warm, warm_start_data=tuple(_path(e, files, heldout=False) for e in warm.warm_start_data))
-    return replace(config, train=train, critic=critic, data=data, eval=evaluation, warm_start=warm)
+    return replace(config, train=train, critic=critic, engine=engine, data=data, eval=evaluation, warm_start=warm)
+
+
+def _frozen(entry: str, directory: Path, seed: int) -> str:
+    """`name=CHECKPOINT` with the checkpoint as a path; an address stays."""
+    name, _, place = entry.partition("=")
+    if is_address(place):
+        return entry
+    try:
+        return f"{name}={_model(place, directory, seed)}"
+    except TokenizerError as error:
+        words = str(error).replace("hf_checkpoint is ", "the checkpoint is ")
+        raise UsageError(f"--frozen-engine {entry}: {words}") from error
 
 
 def _named(config: Config) -> set[str]:

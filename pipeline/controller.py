@@ -72,9 +72,7 @@ class Controller:
     ) -> None:
         self.config, self.rundir, self.graph, self.placement = config, rundir, graph, placement
         self.recorder = recorder
-        self.gate = StalenessGate(
-            config.rollout.rollout_batch_size, config.asynchrony.max_staleness or 0, config.rollout.num_rollout
-        )
+        self.gate = StalenessGate.of(config)
         self.hubs: dict[str, Hub] = {}
         context = StageContext(config, rundir.path, "prompts-0", recorder.spans)
         self.stage = PromptStage(context, prompts, self.gate, recorder, snapshot=snapshot, eos_id=eos_id, encode=encode)
@@ -90,10 +88,12 @@ class Controller:
                 self.hubs[stream.name] = await node.hub(self._spec(stream.name), self._dead_letter)
             lifecycle = Lifecycle(
                 lost=lambda stage, replica, why: self._lost(topic, stage, replica, why),
-                engine_up=lambda name, url, n: topic.publish(
-                    f"engine/{name}", msgspec.msgpack.encode(EngineAddress(name, url, n))
+                engine_up=lambda spec, url, n: topic.publish(
+                    spec.topic, msgspec.msgpack.encode(EngineAddress(spec.frozen or spec.name, url, n))
                 ),
             )
+            for name, url in self.placement.frozen_addresses.items():
+                topic.publish(f"frozen/{name}", msgspec.msgpack.encode(EngineAddress(name, url, 0)))
             runner = self._runner(node, lifecycle)
             monitor = Monitor(self.config, self.stage, self.recorder, self.hubs, topic)
             with self._signals(), monitor:
@@ -112,7 +112,7 @@ class Controller:
         return StreamSpec(name=name, address=self.placement.addresses[name], capacity_items=bound)
 
     def _runner(self, node: Node, lifecycle: Lifecycle) -> Runner:
-        specs, engines = self.placement.replicas(self.graph), self.placement.engines
+        specs, engines = self.placement.replicas(self.graph), [*self.placement.engines, *self.placement.frozen]
         if self.config.run.runner == "inprocess":
             return InProcessRunner(node, self.config, specs, engines, lifecycle)
         return LocalRunner(self.rundir, specs, engines, lifecycle, max_restarts=self.config.run.max_restarts)
@@ -195,6 +195,8 @@ class Controller:
         if stage == "engine":
             topic.drop(f"engine/{replica}")
             topic.drop(f"applied/{replica}")
+        if stage == "frozen":
+            topic.drop(f"frozen/{replica.removeprefix('frozen-')}")
         topic.drop(f"stats/{replica}")
 
     def _dead_letter(self, letter: DeadLetter) -> None:

@@ -11,9 +11,8 @@ from models.train.errors import CheckpointUnavailable, TrainConfigInvalid, Train
 from models.weights.errors import SlotDirectoryError, SourceError
 from pipeline.observe.errors import ObserveError
 from stages.data.errors import DataError
-from stages.filters import FilterPathError
+from stages.errors import StageError
 from stages.graders.errors import GradingError
-from stages.prompts import Starved
 from stages.toolkit.errors import ToolError
 from transport.errors import AddressError, SecurityError
 
@@ -27,12 +26,12 @@ USER_ERRORS: tuple[type[BaseException], ...] = (
     CheckpointUnavailable,
     DataError,
     EngineStartError,
-    FilterPathError,
     GradingError,
     ObserveError,
     SecurityError,
     SlotDirectoryError,
     SourceError,
+    StageError,
     ToolError,
     TrainConfigInvalid,
     TrainStateUnreadable,
@@ -83,4 +82,4 @@ def user_error(error: BaseException) -> str | None:
     """The sentence for the user, or None if the error is a defect that should show itself."""
     if disk_full(error):
         return f"there is no space left on the disk ({error}); free some, or choose another --run-dir"
-    return str(error) if isinstance(error, (*USER_ERRORS, Starved)) else None
+    return str(error) if isinstance(error, USER_ERRORS) else None

@@ -1,9 +1,9 @@
 """The graph of a run: which stages there are, which streams join them. Pure; configs.validate has listed its faults.
 
-    prompts -> generate -> [custom after generate] -> reward -> [custom after reward] -> group -> train
-                  ^  |                                                                     |
-                  |  v  loop stages (tools, agents): own inlet back into generate          v
-               evaluate  <----------------------------------------------------------- evaluate
+    prompts -> generate -> [custom after generate] -> reward -> [custom after reward] -> (teacher) -> group -> train
+                  ^  |                                                                                  |
+                  |  v  loop stages (tools, agents): own inlet back into generate                       v
+               evaluate  <------------------------------------------------------------------------ evaluate
 
 Every stream has one consuming stage and is named `<stage>` or `<stage>.<inlet>`; every stage reports to `settle`.
 
@@ -22,10 +22,13 @@ STAGES = {
     "generate": "stages.generate:GenerateStage",
     "tools": "stages.tools:ToolStage",
     "reward": "stages.reward:RewardStage",
+    "teacher": "stages.teacher:TeacherStage",
     "group": "stages.group:GroupStage",
     "train": "stages.train:TrainStage",
     "evaluate": "stages.evaluate:EvaluateStage",
 }
+# Slices in work at once, where it is not the usual number: a teacher answers late and a multi-turn sample comes alone.
+CONCURRENCY = {"teacher": 32}
 SLICE = "stages.messages:RolloutSlice"
 PROMPT = "stages.messages:PromptGroup"
 REPORT = "stages.messages:Report"
@@ -109,7 +112,7 @@ def build(config: Config) -> Graph:
 
 def _node(name: str, custom: StageConfig | None, count: int) -> Node:
     if custom is None:
-        return Node(name, STAGES[name], count)
+        return Node(name, STAGES[name], count, CONCURRENCY.get(name, Node.concurrency))
     return Node(name, custom.path, count, custom.concurrency, dict(custom.options))
 
 

@@ -45,7 +45,7 @@ class InProcessRunner:
                     spec.config, spec.model_path, max_context_len=spec.max_context, seed=spec.seed, port=spec.port
                 )
                 await stack.enter_async_context(server)
-                self.lifecycle.engine_up(spec.name, server.url, 0)
+                self.lifecycle.engine_up(spec, server.url, 0)
             async with asyncio.TaskGroup() as tasks:
                 for replica in self.specs:
                     tasks.create_task(self._replica(replica))

@@ -31,7 +31,7 @@ NOT_RESTARTED = ("train",)
 
 
 class EngineSpec(Struct, frozen=True):
-    """One engine process."""
+    """One engine process. `frozen`: the name under which stages ask it, for an engine that gets no new weights."""
 
     name: str
     config: EngineConfig
@@ -39,13 +39,19 @@ class EngineSpec(Struct, frozen=True):
     max_context: int | None
     port: int
     seed: int
+    frozen: str = ""
+
+    @property
+    def topic(self) -> str:
+        """Under which its address is published. What generates watches `engine/` alone."""
+        return f"frozen/{self.frozen}" if self.frozen else f"engine/{self.name}"
 
 
 class Lifecycle(Struct):
     """What the runner tells its controller."""
 
     lost: Callable[[str, str, str], None]  # stage, replica, why: release its leases, count the restart
-    engine_up: Callable[[str, str, int], None]  # name, url, incarnation
+    engine_up: Callable[[EngineSpec, str, int], None]  # url, incarnation
 
 
 def backoff_s(restarts: int) -> float:
@@ -176,7 +182,7 @@ class LocalRunner:
                 code = await process.wait()
                 announce.cancel()
             incarnation += 1
-            await self._again("engine", spec.name, code if code != 0 else 1)
+            await self._again("frozen" if spec.frozen else "engine", spec.name, code if code != 0 else 1)
 
     async def _announce(self, spec: EngineSpec, ready: Path, incarnation: int) -> None:
         """Waits for the ready file, bounded."""
@@ -189,7 +195,7 @@ class LocalRunner:
             raise ReplicaFailed(
                 f"{spec.name} did not serve within {ENGINE_START_S:g} s: {last_words(log)}; see {log}"
             ) from None
-        self.lifecycle.engine_up(spec.name, json.loads(ready.read_text())["url"], incarnation)
+        self.lifecycle.engine_up(spec, json.loads(ready.read_text())["url"], incarnation)
 
     async def _stop_all(self) -> None:
         alive = {name: p for name, p in self._processes.items() if p.returncode is None}

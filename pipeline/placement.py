@@ -12,6 +12,7 @@ from typing import Any
 
 import msgspec
 
+from configs.graph import frozen_engines, is_address
 from configs.schema import Config
 from models.weights.directory import choose_directory
 from pipeline.graph import Graph, Node, Stream
@@ -57,6 +58,21 @@ class Placement:
             EngineSpec(f"engine-{i}", config.engine, model_path, max_context, port + i if port else 0, config.run.seed)
             for i in range(n_engines)
         ]
+        places = frozen_engines(config) if has_engines else {}
+        self.frozen_addresses = {name: place for name, place in places.items() if is_address(place)}
+        self.frozen = [
+            EngineSpec(
+                f"frozen-{name}",
+                config.engine,
+                checkpoint,
+                max_context,
+                port + n_engines + i if port else 0,
+                config.run.seed,
+                frozen=name,
+            )
+            for i, (name, checkpoint) in enumerate(places.items())
+            if name not in self.frozen_addresses
+        ]
 
     def write_config(self) -> None:
         """The resolved configuration as the replicas read it."""
@@ -95,7 +111,7 @@ class Placement:
         items = node.concurrency * 2
         size = 8 << 20
         if node.name in JOINERS:
-            gate = StalenessGate(rollout.rollout_batch_size, self.config.asynchrony.max_staleness or 0)
+            gate = StalenessGate.of(self.config)
             items = max(4096, gate.most_open * rollout.n_samples_per_prompt * 4)
             size = UNBOUNDED_BYTES
         elif node.name == "generate":

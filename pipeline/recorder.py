@@ -8,6 +8,7 @@ the steps.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -23,9 +24,13 @@ from pipeline.observe.stats import LedgerCounts, StageStats
 from pipeline.observe.view import RunView
 from pipeline.rundir import RunDir
 from pipeline.spans import StageSpans
+from pipeline.tally import GroupTally
 from stages.ledger import Ledger, LedgerSnapshot, OpenGroup
 from stages.messages import CheckpointReady, EvalDone, Settled, StepDone
 from transport import TopicServer
+
+BIAS_FILE = "bias.json"
+ESS_PAUSE_STEPS = 50  # between two warnings about the effective sample size
 
 
 def scores(report: EvalDone) -> list[tuple[str, int, float]]:
@@ -62,7 +67,8 @@ class Recorder:
             first_step=resume_step or 0,
         )
         self.rewards: list[float] = []  # per step, over all groups graded for it, trained or not
-        self._untrained_rewards: list[float] = []  # of the groups that ended otherwise since the last step
+        self.tally = GroupTally(config.rollout.n_samples_per_prompt)
+        self._ess_told: int | None = None  # step of the newest warning
         self.evals: list[EvalDone] = []
         self.versions: list[int] = []
         self.restarts: dict[str, int] = {}
@@ -82,6 +88,9 @@ class Recorder:
         self.journal.__exit__(None, None, None)
         self.metrics.close()
         self.spans.close()
+        if self.rewards:
+            with contextlib.suppress(OSError):  # a full disk has been told by then, and this file is a by-product
+                self.tally.write(self.rundir.path / BIAS_FILE)
 
     @property
     def wall_s(self) -> float:
@@ -100,10 +109,9 @@ class Recorder:
         self.journal.write(*(Ended(s.group_id, s.outcome, max(s.step, at), s.detail) for at, s in groups))
         self.journal.flush()
         for _, report in groups:
+            self.tally.settled(report)
             if report.outcome != "trained":
                 self.view.wasted(report.tokens)
-                if report.reward is not None:
-                    self._untrained_rewards.append(report.reward)
 
     async def step(self, report: StepDone) -> None:
         now = time.monotonic()
@@ -112,7 +120,8 @@ class Recorder:
             self.training_started = self.last_step_s = now
             return
         self.last_step_s = now
-        metrics = {**report.metrics, **self._reward_metrics(report), **self._ledger_metrics()}
+        tallied = {} if self.config.train.loss_type == "sft_loss" else self.tally.step(report)
+        metrics = {**report.metrics, **tallied, **self._ledger_metrics()}
         if "reward/mean" in metrics:
             self.rewards.append(metrics["reward/mean"])
         self.versions.append(report.version)
@@ -123,6 +132,20 @@ class Recorder:
             metrics,
             wall_s=self.wall_s,
             trained_tokens=self.view.snapshot(now).trained_tokens,
+        )
+        self._watch_ess(report)
+
+    def _watch_ess(self, report: StepDone) -> None:
+        """Say it, now and then, when few of the trained tokens carry nearly all of the weight."""
+        bound, ess = self.config.correction.ess_warn, report.metrics.get("train/ess")
+        if ess is None or not ess < bound:
+            return
+        if self._ess_told is not None and report.step - self._ess_told < ESS_PAUSE_STEPS:
+            return
+        self._ess_told = report.step
+        self.say(
+            f"step {report.step}: train/ess is {ess:.2f}, below --ess-warn {bound:g}: the policy is far from the one "
+            "that sampled; lower --async-buffer-size or --lr, or bound the weights more tightly with --tis-clip"
         )
 
     async def evaluated(self, report: EvalDone) -> None:
@@ -183,16 +206,11 @@ class Recorder:
     def counts(self) -> LedgerCounts:
         return LedgerCounts(admitted=self.ledger.admitted, open=self.ledger.open, **self.ledger.counts)
 
-    def _reward_metrics(self, report: StepDone) -> dict[str, float]:
-        """The mean reward before any filter: what the policy earns, not what it is trained on."""
-        others, self._untrained_rewards = self._untrained_rewards, []
-        trained = report.metrics.get("train/reward_mean")
-        if trained is None or self.config.train.loss_type == "sft_loss":
-            return {}
-        n = len(report.groups)
-        accepted = n / (n + len(others))
-        return {"reward/mean": (trained * n + sum(others)) / (n + len(others)), "filter/accept_ratio": accepted}
-
     def _ledger_metrics(self) -> dict[str, float]:
         counts = {f"ledger/{name}": float(n) for name, n in self.ledger.counts.items()}
-        return {**counts, "ledger/open": float(self.ledger.open), "ledger/duplicates": float(self.ledger.duplicates)}
+        return {
+            **counts,
+            "ledger/open": float(self.ledger.open),
+            "ledger/duplicates": float(self.ledger.duplicates),
+            "ledger/skipped": float(self.ledger.skipped),
+        }

@@ -25,10 +25,12 @@ from models.weights.directory import remove_stale
 from pipeline.assets import prepare
 from pipeline.controller import Controller
 from pipeline.errors import Interrupted, RunError, UsageError, leaf, user_error
+from pipeline.frozen import check_frozen
 from pipeline.graph import build
 from pipeline.journal import RolledBack
 from pipeline.observe.summary import write_summary
 from pipeline.placement import Placement, slots_directory
+from pipeline.preflight import check_graders, check_names
 from pipeline.recorder import Recorder
 from pipeline.report import conclude, summarise
 from pipeline.rundir import RunDir, disk_error
@@ -36,7 +38,6 @@ from stages.data.load import load_train_prompts
 from stages.data.prompt_set import PromptSet
 from stages.data.tokenizer import load_tokenizer
 from stages.graders.choose import choose_auto
-from stages.graders.registry import find_grader
 from stages.ledger import Ledger, LedgerSnapshot
 
 
@@ -67,9 +68,12 @@ def run(config: Config) -> int:
 
 def _run(config: Config, rundir: RunDir) -> int:
     rundir.config.write_text(dump_toml(config))
+    check_names(config)
     remove_stale()  # weight slots that killed runs left in shared memory
     experiment = config_hash(config)
     config = prepare(config, rundir.path / "assets")
+    if config.engine.frozen_engine:
+        asyncio.run(check_frozen(config, load_tokenizer(config.train.hf_checkpoint)))
     checkpoint = latest_checkpoint(rundir.checkpoints)
     if config.warm_start.warm_start_steps and checkpoint is None:
         config = _warm_start(config, rundir)
@@ -257,13 +261,15 @@ def _with_data(config: Config, prompts: PromptSet) -> Config:
     for line in prompts.report.lines():
         sys.stderr.write(f"{line}\n")
     config = replace(config, rollout=replace(config.rollout, num_rollout=num_rollout_for(config, len(prompts))))
-    if config.train.loss_type == "sft_loss":
+    supervised = config.train.loss_type == "sft_loss"
+    if not supervised or config.warm_start.warm_start_steps:  # a warm start is not spent on data that fails after it
+        check_graders(config, prompts.report.rm_types)
+    if supervised:
         return config
     reward = config.reward
-    if reward.rm_type == "auto" and reward.custom_rm_path is None and not prompts.report.rm_types:
+    chosen = reward.custom_rm_path is not None or reward.reward_component or prompts.report.rm_types
+    if reward.rm_type == "auto" and not chosen:
         grader, why = choose_auto(prompts.report.labels)
         sys.stderr.write(f"grader {grader}: {why}\n")
         reward = replace(reward, rm_type=grader)
-    for name in {reward.custom_rm_path or reward.rm_type, *prompts.report.rm_types} - {"auto"}:
-        find_grader(name)
     return replace(config, reward=reward)

@@ -8,6 +8,7 @@
     tensorboard/         events
     checkpoints/         step-NNNNNN, committed atomically; hf/ inside is a Hugging Face model
     summary.json, learning_curve.png
+    bias.json            lengths and pass rates by how groups ended: what filters and staleness select
 
 Invariant: a directory belongs to one live run (it is locked), and a finished run is never written over.
 """

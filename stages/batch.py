@@ -1,46 +1,40 @@
-"""One rollout batch in training: which groups it holds and what is reported of it.
+"""One rollout batch in training: which groups it holds, and what the trainer is given of each.
 
-Invariant: `staleness` counts exactly the tokens that were trained on, by (batch number - version of the token).
+Invariants: `staleness` counts exactly the tokens that were trained on, by (batch number - version of the token); a
+rollout enters its group's baseline once, whatever number of sequences it has, and all of them get its advantage.
 """
 
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable, Sequence
 
 import numpy as np
+import numpy.typing as npt
 import xxhash
 
 from configs.schema import Config
 from models.algorithms.advantages import advantages
+from models.algorithms.errors import InconsistentGroup, InsufficientMembers, UnknownAlgorithm
 from models.train.interface import TrainSequence
+from stages.batch_metrics import batch_metrics
+from stages.errors import UntrainableGroup
+from stages.filters import import_path
 from stages.messages import RolloutSlice, Sample
 from stages.ports import Lease
+from stages.rollouts import closing, pass_rate, token_versions, trained_mask
 
-
-def token_versions(sample: Sample) -> np.ndarray[tuple[int], np.dtype[np.int32]]:
-    """Version of each response token [R]."""
-    runs = sample.version_runs
-    return np.repeat([r.version for r in runs], [r.n_tokens for r in runs]).astype(np.int32)
+PostProcess = Callable[[list[float], Sequence[Sample]], Sequence[float]]
 
 
 def slice_sequences(config: Config, slice_: RolloutSlice) -> list[TrainSequence]:
-    """The rollouts of one complete group with their advantages, as the trainer takes them."""
-    algorithm = config.algorithm
-    rewards = [s.reward if s.reward is not None else 0.0 for s in slice_.samples]
-    if config.train.loss_type == "sft_loss":
-        values = np.ones(len(rewards))
-    else:
-        values = advantages(
-            algorithm.advantage_estimator,
-            rewards,
-            list(range(len(rewards))),
-            normalize_std=not algorithm.disable_grpo_std_normalization,
-        )
+    """The sequences of one complete group with their advantages, as the trainer takes them. Raises UntrainableGroup."""
+    values = _sequence_values(config, slice_)
     group = slice_.group
     prompt_ids = np.asarray(group.prompt_ids)
     sequences = []
     for sample, value in zip(slice_.samples, values, strict=True):
-        mask = np.array(sample.loss_mask, dtype=np.uint8)
+        mask = trained_mask(sample)
         sequences.append(
             TrainSequence(
                 group_id=group.group_id,
@@ -51,17 +45,79 @@ def slice_sequences(config: Config, slice_: RolloutSlice) -> list[TrainSequence]
                 rollout_log_probs=np.array(sample.rollout_log_probs, dtype=np.float32),
                 advantages=(float(value) * mask).astype(np.float32),
                 versions=token_versions(sample),
+                reward=_reward(sample),
+                truncated=sample.status == "truncated",
+                teacher_log_probs=_teacher(sample),
             )
         )
     return sequences
+
+
+def _reward(sample: Sample) -> float:
+    return 0.0 if sample.reward is None else sample.reward
+
+
+def _teacher(sample: Sample) -> npt.NDArray[np.float32] | None:
+    scored = sample.teacher_log_probs
+    return np.array(scored, dtype=np.float32) if len(scored) else None
+
+
+def _sequence_values(config: Config, slice_: RolloutSlice) -> npt.NDArray[np.float64]:
+    """[S] the advantage of each sequence's tokens."""
+    samples = slice_.samples
+    if config.train.loss_type == "sft_loss":
+        return np.ones(len(samples))
+    path = config.reward.custom_reward_post_process_path
+    if path is not None:
+        return _post_processed(import_path(path), path, slice_)
+    algorithm = config.algorithm
+    estimator = algorithm.advantage_estimator
+    try:
+        values = advantages(
+            estimator,
+            [_reward(sample) for sample in samples],
+            [sample.index for sample in samples],
+            normalize_std=not algorithm.disable_grpo_std_normalization,
+            normalize=not algorithm.disable_rewards_normalization,
+        )
+    except (InsufficientMembers, InconsistentGroup) as error:
+        raise UntrainableGroup(str(error)) from error
+    except UnknownAlgorithm:
+        raise
+    except Exception as error:
+        if ":" not in estimator:
+            raise  # a defect of ours, which no group is to blame for
+        raise UntrainableGroup(f"--advantage-estimator {estimator} raised {type(error).__name__}: {error}") from error
+    if not np.isfinite(values).all():
+        raise UntrainableGroup(f"--advantage-estimator {estimator} gave {values.tolist()!r:.200}, which is not finite")
+    return values
+
+
+def _post_processed(function: PostProcess, path: str, slice_: RolloutSlice) -> npt.NDArray[np.float64]:
+    """What the user's function makes of the rewards of the rollouts, one number each, copied to their sequences."""
+    members = closing(slice_.samples)
+    try:
+        values = np.asarray(function([_reward(sample) for sample in members], members), dtype=np.float64)
+    except Exception as error:
+        raise UntrainableGroup(
+            f"--custom-reward-post-process-path {path} raised {type(error).__name__}: {error}"
+        ) from error
+    if values.shape != (len(members),) or not np.isfinite(values).all():
+        raise UntrainableGroup(
+            f"--custom-reward-post-process-path {path} gave {values.tolist()!r:.200} for {len(members)} rollouts; it "
+            "must return one finite number for each"
+        )
+    by_index = dict(zip((sample.index for sample in members), values.tolist(), strict=True))
+    return np.array([by_index[sample.index] for sample in slice_.samples])
 
 
 class Batch:
     """Groups of rollout batch `step` (0 = the first)."""
 
     def __init__(self, config: Config, step: int) -> None:
-        self.step = step
+        self.config, self.step = config, step
         self.leases: list[Lease[RolloutSlice]] = []
+        self.sequences: dict[int, list[TrainSequence]] = {}  # by group, while they wait for their turn
         self.staleness: dict[int, int] = {}
         self.trained_tokens = 0
         self.compute_s = 0.0
@@ -69,12 +125,15 @@ class Batch:
         members = 1 if config.train.loss_type == "sft_loss" else config.rollout.n_samples_per_prompt
         self.expected_rollouts = config.rollout.rollout_batch_size * members
 
-    def add(self, lease: Lease[RolloutSlice]) -> None:
+    def add(self, lease: Lease[RolloutSlice], sequences: list[TrainSequence] | None = None) -> None:
+        """Take a group; `sequences` are kept until they are handed to the backend."""
         self.leases.append(lease)
+        if sequences is not None:
+            self.sequences[lease.message.group.group_id] = sequences
         self.pending += 1
         counts: Counter[int] = Counter(self.staleness)
         for sample in lease.message.samples:
-            trained = token_versions(sample)[np.asarray(sample.loss_mask) > 0]
+            trained = token_versions(sample)[trained_mask(sample) > 0]
             self.trained_tokens += len(trained)
             versions, n = np.unique(self.step - trained, return_counts=True)
             counts.update(dict(zip(versions.tolist(), n.tolist(), strict=True)))
@@ -84,6 +143,12 @@ class Batch:
     def group_ids(self) -> tuple[int, ...]:
         return tuple(lease.message.group.group_id for lease in self.leases)
 
+    @property
+    def pass_rates(self) -> dict[int, float]:
+        """Share of correct rollouts of each group whose grader says which they are."""
+        rates = {lease.message.group.group_id: pass_rate(lease.message.samples) for lease in self.leases}
+        return {group_id: rate for group_id, rate in rates.items() if rate is not None}
+
     def token_hash(self) -> str:
         """xxh3 of the trained ids and masks in group order: equal batches have equal hashes."""
         digest = xxhash.xxh3_128()
@@ -92,33 +157,9 @@ class Batch:
             digest.update(f"{group.group_id}:{group.prompt_index}".encode())
             for sample in lease.message.samples:
                 digest.update(np.ascontiguousarray(sample.response_ids).tobytes())
-                digest.update(np.ascontiguousarray(sample.loss_mask).tobytes())
+                digest.update(np.ascontiguousarray(trained_mask(sample)).tobytes())
         return digest.hexdigest()
 
     def metrics(self) -> dict[str, float]:
         """Rollout-side metrics, under the names of docs/metrics.md."""
-        samples = [s for lease in self.leases for s in lease.message.samples]
-        rewards = np.array([s.reward if s.reward is not None else 0.0 for s in samples])
-        lengths = np.array([s.n_tokens for s in samples])
-        total = sum(self.staleness.values())
-        mean = sum(k * n for k, n in self.staleness.items()) / total if total else 0.0
-        metrics = {
-            "train/reward_mean": float(rewards.mean()),
-            "train/reward_std": float(rewards.std()),
-            "rollout/response_len/mean": float(lengths.mean()),
-            "rollout/response_len/max": float(lengths.max()),
-            "rollout/truncated_ratio": sum(s.status == "truncated" for s in samples) / len(samples),
-            "rollout/turns/mean": sum(s.turns for s in samples) / len(samples),
-            "rollout/mixed_version_ratio": sum(len(s.version_runs) > 1 for s in samples) / len(samples),
-            "staleness/mean": mean,
-            "staleness/start_mean": float(
-                np.mean([self.step - s.version_runs[0].version for s in samples if s.version_runs])
-            ),
-            "staleness/max": float(max(self.staleness, default=0)),
-            "train/rollouts": float(len(samples)),
-        }
-        parts: dict[str, list[float]] = {}
-        for sample in samples:
-            for name, value in sample.reward_parts.items():
-                parts.setdefault(name, []).append(value)
-        return metrics | {f"reward/{name}": float(np.mean(values)) for name, values in parts.items()}
+        return batch_metrics(self.config, self.step, [lease.message for lease in self.leases], self.staleness)

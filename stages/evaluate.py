@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
+from collections.abc import Mapping
 from pathlib import Path
 
 import msgspec
@@ -20,6 +21,7 @@ import msgspec
 from stages.base import Stage, StageContext
 from stages.data.prompt_set import PromptSet
 from stages.messages import Applied, EvalDone, Int32Array, PromptGroup, RolloutSlice, Sample, wire
+from stages.pass_rate import estimates
 from stages.ports import Lease, Ports
 from stages.prompts import sampling_seed
 
@@ -71,7 +73,8 @@ class EvaluateStage(Stage):
                 continue
             answers = self._answers.setdefault(group.pinned_version, {})
             for sample in lease.message.samples:
-                answers.setdefault((group.dataset, group.prompt_index, sample.index), sample)
+                if sample.segment == sample.segments - 1:  # of a rollout that fanned out, the graded end
+                    answers.setdefault((group.dataset, group.prompt_index, sample.index), sample)
             self._held.setdefault(group.pinned_version, []).append(lease)
             self._changed.set()
 
@@ -179,4 +182,21 @@ class EvaluateStage(Stage):
             metrics[f"eval/{name}-failed_ratio"] = sum(s.status == "failed" for s in pure) / len(pure)
             metrics[f"eval/{name}-response_len"] = sum(s.n_tokens for s in pure) / len(pure)
             metrics[f"eval/{name}-mixed_versions"] = float(len(samples) - len(pure))
+            for estimate, value in estimates(_by_prompt(answers, name, version)).items():
+                metrics[f"eval/{name}-{estimate}"] = value
         return metrics, complete
+
+
+def _by_prompt(answers: Mapping[tuple[str, int, int], Sample], name: str, version: int) -> list[list[Sample]]:
+    """The answers of the version to each prompt of a data set; a failed one counts as wrong."""
+    found: dict[int, list[Sample]] = {}
+    for (dataset, prompt, _), sample in answers.items():
+        if dataset == name and all(run.version == version for run in sample.version_runs):
+            found.setdefault(prompt, []).append(sample)
+    judged = any(sample.is_correct is not None for samples in found.values() for sample in samples)
+    if not judged:
+        return list(found.values())
+    return [
+        [msgspec.structs.replace(s, is_correct=False) if s.status == "failed" else s for s in samples]
+        for samples in found.values()
+    ]

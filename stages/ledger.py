@@ -37,6 +37,8 @@ class LedgerSnapshot(Struct, frozen=True):
     duplicates: int = 0
     tokens: dict[str, int] = {}
     requeue: tuple[int, ...] = ()  # positions of stale prompts that wait to be asked once more
+    skipped: int = 0  # positions that the curriculum passed over
+    pass_rates: dict[int, float] = {}  # prompt index -> moving average, with a curriculum
 
 
 class Ledger:
@@ -48,6 +50,7 @@ class Ledger:
         self.counts: dict[Outcome, int] = {o: (snapshot.counts.get(o, 0) if snapshot else 0) for o in OUTCOMES}
         self.tokens: dict[Outcome, int] = {o: (snapshot.tokens.get(o, 0) if snapshot else 0) for o in OUTCOMES}
         self.duplicates = snapshot.duplicates if snapshot else 0
+        self.skipped = snapshot.skipped if snapshot else 0
         self._open: dict[int, OpenGroup] = {g.group_id: g for g in snapshot.open} if snapshot else {}
 
     @property
@@ -71,9 +74,10 @@ class Ledger:
         return tuple(self._open[k] for k in sorted(self._open))
 
     def admit(self, *, position: int, requeued: int = 0) -> OpenGroup:
-        """Open the next group for the prompt at `position` of the order."""
+        """Open the next group for the prompt at `position` of the order; positions before it are passed over."""
         group = OpenGroup(self.next_group, position, requeued)
         self.next_group += 1
+        self.skipped += max(position - self.cursor, 0)
         self.cursor = max(self.cursor, position + 1)
         self._open[group.group_id] = group
         return group
@@ -103,4 +107,5 @@ class Ledger:
             open=self.open_groups(),
             duplicates=self.duplicates,
             tokens={str(k): v for k, v in self.tokens.items()},
+            skipped=self.skipped,
         )

@@ -165,7 +165,8 @@ class RolloutSlice(Struct, frozen=True, array_like=True):
         group = self.group
         turns = sum(sample.turns for sample in self.samples)
         place = f"{group.dataset}@{group.pinned_version}:" if group.purpose == "eval" else ""
-        return f"{place}{group.group_id}/{','.join(str(sample.index) for sample in self.samples)}/{turns}"
+        members = ",".join(f"{s.index}.{s.segment}" if s.segments > 1 else str(s.index) for s in self.samples)
+        return f"{place}{group.group_id}/{members}/{turns}"
 
 
 class Settled(Struct, frozen=True, array_like=True, tag=True):

@@ -20,8 +20,10 @@ import msgspec
 import numpy as np
 
 from stages.base import Stage, StageContext
+from stages.curriculum import PassRateCurriculum
 from stages.data.order import PromptOrder
 from stages.data.prompt_set import PreparedPrompt
+from stages.errors import NoVerdicts, Starved
 from stages.gate import StalenessGate
 from stages.ledger import Ledger, LedgerSnapshot, OpenGroup
 from stages.messages import (
@@ -42,11 +44,9 @@ from stages.messages import (
 )
 from stages.ports import Outlet, Ports
 
+__all__ = ["PromptStage", "Prompts", "RunHooks", "Starved", "sampling_seed"]
+
 _MASK = (1 << 63) - 1
-
-
-class Starved(Exception):
-    """Group after group was settled without being trained."""
 
 
 class Prompts(Protocol):
@@ -99,6 +99,7 @@ class PromptStage(Stage):
         self.prompts, self.gate, self.hooks = prompts, gate, hooks
         self.ledger = Ledger(snapshot)
         self.order = PromptOrder(len(prompts), data.rollout_seed, data.rollout_shuffle)
+        self.curriculum = PassRateCurriculum(data, self.order, snapshot.pass_rates if snapshot else None)
         self.supervised = context.config.train.loss_type == "sft_loss"
         self.eos_id, self.encode = eos_id, encode
         self.version = -1  # newest version that every live engine has applied
@@ -110,7 +111,7 @@ class PromptStage(Stage):
         self.completed = asyncio.Event()  # nothing is open and nothing more will be admitted
         self.draining: str | None = None
         self._again: deque[OpenGroup] = deque(self.ledger.open_groups())  # reopened by a resume: submit as they are
-        self._requeue: deque[int] = deque(snapshot.requeue if snapshot else ())  # stale prompts, to be asked once more
+        self._requeue: deque[int] = deque(snapshot.requeue if snapshot else ())  # prompts to be asked once more
         self._wake = asyncio.Event()
 
     @property
@@ -123,8 +124,10 @@ class PromptStage(Stage):
         return self.gate.capacity(version=version, trained=self.ledger.trained, open_groups=self.ledger.open)
 
     def snapshot(self) -> LedgerSnapshot:
-        """The ledger, and the prompts that wait for their second chance."""
-        return msgspec.structs.replace(self.ledger.snapshot(), requeue=tuple(self._requeue))
+        """The ledger, the prompts that wait for their second chance, and what the curriculum knows."""
+        return msgspec.structs.replace(
+            self.ledger.snapshot(), requeue=tuple(self._requeue), pass_rates=dict(self.curriculum.rates)
+        )
 
     def drain(self, reason: str) -> None:
         """Admit no more; what is out is settled by whoever holds it. Unblocks everybody through the topic `drain`."""
@@ -172,7 +175,7 @@ class PromptStage(Stage):
             self._wake.clear()
 
     def _admit_one(self) -> OpenGroup:
-        position = self._requeue.popleft() if self._requeue else self.ledger.cursor
+        position = self._requeue.popleft() if self._requeue else self.curriculum.next_position(self.ledger.cursor)
         again = position < self.ledger.cursor
         group = self.ledger.admit(position=position, requeued=1 if again else 0)
         self.hooks.admitted(group)
@@ -254,7 +257,15 @@ class PromptStage(Stage):
             if report.last:
                 self.gate = dataclasses.replace(self.gate, total=report.step)
             share = report.tokens // len(report.groups)
-            self.close_groups([Settled(g, "trained", step=report.step, tokens=share) for g in report.groups])
+            rates = report.pass_rates
+            if not rates and not self.curriculum.rates and self.curriculum.on:
+                raise NoVerdicts(
+                    "--curriculum pass_rate needs a grader that says which responses are correct, and nothing in batch "
+                    f"{report.step} says so; return is_correct beside the score, or leave --curriculum out"
+                )
+            self.close_groups(
+                [Settled(g, "trained", step=report.step, tokens=share, pass_rate=rates.get(g)) for g in report.groups]
+            )
             self.idle_groups = 0
             self.reasons.clear()
         self.evals_pending += report.pinned
@@ -265,12 +276,15 @@ class PromptStage(Stage):
         self.hooks.settled([(self.steps, report) for report in reports])
         for report in reports:
             group = self.ledger.settle(report.group_id, report.outcome, report.tokens)
-            if group is None or report.outcome == "trained":
+            if group is None:
+                continue
+            self.curriculum.observe(self.order.index(group.position)[1], report.pass_rate)
+            if report.outcome == "trained":
                 continue
             self.idle_groups += 1
             self.reasons[f"{report.outcome}: {report.detail}"] += 1
             requeue = self.config.asynchrony.async_unused_samples_handler == "requeue"
-            if report.outcome == "stale" and requeue and group.requeued == 0:
+            if report.outcome in ("stale", "surplus") and requeue and group.requeued == 0:
                 self._requeue.append(group.position)
         self._wake.set()
         self._check_starvation()
@@ -287,7 +301,7 @@ class PromptStage(Stage):
     def _check_end(self) -> None:
         total = self.gate.total
         trained_out = total is not None and self.steps >= total
-        if trained_out and self.ledger.open and self.draining is None:
+        if trained_out and self.ledger.open and self.evals_pending == 0 and self.draining is None:
             self.drain("all rollout batches are trained")
         if not self.trainer_up and self.draining is None:
             return

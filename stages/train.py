@@ -1,8 +1,8 @@
-"""The train stage: takes the oldest fresh groups, accumulates them as they arrive, steps, publishes weights.
+"""The train stage: takes fresh groups from the buffer, accumulates them as they arrive, steps, publishes weights.
 
 Invariants:
-- I2: a group enters batch t only if t - (oldest version of its trainable tokens) <= max_staleness; else it is settled
-  as stale.
+- I2: a group enters batch t only if t - (oldest version of its trainable tokens) <= max_staleness, whatever the order
+  of the buffer; else it is settled as stale, or as surplus where it is what over-sampling left of a synchronous batch.
 - A group id enters at most one optimizer step; its lease is released after the step's report is in the ledger's stream.
 - A version is announced only when its bytes lie complete in a slot; while an evaluation still needs version v, nothing
   newer is announced before every engine has applied v.
@@ -12,9 +12,6 @@ Invariants:
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import heapq
-import logging
 import math
 import statistics
 import time
@@ -29,18 +26,20 @@ import msgspec
 from models.checkpoint import draft_path
 from stages.base import Stage, StageContext
 from stages.batch import Batch, slice_sequences
-from stages.messages import Applied, CheckpointReady, Report, RolloutSlice, StepDone, WeightsAnnouncement
+from stages.buffer import GroupBuffer
+from stages.errors import UntrainableGroup
+from stages.gate import over_sampling
+from stages.landing import await_landing
+from stages.messages import CheckpointReady, Outcome, Report, RolloutSlice, StepDone, WeightsAnnouncement
 from stages.ports import Lease, Ports
+from stages.rollouts import oldest_version, settlement
 
-log = logging.getLogger("sluice.train")
 P = ParamSpec("P")
 R = TypeVar("R")
 
 if TYPE_CHECKING:
     from models.train.interface import TrainBackend
     from models.weights.writer import SlotWriter
-
-LANDING_TIMEOUT_S = 60.0
 
 
 def first_of(report: Report) -> str:
@@ -63,7 +62,7 @@ class TrainStage(Stage):
         self.resume_from = context.options.get("resume_from")
         self.slots: SlotWriter | None = None
         self._torch = ThreadPoolExecutor(1, thread_name_prefix="torch")
-        self._heap: list[tuple[int, int, Lease[RolloutSlice]]] = []
+        self._buffer = GroupBuffer(config)
         self._seen: set[int] = set()
         self._arrived = asyncio.Event()
         self._ended = False
@@ -125,19 +124,22 @@ class TrainStage(Stage):
                 lease.done()
                 continue
             self._seen.add(group_id)
-            heapq.heappush(self._heap, (group_id, self.activity.items_in, lease))
+            self._buffer.push(lease)
             self._arrived.set()
         self._ended = True
         self._arrived.set()
 
-    async def _next(self) -> Lease[RolloutSlice] | None:
-        """The oldest group here. Waits for an arrival; None once the inlet has ended or the run drains."""
-        while not self._heap:
+    async def _next(self, missing: int) -> Lease[RolloutSlice] | None:
+        """The next group for a batch that lacks so many.
+
+        Waits for an arrival; None once the inlet has ended or the run drains.
+        """
+        while (lease := self._buffer.pop(self.steps, missing)) is None:
             if self._ended or self._drain is not None:
                 return None
             self._arrived.clear()
             await self._arrived.wait()
-        return heapq.heappop(self._heap)[2]
+        return lease
 
     async def _train_batch(self, ports: Ports) -> bool:
         """Train one rollout batch; False if the run ended before it was full (its groups are then surplus)."""
@@ -148,26 +150,24 @@ class TrainStage(Stage):
             self.backend.begin_batch, rollouts=batch.expected_rollouts, steps=steps, version=self.steps
         )
         while len(batch.leases) < self.batch_groups:
-            clock = time.perf_counter()
-            if not self._heap and batch.pending >= max(1, self.batch_groups // 4) and not self.config.run.deterministic:
+            clock, missing = time.perf_counter(), self.batch_groups - len(batch.leases)
+            if (
+                not self._buffer.ready(missing)
+                and batch.pending >= max(1, self.batch_groups // 4)
+                and not self.config.run.deterministic
+            ):
                 await self._compute(batch, self._flush)  # nothing to do but wait: use the time
                 continue
-            lease = await self._next()
+            lease = await self._next(missing)
             waited_s += time.perf_counter() - clock
             if lease is None:
                 await self._in_torch(self.backend.discard)
                 for held in batch.leases:  # settled after the checkpoint, which a resumed run trains them from
-                    heapq.heappush(self._heap, (held.message.group.group_id, 0, held))
+                    self._buffer.push(held)
                 return False
-            if not self._fresh(lease.message):
-                await self._stale(ports, lease)
-                continue
-            batch.add(lease)
-            if not self.config.run.deterministic:
-                await self._compute(batch, self.backend.accumulate, slice_sequences(self.config, lease.message))
-        if self.config.run.deterministic:
-            for lease in sorted(batch.leases, key=lambda one: one.message.group.group_id):
-                await self._compute(batch, self.backend.accumulate, slice_sequences(self.config, lease.message))
+            await self._enter(ports, batch, lease)
+        for _, sequences in sorted(batch.sequences.items()):
+            await self._compute(batch, self.backend.accumulate, sequences)
         metrics: dict[str, float] = {}
         for _ in range(steps):
             metrics = await self._compute(batch, self.backend.step)
@@ -189,17 +189,40 @@ class TrainStage(Stage):
         batch.pending = 0 if function in (self._flush, self.backend.step) else batch.pending
         return result
 
-    def _fresh(self, slice_: RolloutSlice) -> bool:
-        if self.supervised:
-            return True
-        versions = [v for s in slice_.samples if (v := s.oldest_version) is not None]
-        return not versions or self.steps - min(versions) <= self.max_staleness
+    async def _enter(self, ports: Ports, batch: Batch, lease: Lease[RolloutSlice]) -> None:
+        """Take a group into the batch, or settle it: too old, or without advantages."""
+        if not self._buffer.fresh(self.steps, oldest_version(lease.message.samples)):
+            await self._too_old(ports, lease)
+            return
+        try:
+            sequences = slice_sequences(self.config, lease.message)
+        except UntrainableGroup as error:
+            await self._settle(ports, lease, "failed", str(error))
+            return
+        if self.config.run.deterministic:
+            batch.add(lease, sequences)
+        else:
+            batch.add(lease)
+            await self._compute(batch, self.backend.accumulate, sequences)
 
-    async def _stale(self, ports: Ports, lease: Lease[RolloutSlice]) -> None:
-        slice_ = lease.message
-        oldest = min(v for s in slice_.samples if (v := s.oldest_version) is not None)
+    async def _too_old(self, ports: Ports, lease: Lease[RolloutSlice]) -> None:
+        oldest = oldest_version(lease.message.samples)
         detail = f"oldest token is of version {oldest}, batch {self.steps}, bound {self.max_staleness}"
-        await ports.outlets["settle"].send(slice_.ended("stale", detail), str(slice_.group.group_id))
+        if self.max_staleness == 0 and over_sampling(self.config) > 0:
+            await self._settle(ports, lease, "surplus", f"over-sampled: {detail}")
+        else:
+            await self._settle(ports, lease, "stale", detail)
+
+    async def _clear(self, ports: Ports) -> None:
+        """After a batch: what the next one could not take ends now, so that new prompts take its place."""
+        for lease, reason in self._buffer.take_spares():
+            await self._settle(ports, lease, "filtered", reason)
+        for lease in self._buffer.take_old(self.steps):
+            await self._too_old(ports, lease)
+
+    async def _settle(self, ports: Ports, lease: Lease[RolloutSlice], outcome: Outcome, detail: str) -> None:
+        slice_ = lease.message
+        await ports.outlets["settle"].send(settlement(slice_, outcome, detail), str(slice_.group.group_id))
         lease.done()
 
     async def _finish(self, ports: Ports, batch: Batch, metrics: dict[str, float], started_s: float) -> None:
@@ -219,12 +242,15 @@ class TrainStage(Stage):
             staleness=batch.staleness,
             pinned=due and self._evaluates(self.steps),
             last=reached,
+            pass_rates=batch.pass_rates,
         )
         await self._report(ports, report)
         for lease in batch.leases:
             lease.done()
         self.activity.items_out += len(batch.leases)
         self.activity.tokens += batch.trained_tokens
+        if not last:
+            await self._clear(ports)
         if due:
             await self._publish(ports)
         save = self.config.checkpoint.save_interval
@@ -260,7 +286,9 @@ class TrainStage(Stage):
         if self.slots is None:
             return
         if not first:
-            await self._await_landing(ports)
+            await await_landing(
+                ports.topic, version=self.steps, pinned=self._pinned, given_up=lambda: self._drain is not None
+            )
         pinned = self._evaluates(self.steps)
         clock = time.perf_counter()
         with self.activity.working(), self.span("publish_weights", detail=f"version {self.steps}"):
@@ -279,28 +307,6 @@ class TrainStage(Stage):
         self._pinned = self.steps if pinned else self._pinned
         self.activity.extra["publish_s"] = time.perf_counter() - clock
 
-    async def _await_landing(self, ports: Ports) -> None:
-        """Waits until no engine reads the slot about to be reused and a pinned version has landed everywhere.
-
-        Unblocked by the engines' `applied/` reports, by the death of an engine (its key is dropped), or by a time
-        limit: then the digest of the slot is what protects a reader.
-        """
-        deadline = time.monotonic() + LANDING_TIMEOUT_S
-        revision = 0
-        while time.monotonic() < deadline and self._drain is None:
-            applied = [msgspec.msgpack.decode(v, type=Applied) for v in ports.topic.items("applied/").values()]
-            if all(a.fetching < 0 or a.fetching >= self.steps - 1 for a in applied) and all(
-                a.version >= self._pinned for a in applied
-            ):
-                return
-            with contextlib.suppress(TimeoutError):  # the loop looks again
-                async with asyncio.timeout(1.0):
-                    revision = await ports.topic.wait(revision)
-        if self._drain is None:
-            log.warning(
-                "version %d is overwritten although an engine has not applied version %d", self.steps - 2, self._pinned
-            )
-
     async def _save(self, ports: Ports) -> None:
         directory = draft_path(self.context.run_dir / "checkpoints", self.steps)
         self._saved = self.steps
@@ -311,18 +317,11 @@ class TrainStage(Stage):
     async def _settle_rest(self, ports: Ports) -> None:
         """After the last batch: everything that is here or still comes is surplus. Ends with the inlet."""
         while True:
-            lease = heapq.heappop(self._heap)[2] if self._heap else None
-            if lease is not None:
-                await self._surplus(ports, [lease])
-            elif self._ended:
+            rest = self._buffer.take_all()
+            for lease in rest:
+                await self._settle(ports, lease, "surplus", self._drain or "all rollout batches are trained")
+            if not rest and self._ended:
                 return
-            else:
+            if not rest:
                 self._arrived.clear()
                 await self._arrived.wait()
-
-    async def _surplus(self, ports: Ports, leases: list[Lease[RolloutSlice]]) -> None:
-        for lease in leases:
-            slice_ = lease.message
-            detail = self._drain or "all rollout batches are trained"
-            await ports.outlets["settle"].send(slice_.ended("surplus", detail), str(slice_.group.group_id))
-            lease.done()

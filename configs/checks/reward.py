@@ -72,12 +72,20 @@ def reward_faults(config: Config) -> Iterator[str]:
         )
     if reward.group_rm and reward.custom_rm_path is None:
         yield "--group-rm needs a function over whole groups; give --custom-rm-path, e.g. my_project.rewards:rank"
+    if reward.reward_component:
+        for label, used in (("--group-rm", reward.group_rm), ("--reward-key", reward.reward_key is not None)):
+            if used:
+                yield f"{label} and --reward-component both say what a response earns; leave one of them out"
     if "remote" in graders and reward.rm_url is None:
         yield "rm_type remote has no address; give --rm-url, for example --rm-url http://localhost:8000/score"
     if reward.rm_url is not None and not _URL.fullmatch(reward.rm_url):
         yield f"--rm-url is {reward.rm_url!r}, but must be an http address; write for example http://localhost:8000/score"
     if "judge" in graders and reward.judge_engine is None:
         yield "rm_type judge has no judge; give --judge-engine NAME and --frozen-engine NAME=PATH"
+    for grader in graders:
+        kind, _, judge = grader.partition(":")
+        if kind == "judge" and judge and judge not in frozen_names(config):
+            yield f"rm_type {grader!r} names no frozen engine; {_choose(judge, frozen_names(config))}"
     limit = config.rollout.rollout_max_response_len
     if reward.overlong_buffer_len >= limit:
         yield (
@@ -110,6 +118,22 @@ def filter_faults(config: Config) -> Iterator[str]:
         yield (
             f"--over-sampling-batch-size is {filters.over_sampling_batch_size}, but no group is ever filtered; add "
             "--dynamic-sampling-filter nonzero_std, or leave it out"
+        )
+    wanted, batch = filters.over_sampling_batch_size, config.rollout.rollout_batch_size
+    if wanted is not None and wanted < batch:
+        yield (
+            f"--over-sampling-batch-size is {wanted}, but a batch of {batch} groups needs as many in flight anyway; set "
+            f"it to at least {batch}, or leave it out"
+        )
+    if wanted is not None and config.run.deterministic:
+        yield (
+            "--deterministic with --over-sampling-batch-size: which groups are trained then depends on the order in which "
+            "they finish; leave one of them out"
+        )
+    if "nonzero_std" in filters.dynamic_sampling_filter and "nonzero_std_fallback" in filters.dynamic_sampling_filter:
+        yield (
+            "--dynamic-sampling-filter nonzero_std drops what nonzero_std_fallback would keep for a batch that is short; "
+            "leave one of them out"
         )
 
 

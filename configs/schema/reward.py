@@ -11,9 +11,10 @@ class RewardConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
     rm_type: Annotated[
         str,
         Meta(
-            description="grader where a row's metadata has no rm_type: auto, exact, contains, gsm8k, gsm8k_flex, "
-            "math, math_strict, math_hendrycks, math_verify, deepscaler, dapo, f1, gpqa, ifeval, code, remote, judge, "
-            "length:N, format:REGEX, random:P, constant:X, package.module:function; boxed_ before it: last box"
+            description="grader where a row's metadata has no rm_type: auto, exact, exact_match, contains, gsm8k, "
+            "gsm8k_flex, math[:DIALECT], math_strict, math_hendrycks, math_verify, deepscaler, dapo, f1, gpqa, ifeval, "
+            "code, remote[:URL], judge[:NAME], length:N, format:REGEX, random:P, constant:X, package.module:function; "
+            "boxed_ before it: last box"
         ),
     ] = "auto"
     custom_rm_path: Annotated[str | None, Meta(description="import path of a grader, package.module:function")] = None

@@ -1,13 +1,21 @@
-"""Rewards of one group become advantages: the group-relative estimators.
+"""Rewards of one group become advantages of its rollouts: every estimator, as far as it looks at rewards alone.
+
+    grpo, gspo, cispo              (R - mean) / (std + 1e-6), or R - mean without the standard deviation
+    dr_grpo                        R - mean
+    rloo                           R - mean of the others
+    reinforce_plus_plus_baseline   R - mean; whitened over the batch afterwards
+    reinforce_plus_plus, ppo       R; spread over tokens afterwards (`token_advantages.py`)
+    on_policy_distillation         0; the divergence from the teacher is all there is
 
 Invariants:
 - no torch here: stages call this module;
 - the unit is the rollout. A rollout that fanned out into several sequences enters the baseline once, and its advantage
   is copied to each of its sequences;
 - one call sees exactly one group, so that groups of any sizes never mix;
-- a group whose rewards are all equal gives exact zeros.
+- a group whose rewards are all equal gives exact zeros under a group-relative estimator.
 
-Sources: GRPO arXiv:2402.03300, Dr. GRPO arXiv:2503.20783, RLOO arXiv:2402.14740.
+Sources: GRPO arXiv:2402.03300, Dr. GRPO arXiv:2503.20783, RLOO arXiv:2402.14740, REINFORCE++ arXiv:2501.03262, GSPO
+arXiv:2507.18071, CISPO arXiv:2506.13585.
 """
 
 from __future__ import annotations
@@ -18,6 +26,7 @@ from typing import Final, Protocol
 import numpy as np
 import numpy.typing as npt
 
+from configs.schema.algorithm import GROUP_RELATIVE
 from models.algorithms.errors import InconsistentGroup, InsufficientMembers
 from models.algorithms.select import pick
 
@@ -44,11 +53,14 @@ def advantages(
     rollout_ids: Sequence[int],
     *,
     normalize_std: bool = True,
+    normalize: bool = True,
 ) -> FloatArray:
     """Advantages [S] of the S sequences of one group.
 
     `rewards` [S] and `rollout_ids` [S] describe the counting members only (see `is_member`); sequences of one rollout
-    share its id and its reward. `normalize_std=False` leaves out GRPO's division by the standard deviation.
+    share its id and its reward. `normalize_std=False` leaves out GRPO's division by the standard deviation;
+    `normalize=False` leaves out the baseline as well and gives the rewards as they are, from any estimator but
+    on_policy_distillation and import paths, and for a single rollout, too.
 
     Raises `InsufficientMembers` for fewer than two rollouts under a group-relative estimator, `InconsistentGroup` if
     lengths differ, a reward is not finite or one rollout carries two rewards, `UnknownAlgorithm` for a wrong name.
@@ -71,8 +83,16 @@ def advantages(
             f"rollout {ids[where]} carries rewards {per_rollout[inverse][where]} and {values[where]}: "
             "all sequences of one rollout share one reward"
         )
-    result = pick("advantages", estimator, ESTIMATORS)(per_rollout, normalize_std=normalize_std)
-    return np.asarray(result, dtype=np.float64)[inverse]
+    chosen = pick("advantages", estimator, ESTIMATORS)
+    if not normalize and estimator in GROUP_RELATIVE:
+        chosen = unchanged
+    result = np.asarray(chosen(per_rollout, normalize_std=normalize_std), dtype=np.float64)
+    if result.shape != per_rollout.shape:
+        raise InconsistentGroup(
+            f"estimator {estimator!r} returned shape {list(result.shape)} for {per_rollout.size} rollouts: return one "
+            "advantage for each"
+        )
+    return result[inverse]
 
 
 def centred(rewards: FloatArray) -> FloatArray:
@@ -109,5 +129,26 @@ def rloo(rewards: FloatArray, *, normalize_std: bool) -> FloatArray:
     return centred(rewards) * (rewards.size / max(rewards.size - 1, 1))
 
 
-ESTIMATORS: Final[Mapping[str, Estimator]] = {"grpo": grpo, "dr_grpo": dr_grpo, "rloo": rloo}
-GROUP_RELATIVE: Final = frozenset(ESTIMATORS)
+def unchanged(rewards: FloatArray, *, normalize_std: bool) -> FloatArray:
+    """R_i: what the group thinks of it does not count."""
+    del normalize_std
+    return rewards.copy()
+
+
+def nothing(rewards: FloatArray, *, normalize_std: bool) -> FloatArray:
+    """0: rewards are for show."""
+    del normalize_std
+    return np.zeros_like(rewards)
+
+
+ESTIMATORS: Final[Mapping[str, Estimator]] = {
+    "grpo": grpo,
+    "gspo": grpo,
+    "cispo": grpo,
+    "dr_grpo": dr_grpo,
+    "rloo": rloo,
+    "reinforce_plus_plus_baseline": dr_grpo,
+    "reinforce_plus_plus": unchanged,
+    "ppo": unchanged,
+    "on_policy_distillation": nothing,
+}

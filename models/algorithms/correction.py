@@ -29,7 +29,7 @@ from torch import Tensor
 from models.algorithms.errors import AlgorithmError
 from models.algorithms.modes import Correction, WeightLevel
 from models.algorithms.select import pick
-from models.algorithms.tokens import PolicyTokens, bounded_exp, log_ratio, sequence_mean, sequence_sum
+from models.algorithms.tokens import PolicyTokens, bounded_exp, log_ratio, masked, sequence_mean, sequence_sum
 
 
 class WeightFunction(Protocol):
@@ -59,6 +59,15 @@ def log_weight_of(tokens: PolicyTokens, correction: Correction) -> Tensor:
     return log_ratio(numerator.detach(), tokens.rollout_log_probs.detach(), tokens.mask)
 
 
+def mismatch_of(tokens: PolicyTokens, correction: Correction) -> Tensor:
+    """How far the trainer's policy is from the sampler, [N], 0 where masked, no gradient: what is logged.
+
+    D, but of the current policy where the anchor is made from the sampler and would hide a difference of kernels.
+    """
+    numerator = tokens.log_probs if correction.measures_current else tokens.old_log_probs
+    return log_ratio(numerator.detach(), tokens.rollout_log_probs.detach(), tokens.mask)
+
+
 def importance_weights(tokens: PolicyTokens, correction: Correction, log_weight: Tensor) -> ImportanceWeights:
     """Bounded weights [N] from D [N]. Raises `UnknownAlgorithm` or `AlgorithmError` for a wrong custom function."""
     exponent = spread(log_weight, tokens, correction.level)
@@ -76,7 +85,7 @@ def spread(log_weight: Tensor, tokens: PolicyTokens, level: WeightLevel) -> Tens
     if level == "token":
         return log_weight
     statistic = sequence_sum if level == "sequence" else sequence_mean
-    return statistic(log_weight, tokens)[tokens.sequence] * tokens.mask
+    return masked(statistic(log_weight, tokens)[tokens.sequence], tokens.mask)
 
 
 def upper_bound(tokens: PolicyTokens, correction: Correction) -> Tensor:

@@ -7,6 +7,9 @@ x = log theta - log ref at the sampled token. Values and gradients (with respect
     k3          exp(-x) - 1 + x      non-negative, low variance
     low_var_kl  k3 clamped to +-10
 
+The expectation of these is over the current policy. `use_unbiased_kl` multiplies by the ratio of theta to the policy
+that sampled, with gradient: on-policy the value stays and the gradient becomes that of the divergence itself.
+
 Invariants: masked tokens are exactly 0; the exponent is clamped to +-20, the linear term is not.
 Source: J. Schulman, "Approximating KL divergence", 2020.
 """
@@ -18,8 +21,9 @@ from typing import Final, Protocol
 
 from torch import Tensor
 
+from models.algorithms.modes import Correction
 from models.algorithms.select import pick
-from models.algorithms.tokens import bounded_exp, log_ratio
+from models.algorithms.tokens import PolicyTokens, bounded_exp, log_ratio, masked
 
 LOW_VAR_BOUND: Final = 10.0
 
@@ -53,6 +57,32 @@ def low_var_kl(difference: Tensor) -> Tensor:
 KL_ESTIMATORS: Final[Mapping[str, KLFunction]] = {"k1": k1, "k2": k2, "k3": k3, "low_var_kl": low_var_kl}
 
 
-def kl_to_reference(kind: str, log_probs: Tensor, ref_log_probs: Tensor, mask: Tensor) -> Tensor:
+def kl_values(kind: str, difference: Tensor, ratio: Tensor | None = None) -> Tensor:
+    """KL estimate [N] from x [N], times `ratio` [N] if given; in or out of the graph, as its inputs are.
+
+    The bound of low_var_kl applies after the ratio. Raises `UnknownAlgorithm` for a wrong `kind`.
+    """
+    if ratio is None:
+        return pick("kl", kind, KL_ESTIMATORS)(difference)
+    if kind == "low_var_kl":
+        return (ratio * k3(difference)).clamp(-LOW_VAR_BOUND, LOW_VAR_BOUND)
+    return ratio * pick("kl", kind, KL_ESTIMATORS)(difference)
+
+
+def kl_to_reference(
+    kind: str, log_probs: Tensor, ref_log_probs: Tensor, mask: Tensor, ratio: Tensor | None = None
+) -> Tensor:
     """KL estimate per token [N], 0 where masked. Raises `UnknownAlgorithm` for a wrong `kind`."""
-    return pick("kl", kind, KL_ESTIMATORS)(log_ratio(log_probs, ref_log_probs, mask))
+    return masked(kl_values(kind, log_ratio(log_probs, ref_log_probs, mask), ratio), mask)
+
+
+def sampling_ratio(tokens: PolicyTokens, correction: Correction, weight: Tensor) -> Tensor:
+    """Ratio [N] of theta to the policy that sampled, with gradient: what makes the KL term unbiased off-policy.
+
+    onpolicy: theta / old. decoupled: theta / old times the detached importance `weight` [N]. bypass: theta / mu, at
+    most the upper bound of the weights. `tokens` holds the anchor that belongs to the mode.
+    """
+    ratio = bounded_exp(log_ratio(tokens.log_probs, tokens.old_log_probs, tokens.mask))
+    if correction.mode == "bypass":
+        return ratio.clamp(max=correction.high)
+    return ratio * weight if correction.mode == "decoupled" else ratio

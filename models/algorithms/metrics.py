@@ -1,7 +1,7 @@
-"""Metrics of a policy step, summed over micro-batches without waiting for the device.
+"""Metrics of a policy step, summed over its micro-batches without waiting for the device.
 
-Invariants: every mean and every fraction uses the reducer of the loss (coefficient c per token, denominator D of the
-step), so that it does not depend on the split into micro-batches; tensors that are logged are never changed in place.
+Invariants: sums are kept in double precision on the device; there is one transfer, in `result`; what is added is never
+changed in place.
 """
 
 from __future__ import annotations
@@ -14,62 +14,12 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from models.algorithms.correction import ImportanceWeights
-from models.algorithms.tokens import PolicyTokens, bounded_exp, log_ratio, masked, sequence_sum
+from models.algorithms.token_metrics import STALENESS_BUCKETS, STALENESS_SUMS, TokenMetrics
+
+__all__ = ["EFFECTIVE_SIZES", "LOSS_TERMS", "MetricTotals", "TokenMetrics", "effective_size"]
 
 LOSS_TERMS: Final = frozenset({"train/loss", "train/pg_loss", "train/kl_loss", "train/entropy_loss"})
-
-
-@dataclass(frozen=True)
-class TokenMetrics:
-    """Ingredients from one micro-batch, all without gradient."""
-
-    means: Mapping[str, Tensor]  # [N] each: become sum of c m v / D
-    sums: Mapping[str, Tensor]  # scalars: added over the step
-    maxima: Mapping[str, Tensor]  # scalars: largest over the step
-
-
-def drift_metrics(tokens: PolicyTokens) -> dict[str, Tensor]:
-    """Distance of theta from old, the anchor: [N] each."""
-    change = log_ratio(tokens.log_probs.detach(), tokens.old_log_probs, tokens.mask)
-    return {"train/ppo_kl": -change, "train/kl_old_theta_k3": bounded_exp(change) - 1.0 - change}
-
-
-def mismatch_metrics(tokens: PolicyTokens, weights: ImportanceWeights, *, use_tis: bool) -> TokenMetrics:
-    """Distance of old from mu, the sampler (different kernels, staleness), over trainable tokens before truncation."""
-    delta, raw, mask = weights.log_weight, weights.raw, tokens.mask
-    distance = delta.abs()
-    means = {
-        "train/train_rollout_logprob_abs_diff": distance,
-        "train/kl_mu_old_k1": -delta,
-        "train/kl_mu_old_k3": raw - 1.0 - delta,
-        "train/chi2_token": bounded_exp(2.0 * delta) - 1.0,
-    }
-    if use_tis:
-        means["train/tis"] = raw
-        means["train/tis_clipfrac"] = weights.truncated.to(raw.dtype)
-        means["train/tis_abs"] = (raw - 1.0).abs()
-    rho = bounded_exp(log_ratio(tokens.log_probs.detach(), tokens.rollout_log_probs, mask))
-    live = torch.zeros(tokens.n_sequences, dtype=raw.dtype, device=raw.device)
-    live[tokens.sequence[mask]] = 1.0
-    sequence = bounded_exp(sequence_sum(delta, tokens)) * live
-    sums = {"n": mask.sum(), "n_sequences": live.sum()}
-    for name, weight in (
-        ("ess", masked(raw, mask)),
-        ("ess_truncated", masked(weights.weight, mask)),
-        ("ess_theta", masked(rho, mask)),
-        ("ess_sequence", sequence),
-    ):
-        sums[f"{name}/w"] = weight.sum()
-        sums[f"{name}/ww"] = weight.square().sum()
-    maxima = {"train/train_rollout_logprob_abs_diff_max": distance.max() if distance.numel() else distance.sum()}
-    return TokenMetrics(means=means, sums=sums, maxima=maxima)
-
-
-def advantage_sums(tokens: PolicyTokens) -> dict[str, Tensor]:
-    """Sums for mean and standard deviation of the advantages over trainable tokens."""
-    values = masked(tokens.advantages, tokens.mask).double()
-    return {"advantage": values.sum(), "advantage2": values.square().sum(), "advantage/n": tokens.mask.sum()}
+EFFECTIVE_SIZES: Final = ("ess", "ess_truncated", "ess_theta", "ess_sequence")
 
 
 @dataclass
@@ -101,27 +51,52 @@ class MetricTotals:
         Terms of the loss are divided by `loss_denominator` where it differs from that of the other means.
         """
         for_loss = denominator if loss_denominator is None else loss_denominator
-        tensors = [*self.means.values(), *self.sums.values(), *self.maxima.values()]
+        tensors = [*self.means.values(), *self.maxima.values(), *self.sums.values()]
         if not tensors:
             return {}
         values = iter(torch.stack(tensors).tolist())
         out = {name: next(values) / (for_loss if name in LOSS_TERMS else denominator) for name in self.means}
-        sums = {name: next(values) for name in self.sums}
         out.update({name: next(values) for name in self.maxima})
+        sums = {name: next(values) for name in self.sums}
         out.update(_from_sums(sums))
+        out.update(_by_staleness(sums))
         return out
 
 
+def effective_size(count: float, total: float, squares: float) -> float:
+    """(sum w)^2 / (n sum w^2): the share of n equally weighted samples that these weights are worth; 1 for none."""
+    return total**2 / (count * squares) if count * squares > 0 else 1.0
+
+
 def _from_sums(sums: Mapping[str, float]) -> dict[str, float]:
-    """Effective sample sizes (sum w)^2 / (N sum w^2) and the moments of the advantages."""
+    """Effective sample sizes, shares of sequences, and the moments of the advantages."""
     out: dict[str, float] = {}
-    for name in ("ess", "ess_truncated", "ess_theta", "ess_sequence"):
+    for name in EFFECTIVE_SIZES:
         if f"{name}/ww" in sums:
             count = sums["n_sequences" if name == "ess_sequence" else "n"]
-            denominator = count * sums[f"{name}/ww"]
-            out[f"train/{name}"] = sums[f"{name}/w"] ** 2 / denominator if denominator > 0 else 1.0
+            out[f"train/{name}"] = effective_size(count, sums[f"{name}/w"], sums[f"{name}/ww"])
+    for name, value in sums.items():
+        kind, _, rule = name.partition("/")
+        if kind == "rejected_sequences":
+            out[f"train/seq_mask_fraction/{rule}"] = value / max(sums["n_sequences"], 1.0)
+    if "kept" in sums:
+        out["correction/all_rejected"] = float(sums["kept"] == 0 and sums["n"] > 0)
     if count := sums.get("advantage/n", 0.0):
         mean = sums["advantage"] / count
         out["train/advantage_mean"] = mean
         out["train/advantage_std"] = math.sqrt(max(sums["advantage2"] / count - mean * mean, 0.0))
+    return out
+
+
+def _by_staleness(sums: Mapping[str, float]) -> dict[str, float]:
+    """staleness/{ess,clipfrac,abs_diff}/{bucket}: token means within each bucket that has a token."""
+    out: dict[str, float] = {}
+    for bucket in STALENESS_BUCKETS:
+        count, weight, squares, clipped, distance = (
+            sums.get(f"staleness/{name}/{bucket}", 0.0) for name in STALENESS_SUMS
+        )
+        if count > 0:
+            out[f"staleness/ess/{bucket}"] = effective_size(count, weight, squares)
+            out[f"staleness/clipfrac/{bucket}"] = clipped / count
+            out[f"staleness/abs_diff/{bucket}"] = distance / count
     return out

@@ -70,6 +70,11 @@ class Correction:
         return self.ratio == "current" or self.mode == "bypass"
 
     @property
+    def measures_current(self) -> bool:
+        """Whether the mismatch with the sampler is logged of theta: where the anchor is not the trainer's own."""
+        return self.against_current or self.loglinear
+
+    @property
     def is_off_policy_safe(self) -> bool:
         """Whether something is done about tokens of older weights."""
         return self.use_tis or self.mode == "bypass" or self.rejects
@@ -85,8 +90,8 @@ def resolve_correction(config: CorrectionConfig, *, max_staleness: int, policy_l
     bypass = config.use_rollout_logprobs or mode == "bypass" or (mode == "auto" and policy_loss in SAMPLER_LOSSES)
     rules = parse_rules(config.rollout_rs)
     if use_tis is None:
-        wanted = mode == "decoupled" or max_staleness > 0
-        use_tis = wanted and not bypass and mode != "onpolicy" and not config.allow_uncorrected
+        corrects_itself = bypass or policy_loss in SAMPLER_LOSSES
+        use_tis = max_staleness > 0 and not corrects_itself and mode != "onpolicy" and not config.allow_uncorrected
     if mode == "auto":
         rejects = bool(rules) or config.rs_veto is not None
         mode = "decoupled" if use_tis or (rejects and not bypass) else "bypass" if bypass else "onpolicy"

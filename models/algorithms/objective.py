@@ -1,24 +1,42 @@
 """The whole loss of a token, put together from its parts: policy term, correction, KL and entropy; or supervised.
 
-    L = w * policy_loss + beta * kl - c * entropy        (policy_loss)
-    L = -log theta                                       (sft_loss)
+    L = kept * w * policy_loss + beta * kl - c * entropy        (policy_loss)
+    L = -log theta                                              (sft_loss)
 
-Invariants: pure; the weight w touches the policy term only; masked tokens are exactly 0 in value and gradient.
+In order: the anchor that belongs to the mode; the policy loss, clipped; the importance weight w of the sampler;
+off-policy sequence masking; rejection. Losses over whole groups are in `group_loss.py`.
+
+Invariants: pure; weights and masks touch the policy term only, and only its numerator; masked tokens are exactly 0 in
+value and gradient; if everything is rejected the policy term is 0 with a graph.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from configs.schema.algorithm import AlgorithmConfig
-from models.algorithms.correction import token_tis
-from models.algorithms.errors import AlgorithmError
-from models.algorithms.kl import kl_to_reference
+from models.algorithms.correction import ImportanceWeights, importance_weights, log_weight_of, mismatch_of
+from models.algorithms.errors import MissingColumn
+from models.algorithms.kl import kl_to_reference, sampling_ratio
 from models.algorithms.losses import PolicyLossFunction, sft
-from models.algorithms.metrics import TokenMetrics, advantage_sums, drift_metrics, mismatch_metrics
 from models.algorithms.modes import Correction
+from models.algorithms.opsm import drifted_negatives
+from models.algorithms.prox import with_anchor
+from models.algorithms.rejection import rejection_of
+from models.algorithms.token_metrics import (
+    TokenMetrics,
+    advantage_sums,
+    clip_metrics,
+    drift_metrics,
+    joined,
+    mismatch_metrics,
+    rejection_metrics,
+    staleness_sums,
+)
 from models.algorithms.tokens import PolicyTokens, masked
 
 
@@ -34,47 +52,68 @@ class Objective:
 def policy_objective(
     tokens: PolicyTokens, config: AlgorithmConfig, correction: Correction, policy_loss: PolicyLossFunction
 ) -> Objective:
-    """Loss [N] of a policy update. `tokens.old_log_probs` is the anchor that belongs to the mode.
+    """Loss [N] of a policy update. `tokens.old_log_probs` is read in decoupled (recompute) and onpolicy mode only.
 
-    Raises `AlgorithmError` if the KL or the entropy term is on and its input is missing.
+    Raises `MissingColumn` if the KL or the entropy term is on and its input is missing.
     """
+    tokens = with_anchor(tokens, correction)
     policy = policy_loss(tokens, config)
-    # In bypass mode the anchor is mu itself; the mismatch worth logging is then that of the current weights.
-    against = tokens.log_probs if correction.mode == "bypass" else tokens.old_log_probs
-    weights = token_tis(against, tokens.rollout_log_probs, tokens.mask, low=correction.low, high=correction.high)
-    pg_loss = weights.weight * policy.loss if correction.use_tis else policy.loss
-    loss = pg_loss
-    clipped = (policy.clipped_high | policy.clipped_low).to(pg_loss.dtype)
-    means = {
-        "train/pg_loss": pg_loss,
-        "train/pg_clipfrac": clipped,
-        "train/pg_clipfrac_high": policy.clipped_high.to(pg_loss.dtype),
-        "train/pg_clipfrac_low": policy.clipped_low.to(pg_loss.dtype),
-        **drift_metrics(tokens),
-    }
+    delta = log_weight_of(tokens, correction)
+    weights = importance_weights(tokens, correction, delta) if correction.use_tis else None
+    rejection = rejection_of(tokens, correction, delta)
+    means = {**clip_metrics(policy), **drift_metrics(tokens)}
+    pg_loss = policy.loss
+    if weights is not None:
+        # A mean of 1 divides nothing: facts of a step are only there if they were asked for.
+        pg_loss = pg_loss * (weights.weight / tokens.facts.weight_mean)
+    if correction.use_opsm:
+        dropped = drifted_negatives(tokens, correction.opsm_delta)
+        pg_loss = masked(pg_loss, ~dropped)
+        means["train/opsm_fraction"] = dropped.to(pg_loss.dtype)
+    if not rejection.none:
+        # What is not a number passes no test and fails none: it goes on, for the step to be refused.
+        pg_loss = torch.where(delta.isnan(), delta, masked(pg_loss, rejection.kept))
+        if correction.renormalize and tokens.kept_scale is not None:
+            pg_loss = pg_loss * tokens.kept_scale[tokens.sequence].to(pg_loss.dtype)
+    means["train/pg_loss"] = pg_loss
+    loss, terms = _with_regularisers(pg_loss, tokens, config, correction, weights)
+    mismatch = mismatch_of(tokens, correction)
+    metrics = joined(
+        TokenMetrics(means={**means, **terms, "train/loss": loss}, sums=advantage_sums(tokens), maxima={}),
+        mismatch_metrics(tokens, mismatch, weights),
+        rejection_metrics(rejection, tokens),
+        staleness_sums(tokens, mismatch, policy),
+    )
+    return Objective(loss=loss, metrics=metrics, kept=rejection.kept)
+
+
+def _with_regularisers(
+    pg_loss: Tensor,
+    tokens: PolicyTokens,
+    config: AlgorithmConfig,
+    correction: Correction,
+    weights: ImportanceWeights | None,
+) -> tuple[Tensor, Mapping[str, Tensor]]:
+    """Policy term plus KL and entropy, which no mask but the trainable one touches; and their values [N]."""
+    loss, terms = pg_loss, dict[str, Tensor]()
     if config.use_kl_loss and config.kl_loss_coef > 0:
         if tokens.ref_log_probs is None:
-            raise AlgorithmError("use_kl_loss needs log-probs of the reference policy, and none were given")
-        kl = kl_to_reference(config.kl_loss_type, tokens.log_probs, tokens.ref_log_probs, tokens.mask)
+            raise MissingColumn("use_kl_loss needs log-probs of the reference policy, and none were given")
+        ratio = None
+        if config.use_unbiased_kl:
+            weight = torch.ones_like(pg_loss) if weights is None else weights.weight
+            ratio = sampling_ratio(tokens, correction, weight)
+        kl = kl_to_reference(config.kl_loss_type, tokens.log_probs, tokens.ref_log_probs, tokens.mask, ratio)
         loss = loss + config.kl_loss_coef * kl
-        means["train/kl_loss"] = kl
+        terms["train/kl_loss"] = kl
     if tokens.entropy is not None:
         entropy = masked(tokens.entropy, tokens.mask)
-        means["train/entropy_loss"] = entropy
+        terms["train/entropy_loss"] = entropy
         if config.entropy_coef > 0:
             loss = loss - config.entropy_coef * entropy
     elif config.entropy_coef > 0:
-        raise AlgorithmError(f"entropy_coef={config.entropy_coef} needs entropies with a graph, and none were given")
-    means["train/loss"] = loss
-    mismatch = mismatch_metrics(tokens, weights, use_tis=correction.use_tis)
-    return Objective(
-        loss=loss,
-        metrics=TokenMetrics(
-            means={**means, **mismatch.means},
-            sums={**mismatch.sums, **advantage_sums(tokens)},
-            maxima=mismatch.maxima,
-        ),
-    )
+        raise MissingColumn(f"entropy_coef={config.entropy_coef} needs entropies with a graph, and none were given")
+    return loss, terms
 
 
 def sft_objective(tokens: PolicyTokens) -> Objective:
@@ -83,4 +122,4 @@ def sft_objective(tokens: PolicyTokens) -> Objective:
     means = {"train/loss": loss}
     if tokens.entropy is not None:
         means["train/entropy_loss"] = masked(tokens.entropy, tokens.mask)
-    return Objective(loss=loss, metrics=TokenMetrics(means=means, sums={}, maxima={}))
+    return Objective(loss=loss, metrics=TokenMetrics(means=means, sums={}, maxima={}), kept=tokens.mask)

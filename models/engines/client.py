@@ -10,15 +10,18 @@ Invariants:
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from types import TracebackType
 from typing import Final, TypeVar
 
 import aiohttp
 import msgspec
+import numpy as np
+import numpy.typing as npt
 from msgspec import Struct
 
 from models.engines.errors import (
+    EngineAborted,
     EngineProtocolError,
     EngineRefused,
     EngineTimeout,
@@ -37,6 +40,7 @@ from models.engines.protocol import (
     Models,
     PauseMode,
     PauseRequest,
+    SamplingParams,
     ServerInfo,
     UpdateAnswer,
     UpdateWeightsRequest,
@@ -113,6 +117,53 @@ class EngineClient:
             return [self._decode_one.decode(body)]
         except msgspec.MsgspecError as error:
             raise self._broken("/generate", body, error) from error
+
+    async def score(
+        self,
+        token_ids: Sequence[int] | npt.NDArray[np.int32],
+        start: int,
+        *,
+        temperature: float = 1.0,
+        rid: str | None = None,
+    ) -> npt.NDArray[np.float32]:
+        """[n - start] log-probs of `token_ids[start:]`, each given all tokens before it; nothing is generated.
+
+        `start` is at least 1, for nothing comes before the first token. They are of log_softmax(logits / temperature);
+        SGLang scores at temperature 1 whatever is asked, the embedded engine as asked. Raises `EngineAborted` if
+        somebody ended the request, and the other errors of `generate`.
+        """
+        ids: list[int] = np.asarray(token_ids, dtype=np.int64).tolist()
+        if not 1 <= start <= len(ids):
+            raise ValueError(
+                f"start={start} of {len(ids)} tokens must be from 1 to their number: the first token has no log-prob"
+            )
+        if start == len(ids):
+            return np.empty(0, dtype=np.float32)
+        request = GenerateRequest(
+            input_ids=[*ids],
+            rid=rid,
+            sampling_params=SamplingParams(max_new_tokens=0),
+            return_logprob=True,
+            logprob_start_len=start - 1,
+            input_logprob_temperature=temperature if temperature != 1.0 else None,
+        )
+        [output] = await self.generate(request)
+        if output.aborted:
+            reason = output.meta_info.finish_reason
+            raise EngineAborted(self.base_url, (reason and reason.message) or "no reason was given")
+        try:
+            return np.asarray(output.input_log_probs(len(ids) - start), dtype=np.float32)
+        except ValueError as error:
+            raise EngineProtocolError(self.base_url, str(error)) from error
+
+    async def tokenize(self, text: str) -> list[int]:
+        """Token ids of a text as the server sees it; a beginning-of-text token may come first. As /generate tells
+        them, for not every server has a route of its own for it."""
+        request = GenerateRequest(
+            text=text, sampling_params=SamplingParams(max_new_tokens=0), return_logprob=True, logprob_start_len=0
+        )
+        [output] = await self.generate(request)
+        return [token for _, token, _ in output.meta_info.input_token_logprobs or ()]
 
     async def pause(self, mode: PauseMode) -> None:
         """Stop generating. abort ends all requests (200, partial output), retract drops their KV cache, in_place keeps

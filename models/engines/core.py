@@ -77,7 +77,8 @@ class Completion:
     trim_stop: bool
     stream: bool
     extra_key: str
-    score_from: int  # first prompt position whose log-prob is wanted, -1 for none
+    score_from: int  # prompt tokens behind this position are scored, -1 for none
+    score_temperature: float = 1.0  # divides the logits of the scores, and of nothing else
     received_s: float = field(default_factory=time.monotonic)
     output_ids: list[int] = field(default_factory=list)
     log_probs: list[float] = field(default_factory=list)
@@ -93,6 +94,11 @@ class Completion:
     @property
     def prompt_tokens(self) -> int:
         return len(self.prompt)
+
+    @property
+    def to_score(self) -> bool:
+        """True while the scores of the prompt are wanted and not there."""
+        return self.score_from >= 0 and not self.prompt_log_probs
 
     def mark_version(self, label: str, start: int) -> None:
         """Output tokens from `start` on are made by `label`. A span that would be empty is replaced."""

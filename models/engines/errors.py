@@ -2,6 +2,7 @@
 
     EngineError
     ├── EngineUnreachable     transport failed, or a 5xx answer: the request may be sent again, elsewhere too
+    ├── EngineAborted         somebody ended a request whose parts are of no use: it may be sent again
     ├── EngineTimeout         no answer in time: the engine may still be at work on it
     ├── EngineRefused         4xx with the server's words: sending it again cannot help
     ├── EngineProtocolError   the answer is not what the protocol promises
@@ -32,6 +33,20 @@ class EngineUnreachable(EngineError):
 
     def __str__(self) -> str:
         return f"engine {self.url} cannot be reached: {self.reason}"
+
+
+class EngineAborted(EngineError):
+    """A request was ended before its time by somebody else, with nothing of use in its answer."""
+
+    retryable = True
+
+    def __init__(self, url: str, reason: str) -> None:
+        super().__init__(url, reason)
+        self.url = url
+        self.reason = reason
+
+    def __str__(self) -> str:
+        return f"engine {self.url} aborted the request: {self.reason}"
 
 
 class EngineTimeout(EngineError):

@@ -119,7 +119,7 @@ class Intake:
         rule = SamplingRule(params.temperature, params.top_p, params.top_k, params.min_p)
         seed = params.sampling_seed if params.sampling_seed is not None else self._draw_seed()
         group = next(self._groups)
-        scored = request.return_logprob and 0 <= request.logprob_start_len < len(prompt)
+        score_from = self._score_from(request, len(prompt))
         return [
             Completion(
                 rid=rid if params.n == 1 else f"{rid}_{sample}",
@@ -137,10 +137,28 @@ class Intake:
                 trim_stop=not params.no_stop_trim,
                 stream=request.stream,
                 extra_key=request.extra_key or "",
-                score_from=request.logprob_start_len if scored else -1,
+                score_from=score_from,
+                score_temperature=request.input_logprob_temperature or 1.0,
             )
             for sample in range(params.n)
         ]
+
+    def _score_from(self, request: GenerateRequest, prompt_tokens: int) -> int:
+        """Where the scores of a prompt begin, -1 if there are none."""
+        start = request.logprob_start_len
+        temperature = request.input_logprob_temperature
+        if temperature is not None and temperature <= 0.0:
+            raise RequestRefused(f"input_logprob_temperature={temperature} must be above 0")
+        if start < -1:
+            raise RequestRefused(f"logprob_start_len={start} must be -1 (no scores) or a position of the prompt")
+        if not request.return_logprob or start == -1:
+            return -1
+        if start > prompt_tokens:
+            raise RequestRefused(
+                f"logprob_start_len={start} is higher than the number of input tokens {prompt_tokens}. Please use a "
+                "smaller logprob_start_len."
+            )
+        return start if start < prompt_tokens else -1
 
     def _check_params(self, params: SamplingParams) -> None:
         for name in _NOT_SERVED:

@@ -61,7 +61,7 @@ class GenerateRequest(Struct, frozen=True, omit_defaults=True, kw_only=True):
     rid: str | list[str] | None = None
     sampling_params: SamplingParams | list[SamplingParams] = SamplingParams()
     return_logprob: bool = False
-    logprob_start_len: int = -1
+    logprob_start_len: int = -1  # prompt tokens behind this one are scored, at temperature 1; -1: none
     top_logprobs_num: int = 0
     token_ids_logprob: list[int] | None = None
     stream: bool = False
@@ -71,6 +71,8 @@ class GenerateRequest(Struct, frozen=True, omit_defaults=True, kw_only=True):
     return_routed_experts: bool = False
     routed_experts_start_len: int = 0
     return_hidden_states: bool = False
+    # Ours: divides the logits of scored prompt tokens, None = 1. SGLang knows no such field, ignores it, scores at 1.
+    input_logprob_temperature: float | None = None
 
     @property
     def prompts(self) -> list[list[int]]:
@@ -159,6 +161,20 @@ class GenerateOutput(Struct, frozen=True, kw_only=True):
                 "send return_logprob=True"
             )
         return numbers
+
+    def input_log_probs(self, count: int) -> list[float]:
+        """[count] log-probs of the prompt's last tokens, each given all tokens before it.
+
+        Raises ValueError if the answer does not hold so many numbers: its first entry never is one.
+        """
+        entries = self.meta_info.input_token_logprobs or []
+        values = [value for value, _, _ in entries[max(len(entries) - count, 0) :] if value is not None]
+        if len(values) != count:
+            raise ValueError(
+                f"response {self.meta_info.id} scores {len(values)} of {count} prompt tokens; send return_logprob=True "
+                "and the position before the first of them as logprob_start_len"
+            )
+        return values
 
     @property
     def version_spans(self) -> list[VersionSpan]:

@@ -6,7 +6,7 @@ so that the grain of the event loop's timers (about 1 ms) does not add up.
 
 Known differences from a real engine: contents never stop a response (only its drawn length does, so stop strings and
 stop token ids end nothing early; the first stop token id is what a finished response ends with), a stream comes as one
-chunk, prompts are not scored, any path passes as new weights.
+chunk, scores of a prompt hang on two tokens and know no temperature, any path passes as new weights.
 """
 
 from __future__ import annotations
@@ -21,10 +21,15 @@ from configs.schema.engine import EngineConfig
 from models.engines.core import DEFAULT_LABEL, Completion, Deliver, EngineFacts, Totals
 from models.engines.errors import EngineServerError
 from models.engines.protocol import FinishReason, Load, PauseMode
-from models.engines.simulated_policy import simulated_length, simulated_log_prob, simulated_token
+from models.engines.simulated_policy import (
+    simulated_length,
+    simulated_log_prob,
+    simulated_scores,
+    simulated_token,
+)
 from models.engines.simulated_schedule import Schedule
 
-__all__ = ["SimulatedEngine", "simulated_length", "simulated_log_prob", "simulated_token"]
+__all__ = ["SimulatedEngine", "simulated_length", "simulated_log_prob", "simulated_scores", "simulated_token"]
 
 _UNBOUNDED: Final = 1 << 20  # context length if neither the configuration nor a checkpoint bounds it, tokens
 
@@ -37,7 +42,7 @@ class SimulatedEngine:
     ) -> None:
         simulated = config.simulated
         self._update_s = simulated.update_s * simulated.time_scale
-        self.schedule = Schedule(simulated, config.engine_slots, config.prefix_cache, label)
+        self.schedule = Schedule(simulated, config.engine_slots, config.prefix_cache, label, model_path)
         checkpoint = _read_config(Path(model_path))
         bound = max_context_len or int(checkpoint.get("max_position_embeddings", _UNBOUNDED))
         self._facts = EngineFacts(

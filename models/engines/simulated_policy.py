@@ -52,6 +52,21 @@ def simulated_log_prob(vocab_size: int) -> float:
     return -math.log(vocab_size - 1)
 
 
+def simulated_scores(
+    prompt: npt.NDArray[np.int32], first: int, model_path: str, vocab_size: int
+) -> npt.NDArray[np.float64]:
+    """[P - first] log-probs of the prompt's tokens from position `first` >= 1 on.
+
+    Uniform less a number in [0, 1) that hangs on the checkpoint's path, the position, the token and the one before it:
+    another checkpoint, or the same tokens in another place, have other scores.
+    """
+    ids = prompt.astype(np.int64)
+    positions = np.arange(first, len(prompt), dtype=np.int64)
+    pairs = (ids[first - 1 : -1] << 32) ^ ids[first:]
+    noise = uniforms(xxhash.xxh3_64_intdigest(model_path.encode()), pairs ^ (positions << 20))
+    return simulated_log_prob(vocab_size) - noise
+
+
 def prompt_key(prompt: Sequence[int]) -> bytes:
     """A prompt as little-endian 32-bit ids."""
     return np.asarray(prompt, dtype="<i4").tobytes()

@@ -6,6 +6,7 @@ request gets one token at its end. Requests enter only between steps.
 Invariants:
 - between changes of membership nothing is counted token by token: the next event is computed, and `advance` jumps;
 - event times do not depend on when `advance` is called, so a late timer delays a delivery and shifts nothing;
+- a request for no token (a scoring) takes part in one step, that of its prefill, and ends with it;
 - the KV cache never holds more than its capacity: when the next step would not fit, the newest requests are retracted
   (cache dropped, output kept, back to the head of the queue, recomputed when they enter again).
 """
@@ -39,6 +40,11 @@ class _Job:
     since: int = 0
     order: int = 0  # of admission
 
+    @property
+    def scores(self) -> bool:
+        """It asks for no token."""
+        return self.goal == 0
+
 
 @dataclass
 class Schedule:
@@ -48,6 +54,7 @@ class Schedule:
     slots: int
     prefix_cache: bool
     label: str
+    model_path: str = ""
     paused: bool = False
     holding: bool = False  # admit nothing: an update waits for what is running
     totals: Totals = field(default_factory=Totals)
@@ -63,7 +70,8 @@ class Schedule:
         self._kv = 0  # tokens in the cache
         self._finished: list[Completion] = []
         self._prefixes = PrefixIndex(self.config.kv_tokens)
-        self._writer = Writer(self.config)
+        self._writer = Writer(self.config, self.model_path)
+        self._scoring = 0  # running jobs that make no token
 
     @property
     def running(self) -> int:
@@ -177,8 +185,8 @@ class Schedule:
     def _apply(self, steps: int, end: float) -> None:
         """Make `steps` steps that end at time `end`."""
         self.totals.steps += steps
-        self.totals.generated_tokens += steps * len(self._running)
-        self._kv += steps * len(self._running)
+        self.totals.generated_tokens += steps * (len(self._running) - self._scoring)
+        self._kv += steps * (len(self._running) - self._scoring)
         self._base = end
         self._first = self._step_s
         while self._ends and self._ends[0][0] <= self.totals.steps:
@@ -223,6 +231,8 @@ class Schedule:
             completion = job.completion
             context = completion.prompt_tokens + job.done
             cached = self._prefixes.cached(completion) if self.prefix_cache and not job.done else 0
+            if completion.to_score:
+                cached = min(cached, completion.score_from)
             if not completion.retractions:
                 completion.cached_tokens = cached
             self.totals.prompt_tokens += context
@@ -233,13 +243,10 @@ class Schedule:
             completion.admitted_s = completion.admitted_s or now
             completion.mark_version(self.label, job.done)
             job.since, job.order = self.totals.steps, next(self._orders)
-            if job.goal == job.done:  # a request for no token at all
-                self._kv -= context
-                self._end(job, FinishReason(type="length", length=0))
-                continue
             self._running[id(completion)] = job
+            self._scoring += job.scores
             entered.append(completion)
-            heapq.heappush(self._ends, (job.since + job.goal - job.done, job.order, job))
+            heapq.heappush(self._ends, (job.since + max(job.goal - job.done, 1), job.order, job))
         if prefill or not self._first:
             self._first = self._step_s + prefill * self.config.prefill_ms_per_token * self._scale
         for completion in entered:
@@ -251,12 +258,13 @@ class Schedule:
         return id(job.completion) in self._running and job.order == order
 
     def _produced(self, job: _Job) -> int:
-        running = self._running.get(id(job.completion)) is job
+        running = self._running.get(id(job.completion)) is job and not job.scores
         return job.done + (self.totals.steps - job.since if running else 0)
 
     def _leave(self, job: _Job) -> None:
         """Take a running job's tokens out of the cache and into its record. The caller removes it."""
         job.done = self._produced(job)
+        self._scoring -= job.scores
         self._kv -= job.completion.prompt_tokens + job.done
 
     def _retract(self, job: _Job) -> None:

@@ -1,4 +1,4 @@
-"""Plans how long a simulated response becomes, and writes its tokens when it ends.
+"""Plans how long a simulated response becomes, and writes its tokens and the scores of its prompt when it ends.
 
 Invariant: a response that was aborted and is sent again (prompt plus partial output, to the same engine) gets the
 tokens that were left of its planned length, so that aborting does not change the distribution of lengths.
@@ -15,7 +15,12 @@ import xxhash
 from configs.schema.engine import SimulatedEngineConfig
 from models.engines.core import Completion
 from models.engines.protocol import FinishReason
-from models.engines.simulated_policy import simulated_length, simulated_log_prob, simulated_tokens
+from models.engines.simulated_policy import (
+    simulated_length,
+    simulated_log_prob,
+    simulated_scores,
+    simulated_tokens,
+)
 
 _REMEMBERED: Final = 65_536  # aborted responses whose rest is kept in mind
 
@@ -23,8 +28,8 @@ _REMEMBERED: Final = 65_536  # aborted responses whose rest is kept in mind
 class Writer:
     """Content of the responses of one engine."""
 
-    def __init__(self, config: SimulatedEngineConfig) -> None:
-        self._config = config
+    def __init__(self, config: SimulatedEngineConfig, model_path: str) -> None:
+        self._config, self._model_path = config, model_path
         self._left: OrderedDict[int, int] = OrderedDict()  # hash of prompt plus partial output -> tokens left
 
     def plan(self, completion: Completion) -> tuple[int, bool]:
@@ -50,6 +55,10 @@ class Writer:
             completion.output_ids[-1] = completion.stop_ids[0]
         elif reason.type == "abort" and count and completion.stop_ids:
             self._remember(completion, count)
+        if completion.to_score and completion.span_starts:  # it entered
+            first = completion.score_from + 1
+            scores = simulated_scores(completion.prompt, first, self._model_path, size)
+            completion.prompt_log_probs = [None, *scores.tolist()]
 
     def _remember(self, completion: Completion, count: int) -> None:
         key = xxhash.xxh3_64_intdigest(completion.prompt_key)

@@ -3,24 +3,38 @@
 Invariants:
 - a rollout's trainable tokens are counted over all its sequences, which therefore arrive in one call;
 - a sequence without a trainable token counts in the sizes and costs no forward pass;
-- values at masked positions are dropped here: nothing later can see them.
+- values at masked positions are dropped here: nothing later can see them;
+- what is decided before the first backward pass of a batch is written into the examples: `anchors` fills in what models
+  say of them, `whole_batch` what follows from all of them together.
 """
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
 
 from models.algorithms.aggregation import Aggregation, StepSize, coefficients
-from models.train.errors import InvalidSequence
+from models.train.errors import BackendMisuse, InvalidSequence
 from models.train.interface import TrainSequence
+from models.train.reduce import Reducer, gathered
 
 Float32Array = npt.NDArray[np.float32]
 RolloutKey = tuple[int, int]  # (group_id, rollout_id)
+
+
+@dataclass(frozen=True)
+class Intake:
+    """How sequences are read."""
+
+    mode: Aggregation
+    vocab_size: int
+    version: int = 0  # of the weights: a token's staleness is this minus its own
+    newest_only: bool = False  # train only the tokens of a sequence's newest version
+    needs_teacher: bool = False
 
 
 @dataclass
@@ -33,8 +47,20 @@ class Example:
     rollout_log_probs: Float32Array  # [K] log mu
     advantages: Float32Array  # [K]
     coefficient: float  # c of the aggregation, the same for all its tokens
+    key: RolloutKey = (0, 0)
+    staleness: npt.NDArray[np.int64] | None = None  # [K]; None = all 0
+    reward: float = 0.0
+    truncated: bool = False
+    teacher_log_probs: Float32Array | None = None  # [K]
     old_log_probs: Float32Array | None = None  # [K] under the weights of the batch's start
+    current_log_probs: Float32Array | None = None  # [K] under the weights of the step's start
     ref_log_probs: Float32Array | None = None  # [K]
+    values: Float32Array | None = None  # [K] the critic's, at the batch's start
+    bootstrap: float = 0.0  # its value of the state after the last token
+    returns: Float32Array | None = None  # [K] what the critic learns
+    rejected: bool = False  # because of a sibling in its rollout
+    kept_scale: float = 1.0  # for renormalize_after_rejection
+    logged: dict[str, float] = field(default_factory=dict)  # sums over its tokens, of what was decided for the batch
 
     @property
     def input_length(self) -> int:
@@ -50,34 +76,51 @@ class Rollout:
     examples: tuple[Example, ...]
 
 
-def rollouts_of(sequences: Sequence[TrainSequence], mode: Aggregation, vocab_size: int) -> list[Rollout]:
+def rollouts_of(sequences: Sequence[TrainSequence], intake: Intake) -> list[Rollout]:
     """Check sequences and group them by rollout, in order of first appearance. Raises `InvalidSequence`."""
     by_rollout: dict[RolloutKey, list[int]] = {}
     for index, sequence in enumerate(sequences):
-        check_sequence(sequence, vocab_size)
+        check_sequence(sequence, intake.vocab_size)
+        if intake.needs_teacher and sequence.teacher_log_probs is None and sequence.loss_mask.any():
+            raise InvalidSequence(
+                f"{_name(sequence)}: teacher_log_probs are missing, but on-policy distillation needs them for every "
+                "sequence; start a --frozen-engine that teaches, or leave --use-opd out"
+            )
         by_rollout.setdefault((sequence.group_id, sequence.rollout_id), []).append(index)
-    trainable = [np.flatnonzero(sequence.loss_mask) for sequence in sequences]
+    trainable = [_trainable(sequence, intake.newest_only) for sequence in sequences]
     counts = [len(places) for places in trainable]
     totals = [0] * len(sequences)
     for members in by_rollout.values():
         total = sum(counts[index] for index in members)
         for index in members:
             totals[index] = total
-    weights = coefficients(mode, counts, totals).tolist()
+    weights = coefficients(intake.mode, counts, totals).tolist()
     return [
         Rollout(
             key=key,
             size=StepSize(rollouts=1, sequences=len(members), tokens=totals[members[0]]),
             examples=tuple(
-                _example(sequences[index], trainable[index], weights[index]) for index in members if counts[index]
+                _example(sequences[index], trainable[index], weights[index], intake.version)
+                for index in members
+                if counts[index]
             ),
         )
         for key, members in by_rollout.items()
     ]
 
 
-def _example(sequence: TrainSequence, trainable: npt.NDArray[np.int64], coefficient: float) -> Example:
+def _trainable(sequence: TrainSequence, newest_only: bool) -> npt.NDArray[np.int64]:
+    """Indices of the trainable response tokens; of those, the ones of the newest version if so asked for."""
+    places: npt.NDArray[np.int64] = np.flatnonzero(sequence.loss_mask)
+    if newest_only and places.size:
+        versions = sequence.versions[places]
+        places = places[versions == versions.max()]
+    return places
+
+
+def _example(sequence: TrainSequence, trainable: npt.NDArray[np.int64], coefficient: float, version: int) -> Example:
     prompt = len(sequence.tokens) - sequence.response_length
+    teacher = sequence.teacher_log_probs
     return Example(
         tokens=sequence.tokens,
         prompt=prompt,
@@ -85,7 +128,45 @@ def _example(sequence: TrainSequence, trainable: npt.NDArray[np.int64], coeffici
         rollout_log_probs=sequence.rollout_log_probs[trainable],
         advantages=sequence.advantages[trainable],
         coefficient=coefficient,
+        key=(sequence.group_id, sequence.rollout_id),
+        staleness=np.maximum(version - sequence.versions[trainable].astype(np.int64), 0),
+        reward=sequence.reward,
+        truncated=sequence.truncated,
+        teacher_log_probs=None if teacher is None else teacher[trainable],
     )
+
+
+def across_processes(rollouts: Sequence[Rollout], mode: Aggregation, reducer: Reducer) -> list[Rollout]:
+    """All rollouts of the batch, each with its size over all processes and the examples that lie in this one.
+
+    Sequences of one rollout may lie in different processes; the coefficients of the examples here are corrected.
+    """
+    if reducer.world == 1:
+        return list(rollouts)
+    own = np.array([(*r.key, r.size.sequences, r.size.tokens) for r in rollouts], dtype=np.int64).reshape(-1)
+    sizes: dict[RolloutKey, StepSize] = {}
+    for group, rollout, sequences, tokens in gathered(reducer, own).reshape(-1, 4).tolist():
+        found = sizes.get((group, rollout), StepSize(rollouts=1))
+        sizes[group, rollout] = found + StepSize(0, sequences, tokens)
+    here: dict[RolloutKey, list[Example]] = {key: [] for key in sizes}
+    for one in rollouts:
+        here[one.key].extend(one.examples)
+    for key, examples in here.items():
+        weights = coefficients(mode, [len(e.chosen) for e in examples], [sizes[key].tokens] * len(examples))
+        for example, weight in zip(examples, weights.tolist(), strict=True):
+            example.coefficient = weight
+    return [Rollout(key, size, tuple(here[key])) for key, size in sizes.items()]
+
+
+def check_whole_groups(rollouts: Sequence[Rollout], reducer: Reducer) -> None:
+    """Raise `BackendMisuse`, in every process, if a group lies in several of them."""
+    own = np.unique(np.array([rollout.key[0] for rollout in rollouts], dtype=np.int64))
+    groups, counts = np.unique(gathered(reducer, own), return_counts=True)
+    if (counts > 1).any():
+        raise BackendMisuse(
+            f"group {groups[counts > 1][0]} lies in {counts.max()} processes, but a custom loss sees whole groups; "
+            "deal the batch to the processes by group"
+        )
 
 
 def total_size(rollouts: Iterable[Rollout]) -> StepSize:
@@ -96,27 +177,30 @@ def total_size(rollouts: Iterable[Rollout]) -> StepSize:
     return size
 
 
-def partition(rollouts: Sequence[Rollout], parts: int) -> list[list[Rollout]]:
-    """Cut a batch into `parts` optimizer steps of nearly equal numbers of rollouts.
+def partition(rollouts: Sequence[Rollout], parts: int, *, whole_groups: bool = False) -> list[list[Rollout]]:
+    """Cut a batch into `parts` optimizer steps of nearly equal numbers of rollouts (or of groups, left whole).
 
     Ordered by (group, rollout), so that the cut does not depend on the order of arrival. With fewer rollouts than
     parts, the last parts are empty.
     """
     ordered = sorted(rollouts, key=lambda rollout: rollout.key)
-    quotient, remainder = divmod(len(ordered), parts)
+    units = [[rollout] for rollout in ordered]
+    if whole_groups:
+        units = [list(members) for _, members in itertools.groupby(ordered, key=lambda rollout: rollout.key[0])]
+    quotient, remainder = divmod(len(units), parts)
     cuts = [part * quotient + min(part, remainder) for part in range(parts + 1)]
-    return [ordered[low:high] for low, high in itertools.pairwise(cuts)]
+    return [list(itertools.chain.from_iterable(units[low:high])) for low, high in itertools.pairwise(cuts)]
 
 
 def check_sequence(sequence: TrainSequence, vocab_size: int) -> None:
     """Raise `InvalidSequence` naming the first contradiction in a sequence."""
-    name = f"rollout {sequence.rollout_id} of group {sequence.group_id}"
+    name = _name(sequence)
     response = sequence.response_length
-    for field in ("loss_mask", "rollout_log_probs", "advantages", "versions"):
-        length = len(getattr(sequence, field))
-        if length != response:
+    for column in ("loss_mask", "rollout_log_probs", "advantages", "versions", "teacher_log_probs"):
+        values = getattr(sequence, column)
+        if values is not None and len(values) != response:
             raise InvalidSequence(
-                f"{name}: {field} has {length} entries for {response} response tokens; give exactly one for each"
+                f"{name}: {column} has {len(values)} entries for {response} response tokens; give exactly one for each"
             )
     prompt = len(sequence.tokens) - response
     if prompt < 0 or (prompt == 0 and response > 0):
@@ -129,3 +213,7 @@ def check_sequence(sequence: TrainSequence, vocab_size: int) -> None:
             f"{name}: token ids {int(sequence.tokens.min())} to {int(sequence.tokens.max())} do not fit the model's "
             f"vocabulary of {vocab_size}; engine and trainer must use the same checkpoint"
         )
+
+
+def _name(sequence: TrainSequence) -> str:
+    return f"rollout {sequence.rollout_id} of group {sequence.group_id}"

@@ -21,5 +21,12 @@ def build_backend(config: Config, total_batches: int) -> TrainBackend:
         max_response_len=config.rollout.rollout_max_response_len,
         seed=config.run.seed,
         total_steps=total_batches * steps,
-        correction=resolve_correction(config.correction, max_staleness=config.asynchrony.max_staleness or 0),
+        correction=resolve_correction(
+            config.correction,
+            max_staleness=config.asynchrony.max_staleness or 0,
+            policy_loss=config.algorithm.policy_loss,
+        ),
+        correction_config=config.correction,
+        critic=config.critic,
+        distill=config.distill,
     )

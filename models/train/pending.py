@@ -6,7 +6,9 @@ out; asking costs nothing until enough tokens have arrived to fill one.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+import itertools
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 
 from models.train.batch import Example
 from models.train.packing import Layout, Packing, plan
@@ -26,6 +28,11 @@ class Pending:
             self._examples.append(example)
             self._tokens += example.input_length
 
+    def take_all(self) -> list[Example]:
+        """Remove and return all examples, without a plan."""
+        examples, self._examples, self._tokens, self._plan_at = self._examples, [], 0, 0
+        return examples
+
     def take(self, packing: Packing, *, everything: bool) -> Iterator[tuple[Layout, list[Example]]]:
         """Remove and yield full micro-batches (or all); the layout's items index the list that comes with it."""
         if not self._examples or (not everything and self._tokens < max(self._plan_at, packing.max_tokens)):
@@ -40,3 +47,27 @@ class Pending:
                 self._plan_at = tokens + packing.max_tokens - last.padded_tokens
         for layout in layouts:
             yield layout, examples
+
+
+def whole_groups(examples: Sequence[Example], packing: Packing) -> Iterator[tuple[Layout, list[Example]]]:
+    """Micro-batches that hold whole groups: as many as the token budget takes, one at least."""
+    ordered = sorted(examples, key=lambda example: example.key)
+    held: list[Example] = []
+    layout: Layout | None = None
+    for _, members in itertools.groupby(ordered, key=lambda example: example.key[0]):
+        group = list(members)
+        wider = _one_layout(held + group, packing)
+        if layout is not None and wider.padded_tokens > packing.max_tokens:
+            yield layout, held
+            held, wider = [], _one_layout(group, packing)
+        held, layout = held + group, wider
+    if layout is not None:
+        yield layout, held
+
+
+def _one_layout(examples: Sequence[Example], packing: Packing) -> Layout:
+    """All examples in one micro-batch, whatever its size."""
+    longest = max(example.input_length for example in examples)
+    unbounded = replace(packing, max_tokens=8 * longest * len(examples))
+    (layout,) = plan([example.tokens for example in examples], [example.prompt for example in examples], unbounded)
+    return layout

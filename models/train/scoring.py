@@ -45,7 +45,46 @@ def output_head(model: Any) -> Head:
     return head
 
 
-class Scorer:
+class Backbone:
+    """Last hidden states of chosen tokens under one model."""
+
+    def __init__(self, model: Any, *, device: torch.device, autocast_dtype: torch.dtype | None) -> None:
+        self._config = model.config
+        self._decoder = model.base_model
+        self._device = device
+        self._autocast_dtype = autocast_dtype
+
+    def autocast(self) -> AbstractContextManager[Any]:
+        """The precision context of the forward pass."""
+        if self._autocast_dtype is None:
+            return nullcontext()
+        context: AbstractContextManager[Any] = torch.autocast(self._device.type, dtype=self._autocast_dtype)
+        return context
+
+    def chosen_hidden(self, rows: PackedRows) -> Tensor:
+        """Last hidden states [N, H] that predict the chosen tokens."""
+        inputs: dict[str, Any] = {"input_ids": self._to_device(rows.input_ids), "use_cache": False}
+        if rows.position_ids is not None:
+            inputs["position_ids"] = self._to_device(rows.position_ids)
+        if rows.unit is not None and rows.branch is not None:
+            inputs["attention_mask"] = self._mask(attention_allowed(rows.unit, rows.branch))
+        output = self._decoder(**inputs)
+        hidden: Tensor = output.last_hidden_state
+        return hidden.reshape(-1, hidden.shape[-1]).index_select(0, self._to_device(rows.source))
+
+    def _mask(self, allowed: npt.NDArray[np.bool_]) -> Tensor:
+        """The mask [B, 1, L, L] in the form that the attention takes: boolean for sdpa, additive for eager."""
+        mask = self._to_device(allowed)
+        if getattr(self._config, "_attn_implementation", "eager") == "sdpa":
+            return mask
+        dtype = self._autocast_dtype or torch.float32
+        return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill(~mask, torch.finfo(dtype).min)
+
+    def _to_device(self, array: Any) -> Tensor:
+        return torch.from_numpy(array).to(self._device, non_blocking=True)
+
+
+class Scorer(Backbone):
     """Log-probs and entropies of chosen tokens under one model."""
 
     def __init__(
@@ -57,20 +96,10 @@ class Scorer:
         temperature: float,
         chunk_tokens: int,
     ) -> None:
-        self._model = model
-        self._decoder = model.base_model
+        super().__init__(model, device=device, autocast_dtype=autocast_dtype)
         self._head = output_head(model)
-        self._device = device
-        self._autocast_dtype = autocast_dtype
         self._temperature = temperature
         self._chunk_tokens = chunk_tokens
-
-    def autocast(self) -> AbstractContextManager[Any]:
-        """The precision context of the forward pass."""
-        if self._autocast_dtype is None:
-            return nullcontext()
-        context: AbstractContextManager[Any] = torch.autocast(self._device.type, dtype=self._autocast_dtype)
-        return context
 
     def __call__(self, rows: PackedRows, *, entropy: str = "none") -> tuple[Tensor, Tensor | None]:
         """Log-probs [N] and, unless `entropy` is "none", entropies [N] of the chosen tokens of `rows`, in fp32.
@@ -91,27 +120,5 @@ class Scorer:
         log_probs = torch.cat([part[0] for part in parts])
         return log_probs, None if entropy == "none" else torch.cat([part[1] for part in parts])
 
-    def chosen_hidden(self, rows: PackedRows) -> Tensor:
-        """Last hidden states [N, H] that predict the chosen tokens."""
-        inputs: dict[str, Any] = {"input_ids": self._to_device(rows.input_ids), "use_cache": False}
-        if rows.position_ids is not None:
-            inputs["position_ids"] = self._to_device(rows.position_ids)
-        if rows.unit is not None and rows.branch is not None:
-            inputs["attention_mask"] = self._mask(attention_allowed(rows.unit, rows.branch))
-        output = self._decoder(**inputs)
-        hidden: Tensor = output.last_hidden_state
-        return hidden.reshape(-1, hidden.shape[-1]).index_select(0, self._to_device(rows.source))
-
-    def _mask(self, allowed: npt.NDArray[np.bool_]) -> Tensor:
-        """The mask [B, 1, L, L] in the form that the attention takes: boolean for sdpa, additive for eager."""
-        mask = self._to_device(allowed)
-        if getattr(self._model.config, "_attn_implementation", "eager") == "sdpa":
-            return mask
-        dtype = self._autocast_dtype or torch.float32
-        return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill(~mask, torch.finfo(dtype).min)
-
     def _chunk(self, hidden: Tensor, targets: Tensor, entropy: str) -> tuple[Tensor, Tensor | None]:
         return token_log_probs(self._head(hidden), targets, temperature=self._temperature, entropy=entropy)
-
-    def _to_device(self, array: Any) -> Tensor:
-        return torch.from_numpy(array).to(self._device, non_blocking=True)

@@ -3,7 +3,7 @@
 Invariants:
 - gradients arrive as sums of numerators; they are divided by the step's denominator here, once;
 - a gradient that is not finite changes neither parameters nor optimizer state;
-- the learning rate depends only on the number of updates made.
+- the learning rate depends only on the number of updates made, and on the factor that the caller gives.
 """
 
 from __future__ import annotations
@@ -51,9 +51,12 @@ class Updater:
         )
         self.updates = 0
 
-    def apply(self, denominator: float) -> UpdateResult:
-        """Divide the summed gradients by `denominator`, clip, update; or refuse. Clears the gradients either way."""
-        lr = learning_rate(self.updates, self._train, self._total_steps)
+    def apply(self, denominator: float, *, lr_scale: float = 1.0) -> UpdateResult:
+        """Divide the summed gradients by `denominator`, clip, update; or refuse. Clears the gradients either way.
+
+        `lr_scale`: factor of this update's learning rate.
+        """
+        lr = learning_rate(self.updates, self._train, self._total_steps) * lr_scale
         gradients = [p.grad for _, p in self.named_parameters if p.grad is not None]
         norm = _norm(gradients) / denominator
         if not gradients or not math.isfinite(norm):

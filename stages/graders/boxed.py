@@ -13,6 +13,7 @@ from msgspec import Struct
 TAIL_CHARS = 100_000
 _COMMANDS: tuple[Literal["\\boxed"], Literal["\\fbox"]] = ("\\boxed", "\\fbox")
 _SPACE = re.compile(r"\s*")
+_EMPTY = re.compile(r"\s*\\(?:boxed|fbox)\s*\{\s*\}\s*")
 _BARE = re.compile(r"[^\s$]+")
 
 
@@ -53,9 +54,11 @@ def last_box(text: str) -> str | None:
 
 
 def unboxed(label: str) -> str:
-    """A label that is itself boxed, unboxed once."""
+    """A label that is itself boxed, unboxed once; a box with nothing in it is an empty label."""
     inner = last_box(label)
-    return label.strip() if inner is None else inner
+    if inner is not None:
+        return inner
+    return "" if _EMPTY.fullmatch(label) else label.strip()
 
 
 def _braced(text: str, start: int) -> str | None:

@@ -69,7 +69,7 @@ def _grade_group(function: GroupFunction, request: GradeRequest, metadata: Mappi
     answers = function(list(request.responses), request.label, metadata)
     if isinstance(answers, str | bytes | Mapping | Grade) or not isinstance(answers, Iterable):
         return failed(
-            f"the group grader returned {type(answers).__name__}; it must return a list with one grade for each response"
+            f"the group grader returned {type(answers).__name__}; it must return a list with a grade for each response"
         )
     members = tuple(as_grade(answer, request.reward_key) for answer in answers)
     if len(members) != len(request.responses):

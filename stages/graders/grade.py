@@ -1,7 +1,8 @@
 """The messages of grading, and how whatever a grader returns becomes one.
 
-Invariants: a score is finite; a grade with an error carries the score 0.0, which nobody may train on; text in a grade
-is valid Unicode (lone surrogates are replaced), so that it can be written to any wire or log.
+Invariants: a score is finite; a grade with an error carries the score 0.0, which nobody may train on; the status
+`timeout` without an error is a wrong answer, whose text kept the grader busy until its deadline; text in a grade is
+valid Unicode (lone surrogates are replaced), so that it can be written to any wire or log.
 """
 
 from __future__ import annotations

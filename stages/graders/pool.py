@@ -2,7 +2,9 @@
 
 Requests travel in chunks, sized so that a chunk takes some ten milliseconds. When a process hangs or dies, the item it
 was working on is blamed, tried again alone and then failed; the others of its chunk are graded again elsewhere. Graders
-are therefore pure functions: one may run twice for the same sample.
+are therefore pure functions: one may run twice for the same sample. A text that keeps a grader busy until its deadline
+is wrong at once, where the grader says so (`Grader.wrong`): it would do it again. A process that died, or had no
+processor to run on, is never the text's fault.
 
 Invariants: as many grades as requests, in their order; an item is blamed at most `retries + 1` times; a grader that
 raises, hangs or dies fails its own item only; no process is started before it is needed, none outlives the pool.
@@ -178,7 +180,7 @@ class GraderPool:
                 culprit = batch[result.fault.position]
                 rest.remove(culprit)
                 attempts[culprit] = attempts.get(culprit, 0) + 1
-                verdict = self._blame(result.fault, attempts[culprit])
+                verdict = self._blame(result.fault, attempts[culprit], items[culprit])
                 if verdict is None:
                     pending.append([culprit])
                 else:
@@ -186,10 +188,13 @@ class GraderPool:
             if rest:
                 pending.appendleft(rest)
 
-    def _blame(self, fault: Fault, attempts: int) -> Grade | None:
-        """The failed grade of an item that ended a process, or None if it is to be tried again."""
+    def _blame(self, fault: Fault, attempts: int, item: GradeRequest) -> Grade | None:
+        """The grade of an item that ended a process, or None if it is to be tried again."""
         if fault.kind == "timeout":
             self.stats.timeouts += 1
+            wrong = _wrong_score(item.grader) if fault.busy else None
+            if wrong is not None:
+                return Grade(wrong, False, status="timeout")
         else:
             self.stats.crashes += 1
         if attempts <= self._retries:
@@ -258,6 +263,17 @@ def _leaves_traces(grader: str) -> bool:
         return not find_grader(grader).in_stage
     except UnknownGraderError:
         return False
+
+
+@lru_cache(maxsize=256)
+def _wrong_score(grader: str) -> float | None:
+    """What a response scores whose text makes the grader overrun; None if that fails the sample."""
+    if is_import_path(grader):
+        return None
+    try:
+        return find_grader(grader).wrong
+    except UnknownGraderError:
+        return None
 
 
 def _grade_in_stage(item: GradeRequest) -> Grade:

@@ -27,6 +27,8 @@ from stages.graders.synthetic import IN_WORKER_VARIABLE
 
 LOAD_LIMIT_S = 120.0  # to start Python, and to import a grader's module
 _POLL_S = 0.005
+_CPU_CLOCK = 2  # the kernel's clock id of a process is made of its number and this (clock_getcpuclockid(3))
+_BUSY_SHARE = 0.2  # of the deadline; below, the machine was too busy to blame the text
 
 
 class Fault(Struct, frozen=True):
@@ -35,6 +37,7 @@ class Fault(Struct, frozen=True):
     position: int  # in the chunk, of the item that is to blame
     kind: Literal["timeout", "crash"]
     reason: str
+    busy: bool = False  # of a timeout: it was grading the item, and had a processor to do it with
 
 
 class ChunkResult(Struct, frozen=True):
@@ -149,9 +152,10 @@ class GraderProcess:
                 position, remaining_s = self._standing(sent_ns, deadline_s)
                 if remaining_s > 0:
                     continue  # it went on to another item in the meantime
+                busy = position >= 0 and self._used_s() > _BUSY_SHARE * deadline_s
                 await self.kill()
                 at = _blamed(position, len(grades), len(items))
-                return ChunkResult(grades, Fault(at, "timeout", _overrun(position, deadline_s)), 0.0)
+                return ChunkResult(grades, Fault(at, "timeout", _overrun(position, deadline_s), busy), 0.0)
             if data is None:
                 reason = await self._post_mortem()
                 at = _blamed(self._progress[0], len(grades), len(items))
@@ -171,6 +175,13 @@ class GraderProcess:
                 break
         limit_s = LOAD_LIMIT_S if position == LOADING else deadline_s
         return position, limit_s - (time.monotonic_ns() - max(since, sent_ns)) / 1e9
+
+    def _used_s(self) -> float:
+        """Processor seconds of the process since it began with what it is doing."""
+        clock = ~self._process.pid << 3 | _CPU_CLOCK
+        with contextlib.suppress(OSError):  # the process is gone: it used none
+            return (time.clock_gettime_ns(clock) - self._progress[2]) / 1e9
+        return 0.0
 
     async def _post_mortem(self) -> str:
         """How the process ended, once it has."""

@@ -16,14 +16,23 @@ from functools import lru_cache, partial
 
 import msgspec
 
-from stages.graders.boxed import grade_boxed, last_box
+from stages.graders.boxed import last_box
 from stages.graders.choose import grade_auto
+from stages.graders.code import code_grader
 from stages.graders.custom import IMPORT_PATH, grade_custom, import_function
-from stages.graders.entry import Entry, Grader, against_label
+from stages.graders.dapo import WRONG, grade_dapo
+from stages.graders.deepscaler import grade_deepscaler
+from stages.graders.entry import Entry, Grader, against_label, fixed
 from stages.graders.errors import UnknownGraderError
 from stages.graders.exact import grade_contains, grade_contains_label, grade_exact
+from stages.graders.format import format_grader
+from stages.graders.gpqa import grade_gpqa
 from stages.graders.grade import Grade, GradeRequest, failed, text_of
 from stages.graders.gsm8k import grade_gsm8k, grade_gsm8k_flex
+from stages.graders.ifeval import grade_ifeval
+from stages.graders.mathematics import grade_hendrycks, grade_strict, grade_verify, math_grader, symbolic
+from stages.graders.selection import stage_grader
+from stages.graders.squad import f1_grader, grade_exact_match
 from stages.graders.synthetic import (
     grade_constant,
     grade_crash,
@@ -69,9 +78,23 @@ GRADERS: dict[str, Entry] = {
     "auto": against_label(grade_auto, "auto"),
     "exact": against_label(grade_exact, "exact"),
     "contains": Entry(_contains, "contains or contains:TEXT"),
-    "boxed": against_label(grade_boxed, "boxed"),
+    "boxed": against_label(grade_strict, "boxed"),
     "gsm8k": against_label(grade_gsm8k, "gsm8k"),
     "gsm8k_flex": against_label(grade_gsm8k_flex, "gsm8k_flex"),
+    "math": Entry(math_grader, "math, math:compat, math:verify or math:either"),
+    "math_strict": against_label(grade_strict, "math_strict"),
+    "math_hendrycks": against_label(grade_hendrycks, "math_hendrycks"),
+    "math_verify": fixed(symbolic(grade_verify), "math_verify"),
+    "deepscaler": fixed(symbolic(grade_deepscaler), "deepscaler"),
+    "dapo": fixed(Grader(grade_dapo, needs_label=True, wrong=WRONG), "dapo"),
+    "f1": Entry(f1_grader, "f1 or f1:exact_empty=1"),
+    "exact_match": against_label(grade_exact_match, "exact_match"),
+    "gpqa": fixed(Grader(grade_gpqa), "gpqa"),
+    "ifeval": fixed(Grader(grade_ifeval), "ifeval"),
+    "code": Entry(code_grader, "code or code:SECONDS", reads_text=False),
+    "format": Entry(format_grader, "format:REGEX"),
+    "remote": Entry(stage_grader, "remote or remote:URL", reads_text=False),
+    "judge": Entry(stage_grader, "judge or judge:NAME", reads_text=False),
     "length": Entry(_length, "length:N (tokens)", reads_text=False),
     "random": Entry(
         lambda argument: Grader(partial(grade_random, _probability(argument, 0.5))),

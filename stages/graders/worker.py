@@ -32,7 +32,7 @@ def main(arguments: list[str]) -> int:
     socket_fd, progress_fd, parent, memory_bytes = (int(argument) for argument in arguments)
     _die_with(parent)
     if memory_bytes:
-        resource.setrlimit(resource.RLIMIT_AS, (memory_bytes, memory_bytes))
+        _limit_memory(memory_bytes)
     os.dup2(2, 1)
     for descriptor in (socket_fd, progress_fd):
         os.set_inheritable(descriptor, False)  # what a grader starts must not keep the socket open
@@ -40,6 +40,13 @@ def main(arguments: list[str]) -> int:
         os.register_at_fork(after_in_child=link.close)
         _Server(link, memoryview(shared).cast("q")).run()
     return 0
+
+
+def _limit_memory(memory_bytes: int) -> None:
+    """Limit the address space, to less where this process was started with a lower limit."""
+    hard = resource.getrlimit(resource.RLIMIT_AS)[1]
+    limit = memory_bytes if hard == resource.RLIM_INFINITY else min(memory_bytes, hard)
+    resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
 
 
 def _die_with(parent: int) -> None:
@@ -99,6 +106,7 @@ class _Server:
 
     def _enter(self, position: int) -> int:
         now = time.monotonic_ns()
+        self._progress[2] = time.process_time_ns()
         self._progress[1] = now
         self._progress[0] = position
         return now
@@ -115,7 +123,10 @@ class _Server:
         view = memoryview(buffer)
         filled = 0
         while filled < size:
-            count = self._link.recv_into(view[filled:])
+            try:
+                count = self._link.recv_into(view[filled:])
+            except ConnectionResetError:
+                return None  # the pool's process was killed
             if count == 0:
                 return None
             filled += count

@@ -136,15 +136,21 @@ def test_each_recipe_is_right(name: str, tmp_path: Path, monkeypatch: pytest.Mon
     data.mkdir(parents=True)
     for file in ("train.jsonl", "test.jsonl"):
         (data / file).write_text('{"question": "1+1?", "answer": "#### 2"}\n', encoding="utf-8")
-    loaded = load(["--config", name])
+    own = ["--frozen-engine", "teacher=tiny-arithmetic"] if name == "opd" else []
+    loaded = load(["--config", name, *own])
     config, warnings = checked(loaded.config, loaded.given)
     assert warnings == ()
     assert config.rollout.num_rollout is not None or config.rollout.num_epoch is not None
-    assert config.rollout.rollout_batch_size * config.rollout.n_samples_per_prompt == config.train.global_batch_size
+    assert config.rollout.rollout_batch_size * config.rollout.n_samples_per_prompt == (
+        config.train.global_batch_size * (config.train.num_steps_per_rollout or 1)
+    )
 
 
 def test_the_recipes_there_are() -> None:
-    assert recipe_names() == ("async_tis", "grpo_sync", "gsm8k", "quickstart", "tools")
+    assert recipe_names() == (
+        "async_tis", "cispo", "dapo", "dr_grpo", "grpo", "grpo_sync", "gsm8k", "gspo", "opd", "ppo", "quickstart",
+        "reinforce_pp", "rloo", "tools",
+    )  # fmt: skip
 
 
 @pytest.mark.parametrize("mode", ["sync", "one_step", "async"])

@@ -289,3 +289,43 @@ def test_memory_in_the_plan(tmp_path: Path) -> None:
     assert "596,049,920 parameters" in text
     assert "trainer            8.882 GiB" in text
     assert "memory: not estimated" in render(make_plan(resolved()))
+
+
+def test_the_teacher_stands_between_reward_and_group_with_custom_stages_behind_it(tmp_path: Path) -> None:
+    recipe = tmp_path / "own.toml"
+    stages = [("late", "teacher"), ("early", "reward"), ("later", "late")]
+    recipe.write_text("".join(f'[[stage]]\nname = "{n}"\npath = "a.b:C"\nafter = "{after}"\n' for n, after in stages))
+    config = resolved("--use-opd", "--frozen-engine", "t=tiny", "--config", str(recipe), "--scale", "teacher=3")
+    assert path(config) == ("prompts", "generate", "reward", "early", "teacher", "late", "later", "group", "train")
+    assert replicas(config)["teacher"] == 3
+    without = resolved("--config", str(recipe))
+    assert path(without) == ("prompts", "generate", "reward", "early", "late", "later", "group", "train")
+    assert "teacher" not in replicas(without)
+
+
+def test_frozen_engines_are_planned_and_counted() -> None:
+    one = make_plan(resolved("--use-opd", "--frozen-engine", "t=tiny"))
+    two = make_plan(resolved("--use-opd", "--frozen-engine", "t=tiny", "judge=http://localhost:3000"))
+    none = make_plan(resolved())
+    assert (one.processes, two.processes) == (none.processes + 2, none.processes + 2), "the stage and its engine"
+    assert [(engine.name, engine.started) for engine in two.frozen] == [("t", True), ("judge", False)]
+    text = render(two)
+    assert "reward -> teacher -> group -> train" in text
+    assert "teacher <-> frozen engines" in text
+    assert "frozen-t     x1   process with an HTTP server, weights of tiny" in text
+    assert "frozen-judge x1   not started here, asked at http://localhost:3000" in text
+
+
+def test_the_memory_of_a_frozen_engine_is_that_of_its_own_model(tmp_path: Path) -> None:
+    for name, shape in (("policy", QWEN3_06B), ("teacher", QWEN3_8B)):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text(json.dumps(shape))
+    flags = ["--hf-checkpoint", str(tmp_path / "policy"), "--engine-slots", "8", "--rollout-max-context-len", "2048"]
+    config = resolved(*flags, "--use-opd", "--frozen-engine", f"t={tmp_path / 'teacher'}", "far=http://localhost:1")
+    plan = make_plan(config)
+    expected = memory(config, QWEN3_8B)
+    assert expected is not None
+    assert plan.memory is not None
+    assert [engine.nbytes for engine in plan.frozen] == [expected.engine, None]
+    assert expected.engine > 5 * plan.memory.engine
+    assert "  frozen-t           " in render(plan)

@@ -113,6 +113,12 @@ def test_every_loss_is_accepted_as_it_is() -> None:
         (["--opd-teacher", "x"], "--opd-teacher is read only with --use-opd"),
         (["--judge-engine", "j", "--rm-type", "judge"], "add --frozen-engine j=PATH"),
         (["--rm-type", "judge"], "rm_type judge has no judge"),
+        (["--rm-type", "judge:j"], "rm_type 'judge:j' names no frozen engine; add --frozen-engine j=PATH"),
+        (["--reward-component", "a=math@1", "--reward-key", "x"], "both say what a response earns"),
+        (
+            ["--reward-component", "a=math@1", "--group-rm", "--custom-rm-path", "json:loads"],
+            "--group-rm and --reward-c",
+        ),
         (["--rm-type", "remote"], "rm_type remote has no address"),
         (["--rm-url", "localhost:80"], "must be an http address"),
         (["--reward-component", "math@0.8"], "must have the form name=GRADER@WEIGHT"),
@@ -127,6 +133,15 @@ def test_every_loss_is_accepted_as_it_is() -> None:
             "which --advantage-estimator ppo does not have",
         ),
         (["--over-sampling-batch-size", "64"], "but no group is ever filtered"),
+        (
+            ["--over-sampling-batch-size", "16", "--dynamic-sampling-filter", "nonzero_std"],
+            "a batch of 32 groups needs as many in flight anyway; set it to at least 32",
+        ),
+        (
+            ["--over-sampling-batch-size", "64", "--dynamic-sampling-filter", "nonzero_std", "--deterministic"],
+            "depends on the order in which they finish",
+        ),
+        (["--dynamic-sampling-filter", "nonzero_std", "nonzero_std_fallback"], "leave one of them out"),
         (["--buffer-order", "oldest"], "did you mean oldest_first?"),
         (["--curriculum", "pass_rate", "--curriculum-low", "0.95"], "must not be above --curriculum-high"),
         (["--curriculum-keep", "0.5"], "need --curriculum pass_rate"),
@@ -165,7 +180,7 @@ def test_allowed_combinations_that_are_easily_refused_by_mistake() -> None:
         ["--rollout-rs", "seq_mean_k1=0.99_1.01", "token_k3=0.05", "--rs-unit", "rollout", "--rs-veto", "1e-4"],
         ["--reward-component", "acc=contains:a@b@0.8", "fmt=format:x=y@0.2"],
         ["--frozen-engine", "teacher=http://localhost:30000", "--use-opd", "--opd-teacher", "teacher"],
-        ["--dynamic-sampling-filter", "nonzero_std", "--over-sampling-batch-size", "16"],
+        ["--dynamic-sampling-filter", "nonzero_std", "--over-sampling-batch-size", "48"],
         ["--kl-coef", "0.01", "--advantage-estimator", "reinforce_plus_plus", "--ref-update-interval", "4"],
     ):
         loaded = load([*BASE, *argv])

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import msgspec
 
 from configs.schema import Config
 from stages.base import LoopStage, MapStage
 from stages.filters import FilterDecision
-from stages.messages import RolloutSlice
+from stages.messages import RolloutSlice, Sample
 
 
 class Shout(MapStage):
@@ -70,3 +70,35 @@ def grade(response: str, label: str | None, metadata: Mapping[str, object]) -> d
     if response == "hang":
         time.sleep(3600)
     return {"score": float(len(response)), "words": float(len(response.split()))}
+
+
+def newest_first(waiting: Sequence[RolloutSlice], version: int) -> int:
+    """A buffer order."""
+    return len(waiting) - 1
+
+
+def beyond_the_end(waiting: Sequence[RolloutSlice], version: int) -> int:
+    """A buffer order that is wrong."""
+    return len(waiting)
+
+
+def ranks(rewards: list[float], samples: Sequence[Sample]) -> list[float]:
+    """Advantages by rank instead of the group's normalisation."""
+    assert [sample.reward for sample in samples] == rewards
+    return [float(sorted(rewards).index(reward)) for reward in rewards]
+
+
+def one_number(rewards: list[float], samples: Sequence[Sample]) -> list[float]:
+    """A post-process function that is wrong."""
+    return [1.0]
+
+
+def best_of_group(responses: list[str], label: str | None, metadata: Mapping[str, object]) -> list[float]:
+    """A group grader: 1 for the longest response, 0 for the others."""
+    longest = max(map(len, responses))
+    return [float(len(response) == longest) for response in responses]
+
+
+def no_numbers(rewards: Sequence[float], *, normalize_std: bool) -> list[float]:
+    """An advantage estimator that divides nothing by nothing."""
+    return [float("nan")] * len(rewards)

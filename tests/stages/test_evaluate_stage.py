@@ -331,3 +331,36 @@ async def test_a_stage_that_is_killed_in_an_evaluation_finishes_it_after_its_res
             await idle()
             assert rig.hubs["settle"].stats().accepted == 1
             assert (await two.result()).complete
+
+
+async def test_pass_at_k_comes_from_the_verdicts_and_a_failed_answer_is_wrong() -> None:
+    async with desk(n_samples_per_eval_prompt=4) as one:
+        pin(one.rig, 3)
+        one.rig.applied(3)
+        solved = {0: (True, False, False, False), 1: (True, True, True, True), 2: (False, False, False, None)}
+        for group in await one.prompts(3):
+            members = [
+                make_sample(i, version=3, status="failed", error="grader died")
+                if correct is None
+                else make_sample(i, version=3, reward=1.0 if correct else -1.0, is_correct=correct)
+                for i, correct in enumerate(solved[group.prompt_index])
+            ]
+            await one.answer(group, *members)
+        metrics = (await one.result()).metrics
+        assert metrics["eval/held-pass@1"] == pytest.approx((0.25 + 1 + 0) / 3)
+        assert metrics["eval/held-pass@2"] == pytest.approx((0.5 + 1 + 0) / 3)
+        assert metrics["eval/held-pass@4"] == pytest.approx(2 / 3)
+        assert metrics["eval/held-mean@4"] == pytest.approx(1.25 / 3)
+
+
+async def test_of_an_answer_that_fanned_out_the_last_segment_counts() -> None:
+    async with desk() as one:
+        pin(one.rig, 3)
+        one.rig.applied(3)
+        for group in await one.prompts(3):
+            first = make_sample(0, version=3, segment=0, segments=2)
+            await one.answer(group, first, make_sample(0, version=3, reward=0.5, segment=1, segments=2))
+        done = await one.result()
+        assert done.complete
+        assert done.metrics["eval/held"] == 0.5
+        assert done.metrics["eval/held-best@1"] == 0.5

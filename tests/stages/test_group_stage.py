@@ -5,20 +5,15 @@ from __future__ import annotations
 import asyncio
 import math
 import random
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import pytest
 
-from configs.schema import Config
 from stages.filters import FilterDecision, FilterPathError, resolve_filter
 from stages.group import GroupStage
 from stages.messages import RolloutSlice, Sample, Settled
+from tests.stages.group_rig import desk, failed, join, settled
 from tests.stages.stage_rig import (
-    REPORT,
-    Rig,
     idle,
     make_config,
     make_context,
@@ -29,48 +24,8 @@ from tests.stages.stage_rig import (
     take,
     take_all,
 )
-from transport.inlet import Inlet
-from transport.outlet import Outlet
 
 PARTS = "tests.stages.custom_parts"
-
-
-@dataclass
-class Desk:
-    rig: Rig
-    stage: GroupStage
-    task: asyncio.Task[None]
-    feed: Outlet[Any]
-    out: Inlet[Any]
-    settled: Inlet[Any]
-    sent: int = 0
-
-    async def send(self, *slices: RolloutSlice) -> None:
-        """Each under a key of its own, so that only the stage can tell duplicates."""
-        for slice_ in slices:
-            self.sent += 1
-            await self.feed.send(slice_, f"{slice_.key}#{self.sent}")
-
-    async def end(self) -> None:
-        self.rig.hubs["group"].finish()
-        await self.task
-
-
-async def join(rig: Rig, replica: str = "group-0") -> Any:
-    return await rig.join(
-        {"in": ("group", RolloutSlice)},
-        {"out": ("train", RolloutSlice), "settle": ("settle", REPORT), "eval": ("evaluate", RolloutSlice)},
-        replica=replica,
-    )
-
-
-@asynccontextmanager
-async def desk(config: Config | None = None, *, sockets: bool = False) -> AsyncIterator[Desk]:
-    async with open_rig(sockets=sockets) as rig:
-        ports = await join(rig)
-        stage = GroupStage(make_context(config))
-        async with running(stage, ports) as task:
-            yield Desk(rig, stage, task, await rig.outlet("group"), await rig.inlet("train"), await rig.inlet("settle"))
 
 
 @pytest.mark.parametrize("sockets", [False, True])
@@ -149,16 +104,6 @@ async def test_a_duplicate_that_comes_after_the_group_left_is_released_and_dropp
         assert one.rig.hubs["settle"].stats().accepted == 0
 
 
-def failed(index: int, why: str = "ValueError: boom") -> Sample:
-    return make_sample(index, status="failed", error=why, n=2)
-
-
-async def settled(one: Desk) -> Settled:
-    report = await take(one.settled)
-    assert isinstance(report, Settled)
-    return report
-
-
 async def test_failed_members_are_left_out_while_enough_remain() -> None:
     async with desk() as one:
         await one.send(make_slice(0, make_sample(0, reward=1.0), failed(1), make_sample(2, reward=0.0)))
@@ -199,15 +144,15 @@ async def test_an_inconsistent_sample_fails_its_group(sample: Sample, words: str
 @pytest.mark.parametrize(
     ("filters", "group", "outcome", "detail"),
     [
-        ({"dynamic_sampling_filter": ("nonzero_std",)}, (1.0, 1.0), "filtered", "zero_std_1"),
-        ({"dynamic_sampling_filter": ("nonzero_std",)}, (0.0, 0.0), "filtered", "zero_std_0"),
+        ({"dynamic_sampling_filter": ("nonzero_std",)}, (1.0, 1.0), "filtered", "zero_std_1.0"),
+        ({"dynamic_sampling_filter": ("nonzero_std",)}, (0.0, 0.0), "filtered", "zero_std_0.0"),
         ({"dynamic_sampling_filter_path": f"{PARTS}:no_sevens"}, (0.0, 1.0), "filtered", "custom"),
         ({"dynamic_sampling_filter_path": f"{PARTS}:short_only"}, (0.0, 1.0), "filtered", "longest_9"),
         (
             {"dynamic_sampling_filter": ("nonzero_std",), "dynamic_sampling_filter_path": f"{PARTS}:divide"},
             (1.0, 1.0),
             "filtered",
-            "zero_std_1",
+            "zero_std_1.0",
         ),
         (
             {"dynamic_sampling_filter": ("nonzero_std",), "dynamic_sampling_filter_path": f"{PARTS}:divide"},
@@ -238,7 +183,7 @@ async def test_filters_let_good_groups_pass_and_judge_only_members_that_count() 
             make_slice(1, make_sample(0, reward=1.0), make_sample(1, reward=1.0), failed(2)),
         )
         assert (await take(one.out)).group.group_id == 0
-        assert (await settled(one)).detail == "zero_std_1", "a failed member's missing reward is no variance"
+        assert (await settled(one)).detail == "zero_std_1.0", "a failed member's missing reward is no variance"
 
 
 def test_a_filter_that_cannot_be_imported_is_refused_in_words() -> None:

@@ -8,8 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from stages.gate import StalenessGate
+from stages.gate import StalenessGate, over_sampling
 from stages.ledger import OUTCOMES, Ledger, LedgerError
+from tests.stages.stage_rig import make_config
 
 
 @given(st.lists(st.tuples(st.booleans(), st.integers(0, 40), st.sampled_from(OUTCOMES)), max_size=200))
@@ -114,3 +115,93 @@ def test_simulated_runs_never_train_beyond_the_bound(seed: int, batch: int, eta:
     assert step == 12, "the run must not stall"
     assert ledger.trained == 12 * batch
     assert ledger.balanced()
+
+
+FILTER = {"dynamic_sampling_filter": ("nonzero_std",)}
+
+
+@pytest.mark.parametrize(
+    ("filters", "loss", "extra"),
+    [
+        ({}, "policy_loss", 0),
+        ({"over_sampling_batch_size": 48}, "policy_loss", 0),  # without a filter nothing is dropped
+        (FILTER, "policy_loss", 0),
+        ({**FILTER, "over_sampling_batch_size": 48}, "policy_loss", 16),
+        ({**FILTER, "over_sampling_batch_size": 20}, "policy_loss", 0),
+        ({"dynamic_sampling_filter_path": "a:b", "over_sampling_batch_size": 33}, "policy_loss", 1),
+        ({**FILTER, "over_sampling_batch_size": 48}, "sft_loss", 0),
+    ],
+)
+def test_over_sampling_widens_the_gate_only_while_a_filter_is_on(
+    filters: dict[str, object], loss: str, extra: int
+) -> None:
+    config = make_config(
+        filter=filters,
+        train={"loss_type": loss},
+        rollout={"rollout_batch_size": 32, "num_rollout": 9},
+        asynchrony={"max_staleness": 2},
+    )
+    assert over_sampling(config) == extra
+    assert StalenessGate.of(config) == StalenessGate(32, 2, 9, extra)
+    assert StalenessGate.of(config).most_open == 96 + extra
+
+
+def test_over_sampling_asks_for_nothing_that_no_batch_needs() -> None:
+    gate = StalenessGate(batch=8, max_staleness=0, total=2, extra=4)
+    assert gate.capacity(version=0, trained=0, open_groups=0) == 12
+    assert gate.capacity(version=0, trained=0, open_groups=12) == 0
+    assert gate.capacity(version=0, trained=8, open_groups=4) == 0, "born old: the next weights have not landed"
+    assert gate.capacity(version=1, trained=8, open_groups=4) == 8, "at least a whole batch besides the leftovers"
+    assert gate.capacity(version=2, trained=16, open_groups=0) == 0, "the run is trained"
+
+
+@settings(max_examples=80, deadline=None)
+@given(
+    st.integers(0, 2**32), st.integers(1, 5), st.integers(0, 3), st.integers(0, 12), st.floats(0, 0.8), st.booleans()
+)
+def test_over_sampled_runs_never_train_beyond_the_bound_and_never_stall(
+    seed: int, batch: int, eta: int, extra: int, dropped: float, newest_first: bool
+) -> None:
+    """Filters drop a share of the groups; whatever order the trainer takes, what is too old is refused and replaced."""
+    rng = random.Random(seed)
+    gate, ledger = StalenessGate(batch, eta, total=8, extra=extra), Ledger()
+    landed = step = 0
+    in_flight: list[tuple[int, int, int]] = []  # (ready at, group, version at start)
+    ready: list[tuple[int, int]] = []
+    taken: list[int] = []
+    publications: list[tuple[int, int]] = []
+    for clock in range(6000):
+        landed = max([landed, *(v for at, v in publications if at <= clock)])
+        while gate.capacity(version=landed, trained=ledger.trained, open_groups=ledger.open) > 0:
+            group = ledger.admit(position=ledger.cursor)
+            in_flight.append((clock + rng.randint(1, 12), group.group_id, landed))
+        assert ledger.open <= gate.most_open
+        for _, group_id, version in [entry for entry in in_flight if entry[0] <= clock]:
+            if rng.random() < dropped:
+                ledger.settle(group_id, "filtered")
+            else:
+                ready.append((group_id, version))
+        in_flight = [entry for entry in in_flight if entry[0] > clock]
+        ready.sort(reverse=newest_first)
+        while ready and len(taken) < batch:
+            group_id, version = ready.pop(0)
+            if gate.fresh(step=step, oldest_version=version):
+                assert step - version <= eta
+                taken.append(group_id)
+            else:
+                ledger.settle(group_id, "surplus" if eta == 0 else "stale")
+        if len(taken) == batch:
+            for group_id in taken:
+                ledger.settle(group_id, "trained")
+            taken, step = [], step + 1
+            publications.append((clock + rng.randint(1, 6), step))
+            for entry in [e for e in ready if not gate.fresh(step=step, oldest_version=e[1])]:
+                ready.remove(entry)
+                ledger.settle(entry[0], "surplus" if eta == 0 else "stale")
+        if step == 8:
+            break
+    assert step == 8, "the run must not stall"
+    assert ledger.trained == 8 * batch
+    assert ledger.balanced()
+    if eta == 0:
+        assert ledger.counts["stale"] == 0

@@ -7,10 +7,11 @@ from collections.abc import Sequence
 import pytest
 
 from stages.data.prompt_set import PreparedPrompt
+from stages.errors import Starved
 from stages.gate import StalenessGate
 from stages.ledger import LedgerSnapshot, OpenGroup
 from stages.messages import CheckpointReady, EvalDone, Int32Array, RolloutSlice, Settled, wire
-from stages.prompts import Starved, sampling_seed
+from stages.prompts import sampling_seed
 from tests.stages.prompt_rig import Rows, prompting, step_done
 from tests.stages.stage_rig import idle, make_config, numbers, take
 

@@ -5,7 +5,9 @@ Invariants:
   kept), the others copy the keys and values;
 - cached prefixes are looked up, then copied, before anything of the step is written: a slot may be given away in the
   same step in which its old content is still needed;
-- a step computes at most `PREFILL_TOKENS` padded tokens, or one request: decoding never waits for the whole queue.
+- a step computes at most `PREFILL_TOKENS` padded tokens, or one request: decoding never waits for the whole queue;
+- a prompt that is scored computes all tokens whose logits are read, so a cached prefix ends where the scores begin at
+  the latest, and its logits exist only `SCORED_LOGITS` at a time.
 """
 
 from __future__ import annotations
@@ -25,6 +27,7 @@ from models.engines.embedded.slots import SlotTable
 from models.engines.embedded.transformer import Transformer
 
 PREFILL_TOKENS: Final = 16_384
+SCORED_LOGITS: Final = 1 << 25  # numbers; 128 MiB
 
 _Key = tuple[int, str, bytes]  # request (-1 for any), extra key, tokens
 
@@ -65,18 +68,16 @@ def plan(waiting: deque[Completion], table: SlotTable, generation: int) -> list[
     while waiting and len(admissions) < table.free:
         completion = waiting[0]
         context, key = _context(completion, across_requests=table.retains)
-        leader = leaders.get(key) if completion.score_from < 0 else None
+        leader = leaders.get(key) if not completion.to_score else None
         if leader is None:
-            source, start = (-1, 0)
-            if completion.score_from < 0:
-                source, start = table.find_prefix(context, completion.extra_key, generation)
+            limit = completion.score_from if completion.to_score else len(context)
+            source, start = table.find_prefix(context, completion.extra_key, generation, limit)
             wider = max(widest, len(context) - start)
             if rows and (rows + 1) * wider > PREFILL_TOKENS:
                 break
             rows, widest = rows + 1, wider
             leader = len(admissions)
-            if completion.score_from < 0:
-                leaders[key] = leader
+            leaders.setdefault(key, leader)
             admissions.append(Admission(completion, context, leader, source, start))
         else:
             admissions.append(Admission(completion, context, leader, -1, 0, shared=True))
@@ -158,19 +159,26 @@ class Prefill:
             attend = self._cache.prefill(flat)
         hidden = self._transformer.hidden(token_rows, seen_rows, attend)
         for row, admission in enumerate(admissions):
-            if admission.completion.score_from >= 0:
-                self._score(admission.completion, hidden[row], token_rows[row])
+            if admission.completion.to_score:
+                self._score(admission, hidden[row], token_rows[row])
         ends = torch.tensor(counts, device=device) - 1
         return hidden[torch.arange(len(counts), device=device), ends]
 
-    def _score(self, completion: Completion, hidden: torch.Tensor, tokens: torch.Tensor) -> None:
-        """Log-probs (raw, as SGLang's) of the prompt's tokens; the first token of a prompt has none."""
-        if completion.prompt_log_probs:
-            return  # computed before a retraction
-        begin, count = completion.score_from, completion.prompt_tokens
-        first = max(begin, 1)
-        values: list[float | None] = [None] if begin == 0 else []
-        if first < count:
-            table = torch.log_softmax(self._transformer.logits(hidden[first - 1 : count - 1]), dim=-1)
-            values += table.gather(-1, tokens[first:count, None]).squeeze(-1).tolist()
+    def _score(self, admission: Admission, hidden: torch.Tensor, tokens: torch.Tensor) -> None:
+        """Log-probs of the prompt's tokens behind `score_from`, whose own entry is None, as SGLang has it.
+
+        `hidden` [T, hidden] and `tokens` [T] begin at `admission.start`. The score of a token is read one position
+        before it.
+        """
+        completion = admission.completion
+        first, last = completion.score_from - admission.start, completion.prompt_tokens - admission.start - 1
+        rows = max(1, SCORED_LOGITS // self._transformer.spec.vocab_size)
+        values: list[float | None] = [None]
+        for start in range(first, last, rows):
+            end = min(start + rows, last)
+            logits = self._transformer.logits(hidden[start:end])
+            if completion.score_temperature != 1.0:
+                logits = logits / completion.score_temperature
+            chosen = logits.gather(-1, tokens[start + 1 : end + 1, None]).squeeze(-1)
+            values += (chosen - logits.logsumexp(dim=-1)).tolist()
         completion.prompt_log_probs = values

@@ -56,14 +56,16 @@ class SlotTable:
     def used_tokens(self) -> int:
         return int(self.length[self.active].sum())
 
-    def find_prefix(self, context: npt.NDArray[np.int32], extra_key: str, generation: int) -> tuple[int, int]:
+    def find_prefix(
+        self, context: npt.NDArray[np.int32], extra_key: str, generation: int, limit: int
+    ) -> tuple[int, int]:
         """Slot and length of the longest prefix of `context` with KV to use again; (-1, 0) if none is worth it.
 
-        At least one token is always left to compute, for its logits are needed."""
+        At least one token is always left to compute, for its logits are needed; `limit` bounds the prefix further."""
         key = self._keys.get(extra_key, -1)
         usable = (self.generation == generation) & (self.key == key) & (self.tokens[:, 0] == context[0])
         candidates = np.flatnonzero(usable & (self.length > 1))
-        longest = len(context) - 1
+        longest = min(len(context) - 1, limit)
         if not self.retains or not candidates.size or not longest:
             return -1, 0
         known = np.minimum(self.length[candidates] - 1, longest)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import pytest
@@ -37,8 +38,8 @@ class FixtureF:
     mask: Tensor = field(default_factory=lambda: column([1, 1, 0, 1, 1], [1, 1, 1]).bool())
     sequence: Tensor = field(default_factory=lambda: torch.tensor([0] * 5 + [1] * 3))
 
-    def tokens(self, theta: Tensor | None = None, **changes: Tensor) -> PolicyTokens:
-        values = {
+    def tokens(self, theta: Tensor | None = None, **changes: Any) -> PolicyTokens:
+        values: dict[str, Any] = {
             "log_probs": self.theta if theta is None else theta,
             "old_log_probs": self.old,
             "rollout_log_probs": self.mu,
@@ -47,7 +48,7 @@ class FixtureF:
             "sequence": self.sequence,
             "ref_log_probs": self.ref,
         }
-        return PolicyTokens(n_sequences=2, **{**values, **changes})
+        return PolicyTokens(**{"n_sequences": 2, **values, **changes})
 
     def weights(self, mode: Aggregation) -> tuple[Tensor, float]:
         """c m of each token, and the denominator (C = 8)."""
@@ -77,7 +78,7 @@ def f() -> FixtureF:
 @pytest.fixture
 def close() -> Callable[[Tensor, list[float]], None]:
     def check(actual: Tensor, expected: list[float]) -> None:
-        np.testing.assert_allclose(actual.detach().numpy(), np.array(expected, dtype=np.float64), atol=1e-5, rtol=0)
+        np.testing.assert_allclose(actual.detach().numpy(), np.array(expected, dtype=np.float64), atol=1e-6, rtol=0)
 
     return check
 

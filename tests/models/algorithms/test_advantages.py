@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from configs.schema.algorithm import ESTIMATORS, GROUP_RELATIVE
+from models.algorithms import advantages as module
 from models.algorithms.advantages import advantages, is_member
 from models.algorithms.errors import InconsistentGroup, InsufficientMembers, UnknownAlgorithm
 
@@ -21,17 +24,18 @@ def of(estimator: str, values: list[float], *, normalize_std: bool = True) -> li
 
 
 def test_uneven_groups_are_normalised_each_on_its_own() -> None:
-    assert of("grpo", [1, 0, 0, 1]) == pytest.approx([0.866024, -0.866024, -0.866024, 0.866024], abs=1e-5)
-    assert of("grpo", [1, 0, 0]) == pytest.approx([1.154699, -0.577349, -0.577349], abs=1e-5)
-    assert of("rloo", [1, 0, 0, 1]) == pytest.approx([0.666667, -0.666667, -0.666667, 0.666667], abs=1e-5)
-    assert of("rloo", [1, 0, 0]) == pytest.approx([1, -0.5, -0.5], abs=1e-5)
+    assert of("grpo", [1, 0, 0, 1]) == pytest.approx([0.866024, -0.866024, -0.866024, 0.866024], abs=1e-6)
+    assert of("grpo", [1, 0, 0]) == pytest.approx([1.154699, -0.577349, -0.577349], abs=1e-6)
+    assert of("rloo", [1, 0, 0, 1]) == pytest.approx([0.666667, -0.666667, -0.666667, 0.666667], abs=1e-6)
+    assert of("rloo", [1, 0, 0]) == pytest.approx([1, -0.5, -0.5], abs=1e-6)
     for mean_only in (of("dr_grpo", [1, 0, 0]), of("grpo", [1, 0, 0], normalize_std=False)):
-        assert mean_only == pytest.approx([0.666667, -0.333333, -0.333333], abs=1e-5)
+        assert mean_only == pytest.approx([0.666667, -0.333333, -0.333333], abs=1e-6)
     # The answer of a normalisation over both groups together.
     assert of("grpo", [1, 0, 0, 1])[0] != pytest.approx(1.069043, abs=1e-2)
+    assert of("grpo", [0.5, 0.5, 0.5]) == [0, 0, 0]
 
 
-@pytest.mark.parametrize("estimator", ["grpo", "dr_grpo", "rloo"])
+@pytest.mark.parametrize("estimator", sorted(GROUP_RELATIVE))
 @pytest.mark.parametrize("reward", [0.5, 0.1, -3.3, 0.0])
 def test_equal_rewards_give_exact_zeros(estimator: str, reward: float) -> None:
     assert of(estimator, [reward] * 3) == [0.0, 0.0, 0.0]
@@ -39,15 +43,53 @@ def test_equal_rewards_give_exact_zeros(estimator: str, reward: float) -> None:
 
 def test_a_rollout_that_fanned_out_counts_once() -> None:
     result = advantages("grpo", [1, 1, 1, 0, 0], [7, 7, 7, 3, 9])
-    assert result.tolist() == pytest.approx([1.154699] * 3 + [-0.577349] * 2, abs=1e-5)
+    assert result.tolist() == pytest.approx([1.154699] * 3 + [-0.577349] * 2, abs=1e-6)
     assert result[0] != pytest.approx(0.7303, abs=1e-2)  # each sequence counted as a member
+
+
+def test_every_name_of_the_configuration_is_built() -> None:
+    assert sorted(module.ESTIMATORS) == sorted(ESTIMATORS)
+
+
+@pytest.mark.parametrize("estimator", ["gspo", "cispo"])
+def test_losses_of_sequences_and_clipped_weights_share_the_baseline_of_grpo(estimator: str) -> None:
+    assert of(estimator, [1, 0, 0]) == of("grpo", [1, 0, 0])
+    assert of(estimator, [1, 0, 0], normalize_std=False) == of("dr_grpo", [1, 0, 0])
+
+
+def test_estimators_that_finish_their_work_token_by_token() -> None:
+    assert of("reinforce_plus_plus_baseline", [1, 0]) == [0.5, -0.5]
+    assert of("reinforce_plus_plus_baseline", [1, 0, 0]) == pytest.approx([2 / 3, -1 / 3, -1 / 3])
+    for estimator in ("reinforce_plus_plus", "ppo"):
+        assert of(estimator, [1, 0, 0.25]) == [1, 0, 0.25]
+        assert of(estimator, [0.7]) == [0.7]  # nobody to compare with, and nothing to compare
+        assert advantages(estimator, [3, 3, 1], [5, 5, 2]).tolist() == [3, 3, 1]
+    assert of("on_policy_distillation", [1, 0, 3]) == [0, 0, 0]
+    assert of("on_policy_distillation", [1]) == [0]
+
+
+@pytest.mark.parametrize("estimator", sorted(GROUP_RELATIVE))
+def test_rewards_as_they_are(estimator: str) -> None:
+    assert advantages(estimator, [1, 0, 0.5], [0, 1, 2], normalize=False).tolist() == [1, 0, 0.5]
+    assert advantages(estimator, [0.5], [3], normalize=False).tolist() == [0.5]
+    assert advantages(estimator, [2, 2, 1], [3, 3, 4], normalize=False).tolist() == [2, 2, 1]
+    with pytest.raises(InconsistentGroup):
+        advantages(estimator, [2, 1], [3, 3], normalize=False)
+    assert advantages("on_policy_distillation", [0.5], [3], normalize=False).tolist() == [0]
+
+
+def test_an_estimator_of_ones_own_must_answer_for_each_rollout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "short_estimator.py").write_text("def one(rewards, *, normalize_std):\n    return rewards[:1]\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    with pytest.raises(InconsistentGroup, match=r"returned shape \[1\] for 3 rollouts"):
+        of("short_estimator:one", [1, 2, 3])
 
 
 def test_order_of_rollout_ids_does_not_matter() -> None:
     assert advantages("rloo", [0, 1, 0], [5, 2, 9]).tolist() == pytest.approx([-0.5, 1.0, -0.5])
 
 
-@pytest.mark.parametrize("estimator", ["grpo", "dr_grpo", "rloo"])
+@pytest.mark.parametrize("estimator", sorted(GROUP_RELATIVE))
 @pytest.mark.parametrize(("values", "ids"), [([], []), ([1.0], [0]), ([1.0, 1.0], [4, 4])])
 def test_one_rollout_is_not_a_group(estimator: str, values: list[float], ids: list[int]) -> None:
     with pytest.raises(InsufficientMembers, match="at least 2"):
@@ -74,14 +116,11 @@ def test_membership() -> None:
 
 
 def test_unknown_name_is_refused_with_a_hint() -> None:
-    with pytest.raises(UnknownAlgorithm, match=r"choose one of dr_grpo, grpo, rloo .*did you mean 'grpo'"):
+    with pytest.raises(UnknownAlgorithm, match=r"choose one of cispo, dr_grpo, grpo, .*did you mean 'grpo'"):
         of("grpoo", [1, 0])
 
 
-def test_import_path_selects_a_function(tmp_path: object, monkeypatch: pytest.MonkeyPatch) -> None:
-    from pathlib import Path
-
-    assert isinstance(tmp_path, Path)
+def test_import_path_selects_a_function(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "my_estimator.py").write_text(
         "def best_of(rewards, *, normalize_std):\n    return rewards == max(rewards)\n"
     )
@@ -123,7 +162,7 @@ def test_permutation(values: list[float], random: object) -> None:
 def test_stages_can_call_it_without_torch() -> None:
     code = (
         "import sys\n"
-        "import models.algorithms.advantages, models.algorithms.guards, models.algorithms.modes\n"
+        "import models.algorithms.advantages, models.algorithms.modes, models.algorithms.rules\n"
         "import models.algorithms.aggregation\n"
         "models.algorithms.advantages.advantages('grpo', [1, 0], [0, 1])\n"
         "assert 'torch' not in sys.modules\n"

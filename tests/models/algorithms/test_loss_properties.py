@@ -1,6 +1,8 @@
-"""Properties of the objective: detachment by finite differences, masking, permutation, bounds, empty input."""
+"""Properties of every loss under every correction: masks, permutation, splits, bounds, extremes, empty input."""
 
 from __future__ import annotations
+
+import dataclasses
 
 import pytest
 import torch
@@ -8,69 +10,103 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from configs.schema.algorithm import AlgorithmConfig
-from models.algorithms.correction import token_tis
-from models.algorithms.losses import clip_bounds, ppo_clip
+from configs.schema.algorithm import POLICY_LOSSES, SAMPLER_LOSSES, AlgorithmConfig
+from models.algorithms.correction import importance_weights, log_weight_of
+from models.algorithms.losses import clip_bounds, policy_loss_of, ppo_clip
 from models.algorithms.metrics import MetricTotals
 from models.algorithms.modes import Correction
-from models.algorithms.objective import policy_objective
+from models.algorithms.objective import Objective, policy_objective
+from models.algorithms.rules import parse_rules
+from models.algorithms.step_facts import kept_scale, rejected_siblings, step_facts
 from models.algorithms.tokens import PolicyTokens
 
-CONFIG = AlgorithmConfig(eps_clip=0.2, eps_clip_high=0.28, use_kl_loss=True, kl_loss_coef=0.05)
-TIS = Correction(mode="decoupled", use_tis=True, low=0.1, high=1.5)
-MODES = [TIS, Correction(mode="onpolicy", use_tis=False), Correction(mode="bypass", use_tis=False)]
+CLIPPED = AlgorithmConfig(
+    policy_loss="ppo", eps_clip=0.2, eps_clip_high=0.28, eps_clip_c=3.0, use_kl_loss=True, kl_loss_coef=0.05
+)
+CONFIGS = {
+    name: AlgorithmConfig(policy_loss=name, use_kl_loss=True, kl_loss_coef=0.05, use_unbiased_kl=name == "aipo")
+    for name in POLICY_LOSSES
+} | {"ppo": CLIPPED}
+TIS = Correction("decoupled", True, low=0.1, high=1.5)
+ON_POLICY = Correction("onpolicy", False)
+BYPASS = Correction("bypass", False)
+RULES = parse_rules(["seq_mean_k1=0.5_2", "token_k3=1.5", "seq_max_k2=4"])
+CORRECTIONS = [
+    TIS,
+    ON_POLICY,
+    BYPASS,
+    Correction("decoupled", True, level="sequence", batch_normalize=True),
+    Correction("decoupled", True, low=0.3, high=3.0, tis_mode="icepop", clip_decay=0.7, batch_normalize=True),
+    Correction("decoupled", True, tis_mode="seq_mask", seq_low=0.5, seq_high=2.0),
+    Correction("decoupled", True, ratio="current", rules=RULES, veto=1e-2),
+    Correction("decoupled", False, rules=RULES, renormalize=True, rs_unit="rollout", use_opsm=True, opsm_delta=0.1),
+    Correction("decoupled", True, prox="loglinear", prox_alpha="areal", rules=RULES),
+    Correction("bypass", False, rules=RULES, use_opsm=True),
+]
+COLUMNS = ("log_probs", "old_log_probs", "rollout_log_probs", "advantages", "mask", "ref_log_probs", "staleness")
 
-log_prob = st.floats(-8, 0)
+
+def corrections_of(loss: str) -> list[Correction]:
+    """What may be combined with a loss."""
+    return [BYPASS, CORRECTIONS[-1]] if loss in SAMPLER_LOSSES else CORRECTIONS
 
 
 @st.composite
 def token_sets(draw: st.DrawFn, *, min_size: int = 0) -> PolicyTokens:
-    n = draw(st.integers(min_size, 7))
+    """Up to 3 sequences of up to 4 tokens; sometimes empty, sometimes without a trainable token."""
+    lengths = draw(st.lists(st.integers(min_size, 4), min_size=1, max_size=3))
+    n = sum(lengths)
+    generator = torch.Generator().manual_seed(draw(st.integers(0, 2**20)))
+    spread = draw(st.sampled_from([0.1, 1.0, 8.0]))  # of log-probs: nearly equal policies up to very different ones
 
-    def column(values: st.SearchStrategy[float]) -> Tensor:
-        return torch.tensor(draw(st.lists(values, min_size=n, max_size=n)), dtype=torch.float64)
+    def uniform(low: float, high: float) -> Tensor:
+        return low + (high - low) * torch.rand(n, dtype=torch.float64, generator=generator)
 
     return PolicyTokens(
-        log_probs=column(log_prob),
-        old_log_probs=column(log_prob),
-        rollout_log_probs=column(log_prob),
-        advantages=column(st.floats(-3, 3)),
-        mask=torch.tensor(draw(st.lists(st.booleans(), min_size=n, max_size=n)), dtype=torch.bool),
-        sequence=torch.zeros(n, dtype=torch.int64),
-        n_sequences=1,
-        ref_log_probs=column(log_prob),
+        log_probs=uniform(-spread, 0),
+        old_log_probs=uniform(-spread, 0),
+        rollout_log_probs=uniform(-spread, 0),
+        advantages=uniform(-3, 3),
+        mask=uniform(0, 1) < draw(st.sampled_from([0.0, 0.7, 1.0])),
+        sequence=torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths)),
+        n_sequences=len(lengths),
+        ref_log_probs=uniform(-spread, 0),
+        staleness=uniform(0, 7).long(),
     )
 
 
-def changed(tokens: PolicyTokens, **changes: Tensor) -> PolicyTokens:
-    return PolicyTokens(**{**tokens.__dict__, **changes})
+@st.composite
+def cases(draw: st.DrawFn, *, min_size: int = 0) -> tuple[PolicyTokens, AlgorithmConfig, Correction]:
+    """Tokens, a loss, and a correction that may be combined with it."""
+    loss = draw(st.sampled_from(POLICY_LOSSES))
+    return draw(token_sets(min_size=min_size)), CONFIGS[loss], draw(st.sampled_from(corrections_of(loss)))
 
 
-def loss_of(tokens: PolicyTokens, correction: Correction = TIS, config: AlgorithmConfig = CONFIG) -> Tensor:
-    return policy_objective(tokens, config, correction, ppo_clip).loss
+def changed(tokens: PolicyTokens, **changes: object) -> PolicyTokens:
+    return dataclasses.replace(tokens, **changes)  # type: ignore[arg-type]
 
 
-def gradient_of(tokens: PolicyTokens, correction: Correction = TIS) -> Tensor:
+def with_facts(tokens: PolicyTokens, config: AlgorithmConfig, correction: Correction) -> PolicyTokens:
+    """As if `tokens` were the whole step, in which all sequences belong to one rollout."""
+    one = torch.zeros(tokens.n_sequences, dtype=torch.int64)
+    tokens = changed(tokens, facts=step_facts(tokens, config, correction))
+    tokens = changed(tokens, rejected=rejected_siblings(tokens, one, correction))
+    return changed(tokens, kept_scale=kept_scale(tokens, one, "rollout_mean", correction))
+
+
+def objective_of(tokens: PolicyTokens, correction: Correction = TIS, config: AlgorithmConfig = CLIPPED) -> Objective:
+    return policy_objective(tokens, config, correction, policy_loss_of(config.policy_loss))
+
+
+def loss_of(tokens: PolicyTokens, correction: Correction = TIS, config: AlgorithmConfig = CLIPPED) -> Tensor:
+    return objective_of(tokens, correction, config).loss
+
+
+def gradient_of(tokens: PolicyTokens, correction: Correction = TIS, config: AlgorithmConfig = CLIPPED) -> Tensor:
     theta = tokens.log_probs.clone().requires_grad_()
-    loss_of(changed(tokens, log_probs=theta), correction).sum().backward()
+    loss_of(changed(tokens, log_probs=theta), correction, config).sum().backward()
     assert theta.grad is not None
     return theta.grad
-
-
-@pytest.mark.parametrize("correction", MODES, ids=lambda c: c.mode)
-def test_gradient_agrees_with_finite_differences(f, correction: Correction) -> None:  # type: ignore[no-untyped-def]
-    """With anchor, weight and reference held fixed, which is what detaching them means."""
-    anchor = f.mu if correction.mode == "bypass" else f.old
-    tokens = f.tokens(old_log_probs=anchor)
-    analytic = gradient_of(tokens, correction)
-    step = 1e-6
-    for index in range(8):
-        values = []
-        for sign in (1, -1):
-            moved = f.theta.clone()
-            moved[index] += sign * step
-            values.append(float(loss_of(changed(tokens, log_probs=moved), correction).sum()))
-        assert float(analytic[index]) == pytest.approx((values[0] - values[1]) / (2 * step), abs=1e-6)
 
 
 def test_no_gradient_flows_through_weight_and_anchor() -> None:
@@ -86,102 +122,223 @@ def test_no_gradient_flows_through_weight_and_anchor() -> None:
         sequence=torch.zeros(2, dtype=torch.int64),
         n_sequences=1,
     )
-    loss_of(tokens, config=AlgorithmConfig()).sum().backward()
+    loss_of(tokens, config=AlgorithmConfig(policy_loss="ppo")).sum().backward()
     weight = (theta.detach() - mu).exp().clamp(0.1, 1.5)
     assert theta.grad is not None
     torch.testing.assert_close(theta.grad, -weight * tokens.advantages)
-    attached = theta.clone().requires_grad_()
-    assert not token_tis(attached, mu, tokens.mask, low=0.0, high=2.0).weight.requires_grad
+    attached = changed(tokens, old_log_probs=theta.clone().requires_grad_())
+    assert not importance_weights(attached, TIS, log_weight_of(attached, TIS)).weight.requires_grad
 
 
-@settings(max_examples=30)
-@given(token_sets())
-def test_masked_tokens_are_invisible(tokens: PolicyTokens) -> None:
-    for poison in (float("nan"), float("inf"), -float("inf"), 1000.0, -1000.0):
-        bad = torch.full_like(tokens.log_probs, poison)
-        poisoned = changed(
-            tokens,
-            **{
-                name: torch.where(tokens.mask, getattr(tokens, name), bad)
-                for name in ("old_log_probs", "rollout_log_probs", "advantages", "ref_log_probs")
-            },
-        )
-        for correction in MODES:
-            loss = loss_of(poisoned, correction)
-            assert torch.equal(loss, loss_of(tokens, correction))
-            assert (loss[~tokens.mask] == 0).all()
-            gradient = gradient_of(poisoned, correction)
-            assert torch.equal(gradient, gradient_of(tokens, correction))
-            assert (gradient[~tokens.mask] == 0).all()
+Case = tuple[PolicyTokens, AlgorithmConfig, Correction]
 
 
-@given(token_sets(min_size=1), st.randoms())
-def test_permutation(tokens: PolicyTokens, random: object) -> None:
-    order = list(range(len(tokens.mask)))
+@settings(max_examples=60)
+@given(cases(), st.sampled_from([float("nan"), float("inf"), -1000.0]))
+def test_masked_tokens_are_invisible(case: Case, poison: float) -> None:
+    tokens, config, correction = case
+    bad = torch.full_like(tokens.log_probs, poison)
+    names = ("log_probs", "old_log_probs", "rollout_log_probs", "advantages", "ref_log_probs")
+    poisoned = changed(tokens, **{name: torch.where(tokens.mask, getattr(tokens, name), bad) for name in names})
+    clean, dirty = with_facts(tokens, config, correction), with_facts(poisoned, config, correction)
+    assert dirty.facts == clean.facts
+    found = loss_of(dirty, correction, config)
+    assert torch.equal(found, loss_of(clean, correction, config))
+    assert (found[~tokens.mask] == 0).all()
+    gradient = gradient_of(dirty, correction, config)
+    assert torch.equal(gradient, gradient_of(clean, correction, config))
+    assert (gradient[~tokens.mask] == 0).all()
+
+
+@settings(max_examples=60)
+@given(cases(min_size=1), st.randoms(use_true_random=False))
+def test_order_of_tokens_and_sequences_does_not_matter(case: Case, random: object) -> None:
+    tokens, config, correction = case
+    order, names = list(range(len(tokens.mask))), list(range(tokens.n_sequences))
     random.shuffle(order)  # type: ignore[attr-defined]
+    random.shuffle(names)  # type: ignore[attr-defined]
     index = torch.tensor(order)
-    names = ("log_probs", "old_log_probs", "rollout_log_probs", "advantages", "mask", "ref_log_probs")
-    shuffled = changed(tokens, **{name: getattr(tokens, name)[index] for name in names})
-    torch.testing.assert_close(loss_of(shuffled), loss_of(tokens)[index])
+    moved = {name: getattr(tokens, name)[index] for name in COLUMNS}
+    shuffled = changed(tokens, sequence=torch.tensor(names)[tokens.sequence][index], **moved)
+    straight, other = with_facts(tokens, config, correction), with_facts(shuffled, config, correction)
+    assert other.facts.m2po_bound == straight.facts.m2po_bound
+    torch.testing.assert_close(loss_of(other, correction, config), loss_of(straight, correction, config)[index])
 
 
+@settings(max_examples=60)
+@given(cases())
+def test_any_split_into_micro_batches_gives_the_same(case: Case) -> None:
+    """Facts of the whole step in each part: losses, gradients, kept tokens and metrics are those of the whole."""
+    tokens, config, correction = case
+    weights = torch.linspace(0.3, 1.0, len(tokens.mask), dtype=torch.float64) * tokens.mask
+    whole = with_facts(tokens, config, correction)
+    assert whole.rejected is not None
+    assert whole.kept_scale is not None
+    totals, pieces, gradients, kept = MetricTotals(), [], [], []
+    for which in range(tokens.n_sequences):
+        part = tokens.sequence == which
+        piece = changed(
+            whole,
+            sequence=torch.zeros(int(part.sum()), dtype=torch.int64),
+            n_sequences=1,
+            rejected=whole.rejected[which : which + 1],
+            kept_scale=whole.kept_scale[which : which + 1],
+            **{name: getattr(whole, name)[part] for name in COLUMNS},
+        )
+        objective = objective_of(piece, correction, config)
+        totals.add(objective.metrics, weights[part])
+        pieces.append(objective.loss)
+        kept.append(objective.kept)
+        gradients.append(gradient_of(piece, correction, config))
+    objective, together = objective_of(whole, correction, config), MetricTotals()
+    together.add(objective.metrics, weights)
+    torch.testing.assert_close(torch.cat(pieces), objective.loss)
+    torch.testing.assert_close(torch.cat(gradients), gradient_of(whole, correction, config))
+    assert torch.equal(torch.cat(kept), objective.kept)
+    assert totals.result(3.0) == pytest.approx(together.result(3.0), abs=1e-9, rel=1e-9)
+
+
+@settings(max_examples=40)
 @given(token_sets())
 def test_clip_is_a_pessimistic_bound(tokens: PolicyTokens) -> None:
-    result = ppo_clip(tokens, CONFIG)
-    low, high = clip_bounds(CONFIG)
+    config = AlgorithmConfig(policy_loss="ppo", eps_clip=0.2, eps_clip_high=0.28)
+    result = ppo_clip(tokens, config)
+    low, high = clip_bounds(config)
     ratio = (tokens.log_probs - tokens.old_log_probs).exp()
     assert (result.loss >= -ratio * tokens.advantages * tokens.mask - 1e-9).all()
     assert not (result.clipped_high & result.clipped_low).any()
     assert (ratio[result.clipped_high] > high).all()
     assert (ratio[result.clipped_low] < low).all()
-    gradient = gradient_of(changed(tokens, ref_log_probs=tokens.log_probs), Correction(mode="onpolicy", use_tis=False))
     held = result.clipped_high | result.clipped_low
-    assert (gradient[held].abs() < 1e-9).all()
+    assert (gradient_of(tokens, ON_POLICY, config)[held] == 0).all()
+    dual = ppo_clip(tokens, CLIPPED)
+    ceiling = -3.0 * tokens.advantages
+    negative = tokens.mask & (tokens.advantages < 0)
+    assert (dual.loss[negative] <= ceiling[negative] + 1e-12).all()
+    assert torch.equal(dual.loss[~negative], result.loss[~negative])
 
 
-@given(token_sets(), st.floats(-1000, 1000))
-def test_huge_log_ratios_stay_finite(tokens: PolicyTokens, shift: float) -> None:
-    far = changed(tokens, rollout_log_probs=tokens.rollout_log_probs + shift)
-    weights = token_tis(far.old_log_probs, far.rollout_log_probs, far.mask, low=0.1, high=1.5)
-    assert (weights.weight >= 0.1).all()
-    assert (weights.weight <= 1.5).all()
-    for correction in MODES:
-        anchored = changed(far, old_log_probs=far.rollout_log_probs) if correction.mode == "bypass" else far
-        assert torch.isfinite(loss_of(anchored, correction)).all()
-        assert torch.isfinite(gradient_of(anchored, correction)).all()
+@settings(max_examples=60)
+@given(
+    cases(),
+    st.sampled_from(["log_probs", "old_log_probs", "rollout_log_probs"]),
+    st.sampled_from([-1000.0, -30.0, 30.0, 1000.0]),
+)
+def test_huge_log_ratios_stay_finite(case: Case, column: str, shift: float) -> None:
+    tokens, config, correction = case
+    far = with_facts(changed(tokens, **{column: getattr(tokens, column) + shift}), config, correction)
+    assert torch.isfinite(loss_of(far, correction, config)).all()
+    assert torch.isfinite(gradient_of(far, correction, config)).all()
+    totals = MetricTotals()
+    totals.add(objective_of(far, correction, config).metrics, tokens.mask.double())
+    assert all(abs(value) < float("inf") for value in totals.result(1.0).values())
 
 
-@given(token_sets())
-def test_sign_of_the_gradient_follows_the_advantage(tokens: PolicyTokens) -> None:
-    """On-policy, a positive advantage raises the token's probability."""
-    fresh = changed(tokens, old_log_probs=tokens.log_probs, ref_log_probs=tokens.log_probs)
-    gradient = gradient_of(fresh)
-    live = tokens.mask & (tokens.advantages.abs() > 1e-6)
-    assert (torch.sign(gradient[live]) == -torch.sign(tokens.advantages[live])).all()
+@settings(max_examples=40)
+@given(token_sets(), st.floats(0, 1), st.floats(1, 5))
+def test_weights_keep_their_bounds(tokens: PolicyTokens, low: float, high: float) -> None:
+    for level in ("token", "sequence", "geometric"):
+        clip = Correction("decoupled", True, low=low, high=high, level=level)  # type: ignore[arg-type]
+        weights = importance_weights(tokens, clip, log_weight_of(tokens, clip))
+        assert ((weights.weight >= low) & (weights.weight <= high)).all()
+        assert torch.equal(weights.weight[~weights.truncated], weights.raw[~weights.truncated])
+    ice = dataclasses.replace(clip, tis_mode="icepop", level="token")
+    weights = importance_weights(tokens, ice, log_weight_of(tokens, ice))
+    inside = (weights.weight >= low) & (weights.weight <= high)
+    assert (inside | (weights.weight == 0)).all()
+    aged = dataclasses.replace(clip, clip_decay=0.5, level="token")
+    weight = importance_weights(tokens, aged, log_weight_of(tokens, aged)).weight
+    assert tokens.staleness is not None
+    assert (weight <= torch.clamp(1 + (high - 1) * 0.5 ** tokens.staleness.double(), min=low) + 1e-12)[
+        tokens.mask
+    ].all()
 
 
+POSITIVE_FACTOR = [name for name in POLICY_LOSSES if name != "kimi"]
+
+
+@pytest.mark.parametrize("loss", POSITIVE_FACTOR)
 @settings(max_examples=10)
-@given(token_sets())
-def test_fully_masked_and_empty_input(tokens: PolicyTokens) -> None:
-    dark = changed(tokens, mask=torch.zeros_like(tokens.mask))
-    objective = policy_objective(dark, CONFIG, TIS, ppo_clip)
+@given(tokens=token_sets())
+def test_sign_of_the_gradient_follows_the_advantage(loss: str, tokens: PolicyTokens) -> None:
+    """On-policy, a positive advantage raises the token's probability; the factor is 1."""
+    advantages = tokens.advantages
+    if loss == "gspo":  # one sign per response: its tokens share a ratio
+        advantages = torch.tensor([1.0, -2.0, 0.5], dtype=torch.float64)[tokens.sequence]
+    fresh = changed(
+        tokens,
+        advantages=advantages,
+        old_log_probs=tokens.log_probs,
+        rollout_log_probs=tokens.log_probs,
+        ref_log_probs=tokens.log_probs,
+    )
+    gradient = gradient_of(fresh, BYPASS, AlgorithmConfig(policy_loss=loss))
+    torch.testing.assert_close(gradient, torch.where(tokens.mask, -advantages, 0.0))
+
+
+@settings(max_examples=40)
+@given(cases())
+def test_fully_masked_and_empty_input(case: Case) -> None:
+    tokens, config, correction = case
+    dark = with_facts(changed(tokens, mask=torch.zeros_like(tokens.mask)), config, correction)
+    objective = objective_of(dark, correction, config)
     assert (objective.loss == 0).all()
+    assert not objective.kept.any()
+    assert (gradient_of(dark, correction, config) == 0).all()
     totals = MetricTotals()
     totals.add(objective.metrics, torch.zeros(len(tokens.mask), dtype=torch.float64))
     assert all(value in (0.0, 1.0) for value in totals.result(1.0).values())
 
 
-@given(token_sets())
-def test_modes_agree_where_nothing_is_stale(tokens: PolicyTokens) -> None:
+@pytest.mark.parametrize("loss", [name for name in POLICY_LOSSES if name not in SAMPLER_LOSSES])
+@settings(max_examples=15)
+@given(tokens=token_sets())
+def test_modes_agree_where_nothing_is_stale(loss: str, tokens: PolicyTokens) -> None:
     fresh = changed(tokens, old_log_probs=tokens.log_probs, rollout_log_probs=tokens.log_probs)
-    first, *others = [gradient_of(fresh, correction) for correction in MODES]
-    for other in others:
-        torch.testing.assert_close(other, first)
+    found = [gradient_of(fresh, mode, CONFIGS[loss]) for mode in (*CORRECTIONS[:7], CORRECTIONS[8])]
+    for other in found[1:]:
+        torch.testing.assert_close(other, found[0])
 
 
-@given(token_sets())
-def test_inputs_are_not_changed_in_place(tokens: PolicyTokens) -> None:
+@settings(max_examples=40)
+@given(token_sets(), st.sampled_from(["next_version", "areal"]))
+def test_the_log_linear_anchor_splits_rho_in_two(tokens: PolicyTokens, kind: str) -> None:
+    """Weight times ratio is theta / mu for any alpha, where nothing is clipped."""
+    correction = Correction("decoupled", True, high=1e9, prox="loglinear", prox_alpha=kind)  # type: ignore[arg-type]
+    wide = AlgorithmConfig(policy_loss="ppo", eps_clip=0.999999, eps_clip_high=1e9)
+    loss = loss_of(tokens, correction, wide)
+    rho = (tokens.log_probs - tokens.rollout_log_probs).exp()
+    expected = torch.where(tokens.mask, -rho * tokens.advantages, 0.0)
+    free = (tokens.log_probs - tokens.rollout_log_probs).abs() < 5
+    torch.testing.assert_close(loss[free], expected[free])
+
+
+@pytest.mark.parametrize("loss", POLICY_LOSSES)
+@pytest.mark.parametrize("column", ["log_probs", "rollout_log_probs", "old_log_probs", "advantages"])
+def test_nan_at_a_trained_token_is_never_hidden(f, loss: str, column: str) -> None:  # type: ignore[no-untyped-def]
+    """No comparison, bound or rule turns it into an ordinary number: the trainer must see and refuse the step."""
+    for index in (1, 6):  # A > 0, A < 0
+        if index == 1 and loss.startswith("topr") and column == "rollout_log_probs":
+            continue  # not read where A > 0
+        values = getattr(f.tokens(), column).clone()
+        values[index] = float("nan")
+        tokens = f.tokens(staleness=torch.tensor([1, 1, 1, 0, 0, 2, 2, 2]), **{column: values})
+        for correction in corrections_of(loss):
+            read = {"log_probs", "advantages"}
+            read |= {"rollout_log_probs"} if correction.mode != "onpolicy" else {"old_log_probs"}
+            read |= {"old_log_probs"} if correction.mode == "decoupled" and not correction.loglinear else set()
+            if column in read:
+                whole = with_facts(tokens, CONFIGS[loss], correction)
+                loss_here = loss_of(whole, correction, CONFIGS[loss])[index]
+                gradient = gradient_of(whole, correction, CONFIGS[loss])
+                assert not (torch.isfinite(loss_here) and torch.isfinite(gradient).all()), correction
+
+
+@settings(max_examples=40)
+@given(cases())
+def test_inputs_are_not_changed_in_place(case: Case) -> None:
+    tokens, config, correction = case
     before = {name: value.clone() for name, value in tokens.__dict__.items() if isinstance(value, Tensor)}
-    gradient_of(tokens)
+    gradient_of(with_facts(tokens, config, correction), correction, config)
     for name, value in before.items():
         assert torch.equal(getattr(tokens, name), value)

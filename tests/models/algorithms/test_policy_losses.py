@@ -7,44 +7,74 @@ import math
 import pytest
 import torch
 
-from configs.schema.algorithm import AlgorithmConfig
-from models.algorithms.correction import token_tis
+from configs.schema import algorithm as schema
+from configs.schema.algorithm import SAMPLER_LOSSES, AlgorithmConfig
+from models.algorithms.correction import ImportanceWeights, importance_weights, log_weight_of
 from models.algorithms.entropy import entropy_of, token_log_probs
 from models.algorithms.errors import AlgorithmError, UnknownAlgorithm
-from models.algorithms.kl import k3, kl_to_reference, low_var_kl
-from models.algorithms.losses import policy_loss_of, ppo_clip, sft
+from models.algorithms.kl import k3, kl_to_reference, kl_values, low_var_kl
+from models.algorithms.losses import POLICY_LOSSES, policy_loss_of, ppo_clip, sft
 from models.algorithms.modes import Correction
 from models.algorithms.objective import policy_objective, sft_objective
-
-BETA_KL = {
-    "k1": (0.085, [1, 1, 0, 1, 1, 1, 1, 1]),
-    "k2": (0.209567, [0.4, -0.2, 0, 0.4, 0.08, 0.4, 0.8, -1.2]),
-    "k3": (0.260606, [0.329680, -0.221403, 0, 0.329680, 0.076884, 0.329680, 0.550671, -2.320117]),
-    "low_var_kl": (0.260606, [0.329680, -0.221403, 0, 0.329680, 0.076884, 0.329680, 0.550671, -2.320117]),
-}
+from models.algorithms.tokens import PolicyTokens, StepFacts
 
 
-def test_ppo_clip(f, close, ppo) -> None:  # type: ignore[no-untyped-def]
-    loss, gradient = f.loss_and_gradient(lambda tokens: ppo_clip(tokens, ppo).loss)
-    close(loss, [-1.2, -0.860708, 0, -1.2, -1.030455, 1.318977, 1.457695, 0.64])
-    close(gradient, [0, -0.860708, 0, 0, -1.030455, 1.318977, 1.457695, 0])
-    assert f.aggregate(loss, "rollout_mean") == pytest.approx(0.033050, abs=1e-5)
-    assert f.aggregate(loss, "token_mean") == pytest.approx(-0.124927, abs=1e-5)
+def weights_of(tokens: PolicyTokens, correction: Correction) -> ImportanceWeights:
+    return importance_weights(tokens, correction, log_weight_of(tokens, correction))
 
 
-def test_clip_higher(f, close, clip_higher) -> None:  # type: ignore[no-untyped-def]
-    loss, gradient = f.loss_and_gradient(lambda tokens: ppo_clip(tokens, clip_higher).loss)
-    close(loss, [-1.28, -0.860708, 0, -1.221403, -1.030455, 1.318977, 1.457695, 0.64])
-    close(gradient, [0, -0.860708, 0, -1.221403, -1.030455, 1.318977, 1.457695, 0])
-    assert f.aggregate(loss, "rollout_mean") == pytest.approx(0.020375, abs=1e-5)
-    assert f.aggregate(loss, "token_mean") == pytest.approx(-0.139413, abs=1e-5)
-    assert f.aggregate(loss, "constant") == pytest.approx(-0.060993, abs=1e-5)
+def test_clip_fractions_by_side(f, clip_higher) -> None:  # type: ignore[no-untyped-def]
     result = ppo_clip(f.tokens(), clip_higher)
     clipped = (result.clipped_high | result.clipped_low).double()
     assert f.aggregate(clipped, "token_mean") == pytest.approx(2 / 7)
-    assert f.aggregate(clipped, "rollout_mean") == pytest.approx(0.291667, abs=1e-5)
+    assert f.aggregate(clipped, "rollout_mean") == pytest.approx(0.291667, abs=1e-6)
     assert result.clipped_high.tolist() == [True] + [False] * 7
     assert result.clipped_low.tolist() == [False] * 7 + [True]
+    assert result.dual_clipped is None
+
+
+def test_dual_clip_bounds_negative_tokens_only(f) -> None:  # type: ignore[no-untyped-def]
+    result = ppo_clip(f.tokens(), AlgorithmConfig(eps_clip=0.2, eps_clip_high=0.28, eps_clip_c=1.5))
+    assert result.dual_clipped is not None
+    assert result.dual_clipped.tolist() == [False] * 5 + [True, True, False]
+    loose = ppo_clip(f.tokens(), AlgorithmConfig(eps_clip=0.2, eps_clip_high=0.28, eps_clip_c=100.0))
+    assert loose.dual_clipped is not None
+    assert not loose.dual_clipped.any()
+
+
+def test_what_the_other_losses_call_clipped(f) -> None:  # type: ignore[no-untyped-def]
+    def sides(name: str, **values: float) -> tuple[list[int], list[int]]:
+        tokens = f.tokens(facts=StepFacts(m2po_bound=0.1))
+        result = policy_loss_of(name)(tokens, AlgorithmConfig(policy_loss=name, **values))
+        return result.clipped_high.nonzero().flatten().tolist(), result.clipped_low.nonzero().flatten().tolist()
+
+    assert sides("cispo", eps_clip=0.5, eps_clip_high=0.5) == ([5, 6], [7])
+    assert sides("cispo", eps_clip=1.0, eps_clip_high=0.5) == ([5, 6], [])  # no lower bound
+    assert sides("dppo") == ([0], [7])
+    still = f.tokens(advantages=f.advantages * 0)  # A = 0 belongs to the lower bound
+    assert policy_loss_of("dppo")(still, AlgorithmConfig()).clipped_low.tolist() == [False] * 7 + [True]
+    assert sides("aipo", aipo_clip=1.5) == ([0, 6], [])
+    assert sides("topr") == ([5, 6], [])
+    assert sides("topr_sequence") == ([], [])
+    assert sides("m2po") == ([0, 6], [7])
+    assert sides("kimi") == ([], [])
+    assert sides("gspo", eps_clip=0.06, eps_clip_high=0.06) == ([0, 1, 3, 4], [])
+
+
+@pytest.mark.parametrize("name", sorted(SAMPLER_LOSSES))
+def test_sampler_losses_do_not_read_the_anchor(f, name: str) -> None:  # type: ignore[no-untyped-def]
+    config = AlgorithmConfig(policy_loss=name)
+    nowhere = torch.full((8,), float("nan"), dtype=torch.float64)
+    loss = policy_loss_of(name)(f.tokens(old_log_probs=nowhere), config).loss
+    assert torch.equal(loss, policy_loss_of(name)(f.tokens(), config).loss)
+    assert torch.isfinite(loss).all()
+
+
+def test_every_name_of_the_configuration_is_built() -> None:
+    assert sorted(POLICY_LOSSES) == sorted(schema.POLICY_LOSSES)
+    assert policy_loss_of("ppo") is ppo_clip
+    with pytest.raises(UnknownAlgorithm, match=r"policy_loss 'cispoo' is unknown.*did you mean 'cispo'"):
+        policy_loss_of("cispoo")
 
 
 def test_decoupled_weight_multiplies_the_clipped_term_and_is_detached(f, close, clip_higher) -> None:  # type: ignore[no-untyped-def]
@@ -56,35 +86,17 @@ def test_decoupled_weight_multiplies_the_clipped_term_and_is_detached(f, close, 
     assert f.aggregate(loss, "rollout_mean") == pytest.approx(0.030878, abs=1e-5)
     assert f.aggregate(loss, "token_mean") == pytest.approx(-0.123528, abs=1e-5)
     plain = f.loss_and_gradient(lambda tokens: ppo_clip(tokens, clip_higher).loss)[1]
-    weight = token_tis(f.old, f.mu, f.mask, low=0.0, high=1.2).weight
+    weight = weights_of(f.tokens(), correction).weight
     close(gradient, (weight * plain).tolist())
 
 
-def test_tis_weights(f, close) -> None:  # type: ignore[no-untyped-def]
-    weights = token_tis(f.old, f.mu, f.mask, low=0.0, high=1.2)
-    close(weights.weight, [1.2, 0.904837, 1, 0.740818, 0.951229, 0.740818, 1.2, 0.951229])
-    close(weights.raw, [1.221403, 0.904837, 1, 0.740818, 0.951229, 0.740818, 1.349859, 0.951229])
-    assert weights.truncated.tolist() == [True, False, False, False, False, False, True, False]
-    both = token_tis(f.old, f.mu, f.mask, low=0.8, high=1.2)
-    assert float(both.weight[3]) == pytest.approx(0.8)
-    assert bool(both.truncated[3])
-
-
 def test_bypass_ratio_is_against_the_sampler(f, close, ppo) -> None:  # type: ignore[no-untyped-def]
-    tokens = f.tokens(old_log_probs=f.mu)
-    loss = policy_objective(tokens, ppo, Correction(mode="bypass", use_tis=False), ppo_clip).loss
+    # Whatever stands in the place of the anchor.
+    loss = policy_objective(f.tokens(), ppo, Correction(mode="bypass", use_tis=False), ppo_clip).loss
     rho = [1.648721, 0.778801, 0, 0.904837, 0.980199, 1.221403, 2.459603, 0.272532]
     expected = [max(-r * a, -min(max(r, 0.8), 1.2) * a) for r, a in zip(rho, f.advantages.tolist(), strict=True)]
     expected[2] = 0
     close(loss, expected)
-
-
-@pytest.mark.parametrize("kind", list(BETA_KL))
-def test_kl_to_reference(f, close, kind: str) -> None:  # type: ignore[no-untyped-def]
-    value, expected = BETA_KL[kind]
-    kl, gradient = f.loss_and_gradient(lambda t: kl_to_reference(kind, t.log_probs, t.ref_log_probs, t.mask))
-    assert f.aggregate(kl, "rollout_mean") == pytest.approx(value, abs=1e-5)
-    close(gradient, expected)
 
 
 def test_kl_of_a_wild_token_is_bounded() -> None:
@@ -94,6 +106,14 @@ def test_kl_of_a_wild_token_is_bounded() -> None:
     far = torch.tensor([-1000.0, 1000.0], dtype=torch.float64)
     assert torch.isfinite(k3(far)).all()
     assert float(k3(far)[1]) == pytest.approx(999.0)  # the linear term keeps the true value
+
+
+def test_the_bound_of_low_var_kl_comes_after_the_ratio() -> None:
+    difference = torch.tensor([-2.0, -4.0, -4.0], dtype=torch.float64)  # k3 = 4.389056, 49.598150
+    ratio = torch.tensor([3.0, 0.1, 0.3], dtype=torch.float64)
+    assert kl_values("low_var_kl", difference, ratio).tolist() == pytest.approx([10, 4.959815, 10], abs=1e-6)
+    assert kl_values("k3", difference, ratio).tolist() == pytest.approx([13.167168, 4.959815, 14.879445], abs=1e-6)
+    assert kl_values("k1", difference).tolist() == [-2, -4, -4]
 
 
 def test_unknown_kl_is_refused(f) -> None:  # type: ignore[no-untyped-def]
@@ -134,7 +154,7 @@ def test_terms_of_the_objective_add_up(f, close, on_policy) -> None:  # type: ig
     entropy = torch.linspace(0.1, 0.8, 8, dtype=torch.float64)
     correction = Correction(mode="decoupled", use_tis=True, high=1.2)
     loss = policy_objective(f.tokens(entropy=entropy), config, correction, ppo_clip).loss
-    weight = token_tis(f.old, f.mu, f.mask, low=0.0, high=1.2).weight
+    weight = weights_of(f.tokens(), correction).weight
     kl = kl_to_reference("k2", f.theta, f.ref, f.mask)
     # The weight touches the policy term only.
     close(loss, (weight * ppo_clip(f.tokens(), config).loss + 0.1 * kl - 0.01 * entropy * f.mask).tolist())
@@ -142,11 +162,6 @@ def test_terms_of_the_objective_add_up(f, close, on_policy) -> None:  # type: ig
         policy_objective(f.tokens(), config, on_policy, ppo_clip)
     with pytest.raises(AlgorithmError, match="reference policy"):
         policy_objective(f.tokens(entropy=entropy, ref_log_probs=None), config, on_policy, ppo_clip)
-
-
-def test_estimators_of_this_package_use_the_clip() -> None:
-    for estimator in ("grpo", "dr_grpo", "rloo", "my_package.module:estimator"):
-        assert policy_loss_of(estimator) is ppo_clip
 
 
 def test_a_file_of_its_own_brings_its_policy_loss(tmp_path, monkeypatch, f) -> None:  # type: ignore[no-untyped-def]

@@ -7,6 +7,7 @@ import math
 import pytest
 import torch
 
+from configs.schema.algorithm import AlgorithmConfig
 from models.algorithms.losses import ppo_clip
 from models.algorithms.metrics import MetricTotals
 from models.algorithms.modes import Correction
@@ -47,23 +48,32 @@ def test_golden_token_mean(f, clip_higher) -> None:  # type: ignore[no-untyped-d
         "train/advantage_mean": (4 - 2.4) / 7,
         "train/advantage_std": math.sqrt((4 + 3 * 0.64) / 7 - (1.6 / 7) ** 2),
     }
-    assert {name: found[name] for name in expected} == pytest.approx(expected, abs=1e-5)
+    assert {name: found[name] for name in expected} == pytest.approx(expected, abs=1e-6)
 
 
 def test_golden_rollout_mean(f, clip_higher) -> None:  # type: ignore[no-untyped-def]
     found = metrics(f, clip_higher, TIS, "rollout_mean")
-    assert found["train/train_rollout_logprob_abs_diff"] == pytest.approx(0.189583, abs=1e-5)
-    assert found["train/pg_clipfrac"] == pytest.approx(0.291667, abs=1e-5)
-    assert found["train/pg_loss"] == pytest.approx(0.030878, abs=1e-5)
+    assert found["train/train_rollout_logprob_abs_diff"] == pytest.approx(0.189583, abs=1e-6)
+    assert found["train/pg_clipfrac"] == pytest.approx(0.291667, abs=1e-6)
+    assert found["train/pg_loss"] == pytest.approx(0.030878, abs=1e-6)
 
 
 def test_mismatch_is_logged_in_every_mode(f, clip_higher) -> None:  # type: ignore[no-untyped-def]
     found = metrics(f, clip_higher, Correction(mode="onpolicy", use_tis=False), "token_mean")
-    assert found["train/train_rollout_logprob_abs_diff"] == pytest.approx(0.185714, abs=1e-5)
+    assert found["train/train_rollout_logprob_abs_diff"] == pytest.approx(0.185714, abs=1e-6)
     assert "train/tis" not in found
     bypass = metrics(f, clip_higher, Correction(mode="bypass", use_tis=False), "token_mean")
     theta_minus_mu = ((f.theta - f.mu).abs() * f.mask).sum() / 7  # the anchor is mu itself there
     assert bypass["train/train_rollout_logprob_abs_diff"] == pytest.approx(float(theta_minus_mu), abs=1e-6)
+
+
+def test_an_anchor_made_from_the_sampler_hides_no_mismatch(f, clip_higher) -> None:  # type: ignore[no-untyped-def]
+    """The log-linear anchor of a fresh token is mu: a difference of kernels shows only in theta."""
+    found = metrics(f, clip_higher, Correction("decoupled", True, prox="loglinear"), "token_mean")
+    theta_minus_mu = ((f.theta - f.mu).abs() * f.mask).sum() / 7
+    assert found["train/train_rollout_logprob_abs_diff"] == pytest.approx(float(theta_minus_mu))
+    assert found["train/ess"] == pytest.approx(0.767385, abs=1e-6)
+    assert found["train/tis"] == 1.0
 
 
 def test_split_into_micro_batches_changes_nothing(f, clip_higher) -> None:  # type: ignore[no-untyped-def]
@@ -89,8 +99,83 @@ def test_terms_of_the_loss_keep_the_denominator_of_the_loss(f, clip_higher) -> N
     totals = MetricTotals()
     totals.add(policy_objective(f.tokens(), clip_higher, TIS, ppo_clip).metrics, weights)
     found = totals.result(7.0, loss_denominator=divisor)
-    assert found["train/pg_loss"] == pytest.approx(-0.123528 * 7 / 16, abs=1e-5)
+    assert found["train/pg_loss"] == pytest.approx(-0.123528 * 7 / 16, abs=1e-6)
     assert found["train/pg_clipfrac"] == pytest.approx(2 / 7)
+
+
+def test_losses_with_a_second_bound_tell_how_often_it_holds(f) -> None:  # type: ignore[no-untyped-def]
+    config = AlgorithmConfig(policy_loss="ppo", eps_clip=0.2, eps_clip_high=0.28, eps_clip_c=1.5)
+    found = metrics(f, config, TIS, "token_mean")
+    assert found["train/dual_clipfrac"] == pytest.approx(2 / 7)
+    assert found["train/pg_clipfrac"] == pytest.approx(2 / 7)
+
+
+def test_masking_of_drifted_responses_is_told(f, clip_higher) -> None:  # type: ignore[no-untyped-def]
+    found = metrics(f, clip_higher, Correction("onpolicy", False, use_opsm=True, opsm_delta=0.03), "token_mean")
+    assert found["train/opsm_fraction"] == pytest.approx(3 / 7)
+    assert "train/dual_clipfrac" not in found
+    assert "train/opsm_fraction" not in metrics(f, clip_higher, TIS, "token_mean")
+
+
+def test_weights_of_whole_sequences_in_the_metrics(f, clip_higher) -> None:  # type: ignore[no-untyped-def]
+    found = metrics(f, clip_higher, Correction("decoupled", True, level="sequence", high=0.9), "token_mean")
+    first, second = math.exp(-0.25), math.exp(-0.05)
+    assert found["train/tis"] == pytest.approx((4 * first + 3 * second) / 7)
+    assert found["train/tis_clipfrac"] == pytest.approx(3 / 7)
+    assert found["train/ess_truncated"] == pytest.approx((4 * first + 3 * 0.9) ** 2 / (7 * (4 * first**2 + 3 * 0.9**2)))
+    assert found["train/ess"] == pytest.approx(0.955001, abs=1e-6)  # of the tokens, as ever
+
+
+def test_buckets_of_staleness(f, clip_higher) -> None:  # type: ignore[no-untyped-def]
+    """Ages 0 2 . 3 4 of the first sequence, 5 9 0 of the second; token 2 is masked."""
+    totals = MetricTotals()
+    staleness = torch.tensor([0, 2, 1, 3, 4, 5, 9, 0])
+    tokens = f.tokens(staleness=staleness)
+    totals.add(policy_objective(tokens, clip_higher, TIS, ppo_clip).metrics, f.weights("rollout_mean")[0])
+    found = {name: value for name, value in totals.result(2.0).items() if name.startswith("staleness/")}
+
+    def ess(a: float, b: float) -> float:
+        return (math.exp(a) + math.exp(b)) ** 2 / (2 * (math.exp(2 * a) + math.exp(2 * b)))
+
+    assert found == pytest.approx(
+        {
+            "staleness/ess/0": ess(0.2, -0.05),
+            "staleness/ess/2": 1.0,
+            "staleness/ess/3-4": ess(-0.3, -0.05),
+            "staleness/ess/5+": ess(-0.3, 0.3),
+            "staleness/clipfrac/0": 1.0,
+            "staleness/clipfrac/2": 0.0,
+            "staleness/clipfrac/3-4": 0.0,
+            "staleness/clipfrac/5+": 0.0,
+            "staleness/abs_diff/0": 0.125,
+            "staleness/abs_diff/2": 0.1,
+            "staleness/abs_diff/3-4": 0.175,
+            "staleness/abs_diff/5+": 0.3,
+        }
+    )
+    assert not [name for name in metrics(f, clip_higher, TIS, "token_mean") if name.startswith("staleness/")]
+
+
+def test_metrics_are_detached_and_survive_huge_ratios(f, clip_higher) -> None:  # type: ignore[no-untyped-def]
+    theta = f.theta.clone().requires_grad_()
+    weights, _ = f.weights("token_mean")
+    for shift in (0.0, 1000.0, -1000.0):
+        totals = MetricTotals()
+        tokens = f.tokens(theta, rollout_log_probs=f.mu + shift, staleness=torch.arange(8))
+        totals.add(policy_objective(tokens, clip_higher, TIS, ppo_clip).metrics, weights)
+        assert all(not value.requires_grad for value in (*totals.means.values(), *totals.sums.values()))
+        assert all(math.isfinite(value) for value in totals.result(7.0).values())
+
+
+def test_rows_without_a_trainable_token_weigh_nothing(f, clip_higher) -> None:  # type: ignore[no-untyped-def]
+    found, weights = MetricTotals(), f.weights("token_mean")[0]
+    found.add(policy_objective(f.tokens(n_sequences=5), clip_higher, TIS, ppo_clip).metrics, weights)
+    assert found.result(7.0) == pytest.approx(metrics(f, clip_higher, TIS, "token_mean"))
+    dark = MetricTotals()
+    tokens = f.tokens(mask=torch.zeros(8, dtype=torch.bool))
+    vetoing = Correction("decoupled", True, veto=0.5)
+    dark.add(policy_objective(tokens, clip_higher, vetoing, ppo_clip).metrics, weights * 0)
+    assert dark.result(1.0)["correction/all_rejected"] == 0.0  # there was nothing to reject
 
 
 def test_nothing_added_gives_nothing() -> None:

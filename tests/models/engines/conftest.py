@@ -56,12 +56,19 @@ async def target(request: pytest.FixtureRequest, checkpoints: Callable[..., Path
                 refuses_bad_weights=False,
                 aborts_by_prefix=False,
                 notices_disconnects=False,
+                scores_at_temperature=False,
+                aborts_while_paused=False,
             )
             yield Target(client, can, model, other, "first")
         return
     model, other = str(checkpoints()), str(checkpoints(seed=1))
     simulated = request.param == "simulated"
-    can = Capabilities(contents_stop=not simulated, scores_prompts=not simulated, refuses_bad_weights=not simulated)
+    can = Capabilities(
+        contents_stop=not simulated,
+        scores_as_it_samples=not simulated,
+        scores_at_temperature=not simulated,
+        refuses_bad_weights=not simulated,
+    )
     config = SIMULATED if simulated else EMBEDDED
     async with (
         EngineServer(config, model, max_context_len=CONTEXT, seed=3) as server,

@@ -31,14 +31,17 @@ class Capabilities:
     server; in_place keeps stale KV in its prefix cache across versions; an in_place update that asks to flush while
     requests run answers 400 although it took effect; an abort needs the exact id, and the samples of one request get
     ids of their own; a lost connection is noticed after seconds; the samples of one request share a prefill that is
-    none of theirs.
-    Simulated: contents stop nothing, prompts are not scored, any directory is accepted as weights, a stream is one
-    chunk.
+    none of theirs; prompts are scored at temperature 1 whatever is asked; what comes during a pause waits where no
+    abort finds it.
+    Simulated: contents stop nothing, scores are not those of what it samples and know no temperature, any directory is
+    accepted as weights, a stream is one chunk.
     """
 
     seeds: bool = True
     contents_stop: bool = True
-    scores_prompts: bool = True
+    scores_as_it_samples: bool = True
+    scores_at_temperature: bool = True
+    aborts_while_paused: bool = True
     refuses_bad_ids: bool = True
     refuses_bad_weights: bool = True
     aborts_by_prefix: bool = True

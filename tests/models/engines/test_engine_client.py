@@ -14,6 +14,7 @@ from aiohttp import web
 
 from models.engines.client import EngineClient
 from models.engines.errors import (
+    EngineAborted,
     EngineProtocolError,
     EngineRefused,
     EngineTimeout,
@@ -180,10 +181,53 @@ async def test_streams_are_not_for_generate(serve) -> None:  # type: ignore[no-u
         await client.generate(GenerateRequest(input_ids=[1], stream=True))
 
 
+def scored(entries: object, **finish: object) -> dict[str, object]:
+    """The answer to a scoring, as a real server sends it."""
+    meta = {"id": "r1", "finish_reason": {"type": "length", "length": 0, **finish}, "input_token_logprobs": entries}
+    return {"text": "", "output_ids": [], "meta_info": meta}
+
+
+async def test_a_scoring_asks_from_the_token_before(serve) -> None:  # type: ignore[no-untyped-def]
+    client, received = await serve(scored([[None, 7, None], [-0.5, 8, None], [-1.25, 0, None]]))
+    found = await client.score([5, 6, 7, 8, 9], 3)
+    assert found.tolist() == [-0.5, -1.25], "whatever id the server echoes"
+    sent = json.loads(received[0])
+    assert (sent["input_ids"], sent["logprob_start_len"], sent["return_logprob"]) == ([5, 6, 7, 8, 9], 2, True)
+    assert sent["sampling_params"]["max_new_tokens"] == 0
+    assert "input_logprob_temperature" not in sent, "a field of our own is sent only if it says something"
+    await client.score([5, 6, 7, 8, 9], 3, temperature=0.5)
+    assert json.loads(received[1])["input_logprob_temperature"] == 0.5
+
+
+@pytest.mark.parametrize(
+    ("entries", "count"),
+    [(None, 0), ([], 0), ([[None, 7, None]], 0), ([[None, 7, None], [-0.5, 8, None]], 1),
+     ([[None, 7, None], [-0.5, 8, None], [None, 9, None]], 1)],
+)  # fmt: skip
+async def test_a_scoring_with_too_few_scores_is_no_answer(serve, entries: object, count: int) -> None:  # type: ignore[no-untyped-def]
+    client, _ = await serve(scored(entries))
+    with pytest.raises(EngineProtocolError, match=f"scores {count} of 2 prompt tokens"):
+        await client.score([5, 6, 7, 8, 9], 3)
+
+
+async def test_an_aborted_scoring_is_typed(serve) -> None:  # type: ignore[no-untyped-def]
+    client, _ = await serve(scored([], type="abort", message="the engine has stopped"))
+    with pytest.raises(EngineAborted, match="aborted the request: the engine has stopped"):
+        await client.score([5, 6, 7, 8, 9], 3)
+
+
+async def test_a_scoring_outside_the_vocabulary_is_not_sent(serve) -> None:  # type: ignore[no-untyped-def]
+    client, received = await serve(scored([]), vocab_size=9)
+    with pytest.raises(ValueError, match="input_ids contains 9, outside the vocabulary of 9"):
+        await client.score([5, 6, 7, 8, 9], 3)
+    assert received == []
+
+
 @pytest.mark.parametrize(
     "error",
     [
         EngineUnreachable("http://e", "gone"),
+        EngineAborted("http://e", "by somebody"),
         EngineTimeout("http://e", 3.0),
         EngineRefused("http://e", 400, "no"),
         EngineProtocolError("http://e", "odd"),

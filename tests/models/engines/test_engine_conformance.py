@@ -196,19 +196,6 @@ async def test_prompts_that_are_none_are_refused(target: Target, body: dict[str,
     assert (await post(target, "/generate", body))[0] == 400
 
 
-async def test_scoring_without_new_tokens(target: Target) -> None:
-    if not target.can.scores_prompts:
-        pytest.skip("prompts are not scored")
-    request = msgspec.structs.replace(ask([3, 1, 4, 1, 5], max_new_tokens=0), logprob_start_len=0)
-    [output] = await target.client.generate(request)
-    entries = output.meta_info.input_token_logprobs
-    assert entries is not None
-    assert [token for _, token, _ in entries] == [3, 1, 4, 1, 5]
-    assert entries[0][0] is None
-    assert all(value is not None and value < 0 for value, _, _ in entries[1:])
-    assert output.output_ids == []
-
-
 async def test_information_routes(target: Target) -> None:
     info = await target.client.model_info()
     assert info.model_path == target.model

@@ -181,11 +181,13 @@ def test_prompt_scores_are_raw_log_probs(checkpoints: Checkpoints) -> None:
     bench = Bench(path)
     prompt = [3, 1, 4, 1, 5, 9]
     [whole, part] = bench.run(
-        bench.make(prompt, max_new_tokens=0, score_from=0), bench.make(prompt, max_new_tokens=4, score_from=4)
+        bench.make(prompt, max_new_tokens=0, score_from=0),
+        bench.make(prompt, max_new_tokens=4, score_from=3, temperature=0.5),
     )
     expected = log_probs(reference(path), prompt[:1], prompt[1:])
     assert whole.prompt_log_probs[0] is None
     assert gap([value for value in whole.prompt_log_probs if value is not None], expected) < TOLERANCE
+    assert part.prompt_log_probs[0] is None
     assert gap([value for value in part.prompt_log_probs if value is not None], expected[3:]) < TOLERANCE
 
 

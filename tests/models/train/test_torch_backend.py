@@ -21,6 +21,12 @@ def same(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor], atol: fl
         torch.testing.assert_close(left[name], right[name], atol=atol, rtol=1e-4, msg=lambda m, n=name: f"{n}: {m}")
 
 
+def repack(backend, **changes) -> None:  # type: ignore[no-untyped-def]
+    passes = backend._models.passes
+    backend._models.passes = dataclasses.replace(passes, packing=dataclasses.replace(passes.packing, **changes))
+    backend.discard()  # a batch keeps the plan that it was begun with
+
+
 def by_rollout(sequences):  # type: ignore[no-untyped-def]
     key = lambda s: (s.group_id, s.rollout_id)  # noqa: E731
     return [list(members) for _, members in itertools.groupby(sorted(sequences, key=key), key=key)]
@@ -83,12 +89,12 @@ def test_splits_order_packing_and_padding_change_nothing(backend, sequences, run
         "checkpointed": (backend(**fields, gradient_checkpointing=True), [batch], False),
     }
     unpacked = backend(**fields)
-    unpacked._packing = dataclasses.replace(unpacked._packing, pack=False)
+    repack(unpacked, pack=False)
     unshared = backend(**fields)
-    unshared._packing = dataclasses.replace(unshared._packing, share_prompts=False)
+    repack(unshared, share_prompts=False)
     variants["unshared"] = (unshared, [batch], False)
     flat = backend(**fields)
-    flat._packing = dataclasses.replace(flat._packing, share_prompts=False, single_row=True)
+    repack(flat, share_prompts=False, single_row=True)
     variants["single row"] = (flat, [batch], False)
     variants["unpacked"] = (unpacked, [batch], False)
     for name, (made, calls, flush) in variants.items():
@@ -103,7 +109,7 @@ def test_small_budgets_work_while_sequences_arrive(backend, sequences) -> None: 
     made = backend(max_tokens_per_gpu=16)
     for rollout in by_rollout(sequences()):
         made.accumulate(rollout)
-    assert made._totals.micro_batches > 3  # before step()
+    assert made._batch._totals.micro_batches > 3  # before step()
     assert made.step()["train/micro_batches"] > 5
 
 

@@ -204,8 +204,8 @@ def test_logit_caps_and_scales_are_reproduced(backend, tmp_path: Path, sequences
         model.save_pretrained(tmp_path / name)
         made = backend(hf_checkpoint=str(tmp_path / name), temperature=1.0)
         batch = sequences()
-        assert made._loaded.packing.pack, name
-        assert made._loaded.packing.share_prompts is (name != "gemma2"), name
+        assert made._models.passes.packing.pack, name
+        assert made._models.passes.packing.share_prompts is (name != "gemma2"), name
         model.eval()
         for item, found in zip(batch, made.logprobs(batch), strict=True):
             ids = torch.from_numpy(item.tokens.astype(np.int64))
@@ -220,7 +220,7 @@ def test_recurrent_models_are_not_packed(backend, tmp_path: Path, sequences) -> 
     config = MambaConfig(vocab_size=32, hidden_size=16, num_hidden_layers=1, state_size=4)
     AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "mamba")
     made = backend(hf_checkpoint=str(tmp_path / "mamba"))
-    assert not made._loaded.packing.pack
+    assert not made._models.passes.packing.pack
     batch = sequences()
     alone = [made.logprobs([item])[0] for item in batch]
     for left, right in zip(alone, made.logprobs(batch), strict=True):

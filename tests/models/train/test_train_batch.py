@@ -8,9 +8,20 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from models.algorithms.aggregation import StepSize
-from models.train.batch import Example, Rollout, partition, rollouts_of, total_size
+from models.train.batch import (
+    Example,
+    Intake,
+    Rollout,
+    across_processes,
+    check_whole_groups,
+    partition,
+    rollouts_of,
+    total_size,
+)
+from models.train.errors import BackendMisuse
 from models.train.packing import Packing
 from models.train.pending import Pending
+from models.train.reduce import LocalReducer
 
 
 def example(index: int, length: int, prompt: int = 1) -> Example:
@@ -23,7 +34,7 @@ def test_examples_hold_the_trainable_tokens_only(one) -> None:  # type: ignore[n
     sequence = one(tokens=[9, 8, 1, 2, 3], mask=[1, 0, 1], rollout_log_probs=[-1, -2, -3], advantage=0.5)
     dark = one(tokens=[9, 8, 1], mask=[0])
     other = one(rollout=1, tokens=[9, 4, 5, 6, 7], mask=[1, 1, 1, 1])
-    first, second = rollouts_of([sequence, other, dark], "rollout_mean", 32)
+    first, second = rollouts_of([sequence, other, dark], Intake("rollout_mean", 32))
     assert first.key == (0, 0)
     assert first.size == StepSize(rollouts=1, sequences=2, tokens=2)
     (only,) = first.examples
@@ -77,4 +88,40 @@ def test_nothing_comes_out_before_the_budget_is_full() -> None:
 @pytest.mark.parametrize("mode", ["token_mean", "constant"])
 def test_plain_sums_weigh_every_token_alike(one, mode: str) -> None:  # type: ignore[no-untyped-def]
     batch = [one(rollout=i, tokens=range(1, 4 + i), mask=[1] * (i + 1)) for i in range(3)]
-    assert {e.coefficient for r in rollouts_of(batch, mode, 32) for e in r.examples} == {1.0}  # type: ignore[arg-type]
+    assert {e.coefficient for r in rollouts_of(batch, Intake(mode, 32)) for e in r.examples} == {1.0}  # type: ignore[arg-type]
+
+
+class Twice(LocalReducer):
+    """Two processes that hold the same rollouts."""
+
+    world = 2
+
+    def gather(self, array):  # type: ignore[no-untyped-def]
+        return [array, array]
+
+
+def test_groups_of_a_custom_loss_lie_in_one_process(one) -> None:  # type: ignore[no-untyped-def]
+    rollouts = rollouts_of([one(group=7, tokens=[9, 8], mask=[1])], Intake("rollout_mean", 32))
+    check_whole_groups(rollouts, LocalReducer())
+    with pytest.raises(BackendMisuse, match="group 7 lies in 2 processes"):
+        check_whole_groups(rollouts, Twice())
+
+
+def test_rollouts_are_put_together_over_processes(one) -> None:  # type: ignore[no-untyped-def]
+    """Two siblings of 2 tokens each, one in either process, weigh as one rollout of 4 tokens."""
+    rollouts = rollouts_of(
+        [one(tokens=[9, 8, 7], mask=[1, 1]), one(tokens=[9, 8], mask=[0])], Intake("rollout_mean", 32)
+    )
+    (found,) = across_processes(rollouts, "rollout_mean", Twice())
+    assert found.size == StepSize(rollouts=1, sequences=4, tokens=4)
+    assert [example.coefficient for example in found.examples] == [0.25]
+
+
+@given(st.lists(st.integers(1, 4), max_size=6), st.integers(1, 4))
+def test_whole_groups_stay_in_one_step(sizes: list[int], parts: int) -> None:
+    rollouts = [Rollout((g, r), StepSize(1, 1, 1), ()) for g, size in enumerate(sizes) for r in range(size)]
+    cut = partition(rollouts, parts, whole_groups=True)
+    assert [rollout.key for part in cut for rollout in part] == [rollout.key for rollout in rollouts]
+    homes = [{rollout.key[0] for rollout in part} for part in cut]
+    assert sum(map(len, homes)) == len(sizes)
+    assert max(map(len, homes)) - min(map(len, homes)) <= 1

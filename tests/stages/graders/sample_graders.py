@@ -93,3 +93,29 @@ def two_arguments(response: str, label: str | None) -> float:
 
 
 not_callable = 3
+
+
+def rank_by_length(responses: list[str], label: str | None, metadata: Mapping[str, object]) -> list[object]:
+    """A group grader: 0 for the shortest, 1 for the longest, evenly in between."""
+    members = metadata["group_members"]
+    assert isinstance(members, list)
+    order = sorted(range(len(responses)), key=lambda k: len(responses[k]))
+    failed = sum(member["status"] == "failed" for member in members)
+    parts = {"seen": len(responses), "members": len(members), "failed": failed}
+    return [{"score": order.index(k) / max(1, len(order) - 1), **parts} for k in range(len(responses))]
+
+
+def too_few(responses: list[str], label: str | None, metadata: Mapping[str, object]) -> list[float]:
+    return [1.0]
+
+
+def no_list(responses: list[str], label: str | None, metadata: Mapping[str, object]) -> float:
+    return 1.0
+
+
+def rank_wrongly(responses: list[str], label: str | None, metadata: Mapping[str, object]) -> list[object]:
+    return [metadata["nothing"] for _ in responses]
+
+
+def one_nan(responses: list[str], label: str | None, metadata: Mapping[str, object]) -> list[float]:
+    return [float("nan"), *[1.0] * (len(responses) - 1)]

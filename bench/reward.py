@@ -1,0 +1,220 @@
+"""Graded samples per second of the reward stage, by grader processes and by replicas: `python -m bench.reward`.
+
+    python -m bench.reward [--quick] [--rounds N] [--workers 1 2] [--replicas 1 2] [--output FILE]
+
+Real replicas in processes of their own, real grader processes, the streams of a run (ipc): groups are sent into one
+stream without end and taken graded out of the next, and what comes in a stretch of time is counted. All contenders of a
+grader run in the same round; the baseline is one replica with one grader process.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import itertools
+import multiprocessing
+import multiprocessing.process
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import msgspec
+
+from bench.report import Document, Series, command, machine, print_table, write_json
+from configs.schema import Config
+from configs.schema.reward import RewardConfig
+from pipeline.replica import PortSpec, ReplicaSpec, run_replica
+from stages.messages import (
+    Float32Array,
+    Int32Array,
+    PromptGroup,
+    RolloutSlice,
+    Sample,
+    UInt8Array,
+    VersionRun,
+    wire,
+)
+from transport import DeadLetter, Node, StreamSpec
+
+SPAWN = multiprocessing.get_context("spawn")
+MEMBERS = 8  # samples of a group
+TOKENS = 64
+SENDERS = 64
+CONCURRENCY = 8  # groups that a replica has in work, as in a run
+WARM_UP_S = 5.0  # from the first grade to the start of the clock: all grader processes have started and imported
+SLICE = "stages.messages:RolloutSlice"
+
+
+def gsm8k_text(number: int) -> tuple[str, str]:
+    return f"{number} and {number} make {2 * number}.\n#### {2 * number - number % 2}", f"so it is\n#### {2 * number}"
+
+
+def math_text(number: int) -> tuple[str, str]:
+    top, bottom = number % 97 + 1, number % 89 + 2
+    return f"so it is \\boxed{{\\frac{{{3 * top}}}{{{3 * bottom}}}}}", f"\\frac{{{top}}}{{{bottom}}}"
+
+
+def any_text(number: int) -> tuple[str, str]:
+    return f"answer {number}", str(number)
+
+
+GRADERS: dict[str, Callable[[int], tuple[str, str]]] = {
+    "gsm8k": gsm8k_text,
+    "math:verify": math_text,
+    "sleep:0.05": any_text,
+}
+
+
+def make_slice(grader: str, number: int) -> RolloutSlice:
+    """A group of finished rollouts, each with a response of its own."""
+    response, label = GRADERS[grader](number)
+    group = PromptGroup(number, number, 0, "?", wire([1] * 32, Int32Array), label, MEMBERS, seed=number * MEMBERS)
+    samples = tuple(
+        Sample(
+            index=index,
+            status="completed",
+            response=f"try {index}: {response}",
+            response_ids=wire([7] * TOKENS, Int32Array),
+            loss_mask=wire([1] * TOKENS, UInt8Array),
+            rollout_log_probs=wire([-0.5] * TOKENS, Float32Array),
+            version_runs=(VersionRun(0, TOKENS),),
+            turns=1,
+        )
+        for index in range(MEMBERS)
+    )
+    return RolloutSlice(group, samples)
+
+
+def replica(spec: bytes) -> None:
+    """One reward replica in this process, until it is killed."""
+
+    async def main() -> None:
+        found = msgspec.json.decode(spec, type=ReplicaSpec)
+        config = msgspec.json.decode(Path(found.config).read_bytes(), type=Config)
+        async with Node("bench", found.replica) as node:
+            await run_replica(found, node, config)
+
+    asyncio.run(main())
+
+
+@contextmanager
+def replicas(count: int, directory: Path, config: Config) -> Iterator[None]:
+    """Processes of their own; ended with the block, and their grader processes with them."""
+    file = directory / "config.json"
+    file.write_bytes(msgspec.json.encode(config))
+    processes: list[multiprocessing.process.BaseProcess] = []
+    for index in range(count):
+        spec = ReplicaSpec(
+            run_id="bench",
+            stage="reward",
+            replica=f"reward-{index}",
+            path="stages.reward:RewardStage",
+            index=index,
+            replicas=count,
+            concurrency=CONCURRENCY,
+            run_dir=str(directory),
+            config=str(file),
+            topic=f"ipc://{directory}/topic",
+            inlets={"in": PortSpec("reward", f"ipc://{directory}/reward", SLICE)},
+            outlets={"out": PortSpec("group", f"ipc://{directory}/group", SLICE)},
+            trace=False,
+        )
+        processes.append(SPAWN.Process(target=replica, args=(msgspec.json.encode(spec),)))
+    try:
+        for process in processes:
+            process.start()
+        yield
+    finally:
+        for process in processes:
+            process.kill()  # a grader process ends with the replica that started it
+            process.join()
+
+
+def fail_on_letter(letter: DeadLetter) -> None:
+    raise RuntimeError(f"message {letter.key} was dead-lettered: {letter.reason}")
+
+
+async def flow(directory: Path, grader: str, seconds: float) -> float:
+    """Samples per second through the stage, after the warm-up. Raises RuntimeError if one is not graded."""
+    async with Node("bench", "bench") as node:
+        for name in ("reward", "group"):
+            await node.hub(StreamSpec(name, f"ipc://{directory}/{name}", capacity_items=256), fail_on_letter)
+        await node.topic_server(f"ipc://{directory}/topic")
+        feed = await node.outlet(f"ipc://{directory}/reward", "reward", RolloutSlice)
+        inlet = await node.inlet(f"ipc://{directory}/group", "group", RolloutSlice, window_items=256)
+        numbers = itertools.count()
+
+        async def send() -> None:
+            """Sends without end: each send waits for credit and acceptance; cancelled when enough was counted."""
+            for number in numbers:
+                slice_ = make_slice(grader, number)
+                await feed.send(slice_, slice_.key)
+
+        async def take() -> None:
+            lease = await inlet.receive()
+            if lease is None or any(sample.reward is None for sample in lease.message.samples):
+                raise RuntimeError(f"{grader}: a sample came back without a grade")
+            lease.done()
+
+        async with asyncio.TaskGroup() as tasks:
+            senders = [tasks.create_task(send()) for _ in range(SENDERS)]
+            await take()
+            began = time.perf_counter()
+            while time.perf_counter() - began < WARM_UP_S:
+                await take()
+            began, groups = time.perf_counter(), 0
+            while time.perf_counter() - began < seconds:
+                await take()
+                groups += 1
+            elapsed = time.perf_counter() - began
+            for sender in senders:
+                sender.cancel()
+        return groups * MEMBERS / elapsed
+
+
+def measure(grader: str, count: int, workers: int, seconds: float) -> float:
+    config = Config(reward=RewardConfig(rm_type=grader, reward_workers=workers))
+    with tempfile.TemporaryDirectory(prefix="bench") as home, replicas(count, Path(home), config):
+        return asyncio.run(flow(Path(home), grader, seconds))
+
+
+def name_of(count: int, workers: int) -> str:
+    return f"{count} replica{'s' if count > 1 else ''} x {workers} worker{'s' if workers > 1 else ''}"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="1 round of 3 s for each contender, not 5 of 8 s")
+    parser.add_argument("--rounds", type=int, default=0)
+    parser.add_argument("--workers", type=int, nargs="+", default=[1, 2], help="grader processes of one replica")
+    parser.add_argument("--replicas", type=int, nargs="+", default=[1, 2], help="replicas with one grader process each")
+    parser.add_argument("--output", type=Path, default=Path("bench_results/reward.json"))
+    options = parser.parse_args()
+    rounds, seconds = options.rounds or (1 if options.quick else 5), 3.0 if options.quick else 8.0
+    about = machine(["pyzmq", "msgspec", "math-verify", "sympy"])
+    contenders = list(dict.fromkeys([(1, n) for n in options.workers] + [(n, 1) for n in options.replicas]))
+    values: dict[tuple[str, str], list[float]] = {}
+    for number in range(rounds):
+        for grader in GRADERS:
+            for count, workers in contenders:
+                print(f"round {number + 1} of {rounds}: {grader}, {name_of(count, workers)}", flush=True)
+                rate = measure(grader, count, workers, seconds)
+                values.setdefault((grader, name_of(count, workers)), []).append(rate)
+    series = [Series(grader, name, "samples/s", found) for (grader, name), found in values.items()]
+    remarks = [
+        f"{rounds} rounds of {seconds:g} s, contenders alternate; groups of {MEMBERS}, {CONCURRENCY} in work per "
+        f"replica, the first {WARM_UP_S:g} s are not counted",
+        f"load {about.load_1min:.1f} on {about.cores} cores at the start; replicas, grader processes, feeder and taker "
+        "share them, so that graders that compute cannot scale beyond the cores",
+        "sleep:0.05 has a ceiling of 20 samples/s per grader process",
+    ]
+    print_table(series, name_of(1, 1))
+    print("\n" + "\n".join(remarks))
+    write_json(options.output, Document("reward", about, command(), remarks, series))
+    print(f"written to {options.output}")
+
+
+if __name__ == "__main__":
+    main()

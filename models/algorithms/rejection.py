@@ -1,0 +1,100 @@
+"""Rejection of tokens and sequences on which anchor and sampler disagree too much.
+
+Statistics of D = log old - log mu (k1 = -D, k2 = D^2 / 2, k3 = exp(D) - 1 - D) are tested per token, or as sum, mean or
+maximum over a sequence's trainable tokens; a failed sequence test removes all of its tokens. The veto removes the
+sequence of any token with old / mu below a bound. Several rules must all pass.
+
+Invariants: rejection acts on numerators of the policy term only; counts, baselines, KL and entropy keep the trainable
+mask. Nothing is clamped but exponents. A statistic that is not a number fails no test, so that its token stays and the
+step is refused for it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from models.algorithms.correction import log_weight_of
+from models.algorithms.modes import Correction
+from models.algorithms.rules import RejectionRule, RuleKind
+from models.algorithms.tokens import PolicyTokens, bounded_exp, sequence_max, sequence_mean, sequence_sum
+
+VETO = "veto"
+SIBLINGS = "siblings"
+
+
+@dataclass(frozen=True)
+class Rejection:
+    """What is left of N tokens in S sequences, and who removed what. Only trainable tokens count as removed."""
+
+    kept: Tensor  # [N] bool
+    removed: Mapping[str, Tensor]  # name of the rule -> [N] bool
+    removed_sequences: Mapping[str, Tensor]  # name of a rule on whole sequences -> [S] bool
+    failed_sequences: Tensor  # [S] bool, by any rule on whole sequences or the veto
+
+    @property
+    def none(self) -> bool:
+        """Whether there was nothing to test."""
+        return not self.removed
+
+
+def rejection_of(tokens: PolicyTokens, correction: Correction, log_weight: Tensor | None = None) -> Rejection:
+    """Apply all rules. `tokens` holds the anchor of the mode; `log_weight` [N] is D, if known already."""
+    if not correction.rejects:
+        nobody = torch.zeros(tokens.n_sequences, dtype=torch.bool, device=tokens.mask.device)
+        return Rejection(kept=tokens.mask, removed={}, removed_sequences={}, failed_sequences=nobody)
+    delta = log_weight_of(tokens, correction) if log_weight is None else log_weight
+    live = sequence_sum(tokens.mask.to(delta.dtype), tokens) > 0
+    removed: dict[str, Tensor] = {}
+    sequences: dict[str, Tensor] = {}
+    for rule in correction.rules:
+        failed = fails(rule, delta, tokens)
+        if rule.whole_sequence:
+            sequences[rule.name] = failed & live
+            failed = failed[tokens.sequence]
+        removed[rule.name] = failed & tokens.mask
+    if correction.veto is not None:
+        wild = (delta < math.log(correction.veto)) & tokens.mask
+        sequences[VETO] = sequence_max(wild.to(delta.dtype), tokens) > 0
+        removed[VETO] = sequences[VETO][tokens.sequence] & tokens.mask
+    failed_sequences = torch.zeros_like(live)
+    for lost in sequences.values():
+        failed_sequences = failed_sequences | lost
+    if correction.rs_unit == "rollout" and tokens.rejected is not None:
+        sequences[SIBLINGS] = tokens.rejected & live
+        removed[SIBLINGS] = tokens.rejected[tokens.sequence] & tokens.mask
+    kept = tokens.mask
+    for lost in removed.values():
+        kept = kept & ~lost
+    return Rejection(kept=kept, removed=removed, removed_sequences=sequences, failed_sequences=failed_sequences)
+
+
+def fails(rule: RejectionRule, log_weight: Tensor, tokens: PolicyTokens) -> Tensor:
+    """Which tokens [N] or, for a rule on whole sequences, which sequences [S] fail."""
+    value = statistic(rule, log_weight, tokens)
+    return (value < rule.low) | (value > rule.high)
+
+
+def statistic(rule: RejectionRule, log_weight: Tensor, tokens: PolicyTokens) -> Tensor:
+    """The rule's statistic of each token [N], or of each sequence [S], from D [N]."""
+    values = divergence(rule.kind, log_weight)
+    if rule.level == "token":
+        return values
+    if rule.level == "seq_sum":
+        return sequence_sum(values, tokens)
+    if rule.level == "seq_mean":
+        return sequence_mean(values, tokens)
+    return sequence_max(values, tokens)
+
+
+def divergence(kind: RuleKind, log_weight: Tensor) -> Tensor:
+    """k1, k2 or k3 of D [N]: estimates of the divergence of mu from old at the sampled token."""
+    if kind == "k1":
+        return -log_weight
+    if kind == "k2":
+        return 0.5 * log_weight.square()
+    return bounded_exp(log_weight) - 1.0 - log_weight

@@ -1,0 +1,202 @@
+"""One rollout batch on its way through the trainer: what arrives, when it is computed, what a step consists of.
+
+Two ways, chosen by `needs.BatchNeeds`:
+- streaming (one step, nothing needed of the whole batch): forward and backward run as sequences arrive;
+- whole batch: anchors run as sequences arrive; at the first step the batch is completed (advantages, the cut into
+  steps), and each step gets its facts before its first backward pass.
+
+Invariant: which micro-batches are formed, and when, changes no sum.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from configs.schema.algorithm import AlgorithmConfig
+from models.algorithms.aggregation import Aggregation, StepSize
+from models.algorithms.modes import Correction
+from models.algorithms.tokens import StepFacts
+from models.train.anchors import AnchorPass, packed
+from models.train.batch import (
+    Example,
+    Rollout,
+    RolloutKey,
+    across_processes,
+    check_whole_groups,
+    partition,
+    total_size,
+)
+from models.train.critic import Critic
+from models.train.errors import BackendMisuse
+from models.train.facts import write_facts
+from models.train.micro_batch import MicroBatchPass, StepTotals
+from models.train.needs import BatchNeeds
+from models.train.packing import Layout, Packing
+from models.train.pending import Pending, whole_groups
+from models.train.reduce import Reducer, merged
+from models.train.whole_batch import decide_advantages, logged_means
+
+
+@dataclass(frozen=True)
+class Passes:
+    """What runs models over micro-batches."""
+
+    policy: MicroBatchPass
+    anchors: AnchorPass
+    critic: Critic | None
+    packing: Packing
+
+
+@dataclass(frozen=True)
+class Rules:
+    """What a batch is trained by."""
+
+    algorithm: AlgorithmConfig
+    correction: Correction
+    aggregation: Aggregation
+    opd_kl_coef: float | None
+    whole_groups: bool  # a loss of one's own sees each group in one micro-batch
+    reducer: Reducer
+
+
+@dataclass
+class StepWork:
+    """One optimizer step, after its last backward pass. Numbers are of all processes."""
+
+    size: StepSize
+    totals: StepTotals
+    staleness_sum: float  # over its trainable tokens
+    kept: float  # trainable tokens that the policy term still has
+
+
+class RunningBatch:
+    """A rollout batch from its first sequence to its last optimizer step."""
+
+    def __init__(
+        self, passes: Passes, rules: Rules, needs: BatchNeeds, *, steps: int, train_policy: bool = True
+    ) -> None:
+        self._passes = passes
+        self._rules = rules
+        self._needs = needs
+        self._steps = steps
+        self._train_policy = train_policy
+        self.seen: set[RolloutKey] = set()
+        self._rollouts: list[Rollout] = []  # of a whole batch
+        self._parts: list[list[Rollout]] = []  # steps still due, once the batch is cut
+        self._completed = False
+        self._first = True  # no step has been made
+        self._pending = Pending()  # for backward
+        self._unanchored = Pending()  # of a whole batch, what still lacks anchors
+        self._begin_step(StepSize())
+        self._batch_metrics: dict[str, float] = {}
+
+    def _begin_step(self, size: StepSize) -> None:
+        self._size = size
+        self._totals = StepTotals()
+        self._staleness_sum = 0.0
+        self._examples: list[Example] = []  # of the running step of a whole batch
+        self._facts = StepFacts()
+
+    @property
+    def steps_due(self) -> int:
+        """Steps that are left once the batch is cut; 0 before."""
+        return len(self._parts)
+
+    def add(self, rollouts: Sequence[Rollout]) -> None:
+        """Take rollouts in. Raises `BackendMisuse` for one that is there already."""
+        for rollout in rollouts:
+            if rollout.key in self.seen:
+                raise BackendMisuse(
+                    f"rollout {rollout.key[1]} of group {rollout.key[0]} was handed over twice in one batch; "
+                    "all sequences of a rollout belong in one call of accumulate"
+                )
+        self.seen.update(rollout.key for rollout in rollouts)
+        examples = [example for rollout in rollouts for example in rollout.examples]
+        if self._needs.whole_batch:
+            self._rollouts.extend(rollouts)
+            self._unanchored.extend(examples)
+        else:
+            self._size += total_size(rollouts)
+            self._take(examples)
+
+    def _take(self, examples: Sequence[Example]) -> None:
+        """Into the running step."""
+        self._staleness_sum += sum(float(e.staleness.sum()) for e in examples if e.staleness is not None)
+        self._pending.extend(examples)
+
+    def work(self, *, everything: bool) -> None:
+        """Run what is possible: full micro-batches, or all."""
+        packing = self._passes.packing
+        if self._needs.whole_batch and not self._completed:
+            for layout, examples in self._unanchored.take(packing, everything=everything):
+                self._passes.anchors.fill(layout, examples, self._needs)
+        elif self._rules.whole_groups:
+            for layout, examples in whole_groups(self._pending.take_all(), packing):
+                self._backward(layout, examples)
+        else:
+            for layout, examples in self._pending.take(packing, everything=everything):
+                self._backward(layout, examples)
+
+    def _backward(self, layout: Layout, examples: Sequence[Example]) -> None:
+        members = [examples[item] for item in layout.items]
+        rows = packed(layout, examples)
+        if self._train_policy:
+            self._passes.policy.backward(rows, members, self._facts, self._totals)
+        if self._passes.critic is not None:
+            self._passes.critic.backward(rows, members)
+        self._totals.count(layout, members)
+
+    # ------------------------------------------------------------------ the step
+
+    def run_step(self) -> StepWork:
+        """Run all that is left of the running step, and hand it over; `finish_step` begins the next."""
+        if self._needs.whole_batch:
+            if not self._completed:
+                self._complete()
+            self._next_part()
+        self.work(everything=True)
+        reducer = self._rules.reducer
+        self._totals.combine(reducer)
+        stale = merged(reducer, {"staleness": self._staleness_sum})["staleness"]
+        kept = 0.0 if self._totals.kept is None else float(self._totals.kept)
+        return StepWork(self._size, self._totals, stale, kept)
+
+    def _complete(self) -> None:
+        """The batch is there: run the last anchors, decide what is decided over all of it, cut it into steps."""
+        self.work(everything=True)
+        rules = self._rules
+        rollouts = across_processes(self._rollouts, rules.aggregation, rules.reducer)
+        if rules.whole_groups:
+            check_whole_groups(self._rollouts, rules.reducer)
+        examples = [example for rollout in rollouts for example in rollout.examples]
+        if self._needs.advantages:
+            self._batch_metrics = decide_advantages(
+                examples, rules.algorithm, self._needs, opd_kl_coef=rules.opd_kl_coef, reducer=rules.reducer
+            )
+        self._parts = partition(rollouts, self._steps, whole_groups=rules.whole_groups)
+        self._completed = True
+
+    def _next_part(self) -> None:
+        """Make the next part of the batch the running step, and establish its facts."""
+        rules = self._rules
+        self._begin_step(total_size(self._parts[0]))
+        self._examples = [example for rollout in self._parts[0] for example in rollout.examples]
+        self._take(self._examples)
+        if self._needs.facts == "none":
+            return
+        if self._needs.facts == "current" and not self._first:
+            self._passes.anchors.refresh(self._examples, self._passes.packing)
+        self._facts = write_facts(self._examples, rules.algorithm, rules.correction, rules.aggregation, rules.reducer)
+
+    def decided_metrics(self, mean_denominator: float) -> dict[str, float]:
+        """Metrics of what was decided for the batch, for the running step."""
+        if not self._needs.advantages:
+            return {}
+        return self._batch_metrics | logged_means(self._examples, mean_denominator, self._rules.reducer)
+
+    def finish_step(self) -> bool:
+        """Leave the running step; whether the batch is finished."""
+        self._first = False
+        self._parts = self._parts[1:]
+        return not self._parts

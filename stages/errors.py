@@ -1,0 +1,45 @@
+"""What the stages raise for the user, as an exception tree. Each sentence names the value, the rule and the cure.
+
+StageError
+├── BufferOrderError     a buffer order of the user's own gave no waiting group
+├── FilterError          a filter cannot judge a group
+│   ├── FilterNameError  a filter that does not exist, or whose argument cannot be read
+│   └── FilterPathError  an import path that does not lead to a function
+├── NoVerdicts           the curriculum waits for pass rates, and the grader gives none
+├── Starved              group after group was settled without being trained
+└── UntrainableGroup     the rewards of a group do not become advantages; it ends the group, not the run
+"""
+
+from __future__ import annotations
+
+
+class StageError(Exception):
+    """Base of all errors here."""
+
+
+class BufferOrderError(StageError):
+    """A buffer order of the user's own raised, or gave no index of a waiting group."""
+
+
+class FilterError(StageError):
+    """A filter cannot judge a group, or cannot be built."""
+
+
+class FilterNameError(FilterError):
+    """A filter that does not exist, or whose argument cannot be read."""
+
+
+class FilterPathError(FilterError):
+    """An import path does not lead to a function."""
+
+
+class NoVerdicts(StageError):
+    """The curriculum goes by pass rates, and the grader does not say which responses are correct."""
+
+
+class Starved(StageError):
+    """Group after group was settled without being trained."""
+
+
+class UntrainableGroup(StageError):
+    """A group's rewards do not become advantages: its own fault, or that of the function that should have done it."""

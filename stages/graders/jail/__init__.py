@@ -1,0 +1,5 @@
+"""Where untrusted programs run: a process of their own without files, network, children or signals. Linux only.
+
+`lockdown` takes rights away from the calling process, for good. `serve` is the program that runs cases, each in a fork
+that is locked down. Both import nothing but the standard library, for the interpreter of the jail has nothing else.
+"""

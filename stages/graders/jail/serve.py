@@ -1,0 +1,188 @@
+"""The jail's own process: reads one job, runs each case in a fork that is locked down, and tells how it went.
+
+    python -P -s -S -c "...; from stages.graders.jail.serve import main; main(PARENT)" < job.json > results.json
+
+A job is `{program, cases, directory, case_s, total_s, memory_bytes, output_bytes}`; a case is `{"stdin": text}`,
+`{"call": name, "arguments": [...]}` or `{"check": code, "token": text}`. What a case should give is not known in here,
+so that a program cannot look it up; only a check carries its own expectations.
+
+Invariants: this process runs none of the program; it dies with its parent and its forks with it; a fork that is not
+locked down runs nothing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import os
+import select
+import signal
+import sys
+import time
+import types
+from typing import Any, TextIO, TypedDict, cast
+
+from stages.graders.jail.lockdown import IsolationError, die_with, hide, limit, lock_down
+
+_RESULT_FD = 3
+_HIGHEST_FD = 1024  # this process opens a handful
+_NOT_LOCKED = 97  # exit code of a fork that could not be locked down
+_FILE_BYTES = 16 << 20
+_REASON_BYTES = 500
+_LIBRARIES = ("/usr/lib", "/usr/lib64", "/lib", "/lib64", "/usr/share/zoneinfo", "/etc/localtime", "/dev/urandom")
+
+
+class Job(TypedDict):
+    """What is to be run, and for how long (seconds)."""
+
+    program: str
+    cases: list[dict[str, Any]]
+    directory: str
+    case_s: float
+    total_s: float
+    memory_bytes: int
+    output_bytes: int
+
+
+class Result(TypedDict):
+    """How one case went. `how`: ok (it ended with code 0), failed, timeout, output (too much of it), isolation."""
+
+    how: str
+    stdout: str
+    value: str  # what a call returned, as JSON; the token of a check that passed
+
+
+def main(parent: int) -> None:
+    """Serve one job."""
+    die_with(parent)
+    hide()
+    job: Job = json.load(sys.stdin.buffer)
+    deadline = time.monotonic() + job["total_s"]
+    results: list[Result] = []
+    left = 8 * job["output_bytes"]  # of all cases together
+    for case in job["cases"]:
+        allowed_s = min(job["case_s"], deadline - time.monotonic())
+        if allowed_s <= 0:
+            results.append(Result(how="timeout", stdout="", value=""))
+            continue
+        result = _run(job, case, allowed_s)
+        left -= len(result["stdout"])
+        if left < 0:
+            result = Result(how="output", stdout="", value="")
+        results.append(result)
+    sys.stdout.write(json.dumps(results))
+    sys.stdout.flush()
+
+
+def _run(job: Job, case: dict[str, Any], allowed_s: float) -> Result:
+    """One case, in a fork with files in memory for its input and output."""
+    source, output, value = (os.memfd_create(name) for name in ("input", "output", "value"))
+    try:
+        os.write(source, str(case.get("stdin", "")).encode("utf-8", "replace"))
+        os.lseek(source, 0, os.SEEK_SET)
+        me = os.getpid()
+        child = os.fork()
+        if child == 0:
+            _become(job, case, me, (source, output, value), allowed_s)
+        how = _wait(child, allowed_s)
+        if how == "isolation":
+            return Result(how=how, stdout="", value=_content(value, _REASON_BYTES) or "")
+        text, said = _content(output, job["output_bytes"]), _content(value, job["output_bytes"])
+        if how == "ok" and (text is None or said is None):
+            how = "output"
+        return Result(how=how, stdout=text or "", value=said or "")
+    finally:
+        for descriptor in (source, output, value):
+            os.close(descriptor)
+
+
+def _wait(child: int, allowed_s: float) -> str:
+    """Waits for the end of the fork; unblocked by it or by the time, and then kills it."""
+    poll = select.poll()
+    with open(os.pidfd_open(child), "rb", buffering=0) as handle:
+        poll.register(handle, select.POLLIN)
+        ended = poll.poll(max(1, math.ceil(allowed_s * 1000)))
+        if not ended:
+            os.kill(child, signal.SIGKILL)
+        status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    if not ended or status == -signal.SIGXCPU:
+        return "timeout"
+    if status == _NOT_LOCKED:
+        return "isolation"
+    return "ok" if status == 0 else "failed"
+
+
+def _content(descriptor: int, most: int) -> str | None:
+    """Text of a file in memory, None if it is longer than `most` bytes."""
+    size = os.fstat(descriptor).st_size
+    return None if size > most else os.pread(descriptor, size, 0).decode("utf-8", "replace")
+
+
+def _become(job: Job, case: dict[str, Any], parent: int, files: tuple[int, int, int], allowed_s: float) -> None:
+    """In the fork: give everything up, then run the program. Never returns."""
+    source, output, said = files
+    try:
+        die_with(parent)
+        os.chdir(job["directory"])
+        nothing = os.open(os.devnull, os.O_WRONLY)
+        for number, descriptor in ((0, source), (1, output), (2, nothing), (_RESULT_FD, said)):
+            os.dup2(descriptor, number)
+        said = _RESULT_FD
+        os.closerange(_RESULT_FD + 1, _HIGHEST_FD)
+        sys.stdin, sys.stdout, sys.stderr = _text(0, "r"), _text(1, "w"), _text(2, "w")
+        limit(math.ceil(allowed_s) + 1, job["memory_bytes"], _FILE_BYTES)
+        lock_down([os.path.dirname(os.__file__), *_LIBRARIES], [job["directory"], os.devnull])
+    except (IsolationError, OSError, ValueError, AttributeError) as error:
+        with contextlib.suppress(OSError):  # the exit code tells as well, without the reason
+            os.write(said, f"{type(error).__name__}: {error}".encode())
+        os._exit(_NOT_LOCKED)
+    os._exit(_perform(job["program"], case))
+
+
+def _text(descriptor: int, mode: str) -> TextIO:
+    stream = open(descriptor, mode, encoding="utf-8", errors="replace", closefd=False)  # noqa: SIM115 - for good
+    return cast(TextIO, stream)
+
+
+def _perform(program: str, case: dict[str, Any]) -> int:
+    """Run a case as a script would; the exit code."""
+    exit_code = 0
+    try:
+        _execute(program, case)
+    except SystemExit as leaving:
+        # A call or a check that leaves early has not returned.
+        asked = leaving.code if isinstance(leaving.code, int) else int(leaving.code is not None)
+        exit_code = asked if "stdin" in case else 1
+    except BaseException:  # whatever it is, it is the program's own, and the case has failed
+        exit_code = 1
+    try:
+        sys.stdout.flush()
+    except (OSError, ValueError):
+        exit_code = 1  # too much output, or it closed its own
+    return min(exit_code & 0xFF, _NOT_LOCKED - 1)
+
+
+def _execute(program: str, case: dict[str, Any]) -> None:
+    module = types.ModuleType("__main__" if "stdin" in case else "solution")
+    sys.modules[module.__name__] = module  # where dataclasses and pickles look for it
+    scope = module.__dict__
+    exec(compile(program, "solution.py", "exec", dont_inherit=True), scope)
+    if "call" in case:
+        value = _function(scope, case["call"])(*case["arguments"])
+        os.write(_RESULT_FD, json.dumps(value, default=_plain).encode())
+    elif "check" in case:
+        exec(compile(case["check"], "check.py", "exec", dont_inherit=True), scope)
+        os.write(_RESULT_FD, case["token"].encode())
+
+
+def _function(scope: dict[str, Any], name: str) -> Any:
+    """The function, or the method of a class `Solution`."""
+    if name not in scope and "Solution" in scope:
+        return getattr(scope["Solution"](), name)
+    return scope[name]
+
+
+def _plain(value: object) -> object:
+    """What JSON does not know: sets as sorted lists, everything else in its own words."""
+    return sorted(value) if isinstance(value, set | frozenset) else repr(value)

@@ -1,0 +1,77 @@
+"""Graders that the stage asks itself, without a grader process: `remote` and `judge`."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from configs.schema import Config
+from stages.graders.grade import Grade, GradeRequest, failed
+from stages.graders.selection import outside
+from stages.ports import Topic
+
+if TYPE_CHECKING:  # both bring an HTTP client, which most runs do not need
+    from stages.graders.judge import Judge
+    from stages.graders.remote import RemoteReward
+
+
+class Outside:
+    """Makes the clients at their first use, or at `open` where the configuration names them."""
+
+    def __init__(self, config: Config) -> None:
+        self._config = config.reward
+        self._names = tuple(entry.partition("=")[0] for entry in config.engine.frozen_engine)
+        self._remote: RemoteReward | None = None
+        self._judge: Judge | None = None
+
+    def open(self) -> None:
+        """Raises UnknownGraderError if the judge's prompt cannot be used."""
+        if self._names or self._config.judge_engine is not None:
+            from stages.graders.judge import Judge, load_template
+
+            named = () if self._config.judge_engine is None else (self._config.judge_engine,)
+            self._judge = Judge(
+                tuple(dict.fromkeys((*named, *self._names))),
+                load_template(self._config.judge_prompt_path),
+                concurrency=self._config.rm_concurrency,
+                timeout_s=self._config.rm_timeout_s,
+                retries=self._config.rm_retries,
+                max_tokens=self._config.judge_max_tokens,
+            )
+
+    async def close(self) -> None:
+        if self._remote is not None:
+            await self._remote.close()
+        if self._judge is not None:
+            await self._judge.close()
+
+    async def follow(self, topic: Topic) -> None:
+        """Waits for the judges' addresses; runs until cancelled, or ends at once without judges."""
+        if self._judge is not None:
+            await self._judge.follow(topic)
+
+    async def grade(self, request: GradeRequest, prompt: str, sample_id: str) -> Grade:
+        """The grade of one response by the grader that the request names."""
+        base, argument = outside(request.grader) or ("", None)
+        if base == "remote":
+            return await self._ask_remote(request, prompt, sample_id, argument)
+        name = argument or self._config.judge_engine or (self._names[0] if len(self._names) == 1 else "")
+        if self._judge is None or not name:
+            return failed(
+                f"rm_type {request.grader!r} has no engine; name one with --frozen-engine name=CHECKPOINT and "
+                "--judge-engine name"
+            )
+        return await self._judge.grade(name, prompt, request.response, request.label, request.seed)
+
+    async def _ask_remote(self, request: GradeRequest, prompt: str, sample_id: str, url: str | None) -> Grade:
+        from stages.graders.remote import Question, RemoteReward
+
+        if self._remote is None:
+            self._remote = RemoteReward(
+                self._config.rm_url,
+                concurrency=self._config.rm_concurrency,
+                timeout_s=self._config.rm_timeout_s,
+                retries=self._config.rm_retries,
+                reward_key=request.reward_key,
+            )
+        question = Question(sample_id, prompt, request.response, request.label, request.metadata, url)
+        return await self._remote.grade(question)

@@ -1,0 +1,111 @@
+"""One process of several that train one policy together, each with a shard of the same sequences.
+
+Run as a program with spawn; the results are written as JSON and safetensors, since nothing here is pickled.
+"""
+
+from __future__ import annotations
+
+import json
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors.torch import save_file
+from small_trainer import make_backend, make_sequences, train_step
+
+from models.train.interface import TrainSequence
+from models.train.reduce import ProcessGroupReducer, Reducer
+
+# name -> (number of optimizer steps, how sequences are dealt, options)
+CASES: dict[str, tuple[int, str, dict[str, Any]]] = {
+    "rollout_mean": (1, "sequence", {}),
+    "token_mean": (2, "sequence", {"loss_aggregation": "token_mean", "entropy_coef": 0.01}),
+    "seq_mean": (1, "sequence", {"loss_aggregation": "seq_mean", "staleness_lr_decay": 0.5}),
+    "constant": (1, "few", {"loss_aggregation": "constant", "use_kl_loss": True, "kl_loss_coef": 0.1}),
+    "whitening": (
+        2,
+        "sequence",
+        {"advantage_estimator": "reinforce_plus_plus", "normalize_advantages": True, "kl_coef": 0.1},
+    ),
+    "critic": (
+        2,
+        "sequence",
+        {
+            "advantage_estimator": "ppo",
+            "normalize_advantages": True,
+            "bootstrap_truncated": True,
+            "critic_lr": 1e-3,
+            "gamma": 0.97,
+            "lambd": 0.9,
+        },
+    ),
+    "distillation": (1, "sequence", {"use_opd": True, "opd_kl_coef": 0.3, "normalize_advantages": True}),
+    "m2po": (2, "sequence", {"policy_loss": "m2po", "m2po_threshold": 0.1}),
+    "normalised_weights": (1, "sequence", {"tis_batch_normalize": True, "tis_level": "sequence"}),
+    "siblings": (
+        1,
+        "sequence",
+        {"rollout_rs": ("seq_mean_k2=0.09",), "rs_unit": "rollout", "renormalize_after_rejection": True},
+    ),
+    "all_rejected": (1, "sequence", {"rollout_rs": ("token_k2=1e-12",)}),
+    "nothing_here": (1, "first", {}),
+    "preferences": (
+        2,
+        "group",
+        {
+            "loss_type": "custom_loss",
+            "custom_loss_function_path": "models.algorithms.dpo:dpo",
+            "use_kl_loss": True,
+            "kl_loss_coef": 0.5,
+        },
+    ),
+}
+
+
+def sequences_of(how: str) -> list[TrainSequence]:
+    sequences = make_sequences(3, rewards=True)
+    return sequences[:3] if how == "few" else sequences
+
+
+def shard(sequences: list[TrainSequence], how: str, rank: int, world: int) -> list[TrainSequence]:
+    """`sequence` deals siblings of a rollout to different processes; `first` leaves the others without any."""
+    if how == "group":
+        groups = sorted({sequence.group_id for sequence in sequences})
+        return [sequence for sequence in sequences if groups.index(sequence.group_id) % world == rank]
+    if how == "first":
+        return sequences if rank == 0 else []
+    return sequences[rank::world]
+
+
+def train(checkpoint: Path, out: Path, rank: int, world: int, reducer: Reducer | None) -> None:
+    """Train every case, and write what came of it."""
+    for name, (steps, how, fields) in CASES.items():
+        backend = make_backend(checkpoint, reducer=reducer, max_tokens_per_gpu=48, **fields)
+        mine = shard(sequences_of(how), how, rank, world)
+        metrics, tensors = [], {}
+        backend.begin_batch(rollouts=12, steps=steps, version=2)
+        calls: list[list[TrainSequence]] = [mine]
+        for step in range(steps):
+            found, gradient, weights = train_step(backend, calls if step == 0 else [])
+            metrics.append(found)
+            tensors |= {f"gradient/{step}/{key}": value for key, value in gradient.items()}
+        tensors |= {f"weights/{key}": value for key, value in weights.items()}
+        if backend._models.critic is not None:
+            tensors |= {f"critic/{key}": value for key, value in backend._models.critic.state_tensors().items()}
+        save_file({key: value.contiguous() for key, value in tensors.items()}, out / f"{name}-{rank}.safetensors")
+        (out / f"{name}-{rank}.json").write_text(json.dumps(metrics))
+
+
+def run(checkpoint: str, out: str, rank: int, world: int, rendezvous: str) -> None:
+    """Entry point of a spawned process."""
+    torch.set_num_threads(1)
+    np.random.seed(rank)  # shards must agree without a common random stream
+    torch.distributed.init_process_group(
+        "gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=world, timeout=timedelta(seconds=60)
+    )
+    try:
+        train(Path(checkpoint), Path(out), rank, world, ProcessGroupReducer())
+    finally:
+        torch.distributed.destroy_process_group()

@@ -1,0 +1,207 @@
+"""The critic: its loss, its values, what the policy makes of them, and its place in a checkpoint."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from small_trainer import with_rewards
+
+from models.algorithms.token_advantages import gae, whiten
+from models.train.critic import value_loss
+from models.train.errors import TrainStateUnreadable
+
+PPO = {"advantage_estimator": "ppo", "critic_lr": 3e-3, "gamma": 0.9, "lambd": 0.8}
+
+
+def values_of(backend, sequence, *, after: bool = False):  # type: ignore[no-untyped-def]
+    """Values before each response token (and behind the last one), one sequence at a time."""
+    critic = backend._models.critic
+    ids = torch.from_numpy(sequence.tokens.astype(np.int64))[None]
+    with torch.no_grad():
+        hidden = critic.model.decoder(input_ids=ids, use_cache=False).last_hidden_state[0]
+        values = critic.model(hidden)
+    first = len(sequence.tokens) - sequence.response_length - 1
+    return values[first:].numpy() if after else values[first:-1].numpy()
+
+
+def test_value_loss_golden() -> None:
+    values = torch.tensor([0.9, 0.35, 0.3], requires_grad=True)
+    found = value_loss(values, torch.tensor([0.5, 0.4, 0.3]), torch.tensor([1.0, 0.2, 0.0]), clip=0.2)
+    found.loss.sum().backward()
+    torch.testing.assert_close(found.loss, torch.tensor([0.09, 0.0225, 0.09]))
+    torch.testing.assert_close(values.grad, torch.tensor([0.0, 0.3, 0.6]))
+    assert found.clipped.tolist() == [True, False, False]
+
+
+def trained_examples(backend, sequences):  # type: ignore[no-untyped-def]
+    """The examples of a batch of one step, as the step leaves them."""
+    backend.accumulate(sequences)
+    batch = backend._batch
+    backend.step()
+    return [example for rollout in batch._rollouts for example in rollout.examples]
+
+
+def test_values_are_read_before_each_token_and_behind_a_truncated_end(backend, sequences) -> None:  # type: ignore[no-untyped-def]
+    batch = with_rewards(sequences(1))
+    made, plain = backend(**PPO, bootstrap_truncated=True), backend(**PPO)
+    expected = {id(s): values_of(made, s, after=True) for s in batch}  # before the step
+    trained, others = trained_examples(made, batch), trained_examples(plain, batch)
+    alive = [s for s in batch if s.loss_mask.any()]
+    alive.sort(key=lambda s: (s.group_id, s.rollout_id))
+    assert len(trained) == len(alive)
+    for sequence, example, other in zip(alive, trained, others, strict=True):
+        values = expected[id(sequence)]
+        np.testing.assert_allclose(example.values, values[:-1][sequence.loss_mask > 0], atol=1e-5)
+        assert example.bootstrap == pytest.approx(values[-1] if sequence.truncated else 0.0, abs=1e-5)
+        assert other.bootstrap == 0.0
+        rewards = np.zeros(len(example.chosen))
+        rewards[-1] = sequence.reward
+        mask = np.ones(len(rewards), dtype=bool)
+        _, returns = gae(rewards, example.values.astype(float), mask, gamma=0.9, lambd=0.8, bootstrap=example.bootstrap)
+        np.testing.assert_allclose(example.returns, returns, atol=1e-5)
+    assert any(s.truncated for s in alive)
+    assert not all(s.truncated for s in alive)
+
+
+def test_the_policy_is_trained_on_the_advantages_of_the_critic(backend, sequences, run_step) -> None:  # type: ignore[no-untyped-def]
+    """The same gradient as a group estimator that is handed the advantages computed by hand."""
+    batch = with_rewards(sequences(2))
+    made = backend(**PPO, normalize_advantages=True)
+    by_hand, masks = [], []
+    for sequence in batch:
+        mask = sequence.loss_mask > 0
+        rewards = np.zeros(len(mask))
+        rewards[np.flatnonzero(mask)[-1:]] = sequence.reward
+        by_hand.append(gae(rewards, values_of(made, sequence).astype(float), mask, gamma=0.9, lambd=0.8)[0])
+        masks.append(mask)
+    white = whiten(by_hand, masks)
+    handed = [dataclasses.replace(s, advantages=a.astype(np.float32)) for s, a in zip(batch, white, strict=True)]
+    metrics, gradient, _ = run_step(made, [batch[:4], batch[4:]])
+    expected_metrics, expected, _ = run_step(backend(), [handed])
+    assert metrics["train/pg_loss"] == pytest.approx(expected_metrics["train/pg_loss"], abs=1e-6)
+    for name, value in expected.items():
+        torch.testing.assert_close(gradient[name], value, atol=1e-5, rtol=1e-4)
+
+
+def test_the_critic_learns_and_is_not_scaled_by_the_temperature(backend, sequences) -> None:  # type: ignore[no-untyped-def]
+    batch = with_rewards(sequences(3, groups=2))
+    histories = []
+    for temperature in (0.5, 2.0):
+        made = backend(**PPO, temperature=temperature, lr=0.0, value_clip=10.0)
+        history = []
+        for _ in range(12):
+            made.accumulate(batch)
+            history.append(made.step())
+        histories.append([one["train/value_loss"] for one in history])
+        assert history[-1]["train/value_loss"] < 0.5 * history[0]["train/value_loss"]
+        assert history[-1]["train/explained_variance"] > history[0]["train/explained_variance"]
+        assert history[0]["train/critic_grad_norm"] > 0
+    assert histories[0] == pytest.approx(histories[1], rel=1e-4)
+
+
+@pytest.mark.parametrize("steps", [1, 2])
+def test_at_first_only_the_critic_is_trained(backend, sequences, weights, steps: int) -> None:  # type: ignore[no-untyped-def]
+    batch = with_rewards(sequences(4))
+    made = backend(**PPO, num_critic_only_steps=2, lr_warmup_iters=3)
+    before = weights(made)
+    for number in range(3):
+        head = made._models.critic.model.value_head.weight.detach().clone()
+        made.begin_batch(rollouts=12, steps=steps)
+        made.accumulate(batch)
+        metrics = [made.step() for _ in range(steps)][-1]
+        assert not torch.equal(head, made._models.critic.model.value_head.weight)
+        same = all(torch.equal(before[name], tensor) for name, tensor in weights(made).items())
+        assert same is (number < 2)
+        assert ("train/critic_only" in metrics) is (number < 2)
+        assert metrics["train/empty_steps"] == metrics["train/skipped_steps"] == 0.0
+    assert made._updater.updates == steps  # the policy's warm-up begins with its first update
+
+
+def test_warm_up_of_the_critic_is_its_own(backend, sequences) -> None:  # type: ignore[no-untyped-def]
+    made = backend(**PPO, critic_lr_warmup_iters=4)
+    made.accumulate(with_rewards(sequences(4)))
+    assert made.step()["train/critic_lr"] == pytest.approx(3e-3 / 4)
+
+
+def test_the_critic_is_part_of_a_checkpoint(backend, sequences, weights, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+    """A resumed run makes the same steps, bit for bit."""
+    batches = [with_rewards(sequences(seed), seed) for seed in range(4)]
+    options = {**PPO, "num_critic_only_steps": 1, "normalize_advantages": True}
+
+    def go(made, some):  # type: ignore[no-untyped-def]
+        for batch in some:
+            made.accumulate(batch)
+            last = made.step()
+        return last
+
+    unbroken = backend(**options)
+    go(unbroken, batches)
+    first = backend(**options)
+    go(first, batches[:2])
+    first.save(tmp_path / "state")
+    resumed = backend(**options)
+    resumed.load(tmp_path / "state")
+    last = go(resumed, batches[2:])
+    assert "train/critic_only" not in last
+    for name, tensor in unbroken._models.critic.state_tensors().items():
+        assert torch.equal(tensor, resumed._models.critic.state_tensors()[name]), name
+    for name, tensor in weights(unbroken).items():
+        assert torch.equal(tensor, weights(resumed)[name]), name
+
+
+def test_a_state_without_critic_is_refused(backend, sequences, weights, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+    plain = backend()
+    plain.accumulate(sequences(0))
+    plain.step()
+    plain.save(tmp_path / "plain")
+    made = backend(**PPO)
+    before = weights(made)
+    with pytest.raises(TrainStateUnreadable, match="holds no critic, which this run needs"):
+        made.load(tmp_path / "plain")
+    assert all(torch.equal(before[name], tensor) for name, tensor in weights(made).items())
+    small = backend(**PPO)
+    small.save(tmp_path / "small")
+    made._models.critic.model.value_head = torch.nn.Linear(7, 1)
+    with pytest.raises(TrainStateUnreadable, match="saved critic has other names or shapes"):
+        made.load(tmp_path / "small")
+
+
+def test_a_discarded_batch_leaves_no_gradient_behind(backend, sequences) -> None:  # type: ignore[no-untyped-def]
+    made = backend(**PPO)
+    made.accumulate(with_rewards(sequences(0)))
+    made.flush()
+    made.discard()
+    assert all(parameter.grad is None for parameter in made._models.critic.model.parameters())
+    made.accumulate(with_rewards(sequences(1)))
+    assert made.step()["train/value_loss"] > 0
+
+
+def test_a_value_that_is_not_finite_reaches_neither_optimizer(backend, sequences, weights) -> None:  # type: ignore[no-untyped-def]
+    batch = with_rewards(sequences(0))
+    made = backend(**PPO)
+    made.accumulate(batch)
+    made.step()
+    before, critic = weights(made), {k: v.clone() for k, v in made._models.critic.state_tensors().items()}
+    made.accumulate([dataclasses.replace(s, reward=float("inf")) for s in batch])
+    metrics = made.step()
+    assert metrics["train/skipped_steps"] == 2.0  # the policy's and the critic's
+    assert all(torch.equal(before[name], tensor) for name, tensor in weights(made).items())
+    for name, tensor in made._models.critic.state_tensors().items():
+        assert torch.equal(critic[name], tensor), name
+
+
+def test_rewarded_responses_become_likelier(backend, one) -> None:  # type: ignore[no-untyped-def]
+    good = dataclasses.replace(one(rollout=0, tokens=[5, 6, 7, 8], mask=[1, 1, 1]), reward=1.0)
+    bad = dataclasses.replace(one(rollout=1, tokens=[5, 9, 3, 2], mask=[1, 1, 1]), reward=0.0)
+    made = backend(**PPO, normalize_advantages=True, lr=3e-3, temperature=1.0, staleness=0)
+    before = [float(values.sum()) for values in made.logprobs([good, bad])]
+    for _ in range(10):
+        made.accumulate([good, bad])
+        made.step()
+    after = [float(values.sum()) for values in made.logprobs([good, bad])]
+    assert after[0] > before[0] + 0.5
+    assert after[1] < before[1] - 0.5

@@ -1,0 +1,106 @@
+"""Several processes with a shard each make the update of one process with all sequences."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+from sharded_trainer import CASES, run, train
+
+from models.train.reduce import LocalReducer, add_gradients, gathered, merged, total
+
+# What depends on how the shards were packed; and a threshold at 0 of a margin that is 0 but for rounding.
+LAYOUT = {"train/micro_batches", "train/padding_frac", "train/shared_prompt_frac", "custom/accuracy"}
+DEADLINE_S = 150
+
+
+def start(checkpoint: Path, out: Path, world: int) -> None:
+    context = multiprocessing.get_context("spawn")
+    processes = [
+        context.Process(target=run, args=(str(checkpoint), str(out), rank, world, str(out / "rendezvous")))
+        for rank in range(world)
+    ]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join(DEADLINE_S)
+    left = [process for process in processes if process.is_alive()]
+    for process in left:
+        process.kill()
+    assert not left, "a process waits for the others: they took different decisions"
+    assert [process.exitcode for process in processes] == [0] * world
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_shards_make_the_update_of_the_whole(tiny: Path, tmp_path: Path) -> None:
+    alone = tmp_path / "alone"
+    alone.mkdir()
+    train(tiny, alone, 0, 1, None)
+    for world in (2, 4):
+        out = tmp_path / str(world)
+        out.mkdir()
+        start(tiny, out, world)
+        for name in CASES:
+            expected, wanted = (
+                load_file(alone / f"{name}-0.safetensors"),
+                json.loads((alone / f"{name}-0.json").read_text()),
+            )
+            for rank in range(world):
+                found, metrics = (
+                    load_file(out / f"{name}-{rank}.safetensors"),
+                    json.loads((out / f"{name}-{rank}.json").read_text()),
+                )
+                assert found.keys() == expected.keys(), name
+                for key, value in expected.items():
+                    torch.testing.assert_close(
+                        found[key], value, atol=1e-6, rtol=1e-5, msg=lambda text, k=key, n=name: f"{n} {k}: {text}"
+                    )
+                for step, (have, want) in enumerate(zip(metrics, wanted, strict=True)):
+                    assert have.keys() == want.keys(), (name, step)
+                    for key in want.keys() - LAYOUT:
+                        assert have[key] == pytest.approx(want[key], rel=1e-5, abs=1e-6), (name, world, step, key)
+            if name == "all_rejected":
+                assert wanted[0]["correction/all_rejected"] == 1.0
+                assert not any(key.startswith("gradient/") for key in expected)
+            else:
+                assert any(value.abs().max() > 1e-4 for key, value in expected.items() if key.startswith("gradient/"))
+
+
+def test_one_process_alone_is_its_own_sum() -> None:
+    reducer = LocalReducer()
+    assert gathered(reducer, np.array([1, 2])).tolist() == [1, 2]
+    assert total(reducer, np.array([1.5])).tolist() == [1.5]
+    assert merged(reducer, {"a": 1.0}) == {"a": 1.0}
+    layer = torch.nn.Linear(2, 1)
+    add_gradients(reducer, list(layer.parameters()))
+    assert layer.weight.grad is None
+
+
+class Others(LocalReducer):
+    """This process and others, whose arrays are known beforehand."""
+
+    world = 3
+
+    def __init__(self, *arrays: np.ndarray) -> None:
+        self._arrays = list(arrays)
+
+    def gather(self, array):  # type: ignore[no-untyped-def]
+        return [array, *self._arrays]
+
+
+def test_names_that_a_process_lacks_are_merged_all_the_same() -> None:
+    other = np.frombuffer(json.dumps({"a": 2.0, "b": 5.0}).encode(), dtype=np.uint8)
+    empty = np.frombuffer(b"{}", dtype=np.uint8)
+    assert merged(Others(other, empty), {"a": 1.0}) == {"a": 3.0, "b": 5.0}
+    assert merged(Others(empty, other), {"a": 4.0}, largest=True) == {"a": 4.0, "b": 5.0}
+
+
+def test_sums_over_processes_are_elementwise() -> None:
+    found = total(Others(np.array([1.0, 2.0]), np.array([10.0, 20.0])), np.array([0.5, 0.25]))
+    assert found.tolist() == [11.5, 22.25]

@@ -1,0 +1,371 @@
+"""What is decided for a whole batch or step before its first backward pass, and what then must not change."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from small_trainer import make_sequences, with_rewards
+
+from configs.schema.algorithm import AlgorithmConfig
+from models.algorithms.token_advantages import Episode, batch_advantages
+from models.train import needs as needs_module
+from models.train import running_batch
+from models.train.errors import InvalidSequence, TrainConfigInvalid, TrainStateUnreadable
+from models.train.needs import BatchNeeds
+
+GROUPS_SEEN: list[list[tuple[int, int]]] = []
+
+
+def same(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor], atol: float = 1e-6) -> None:
+    assert left.keys() == right.keys()
+    for name in left:
+        torch.testing.assert_close(left[name], right[name], atol=atol, rtol=1e-4, msg=lambda m, n=name: f"{n}: {m}")
+
+
+def counted(backend: Any) -> list[bool]:
+    """Forward passes of the policy from now on: whether each kept a graph."""
+    calls: list[bool] = []
+    score = backend._models.passes.policy._score
+    original = score.chosen_hidden
+
+    def spy(rows: Any) -> torch.Tensor:
+        calls.append(torch.is_grad_enabled())
+        return original(rows)
+
+    score.chosen_hidden = spy
+    return calls
+
+
+# ---------------------------------------------------------------------- the two ways
+
+
+def test_both_ways_make_the_same_update(backend, sequences, run_step, monkeypatch: pytest.MonkeyPatch) -> None:  # type: ignore[no-untyped-def]
+    batch = sequences(7)
+    streaming = run_step(backend(max_tokens_per_gpu=48), [batch[:4], batch[4:]], flush=True)
+    for anchor in (False, True):
+        monkeypatch.setattr(
+            "models.train.torch_backend.batch_needs",
+            lambda *_, anchor=anchor, **__: BatchNeeds(whole_batch=True, anchor=anchor),
+        )
+        whole = run_step(backend(max_tokens_per_gpu=64), [batch[:4], batch[4:]])
+        assert whole[0]["train/loss"] == pytest.approx(streaming[0]["train/loss"], abs=1e-6)
+        same(whole[1], streaming[1])
+
+
+@pytest.mark.parametrize(
+    ("fields", "forwards", "graphs"),
+    [
+        ({}, 1, 1),  # one pass: the anchor is the pass that is trained
+        ({"use_tis": True, "prox": "loglinear"}, 1, 1),  # the anchor lies between mu and theta
+        ({"use_rollout_logprobs": True}, 1, 1),
+        ({"policy_loss": "m2po"}, 2, 1),
+        ({"tis_batch_normalize": True}, 2, 1),
+        ({"normalize_advantages": True}, 1, 1),  # whitening looks at advantages only
+        ({"use_opd": True}, 2, 1),  # distillation looks at the policy of the batch's start
+        ({"use_opd": True, "use_rollout_logprobs": True}, 1, 1),  # or at the sampler
+    ],
+)
+def test_no_forward_pass_is_made_without_need(backend, fields: dict[str, Any], forwards: int, graphs: int) -> None:  # type: ignore[no-untyped-def]
+    made = backend(**fields)
+    calls = counted(made)
+    made.accumulate(make_sequences(1, rewards=True))
+    made.step()
+    assert (len(calls), sum(calls)) == (forwards, graphs)
+
+
+def test_later_steps_look_at_the_weights_of_their_own_start(
+    backend, sequences, monkeypatch: pytest.MonkeyPatch
+) -> None:  # type: ignore[no-untyped-def]
+    """The threshold of m2po is of theta as it is when the step begins; the sampler's and the ages stay."""
+    made = backend(policy_loss="m2po", m2po_threshold=0.05, lr=1e-2)
+    batch = sequences(8, groups=2)
+    by_ids = {s.tokens.tobytes(): s for s in batch}
+    seen = []
+    original = running_batch.write_facts
+
+    def spy(examples: Any, *rest: Any) -> Any:
+        facts = original(examples, *rest)
+        for example in examples:
+            sequence = by_ids[example.tokens.tobytes()]
+            (now,) = made.logprobs([sequence])
+            np.testing.assert_allclose(example.current_log_probs, now[sequence.loss_mask > 0], atol=1e-5)
+        seen.append(facts.m2po_bound)
+        return facts
+
+    monkeypatch.setattr(running_batch, "write_facts", spy)
+    made.begin_batch(rollouts=6, steps=3)
+    made.accumulate(batch)
+    for _ in range(3):
+        made.step()
+    assert len(set(seen)) == 3
+    assert all(np.isfinite(seen))
+
+
+# ---------------------------------------------------------------------- advantages
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"advantage_estimator": "reinforce_plus_plus", "kl_coef": 0.5, "gamma": 0.9},
+        {"advantage_estimator": "reinforce_plus_plus_baseline", "kl_coef": 0.5, "normalize_advantages": True},
+        {"advantage_estimator": "on_policy_distillation", "opd_kl_coef": 0.7},
+        {"advantage_estimator": "grpo", "use_opd": True, "opd_kl_coef": 0.7, "normalize_advantages": True},
+        {"advantage_estimator": "grpo", "use_opd": True, "use_rollout_logprobs": True},
+    ],
+    ids=lambda fields: "-".join(map(str, fields.values())),
+)
+@pytest.mark.parametrize("steps", [1, 2])
+def test_advantages_of_tokens_reach_the_loss(
+    backend, run_step, tmp_path: Path, fields: dict[str, Any], steps: int
+) -> None:  # type: ignore[no-untyped-def]
+    """The same gradients as with the advantages worked out sequence by sequence and handed over."""
+    moved = backend(lr=5e-2)  # a reference that is not the policy
+    moved.accumulate(make_sequences(2))
+    moved.step()
+    moved.save(tmp_path / "moved")
+    reference = str(tmp_path / "moved" / "hf")
+    batch = make_sequences(9, rewards=True)
+    made = backend(ref_load=reference, **fields)
+    distills = "opd_kl_coef" in fields or "use_opd" in fields
+    algorithm = AlgorithmConfig(**{k: v for k, v in fields.items() if k in AlgorithmConfig.__struct_fields__})
+    bypass = fields.get("use_rollout_logprobs", False)
+    students = [s.rollout_log_probs for s in batch] if bypass else made.logprobs(batch)
+    coefficient = fields.get("opd_kl_coef", 1.0) if distills else None
+    episodes = [
+        Episode(
+            mask=s.loss_mask > 0,
+            advantages=s.advantages.astype(float),
+            reward=s.reward,
+            student=student.astype(float),
+            reference=ref.astype(float),
+            teacher=None if s.teacher_log_probs is None else s.teacher_log_probs.astype(float),
+        )
+        for s, student, ref in zip(batch, students, moved.logprobs(batch), strict=True)
+    ]
+    found = batch_advantages(algorithm, episodes, opd_kl_coef=coefficient)
+    handed = [
+        dataclasses.replace(s, advantages=one.advantages.astype(np.float32))
+        for s, one in zip(batch, found, strict=True)
+    ]
+    plain = backend(use_rollout_logprobs=bypass)
+    for one in (made, plain):
+        one.begin_batch(rollouts=12, steps=steps)
+    for step in range(steps):
+        metrics, gradient, _ = run_step(made, [batch[:4], batch[4:]] if step == 0 else [])
+        _, expected, _ = run_step(plain, [handed] if step == 0 else [])
+        same(gradient, expected, atol=2e-5)
+    assert ("train/opd_reverse_kl" in metrics) is distills
+    assert ("train/reward_kl" in metrics) is ("kl_coef" in fields)
+
+
+def test_the_reverse_kl_is_logged_with_the_reducer_of_the_loss(backend) -> None:  # type: ignore[no-untyped-def]
+    batch = make_sequences(5, rewards=True)
+    made = backend(use_opd=True, loss_aggregation="token_mean")
+    students = made.logprobs(batch)
+    made.accumulate(batch)
+    gaps = [(student - s.teacher_log_probs)[s.loss_mask > 0] for student, s in zip(students, batch, strict=True)]
+    assert made.step()["train/opd_reverse_kl"] == pytest.approx(float(np.concatenate(gaps).mean()), abs=1e-5)
+
+
+def test_distillation_names_the_sequence_that_has_no_teacher(backend) -> None:  # type: ignore[no-untyped-def]
+    batch = make_sequences(5, rewards=True, dark=False)
+    bare = dataclasses.replace(batch[2], teacher_log_probs=None)
+    with pytest.raises(InvalidSequence, match=f"rollout {bare.rollout_id} of group {bare.group_id}: teacher_log_probs"):
+        backend(use_opd=True).accumulate([*batch[:2], bare])
+    short = dataclasses.replace(batch[2], teacher_log_probs=np.zeros(99, np.float32))
+    with pytest.raises(InvalidSequence, match="teacher_log_probs has 99 entries"):
+        backend().accumulate([short])
+
+
+# ---------------------------------------------------------------------- versions
+
+
+def test_only_the_newest_version_is_trained(backend, one, run_step) -> None:  # type: ignore[no-untyped-def]
+    tokens = [3, 4, 5, 6, 7, 8]
+    mixed = one(tokens=tokens, mask=[1, 1, 0, 1, 1], rollout_log_probs=[-3.0] * 5)
+    mixed = dataclasses.replace(mixed, versions=np.array([1, 1, 9, 2, 2], dtype=np.int32))
+    dark = dataclasses.replace(mixed, loss_mask=np.array([0, 0, 0, 1, 1], dtype=np.uint8))
+    metrics, gradient, _ = run_step(backend(mask_offpolicy_in_partial_rollout=True), [[mixed]])
+    expected = run_step(backend(), [[dark]])
+    assert metrics["train/trained_tokens"] == 2
+    assert metrics["train/loss"] == pytest.approx(expected[0]["train/loss"], abs=1e-7)
+    same(gradient, expected[1])
+
+
+def test_old_tokens_slow_the_step_down(backend, sequences) -> None:  # type: ignore[no-untyped-def]
+    batch = sequences(3)
+    staleness = np.concatenate([np.maximum(4 - s.versions[s.loss_mask > 0], 0) for s in batch]).mean()
+    made = backend(staleness_lr_decay=0.5)
+    made.begin_batch(rollouts=12, steps=1, version=4)
+    made.accumulate(batch)
+    assert made.step()["train/lr"] == pytest.approx(1e-3 / (1 + 0.5 * staleness))
+    made.begin_batch(rollouts=12, steps=2, version=0)  # nothing is older than the weights
+    made.accumulate(batch)
+    assert made.step()["train/lr"] == pytest.approx(1e-3)
+
+
+# ---------------------------------------------------------------------- rejection
+
+
+@pytest.mark.parametrize("aggregation", ["rollout_mean", "token_mean", "seq_mean", "constant"])
+def test_renormalised_steps_divide_by_what_is_left(backend, sequences, run_step, aggregation: str) -> None:  # type: ignore[no-untyped-def]
+    """As if the rejected tokens had been masked beforehand, but for rollouts and sequences that still count."""
+    batch = sequences(6, dark=False)
+    probe = backend()
+    alive = []
+    for sequence, now in zip(batch, probe.logprobs(batch), strict=True):
+        gap = now - sequence.rollout_log_probs
+        alive.append(
+            dataclasses.replace(sequence, loss_mask=(sequence.loss_mask * (gap**2 / 2 <= 0.05)).astype(np.uint8))
+        )
+    assert 0 < sum(int(s.loss_mask.sum()) for s in alive) < sum(int(s.loss_mask.sum()) for s in batch)
+    fields = {"rollout_rs": ("token_k2=0.05",), "use_tis": True, "loss_aggregation": aggregation, "clip_grad": 0.0}
+    _, gradient, _ = run_step(backend(renormalize_after_rejection=True, **fields), [batch])
+    _, expected, _ = run_step(backend(use_tis=True, loss_aggregation=aggregation, clip_grad=0.0), [alive])
+    same(gradient, expected)
+    _, kept, _ = run_step(backend(**fields), [batch])
+    name = next(iter(kept))
+    assert torch.allclose(kept[name], expected[name], atol=1e-6) is (aggregation == "constant")
+
+
+@pytest.mark.parametrize("steps", [1, 2])
+def test_a_step_of_which_nothing_is_left_changes_nothing(backend, sequences, weights, steps: int) -> None:  # type: ignore[no-untyped-def]
+    """Not even through KL to the reference, weight decay or Adam's momentum; and it is counted."""
+    batch = sequences(6)
+    made = backend(rollout_rs=("token_k2=1e-12",), use_kl_loss=True, kl_loss_coef=0.1, weight_decay=0.1)
+    before = weights(made)
+    made.begin_batch(rollouts=12, steps=steps)
+    made.accumulate(batch)
+    metrics = [made.step() for _ in range(steps)][-1]
+    assert metrics["correction/all_rejected"] == 1.0
+    assert metrics["train/empty_steps"] == steps
+    assert metrics["train/loss"] == pytest.approx(0.0, abs=1e-6)
+    assert all(torch.equal(before[name], tensor) for name, tensor in weights(made).items())
+    assert made._updater.updates == 0
+
+
+# ---------------------------------------------------------------------- the reference
+
+
+def test_the_reference_becomes_the_policy_every_so_many_batches(backend, sequences, weights, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+    batch = sequences(6)
+    options = {"use_kl_loss": True, "kl_loss_coef": 0.1, "ref_update_interval": 2, "lr": 1e-2}
+    made = backend(**options)
+
+    def kl() -> float:
+        made.begin_batch(rollouts=12, steps=1)
+        made.accumulate(batch)
+        return made.step()["train/kl_loss"]
+
+    found = [kl() for _ in range(5)]
+    assert [value > 1e-6 for value in found] == [False, True, False, True, False]
+    made.save(tmp_path / "state")
+    resumed = backend(**options)
+    resumed.load(tmp_path / "state")
+    for name, tensor in made._models.reference.state_tensors().items():
+        assert torch.equal(tensor, resumed._models.reference.state_tensors()[name])
+    expected = kl()
+    assert expected > 1e-6
+    made = resumed
+    assert kl() == expected
+    same(made._models.reference.state_tensors(), dict(made._model.named_parameters()), atol=0.0)  # the sixth batch
+
+
+def test_a_renewed_reference_belongs_to_the_checkpoint(backend, sequences, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+    plain = backend()
+    plain.save(tmp_path / "plain")
+    assert not (tmp_path / "plain" / "trainer" / "reference.safetensors").exists()
+    made = backend(use_kl_loss=True, kl_loss_coef=0.1, ref_update_interval=1)
+    with pytest.raises(TrainStateUnreadable, match="holds no reference"):
+        made.load(tmp_path / "plain")
+
+
+def test_a_reference_of_another_shape_cannot_be_renewed(backend, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+    from models.tiny import make_tiny_checkpoint
+
+    other = make_tiny_checkpoint(tmp_path / "other", tokenizer="arithmetic", hidden_size=16, num_layers=1)
+    with pytest.raises(TrainConfigInvalid, match="cannot become"):
+        backend(use_kl_loss=True, kl_loss_coef=0.1, ref_update_interval=1, ref_load=str(other))
+    backend(use_kl_loss=True, kl_loss_coef=0.1, ref_load=str(other))
+
+
+# ---------------------------------------------------------------------- losses of one's own
+
+
+def reinforce(tokens: Any, groups: Any, config: Any) -> torch.Tensor:
+    """A loss over groups: plain policy gradient on rewards minus the group's mean."""
+    del config
+    GROUPS_SEEN.append(list(zip(groups.group.tolist(), groups.rollout.tolist(), strict=True)))
+    rewards = groups.reward
+    mean = torch.stack([rewards[groups.group == g].mean() for g in range(groups.n_groups)])[groups.group]
+    return -(rewards - mean)[tokens.sequence] * tokens.log_probs
+
+
+@pytest.mark.parametrize("steps", [1, 2])
+def test_groups_are_never_split(backend, steps: int) -> None:  # type: ignore[no-untyped-def]
+    """Any token budget gives the same gradient, though each micro-batch takes a mean over its groups."""
+    batch = make_sequences(3, rewards=True, dark=False)
+    options = {"loss_type": "custom_loss", "custom_loss_function_path": f"{__name__}:reinforce"}
+    results = []
+    for budget in (8, 64, 4096):
+        GROUPS_SEEN.clear()
+        made = backend(max_tokens_per_gpu=budget, **options)
+        made.begin_batch(rollouts=12, steps=steps)
+        made.accumulate(batch[4:])
+        made.accumulate(batch[:4])
+        metrics = [made.step() for _ in range(steps)]
+        results.append((made, metrics))
+        assert sum(len({group for group, _ in one}) for one in GROUPS_SEEN) == 4
+        assert sum(len(one) for one in GROUPS_SEEN) == len(batch)
+        if budget == 8:
+            assert [len(one) for one in GROUPS_SEEN] == [4, 4, 4, 4]
+    for made, metrics in results[1:]:
+        for have, want in zip(metrics, results[0][1], strict=True):
+            assert have["train/grad_norm"] == pytest.approx(want["train/grad_norm"], rel=1e-4)
+        for left, right in zip(made._model.parameters(), results[0][0]._model.parameters(), strict=True):
+            torch.testing.assert_close(left, right, atol=1e-5, rtol=1e-4)
+
+
+def test_a_loss_of_ones_own_must_be_named(backend) -> None:  # type: ignore[no-untyped-def]
+    with pytest.raises(TrainConfigInvalid, match="--custom-loss-function-path"):
+        backend(loss_type="custom_loss")
+
+
+def test_preferences_are_learned(backend) -> None:  # type: ignore[no-untyped-def]
+    batch = with_rewards(make_sequences(4, groups=2, dark=False), 4)
+    made = backend(
+        loss_type="custom_loss",
+        custom_loss_function_path="models.algorithms.dpo:dpo",
+        use_kl_loss=True,
+        kl_loss_coef=0.5,
+        lr=3e-3,
+    )
+    history = []
+    for _ in range(8):
+        made.begin_batch(rollouts=6, steps=1)
+        made.accumulate(batch)
+        history.append(made.step())
+    assert history[-1]["custom/margin"] > 0.5 > history[0]["custom/margin"]
+    assert history[-1]["train/loss"] < history[0]["train/loss"]
+
+
+def test_needs_are_none_for_plain_off_policy_training() -> None:
+    from configs.schema.correction import CorrectionConfig
+    from configs.schema.distill import DistillConfig
+    from models.algorithms.modes import resolve_correction
+
+    found = needs_module.batch_needs(
+        AlgorithmConfig(),
+        resolve_correction(CorrectionConfig(), max_staleness=2),
+        DistillConfig(),
+        loss_type="policy_loss",
+        steps=1,
+        world=1,
+    )
+    assert found == BatchNeeds()

@@ -1,0 +1,52 @@
+"""Every recipe runs for real, as its user would start it: the tiny model, few batches, everything in one process."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from launching import Finished
+
+import launch
+from configs.load import load
+from models.tiny import make_tiny_checkpoint
+
+RECIPES = Path(launch.__file__).parent / "configs" / "recipes"
+ARITHMETIC = sorted(
+    file.stem
+    for file in RECIPES.glob("*.toml")
+    if load(["--config", file.stem]).config.train.hf_checkpoint[:4] == "tiny"
+)
+BATCHES = 3
+SMALL = [
+    "--runner", "inprocess", "--no-live", "--no-use-tensorboard", "--num-rollout", str(BATCHES),
+    "--warm-start-steps", "3",
+    "--warm-start-batch-size", "16", "--rollout-batch-size", "4", "--n-samples-per-prompt", "4",
+    "--rm-type", "random:0.5", "--reward-workers", "0", "--eval-interval", "none", "eval.eval_prompt_data=[]",
+]  # fmt: skip
+
+
+def test_all_recipes_but_those_that_need_a_download_are_run_here() -> None:
+    assert set(ARITHMETIC) == {file.stem for file in RECIPES.glob("*.toml")} - {"gsm8k"}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("recipe", ARITHMETIC)
+def test_recipe(recipe: str, tmp_path: Path) -> None:
+    flags = ["--config", recipe, "--run-dir", str(tmp_path / "run"), *SMALL]
+    if recipe == "opd":
+        teacher = make_tiny_checkpoint(tmp_path / "teacher", tokenizer="arithmetic", seed=7)
+        flags += ["--frozen-engine", f"teacher={teacher}"]
+    if recipe == "ppo":
+        flags += ["--num-critic-only-steps", "1"]
+    code = launch.main(flags)
+    run_dir = tmp_path / "run"
+    done = Finished(code, "", "", run_dir)
+    assert code == 0
+    done.check_books()
+    assert done.summary["steps"] == BATCHES
+    assert len(done.audit.batches) == BATCHES
+    if recipe == "opd":
+        assert (run_dir / "metrics.jsonl").read_text().count("opd_reverse_kl") == BATCHES
+    if recipe == "ppo":
+        assert (run_dir / "metrics.jsonl").read_text().count("value_loss") >= BATCHES

@@ -1,0 +1,180 @@
+"""The tables of cases, grader by grader; each row says in words what it shows."""
+
+from __future__ import annotations
+
+import pytest
+
+from stages.graders.registry import grade
+from tests.stages.graders import cases_math, cases_text
+
+ALL_MATH = [*cases_math.GOLDEN, *cases_math.MORE]
+
+
+@pytest.mark.parametrize("row", ALL_MATH, ids=[f"{row[-1]}-{n}" for n, row in enumerate(ALL_MATH)])
+def test_mathematics(row: tuple[str, str, int, int, int, int, str]) -> None:
+    response, label, *scores, _ = row
+    grades = [grade(name, response, label) for name in cases_math.DIALECTS]
+    assert [found.error for found in grades] == [None] * 4
+    assert [found.score for found in grades] == scores
+    assert [found.is_correct for found in grades] == [score == 1 for score in scores]
+    compat, verify = grades[2:]
+    assert grade("math", response, label).score == max(compat.score, verify.score)
+    assert grade("math:either", response, label).score == max(compat.score, verify.score)
+    assert grade("math:verify", response, label) == verify
+
+
+def test_boxed_is_the_strict_dialect() -> None:
+    for response, label, strict, *_ in ALL_MATH:
+        assert grade("boxed", response, label).score == strict
+
+
+@pytest.mark.parametrize("row", [*cases_text.GOLDEN_DEEPSCALER, *cases_text.DEEPSCALER])
+def test_deepscaler(row: tuple[str, object, int, str]) -> None:
+    response, label, score, why = row
+    found = grade("deepscaler", response, label)
+    assert (found.score, found.is_correct, found.error) == (score, score == 1, None), why
+
+
+@pytest.mark.parametrize("row", [*cases_text.GOLDEN_DAPO, *cases_text.DAPO])
+def test_dapo(row: tuple[str, object, int, str]) -> None:
+    response, label, score, why = row
+    found = grade("dapo", response, label)
+    assert (found.score, found.is_correct, found.parts, found.error) == (
+        score,
+        score == 1,
+        {"acc": float(score == 1)},
+        None,
+    ), why
+
+
+def test_dapo_shows_what_it_compared_and_is_wrong_without_a_box() -> None:
+    assert grade("dapo", "Answer: $x = 1,200$ dollars", "1200").extracted == "1200"
+    assert grade("dapo", "nothing", "5").extracted is None
+    assert grade("boxed_dapo", "no box", "5").score == -1.0
+    assert grade("boxed_dapo", r"\boxed{Answer: 5}", "5").score == 1.0
+
+
+@pytest.mark.parametrize("row", [*cases_text.GOLDEN_F1, *cases_text.F1])
+def test_f1(row: tuple[str, str, float, str]) -> None:
+    response, label, score, why = row
+    found = grade("f1", response, label)
+    assert found.score == pytest.approx(score, abs=1e-6), why
+    assert (found.is_correct, found.error) == (score == 1.0, None)
+
+
+def test_f1_may_call_two_empty_sides_equal() -> None:
+    assert grade("f1:exact_empty=1", "the", "a").score == 1.0
+    assert grade("f1:exact_empty=1", "the cat", "a").score == 0.0
+    assert grade("f1:exact_empty=0", "the", "the").score == 0.0
+
+
+@pytest.mark.parametrize("row", cases_text.EXACT_MATCH)
+def test_exact_match(row: tuple[str, str, float, str]) -> None:
+    response, label, score, why = row
+    found = grade("exact_match", response, label)
+    assert (found.score, found.error) == (score, None), why
+
+
+@pytest.mark.parametrize("row", [*cases_text.GOLDEN_GPQA, *cases_text.GPQA])
+def test_gpqa(row: tuple[str, str, int, str]) -> None:
+    response, correct, score, why = row
+    lettered = dict(zip("ABCD", cases_text.CHOICES, strict=True))
+    text = lettered[correct]
+    for label, metadata in (
+        (correct, {"choices": cases_text.CHOICES}),
+        (None, {"choices": lettered, "correct_letter": correct}),
+        (text, {"choices": cases_text.CHOICES}),
+    ):
+        found = grade("gpqa", response, label, metadata)
+        assert (found.score, found.is_correct, found.error) == (score, score == 1, None), why
+
+
+@pytest.mark.parametrize(
+    ("label", "metadata", "words"),
+    [
+        (None, {}, "no correct choice: '' is neither one of A, B, C, D nor the text of one"),
+        ("E", {}, "no correct choice: 'E'"),
+        ("red", {"choices": ["red", "red"]}, "no correct choice: 'red'"),
+        ("A", {"choices": "red"}, "cannot read the row's metadata"),
+        ("A", {"valid_letters": ["AB"]}, "one capital letter for each choice, and finds AB"),
+    ],
+)
+def test_gpqa_refuses_questions_without_an_answer(label: str | None, metadata: dict[str, object], words: str) -> None:
+    found = grade("gpqa", "A", label, metadata)
+    assert found.status == "error"
+    assert words in (found.error or "")
+
+
+def test_gpqa_takes_as_many_letters_as_there_are_choices() -> None:
+    metadata: dict[str, object] = {"choices": [f"choice {n}" for n in range(10)]}
+    assert grade("gpqa", "answer: J", "J", metadata).score == 1.0
+    assert grade("gpqa", "answer: D", "D", {"valid_letters": "ABC"}).status == "error"
+
+
+@pytest.mark.parametrize("row", [*cases_text.GOLDEN_IFEVAL, *cases_text.IFEVAL])
+def test_ifeval(row: tuple[str, dict[str, object], str, int, str]) -> None:
+    instruction, arguments, response, holds, why = row
+    metadata: dict[str, object] = {"instruction_id_list": [instruction], "kwargs": [arguments]}
+    found = grade("ifeval", response, None, metadata)
+    assert (found.error, found.score, found.parts) == (None, holds, {"followed": float(holds)}), why
+
+
+@pytest.mark.parametrize("row", cases_text.GOLDEN_IFEVAL)
+def test_an_empty_response_follows_no_instruction(row: tuple[str, dict[str, object], str, int, str]) -> None:
+    metadata: dict[str, object] = {"instruction_id_list": [row[0]], "kwargs": [row[1]]}
+    assert grade("ifeval", "", None, metadata).score == 0.0
+
+
+def test_ifeval_wants_all_instructions_and_reports_the_share() -> None:
+    metadata: dict[str, object] = {"instruction_id_list": ["no_comma", "quotation", "title", "english_lowercase"]}
+    found = grade("ifeval", '"a, <<b>>"', None, metadata)
+    assert (found.score, found.is_correct, found.parts) == (0.0, False, {"followed": 0.75})
+    assert grade("ifeval", '"<<b>>"', None, metadata).score == 1.0
+
+
+@pytest.mark.parametrize(
+    ("metadata", "words"),
+    [
+        ({}, "needs 'instruction_id_list' in the row's metadata"),
+        ({"instruction_id_list": ["no_coma"]}, "no instruction 'no_coma'; did you mean 'no_comma'"),
+        ({"instruction_id_list": ["no_comma"], "kwargs": [{}, {}]}, "1 instructions and 2 kwargs; give one for each"),
+        ({"instruction_id_list": "no_comma"}, "cannot read the row's metadata"),
+        ({"instruction_id_list": ["number_words"]}, "needs a number from 0 on under 'num_words', not None"),
+        (
+            {"instruction_id_list": ["number_words"], "kwargs": [{"num_words": 5, "relation": "about"}]},
+            "needs 'at least' or 'less than' under 'relation', not 'about'",
+        ),
+        ({"instruction_id_list": ["keywords:existence"], "kwargs": [{"keywords": []}]}, "needs a list of texts"),
+        ({"instruction_id_list": ["end_checker"], "kwargs": [{"end_phrase": " "}]}, "needs a text under 'end_phrase'"),
+    ],
+)
+def test_ifeval_names_what_is_wrong_with_the_row(metadata: dict[str, object], words: str) -> None:
+    for response in ("some response", ""):
+        found = grade("ifeval", response, None, metadata)
+        assert found.status == "error"
+        assert words in (found.error or "")
+
+
+def test_the_language_of_a_response_needs_its_package() -> None:
+    row: dict[str, object] = {"instruction_id_list": ["response_language"], "kwargs": [{"language": "en"}]}
+    found = grade("ifeval", "This is plainly a sentence in English, and here is another one.", None, row)
+    if found.error is None:
+        assert found.score == 1.0
+    else:
+        assert "needs the package langdetect; install it, or leave such rows out" in found.error
+
+
+@pytest.mark.parametrize("row", cases_text.GOLDEN_GSM8K)
+def test_gsm8k(row: tuple[str, str, int, int, str]) -> None:
+    response, label, strict, flexible, why = row
+    assert grade("gsm8k", response, label).score == strict, why
+    assert grade("gsm8k_flex", response, label).score == flexible, why
+
+
+def test_there_are_enough_cases_and_each_has_a_reason() -> None:
+    tables = [
+        value for module in (cases_math, cases_text) for value in vars(module).values() if isinstance(value, list)
+    ]
+    rows = [row for table in tables for row in table if isinstance(row, tuple)]
+    assert len(rows) > 250
+    assert [row for row in rows if not isinstance(row[-1], str) or len(row[-1]) < 6] == []

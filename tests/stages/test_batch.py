@@ -1,0 +1,199 @@
+"""What the trainer is given of a group, and what is reported of a batch, against the golden numbers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from models.algorithms.errors import UnknownAlgorithm
+from models.train.interface import TrainSequence
+from stages.batch import Batch, slice_sequences
+from stages.batch_metrics import length_bucket, quantile
+from stages.errors import UntrainableGroup
+from stages.messages import Float32Array, RolloutSlice, Sample, wire
+from tests.stages.lease_rig import Held
+from tests.stages.stage_rig import make_config, make_sample, make_slice
+
+PARTS = "tests.stages.custom_parts"
+
+
+def sequences(slice_: RolloutSlice, **sections: Any) -> list[TrainSequence]:
+    return slice_sequences(make_config(**sections), slice_)
+
+
+def advantage(found: TrainSequence) -> float:
+    """The one advantage of its trained tokens."""
+    (value,) = set(found.advantages[found.loss_mask > 0].tolist())
+    return float(value)
+
+
+def fanned(n: int = 3) -> list[Sample]:
+    """Rewards 1, 0, 0; the first rollout has `n` sequences."""
+    parts = [make_sample(0, n=2 + k, reward=1.0, segment=k, segments=n) for k in range(n)]
+    return [*parts, make_sample(1, reward=0.0), make_sample(2, reward=0.0)]
+
+
+def test_a_rollout_enters_the_baseline_once_however_many_sequences_it_has() -> None:
+    found = sequences(make_slice(4, *fanned(), n_samples=3))
+    assert [advantage(s) for s in found] == pytest.approx([1.154699] * 3 + [-0.577349] * 2, abs=1e-5)
+    assert [s.rollout_id for s in found] == [12, 12, 12, 13, 14]
+    assert [s.response_length for s in found] == [2, 3, 4, 4, 4]
+
+
+def test_a_removed_sample_counts_in_the_baseline_and_is_not_trained() -> None:
+    members = [make_sample(0, reward=1.0, remove_sample=True), make_sample(1, reward=0.0), make_sample(2, reward=0.0)]
+    removed, *others = sequences(make_slice(0, *members))
+    assert removed.loss_mask.sum() == 0
+    assert not removed.advantages.any()
+    assert [advantage(s) for s in others] == pytest.approx([-0.577349] * 2, abs=1e-5)
+
+
+def test_what_the_estimators_over_tokens_need_is_passed_on() -> None:
+    scores = wire([-1.0, -2.0, -3.0, -4.0], Float32Array)
+    members = [
+        make_sample(0, reward=0.25, raw_reward=1.0, status="truncated", teacher_log_probs=scores),
+        make_sample(1, reward=None),
+    ]
+    first, second = sequences(make_slice(0, *members), algorithm={"advantage_estimator": "reinforce_plus_plus"})
+    assert (first.reward, first.truncated, second.reward, second.truncated) == (0.25, True, 0.0, False)
+    assert first.teacher_log_probs is not None
+    assert first.teacher_log_probs.tolist() == [-1, -2, -3, -4]
+    assert second.teacher_log_probs is None
+    assert advantage(first) == 0.25
+
+
+def test_rewards_as_they_are() -> None:
+    found = sequences(
+        make_slice(0, make_sample(0, reward=2.0), make_sample(1, reward=1.0)),
+        algorithm={"disable_rewards_normalization": True},
+    )
+    assert [advantage(s) for s in found] == [2.0, 1.0]
+
+
+@pytest.mark.parametrize("estimator", ["ppo", "reinforce_plus_plus"])
+def test_one_rollout_is_enough_where_nothing_is_compared(estimator: str) -> None:
+    (found,) = sequences(make_slice(0, make_sample(0, reward=0.5)), algorithm={"advantage_estimator": estimator})
+    assert found.reward == 0.5
+
+
+def test_a_function_of_the_users_own_replaces_the_normalisation() -> None:
+    members = [make_sample(0, n=2, reward=3.0, segment=k, segments=2) for k in range(2)]
+    members += [make_sample(1, reward=1.0), make_sample(2, reward=2.0)]
+    found = sequences(
+        make_slice(0, *members, n_samples=3), reward={"custom_reward_post_process_path": f"{PARTS}:ranks"}
+    )
+    assert [advantage(s) for s in found] == [2.0, 2.0, 0.0, 1.0]
+
+
+@pytest.mark.parametrize(
+    ("function", "words"), [("one_number", r"gave \[1.0\] for 2 rollouts"), ("divide", "raised TypeError")]
+)
+def test_a_function_that_fails_ends_its_group_and_not_the_run(function: str, words: str) -> None:
+    with pytest.raises(UntrainableGroup, match=words):
+        sequences(make_slice(0), reward={"custom_reward_post_process_path": f"{PARTS}:{function}"})
+
+
+def test_a_group_with_nothing_to_compare_is_untrainable() -> None:
+    with pytest.raises(UntrainableGroup, match="at least 2"):
+        sequences(make_slice(0, make_sample(0, reward=1.0)))
+
+
+@pytest.mark.parametrize(("function", "words"), [("divide", "raised TypeError"), ("no_numbers", "is not finite")])
+def test_an_estimator_of_the_users_own_that_fails_ends_its_group(function: str, words: str) -> None:
+    with pytest.raises(UntrainableGroup, match=words):
+        sequences(make_slice(0), algorithm={"advantage_estimator": f"{PARTS}:{function}"})
+
+
+def test_an_estimator_that_does_not_exist_is_no_fault_of_a_group() -> None:
+    with pytest.raises(UnknownAlgorithm):
+        sequences(make_slice(0), algorithm={"advantage_estimator": f"{PARTS}:nowhere"})
+
+
+def batch_of(*slices: RolloutSlice, step: int = 6, **sections: Any) -> Batch:
+    batch = Batch(make_config(**sections), step)
+    for slice_ in slices:
+        batch.add(Held(slice_))
+    return batch
+
+
+def test_staleness_golden() -> None:
+    """V = 6; versions 5 5 - 6 6 and 4 4 4, as in the fixture of the corrections."""
+    first = make_sample(0, runs=[(5, 3), (6, 2)], mask=[1, 1, 0, 1, 1], reward=1.0)
+    second = make_sample(1, runs=[(4, 3)], reward=0.0)
+    batch = batch_of(make_slice(0, first, second), train={"num_steps_per_rollout": 4})
+    metrics = batch.metrics()
+    assert batch.staleness == {0: 2, 1: 2, 2: 3}
+    assert metrics["staleness/mean"] == pytest.approx(1.142857, abs=1e-6)
+    assert [metrics[f"staleness/{name}"] for name in ("max", "p99", "sample_max")] == [2, 2, 1.5]
+    assert metrics["staleness/opt_steps"] == pytest.approx(4 * 1.142857 + 1.5, abs=1e-5)
+    assert {k: v for k, v in metrics.items() if "token_hist" in k} == {
+        "staleness/token_hist/0": 2,
+        "staleness/token_hist/1": 2,
+        "staleness/token_hist/2": 3,
+    }
+
+
+def test_removed_tokens_are_not_counted_as_trained() -> None:
+    batch = batch_of(
+        make_slice(0, make_sample(0, version=2, reward=1.0, remove_sample=True), make_sample(1, version=6))
+    )
+    assert (batch.trained_tokens, batch.staleness) == (4, {0: 4})
+    metrics = batch.metrics()
+    assert metrics["staleness/sample_max"] == 0
+    assert metrics["rollout/effective_response_len/min"] == 0
+    assert metrics["rollout/response_len/min"] == 4
+
+
+def test_the_unit_of_rollout_metrics_is_the_rollout() -> None:
+    metrics = batch_of(make_slice(0, *fanned(), n_samples=4), make_slice(1, make_sample(0, n=9, reward=1.0))).metrics()
+    assert metrics["train/rollouts"] == 4
+    assert metrics["train/reward_mean"] == 0.5
+    assert metrics["rollout/response_len/max"] == 9
+    assert metrics["rollout/response_len/median"] == np.median([9, 4, 4, 9])
+    assert metrics["rollout/segments/mean"] == 1.5
+    assert metrics["rollout/failed_ratio"] == pytest.approx(1 - 4 / 5)
+    assert metrics["rollout/zero_std_frac"] == 0.5, "the second group has one member"
+
+
+def test_raw_and_shaped_rewards_are_told_apart() -> None:
+    members = [make_sample(i, reward=-0.5, raw_reward=float(i)) for i in range(2)]
+    metrics = batch_of(make_slice(0, *members)).metrics()
+    assert (metrics["train/reward_mean"], metrics["rollout/raw_reward"]) == (-0.5, 0.5)
+    assert metrics["rollout/zero_std_frac"] == 0.0
+
+
+def test_pass_rates_and_sources() -> None:
+    def judged(group_id: int, source: str | None, *correct: bool) -> RolloutSlice:
+        members = [make_sample(i, reward=float(c), is_correct=c) for i, c in enumerate(correct)]
+        return make_slice(group_id, *members, metadata=f'{{"source_name": "{source}"}}' if source else "{}")
+
+    batch = batch_of(
+        judged(0, "math", True, False, False, False),
+        judged(1, "code", True, True, True, True),
+        judged(2, None, False, False, False, False),
+    )
+    metrics = batch.metrics()
+    assert batch.pass_rates == {0: 0.25, 1: 1.0, 2: 0.0}
+    assert metrics["passrate/pass@1"] == pytest.approx(1.25 / 3)
+    assert metrics["passrate/pass@2"] == pytest.approx(1.5 / 3)
+    assert metrics["passrate/mean@4"] == pytest.approx(1.25 / 3)
+    assert (metrics["reward/by_source/math"], metrics["reward/by_source/code"]) == (0.25, 1.0)
+    assert metrics["rollout/group_len/4"] == 3
+
+
+def test_supervised_batches_have_no_pass_rates() -> None:
+    metrics = batch_of(make_slice(0, make_sample(0, reward=0.0)), train={"loss_type": "sft_loss"}).metrics()
+    assert not any(name.startswith("passrate/") for name in metrics)
+
+
+@pytest.mark.parametrize(("tokens", "bucket"), [(0, 1), (1, 1), (2, 2), (2.5, 4), (4, 4), (5, 8), (1000, 1024)])
+def test_length_buckets_are_upper_bounds(tokens: float, bucket: int) -> None:
+    assert length_bucket(tokens) == bucket
+
+
+def test_quantile_of_a_histogram() -> None:
+    assert quantile({}, 0.99) == 0
+    assert quantile({0: 98, 5: 2}, 0.99) == 5
+    assert quantile({0: 99, 5: 1}, 0.99) == 0
