@@ -193,7 +193,7 @@ async def one_run(task: Task, flags: Sequence[str], *, batches: int, staleness: 
                 waiting.append(sequences)
                 if number >= staleness:
                     curves.reward.append(reward)
-                    if version % 20 == 0:
+                    if version % 20 == 0 or version == batches - 1:
                         greedy = await sampler.sample(task.held_out, [0] * HELD_OUT, 1, 0.0)
                         right = [tuple(c.output_ids) == r.answer for c, r in zip(greedy, task.held_out, strict=True)]
                         curves.held_out.append((version, float(np.mean(right))))

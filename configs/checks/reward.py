@@ -122,13 +122,13 @@ def filter_faults(config: Config) -> Iterator[str]:
     wanted, batch = filters.over_sampling_batch_size, config.rollout.rollout_batch_size
     if wanted is not None and wanted < batch:
         yield (
-            f"--over-sampling-batch-size is {wanted}, but a batch of {batch} groups needs as many in flight anyway; set "
-            f"it to at least {batch}, or leave it out"
+            f"--over-sampling-batch-size is {wanted}, but a batch of {batch} groups needs as many in flight anyway; "
+            f"set it to at least {batch}, or leave it out"
         )
     if wanted is not None and config.run.deterministic:
         yield (
-            "--deterministic with --over-sampling-batch-size: which groups are trained then depends on the order in which "
-            "they finish; leave one of them out"
+            "--deterministic with --over-sampling-batch-size: which groups are trained then depends on the order in "
+            "which they finish; leave one of them out"
         )
     if "nonzero_std" in filters.dynamic_sampling_filter and "nonzero_std_fallback" in filters.dynamic_sampling_filter:
         yield (
