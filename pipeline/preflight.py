@@ -5,9 +5,11 @@ Names of graders and filters are looked up where they are implemented; a user's 
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable
 
 from configs.schema import Config
+from models.algorithms.rules import parse_rules
 from pipeline.errors import UsageError
 from stages.filters import parse_filters
 from stages.graders.registry import find_grader, is_import_path, refusal
@@ -21,6 +23,8 @@ def check_names(config: Config) -> None:
     if config.train.loss_type == "sft_loss":
         return
     parse_filters(config.filter.dynamic_sampling_filter)
+    for rule in parse_rules(config.correction.rollout_rs):
+        sys.stderr.write(f"rejection: {rule.meaning}\n")  # the bounds of k1 are easily read the wrong way round
     check_graders(config, Selection(config.reward).configured())
 
 

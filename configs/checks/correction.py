@@ -183,6 +183,10 @@ def rejection_faults(config: Config) -> Iterator[str]:
         fault = _rule_fault(text)
         if fault is not None:
             yield f"--rollout-rs {text!r} {fault}"
+    names = [text.partition("=")[0] for text in correction.rollout_rs]
+    for name in dict.fromkeys(names):
+        if names.count(name) > 1:
+            yield f"--rollout-rs has {name} {names.count(name)} times, but one bound must hold; leave the others out"
     if not rejects(correction):
         for label, used in (
             ("--rs-unit rollout", correction.rs_unit != _DEFAULT.rs_unit),

@@ -103,6 +103,7 @@ def test_every_loss_is_accepted_as_it_is() -> None:
         (["--rollout-rs", "token_k1=0.5"], "needs two bounds"),
         (["--rollout-rs", "token_k1=1.5_0.5"], "the lower one first"),
         (["--rollout-rs", "token_k3=0.5_1.5"], "needs one upper bound above 0"),
+        (["--rollout-rs", "token_k2=0.5", "token_k2=0.1"], "--rollout-rs has token_k2 2 times"),
         (["--rs-unit", "rollout"], "--rs-unit rollout has no rule to act on"),
         (["--renormalize-after-rejection"], "has no rule to act on"),
         (["--rollout-top-p", "0.9", *SYNC, "--rs-veto", "1e-4"], "but must be 1"),

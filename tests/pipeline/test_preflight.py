@@ -1,0 +1,58 @@
+"""What is refused before anything starts, although only a stage could use it."""
+
+from __future__ import annotations
+
+import pytest
+
+from configs.load import load
+from configs.schema import Config
+from configs.validate import checked
+from pipeline.errors import UsageError, user_error
+from pipeline.preflight import check_graders, check_names
+
+BASE = ("--prompt-data", "arithmetic", "--num-rollout", "3", "--hf-checkpoint", "tiny-arithmetic")
+
+
+def config(*flags: str) -> Config:
+    loaded = load([*BASE, *flags])
+    return checked(loaded.config, loaded.given)[0]
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (["--rm-type", "gsm8"], "did you mean 'gsm8k'"),
+        (["--reward-component", "acc=mth@1"], "is no grader"),
+        (["--rm-type", "length:x"], "write length:N"),
+        (["--rm-type", "math", "--reward-workers", "0"], "runs only in a grader process; set --reward-workers to 1"),
+        (["--custom-rm-path", "json:loads", "--reward-workers", "0"], "'json:loads' may hang"),
+        (["--dynamic-sampling-filter", "pass_rate"], "pass_rate"),
+        (["--dynamic-sampling-filter", "nonzero_sd"], "nonzero_std"),
+    ],
+)
+def test_refused_with_one_sentence(flags: list[str], words: str) -> None:
+    with pytest.raises(Exception) as caught:  # noqa: PT011  (the sentence is checked)
+        check_names(config(*flags))
+    sentence = str(caught.value) if isinstance(caught.value, UsageError) else user_error(caught.value)
+    assert sentence is not None, repr(caught.value)
+    assert words in sentence
+    assert "\n" not in sentence
+
+
+def test_rows_are_looked_at_too() -> None:
+    check_graders(config(), ["math", "remote", "gsm8k", "auto", "my_project.rewards:score"])
+    with pytest.raises(UsageError, match="'mathh'"):
+        check_graders(config(), ["gsm8k", "mathh"])
+
+
+def test_right_names_pass_and_rules_are_explained(capsys: pytest.CaptureFixture[str]) -> None:
+    check_names(
+        config(
+            "--dynamic-sampling-filter", "nonzero_std", "pass_rate:0.1_0.9",
+            "--reward-component", "acc=math@0.8", "fmt=format:^x@0.2",
+            "--rollout-rs", "token_k1=0.5_4",
+        )
+    )  # fmt: skip
+    assert capsys.readouterr().err == (
+        "rejection: token_k1 keeps tokens with mu / old from 0.5 to 4, that is old / mu from 0.25 to 2\n"
+    )
