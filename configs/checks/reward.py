@@ -132,8 +132,8 @@ def filter_faults(config: Config) -> Iterator[str]:
         )
     if "nonzero_std" in filters.dynamic_sampling_filter and "nonzero_std_fallback" in filters.dynamic_sampling_filter:
         yield (
-            "--dynamic-sampling-filter nonzero_std drops what nonzero_std_fallback would keep for a batch that is short; "
-            "leave one of them out"
+            "--dynamic-sampling-filter nonzero_std drops what nonzero_std_fallback would keep for a batch that is "
+            "short; leave one of them out"
         )
 
 
