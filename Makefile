@@ -26,7 +26,7 @@ types: $(STAMP)
 	$(BIN)/mypy
 
 test-fast: $(STAMP)
-	$(BIN)/python -m pytest -q -m "not slow"
+	$(BIN)/python -m pytest -q -m "not slow" -n 2
 
 # Fast suite first, then what starts processes and trains.
 test: lint types test-fast
