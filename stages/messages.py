@@ -104,6 +104,11 @@ class Sample(Struct, frozen=True, array_like=True):
     raw_reward: float | None = None  # before shaping (length penalties); None: `reward` is raw
     remove_sample: bool = False  # counts in its group's baseline, is not trained
     teacher_log_probs: Float32Array = msgspec.field(default_factory=lambda: NO_FLOATS)  # [R] or empty
+    reused_tokens: int = 0  # tokens saved from an engine that was lost while it made them
+    replaced: int = 0  # times begun anew because its group's deadline passed
+    spec_proposed: int = 0  # speculative decoding: draft tokens proposed, and accepted
+    spec_accepted: int = 0
+    routed_experts: bytes = b""  # int32 [tokens, layers, top-k] as the engine sent it, for replay; empty if not asked
 
     @property
     def n_tokens(self) -> int:
@@ -225,6 +230,8 @@ class WeightsAnnouncement(Struct, frozen=True):
     digest: str  # xxh3 of the tensor bytes
     generation: int  # even counter of the slot
     pinned: bool = False  # an evaluation needs this version: apply no other until it is released
+    transport: str = "disk"  # route to the engines: disk, distributed, tensor, delta
+    delta: str = ""  # delta route: manifest of this version's difference
 
     @property
     def label(self) -> str:
@@ -249,3 +256,13 @@ class Applied(Struct, frozen=True):
     fetching: int = -1  # version being read from its slot just now
     update_s: float = 0.0
     stall_s: float = 0.0
+    checksum: str = ""  # over the engine's tensors, if asked for
+    url: str = ""  # of the engine that reported
+
+
+class RouterAddress(Struct, frozen=True):
+    """Topic value `router`: where the router in front of the engines listens; `incarnation` as for an engine."""
+
+    kind: str  # sglang or smg
+    url: str
+    incarnation: int

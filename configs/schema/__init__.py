@@ -16,10 +16,14 @@ from configs.schema.data import DataConfig
 from configs.schema.distill import DistillConfig
 from configs.schema.engine import EngineConfig, SimulatedEngineConfig
 from configs.schema.evaluation import EvalConfig
+from configs.schema.health import HealthConfig
 from configs.schema.reward import FilterConfig, RewardConfig, ToolsConfig
 from configs.schema.rollout import RolloutConfig
+from configs.schema.router import RouterConfig
 from configs.schema.run import CheckpointConfig, ObserveConfig, RunConfig, StageConfig, WarmStartConfig
+from configs.schema.sglang import SglangConfig
 from configs.schema.train import TrainConfig
+from configs.schema.update import UpdateConfig
 
 __all__ = [
     "AlgorithmConfig",
@@ -33,14 +37,18 @@ __all__ = [
     "EngineConfig",
     "EvalConfig",
     "FilterConfig",
+    "HealthConfig",
     "ObserveConfig",
     "RewardConfig",
     "RolloutConfig",
+    "RouterConfig",
     "RunConfig",
+    "SglangConfig",
     "SimulatedEngineConfig",
     "StageConfig",
     "ToolsConfig",
     "TrainConfig",
+    "UpdateConfig",
     "WarmStartConfig",
 ]
 
@@ -50,6 +58,10 @@ class Config(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     data: DataConfig = DataConfig()
     rollout: RolloutConfig = RolloutConfig()
     engine: EngineConfig = EngineConfig()
+    sglang: SglangConfig = SglangConfig()
+    router: RouterConfig = RouterConfig()
+    health: HealthConfig = HealthConfig()
+    update: UpdateConfig = UpdateConfig()
     train: TrainConfig = TrainConfig()
     algorithm: AlgorithmConfig = AlgorithmConfig()
     correction: CorrectionConfig = CorrectionConfig()

@@ -26,8 +26,8 @@ class SimulatedEngineConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_
 
 class EngineConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     engine: Annotated[
-        Literal["embedded", "simulated"],
-        Meta(description="inference engine behind the SGLang protocol"),
+        Literal["embedded", "simulated", "sglang"],
+        Meta(description="inference engine behind the SGLang protocol; sglang starts real SGLang servers"),
     ] = "embedded"
     pause_generation_mode: Annotated[
         Literal["in_place", "retract", "abort"],

@@ -40,6 +40,21 @@ class RolloutConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
     max_turns: Annotated[int, Meta(ge=1, description="most generation turns of one rollout with a loop stage")] = 8
     server_concurrency: Annotated[int, Meta(ge=1, description="most samples in flight per engine")] = 512
     request_timeout_secs: Annotated[float, Meta(gt=0, description="deadline of one engine request, seconds")] = 600.0
+    sample_deadline_secs: Annotated[
+        Annotated[float, Meta(gt=0)] | None,
+        Meta(description="seconds of generation after which a rollout is stopped and kept as truncated; default: none"),
+    ] = None
+    group_deadline_secs: Annotated[
+        Annotated[float, Meta(gt=0)] | None,
+        Meta(
+            description="seconds after which the unfinished rollouts of a group are stopped and each is generated anew, "
+            "once; favours short responses, and is counted; default: none"
+        ),
+    ] = None
+    adaptive_concurrency: Annotated[
+        bool,
+        Meta(description="lower the samples in flight per engine when its KV cache is full or requests are retracted"),
+    ] = True
     max_retries: Annotated[int, Meta(ge=0, description="retries of an engine request after a transport error")] = 3
     partial_rollout: Annotated[
         bool, Meta(description="continue an aborted response from its partial output instead of starting it again")

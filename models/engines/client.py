@@ -110,7 +110,7 @@ class EngineClient:
         if request.stream:
             raise ValueError("stream=True is not for generate(), which returns finished responses; leave it False")
         self._check_ids(request)
-        body = await self._call("POST", "/generate", request, self._timeout_s)
+        body = await self.call("POST", "/generate", request, self._timeout_s)
         try:
             if body[:1] == b"[":
                 return self._decode_many.decode(body)
@@ -168,15 +168,15 @@ class EngineClient:
     async def pause(self, mode: PauseMode) -> None:
         """Stop generating. abort ends all requests (200, partial output), retract drops their KV cache, in_place keeps
         it. New requests wait. With SGLang, abort takes about a second."""
-        await self._call("POST", "/pause_generation", PauseRequest(mode), self._control_timeout_s)
+        await self.call("POST", "/pause_generation", PauseRequest(mode), self._control_timeout_s)
 
     async def resume(self) -> None:
         """Go on after `pause`."""
-        await self._call("POST", "/continue_generation", {}, self._control_timeout_s)
+        await self.call("POST", "/continue_generation", {}, self._control_timeout_s)
 
     async def abort(self, rid: str | None = None) -> None:
         """End the requests whose id begins with `rid`, or all. They answer with what they have."""
-        await self._call(
+        await self.call(
             "POST", "/abort_request", AbortRequest(rid or "", abort_all=rid is None), self._control_timeout_s
         )
 
@@ -190,7 +190,7 @@ class EngineClient:
         """
         request = UpdateWeightsRequest(model_path=path, weight_version=version_label, flush_cache=flush_cache)
         try:
-            body = await self._call("POST", "/update_weights_from_disk", request, self._control_timeout_s)
+            body = await self.call("POST", "/update_weights_from_disk", request, self._control_timeout_s)
         except EngineRefused as error:
             if error.status == 400 and error.reason.startswith(_UPDATED_BUT_NOT_FLUSHED):
                 return WeightsUpdated(message=error.reason, cache_flushed=False)
@@ -202,7 +202,7 @@ class EngineClient:
 
     async def flush_cache(self) -> None:
         """Empty the prefix cache. Raises `EngineRefused` while requests are running."""
-        await self._call("POST", "/flush_cache", {}, self._control_timeout_s)
+        await self.call("POST", "/flush_cache", {}, self._control_timeout_s)
 
     async def model_info(self) -> ModelInfo:
         return await self._get("/model_info", ModelInfo)
@@ -230,7 +230,7 @@ class EngineClient:
 
     async def weights_checker(self) -> list[Mapping[str, str]]:
         """Checksum by tensor name, for each rank."""
-        body = await self._call("POST", "/weights_checker", CheckerRequest(), self._control_timeout_s)
+        body = await self.call("POST", "/weights_checker", CheckerRequest(), self._control_timeout_s)
         answer = self._decode("/weights_checker", body, CheckerAnswer)
         if not answer.success:
             raise EngineRefused(self.base_url, 200, answer.message)
@@ -249,13 +249,13 @@ class EngineClient:
 
     async def _is_ok(self, path: str) -> bool:
         try:
-            await self._call("GET", path, None, self._connect_timeout_s)
+            await self.call("GET", path, None, self._connect_timeout_s)
         except (EngineUnreachable, EngineTimeout, EngineRefused):
             return False
         return True
 
     async def _get(self, path: str, kind: type[T]) -> T:
-        return self._decode(path, await self._call("GET", path, None, self._control_timeout_s), kind)
+        return self._decode(path, await self.call("GET", path, None, self._control_timeout_s), kind)
 
     def _decode(self, path: str, body: bytes, kind: type[T]) -> T:
         try:
@@ -273,7 +273,7 @@ class EngineClient:
             self._session = aiohttp.ClientSession(connector=connector, headers=self._headers, auto_decompress=True)
         return self._session
 
-    async def _call(self, method: str, path: str, payload: Struct | dict[str, str] | None, timeout_s: float) -> bytes:
+    async def call(self, method: str, path: str, payload: Struct | dict[str, str] | None, timeout_s: float) -> bytes:
         """One HTTP exchange. Waits for the answer; unblocked by it, by the timeout or by a lost connection."""
         data = None if payload is None else msgspec.json.encode(payload)
         limits = aiohttp.ClientTimeout(total=timeout_s, connect=None, sock_connect=self._connect_timeout_s)

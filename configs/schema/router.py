@@ -1,0 +1,32 @@
+"""Who chooses an engine for a request: a router in front of them, or the generate stage. Owner: `stages/dispatch`."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from msgspec import Meta, Struct
+
+
+class RouterConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    router: Annotated[
+        Literal["auto", "none", "sglang", "smg"],
+        Meta(
+            description="router process in front of the engines: sglang (sglang-router), smg (its successor), or none "
+            "(the generate stage chooses); auto = sglang with SGLang engines, else none"
+        ),
+    ] = "auto"
+    router_policy: Annotated[
+        Literal["auto", "round_robin", "random", "power_of_two", "cache_aware", "session", "least_loaded"],
+        Meta(
+            description="how an engine is chosen; session keeps the turns of a rollout on one engine; least_loaded is "
+            "for --router none; auto = session where a loop stage sends rollouts round, else round_robin behind a "
+            "router, least_loaded without one"
+        ),
+    ] = "auto"
+    router_address: Annotated[
+        str | None, Meta(description="a router that runs already, as http://host:port; none is started then")
+    ] = None
+    router_args: Annotated[
+        dict[str, Any],
+        Meta(description="options of the router by name; on the command line --router-<option> value"),
+    ] = {}
