@@ -2,6 +2,7 @@
 
 Grammar: `--flag value`, `--flag=value`, `--flag a b c` (lists), `--flag` and `--no-flag` (booleans),
 `section.key=value`, `--section.key value`, `stage.<name>.<field>=value`. A name must be written in full.
+`--sglang-<option>` and `--router-<option>` that are no flags of ours are passed on, see `configs.passed_on`.
 Invariant: all faults of a command line are listed at once.
 """
 
@@ -18,6 +19,7 @@ from msgspec import Struct
 from configs.errors import ConfigError
 from configs.flags import SECTIONS, Flag, RefusedValue, flags, flags_by_key, suggestion
 from configs.layers import Layer, StageEdit, refusal
+from configs.passed_on import ALIASES, option_of, option_value
 from configs.schema import StageConfig
 
 __all__ = ["RESERVED", "Arguments", "parse"]
@@ -93,6 +95,7 @@ class _Reader:
             return
         name, equals, attached = token.removeprefix("--").partition("=")
         inline = attached if equals else None
+        name = ALIASES.get(name, name)
         if "." in name or name in flags_by_key():
             self._dotted(name.replace("-", "_") if not name.startswith("stage.") else name, inline)
         elif name in RESERVED:
@@ -103,6 +106,8 @@ class _Reader:
             if inline is not None:
                 self.faults.append(f"--{name} takes no value, but got {inline!r}; write --{name} alone")
             self._set(flag, False, f"--{name}")
+        elif (passed := option_of(name, _all_names())) is not None:
+            self._pass_on(*passed, name, inline)
         else:
             self._unknown(name)
 
@@ -176,6 +181,16 @@ class _Reader:
             self.faults.append(refusal(owner, label, text, str(error)))
             return
         self._set(owner, value, label)
+
+    def _pass_on(self, key: str, option: str, fault: str | None, name: str, inline: str | None) -> None:
+        """An option of the SGLang server or its router: none, one or several values as they stand."""
+        texts = [inline] if inline is not None else self._values(several=True)
+        if fault is not None:
+            self.faults.append(fault)
+            return
+        owner = flags_by_key()[key]
+        before = self.values.get(key, {}).get(option)
+        self._set(owner, {option: option_value(key, option, texts, before)}, f"--{name}")
 
     def _stage(self, key: str, text: str | None) -> None:
         match key.split("."):

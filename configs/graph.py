@@ -7,7 +7,7 @@ recipe; the order given here is the one in which a group passes the stages.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Final
+from typing import Final, Literal
 
 from configs.schema import Config, StageConfig
 
@@ -16,12 +16,14 @@ __all__ = [
     "FOLLOWED",
     "SINGLE",
     "chain",
+    "engine_count",
     "evaluates",
     "frozen_engines",
     "is_address",
     "loops",
     "path",
     "replicas",
+    "resolved_router",
     "stage_names",
 ]
 
@@ -74,6 +76,35 @@ def evaluates(config: Config) -> bool:
     return asked and config.train.loss_type != "sft_loss"
 
 
+def engine_count(config: Config) -> int:
+    """How many engines generate rollouts: those that run already, else as many as the GPUs hold, else `--scale`.
+
+    `--rollout-num-gpus` says so only for SGLang's servers, the only engines that span GPUs. A rest of the division is a
+    fault that `configs.checks.engine` tells.
+    """
+    if config.train.loss_type == "sft_loss":
+        return 0
+    sglang = config.sglang
+    if sglang.rollout_external_engine_addrs:
+        return len(sglang.rollout_external_engine_addrs)
+    if config.engine.engine == "sglang" and sglang.rollout_num_gpus is not None:
+        return sglang.rollout_num_gpus // sglang.rollout_num_gpus_per_engine
+    return config.run.scale.get("engine", 1)
+
+
+def resolved_router(config: Config) -> Literal["none", "sglang", "smg"]:
+    """Which router stands in front of the engines that generate. Supervised training has neither.
+
+    With `--router-address` it is one that runs already; of a kind that nothing names it is taken for sglang-router.
+    """
+    if config.train.loss_type == "sft_loss":
+        return "none"
+    router = config.router
+    if router.router != "auto":
+        return router.router
+    return "sglang" if config.engine.engine == "sglang" or router.router_address is not None else "none"
+
+
 def frozen_engines(config: Config) -> dict[str, str]:
     """Name -> checkpoint or address of the engines whose weights never change. Supervised training asks none."""
     if config.train.loss_type == "sft_loss":
@@ -99,4 +130,5 @@ def replicas(config: Config) -> dict[str, int]:
     if evaluates(config):
         names.append("evaluate")
     own = {stage.name: stage.replicas for stage in config.stage}
-    return {name: config.run.scale.get(name, own.get(name, 1)) for name in names}
+    counts = {name: config.run.scale.get(name, own.get(name, 1)) for name in names}
+    return {**counts, "engine": engine_count(config)} if "engine" in counts else counts

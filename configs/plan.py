@@ -19,7 +19,7 @@ from configs.estimate import (
     simulated_training_s,
     staleness_line,
 )
-from configs.graph import evaluates, frozen_engines, is_address, loops, path, replicas
+from configs.graph import evaluates, frozen_engines, is_address, loops, path, replicas, resolved_router
 from configs.load import config_hash
 from configs.resolve import Batch
 from configs.schema import Config
@@ -74,6 +74,7 @@ class Plan(Struct, frozen=True):
     step: StepTime
     memory: Memory | None
     frozen: tuple[FrozenPlan, ...] = ()
+    router: str = ""  # what it is; empty: none
 
 
 def make_plan(config: Config, *, generation_s: float | None = None, training_s: float | None = None) -> Plan:
@@ -104,7 +105,7 @@ def make_plan(config: Config, *, generation_s: float | None = None, training_s: 
         epochs=rollout.num_epoch if rollout.num_rollout is None else None,
         stages=stages,
         edges=_edges(config),
-        processes=_processes(config, stages) + (started if config.run.runner == "local" else 0),
+        processes=_processes(config, stages) + (started if _own_processes(config) else 0),
         batch=batch,
         tokens_per_batch=batch.rollouts * rollout.rollout_max_response_len,
         staleness=predicted_staleness(config),
@@ -112,6 +113,7 @@ def make_plan(config: Config, *, generation_s: float | None = None, training_s: 
         step=StepTime(generation_s, training_s),
         memory=memory(config, model) if model is not None else None,
         frozen=frozen,
+        router=_router(config),
     )
 
 
@@ -131,19 +133,47 @@ def _stages(config: Config) -> tuple[StagePlan, ...]:
     for name, count in replicas(config).items():
         where = "in the controller's process" if name == "prompts" else "process" if local else "task"
         if name == "engine":
-            where = "process with an HTTP server" if local else "thread with an HTTP server"
+            where = _engine(config)
         if name == "reward" and graders:
             where += f" and {graders} grader process{'es' if graders > 1 else ''} each"
         found.append(StagePlan(name, count, where, name in own))
     return tuple(found)
 
 
+def _own_processes(config: Config) -> bool:
+    """Whether an engine of this run is a process."""
+    return config.run.runner == "local" or config.engine.engine == "sglang"
+
+
+def _engine(config: Config) -> str:
+    """What one engine is."""
+    sglang = config.sglang
+    if sglang.rollout_external_engine_addrs:
+        return f"not started here, asked at {', '.join(sglang.rollout_external_engine_addrs)}"
+    if config.engine.engine == "sglang":
+        gpus = sglang.rollout_num_gpus_per_engine
+        return f"SGLang server in its own processes, {gpus} GPU{'s' if gpus > 1 else ''} where there are any"
+    return "process with an HTTP server" if config.run.runner == "local" else "thread with an HTTP server"
+
+
+def _router(config: Config) -> str:
+    """What the router in front of the engines is; empty if there is none."""
+    kind, address = resolved_router(config), config.router.router_address
+    if kind == "none":
+        return ""
+    name = "smg" if kind == "smg" else "sglang-router"
+    return f"{name}, not started here, asked at {address}" if address is not None else f"{name} in a process of its own"
+
+
 def _processes(config: Config, stages: tuple[StagePlan, ...]) -> int:
-    """The controller, and what it starts."""
+    """The controller, and what it starts. A server of SGLang counts as one, though it starts more itself."""
     graders = sum(stage.replicas * config.reward.reward_workers for stage in stages if stage.name == "reward")
-    if config.run.runner != "local":
-        return 1 + graders
-    return 1 + graders + sum(stage.replicas for stage in stages if stage.name != "prompts")
+    router = 1 if resolved_router(config) != "none" and config.router.router_address is None else 0
+    elsewhere = {"prompts"} | ({"engine"} if config.sglang.rollout_external_engine_addrs else set())
+    if config.run.runner == "local":
+        return 1 + graders + router + sum(stage.replicas for stage in stages if stage.name not in elsewhere)
+    servers = replicas(config).get("engine", 0) if config.engine.engine == "sglang" and "engine" not in elsewhere else 0
+    return 1 + graders + router + servers
 
 
 def _edges(config: Config) -> tuple[Edge, ...]:
@@ -188,7 +218,8 @@ def _graph(plan: Plan) -> list[str]:
     if "evaluate" in label:
         lines.append("  evaluate -> generate ... group -> evaluate   (held-out prompts, one pinned version)")
     if "engine" in label:
-        lines.append(f"  generate <-> {label['engine']}   (HTTP)")
+        router = "router <-> " if plan.router else ""
+        lines.append(f"  generate <-> {router}{label['engine']}   (HTTP)")
         lines.append("  train -> weights -> engine   (by version)")
     if "teacher" in label:
         lines.append("  teacher <-> frozen engines   (HTTP)")
@@ -202,7 +233,9 @@ def _placement(plan: Plan) -> list[str]:
     for stage in plan.stages:
         kind = f"{stage.where} (custom stage)" if stage.custom else stage.where
         lines.append(f"  {stage.name:<12} x{stage.replicas:<3} {kind}")
-    server = "process" if plan.runner == "local" else "thread"
+    if plan.router:
+        lines.append(f"  {'router':<12} x1   {plan.router}")
+    server = "process" if plan.runner == "local" or plan.engine == "sglang" else "thread"
     for engine in plan.frozen:
         where = f"{server} with an HTTP server, weights of" if engine.started else "not started here, asked at"
         lines.append(f"  frozen-{engine.name:<5} x1   {where} {engine.place}")

@@ -11,7 +11,7 @@ from typing import Final
 
 from msgspec import Struct
 
-from configs.checks import algorithm, correction, files, layout, reward, schedule
+from configs.checks import algorithm, correction, engine, files, layout, reward, schedule
 from configs.errors import ConfigError
 from configs.resolve import derive
 from configs.schema import Config
@@ -44,12 +44,17 @@ _FAULTS: Final[tuple[Check, ...]] = (
     layout.stage_faults,
     layout.tool_faults,
     layout.device_faults,
+    engine.fleet_faults,
+    engine.router_faults,
+    engine.update_faults,
+    engine.deadline_faults,
 )
 _WARNINGS: Final[tuple[Check, ...]] = (
     schedule.warnings,
     algorithm.warnings,
     correction.warnings,
     layout.warnings,
+    engine.warnings,
 )
 
 

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Iterator
 
 from configs.flags import closest
-from configs.graph import BUILT_IN, FOLLOWED, SINGLE, chain, is_address, replicas, stage_names
+from configs.graph import BUILT_IN, FOLLOWED, SINGLE, chain, engine_count, is_address, replicas, stage_names
 from configs.schema import Config, StageConfig
 
 __all__ = ["device_faults", "scale_faults", "stage_faults", "tool_faults", "warnings"]
@@ -29,7 +29,7 @@ def scale_faults(config: Config) -> Iterator[str]:
         elif name == "tools" and not config.tools.tools:
             yield f"--scale tools={count} scales a stage that this run does not have; add --tools, or leave tools out"
     started = sum(not is_address(place.partition("=")[2]) for place in config.engine.frozen_engine)
-    last = config.engine.engine_port + config.run.scale.get("engine", 1) + started - 1
+    last = config.engine.engine_port + engine_count(config) + started - 1
     if config.engine.engine_port and last > 65535:
         yield (
             f"--engine-port is {config.engine.engine_port}, but the last engine would need {last}; set a lower port, "

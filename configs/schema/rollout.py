@@ -47,7 +47,7 @@ class RolloutConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
     group_deadline_secs: Annotated[
         Annotated[float, Meta(gt=0)] | None,
         Meta(
-            description="seconds after which the unfinished rollouts of a group are stopped and each is generated anew, "
+            description="seconds after which the unfinished rollouts of a group are stopped and each is generated anew "
             "once; favours short responses, and is counted; default: none"
         ),
     ] = None

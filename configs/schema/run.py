@@ -42,6 +42,10 @@ class ObserveConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
     use_tensorboard: Annotated[bool, Meta(description="write TensorBoard events")] = True
     trace: Annotated[bool, Meta(description="write a Perfetto trace of the stage spans of each sample")] = True
     log_interval: Annotated[int, Meta(ge=1, description="print a line every this many rollout batches")] = 10
+    prometheus_port: Annotated[
+        int, Meta(ge=0, le=65535, description="port of the run's /metrics for Prometheus; 0 = off")
+    ] = 0
+    prometheus_host: Annotated[str, Meta(description="address that /metrics listens on")] = "127.0.0.1"
 
 
 class StageConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):

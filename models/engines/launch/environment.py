@@ -1,0 +1,207 @@
+"""The environment that SGLang and its router live in: which Python it is, and what is installed in it.
+
+Invariants: nothing of that environment is imported into this process, it is asked in one of its own; an answer is kept
+in the user's cache directory under everything that it depends on (interpreter, versions, change times, visible GPUs),
+so that the seconds of SGLang's imports are paid once per installation and not once per run.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import glob
+import hashlib
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Final, Literal
+
+import msgspec
+from msgspec import Struct
+
+from configs.schema import SglangConfig
+from models.engines.launch.errors import EnvironmentBroken, EnvironmentMissing
+
+__all__ = ["CURE", "PYTHON_VARIABLE", "SHIMS", "Installed", "Option", "Part", "find_python", "probe"]
+
+Part = Literal["server", "router", "smg"]
+
+PYTHON_VARIABLE: Final = "SLUICE_SGLANG_PYTHON"
+SHIMS: Final = Path(__file__).resolve().parent / "shims"
+CURE: Final = "run `make sglang-env`, or name another environment with --sglang-python"
+
+_DESCRIBE: Final = Path(__file__).resolve().parent / "describe.py"
+_PACKAGE: Final[Mapping[Part, str]] = {"server": "sglang", "router": "sglang-router", "smg": "smg"}
+_VERSIONS_TIMEOUT_S: Final = 60.0
+_OPTIONS_TIMEOUT_S: Final = 300.0  # the first import after an installation compiles thousands of files
+
+
+class Option(Struct, frozen=True, kw_only=True):
+    """One option of a command line that is not ours. `names[0]` is the one it is written with."""
+
+    names: tuple[str, ...]  # without dashes in front
+    kind: Literal["flag", "switch", "value", "list", "append"]  # switch: has a no- form; append: may be repeated
+    takes: Literal["int", "float", "size", "json", "text"] = "text"  # size: a whole number, or one like 64k
+    choices: tuple[str, ...] = ()
+    default: str | None = None
+    help: str = ""
+
+
+class Installed(Struct, frozen=True, kw_only=True):
+    """What one environment holds. Versions are None for what is not installed, options empty for what was not asked."""
+
+    python: str
+    python_version: str
+    sglang: str | None = None
+    torch: str | None = None
+    router: str | None = None  # sglang-router
+    smg: str | None = None
+    cuda: bool = False  # whether torch of that environment sees a GPU; False if the server was not asked for
+    server_options: tuple[Option, ...] = ()
+    router_options: tuple[Option, ...] = ()
+    smg_options: tuple[Option, ...] = ()
+
+    def options(self, part: Part) -> tuple[Option, ...]:
+        return {"server": self.server_options, "router": self.router_options, "smg": self.smg_options}[part]
+
+    def option(self, part: Part, name: str) -> Option | None:
+        """The option of this name or alias (with dashes), or None."""
+        return next((option for option in self.options(part) if name in option.names), None)
+
+
+class _Versions(Struct):
+    """First answer of describe.py."""
+
+    packages: dict[str, tuple[str, int]]
+    python: str
+
+
+class _Options(Struct):
+    """Second answer of describe.py."""
+
+    cuda: bool
+    options: dict[Part, tuple[Option, ...]]
+
+
+def find_python(config: SglangConfig, project_root: Path) -> Path:
+    """The interpreter: --sglang-python, else $SLUICE_SGLANG_PYTHON, else .venv-sglang, else the one that runs this.
+
+    A directory stands for the environment in it. Raises EnvironmentMissing if one that was named is not there.
+    """
+    for label, named in (("--sglang-python", config.sglang_python), (PYTHON_VARIABLE, os.environ.get(PYTHON_VARIABLE))):
+        if named:
+            given = Path(named).expanduser()
+            python = given / "bin" / "python" if given.is_dir() else given
+            if not os.access(python, os.X_OK) or python.is_dir():
+                raise EnvironmentMissing(
+                    f"{label} is {named!r}, but there is no Python interpreter; give an interpreter, or the directory "
+                    "of a virtual environment, or leave it out and run `make sglang-env`"
+                )
+            return _absolute(python)
+    own = project_root / ".venv-sglang" / "bin" / "python"
+    return _absolute(own) if own.exists() else Path(sys.executable)
+
+
+def _absolute(python: Path) -> Path:
+    """Not resolved: a virtual environment is known by the path of its link."""
+    return Path(os.path.abspath(python))
+
+
+def probe(python: Path, parts: Sequence[Part] = ("server", "router"), *, cache: Path | None = None) -> Installed:
+    """Ask the environment for its versions and for the options of `parts`; a part that is absent has no options.
+
+    Takes some 0.1 s if the answer is known, else the time of SGLang's imports (5 to 15 s). `cache`: where answers are
+    kept. Raises EnvironmentMissing if SGLang is asked for and not there, EnvironmentBroken if an import fails.
+    """
+    found = msgspec.json.decode(_run(python, ["versions"], _VERSIONS_TIMEOUT_S), type=_Versions)
+    if "server" in parts and "sglang" not in found.packages:
+        raise EnvironmentMissing(f"SGLang is not installed in the environment of {python}; {CURE}")
+    wanted = [part for part in _PACKAGE if part in parts and _PACKAGE[part] in found.packages]
+    answers = _ask(python, wanted, {part: _place(cache, python, found, part) for part in wanted})
+    versions = {name: version for name, (version, _) in found.packages.items()}
+    options = {part: answer.options.get(part, ()) for part, answer in answers.items()}
+    return Installed(
+        python=str(python),
+        python_version=found.python,
+        sglang=versions.get("sglang"),
+        torch=versions.get("torch"),
+        router=versions.get("sglang-router"),
+        smg=versions.get("smg"),
+        cuda="server" in answers and answers["server"].cuda,
+        server_options=options.get("server", ()),
+        router_options=options.get("router", ()),
+        smg_options=options.get("smg", ()),
+    )
+
+
+def _ask(python: Path, wanted: Sequence[Part], places: Mapping[Part, Path]) -> dict[Part, _Options]:
+    """The answer for each part: those that are kept, and the others from one process of that environment."""
+    answers = {part: answer for part in wanted if (answer := _kept(places[part])) is not None}
+    missing = [part for part in wanted if part not in answers]
+    if missing:
+        asked = msgspec.json.decode(_run(python, ["options", *missing], _OPTIONS_TIMEOUT_S), type=_Options)
+        for part in missing:
+            answers[part] = _Options(asked.cuda, {part: asked.options[part]})
+            _keep(places[part], msgspec.json.encode(answers[part]))
+    return answers
+
+
+def _run(python: Path, arguments: Sequence[str], timeout_s: float) -> bytes:
+    """Run describe.py under that interpreter; return what it printed."""
+    try:
+        done = subprocess.run(
+            [python, _DESCRIBE, *arguments], capture_output=True, timeout=timeout_s, env=_environment(), check=False
+        )
+    except OSError as error:
+        raise EnvironmentMissing(f"{python} cannot be run ({error.strerror}); {CURE}") from error
+    except subprocess.TimeoutExpired as error:
+        raise EnvironmentBroken(
+            f"{python} did not import what it should within {timeout_s:g} s; look at what slows this machine, and try "
+            "again"
+        ) from error
+    if done.returncode:
+        lines = [line for line in done.stderr.decode(errors="replace").splitlines() if line.strip()]
+        why = lines[-1] if lines else f"exit code {done.returncode}"
+        raise EnvironmentBroken(
+            f"the environment of {python} does not import: {why}; make it anew with `make sglang-env`"
+        )
+    return done.stdout
+
+
+def _environment() -> dict[str, str]:
+    """Without the path of this project, whose packages are none of the other environment's business."""
+    return {**{name: text for name, text in os.environ.items() if name != "PYTHONPATH"}, "OMP_NUM_THREADS": "1"}
+
+
+def _place(cache: Path | None, python: Path, found: _Versions, part: Part) -> Path:
+    """The file of one answer, named by everything that the answer depends on."""
+    gpus = sorted([*glob.glob("/dev/nvidia[0-9]*"), *glob.glob("/dev/dxg")])
+    packages = [found.packages.get(name) for name in dict.fromkeys((_PACKAGE[part], "torch"))]
+    seen = (str(python), found.python, packages, part, gpus, os.environ.get("CUDA_VISIBLE_DEVICES"))
+    digest = hashlib.sha256(msgspec.json.encode(seen) + _DESCRIBE.read_bytes()).hexdigest()
+    return (cache or _cache_directory()) / f"{part}-{digest[:24]}.json"
+
+
+def _cache_directory() -> Path:
+    base = os.environ.get("XDG_CACHE_HOME")
+    return (Path(base) if base else Path.home() / ".cache") / "sluice" / "sglang"
+
+
+def _kept(place: Path) -> _Options | None:
+    """A kept answer, or None if there is none that can be read."""
+    try:
+        return msgspec.json.decode(place.read_bytes(), type=_Options)
+    except (OSError, msgspec.DecodeError):
+        return None
+
+
+def _keep(place: Path, answer: bytes) -> None:
+    """Keep an answer for the next run, whole or not at all."""
+    with contextlib.suppress(OSError):  # a cache that cannot be written costs seconds, not the run
+        place.parent.mkdir(parents=True, exist_ok=True)
+        descriptor, draft = tempfile.mkstemp(dir=place.parent)
+        with os.fdopen(descriptor, "wb") as file:
+            file.write(answer)
+        os.replace(draft, place)

@@ -1,0 +1,204 @@
+"""Are the options that a user passes on to SGLang or its router ones that the installed version takes?
+
+Invariants: the answer comes from the installed program's own argument list, not from a table of ours; all faults are
+found at once, and each is one sentence with the option, the value, the rule and the cure; what is accepted here renders
+to an argument list that the program's parser accepts (`rendered`).
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from difflib import get_close_matches
+from typing import Any, Final
+
+from models.engines.launch.environment import Installed, Option, Part
+from models.engines.launch.reserved import ROUTER_RESERVED, SERVER_RESERVED
+
+__all__ = ["dashed", "rendered", "router_faults", "server_faults"]
+
+_SIZE: Final = re.compile(r"-?\d+|\d+(\.\d+)?[kMGT]|\d+(Ki|Mi|Gi|Ti)", re.ASCII)
+_RULES: Final[Mapping[str, str]] = {
+    "int": "a whole number",
+    "float": "a number",
+    "size": "a whole number, or one with k, M, Ki or Mi behind it",
+    "json": "JSON",
+    "text": "text",
+}
+
+
+def server_faults(args: Mapping[str, Any], installed: Installed) -> list[str]:
+    """What is wrong with `sglang.sglang_args`: one sentence per fault."""
+    faults = list(_faults(args, installed, "server", "--sglang-", f"SGLang {installed.sglang}", SERVER_RESERVED))
+    if not installed.cuda and _given(args, "enable-return-routed-experts"):
+        faults.append(
+            "--sglang-enable-return-routed-experts ends the server at its start where there is no GPU; leave it out"
+        )
+    return faults
+
+
+def router_faults(args: Mapping[str, Any], installed: Installed, part: Part = "router") -> list[str]:
+    """What is wrong with `router.router_args`, for sglang-router or (part "smg") its successor."""
+    program = f"smg {installed.smg}" if part == "smg" else f"sglang-router {installed.router}"
+    return list(_faults(args, installed, part, "--router-", program, ROUTER_RESERVED))
+
+
+def dashed(name: str) -> str:
+    """`mem_fraction_static` -> `mem-fraction-static`: both spellings are read, the later one counts."""
+    return name.replace("_", "-")
+
+
+def rendered(args: Mapping[str, Any], options: Sequence[Option]) -> list[str]:
+    """The argument list of checked options: `{"max_total_tokens": 4096}` -> `["--max-total-tokens", "4096"]`.
+
+    True gives the name alone, False nothing (or the no- form of a switch), a list several values, an object JSON. An
+    option that may be repeated takes a list of texts, each the values of one repetition.
+    """
+    known = {name: option for option in options for name in option.names}
+    argv: list[str] = []
+    for name, value in {dashed(name): value for name, value in args.items()}.items():
+        option = known.get(name)
+        if _is_true(value, option):
+            argv.append(f"--{name}")
+        elif _is_false(value, option):
+            argv += [f"--no-{name}"] if option is not None and option.kind == "switch" else []
+        elif option is not None and option.kind == "append":
+            for item in _items(value):
+                argv += [f"--{name}", *str(item).split()]
+        elif isinstance(value, list | tuple):
+            argv += [f"--{name}", *map(_text, value)]
+        else:
+            text = _text(value)
+            argv += [f"--{name}={text}"] if text.startswith("-") else [f"--{name}", text]
+    return argv
+
+
+def _faults(
+    args: Mapping[str, Any], installed: Installed, part: Part, prefix: str, program: str, reserved: Mapping[str, str]
+) -> Iterator[str]:
+    spellings: dict[str, str] = {}
+    for key, value in args.items():
+        name = dashed(key)
+        option = installed.option(part, name)
+        label = f"{prefix}{name}"
+        if option is None:
+            yield _unknown(name, prefix, program, installed, part)
+            continue
+        other = spellings.setdefault(option.names[0], name)
+        reason = next((reserved[alias] for alias in option.names if alias in reserved), None)
+        if reason is not None:
+            yield f"{label} cannot be passed on: {reason}"
+        elif other != name:
+            yield f"{label} and {prefix}{other} are the same option of {program}; leave one of them out"
+        else:
+            fault = _value_fault(option, value)
+            if fault is not None:
+                yield f"{label} {fault}"
+
+
+def _unknown(name: str, prefix: str, program: str, installed: Installed, part: Part) -> str:
+    positive = name.removeprefix("no-")
+    option = installed.option(part, positive) if positive != name else None
+    if option is not None:
+        toml = "sglang.sglang_args" if part == "server" else "router.router_args"
+        cure = f"write {toml}.{positive.replace('-', '_')}=false" if option.kind == "switch" else "leave it out"
+        return f"{prefix}{name} is the negative of an option, which is not passed on as a flag; {cure}"
+    names = [known for option in installed.options(part) for known in option.names]
+    near = get_close_matches(name, names, n=1, cutoff=0.6)
+    longer = sorted((known for known in names if known.startswith(name)), key=len)
+    best = (near or longer or [""])[0]
+    cure = f"did you mean {prefix}{best}?" if best else "see the help of that program"
+    return f"{prefix}{name} is no option of {program}; {cure}"
+
+
+def _value_fault(option: Option, value: Any) -> str | None:
+    """The rule that a value breaks, with the cure; None if it breaks none."""
+    if option.kind in ("flag", "switch"):
+        if _is_true(value, option) or _is_false(value, option):
+            return None
+        return f"is {_shown(value)}, but it takes no value; write it alone"
+    if value is True or value is False or value is None or value in ("", [], ()):
+        return f"has no value, but must be {_rule(option)}; give one"
+    if option.kind in ("list", "append"):
+        wrong = [item for item in _items(value) if not _fits(option, item)]
+        return f"holds {_shown(wrong[0])}, but its values must be {_rule(option)}; correct that one" if wrong else None
+    if isinstance(value, list | tuple):
+        return f"is {_shown(value)}, but it takes one value, {_rule(option)}; give one"
+    if _fits(option, value):
+        return None
+    near = get_close_matches(str(value), option.choices, n=1, cutoff=0.6)
+    cure = f"did you mean {near[0]}?" if near else f"give for example {_example(option)}"
+    return f"is {_shown(value)}, but must be {_rule(option)}; {cure}"
+
+
+def _fits(option: Option, value: Any) -> bool:
+    text = _text(value)
+    if option.choices:
+        return text in option.choices
+    match option.takes:
+        case "int":
+            return re.fullmatch(r"-?\d+", text, re.ASCII) is not None
+        case "float":
+            return _is_number(text)
+        case "size":
+            return _SIZE.fullmatch(text) is not None
+        case "json":
+            return _is_json(text)
+        case _:
+            return True
+
+
+def _is_number(text: str) -> bool:
+    try:
+        float(text)
+    except ValueError:
+        return False
+    return True
+
+
+def _is_json(text: str) -> bool:
+    try:
+        json.loads(text)
+    except ValueError:
+        return False
+    return True
+
+
+def _is_true(value: Any, option: Option | None) -> bool:
+    return value is True or (value == "true" and option is not None and option.kind in ("flag", "switch"))
+
+
+def _is_false(value: Any, option: Option | None) -> bool:
+    return value is False or (value == "false" and option is not None and option.kind in ("flag", "switch"))
+
+
+def _items(value: Any) -> Sequence[Any]:
+    return value if isinstance(value, list | tuple) else (value,)
+
+
+def _text(value: Any) -> str:
+    """A value as the program's command line wants it."""
+    return json.dumps(value) if isinstance(value, dict) else str(value)
+
+
+def _rule(option: Option) -> str:
+    if not option.choices:
+        return _RULES[option.takes]
+    shown = option.choices[:12]
+    return f"one of {', '.join(shown)}" + (" and others" if len(option.choices) > len(shown) else "")
+
+
+def _example(option: Option) -> str:
+    if option.choices:
+        return option.choices[0]
+    fitting = option.default is not None and _fits(option, option.default)
+    return str(option.default) if fitting else {"int": "1", "float": "0.5", "size": "64k", "json": "{}"}[option.takes]
+
+
+def _shown(value: Any) -> str:
+    return repr(value) if isinstance(value, str) else _text(value)
+
+
+def _given(args: Mapping[str, Any], name: str) -> bool:
+    return any(dashed(key) == name and value not in (False, "false") for key, value in args.items())

@@ -1,0 +1,252 @@
+"""The command lines: what a CPU and a GPU get, what follows from which flag, and that the user's own options win."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+from msgspec.structs import replace
+
+from configs.schema import Config, EngineConfig, HealthConfig, RouterConfig, RunConfig, SglangConfig, ToolsConfig
+from configs.schema.asynchrony import AsyncConfig
+from configs.schema.rollout import RolloutConfig
+from models.engines.launch.command import Launch, Machines, server_launch
+from models.engines.launch.environment import SHIMS, Installed, probe
+from models.engines.launch.errors import EnvironmentMissing, LaunchRefused
+from models.engines.launch.routing import policy_of, router_kind, router_launch
+from tests.models.engines.launch.fake_environment import FakeEnvironment
+
+SGLANG = Config(engine=EngineConfig(engine="sglang"))
+
+
+@pytest.fixture(scope="module")
+def cpu(tmp_path_factory: pytest.TempPathFactory) -> Installed:
+    root = tmp_path_factory.mktemp("sglang")
+    return probe(FakeEnvironment(root / "env").install_all().python, cache=root / "cache")
+
+
+@pytest.fixture
+def gpu(cpu: Installed) -> Installed:
+    return replace(cpu, cuda=True)
+
+
+def server(config: Config, installed: Installed, **keywords: Any) -> Launch:
+    settings = {"model_path": "/model", "port": 31000, "max_context": 512, "seed": 7, **keywords}
+    return server_launch(config, installed, **settings)
+
+
+def values(launch: Launch) -> Mapping[str, str]:
+    """Option -> value; a flag has an empty one. Fails if an option is there twice."""
+    found: dict[str, str] = {}
+    name = ""
+    for text in launch.argv[3:]:
+        if text.startswith("--"):
+            name, _, value = text[2:].partition("=")
+            assert name not in found, f"{name} is given twice"
+            found[name] = value
+        else:
+            found[name] = f"{found[name]} {text}".strip()
+    return found
+
+
+def test_a_server_on_a_cpu(cpu: Installed) -> None:
+    launch = server(SGLANG, cpu)
+    assert launch.argv[:3] == (cpu.python, "-m", "sglang.launch_server")
+    assert launch.url == "http://127.0.0.1:31000"
+    assert values(launch) == {
+        "model-path": "/model",
+        "host": "127.0.0.1",
+        "port": "31000",
+        "random-seed": "7",
+        "context-length": "512",
+        "max-running-requests": "256",
+        "enable-metrics": "",
+        "log-level-http": "warning",
+        "stream-interval": "32",
+        "incremental-streaming-output": "",
+        "tp-size": "1",
+        "device": "cpu",
+        "attention-backend": "torch_native",
+        "cuda-graph-backend-decode": "disabled",
+        "cuda-graph-backend-prefill": "disabled",
+        "dtype": "float32",
+        "max-total-tokens": "131072",  # 256 slots of 512 tokens
+        "mem-fraction-static": "0.3",
+        "sleep-on-idle": "",
+        "disable-overlap-schedule": "",
+    }
+    assert launch.env["SGLANG_USE_CPU_ENGINE"] == "1"
+    assert launch.env["SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION"] == "false"
+    assert launch.env["OMP_NUM_THREADS"] == "1"
+    assert launch.env["PYTHONPATH"] == str(SHIMS)
+    assert (SHIMS / "sgl_kernel" / "__init__.py").is_file()
+
+
+def test_a_server_on_gpus(gpu: Installed) -> None:
+    config = replace(SGLANG, sglang=SglangConfig(rollout_num_gpus_per_engine=4, sglang_args={"pp_size": "2"}))
+    launch = server(config, gpu, gpus=(4, 5, 6, 7))
+    given = values(launch)
+    assert given["tp-size"] == given["pp-size"] == "2"
+    for absent in ("device", "attention-backend", "dtype", "mem-fraction-static", "disable-overlap-schedule"):
+        assert absent not in given, absent
+    assert launch.env["CUDA_VISIBLE_DEVICES"] == "4,5,6,7"
+    assert launch.env["PYTHONPATH"] == ""  # nothing of ours, and no stand-in for the kernels
+    assert "SGLANG_USE_CPU_ENGINE" not in launch.env
+
+
+def test_each_machine_of_an_engine(gpu: Installed) -> None:
+    config = replace(SGLANG, sglang=SglangConfig(rollout_num_gpus_per_engine=16))
+    second = server(
+        config, gpu, machines=Machines(count=2, rank=1, init_address="10.0.0.1:5000"), host="10.0.0.2", gpus=(0, 1)
+    )
+    given = values(second)
+    assert (given["nnodes"], given["node-rank"], given["dist-init-addr"]) == ("2", "1", "10.0.0.1:5000")
+    assert (given["tp-size"], given["host"]) == ("16", "10.0.0.2")
+    assert second.url == ""  # only rank 0 answers
+
+
+@pytest.mark.parametrize(
+    ("config", "present", "absent"),
+    [
+        (
+            replace(SGLANG, health=HealthConfig(stream_interval=0)),
+            (),
+            ("stream-interval", "incremental-streaming-output"),
+        ),
+        (
+            replace(SGLANG, engine=EngineConfig(engine="sglang", pause_generation_mode="retract")),
+            ("sleep-on-idle",),
+            ("disable-overlap-schedule",),
+        ),
+        (replace(SGLANG, engine=EngineConfig(engine="sglang", prefix_cache=False)), ("disable-radix-cache",), ()),
+        (replace(SGLANG, asynchrony=AsyncConfig(colocate=True)), (), ("enable-memory-saver",)),
+    ],
+)
+def test_options_follow_from_flags(
+    cpu: Installed, config: Config, present: tuple[str, ...], absent: tuple[str, ...]
+) -> None:
+    given = values(server(config, cpu))
+    assert set(present) <= given.keys()
+    assert not set(absent) & given.keys()
+
+
+def test_options_of_a_gpu_follow_from_flags(gpu: Installed) -> None:
+    config = replace(SGLANG, asynchrony=AsyncConfig(colocate=True), run=RunConfig(deterministic=True))
+    assert {"enable-memory-saver", "enable-deterministic-inference"} <= values(server(config, gpu)).keys()
+
+
+def test_an_option_that_this_version_lacks_is_not_given(cpu: Installed) -> None:
+    old = replace(cpu, server_options=tuple(o for o in cpu.server_options if "cuda-graph-backend" not in o.names[0]))
+    given = values(server(SGLANG, old))
+    assert "disable-cuda-graph" in given
+    assert "cuda-graph-backend-decode" not in given
+
+
+def test_the_users_own_options_win(cpu: Installed) -> None:
+    args = {"mem_fraction_static": 0.1, "dtype": "bfloat16", "max-total-tokens": "32k", "lora_paths": ["a", "b"]}
+    args |= {"sleep_on_idle": False, "json-model-override-args": '{"x": 1}'}
+    given = values(server(replace(SGLANG, sglang=SglangConfig(sglang_args=args)), cpu))
+    assert (given["mem-fraction-static"], given["dtype"], given["max-total-tokens"]) == ("0.1", "bfloat16", "32k")
+    assert (given["lora-paths"], given["json-model-override-args"]) == ("a b", '{"x": 1}')
+    assert "sleep-on-idle" not in given
+
+
+@pytest.mark.parametrize(
+    ("slots", "context", "tokens"),
+    [(256, 512, 131072), (1, 512, 16384), (256, None, 262144), (256, 40960, 262144), (1, 1_000_000, 1_000_000)],
+)
+def test_the_cache_of_a_cpu_is_bounded_but_holds_one_request(
+    cpu: Installed, slots: int, context: int | None, tokens: int
+) -> None:
+    config = replace(SGLANG, engine=EngineConfig(engine="sglang", engine_slots=slots))
+    assert values(server(config, cpu, max_context=context))["max-total-tokens"] == str(tokens)
+
+
+def test_gpus_without_a_gpu_and_odd_splits_are_refused(cpu: Installed, gpu: Installed) -> None:
+    two = replace(SGLANG, sglang=SglangConfig(rollout_num_gpus_per_engine=2))
+    with pytest.raises(LaunchRefused, match=r"--rollout-num-gpus-per-engine is 2, but .* sees no GPU; set it to 1"):
+        server(two, cpu)
+    odd = replace(SGLANG, sglang=SglangConfig(rollout_num_gpus_per_engine=4, sglang_args={"pp_size": 3}))
+    with pytest.raises(LaunchRefused, match="--sglang-pp-size is 3, but must divide --rollout-num-gpus-per-engine 4"):
+        server(odd, gpu)
+
+
+def test_a_proxy_of_the_machine_does_not_get_loopback_requests(cpu: Installed, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("NO_PROXY", raising=False)
+    monkeypatch.setenv("http_proxy", "http://proxy:3128")
+    monkeypatch.setenv("no_proxy", "internal")
+    hosts = server(SGLANG, cpu).env["no_proxy"].split(",")
+    assert hosts[:3] == ["internal", "127.0.0.1", "localhost"]
+
+
+def test_the_router(cpu: Installed) -> None:
+    launch = router_launch(SGLANG, cpu, port=42000, metrics_port=42001)
+    assert launch.argv[:3] == (cpu.python, "-m", "sglang_router.launch_router")
+    assert launch.url == "http://127.0.0.1:42000"
+    assert values(launch) == {
+        "host": "127.0.0.1",
+        "port": "42000",
+        "prometheus-host": "127.0.0.1",
+        "prometheus-port": "42001",
+        "policy": "round_robin",
+        "disable-retries": "",
+        "request-timeout-secs": "660",  # the deadline of a request, and a minute
+        "log-level": "warn",
+        "cb-failure-threshold": "3",
+        "health-check-interval-secs": "5",
+        "health-check-timeout-secs": "10",
+        "health-failure-threshold": "3",
+    }
+
+
+def test_the_router_outlasts_the_deadline_of_a_request(cpu: Installed) -> None:
+    config = replace(SGLANG, rollout=RolloutConfig(request_timeout_secs=1799.5))
+    launch = router_launch(config, cpu, port=1, metrics_port=2)
+    assert values(launch)["request-timeout-secs"] == "1860"
+
+
+def test_sessions_are_the_routers_manual_policy(cpu: Installed) -> None:
+    config = replace(SGLANG, tools=ToolsConfig(tools=("calculator",)))  # turns of a rollout stay together
+    given = values(router_launch(config, cpu, port=1, metrics_port=2))
+    assert (given["policy"], given["assignment-mode"]) == ("manual", "min_load")
+    chosen = replace(config, router=RouterConfig(router_policy="random", router_args={"log_level": "debug"}))
+    given = values(router_launch(chosen, cpu, port=1, metrics_port=2))
+    assert (given["policy"], given["log-level"]) == ("random", "debug")
+    assert "assignment-mode" not in given
+
+
+def test_engines_of_others_are_not_evicted_for_a_slow_health(cpu: Installed) -> None:
+    config = replace(SGLANG, sglang=SglangConfig(rollout_external_engine_addrs=("http://h:1",)))
+    given = values(router_launch(config, cpu, port=1, metrics_port=2))
+    assert "disable-health-check" in given
+    assert "health-check-interval-secs" not in given
+
+
+def test_which_router_and_policy() -> None:
+    assert (router_kind(Config()), policy_of(Config())) == ("none", "least_loaded")
+    assert (router_kind(SGLANG), policy_of(SGLANG)) == ("sglang", "round_robin")
+    none = replace(SGLANG, router=RouterConfig(router="none"))
+    assert (router_kind(none), policy_of(none)) == ("none", "least_loaded")
+    assert router_kind(Config(router=RouterConfig(router_address="http://h:1"))) == "sglang"
+
+
+def test_routers_that_cannot_be_started(cpu: Installed) -> None:
+    def start(**router: Any) -> Launch:
+        return router_launch(replace(SGLANG, router=RouterConfig(**router)), cpu, port=1, metrics_port=2)
+
+    with pytest.raises(EnvironmentMissing, match=r"smg is not installed in .*; install smg==1\.13\.0 there"):
+        start(router="smg")
+    with pytest.raises(LaunchRefused, match="least_loaded is the generate stage's own; choose another one"):
+        start(router_policy="least_loaded")
+    for settings in ({"router": "none"}, {"router_address": "http://h:1"}):
+        with pytest.raises(LaunchRefused, match="there is none to start"):
+            start(**settings)
+    bare = replace(cpu, router=None, router_options=())
+    with pytest.raises(EnvironmentMissing, match="run `make sglang-env`, or add --router none"):
+        router_launch(SGLANG, bare, port=1, metrics_port=2)
+
+
+def test_paths_with_spaces_stay_one_argument(cpu: Installed) -> None:
+    assert "/my model" in server(SGLANG, cpu, model_path=str(Path("/my model"))).argv

@@ -1,0 +1,190 @@
+"""Which interpreter is taken, and what it is asked: in real processes of a small environment."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from configs.schema import SglangConfig
+from models.engines.launch.environment import PYTHON_VARIABLE, Installed, find_python, probe
+from models.engines.launch.errors import EnvironmentBroken, EnvironmentMissing
+from models.engines.launch.install_shims import install, main
+from models.engines.launch.remember import main as remember
+from tests.models.engines.launch.fake_environment import FakeEnvironment
+
+
+@pytest.fixture
+def environment(tmp_path: Path) -> FakeEnvironment:
+    return FakeEnvironment(tmp_path / "env").install_all()
+
+
+@pytest.fixture
+def cache(tmp_path: Path) -> Path:
+    return tmp_path / "cache"
+
+
+def interpreter(root: Path) -> Path:
+    python = root / "bin" / "python"
+    python.parent.mkdir(parents=True)
+    python.symlink_to(sys.executable)
+    return python
+
+
+def test_flag_then_variable_then_project_then_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(PYTHON_VARIABLE, raising=False)
+    project = tmp_path / "project"
+    project.mkdir()
+    assert find_python(SglangConfig(), project) == Path(sys.executable)
+    own = interpreter(project / ".venv-sglang")
+    assert find_python(SglangConfig(), project) == own
+    named = interpreter(tmp_path / "named")
+    monkeypatch.setenv(PYTHON_VARIABLE, str(tmp_path / "named"))  # a directory stands for the environment in it
+    assert find_python(SglangConfig(), project) == named
+    flagged = interpreter(tmp_path / "flagged")
+    assert find_python(SglangConfig(sglang_python=str(flagged)), project) == flagged
+
+
+def test_a_link_of_a_virtual_environment_is_not_followed(tmp_path: Path) -> None:
+    python = interpreter(tmp_path / "env")
+    assert find_python(SglangConfig(sglang_python=str(python)), tmp_path) == python != python.resolve()
+
+
+def test_what_is_named_but_not_there_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(EnvironmentMissing, match=r"--sglang-python is '.*nowhere', .* run `make sglang-env`"):
+        find_python(SglangConfig(sglang_python=str(tmp_path / "nowhere")), tmp_path)
+    monkeypatch.setenv(PYTHON_VARIABLE, str(tmp_path))  # a directory without an environment
+    with pytest.raises(EnvironmentMissing, match=f"{PYTHON_VARIABLE} is .* no Python interpreter"):
+        find_python(SglangConfig(), tmp_path)
+
+
+def test_versions_and_options_come_from_the_environment(environment: FakeEnvironment, cache: Path) -> None:
+    found = probe(environment.python, cache=cache)
+    assert (found.sglang, found.router, found.smg, found.torch) == ("0.5.23", "0.3.2", None, "2.13.0")
+    assert not found.cuda
+    path = found.option("server", "model")  # an alias
+    assert path is not None
+    assert path.names == ("model-path", "model")
+    assert path.help == "where the model is"
+    kinds = {
+        "mem-fraction-static": ("value", "float"),
+        "context-length": ("value", "size"),
+        "preferred-sampling-params": ("value", "json"),
+        "cuda-graph-bs-decode": ("list", "int"),
+        "lora-paths": ("list", "text"),
+        "enable-metrics": ("flag", "text"),
+        "enable-tf32-matmul": ("switch", "text"),
+    }
+    for name, expected in kinds.items():
+        option = found.option("server", name)
+        assert option is not None, name
+        assert (option.kind, option.takes) == expected, name
+    assert found.option("server", "no-enable-tf32-matmul") is None
+    backend = found.option("server", "attention-backend")
+    assert backend is not None
+    assert backend.choices == ("fa3", "torch_native", "triton")
+    prefill = found.option("router", "prefill")
+    assert prefill is not None
+    assert prefill.kind == "append"
+
+
+def test_an_answer_is_kept_until_the_installation_changes(environment: FakeEnvironment, cache: Path) -> None:
+    first = probe(environment.python, cache=cache)
+    assert probe(environment.python, cache=cache) == first
+    assert environment.imports == 1
+    environment.install("sglang", "0.5.24", {})
+    assert probe(environment.python, cache=cache).sglang == "0.5.24"
+    assert environment.imports == 2
+    for file in cache.iterdir():
+        file.write_text("{")  # a broken answer is asked anew
+    assert probe(environment.python, cache=cache).server_options == first.server_options
+    assert environment.imports == 3
+
+
+def test_each_part_is_kept_by_itself(environment: FakeEnvironment, cache: Path) -> None:
+    """Another router, or none, does not cost the imports of the server again."""
+    both = probe(environment.python, cache=cache)
+    alone = probe(environment.python, ("server",), cache=cache)
+    environment.install("sglang-router", "0.3.3", {})
+    other = probe(environment.python, cache=cache)
+    assert environment.imports == 1
+    assert both.server_options == alone.server_options == other.server_options
+    assert (other.router, other.router_options) == ("0.3.3", both.router_options)
+    assert not alone.router_options
+
+
+def test_an_installation_is_asked_once_at_its_end(
+    environment: FakeEnvironment, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "home"))
+    assert remember([str(environment.python)]) == 0
+    assert capsys.readouterr().out == "SGLang 0.5.23 (CPU, torch 2.13.0), sglang-router 0.3.2\n"
+    probe(environment.python)
+    assert environment.imports == 1
+    environment.install("sglang", "0.5.24", {"sglang/srt/server_args.py": "import nothing_of_the_kind"})
+    assert remember([str(environment.python)]) == 1
+    assert "does not import: ModuleNotFoundError: No module named 'nothing_of_the_kind'" in capsys.readouterr().err
+
+
+def test_a_router_alone_needs_no_server(environment: FakeEnvironment, cache: Path) -> None:
+    found = probe(environment.python, ("router", "smg"), cache=cache)
+    assert environment.imports == 0
+    assert found.router_options
+    assert not found.server_options
+    assert not found.smg_options
+
+
+def test_nothing_is_imported_of_the_project(
+    environment: FakeEnvironment, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The fake server's arguments assert it; a path of ours in PYTHONPATH must not get there either."""
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[4] / "models" / "engines" / "launch"))
+    assert isinstance(probe(environment.python, cache=cache), Installed)
+
+
+def test_a_missing_sglang_names_the_cure(tmp_path: Path, cache: Path) -> None:
+    empty = FakeEnvironment(tmp_path / "empty")
+    with pytest.raises(EnvironmentMissing, match=r"SGLang is not installed in .*; run `make sglang-env`"):
+        probe(empty.python, cache=cache)
+    with pytest.raises(EnvironmentMissing, match=r"cannot be run .*make sglang-env"):
+        probe(tmp_path / "absent", cache=cache)
+    assert probe(empty.python, ("router",), cache=cache).router is None
+
+
+def test_an_import_error_is_told_in_its_words(environment: FakeEnvironment, cache: Path) -> None:
+    (environment.site / "sglang" / "srt" / "server_args.py").write_text("import libraries_of_another_planet")
+    with pytest.raises(EnvironmentBroken, match="No module named 'libraries_of_another_planet'; make it anew"):
+        probe(environment.python, cache=cache)
+
+
+def run(environment: FakeEnvironment, code: str) -> str:
+    import subprocess
+
+    done = subprocess.run([environment.python, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    return done.stdout
+
+
+def test_the_torchvision_shim_declares_before_the_import(environment: FakeEnvironment) -> None:
+    assert install(environment.python)
+    (environment.site / "torchvision.py").write_text(
+        "import torch\nassert len(torch.Library.kept) == 3, torch.Library.kept\nprint(torch.Library.kept)"
+    )
+    before = run(environment, "import sys; print('torch' in sys.modules)")
+    assert before == "False\n"  # nothing heavy until torchvision is looked up
+    assert "nms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor" in run(environment, "import torchvision")
+
+
+def test_the_torchvision_shim_leaves_with_cuda(
+    environment: FakeEnvironment, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([str(environment.python)]) == 0
+    assert list(environment.site.glob("sluice_*"))
+    environment.install_torch(cuda="13.0")
+    assert not install(environment.python)
+    assert not list(environment.site.glob("sluice_*"))
+    (environment.site / "torch.py").write_text("raise ImportError('libcudart.so.13 is missing')")
+    assert main([str(environment.python)]) == 1
+    assert (
+        "libcudart.so.13 is missing; on a machine without a GPU pip must find the CPU build" in capsys.readouterr().err
+    )

@@ -1,0 +1,107 @@
+"""What is asked of SGLang's environment before a run starts, and what the user is told."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from configs.schema import Config, EngineConfig, RouterConfig, SglangConfig, TrainConfig
+from pipeline.errors import UsageError
+from pipeline.sglang import parts, prepare_sglang
+from tests.models.engines.launch.fake_environment import FakeEnvironment
+
+SGLANG = EngineConfig(engine="sglang")
+
+
+@pytest.fixture
+def environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakeEnvironment:
+    made = FakeEnvironment(tmp_path / "env").install_all()
+    monkeypatch.setenv("SLUICE_SGLANG_PYTHON", str(made.python))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    return made
+
+
+@pytest.mark.parametrize(
+    ("config", "expected"),
+    [
+        (Config(), ()),
+        (Config(engine=SGLANG), ("server", "router")),
+        (Config(engine=SGLANG, router=RouterConfig(router="smg")), ("server", "smg")),
+        (Config(engine=SGLANG, router=RouterConfig(router="none")), ("server",)),
+        (Config(engine=SGLANG, router=RouterConfig(router_address="http://h:1")), ("server",)),
+        (Config(router=RouterConfig(router="sglang")), ("router",)),
+        (Config(engine=SGLANG, sglang=SglangConfig(rollout_external_engine_addrs=("http://h:1",))), ("router",)),
+        (
+            Config(
+                engine=EngineConfig(engine="sglang", frozen_engine=("teacher=/model",)),
+                sglang=SglangConfig(rollout_external_engine_addrs=("http://h:1",)),
+            ),
+            ("server", "router"),
+        ),
+        (Config(engine=SGLANG, train=TrainConfig(loss_type="sft_loss")), ()),
+    ],
+)
+def test_only_what_the_run_starts_is_asked_for(config: Config, expected: tuple[str, ...]) -> None:
+    assert parts(config) == expected
+
+
+def test_a_run_without_sglang_asks_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SLUICE_SGLANG_PYTHON", "/nowhere/python")
+    setup = prepare_sglang(Config())
+    assert setup.versions == {}
+
+
+def test_versions_for_the_summary(environment: FakeEnvironment) -> None:
+    setup = prepare_sglang(Config(engine=SGLANG))
+    assert setup.python == environment.python
+    assert setup.versions == {"sglang": "0.5.23", "sglang_torch": "2.13.0", "sglang-router": "0.3.2"}
+    assert setup.installed.server_options
+    assert prepare_sglang(Config(router=RouterConfig(router="sglang"))).versions == {"sglang-router": "0.3.2"}
+
+
+def test_all_faults_are_told_together(environment: FakeEnvironment) -> None:
+    config = Config(
+        engine=SGLANG,
+        sglang=SglangConfig(sglang_args={"mem_fraction_statc": "0.8", "port": 1}),
+        router=RouterConfig(router_args={"assignment_mode": "minload"}),
+    )
+    with pytest.raises(UsageError) as caught:
+        prepare_sglang(config)
+    lines = str(caught.value).splitlines()
+    assert lines[0] == "3 options cannot be passed on:"
+    assert "did you mean --sglang-mem-fraction-static?" in lines[1]
+    assert "--sglang-port cannot be passed on: use --engine-port" in lines[2]
+    assert "is 'minload', but must be one of min_group, min_load, random; did you mean min_load?" in lines[3]
+
+
+@pytest.mark.parametrize(
+    ("config", "words"),
+    [
+        (
+            Config(engine=SGLANG, sglang=SglangConfig(sglang_args={"bogus": 1})),
+            "--sglang-bogus is no option of SGLang 0",
+        ),
+        (Config(engine=SGLANG, sglang=SglangConfig(rollout_num_gpus_per_engine=2)), "sees no GPU; set it to 1"),
+        (Config(engine=SGLANG, router=RouterConfig(router="smg")), "smg is not installed"),
+    ],
+)
+def test_one_fault_is_one_sentence(environment: FakeEnvironment, config: Config, words: str) -> None:
+    with pytest.raises(UsageError) as caught:
+        prepare_sglang(config)
+    assert words in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_missing_environment_is_a_usage_error(tmp_path: Path, environment: FakeEnvironment) -> None:
+    empty = FakeEnvironment(tmp_path / "empty")
+    config = Config(engine=SGLANG, sglang=SglangConfig(sglang_python=str(empty.python)))
+    with pytest.raises(UsageError, match=r"SGLang is not installed in the environment of .*; run `make sglang-env`"):
+        prepare_sglang(config)
+
+
+def test_the_flag_outranks_the_variable(environment: FakeEnvironment, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SLUICE_SGLANG_PYTHON", "/nowhere/python")
+    arguments: dict[str, Any] = {"sglang_python": str(environment.root)}
+    assert prepare_sglang(Config(engine=SGLANG, sglang=SglangConfig(**arguments))).python == environment.python
