@@ -3,18 +3,17 @@
 Invariants:
 - no call is ever repeated in here: a repeated rollout would be sampled twice. Whoever owns the lease decides;
 - a cancelled `generate` closes its connection, and the server then aborts the request;
+- what would end a real SGLang server (see `RequestLimits`) is refused here, before it is sent;
 - control calls (pause, update, abort) must go to the worker itself: routers do not pass them on;
 - no torch, and nothing of the servers, is imported.
 """
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Mapping, Sequence
 from types import TracebackType
 from typing import Final, TypeVar
 
-import aiohttp
 import msgspec
 import numpy as np
 import numpy.typing as npt
@@ -26,12 +25,15 @@ from models.engines.errors import (
     EngineRefused,
     EngineTimeout,
     EngineUnreachable,
+    RequestNotSent,
 )
+from models.engines.exchange import Exchange
+from models.engines.limits import RequestLimits
+from models.engines.partial import PartialOutputs, StreamBroken
 from models.engines.protocol import (
     AbortRequest,
     CheckerAnswer,
     CheckerRequest,
-    ErrorBody,
     GenerateOutput,
     GenerateRequest,
     Load,
@@ -43,11 +45,12 @@ from models.engines.protocol import (
     SamplingParams,
     ServerInfo,
     UpdateAnswer,
+    UpdateVersionRequest,
     UpdateWeightsRequest,
 )
+from models.engines.spans import with_spans
 
 T = TypeVar("T")
-_JSON_HEADERS: Final = {"Content-Type": "application/json"}
 # SGLang's words for "the weights did change, the cache was not emptied", sent with status 400.
 _UPDATED_BUT_NOT_FLUSHED: Final = "Weights were updated"
 
@@ -63,8 +66,9 @@ class EngineClient:
     """Talks to one engine at `base_url` ("http://host:port").
 
     `timeout_s` bounds a whole `generate` call, pauses included; `control_timeout_s` every other call.
-    `max_connections` = 0 sets no bound. `vocab_size`, if known, refuses bad token ids before they are sent: a real
-    SGLang scheduler dies of them.
+    `max_connections` = 0 sets no bound. `vocab_size` and `context_length` (tokens), where known, refuse what the engine
+    cannot serve before it is sent: a real SGLang scheduler dies of a token id that it does not have.
+    `early_boundary` moves the versions' boundaries in every response one token on; see `has_early_boundaries`.
     """
 
     def __init__(
@@ -77,17 +81,23 @@ class EngineClient:
         max_connections: int = 0,
         keepalive_s: float = 4.0,  # below the 5 s after which SGLang's server closes an idle connection
         vocab_size: int | None = None,
+        context_length: int | None = None,
+        early_boundary: bool = False,
         api_key: str | None = None,
     ) -> None:
         self.base_url = base_url.rstrip("/")
-        self.vocab_size = vocab_size
+        self.limits = RequestLimits(vocab_size, context_length)
+        self.early_boundary = early_boundary
         self._timeout_s = timeout_s
         self._control_timeout_s = control_timeout_s
         self._connect_timeout_s = connect_timeout_s
-        self._max_connections = max_connections
-        self._keepalive_s = keepalive_s
-        self._headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
-        self._session: aiohttp.ClientSession | None = None
+        self._exchange = Exchange(
+            self.base_url,
+            connect_timeout_s=connect_timeout_s,
+            max_connections=max_connections,
+            keepalive_s=keepalive_s,
+            headers={"Authorization": f"Bearer {api_key}"} if api_key else {},
+        )
         self._decode_one = msgspec.json.Decoder(GenerateOutput)
         self._decode_many = msgspec.json.Decoder(list[GenerateOutput])
 
@@ -101,22 +111,54 @@ class EngineClient:
 
     async def close(self) -> None:
         """Close all connections; requests in flight are aborted by the server."""
-        if self._session is not None:
-            await self._session.close()
-            self._session = None
+        await self._exchange.close()
 
-    async def generate(self, request: GenerateRequest) -> list[GenerateOutput]:
-        """Send one request and return its responses: prompts in order, and the `n` samples of each side by side."""
+    async def generate(
+        self,
+        request: GenerateRequest,
+        *,
+        partial: PartialOutputs | None = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> list[GenerateOutput]:
+        """Send one request and return its responses: prompts in order, and the `n` samples of each side by side. Their
+        spans are filled in.
+
+        With `partial` the answer is streamed, and whatever error this call ends with, `partial.certain()` has what can
+        be used of it. `headers` are for a router. Raises `RequestNotSent` for what `limits` refuses.
+        """
         if request.stream:
-            raise ValueError("stream=True is not for generate(), which returns finished responses; leave it False")
-        self._check_ids(request)
-        body = await self.call("POST", "/generate", request, self._timeout_s)
+            raise ValueError("stream=True is not for a request to generate(); leave it False and pass partial")
         try:
-            if body[:1] == b"[":
-                return self._decode_many.decode(body)
-            return [self._decode_one.decode(body)]
+            self.limits.check(request)
+        except ValueError as error:
+            raise RequestNotSent(self.base_url, str(error)) from error
+        if partial is not None:
+            return await self._streamed(request, partial, headers)
+        body = await self.call("POST", "/generate", request, self._timeout_s, headers)
+        try:
+            outputs = self._decode_many.decode(body) if body[:1] == b"[" else [self._decode_one.decode(body)]
         except msgspec.MsgspecError as error:
             raise self._broken("/generate", body, error) from error
+        return [with_spans(output, output.version_spans, self.early_boundary) for output in outputs]
+
+    async def _streamed(
+        self, request: GenerateRequest, partial: PartialOutputs, headers: Mapping[str, str] | None
+    ) -> list[GenerateOutput]:
+        partial.begin(request.samples, self.early_boundary)
+        streamed = msgspec.structs.replace(request, stream=True)
+        await self._exchange.stream("/generate", streamed, self._timeout_s, headers, partial)
+        rejection = partial.rejection()
+        if rejection is not None:  # what would have been the status of an answer that is not streamed
+            status, words = rejection.status_code or 500, rejection.message or "no reason was given"
+            if status < 500:
+                raise EngineRefused(self.base_url, status, words)
+            raise EngineUnreachable(self.base_url, f"/generate ended the request with {status}: {words}")
+        try:
+            return partial.outputs()
+        except StreamBroken as error:
+            if partial.complete:
+                raise EngineProtocolError(self.base_url, str(error)) from error
+            raise EngineUnreachable(self.base_url, str(error)) from error
 
     async def score(
         self,
@@ -192,9 +234,12 @@ class EngineClient:
         try:
             body = await self.call("POST", "/update_weights_from_disk", request, self._control_timeout_s)
         except EngineRefused as error:
-            if error.status == 400 and error.reason.startswith(_UPDATED_BUT_NOT_FLUSHED):
-                return WeightsUpdated(message=error.reason, cache_flushed=False)
-            raise
+            if not (error.status == 400 and error.reason.startswith(_UPDATED_BUT_NOT_FLUSHED)):
+                raise
+            if version_label is not None:  # the server's own note of the label was left out with the 200
+                rename = UpdateVersionRequest(new_version=version_label, abort_all_requests=False)
+                await self.call("POST", "/update_weight_version", rename, self._control_timeout_s)
+            return WeightsUpdated(message=error.reason, cache_flushed=False)
         answer = self._decode("/update_weights_from_disk", body, UpdateAnswer)
         if not answer.success:
             raise EngineRefused(self.base_url, 200, answer.message)
@@ -211,10 +256,17 @@ class EngineClient:
         return await self._get("/server_info", ServerInfo)
 
     async def context_length(self) -> int | None:
-        """Longest prompt plus response, in tokens. From /v1/models: SGLang's server information names only what was
-        set by hand."""
-        cards = (await self._get("/v1/models", Models)).data
-        return cards[0].max_model_len if cards else None
+        """Longest prompt plus response, in tokens; asked once, and a limit of what is sent from then on. From
+        /v1/models: SGLang's server information names only what was set by hand."""
+        if self.limits.context_length is None:
+            cards = (await self._get("/v1/models", Models)).data
+            self.limits.context_length = cards[0].max_model_len if cards else None
+        return self.limits.context_length
+
+    async def has_early_boundaries(self, mode: PauseMode) -> bool:
+        """True if this engine reports a version's boundary one token early after a pause in `mode`: what
+        `early_boundary` of the clients of this engine, or of its router, is to be set to."""
+        return mode == "in_place" and (await self.server_info()).disable_overlap_schedule is False
 
     async def loads(self) -> list[Load]:
         """Load by data-parallel rank."""
@@ -236,17 +288,6 @@ class EngineClient:
             raise EngineRefused(self.base_url, 200, answer.message)
         return [rank.checksums for rank in answer.ranks]
 
-    def _check_ids(self, request: GenerateRequest) -> None:
-        if self.vocab_size is None:
-            return
-        for prompt in request.prompts:
-            if prompt and not 0 <= min(prompt) <= max(prompt) < self.vocab_size:
-                bad = next(token for token in prompt if not 0 <= token < self.vocab_size)
-                raise ValueError(
-                    f"input_ids contains {bad}, outside the vocabulary of {self.vocab_size} tokens; "
-                    "tokenize with the tokenizer of the served model"
-                )
-
     async def _is_ok(self, path: str) -> bool:
         try:
             await self.call("GET", path, None, self._connect_timeout_s)
@@ -266,43 +307,13 @@ class EngineClient:
     def _broken(self, path: str, body: bytes, error: Exception) -> EngineProtocolError:
         return EngineProtocolError(self.base_url, f"{path} answered {body[:200]!r}, which does not decode: {error}")
 
-    def _open(self) -> aiohttp.ClientSession:
-        """The session is made at the first call, for it belongs to the event loop that runs then."""
-        if self._session is None:
-            connector = aiohttp.TCPConnector(limit=self._max_connections, keepalive_timeout=self._keepalive_s)
-            self._session = aiohttp.ClientSession(connector=connector, headers=self._headers, auto_decompress=True)
-        return self._session
-
-    async def call(self, method: str, path: str, payload: Struct | dict[str, str] | None, timeout_s: float) -> bytes:
+    async def call(
+        self,
+        method: str,
+        path: str,
+        payload: Struct | dict[str, str] | None,
+        timeout_s: float,
+        headers: Mapping[str, str] | None = None,
+    ) -> bytes:
         """One HTTP exchange. Waits for the answer; unblocked by it, by the timeout or by a lost connection."""
-        data = None if payload is None else msgspec.json.encode(payload)
-        limits = aiohttp.ClientTimeout(total=timeout_s, connect=None, sock_connect=self._connect_timeout_s)
-        try:
-            async with self._open().request(
-                method, self.base_url + path, data=data, headers=_JSON_HEADERS, timeout=limits
-            ) as response:
-                body = await response.read()
-                status = response.status
-        except aiohttp.ServerTimeoutError as error:
-            raise EngineUnreachable(
-                self.base_url, f"no connection within connect_timeout_s={self._connect_timeout_s:g}"
-            ) from error
-        except asyncio.TimeoutError as error:  # noqa: UP041 - aiohttp's timeouts derive from this name
-            raise EngineTimeout(self.base_url, timeout_s) from error
-        except (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError, OSError) as error:
-            raise EngineUnreachable(self.base_url, f"{type(error).__name__}: {error}") from error
-        except aiohttp.ClientError as error:
-            raise EngineProtocolError(self.base_url, f"{path}: {type(error).__name__}: {error}") from error
-        if status >= 500:
-            raise EngineUnreachable(self.base_url, f"{path} answered {status}: {_words(body)}")
-        if status >= 400:
-            raise EngineRefused(self.base_url, status, _words(body))
-        return body
-
-
-def _words(body: bytes) -> str:
-    """What a refusal says, whichever of the protocol's shapes it has."""
-    try:
-        return msgspec.json.decode(body, type=ErrorBody).words or body[:500].decode(errors="replace")
-    except msgspec.MsgspecError:
-        return body[:500].decode(errors="replace")
+        return await self._exchange.call(method, path, payload, timeout_s, headers)

@@ -19,7 +19,6 @@ import numpy.typing as npt
 
 from models.engines.protocol import FinishReason, Load, PauseMode, VersionSpan
 
-DEFAULT_LABEL = "default"
 ABORTED = FinishReason(type="abort", message="Aborted")
 
 
@@ -78,6 +77,7 @@ class Completion:
     stream: bool
     extra_key: str
     score_from: int  # prompt tokens behind this position are scored, -1 for none
+    stream_interval: int = 1  # new tokens that are worth a chunk; the first token is one at once
     score_temperature: float = 1.0  # divides the logits of the scores, and of nothing else
     received_s: float = field(default_factory=time.monotonic)
     output_ids: list[int] = field(default_factory=list)
@@ -175,8 +175,8 @@ class EngineCore(Protocol):
     def paused(self) -> bool: ...
 
     def start(self, deliver: Deliver, on_crash: Callable[[BaseException], None]) -> None:
-        """Begin to work. `deliver` gets completions that finished or, if they stream, made progress, once per step; it
-        may be called from another thread. `on_crash` is called once if the engine dies."""
+        """Begin to work. `deliver` gets completions that finished or, if they stream, have enough for a chunk, at most
+        once per step; it may be called from another thread. `on_crash` is called once if the engine dies."""
 
     async def stop(self) -> None:
         """End the work; all that is open is delivered as aborted."""

@@ -5,6 +5,7 @@
     ├── EngineAborted         somebody ended a request whose parts are of no use: it may be sent again
     ├── EngineTimeout         no answer in time: the engine may still be at work on it
     ├── EngineRefused         4xx with the server's words: sending it again cannot help
+    │   └── RequestNotSent        our own client's refusal, with the words of `RequestLimits`; a ValueError too
     ├── EngineProtocolError   the answer is not what the protocol promises
     └── EngineServerError     raised inside a server process
         ├── EngineStartError      checkpoint, device or port cannot be used
@@ -74,6 +75,17 @@ class EngineRefused(EngineError):
 
     def __str__(self) -> str:
         return f"engine {self.url} refused the call with {self.status}: {self.reason}"
+
+
+class RequestNotSent(EngineRefused, ValueError):
+    """The client did not send a request that no engine could serve, or that would end one."""
+
+    def __init__(self, url: str, reason: str) -> None:
+        super().__init__(url, 400, reason)
+        self.args = (url, reason)
+
+    def __str__(self) -> str:
+        return f"the request is not sent to engine {self.url}: {self.reason}"
 
 
 class EngineProtocolError(EngineError):

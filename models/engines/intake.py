@@ -39,10 +39,14 @@ _TOP_DEFAULTS: Final = GenerateRequest()
 
 
 class Intake:
-    """Turns requests into completions. `draw_seed` gives the seed of a request that brings none."""
+    """Turns requests into completions. `draw_seed` gives the seed of a request that brings none, `stream_interval` the
+    tokens of a chunk of one that does not say."""
 
-    def __init__(self, facts: EngineFacts, text: TextCodec, draw_seed: Callable[[], int]) -> None:
+    def __init__(
+        self, facts: EngineFacts, text: TextCodec, draw_seed: Callable[[], int], stream_interval: int = 1
+    ) -> None:
         self._facts = facts
+        self._stream_interval = stream_interval
         self._text = text
         self._draw_seed = draw_seed
         self._groups = itertools.count()
@@ -136,6 +140,7 @@ class Intake:
                 skip_special=params.skip_special_tokens,
                 trim_stop=not params.no_stop_trim,
                 stream=request.stream,
+                stream_interval=params.stream_interval or self._stream_interval,
                 extra_key=request.extra_key or "",
                 score_from=score_from,
                 score_temperature=request.input_logprob_temperature or 1.0,
@@ -170,6 +175,8 @@ class Intake:
             (0.0 <= params.min_p <= 1.0, "min_p", params.min_p, "must be in [0, 1]"),
             (params.top_k == -1 or params.top_k >= 1, "top_k", params.top_k, "must be -1 (all) or at least 1"),
             (params.n >= 1, "n", params.n, "must be at least 1"),
+            (params.stream_interval is None or params.stream_interval >= 1, "stream_interval", params.stream_interval,
+             "must be at least 1"),
             (params.max_new_tokens is None or params.max_new_tokens >= 0, "max_new_tokens", params.max_new_tokens,
              "must be 0 or more"),
             (params.min_new_tokens >= 0, "min_new_tokens", params.min_new_tokens, "must be 0 or more"),

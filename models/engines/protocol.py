@@ -10,12 +10,17 @@ Invariants:
 
 from __future__ import annotations
 
+import base64
 from typing import Any, Literal
 
 import msgspec
+import numpy as np
+import numpy.typing as npt
 from msgspec import Struct, field
 
 PauseMode = Literal["abort", "retract", "in_place"]
+EXPECTED_SGLANG = "0.5.23"  # the release whose behaviour the contract tests pin
+DEFAULT_LABEL = "default"  # of weights that nobody has named
 
 # [log-prob or null, token id, text or null]
 LogprobEntry = tuple[float | None, int, str | None]
@@ -84,6 +89,14 @@ class GenerateRequest(Struct, frozen=True, omit_defaults=True, kw_only=True):
             return [ids]  # type: ignore[list-item]
         return ids  # type: ignore[return-value]
 
+    @property
+    def samples(self) -> int:
+        """How many responses the request asks for."""
+        if isinstance(self.sampling_params, list):
+            return sum(params.n for params in self.sampling_params)
+        texts = len(self.text) if isinstance(self.text, list) else 1
+        return (len(self.prompts) or texts) * self.sampling_params.n
+
 
 class VersionSpan(Struct, frozen=True):
     """Output tokens [start, end) were made by the weights called `version`."""
@@ -127,10 +140,35 @@ class MetaInfo(Struct, frozen=True, kw_only=True):
     output_token_logprobs: list[LogprobEntry] | None = None
     output_token_logprobs_length: int | None = None
     routed_experts: str | None = None
+    spec_accept_rate: float | None = None
+    spec_accept_length: float | None = None
+    spec_num_correct_drafts: int | None = None
+    spec_num_proposed_drafts: int | None = None
+    spec_verify_ct: int | None = None
     e2e_latency: float | None = None
     queue_time: float | None = None
     first_token_latency: float | None = None
     decode_throughput: float | None = None
+
+    @property
+    def expert_bytes(self) -> bytes:
+        """`routed_experts` without its base64: little-endian int32, as an envelope carries it; empty if not sent."""
+        return base64.b64decode(self.routed_experts, validate=True) if self.routed_experts else b""
+
+    def experts(self, layers: int, top_k: int) -> npt.NDArray[np.int32] | None:
+        """[tokens, layers, top_k] the experts that each token went through; None if the engine did not send them.
+
+        The shape is the model's to know. Raises ValueError if the entries do not fill it.
+        """
+        if not self.routed_experts:
+            return None
+        entries = np.frombuffer(self.expert_bytes, dtype="<i4")
+        if len(entries) % (layers * top_k):
+            raise ValueError(
+                f"routed_experts of response {self.id} has {len(entries)} entries, which is no multiple of "
+                f"layers={layers} times top_k={top_k}; take both from the config.json of the served model"
+            )
+        return entries.reshape(-1, layers, top_k)
 
 
 class GenerateOutput(Struct, frozen=True, kw_only=True):
@@ -179,11 +217,11 @@ class GenerateOutput(Struct, frozen=True, kw_only=True):
     @property
     def version_spans(self) -> list[VersionSpan]:
         """Half-open spans that cover all output tokens; a server that reports none made all with one version."""
-        spans = self.meta_info.weight_versions
+        spans = [span for span in self.meta_info.weight_versions or () if span.start < span.end]
         if spans:
             return spans
         count = len(self.output_ids)
-        return [VersionSpan(self.meta_info.weight_version or "default", 0, count)] if count else []
+        return [VersionSpan(self.meta_info.weight_version or DEFAULT_LABEL, 0, count)] if count else []
 
 
 class PauseRequest(Struct, frozen=True):
@@ -275,6 +313,9 @@ class ServerInfo(Struct, frozen=True, kw_only=True):
     context_length: int | None = None
     max_running_requests: int | None = None
     max_total_num_tokens: int | None = None
+    disable_overlap_schedule: bool | None = None
+    incremental_streaming_output: bool | None = None
+    stream_interval: int | None = None
     tp_size: int | None = 1
     dp_size: int | None = 1
 
@@ -314,10 +355,11 @@ class Loads(Struct, frozen=True, kw_only=True):
     loads: list[Load] = []
 
 
-class ErrorDetail(Struct, frozen=True):
-    """The longer of SGLang's two shapes of `error`."""
+class ErrorDetail(Struct, frozen=True, omit_defaults=True):
+    """The longer of SGLang's two shapes of `error`. In a stream it has a `code`; routers put words there."""
 
     message: str = ""
+    code: int | str | None = None
 
 
 class ErrorBody(Struct, frozen=True, kw_only=True):
@@ -329,9 +371,12 @@ class ErrorBody(Struct, frozen=True, kw_only=True):
     @property
     def words(self) -> str:
         """What the server says is wrong."""
-        if isinstance(self.error, ErrorDetail):
-            return self.error.message
-        return self.error or self.message
+        return error_words(self.error) if self.error is not None else self.message
+
+
+def error_words(error: ErrorDetail | str) -> str:
+    """What an `error` says, in either shape."""
+    return error.message if isinstance(error, ErrorDetail) else error
 
 
 encode = msgspec.json.encode

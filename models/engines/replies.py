@@ -1,17 +1,24 @@
 """From completions to answers: text, meta information, the JSON of /generate and its stream.
 
-Invariants: a chunk of a stream is cumulative (text, ids and log-probs from 0), as SGLang's default is; a completion's
-lists may grow in another thread while a chunk is built, so lengths are read once.
+Invariants:
+- a chunk of a stream is cumulative (text, ids and log-probs from 0), as SGLang's default is, or holds what is new; in
+  both it counts all tokens, and names the versions of all of them: SGLang does that in the last chunk only;
+- a completion's lists may grow in another thread while a chunk is built, so lengths are read once.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from typing import Final
+
+import msgspec
 
 from models.engines.core import Completion
 from models.engines.protocol import CachedDetails, GenerateOutput, LogprobEntry, MetaInfo
 from models.engines.text import TextCodec, find_stop
+
+_HALF: Final = "\ufffd"  # what a decoder writes for a character of which bytes are missing
 
 
 class Reply:
@@ -51,24 +58,50 @@ def outputs(completions: Sequence[Completion], codec: TextCodec, label: str, log
 def output(completion: Completion, text: str, label: str, log_probs: bool, count: int | None = None) -> GenerateOutput:
     """The answer to one completion; `count` limits it to its first tokens (a chunk of a stream)."""
     ids = completion.output_ids if count is None else completion.output_ids[:count]
-    return GenerateOutput(
-        text=text,
-        output_ids=ids,
-        meta_info=_meta(completion, ids, label, log_probs, finished=count is None),
-        index=completion.sample,
-    )
+    meta = _meta(completion, ids, label, log_probs, finished=count is None)
+    return GenerateOutput(text=text, output_ids=ids, meta_info=meta)
 
 
-def partial(completion: Completion, codec: TextCodec, label: str, log_probs: bool) -> GenerateOutput:
-    """A chunk of a stream: what there is by now."""
-    count = min(len(completion.output_ids), len(completion.log_probs))
-    text = codec.decode(completion.output_ids[:count], completion.skip_special)
-    return output(completion, text, label, log_probs, count)
+class Chunks:
+    """Chunks of one streamed completion, the `index`-th of its request. Text of an incremental stream is what the text
+    so far has beyond the text before."""
+
+    def __init__(
+        self, completion: Completion, index: int, codec: TextCodec, *, log_probs: bool, incremental: bool
+    ) -> None:
+        self.completion = completion
+        self._index, self._codec, self._log_probs, self._incremental = index, codec, log_probs, incremental
+        self._sent = 0
+        self._text = ""
+
+    def next(self, label: str, ended: bool) -> GenerateOutput | None:
+        """The next chunk; None if there is not enough for one."""
+        c = self.completion
+        count = min(len(c.output_ids), len(c.log_probs))
+        if ended:
+            [chunk] = outputs([c], self._codec, label, self._log_probs)
+        elif count - self._sent >= (c.stream_interval if self._sent else 1):
+            text = self._codec.decode(c.output_ids[:count], c.skip_special)
+            text = text.rstrip(_HALF)  # the rest of the character is still to come
+            chunk = output(c, text, label, self._log_probs, count)
+        else:
+            return None
+        chunk = msgspec.structs.replace(chunk, index=self._index)
+        sent = self._news(chunk) if self._incremental else chunk
+        self._sent, self._text = len(chunk.output_ids), chunk.text
+        return sent
+
+    def _news(self, chunk: GenerateOutput) -> GenerateOutput:
+        meta, sent = chunk.meta_info, self._sent
+        if meta.output_token_logprobs is not None:
+            meta = msgspec.structs.replace(meta, output_token_logprobs=meta.output_token_logprobs[sent:])
+        text = chunk.text[len(self._text) :]
+        return msgspec.structs.replace(chunk, text=text, output_ids=chunk.output_ids[sent:], meta_info=meta)
 
 
 def _meta(c: Completion, ids: list[int], label: str, log_probs: bool, finished: bool) -> MetaInfo:
-    spans = c.spans
     count = len(ids)
+    spans = c.spans_over(count)
     duration = c.finished_s - c.received_s if finished else None
     decode_s = c.finished_s - c.first_token_s if c.first_token_s else 0.0
     out: list[LogprobEntry] | None = None
@@ -85,7 +118,7 @@ def _meta(c: Completion, ids: list[int], label: str, log_probs: bool, finished: 
         cached_tokens=c.cached_tokens,
         cached_tokens_details=CachedDetails(device=c.cached_tokens) if c.cached_tokens else None,
         weight_version=spans[-1].version if spans else label,
-        weight_versions=spans if finished else None,
+        weight_versions=spans,
         num_retractions=c.retractions,
         input_token_logprobs=scored,
         output_token_logprobs=out,

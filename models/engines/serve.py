@@ -29,8 +29,9 @@ import msgspec
 from aiohttp import web
 
 from configs.schema.engine import EngineConfig
-from models.engines.core import DEFAULT_LABEL, Completion, EngineCore
+from models.engines.core import Completion, EngineCore
 from models.engines.errors import EngineError, EngineStartError
+from models.engines.protocol import DEFAULT_LABEL
 from models.engines.server import EngineApp
 from models.engines.text import TextCodec
 
@@ -44,7 +45,9 @@ class EngineServer:
     """An engine with its HTTP server, in the running event loop. Use as an async context manager; then read `url`.
 
     `seed` gives the noise of requests without a sampling seed. `port` 0 takes any free port, and replaces
-    `config.engine_port`, which is the first port of all engines of a run. Raises `EngineStartError` on entry.
+    `config.engine_port`, which is the first port of all engines of a run. `stream_interval` is the number of tokens of
+    a streamed chunk, unless a request says its own; with `incremental_streaming` a chunk holds only what is new. Raises
+    `EngineStartError` on entry.
     """
 
     def __init__(
@@ -57,11 +60,14 @@ class EngineServer:
         port: int = 0,
         host: str = "127.0.0.1",
         weight_version: str = DEFAULT_LABEL,
+        stream_interval: int = 1,
+        incremental_streaming: bool = False,
     ) -> None:
         self._config, self._model_path = config, model_path
         self._max_context_len, self._seed = max_context_len, seed
         self._host, self._port = host, port
         self._label = weight_version
+        self._stream_interval, self._incremental = stream_interval, incremental_streaming
         self._runner: web.AppRunner | None = None
         self._ended: asyncio.Future[None] | None = None
         self.core: EngineCore | None = None
@@ -73,7 +79,7 @@ class EngineServer:
         core, codec = await asyncio.to_thread(
             build_core, self._config, self._model_path, self._max_context_len, self._label, self._seed
         )
-        app = EngineApp(core, codec, self._seed)
+        app = EngineApp(core, codec, self._seed, stream_interval=self._stream_interval, incremental=self._incremental)
         ended = self._ended = loop.create_future()
 
         def deliver(completions: Sequence[Completion]) -> None:
@@ -201,6 +207,10 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--max-context-len", type=int, help="longest prompt plus response, tokens")
     parser.add_argument("--weight-version", default=DEFAULT_LABEL, help="label of the first weights")
     parser.add_argument("--seed", type=int, default=0, help="noise of requests without a sampling seed")
+    parser.add_argument("--stream-interval", type=int, default=1, help="tokens of a chunk of a streamed response")
+    parser.add_argument(
+        "--incremental-streaming-output", action="store_true", help="a chunk holds what is new, not all so far"
+    )
     return parser.parse_args(argv)
 
 
@@ -227,6 +237,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             port=arguments.port,
             host=arguments.host,
             weight_version=arguments.weight_version,
+            stream_interval=arguments.stream_interval,
+            incremental_streaming=arguments.incremental_streaming_output,
         )
         with asyncio.Runner(loop_factory=_fast_loop()) as runner:
             runner.run(_serve(server, arguments.ready_file))

@@ -23,21 +23,24 @@ from models.engines.core import Completion, EngineCore
 from models.engines.errors import RequestRefused
 from models.engines.intake import Intake
 from models.engines.noise import mix
-from models.engines.protocol import GenerateRequest, Load, Loads, ModelInfo, ServerInfo
+from models.engines.protocol import EXPECTED_SGLANG, GenerateRequest, Load, Loads, ModelInfo, ServerInfo
 from models.engines.text import TextCodec
 
-PROTOCOL_VERSION = "0.5.23"  # of SGLang, whose protocol this is
 _MAX_BODY = 1 << 30
 _RATE_WINDOW_S = 0.5
 
 
 class EngineApp:
-    """Routes of one engine. Lives in one event loop."""
+    """Routes of one engine. Lives in one event loop. `stream_interval` and `incremental` say how it streams: tokens of
+    a chunk, and whether a chunk holds only what is new."""
 
-    def __init__(self, core: EngineCore, codec: TextCodec, seed: int) -> None:
+    def __init__(
+        self, core: EngineCore, codec: TextCodec, seed: int, *, stream_interval: int = 1, incremental: bool = False
+    ) -> None:
         self._core, self._codec = core, codec
+        self._stream_interval, self._incremental = stream_interval, incremental
         self._seeds = _seeds(seed)
-        self._intake = Intake(core.facts, codec, lambda: next(self._seeds))
+        self._intake = Intake(core.facts, codec, lambda: next(self._seeds), stream_interval)
         self._open: dict[int, tuple[Completion, replies.Reply]] = {}
         self._control = ControlRoutes(core, self.live)
         self._encoder = msgspec.json.Encoder()
@@ -110,20 +113,22 @@ class EngineApp:
 
     async def _chunks(self, request: GenerateRequest, reply: replies.Reply) -> AsyncIterator[bytes]:
         """Chunks of all completions as they grow. Waits for news of any; ends when all have finished."""
-        sent = {id(completion): 0 for completion in reply.completions}
-        label, log_probs = self._core.label, request.return_logprob
+        growing = [
+            replies.Chunks(
+                completion, index, self._codec, log_probs=request.return_logprob, incremental=self._incremental
+            )
+            for index, completion in enumerate(reply.completions)
+        ]
         more = True
         while more:
             more = await reply.progress()
-            for completion in reply.completions:
-                if id(completion) not in sent:
-                    continue
-                if completion.finish is not None and id(completion) not in self._open:
-                    del sent[id(completion)]
-                    yield self._encoder.encode(replies.outputs([completion], self._codec, label, log_probs)[0])
-                elif len(completion.output_ids) > sent[id(completion)]:
-                    sent[id(completion)] = len(completion.output_ids)
-                    yield self._encoder.encode(replies.partial(completion, self._codec, label, log_probs))
+            for chunks in tuple(growing):
+                ended = chunks.completion.finish is not None and id(chunks.completion) not in self._open
+                if ended:
+                    growing.remove(chunks)
+                chunk = chunks.next(self._core.label, ended)
+                if chunk is not None:
+                    yield self._encoder.encode(chunk)
 
     async def _health(self, http: web.Request) -> web.Response:
         return web.Response(status=200 if self.failure is None else 503)
@@ -149,7 +154,7 @@ class EngineApp:
     async def _server_info(self, http: web.Request) -> web.Response:
         facts = self._core.facts
         info = ServerInfo(
-            version=f"{PROTOCOL_VERSION}+{facts.engine}",
+            version=f"{EXPECTED_SGLANG}+{facts.engine}",
             model_path=self._control.model_path,
             served_model_name=self._control.model_path,
             device=facts.device,
@@ -157,6 +162,8 @@ class EngineApp:
             context_length=facts.context_length,
             max_running_requests=facts.slots,
             max_total_num_tokens=facts.kv_tokens,
+            stream_interval=self._stream_interval,
+            incremental_streaming_output=self._incremental,
         )
         return send(
             {**msgspec.structs.asdict(info), "internal_states": [self._core.totals().metrics()], "pid": os.getpid()}
@@ -173,7 +180,7 @@ class EngineApp:
         return send({"object": "list", "data": [entry]})
 
     async def _loads(self, http: web.Request) -> web.Response:
-        return send(Loads(version=PROTOCOL_VERSION, loads=[self._load()]))
+        return send(Loads(version=EXPECTED_SGLANG, loads=[self._load()]))
 
     def _load(self) -> Load:
         """The engine's load, with the throughput since the last question that lies long enough back."""

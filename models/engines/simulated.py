@@ -1,12 +1,12 @@
 """The simulated engine: the protocol of a real one, a latency model in place of a model. No torch.
 
 It shares server, intake and answers with the embedded engine; `simulated_schedule` decides what happens when, this
-module only sleeps until the next event. Deadlines are absolute and lie between changes of membership, never per token,
-so that the grain of the event loop's timers (about 1 ms) does not add up.
+module only sleeps until the next event. Deadlines are absolute and lie between changes of membership, per token only
+for what streams, so that the grain of the event loop's timers (about 1 ms) does not add up.
 
 Known differences from a real engine: contents never stop a response (only its drawn length does, so stop strings and
-stop token ids end nothing early; the first stop token id is what a finished response ends with), a stream comes as one
-chunk, scores of a prompt hang on two tokens and know no temperature, any path passes as new weights.
+stop token ids end nothing early; the first stop token id is what a finished response ends with), scores of a prompt
+hang on two tokens and know no temperature, any path passes as new weights.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from pathlib import Path
 from typing import Any, Final
 
 from configs.schema.engine import EngineConfig
-from models.engines.core import DEFAULT_LABEL, Completion, Deliver, EngineFacts, Totals
+from models.engines.core import Completion, Deliver, EngineFacts, Totals
 from models.engines.errors import EngineServerError
-from models.engines.protocol import FinishReason, Load, PauseMode
+from models.engines.protocol import DEFAULT_LABEL, FinishReason, Load, PauseMode
 from models.engines.simulated_policy import (
     simulated_length,
     simulated_log_prob,
@@ -151,6 +151,7 @@ class SimulatedEngine:
             max_running_requests=self._facts.slots,
             token_usage=schedule.used_tokens / self._facts.kv_tokens,
             cache_hit_rate=schedule.totals.cache_hit_rate,
+            busy_s=schedule.totals.busy_s,
         )
 
     def totals(self) -> Totals:
@@ -171,23 +172,23 @@ class SimulatedEngine:
             await drained
 
     def _pump(self) -> None:
-        """Hand out what has ended, and sleep until the next event."""
+        """Hand out what has ended or streams, and sleep until the next event or chunk."""
         assert self._loop is not None
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
         self.schedule.advance(self._loop.time())
-        finished = self.schedule.take_finished()
-        if finished:
-            self._deliver(finished)
+        progressed = [*self.schedule.take_chunks(), *self.schedule.take_finished()]
+        if progressed:
+            self._deliver(progressed)
         if not self.schedule.running or self.schedule.paused:
             drained, self._drained = self._drained, []
             for waiter in drained:
                 if not waiter.done():
                     waiter.set_result(None)
-        event = self.schedule.next_event()
-        if event is not None:
-            self._timer = self._loop.call_at(event, self._pump)
+        times = [time for time in (self.schedule.next_event(), self.schedule.next_chunk()) if time is not None]
+        if times:
+            self._timer = self._loop.call_at(min(times), self._pump)
 
 
 def _read_config(directory: Path) -> dict[str, Any]:

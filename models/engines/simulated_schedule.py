@@ -69,6 +69,7 @@ class Schedule:
         self._first = 0.0  # seconds of the next step, prefill included
         self._kv = 0  # tokens in the cache
         self._finished: list[Completion] = []
+        self._streaming: dict[int, _Job] = {}  # the running jobs that stream
         self._prefixes = PrefixIndex(self.config.kv_tokens)
         self._writer = Writer(self.config, self.model_path)
         self._scoring = 0  # running jobs that make no token
@@ -159,6 +160,20 @@ class Schedule:
             return None
         return self._base + self._first + (self._steps_to_event() - 1) * self._step_s
 
+    def next_chunk(self) -> float | None:
+        """When the next chunk of a stream is due, if nobody enters or leaves before; None if none streams."""
+        if self.paused or not self._streaming:
+            return None
+        steps = max(1, min(_next_shown(job) - self._produced(job) for job in self._streaming.values()))
+        return self._base + self._first + (steps - 1) * self._step_s
+
+    def take_chunks(self) -> list[Completion]:
+        """Completions that stream and have enough for a chunk, with their outputs as far as they go."""
+        due = [job for job in self._streaming.values() if self._produced(job) >= _next_shown(job)]
+        for job in due:
+            self._writer.extend(job.completion, self._produced(job))
+        return [job.completion for job in due]
+
     def advance(self, now: float) -> None:
         """Let all happen that happens until `now`."""
         while True:
@@ -184,6 +199,7 @@ class Schedule:
 
     def _apply(self, steps: int, end: float) -> None:
         """Make `steps` steps that end at time `end`."""
+        self.totals.busy_s += end - self._base
         self.totals.steps += steps
         self.totals.generated_tokens += steps * (len(self._running) - self._scoring)
         self._kv += steps * (len(self._running) - self._scoring)
@@ -244,6 +260,8 @@ class Schedule:
             completion.mark_version(self.label, job.done)
             job.since, job.order = self.totals.steps, next(self._orders)
             self._running[id(completion)] = job
+            if completion.stream:
+                self._streaming[id(completion)] = job
             self._scoring += job.scores
             entered.append(completion)
             heapq.heappush(self._ends, (job.since + max(job.goal - job.done, 1), job.order, job))
@@ -264,6 +282,7 @@ class Schedule:
     def _leave(self, job: _Job) -> None:
         """Take a running job's tokens out of the cache and into its record. The caller removes it."""
         job.done = self._produced(job)
+        self._streaming.pop(id(job.completion), None)
         self._scoring -= job.scores
         self._kv -= job.completion.prompt_tokens + job.done
 
@@ -289,3 +308,9 @@ class Schedule:
         self.totals.aborted += reason.type == "abort"
         completion.close(reason)
         self._finished.append(completion)
+
+
+def _next_shown(job: _Job) -> int:
+    """Output tokens with which the next chunk of a stream is due: one, and then by its interval."""
+    shown = len(job.completion.output_ids)
+    return shown + job.completion.stream_interval if shown else 1

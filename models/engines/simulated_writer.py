@@ -42,22 +42,25 @@ class Writer:
         length = max(length, completion.min_new)
         return min(length, completion.max_new), length <= completion.max_new
 
-    def write(self, completion: Completion, count: int, reason: FinishReason) -> None:
-        """Fill in the outputs: `count` tokens, each by the version of its span."""
-        completion.output_ids = []
-        size, start = self._config.vocab_size, completion.prompt_tokens
+    def extend(self, completion: Completion, count: int) -> None:
+        """Lengthen the outputs to `count` tokens, each by the version of its span."""
+        size, start, have = self._config.vocab_size, completion.prompt_tokens, len(completion.output_ids)
         for span in completion.spans_over(count):
-            positions = np.arange(start + span.start, start + span.end, dtype=np.int64)
+            positions = np.arange(start + max(span.start, have), start + span.end, dtype=np.int64)
             tokens = simulated_tokens(completion.prompt_key, completion.seed, positions, span.version, size)
             completion.output_ids += tokens.tolist()
         completion.log_probs = [simulated_log_prob(size)] * count
+
+    def write(self, completion: Completion, count: int, reason: FinishReason) -> None:
+        """Fill in the outputs at the end: `count` tokens, what streamed of them already included."""
+        self.extend(completion, count)
         if reason.type == "stop":
             completion.output_ids[-1] = completion.stop_ids[0]
         elif reason.type == "abort" and count and completion.stop_ids:
             self._remember(completion, count)
         if completion.to_score and completion.span_starts:  # it entered
             first = completion.score_from + 1
-            scores = simulated_scores(completion.prompt, first, self._model_path, size)
+            scores = simulated_scores(completion.prompt, first, self._model_path, self._config.vocab_size)
             completion.prompt_log_probs = [None, *scores.tolist()]
 
     def _remember(self, completion: Completion, count: int) -> None:

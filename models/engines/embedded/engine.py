@@ -22,7 +22,7 @@ from typing import Final, TypeVar
 import torch
 
 from configs.schema.engine import EngineConfig
-from models.engines.core import DEFAULT_LABEL, Completion, Deliver, EngineFacts, Totals
+from models.engines.core import Completion, Deliver, EngineFacts, Totals
 from models.engines.embedded.kv_cache import KVCache
 from models.engines.embedded.slots import SlotTable
 from models.engines.embedded.spec import ModelSpec
@@ -30,7 +30,7 @@ from models.engines.embedded.stepper import Stepper
 from models.engines.embedded.transformer import Transformer
 from models.engines.embedded.weights import LiveWeights
 from models.engines.errors import EngineServerError, EngineStartError, WeightsRefused
-from models.engines.protocol import FinishReason, Load, PauseMode
+from models.engines.protocol import DEFAULT_LABEL, FinishReason, Load, PauseMode
 from models.engines.text import TextCodec
 
 T = TypeVar("T")

@@ -253,7 +253,8 @@ class Stepper:
             if completion.stream:
                 completion.output_ids.append(int(drawn[0, index]))
                 completion.log_probs.append(float(drawn[1, index]))
-                self._progressed.append(completion)
+                if (len(completion.output_ids) - 1) % completion.stream_interval == 0:
+                    self._progressed.append(completion)
 
     def _stop_string(self, slot: int) -> str | None:
         """The stop string that the newest token completed."""

@@ -1,13 +1,11 @@
 """Checkpoints and engines under test.
 
-A conformance test asks for `target`: an address, a client and what the engine behind it can do. A real SGLang server
-joins in with ENGINE_CONFORMANCE_URL=http://host:port, ENGINE_CONFORMANCE_MODEL=the checkpoint directory it serves
-and ENGINE_CONFORMANCE_OTHER=a second one of the same shape, both as its process sees them.
+A conformance test asks for `target`: an address, a client and what the engine behind it can do. It runs on the embedded
+engine, on the simulated one and, marked slow, on a real SGLang server (see `tests.sglang_server`).
 """
 
 from __future__ import annotations
 
-import os
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
@@ -15,9 +13,11 @@ import pytest
 import torch
 
 from models.engines.client import EngineClient
+from models.engines.protocol import EXPECTED_SGLANG
 from models.engines.serve import EngineServer
 from models.tiny import make_tiny_checkpoint
-from tests.models.engines.harness import CONTEXT, EMBEDDED, SIMULATED, Capabilities, Target
+from tests.models.engines.harness import EMBEDDED, SIMULATED, Capabilities, Target
+from tests.sglang_server import CONTEXT, RealServer
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -38,28 +38,25 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]
     return make
 
 
-def _parameters() -> list[str]:
-    return ["embedded", "simulated", *(["sglang"] if "ENGINE_CONFORMANCE_URL" in os.environ else [])]
+REAL = Capabilities(
+    seeds=False,
+    refuses_bad_ids=False,
+    refuses_bad_weights=False,
+    aborts_by_prefix=False,
+    notices_disconnects=False,
+    scores_at_temperature=False,
+    aborts_while_paused=False,
+)
+ENGINES = ["embedded", "simulated", pytest.param("sglang", marks=pytest.mark.slow, id=f"sglang-{EXPECTED_SGLANG}")]
 
 
-@pytest.fixture(params=_parameters())
+@pytest.fixture(params=ENGINES)
 async def target(request: pytest.FixtureRequest, checkpoints: Callable[..., Path]) -> AsyncIterator[Target]:
     if request.param == "sglang":
-        async with EngineClient(os.environ["ENGINE_CONFORMANCE_URL"], timeout_s=60) as client:
-            model, other = os.environ["ENGINE_CONFORMANCE_MODEL"], os.environ["ENGINE_CONFORMANCE_OTHER"]
-            await client.resume()  # one server for all tests: each begins with the first weights and nothing running
-            await client.abort()
-            await client.update_weights_from_disk(model, "first")
-            can = Capabilities(
-                seeds=False,
-                refuses_bad_ids=False,
-                refuses_bad_weights=False,
-                aborts_by_prefix=False,
-                notices_disconnects=False,
-                scores_at_temperature=False,
-                aborts_while_paused=False,
-            )
-            yield Target(client, can, model, other, "first")
+        server: RealServer = request.getfixturevalue("sglang")
+        async with EngineClient(server.url, timeout_s=60) as client:
+            await server.fresh(client)
+            yield Target(client, REAL, str(server.model), str(server.other), "first")
         return
     model, other = str(checkpoints()), str(checkpoints(seed=1))
     simulated = request.param == "simulated"

@@ -20,8 +20,6 @@ from models.engines.intake import Intake
 from models.engines.protocol import GenerateRequest, SamplingParams
 from models.engines.text import TextCodec
 
-CONTEXT = 1024
-
 
 @dataclass(frozen=True)
 class Capabilities:
@@ -34,7 +32,7 @@ class Capabilities:
     none of theirs; prompts are scored at temperature 1 whatever is asked; what comes during a pause waits where no
     abort finds it.
     Simulated: contents stop nothing, scores are not those of what it samples and know no temperature, any directory is
-    accepted as weights, a stream is one chunk.
+    accepted as weights.
     """
 
     seeds: bool = True

@@ -19,6 +19,7 @@ from models.engines.errors import (
     EngineRefused,
     EngineTimeout,
     EngineUnreachable,
+    RequestNotSent,
 )
 from models.engines.protocol import GenerateOutput, GenerateRequest, SamplingParams, VersionSpan
 
@@ -52,12 +53,15 @@ async def serve() -> AsyncIterator[Callable[..., object]]:
     """Start a server whose every route answers the same; returns a client and the list of bodies received."""
     closing = []
 
-    async def start(body: object, status: int = 200, **options: object) -> tuple[EngineClient, list[bytes]]:
+    async def start(
+        body: object, status: int | dict[str, int] = 200, **options: object
+    ) -> tuple[EngineClient, list[bytes]]:
         received: list[bytes] = []
 
         async def answer(request: web.Request) -> web.Response:
             received.append(await request.read())
-            return web.Response(body=body if isinstance(body, bytes) else json.dumps(body).encode(), status=status)
+            code = status if isinstance(status, int) else status.get(request.path, 200)
+            return web.Response(body=body if isinstance(body, bytes) else json.dumps(body).encode(), status=code)
 
         app = web.Application()
         app.router.add_route("*", "/{path:.*}", answer)
@@ -112,11 +116,14 @@ async def test_requests_are_sparse_but_always_carry_the_policy(serve) -> None:  
 
 async def test_weights_updated_without_flush_is_a_success(serve) -> None:  # type: ignore[no-untyped-def]
     words = "Weights were updated, but the cache was not flushed because requests are running."
-    client, received = await serve({"success": False, "message": words}, status=400)
+    status = {"/update_weights_from_disk": 400}
+    client, received = await serve({"success": False, "message": words}, status=status)
     updated = await client.update_weights_from_disk("/ckpt", "v2")
     assert not updated.cache_flushed
     assert updated.message == words
     assert json.loads(received[0])["weight_version"] == "v2"
+    # The server left its own note of the label at the old one: it is set in a way that aborts nothing.
+    assert json.loads(received[1]) == {"new_version": "v2", "abort_all_requests": False}
     client, _ = await serve({"success": False, "message": "Failed to load"}, status=400)
     with pytest.raises(EngineRefused, match="refused the call with 400: Failed to load"):
         await client.update_weights_from_disk("/ckpt", "v2")
@@ -168,7 +175,7 @@ async def test_a_connection_lost_in_mid_answer_is_unreachable() -> None:
 
 async def test_bad_ids_are_refused_before_they_are_sent(serve) -> None:  # type: ignore[no-untyped-def]
     client, received = await serve(ANSWER, vocab_size=100)
-    with pytest.raises(ValueError, match="input_ids contains 100, outside the vocabulary of 100 tokens"):
+    with pytest.raises(RequestNotSent, match=r"not sent to engine http.*: input_ids contains 100, outside the vocab"):
         await client.generate(GenerateRequest(input_ids=[[1, 2], [3, 100]]))
     with pytest.raises(ValueError, match="contains -1"):
         await client.generate(GenerateRequest(input_ids=[-1]))
@@ -177,7 +184,7 @@ async def test_bad_ids_are_refused_before_they_are_sent(serve) -> None:  # type:
 
 async def test_streams_are_not_for_generate(serve) -> None:  # type: ignore[no-untyped-def]
     client, _ = await serve(ANSWER)
-    with pytest.raises(ValueError, match="stream=True is not for generate"):
+    with pytest.raises(ValueError, match="stream=True is not for a request to generate"):
         await client.generate(GenerateRequest(input_ids=[1], stream=True))
 
 
@@ -230,6 +237,7 @@ async def test_a_scoring_outside_the_vocabulary_is_not_sent(serve) -> None:  # t
         EngineAborted("http://e", "by somebody"),
         EngineTimeout("http://e", 3.0),
         EngineRefused("http://e", 400, "no"),
+        RequestNotSent("http://e", "no"),
         EngineProtocolError("http://e", "odd"),
     ],
 )

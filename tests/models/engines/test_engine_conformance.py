@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import itertools
 import json
 import re
 
@@ -11,9 +10,10 @@ import aiohttp
 import msgspec
 import pytest
 
-from models.engines.errors import EngineRefused
-from models.engines.protocol import GenerateOutput, GenerateRequest, SamplingParams, VersionSpan
-from tests.models.engines.harness import CONTEXT, Target, ask, post
+from models.engines.errors import EngineRefused, RequestNotSent
+from models.engines.protocol import EXPECTED_SGLANG, GenerateRequest, SamplingParams, VersionSpan
+from tests.models.engines.harness import Target, ask, post
+from tests.sglang_server import CONTEXT
 
 
 async def test_single_request_has_tokens_log_probs_and_spans(target: Target) -> None:
@@ -58,21 +58,6 @@ async def test_no_log_probs_unless_asked(target: Target) -> None:
         _ = output.output_log_probs
 
 
-async def test_stream_is_cumulative_and_ends_with_done(target: Target) -> None:
-    request = msgspec.structs.replace(ask([1, 2, 3], max_new_tokens=20), stream=True)
-    status, raw = await post(target, "/generate", request)
-    assert status == 200
-    events = [line.removeprefix("data: ") for line in raw.decode().strip().split("\n\n")]
-    assert events[-1] == "[DONE]"
-    chunks = [msgspec.json.decode(event, type=GenerateOutput) for event in events[:-1]]
-    for earlier, later in itertools.pairwise(chunks):
-        assert later.output_ids[: len(earlier.output_ids)] == earlier.output_ids
-        assert earlier.meta_info.finish_reason is None
-    assert len(chunks[-1].output_ids) == 20
-    assert len(chunks[-1].output_log_probs) == 20
-    assert chunks[-1].meta_info.finish_reason is not None
-
-
 async def test_unknown_sampling_field_is_refused_in_sglangs_words(target: Target) -> None:
     status, raw = await post(target, "/generate", {"input_ids": [1], "sampling_params": {"bogus": 1}})
     assert status == 400
@@ -86,27 +71,34 @@ async def test_unknown_sampling_field_is_refused_in_sglangs_words(target: Target
 
 
 async def test_a_prompt_that_is_too_long_is_refused(target: Target) -> None:
-    limit = await target.client.context_length()
-    assert limit == CONTEXT
     with pytest.raises(
-        EngineRefused, match=rf"The input \({limit + 5} tokens\) is longer than the model's context"
+        EngineRefused, match=rf"The input \({CONTEXT + 5} tokens\) is longer than the model's context"
     ) as e:
-        await target.client.generate(ask([1] * (limit + 5)))
+        await target.client.generate(ask([1] * (CONTEXT + 5)))
     assert e.value.status == 400
-    status, raw = await post(target, "/generate", ask([1] * (limit + 5)))
+    status, raw = await post(target, "/generate", ask([1] * (CONTEXT + 5)))
     assert status == 400
     assert "longer than" in json.loads(raw)["error"]["message"]
     with pytest.raises(EngineRefused, match="maximum context length"):
-        await target.client.generate(ask([1] * 10, max_new_tokens=limit))
+        await target.client.generate(ask([1] * 10, max_new_tokens=CONTEXT))
+
+
+async def test_the_client_learns_the_context_length_and_keeps_it(target: Target) -> None:
+    assert await target.client.context_length() == CONTEXT
+    with pytest.raises(RequestNotSent, match=f"max_new_tokens={CONTEXT}, and the model's context length is {CONTEXT}"):
+        await target.client.generate(ask([1] * 10, max_new_tokens=CONTEXT))
+    [full] = await target.client.generate(ask([1] * (CONTEXT - 8), max_new_tokens=6))
+    assert len(full.output_ids) == 6
 
 
 async def test_bad_token_ids_are_refused(target: Target) -> None:
     if not target.can.refuses_bad_ids:
         pytest.skip("a bad id ends this engine")
-    with pytest.raises(EngineRefused, match="99999, outside the vocabulary of 264 tokens"):
+    with pytest.raises(EngineRefused, match="contain 99999, outside the vocabulary of 264 tokens"):
         await target.client.generate(ask([1, 99999]))
-    with pytest.raises(EngineRefused, match="-1, outside the vocabulary"):
-        await target.client.generate(ask([-1]))
+    status, raw = await post(target, "/generate", ask([-1]))
+    assert status == 400
+    assert "-1, outside the vocabulary" in json.loads(raw)["error"]["message"]
 
 
 @pytest.mark.parametrize(
@@ -201,7 +193,7 @@ async def test_information_routes(target: Target) -> None:
     assert info.model_path == target.model
     assert info.weight_version == target.label
     assert await target.client.context_length() == CONTEXT
-    assert (await target.client.server_info()).version.startswith("0.5.23")
+    assert (await target.client.server_info()).version.startswith(EXPECTED_SGLANG)
     await target.client.generate(ask([1, 2, 3]))
     async with aiohttp.ClientSession() as session, session.get(target.url + "/metrics") as response:
         text = await response.text()

@@ -15,9 +15,11 @@ from pathlib import Path
 import pytest
 
 from models.engines.client import EngineClient
-from models.engines.errors import EngineError, EngineStartError
+from models.engines.errors import EngineError, EngineStartError, EngineUnreachable
+from models.engines.partial import PartialOutputs
+from models.engines.protocol import VersionSpan
 from models.engines.serve import EngineServer
-from tests.models.engines.harness import EMBEDDED, SIMULATED, ask
+from tests.models.engines.harness import EMBEDDED, SIMULATED, ask, until
 
 ARGUMENTS = ["-m", "models.engines.serve", "--engine", "simulated", "--model-path", "none"]
 
@@ -65,6 +67,27 @@ async def test_a_process_serves_ignores_interrupts_and_stops_on_sigterm(process)
         [partial] = open_.result()  # what is open at the end is answered, not dropped
         assert partial.aborted
     assert await asyncio.to_thread(child.wait, 20) == 0
+
+
+async def test_a_killed_engine_leaves_what_it_streamed(process) -> None:  # type: ignore[no-untyped-def]
+    child, ready = process
+    partial = PartialOutputs()
+    async with EngineClient(str(ready["url"])) as client:
+        request = ask([1, 2, 3], n=2, max_new_tokens=100_000)
+        task = asyncio.ensure_future(client.generate(request, partial=partial))
+
+        async def streamed() -> bool:
+            return partial.tokens >= 20
+
+        await until(streamed)
+        child.kill()
+        with pytest.raises(EngineUnreachable):
+            await task
+    assert not partial.complete
+    for prefix in partial.certain():
+        assert prefix is not None
+        assert prefix.version_spans == [VersionSpan("3.7", 0, len(prefix.output_ids))]
+        assert len(prefix.output_ids) == len(prefix.output_log_probs) >= 9
 
 
 def test_the_server_dies_with_its_parent(tmp_path: Path) -> None:

@@ -80,6 +80,54 @@ class Clocked:
         return self.ended
 
 
+def test_a_stream_has_its_chunks_when_the_model_says() -> None:
+    clock = Clocked(prefill_ms_per_token=5.0)
+    [completion] = clock.make([1, 2], max_new_tokens=20, stream_interval=8)
+    completion.stream = True
+    clock.schedule.submit(0.0, [completion])
+    chunks: list[tuple[float, int]] = []
+    while (due := clock.schedule.next_chunk()) is not None:
+        event = clock.schedule.next_event()
+        clock.until(due if event is None else min(due, event))
+        chunks += [(round(clock.now, 6), len(c.output_ids)) for c in clock.schedule.take_chunks()]
+    assert chunks == [(0.021, 1), (0.109, 9), (0.197, 17)]  # 10 ms for the prefill, 11 ms for each step
+    assert clock.drain() == {"r": pytest.approx(0.23)}
+    expected = [simulated_token([1, 2], sample_seed(1, 0), 2 + index, "w1", 256) for index in range(20)]
+    assert completion.output_ids == expected, "what streamed is what the response has at its end"
+    assert len(completion.log_probs) == 20
+
+
+def test_a_stream_goes_on_after_retraction_with_its_spans() -> None:
+    clock = Clocked()
+    [completion] = clock.make([1, 2], max_new_tokens=20, stream_interval=4)
+    completion.stream = True
+    clock.schedule.submit(0.0, [completion])
+    clock.until(0.0555)
+    assert clock.schedule.take_chunks() == [completion]
+    shown = list(completion.output_ids)
+    clock.schedule.pause(clock.now, "retract")
+    assert clock.schedule.next_chunk() is None
+    assert clock.schedule.take_chunks() == []
+    clock.schedule.relabel(clock.now, "w2")
+    clock.schedule.resume(clock.now)
+    clock.drain()
+    assert completion.output_ids[: len(shown)] == shown
+    assert [(span.version, span.start, span.end) for span in completion.spans] == [("w1", 0, 5), ("w2", 5, 20)]
+
+
+def test_busy_time_is_that_of_the_steps() -> None:
+    clock = Clocked()
+    clock.schedule.submit(1.0, clock.make([1], "a", max_new_tokens=10))
+    clock.now = 1.0
+    clock.until(1.055)
+    assert clock.schedule.totals.busy_s == pytest.approx(0.055)
+    clock.schedule.pause(clock.now, "in_place")
+    clock.until(5.0)
+    clock.schedule.resume(5.0)
+    assert clock.drain() == {"a": pytest.approx(5.055)}
+    assert clock.schedule.totals.busy_s == pytest.approx(0.11), "idle and paused time is not busy"
+
+
 def test_step_time_follows_the_number_of_running_requests() -> None:
     sim = Clocked()
     sim.schedule.submit(0.0, sim.make([1], "a", max_new_tokens=10))

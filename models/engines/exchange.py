@@ -1,0 +1,153 @@
+"""HTTP exchanges with one server, whole or streamed, with its failures as `EngineError`.
+
+Invariants: nothing is sent twice; whoever is cancelled in an exchange closes its connection, by which the server learns
+of it; every failure of the transport has one of the types of `models.engines.errors`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Iterator, Mapping
+from contextlib import asynccontextmanager, contextmanager
+from typing import Final
+
+import aiohttp
+import msgspec
+from msgspec import Struct
+
+from models.engines.errors import EngineError, EngineProtocolError, EngineRefused, EngineTimeout, EngineUnreachable
+from models.engines.partial import DONE, EventLines, PartialOutputs, StreamBroken
+from models.engines.protocol import ErrorBody, ErrorDetail, error_words
+
+_JSON_HEADERS: Final = {"Content-Type": "application/json"}
+
+
+class Exchange:
+    """Connections to `base_url`. Times in seconds; `max_connections` = 0 sets no bound."""
+
+    def __init__(
+        self,
+        base_url: str,
+        *,
+        connect_timeout_s: float,
+        max_connections: int,
+        keepalive_s: float,
+        headers: Mapping[str, str],
+    ) -> None:
+        self.base_url = base_url
+        self._connect_timeout_s = connect_timeout_s
+        self._max_connections = max_connections
+        self._keepalive_s = keepalive_s
+        self._headers = dict(headers)
+        self._session: aiohttp.ClientSession | None = None
+
+    async def close(self) -> None:
+        """Close all connections; requests in flight are aborted by the server."""
+        if self._session is not None:
+            await self._session.close()
+            self._session = None
+
+    async def call(
+        self,
+        method: str,
+        path: str,
+        payload: Struct | dict[str, str] | None,
+        timeout_s: float,
+        headers: Mapping[str, str] | None = None,
+    ) -> bytes:
+        """One exchange, returning the body. Waits for the answer; unblocked by it, by the timeout or by a lost
+        connection."""
+        async with self._answer(method, path, payload, timeout_s, headers) as response:
+            return await response.read()
+
+    async def stream(
+        self, path: str, payload: Struct, timeout_s: float, headers: Mapping[str, str] | None, partial: PartialOutputs
+    ) -> None:
+        """POST, and feed the events of the answer to `partial` until the stream says that it is done. Waits for the
+        next piece; unblocked by it, by the timeout or by a lost connection."""
+        lines, done = EventLines(), False
+        async with self._answer("POST", path, payload, timeout_s, headers) as response:
+            try:
+                # Read to the very end, which comes right after [DONE]: only then is the connection used again.
+                async for data in response.content.iter_any():
+                    for event in lines.feed(data):
+                        done = done or event == DONE
+                        if not done:
+                            self._take(path, event, partial)
+            except aiohttp.ClientError:
+                if not done:  # else nothing is missing
+                    raise
+        if not done:
+            raise EngineUnreachable(self.base_url, f"the stream of {path} ended without [DONE]")
+
+    def _take(self, path: str, event: bytes, partial: PartialOutputs) -> None:
+        try:
+            error = partial.take(event)
+        except (msgspec.MsgspecError, StreamBroken) as broken:
+            raise EngineProtocolError(self.base_url, f"{path} streamed {event[:200]!r}: {broken}") from broken
+        if error is not None:
+            raise self._streamed_error(path, error)
+
+    def _streamed_error(self, path: str, error: ErrorDetail | str) -> EngineError:
+        code = error.code if isinstance(error, ErrorDetail) else None
+        words = error_words(error)
+        if isinstance(code, int) and 400 <= code < 500:
+            return EngineRefused(self.base_url, code, words)
+        return EngineUnreachable(self.base_url, f"{path} streamed the error {code or ''}: {words}")
+
+    @asynccontextmanager
+    async def _answer(
+        self,
+        method: str,
+        path: str,
+        payload: Struct | dict[str, str] | None,
+        timeout_s: float,
+        headers: Mapping[str, str] | None,
+    ) -> AsyncIterator[aiohttp.ClientResponse]:
+        """A successful answer whose body is still to be read."""
+        data = None if payload is None else msgspec.json.encode(payload)
+        limits = aiohttp.ClientTimeout(total=timeout_s, connect=None, sock_connect=self._connect_timeout_s)
+        sent = {**_JSON_HEADERS, **(headers or {})}
+        with self._typed(path, timeout_s):
+            async with self._open().request(
+                method, self.base_url + path, data=data, headers=sent, timeout=limits
+            ) as response:
+                if response.status >= 400:
+                    self._refuse(path, response.status, await response.read())
+                yield response
+
+    @contextmanager
+    def _typed(self, path: str, timeout_s: float) -> Iterator[None]:
+        """Turns the transport's exceptions into ours."""
+        try:
+            yield
+        except aiohttp.ServerTimeoutError as error:
+            raise EngineUnreachable(
+                self.base_url, f"no connection within connect_timeout_s={self._connect_timeout_s:g}"
+            ) from error
+        except asyncio.TimeoutError as error:  # noqa: UP041 - aiohttp's timeouts derive from this name
+            raise EngineTimeout(self.base_url, timeout_s) from error
+        except (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError, OSError) as error:
+            raise EngineUnreachable(self.base_url, f"{type(error).__name__}: {error}") from error
+        except aiohttp.ClientError as error:
+            raise EngineProtocolError(self.base_url, f"{path}: {type(error).__name__}: {error}") from error
+
+    def _refuse(self, path: str, status: int, body: bytes) -> None:
+        if status >= 500:
+            raise EngineUnreachable(self.base_url, f"{path} answered {status}: {_words(body)}")
+        raise EngineRefused(self.base_url, status, _words(body))
+
+    def _open(self) -> aiohttp.ClientSession:
+        """The session is made at the first call, for it belongs to the event loop that runs then."""
+        if self._session is None:
+            connector = aiohttp.TCPConnector(limit=self._max_connections, keepalive_timeout=self._keepalive_s)
+            self._session = aiohttp.ClientSession(connector=connector, headers=self._headers, auto_decompress=True)
+        return self._session
+
+
+def _words(body: bytes) -> str:
+    """What a refusal says, whichever of the protocol's shapes it has."""
+    try:
+        return msgspec.json.decode(body, type=ErrorBody).words or body[:500].decode(errors="replace")
+    except msgspec.MsgspecError:
+        return body[:500].decode(errors="replace")

@@ -1,0 +1,252 @@
+"""Streamed responses: what has arrived of each sample, and how much of it is certain if the engine is lost.
+
+Invariants:
+- no version is guessed. SGLang names the versions span by span only when a response has finished; until then a chunk
+  carries the label that the server had when it sent it, which may be newer than the tokens but never older. So the
+  certain prefix of a sample is made of the chunks before the first whose label is not the one that the sample began
+  with. Chunks that bring spans (other engines do) are certain whole;
+- chunks are cumulative or, with --incremental-streaming-output, only what is new. Which it is follows from the chunk's
+  own count of tokens, also for the two odd ones of SGLang 0.5.23: a cumulative chunk may hold more tokens than it
+  counts (the surplus is left for the next one), and the last chunk of an incremental response that was aborted while it
+  waited repeats its last token;
+- a chunk is kept as bytes and looked at only so far as its header goes; tokens are decoded once, at the end.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+from typing import Final
+
+import msgspec
+from msgspec import Raw, Struct
+
+from models.engines.protocol import (
+    DEFAULT_LABEL,
+    ErrorDetail,
+    FinishReason,
+    GenerateOutput,
+    LogprobEntry,
+    VersionSpan,
+)
+from models.engines.spans import with_spans
+
+_EMPTY: Final = Raw(b"[]")
+_PREFIX: Final = b"data:"
+DONE: Final = b"[DONE]"
+
+
+class EventLines:
+    """Splits a server-sent event stream into the payloads of its `data:` lines. Each byte is looked at once."""
+
+    def __init__(self) -> None:
+        self._buffer = bytearray()
+        self._seen = 0  # bytes of the buffer that hold no line end
+
+    def feed(self, data: bytes) -> list[bytes]:
+        """Payloads that `data` completes."""
+        found: list[bytes] = []
+        self._buffer += data
+        start = 0
+        while (end := self._buffer.find(b"\n", max(start, self._seen))) >= 0:
+            if self._buffer.startswith(_PREFIX, start):
+                found.append(bytes(self._buffer[start + len(_PREFIX) : end].strip()))
+            start = end + 1
+        del self._buffer[:start]
+        self._seen = len(self._buffer)
+        return found
+
+
+class _HeadMeta(Struct):
+    id: str = ""
+    finish_reason: FinishReason | None = None
+    completion_tokens: int | None = None
+    weight_version: str | None = None
+    weight_versions: list[VersionSpan] | None = None
+
+
+class _Head(Struct):
+    """A chunk without its long lists: skipping them costs a fraction of decoding them."""
+
+    meta_info: _HeadMeta = msgspec.field(default_factory=_HeadMeta)
+    output_ids: Raw = _EMPTY
+    index: int = 0
+    error: ErrorDetail | str | None = None
+
+
+_decode_head = msgspec.json.Decoder(_Head).decode
+_decode_chunk = msgspec.json.Decoder(GenerateOutput).decode
+
+
+class StreamBroken(Exception):
+    """A chunk does not fit those before it. The client turns it into an `EngineProtocolError`."""
+
+
+Part = tuple[bytes, int]  # a chunk, and how many tokens the sample has with it
+
+
+@dataclass(slots=True)
+class _Sample:
+    """What has arrived of one sample. A cumulative chunk takes the place of the parts before it."""
+
+    parts: list[Part] = field(default_factory=list)
+    sure: list[Part] = field(default_factory=list)  # the certain ones of them
+    label: str | None = None  # that the sample began with
+    spans: list[VersionSpan] | None = None  # of the certain tokens, if the engine told them
+    foreign: bool = False  # a chunk had another label
+    finish: FinishReason | None = None
+    last: bytes = b""
+
+    @property
+    def tokens(self) -> int:
+        return self.parts[-1][1] if self.parts else 0
+
+    def take(self, raw: bytes, head: _Head, sent_label: str | None) -> None:
+        """Add a chunk. Raises `StreamBroken` if it does not continue what there is."""
+        meta, have = head.meta_info, self.tokens
+        held = _count(head.output_ids)
+        total = held if meta.completion_tokens is None else meta.completion_tokens
+        ended = meta.finish_reason is not None
+        whole = held >= total
+        if not whole and total != have and not (have + held == total or (ended and have + held > total)):
+            raise StreamBroken(
+                f"a chunk of response {meta.id} brings {held} tokens and counts {total}, after {have} of them"
+            )
+        self.last, self.finish = raw, meta.finish_reason
+        if self.label is None:
+            self.label = sent_label if sent_label is not None else meta.weight_version
+        if whole:
+            self.parts = [(raw, total)]
+        elif total != have:
+            self.parts.append((raw, total))
+        if not self._is_certain(meta):
+            return
+        if len(self.sure) + 1 == len(self.parts):
+            self.sure.append(self.parts[-1])
+        else:
+            self.sure = self.parts[:]
+
+    def _is_certain(self, meta: _HeadMeta) -> bool:
+        """True if the versions of all tokens up to this chunk's last are known."""
+        if meta.weight_versions is not None:
+            self.spans = meta.weight_versions
+            return True
+        self.foreign = self.foreign or meta.weight_version != self.label
+        return self.spans is None and not self.foreign
+
+    def certain(self, index: int, early_boundary: bool) -> GenerateOutput | None:
+        """The certain tokens as an unfinished response, None without any; a finished response whole."""
+        if self.finish is not None:
+            return self.finished(index, early_boundary)
+        if not self.sure or self.sure[-1][1] == 0:
+            return None
+        return self._with_spans(_join(self.sure, self.sure[-1][0], index), early_boundary)
+
+    def finished(self, index: int, early_boundary: bool) -> GenerateOutput:
+        """The whole response. One whose label changed, by an engine that reports no spans, counts as aborted at the end
+        of what is certain: whoever sent it goes on from there."""
+        if self.spans is not None or not self.foreign:
+            return self._with_spans(_join(self.parts, self.last, index), early_boundary)
+        output = _join(self.sure, self.last, index)
+        reason = FinishReason(type="abort", message="the weights changed, and the engine reports no spans")
+        output = msgspec.structs.replace(
+            output, meta_info=msgspec.structs.replace(output.meta_info, finish_reason=reason)
+        )
+        return self._with_spans(output, early_boundary)
+
+    def _with_spans(self, output: GenerateOutput, early_boundary: bool) -> GenerateOutput:
+        count = len(output.output_ids)
+        spans = self.spans if self.spans is not None else [VersionSpan(self.label or DEFAULT_LABEL, 0, count)]
+        return with_spans(output, spans, early_boundary)
+
+
+class PartialOutputs:
+    """What has arrived of one streamed request, for `EngineClient.generate(request, partial=...)`. Good for one call.
+
+    `sent_label`: what the weights were called on every engine that the request could go to when it was sent, if that
+    is known. Then only chunks with this label are certain. Without it the label of a sample's first chunk is taken;
+    that is wrong if an update lands within the milliseconds between the first token and the chunk that brings it.
+    """
+
+    def __init__(self, sent_label: str | None = None) -> None:
+        self.sent_label = sent_label
+        self.last_s = time.monotonic()  # when something arrived last, at first when the request was sent
+        self.chunks = 0
+        self._samples: list[_Sample] = []
+        self._early_boundary = False
+
+    @property
+    def tokens(self) -> int:
+        """Tokens that have arrived, of all samples, certain or not."""
+        return sum(sample.tokens for sample in self._samples)
+
+    @property
+    def complete(self) -> bool:
+        """True if all samples have finished."""
+        return bool(self._samples) and all(sample.finish is not None for sample in self._samples)
+
+    def certain(self) -> list[GenerateOutput | None]:
+        """By sample (prompt by prompt, the `n` samples of each side by side): the response if it has finished, else the
+        prefix whose versions are certain, with its spans and without a finish reason; None if nothing is certain."""
+        return [sample.certain(index, self._early_boundary) for index, sample in enumerate(self._samples)]
+
+    def outputs(self) -> list[GenerateOutput]:
+        """All responses. Raises `StreamBroken` if one has not finished."""
+        missing = [index for index, sample in enumerate(self._samples) if sample.finish is None]
+        if missing:
+            raise StreamBroken(f"the stream ended before samples {missing} of {len(self._samples)} had finished")
+        return [sample.finished(index, self._early_boundary) for index, sample in enumerate(self._samples)]
+
+    def begin(self, samples: int, early_boundary: bool) -> None:
+        """The request goes out; for the client to call."""
+        if self._samples:
+            raise ValueError("a PartialOutputs holds one request; make a new one for each call")
+        self._samples = [_Sample() for _ in range(samples)]
+        self._early_boundary = early_boundary
+        self.last_s = time.monotonic()
+
+    def take(self, raw: bytes) -> ErrorDetail | str | None:
+        """Add a chunk; returns the error if it is one. Raises `StreamBroken` or `msgspec.MsgspecError`."""
+        head = _decode_head(raw)
+        self.last_s = time.monotonic()
+        if head.error is not None:
+            return head.error
+        if not 0 <= head.index < len(self._samples):
+            raise StreamBroken(f"a chunk is of sample {head.index}, and {len(self._samples)} were asked for")
+        self._samples[head.index].take(raw, head, self.sent_label)
+        self.chunks += 1
+        return None
+
+    def rejection(self) -> FinishReason | None:
+        """Why the engine ended a sample with an error status, if it did: an answer not streamed would carry it."""
+        reasons = [s.finish for s in self._samples if s.finish is not None and s.finish.status_code is not None]
+        return next((reason for reason in reasons if reason.type == "abort"), None)
+
+
+def _count(ids: Raw) -> int:
+    """Entries of a JSON list of numbers."""
+    text = bytes(ids)
+    return text.count(b",") + 1 if text.strip(b"[] ") else 0
+
+
+def _join(parts: list[Part], last: bytes, index: int) -> GenerateOutput:
+    """One response out of its parts, with the meta information of its last chunk."""
+    ids: list[int] = []
+    entries: list[LogprobEntry] = []
+    text: list[str] = []
+    meta = None
+    for raw, _ in parts:
+        chunk = _decode_chunk(raw)
+        ids += chunk.output_ids
+        entries += chunk.meta_info.output_token_logprobs or ()
+        text.append(chunk.text)
+        meta = chunk.meta_info if raw is last else None
+    meta = meta or _decode_chunk(last).meta_info
+    count = parts[-1][1] if parts else 0
+    del ids[count:], entries[count:]
+    if entries and [token for _, token, _ in entries] != ids:
+        raise StreamBroken(f"the log-probs of response {meta.id} are of other tokens than its output_ids")
+    meta = msgspec.structs.replace(
+        meta, output_token_logprobs=entries, output_token_logprobs_length=len(entries), completion_tokens=count
+    )
+    return GenerateOutput(meta_info=meta, text="".join(text), output_ids=ids, index=index)

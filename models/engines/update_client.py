@@ -1,0 +1,161 @@
+"""Weight-update calls of SGLang beyond the disk route: the bracket, process groups, tensors, checksums, memory.
+
+Invariants: nothing is repeated in here; `/update_weight_version` is never called (it aborts every request); an engine
+that updated the weights but kept its cache says so with status 400, which is a success with `cache_flushed=False`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Final, Literal, TypeVar
+
+import msgspec
+import xxhash
+from msgspec import Struct
+
+from models.engines.client import EngineClient, WeightsUpdated
+from models.engines.errors import EngineProtocolError, EngineRefused
+from models.engines.protocol import UpdateAnswer
+
+T = TypeVar("T")
+MemoryTag = Literal["kv_cache", "weights", "cuda_graph"]
+
+_UPDATED_BUT_NOT_FLUSHED: Final = "Weights were updated"
+_ALREADY_OPEN: Final = "already"  # both SGLang and our engines use the word
+_NO_BODY: Final[dict[str, str]] = {}
+
+
+class _InitGroup(Struct, frozen=True):
+    master_address: str
+    master_port: int
+    rank_offset: int
+    world_size: int
+    group_name: str
+    backend: str
+
+
+class _GroupName(Struct, frozen=True):
+    group_name: str
+
+
+class _FromDistributed(Struct, frozen=True, kw_only=True):
+    names: list[str]
+    dtypes: list[str]
+    shapes: list[list[int]]
+    group_name: str
+    weight_version: str | None
+    flush_cache: bool
+    load_format: str = "flattened_bucket"
+    abort_all_requests: bool = False
+
+
+class _FromTensor(Struct, frozen=True, kw_only=True):
+    serialized_named_tensors: list[str]
+    weight_version: str | None
+    flush_cache: bool
+    abort_all_requests: bool = False
+
+
+class _Memory(Struct, frozen=True):
+    tags: list[MemoryTag]
+
+
+class Ranks(Struct, frozen=True, kw_only=True):
+    """The part of GET /server_info that a weight group needs."""
+
+    device: str | None = "cpu"
+    tp_size: int | None = 1
+    pp_size: int | None = 1
+    dp_size: int | None = 1
+
+
+class UpdateClient:
+    """Weight-update calls over an engine's client. `timeout_s` bounds each call."""
+
+    def __init__(self, client: EngineClient, *, timeout_s: float = 600.0) -> None:
+        self.client, self.timeout_s = client, timeout_s
+
+    async def begin(self) -> None:
+        """Open the bracket that tensor and group updates must be in. One that a broken update left open is closed."""
+        try:
+            await self._update("/begin_weight_update", _NO_BODY)
+        except EngineRefused as error:
+            if _ALREADY_OPEN not in error.reason:
+                raise
+            await self.end()
+            await self._update("/begin_weight_update", _NO_BODY)
+
+    async def end(self) -> None:
+        """Close the bracket. Raises EngineRefused if none is open."""
+        await self._update("/end_weight_update", _NO_BODY)
+
+    async def ranks(self) -> Ranks:
+        """How many ranks the engine has, and on what."""
+        body = await self.client.call("GET", "/server_info", None, self.timeout_s)
+        return self._decode("/server_info", body, Ranks)
+
+    async def init_group(self, name: str, address: str, port: int, world_size: int, backend: str) -> None:
+        """Have all ranks of the engine join a group as ranks 1 .. world_size - 1. Waits until they have met rank 0."""
+        await self._update("/init_weights_update_group", _InitGroup(address, port, 1, world_size, name, backend))
+
+    async def destroy_group(self, name: str) -> None:
+        """Have the engine leave a group. Raises EngineRefused if it is in none of that name."""
+        await self._update("/destroy_weights_update_group", _GroupName(name))
+
+    async def update_from_distributed(
+        self,
+        group: str,
+        names: list[str],
+        dtypes: list[str],
+        shapes: list[list[int]],
+        *,
+        label: str | None,
+        flush_cache: bool,
+    ) -> WeightsUpdated:
+        """Receive one broadcast: the tensors' bytes end to end. Waits for it; unblocked by its end or its failure."""
+        request = _FromDistributed(
+            names=names, dtypes=dtypes, shapes=shapes, group_name=group, weight_version=label, flush_cache=flush_cache
+        )
+        return await self._update("/update_weights_from_distributed", request, flush_cache)
+
+    async def update_from_tensor(self, payloads: list[str], *, label: str | None, flush_cache: bool) -> WeightsUpdated:
+        """Load tensors from shared memory; one payload for each tensor-parallel rank."""
+        request = _FromTensor(serialized_named_tensors=payloads, weight_version=label, flush_cache=flush_cache)
+        return await self._update("/update_weights_from_tensor", request, flush_cache)
+
+    async def checksum(self) -> str:
+        """One digest (xxh3, hexadecimal) over the checksums of all tensors on all ranks, as the engine serves them.
+
+        Engines agree only if they are of one kind and split alike: SGLang fuses and splits tensors.
+        """
+        ranks = await self.client.weights_checker()
+        text = msgspec.json.encode([dict(rank) for rank in ranks], order="sorted")
+        return xxhash.xxh3_128_hexdigest(text)
+
+    async def release_memory(self, tags: Sequence[MemoryTag] = ("kv_cache", "weights", "cuda_graph")) -> None:
+        """Give device memory back. The engine must be idle; without --enable-memory-saver it does nothing."""
+        await self.client.call("POST", "/release_memory_occupation", _Memory([*tags]), self.timeout_s)
+
+    async def resume_memory(self, tags: Sequence[MemoryTag] = ("kv_cache", "weights", "cuda_graph")) -> None:
+        """Take the memory again. What was in it is undefined: update the weights before anything is generated."""
+        await self.client.call("POST", "/resume_memory_occupation", _Memory([*tags]), self.timeout_s)
+
+    async def _update(self, path: str, payload: Struct | dict[str, str], flush_cache: bool = False) -> WeightsUpdated:
+        try:
+            body = await self.client.call("POST", path, payload, self.timeout_s)
+        except EngineRefused as error:
+            if error.status == 400 and error.reason.startswith(_UPDATED_BUT_NOT_FLUSHED):
+                return WeightsUpdated(message=error.reason, cache_flushed=False)
+            raise
+        answer = self._decode(path, body, UpdateAnswer)
+        if not answer.success:
+            raise EngineRefused(self.client.base_url, 200, answer.message)
+        return WeightsUpdated(message=answer.message, cache_flushed=flush_cache)
+
+    def _decode(self, path: str, body: bytes, kind: type[T]) -> T:
+        try:
+            return msgspec.json.decode(body, type=kind)
+        except msgspec.MsgspecError as error:
+            raise EngineProtocolError(
+                self.client.base_url, f"{path} answered {body[:200]!r}, which does not decode: {error}"
+            ) from error

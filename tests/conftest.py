@@ -1,0 +1,34 @@
+"""Fixtures of all tests: the real SGLang servers, shared by all files of a session."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from models.tiny import make_tiny_checkpoint
+from tests.sglang_server import FIXTURES, RealServer, ServerPool, needs_sglang
+
+
+@pytest.fixture(scope="session")
+def sglang_pool(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerPool]:
+    """Servers by kind; see `tests.sglang_server`."""
+    needs_sglang()
+    names = {name for item in request.session.items for name in getattr(item, "fixturenames", ())}
+    root = tmp_path_factory.mktemp("sglang")
+    model, other = (make_tiny_checkpoint(root / str(seed), seed=seed) for seed in (0, 1))
+    pool = ServerPool(root, model, other, [kind for name, kind in FIXTURES.items() if name in names])
+    yield pool
+    pool.close()
+
+
+@pytest.fixture(scope="session")
+def sglang(sglang_pool: ServerPool) -> RealServer:
+    """A real SGLang server without overlap scheduling that streams what is new."""
+    return sglang_pool.get("exact")
+
+
+@pytest.fixture(scope="session")
+def sglang_overlap(sglang_pool: ServerPool) -> RealServer:
+    """A real SGLang server with its default scheduling, and with cumulative streams."""
+    return sglang_pool.get("overlap")

@@ -1,0 +1,55 @@
+"""Log-probs of recorded tokens by Hugging Face models: of one version, and of several that share one KV cache."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from models.engines.protocol import VersionSpan
+
+
+@cache
+def model_of(path: Path) -> Any:
+    """The checkpoint in fp32, loaded once."""
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
+
+
+def _gather(logits: torch.Tensor, tokens: Sequence[int], temperature: float) -> torch.Tensor:
+    table = (logits.float() / temperature).log_softmax(-1)
+    return table.gather(-1, torch.tensor(tokens)[:, None])[:, 0]
+
+
+def by_one(path: Path, prompt: list[int], output: list[int], temperature: float = 1.0) -> torch.Tensor:
+    """[len(output)] log-probs if one version had made all tokens."""
+    with torch.no_grad():
+        logits = model_of(path)(torch.tensor([[*prompt, *output]])).logits[0, len(prompt) - 1 : -1]
+    return _gather(logits, output, temperature)
+
+
+def by_spans(
+    paths: Mapping[str, Path], spans: Sequence[VersionSpan], prompt: list[int], output: list[int], *, recomputed: bool
+) -> torch.Tensor:
+    """[len(output)] log-probs if the versions made the tokens as `spans` say: each with the keys and values of all
+    tokens before `recomputed` by itself, or else with those that the versions before it left in the cache."""
+    if recomputed:
+        return torch.cat([by_one(paths[s.version], prompt, output)[s.start : s.end] for s in spans])
+    from transformers import DynamicCache
+
+    past, fed, found = DynamicCache(), [*prompt, *output], []
+    begin = 0
+    for span in spans:
+        end = len(prompt) + span.end - 1  # the last token of a span is the first that the next one reads
+        with torch.no_grad():
+            answer = model_of(paths[span.version])(
+                torch.tensor([fed[begin:end]]), past_key_values=past, use_cache=True,
+                cache_position=torch.arange(begin, end),
+            )  # fmt: skip
+        found.append(_gather(answer.logits[0, -(span.end - span.start) :], output[span.start : span.end], 1.0))
+        begin = end
+    return torch.cat(found)

@@ -1,0 +1,94 @@
+"""The real sglang-router as a process, and a worker that writes down what reaches it."""
+
+from __future__ import annotations
+
+import json
+import socket
+import subprocess
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import pytest
+from aiohttp import web
+
+from tests.sglang_server import needs_sglang
+
+READY_S = 120.0  # importing SGLang, which the router's launcher does where it is installed, takes its time
+ROUTER_VERSION = "0.3.2"
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+@contextmanager
+def router_process(directory: Path, policy: str = "round_robin") -> Iterator[str]:
+    """The address of a router without workers. Skips the test where it is not installed."""
+    python = needs_sglang()
+    version = f"from importlib.metadata import version; assert version('sglang-router') == '{ROUTER_VERSION}'"
+    if subprocess.run([python, "-c", version], capture_output=True, cwd=directory).returncode:
+        pytest.skip(f"sglang-router {ROUTER_VERSION} is not installed beside SGLang; run `make sglang-env`")
+    url = f"http://127.0.0.1:{free_port()}"
+    command = [python, "-m", "sglang_router.launch_router", "--host", "127.0.0.1", "--port", url.rsplit(":", 1)[1]]
+    command += ["--policy", policy, "--prometheus-port", str(free_port()), "--disable-retries"]
+    with (directory / "router.log").open("wb") as log:
+        process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, cwd=directory)
+        try:
+            _wait(process, url, directory / "router.log")
+            yield url
+        finally:
+            process.kill()
+            process.wait()
+
+
+def _wait(process: subprocess.Popen[bytes], url: str, log: Path) -> None:
+    deadline = time.monotonic() + READY_S
+    while time.monotonic() < deadline and process.poll() is None:
+        try:
+            with urllib.request.urlopen(f"{url}/health", timeout=1.0):
+                return
+        except (urllib.error.URLError, OSError):
+            time.sleep(0.05)
+    raise AssertionError(f"the router did not come up: {log.read_text(errors='replace')[-2000:]}")
+
+
+class Recorder:
+    """A worker: well, and with an answer to everything. Keeps the bodies of /generate, and their headers."""
+
+    def __init__(self, answer: str = '{"text":"","output_ids":[1],"meta_info":{"id":"x","of_its_own":[1.50]}}') -> None:
+        self.answer = answer
+        self.bodies: list[dict[str, Any]] = []
+        self.headers: list[dict[str, str]] = []
+        self.url = ""
+
+    async def __aenter__(self) -> Recorder:
+        app = web.Application()
+        app.router.add_post("/generate", self._generate)
+        for path in ("/health", "/server_info", "/model_info", "/get_load"):
+            app.router.add_get(path, self._empty)
+        self._runner = web.AppRunner(app, access_log=None)
+        await self._runner.setup()
+        await web.TCPSite(self._runner, "127.0.0.1", 0).start()
+        self.url = f"http://127.0.0.1:{self._runner.addresses[0][1]}"
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self._runner.cleanup()
+
+    async def _empty(self, request: web.Request) -> web.Response:
+        return web.json_response({})
+
+    async def _generate(self, request: web.Request) -> web.Response:
+        self.bodies.append(json.loads(await request.read()))
+        self.headers.append({name.lower(): value for name, value in request.headers.items()})
+        return web.Response(text=self.answer, content_type="application/json")

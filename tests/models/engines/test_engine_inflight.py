@@ -1,0 +1,143 @@
+"""Several updates during one generation, under each in-flight policy: every recorded log-prob is that of the recorded
+version, by the Hugging Face forward of the same checkpoint, and every boundary is exact.
+
+For in_place, where versions share a KV cache, so do the models of the reference.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+import torch
+
+from models.engines.client import EngineClient
+from models.engines.partial import PartialOutputs
+from models.engines.protocol import EXPECTED_SGLANG, PauseMode, VersionSpan
+from models.engines.serve import EngineServer
+from tests.models.engines.conftest import REAL
+from tests.models.engines.forward_reference import by_one, by_spans
+from tests.models.engines.harness import EMBEDDED, Capabilities, Target, ask, until
+from tests.sglang_server import CONTEXT, RealServer
+
+TOLERANCE = 1e-5
+APART = 1e-3  # what two versions differ by, at the least, in most tokens
+LENGTH = 900  # no response is meant to get there: after the last update all are ended
+ENGINES = ["embedded"] + [
+    pytest.param(name, marks=pytest.mark.slow, id=f"{name}-{EXPECTED_SGLANG}") for name in ("sglang", "sglang_overlap")
+]  # fmt: skip
+
+
+@pytest.fixture(params=ENGINES)
+async def engine(request: pytest.FixtureRequest, checkpoints: Callable[..., Path]) -> AsyncIterator[Target]:
+    if request.param != "embedded":
+        server: RealServer = request.getfixturevalue(request.param)
+        async with EngineClient(server.url, timeout_s=120) as client:
+            await server.fresh(client, "v0")
+            yield Target(client, REAL, str(server.model), str(server.other), "v0")
+        return
+    model, other = str(checkpoints()), str(checkpoints(seed=1))
+    async with (
+        EngineServer(
+            EMBEDDED, model, max_context_len=CONTEXT, seed=3, weight_version="v0", stream_interval=8
+        ) as running,
+        EngineClient(running.url, timeout_s=60) as client,
+    ):
+        yield Target(client, Capabilities(), model, other, "v0")
+
+
+@dataclass
+class Rollout:
+    """One response, resumed as often as it is aborted. Spans count from the response's first token."""
+
+    prompt: list[int]
+    ids: list[int] = field(default_factory=list)
+    log_probs: list[float] = field(default_factory=list)
+    spans: list[VersionSpan] = field(default_factory=list)
+    retractions: int = 0
+    resumed: int = 0
+    ending: bool = False
+    partial: PartialOutputs = field(default_factory=PartialOutputs)
+
+    @property
+    def arrived(self) -> int:
+        return len(self.ids) + self.partial.tokens
+
+    async def run(self, client: EngineClient) -> None:
+        while not self.ending:
+            self.partial = PartialOutputs()
+            request = ask([*self.prompt, *self.ids], max_new_tokens=LENGTH - len(self.ids))
+            [output] = await client.generate(request, partial=self.partial)
+            start, self.partial = len(self.ids), PartialOutputs()
+            self.ids += output.output_ids
+            self.log_probs += output.output_log_probs
+            self.spans += [VersionSpan(s.version, s.start + start, s.end + start) for s in output.version_spans]
+            self.retractions += output.meta_info.num_retractions or 0
+            self.resumed += output.aborted and not self.ending
+
+
+async def roll(target: Target, mode: PauseMode, rollouts: list[Rollout]) -> dict[str, Path]:
+    """Run the rollouts through three updates; the checkpoints by label."""
+    client = target.client
+    client.early_boundary = await client.has_early_boundaries(mode)
+    paths = {"v0": target.model, "v1": target.other, "v2": target.model, "v3": target.other}
+    async with asyncio.TaskGroup() as group:
+        for rollout in rollouts:
+            group.create_task(rollout.run(client))
+        for label in ("v1", "v2", "v3"):
+            await longer(rollouts)
+            await client.pause(mode)
+            await client.update_weights_from_disk(paths[label], label, flush_cache=mode != "in_place")
+            await client.resume()
+        await longer(rollouts)
+        for rollout in rollouts:
+            rollout.ending = True
+        await client.abort()
+    return {label: Path(path) for label, path in paths.items()}
+
+
+async def longer(rollouts: list[Rollout], tokens: int = 30) -> None:
+    """Wait until each rollout has so many tokens more."""
+    goals = [rollout.arrived + tokens for rollout in rollouts]
+
+    async def reached() -> bool:
+        return all(rollout.arrived >= goal for rollout, goal in zip(rollouts, goals, strict=True))
+
+    await until(reached, timeout_s=60)
+
+
+@pytest.mark.parametrize("mode", ["in_place", "retract", "abort"])
+async def test_log_probs_are_those_of_the_recorded_versions(
+    engine: Target, mode: PauseMode, request: pytest.FixtureRequest
+) -> None:
+    if mode == "abort" and "sglang_overlap" in request.node.callspec.params.values():
+        pytest.skip("a response that ended has no boundary inside: overlap scheduling changes nothing")
+    rollouts = [Rollout([1, 2, 3]), Rollout([9, 8]), Rollout(list(range(20, 60)))]
+    paths = await roll(engine, mode, rollouts)
+    apart: list[float] = []
+    for rollout in rollouts:
+        length = len(rollout.ids)
+        assert 100 < length == rollout.spans[-1].end
+        assert [span.version for span in rollout.spans] == ["v0", "v1", "v2", "v3"]
+        assert [span.start for span in rollout.spans] == [0, *[span.end for span in rollout.spans[:-1]]]
+        assert rollout.retractions == (3 if mode == "retract" else 0)
+        assert rollout.resumed == (3 if mode == "abort" else 0)
+        recorded = torch.tensor(rollout.log_probs)
+        true = by_spans(paths, rollout.spans, rollout.prompt, rollout.ids, recomputed=mode != "in_place")
+        assert float((recorded - true).abs().max()) < TOLERANCE
+        first = rollout.spans[0].end
+        alone = by_one(paths["v0"], rollout.prompt, rollout.ids)
+        assert float((recorded - alone)[:first].abs().max()) < TOLERANCE
+        apart.append(float((recorded - alone)[first].abs()))
+        # One token to either side, and it is another story: the boundaries are where they are said to be.
+        for shift in (-1, 1):
+            moved = [
+                VersionSpan(s.version, s.start + shift * (s.start > 0), s.end + shift * (s.end < length))
+                for s in rollout.spans
+            ]
+            wrong = by_spans(paths, moved, rollout.prompt, rollout.ids, recomputed=mode != "in_place")
+            assert float((recorded - wrong).abs().max()) > APART
+    assert max(apart) > APART, "the first token after the boundary is not of the old version"

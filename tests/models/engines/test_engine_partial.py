@@ -1,0 +1,340 @@
+"""Streams taken apart: both forms of chunks, the odd ones, what is certain, errors, and that the cost stays linear."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Callable
+
+import msgspec
+import pytest
+from aiohttp import web
+from hypothesis import given
+from hypothesis import strategies as st
+
+from models.engines.client import EngineClient
+from models.engines.errors import EngineProtocolError, EngineRefused, EngineTimeout, EngineUnreachable
+from models.engines.partial import EventLines, PartialOutputs, StreamBroken
+from models.engines.protocol import GenerateOutput, GenerateRequest, SamplingParams, VersionSpan
+
+FINISH = {"type": "length", "length": 0}
+ABORT = {"type": "abort", "message": "Abort in waiting queue"}
+
+
+def chunk(ids: list[int], total: int | None = None, label: str | None = "v1", **more: object) -> bytes:
+    """A chunk as SGLang sends it: token t has log-prob -t."""
+    meta = {
+        "id": "r",
+        "finish_reason": more.pop("finish", None),
+        "weight_version": label,
+        "completion_tokens": len(ids) if total is None else total,
+        "output_token_logprobs": [[-float(t), t, None] for t in more.pop("entries", ids)],  # type: ignore[attr-defined]
+        **more.pop("meta", {}),  # type: ignore[dict-item]
+    }
+    return json.dumps({"text": "".join(map(chr, ids)), "output_ids": ids, "meta_info": meta, **more}).encode()
+
+
+def taken(*chunks: bytes, samples: int = 1, sent_label: str | None = None, early: bool = False) -> PartialOutputs:
+    partial = PartialOutputs(sent_label)
+    partial.begin(samples, early)
+    for raw in chunks:
+        assert partial.take(raw) is None
+    return partial
+
+
+def ids_and_spans(output: GenerateOutput | None) -> tuple[list[int], list[tuple[str, int, int]]] | None:
+    if output is None:
+        return None
+    assert output.output_log_probs == [-float(token) for token in output.output_ids]
+    return output.output_ids, [(span.version, span.start, span.end) for span in output.version_spans]
+
+
+SPANS = [{"version": "v1", "start": 0, "end": 3}, {"version": "v2", "start": 3, "end": 5}]
+# The same response in both forms: 1, then 2, 3, then an update, 4 and 5. The last chunk has spans, as SGLang's has.
+WHOLE = [
+    chunk([65]),
+    chunk([65, 66, 67]),
+    chunk([65, 66, 67, 68], label="v2"),
+    chunk([65, 66, 67, 68, 69], label="v2", finish=FINISH, meta={"weight_versions": SPANS}),
+]
+NEWS = [
+    chunk([65]),
+    chunk([66, 67], 3),
+    chunk([68], 4, label="v2"),
+    chunk([69], 5, label="v2", finish=FINISH, meta={"weight_versions": SPANS}),
+]
+
+
+@pytest.mark.parametrize("chunks", [WHOLE, NEWS], ids=["whole", "news"])
+def test_certain_is_what_came_before_another_label(chunks: list[bytes]) -> None:
+    assert [ids_and_spans(taken(*chunks[:count]).certain()[0]) for count in range(5)] == [
+        None,
+        ([65], [("v1", 0, 1)]),
+        ([65, 66, 67], [("v1", 0, 3)]),
+        ([65, 66, 67], [("v1", 0, 3)]),
+        ([65, 66, 67, 68, 69], [("v1", 0, 3), ("v2", 3, 5)]),
+    ]
+    partial = taken(*chunks)
+    [output] = partial.outputs()
+    assert partial.certain() == [output]
+    assert (output.text, output.meta_info.completion_tokens, partial.tokens) == ("ABCDE", 5, 5)
+    assert not taken(*chunks[:3]).complete
+    with pytest.raises(StreamBroken, match=r"samples \[0\] of 1 had finished"):
+        taken(*chunks[:3]).outputs()
+
+
+def test_the_label_at_sending_outweighs_the_first_chunks() -> None:
+    """The update landed before the first chunk was sent: its tokens may be of either version."""
+    late = [chunk([65], label="v2"), chunk([65, 66], label="v2")]
+    assert taken(*late, sent_label="v1").certain() == [None]
+    assert ids_and_spans(taken(*late, sent_label="v2").certain()[0]) == ([65, 66], [("v2", 0, 2)])
+
+
+def test_a_label_that_comes_back_is_not_trusted() -> None:
+    chunks = [chunk([65]), chunk([66], 2, label="v2"), chunk([67], 3), chunk([68], 4)]
+    assert ids_and_spans(taken(*chunks).certain()[0]) == ([65], [("v1", 0, 1)])
+
+
+def test_chunks_with_spans_are_certain_whole() -> None:
+    spans = {"weight_versions": [{"version": "v1", "start": 0, "end": 2}, {"version": "v2", "start": 2, "end": 3}]}
+    for chunks in (
+        [chunk([65]), chunk([65, 66, 67], label="v2", meta=spans)],
+        [chunk([65]), chunk([66], 2, label="v2"), chunk([67], 3, label="v2", meta=spans)],
+    ):
+        assert ids_and_spans(taken(*chunks).certain()[0]) == ([65, 66, 67], [("v1", 0, 2), ("v2", 2, 3)])
+
+
+def test_boundaries_are_moved_where_the_engine_reports_them_early() -> None:
+    [output] = taken(*NEWS, early=True).outputs()
+    assert output.version_spans == [VersionSpan("v1", 0, 4), VersionSpan("v2", 4, 5)]
+
+
+def test_tokens_beyond_the_count_of_a_chunk_are_left_for_the_next() -> None:
+    """SGLang hands out a list that goes on growing while the chunk waits to be sent."""
+    partial = taken(chunk([65, 66, 67], 2))
+    assert ids_and_spans(partial.certain()[0]) == ([65, 66], [("v1", 0, 2)])
+    partial.take(chunk([65, 66, 67, 68], label="v2"))
+    assert ids_and_spans(partial.certain()[0]) == ([65, 66], [("v1", 0, 2)])
+
+
+@pytest.mark.parametrize(
+    "chunks",
+    [
+        [chunk([65]), chunk([66, 67], 3), chunk([67], 3, entries=[65, 66, 67], finish=ABORT)],
+        # Both last chunks in one, as a slow reader gets them:
+        [chunk([65, 66]), chunk([67, 67], 3, entries=[67, 65, 66, 67], finish=ABORT)],
+        [chunk([65]), chunk([66, 67], 3), chunk([], 3, finish=ABORT)],
+    ],
+)
+def test_an_abort_of_what_waits_repeats_no_token(chunks: list[bytes]) -> None:
+    """SGLang then sends the last token again, and all log-probs."""
+    [output] = taken(*chunks).outputs()
+    assert ids_and_spans(output) == ([65, 66, 67], [("v1", 0, 3)])
+    assert output.aborted
+
+
+def test_a_label_change_without_spans_ends_a_response_where_it_is_certain() -> None:
+    """Older servers report no spans: the response counts as aborted there, and its sender goes on from there."""
+    [output] = taken(chunk([65, 66]), chunk([67], 3, label="v2", finish=FINISH)).outputs()
+    assert output.aborted
+    assert ids_and_spans(output) == ([65, 66], [("v1", 0, 2)])
+    [unchanged] = taken(chunk([65, 66]), chunk([67], 3, finish=FINISH)).outputs()
+    assert not unchanged.aborted
+    assert ids_and_spans(unchanged) == ([65, 66, 67], [("v1", 0, 3)])
+
+
+def test_samples_are_told_apart_by_index() -> None:
+    partial = taken(chunk([65], index=1), chunk([66], index=0), chunk([67], 2, index=1, finish=FINISH), samples=3)
+    assert [ids_and_spans(output) for output in partial.certain()] == [
+        ([66], [("v1", 0, 1)]),
+        ([65, 67], [("v1", 0, 2)]),
+        None,
+    ]
+    assert partial.certain()[1].index == 1  # type: ignore[union-attr]
+    assert (partial.tokens, partial.chunks) == (3, 3)
+    with pytest.raises(StreamBroken, match="of sample 3, and 3 were asked for"):
+        partial.take(chunk([65], index=3))
+
+
+@pytest.mark.parametrize(
+    ("chunks", "words"),
+    [
+        ([chunk([65]), chunk([66], 3)], "brings 1 tokens and counts 3, after 1"),
+        ([chunk([65, 66]), chunk([67, 68], 3)], "brings 2 tokens and counts 3, after 2"),
+    ],
+)
+def test_chunks_that_do_not_join_are_an_error(chunks: list[bytes], words: str) -> None:
+    with pytest.raises(StreamBroken, match=words):
+        taken(*chunks)
+
+
+def test_log_probs_of_other_tokens_are_an_error() -> None:
+    with pytest.raises(StreamBroken, match="log-probs of response r are of other tokens"):
+        taken(chunk([65, 66], entries=[65, 67], finish=FINISH)).outputs()
+
+
+def test_a_partial_is_for_one_request() -> None:
+    with pytest.raises(ValueError, match="holds one request"):
+        taken(chunk([65])).begin(1, False)
+
+
+def test_no_answer_and_no_token_are_nothing() -> None:
+    assert PartialOutputs().certain() == []
+    assert taken(chunk([]), samples=2).certain() == [None, None]
+
+
+@given(st.lists(st.binary(max_size=20).filter(lambda b: b"\n" not in b and b"\r" not in b)), st.data())
+def test_events_are_found_however_the_bytes_are_cut(payloads: list[bytes], data: st.DataObject) -> None:
+    stream = b"".join(b"data: " + payload + data.draw(st.sampled_from([b"\n\n", b"\r\n\r\n"])) for payload in payloads)
+    stream = b": a comment\n" + stream + b"data: without its end"
+    lines, found, start = EventLines(), [], 0
+    while start < len(stream):
+        end = data.draw(st.integers(start + 1, len(stream)))
+        found += lines.feed(stream[start:end])
+        start = end
+    assert found == [payload.strip() for payload in payloads]
+
+
+@given(st.lists(st.integers(1, 6), min_size=1, max_size=12), st.booleans(), st.integers(0, 12), st.booleans())
+def test_any_cut_of_a_stream_gives_a_true_prefix(sizes: list[int], whole: bool, change: int, spans: bool) -> None:
+    """The chunks from `change` on are labelled v2, though the first of them may hold tokens of v1."""
+    tokens = list(range(sum(sizes)))
+    ends = [sum(sizes[: index + 1]) for index in range(len(sizes))]
+    for stop in range(len(sizes) + 1):
+        sent, before = [], 0
+        for index, end in enumerate(ends[:stop]):
+            ids = tokens[:end] if whole else tokens[before:end]
+            label = "v1" if index < change else "v2"
+            true = [{"version": "v1", "start": 0, "end": end}]
+            sent.append(chunk(ids, end, label=label, meta={"weight_versions": true} if spans else {}))
+            before = end
+        [found] = taken(*sent, sent_label="v1").certain()
+        certain = ends[:stop][-1] if spans and stop else (ends[min(stop, change) - 1] if min(stop, change) else 0)
+        assert ids_and_spans(found) == ((tokens[:certain], [("v1", 0, certain)]) if certain else None)
+
+
+@pytest.fixture
+async def streamed() -> AsyncIterator[Callable[..., object]]:
+    """A server that streams what it is told, and a client of it."""
+    closing = []
+    peers: set[object] = set()
+
+    async def start(*pieces: bytes, hang: bool = False, **options: object) -> EngineClient:
+        async def answer(request: web.Request) -> web.StreamResponse:
+            assert msgspec.json.decode(await request.read())["stream"] is True
+            assert request.headers["X-Key"] == "k"
+            assert request.transport is not None
+            peers.add(request.transport.get_extra_info("peername"))
+            response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+            await response.prepare(request)
+            for piece in pieces:
+                await response.write(piece)
+            if hang:
+                await closed.wait()
+            await asyncio.sleep(0.02)  # the end of the answer comes in a packet of its own
+            return response
+
+        closed = asyncio.Event()
+        app = web.Application()
+        app.router.add_post("/generate", answer)
+        runner = web.AppRunner(app)
+        await runner.setup()
+        await web.TCPSite(runner, "127.0.0.1", 0).start()
+        client = EngineClient(f"http://127.0.0.1:{runner.addresses[0][1]}", **options)  # type: ignore[arg-type]
+
+        async def close() -> None:
+            closed.set()
+            await client.close()
+            await runner.cleanup()
+
+        closing.append(close)
+        return client
+
+    start.peers = peers  # type: ignore[attr-defined]
+    yield start
+    for close in closing:
+        await close()
+
+
+def event(raw: bytes) -> bytes:
+    return b"data: " + raw + b"\n\n"
+
+
+async def ask(client: EngineClient, partial: PartialOutputs, n: int = 1) -> list[GenerateOutput]:
+    request = GenerateRequest(input_ids=[1, 2], sampling_params=SamplingParams(n=n))
+    return await client.generate(request, partial=partial, headers={"X-Key": "k"})
+
+
+DONE = b"data: [DONE]\n\n"
+
+
+async def test_the_client_joins_a_stream(streamed) -> None:  # type: ignore[no-untyped-def]
+    client = await streamed(*map(event, NEWS), DONE)
+    [output] = await ask(client, PartialOutputs())
+    assert ids_and_spans(output) == ([65, 66, 67, 68, 69], [("v1", 0, 3), ("v2", 3, 5)])
+    client = await streamed(*map(event, NEWS), DONE, early_boundary=True)
+    [output] = await ask(client, PartialOutputs())
+    assert output.version_spans[0].end == 4
+
+
+@pytest.mark.parametrize(
+    ("pieces", "error", "words"),
+    [
+        (map(event, NEWS[:2]), EngineUnreachable, r"ended without \[DONE\]"),
+        (map(event, NEWS), EngineUnreachable, r"ended without \[DONE\]"),
+        ([*map(event, NEWS[:2]), DONE], EngineUnreachable, r"before samples \[0\] of 1 had finished"),
+        ([*map(event, NEWS[:2]), event(b'{"error":{"message":"too long","code":400}}'), DONE], EngineRefused,
+         "with 400: too long"),
+        ([*map(event, NEWS[:2]), event(b'{"error":{"message":"gone","code":503}}')], EngineUnreachable, "503: gone"),
+        ([*map(event, NEWS[:2]), event(b'{"error":{"message":"gone","code":"no_worker"}}')], EngineUnreachable,
+         "no_worker: gone"),
+        ([*map(event, NEWS[:2]), event(b'{"error":"gone"}')], EngineUnreachable, "gone"),
+        ([*map(event, NEWS[:2]), event(b"{]")], EngineProtocolError, "streamed b'{]'"),
+        ([*map(event, NEWS[:2]), event(chunk([1], 9))], EngineProtocolError, "counts 9, after 3"),
+        ([*map(event, NEWS[:2]), event(chunk([], 3, finish={**ABORT, "status_code": 400})), DONE], EngineRefused,
+         "with 400: Abort in waiting queue"),
+        ([*map(event, NEWS[:2]), event(chunk([], 3, finish={**ABORT, "status_code": 503})), DONE], EngineUnreachable,
+         "with 503: Abort in waiting queue"),
+    ],
+)  # fmt: skip
+async def test_however_a_stream_ends_what_came_is_kept(streamed, pieces, error, words: str) -> None:  # type: ignore[no-untyped-def]
+    client = await streamed(*pieces)
+    partial = PartialOutputs()
+    with pytest.raises(error, match=words):
+        await ask(client, partial)
+    [found] = partial.certain()
+    assert found is not None
+    assert found.output_ids[:3] == [65, 66, 67]
+
+
+async def test_a_stall_runs_into_the_time_limit_and_shows(streamed) -> None:  # type: ignore[no-untyped-def]
+    client = await streamed(event(NEWS[0]), hang=True, timeout_s=0.3)
+    partial = PartialOutputs()
+    with pytest.raises(EngineTimeout):
+        await ask(client, partial)
+    assert ids_and_spans(partial.certain()[0]) == ([65], [("v1", 0, 1)])
+
+
+async def test_a_connection_serves_one_stream_after_another(streamed) -> None:  # type: ignore[no-untyped-def]
+    client = await streamed(*map(event, NEWS), DONE)
+    for _ in range(3):
+        await ask(client, PartialOutputs())
+    assert len(streamed.peers) == 1
+
+
+def test_nothing_is_decoded_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A cumulative stream is decoded once, at its end, whatever its length; one of news chunk by chunk, once each."""
+    from models.engines import partial as module
+
+    decoded: list[int] = []
+    original = module._decode_chunk
+    monkeypatch.setattr(module, "_decode_chunk", lambda raw: (decoded.append(len(raw)), original(raw))[1])
+    whole = [chunk(list(range(end)), finish=FINISH if end == 400 else None) for end in range(1, 401)]
+    partial = taken(*whole)
+    assert decoded == []
+    partial.outputs()
+    assert len(decoded) == 1
+    decoded.clear()
+    news = [chunk([end], end + 1, finish=FINISH if end == 399 else None) for end in range(400)]
+    taken(*news).outputs()
+    assert len(decoded) == 400

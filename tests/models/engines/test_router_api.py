@@ -1,0 +1,226 @@
+"""The worker API of a router, and what it loses of a request: sglang-router 0.3.2 itself, and a stand-in for faults."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import msgspec
+import pytest
+
+from models.engines.client import EngineClient
+from models.engines.errors import EngineProtocolError, EngineRefused, EngineUnreachable
+from models.engines.protocol import GenerateRequest, SamplingParams
+from models.engines.router_api import ROUTING_KEY_HEADER, TRAITS, RouterClient, RouterWorker, lost_fields, urls
+from tests.models.engines.real_router import Recorder, router_process
+from tests.stages.faults import FakeRouter
+
+# Every field with another value than its default. What excludes each other stands in different requests.
+SAMPLING: dict[str, Any] = {
+    "temperature": 0.7,
+    "top_p": 0.8,
+    "top_k": 11,
+    "min_p": 0.1,
+    "max_new_tokens": 33,
+    "min_new_tokens": 2,
+    "stop": ["end"],
+    "stop_token_ids": [7, 9],
+    "ignore_eos": True,
+    "skip_special_tokens": False,
+    "spaces_between_special_tokens": False,
+    "no_stop_trim": True,
+    "n": 3,
+    "sampling_seed": 77,
+    "frequency_penalty": 0.3,
+    "presence_penalty": 0.2,
+    "repetition_penalty": 1.1,
+    "logit_bias": {"5": 1.5},
+    "stop_regex": "a+",
+    "json_schema": "{}",
+    "custom_params": {"a": 1},
+    "stream_interval": 4,
+}
+TOP: dict[str, Any] = {
+    "input_ids": [1, 2, 3],
+    "rid": "rid-1",
+    "return_logprob": True,
+    "logprob_start_len": 1,
+    "top_logprobs_num": 2,
+    "token_ids_logprob": [4],
+    "stream": True,
+    "extra_key": "0.3",
+    "priority": 5,
+    "routing_key": "k",
+    "return_routed_experts": True,
+    "routed_experts_start_len": 1,
+    "return_hidden_states": True,
+    "input_logprob_temperature": 0.5,
+}
+ELSEWHERE = {"text", "sampling_params", "regex", "ebnf", "structural_tag", "beam_width"}
+# What the generate stage sends in every request; none of it may get lost.
+RELIED_ON = ("input_ids", "rid", "return_logprob", "extra_key", "stream", "sampling_params")
+RELIED_ON_SAMPLING = (
+    "temperature",
+    "top_p",
+    "top_k",
+    "max_new_tokens",
+    "stop",
+    "stop_token_ids",
+    "skip_special_tokens",
+    "no_stop_trim",
+    "n",
+    "sampling_seed",
+)
+
+
+@pytest.fixture(scope="module")
+def router_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    with router_process(tmp_path_factory.mktemp("router"), "manual") as url:
+        yield url
+
+
+@asynccontextmanager
+async def serving(url: str, recorder: Recorder) -> AsyncIterator[RouterClient]:
+    """The recorder as the router's only worker."""
+    async with asyncio.timeout(60), RouterClient(url) as router:
+        assert await router.add(recorder.url)
+        while recorder.url not in urls(await router.workers(), healthy=True):  # noqa: ASYNC110 - looks from outside
+            await asyncio.sleep(0.05)
+        yield router
+        [worker] = [w for w in await router.workers() if w.url == recorder.url]
+        await router.remove(worker)
+        while recorder.url in urls(await router.workers()):  # noqa: ASYNC110
+            await asyncio.sleep(0.05)
+
+
+def test_every_field_of_a_request_is_judged() -> None:
+    assert set(TOP) | ELSEWHERE >= set(GenerateRequest.__struct_fields__)
+    assert set(SAMPLING) | ELSEWHERE >= set(SamplingParams.__struct_fields__)
+
+
+@pytest.mark.slow
+async def test_fields_that_the_router_drops(router_url: str) -> None:
+    """sglang-router 0.3.2. A change here changes `models/engines/router_api.py`, and what must be sent directly."""
+    request = msgspec.convert({**TOP, "sampling_params": SAMPLING}, GenerateRequest)
+    sent = msgspec.to_builtins(request)
+    assert set(sent) == {*TOP, "sampling_params"}
+    assert set(sent["sampling_params"]) == set(SAMPLING)
+    async with Recorder() as recorder, serving(router_url, recorder), EngineClient(router_url) as client:
+        await client.call("POST", "/generate", request, 30.0)
+    [body] = recorder.bodies
+    lost = [name for name in TOP if body.get(name) != sent[name]]
+    lost += [f"sampling_params.{n}" for n in SAMPLING if body["sampling_params"].get(n) != sent["sampling_params"][n]]
+    assert sorted(lost) == sorted(lost_fields("sglang", request))
+    assert sorted(lost) == [
+        "input_logprob_temperature",
+        "return_routed_experts",
+        "routed_experts_start_len",
+        "routing_key",
+        "sampling_params.custom_params",
+        "sampling_params.logit_bias",
+        "sampling_params.spaces_between_special_tokens",
+        "sampling_params.stop_regex",
+        "sampling_params.stream_interval",
+    ]
+    assert not set(RELIED_ON) & set(lost)
+    assert not {f"sampling_params.{name}" for name in RELIED_ON_SAMPLING} & set(lost)
+
+
+@pytest.mark.slow
+async def test_what_an_answer_has_of_its_own_passes(router_url: str) -> None:
+    async with Recorder() as recorder, serving(router_url, recorder), EngineClient(router_url) as client:
+        body = await client.call("POST", "/generate", GenerateRequest(input_ids=[1]), 30.0)
+        assert body == recorder.answer.encode()
+        await client.generate(GenerateRequest(input_ids=[1]), headers={ROUTING_KEY_HEADER: "5"})
+
+
+@pytest.mark.slow
+async def test_requests_of_one_key_stay_together(router_url: str) -> None:
+    async with Recorder() as a, Recorder() as b, serving(router_url, a), serving(router_url, b):
+        async with EngineClient(router_url) as client:
+            for key in range(8):
+                for _ in range(3):
+                    request = GenerateRequest(input_ids=[key + 1])
+                    await client.generate(request, headers={ROUTING_KEY_HEADER: str(key)})
+        keys = [{body["input_ids"][0] for body in worker.bodies} for worker in (a, b)]
+    assert keys[0].isdisjoint(keys[1])
+    assert all(keys), "and both engines have some"
+    assert len(a.bodies) + len(b.bodies) == 24
+
+
+@pytest.mark.slow
+async def test_workers_come_and_go(router_url: str) -> None:
+    async with Recorder() as recorder:
+        async with serving(router_url, recorder) as router, EngineClient(router_url) as client:
+            [worker] = await router.workers()
+            assert (worker.url, worker.is_healthy) == (recorder.url, True)
+            assert await router.health()
+            await client.generate(GenerateRequest(input_ids=[1]))
+        async with RouterClient(router_url) as router, EngineClient(router_url) as client:
+            assert await router.workers() == []
+            await router.remove(worker)  # it has gone: no error
+            with pytest.raises(EngineUnreachable, match="answered 503: No available workers"):
+                await client.generate(GenerateRequest(input_ids=[1]))
+
+
+async def test_a_worker_that_is_not_forgotten_yet_is_not_added_and_no_error() -> None:
+    async with FakeRouter(kind="smg") as fake, RouterClient(fake.url) as router:
+        fake.conflict.add("http://e")
+        assert not await router.add("http://e")
+        fake.conflict.clear()
+        assert await router.add("http://e")
+        fake.lingering.add("http://e")
+        await router.remove((await router.workers())[0])
+        assert [w.is_healthy for w in await router.workers()] == [False]
+        assert urls(await router.workers()) == {"http://e"}
+        assert urls(await router.workers(), healthy=True) == frozenset()
+
+
+async def test_errors_of_the_router_are_those_of_an_engine() -> None:
+    async with FakeRouter() as fake, RouterClient(fake.url) as router:
+        fake.broken = True
+        with pytest.raises(EngineUnreachable, match="/workers answered 500: broken"):
+            await router.workers()
+    async with RouterClient(fake.url) as router:
+        with pytest.raises(EngineUnreachable):
+            await router.add("http://e")
+        assert not await router.health()
+
+
+async def test_an_answer_that_is_no_list_of_workers_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def call(client: EngineClient, *args: object) -> bytes:
+        return b'{"workers": [3]}'
+
+    monkeypatch.setattr(EngineClient, "call", call)
+    async with RouterClient("http://r") as router:
+        with pytest.raises(EngineProtocolError, match=r"/workers answered .*, which does not decode"):
+            await router.workers()
+
+
+async def test_a_refusal_to_remove_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def call(client: EngineClient, *args: object) -> bytes:
+        raise EngineRefused("http://r", 400, "no such id")
+
+    monkeypatch.setattr(EngineClient, "call", call)
+    async with RouterClient("http://r") as router:
+        with pytest.raises(EngineRefused, match="no such id"):
+            await router.remove(RouterWorker("1", "http://e"))
+
+
+@pytest.mark.parametrize(
+    ("kind", "fields", "lost"),
+    [
+        ("sglang", {}, ()),
+        ("sglang", {"extra_key": "0.1", "rid": "r", "return_logprob": True}, ()),
+        ("sglang", {"return_routed_experts": True}, ("return_routed_experts",)),
+        ("smg", {"return_routed_experts": True, "input_logprob_temperature": 0.5}, ()),
+        ("sglang", {"sampling_params": SamplingParams(logit_bias={"1": 2.0})}, ("sampling_params.logit_bias",)),
+        ("smg", {"sampling_params": [SamplingParams(stop_regex="a")] * 2}, ("sampling_params.stop_regex",)),
+        ("smg", {"sampling_params": SamplingParams(custom_params={"a": 1})}, ()),
+    ],
+)
+def test_only_fields_that_are_set_are_lost(kind: str, fields: dict[str, Any], lost: tuple[str, ...]) -> None:
+    assert lost_fields(kind, GenerateRequest(**fields)) == lost
+    assert set(TRAITS) == {"sglang", "smg"}

@@ -1,0 +1,169 @@
+"""Real SGLang servers for tests: two kinds, each started at most once per test session.
+
+- `exact`: no overlap scheduling (version boundaries are exact), streams of what is new, every 8 tokens;
+- `overlap`: SGLang's defaults, overlap scheduling and cumulative streams.
+
+The interpreter is the environment variable SLUICE_SGLANG_PYTHON, else `.venv-sglang/bin/python` of the project; without
+either, the tests that need a server are skipped. A start takes 40 s, so servers that the collected tests need are
+started together at the first use. Tests that leave a server paused, busy or with other weights harm only themselves:
+`fresh` puts it right before each.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import socket
+import subprocess
+import time
+import urllib.request
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Final, Literal
+
+import pytest
+
+from models.engines.client import EngineClient
+from models.engines.protocol import EXPECTED_SGLANG
+
+Kind = Literal["exact", "overlap"]
+FIXTURES: Final[dict[str, Kind]] = {"sglang": "exact", "sglang_overlap": "overlap"}
+ROOT: Final = Path(__file__).resolve().parent.parent
+CONTEXT: Final = 1024  # tokens
+READY_S: Final = 300.0
+_PR_SET_PDEATHSIG: Final = 1
+_OF_KIND: Final[dict[Kind, tuple[str, ...]]] = {
+    "exact": ("--disable-overlap-schedule", "--incremental-streaming-output", "--stream-interval", "8"),
+    "overlap": ("--stream-interval", "8"),
+}
+
+
+def interpreter() -> Path | None:
+    """The Python that SGLang is installed for; None if there is none."""
+    named = os.environ.get("SLUICE_SGLANG_PYTHON")
+    path = Path(named) if named else ROOT / ".venv-sglang" / "bin" / "python"
+    return path if path.is_file() else None
+
+
+def needs_sglang() -> Path:
+    """The interpreter; skips the test without one."""
+    path = interpreter()
+    if path is None:
+        pytest.skip(f"SGLang {EXPECTED_SGLANG} is not installed; run `make sglang-env`, or set SLUICE_SGLANG_PYTHON")
+    return path
+
+
+@dataclass
+class RealServer:
+    """One server process. `model` and `other` are checkpoints of one shape; it starts with the first."""
+
+    kind: Kind
+    url: str
+    model: Path
+    other: Path
+    log: Path
+    process: subprocess.Popen[bytes] | None = field(repr=False, default=None)
+
+    def wait_ready(self) -> None:
+        """Wait for the server to answer; unblocked by its answer, by its end or by the time limit."""
+        deadline = time.monotonic() + READY_S
+        while time.monotonic() < deadline:
+            if self.process is not None and self.process.poll() is not None:
+                pytest.fail(f"SGLang ended with status {self.process.returncode}:\n{self._tail()}")
+            if self._answers():
+                return
+            time.sleep(0.5)
+        pytest.fail(f"SGLang did not answer within {READY_S:g} s:\n{self._tail()}")
+
+    def _answers(self) -> bool:
+        """By a blocking call: fixtures are set up inside of event loops too."""
+        try:
+            with urllib.request.urlopen(f"{self.url}/health", timeout=2.0) as answer:
+                return bool(answer.status == 200)
+        except OSError:  # nothing listens yet, or it is not well yet
+            return False
+
+    def _tail(self) -> str:
+        return "\n".join(self.log.read_text(errors="replace").splitlines()[-40:])
+
+    async def fresh(self, client: EngineClient, label: str = "first") -> None:
+        """Nothing paused or running, no prefix cached, the first checkpoint's weights."""
+        await client.resume()
+        await client.abort()
+        await client.update_weights_from_disk(str(self.model), label)
+
+    def stop(self) -> None:
+        """End the process and what it started: they are a session of their own."""
+        if self.process is None or self.process.poll() is not None:
+            return
+        os.killpg(self.process.pid, signal.SIGTERM)
+        try:
+            self.process.wait(15)
+        except subprocess.TimeoutExpired:
+            os.killpg(self.process.pid, signal.SIGKILL)
+            self.process.wait(15)
+
+
+class ServerPool:
+    """The session's servers, started together when the first is asked for."""
+
+    def __init__(self, directory: Path, model: Path, other: Path, kinds: Iterable[Kind]) -> None:
+        self._directory, self._model, self._other = directory, model, other
+        self._kinds = set(kinds)
+        self._servers: dict[Kind, RealServer] = {}
+        self._ready: set[Kind] = set()
+
+    def get(self, kind: Kind) -> RealServer:
+        python = needs_sglang()
+        for wanted in sorted(self._kinds | {kind}):
+            if wanted not in self._servers:
+                self._servers[wanted] = self._start(python, wanted)
+        server = self._servers[kind]
+        if kind not in self._ready:
+            server.wait_ready()
+            self._ready.add(kind)
+        return server
+
+    def _start(self, python: Path, kind: Kind) -> RealServer:
+        port = _free_port()
+        log = self._directory / f"sglang-{kind}.log"
+        command = [str(python), "-m", "sglang.launch_server", "--model-path", str(self._model), *_COMMON]
+        command += [*_OF_KIND[kind], "--port", str(port)]
+        environment = {**os.environ, **_ENVIRONMENT}
+        with log.open("wb") as out:
+            process = subprocess.Popen(
+                command, stdout=out, stderr=out, env=environment, start_new_session=True, preexec_fn=_die_with_parent
+            )
+        return RealServer(kind, f"http://127.0.0.1:{port}", self._model, self._other, log, process)
+
+    def close(self) -> None:
+        for server in self._servers.values():
+            server.stop()
+
+
+_ENVIRONMENT: Final = {
+    "SGLANG_USE_CPU_ENGINE": "1",
+    "SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "false",
+    "OMP_NUM_THREADS": "1",
+    "HF_HUB_OFFLINE": "1",
+    "CUDA_VISIBLE_DEVICES": "",
+}
+_COMMON: Final = (
+    *("--device", "cpu", "--attention-backend", "torch_native", "--disable-cuda-graph", "--dtype", "float32"),
+    *("--max-total-tokens", "65536", "--mem-fraction-static", "0.3", "--sleep-on-idle", "--host", "127.0.0.1"),
+    *("--context-length", str(CONTEXT), "--grammar-backend", "none", "--enable-metrics"),
+)
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+def _die_with_parent() -> None:
+    """Have the kernel end the server with the test process (Linux); SGLang's own children follow it."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
