@@ -1,4 +1,4 @@
-"""Before weights are overwritten or replaced: waiting until the engines are done with what is there."""
+"""Waiting for weights to land: the trainer before it overwrites a slot, an engine before it stands still."""
 
 from __future__ import annotations
 
@@ -10,29 +10,71 @@ from collections.abc import Callable
 
 import msgspec
 
-from stages.messages import Applied
+from stages.messages import Applied, WeightsAnnouncement
 from stages.ports import Topic
 
 log = logging.getLogger("sluice.train")
 
 LANDING_TIMEOUT_S = 60.0
+TURN_TIMEOUT_S = 10.0  # how long an engine waits for the ones before it that have not begun
+TURN_LIMIT_S = 600.0  # and for ones that are at it
 
 
-async def await_landing(topic: Topic, *, version: int, pinned: int, given_up: Callable[[], bool]) -> None:
+def reports(topic: Topic) -> list[Applied]:
+    """What the engines' owners reported last."""
+    return [msgspec.msgpack.decode(value, type=Applied) for value in topic.items("applied/").values()]
+
+
+async def await_landing(
+    topic: Topic, *, version: int, pinned: int, given_up: Callable[[], bool], newest: int | None = None
+) -> None:
     """Waits until no engine reads the slot that `version` takes, and `pinned` has landed everywhere.
 
+    `newest` is the version in the other slot, which may still be read (default: the one before `version`).
     Unblocked by the engines' `applied/` reports, by the death of an engine (its key is dropped), by `given_up` within a
     second, or by a time limit: then the digest of the slot is what protects a reader.
     """
     deadline = time.monotonic() + LANDING_TIMEOUT_S
     revision = 0
+    kept = version - 1 if newest is None else newest
     while time.monotonic() < deadline and not given_up():
-        applied = [msgspec.msgpack.decode(v, type=Applied) for v in topic.items("applied/").values()]
-        read = all(a.fetching < 0 or a.fetching >= version - 1 for a in applied)
+        applied = reports(topic)
+        read = all(a.fetching < 0 or a.fetching >= kept for a in applied)
         if read and all(a.version >= pinned for a in applied):
             return
         with contextlib.suppress(TimeoutError):  # the loop looks again
             async with asyncio.timeout(1.0):
                 revision = await topic.wait(revision)
     if not given_up():
-        log.warning("version %d is overwritten although an engine has not applied version %d", version - 2, pinned)
+        log.warning(
+            "the slot before version %d is overwritten although an engine has not applied version %d", kept, pinned
+        )
+
+
+async def await_turn(topic: Topic, engine: str, announcement: WeightsAnnouncement, rolling: int) -> None:
+    """Waits until fewer than `rolling` of the engines before this one, by name, still lack the version.
+
+    So at most `rolling` engines stand still at once: of those at it, the last by name has all others before it.
+    Unblocked by their reports, by their death (the key is dropped), or by a time limit, so that an engine that cannot
+    be updated does not hold up the rest; the limit is short while none of them is at it.
+    """
+    started, revision = time.monotonic(), 0
+    idle_since = started
+    while True:
+        now = time.monotonic()
+        lacking = [a for a in reports(topic) if a.engine < engine and _older(a, announcement)]
+        if len(lacking) < rolling:
+            return
+        if any(a.fetching >= 0 for a in lacking):
+            idle_since = now
+        if now - idle_since > TURN_TIMEOUT_S or now - started > TURN_LIMIT_S:
+            names = ", ".join(a.engine for a in lacking)
+            log.warning("%s takes version %d before its turn: %s lack it", engine, announcement.version, names)
+            return
+        with contextlib.suppress(TimeoutError):  # the loop looks again
+            async with asyncio.timeout(1.0):
+                revision = await topic.wait(revision)
+
+
+def _older(applied: Applied, announcement: WeightsAnnouncement) -> bool:
+    return (applied.epoch, applied.version) < (announcement.epoch, announcement.version)

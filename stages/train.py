@@ -21,8 +21,6 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, ParamSpec, TypeVar
 
-import msgspec
-
 from models.checkpoint import draft_path
 from stages.base import Stage, StageContext
 from stages.batch import Batch, slice_sequences
@@ -30,7 +28,7 @@ from stages.buffer import GroupBuffer
 from stages.errors import UntrainableGroup
 from stages.gate import over_sampling
 from stages.landing import await_landing
-from stages.messages import CheckpointReady, Outcome, Report, RolloutSlice, StepDone, WeightsAnnouncement
+from stages.messages import CheckpointReady, Outcome, Report, RolloutSlice, StepDone
 from stages.ports import Lease, Ports
 from stages.rollouts import oldest_version, settlement
 
@@ -39,7 +37,7 @@ R = TypeVar("R")
 
 if TYPE_CHECKING:
     from models.train.interface import TrainBackend
-    from models.weights.writer import SlotWriter
+    from stages.publish import WeightPublisher
 
 
 def first_of(report: Report) -> str:
@@ -60,7 +58,7 @@ class TrainStage(Stage):
         self.steps = int(context.options.get("start_step", 0))
         self.epoch = int(context.options.get("epoch", 0))
         self.resume_from = context.options.get("resume_from")
-        self.slots: SlotWriter | None = None
+        self.weights: WeightPublisher | None = None
         self._torch = ThreadPoolExecutor(1, thread_name_prefix="torch")
         self._buffer = GroupBuffer(config)
         self._seen: set[int] = set()
@@ -76,7 +74,7 @@ class TrainStage(Stage):
 
     async def setup(self) -> None:
         from models.train.build import build_backend  # torch is imported only in the process that trains
-        from models.weights.writer import SlotWriter
+        from stages.publish import WeightPublisher
 
         self.backend: TrainBackend = await self._in_torch(build_backend, self.config, self.total)
         await self._in_torch(self.backend.setup)
@@ -84,11 +82,12 @@ class TrainStage(Stage):
             await self._in_torch(self.backend.load, Path(str(self.resume_from)))
         if not self.supervised:
             source = Path(str(self.context.options.get("checkpoint", self.config.train.hf_checkpoint)))
-            self.slots = SlotWriter(Path(str(self.context.options["slots"])), source)
+            slots = Path(str(self.context.options["slots"]))
+            self.weights = WeightPublisher(self.config, slots, source, self.context.run_dir)
 
     async def close(self) -> None:
-        if self.slots is not None:
-            self.slots.close()
+        if self.weights is not None:
+            self.weights.close()
         self._torch.shutdown(wait=True)
 
     async def run(self, ports: Ports) -> None:
@@ -283,29 +282,28 @@ class TrainStage(Stage):
 
     async def _publish(self, ports: Ports, first: bool = False) -> None:
         """Write the weights into the free slot and announce them."""
-        if self.slots is None:
+        weights = self.weights
+        if weights is None:
             return
         if not first:
             await await_landing(
-                ports.topic, version=self.steps, pinned=self._pinned, given_up=lambda: self._drain is not None
+                ports.topic,
+                version=self.steps,
+                newest=weights.newest,
+                pinned=self._pinned,
+                given_up=lambda: self._drain is not None,
             )
         pinned = self._evaluates(self.steps)
         clock = time.perf_counter()
         with self.activity.working(), self.span("publish_weights", detail=f"version {self.steps}"):
-            manifest = await self._in_torch(
-                lambda: self.slots.write(self.steps, self.epoch, self.backend.export_weights()) if self.slots else None
+            announcement = await self._in_torch(
+                lambda: weights.write(self.steps, self.epoch, self.backend.export_weights(), pinned=pinned)
             )
-        if manifest is None:
-            return
-        announcement = WeightsAnnouncement(
-            self.epoch, self.steps, str(manifest.path), manifest.digest, manifest.generation, pinned
-        )
-        value = msgspec.msgpack.encode(announcement)
-        if pinned:
-            await ports.topic.publish(f"weights/pinned/{self.steps}", value)
-        await ports.topic.publish("weights", value)
+        await weights.announce(ports.topic, announcement)
         self._pinned = self.steps if pinned else self._pinned
         self.activity.extra["publish_s"] = time.perf_counter() - clock
+        if weights.delta_ratio:
+            self.activity.extra["delta_ratio"] = weights.delta_ratio
 
     async def _save(self, ports: Ports) -> None:
         directory = draft_path(self.context.run_dir / "checkpoints", self.steps)

@@ -5,6 +5,10 @@ WeightsError
 ├── DigestMismatch       the bytes are not those that were announced
 ├── LayoutMismatch       tensors offered for writing are not those that the slot was laid out for
 ├── SourceError          the checkpoint that the slots are modelled on cannot serve
+├── GroupError           a process group with an engine could not be made, or broke
+├── DeltaError           a difference cannot be applied, or the chain to a version is broken
+├── RouteUnfit           an engine cannot be reached by the announced route
+├── NotVerified          an engine does not carry what it was given: other label, other checksum
 └── SlotDirectoryError   the slot directory cannot be made, or belongs to a live run
     └── SlotSpaceError   no room for two slots
 """
@@ -38,3 +42,19 @@ class SlotDirectoryError(WeightsError):
 
 class SlotSpaceError(SlotDirectoryError):
     """No room for two slots."""
+
+
+class GroupError(WeightsError):
+    """A process group with the ranks of an engine could not be made, or broke. Make a new one."""
+
+
+class DeltaError(WeightsError):
+    """A difference cannot be applied, or the chain of differences to a version is broken. Take the full weights."""
+
+
+class RouteUnfit(WeightsError):
+    """An engine cannot be reached by the announced route. Choose another."""
+
+
+class NotVerified(WeightsError):
+    """An engine does not carry what it was given. It gets no request until it does."""

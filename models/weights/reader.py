@@ -101,6 +101,15 @@ class SlotReader:
         for item in layout.tensors:
             yield item.spec, data[item.start : item.end]
 
+    @property
+    def layout(self) -> Layout:
+        """Names, shapes and byte ranges of the tensors, in file order."""
+        return self._opened()[0]
+
+    def between(self, start: int, end: int) -> npt.NDArray[np.uint8]:
+        """The file's bytes [start, end), a read-only view of the mapping: copy them, then `check`."""
+        return self._opened()[1][start:end]
+
     def check(self) -> None:
         """Raise TornWeights unless the slot still holds the claimed generation, complete."""
         assert self._state is not None, "SlotReader is used inside its with statement"

@@ -1,0 +1,242 @@
+"""Differences of versions: exact for any bytes, and nothing wrong is ever handed out."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors.torch import load_file
+
+from models.weights import delta
+from models.weights.delta import apply_delta, compress, read_header, restore, write_delta
+from models.weights.delta_mirror import DeltaMirror, way_to
+from models.weights.delta_store import DeltaStore, differences, full_versions
+from models.weights.errors import DeltaError, DigestMismatch
+from models.weights.layout import TensorSpec
+from models.weights.reader import SlotManifest, SlotReader
+from models.weights.writer import SlotWriter
+from tests.models.weights.made_up import checkpoint
+
+N = 40_000
+
+
+@given(st.data())
+def test_any_bytes_come_back(data: st.DataObject) -> None:
+    element = data.draw(st.sampled_from([1, 2, 4]))
+    count = data.draw(st.integers(0, 60)) * element
+    old, new = (np.frombuffer(data.draw(st.binary(min_size=count, max_size=count)), np.uint8) for _ in range(2))
+    chunk_bytes = data.draw(st.sampled_from([4, 16, 1 << 20]))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(delta, "CHUNK_BYTES", chunk_bytes)
+        chunks = compress(old, new, element)
+        assert bool(chunks) == (old.tobytes() != new.tobytes())
+        if chunks:
+            assert restore(old, chunks, element).tobytes() == new.tobytes()
+
+
+class Memory:
+    """Tensors that lie nowhere."""
+
+    def __init__(self, **arrays: np.ndarray) -> None:
+        self.arrays = arrays
+
+    def tensors(self) -> Iterator[tuple[TensorSpec, np.ndarray]]:
+        for name, array in self.arrays.items():
+            yield TensorSpec(name, "F32", array.shape), array.view(np.uint8).reshape(-1)
+
+
+def test_a_file_holds_what_changed_and_says_from_where(tmp_path: Path) -> None:
+    random = np.random.default_rng(0)
+    same, moved = random.normal(size=N).astype("<f4"), random.normal(size=N).astype("<f4")
+    base = Memory(same=same, moved=moved)
+    new = Memory(same=same, moved=moved * np.float32(1 + 1e-6))
+    done = write_delta(tmp_path / "d", base, new, labels=("0.1", "0.2"), digests=("b", "r"))
+    header = read_header(tmp_path / "d")
+    assert (header.base, header.base_digest, header.label, header.digest) == ("0.1", "b", "0.2", "r")
+    assert [len(item.chunks) for item in header.tensors] == [0, 1]
+    assert done.nbytes == 8 * N
+    assert done.ratio > 4, "of four bytes at most one has changed"
+    restored = dict(apply_delta(tmp_path / "d", base))
+    for (_, wanted), found in zip(new.tensors(), restored.values(), strict=True):
+        assert found.tobytes() == wanted.tobytes()
+    assert list(tmp_path.iterdir()) == [tmp_path / "d"]
+
+
+@pytest.mark.parametrize("damage", ["cut", "flipped", "foreign", "gone", "empty"])
+def test_a_damaged_file_is_told(damage: str, tmp_path: Path) -> None:
+    path = tmp_path / "d"
+    old, new = np.zeros(N, "<f4"), np.random.default_rng(1).normal(size=N).astype("<f4")
+    write_delta(path, Memory(a=old), Memory(a=new), labels=("0.1", "0.2"), digests=("b", "r"))
+    whole = path.read_bytes()
+    base = Memory(a=old)
+    if damage == "cut":
+        path.write_bytes(whole[:-5])
+    elif damage == "flipped":
+        path.write_bytes(b"\xff" * 100 + whole[100:])
+    elif damage == "foreign":
+        base = Memory(b=old)
+    elif damage == "gone":
+        path.unlink()
+    else:
+        path.write_bytes(b"")
+    with pytest.raises(DeltaError, match="take the full weights"):
+        list(apply_delta(path, base))
+
+
+class Trainer:
+    """Slots and the directory of differences; versions whose weights hardly differ."""
+
+    def __init__(self, root: Path, full_every: int = 3) -> None:
+        random = torch.Generator().manual_seed(0)
+        self.first = {"a.weight": torch.randn(64, 32, generator=random), "b.scale": torch.randn(7, generator=random)}
+        self.slots = SlotWriter(root / "slots", checkpoint(root / "source", self.first))
+        self.store = DeltaStore(root / "deltas", full_every=full_every)
+        self.ratios: list[float] = []
+
+    @property
+    def directory(self) -> Path:
+        return self.store.directory
+
+    def values(self, version: int) -> dict[str, torch.Tensor]:
+        return {"a.weight": self.first["a.weight"] * (1 + 1e-6 * version), "b.scale": self.first["b.scale"]}
+
+    def publish(self, version: int) -> SlotManifest:
+        manifest = self.slots.write(version, 0, iter(self.values(version).items()))
+        self.ratios.append(self.store.publish(manifest).ratio)
+        return manifest
+
+
+@pytest.fixture
+def trainer(tmp_path: Path) -> Iterator[Trainer]:
+    made = Trainer(tmp_path)
+    yield made
+    made.slots.close()
+
+
+@pytest.fixture
+def mirror(tmp_path: Path) -> Iterator[DeltaMirror]:
+    made = DeltaMirror(f"test-{tmp_path.name}", tmp_path)
+    yield made
+    made.close()
+
+
+async def take(mirror: DeltaMirror, trainer: Trainer, manifest: SlotManifest, *, anew: bool = False) -> SlotManifest:
+    """The version as the mirror hands it out, checked against the trainer's."""
+    async with mirror.lent(manifest, trainer.directory, anew=anew) as found:
+        loaded = load_file(Path(found.path) / "model.safetensors")
+        for name, tensor in trainer.values(manifest.version).items():
+            assert torch.equal(loaded[name], tensor)
+        with SlotReader(found):
+            assert found.digest == manifest.digest
+        return found
+
+
+async def test_a_follower_reads_differences_only(trainer: Trainer, mirror: DeltaMirror) -> None:
+    first = trainer.publish(0)
+    await take(mirror, trainer, first)
+    for version in range(1, 9):
+        manifest = trainer.publish(version)
+        start, steps = way_to((0, version), (0, version - 1), trainer.directory)
+        assert start is None
+        assert len(steps) == 1
+        await take(mirror, trainer, manifest)
+    assert min(trainer.ratios[1:]) > 1.5
+
+
+async def test_one_that_comes_late_begins_with_full_weights(trainer: Trainer, mirror: DeltaMirror) -> None:
+    for version in range(6):
+        manifest = trainer.publish(version)
+    assert sorted(full_versions(trainer.directory)) == [(0, 0), (0, 3)]
+    assert way_to((0, 5), None, trainer.directory)[0] == (0, 3)
+    await take(mirror, trainer, manifest)
+
+
+async def test_one_that_missed_versions_takes_all_differences(trainer: Trainer, mirror: DeltaMirror) -> None:
+    await take(mirror, trainer, trainer.publish(0))
+    for version in (2, 4, 5):  # versions need not follow each other without gaps
+        manifest = trainer.publish(version)
+    assert way_to((0, 4), (0, 0), trainer.directory) == (
+        None,
+        [trainer.directory / "0.2-from-0.0.delta", trainer.directory / "0.4-from-0.2.delta"],
+    )
+    await take(mirror, trainer, manifest)
+
+
+def test_what_is_kept_is_bounded_and_reaches_every_version(trainer: Trainer) -> None:
+    (trainer.directory / "notes.txt").write_text("not ours")
+    for version in range(20):
+        trainer.publish(version)
+        full = full_versions(trainer.directory)
+        assert len(full) <= 2
+        assert len(differences(trainer.directory)) <= 2 * trainer.store.full_every
+        for target in range(min(full)[1], version + 1):
+            way_to((0, target), None, trainer.directory)
+    assert (trainer.directory / "notes.txt").exists()
+    assert not [path for path in trainer.directory.iterdir() if path.name.startswith(".")]
+
+
+@pytest.mark.parametrize("damage", ["flipped", "gone", "other result"])
+async def test_a_broken_chain_is_left_for_full_weights(damage: str, trainer: Trainer, mirror: DeltaMirror) -> None:
+    await take(mirror, trainer, trainer.publish(0))
+    for version in (1, 2, 3):
+        manifest = trainer.publish(version)
+    path = trainer.directory / "0.2-from-0.1.delta"
+    if damage == "flipped":
+        path.write_bytes(b"\xff" * 60 + path.read_bytes()[60:])
+    elif damage == "gone":
+        path.unlink()
+    else:  # a whole file of another pair: its base is not what lies here after version 1
+        path.write_bytes((trainer.directory / "0.3-from-0.2.delta").read_bytes())
+    await take(mirror, trainer, manifest)
+
+
+async def test_without_any_way_the_error_says_so(trainer: Trainer, mirror: DeltaMirror) -> None:
+    manifest = trainer.publish(0)
+    for path in full_versions(trainer.directory).values():
+        path.rename(path.with_name("elsewhere"))
+    with pytest.raises(DeltaError, match=r"has no way to version 0\.0"):
+        await take(mirror, trainer, manifest)
+
+
+async def test_bytes_of_another_digest_are_not_handed_out(trainer: Trainer, mirror: DeltaMirror) -> None:
+    await take(mirror, trainer, trainer.publish(0))
+    manifest = trainer.publish(1)
+    lie = SlotManifest(manifest.path, 1, 0, "0" * 32, manifest.generation, manifest.nbytes)
+    with pytest.raises(DigestMismatch, match="announced was 0000"):
+        await take(mirror, trainer, lie)
+    await take(mirror, trainer, manifest)
+
+
+async def test_a_slot_that_somebody_loads_from_is_not_overwritten(trainer: Trainer, mirror: DeltaMirror) -> None:
+    manifests = [trainer.publish(0)]
+    async with mirror.lent(manifests[0], trainer.directory) as held:
+        await take(mirror, trainer, trainer.publish(1))
+        third = asyncio.ensure_future(take(mirror, trainer, trainer.publish(2)))
+        done, _ = await asyncio.wait([third], timeout=0.2)
+        assert not done, "version 2 would go where version 0 is being read"
+        with SlotReader(held):
+            pass
+    await third
+
+
+@settings(max_examples=15, deadline=None)
+@given(st.lists(st.integers(0, 2**32 - 1), min_size=2, max_size=5))
+def test_any_sequence_of_versions_arrives(tmp_path_factory: pytest.TempPathFactory, seeds: list[int]) -> None:
+    root = tmp_path_factory.mktemp("any")
+    trainer = Trainer(root)
+    mirror = DeltaMirror(f"test-{root.name}", root)
+    try:
+        for version, seed in enumerate(seeds):
+            random = torch.Generator().manual_seed(seed)
+            values = {name: torch.randn(tensor.shape, generator=random) for name, tensor in trainer.first.items()}
+            trainer.values = lambda version, values=values: values  # type: ignore[method-assign,misc]
+            asyncio.run(take(mirror, trainer, trainer.publish(version)))
+    finally:
+        mirror.close()
+        trainer.slots.close()

@@ -1,0 +1,129 @@
+"""A weight group between two processes: the other end is made by torch's own helper, as SGLang makes it."""
+
+from __future__ import annotations
+
+import multiprocessing
+import threading
+from collections.abc import Callable
+from datetime import timedelta
+from multiprocessing.connection import Connection
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from models.weights.errors import GroupError
+from models.weights.group import WeightGroup, address_towards
+from models.weights.shared_tensors import SharedBuffer
+
+SPAWN = multiprocessing.get_context("spawn")
+LIMIT_S = 60.0
+
+
+def joined(port: int, name: str) -> Any:
+    """Rank 1, beside a default group of its own, in the way that a server joins."""
+    from torch.distributed import distributed_c10d as c10d
+
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    limit = timedelta(seconds=LIMIT_S)
+    iterator = dist.rendezvous(f"tcp://127.0.0.1:{port}", 1, 2, timeout=limit)
+    store, rank, size = next(iterator)
+    group, _ = c10d._new_process_group_helper(
+        size,
+        rank,
+        [],
+        c10d.Backend("gloo"),
+        c10d.PrefixStore(name, store),
+        group_name=c10d.GroupName(name),
+        timeout=limit,
+    )
+    c10d._world.pg_group_ranks[group] = {0: 0, 1: 1}
+    return group
+
+
+def receive(port: int, pipe: Connection) -> None:
+    group = joined(port, "g")
+    for n in (5, 3):
+        data = torch.empty(n)
+        dist.broadcast(data, src=0, group=group)
+        pipe.send(data.tolist())
+
+
+def leave(port: int, pipe: Connection) -> None:
+    joined(port, "g")
+    pipe.send("joined")
+
+
+def other_end(target: Callable[[int, Connection], None], port: int) -> tuple[Any, Connection]:
+    mine, theirs = SPAWN.Pipe()
+    process = SPAWN.Process(target=target, args=(port, theirs), daemon=True)
+    process.start()
+    return process, mine
+
+
+def test_tensors_arrive_at_a_group_that_torch_made() -> None:
+    group = WeightGroup("g", 2, "gloo", "127.0.0.1", timeout_s=LIMIT_S)
+    process, pipe = other_end(receive, group.port)
+    group.join()
+    for values in ([1.0, 2.0, 3.0, 4.0, 5.0], [7.0, 8.0, 9.0]):
+        group.broadcast(torch.tensor(values))
+        assert pipe.recv() == values
+    process.join(LIMIT_S)
+    group.close()
+    group.close()
+    assert not dist.is_initialized(), "torch's default group is nobody's business here"
+    with pytest.raises(GroupError, match="is closed; make a new one"):
+        group.broadcast(torch.zeros(1))
+
+
+def test_a_partner_that_died_is_an_error_and_ends_the_group() -> None:
+    group = WeightGroup("g", 2, "gloo", "127.0.0.1", timeout_s=LIMIT_S)
+    process, pipe = other_end(leave, group.port)
+    group.join()
+    assert pipe.recv() == "joined"
+    process.join(LIMIT_S)
+    with pytest.raises(GroupError, match="mixed weights until a whole update succeeds"):  # noqa: PT012
+        for _ in range(20):  # the first may lie in a buffer still
+            group.broadcast(torch.zeros(1 << 20))
+    with pytest.raises(GroupError, match="is closed"):
+        group.broadcast(torch.zeros(1))
+
+
+def test_a_partner_that_never_comes_is_an_error_in_time() -> None:
+    group = WeightGroup("g", 2, "gloo", "127.0.0.1", timeout_s=0.2)
+    with pytest.raises(GroupError, match=r"not all 2 ranks met on 127\.0\.0\.1"):
+        group.join()
+
+
+@pytest.mark.slow
+def test_many_groups_live_side_by_side() -> None:
+    groups = [WeightGroup("g", 2, "gloo", "127.0.0.1", timeout_s=LIMIT_S) for _ in range(2)]
+    assert groups[0].port != groups[1].port
+    ends = [other_end(receive, group.port) for group in groups]
+    threads = [threading.Thread(target=group.join) for group in groups]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(LIMIT_S)
+    for value, group in enumerate(groups):
+        group.broadcast(torch.full((5,), float(value)))
+    assert [pipe.recv() for _, pipe in ends] == [[0.0] * 5, [1.0] * 5]
+    for group in groups:
+        group.close()
+    for process, _ in ends:
+        process.join(LIMIT_S)
+
+
+def test_unknown_backends_and_unreachable_hosts_are_named() -> None:
+    with pytest.raises(GroupError, match="use gloo"):
+        WeightGroup("g", 2, "mpi", "127.0.0.1", timeout_s=1.0)
+    assert address_towards("http://127.0.0.1:30000") == "127.0.0.1"
+    with pytest.raises(GroupError, match=r"no way to http://no-such-host\.invalid"):
+        address_towards("http://no-such-host.invalid:1")
+    assert SharedBuffer(0).memory.numel() == 1
+
+
+def test_an_address_of_another_machine_is_refused() -> None:
+    with pytest.raises(GroupError, match=r"cannot listen on 192\.0\.2\.1"):
+        WeightGroup("g", 2, "gloo", "192.0.2.1", timeout_s=1.0)
