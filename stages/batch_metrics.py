@@ -33,8 +33,13 @@ def batch_metrics(
         "rollout/turns/mean": float(np.mean([parts[-1].turns for parts in members])),
         "rollout/mixed_version_ratio": _share(any(len(s.version_runs) > 1 for s in parts) for parts in members),
         "rollout/segments/mean": float(np.mean([len(parts) for parts in members])),
+        "rollout/reused_tokens": float(sum(s.reused_tokens for parts in members for s in parts)),
+        "rollout/replaced_ratio": _share(any(s.replaced for s in parts) for parts in members),
         "train/rollouts": float(len(members)),
     }
+    proposed = sum(s.spec_proposed for parts in members for s in parts)
+    if proposed:
+        metrics["rollout/spec_accept_rate"] = sum(s.spec_accepted for parts in members for s in parts) / proposed
     if config.train.loss_type != "sft_loss":
         metrics |= _group_metrics(slices)
     return metrics

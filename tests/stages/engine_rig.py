@@ -20,13 +20,15 @@ import torch
 from configs.schema.engine import EngineConfig, SimulatedEngineConfig
 from models.engines.client import EngineClient
 from models.engines.noise import sample_seed
-from models.engines.protocol import GenerateOutput, GenerateRequest, SamplingParams
+from models.engines.partial import PartialOutputs
+from models.engines.protocol import GenerateOutput, GenerateRequest, MetaInfo, SamplingParams
 from models.engines.serve import EngineServer
 from models.engines.simulated import SimulatedEngine, simulated_token
 from models.weights.writer import SlotWriter
 from stages.generate import GenerateStage
-from stages.messages import PromptGroup, RolloutSlice, Sample, WeightsAnnouncement
+from stages.messages import PromptGroup, RolloutSlice, RouterAddress, Sample, WeightsAnnouncement
 from tests.models.weights.made_up import checkpoint, values
+from tests.stages.faults import FaultProxy
 from tests.stages.stage_rig import Rig, make_config, make_context, open_rig, running, take
 from transport.inlet import Inlet
 from transport.outlet import Outlet
@@ -89,7 +91,10 @@ class Exchange:
 
     url: str
     request: GenerateRequest
-    outputs: list[GenerateOutput] = field(default_factory=list)
+    outputs: list[GenerateOutput] = field(default_factory=list)  # of a lost one, what was certain
+    partial: PartialOutputs | None = None
+    headers: Mapping[str, str] | None = None
+    error: BaseException | None = None
 
     @property
     def params(self) -> SamplingParams:
@@ -102,14 +107,24 @@ def record_exchanges(monkeypatch: pytest.MonkeyPatch) -> list[Exchange]:
     log: list[Exchange] = []
     original = EngineClient.generate
 
-    async def generate(client: EngineClient, request: GenerateRequest) -> list[GenerateOutput]:
-        exchange = Exchange(client.base_url, request)
+    async def generate(client: EngineClient, request: GenerateRequest, **options: Any) -> list[GenerateOutput]:
+        exchange = Exchange(client.base_url, request, **options)
         log.append(exchange)
-        exchange.outputs = await original(client, request)
+        try:
+            exchange.outputs = await original(client, request, **options)
+        except BaseException as error:
+            exchange.error = error
+            if exchange.partial is not None:
+                exchange.outputs = [o or empty_output() for o in exchange.partial.certain()]
+            raise
         return exchange.outputs
 
     monkeypatch.setattr(EngineClient, "generate", generate)
     return log
+
+
+def empty_output() -> GenerateOutput:
+    return GenerateOutput(meta_info=MetaInfo(id=""))
 
 
 def core_of(server: EngineServer) -> SimulatedEngine:
@@ -165,14 +180,31 @@ class World:
     prompts: Outlet[Any]
     out: Inlet[Any]
     engines: list[EngineServer] = field(default_factory=list)
+    proxies: list[FaultProxy] = field(default_factory=list)
+    proxied: bool = False
     task: asyncio.Task[None] | None = None
 
     async def start_engine(self, index: int = 0, incarnation: int = 0) -> EngineServer:
         server = EngineServer(self.engine_config, self.model, max_context_len=None, seed=index)
         await self.stack.enter_async_context(server)
         self.engines.append(server)
-        self.rig.engine_at(server.url, engine=index, incarnation=incarnation)
+        url = server.url
+        if self.proxied:
+            self.proxies.append(await self.stack.enter_async_context(FaultProxy(server.url)))
+            url = self.proxies[-1].url
+        self.rig.engine_at(url, engine=index, incarnation=incarnation)
         return server
+
+    def lose(self, index: int) -> None:
+        """What the supervisor does when it gives an engine up."""
+        for key in (f"engine/engine-{index}", f"applied/engine-{index}"):
+            self.rig.topic.drop(key)
+
+    def router_at(self, url: str, *, kind: str = "sglang", incarnation: int = 0) -> None:
+        self.rig.topic.publish("router", msgspec.msgpack.encode(RouterAddress(kind, url, incarnation)))
+
+    def extra(self, name: str) -> float:
+        return self.stage.activity.extra.get(name, 0.0)
 
     async def ask(self, group: PromptGroup) -> None:
         await self.prompts.send(group, str(group.group_id))
@@ -203,15 +235,24 @@ async def generating(
     outlets: Mapping[str, Any] | None = None,
     window_items: int = 1000,
     loops: tuple[str, ...] = (),
+    streamed: bool = False,
+    proxied: bool = False,
+    replica: int = 0,
+    replicas: int = 1,
     **sections: Any,
 ) -> AsyncIterator[World]:
-    """The stage at work, `start` of its engines up (all by default) and no weights published."""
+    """The stage at work, `start` of its engines up (all by default) and no weights published.
+
+    With `streamed` it takes the engines for SGLang's, and has every answer streamed.
+    """
     engine = engine or simulated()
     source = model or checkpoint(tmp_path / "source")
     bare = tmp_path / "bare"  # no tokenizer: the simulated engine then answers with empty texts
     bare.mkdir(exist_ok=True)
     mode = sections.pop("pause_mode", "in_place")
-    config = make_config(engine={"pause_generation_mode": mode}, **sections)
+    kind = "sglang" if streamed else "simulated"
+    sections.setdefault("router", {"router": "none"})
+    config = make_config(engine={"pause_generation_mode": mode, "engine": kind}, **sections)
     async with AsyncExitStack() as stack:
         rig = await stack.enter_async_context(open_rig())
         ports = await rig.join(
@@ -222,7 +263,14 @@ async def generating(
         weights = Weights(rig, tmp_path / "slots", source, tensors)
         stack.callback(weights.slots.close)
         stage = GenerateStage(
-            make_context(config, tmp_path, options={"engines": engines, **(options or {})}, loops=loops)
+            make_context(
+                config,
+                tmp_path,
+                options={"engines": engines, **(options or {})},
+                loops=loops,
+                index=replica,
+                replicas=replicas,
+            )
         )
         world = World(
             rig,
@@ -233,6 +281,7 @@ async def generating(
             str(model or bare),
             await rig.outlet("generate"),
             await rig.inlet("reward"),
+            proxied=proxied,
         )
         for index in range(engines if start is None else start):
             await world.start_engine(index)

@@ -116,8 +116,8 @@ async def test_a_broken_answer_fails_its_samples_only(
 ) -> None:
     original = EngineClient.generate
 
-    async def generate(client: EngineClient, request: GenerateRequest) -> list[GenerateOutput]:
-        outputs = await original(client, request)
+    async def generate(client: EngineClient, request: GenerateRequest, **options: Any) -> list[GenerateOutput]:
+        outputs = await original(client, request, **options)
         if request.prompts[0] != [6, 6, 6]:
             return outputs
         if fault == "an answer is missing":

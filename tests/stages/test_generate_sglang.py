@@ -1,0 +1,128 @@
+"""The generate stage on a real SGLang server: what is saved of a broken stream, and what a deadline leaves, is exact.
+
+Two engines of the run are one server behind two proxies, so that one can be lost while the other goes on.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+
+from models.engines.client import EngineClient
+from models.engines.protocol import SamplingParams
+from stages.messages import Sample
+from stages.requests import Requests
+from tests.models.engines.forward_reference import by_one
+from tests.sglang_server import RealServer
+from tests.stages.engine_rig import Exchange, World, generating, record_exchanges, tensors_of
+from tests.stages.faults import FaultProxy
+from tests.stages.stage_rig import make_group, numbers, until
+
+pytestmark = pytest.mark.slow
+
+PROMPT = [72, 101, 108, 108, 111]
+LONG = 400  # tokens of every response: more than arrive before the fault
+MOST = 1000  # as much as the context holds
+TOLERANCE = 1e-5
+
+
+@pytest.fixture(autouse=True)
+def of_one_length(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No response ends by itself."""
+    original = Requests.params
+
+    def params(self: Requests, *args: Any) -> SamplingParams:
+        return msgspec.structs.replace(original(self, *args), ignore_eos=True)
+
+    monkeypatch.setattr(Requests, "params", params)
+
+
+@asynccontextmanager
+async def on_sglang(tmp_path: Path, server: RealServer, **rollout: Any) -> AsyncIterator[World]:
+    async with EngineClient(server.url) as client:
+        await server.fresh(client)
+    async with generating(
+        tmp_path,
+        engines=2,
+        start=0,
+        streamed=True,
+        model=server.model,
+        tensors=tensors_of([server.model, server.other]),
+        pause_mode="retract",
+        rollout={"rollout_max_response_len": LONG, "rollout_stop_token_ids": (), **rollout},
+    ) as world:
+        world.weights.publish(0)
+        for index in range(2):  # one after the other: two updates at once end a server
+            proxy = await world.stack.enter_async_context(FaultProxy(server.url))
+            world.proxies.append(proxy)
+            world.rig.engine_at(proxy.url, engine=index)
+            await world.weights.landed(0, engine=index)
+        await until(lambda: all(link.ready.is_set() for link in world.stage.links))
+        yield world
+
+
+def check_exact(sample: Sample, server: RealServer) -> None:
+    """Every recorded log-prob is that of the weights that are named."""
+    assert sample.fault() is None
+    assert {run.version for run in sample.version_runs} <= {0}
+    expected = by_one(server.model, PROMPT, numbers(sample.response_ids)).numpy()
+    assert np.abs(np.asarray(sample.rollout_log_probs) - expected).max() < TOLERANCE
+
+
+async def running(log: list[Exchange], tokens: int) -> Exchange:
+    """The first request, once so many tokens have arrived."""
+    await until(lambda: bool(log) and log[0].partial is not None and log[0].partial.tokens >= tokens)
+    return log[0]
+
+
+@pytest.mark.parametrize("fault", ["hung", "killed"])
+async def test_a_lost_server_leaves_its_partial_output(
+    fault: str, sglang: RealServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    log = record_exchanges(monkeypatch)
+    async with on_sglang(tmp_path, sglang) as world:
+        await world.ask(make_group(0, 3, prompt=PROMPT))
+        first = await running(log, 60)
+        lost = next(index for index, proxy in enumerate(world.proxies) if proxy.url == first.url)
+        if fault == "hung":
+            world.proxies[lost].stall()
+        else:
+            world.proxies[lost].kill()
+        world.lose(lost)
+        slice_ = await world.answer()
+        assert world.extra("reused_tokens") == sum(s.reused_tokens for s in slice_.samples)
+    rest = log[1:]
+    assert {e.url for e in rest} == {world.proxies[1 - lost].url}
+    assert len(rest) == 3, [(e.request.rid, e.error, [len(o.output_ids) for o in e.outputs]) for e in log]
+    for sample in slice_.samples:
+        kept = first.outputs[sample.index].output_ids
+        assert numbers(sample.response_ids)[: len(kept)] == kept != []
+        assert (sample.status, sample.n_tokens, sample.reused_tokens) == ("truncated", LONG, len(kept))
+        check_exact(sample, sglang)
+
+
+@pytest.mark.parametrize("n", [1, 3])
+async def test_a_deadline_leaves_what_there_is(
+    n: int, sglang: RealServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One request is ended by its id; of several samples, whose ids SGLang makes itself, the stream is closed."""
+    log = record_exchanges(monkeypatch)
+    async with on_sglang(tmp_path, sglang, sample_deadline_secs=0.5, rollout_max_response_len=MOST) as world:
+        await world.ask(make_group(0, n, prompt=PROMPT))
+        samples = (await world.answer()).samples
+        async with EngineClient(sglang.url) as client:
+            while (await client.loads())[0].num_running_reqs:  # noqa: ASYNC110 - looks from outside
+                await asyncio.sleep(0.05)
+    assert len(log) == 1
+    for sample in samples:
+        assert sample.status == "truncated"
+        assert sample.n_tokens < MOST, "no response of this length is made in that time"
+        if sample.n_tokens:
+            check_exact(sample, sglang)

@@ -1,0 +1,206 @@
+"""Samples in flight: the controller is bounded and recovers, slots keep their order and are never over-granted."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from models.engines.protocol import Load
+from stages.inflight import CALM_USAGE, CUT, HIGH_USAGE, STEPS, Limit, Reading, Slots
+from tests.stages.stage_rig import idle
+
+READINGS = st.builds(
+    Reading,
+    usage=st.floats(0.0, 1.0),
+    waiting=st.integers(0, 1000),
+    retractions=st.integers(0, 3),
+)
+CALM = Reading(0.1, 0)
+FULL = Reading(HIGH_USAGE, 0)
+
+
+@settings(deadline=None)
+@given(most=st.integers(1, 600), looks=st.lists(st.tuples(READINGS, st.integers(0, 2000)), max_size=60))
+def test_the_limit_stays_within_its_bounds_and_takes_one_step_at_a_time(
+    most: int, looks: list[tuple[Reading, int]]
+) -> None:
+    limit = Limit(most)
+    for reading, in_flight in looks:
+        before = limit.value
+        after = limit.observe(reading, in_flight)
+        assert 1 <= after <= most
+        assert after <= before + max(1, most // STEPS)
+        if after < before:
+            assert in_flight <= before, "the cut before had its effect"
+            assert after == max(1, int(CUT * max(in_flight, 1)))
+            assert reading.usage >= HIGH_USAGE or reading.retractions or reading.waiting
+
+
+@settings(deadline=None)
+@given(most=st.integers(1, 600), looks=st.lists(st.tuples(READINGS, st.integers(0, 2000)), max_size=30))
+def test_a_calm_engine_gets_all_its_samples_back(most: int, looks: list[tuple[Reading, int]]) -> None:
+    limit = Limit(most)
+    for reading, in_flight in looks:
+        limit.observe(reading, in_flight)
+    for _ in range(2 * STEPS):
+        limit.observe(CALM, limit.value)
+    assert limit.value == most
+
+
+def test_a_full_cache_is_answered_once_until_the_samples_have_come_down() -> None:
+    limit = Limit(100)
+    assert limit.observe(FULL, 80) == 60
+    assert limit.observe(FULL, 78) == 60, "what runs needs its time to end"
+    assert limit.observe(FULL, 60) == 45
+    assert limit.cuts == 2
+    assert limit.observe(Reading((HIGH_USAGE + CALM_USAGE) / 2, 0), 45) == 45, "between the marks nothing changes"
+    assert limit.observe(CALM, 45) == 48
+
+
+def test_retractions_and_a_growing_queue_cut_and_a_long_queue_alone_does_not() -> None:
+    limit = Limit(100)
+    assert limit.observe(Reading(0.5, 0, retractions=1), 100) == 75
+    limit = Limit(100)
+    waiting = [40, 40, 39, 41]
+    assert [limit.observe(Reading(0.5, n), 100) for n in waiting] == [100] * 4, "a burst that settles"
+    assert limit.observe(Reading(0.5, 45), 100) == 75, "the second look in a row with a longer queue"
+
+
+def test_an_engine_that_is_started_anew_has_the_whole_limit() -> None:
+    limit = Limit(100)
+    limit.observe(FULL, 100)
+    limit.restart()
+    assert limit.value == 100
+
+
+def test_a_reading_takes_the_fullest_rank_and_all_queues() -> None:
+    loads = [Load(token_usage=0.2, num_waiting_reqs=3), Load(token_usage=0.9, num_waiting_reqs=1)]
+    assert Reading.of(loads, 2) == Reading(0.9, 4, 2)
+    assert Reading.of([]) == Reading(0.0, 0, 0)
+
+
+def test_a_limit_of_nothing_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"most=0 samples in flight must be at least 1; raise --server-concurrency"):
+        Limit(0)
+
+
+class Crowd:
+    """Takers of slots, and the order in which they were served."""
+
+    def __init__(self, slots: Slots, tasks: asyncio.TaskGroup) -> None:
+        self.slots, self.tasks = slots, tasks
+        self.served: list[str] = []
+        self.waiting: dict[str, asyncio.Task[None]] = {}
+
+    async def ask(self, name: str, n: int, *, goes_on: bool = False) -> None:
+        self.waiting[name] = self.tasks.create_task(self._take(name, n, goes_on))
+        await idle()
+
+    async def _take(self, name: str, n: int, goes_on: bool) -> None:
+        await self.slots.take(n, goes_on=goes_on)
+        self.served.append(name)
+
+
+async def test_slots_are_granted_in_order_and_those_that_go_on_come_first() -> None:
+    async with asyncio.TaskGroup() as tasks:
+        crowd = Crowd(Slots(4), tasks)
+        await crowd.ask("first", 4)
+        await crowd.ask("large", 3)
+        await crowd.ask("small", 1)
+        await crowd.ask("back from a tool", 1, goes_on=True)
+        assert (crowd.served, crowd.slots.queued) == (["first"], 5)
+        crowd.slots.release(2)
+        await idle()
+        assert crowd.served == ["first", "back from a tool"], "the small one does not overtake the large one"
+        crowd.slots.release(2)
+        await idle()
+        assert crowd.served == ["first", "back from a tool", "large"]
+        crowd.slots.limit = 5
+        await idle()
+        assert crowd.served[-1] == "small"
+        assert (crowd.slots.taken, crowd.slots.queued) == (5, 0)
+
+
+async def test_a_request_for_more_than_the_limit_is_granted_alone() -> None:
+    async with asyncio.TaskGroup() as tasks:
+        crowd = Crowd(Slots(2), tasks)
+        await crowd.ask("one", 1)
+        await crowd.ask("eight", 8)
+        assert crowd.served == ["one"]
+        crowd.slots.release(1)
+        await idle()
+        assert crowd.served == ["one", "eight"]
+
+
+async def test_who_gives_up_waiting_leaves_no_trace() -> None:
+    async with asyncio.TaskGroup() as tasks:
+        crowd = Crowd(Slots(2), tasks)
+        await crowd.ask("one", 2)
+        await crowd.ask("large", 2)
+        await crowd.ask("small", 1)
+        crowd.slots.release(1)
+        crowd.waiting["large"].cancel()
+        await idle()
+        assert crowd.served == ["one", "small"]
+        assert (crowd.slots.taken, crowd.slots.queued) == (2, 0)
+
+
+async def test_a_grant_that_nobody_takes_any_more_is_given_back() -> None:
+    async with asyncio.TaskGroup() as tasks:
+        crowd = Crowd(Slots(1), tasks)
+        await crowd.ask("one", 1)
+        await crowd.ask("two", 1)
+        crowd.slots.release(1)  # granted to "two", which is cancelled before it runs
+        crowd.waiting["two"].cancel()
+        await idle()
+        assert (crowd.served, crowd.slots.taken) == (["one"], 0)
+
+
+async def test_all_are_let_go_at_the_end() -> None:
+    async with asyncio.TaskGroup() as tasks:
+        crowd = Crowd(Slots(1), tasks)
+        for name in "abc":
+            await crowd.ask(name, 1, goes_on=name == "c")
+        crowd.slots.wake_all()
+        await idle()
+        assert sorted(crowd.served) == ["a", "b", "c"]
+        crowd.slots.release(3)
+        assert crowd.slots.taken == 0
+
+
+@settings(deadline=None)
+@given(
+    limit=st.integers(1, 8),
+    steps=st.lists(st.tuples(st.integers(1, 4), st.booleans(), st.integers(0, 3)), max_size=30),
+)
+def test_no_more_is_in_flight_than_the_limit_unless_one_request_is_larger(
+    limit: int, steps: list[tuple[int, bool, int]]
+) -> None:
+    async def play() -> None:
+        slots = Slots(limit)
+        held: list[int] = []
+
+        async def take(n: int, goes_on: bool) -> None:
+            await slots.take(n, goes_on=goes_on)
+            held.append(n)
+
+        async with asyncio.TaskGroup() as tasks:
+            for n, goes_on, released in steps:
+                tasks.create_task(take(n, goes_on))
+                for _ in range(3):
+                    await asyncio.sleep(0)
+                assert slots.taken == sum(held)
+                assert slots.taken <= limit or len(held) == 1
+                for _ in range(min(released, len(held))):
+                    slots.release(held.pop(0))
+            while slots.queued or slots.taken:
+                for _ in range(3):
+                    await asyncio.sleep(0)
+                assert held, "somebody waits, and nobody is served"
+                slots.release(held.pop(0))
+        assert slots.taken == 0
+
+    asyncio.run(play())
