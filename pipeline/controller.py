@@ -22,21 +22,22 @@ import signal
 from collections.abc import Callable, Mapping
 from typing import Protocol
 
-import msgspec
-
 from configs.schema import Config
+from pipeline.announce import Announcer
 from pipeline.errors import DrainTimeout
 from pipeline.graph import Graph
 from pipeline.inprocess import InProcessRunner
-from pipeline.local import Lifecycle, LocalRunner
+from pipeline.lifecycle import Lifecycle
+from pipeline.local import LocalRunner
 from pipeline.monitor import Monitor
+from pipeline.observe.prometheus import endpoint
 from pipeline.placement import Placement
 from pipeline.recorder import Recorder
 from pipeline.rundir import RunDir
 from stages.base import StageContext
 from stages.gate import StalenessGate
 from stages.ledger import LedgerSnapshot
-from stages.messages import EngineAddress, Settled
+from stages.messages import Settled
 from stages.ports import Ports
 from stages.prompts import Prompts, PromptStage
 from transport import DeadLetter, Hub, Node, StreamSpec, TopicServer
@@ -45,7 +46,8 @@ log = logging.getLogger("sluice.controller")
 
 
 class Runner(Protocol):
-    restarts: dict[str, int]
+    @property
+    def restarts(self) -> dict[str, int]: ...
 
     def alive(self) -> list[str]: ...
 
@@ -86,18 +88,14 @@ class Controller:
             topic = await node.topic_server(self.placement.topic)
             for stream in self.graph.streams:
                 self.hubs[stream.name] = await node.hub(self._spec(stream.name), self._dead_letter)
-            lifecycle = Lifecycle(
-                lost=lambda stage, replica, why: self._lost(topic, stage, replica, why),
-                engine_up=lambda spec, url, n: topic.publish(
-                    spec.topic, msgspec.msgpack.encode(EngineAddress(spec.frozen or spec.name, url, n))
-                ),
-            )
-            for name, url in self.placement.frozen_addresses.items():
-                topic.publish(f"frozen/{name}", msgspec.msgpack.encode(EngineAddress(name, url, 0)))
-            runner = self._runner(node, lifecycle)
+            announcer = Announcer(topic, self.hubs, self.recorder)
+            announcer.running(self.config, self.placement.frozen_addresses)
+            runner = self._runner(node, announcer)
             monitor = Monitor(self.config, self.stage, self.recorder, self.hubs, topic)
+            observe = self.config.observe
+            served = endpoint(observe.prometheus_host, observe.prometheus_port, monitor.facts)
             with self._signals(), monitor:
-                async with asyncio.TaskGroup() as tasks:
+                async with served, asyncio.TaskGroup() as tasks:
                     background = [tasks.create_task(monitor.run()), tasks.create_task(self._deadline())]
                     replicas = tasks.create_task(runner.run())
                     stage = tasks.create_task(self.stage.run(await self._ports(node)))
@@ -114,8 +112,8 @@ class Controller:
     def _runner(self, node: Node, lifecycle: Lifecycle) -> Runner:
         specs, engines = self.placement.replicas(self.graph), [*self.placement.engines, *self.placement.frozen]
         if self.config.run.runner == "inprocess":
-            return InProcessRunner(node, self.config, specs, engines, lifecycle)
-        return LocalRunner(self.rundir, specs, engines, lifecycle, max_restarts=self.config.run.max_restarts)
+            return InProcessRunner(node, self.config, self.rundir, specs, engines, lifecycle)
+        return LocalRunner(self.config, self.rundir, specs, engines, lifecycle)
 
     async def _ports(self, node: Node) -> Ports:
         out = self.graph.outlets("prompts")["out"]
@@ -186,18 +184,6 @@ class Controller:
             raise DrainTimeout(f"{', '.join(runner.alive())} did not end within --drain-s {limit_s:g}; {self._left()}")
         self.hubs["settle"].finish()
         await stage
-
-    def _lost(self, topic: TopicServer, stage: str, replica: str, why: str) -> None:
-        log.warning("%s ended with %s; its work goes to others", replica, why)
-        self.recorder.lost(stage, replica, why)
-        for hub in self.hubs.values():
-            hub.peer_lost(replica)
-        if stage == "engine":
-            topic.drop(f"engine/{replica}")
-            topic.drop(f"applied/{replica}")
-        if stage == "frozen":
-            topic.drop(f"frozen/{replica.removeprefix('frozen-')}")
-        topic.drop(f"stats/{replica}")
 
     def _dead_letter(self, letter: DeadLetter) -> None:
         """A message nobody could process: its group is settled as failed, with the reason."""

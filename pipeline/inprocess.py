@@ -1,18 +1,23 @@
-"""The in-process runner: every stage replica is a task, every engine a server thread. For tests and debugging.
+"""The in-process runner: every stage replica is a task, every engine of ours a server thread. For tests and debugging.
 
-Invariant: the same stages, streams and protocol as on several processes; only nothing is restarted: an error ends the
-run.
+Invariants: the same stages, streams and protocol as on several processes; tasks are not restarted: an error ends the
+run. Servers that are not ours (SGLang, a router) are processes here too, and kept as by the local runner.
 """
 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from contextlib import AsyncExitStack
 
 from configs.schema import Config
+from models.engines.client import EngineClient
 from models.engines.serve import EngineServer
-from pipeline.local import EngineSpec, Lifecycle
+from pipeline.fleet import Fleet, starts_router
+from pipeline.lifecycle import EngineSpec, Lifecycle, Restarts
+from pipeline.processes import Processes, child_environment
 from pipeline.replica import ReplicaSpec, run_replica
+from pipeline.rundir import RunDir
 from transport import Node
 
 
@@ -20,11 +25,27 @@ class InProcessRunner:
     """Tasks of this process, on the controller's own node."""
 
     def __init__(
-        self, node: Node, config: Config, specs: list[ReplicaSpec], engines: list[EngineSpec], lifecycle: Lifecycle
+        self,
+        node: Node,
+        config: Config,
+        rundir: RunDir,
+        specs: Sequence[ReplicaSpec],
+        engines: Sequence[EngineSpec],
+        lifecycle: Lifecycle,
     ) -> None:
-        self.node, self.config, self.specs, self.engines, self.lifecycle = node, config, specs, engines, lifecycle
-        self.restarts: dict[str, int] = {}
+        self.node, self.config, self.specs, self.lifecycle = node, config, specs, lifecycle
+        self.engines = [spec for spec in engines if spec.in_thread]
+        foreign = [spec for spec in engines if not spec.in_thread]
+        self._restarts = Restarts(lifecycle, config.run.max_restarts)
+        self._processes = Processes(rundir)
+        environment = child_environment(len(engines) + 1)
+        self.fleet = Fleet(config, foreign, self._processes, self._restarts, environment, router=starts_router(config))
         self._running: set[str] = set()
+
+    @property
+    def restarts(self) -> dict[str, int]:
+        """By the name of the server."""
+        return self._restarts.counts
 
     def end(self) -> None:
         """Nothing to do: the tasks end with their inlets."""
@@ -39,13 +60,25 @@ class InProcessRunner:
         self._running.discard(spec.replica)
 
     async def run(self) -> None:
-        async with AsyncExitStack() as stack:
-            for spec in self.engines:
-                server = EngineServer(
-                    spec.config, spec.model_path, max_context_len=spec.max_context, seed=spec.seed, port=spec.port
-                )
-                await stack.enter_async_context(server)
-                self.lifecycle.engine_up(spec, server.url, 0)
-            async with asyncio.TaskGroup() as tasks:
-                for replica in self.specs:
-                    tasks.create_task(self._replica(replica))
+        """Start everything; wait until all replicas have ended. An error of any of them propagates."""
+        try:
+            async with AsyncExitStack() as stack:
+                for spec in self.engines:
+                    await self._serve(stack, spec)
+                async with asyncio.TaskGroup() as everything:
+                    servers = everything.create_task(self.fleet.run())
+                    async with asyncio.TaskGroup() as tasks:
+                        for replica in self.specs:
+                            tasks.create_task(self._replica(replica))
+                    servers.cancel()
+        finally:
+            await self._processes.stop_all()
+
+    async def _serve(self, stack: AsyncExitStack, spec: EngineSpec) -> None:
+        server = EngineServer(
+            spec.config, spec.model_path, max_context_len=spec.max_context, seed=spec.seed, port=spec.port
+        )
+        await stack.enter_async_context(server)
+        async with EngineClient(server.url) as client:
+            info = await client.server_info()
+        self.lifecycle.engine_up(spec, server.url, 0, info.version)

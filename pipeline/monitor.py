@@ -1,4 +1,4 @@
-"""What the user sees while a run goes on: the live table, or plain lines where the output is no terminal."""
+"""What is seen of a run while it goes on: the live table or plain lines, and the facts behind /metrics."""
 
 from __future__ import annotations
 
@@ -6,9 +6,14 @@ import asyncio
 import time
 from collections.abc import Mapping
 
+import msgspec
+
 from configs.schema import Config
+from pipeline.announce import read_fleet
+from pipeline.observe.prometheus import Facts
 from pipeline.observe.table import open_display
 from pipeline.recorder import Recorder
+from stages.messages import EngineAddress
 from stages.prompts import PromptStage
 from transport import Hub, TopicServer
 
@@ -28,6 +33,7 @@ class Monitor:
     ) -> None:
         self.stage, self.recorder, self.hubs, self.topic = stage, recorder, hubs, topic
         self.display = open_display(config.observe.live, log_interval=config.observe.log_interval)
+        self._engines: dict[str, str | None] = {}  # every engine seen, with its address while it has one
 
     def __enter__(self) -> Monitor:
         self.display.__enter__()
@@ -51,3 +57,29 @@ class Monitor:
             queues[stage] = queues.get(stage, 0) + hub.stats().queued
         self.recorder.observe(self.topic, queues, self.stage.capacity, self.stage.version)
         self.display.update(self.recorder.view.snapshot(time.monotonic()))
+        self._watch_engines()
+
+    def facts(self) -> Facts:
+        """What /metrics tells of the run."""
+        self._watch_engines()
+        return Facts(
+            run=self.recorder.view.snapshot(time.monotonic()),
+            staleness=self.recorder.view.staleness,
+            restarts=self.recorder.restarts,
+            dead_letters=len(self.recorder.dead_letters),
+            engines=self._engines,
+            router=self._router_metrics(),
+        )
+
+    def _watch_engines(self) -> None:
+        """An engine keeps its place when its address goes: it is lost, not gone."""
+        self._engines = dict.fromkeys(self._engines)
+        for kind, prefix in (("engine/", ""), ("frozen/", "frozen-")):
+            for value in self.topic.items(kind).values():
+                address = msgspec.msgpack.decode(value, type=EngineAddress)
+                self._engines[prefix + address.engine] = address.url
+
+    def _router_metrics(self) -> str | None:
+        """Where the router last was; one that the user started himself has its metrics where only he knows."""
+        router = read_fleet(self.recorder.rundir).get("router")
+        return (router.metrics or None) if router is not None else None

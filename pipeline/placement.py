@@ -7,16 +7,18 @@ otherwise the parts it waits for could be held back by the parts it holds.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
-from configs.graph import frozen_engines, is_address
+from configs.graph import engine_count, frozen_engines, is_address
 from configs.schema import Config
 from models.weights.directory import choose_directory
+from pipeline.gpus import slices, trainers_gpu, visible_gpus
 from pipeline.graph import Graph, Node, Stream
-from pipeline.local import EngineSpec
+from pipeline.lifecycle import EngineSpec
 from pipeline.replica import PortSpec, ReplicaSpec
 from pipeline.rundir import RunDir
 from stages.filters import import_path
@@ -52,27 +54,12 @@ class Placement:
         self.schemas: dict[str, Any] = {s.name: import_path(s.schema) for s in graph.streams}
         self.config_path = rundir.path / "config.json"
         has_engines = any(n.name == "generate" for n in graph.nodes)
-        n_engines = config.run.scale.get("engine", 1) if has_engines else 0
-        port = config.engine.engine_port
-        self.engines = [
-            EngineSpec(f"engine-{i}", config.engine, model_path, max_context, port + i if port else 0, config.run.seed)
-            for i in range(n_engines)
-        ]
         places = frozen_engines(config) if has_engines else {}
         self.frozen_addresses = {name: place for name, place in places.items() if is_address(place)}
-        self.frozen = [
-            EngineSpec(
-                f"frozen-{name}",
-                config.engine,
-                checkpoint,
-                max_context,
-                port + n_engines + i if port else 0,
-                config.run.seed,
-                frozen=name,
-            )
-            for i, (name, checkpoint) in enumerate(places.items())
-            if name not in self.frozen_addresses
-        ]
+        checkpoints = {name: place for name, place in places.items() if name not in self.frozen_addresses}
+        self.engines, self.frozen = _engines(
+            config, engine_count(config) * has_engines, model_path, max_context, checkpoints
+        )
 
     def write_config(self) -> None:
         """The resolved configuration as the replicas read it."""
@@ -119,6 +106,31 @@ class Placement:
             members = 1 if stream.name == "generate.return" else rollout.n_samples_per_prompt
             items = max(2, per_replica // members + 1)
         return PortSpec(stream.name, self.addresses[stream.name], stream.schema, items, size)
+
+
+def _engines(
+    config: Config, count: int, model_path: str, max_context: int | None, frozen: Mapping[str, str]
+) -> tuple[list[EngineSpec], list[EngineSpec]]:
+    """The engines that generate, and the frozen ones of `frozen` (name -> checkpoint), with their ports and GPUs."""
+    addresses = config.sglang.rollout_external_engine_addrs
+    started = 0 if addresses else count
+    port, settings, seed = config.engine.engine_port, config.engine, config.run.seed
+    gpus: tuple[tuple[str, ...], ...] = ((),) * (started + len(frozen))
+    if settings.engine == "sglang" and gpus:
+        gpus = slices(visible_gpus(), len(gpus), config.sglang.rollout_num_gpus_per_engine, trainers_gpu(config))
+    engines = [
+        EngineSpec(f"engine-{i}", settings, model_path, max_context, port + i if port else 0, seed + i, gpus=gpus[i])
+        for i in range(started)
+    ]
+    for i, address in enumerate(addresses[:count]):
+        engines.append(EngineSpec(f"engine-{i}", settings, model_path, max_context, 0, seed, external=address))
+    kept = []
+    for i, (name, checkpoint) in enumerate(frozen.items(), started):
+        where = port + i if port else 0
+        kept.append(
+            EngineSpec(f"frozen-{name}", settings, checkpoint, max_context, where, seed, frozen=name, gpus=gpus[i])
+        )
+    return engines, kept
 
 
 def slots_directory(run_id: str, rundir: RunDir, checkpoint: str) -> Path:

@@ -5,11 +5,15 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
+from configs.graph import engine_count, resolved_router
 from configs.schema import Config
 from models.checkpoint import latest_checkpoint
+from pipeline.announce import read_fleet
 from pipeline.observe.perfetto import merge
 from pipeline.observe.plot import plot_metrics_file
 from pipeline.observe.summary import (
+    EngineSummary,
+    RouterSummary,
     RunPaths,
     RunSummary,
     WeightVersions,
@@ -63,8 +67,29 @@ def busy_seconds(recorder: Recorder, config: Config) -> dict[str, tuple[float, i
     busy = dict(recorder.view.busy_s())
     engine_s = recorder.view.extra("generate", "engine_busy_s")
     if engine_s > 0:
-        busy["generate"] = (engine_s, config.run.scale.get("engine", 1))
+        busy["generate"] = (engine_s, engine_count(config))
     return busy
+
+
+def engines_of(recorder: Recorder, config: Config) -> EngineSummary:
+    """The engines that generate, as they last came up; a phase without engines has none."""
+    count = engine_count(config)
+    if count == 0:
+        return EngineSummary()
+    up = {name: facts for name, facts in read_fleet(recorder.rundir).items() if facts.role == "engine"}
+    kinds = sorted({facts.kind for facts in up.values()}) or [config.engine.engine]
+    return EngineSummary(
+        kind=", ".join(kinds),
+        version=", ".join(sorted({facts.version for facts in up.values() if facts.version})),
+        count=count,
+        restarts=sum(recorder.restarts.get(f"engine-{i}", 0) for i in range(count)),
+    )
+
+
+def router_of(recorder: Recorder, config: Config) -> RouterSummary:
+    """The router in front of them."""
+    facts = read_fleet(recorder.rundir).get("router")
+    return RouterSummary(resolved_router(config), facts.version if facts is not None else "")
 
 
 def summarise(recorder: Recorder, config: Config, reason: str) -> RunSummary:
@@ -92,7 +117,8 @@ def summarise(recorder: Recorder, config: Config, reason: str) -> RunSummary:
         weight_versions=WeightVersions(
             first=min(versions, default=0), last=max(versions, default=0), published=len(set(versions))
         ),
-        engine={"name": config.engine.engine, "replicas": str(config.run.scale.get("engine", 1))},
+        engine=engines_of(recorder, config),
+        router=router_of(recorder, config),
         restarts=dict(recorder.restarts),
         seed=config.run.seed,
         config_hash=recorder.experiment,

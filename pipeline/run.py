@@ -25,6 +25,7 @@ from models.weights.directory import remove_stale
 from pipeline.assets import prepare
 from pipeline.controller import Controller
 from pipeline.errors import Interrupted, RunError, UsageError, leaf, user_error
+from pipeline.external import read_policy_config
 from pipeline.frozen import check_frozen
 from pipeline.graph import build
 from pipeline.journal import RolledBack
@@ -34,6 +35,7 @@ from pipeline.preflight import check_graders, check_names
 from pipeline.recorder import Recorder
 from pipeline.report import conclude, summarise
 from pipeline.rundir import RunDir, disk_error
+from pipeline.sglang import prepare_sglang
 from stages.data.load import load_train_prompts
 from stages.data.prompt_set import PromptSet
 from stages.data.tokenizer import load_tokenizer
@@ -69,6 +71,7 @@ def run(config: Config) -> int:
 def _run(config: Config, rundir: RunDir) -> int:
     rundir.config.write_text(dump_toml(config))
     check_names(config)
+    prepare_sglang(config)  # tells what is wrong now, not after a warm start; what it learns is remembered
     remove_stale()  # weight slots that killed runs left in shared memory
     experiment = config_hash(config)
     config = prepare(config, rundir.path / "assets")
@@ -222,6 +225,7 @@ class Phase:
         run_id = f"{self.rundir.sockets.name.removeprefix('sluice-')}"
         start = self.manifest.step if self.manifest else 0
         resume_from = str(self.checkpoint) if self.checkpoint is not None else None
+        policy = read_policy_config(Path(self.config.train.hf_checkpoint))
         placement = Placement(
             self.config,
             self.rundir,
@@ -236,7 +240,10 @@ class Phase:
                     "resume_from": resume_from,
                     "slots": str(slots_directory(run_id, self.rundir, self.config.train.hf_checkpoint)),
                 },
-                "generate": {"max_context": self.config.rollout.rollout_max_context_len or 1 << 30},
+                "generate": {
+                    "max_context": self.config.rollout.rollout_max_context_len or 1 << 30,
+                    "vocab_size": policy.vocab_size if policy is not None else None,
+                },
             },
         )
         placement.write_config()

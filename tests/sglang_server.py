@@ -26,6 +26,7 @@ from typing import Final, Literal
 import pytest
 
 from models.engines.client import EngineClient
+from models.engines.launch.environment import SHIMS
 from models.engines.protocol import EXPECTED_SGLANG
 
 Kind = Literal["exact", "overlap"]
@@ -149,6 +150,7 @@ _ENVIRONMENT: Final = {
     "OMP_NUM_THREADS": "1",
     "HF_HUB_OFFLINE": "1",
     "CUDA_VISIBLE_DEVICES": "",
+    "PYTHONPATH": str(SHIMS),
 }
 _COMMON: Final = (
     *("--device", "cpu", "--attention-backend", "torch_native", "--disable-cuda-graph", "--dtype", "float32"),

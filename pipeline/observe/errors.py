@@ -3,7 +3,8 @@
 ObserveError
 ├── MetricsError   a metrics file or event directory cannot be used
 ├── TraceError     a trace cannot be merged
-└── SummaryError   a summary file cannot be read
+├── SummaryError   a summary file cannot be read
+└── EndpointError  the endpoint of metrics cannot listen
 """
 
 from __future__ import annotations
@@ -23,3 +24,7 @@ class TraceError(ObserveError):
 
 class SummaryError(ObserveError):
     """A summary file cannot be read."""
+
+
+class EndpointError(ObserveError):
+    """The endpoint of metrics cannot listen."""

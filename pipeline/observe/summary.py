@@ -77,6 +77,22 @@ class WeightVersions(Struct, frozen=True):
     published: int = 0
 
 
+class EngineSummary(Struct, frozen=True):
+    """The engines that generated. `version`: as the servers told it; several if they differ."""
+
+    kind: str = ""  # embedded, simulated, sglang
+    version: str = ""
+    count: int = 0
+    restarts: int = 0
+
+
+class RouterSummary(Struct, frozen=True):
+    """The router in front of them."""
+
+    kind: str = "none"  # sglang, smg
+    version: str = ""  # empty for one that was not started by the run
+
+
 class RunSummary(Struct, frozen=True, kw_only=True):
     """All of `summary.json`."""
 
@@ -94,7 +110,8 @@ class RunSummary(Struct, frozen=True, kw_only=True):
     wasted_tokens: int = 0  # generated for groups that were not trained
     wasted_share: float = 0.0  # of all tokens generated for settled groups
     weight_versions: WeightVersions = WeightVersions()
-    engine: dict[str, str] = {}
+    engine: EngineSummary = EngineSummary()
+    router: RouterSummary = RouterSummary()
     restarts: dict[str, int] = {}  # by replica
     seed: int = 0
     config_hash: str = ""
@@ -237,6 +254,13 @@ def _results(summary: RunSummary) -> list[tuple[str, str]]:
     if staleness.mean is not None:
         bound = "" if staleness.bound is None else f", bound {staleness.bound}"
         rows.append(("staleness", f"mean {staleness.mean:.2f}, p99 {staleness.p99}, max {staleness.max}{bound}"))
+    engine = summary.engine
+    if engine.count:
+        version = "" if "+" in engine.version else f" {engine.version}"  # ours name the protocol's
+        behind = (
+            f" behind router {summary.router.kind} {summary.router.version}" if summary.router.kind != "none" else ""
+        )
+        rows.append(("engines", f"{engine.count} x {engine.kind}{version}{behind}".rstrip()))
     generated = quantity(summary.generated_tokens_per_s)
     rows.append(("tokens/s", f"{quantity(summary.tokens_per_s)} trained, {generated} generated"))
     if summary.efficiency_vs_bound is not None:

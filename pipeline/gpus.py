@@ -1,0 +1,53 @@
+"""Which GPUs of this machine each engine sees.
+
+The rule: a trainer on a GPU has the one that `--train-device` names (the first, if it names none); engines get the
+others, in order, `--rollout-num-gpus-per-engine` each, frozen engines last. Where that leaves too few but all together
+are enough, engines share the trainer's as well, and its memory has to be divided (`--sglang-mem-fraction-static`).
+GPUs are those of CUDA_VISIBLE_DEVICES if it is set, else of the machine. Without GPUs nobody gets any.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from configs.schema import Config
+from pipeline.errors import UsageError
+
+_DEVICE_FILE = re.compile(r"nvidia(\d+)")
+
+
+def visible_gpus(environment: Mapping[str, str] = os.environ, devices: Path = Path("/dev")) -> tuple[str, ...]:
+    """Numbers or UUIDs of the GPUs that a process started from here may use."""
+    named = environment.get("CUDA_VISIBLE_DEVICES")
+    if named is None:
+        found = [_DEVICE_FILE.fullmatch(entry.name) for entry in devices.iterdir()]
+        return tuple(str(number) for number in sorted(int(match[1]) for match in found if match))
+    entries = tuple(entry.strip() for entry in named.split(",") if entry.strip())
+    return entries[: entries.index("-1")] if "-1" in entries else entries  # CUDA stops reading at -1
+
+
+def trainers_gpu(config: Config) -> int | None:
+    """Place of the trainer's GPU among the visible ones; None if it trains on a CPU."""
+    device = config.train.train_device
+    if device == "cpu" or config.train.train_backend == "simulated":
+        return None
+    return int(device.partition(":")[2] or 0)
+
+
+def slices(visible: Sequence[str], engines: int, per_engine: int, trainer: int | None) -> tuple[tuple[str, ...], ...]:
+    """GPUs of each engine. Pure. Raises UsageError if there are too few."""
+    if not visible:
+        return ((),) * engines
+    needed = engines * per_engine
+    free = [gpu for place, gpu in enumerate(visible) if place != trainer]
+    usable = free if needed <= len(free) else list(visible)
+    if needed > len(usable):
+        raise UsageError(
+            f"{engines} engines of {per_engine} GPU{'s' if per_engine > 1 else ''} need {needed}, but {len(visible)} "
+            "are visible; lower --rollout-num-gpus or --scale engine=N (frozen engines count too), or set "
+            "CUDA_VISIBLE_DEVICES"
+        )
+    return tuple(tuple(usable[i * per_engine : (i + 1) * per_engine]) for i in range(engines))

@@ -1,0 +1,29 @@
+"""Runs a program that dies with the process that started it: `python leash.py PARENT_PID PROGRAM ARGUMENT...`.
+
+For programs that are not ours and do not see to it themselves. The kernel's order is given in the new process before
+the program replaces this one, for it outlives that; nothing of the project is imported, so that the program's
+environment may be any. Linux only; elsewhere the program just runs.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import sys
+
+PR_SET_PDEATHSIG = 1
+
+
+def main(argv: list[str]) -> None:
+    parent, command = int(argv[0]), argv[1:]
+    if sys.platform == "linux":
+        ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:  # it ended before the order was given
+        raise SystemExit("the parent process has ended; the program is not started")
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the controller
+    os.execvp(command[0], command)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,95 @@
+"""What runner and controller agree on: how an engine is described, what is told of processes, how often they start.
+
+Invariants: every unexpected end is told before the replacement starts, so that the work of the lost process moves on;
+restarts are counted, wait longer each time, and end the run when their budget is spent.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Literal, Protocol
+
+from msgspec import Struct
+
+from configs.schema import EngineConfig
+from pipeline.errors import ReplicaFailed
+
+Kind = Literal["engine", "frozen", "router"]
+
+
+class EngineSpec(Struct, frozen=True):
+    """One engine. `frozen`: the name under which stages ask it, for an engine that gets no new weights.
+
+    `external`: the address of one that runs already, which is watched and never started or ended. `gpus`: those that
+    it may see, as CUDA_VISIBLE_DEVICES names them; empty = as the environment says.
+    """
+
+    name: str
+    config: EngineConfig
+    model_path: str
+    max_context: int | None
+    port: int
+    seed: int
+    frozen: str = ""
+    external: str = ""
+    gpus: tuple[str, ...] = ()
+
+    @property
+    def topic(self) -> str:
+        """Under which its address is published. What generates watches `engine/` alone."""
+        return f"frozen/{self.frozen}" if self.frozen else f"engine/{self.name}"
+
+    @property
+    def kind(self) -> Kind:
+        return "frozen" if self.frozen else "engine"
+
+    @property
+    def in_thread(self) -> bool:
+        """Whether a server of ours inside the runner's process can serve it."""
+        return not self.external and self.config.engine != "sglang"
+
+
+class Lifecycle(Protocol):
+    """What the runner tells its controller."""
+
+    def lost(self, stage: str, name: str, why: str) -> None:
+        """A process ended, or was ended since it hung, and is started again: release its leases, count the restart."""
+
+    def engine_up(self, spec: EngineSpec, url: str, incarnation: int, version: str) -> None:
+        """It serves. `version` is the server's own word for itself."""
+
+    def engine_away(self, spec: EngineSpec, why: str) -> None:
+        """An engine that is not ours to restart does not answer: nothing is asked of it until it is up again."""
+
+    def router_up(self, kind: str, url: str, incarnation: int, version: str, metrics: str) -> None:
+        """It takes requests; its engines have to be named to it anew. `metrics`: where it answers /metrics."""
+
+    def loading(self, name: str) -> bool:
+        """Whether an engine has no published weights yet or loads some now, so that it may be slow to answer."""
+
+    def say(self, line: str) -> None:
+        """A line for the user."""
+
+
+def backoff_s(restarts: int) -> float:
+    """0.2, 0.4, 0.8 ... at most 10 seconds."""
+    return float(min(0.2 * 2 ** max(restarts - 1, 0), 10.0))
+
+
+class Restarts:
+    """How often each process was started again."""
+
+    def __init__(self, lifecycle: Lifecycle, limit: int) -> None:
+        self.lifecycle, self.limit = lifecycle, limit
+        self.counts: dict[str, int] = {}
+
+    async def again(self, stage: str, name: str, why: str, words: str, log: Path) -> None:
+        """Report a loss and wait out the backoff. Raises ReplicaFailed when there have been too many."""
+        self.lifecycle.lost(stage, name, why)
+        restarts = self.counts[name] = self.counts.get(name, 0) + 1
+        if restarts > self.limit:
+            raise ReplicaFailed(
+                f"{name} ended {restarts} times, last with {why}: {words}; see {log}, or raise --max-restarts"
+            )
+        await asyncio.sleep(backoff_s(restarts))

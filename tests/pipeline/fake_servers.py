@@ -1,0 +1,131 @@
+"""A fake SGLang server, a controller that writes down what it is told, and patience."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import socket
+import sys
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+
+import msgspec
+
+from configs.schema import Config
+from models.engines.client import EngineClient
+from pipeline.health import HttpLook
+from pipeline.lifecycle import EngineSpec
+
+PATIENCE_S = 20.0
+
+# Serves /health and /server_info like an SGLang server: an HTTP process, and a scheduler that only /server_info asks.
+FAKE = """
+import http.server, json, os, signal, subprocess, sys, threading, time
+port, mode = int(sys.argv[1]), sys.argv[2]
+if mode == "broken":
+    print("loading"); print("ValueError: the checkpoint has no head"); print("a child failed", flush=True); sys.exit(1)
+if mode == "never":
+    print("still loading", flush=True); time.sleep(600)
+loop = "import sys\\nfor line in sys.stdin: print('here', flush=True)"
+child = subprocess.Popen([sys.executable, "-c", loop], stdin=-1, stdout=-1, text=True)
+lock = threading.Lock()
+class Handler(http.server.BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+    def do_GET(self):
+        body = b"{}"
+        if self.path == "/server_info":
+            with lock:
+                child.stdin.write("\\n"); child.stdin.flush(); child.stdout.readline()
+            body = json.dumps({"version": "9.9", "child": child.pid}).encode()
+        if self.path == "/model_info":
+            body = json.dumps({"architectures": [mode], "vocab_size": 32}).encode()
+        self.send_response(200); self.send_header("Content-Length", str(len(body))); self.end_headers()
+        self.wfile.write(body)
+    def log_message(self, *_): pass
+http.server.ThreadingHTTPServer.daemon_threads = True
+http.server.ThreadingHTTPServer(("127.0.0.1", port), Handler).serve_forever()
+"""
+
+
+class Told:
+    """A controller that writes down what it is told."""
+
+    def __init__(self) -> None:
+        self.events: list[tuple[str, ...]] = []
+        self.lines: list[str] = []
+        self.is_loading = False
+
+    def lost(self, stage: str, name: str, why: str) -> None:
+        self.events.append(("lost", stage, name, why))
+
+    def engine_up(self, spec: EngineSpec, url: str, incarnation: int, version: str) -> None:
+        self.events.append(("up", spec.name, url, str(incarnation), version))
+
+    def engine_away(self, spec: EngineSpec, why: str) -> None:
+        self.events.append(("away", spec.name, why))
+
+    def router_up(self, kind: str, url: str, incarnation: int, version: str, metrics: str) -> None:
+        self.events.append(("router", kind, url, str(incarnation), version))
+
+    def loading(self, name: str) -> bool:
+        return self.is_loading
+
+    def say(self, line: str) -> None:
+        self.lines.append(line)
+
+    async def until(self, what: str, times: int = 1) -> tuple[str, ...]:
+        """Wait for the n-th event of a kind."""
+        return await eventually(lambda: [e for e in self.events if e[0] == what][times - 1 : times])
+
+
+async def eventually(find: Callable[[], list[tuple[str, ...]]]) -> tuple[str, ...]:
+    async with asyncio.timeout(PATIENCE_S):
+        while not (found := find()):  # noqa: ASYNC110  (what is waited for announces nothing)
+            await asyncio.sleep(0.02)
+    return found[0]
+
+
+def configured(**health: float) -> Config:
+    config = Config()
+    quick = {
+        "rollout_health_check_interval": 0.05,
+        "rollout_health_check_timeout": 0.5,
+        "rollout_health_check_failures": 2,
+        **health,
+    }
+    settings = msgspec.convert({**msgspec.to_builtins(config.health), **quick}, type=type(config.health))
+    return msgspec.structs.replace(config, health=settings)
+
+
+async def scheduler(client: EngineClient) -> int:
+    """Number of the fake's second process."""
+    return int(msgspec.json.decode(await client.call("GET", "/server_info", None, 5.0))["child"])
+
+
+def gone(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] in "ZX"
+    except OSError:
+        return True
+
+
+@contextlib.asynccontextmanager
+async def outside(script: Path, port: int, mode: str = "Tiny") -> AsyncIterator[asyncio.subprocess.Process]:
+    """The fake server, started by somebody else."""
+    process = await asyncio.create_subprocess_exec(sys.executable, str(script), str(port), mode, start_new_session=True)
+    try:
+        async with EngineClient(f"http://127.0.0.1:{port}") as client:
+            look = HttpLook(client, 1.0)
+            await eventually(lambda: [("up",)] if connects(port) else [])
+            assert await look() is None
+        yield process
+    finally:
+        os.killpg(process.pid, signal.SIGKILL)
+        await process.wait()
+
+
+def connects(port: int) -> bool:
+    with socket.socket() as probe:
+        return probe.connect_ex(("127.0.0.1", port)) == 0

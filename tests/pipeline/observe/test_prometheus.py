@@ -1,0 +1,236 @@
+"""/metrics: a text that Prometheus can read, joined from the run and its engines, whatever state those are in."""
+
+from __future__ import annotations
+
+import re
+import socket
+import threading
+import time
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+
+import aiohttp
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from launching import SMALL
+from test_view_table import T0, made_up_run
+
+import launch
+from configs.schema import Config
+from configs.schema.engine import EngineConfig
+from models.engines.serve import EngineServer
+from models.tiny import make_tiny_checkpoint
+from pipeline.announce import FLEET_FILE, ServerFacts
+from pipeline.monitor import Monitor
+from pipeline.observe.errors import EndpointError
+from pipeline.observe.exposition import Family, read, write
+from pipeline.observe.prometheus import Facts, endpoint, families, joined
+from stages.messages import EngineAddress
+
+LINE = re.compile(r'^([a-zA-Z_:][\w:]*)(?:\{((?:[a-zA-Z_]\w*="(?:[^"\\\n]|\\["\\n])*",?)*)\})? (\S+)$')
+
+
+def checked(text: str) -> dict[str, float]:
+    """Value by sample of a text that keeps the rules of the format: one TYPE per family, samples together, no twin."""
+    found: dict[str, float] = {}
+    typed: list[str] = []
+    for line in text.removesuffix("\n").split("\n"):
+        if line.startswith("# TYPE "):
+            typed.append(line.split()[2])
+        elif not line.startswith("# HELP "):
+            match = LINE.match(line)
+            assert match, line
+            assert match[1] in {typed[-1] + end for end in ("", "_bucket", "_sum", "_count")}, (line, typed[-1])
+            assert line.rsplit(" ", 1)[0] not in found, line
+            found[line.rsplit(" ", 1)[0]] = float(match[3])
+    assert len(typed) == len(set(typed)), "a family is told once"
+    assert text.endswith("\n")
+    return found
+
+
+def facts(engines: dict[str, str | None] | None = None, router: str | None = None) -> Facts:
+    view = made_up_run()
+    return Facts(view.snapshot(T0 + 20), view.staleness, {"generate-0": 2}, 1, engines or {}, router)
+
+
+def test_the_figures_of_a_run() -> None:
+    found = checked(write(families(facts())))
+    expected = {
+        'sluice_run_info{mode="async"}': 1,
+        "sluice_step": 4,
+        "sluice_steps_planned": 10,
+        "sluice_elapsed_seconds": 20,
+        "sluice_eta_seconds": 30,
+        "sluice_weight_version": 4,
+        "sluice_trained_tokens_total": 400,
+        "sluice_trained_tokens_per_second": 20,
+        "sluice_wasted_tokens_total": 100,
+        "sluice_groups_admitted_total": 30,
+        'sluice_groups_settled_total{outcome="trained"}': 16,
+        'sluice_groups_settled_total{outcome="stale"}': 1,
+        "sluice_groups_open": 8,
+        "sluice_gate_capacity_groups": 12,
+        "sluice_reward_mean": 0.4,
+        "sluice_reward_recent_mean": 0.25,
+        'sluice_eval_score{dataset="heldout"}': 0.625,
+        'sluice_eval_version{dataset="heldout"}': 3,
+        "sluice_staleness_mean_versions": 1,
+        "sluice_staleness_max_versions": 2,
+        "sluice_staleness_bound_versions": 2,
+        'sluice_trained_tokens_by_staleness_total{staleness="1"}': 200,
+        'sluice_stage_replicas{stage="generate"}': 2,
+        'sluice_stage_time_ratio{stage="generate",state="busy"}': 0.75,
+        'sluice_stage_time_ratio{stage="generate",state="starved"}': 0.25,
+        'sluice_stage_queue_messages{stage="generate"}': 6,
+        'sluice_stage_in_flight_messages{stage="generate"}': 8,
+        'sluice_stage_messages_total{stage="generate"}': 80,
+        'sluice_stage_failures_total{stage="generate"}': 1,
+        'sluice_restarts_total{replica="generate-0"}': 2,
+        "sluice_dead_letters_total": 1,
+    }
+    assert {name: found[name] for name in expected} == pytest.approx(expected)
+
+
+SGLANG = """\
+# HELP sglang:e2e_seconds Time of a request.
+# TYPE sglang:e2e_seconds histogram
+sglang:e2e_seconds_bucket{le="1.0",model_name="m"} 3.0
+sglang:e2e_seconds_bucket{le="+Inf",model_name="m"} 4.0
+sglang:e2e_seconds_sum{model_name="m"} 2.5
+sglang:e2e_seconds_count{model_name="m"} 4.0
+# TYPE sglang:running gauge
+sglang:running{engine="inner"} 7 1700000000000
+# a remark
+this is no sample
+sglang:odd{a="x"} notanumber
+plain 1e3
+"""
+
+
+def test_sources_are_joined_by_family() -> None:
+    text = write([*read(SGLANG, {"engine": "engine-0"}), *read(SGLANG, {"engine": "engine-1"})])
+    found = checked(text)
+    assert found['sglang:e2e_seconds_bucket{engine="engine-0",le="+Inf",model_name="m"}'] == 4
+    assert found['sglang:e2e_seconds_sum{engine="engine-1",model_name="m"}'] == 2.5
+    assert found['sglang:running{engine="engine-1",exported_engine="inner"}'] == 7
+    assert found['plain{engine="engine-0"}'] == 1000
+    assert len(found) == 2 * 6
+    assert text.count("# HELP sglang:e2e_seconds Time of a request.") == 1
+
+
+@given(st.dictionaries(st.from_regex(r"[a-z]\w{0,5}", fullmatch=True).filter(str.isascii), st.text(), max_size=3),
+       st.floats())  # fmt: skip
+def test_what_is_written_is_read_back(labels: dict[str, str], value: float) -> None:
+    """Labels of any text, any number; a second pass changes nothing."""
+    text = write([Family("sluice_x", "gauge", "Help.").add(value, **labels)])
+    assert text.count("\n") == 3, "no label breaks its line"
+    assert write(read(text, {})) == text
+
+
+@given(st.text())
+def test_no_answer_of_an_engine_breaks_the_text(answer: str) -> None:
+    checked(write([*families(facts()), *read(answer, {"engine": "e"})]))
+
+
+@pytest.fixture
+def hung() -> Iterator[str]:
+    """A server that takes connections and never says a word."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        yield f"http://127.0.0.1:{server.getsockname()[1]}"
+
+
+async def test_engines_that_answer_are_joined_and_the_others_are_down(tmp_path: Path, hung: str) -> None:
+    model = str(make_tiny_checkpoint(tmp_path / "tiny", tokenizer="arithmetic"))
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        nobody = f"http://127.0.0.1:{free.getsockname()[1]}"
+    async with (
+        EngineServer(EngineConfig(engine="simulated"), model, max_context_len=64, seed=0) as server,
+        aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=30)) as session,
+    ):
+        engines = {"engine-0": server.url, "engine-1": nobody, "engine-2": None}
+        found = checked(await joined(facts(engines, router=server.url), session))
+    assert [found[f'sluice_engine_up{{engine="{name}"}}'] for name in engines] == [1, 0, 0]
+    assert found["sluice_router_up"] == 1
+    assert found['sglang:num_running_reqs{engine="engine-0"}'] == 0
+    assert found['sglang:num_running_reqs{router="router"}'] == 0
+    assert not any('engine="engine-1"' in name for name in found if "sglang" in name)
+    async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=0.2)) as impatient:
+        found = checked(await joined(facts({"engine-0": hung}), impatient))
+    assert found['sluice_engine_up{engine="engine-0"}'] == 0
+    assert found["sluice_step"] == 4, "the run's own figures are there whatever the engines do"
+
+
+async def test_a_port_in_use_is_one_sentence_with_the_cure() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(EndpointError, match=f"--prometheus-port {port} is in use on 127.0.0.1; .*another port"):
+            async with endpoint("127.0.0.1", port, facts):
+                pass
+    with pytest.raises(EndpointError, match="check --prometheus-host"):
+        async with endpoint("192.0.2.1", port, facts):
+            pass
+    async with (
+        endpoint("127.0.0.1", port, facts),
+        aiohttp.ClientSession() as session,
+        session.get(f"http://127.0.0.1:{port}/metrics") as answer,
+    ):
+        assert answer.headers["Content-Type"].startswith("text/plain; version=0.0.4")
+        assert checked(await answer.text())["sluice_step"] == 4
+    async with endpoint("127.0.0.1", 0, facts):
+        pass  # off
+
+
+def test_an_engine_that_is_lost_keeps_its_place(tmp_path: Path) -> None:
+    """So that it is told to be down; one that comes back has its new address. The router's metrics have their own."""
+    engine = {"engine/engine-0": msgspec.msgpack.encode(EngineAddress("engine-0", "http://a", 0))}
+    teacher = {"frozen/t": msgspec.msgpack.encode(EngineAddress("t", "http://t", 0))}
+    known = dict(engine | teacher)
+    topic = SimpleNamespace(items=lambda prefix: {k: v for k, v in known.items() if k.startswith(prefix)})
+    recorder = SimpleNamespace(view=made_up_run(), restarts={}, dead_letters=[], rundir=SimpleNamespace(specs=tmp_path))
+    monitor = Monitor(Config(), SimpleNamespace(), recorder, {}, topic)  # type: ignore[arg-type]
+    assert monitor.facts().engines == {"engine-0": "http://a", "frozen-t": "http://t"}
+    assert monitor.facts().router is None
+    del known["engine/engine-0"]
+    assert monitor.facts().engines == {"engine-0": None, "frozen-t": "http://t"}
+    known["engine/engine-0"] = msgspec.msgpack.encode(EngineAddress("engine-0", "http://b", 1))
+    assert monitor.facts().engines == {"engine-0": "http://b", "frozen-t": "http://t"}
+    router = ServerFacts("sglang", "http://r", 0, "0.3.2", "router", "http://m")
+    (tmp_path / FLEET_FILE).write_bytes(msgspec.json.encode({"router": router}))
+    assert monitor.facts().router == "http://m"
+
+
+@pytest.mark.slow
+def test_the_endpoint_of_a_whole_run(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    seen: list[dict[str, float]] = []
+    ended = threading.Event()
+
+    def watch() -> None:
+        while not ended.is_set():
+            try:
+                with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=5) as answer:
+                    seen.append(checked(answer.read().decode()))
+            except OSError:
+                pass  # before and after the run
+            time.sleep(0.05)
+
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    flags = ["--run-dir", str(tmp_path / "run"), *SMALL, "--runner", "inprocess", "--num-rollout", "20"]
+    try:
+        assert launch.main([*flags, "--prometheus-port", str(port)]) == 0
+    finally:
+        ended.set()
+        watcher.join()
+    running = [one for one in seen if one.get('sluice_engine_up{engine="engine-0"}') == 1]
+    assert running, "the engine was seen"
+    last = running[-1]
+    assert last["sluice_step"] > 0
+    assert last['sglang:generation_tokens_total{engine="engine-0"}'] >= last["sluice_trained_tokens_total"] > 0
+    steps = [one["sluice_step"] for one in seen]
+    assert steps == sorted(steps)

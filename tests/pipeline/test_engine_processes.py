@@ -1,0 +1,210 @@
+"""Servers as processes: started, waited for, watched, ended with all that they started, and started again."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import sys
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+
+import pytest
+from fake_servers import FAKE, PATIENCE_S, Told, configured, gone, outside, scheduler
+from hypothesis import given
+from hypothesis import strategies as st
+
+from configs.schema import Config
+from models.engines.client import EngineClient
+from pipeline.errors import ReplicaFailed, leaf
+from pipeline.free_port import held_port
+from pipeline.health import Account, HttpLook, Look, SchedulerLook
+from pipeline.keeper import Birth, Keeper
+from pipeline.lifecycle import EngineSpec, Kind, Restarts
+from pipeline.processes import Processes
+from pipeline.rundir import RunDir
+
+
+@pytest.fixture
+def rundir(tmp_path: Path) -> Iterator[RunDir]:
+    with RunDir(tmp_path / "run").open(resume=False) as opened:
+        yield opened
+
+
+@pytest.fixture
+def fake(tmp_path: Path) -> Path:
+    path = tmp_path / "fake.py"
+    path.write_text(FAKE)
+    return path
+
+
+class FakeCharge:
+    """The fake server, kept like SGLang's."""
+
+    name, slow_start = "engine-0", True
+    kind: Kind = "engine"
+
+    def __init__(self, script: Path, told: Told, config: Config, mode: str = "serve") -> None:
+        self.script, self.told, self.config, self.mode = script, told, config, mode
+        self.births = 0
+
+    @contextlib.contextmanager
+    def birth(self, incarnation: int) -> Iterator[Birth]:
+        self.births += 1
+        with held_port() as port:
+            argv = [sys.executable, str(self.script), str(port), self.mode]
+            yield Birth(argv, dict(os.environ), f"http://127.0.0.1:{port}", grace_s=0.0)
+
+    def look(self, client: EngineClient, group: int) -> Look:
+        timeout_s = self.config.health.rollout_health_check_timeout
+        return SchedulerLook(HttpLook(client, timeout_s), group, lambda: self.told.loading(self.name))
+
+    async def up(self, client: EngineClient, incarnation: int) -> None:
+        info = await client.server_info()
+        spec = EngineSpec(self.name, self.config.engine, "", None, 0, 0)
+        self.told.engine_up(spec, client.base_url, incarnation, info.version)
+
+
+class Kept:
+    """A keeper over a fake server."""
+
+    def __init__(self, rundir: RunDir, fake: Path, mode: str = "serve", restarts: int = 5, **health: float) -> None:
+        self.told, self.config, self.rundir = Told(), configured(**health), rundir
+        self.charge = FakeCharge(fake, self.told, self.config, mode)
+        self.processes = Processes(rundir)
+        self.restarts = Restarts(self.told, restarts)
+        self.keeper = Keeper(self.charge, self.processes, self.restarts, self.config.health)
+
+    @property
+    def pid(self) -> int:
+        return int((self.rundir.specs / "engine-0.pid").read_text())
+
+    async def child(self) -> int:
+        url = [e for e in self.told.events if e[0] == "up"][-1][2]
+        async with EngineClient(url) as client:
+            return await scheduler(client)
+
+    @contextlib.asynccontextmanager
+    async def running(self) -> AsyncIterator[None]:
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                task = tasks.create_task(self.keeper.run())
+                yield
+                task.cancel()
+        finally:
+            await self.processes.stop_all()
+
+
+# ------------------------------------------------------------------ the account of looks
+
+
+@given(st.lists(st.booleans(), max_size=40), st.integers(1, 5))
+def test_an_engine_is_lost_after_n_faults_in_a_row_and_recovers_with_one_good_look(looks: list[bool], n: int) -> None:
+    account = Account(n)
+    for i, good in enumerate(looks):
+        before = account.up
+        change = account.saw(None if good else f"fault {i}")
+        newest = looks[: i + 1][-n:]
+        assert (change == "lost") == (before and len(newest) == n and not any(newest))
+        assert (change == "recovered") == (good and not before)
+        if change == "lost":
+            assert f"fault {i}" in account.why
+    faults_at_the_end = next((i for i, good in enumerate(reversed(looks)) if good), len(looks))
+    assert account.up == (faults_at_the_end < n)
+
+
+def test_the_reason_counts_its_looks() -> None:
+    account = Account(2)
+    assert account.saw("no answer") is None
+    assert account.saw("no answer") == "lost"
+    assert account.why == "2 failed health checks in a row (no answer)"
+    account.mark_down()
+    assert account.saw(None) == "recovered"
+
+
+# ------------------------------------------------------------------ one server
+
+
+async def test_a_server_is_announced_when_it_serves_and_again_after_its_death(rundir: RunDir, fake: Path) -> None:
+    kept = Kept(rundir, fake)
+    async with kept.running():
+        first = await kept.told.until("up")
+        assert first[3:] == ("0", "9.9")
+        assert any("engine-0: up after" in line for line in kept.told.lines)
+        child, pid = await kept.child(), kept.pid
+        os.kill(pid, signal.SIGKILL)
+        second = await kept.told.until("up", 2)
+        assert second[3] == "1"
+        assert gone(child), "what a dead server leaves behind is ended with it"
+        assert kept.told.events[1] == ("lost", "engine", "engine-0", "signal SIGKILL")
+        assert kept.restarts.counts == {"engine-0": 1}
+        child, pid = await kept.child(), kept.pid
+    assert gone(child)
+    assert gone(pid)
+
+
+@pytest.mark.parametrize("whole", [True, False])
+async def test_a_hung_server_is_ended_and_started_again(rundir: RunDir, fake: Path, whole: bool) -> None:
+    kept = Kept(rundir, fake)
+    async with kept.running():
+        await kept.told.until("up")
+        child, pid = await kept.child(), kept.pid
+        os.kill(pid if whole else child, signal.SIGSTOP)  # a stopped scheduler leaves /health as it is
+        lost = await kept.told.until("lost")
+        why = "/health gave no answer within 0.5 s" if whole else "is stopped"
+        assert "2 failed health checks in a row" in lost[3]
+        assert why in lost[3]
+        assert gone(child), "it is ended before its loss is told"
+        assert gone(pid)
+        assert (await kept.told.until("up", 2))[3] == "1"
+
+
+async def test_a_scheduler_may_be_silent_while_it_loads_weights(fake: Path) -> None:
+    loading = True
+    with held_port() as port:
+        async with outside(fake, port), EngineClient(f"http://127.0.0.1:{port}", connect_timeout_s=5.0) as client:
+            look = SchedulerLook(HttpLook(client, 0.5), None, lambda: loading)
+            assert await look() is None
+            os.kill(await scheduler(client), signal.SIGSTOP)
+            assert await look() is None
+            loading = False
+            fault = await look()
+            assert fault == "the scheduler does not answer: /server_info gave no answer within 0.5 s"
+
+
+async def test_a_server_that_never_comes_up_ends_the_run_with_its_last_words(rundir: RunDir, fake: Path) -> None:
+    kept = Kept(rundir, fake, "broken")
+    with pytest.raises(BaseExceptionGroup) as raised:
+        async with kept.running():
+            await asyncio.sleep(PATIENCE_S)
+    error = leaf(raised.value)
+    assert isinstance(error, ReplicaFailed)
+    assert "engine-0 ended with exit code 1 before it served, 2 times" in str(error)
+    assert "ValueError: the checkpoint has no head" in str(error), "not the last line, which says nothing"
+    assert kept.charge.births == 2
+
+
+async def test_waiting_for_a_server_is_bounded(rundir: RunDir, fake: Path) -> None:
+    kept = Kept(rundir, fake, "never", rollout_health_check_first_wait=0.5)
+    with pytest.raises(BaseExceptionGroup) as raised:
+        async with kept.running():
+            await asyncio.sleep(PATIENCE_S)
+    assert "did not serve within --rollout-health-check-first-wait 0.5 s: still loading" in str(leaf(raised.value))
+    assert gone(kept.pid)
+
+
+async def test_restarts_have_a_budget(rundir: RunDir, fake: Path) -> None:
+    kept = Kept(rundir, fake, restarts=1)
+
+    async def killed_twice() -> None:
+        async with kept.running():
+            for life in (1, 2):
+                await kept.told.until("up", life)
+                os.kill(kept.pid, signal.SIGKILL)
+            await asyncio.sleep(PATIENCE_S)
+
+    with pytest.raises(BaseExceptionGroup) as raised:
+        await killed_twice()
+    assert "engine-0 ended 2 times, last with signal SIGKILL" in str(leaf(raised.value))
+    assert "--max-restarts" in str(leaf(raised.value))

@@ -1,0 +1,196 @@
+"""What keeps servers: processes and their groups, ports, GPUs, last words, the choice of a router."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import socket
+import subprocess
+import sys
+import textwrap
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+import pytest
+from fake_servers import eventually, gone
+
+from configs.graph import resolved_router
+from configs.schema import Config
+from pipeline import leash
+from pipeline.errors import UsageError
+from pipeline.free_port import PortInUse, held_port
+from pipeline.gpus import slices, visible_gpus
+from pipeline.process_group import group_state, shared_files
+from pipeline.processes import Processes, last_error
+from pipeline.router import without_sglang
+from pipeline.rundir import RunDir
+
+
+@pytest.fixture
+def rundir(tmp_path: Path) -> Iterator[RunDir]:
+    with RunDir(tmp_path / "run").open(resume=False) as opened:
+        yield opened
+
+
+# ------------------------------------------------------------------ processes, ports, GPUs
+
+
+async def test_a_leashed_program_dies_with_its_parent(tmp_path: Path) -> None:
+    parent = textwrap.dedent(f"""
+        import os, subprocess, sys, time
+        child = subprocess.Popen([sys.executable, {leash.__file__!r}, str(os.getpid()), "sleep", "600"])
+        print(child.pid, flush=True)
+        time.sleep(600)
+    """)
+    process = await asyncio.create_subprocess_exec(sys.executable, "-c", parent, stdout=asyncio.subprocess.PIPE)
+    assert process.stdout is not None
+    child = int(await process.stdout.readline())
+    await eventually(lambda: [("sleeps",)] if b"sleep" in Path(f"/proc/{child}/cmdline").read_bytes()[:6] else [])
+    process.kill()
+    await process.wait()
+    await eventually(lambda: [("gone",)] if gone(child) else [])
+
+
+async def test_stopping_ends_what_ignores_it(rundir: RunDir) -> None:
+    processes = Processes(rundir)
+    deaf = (
+        "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('deaf', flush=True); time.sleep(600)"
+    )
+    process = await processes.spawn("deaf", [sys.executable, "-c", deaf], os.environ, grace_s=0.3)
+    await eventually(lambda: [("x",)] if "deaf" in processes.log("deaf").read_text() else [])
+    assert processes.alive("deaf")
+    await processes.stop_all()
+    assert process.returncode == -signal.SIGKILL
+    assert not processes.alive("deaf")
+
+
+async def test_a_killed_server_leaves_nothing_in_shared_memory(rundir: RunDir) -> None:
+    if not Path("/dev/shm").is_dir():
+        pytest.skip("there is no /dev/shm")
+    names = [Path(f"/dev/shm/{kind}sluice_test_{os.getpid()}") for kind in ("sglang_", "mine_")]
+    script = f"""
+        import mmap, time
+        maps = []
+        for name in {[str(name) for name in names]!r}:
+            with open(name, "w+b") as file:
+                file.truncate(4096)
+                maps.append(mmap.mmap(file.fileno(), 4096))
+        print("mapped", flush=True)
+        time.sleep(600)
+    """
+    processes = Processes(rundir)
+    try:
+        process = await processes.spawn("one", [sys.executable, "-c", textwrap.dedent(script)], os.environ, sweep=True)
+        await eventually(lambda: [("x",)] if "mapped" in processes.log("one").read_text() else [])
+        assert shared_files(process.pid) == {names[0]}
+        assert await processes.kill("one") == -signal.SIGKILL
+        assert [name.exists() for name in names] == [False, True], "weights and what others made are left alone"
+    finally:
+        for name in names:
+            name.unlink(missing_ok=True)
+
+
+async def test_a_group_shows_what_is_stopped_and_how_much_it_computes(rundir: RunDir) -> None:
+    processes = Processes(rundir)
+    process = await processes.spawn("busy", [sys.executable, "-c", "while True: pass"], os.environ, grace_s=0)
+    try:
+        before = group_state(process.pid)
+        if before is None:
+            pytest.skip("there is no /proc")
+
+        def used() -> list[tuple[str, ...]]:
+            state = group_state(process.pid)
+            return [("used",)] if state is not None and state.cpu_s > 0.1 else []
+
+        await eventually(used)
+        os.kill(process.pid, signal.SIGSTOP)
+
+        def stopped() -> list[tuple[str, ...]]:
+            state = group_state(process.pid)
+            return [state.stopped] if state is not None and state.stopped else []
+
+        assert (await eventually(stopped))[0].startswith(f"process {process.pid}")
+    finally:
+        await processes.stop_all()
+
+
+def test_a_held_port_is_given_to_nobody_but_the_server_that_names_it() -> None:
+    with held_port() as port:
+        with socket.socket() as server:
+            server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            server.bind(("127.0.0.1", port))
+            server.listen()
+            with pytest.raises(PortInUse, match=f"port {port} of 127.0.0.1 cannot be used"), held_port(port):
+                pass
+        with held_port() as other:
+            assert other != port
+
+
+def test_the_last_words_are_those_of_the_error(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    log.write_text("OSError: of an earlier life\n")
+    start = log.stat().st_size
+    with log.open("a") as file:
+        file.write(
+            "[2026-11-21 15:13:21] Scheduler hit an exception\ntorch.OutOfMemoryError: CUDA out of memory\n\nKilled\n"
+        )
+    assert last_error(log, start) == "torch.OutOfMemoryError: CUDA out of memory"
+    log.write_text(
+        "[t] Subprocess scheduler_0 (pid=1) crashed with exit code -9. Triggering\nkill_process_tree called\n"
+    )
+    assert "crashed with exit code -9" in last_error(log)
+    log.write_text("first\nreason: out of luck\n")
+    assert last_error(log) == "out of luck"
+    assert last_error(tmp_path / "none") == "no output"
+
+
+def test_engines_get_the_gpus_behind_the_trainers() -> None:
+    eight = [str(i) for i in range(8)]
+    assert slices(eight, 3, 2, trainer=0) == (("1", "2"), ("3", "4"), ("5", "6"))
+    assert slices(eight, 7, 1, trainer=3) == (("0",), ("1",), ("2",), ("4",), ("5",), ("6",), ("7",))
+    assert slices(eight, 4, 2, trainer=0) == (("0", "1"), ("2", "3"), ("4", "5"), ("6", "7")), "shared with the trainer"
+    assert slices(["GPU-a"], 1, 1, trainer=0) == (("GPU-a",),)
+    assert slices([], 2, 1, trainer=None) == ((), ())
+    with pytest.raises(UsageError, match="3 engines of 4 GPUs need 12, but 8 are visible; lower --rollout-num-gpus"):
+        slices(eight, 3, 4, trainer=None)
+
+
+def test_visible_gpus_are_those_of_the_environment_or_of_the_machine(tmp_path: Path) -> None:
+    for name in ("nvidia10", "nvidia2", "nvidiactl", "nvidia-uvm", "null"):
+        (tmp_path / name).touch()
+    assert visible_gpus({}, tmp_path) == ("2", "10")
+    assert visible_gpus({"CUDA_VISIBLE_DEVICES": "3, GPU-x"}, tmp_path) == ("3", "GPU-x")
+    assert visible_gpus({"CUDA_VISIBLE_DEVICES": "1,-1,2"}, tmp_path) == ("1",)
+    assert visible_gpus({"CUDA_VISIBLE_DEVICES": ""}, tmp_path) == ()
+
+
+def test_which_router_stands_before_the_engines() -> None:
+    def resolved(engine: str = "embedded", loss: str = "policy_loss", **router: str) -> str:
+        config = Config()
+        values = {**msgspec.to_builtins(config), "router": router}
+        values["engine"]["engine"], values["train"]["loss_type"] = engine, loss
+        return resolved_router(msgspec.convert(values, type=Config))
+
+    assert resolved() == "none"
+    assert resolved("sglang") == "sglang"
+    assert resolved("sglang", router="none") == "none"
+    assert resolved("simulated", router="smg") == "smg"
+    assert resolved(router_address="http://there:1") == "sglang"
+    assert resolved("sglang", loss="sft_loss") == "none"
+
+
+def test_the_router_is_started_without_sglang_and_what_it_imports(tmp_path: Path) -> None:
+    (tmp_path / "gate.py").write_text("""
+import sys
+try:
+    import sglang.srt
+except ImportError:
+    print("hidden", __name__, sys.argv[1:])
+""")
+    (tmp_path / "sglang").mkdir()
+    (tmp_path / "sglang" / "srt.py").touch()
+    command = without_sglang([sys.executable, "-m", "gate", "--port", "1"])
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    assert done.stdout.strip() == "hidden __main__ ['--port', '1']", done.stderr
