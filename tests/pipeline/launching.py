@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
+import io
 import json
 import os
 import subprocess
 import sys
+import tempfile
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import pytest
+
+import launch as program
 from pipeline.journal import Audit, audit
 
 ROOT = Path(__file__).parent.parent.parent
@@ -23,6 +31,26 @@ NO_DATA = [
 
 
 SMALL = [*NO_DATA, "--prompt-data", "arithmetic"]
+
+# Trainer and engines that take time instead of computing: for what is about processes and books, not about models.
+# Their processes load no torch, so that a run starts in a fraction of the time.
+SIMULATED = [
+    "--engine", "simulated", "engine.simulated.vocab_size=32", "engine.simulated.length_mean=6",
+    "engine.simulated.update_s=0.01", "--train-backend", "simulated", "--simulated-step-s", "0.05",
+]  # fmt: skip
+
+
+@functools.cache
+def _made() -> tuple[tempfile.TemporaryDirectory[str], Path]:
+    from models.tiny import make_tiny_checkpoint
+
+    place = tempfile.TemporaryDirectory(prefix="sluice-tiny-")
+    return place, make_tiny_checkpoint(Path(place.name) / "tiny", tokenizer="arithmetic", seed=42)
+
+
+def made_model() -> list[str]:
+    """Flags with the built-in model as a directory: to make it costs a run's controller more than a run of seconds."""
+    return ["--hf-checkpoint", str(_made()[1])]
 
 
 @dataclass(frozen=True)
@@ -89,5 +117,34 @@ def succeed(run_dir: Path, *flags: str, cwd: Path = ROOT, **env: str) -> Finishe
     done = launch(run_dir, *flags, cwd=cwd, **env)
     logs = "\n".join(f"--- {p.name}\n{p.read_text()[-1500:]}" for p in sorted(run_dir.glob("logs/*.log")))
     assert done.code == 0, f"exit code {done.code}\n{done.out[-2000:]}\n{done.err[-2000:]}\n{logs}"
+    done.check_books()
+    return done
+
+
+def here(run_dir: Path, *flags: str, cwd: Path = ROOT) -> Finished:
+    """Run to the end inside this process: no process is started and nothing is imported again."""
+    out, err = io.StringIO(), io.StringIO()
+    command = ["--run-dir", str(run_dir), *flags, "--runner", "inprocess"]
+    with contextlib.chdir(cwd), importable(cwd), contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        code = program.main(command)
+    return Finished(code, out.getvalue(), err.getvalue(), run_dir)
+
+
+@contextlib.contextmanager
+def importable(directory: Path) -> Iterator[None]:
+    """Modules of a directory, forgotten afterwards: the next test has others of the same names."""
+    before = set(sys.modules)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(directory))
+        yield
+    for name in set(sys.modules) - before:
+        if str(getattr(sys.modules[name], "__file__", None) or "").startswith(f"{directory}{os.sep}"):
+            del sys.modules[name]
+
+
+def succeed_here(run_dir: Path, *flags: str, cwd: Path = ROOT) -> Finished:
+    """Run to the end inside this process; it must succeed with balanced books."""
+    done = here(run_dir, *flags, cwd=cwd)
+    assert done.code == 0, f"exit code {done.code}\n{done.out[-2000:]}\n{done.err[-2000:]}"
     done.check_books()
     return done

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
 import subprocess
@@ -11,7 +12,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from launching import NO_DATA, SMALL, Finished, finish, launch, start
+from launching import NO_DATA, SMALL, Finished, finish, launch, made_model, start
 from test_kill import wait_for_steps
 
 
@@ -83,7 +84,7 @@ def test_a_port_in_use_is_named(tmp_path: Path) -> None:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = taken.getsockname()[1]
-        refused(launch(tmp_path / "run", *SMALL, "--engine-port", str(port)), str(port), "in use")
+        refused(launch(tmp_path / "run", *SMALL, *made_model(), "--engine-port", str(port)), str(port), "in use")
 
 
 @pytest.mark.slow
@@ -122,13 +123,12 @@ def test_a_full_disk_at_the_start(small_disk: Path) -> None:
 @pytest.mark.slow
 def test_a_disk_that_fills_up_in_mid_run(small_disk: Path) -> None:
     run_dir = small_disk / "run"
-    process = start(run_dir, *SMALL, "--num-rollout", "2000", "--save-interval", "2", "--keep-last-n", "1")
+    process = start(
+        run_dir, *SMALL, *made_model(), "--num-rollout", "2000", "--save-interval", "2", "--keep-last-n", "1"
+    )
     wait_for_steps(process, run_dir, 3)
-    with (small_disk / "ballast").open("wb") as file:
-        try:
-            while True:
-                file.write(b"x" * 65536)
-        except OSError:
-            pass
+    with contextlib.suppress(OSError), (small_disk / "ballast").open("wb") as file:  # full, which is what is wanted
+        while True:
+            file.write(b"x" * 65536)
     done = finish(process, run_dir, 120)
     refused(done, "space", "free")

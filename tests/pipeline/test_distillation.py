@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from launching import NO_DATA, finish, launch, start, succeed
+from launching import NO_DATA, finish, here, launch, made_model, start, succeed_here
 from safetensors.torch import load_file, save_file
 from test_bad_input import refused
 from test_kill import kill, wait_for_steps
@@ -74,8 +74,8 @@ def largest_gap(row: dict[str, Any]) -> float:
 
 
 def test_each_row_is_scored_by_its_own_teacher(home: Path) -> None:
-    done = succeed(
-        home / "run", *SAME_POLICY, "--prompt-data", "rows.jsonl", "--runner", "inprocess", "--scale", "teacher=2",
+    done = succeed_here(
+        home / "run", *SAME_POLICY, "--prompt-data", "rows.jsonl", "--scale", "teacher=2",
         "--frozen-engine", "same=tiny-arithmetic", "other=other", "--num-rollout", "6",
         "--eval-prompt-data", "held=rows.jsonl@[0:4]", "--eval-interval", "3", cwd=home,
     )  # fmt: skip
@@ -104,7 +104,7 @@ ALONE = [*NO_DATA, "--prompt-data", "arithmetic", "--use-opd", "--advantage-esti
 
 def test_the_first_reverse_kl_to_oneself_is_zero(tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
-    succeed(run_dir, *ALONE, "--num-rollout", "2", "--runner", "inprocess", "--frozen-engine", "t=tiny-arithmetic")
+    succeed_here(run_dir, *ALONE, "--num-rollout", "2", "--frozen-engine", "t=tiny-arithmetic")
     assert abs(reverse_kls(run_dir)[0]) < 1e-4
 
 
@@ -113,8 +113,8 @@ def test_the_policy_learns_from_its_teacher_alone(home: Path) -> None:
     tensors = load_file(home / "other" / "model.safetensors")
     tensors["model.norm.weight"] *= 5
     save_file(tensors, home / "other" / "model.safetensors", metadata={"format": "pt"})
-    succeed(
-        home / "run", *ALONE, "--mode", "sync", "--runner", "inprocess", "--frozen-engine", "t=other", "--lr", "3e-3",
+    succeed_here(
+        home / "run", *ALONE, "--mode", "sync", "--frozen-engine", "t=other", "--lr", "3e-3",
         "--num-rollout", "20", "--rollout-batch-size", "8", "--n-samples-per-prompt", "8", cwd=home,
     )  # fmt: skip
     found = reverse_kls(home / "run")
@@ -125,27 +125,27 @@ def test_the_policy_learns_from_its_teacher_alone(home: Path) -> None:
 def test_a_killed_teacher_costs_no_sample(home: Path) -> None:
     run_dir = home / "run"
     process = start(
-        run_dir, *SAME_POLICY, "--prompt-data", "arithmetic", "--frozen-engine", "t=tiny-arithmetic",
-        "--num-rollout", "30", cwd=home,
+        run_dir, *SAME_POLICY, *made_model(), "--prompt-data", "arithmetic", "--frozen-engine",
+        f"t={made_model()[1]}", "--num-rollout", "20", cwd=home,
     )  # fmt: skip
-    for steps in (3, 12):
+    for steps in (3, 9):
         wait_for_steps(process, run_dir, steps)
         kill(run_dir, "frozen-t")
     done = finish(process, run_dir)
     assert done.code == 0, done.err[-3000:]
     done.check_books()
-    assert done.summary["groups"]["trained"] == 30 * 4
+    assert done.summary["groups"]["trained"] == 20 * 4
     assert done.summary["groups"]["failed"] == 0
     assert done.summary["restarts"] == {"frozen-t": 2}
     assert all(largest_gap(row) < 1e-4 for row in peeked(run_dir))
 
 
 def test_teachers_that_cannot_teach_are_refused_at_the_start(home: Path) -> None:
-    flags = [*SAME_POLICY, "--prompt-data", "arithmetic", "--frozen-engine"]
+    flags = [*SAME_POLICY, *made_model(), "--prompt-data", "arithmetic", "--frozen-engine"]
     refused(
-        launch(home / "a", *flags, "t=tiny", cwd=home), "--frozen-engine t=", "choose a teacher with the same tokenizer"
+        here(home / "a", *flags, "t=tiny", cwd=home), "--frozen-engine t=", "choose a teacher with the same tokenizer"
     )
-    refused(launch(home / "b", *flags, "t=http://127.0.0.1:9", cwd=home), "t=http://127.0.0.1:9: no healthy engine")
+    refused(here(home / "b", *flags, "t=http://127.0.0.1:9", cwd=home), "t=http://127.0.0.1:9: no healthy engine")
     shutil.copytree(home / "other", home / "foreign")
     config = json.loads((home / "foreign" / "config.json").read_text())
     (home / "foreign" / "config.json").write_text(json.dumps({**config, "architectures": ["Gpt9ForCausalLM"]}))

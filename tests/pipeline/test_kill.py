@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 
 import pytest
-from launching import NO_DATA, SMALL, Finished, finish, launch, start, succeed
+from launching import NO_DATA, SIMULATED, SMALL, Finished, finish, launch, made_model, start, succeed_here
 
 from models.checkpoint import latest_checkpoint
 from pipeline.journal import Ended, Stepped, read_journal
@@ -40,42 +40,44 @@ def kill(run_dir: Path, replica: str, number: int = signal.SIGKILL) -> None:
     os.kill(int((run_dir / "replicas" / f"{replica}.pid").read_text()), number)
 
 
-@pytest.mark.parametrize("seed", [1, 2, 3])
-def test_killed_replicas_lose_nothing(tmp_path: Path, seed: int) -> None:
+@pytest.mark.parametrize(("seed", "backends"), [(1, []), (2, SIMULATED)], ids=["real", "simulated"])
+def test_killed_replicas_lose_nothing(tmp_path: Path, seed: int, backends: list[str]) -> None:
     rng = random.Random(seed)
-    flags = [*TOOLS, "--num-rollout", "40", "--seed", str(seed), "--scale", "generate=2", "--scale", "reward=2",
-             "--scale", "engine=2", "--max-restarts", "20"]  # fmt: skip
+    flags = [*TOOLS, *made_model(), *backends, "--num-rollout", "28", "--seed", str(seed), "--scale", "generate=2",
+             "--scale", "reward=2", "--scale", "engine=2", "--max-restarts", "20"]  # fmt: skip
     process = start(tmp_path / "run", *flags)
     victims = ["generate-0", "reward-0", "tools-0", "generate-1", "group-0", "reward-1", "engine-0"]
     rng.shuffle(victims)
     for i, victim in enumerate(victims):
-        wait_for_steps(process, tmp_path / "run", 2 + 4 * i)
+        wait_for_steps(process, tmp_path / "run", 2 + 3 * i)
         kill(tmp_path / "run", victim)
     done = finish(process, tmp_path / "run")
     assert done.code == 0, done.err[-3000:]
     done.check_books()
-    assert done.summary["groups"]["trained"] == 40 * 4
+    assert done.summary["groups"]["trained"] == 28 * 4
     assert sum(done.summary["restarts"].values()) >= len(victims) - 1
     events = read_journal(tmp_path / "run" / "ledger.jsonl")
     trained = [e.group for e in events if isinstance(e, Ended) and e.outcome == "trained"]
-    assert len(trained) == len(set(trained)) == 160
+    assert len(trained) == len(set(trained)) == 28 * 4
 
 
 def test_a_replica_that_never_comes_up_ends_the_run_with_its_reason(tmp_path: Path) -> None:
     recipe = tmp_path / "broken.toml"
     recipe.write_text('[[stage]]\nname = "broken"\npath = "no_such_module:Stage"\nafter = "reward"\n')
-    done = launch(tmp_path / "run", *SMALL, "--config", str(recipe))
+    done = launch(tmp_path / "run", *SMALL, *made_model(), "--config", str(recipe))
     assert done.code == 2
     assert "no_such_module" in done.err
     assert "Traceback" not in done.err
 
 
-@pytest.mark.parametrize("seed", [1, 2])
-def test_a_crashed_trainer_is_resumed_with_nothing_trained_twice(tmp_path: Path, seed: int) -> None:
+@pytest.mark.parametrize(("at_step", "backends"), [(5, []), (6, SIMULATED)], ids=["real", "simulated"])
+def test_a_crashed_trainer_is_resumed_with_nothing_trained_twice(
+    tmp_path: Path, at_step: int, backends: list[str]
+) -> None:
     run_dir = tmp_path / "run"
-    flags = [*SMALL, "--num-rollout", "14", "--save-interval", "3", "--seed", str(seed)]
+    flags = [*SMALL, *made_model(), *backends, "--num-rollout", "14", "--save-interval", "3", "--seed", str(at_step)]
     process = start(run_dir, *flags)
-    wait_for_steps(process, run_dir, 4 + seed)
+    wait_for_steps(process, run_dir, at_step)
     kill(run_dir, "train-0")
     crashed = finish(process, run_dir)
     assert crashed.code == 1
@@ -100,7 +102,7 @@ def resume(run_dir: Path) -> Finished:
 
 def test_killing_everything_and_resuming_loses_nothing(tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
-    process = start(run_dir, *SMALL, "--num-rollout", "12", "--save-interval", "4")
+    process = start(run_dir, *SMALL, *made_model(), "--num-rollout", "12", "--save-interval", "4")
     wait_for_steps(process, run_dir, 6)
     process.kill()  # the controller: kill -9, its children die with it
     process.wait()
@@ -121,7 +123,7 @@ def alive(pid: int) -> bool:
 
 def test_ctrl_c_drains_and_can_be_resumed(tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
-    process = start(run_dir, *SMALL, "--num-rollout", "500")
+    process = start(run_dir, *SMALL, *made_model(), *SIMULATED, "--num-rollout", "500")
     wait_for_steps(process, run_dir, 5)
     process.send_signal(signal.SIGINT)
     done = finish(process, run_dir, 60)
@@ -138,4 +140,4 @@ def test_ctrl_c_drains_and_can_be_resumed(tmp_path: Path) -> None:
 
 def test_the_helpers_of_this_file_see_a_failing_run(tmp_path: Path) -> None:
     with pytest.raises(AssertionError, match="exit code 2"):
-        succeed(tmp_path / "run", *SMALL, "--rollout-batch-size", "0")
+        succeed_here(tmp_path / "run", *SMALL, "--rollout-batch-size", "0")

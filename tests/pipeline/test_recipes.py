@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from launching import Finished
+from launching import succeed_here
 
 import launch
 from configs.load import load
@@ -19,7 +19,7 @@ ARITHMETIC = sorted(
 )
 BATCHES = 3
 SMALL = [
-    "--runner", "inprocess", "--no-live", "--no-use-tensorboard", "--num-rollout", str(BATCHES),
+    "--no-live", "--no-use-tensorboard", "--num-rollout", str(BATCHES),
     "--warm-start-steps", "3",
     "--warm-start-batch-size", "16", "--rollout-batch-size", "4", "--n-samples-per-prompt", "4",
     "--rm-type", "random:0.5", "--reward-workers", "0", "--eval-interval", "none", "eval.eval_prompt_data=[]",
@@ -33,17 +33,14 @@ def test_all_recipes_but_those_that_need_a_download_are_run_here() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("recipe", ARITHMETIC)
 def test_recipe(recipe: str, tmp_path: Path) -> None:
-    flags = ["--config", recipe, "--run-dir", str(tmp_path / "run"), *SMALL]
+    flags = ["--config", recipe, *SMALL]
     if recipe == "opd":
         teacher = make_tiny_checkpoint(tmp_path / "teacher", tokenizer="arithmetic", seed=7)
         flags += ["--frozen-engine", f"teacher={teacher}"]
     if recipe == "ppo":
         flags += ["--num-critic-only-steps", "1"]
-    code = launch.main(flags)
-    run_dir = tmp_path / "run"
-    done = Finished(code, "", "", run_dir)
-    assert code == 0
-    done.check_books()
+    done = succeed_here(tmp_path / "run", *flags)
+    run_dir = done.run_dir
     assert done.summary["steps"] == BATCHES
     assert len(done.audit.batches) == BATCHES
     if recipe == "opd":

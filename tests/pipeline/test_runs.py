@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from launching import NO_DATA, SMALL, launch, succeed
+from launching import NO_DATA, SMALL, here, made_model, succeed, succeed_here
 
 from models.checkpoint import latest_checkpoint
 from pipeline.observe.metrics import read_metrics
@@ -84,24 +84,23 @@ def check_model_generates(run_dir: Path) -> None:
 
 
 def test_sync_trains_the_same_batches_on_every_runner(tmp_path: Path) -> None:
-    batches = {}
-    for runner in ("local", "inprocess"):
-        flags = [*SMALL, "--mode", "sync", "--deterministic", "--runner", runner, "--num-rollout", "6"]
-        done = succeed(tmp_path / runner, *flags, "--dynamic-sampling-filter", "nonzero_std")
+    flags = [*SMALL, *made_model(), "--mode", "sync", "--deterministic", "--dynamic-sampling-filter", "nonzero_std"]
+    batches = []
+    for runner in (succeed, succeed_here):
+        done = runner(tmp_path / runner.__name__, *flags, "--num-rollout", "5")
         assert done.summary["staleness"]["max"] == 0
-        batches[runner] = done.audit.batches
-        assert len(done.audit.batches) == 6
-    assert batches["local"] == batches["inprocess"]
-    other = succeed(
-        tmp_path / "seed", *SMALL, "--mode", "sync", "--deterministic", "--runner", "inprocess", "--seed", "9"
-    )
-    assert other.audit.batches[1] != batches["local"][1], "the hash must see the tokens"
+        batches.append(done.audit.batches)
+        assert len(done.audit.batches) == 5
+    assert batches[0] == batches[1]
+    other = succeed_here(tmp_path / "seed", *flags, "--num-rollout", "1", "--seed", "9")
+    assert other.audit.batches[1] != batches[0][1], "the hash must see the tokens"
 
 
 def test_tool_tokens_are_masked_and_nothing_is_tokenised_twice(tap: Path) -> None:
-    done = succeed(
+    done = succeed_here(
         tap / "run", *NO_DATA, "--config", str(tap / "tap.toml"), "--prompt-data", "arithmetic-tools",
         "--warm-start-data", "arithmetic-tools", "--warm-start-label-key", "demonstration", "--warm-start-steps", "60",
+        "--warm-start-batch-size", "64",
         "--tools", "calculator", "--tool-call-open", "[", "--tool-call-close", "]",
         "--tool-result-template", "{result}",
         "--rollout-max-response-len", "32", "--rm-type", "gsm8k_flex", cwd=tap,
@@ -151,7 +150,7 @@ def test_real_question_data_with_the_gsm8k_grader(tmp_path: Path) -> None:
     ]
     data = tmp_path / "train.jsonl"
     data.write_text("".join(json.dumps(row) + "\n" for row in rows) + "{broken\n" + json.dumps({"q": 1}) + "\n")
-    done = succeed(
+    done = succeed_here(
         tmp_path / "run", "--mode", "async", "--prompt-data", str(data), "--input-key", "question", "--label-key",
         "answer", "--num-rollout", "3", "--rollout-batch-size", "4", "--n-samples-per-prompt", "4",
         "--rollout-max-response-len", "16", "--no-live", "--eval-prompt-data", f"held={data}@[0:5]",
@@ -161,7 +160,7 @@ def test_real_question_data_with_the_gsm8k_grader(tmp_path: Path) -> None:
     assert f"{data}:41" in done.err, "a malformed line is reported with file and line"
     assert "40 of 42 rows usable" in done.err
     assert done.summary["groups"]["trained"] == 12
-    strict = launch(tmp_path / "strict", "--prompt-data", str(data), "--input-key", "question", "--label-key", "answer",
+    strict = here(tmp_path / "strict", "--prompt-data", str(data), "--input-key", "question", "--label-key", "answer",
                     "--num-rollout", "1", "--strict-data", "--no-live")  # fmt: skip
     assert strict.code == 2
     assert f"{data}:41" in strict.err
@@ -171,7 +170,7 @@ def test_real_question_data_with_the_gsm8k_grader(tmp_path: Path) -> None:
 def test_weights_swapped_in_mid_generation_leave_both_versions_in_a_sample(tap: Path) -> None:
     """Long answers, a fast trainer: tokens of one sample carry several versions, and their runs add up."""
     succeed(
-        tap / "run", *SMALL, "--config", str(tap / "tap.toml"), "--rollout-max-response-len", "160",
+        tap / "run", *SMALL, *made_model(), "--config", str(tap / "tap.toml"), "--rollout-max-response-len", "160",
         "--num-rollout", "10",
         "--pause-generation-mode", "retract", "--rollout-stop-token-ids", "31", "--async-buffer-size", "3", cwd=tap,
     )  # fmt: skip

@@ -39,17 +39,27 @@ def by_spans(
     tokens before `recomputed` by itself, or else with those that the versions before it left in the cache."""
     if recomputed:
         return torch.cat([by_one(paths[s.version], prompt, output)[s.start : s.end] for s in spans])
+    pieces = [(paths[span.version], span.end - span.start) for span in spans]
+    pieces[0] = (pieces[0][0], pieces[0][1] + len(prompt) - 1)  # a span's last token is the first that the next reads
+    return by_pieces(pieces, [*prompt, *output])[len(prompt) - 1 :]
+
+
+def by_pieces(pieces: Sequence[tuple[Path, int]], tokens: Sequence[int]) -> torch.Tensor:
+    """[len(tokens) - 1] log-probs of all tokens but the first. Each checkpoint in turn reads as many tokens as its
+    piece says (all but the last one are read), on top of the keys and values that those before it left."""
     from transformers import DynamicCache
 
-    past, fed, found = DynamicCache(), [*prompt, *output], []
-    begin = 0
-    for span in spans:
-        end = len(prompt) + span.end - 1  # the last token of a span is the first that the next one reads
+    past, found, begin = DynamicCache(), [], 0
+    for path, count in pieces:
+        end = begin + count
+        if not count:
+            continue
         with torch.no_grad():
-            answer = model_of(paths[span.version])(
-                torch.tensor([fed[begin:end]]), past_key_values=past, use_cache=True,
+            answer = model_of(path)(
+                torch.tensor([tokens[begin:end]]), past_key_values=past, use_cache=True,
                 cache_position=torch.arange(begin, end),
             )  # fmt: skip
-        found.append(_gather(answer.logits[0, -(span.end - span.start) :], output[span.start : span.end], 1.0))
+        found.append(_gather(answer.logits[0], tokens[begin + 1 : end + 1], 1.0))
         begin = end
+    assert begin == len(tokens) - 1, "the pieces must read all tokens but the last"
     return torch.cat(found)

@@ -1,0 +1,189 @@
+"""Whole runs on real SGLang servers behind the real sglang-router: what they train, and what a lost engine costs."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from launching import SMALL, Finished, finish, start, succeed
+from test_kill import steps_done, wait_for_steps
+
+from models.engines.client import EngineClient
+from models.engines.errors import EngineError
+from models.engines.protocol import EXPECTED_SGLANG
+from tests.models.engines.forward_reference import by_one, by_pieces
+from tests.sglang_server import RealServer, needs_sglang
+
+pytestmark = pytest.mark.slow
+EXPECTED_ROUTER = "0.3.2"
+
+TAP = """
+import json
+from stages.base import MapStage
+
+
+class Tap(MapStage):
+    async def process(self, message):
+        with open(self.context.run_dir / "tap.jsonl", "a") as file:
+            for s in message.samples:
+                row = {"group": message.group.group_id, "index": s.index, "ids": s.response_ids.tolist(),
+                       "log_probs": s.rollout_log_probs.tolist(), "prompt": message.group.prompt_ids.tolist(),
+                       "runs": [[r.version, r.n_tokens] for r in s.version_runs], "reused": s.reused_tokens,
+                       "cached": s.cached_tokens, "resumed": s.resumed, "status": s.status}
+                file.write(json.dumps(row) + "\\n")
+        return message
+"""
+TAP_RECIPE = '[[stage]]\nname = "tap"\npath = "tap:Tap"\nafter = "reward"\nreplicas = 1\nconcurrency = 4\n'
+LONG = ["--rollout-max-response-len", "200", "--rollout-stop-token-ids", "31"]  # 31 is what ends a response anyway
+
+
+@pytest.fixture
+def tap(tmp_path: Path) -> Path:
+    (tmp_path / "tap.py").write_text(TAP)
+    (tmp_path / "tap.toml").write_text(TAP_RECIPE)
+    return tmp_path
+
+
+def tapped(run_dir: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (run_dir / "tap.jsonl").read_text().splitlines()]
+
+
+def engine_url(run_dir: Path, name: str) -> str:
+    """Where an engine listens, from the command line of its process."""
+    pid = (run_dir / "replicas" / f"{name}.pid").read_text()
+    words = Path(f"/proc/{pid}/cmdline").read_bytes().decode().split("\0")
+    return f"http://127.0.0.1:{words[words.index('--port') + 1]}"
+
+
+async def serving(url: str) -> str | None:
+    """The version that an engine generates with just now; None if it does not."""
+    async with EngineClient(url, connect_timeout_s=2.0, control_timeout_s=5.0) as client:
+        try:
+            running = sum(load.num_running_reqs for load in await client.loads())
+            return (await client.model_info()).weight_version if running else None
+        except EngineError:
+            return None
+
+
+def wait_serving(process: object, run_dir: Path, name: str, oldest: int, timeout_s: float = 300) -> None:
+    """Until the engine generates with weights of version `oldest` or later."""
+    deadline = time.monotonic() + timeout_s
+    while time.monotonic() < deadline:
+        assert process.poll() is None, "the run ended too early"  # type: ignore[attr-defined]
+        with contextlib.suppress(OSError, ValueError):  # the process is between two lives
+            label = asyncio.run(serving(engine_url(run_dir, name)))
+            if label is not None and int(label.rpartition(".")[2]) >= oldest:
+                return
+        time.sleep(0.2)
+    raise AssertionError(f"{name} does not serve version {oldest} or later within {timeout_s:g} s")
+
+
+def strike(run_dir: Path, name: str, number: signal.Signals) -> None:
+    """Send a signal to an engine and all that it started."""
+    os.killpg(os.getpgid(int((run_dir / "replicas" / f"{name}.pid").read_text())), number)
+
+
+def check_books_of_interrupted(done: Finished) -> None:
+    assert done.code == 130, done.err[-3000:]
+    done.check_books()
+    assert done.summary["groups"]["failed"] == 0
+
+
+def check_spans(rows: list[dict[str, Any]]) -> None:
+    """Every token has a version, versions only rise, and no rollout came twice."""
+    for row in rows:
+        versions = [version for version, _ in row["runs"]]
+        assert versions == sorted(set(versions)), row["runs"]
+        assert sum(n for _, n in row["runs"]) == len(row["ids"]) == len(row["log_probs"])
+    names = [(row["group"], row["index"]) for row in rows]
+    assert len(names) == len(set(names)), "a rollout was generated twice"
+
+
+def test_engines_killed_and_stopped_in_mid_generation(tap: Path) -> None:
+    """Two servers behind the real router. One is killed, later the other hangs: no group is lost or doubled, partial
+    output is used, and each comes back at the current version."""
+    python = needs_sglang()
+    run_dir = tap / "run"
+    flags = [
+        *SMALL, *LONG, "--config", str(tap / "tap.toml"), "--engine", "sglang", "--sglang-python", str(python),
+        "--scale", "engine=2", "--num-rollout", "100000", "--rollout-max-context-len", "512", "--stream-interval", "4",
+        "--rollout-health-check-interval", "1", "--rollout-health-check-timeout", "5",
+        "--rollout-health-check-failures", "2", "--log-interval", "50",
+    ]  # fmt: skip
+    process = start(run_dir, *flags, cwd=tap)
+    wait_for_steps(process, run_dir, 3, timeout_s=300)
+    wait_serving(process, run_dir, "engine-0", 1)
+    strike(run_dir, "engine-0", signal.SIGKILL)
+    before = steps_done(run_dir)
+    wait_for_steps(process, run_dir, before + 5)
+    wait_serving(process, run_dir, "engine-0", before + 5)
+    wait_serving(process, run_dir, "engine-1", before + 5)
+    strike(run_dir, "engine-1", signal.SIGSTOP)
+    before = steps_done(run_dir)
+    wait_for_steps(process, run_dir, before + 5)
+    wait_serving(process, run_dir, "engine-1", before + 5)
+    process.send_signal(signal.SIGINT)
+    done = finish(process, run_dir)
+    check_books_of_interrupted(done)
+    summary = done.summary
+    assert summary["engine"]["kind"] == "sglang"
+    assert summary["engine"]["version"] == EXPECTED_SGLANG
+    assert summary["engine"]["count"] == 2
+    assert summary["engine"]["restarts"] == 2
+    assert summary["router"] == {"kind": "sglang", "version": EXPECTED_ROUTER}
+    rows = tapped(run_dir)
+    check_spans(rows)
+    assert sum(row["reused"] for row in rows) > 0, "no token was saved from a lost engine"
+
+
+@pytest.mark.parametrize("mode", ["in_place", "retract", "abort"])
+def test_log_probs_are_those_of_the_recorded_versions(tap: Path, sglang: RealServer, mode: str) -> None:
+    """A weight update after every step, long responses: each token is the recorded version's, to 1e-5."""
+    run_dir = tap / "run"
+    done = succeed(
+        run_dir, *SMALL, *LONG, "--config", str(tap / "tap.toml"), "--engine", "sglang", "--hf-checkpoint",
+        str(sglang.model), "--rollout-external-engine-addrs", sglang.url, "--pause-generation-mode", mode,
+        "--save-interval", "1", "--keep-last-n", "99", "--num-rollout", "8", "--lr", "1e-3", cwd=tap,
+    )  # fmt: skip
+    rows = tapped(run_dir)
+    check_spans(rows)
+    mixed = [row for row in rows if len(row["runs"]) > 1]
+    assert mixed, "no rollout saw a weight update"
+    if mode == "abort":
+        assert any(row["resumed"] for row in mixed)
+    checkpoints = {int(path.name.rpartition("-")[2]): path / "hf" for path in (run_dir / "checkpoints").iterdir()}
+    checkpoints[0] = sglang.model
+    check = check_in_place if mode == "in_place" else check_recomputed
+    for row in mixed:
+        check(checkpoints, row)
+    assert done.summary["engine"]["version"] == EXPECTED_SGLANG
+
+
+def check_recomputed(checkpoints: dict[int, Path], row: dict[str, Any]) -> None:
+    """Every token is what its version alone makes of all tokens before it."""
+    begin = 0
+    for version, n in row["runs"]:
+        own = by_one(checkpoints[version], row["prompt"], row["ids"])[begin : begin + n]
+        assert (own - torch.tensor(row["log_probs"][begin : begin + n])).abs().max() < 1e-5, row["runs"]
+        begin += n
+
+
+def check_in_place(checkpoints: dict[int, Path], row: dict[str, Any]) -> None:
+    """Each version goes on with the keys and values that those before it left; what was cached of the prompt may be of
+    a version before the first token's, if the request waited over an update."""
+    prompt, cached, first = row["prompt"], row["cached"], row["runs"][0]
+    rest = [(checkpoints[version], n) for version, n in row["runs"][1:]]
+    head = (checkpoints[first[0]], len(prompt) - cached + first[1] - 1)
+    errors = {}
+    for version in range(first[0], -1, -1) if cached else [first[0]]:
+        found = by_pieces([(checkpoints[version], cached), head, *rest], [*prompt, *row["ids"]])[len(prompt) - 1 :]
+        errors[version] = float((found - torch.tensor(row["log_probs"])).abs().max())
+    assert min(errors.values()) < 1e-5, (row["runs"], cached, errors)
