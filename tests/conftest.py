@@ -10,6 +10,16 @@ from models.tiny import make_tiny_checkpoint
 from tests.sglang_server import FIXTURES, RealServer, ServerPool, needs_sglang
 
 
+SHARING = {"test_sglang_runs.py"}  # start servers of their own, which is enough at a time
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Tests with real servers share one worker, so that the servers are started once."""
+    for item in items:
+        if "sglang_pool" in getattr(item, "fixturenames", ()) or item.path.name in SHARING:
+            item.add_marker(pytest.mark.xdist_group("sglang"))
+
+
 @pytest.fixture(scope="session")
 def sglang_pool(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerPool]:
     """Servers by kind; see `tests.sglang_server`."""

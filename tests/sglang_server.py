@@ -151,6 +151,7 @@ _ENVIRONMENT: Final = {
     "HF_HUB_OFFLINE": "1",
     "CUDA_VISIBLE_DEVICES": "",
     "PYTHONPATH": str(SHIMS),
+    "PYTHONDONTWRITEBYTECODE": "",
 }
 _COMMON: Final = (
     *("--device", "cpu", "--attention-backend", "torch_native", "--disable-cuda-graph", "--dtype", "float32"),

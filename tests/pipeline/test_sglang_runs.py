@@ -117,6 +117,8 @@ def test_engines_killed_and_stopped_in_mid_generation(tap: Path) -> None:
         "--scale", "engine=2", "--num-rollout", "100000", "--rollout-max-context-len", "512", "--stream-interval", "4",
         "--rollout-health-check-interval", "1", "--rollout-health-check-timeout", "5",
         "--rollout-health-check-failures", "2", "--log-interval", "50",
+        # a trainer that takes its time leaves the processors to the servers that start
+        "--train-backend", "simulated", "--simulated-step-s", "0.4", "--server-concurrency", "8",
     ]  # fmt: skip
     process = start(run_dir, *flags, cwd=tap)
     wait_for_steps(process, run_dir, 3, timeout_s=300)

@@ -69,6 +69,7 @@ def base_environment(installed: Installed) -> dict[str, str]:
     env = {
         "SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "false",
         "PYTHONPATH": "",
+        "PYTHONDONTWRITEBYTECODE": "",  # compiling thousands of modules anew would double the time of each start
         "TOKENIZERS_PARALLELISM": "false",
         "PYTHONUNBUFFERED": "1",
     }

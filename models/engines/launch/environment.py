@@ -32,6 +32,7 @@ PYTHON_VARIABLE: Final = "SLUICE_SGLANG_PYTHON"
 SHIMS: Final = Path(__file__).resolve().parent / "shims"
 CURE: Final = "run `make sglang-env`, or name another environment with --sglang-python"
 
+_BYTECODE: Final = {"PYTHONDONTWRITEBYTECODE": ""}  # written once, read at every start
 _DESCRIBE: Final = Path(__file__).resolve().parent / "describe.py"
 _PACKAGE: Final[Mapping[Part, str]] = {"server": "sglang", "router": "sglang-router", "smg": "smg"}
 _VERSIONS_TIMEOUT_S: Final = 60.0
@@ -172,7 +173,11 @@ def _run(python: Path, arguments: Sequence[str], timeout_s: float) -> bytes:
 
 def _environment() -> dict[str, str]:
     """Without the path of this project, whose packages are none of the other environment's business."""
-    return {**{name: text for name, text in os.environ.items() if name != "PYTHONPATH"}, "OMP_NUM_THREADS": "1"}
+    return {
+        **{name: text for name, text in os.environ.items() if name != "PYTHONPATH"},
+        "OMP_NUM_THREADS": "1",
+        **_BYTECODE,
+    }
 
 
 def _place(cache: Path | None, python: Path, found: _Versions, part: Part) -> Path:
