@@ -58,7 +58,7 @@ test-fast: $(STAMP)
 
 # Fast suite first, then what starts processes and trains. Two at a time: most of it waits for processes. Tests of one
 # xdist_group share what they set up, on one worker.
-test: lint types test-fast
+test: lint types test-fast sglang-env
 	$(BIN)/python -m pytest -q -m slow -n 2 --dist loadgroup
 
 bench: $(STAMP)
@@ -66,6 +66,7 @@ bench: $(STAMP)
 	$(BIN)/python -m bench.modes --quick
 	$(BIN)/python -m bench.reward --quick
 	$(BIN)/python -m bench.off_policy --quick
+	$(BIN)/python -m bench.weights --quick
 
 clean:
 	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis *.egg-info

@@ -9,7 +9,6 @@ import pytest
 from models.tiny import make_tiny_checkpoint
 from tests.sglang_server import FIXTURES, RealServer, ServerPool, needs_sglang
 
-
 SHARING = {"test_sglang_runs.py"}  # start servers of their own, which is enough at a time
 
 

@@ -40,6 +40,10 @@ class Tap(MapStage):
                        "cached": s.cached_tokens, "resumed": s.resumed, "status": s.status}
                 file.write(json.dumps(row) + "\\n")
         return message
+
+
+def sevens(response, label, metadata):
+    return response.count("7") / max(len(response), 1)
 """
 TAP_RECIPE = '[[stage]]\nname = "tap"\npath = "tap:Tap"\nafter = "reward"\nreplicas = 1\nconcurrency = 4\n'
 LONG = ["--rollout-max-response-len", "200", "--rollout-stop-token-ids", "31"]  # 31 is what ends a response anyway
@@ -54,6 +58,25 @@ def tap(tmp_path: Path) -> Path:
 
 def tapped(run_dir: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (run_dir / "tap.jsonl").read_text().splitlines()]
+
+
+def test_a_run_on_two_servers_behind_the_router_learns(tap: Path) -> None:
+    """The defaults of --engine sglang: two servers, the real router, weights swapped while they generate."""
+    python = needs_sglang()
+    done = succeed(
+        tap / "run", *SMALL, "--engine", "sglang", "--sglang-python", str(python), "--scale", "engine=2",
+        "--custom-rm-path", "tap:sevens", "--rm-type", "auto", "--num-rollout", "40", "--rollout-batch-size", "8",
+        "--n-samples-per-prompt", "8", "--rollout-max-response-len", "8", "--lr", "1e-3", "--log-interval", "10",
+        "--rollout-max-context-len", "128", "--check-weight-update-equal", cwd=tap,
+    )  # fmt: skip
+    summary = done.summary
+    assert summary["reward"]["last"] > summary["reward"]["first"] + 0.3, summary["reward"]
+    assert summary["engine"] == {"kind": "sglang", "version": EXPECTED_SGLANG, "count": 2, "restarts": 0}
+    assert summary["router"] == {"kind": "sglang", "version": EXPECTED_ROUTER}
+    assert summary["groups"]["trained"] == 40 * 8
+    assert "engine-1: up after" in done.out
+    for name in ("engine-0", "engine-1"):
+        assert "/generate" in (tap / "run" / "logs" / f"{name}.log").read_text(), f"{name} got no request"
 
 
 def engine_url(run_dir: Path, name: str) -> str:
