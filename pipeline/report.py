@@ -83,6 +83,7 @@ def engines_of(recorder: Recorder, config: Config) -> EngineSummary:
         version=", ".join(sorted({facts.version for facts in up.values() if facts.version})),
         count=count,
         restarts=sum(recorder.restarts.get(f"engine-{i}", 0) for i in range(count)),
+        reused_tokens=int(recorder.view.extra("generate", "reused_tokens")),
     )
 
 

@@ -9,14 +9,16 @@ import pytest
 from models.tiny import make_tiny_checkpoint
 from tests.sglang_server import FIXTURES, RealServer, ServerPool, needs_sglang
 
-SHARING = {"test_sglang_runs.py"}  # start servers of their own, which is enough at a time
+OWN_SERVERS = {"test_sglang_runs.py"}  # those that start servers of their own: one after the other
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Tests with real servers share one worker, so that the servers are started once."""
     for item in items:
-        if "sglang_pool" in getattr(item, "fixturenames", ()) or item.path.name in SHARING:
+        if "sglang_pool" in getattr(item, "fixturenames", ()):
             item.add_marker(pytest.mark.xdist_group("sglang"))
+        elif item.path.name in OWN_SERVERS:
+            item.add_marker(pytest.mark.xdist_group("runs with sglang"))
 
 
 @pytest.fixture(scope="session")

@@ -84,6 +84,7 @@ class EngineSummary(Struct, frozen=True):
     version: str = ""
     count: int = 0
     restarts: int = 0
+    reused_tokens: int = 0  # saved from engines that were lost while they generated
 
 
 class RouterSummary(Struct, frozen=True):
@@ -260,7 +261,8 @@ def _results(summary: RunSummary) -> list[tuple[str, str]]:
         behind = (
             f" behind router {summary.router.kind} {summary.router.version}" if summary.router.kind != "none" else ""
         )
-        rows.append(("engines", f"{engine.count} x {engine.kind}{version}{behind}".rstrip()))
+        lost = f", {engine.restarts} restarts, {engine.reused_tokens} tokens saved" if engine.restarts else ""
+        rows.append(("engines", f"{engine.count} x {engine.kind}{version}{behind}{lost}".rstrip()))
     generated = quantity(summary.generated_tokens_per_s)
     rows.append(("tokens/s", f"{quantity(summary.tokens_per_s)} trained, {generated} generated"))
     if summary.efficiency_vs_bound is not None:

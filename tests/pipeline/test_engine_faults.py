@@ -180,7 +180,9 @@ def test_external_engines_are_used_left_and_taken_back(tmp_path: Path, two_outsi
     done = finish(process, run_dir)
     assert done.code == 130, done.err[-3000:]
     done.check_books()
-    assert done.summary["engine"] == {"kind": "embedded", "version": "0.5.23+embedded", "count": 2, "restarts": 0}
+    engine = done.summary["engine"]
+    assert (engine["kind"], engine["version"], engine["count"]) == ("embedded", "0.5.23+embedded", 2)
+    assert engine["restarts"] == 0
     assert f"engine-1: {two_outside[1].url} is lost after 3 failed health checks in a row" in done.out
     assert f"engine-1: {two_outside[1].url} answers again" in done.out
     for engine in two_outside:

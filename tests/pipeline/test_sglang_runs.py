@@ -71,12 +71,15 @@ def test_a_run_on_two_servers_behind_the_router_learns(tap: Path) -> None:
     )  # fmt: skip
     summary = done.summary
     assert summary["reward"]["last"] > summary["reward"]["first"] + 0.3, summary["reward"]
-    assert summary["engine"] == {"kind": "sglang", "version": EXPECTED_SGLANG, "count": 2, "restarts": 0}
+    engine = summary["engine"]
+    assert (engine["kind"], engine["version"], engine["count"]) == ("sglang", EXPECTED_SGLANG, 2)
+    assert engine["restarts"] == engine["reused_tokens"] == 0
     assert summary["router"] == {"kind": "sglang", "version": EXPECTED_ROUTER}
     assert summary["groups"]["trained"] == 40 * 8
     assert "engine-1: up after" in done.out
     for name in ("engine-0", "engine-1"):
-        assert "/generate" in (tap / "run" / "logs" / f"{name}.log").read_text(), f"{name} got no request"
+        log = (tap / "run" / "logs" / f"{name}.log").read_text()
+        assert log.count("Prefill batch") > 20, f"{name} got few requests"
 
 
 def engine_url(run_dir: Path, name: str) -> str:
@@ -166,7 +169,8 @@ def test_engines_killed_and_stopped_in_mid_generation(tap: Path) -> None:
     assert summary["router"] == {"kind": "sglang", "version": EXPECTED_ROUTER}
     rows = tapped(run_dir)
     check_spans(rows)
-    assert sum(row["reused"] for row in rows) > 0, "no token was saved from a lost engine"
+    saved = sum(row["reused"] for row in rows)
+    assert 0 < saved <= summary["engine"]["reused_tokens"], "tokens of surplus groups count too"
 
 
 @pytest.mark.parametrize("mode", ["in_place", "retract", "abort"])
