@@ -14,7 +14,11 @@ __all__ = ["ALIASES", "option_of", "option_value"]
 # Other names of our own flags, as other programs call them.
 ALIASES: Final[Mapping[str, str]] = {"sglang-server-concurrency": "server-concurrency"}
 
-_OWNERS: Final[Mapping[str, str]] = {"sglang-": "sglang.sglang_args", "router-": "router.router_args"}
+_OWNERS: Final[Mapping[str, str]] = {
+    "sglang-": "sglang.sglang_args",
+    "router-": "router.router_args",
+    "megatron-": "megatron.megatron_args",
+}
 _SLIP: Final = 0.85  # likeness above which a name is a slip of one of our flags
 # Options of the router that may be given several times, each with a URL and perhaps a port.
 _REPEATED: Final = {"prefill", "decode", "encode"}

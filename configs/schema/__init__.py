@@ -16,7 +16,11 @@ from configs.schema.data import DataConfig
 from configs.schema.distill import DistillConfig
 from configs.schema.engine import EngineConfig, SimulatedEngineConfig
 from configs.schema.evaluation import EvalConfig
+from configs.schema.fsdp import FsdpConfig, LoraConfig
 from configs.schema.health import HealthConfig
+from configs.schema.megatron import MegatronConfig
+from configs.schema.parallel import ParallelConfig
+from configs.schema.presets import ModelConfig
 from configs.schema.reward import FilterConfig, RewardConfig, ToolsConfig
 from configs.schema.rollout import RolloutConfig
 from configs.schema.router import RouterConfig
@@ -37,8 +41,13 @@ __all__ = [
     "EngineConfig",
     "EvalConfig",
     "FilterConfig",
+    "FsdpConfig",
     "HealthConfig",
+    "LoraConfig",
+    "MegatronConfig",
+    "ModelConfig",
     "ObserveConfig",
+    "ParallelConfig",
     "RewardConfig",
     "RolloutConfig",
     "RouterConfig",
@@ -62,7 +71,12 @@ class Config(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     router: RouterConfig = RouterConfig()
     health: HealthConfig = HealthConfig()
     update: UpdateConfig = UpdateConfig()
+    model: ModelConfig = ModelConfig()
     train: TrainConfig = TrainConfig()
+    parallel: ParallelConfig = ParallelConfig()
+    fsdp: FsdpConfig = FsdpConfig()
+    lora: LoraConfig = LoraConfig()
+    megatron: MegatronConfig = MegatronConfig()
     algorithm: AlgorithmConfig = AlgorithmConfig()
     correction: CorrectionConfig = CorrectionConfig()
     critic: CriticConfig = CriticConfig()

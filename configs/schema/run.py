@@ -35,6 +35,13 @@ class CheckpointConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=
         Meta(description="checkpoint every this many rollout batches"),
     ] = None
     keep_last_n: Annotated[int, Meta(ge=1, description="checkpoints kept")] = 2
+    async_save: Annotated[
+        bool, Meta(description="write sharded checkpoints (fsdp, megatron) while the next batches train")
+    ] = False
+    save_hf: Annotated[
+        str | None,
+        Meta(description="also write the weights of each checkpoint in Hugging Face format here; {step} is its number"),
+    ] = None
 
 
 class ObserveConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):

@@ -16,8 +16,11 @@ class TrainConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True)
         str | None, Meta(description="Hugging Face checkpoint of the reference policy; default: --hf-checkpoint")
     ] = None
     train_backend: Annotated[
-        Literal["torch", "simulated"],
-        Meta(description="training backend; simulated sleeps instead of computing, for benchmarks of the schedule"),
+        Literal["torch", "fsdp", "megatron", "simulated"],
+        Meta(
+            description="training backend: torch (one process, or several copies), fsdp (sharded), megatron; simulated "
+            "sleeps instead of computing, for benchmarks of the schedule"
+        ),
     ] = "torch"
     simulated_step_s: Annotated[
         float, Meta(ge=0, description="time of one optimizer step of the simulated backend, seconds")

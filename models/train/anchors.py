@@ -1,67 +1,98 @@
 """What models say of examples before the first backward pass of their batch: no gradient, done as sequences arrive.
 
-Invariant: within a batch, everything here is of the weights of its start, but for `refresh`, which is of the weights
-of a later step's start.
+Invariants: within a batch, everything here is of the weights of its start, but for `refresh`, which is of the weights
+of a later step's start; each share is computed by its own processes, and the results are written into the examples of
+all of them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
-import torch
 
-from models.train.batch import Example, Float32Array
+from models.train.batch import Example
 from models.train.columns import token_counts
-from models.train.critic import Critic
+from models.train.crew import Float32Array
+from models.train.dealing import MicroBatch, deal, micro_batches, with_ids
+from models.train.model_set import ModelSet
 from models.train.needs import BatchNeeds
-from models.train.packing import Layout, Packing, plan
-from models.train.rows import PackedRows, pack_rows
-from models.train.scoring import Scorer
+from models.train.pending import Dealt
+
+Score = Callable[[Sequence[MicroBatch]], list[Float32Array]]
+Write = Callable[[Example, Float32Array], None]
 
 
 class AnchorPass:
     """Log-probs of policy and reference and values of the critic, written into examples."""
 
-    def __init__(self, score: Scorer, score_reference: Scorer | None, critic: Critic | None) -> None:
-        self._score = score
-        self._score_reference = score_reference
-        self._critic = critic
+    def __init__(self, models: ModelSet, *, bootstrap: bool) -> None:
+        """`bootstrap`: whether the value behind the end of truncated sequences is wanted."""
+        self._models = models
+        self._bootstrap = bootstrap
 
-    def fill(self, layout: Layout, examples: Sequence[Example], needs: BatchNeeds) -> None:
+    def fill(self, dealt: Dealt, needs: BatchNeeds) -> None:
         """Fill in what `needs` asks for, and the reference's log-probs if there is one."""
-        if not (needs.anchor or needs.values or self._score_reference is not None):
-            return
-        members = [examples[item] for item in layout.items]
-        rows = packed(layout, examples)
+        models = self._models
         if needs.anchor:
-            for example, values in zip(members, self._split(self._score, rows, members), strict=True):
-                example.current_log_probs = values
-                if not needs.student_is_sampler:
-                    example.old_log_probs = values
-        if self._score_reference is not None:
-            for example, values in zip(members, self._split(self._score_reference, rows, members), strict=True):
-                example.ref_log_probs = values
-        if needs.values and self._critic is not None:
-            self._critic.fill(layout, examples)
+            self._score(dealt, models.log_probs, lambda example, found: _anchor(example, found, needs))
+        if models.has_reference:
+            self._score(dealt, lambda own: models.log_probs(own, "reference"), _set("ref_log_probs"))
+        if needs.values and models.critic is not None:
+            self._values(dealt, models.critic.values)
 
-    def refresh(self, examples: Sequence[Example], packing: Packing) -> None:
+    def refresh(self, examples: Sequence[Example]) -> None:
         """Fill in `current_log_probs` under the weights as they are now."""
-        if not examples:
+        if examples:
+            self._score(self._deal(examples), self._models.log_probs, _set("current_log_probs"))
+
+    def _deal(self, examples: Sequence[Example]) -> Dealt:
+        ids, prompts = [one.tokens for one in examples], [one.prompt for one in examples]
+        return Dealt(deal(ids, prompts, self._models.packing, self._models.crew.data_world), list(examples))
+
+    def _score(self, dealt: Dealt, score: Score, write: Write) -> None:
+        """Run one model over this process's share, and write what was found for all shares."""
+        crew = self._models.crew
+        found = score(micro_batches(dealt.shares, dealt.examples, crew.data_rank))
+        own = [values for values in found[: len(dealt.shares[crew.data_rank])]]  # without the blank ones behind
+        parts = crew.by_share(np.concatenate([np.zeros(0, np.float32), *own]))
+        for layouts, values in zip(dealt.shares, parts, strict=True):
+            members = [dealt.examples[item] for layout in layouts for item in layout.items]
+            cuts = np.cumsum(token_counts(members))[:-1]
+            for example, one in zip(members, np.split(values, cuts) if members else [], strict=True):
+                write(example, one)
+
+    def _values(self, dealt: Dealt, score: Score) -> None:
+        """Values, and those behind the end of truncated sequences."""
+        if not (self._bootstrap and any(example.truncated for example in dealt.examples)):
+            self._score(dealt, score, _set("values"))
             return
-        for layout in plan([one.tokens for one in examples], [one.prompt for one in examples], packing):
-            members = [examples[item] for item in layout.items]
-            for example, values in zip(
-                members, self._split(self._score, packed(layout, examples), members), strict=True
-            ):
-                example.current_log_probs = values
-
-    def _split(self, scorer: Scorer, rows: PackedRows, members: Sequence[Example]) -> list[Float32Array]:
-        with torch.no_grad():
-            values, _ = scorer(rows)
-        return list(np.split(values.cpu().numpy(), np.cumsum(token_counts(members))[:-1]))
+        # The value behind the end is read at the last token, which is an input only if something follows it.
+        examples = [dealt.examples[item] for share in dealt.shares for layout in share for item in layout.items]
+        longer = [_continued(example) if example.truncated else with_ids(example) for example in examples]
+        self._score(self._deal(longer), score, _set("values"))
+        for example, copy in zip(examples, longer, strict=True):
+            assert copy.values is not None
+            own = len(example.chosen)
+            example.values = copy.values[:own]
+            example.bootstrap = float(copy.values[own]) if len(copy.values) > own else 0.0
 
 
-def packed(layout: Layout, examples: Sequence[Example]) -> PackedRows:
-    """The arrays of a micro-batch of examples."""
-    return pack_rows(layout, [example.tokens for example in examples], [example.chosen for example in examples])
+def _continued(example: Example) -> Example:
+    """The example with a token behind its end, whose value is that of the end."""
+    end = len(example.tokens)
+    return with_ids(example, np.append(example.tokens, np.int32(0)), np.append(example.chosen, end))
+
+
+def _set(field: str) -> Write:
+    def write(example: Example, values: Float32Array) -> None:
+        setattr(example, field, values)
+
+    return write
+
+
+def _anchor(example: Example, values: Any, needs: BatchNeeds) -> None:
+    example.current_log_probs = values
+    if not needs.student_is_sampler:
+        example.old_log_probs = values

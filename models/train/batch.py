@@ -18,9 +18,8 @@ import numpy as np
 import numpy.typing as npt
 
 from models.algorithms.aggregation import Aggregation, StepSize, coefficients
-from models.train.errors import BackendMisuse, InvalidSequence
+from models.train.errors import InvalidSequence
 from models.train.interface import TrainSequence
-from models.train.reduce import Reducer, gathered
 
 Float32Array = npt.NDArray[np.float32]
 RolloutKey = tuple[int, int]  # (group_id, rollout_id)
@@ -134,39 +133,6 @@ def _example(sequence: TrainSequence, trainable: npt.NDArray[np.int64], coeffici
         truncated=sequence.truncated,
         teacher_log_probs=None if teacher is None else teacher[trainable],
     )
-
-
-def across_processes(rollouts: Sequence[Rollout], mode: Aggregation, reducer: Reducer) -> list[Rollout]:
-    """All rollouts of the batch, each with its size over all processes and the examples that lie in this one.
-
-    Sequences of one rollout may lie in different processes; the coefficients of the examples here are corrected.
-    """
-    if reducer.world == 1:
-        return list(rollouts)
-    own = np.array([(*r.key, r.size.sequences, r.size.tokens) for r in rollouts], dtype=np.int64).reshape(-1)
-    sizes: dict[RolloutKey, StepSize] = {}
-    for group, rollout, sequences, tokens in gathered(reducer, own).reshape(-1, 4).tolist():
-        found = sizes.get((group, rollout), StepSize(rollouts=1))
-        sizes[group, rollout] = found + StepSize(0, sequences, tokens)
-    here: dict[RolloutKey, list[Example]] = {key: [] for key in sizes}
-    for one in rollouts:
-        here[one.key].extend(one.examples)
-    for key, examples in here.items():
-        weights = coefficients(mode, [len(e.chosen) for e in examples], [sizes[key].tokens] * len(examples))
-        for example, weight in zip(examples, weights.tolist(), strict=True):
-            example.coefficient = weight
-    return [Rollout(key, size, tuple(here[key])) for key, size in sizes.items()]
-
-
-def check_whole_groups(rollouts: Sequence[Rollout], reducer: Reducer) -> None:
-    """Raise `BackendMisuse`, in every process, if a group lies in several of them."""
-    own = np.unique(np.array([rollout.key[0] for rollout in rollouts], dtype=np.int64))
-    groups, counts = np.unique(gathered(reducer, own), return_counts=True)
-    if (counts > 1).any():
-        raise BackendMisuse(
-            f"group {groups[counts > 1][0]} lies in {counts.max()} processes, but a custom loss sees whole groups; "
-            "deal the batch to the processes by group"
-        )
 
 
 def total_size(rollouts: Iterable[Rollout]) -> StepSize:

@@ -12,11 +12,10 @@ the factor 1/2).
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, Final
+from dataclasses import dataclass
+from typing import Final
 
 import msgspec
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -24,11 +23,12 @@ from configs.schema.critic import CriticConfig
 from configs.schema.train import TrainConfig
 from models.train.batch import Example
 from models.train.columns import float_column, weight_column
+from models.train.crew import Crew, Float32Array
+from models.train.dealing import MicroBatch
 from models.train.errors import TrainStateUnreadable
 from models.train.loading import enable_checkpointing, load_model
-from models.train.packing import Layout, Packing, plan
-from models.train.reduce import Reducer, add_gradients, merged
-from models.train.rows import PackedRows, pack_rows
+from models.train.packing import Packing
+from models.train.rows import PackedRows
 from models.train.scoring import Backbone
 from models.train.updates import Updater, UpdateResult
 
@@ -71,8 +71,52 @@ class ValueModel(torch.nn.Module):  # type: ignore[misc]
         return values
 
 
+class ValueNumerator:
+    """The loss of the critic, whatever computed the values, and its sums over a step."""
+
+    def __init__(self, clip: float) -> None:
+        self._clip = clip
+        self.begin_step()
+
+    def begin_step(self) -> None:
+        """Start new sums."""
+        self._loss = self._clipped = 0.0
+
+    def __call__(self, members: Sequence[Example], values: Tensor) -> Tensor:
+        """The numerator, a scalar with a graph. `members` in the order of the rows; `values` [N], with a graph."""
+        device = values.device
+        old = float_column([example.values for example in members], device)
+        returns = float_column([example.returns for example in members], device)
+        result = value_loss(values, old, returns, clip=self._clip)
+        weights = weight_column(members, device)
+        numerator = torch.dot(result.loss, weights)
+        self._loss += numerator.detach().double()
+        self._clipped += torch.dot(result.clipped.to(weights.dtype), weights).double()
+        return numerator
+
+    def metrics(
+        self, result: UpdateResult, loss_denominator: float, mean_denominator: float, crew: Crew
+    ) -> dict[str, float]:
+        """Metrics of the step whose update gave `result`; starts the next step."""
+        sums = crew.merge({"loss": float(self._loss), "clipped": float(self._clipped)})
+        self.begin_step()
+        return {
+            "train/value_loss": sums["loss"] / loss_denominator,
+            "train/value_clipfrac": sums["clipped"] / mean_denominator,
+            "train/critic_grad_norm": result.grad_norm,
+            "train/critic_lr": result.lr,
+        }
+
+
+def critic_train_config(config: CriticConfig, train: TrainConfig) -> TrainConfig:
+    """The optimizer's options of the critic."""
+    return msgspec.structs.replace(
+        train, lr=config.critic_lr, lr_warmup_iters=config.critic_lr_warmup_iters, lr_decay_style="constant"
+    )
+
+
 class Critic:
-    """The value model with its optimizer, in one process."""
+    """The value model with its optimizer, all of it in this process."""
 
     def __init__(
         self,
@@ -82,7 +126,6 @@ class Critic:
         device: torch.device,
         autocast_dtype: torch.dtype | None,
         seed: int,
-        bootstrap_truncated: bool,
     ) -> None:
         """Loads the backbone. Raises `CheckpointUnavailable`, `UnsupportedModel`."""
         source = config.critic_load or train.hf_checkpoint
@@ -96,83 +139,39 @@ class Critic:
         self._backbone = Backbone(loaded.model, device=device, autocast_dtype=autocast_dtype)
         hidden = int(loaded.model.config.get_text_config().hidden_size)
         self.model = ValueModel(loaded.model.base_model, hidden, seed=seed).to(device)
-        self._device = device
-        self._clip = config.value_clip
-        self._bootstrap = bootstrap_truncated
-        own = msgspec.structs.replace(
-            train, lr=config.critic_lr, lr_warmup_iters=config.critic_lr_warmup_iters, lr_decay_style="constant"
-        )
-        self.updater = Updater(self.model, own, None)
-        self._max_tokens = train.max_tokens_per_gpu
-        self.begin_step()
+        self._numerator = ValueNumerator(config.value_clip)
+        self.updater = Updater(self.model, critic_train_config(config, train), None)
 
-    def values(self, rows: PackedRows) -> Tensor:
+    def values_of(self, rows: PackedRows) -> Tensor:
         """V [N] before each chosen token; differentiable."""
         with self._backbone.autocast():
             hidden = self._backbone.chosen_hidden(rows)
         result: Tensor = self.model(hidden)
         return result
 
-    def fill(self, layout: Layout, examples: Sequence[Example]) -> None:
-        """Write values, and those behind the end of truncated sequences, into the examples of a micro-batch."""
-        members = [examples[item] for item in layout.items]
-        if not (self._bootstrap and any(example.truncated for example in members)):
-            self._fill(layout, members, [e.tokens for e in examples], [e.chosen for e in examples])
-            return
-        # The value behind the end is read at the last token, which is an input only if something follows it.
-        tokens = [np.append(e.tokens, np.int32(0)) if e.truncated else e.tokens for e in members]
-        chosen = [np.append(e.chosen, len(e.tokens)) if e.truncated else e.chosen for e in members]
-        packing = replace(self.packing, max_tokens=self._max_tokens)
-        for part in plan(tokens, [e.prompt for e in members], packing):
-            self._fill(part, [members[item] for item in part.items], tokens, chosen)
-
-    def _fill(self, layout: Layout, members: Sequence[Example], tokens: Sequence[Any], chosen: Sequence[Any]) -> None:
-        """`members` in the order of the layout; `tokens` and `chosen` as the layout's items index them."""
-        counts = [len(chosen[item]) for item in layout.items]
+    def values(self, batches: Sequence[MicroBatch]) -> list[Float32Array]:
+        """V before each chosen token, one array [N] per micro-batch."""
         with torch.no_grad():
-            found = self.values(pack_rows(layout, tokens, chosen)).cpu().numpy()
-        for example, values in zip(members, np.split(found, np.cumsum(counts)[:-1]), strict=True):
-            own = len(example.chosen)
-            example.values = values[:own]
-            example.bootstrap = float(values[own]) if len(values) > own else 0.0
+            return [self.values_of(batch.rows).cpu().numpy() for batch in batches if not batch.blank]
 
-    # ------------------------------------------------------------------ the step
-
-    def begin_step(self) -> None:
-        """Start new sums."""
-        self._loss = torch.zeros((), dtype=torch.float64, device=self._device)
-        self._clipped = torch.zeros((), dtype=torch.float64, device=self._device)
-
-    def backward(self, rows: PackedRows, members: Sequence[Example]) -> None:
-        """Add the gradient of the micro-batch's numerator. `members` in the order of the rows."""
-        values = self.values(rows)
-        old = float_column([example.values for example in members], self._device)
-        returns = float_column([example.returns for example in members], self._device)
-        result = value_loss(values, old, returns, clip=self._clip)
-        weights = weight_column(members, self._device)
-        torch.dot(result.loss, weights).backward()
-        self._loss += torch.dot(result.loss.detach(), weights)
-        self._clipped += torch.dot(result.clipped.to(weights.dtype), weights)
+    def backward(self, batches: Sequence[MicroBatch]) -> None:
+        """Add the gradient of the micro-batches' numerators, and their sums."""
+        for batch in batches:
+            if not batch.blank:
+                self._numerator(batch.members, self.values_of(batch.rows)).backward()
 
     def update(
-        self, loss_denominator: float, mean_denominator: float, reducer: Reducer
+        self, loss_denominator: float, mean_denominator: float, crew: Crew
     ) -> tuple[UpdateResult, dict[str, float]]:
         """Make the update, or refuse it, and start the next step; metrics of this one."""
-        add_gradients(reducer, [parameter for _, parameter in self.updater.named_parameters])
+        crew.add_gradients([parameter for _, parameter in self.updater.named_parameters])
         result = self.updater.apply(loss_denominator)
-        sums = merged(reducer, {"loss": float(self._loss), "clipped": float(self._clipped)})
-        self.begin_step()
-        return result, {
-            "train/value_loss": sums["loss"] / loss_denominator,
-            "train/value_clipfrac": sums["clipped"] / mean_denominator,
-            "train/critic_grad_norm": result.grad_norm,
-            "train/critic_lr": result.lr,
-        }
+        return result, self._numerator.metrics(result, loss_denominator, mean_denominator, crew)
 
     def discard(self) -> None:
         """Forget the gradients and sums of the running step."""
         self.updater.clear()
-        self.begin_step()
+        self._numerator.begin_step()
 
     # ------------------------------------------------------------------ files
 

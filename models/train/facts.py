@@ -1,7 +1,7 @@
-"""Facts of one optimizer step over all processes, written into its examples.
+"""Facts of one optimizer step, written into its examples. Nothing here runs a model.
 
-Invariants: every process computes the facts of all sequences of the step, from the same numbers in the same order, so
-that no decision differs between them; nothing here runs a model.
+Invariant: every process of a crew computes the facts of all sequences of the step, from the same numbers in the same
+order, so that no decision differs between them.
 """
 
 from __future__ import annotations
@@ -20,7 +20,6 @@ from models.algorithms.step_facts import kept_scale, rejected_siblings, step_fac
 from models.algorithms.tokens import PolicyTokens, StepFacts
 from models.train.batch import Example
 from models.train.columns import token_counts
-from models.train.reduce import Reducer, gathered
 
 
 def write_facts(
@@ -28,56 +27,48 @@ def write_facts(
     algorithm: AlgorithmConfig,
     correction: Correction,
     aggregation: Aggregation,
-    reducer: Reducer,
 ) -> StepFacts:
-    """Facts of the step of which `examples` lie in this process; sets `rejected` and `kept_scale` of each.
+    """Facts of the step that `examples` are; sets `rejected` and `kept_scale` of each.
 
     The examples hold `current_log_probs` (under the weights of the step's start) and, unless the mode has no such
     anchor, `old_log_probs`.
     """
-    tokens, rollout, first = _tokens_of_step(examples, correction, reducer)
-    own = slice(first, first + len(examples))
+    tokens, rollout = _tokens_of_step(examples, correction)
     if correction.rejects and correction.rs_unit == "rollout":
         rejected = rejected_siblings(tokens, rollout, correction)
         tokens = replace(tokens, rejected=rejected)
-        for example, value in zip(examples, rejected[own].tolist(), strict=True):
+        for example, value in zip(examples, rejected.tolist(), strict=True):
             example.rejected = value
     if correction.rejects and correction.renormalize:
         scale = kept_scale(tokens, rollout, aggregation, correction)
-        for example, factor in zip(examples, scale[own].tolist(), strict=True):
+        for example, factor in zip(examples, scale.tolist(), strict=True):
             example.kept_scale = factor
     return step_facts(tokens, algorithm, correction)
 
 
-def _tokens_of_step(
-    examples: Sequence[Example], correction: Correction, reducer: Reducer
-) -> tuple[PolicyTokens, torch.Tensor, int]:
-    """Tokens of all processes, the rollout [S] of each sequence, and the index of the first sequence of this one."""
+def _tokens_of_step(examples: Sequence[Example], correction: Correction) -> tuple[PolicyTokens, torch.Tensor]:
+    """All tokens, and the rollout [S] of each sequence."""
     sampler = [example.rollout_log_probs for example in examples]
     current = [e.rollout_log_probs if e.current_log_probs is None else e.current_log_probs for e in examples]
     old = [c if e.old_log_probs is None else e.old_log_probs for e, c in zip(examples, current, strict=True)]
     anchor = sampler if correction.mode == "bypass" else old
     stale = [np.zeros(len(e.chosen), np.int64) if e.staleness is None else e.staleness for e in examples]
     counts = token_counts(examples)
-    per_process = reducer.gather(counts)
-    first = sum(len(part) for part in per_process[: reducer.rank])
-    all_counts = np.concatenate(per_process).astype(np.int64)
-    keys = gathered(reducer, np.array([e.key for e in examples], dtype=np.int64).reshape(-1)).reshape(-1, 2)
+    keys = np.array([e.key for e in examples], dtype=np.int64).reshape(-1, 2)
     _, rollout = np.unique(keys, axis=0, return_inverse=True)
-    mu = _column(sampler, np.float32, reducer)
+    mu = _column(sampler, np.float32)
     tokens = PolicyTokens(
-        log_probs=_column(current, np.float32, reducer),
-        old_log_probs=_column(anchor, np.float32, reducer),
+        log_probs=_column(current, np.float32),
+        old_log_probs=_column(anchor, np.float32),
         rollout_log_probs=mu,
-        advantages=_column([example.advantages for example in examples], np.float32, reducer),
+        advantages=_column([example.advantages for example in examples], np.float32),
         mask=torch.ones(len(mu), dtype=torch.bool),
-        sequence=torch.from_numpy(np.repeat(np.arange(len(all_counts)), all_counts)),
-        n_sequences=len(all_counts),
-        staleness=_column(stale, np.int64, reducer),
+        sequence=torch.from_numpy(np.repeat(np.arange(len(counts)), counts)),
+        n_sequences=len(counts),
+        staleness=_column(stale, np.int64),
     )
-    return tokens, torch.from_numpy(rollout.reshape(-1).astype(np.int64)), first
+    return tokens, torch.from_numpy(rollout.reshape(-1).astype(np.int64))
 
 
-def _column(parts: Sequence[npt.NDArray[np.generic]], dtype: type[np.generic], reducer: Reducer) -> torch.Tensor:
-    own = np.concatenate([np.zeros(0, dtype), *parts]).astype(dtype, copy=False)
-    return torch.from_numpy(np.array(gathered(reducer, own)))
+def _column(parts: Sequence[npt.NDArray[np.generic]], dtype: type[np.generic]) -> torch.Tensor:
+    return torch.from_numpy(np.concatenate([np.zeros(0, dtype), *parts]).astype(dtype, copy=False))

@@ -1,41 +1,32 @@
-"""The models of one training process (policy, reference, critic), with what runs and updates them, and their files.
+"""The framework seam: what a trainer asks of the models it trains, whatever holds their tensors.
 
-Invariant: loading checks everything that it can before it changes anything.
+Three implementations: `torch_models` (every process holds all), `fsdp` (sharded), `megatron` (tensor, pipeline, expert
+parallel). The trainer above decides what a step is; these compute it.
+
+Invariants:
+- every method is collective over the crew, called with the same arguments but for the micro-batches, which are this
+  process's share; all processes get equally many of them;
+- what `backward` adds to gradients and totals is a numerator; `update` divides by the denominator, once;
+- an update whose gradient is not finite changes nothing.
 """
 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, Final
+from typing import Literal, Protocol
 
 import torch
 
-from configs.schema.algorithm import AlgorithmConfig
-from configs.schema.critic import CriticConfig
-from configs.schema.train import TrainConfig
-from models.algorithms.group_loss import GroupLossFunction
-from models.algorithms.modes import Correction
-from models.train.anchors import AnchorPass
-from models.train.critic import Critic
-from models.train.loading import (
-    LoadedModel,
-    autocast_dtype,
-    enable_checkpointing,
-    load_model,
-    load_weights,
-    pick_device,
-)
-from models.train.micro_batch import MicroBatchPass
-from models.train.needs import uses_critic, uses_reference
-from models.train.reference import Reference
-from models.train.running_batch import Passes
-from models.train.scoring import Scorer
-from models.train.state_files import MODEL_DIR, TrainerState, load_part, load_state, save_state
-from models.train.updates import Updater
+from models.algorithms.tokens import StepFacts
+from models.train.crew import Crew, Float32Array
+from models.train.dealing import MicroBatch
+from models.train.packing import Packing
+from models.train.totals import StepTotals
+from models.train.updates import UpdateResult
 
-RNG_CPU: Final = "rng/cpu"
-RNG_CUDA: Final = "rng/cuda"
+Scored = Literal["policy", "reference"]
 
 
 @dataclasses.dataclass
@@ -48,114 +39,77 @@ class Counters:
     empty_steps: int = 0  # nothing to learn from: no trainable token, or all rejected
 
 
-class ModelSet:
-    """Loads all models of the configuration and builds their optimizers."""
+class CriticModel(Protocol):
+    """The value model of PPO."""
 
-    def __init__(
-        self,
-        train: TrainConfig,
-        algorithm: AlgorithmConfig,
-        correction: Correction,
-        critic: CriticConfig,
-        *,
-        group_loss: GroupLossFunction | None,
-        temperature: float,
-        seed: int,
-        total_steps: int | None,
-    ) -> None:
-        """Raises `CheckpointUnavailable`, `UnsupportedModel` or `TrainConfigInvalid`."""
-        self._train = train
-        self._temperature = temperature
-        self.device = pick_device(train.train_device)
-        self.precision = autocast_dtype(train.train_dtype, self.device)
-        loaded = load_model(train.hf_checkpoint, "hf_checkpoint", train, self.device, seed=seed)
-        self.model: Any = loaded.model
-        self.vocab_size = loaded.vocab_size  # that all models know
-        self.model.train()
-        if train.gradient_checkpointing:
-            enable_checkpointing(self.model)
-        packing = loaded.packing
-        score, score_reference = self._scorer(loaded), None
-        self.reference: Reference | None = None
-        if uses_reference(algorithm, train.loss_type):
-            renewed_from = self.model if algorithm.ref_update_interval else None
-            self.reference = Reference(train, device=self.device, seed=seed, renewed_from=renewed_from)
-            score_reference = self._scorer(self.reference.loaded)
-            packing = packing.both(self.reference.loaded.packing)
-            self.vocab_size = min(self.vocab_size, self.reference.loaded.vocab_size)
-        self.critic: Critic | None = None
-        if uses_critic(algorithm, train.loss_type):
-            self.critic = Critic(
-                critic,
-                train,
-                device=self.device,
-                autocast_dtype=self.precision,
-                seed=seed,
-                bootstrap_truncated=algorithm.bootstrap_truncated,
-            )
-            packing = packing.both(self.critic.packing)
-            self.vocab_size = min(self.vocab_size, self.critic.vocab_size)
-        policy = MicroBatchPass(
-            score,
-            score_reference,
-            algorithm,
-            correction,
-            device=self.device,
-            sft=train.loss_type == "sft_loss",
-            group_loss=group_loss,
-        )
-        self.passes = Passes(
-            policy=policy,
-            anchors=AnchorPass(score, score_reference, self.critic),
-            critic=self.critic,
-            packing=dataclasses.replace(packing, max_tokens=train.max_tokens_per_gpu),
-        )
-        self.updater = Updater(self.model, train, total_steps)
+    def values(self, batches: Sequence[MicroBatch]) -> list[Float32Array]:
+        """V before each chosen token, one array [N] per micro-batch; empty in a process that does not speak."""
 
-    def _scorer(self, loaded: LoadedModel) -> Scorer:
-        return Scorer(
-            loaded.model,
-            device=self.device,
-            autocast_dtype=self.precision,
-            temperature=self._temperature,
-            chunk_tokens=self._train.logprob_chunk_tokens,
-        )
+    def backward(self, batches: Sequence[MicroBatch]) -> None:
+        """Add the gradient of the micro-batches' numerators, and their sums. Members have `values` and `returns`."""
+
+    def update(
+        self, loss_denominator: float, mean_denominator: float, crew: Crew
+    ) -> tuple[UpdateResult, dict[str, float]]:
+        """Make the update, or refuse it, and start the next step; metrics of this one."""
+
+    def discard(self) -> None:
+        """Forget the gradients and sums of the running step."""
+
+
+class ModelSet(Protocol):
+    """The policy, and the reference and the critic if there are any."""
+
+    @property
+    def crew(self) -> Crew: ...
+
+    @property
+    def vocab_size(self) -> int:
+        """Ids that all models know."""
+
+    @property
+    def packing(self) -> Packing:
+        """How rows are made for all models, budget included."""
+
+    @property
+    def critic(self) -> CriticModel | None: ...
+
+    @property
+    def has_reference(self) -> bool: ...
+
+    @property
+    def reference_apart(self) -> bool:
+        """Whether scoring under the reference means changing over to it, which is done once per batch, not per row."""
+
+    def log_probs(self, batches: Sequence[MicroBatch], model: Scored = "policy") -> list[Float32Array]:
+        """Of the chosen tokens, one array [N] per micro-batch, no gradient; empty in a process that does not speak."""
+
+    def backward(self, batches: Sequence[MicroBatch], facts: StepFacts, totals: StepTotals) -> None:
+        """Add the gradient of the micro-batches' numerators to the parameters, and their sums to `totals`.
+
+        Blank micro-batches run and add nothing. A process that does not speak leaves `totals` alone.
+        """
+
+    def update(self, denominator: float, *, lr_scale: float = 1.0) -> UpdateResult:
+        """Divide the summed gradients of all shares by `denominator`, clip, update; or refuse. Clears the gradients."""
+
+    def refuse(self) -> UpdateResult:
+        """Make no update: there is nothing to learn from. Clears the gradients."""
+
+    def clear(self) -> None:
+        """Drop all gradients of the policy."""
+
+    def renew_reference(self) -> None:
+        """Let the reference become the policy as it is now."""
+
+    def export(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Current weights under Hugging Face names, whole, in a fixed order, in the precision of the forward pass.
+
+        Collective: every process runs it to its end. Only the first of all processes is given tensors with contents.
+        """
 
     def save(self, directory: Path, counters: Counters) -> None:
-        """Write the policy to `directory/hf` and all else beside it, synchronised to disk."""
-        tensors = self.updater.state_tensors()
-        tensors[RNG_CPU] = torch.get_rng_state()
-        if self.device.type == "cuda":
-            tensors[RNG_CUDA] = torch.cuda.get_rng_state(self.device)
-        state = TrainerState(updates=self.updater.updates, **dataclasses.asdict(counters))
-        parts = {name: holder.state_tensors() for name, holder in self._holders().items()}
-        save_state(directory, self.model, tensors, state, self._train.hf_checkpoint, parts)
+        """Write models and optimizer state, synchronised to disk: `directory/hf` holds the policy."""
 
     def load(self, directory: Path) -> Counters:
-        """Restore what `save` wrote, and return its counters. Raises `TrainStateUnreadable`."""
-        tensors, state = load_state(directory)
-        rng = tensors.pop(RNG_CPU)
-        rng_cuda = tensors.pop(RNG_CUDA, None)
-        self.updater.check_state_tensors(tensors)
-        holders = self._holders()
-        parts = {name: load_part(directory, state, name) for name in holders}
-        for name, holder in holders.items():
-            holder.check_state_tensors(parts[name])
-        load_weights(self.model, directory / MODEL_DIR)
-        self.updater.load_state_tensors(tensors)
-        for name, holder in holders.items():
-            holder.load_state_tensors(parts[name])
-        torch.set_rng_state(rng)
-        if rng_cuda is not None and self.device.type == "cuda":
-            torch.cuda.set_rng_state(rng_cuda, self.device)
-        self.updater.updates = state.updates
-        return Counters(state.batches, state.steps, state.skipped_steps, state.empty_steps)
-
-    def _holders(self) -> dict[str, Critic | Reference]:
-        """What has tensors of its own in a checkpoint, by the name of their file."""
-        holders: dict[str, Critic | Reference] = {}
-        if self.critic is not None:
-            holders["critic"] = self.critic
-        if self.reference is not None and self.reference.renewed:
-            holders["reference"] = self.reference
-        return holders
+        """Restore what `save` wrote. Raises `TrainStateUnreadable`, then nothing is changed."""

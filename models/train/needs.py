@@ -57,10 +57,13 @@ def batch_needs(
     *,
     loss_type: str,
     steps: int,
-    world: int,
+    reference_apart: bool = False,
 ) -> BatchNeeds:
-    """Needs of a batch of `steps` optimizer steps, trained by `world` processes together."""
-    several = steps > 1 or world > 1
+    """Needs of a batch of `steps` optimizer steps.
+
+    `reference_apart`: there is a reference whose log-probs are computed once for the batch, not row by row.
+    """
+    several = steps > 1 or reference_apart
     if loss_type == "sft_loss":
         return BatchNeeds(whole_batch=several)
     recomputes = correction.mode != "bypass" and not correction.loglinear

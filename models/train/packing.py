@@ -14,6 +14,7 @@ No torch here; `rows.py` makes the arrays.
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_left, insort
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -21,6 +22,9 @@ from typing import Final
 
 import numpy as np
 import numpy.typing as npt
+
+from configs.schema.parallel import ParallelConfig
+from configs.schema.train import TrainConfig
 
 # Row lengths tried, as multiples of the longest unit, when the shortest choice leaves more than this unfilled.
 _ROW_MULTIPLES: Final = (1.0, 1.5, 2.0, 3.0, 4.0)
@@ -36,6 +40,9 @@ class Packing:
     share_prompts: bool = True  # several responses after one prompt: needs a free choice of the attention mask
     single_row: bool = False  # one row without padding (FlashAttention 2)
     quadratic_tokens: int = 512  # row length at which attention costs as much as everything else
+    max_sequences: int | None = None  # of a micro-batch, instead of the budget
+    row_multiple: int = 1  # row lengths are rounded up to multiples of it
+    balance: bool = True  # by cost, where several processes share the work; else by number
 
     def cost(self, length: int) -> float:
         """Relative cost of a row of `length` tokens."""
@@ -43,7 +50,23 @@ class Packing:
 
     def both(self, other: Packing) -> Packing:
         """What two models that see the same rows allow together."""
-        return replace(self, pack=self.pack and other.pack, share_prompts=self.share_prompts and other.share_prompts)
+        return replace(
+            self,
+            pack=self.pack and other.pack,
+            share_prompts=self.share_prompts and other.share_prompts,
+            single_row=self.single_row or other.single_row,
+            row_multiple=math.lcm(self.row_multiple, other.row_multiple),
+        )
+
+
+def with_budget(packing: Packing, train: TrainConfig, parallel: ParallelConfig) -> Packing:
+    """What the models allow, with what the configuration asks for."""
+    return replace(
+        packing,
+        max_tokens=train.max_tokens_per_gpu,
+        max_sequences=None if parallel.use_dynamic_batch_size else parallel.micro_batch_size,
+        balance=parallel.balance_data,
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,14 +98,36 @@ class Layout:
         """Sequence indices in row order: the order of everything that is flattened from this layout."""
         return tuple(item for row in self.rows for unit in row for item in unit.members)
 
+    def renumbered(self, items: Sequence[int]) -> Layout:
+        """The same layout with `items[i]` in place of sequence i."""
+        rows = tuple(
+            tuple(replace(unit, members=tuple(items[member] for member in unit.members)) for unit in row)
+            for row in self.rows
+        )
+        return replace(self, rows=rows)
+
 
 def plan(tokens: Sequence[npt.NDArray[np.int32]], prompts: Sequence[int], packing: Packing) -> list[Layout]:
     """Micro-batches for sequences of ids (each at least 2 long; the last id is never an input).
 
     `prompts[i]`: how many ids of sequence i are its prompt (at least 1, fewer than all).
     """
+    layouts = _plan(tokens, prompts, packing)
+    if packing.row_multiple == 1:
+        return layouts
+    return [replace(layout, row_length=_rounded_up(layout.row_length, packing.row_multiple)) for layout in layouts]
+
+
+def _rounded_up(length: int, multiple: int) -> int:
+    return -(-length // multiple) * multiple
+
+
+def _plan(tokens: Sequence[npt.NDArray[np.int32]], prompts: Sequence[int], packing: Packing) -> list[Layout]:
     units = units_of(tokens, prompts, packing)
     units.sort(key=lambda unit: (-unit.length, unit.members))
+    if packing.max_sequences is not None:
+        starts = range(0, len(units), packing.max_sequences)
+        return [_layout([[unit] for unit in units[at : at + packing.max_sequences]]) for at in starts]
     if packing.single_row:
         alone = [[unit] for unit in units if unit.length > packing.max_tokens]
         within = units[len(alone) :]
@@ -97,7 +142,7 @@ def plan(tokens: Sequence[npt.NDArray[np.int32]], prompts: Sequence[int], packin
 
 def units_of(tokens: Sequence[npt.NDArray[np.int32]], prompts: Sequence[int], packing: Packing) -> list[Unit]:
     """Group sequences by prompt, as far as computing it once outweighs the longer row."""
-    if not packing.share_prompts or not packing.pack or packing.single_row:
+    if not packing.share_prompts or not packing.pack or packing.single_row or packing.max_sequences is not None:
         return [Unit((item,), 0, len(ids) - 1) for item, ids in enumerate(tokens)]
     by_prompt: dict[bytes, list[int]] = {}
     for item, (ids, prompt) in enumerate(zip(tokens, prompts, strict=True)):

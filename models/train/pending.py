@@ -1,17 +1,29 @@
 """Examples that wait for a full micro-batch.
 
 Invariants: what goes in comes out once; with `everything` unset, only micro-batches that nothing could be added to come
-out; asking costs nothing until enough tokens have arrived to fill one.
+out, one for every share at least; asking costs nothing until enough tokens have arrived to fill them.
 """
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from models.train.batch import Example
+from models.train.dealing import deal, deal_layouts
 from models.train.packing import Layout, Packing, plan
+
+
+@dataclass(frozen=True)
+class Dealt:
+    """Micro-batches by share. The layouts' items index `examples`."""
+
+    shares: list[list[Layout]]
+    examples: list[Example]
+
+    def __bool__(self) -> bool:
+        return any(self.shares)
 
 
 class Pending:
@@ -33,25 +45,36 @@ class Pending:
         examples, self._examples, self._tokens, self._plan_at = self._examples, [], 0, 0
         return examples
 
-    def take(self, packing: Packing, *, everything: bool) -> Iterator[tuple[Layout, list[Example]]]:
-        """Remove and yield full micro-batches (or all); the layout's items index the list that comes with it."""
-        if not self._examples or (not everything and self._tokens < max(self._plan_at, packing.max_tokens)):
-            return
-        examples, tokens = self._examples, self._tokens
-        layouts = plan([example.tokens for example in examples], [example.prompt for example in examples], packing)
-        last = None if everything else layouts.pop()
-        self._examples, self._tokens, self._plan_at = [], 0, 0
-        if last is not None:
-            self.extend(examples[item] for item in last.items)
-            if not layouts:  # common prompts left room: look again when as much as fits has come
-                self._plan_at = tokens + packing.max_tokens - last.padded_tokens
-        for layout in layouts:
-            yield layout, examples
+    def take(self, packing: Packing, shares: int, *, everything: bool) -> Dealt:
+        """Remove and return full micro-batches (or all)."""
+        due = max(self._plan_at, packing.max_tokens * shares)
+        if not self._examples or (not everything and self._tokens < due):
+            return Dealt([[]] * shares, [])
+        tokens = self._tokens
+        examples = self.take_all()
+        ids, prompts = [example.tokens for example in examples], [example.prompt for example in examples]
+        if everything:
+            return Dealt(deal(ids, prompts, packing, shares), examples)
+        layouts = plan(ids, prompts, packing)
+        full = (len(layouts) - 1) // shares * shares
+        rest = layouts[full:]
+        self.extend(examples[item] for layout in rest for item in layout.items)
+        if not full:  # common prompts left room: look again when as much as fits has come
+            self._plan_at = tokens + packing.max_tokens * shares - sum(layout.padded_tokens for layout in rest)
+        return Dealt(deal_layouts(layouts[:full], packing, shares), examples)
 
 
-def whole_groups(examples: Sequence[Example], packing: Packing) -> Iterator[tuple[Layout, list[Example]]]:
+def whole_groups(examples: Sequence[Example], packing: Packing, shares: int) -> Dealt:
     """Micro-batches that hold whole groups: as many as the token budget takes, one at least."""
     ordered = sorted(examples, key=lambda example: example.key)
+    place = {id(example): at for at, example in enumerate(ordered)}
+    layouts = [
+        layout.renumbered([place[id(example)] for example in held]) for layout, held in _whole_groups(ordered, packing)
+    ]
+    return Dealt(deal_layouts(layouts, packing, shares), ordered)
+
+
+def _whole_groups(ordered: Sequence[Example], packing: Packing) -> Iterator[tuple[Layout, list[Example]]]:
     held: list[Example] = []
     layout: Layout | None = None
     for _, members in itertools.groupby(ordered, key=lambda example: example.key[0]):
@@ -68,6 +91,6 @@ def whole_groups(examples: Sequence[Example], packing: Packing) -> Iterator[tupl
 def _one_layout(examples: Sequence[Example], packing: Packing) -> Layout:
     """All examples in one micro-batch, whatever its size."""
     longest = max(example.input_length for example in examples)
-    unbounded = replace(packing, max_tokens=8 * longest * len(examples))
+    unbounded = replace(packing, max_tokens=8 * longest * len(examples), max_sequences=None)
     (layout,) = plan([example.tokens for example in examples], [example.prompt for example in examples], unbounded)
     return layout

@@ -17,35 +17,16 @@ from configs.schema.algorithm import AlgorithmConfig
 from models.algorithms.aggregation import Aggregation, StepSize
 from models.algorithms.modes import Correction
 from models.algorithms.tokens import StepFacts
-from models.train.anchors import AnchorPass, packed
-from models.train.batch import (
-    Example,
-    Rollout,
-    RolloutKey,
-    across_processes,
-    check_whole_groups,
-    partition,
-    total_size,
-)
-from models.train.critic import Critic
+from models.train.anchors import AnchorPass
+from models.train.batch import Example, Rollout, RolloutKey, partition, total_size
+from models.train.dealing import micro_batches
 from models.train.errors import BackendMisuse
 from models.train.facts import write_facts
-from models.train.micro_batch import MicroBatchPass, StepTotals
+from models.train.model_set import ModelSet
 from models.train.needs import BatchNeeds
-from models.train.packing import Layout, Packing
-from models.train.pending import Pending, whole_groups
-from models.train.reduce import Reducer, merged
+from models.train.pending import Dealt, Pending, whole_groups
+from models.train.totals import StepTotals
 from models.train.whole_batch import decide_advantages, logged_means
-
-
-@dataclass(frozen=True)
-class Passes:
-    """What runs models over micro-batches."""
-
-    policy: MicroBatchPass
-    anchors: AnchorPass
-    critic: Critic | None
-    packing: Packing
 
 
 @dataclass(frozen=True)
@@ -57,12 +38,12 @@ class Rules:
     aggregation: Aggregation
     opd_kl_coef: float | None
     whole_groups: bool  # a loss of one's own sees each group in one micro-batch
-    reducer: Reducer
+    bootstrap: bool = False  # truncated sequences end with the critic's value, not with 0
 
 
 @dataclass
 class StepWork:
-    """One optimizer step, after its last backward pass. Numbers are of all processes."""
+    """One optimizer step, after its last backward pass. Numbers are of all shares."""
 
     size: StepSize
     totals: StepTotals
@@ -74,9 +55,10 @@ class RunningBatch:
     """A rollout batch from its first sequence to its last optimizer step."""
 
     def __init__(
-        self, passes: Passes, rules: Rules, needs: BatchNeeds, *, steps: int, train_policy: bool = True
+        self, models: ModelSet, rules: Rules, needs: BatchNeeds, *, steps: int, train_policy: bool = True
     ) -> None:
-        self._passes = passes
+        self._models = models
+        self._anchors = AnchorPass(models, bootstrap=rules.bootstrap)
         self._rules = rules
         self._needs = needs
         self._steps = steps
@@ -127,25 +109,24 @@ class RunningBatch:
 
     def work(self, *, everything: bool) -> None:
         """Run what is possible: full micro-batches, or all."""
-        packing = self._passes.packing
+        packing, shares = self._models.packing, self._models.crew.data_world
         if self._needs.whole_batch and not self._completed:
-            for layout, examples in self._unanchored.take(packing, everything=everything):
-                self._passes.anchors.fill(layout, examples, self._needs)
+            if dealt := self._unanchored.take(packing, shares, everything=everything):
+                self._anchors.fill(dealt, self._needs)
         elif self._rules.whole_groups:
-            for layout, examples in whole_groups(self._pending.take_all(), packing):
-                self._backward(layout, examples)
+            self._backward(whole_groups(self._pending.take_all(), packing, shares))
         else:
-            for layout, examples in self._pending.take(packing, everything=everything):
-                self._backward(layout, examples)
+            self._backward(self._pending.take(packing, shares, everything=everything))
 
-    def _backward(self, layout: Layout, examples: Sequence[Example]) -> None:
-        members = [examples[item] for item in layout.items]
-        rows = packed(layout, examples)
+    def _backward(self, dealt: Dealt) -> None:
+        if not dealt:
+            return
+        own = micro_batches(dealt.shares, dealt.examples, self._models.crew.data_rank)
         if self._train_policy:
-            self._passes.policy.backward(rows, members, self._facts, self._totals)
-        if self._passes.critic is not None:
-            self._passes.critic.backward(rows, members)
-        self._totals.count(layout, members)
+            self._models.backward(own, self._facts, self._totals)
+        if self._models.critic is not None:
+            self._models.critic.backward(own)
+        self._totals.count(own)
 
     # ------------------------------------------------------------------ the step
 
@@ -156,25 +137,20 @@ class RunningBatch:
                 self._complete()
             self._next_part()
         self.work(everything=True)
-        reducer = self._rules.reducer
-        self._totals.combine(reducer)
-        stale = merged(reducer, {"staleness": self._staleness_sum})["staleness"]
+        self._totals.combine(self._models.crew)
         kept = 0.0 if self._totals.kept is None else float(self._totals.kept)
-        return StepWork(self._size, self._totals, stale, kept)
+        return StepWork(self._size, self._totals, self._staleness_sum, kept)
 
     def _complete(self) -> None:
         """The batch is there: run the last anchors, decide what is decided over all of it, cut it into steps."""
         self.work(everything=True)
         rules = self._rules
-        rollouts = across_processes(self._rollouts, rules.aggregation, rules.reducer)
-        if rules.whole_groups:
-            check_whole_groups(self._rollouts, rules.reducer)
-        examples = [example for rollout in rollouts for example in rollout.examples]
+        examples = [example for rollout in self._rollouts for example in rollout.examples]
         if self._needs.advantages:
             self._batch_metrics = decide_advantages(
-                examples, rules.algorithm, self._needs, opd_kl_coef=rules.opd_kl_coef, reducer=rules.reducer
+                examples, rules.algorithm, self._needs, opd_kl_coef=rules.opd_kl_coef
             )
-        self._parts = partition(rollouts, self._steps, whole_groups=rules.whole_groups)
+        self._parts = partition(self._rollouts, self._steps, whole_groups=rules.whole_groups)
         self._completed = True
 
     def _next_part(self) -> None:
@@ -186,14 +162,14 @@ class RunningBatch:
         if self._needs.facts == "none":
             return
         if self._needs.facts == "current" and not self._first:
-            self._passes.anchors.refresh(self._examples, self._passes.packing)
-        self._facts = write_facts(self._examples, rules.algorithm, rules.correction, rules.aggregation, rules.reducer)
+            self._anchors.refresh(self._examples)
+        self._facts = write_facts(self._examples, rules.algorithm, rules.correction, rules.aggregation)
 
     def decided_metrics(self, mean_denominator: float) -> dict[str, float]:
         """Metrics of what was decided for the batch, for the running step."""
         if not self._needs.advantages:
             return {}
-        return self._batch_metrics | logged_means(self._examples, mean_denominator, self._rules.reducer)
+        return self._batch_metrics | logged_means(self._examples, mean_denominator)
 
     def finish_step(self) -> bool:
         """Leave the running step; whether the batch is finished."""

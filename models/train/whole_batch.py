@@ -1,13 +1,12 @@
 """What is decided over a whole rollout batch, before its first optimizer step: advantages of tokens and returns.
 
-Invariants: decided once, under the weights of the batch's start, over the sequences of all processes; written into the
-examples, which the steps of the batch then only read.
+Invariants: decided once, under the weights of the batch's start, by every process of a crew from the same numbers;
+written into the examples, which the steps of the batch then only read.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from functools import partial
 
 import numpy as np
 
@@ -15,7 +14,6 @@ from configs.schema.algorithm import AlgorithmConfig
 from models.algorithms.token_advantages import Episode, FloatArray, TokenAdvantages, batch_advantages, moments
 from models.train.batch import Example, Float32Array
 from models.train.needs import BatchNeeds
-from models.train.reduce import Reducer, merged, total
 
 
 def decide_advantages(
@@ -24,7 +22,6 @@ def decide_advantages(
     needs: BatchNeeds,
     *,
     opd_kl_coef: float | None,
-    reducer: Reducer,
 ) -> dict[str, float]:
     """Set advantages (and returns) of all examples of a batch; metrics of the batch.
 
@@ -35,22 +32,21 @@ def decide_advantages(
         algorithm,
         [_episode(example, needs) for example in examples],
         opd_kl_coef=opd_kl_coef,
-        total=partial(total, reducer),
     )
     for example, one in zip(examples, found, strict=True):
         example.advantages = one.advantages.astype(np.float32)
         example.returns = None if one.returns is None else one.returns.astype(np.float32)
         example.logged = _logged(one)
-    return _value_metrics(examples, reducer) if needs.values else {}
+    return _value_metrics(examples) if needs.values else {}
 
 
-def logged_means(examples: Iterable[Example], denominator: float, reducer: Reducer) -> dict[str, float]:
-    """Means over a step of what was noted for the batch, with the reducer of the loss."""
+def logged_means(examples: Iterable[Example], denominator: float) -> dict[str, float]:
+    """Means over a step of what was noted for the batch, with the aggregation of the loss."""
     sums: dict[str, float] = {}
     for example in examples:
         for name, value in example.logged.items():
             sums[name] = sums.get(name, 0.0) + example.coefficient * value
-    return {name: value / denominator for name, value in merged(reducer, sums).items()}
+    return {name: value / denominator for name, value in sums.items()}
 
 
 def _episode(example: Example, needs: BatchNeeds) -> Episode:
@@ -80,14 +76,13 @@ def _logged(one: TokenAdvantages) -> dict[str, float]:
     return out
 
 
-def _value_metrics(examples: Sequence[Example], reducer: Reducer) -> dict[str, float]:
+def _value_metrics(examples: Sequence[Example]) -> dict[str, float]:
     """Share of the variance of the returns that the critic's values explain: 1 is perfect, 0 no better than a mean."""
     pairs = [(_double(e.returns), _double(e.values)) for e in examples]
     returns = [g for g, _ in pairs if g is not None]
     errors = [g - v for g, v in pairs if g is not None and v is not None]
-    add = partial(total, reducer)
-    mean, variance, _ = moments(returns, add)
-    _, unexplained, _ = moments(errors, add)
+    mean, variance, _ = moments(returns)
+    _, unexplained, _ = moments(errors)
     return {
         "train/return_mean": mean,
         "train/explained_variance": 1.0 - unexplained / variance if variance > 0 else 0.0,

@@ -13,7 +13,7 @@ from small_trainer import Trained, make_backend, make_sequences, sequence, train
 
 from models.tiny import make_tiny_checkpoint
 from models.train.interface import TrainSequence
-from models.train.torch_backend import TorchBackend
+from models.train.trainer import Trainer
 
 # Examples are judged by their result, never by the time that a busy machine takes.
 settings.register_profile("untimed", deadline=None)
@@ -48,10 +48,10 @@ def one() -> Callable[..., TrainSequence]:
 
 
 @pytest.fixture
-def backend(tiny: Path) -> Callable[..., TorchBackend]:
+def backend(tiny: Path) -> Callable[..., Trainer]:
     """Makes a backend that is set up; keyword arguments are fields of either configuration."""
 
-    def make(**fields: Any) -> TorchBackend:
+    def make(**fields: Any) -> Trainer:
         return make_backend(tiny, **fields)
 
     return make
@@ -64,5 +64,5 @@ def run_step() -> Callable[..., Trained]:
 
 
 @pytest.fixture
-def weights() -> Callable[[TorchBackend], dict[str, torch.Tensor]]:
+def weights() -> Callable[[Trainer], dict[str, torch.Tensor]]:
     return weights_of

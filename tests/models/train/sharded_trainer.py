@@ -1,4 +1,4 @@
-"""One process of several that train one policy together, each with a shard of the same sequences.
+"""One process of several that train one policy together.
 
 Run as a program with spawn; the results are written as JSON and safetensors, since nothing here is pickled.
 """
@@ -15,23 +15,23 @@ import torch
 from safetensors.torch import save_file
 from small_trainer import make_backend, make_sequences, train_step
 
+from models.train.crew import Crew, ProcessCrew
 from models.train.interface import TrainSequence
-from models.train.reduce import ProcessGroupReducer, Reducer
 
-# name -> (number of optimizer steps, how sequences are dealt, options)
+# name -> (number of optimizer steps, how many sequences, options)
 CASES: dict[str, tuple[int, str, dict[str, Any]]] = {
-    "rollout_mean": (1, "sequence", {}),
-    "token_mean": (2, "sequence", {"loss_aggregation": "token_mean", "entropy_coef": 0.01}),
-    "seq_mean": (1, "sequence", {"loss_aggregation": "seq_mean", "staleness_lr_decay": 0.5}),
+    "rollout_mean": (1, "all", {}),
+    "token_mean": (2, "all", {"loss_aggregation": "token_mean", "entropy_coef": 0.01}),
+    "seq_mean": (1, "all", {"loss_aggregation": "seq_mean", "staleness_lr_decay": 0.5}),
     "constant": (1, "few", {"loss_aggregation": "constant", "use_kl_loss": True, "kl_loss_coef": 0.1}),
     "whitening": (
         2,
-        "sequence",
+        "all",
         {"advantage_estimator": "reinforce_plus_plus", "normalize_advantages": True, "kl_coef": 0.1},
     ),
     "critic": (
         2,
-        "sequence",
+        "all",
         {
             "advantage_estimator": "ppo",
             "normalize_advantages": True,
@@ -41,19 +41,19 @@ CASES: dict[str, tuple[int, str, dict[str, Any]]] = {
             "lambd": 0.9,
         },
     ),
-    "distillation": (1, "sequence", {"use_opd": True, "opd_kl_coef": 0.3, "normalize_advantages": True}),
-    "m2po": (2, "sequence", {"policy_loss": "m2po", "m2po_threshold": 0.1}),
-    "normalised_weights": (1, "sequence", {"tis_batch_normalize": True, "tis_level": "sequence"}),
+    "distillation": (1, "all", {"use_opd": True, "opd_kl_coef": 0.3, "normalize_advantages": True}),
+    "m2po": (2, "all", {"policy_loss": "m2po", "m2po_threshold": 0.1}),
+    "normalised_weights": (1, "all", {"tis_batch_normalize": True, "tis_level": "sequence"}),
     "siblings": (
         1,
-        "sequence",
+        "all",
         {"rollout_rs": ("seq_mean_k2=0.09",), "rs_unit": "rollout", "renormalize_after_rejection": True},
     ),
-    "all_rejected": (1, "sequence", {"rollout_rs": ("token_k2=1e-12",)}),
-    "nothing_here": (1, "first", {}),
+    "all_rejected": (1, "all", {"rollout_rs": ("token_k2=1e-12",)}),
+    "nothing_here": (1, "one", {}),
     "preferences": (
         2,
-        "group",
+        "all",
         {
             "loss_type": "custom_loss",
             "custom_loss_function_path": "models.algorithms.dpo:dpo",
@@ -66,27 +66,17 @@ CASES: dict[str, tuple[int, str, dict[str, Any]]] = {
 
 def sequences_of(how: str) -> list[TrainSequence]:
     sequences = make_sequences(3, rewards=True)
-    return sequences[:3] if how == "few" else sequences
+    """`few`: fewer than there are processes; then some of them have nothing to do."""
+    return sequences[: {"few": 3, "one": 1, "all": len(sequences)}[how]]
 
 
-def shard(sequences: list[TrainSequence], how: str, rank: int, world: int) -> list[TrainSequence]:
-    """`sequence` deals siblings of a rollout to different processes; `first` leaves the others without any."""
-    if how == "group":
-        groups = sorted({sequence.group_id for sequence in sequences})
-        return [sequence for sequence in sequences if groups.index(sequence.group_id) % world == rank]
-    if how == "first":
-        return sequences if rank == 0 else []
-    return sequences[rank::world]
-
-
-def train(checkpoint: Path, out: Path, rank: int, world: int, reducer: Reducer | None) -> None:
+def train(checkpoint: Path, out: Path, rank: int, crew: Crew | None) -> None:
     """Train every case, and write what came of it."""
     for name, (steps, how, fields) in CASES.items():
-        backend = make_backend(checkpoint, reducer=reducer, max_tokens_per_gpu=48, **fields)
-        mine = shard(sequences_of(how), how, rank, world)
+        backend = make_backend(checkpoint, crew=crew, max_tokens_per_gpu=48, **fields)
         metrics, tensors = [], {}
         backend.begin_batch(rollouts=12, steps=steps, version=2)
-        calls: list[list[TrainSequence]] = [mine]
+        calls: list[list[TrainSequence]] = [sequences_of(how)]
         for step in range(steps):
             found, gradient, weights = train_step(backend, calls if step == 0 else [])
             metrics.append(found)
@@ -101,11 +91,11 @@ def train(checkpoint: Path, out: Path, rank: int, world: int, reducer: Reducer |
 def run(checkpoint: str, out: str, rank: int, world: int, rendezvous: str) -> None:
     """Entry point of a spawned process."""
     torch.set_num_threads(1)
-    np.random.seed(rank)  # shards must agree without a common random stream
+    np.random.seed(rank)  # processes must agree without a common random stream
     torch.distributed.init_process_group(
         "gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=world, timeout=timedelta(seconds=60)
     )
     try:
-        train(Path(checkpoint), Path(out), rank, world, ProcessGroupReducer())
+        train(Path(checkpoint), Path(out), rank, ProcessCrew(data_rank=rank, data_world=world, speaks=True))
     finally:
         torch.distributed.destroy_process_group()

@@ -14,11 +14,14 @@ from configs.schema.algorithm import AlgorithmConfig
 from configs.schema.correction import CorrectionConfig
 from configs.schema.critic import CriticConfig
 from configs.schema.distill import DistillConfig
+from configs.schema.parallel import ParallelConfig
 from configs.schema.train import TrainConfig
 from models.algorithms.modes import Correction, resolve_correction
+from models.train.crew import Crew
 from models.train.interface import TrainSequence
-from models.train.reduce import Reducer
-from models.train.torch_backend import TorchBackend
+from models.train.spec import TrainSpec
+from models.train.torch_models import TorchModels
+from models.train.trainer import Trainer
 
 VOCABULARY = 32
 Tensors = dict[str, torch.Tensor]
@@ -107,9 +110,9 @@ def make_backend(
     temperature: float = 0.9,
     total_steps: int | None = None,
     correction: Correction | None = None,
-    reducer: Reducer | None = None,
+    crew: Crew | None = None,
     **fields: Any,
-) -> TorchBackend:
+) -> Trainer:
     """A backend that is set up; `fields` may be of any of the trainer's configurations."""
 
     def take(kind: Any) -> dict[str, Any]:
@@ -118,10 +121,10 @@ def make_backend(
     defaults = {"hf_checkpoint": str(checkpoint), "lr": 1e-3, "adam_eps": 1e-4, "train_device": "cpu"}
     train = TrainConfig(**{**defaults, **take(TrainConfig)})
     off_policy, critic = CorrectionConfig(**take(CorrectionConfig)), CriticConfig(**take(CriticConfig))
-    distill = DistillConfig(**take(DistillConfig))
+    distill, parallel = DistillConfig(**take(DistillConfig)), ParallelConfig(**take(ParallelConfig))
     algorithm = AlgorithmConfig(**fields)
     resolved = resolve_correction(off_policy, max_staleness=staleness, policy_loss=algorithm.policy_loss)
-    made = TorchBackend(
+    spec = TrainSpec(
         train,
         algorithm,
         temperature=temperature,
@@ -129,19 +132,20 @@ def make_backend(
         seed=0,
         total_steps=total_steps,
         correction=correction or resolved,
-        correction_config=off_policy,
+        off_policy=off_policy,
         critic=critic,
         distill=distill,
-        reducer=reducer,
+        parallel=parallel,
     )
+    made = Trainer(spec, lambda found: TorchModels(found, crew))
     made.setup()
     return made
 
 
-def train_step(backend: TorchBackend, calls: Sequence[Sequence[TrainSequence]], *, flush: bool = False) -> Trained:
+def train_step(backend: Trainer, calls: Sequence[Sequence[TrainSequence]], *, flush: bool = False) -> Trained:
     """Train one step: metrics, gradient (divided by the denominator) and the weights afterwards."""
     gradient: dict[str, torch.Tensor] = {}
-    updater = backend._updater
+    updater = backend._models.updater
     apply = updater.apply
 
     def spy(denominator: float, **factors: float) -> Any:
@@ -160,5 +164,5 @@ def train_step(backend: TorchBackend, calls: Sequence[Sequence[TrainSequence]], 
     return metrics, gradient, weights_of(backend)
 
 
-def weights_of(backend: TorchBackend) -> dict[str, torch.Tensor]:
+def weights_of(backend: Trainer) -> dict[str, torch.Tensor]:
     return {name: tensor.clone() for name, tensor in backend.export_weights()}

@@ -26,10 +26,10 @@ from configs.schema import Config, CorrectionConfig
 from configs.schema.algorithm import ESTIMATORS, POLICY_LOSSES, AlgorithmConfig
 from configs.validate import findings
 from models.tiny import make_tiny_checkpoint
-from models.train import critic, loading, model_set, reference
+from models.train import critic, loading, reference, torch_models
 from models.train.build import build_backend
 from models.train.interface import TrainSequence
-from models.train.torch_backend import TorchBackend
+from models.train.trainer import Trainer
 
 Options = dict[str, Any]
 RULES = {"k1": "0.5_2", "k2": "0.5", "k3": "0.5"}
@@ -127,7 +127,7 @@ def quick_loading(monkeypatch: pytest.MonkeyPatch) -> None:
             loaded[source] = loading.load_model(source, key, train, device, seed=seed)
         return copy.deepcopy(loaded[source])
 
-    for module in (critic, model_set, reference):
+    for module in (critic, torch_models, reference):
         monkeypatch.setattr(module, "load_model", load)
 
 
@@ -158,7 +158,7 @@ def configured(checkpoint: Path, algorithm: Options, correction: Options, **othe
 SAMPLED: list[TrainSequence] = []
 
 
-def sampled(backend: TorchBackend) -> list[TrainSequence]:
+def sampled(backend: Trainer) -> list[TrainSequence]:
     """Sequences whose log-probs are nearly those of the model, as if a little older weights had sampled them.
 
     Every backend starts from the same weights, so that they are made once.
@@ -178,7 +178,7 @@ def sampled(backend: TorchBackend) -> list[TrainSequence]:
 def trains(config: Config, *, batches: Sequence[int] = (1, 2)) -> str | None:
     """What went wrong in batches of so many steps each; None if nothing did."""
     backend = build_backend(config, total_batches=3)
-    assert isinstance(backend, TorchBackend)
+    assert isinstance(backend, Trainer)
     backend.setup()
     sequences = sampled(backend)
     for batch, steps in enumerate(batches):
@@ -186,12 +186,12 @@ def trains(config: Config, *, batches: Sequence[int] = (1, 2)) -> str | None:
         backend.accumulate(sequences[:4])  # groups of 4 sequences, 3 rollouts
         backend.accumulate(sequences[4:])
         for _ in range(steps):
-            before = [parameter.detach().clone() for parameter in backend._model.parameters()]
+            before = [parameter.detach().clone() for parameter in backend._models.model.parameters()]
             metrics = backend.step()
             bad = [name for name, value in metrics.items() if not math.isfinite(value)]
             if bad:
                 return f"{bad} not finite"
-            moved = any(not torch.equal(*pair) for pair in zip(before, backend._model.parameters(), strict=True))
+            moved = any(not torch.equal(*pair) for pair in zip(before, backend._models.model.parameters(), strict=True))
             rejected = metrics.get("correction/all_rejected") == 1.0
             if moved == rejected:
                 return f"weights moved: {moved}, all rejected: {rejected}, gradient {metrics['train/grad_norm']}"

@@ -118,7 +118,7 @@ def test_at_first_only_the_critic_is_trained(backend, sequences, weights, steps:
         assert same is (number < 2)
         assert ("train/critic_only" in metrics) is (number < 2)
         assert metrics["train/empty_steps"] == metrics["train/skipped_steps"] == 0.0
-    assert made._updater.updates == steps  # the policy's warm-up begins with its first update
+    assert made._models.updater.updates == steps  # the policy's warm-up begins with its first update
 
 
 def test_warm_up_of_the_critic_is_its_own(backend, sequences) -> None:  # type: ignore[no-untyped-def]

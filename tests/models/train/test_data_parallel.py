@@ -1,4 +1,4 @@
-"""Several processes with a shard each make the update of one process with all sequences."""
+"""Several processes with a share of the micro-batches each make the update of one process alone."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ import torch
 from safetensors.torch import load_file
 from sharded_trainer import CASES, run, train
 
-from models.train.reduce import LocalReducer, add_gradients, gathered, merged, total
+from models.train.crew import Alone, ProcessCrew
 
-# What depends on how the shards were packed; and a threshold at 0 of a margin that is 0 but for rounding.
+# What depends on how the shares were packed; and a threshold at 0 of a margin that is 0 but for rounding.
 LAYOUT = {"train/micro_batches", "train/padding_frac", "train/shared_prompt_frac", "custom/accuracy"}
 DEADLINE_S = 150
 
@@ -40,11 +40,11 @@ def start(checkpoint: Path, out: Path, world: int) -> None:
 
 
 @pytest.mark.slow
-def test_shards_make_the_update_of_the_whole(tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_shares_make_the_update_of_the_whole(tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(path for path in sys.path if path))  # for the process that forks
     alone = tmp_path / "alone"
     alone.mkdir()
-    train(tiny, alone, 0, 1, None)
+    train(tiny, alone, 0, None)
     for world in (2, 4):
         out = tmp_path / str(world)
         out.mkdir()
@@ -76,34 +76,33 @@ def test_shards_make_the_update_of_the_whole(tiny: Path, tmp_path: Path, monkeyp
 
 
 def test_one_process_alone_is_its_own_sum() -> None:
-    reducer = LocalReducer()
-    assert gathered(reducer, np.array([1, 2])).tolist() == [1, 2]
-    assert total(reducer, np.array([1.5])).tolist() == [1.5]
-    assert merged(reducer, {"a": 1.0}) == {"a": 1.0}
+    crew = Alone()
+    assert [part.tolist() for part in crew.by_share(np.array([1, 2], dtype=np.float32))] == [[1, 2]]
+    assert crew.merge({"a": 1.0}) == {"a": 1.0}
     layer = torch.nn.Linear(2, 1)
-    add_gradients(reducer, list(layer.parameters()))
+    crew.add_gradients(list(layer.parameters()))
     assert layer.weight.grad is None
 
 
-class Others(LocalReducer):
-    """This process and others, whose arrays are known beforehand."""
+class Trio(ProcessCrew):
+    """The second of three processes; the first two compute one share together, and the first speaks for it."""
 
-    world = 3
+    def __init__(self, first: bytes, third: bytes) -> None:
+        self.processes, self.data_rank, self.data_world, self.speaks = 3, 0, 2, False
+        self._others, self._speakers = (first, third), [0, 2]
 
-    def __init__(self, *arrays: np.ndarray) -> None:
-        self._arrays = list(arrays)
-
-    def gather(self, array):  # type: ignore[no-untyped-def]
-        return [array, *self._arrays]
-
-
-def test_names_that_a_process_lacks_are_merged_all_the_same() -> None:
-    other = np.frombuffer(json.dumps({"a": 2.0, "b": 5.0}).encode(), dtype=np.uint8)
-    empty = np.frombuffer(b"{}", dtype=np.uint8)
-    assert merged(Others(other, empty), {"a": 1.0}) == {"a": 3.0, "b": 5.0}
-    assert merged(Others(empty, other), {"a": 4.0}, largest=True) == {"a": 4.0, "b": 5.0}
+    def _gather_bytes(self, data: bytes) -> list[bytes]:
+        assert data == b""  # who does not speak sends nothing
+        return [self._others[0], data, self._others[1]]
 
 
-def test_sums_over_processes_are_elementwise() -> None:
-    found = total(Others(np.array([1.0, 2.0]), np.array([10.0, 20.0])), np.array([0.5, 0.25]))
-    assert found.tolist() == [11.5, 22.25]
+def test_names_that_a_share_lacks_are_merged_all_the_same() -> None:
+    crew = Trio(b'{"a": 2.0, "b": 5.0}', b'{"a": 1.0}')
+    assert crew.merge({"a": 100.0}) == {"a": 3.0, "b": 5.0}
+    assert crew.merge({"a": 100.0}, largest=True) == {"a": 2.0, "b": 5.0}
+
+
+def test_what_a_process_does_not_speak_for_is_left_out() -> None:
+    one, two = np.array([1.5], dtype=np.float32), np.array([2.5, 3.5], dtype=np.float32)
+    found = Trio(one.tobytes(), two.tobytes()).by_share(np.array([9.0], dtype=np.float32))
+    assert [part.tolist() for part in found] == [[1.5], [2.5, 3.5]]

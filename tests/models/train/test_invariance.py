@@ -15,7 +15,7 @@ from sharded_trainer import CASES, sequences_of
 from small_trainer import Trained, make_backend, make_sequences, train_step
 
 from models.train.interface import TrainSequence
-from models.train.torch_backend import TorchBackend
+from models.train.trainer import Trainer
 
 # What depends on how micro-batches were formed; and a threshold at 0 of a margin that is 0 but for rounding.
 LAYOUT = {"train/micro_batches", "train/padding_frac", "train/shared_prompt_frac", "custom/accuracy"}
@@ -36,7 +36,7 @@ def calls_of(sequences: list[TrainSequence], *, backwards: bool) -> list[list[Tr
     return [list(members)[::-1] for _, members in rollouts]
 
 
-def update(backend: TorchBackend, sequences: list[TrainSequence], steps: int, *, backwards: bool) -> list[Trained]:
+def update(backend: Trainer, sequences: list[TrainSequence], steps: int, *, backwards: bool) -> list[Trained]:
     backend.begin_batch(rollouts=12, steps=steps, version=2)
     calls = calls_of(sequences, backwards=backwards)
     return [train_step(backend, calls if step == 0 else [], flush=backwards) for step in range(steps)]
@@ -50,8 +50,8 @@ def test_how_a_batch_is_computed_changes_nothing(tiny, name: str) -> None:  # ty
     expected = update(make_backend(tiny, **fields), sequences, steps, backwards=False)
     for variant, changes in VARIANTS.items():
         made = make_backend(tiny, **fields)
-        passes = made._models.passes
-        made._models.passes = dataclasses.replace(passes, packing=dataclasses.replace(passes.packing, **changes))
+        models = made._models
+        models.packing = dataclasses.replace(models.packing, **changes)
         found = update(made, sequences, steps, backwards=True)
         for step, (have, want) in enumerate(zip(found, expected, strict=True)):
             assert have[0].keys() == want[0].keys(), variant
@@ -99,4 +99,4 @@ def test_whatever_comes_the_weights_stay_finite(tiny, seed: int, case: str, wild
         metrics = made.step()
         assert metrics["train/skipped_steps"] == 0.0
         assert np.isfinite([metrics["train/grad_norm"], metrics["train/lr"]]).all()
-    assert all(torch.isfinite(parameter).all() for parameter in made._model.parameters())
+    assert all(torch.isfinite(parameter).all() for parameter in made._models.model.parameters())

@@ -12,16 +12,12 @@ from models.train.batch import (
     Example,
     Intake,
     Rollout,
-    across_processes,
-    check_whole_groups,
     partition,
     rollouts_of,
     total_size,
 )
-from models.train.errors import BackendMisuse
 from models.train.packing import Packing
-from models.train.pending import Pending
-from models.train.reduce import LocalReducer
+from models.train.pending import Dealt, Pending
 
 
 def example(index: int, length: int, prompt: int = 1) -> Example:
@@ -58,63 +54,58 @@ def test_partition_is_even_complete_and_blind_to_order(count: int, parts: int, r
     assert max(sizes) - min(sizes) <= 1
 
 
-@given(st.lists(st.lists(st.integers(1, 30), max_size=4), max_size=15), st.integers(1, 80), st.booleans())
-def test_what_goes_in_comes_out_once_and_early_ones_are_full(calls: list[list[int]], budget: int, share: bool) -> None:
+def numbers(dealt: Dealt) -> list[int]:
+    """The first ids of all sequences."""
+    items = [item for layouts in dealt.shares for layout in layouts for item in layout.items]
+    return [int(dealt.examples[item].tokens[0]) for item in items]
+
+
+@given(
+    st.lists(st.lists(st.integers(1, 30), max_size=4), max_size=15),
+    st.integers(1, 80),
+    st.booleans(),
+    st.integers(1, 3),
+)
+def test_what_goes_in_comes_out_once_and_early_ones_are_full(
+    calls: list[list[int]], budget: int, share: bool, shares: int
+) -> None:
     packing = Packing(max_tokens=budget, share_prompts=share)
     pending, out, number = Pending(), [], 0
     for call in calls:
         pending.extend(example(number + offset, length) for offset, length in enumerate(call))
         number += len(call)
-        for layout, examples in pending.take(packing, everything=False):
-            assert layout.padded_tokens <= budget or len(layout.items) == 1
-            out += [int(examples[item].tokens[0]) for item in layout.items]
-    for layout, examples in pending.take(packing, everything=True):
-        out += [int(examples[item].tokens[0]) for item in layout.items]
+        dealt = pending.take(packing, shares, everything=False)
+        assert len({len(layouts) for layouts in dealt.shares}) == 1
+        assert all(one.padded_tokens <= budget or len(one.items) == 1 for layouts in dealt.shares for one in layouts)
+        out += numbers(dealt)
+    out += numbers(pending.take(packing, shares, everything=True))
     assert sorted(out) == list(range(number))
-    assert list(pending.take(packing, everything=True)) == []
+    assert not pending.take(packing, shares, everything=True)
 
 
 def test_nothing_comes_out_before_the_budget_is_full() -> None:
     pending, packing = Pending(), Packing(max_tokens=20)
     pending.extend([example(0, 9), example(1, 9)])
-    assert list(pending.take(packing, everything=False)) == []
+    assert not pending.take(packing, 1, everything=False)
     pending.extend([example(2, 9)])
-    ((layout, _),) = pending.take(packing, everything=False)
-    assert len(layout.items) == 2
-    ((layout, examples),) = pending.take(packing, everything=True)
-    assert [int(examples[item].tokens[0]) for item in layout.items] == [2]
+    assert len(numbers(pending.take(packing, 1, everything=False))) == 2
+    assert numbers(pending.take(packing, 1, everything=True)) == [2]
+
+
+def test_two_shares_get_equally_many_full_micro_batches_or_none() -> None:
+    pending, packing = Pending(), Packing(max_tokens=20)
+    pending.extend([example(0, 9), example(1, 9), example(2, 9)])
+    assert not pending.take(packing, 2, everything=False)
+    pending.extend([example(3, 9), example(4, 9)])
+    dealt = pending.take(packing, 2, everything=False)
+    assert [len(layouts) for layouts in dealt.shares] == [1, 1]
+    assert sorted(numbers(dealt)) == [0, 1, 2, 3]
 
 
 @pytest.mark.parametrize("mode", ["token_mean", "constant"])
 def test_plain_sums_weigh_every_token_alike(one, mode: str) -> None:  # type: ignore[no-untyped-def]
     batch = [one(rollout=i, tokens=range(1, 4 + i), mask=[1] * (i + 1)) for i in range(3)]
     assert {e.coefficient for r in rollouts_of(batch, Intake(mode, 32)) for e in r.examples} == {1.0}  # type: ignore[arg-type]
-
-
-class Twice(LocalReducer):
-    """Two processes that hold the same rollouts."""
-
-    world = 2
-
-    def gather(self, array):  # type: ignore[no-untyped-def]
-        return [array, array]
-
-
-def test_groups_of_a_custom_loss_lie_in_one_process(one) -> None:  # type: ignore[no-untyped-def]
-    rollouts = rollouts_of([one(group=7, tokens=[9, 8], mask=[1])], Intake("rollout_mean", 32))
-    check_whole_groups(rollouts, LocalReducer())
-    with pytest.raises(BackendMisuse, match="group 7 lies in 2 processes"):
-        check_whole_groups(rollouts, Twice())
-
-
-def test_rollouts_are_put_together_over_processes(one) -> None:  # type: ignore[no-untyped-def]
-    """Two siblings of 2 tokens each, one in either process, weigh as one rollout of 4 tokens."""
-    rollouts = rollouts_of(
-        [one(tokens=[9, 8, 7], mask=[1, 1]), one(tokens=[9, 8], mask=[0])], Intake("rollout_mean", 32)
-    )
-    (found,) = across_processes(rollouts, "rollout_mean", Twice())
-    assert found.size == StepSize(rollouts=1, sequences=4, tokens=4)
-    assert [example.coefficient for example in found.examples] == [0.25]
 
 
 @given(st.lists(st.integers(1, 4), max_size=6), st.integers(1, 4))

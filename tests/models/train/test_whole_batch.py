@@ -30,7 +30,7 @@ def same(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor], atol: fl
 def counted(backend: Any) -> list[bool]:
     """Forward passes of the policy from now on: whether each kept a graph."""
     calls: list[bool] = []
-    score = backend._models.passes.policy._score
+    score = backend._models._score
     original = score.chosen_hidden
 
     def spy(rows: Any) -> torch.Tensor:
@@ -49,7 +49,7 @@ def test_both_ways_make_the_same_update(backend, sequences, run_step, monkeypatc
     streaming = run_step(backend(max_tokens_per_gpu=48), [batch[:4], batch[4:]], flush=True)
     for anchor in (False, True):
         monkeypatch.setattr(
-            "models.train.torch_backend.batch_needs",
+            "models.train.trainer.batch_needs",
             lambda *_, anchor=anchor, **__: BatchNeeds(whole_batch=True, anchor=anchor),
         )
         whole = run_step(backend(max_tokens_per_gpu=64), [batch[:4], batch[4:]])
@@ -247,7 +247,7 @@ def test_a_step_of_which_nothing_is_left_changes_nothing(backend, sequences, wei
     assert metrics["train/empty_steps"] == steps
     assert metrics["train/loss"] == pytest.approx(0.0, abs=1e-6)
     assert all(torch.equal(before[name], tensor) for name, tensor in weights(made).items())
-    assert made._updater.updates == 0
+    assert made._models.updater.updates == 0
 
 
 # ---------------------------------------------------------------------- the reference
@@ -274,7 +274,9 @@ def test_the_reference_becomes_the_policy_every_so_many_batches(backend, sequenc
     assert expected > 1e-6
     made = resumed
     assert kl() == expected
-    same(made._models.reference.state_tensors(), dict(made._model.named_parameters()), atol=0.0)  # the sixth batch
+    same(
+        made._models.reference.state_tensors(), dict(made._models.model.named_parameters()), atol=0.0
+    )  # the sixth batch
 
 
 def test_a_renewed_reference_belongs_to_the_checkpoint(backend, sequences, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
@@ -328,7 +330,7 @@ def test_groups_are_never_split(backend, steps: int) -> None:  # type: ignore[no
     for made, metrics in results[1:]:
         for have, want in zip(metrics, results[0][1], strict=True):
             assert have["train/grad_norm"] == pytest.approx(want["train/grad_norm"], rel=1e-4)
-        for left, right in zip(made._model.parameters(), results[0][0]._model.parameters(), strict=True):
+        for left, right in zip(made._models.model.parameters(), results[0][0]._models.model.parameters(), strict=True):
             torch.testing.assert_close(left, right, atol=1e-5, rtol=1e-4)
 
 
@@ -366,6 +368,5 @@ def test_needs_are_none_for_plain_off_policy_training() -> None:
         DistillConfig(),
         loss_type="policy_loss",
         steps=1,
-        world=1,
     )
     assert found == BatchNeeds()

@@ -37,8 +37,8 @@ def test_resuming_is_bit_identical_to_not_stopping(backend, sequences, weights, 
     assert train(resumed, sequences, range(3, 6)) == expected
     left, right = weights(unbroken), weights(resumed)
     assert all(torch.equal(left[name], right[name]) for name in left)
-    for name, tensor in unbroken._updater.state_tensors().items():
-        assert torch.equal(tensor, resumed._updater.state_tensors()[name])
+    for name, tensor in unbroken._models.updater.state_tensors().items():
+        assert torch.equal(tensor, resumed._models.updater.state_tensors()[name])
 
 
 def test_what_is_on_disk(backend, sequences, weights, tiny: Path, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
@@ -55,7 +55,7 @@ def test_what_is_on_disk(backend, sequences, weights, tiny: Path, tmp_path: Path
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "state/hf")
     assert loaded.config.use_cache is True  # training leaves no trace in what generates
     for name, tensor in loaded.state_dict().items():
-        assert torch.equal(tensor, made._model.state_dict()[name])
+        assert torch.equal(tensor, made._models.model.state_dict()[name])
     old, new = AutoTokenizer.from_pretrained(tiny), AutoTokenizer.from_pretrained(tmp_path / "state/hf")
     assert new("1+2=3\n")["input_ids"] == old("1+2=3\n")["input_ids"]
     assert GenerationConfig.from_pretrained(tmp_path / "state/hf").eos_token_id == new.eos_token_id
@@ -152,4 +152,4 @@ def test_saving_again_replaces_the_state(backend, sequences, tmp_path: Path) -> 
     made.save(tmp_path / "state")
     fresh = backend()
     fresh.load(tmp_path / "state")
-    assert fresh._updater.updates == 2
+    assert fresh._models.updater.updates == 2

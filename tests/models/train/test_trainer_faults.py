@@ -18,7 +18,8 @@ from models.train.errors import (
     UnsupportedModel,
 )
 from models.train.loading import check_head, pick_device
-from models.train.torch_backend import TorchBackend
+from models.train.spec import TrainSpec
+from models.train.trainer import Trainer
 
 
 def unchanged(before: dict[str, torch.Tensor], after: dict[str, torch.Tensor]) -> bool:
@@ -30,7 +31,7 @@ def test_a_gradient_that_is_not_finite_changes_nothing(backend, sequences, weigh
     made = backend(lr_warmup_iters=3)
     made.accumulate(sequences())
     made.step()
-    before, moments = weights(made), {k: v.clone() for k, v in made._updater.state_tensors().items()}
+    before, moments = weights(made), {k: v.clone() for k, v in made._models.updater.state_tensors().items()}
     batch = sequences(seed=1)
     batch[0].advantages[batch[0].loss_mask == 1] = poison
     made.accumulate(batch)
@@ -38,7 +39,7 @@ def test_a_gradient_that_is_not_finite_changes_nothing(backend, sequences, weigh
     assert metrics["train/skipped_steps"] == 1
     assert not np.isfinite(metrics["train/grad_norm"])
     assert unchanged(before, weights(made))
-    assert unchanged(moments, made._updater.state_tensors())
+    assert unchanged(moments, made._models.updater.state_tensors())
     made.accumulate(sequences(seed=2))
     metrics = made.step()
     assert metrics["train/skipped_steps"] == 1  # counted once, and training goes on
@@ -120,14 +121,8 @@ def test_inconsistent_sequences_are_refused(backend, one, changes: dict[str, Any
 
 
 def start(checkpoint: object, **fields: Any) -> None:
-    backend = TorchBackend(
-        TrainConfig(hf_checkpoint=str(checkpoint), train_device="cpu", **fields),
-        AlgorithmConfig(),
-        temperature=1.0,
-        max_response_len=8,
-        seed=0,
-    )
-    backend.setup()
+    train = TrainConfig(hf_checkpoint=str(checkpoint), train_device="cpu", **fields)
+    Trainer(TrainSpec(train, AlgorithmConfig(), max_response_len=8, seed=0)).setup()
 
 
 def test_missing_checkpoints_name_the_option_and_the_cure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -166,7 +161,7 @@ def test_devices() -> None:
 
 
 def test_a_head_that_cannot_be_reproduced_is_refused(backend, monkeypatch: pytest.MonkeyPatch) -> None:  # type: ignore[no-untyped-def]
-    model = backend()._model
+    model = backend()._models.model
     check_head(model, torch.device("cpu"))
     forward = type(model).forward
 
@@ -204,8 +199,8 @@ def test_logit_caps_and_scales_are_reproduced(backend, tmp_path: Path, sequences
         model.save_pretrained(tmp_path / name)
         made = backend(hf_checkpoint=str(tmp_path / name), temperature=1.0)
         batch = sequences()
-        assert made._models.passes.packing.pack, name
-        assert made._models.passes.packing.share_prompts is (name != "gemma2"), name
+        assert made._models.packing.pack, name
+        assert made._models.packing.share_prompts is (name != "gemma2"), name
         model.eval()
         for item, found in zip(batch, made.logprobs(batch), strict=True):
             ids = torch.from_numpy(item.tokens.astype(np.int64))
@@ -220,7 +215,7 @@ def test_recurrent_models_are_not_packed(backend, tmp_path: Path, sequences) -> 
     config = MambaConfig(vocab_size=32, hidden_size=16, num_hidden_layers=1, state_size=4)
     AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "mamba")
     made = backend(hf_checkpoint=str(tmp_path / "mamba"))
-    assert not made._models.passes.packing.pack
+    assert not made._models.packing.pack
     batch = sequences()
     alone = [made.logprobs([item])[0] for item in batch]
     for left, right in zip(alone, made.logprobs(batch), strict=True):

@@ -1,4 +1,4 @@
-"""Training one Hugging Face causal language model in this process, on a CPU or one GPU.
+"""What a training step is, whatever framework computes it: `TrainBackend` over a `ModelSet`.
 
 Invariants:
 - the loss, the gradient and the new weights do not depend on how sequences were split into micro-batches, packed,
@@ -6,7 +6,8 @@ Invariants:
   denominator of the whole step in `step`;
 - where something of the whole batch must be known before its first backward pass (`needs`), no step is made before the
   batch is complete, and anchors are those of the weights at its start;
-- several processes may train one policy together (`reduce`): every sum over a step is over all of them;
+- several processes may train one policy together (`crew`): each is called with the same sequences in the same order,
+  takes the same decisions, and computes its share;
 - a step without a trainable token, or with a gradient that is not finite, changes nothing and is counted.
 
 Not thread-safe: one thread at a time may call it. Constructing is cheap; `setup` loads.
@@ -14,78 +15,42 @@ Not thread-safe: one thread at a time may call it. Constructing is cheap; `setup
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from configs.schema.algorithm import AlgorithmConfig
-from configs.schema.correction import CorrectionConfig
-from configs.schema.critic import CriticConfig
-from configs.schema.distill import DistillConfig
-from configs.schema.train import TrainConfig
 from models.algorithms.aggregation import StepSize, denominator, metric_mode
-from models.algorithms.group_loss import GroupLossFunction, group_loss_of
-from models.algorithms.modes import Correction, resolve_correction
-from models.train.batch import Intake, check_sequence, rollouts_of
-from models.train.errors import BackendMisuse, TrainConfigInvalid
+from models.train.anchors import AnchorPass
+from models.train.batch import Example, Intake, check_sequence, rollouts_of
+from models.train.errors import BackendMisuse
 from models.train.interface import TrainSequence
 from models.train.model_set import Counters, ModelSet
 from models.train.needs import batch_needs, critic_only, opd_coefficient
-from models.train.packing import plan
-from models.train.reduce import LocalReducer, Reducer, add_gradients
 from models.train.running_batch import Rules, RunningBatch, StepWork
-from models.train.schedule import check_schedule
+from models.train.spec import TrainSpec
+from models.train.torch_models import TorchModels
 from models.train.updates import UpdateResult
-from models.train.weights_io import hf_tensors
 
 
-class TorchBackend:
-    """`TrainBackend` on PyTorch and transformers."""
+class Trainer:
+    """`TrainBackend` on any framework."""
 
-    def __init__(
-        self,
-        train: TrainConfig,
-        algorithm: AlgorithmConfig,
-        *,
-        temperature: float = 1.0,
-        max_response_len: int = 512,
-        seed: int = 42,
-        total_steps: int | None = None,
-        correction: Correction | None = None,
-        correction_config: CorrectionConfig | None = None,
-        critic: CriticConfig | None = None,
-        distill: DistillConfig | None = None,
-        reducer: Reducer | None = None,
-    ) -> None:
-        """`temperature`: of the rollouts; `max_response_len`: tokens, the constant of `constant` aggregation;
-        `total_steps`: optimizer steps of the run, needed by a decaying learning rate; `correction`: the resolved policy
-        mode (default: resolved from `correction_config` as if samples may be stale); `reducer`: the processes that
-        train together (default: this one alone). Raises `TrainConfigInvalid`, `UnknownAlgorithm`.
-        """
-        check_schedule(train, total_steps)
-        self._train = train
-        self._algorithm = algorithm
-        self._temperature = 1.0 if train.loss_type == "sft_loss" else temperature
-        self._max_response_len = max_response_len
-        self._seed = seed
-        self._total_steps = total_steps
-        self._off_policy = correction_config or CorrectionConfig()
-        self._critic_config = critic or CriticConfig()
-        self._distill = distill or DistillConfig()
-        supervised = train.loss_type == "sft_loss"
+    def __init__(self, spec: TrainSpec, models: Callable[[TrainSpec], ModelSet] = TorchModels) -> None:
+        """`models`: loads all models of the configuration. Raises `UnknownAlgorithm`."""
+        self._spec = spec
+        self._make_models = models
+        reinforced = spec.train.loss_type == "policy_loss"
         self._rules = Rules(
-            algorithm=algorithm,
-            correction=resolve_correction(self._off_policy, max_staleness=1) if correction is None else correction,
-            aggregation="token_mean" if supervised else algorithm.loss_aggregation,
-            opd_kl_coef=None if train.loss_type != "policy_loss" else opd_coefficient(algorithm, self._distill),
-            whole_groups=train.loss_type == "custom_loss",
-            reducer=reducer or LocalReducer(),
+            algorithm=spec.algorithm,
+            correction=spec.policy_mode,
+            aggregation="token_mean" if spec.supervised else spec.algorithm.loss_aggregation,
+            opd_kl_coef=opd_coefficient(spec.algorithm, spec.distill) if reinforced else None,
+            whole_groups=spec.train.loss_type == "custom_loss",
+            bootstrap=spec.algorithm.bootstrap_truncated,
         )
-        self._group_loss = _group_loss(train, algorithm)
         self._counters = Counters()
         self._steps_per_batch = 1
         self._version = 0
@@ -97,18 +62,7 @@ class TorchBackend:
 
         Raises `CheckpointUnavailable`, `UnsupportedModel` or `TrainConfigInvalid`.
         """
-        self._models = ModelSet(
-            self._train,
-            self._algorithm,
-            self._rules.correction,
-            self._critic_config,
-            group_loss=self._group_loss,
-            temperature=self._temperature,
-            seed=self._seed,
-            total_steps=self._total_steps,
-        )
-        self._model: Any = self._models.model
-        self._updater = self._models.updater
+        self._models = self._make_models(self._spec)
         self._begin()
 
     # ------------------------------------------------------------------ scoring
@@ -119,15 +73,11 @@ class TorchBackend:
         for sequence in sequences:
             check_sequence(sequence, self._models.vocab_size)
         filled = [index for index, sequence in enumerate(sequences) if sequence.response_length > 0]
-        tokens = [sequences[index].tokens for index in filled]
-        chosen = [
-            np.arange(len(sequences[index].tokens) - sequences[index].response_length, len(sequences[index].tokens))
-            for index in filled
-        ]
-        prompts = [int(picks[0]) for picks in chosen]
-        for layout in plan(tokens, prompts, self._models.passes.packing):
-            for item, values in self._models.passes.policy.log_probs(layout, tokens, chosen):
-                out[filled[item]] = values
+        examples = [_whole_response(sequences[index]) for index in filled]
+        AnchorPass(self._models, bootstrap=False).refresh(examples)
+        for index, example in zip(filled, examples, strict=True):
+            assert example.current_log_probs is not None
+            out[index] = example.current_log_probs
         return out
 
     # ------------------------------------------------------------------ the batch
@@ -152,22 +102,21 @@ class TorchBackend:
         self._begin()
 
     def _begin(self) -> None:
+        spec, models = self._spec, self._models
         needed = batch_needs(
-            self._algorithm,
+            spec.algorithm,
             self._rules.correction,
-            self._distill,
-            loss_type=self._train.loss_type,
+            spec.distill,
+            loss_type=spec.train.loss_type,
             steps=self._steps_per_batch,
-            world=self._rules.reducer.world,
+            reference_apart=models.has_reference and models.reference_apart,
         )
-        critic_alone = (
-            self._models.critic is not None and self._counters.batches < self._critic_config.num_critic_only_steps
-        )
+        critic_alone = models.critic is not None and self._counters.batches < spec.critic.num_critic_only_steps
         if critic_alone:
-            needed = critic_only(needed, self._algorithm, self._distill)
+            needed = critic_only(needed, spec.algorithm, spec.distill)
         self._trains_policy = not critic_alone
         self._batch = RunningBatch(
-            self._models.passes, self._rules, needed, steps=self._steps_per_batch, train_policy=self._trains_policy
+            models, self._rules, needed, steps=self._steps_per_batch, train_policy=self._trains_policy
         )
 
     def accumulate(self, sequences: Sequence[TrainSequence]) -> None:
@@ -184,7 +133,7 @@ class TorchBackend:
             mode=self._rules.aggregation,
             vocab_size=self._models.vocab_size,
             version=self._version,
-            newest_only=self._off_policy.mask_offpolicy_in_partial_rollout,
+            newest_only=self._spec.off_policy.mask_offpolicy_in_partial_rollout,
             needs_teacher=self._rules.opd_kl_coef is not None,
         )
         self._batch.add(rollouts_of(sequences, intake))
@@ -199,13 +148,13 @@ class TorchBackend:
     def step(self) -> dict[str, float]:
         """Finish the running optimizer step; return its metrics."""
         work = self._batch.run_step()
-        mode, longest = self._rules.aggregation, self._max_response_len
+        mode, longest = self._rules.aggregation, self._spec.max_response_len
         divisor = denominator(mode, work.size, max_response_len=longest)
         mean_divisor = denominator(metric_mode(mode), work.size, max_response_len=longest)
         metrics = work.totals.result(mean_divisor, loss_denominator=divisor)
         metrics.update(self._batch.decided_metrics(mean_divisor))
         if self._models.critic is not None and work.size.tokens:
-            of_critic, found = self._models.critic.update(divisor, mean_divisor, self._rules.reducer)
+            of_critic, found = self._models.critic.update(divisor, mean_divisor, self._models.crew)
             metrics.update(found)
             self._counters.skipped_steps += not of_critic.applied
         result = self._update(work, divisor, metrics)
@@ -219,23 +168,22 @@ class TorchBackend:
         """Change the policy's weights, unless there is nothing to learn from or it is not its turn."""
         if not self._trains_policy:
             metrics["train/critic_only"] = 1.0
-            return self._updater.refuse()
+            return self._models.refuse()
         rejected = self._rules.correction.rejects and work.size.tokens > 0 and work.kept == 0
         if rejected or work.size.tokens == 0:
             self._counters.empty_steps += 1
-            return self._updater.refuse()
-        add_gradients(self._rules.reducer, [parameter for _, parameter in self._updater.named_parameters])
+            return self._models.refuse()
         staleness = work.staleness_sum / work.size.tokens
-        scale = 1.0 / (1.0 + self._off_policy.staleness_lr_decay * staleness)
-        result = self._updater.apply(divisor, lr_scale=scale)
+        scale = 1.0 / (1.0 + self._spec.off_policy.staleness_lr_decay * staleness)
+        result = self._models.update(divisor, lr_scale=scale)
         self._counters.skipped_steps += not result.applied
         return result
 
     def _finish_batch(self) -> None:
         self._counters.batches += 1
-        interval = self._algorithm.ref_update_interval
-        if self._models.reference is not None and interval and self._counters.batches % interval == 0:
-            self._models.reference.renew()
+        interval = self._spec.algorithm.ref_update_interval
+        if self._models.has_reference and interval and self._counters.batches % interval == 0:
+            self._models.renew_reference()
         self._begin()
 
     def _step_metrics(self, size: StepSize, result: UpdateResult) -> dict[str, float]:
@@ -252,7 +200,7 @@ class TorchBackend:
 
     def discard(self) -> None:
         """Forget the rollouts and gradients of the running batch; weights and optimizer stay as they are."""
-        self._updater.clear()
+        self._models.clear()
         if self._models.critic is not None:
             self._models.critic.discard()
         self._begin()
@@ -264,7 +212,7 @@ class TorchBackend:
 
         The tensors are views of the live weights where no cast is needed: use them before the next `step`.
         """
-        return hf_tensors(self._model, self._models.precision)
+        return self._models.export()
 
     def save(self, directory: Path) -> None:
         """Write the model to `directory/hf` and the trainer's state beside it, synchronised to disk.
@@ -291,11 +239,16 @@ class TorchBackend:
             )
 
 
-def _group_loss(train: TrainConfig, algorithm: AlgorithmConfig) -> GroupLossFunction | None:
-    if train.loss_type != "custom_loss":
-        return None
-    if algorithm.custom_loss_function_path is None:
-        raise TrainConfigInvalid(
-            "loss_type=custom_loss needs a function; set --custom-loss-function-path package.module:function"
-        )
-    return group_loss_of(algorithm.custom_loss_function_path)
+def _whole_response(sequence: TrainSequence) -> Example:
+    """A sequence all of whose response is to be scored."""
+    length, response = len(sequence.tokens), sequence.response_length
+    nothing = np.zeros(response, dtype=np.float32)
+    return Example(
+        tokens=sequence.tokens,
+        prompt=length - response,
+        chosen=np.arange(length - response, length, dtype=np.int64),
+        rollout_log_probs=nothing,
+        advantages=nothing,
+        coefficient=0.0,
+        key=(sequence.group_id, sequence.rollout_id),
+    )

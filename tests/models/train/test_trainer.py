@@ -22,8 +22,8 @@ def same(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor], atol: fl
 
 
 def repack(backend, **changes) -> None:  # type: ignore[no-untyped-def]
-    passes = backend._models.passes
-    backend._models.passes = dataclasses.replace(passes, packing=dataclasses.replace(passes.packing, **changes))
+    models = backend._models
+    models.packing = dataclasses.replace(models.packing, **changes)
     backend.discard()  # a batch keeps the plan that it was begun with
 
 
@@ -34,7 +34,7 @@ def by_rollout(sequences):  # type: ignore[no-untyped-def]
 
 def reference_gradient(backend, sequences, aggregation, anchors=None):  # type: ignore[no-untyped-def]
     """Section by section as the definition says: one sequence at a time, no packing, one scalar loss."""
-    model, temperature = backend._model, 0.9
+    model, temperature = backend._models.model, 0.9
     terms = []
     for members in by_rollout(sequences):
         rollout_tokens = sum(int(m.loss_mask.sum()) for m in members)
@@ -241,11 +241,11 @@ def test_half_precision_trains_fp32_weights(backend, sequences, run_step, tmp_pa
     assert rough[0]["train/loss"] == pytest.approx(exact[0]["train/loss"], abs=0.02)
     assert {tensor.dtype for tensor in rough[1].values()} == {torch.float32}
     assert {tensor.dtype for tensor in rough[2].values()} == {torch.bfloat16}  # exported as the forward pass sees them
-    assert {parameter.dtype for parameter in half._model.parameters()} == {torch.float32}
+    assert {parameter.dtype for parameter in half._models.model.parameters()} == {torch.float32}
     half.save(tmp_path / "state")
     again = backend(train_dtype="bfloat16")
     again.load(tmp_path / "state")
-    for left, right in zip(half._model.parameters(), again._model.parameters(), strict=True):
+    for left, right in zip(half._models.model.parameters(), again._models.model.parameters(), strict=True):
         assert torch.equal(left, right)
 
 
@@ -265,7 +265,7 @@ def test_temperature_divides_the_logits_of_rollouts_only(backend, sequences) -> 
     def first_loss(**fields):  # type: ignore[no-untyped-def]
         made = backend(**fields)
         with torch.no_grad():
-            for parameter in made._model.parameters():
+            for parameter in made._models.model.parameters():
                 parameter.mul_(3.0)  # logits that are far from uniform
         made.accumulate(sequences())
         return made.step()

@@ -1,0 +1,96 @@
+"""Everything that a trainer and its models are built from, out of the configuration of a run."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from configs.schema import Config
+from configs.schema.algorithm import AlgorithmConfig
+from configs.schema.correction import CorrectionConfig
+from configs.schema.critic import CriticConfig
+from configs.schema.distill import DistillConfig
+from configs.schema.fsdp import FsdpConfig, LoraConfig
+from configs.schema.megatron import MegatronConfig
+from configs.schema.parallel import ParallelConfig
+from configs.schema.train import TrainConfig
+from models.algorithms.group_loss import GroupLossFunction, group_loss_of
+from models.algorithms.modes import Correction, resolve_correction
+from models.train.errors import TrainConfigInvalid
+from models.train.schedule import check_schedule
+
+__all__ = ["TrainSpec", "train_spec"]
+
+
+@dataclass(frozen=True)
+class TrainSpec:
+    """`temperature`: of the rollouts; `max_response_len`: tokens, the constant of `constant` aggregation;
+    `total_steps`: optimizer steps of the run, needed by a decaying learning rate; `correction`: the resolved policy
+    mode, default: resolved from `off_policy` as if samples may be stale.
+
+    Raises `TrainConfigInvalid`, `UnknownAlgorithm`.
+    """
+
+    train: TrainConfig
+    algorithm: AlgorithmConfig
+    correction: Correction | None = None
+    off_policy: CorrectionConfig = field(default_factory=CorrectionConfig)
+    critic: CriticConfig = field(default_factory=CriticConfig)
+    distill: DistillConfig = field(default_factory=DistillConfig)
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    fsdp: FsdpConfig = field(default_factory=FsdpConfig)
+    lora: LoraConfig = field(default_factory=LoraConfig)
+    megatron: MegatronConfig = field(default_factory=MegatronConfig)
+    temperature: float = 1.0
+    max_response_len: int = 512
+    seed: int = 42
+    total_steps: int | None = None
+
+    def __post_init__(self) -> None:
+        check_schedule(self.train, self.total_steps)
+        if self.train.loss_type == "custom_loss" and self.algorithm.custom_loss_function_path is None:
+            raise TrainConfigInvalid(
+                "loss_type=custom_loss needs a function; set --custom-loss-function-path package.module:function"
+            )
+
+    @property
+    def supervised(self) -> bool:
+        return self.train.loss_type == "sft_loss"
+
+    @property
+    def policy_mode(self) -> Correction:
+        return resolve_correction(self.off_policy, max_staleness=1) if self.correction is None else self.correction
+
+    @property
+    def scoring_temperature(self) -> float:
+        """What logits are divided by."""
+        return 1.0 if self.supervised else self.temperature
+
+    @property
+    def group_loss(self) -> GroupLossFunction | None:
+        """The user's own loss, imported. Raises `UnknownAlgorithm`."""
+        path = self.algorithm.custom_loss_function_path
+        return group_loss_of(path) if self.train.loss_type == "custom_loss" and path is not None else None
+
+
+def train_spec(config: Config, total_batches: int) -> TrainSpec:
+    """Of a run of `total_batches` rollout batches."""
+    return TrainSpec(
+        train=config.train,
+        algorithm=config.algorithm,
+        correction=resolve_correction(
+            config.correction,
+            max_staleness=config.asynchrony.max_staleness or 0,
+            policy_loss=config.algorithm.policy_loss,
+        ),
+        off_policy=config.correction,
+        critic=config.critic,
+        distill=config.distill,
+        parallel=config.parallel,
+        fsdp=config.fsdp,
+        lora=config.lora,
+        megatron=config.megatron,
+        temperature=config.rollout.rollout_temperature,
+        max_response_len=config.rollout.rollout_max_response_len,
+        seed=config.run.seed,
+        total_steps=total_batches * (config.train.num_steps_per_rollout or 1),
+    )
