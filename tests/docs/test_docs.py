@@ -69,7 +69,7 @@ def test_flags_exist(page: Path) -> None:
     known = names | {f"no-{flag.name}" for flag in flags() if flag.negatable} | set(RESERVED) | FOREIGN | WRONG
     sections = {flag.key for flag in flags()}
     for name in FLAG.findall(page.read_text()):
-        passed_on = name.startswith(("sglang-", "router-"))  # options of the installed server and router
+        passed_on = name.startswith(("sglang-", "router-", "megatron-"))  # options of the installed program
         assert name in known or passed_on or any(key.startswith(f"{name}.") for key in sections), (
             f"{page_id(page)} mentions --{name}, which is no flag"
         )
