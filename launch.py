@@ -18,7 +18,7 @@ from configs.validate import checked
 
 QUICKSTART = "quickstart"
 # With none of these on the command line there is nothing to train on: the quickstart runs.
-_OWN_WORK = ("data.prompt_data", "train.hf_checkpoint", "run.resume")
+_OWN_WORK = ("data.prompt_data", "train.hf_checkpoint", "run.resume", "model.model")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -60,7 +60,7 @@ def _main(argv: Sequence[str]) -> int:
 def _with_quickstart(arguments: Arguments) -> Arguments:
     if arguments.config is not None or any(key in arguments.layer.values for key in _OWN_WORK):
         return arguments
-    sys.stderr.write(f"no --prompt-data, --config or --hf-checkpoint: running the recipe {QUICKSTART}\n")
+    sys.stderr.write(f"no --prompt-data, --config, --model or --hf-checkpoint: running the recipe {QUICKSTART}\n")
     return Arguments(layer=arguments.layer, config=QUICKSTART, dry_run=arguments.dry_run)
 
 

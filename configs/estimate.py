@@ -1,4 +1,4 @@
-"""Arithmetic of what a run may be expected to do: staleness, step time, parameters, memory. Pure.
+"""Arithmetic of what a run may be expected to do: staleness and step time. Pure.
 
 Notation: B groups per rollout batch, n rollouts per group, N batches ahead, K batches between publications of weights,
 C groups in flight, Q groups finished and not yet trained.
@@ -12,8 +12,6 @@ C groups in flight, Q groups finished and not yet trained.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from typing import Any, Final
 
 from msgspec import Struct
 
@@ -21,14 +19,11 @@ from configs.graph import replicas
 from configs.schema import Config, SimulatedEngineConfig
 
 __all__ = [
-    "Memory",
     "Staleness",
     "StepTime",
     "capped_lognormal_mean",
     "efficiency",
     "mean_staleness",
-    "memory",
-    "parameters",
     "predicted_staleness",
     "simulated_generation_s",
     "simulated_training_s",
@@ -36,12 +31,10 @@ __all__ = [
     "step_bound_s",
 ]
 
-TRAINER_BYTES: Final = 16  # per parameter in fp32: 4 weights, 8 Adam moments, 4 gradients
-
 
 class Staleness(Struct, frozen=True):
-    """In weights versions. The mean lies near `mean_low` if generation is the slower side, `mean_high` if training "
-    "is."""
+    """In weights versions. The mean lies near `mean_low` if generation is the slower side, near `mean_high` if
+    training is."""
 
     bound: int
     ahead: int  # N that the bound stands for
@@ -154,83 +147,3 @@ def capped_lognormal_mean(mean: float, sigma: float, cap: float) -> float:
 
 def _normal(z: float) -> float:
     return (1 + math.erf(z / math.sqrt(2))) / 2
-
-
-def parameters(model: Mapping[str, Any]) -> int | None:
-    """Parameters of a Hugging Face config.json of the shapes qwen2, qwen3, qwen3_moe and llama; None for others."""
-    kind = model.get("model_type")
-    if kind not in ("qwen2", "qwen3", "qwen3_moe", "llama"):
-        return None
-    try:
-        hidden, layers, vocabulary = model["hidden_size"], model["num_hidden_layers"], model["vocab_size"]
-        wide, narrow, head = _attention(model)
-        biased = kind == "qwen2" or bool(model.get("attention_bias", False))
-        attention = 2 * hidden * wide + 2 * hidden * narrow
-        if biased:
-            attention += wide + 2 * narrow + (0 if kind == "qwen2" else hidden)
-        if kind.startswith("qwen3"):
-            attention += 2 * head
-        feed_forward = sum(_feed_forward(model, layer) for layer in range(layers))
-        embeddings = vocabulary * hidden * (1 if model.get("tie_word_embeddings", False) else 2)
-    except (KeyError, TypeError):
-        return None
-    return int(embeddings + layers * (attention + 2 * hidden) + feed_forward + hidden)
-
-
-def _attention(model: Mapping[str, Any]) -> tuple[int, int, int]:
-    """Widths of queries and of keys (all heads), and of one head."""
-    heads = model["num_attention_heads"]
-    head = model.get("head_dim") or model["hidden_size"] // heads
-    return heads * head, (model.get("num_key_value_heads") or heads) * head, head
-
-
-def _feed_forward(model: Mapping[str, Any], layer: int) -> int:
-    hidden = int(model["hidden_size"])
-    count = model.get("num_experts") or model.get("num_local_experts") or 0  # as published, or as saved again
-    experts = int(count) if model["model_type"] == "qwen3_moe" else 0
-    sparse = experts > 0 and (layer + 1) % int(model.get("decoder_sparse_step", 1)) == 0
-    if sparse and layer not in model.get("mlp_only_layers", ()):
-        return experts * 3 * hidden * int(model["moe_intermediate_size"]) + hidden * experts
-    biases = 2 * int(model["intermediate_size"]) + hidden if model.get("mlp_bias") else 0
-    return 3 * hidden * int(model["intermediate_size"]) + biases
-
-
-class Memory(Struct, frozen=True):
-    """Bytes. Activations, logits and the runtime itself come on top."""
-
-    parameters: int
-    trainer: int  # fp32 weights, Adam, gradients
-    engine_weights: int  # of one engine
-    kv_bytes_per_token: int
-    kv_tokens: int  # all slots of one engine at full length
-    weight_slots: int  # two versions in shared memory
-
-    @property
-    def engine(self) -> int:
-        return self.engine_weights + self.kv_bytes_per_token * self.kv_tokens
-
-
-def memory(config: Config, model: Mapping[str, Any]) -> Memory | None:
-    """Estimate for a model's config.json; None if its shape is not known."""
-    count = parameters(model)
-    if count is None:
-        return None
-    width = 2 if config.engine.engine_dtype == "bfloat16" else 4
-    rollout = config.rollout
-    limit = model.get("max_position_embeddings")
-    length = rollout.rollout_max_context_len
-    if length is None:
-        prompt = config.data.rollout_max_prompt_len
-        length = prompt + rollout.rollout_max_response_len if prompt is not None else limit
-    if isinstance(limit, int) and isinstance(length, int):
-        length = min(length, limit)
-    per_token = 2 * int(model["num_hidden_layers"]) * _attention(model)[1] * width
-    slots = min(config.engine.engine_slots, rollout.server_concurrency)
-    return Memory(
-        parameters=count,
-        trainer=count * TRAINER_BYTES,
-        engine_weights=count * width,
-        kv_bytes_per_token=per_token,
-        kv_tokens=slots * int(length or 0),
-        weight_slots=2 * count * width,
-    )

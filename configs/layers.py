@@ -1,4 +1,4 @@
-"""Layers of settings and their merging: command line > recipe > preset of the mode > default.
+"""Layers of settings and their merging: command line > recipe > preset of the model > preset of the mode > default.
 
 Invariants: a layer holds typed values under dotted keys, each with the place where the user wrote it; objects merge key
 by key, everything else is replaced whole; a later check can tell what was written from what was derived.
@@ -16,9 +16,9 @@ from configs.errors import ConfigError
 from configs.flags import Flag, closest, flags, flags_by_key, show
 from configs.schema import Config, StageConfig
 
-__all__ = ["Layer", "Loaded", "StageEdit", "build", "given_by_difference", "merge", "refusal", "value_at"]
+__all__ = ["Layer", "Loaded", "Origin", "StageEdit", "build", "given_by_difference", "merge", "refusal", "value_at"]
 
-Origin = Literal["command line", "recipe"]
+Origin = Literal["command line", "recipe", "preset"]
 
 _GATE = ("asynchrony.async_buffer_size", "asynchrony.update_weights_interval", "asynchrony.max_staleness")
 # Two ways to say the same thing: the one written in the higher layer replaces the other.

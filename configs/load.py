@@ -17,7 +17,8 @@ import msgspec
 from configs.command_line import Arguments, parse
 from configs.errors import ConfigError
 from configs.flags import RefusedValue, closest, flags, flags_by_key
-from configs.layers import Layer, Loaded, merge, refusal, value_at
+from configs.layers import Layer, Loaded, Origin, merge, refusal, value_at
+from configs.presets import chosen_preset, fitted, preset_path
 from configs.schema import Config
 
 __all__ = [
@@ -29,6 +30,7 @@ __all__ = [
     "load",
     "load_arguments",
     "read_json",
+    "read_preset",
     "read_recipe",
     "recipe_names",
     "recipe_path",
@@ -40,7 +42,10 @@ _NOT_HASHED: Final = ("run.run_dir", "run.resume", "run.deadline_s", "run.drain_
 
 
 def load(argv: Sequence[str]) -> Loaded:
-    """Parse a command line, read its recipe, merge both over the defaults. Raises `ConfigError`."""
+    """Parse a command line, read its recipe and its model's preset, merge them over the defaults.
+
+    Raises `ConfigError`.
+    """
     return load_arguments(parse(argv))
 
 
@@ -55,9 +60,11 @@ def load_arguments(arguments: Arguments) -> Loaded:
                 f"{arguments.layer.labels['run.resume']} is {resume!r}, but a run to resume holds {CONFIG_FILE}, "
                 "which is not there; give the directory that the run printed at its start"
             )
-    if recipe is None:
-        return merge([arguments.layer])
-    return merge([_without_place(read_recipe(recipe), recipe_path(recipe)), arguments.layer])
+    layers = [arguments.layer]
+    if recipe is not None:
+        layers.insert(0, _without_place(read_recipe(recipe), recipe_path(recipe)))
+    model = chosen_preset(layers)
+    return merge(layers if model is None else [fitted(read_preset(model), layers), *layers])
 
 
 def _without_place(layer: Layer, path: Path) -> Layer:
@@ -89,14 +96,22 @@ def recipe_path(name: str) -> Path:
 def read_recipe(name: str) -> Layer:
     """Read a recipe into a layer. Raises `ConfigError` that lists every fault of the file."""
     path = recipe_path(name)
+    return layer_from_tables(_tables(path), path.name)
+
+
+def read_preset(name: str) -> Layer:
+    """Read the preset of a published model into a layer. Raises `ConfigError`."""
+    return layer_from_tables(_tables(preset_path(name)), f"--model {name}", origin="preset")
+
+
+def _tables(path: Path) -> dict[str, Any]:
     try:
-        tables = tomllib.loads(path.read_text(encoding="utf-8"))
+        return tomllib.loads(path.read_text(encoding="utf-8"))
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path.name} is not valid TOML: {error}; correct that place") from error
-    return layer_from_tables(tables, path.name)
 
 
-def layer_from_tables(tables: dict[str, Any], file: str) -> Layer:
+def layer_from_tables(tables: dict[str, Any], file: str, *, origin: Origin = "recipe") -> Layer:
     """Typed values of the tables of a recipe. Raises `ConfigError` that lists every fault."""
     values: dict[str, Any] = {}
     labels: dict[str, str] = {}
@@ -114,7 +129,7 @@ def layer_from_tables(tables: dict[str, Any], file: str) -> Layer:
             faults.append(refusal(flag, label, value, str(error)))
     if faults:
         raise ConfigError(faults)
-    return Layer(origin="recipe", values=values, labels=labels)
+    return Layer(origin=origin, values=values, labels=labels)
 
 
 def _leaves(tables: dict[str, Any], prefix: str = "") -> Iterable[tuple[str, Any]]:

@@ -16,6 +16,7 @@ from typing import Final
 from configs.command_line import RESERVED
 from configs.flags import SECTIONS, Flag, flags, show
 from configs.load import recipe_names
+from configs.presets import preset_names
 
 __all__ = ["PAGE", "render_help", "render_page", "render_tables"]
 
@@ -33,9 +34,11 @@ def render_help(width: int | None = None) -> str:
     lines = [USAGE, ""]
     lines += textwrap.wrap(
         "Without --prompt-data, --config and --hf-checkpoint the recipe quickstart runs. Precedence: command line > "
-        f"recipe > preset of the mode > default. Recipes: {', '.join(recipe_names())}.",
+        "recipe > preset of the model > preset of the mode > default.",
         columns,
     )
+    lines += textwrap.wrap(f"Recipes (--config): {', '.join(recipe_names())}.", columns, break_on_hyphens=False)
+    lines += textwrap.wrap(f"Presets (--model): {', '.join(preset_names())}.", columns, break_on_hyphens=False)
     lines += ["", "The command"]
     for name, text in RESERVED.items():
         lines += _entry(f"--{name} RECIPE" if name == "config" else f"--{name}", text, columns)

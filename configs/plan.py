@@ -1,6 +1,7 @@
 """The plan that `--dry-run` prints: graph, placement, batch arithmetic, staleness, bounds, memory. Pure arithmetic.
 
-Invariant: the plan is made from the resolved configuration and a local config.json alone; nothing is loaded or started.
+Invariant: the plan is made from the resolved configuration and the model's config.json or preset alone; nothing is
+loaded or started.
 """
 
 from __future__ import annotations
@@ -10,20 +11,21 @@ from itertools import pairwise
 from msgspec import Struct
 
 from configs.estimate import (
-    Memory,
     Staleness,
     StepTime,
-    memory,
     predicted_staleness,
     simulated_generation_s,
     simulated_training_s,
     staleness_line,
 )
+from configs.estimate_run import RunEstimate, estimate_run
 from configs.graph import evaluates, frozen_engines, is_address, loops, path, replicas, resolved_router
 from configs.load import config_hash
+from configs.parallel_layout import Layout, gang_size, layout_of
+from configs.plan_model import model_lines, size_text
 from configs.resolve import Batch
 from configs.schema import Config
-from configs.sources import model_config
+from configs.sources import known_model, model_config
 
 __all__ = ["Edge", "Plan", "StagePlan", "make_plan", "render", "staleness_line"]
 
@@ -72,7 +74,9 @@ class Plan(Struct, frozen=True):
     staleness: Staleness
     staleness_text: str
     step: StepTime
-    memory: Memory | None
+    layout: Layout
+    backend: str
+    estimate: RunEstimate | None
     frozen: tuple[FrozenPlan, ...] = ()
     router: str = ""  # what it is; empty: none
 
@@ -90,7 +94,7 @@ def make_plan(config: Config, *, generation_s: float | None = None, training_s: 
         generation_s = simulated_generation_s(config)
     if training_s is None and config.train.train_backend == "simulated":
         training_s = simulated_training_s(config)
-    model = model_config(config.train.hf_checkpoint)
+    model = known_model(config)
     stages = _stages(config)
     frozen = tuple(_frozen(config, name, place) for name, place in frozen_engines(config).items())
     started = sum(engine.started for engine in frozen)
@@ -111,7 +115,9 @@ def make_plan(config: Config, *, generation_s: float | None = None, training_s: 
         staleness=predicted_staleness(config),
         staleness_text=staleness_line(config),
         step=StepTime(generation_s, training_s),
-        memory=memory(config, model) if model is not None else None,
+        layout=layout_of(config),
+        backend=config.train.train_backend,
+        estimate=estimate_run(config, model) if model is not None else None,
         frozen=frozen,
         router=_router(config),
     )
@@ -121,8 +127,9 @@ def _frozen(config: Config, name: str, place: str) -> FrozenPlan:
     if is_address(place):
         return FrozenPlan(name, place, started=False)
     model = model_config(place)
-    size = memory(config, model) if model is not None else None
-    return FrozenPlan(name, place, started=True, nbytes=size.engine if size is not None else None)
+    found = estimate_run(config, model) if model is not None else None
+    engine = found.engine if found is not None else None
+    return FrozenPlan(name, place, started=True, nbytes=engine.total * engine.gpus if engine is not None else None)
 
 
 def _stages(config: Config) -> tuple[StagePlan, ...]:
@@ -134,6 +141,8 @@ def _stages(config: Config) -> tuple[StagePlan, ...]:
         where = "in the controller's process" if name == "prompts" else "process" if local else "task"
         if name == "engine":
             where = _engine(config)
+        if name == "train" and (gang := gang_size(config)):
+            where += f" and a gang of {gang} process{'es' if gang > 1 else ''} ({layout_of(config)})"
         if name == "reward" and graders:
             where += f" and {graders} grader process{'es' if graders > 1 else ''} each"
         found.append(StagePlan(name, count, where, name in own))
@@ -169,11 +178,12 @@ def _processes(config: Config, stages: tuple[StagePlan, ...]) -> int:
     """The controller, and what it starts. A server of SGLang counts as one, though it starts more itself."""
     graders = sum(stage.replicas * config.reward.reward_workers for stage in stages if stage.name == "reward")
     router = 1 if resolved_router(config) != "none" and config.router.router_address is None else 0
+    gang = gang_size(config) if "train" in path(config) else 0
     elsewhere = {"prompts"} | ({"engine"} if config.sglang.rollout_external_engine_addrs else set())
     if config.run.runner == "local":
-        return 1 + graders + router + sum(stage.replicas for stage in stages if stage.name not in elsewhere)
+        return 1 + graders + router + gang + sum(stage.replicas for stage in stages if stage.name not in elsewhere)
     servers = replicas(config).get("engine", 0) if config.engine.engine == "sglang" and "engine" not in elsewhere else 0
-    return 1 + graders + router + servers
+    return 1 + graders + router + gang + servers
 
 
 def _edges(config: Config) -> tuple[Edge, ...]:
@@ -195,7 +205,7 @@ def _edges(config: Config) -> tuple[Edge, ...]:
 
 def render(plan: Plan) -> str:
     """The plan as text."""
-    blocks = [_head(plan), _graph(plan), _placement(plan), _arithmetic(plan), _bounds(plan), _memory(plan)]
+    blocks = [_head(plan), _graph(plan), _placement(plan), _arithmetic(plan), _bounds(plan), _model(plan)]
     return "\n\n".join("\n".join(block) for block in blocks) + "\n"
 
 
@@ -278,29 +288,12 @@ def _bounds(plan: Plan) -> list[str]:
     return lines
 
 
-def _memory(plan: Plan) -> list[str]:
-    m = plan.memory
-    if m is None:
-        return [f"memory: not estimated, for {plan.model} has no local config.json of a known shape"]
+def _model(plan: Plan) -> list[str]:
+    if plan.estimate is None:
+        return [f"memory: not estimated, for {plan.model} has no local config.json of a known shape; --model names one"]
     frozen = [
-        f"  frozen-{engine.name:<11} {_bytes(engine.nbytes)}   weights + KV cache"
+        f"  frozen-{engine.name:<11} {size_text(engine.nbytes)}   weights + KV cache"
         for engine in plan.frozen
         if engine.nbytes is not None
     ]
-    return [
-        f"memory (estimate, activations and logits on top): {m.parameters:,} parameters",
-        f"  trainer            {_bytes(m.trainer)}   fp32: 4 weights + 8 Adam + 4 gradients bytes each",
-        f"  one engine         {_bytes(m.engine)}   {_bytes(m.engine_weights)} weights + KV cache of {m.kv_tokens:,} "
-        "tokens",
-        *frozen,
-        f"  weight store       {_bytes(m.weight_slots)}   two versions in shared memory",
-    ]
-
-
-def _bytes(count: int) -> str:
-    value = float(count)
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if value < 1024:
-            return f"{value:.4g} {unit}"
-        value /= 1024
-    return f"{value:.4g} TiB"
+    return [*model_lines(plan.estimate, plan.layout, plan.backend), *frozen]

@@ -62,6 +62,7 @@ def derive(config: Config, given: Mapping[str, str] | None = None) -> tuple[Conf
     except ConfigError as error:
         faults.extend(error.faults)
     config = build(_policy(config, written), config)
+    config = build(_recompute(config), config)
     return build(_defaults(config), config), faults
 
 
@@ -211,6 +212,21 @@ def _policy(config: Config, written: Mapping[str, str]) -> dict[str, Any]:
         "correction.policy_mode": mode,
         "algorithm.eps_clip_high": algorithm.eps_clip if algorithm.eps_clip_high is None else algorithm.eps_clip_high,
     }
+
+
+def _recompute(config: Config) -> dict[str, Any]:
+    """Megatron's three options of recomputation from one of them, or from `--gradient-checkpointing`."""
+    megatron = config.megatron
+    if config.train.train_backend != "megatron":
+        return {}
+    granularity = megatron.recompute_granularity or ("selective" if megatron.recompute_activations else None)
+    if granularity is None and config.train.gradient_checkpointing:
+        granularity = "full"
+    values: dict[str, Any] = {"megatron.recompute_granularity": granularity}
+    if granularity == "full":
+        values["megatron.recompute_method"] = megatron.recompute_method or "uniform"
+        values["megatron.recompute_num_layers"] = megatron.recompute_num_layers or 1
+    return values
 
 
 def _defaults(config: Config) -> dict[str, Any]:

@@ -16,6 +16,7 @@ import msgspec
 from msgspec import Struct
 
 from configs.flags import closest
+from configs.schema import Config
 
 __all__ = [
     "BUILT_IN_DATA",
@@ -24,6 +25,7 @@ __all__ = [
     "DataSource",
     "checkpoint_fault",
     "import_path_fault",
+    "known_model",
     "model_config",
     "parse_source",
     "source_fault",
@@ -126,3 +128,11 @@ def model_config(name: str) -> dict[str, Any] | None:
         return msgspec.json.decode(path.read_bytes(), type=dict[str, Any])
     except msgspec.MsgspecError:
         return None
+
+
+def known_model(config: Config) -> dict[str, Any] | None:
+    """What is known of the policy's architecture: its own config.json, else that of the preset, else None."""
+    name = config.train.hf_checkpoint
+    if name in BUILT_IN_MODELS:
+        return None
+    return model_config(name) or config.model.architecture or None

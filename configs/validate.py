@@ -11,7 +11,7 @@ from typing import Final
 
 from msgspec import Struct
 
-from configs.checks import algorithm, correction, engine, files, layout, reward, schedule
+from configs.checks import algorithm, correction, engine, files, layout, model, parallel, reward, schedule, trainer
 from configs.errors import ConfigError
 from configs.resolve import derive
 from configs.schema import Config
@@ -48,6 +48,16 @@ _FAULTS: Final[tuple[Check, ...]] = (
     engine.router_faults,
     engine.update_faults,
     engine.deadline_faults,
+    model.preset_faults,
+    trainer.section_faults,
+    trainer.lora_faults,
+    trainer.micro_batch_faults,
+    trainer.checkpoint_faults,
+    parallel.layout_faults,
+    parallel.pipeline_faults,
+    parallel.expert_faults,
+    parallel.model_faults,
+    parallel.recompute_faults,
 )
 _WARNINGS: Final[tuple[Check, ...]] = (
     schedule.warnings,
@@ -55,6 +65,9 @@ _WARNINGS: Final[tuple[Check, ...]] = (
     correction.warnings,
     layout.warnings,
     engine.warnings,
+    model.warnings,
+    trainer.warnings,
+    parallel.warnings,
 )
 
 

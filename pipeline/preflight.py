@@ -1,6 +1,7 @@
 """What would fail in a stage's process after minutes, found in the driver before anything starts.
 
-Names of graders and filters are looked up where they are implemented; a user's module is not imported here.
+Names of graders and filters are looked up where they are implemented, options of Megatron-core in its source; neither
+a user's module nor a framework is imported here.
 """
 
 from __future__ import annotations
@@ -10,12 +11,20 @@ from collections.abc import Iterable
 
 from configs.schema import Config
 from models.algorithms.rules import parse_rules
+from models.train.megatron.options import preflight_faults
 from pipeline.errors import UsageError
 from stages.filters import parse_filters
 from stages.graders.registry import find_grader, is_import_path, refusal
 from stages.graders.selection import Selection, outside
 
 AUTO = "auto"  # decided when the labels are known
+
+
+def check_trainer(config: Config) -> None:
+    """What the chosen framework needs is installed and knows its options. Raises UsageError."""
+    faults = preflight_faults(config)
+    if faults:
+        raise UsageError("; ".join(faults))
 
 
 def check_names(config: Config) -> None:

@@ -31,7 +31,7 @@ from pipeline.graph import build
 from pipeline.journal import RolledBack
 from pipeline.observe.summary import write_summary
 from pipeline.placement import Placement, slots_directory
-from pipeline.preflight import check_graders, check_names
+from pipeline.preflight import check_graders, check_names, check_trainer
 from pipeline.recorder import Recorder
 from pipeline.report import conclude, summarise
 from pipeline.rundir import RunDir, disk_error
@@ -71,6 +71,7 @@ def run(config: Config) -> int:
 def _run(config: Config, rundir: RunDir) -> int:
     rundir.config.write_text(dump_toml(config))
     check_names(config)
+    check_trainer(config)
     prepare_sglang(config)  # tells what is wrong now, not after a warm start; what it learns is remembered
     remove_stale()  # weight slots that killed runs left in shared memory
     experiment = config_hash(config)

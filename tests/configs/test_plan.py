@@ -7,7 +7,6 @@ import math
 import random
 from collections import deque
 from pathlib import Path
-from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -17,12 +16,11 @@ from configs.estimate import (
     capped_lognormal_mean,
     efficiency,
     mean_staleness,
-    memory,
-    parameters,
     predicted_staleness,
     simulated_generation_s,
     staleness_line,
 )
+from configs.estimate_run import estimate_run
 from configs.graph import chain, path, replicas
 from configs.load import load
 from configs.plan import make_plan, render
@@ -48,103 +46,11 @@ QWEN3_8B = QWEN3_06B | {
     "intermediate_size": 12288,
     "tie_word_embeddings": False,
 }
-QWEN25_05B = {
-    "model_type": "qwen2",
-    "hidden_size": 896,
-    "num_hidden_layers": 24,
-    "num_attention_heads": 14,
-    "num_key_value_heads": 2,
-    "intermediate_size": 4864,
-    "vocab_size": 151936,
-    "tie_word_embeddings": True,
-}
-LLAMA3_8B = {
-    "model_type": "llama",
-    "hidden_size": 4096,
-    "num_hidden_layers": 32,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "intermediate_size": 14336,
-    "vocab_size": 128256,
-}
-QWEN3_30B_A3B = QWEN3_06B | {
-    "model_type": "qwen3_moe",
-    "hidden_size": 2048,
-    "num_hidden_layers": 48,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 4,
-    "intermediate_size": 6144,
-    "moe_intermediate_size": 768,
-    "num_experts": 128,
-    "decoder_sparse_step": 1,
-    "mlp_only_layers": [],
-    "tie_word_embeddings": False,
-}
 
 
 def resolved(*argv: str) -> Config:
     loaded = load(["--prompt-data", "arithmetic", "--num-rollout", "10", *argv])
     return resolve(loaded.config, loaded.given)
-
-
-@pytest.mark.parametrize(
-    ("model", "count"),
-    [
-        (QWEN3_06B, 596_049_920),
-        (QWEN3_8B, 8_190_735_360),
-        (QWEN25_05B, 494_032_768),
-        (LLAMA3_8B, 8_030_261_248),
-        (QWEN3_30B_A3B, 30_532_122_624),
-    ],
-)
-def test_parameters_of_published_models(model: dict[str, Any], count: int) -> None:
-    assert parameters(model) == count
-
-
-@pytest.mark.parametrize(
-    "model", [{}, {"model_type": "mamba"}, {"model_type": "llama"}, QWEN3_06B | {"vocab_size": None}]
-)
-def test_unknown_shapes_are_not_guessed(model: dict[str, Any]) -> None:
-    assert parameters(model) is None
-    assert memory(resolved(), model) is None
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", ["Qwen2", "Qwen3", "Llama", "Qwen3Moe"])
-@pytest.mark.parametrize("tied", [True, False])
-def test_parameters_against_transformers(kind: str, tied: bool) -> None:
-    torch = pytest.importorskip("torch")
-    transformers = pytest.importorskip("transformers")
-    shape = {"hidden_size": 48, "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2}
-    shape |= {"intermediate_size": 84, "vocab_size": 130, "tie_word_embeddings": tied}
-    if kind != "Qwen2":
-        shape |= {"head_dim": 16, "attention_bias": not tied}
-    if kind == "Llama":
-        shape |= {"mlp_bias": tied}
-    if kind == "Qwen3Moe":
-        shape |= {"num_experts": 4, "moe_intermediate_size": 20, "decoder_sparse_step": 2, "num_experts_per_tok": 2}
-    config = getattr(transformers, f"{kind}Config")(**shape)
-    with torch.device("meta"):
-        model = transformers.AutoModelForCausalLM.from_config(config)
-    assert parameters(config.to_dict()) == sum(weight.numel() for weight in model.parameters())
-
-
-def test_memory() -> None:
-    config = resolved("--engine-slots", "64", "--rollout-max-context-len", "2048")
-    found = memory(config, QWEN3_06B)
-    assert found is not None
-    assert found.trainer == 596_049_920 * 16
-    assert found.engine_weights == 596_049_920 * 4
-    assert found.kv_bytes_per_token == 2 * 28 * 8 * 128 * 4
-    assert found.kv_tokens == 64 * 2048
-    assert found.engine == found.engine_weights + found.kv_bytes_per_token * found.kv_tokens
-    half = memory(resolved("--engine-dtype", "bfloat16"), QWEN3_06B)
-    assert half is not None
-    assert half.engine_weights == 596_049_920 * 2
-    assert half.kv_tokens == 256 * 40960  # the model's own limit
-    short = memory(resolved("--rollout-max-prompt-len", "100"), QWEN3_06B)
-    assert short is not None
-    assert short.kv_tokens == 256 * 612
 
 
 def simulate_gate(batch: int, bound: int, interval: int, batches: int) -> list[int]:
@@ -323,9 +229,11 @@ def test_the_memory_of_a_frozen_engine_is_that_of_its_own_model(tmp_path: Path) 
     flags = ["--hf-checkpoint", str(tmp_path / "policy"), "--engine-slots", "8", "--rollout-max-context-len", "2048"]
     config = resolved(*flags, "--use-opd", "--frozen-engine", f"t={tmp_path / 'teacher'}", "far=http://localhost:1")
     plan = make_plan(config)
-    expected = memory(config, QWEN3_8B)
+    expected = estimate_run(config, QWEN3_8B)
     assert expected is not None
-    assert plan.memory is not None
-    assert [engine.nbytes for engine in plan.frozen] == [expected.engine, None]
-    assert expected.engine > 5 * plan.memory.engine
+    assert expected.engine is not None
+    assert plan.estimate is not None
+    assert plan.estimate.engine is not None
+    assert [engine.nbytes for engine in plan.frozen] == [expected.engine.total, None]
+    assert expected.engine.total > 5 * plan.estimate.engine.total
     assert "  frozen-t           " in render(plan)

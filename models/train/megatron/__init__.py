@@ -1,0 +1,1 @@
+"""Training with Megatron-core. Only what runs it imports it."""

@@ -1,0 +1,276 @@
+"""Memory and work of a run, recomputed by hand, and in the plan's text."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from configs.architecture import architecture
+from configs.estimate_memory import TrainerMemory, layer_activations, trainer_memory
+from configs.estimate_model import layer_share, total_parameters
+from configs.estimate_run import RunEstimate, estimate_run
+from configs.load import load, read_preset
+from configs.parallel_layout import layout_of, stage_layers
+from configs.plan import make_plan, render
+from configs.resolve import resolve
+from configs.schema import Config
+
+TINY = {"model_type": "qwen3", "hidden_size": 64, "num_hidden_layers": 4, "num_attention_heads": 4}
+TINY |= {"num_key_value_heads": 2, "head_dim": 16, "intermediate_size": 96, "vocab_size": 256}
+EXPERTS = TINY | {"model_type": "qwen3_moe", "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+QUIET = ("--max-tokens-per-gpu", "1", "--logprob-chunk-tokens", "1")
+
+
+def resolved(*argv: str) -> Config:
+    loaded = load(["--prompt-data", "arithmetic", "--num-rollout", "10", *argv])
+    return resolve(loaded.config, loaded.given)
+
+
+def gang(backend: str, processes: int, *argv: str) -> Config:
+    return resolved("--train-backend", backend, "--actor-num-gpus-per-node", str(processes), *argv)
+
+
+def trainer(model: dict[str, Any], config: Config) -> TrainerMemory:
+    shape = architecture(model)
+    assert shape is not None
+    found = trainer_memory(config, shape)
+    assert found is not None
+    return found
+
+
+def estimate(model: dict[str, Any], config: Config) -> RunEstimate:
+    found = estimate_run(config, model)
+    assert found is not None
+    return found
+
+
+def count(model: dict[str, Any]) -> int:
+    shape = architecture(model)
+    assert shape is not None
+    return total_parameters(shape)
+
+
+def test_one_process_of_torch() -> None:
+    total = count(TINY)
+    found = trainer(TINY, resolved())
+    assert (found.weights, found.gradients, found.optimizer) == (4 * total, 4 * total, 8 * total)
+    assert trainer(TINY, gang("torch", 4)).state == found.state, "copies, not parts"
+    assert trainer(TINY, resolved("--use-kl-loss", "--kl-loss-coef", "0.1")).weights == 8 * total
+    assert trainer(TINY, resolved("--advantage-estimator", "ppo")).state == 32 * total, "policy and critic"
+    half = trainer(TINY, resolved("--train-dtype", "bfloat16"))
+    assert (half.state, half.gathered) == (16 * total, 2 * total)
+    shape = architecture(TINY)
+    assert shape is not None
+    assert found.activations == 16384 * 4 * layer_activations(shape, 0, "float32")
+    assert found.logits == 8192 * 256 * 12
+    recomputed = trainer(TINY, resolved("--gradient-checkpointing"))
+    assert recomputed.activations == 16384 * (4 * 64 * 4 + layer_activations(shape, 0, "float32"))
+
+
+def test_fsdp_divides_the_state_by_the_shard() -> None:
+    total = count(TINY)
+    whole = trainer(TINY, gang("fsdp", 8))
+    assert whole.weights == 4 * -(-total // 8)
+    assert whole.state == 16 * -(-total // 8)
+    assert trainer(TINY, gang("fsdp", 8, "--fsdp-shard-size", "2")).state == 16 * -(-total // 2)
+    assert trainer(TINY, gang("fsdp", 8, "--fsdp-shard-size", "1")).state == 16 * total
+    shape = architecture(TINY)
+    assert shape is not None
+    layer = layer_share(shape, 0).total
+    root = total - 4 * layer
+    assert whole.gathered == 2 * (root + 2 * layer) + 4 * layer
+    kept = trainer(TINY, gang("fsdp", 8, "--no-fsdp-reshard-after-forward"))
+    assert kept.gathered == 2 * (root + 4 * layer) + 4 * layer
+    offloaded = trainer(TINY, gang("fsdp", 8, "--fsdp-cpu-offload"))
+    assert (offloaded.state, offloaded.host) == (0, whole.state)
+    assert trainer(TINY, gang("fsdp", 8, "--fsdp-context-parallel-size", "2")).activations * 2 == whole.activations
+
+
+def test_adapters_alone_have_gradients() -> None:
+    adapters = 4 * 4 * ((64 + 64) + 2 * (64 + 32) + (64 + 64) + 3 * (64 + 96))
+    found = trainer(TINY, gang("fsdp", 1, "--lora-rank", "4"))
+    assert found.gradients == 4 * adapters
+    assert found.optimizer == 8 * adapters
+    assert found.weights == 4 * (count(TINY) + adapters)
+
+
+def test_megatron_in_two_precisions() -> None:
+    total = count(TINY)
+    half = trainer(TINY, gang("megatron", 1))
+    assert (half.weights, half.gradients, half.optimizer) == (2 * total, 4 * total, 12 * total)
+    single = trainer(TINY, gang("megatron", 1, "--train-dtype", "float32"))
+    assert (single.weights, single.gradients, single.optimizer) == (4 * total, 4 * total, 8 * total)
+    spread = trainer(TINY, gang("megatron", 4))
+    assert spread.optimizer == 12 * -(-total // 4)
+    assert trainer(TINY, gang("megatron", 4, "--no-use-distributed-optimizer")).optimizer == 12 * total
+    offloaded = trainer(TINY, gang("megatron", 1, "--optimizer-cpu-offload", "--optimizer-offload-fraction", "0.5"))
+    assert (offloaded.optimizer, offloaded.host) == (6 * total, 6 * total)
+
+
+def test_tensor_and_pipeline_parallelism() -> None:
+    shape = architecture(TINY)
+    assert shape is not None
+    layer, table = layer_share(shape, 0), 256 * 64
+    two = trainer(TINY, gang("megatron", 2, "--tensor-model-parallel-size", "2"))
+    assert two.parameters == (4 * layer.tensor + 2 * table) // 2 + 4 * layer.whole + 64
+    # Two layers and one table each; the last stage has the final norm.
+    stages = gang("megatron", 2, "--pipeline-model-parallel-size", "2", *QUIET)
+    stage = trainer(TINY, stages)
+    assert stage.parameters == 2 * layer.total + table + 64
+    tied = trainer(
+        {**TINY, "tie_word_embeddings": True}, gang("megatron", 2, "--pipeline-model-parallel-size", "2", *QUIET)
+    )
+    assert tied.parameters == stage.parameters, "a tied table is there twice"
+    assert (
+        trainer({**TINY, "tie_word_embeddings": True}, gang("megatron", 1)).parameters == 4 * layer.total + table + 64
+    )
+
+
+def test_experts_have_data_parallelism_of_their_own() -> None:
+    shape = architecture(EXPERTS)
+    assert shape is not None
+    layer = layer_share(shape, 0)
+    argv = ("--expert-model-parallel-size", "4", "--expert-tensor-parallel-size", "1")
+    found = trainer(EXPERTS, gang("megatron", 8, *argv))
+    dense = 4 * (layer.tensor + layer.whole) + 2 * 256 * 64 + 64
+    expert = 4 * layer.expert // 4
+    assert found.parameters == dense + expert
+    assert found.optimizer == 12 * (-(-dense // 8) + expert // 2), "8 copies of what is dense, 2 of an expert"
+    layout = layout_of(gang("megatron", 8, *argv))
+    assert (layout.data, layout.expert_data) == (8, 2)
+
+
+def test_activations_of_a_pipeline() -> None:
+    shape = architecture(TINY)
+    assert shape is not None
+    one = layer_activations(shape, 0, "fused")
+    argv = ("--pipeline-model-parallel-size", "2", "--max-tokens-per-gpu", "100", "--logprob-chunk-tokens", "1")
+    assert trainer(TINY, gang("megatron", 2, *argv)).activations == 100 * 2 * 2 * one, "two micro-batches in flight"
+    full = trainer(TINY, gang("megatron", 2, *argv, "--recompute-granularity", "full"))
+    assert full.activations == 100 * (2 * 2 * 2 * 64 + one)
+    by_sequence = layer_activations(shape, 0, "fused", tensor=2, sequence=True)
+    assert by_sequence * 2 == one
+    assert one > layer_activations(shape, 0, "fused", tensor=2) > by_sequence
+
+
+@pytest.mark.parametrize(
+    ("argv", "layers", "stages"),
+    [
+        (("4",), 8, (2, 2, 2, 2)),
+        (("4",), 10, None),
+        (("4", "--decoder-last-pipeline-num-layers", "13"), 61, (16, 16, 16, 13)),
+        (("2", "--decoder-first-pipeline-num-layers", "3", "--decoder-last-pipeline-num-layers", "5"), 8, (3, 5)),
+        (("2", "--decoder-first-pipeline-num-layers", "3", "--decoder-last-pipeline-num-layers", "4"), 8, None),
+        (("2", "--virtual-pipeline-model-parallel-size", "2"), 8, (4, 4)),
+        (("2", "--virtual-pipeline-model-parallel-size", "3"), 8, None),
+        (("2", "--decoder-first-pipeline-num-layers", "9"), 8, None),
+        (("1",), 8, (8,)),
+    ],
+)
+def test_layers_of_the_stages(argv: tuple[str, ...], layers: int, stages: tuple[int, ...] | None) -> None:
+    assert stage_layers(gang("megatron", 4, "--pipeline-model-parallel-size", *argv), layers) == stages
+
+
+def test_one_embedded_engine() -> None:
+    model = read_preset("qwen3-0.6b").values["model.architecture"]
+    found = estimate(model, resolved("--engine-slots", "64", "--rollout-max-context-len", "2048")).engine
+    assert found is not None
+    assert found.weights == 596_049_920 * 4
+    assert found.kv_bytes_per_token == 2 * 28 * 8 * 128 * 4
+    assert found.kv_tokens == 64 * 2048
+    assert found.total == found.weights + found.kv_bytes_per_token * found.kv_tokens
+    half = estimate(model, resolved("--engine-dtype", "bfloat16")).engine
+    assert half is not None
+    assert (half.weights, half.kv_tokens) == (596_049_920 * 2, 256 * 40960), "the model's own limit"
+    short = estimate(model, resolved("--rollout-max-prompt-len", "100")).engine
+    assert short is not None
+    assert short.kv_tokens == 256 * 612
+    assert estimate(model, resolved("--loss-type", "sft_loss")).engine is None
+
+
+def test_one_gpu_of_an_sglang_engine() -> None:
+    model = read_preset("qwen3-8b").values["model.architecture"]
+    argv = ("--engine", "sglang", "--rollout-num-gpus-per-engine")
+    found = {gpus: estimate(model, resolved(*argv, str(gpus))).engine for gpus in (1, 4, 16)}
+    one, four, many = (found[gpus] for gpus in (1, 4, 16))
+    assert one is not None
+    assert four is not None
+    assert many is not None
+    assert one.kv_bytes_per_token == 36 * 2 * 8 * 128 * 2
+    assert four.kv_bytes_per_token * 4 == one.kv_bytes_per_token
+    assert many.kv_bytes_per_token * 8 == one.kv_bytes_per_token, "each GPU has one key head at least"
+    assert four.weights == -(-one.weights // 4)
+    assert one.kv_tokens == (int(80e9 * 0.88) - one.weights) // one.kv_bytes_per_token
+    less = estimate(model, resolved(*argv, "1", "--sglang-mem-fraction-static", "0.5")).engine
+    assert less is not None
+    assert less.kv_tokens == (int(80e9 * 0.5) - one.weights) // one.kv_bytes_per_token
+    latent = read_preset("deepseek-v3").values["model.architecture"]
+    for gpus in ("16", "32"):
+        compressed = estimate(latent, resolved(*argv, gpus)).engine
+        assert compressed is not None
+        assert compressed.kv_bytes_per_token == 61 * (512 + 64) * 2, "whole on every GPU"
+
+
+def test_work_of_a_batch() -> None:
+    argv = ("--rollout-max-response-len", "100", "--rollout-max-prompt-len", "28", "--mode", "sync")
+    plain = estimate(TINY, resolved(*argv)).work
+    assert (plain.length, plain.passes) == (128, 3)
+    assert plain.forward_token == pytest.approx(plain.batch / (3 * 256 * 128), abs=1)
+    assert estimate(TINY, resolved(*argv, "--gradient-checkpointing")).work.passes == 4
+    assert estimate(TINY, resolved(*argv[:4])).work.passes == 4, "stale tokens need an anchor"
+    assert estimate(TINY, resolved(*argv, "--use-kl-loss", "--kl-loss-coef", "0.1")).work.passes == 4
+    assert estimate(TINY, gang("megatron", 1, *argv, "--recompute-granularity", "full")).work.passes == 4
+    assert estimate(TINY, resolved(*argv, "--loss-type", "sft_loss")).work.passes == 3
+    assert plain.seconds(4) == pytest.approx(plain.batch / (4 * 989e12 * 0.4))
+
+
+def plan_text(*argv: str) -> str:
+    return render(make_plan(resolved(*argv)))
+
+
+def test_the_plan_warns_of_what_does_not_fit() -> None:
+    one = plan_text("--model", "qwen3-32b", "--train-backend", "torch")
+    assert "divide the model with --train-backend fsdp" in one
+    small = ("--model", "qwen3-32b", "--train-backend", "fsdp", "--actor-num-nodes", "1", "--actor-num-gpus-per-node")
+    assert "do not fit into 80 GB; raise --actor-num-nodes" in plan_text(*small, "4")
+    assert "warning" not in plan_text(*small, "16")
+    offloaded = plan_text(*small, "8", "--fsdp-cpu-offload")
+    assert "warning" not in offloaded
+    assert "on the host" in offloaded
+    long = ("--max-tokens-per-gpu", "400000", "--no-gradient-checkpointing", "--actor-num-gpus-per-node", "8")
+    activations = plan_text("--model", "qwen3-0.6b", "--train-backend", "fsdp", *long)
+    assert "lower --max-tokens-per-gpu, or add --gradient-checkpointing" in activations
+    engine = plan_text("--model", "llama3.1-70b", "--rollout-num-gpus-per-engine", "1")
+    assert "leave no room for a KV cache in 80 GB; divide them with --engine sglang and a larger" in engine
+
+
+def test_the_plan_of_a_gang() -> None:
+    text = plan_text("--model", "qwen3-30b-a3b")
+    assert "30,532,122,624 parameters, 3,353,032,704 of them active per token" in text
+    assert "train        x1   process and a gang of 16 processes (TP 4, EP 8, data 4)" in text
+    assert "each of 16 processes, megatron: weights" in text
+    assert "each of its 2 GPUs" in text
+    assert "at 40% of 989 TFLOP/s (H100, bfloat16) on 16 GPUs" in text
+    assert all(len(line) <= 200 for line in text.splitlines())
+
+
+def test_a_gang_is_counted() -> None:
+    one = make_plan(resolved()).processes
+    assert make_plan(gang("fsdp", 4)).processes == one + 4
+    assert make_plan(gang("fsdp", 1)).processes == one + 1, "the train stage itself does not train then"
+    assert make_plan(gang("torch", 2)).processes == one + 2
+    assert make_plan(resolved("--train-backend", "simulated")).processes == one
+    assert "a gang of 1 process (one process)" in render(make_plan(gang("megatron", 1)))
+
+
+def test_a_local_checkpoint_outranks_the_preset_in_the_estimate(tmp_path: Path) -> None:
+    model = read_preset("qwen3-8b").values["model.architecture"]
+    (tmp_path / "config.json").write_text(json.dumps({**model, "max_position_embeddings": 1024}), encoding="utf-8")
+    config = resolved("--model", "qwen3-8b", "--hf-checkpoint", str(tmp_path), "--engine", "embedded")
+    plan = make_plan(config)
+    assert plan.estimate is not None
+    assert plan.estimate.engine is not None
+    assert plan.estimate.engine.kv_tokens == 256 * 1024

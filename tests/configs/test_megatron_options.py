@@ -1,0 +1,226 @@
+"""`--megatron-<option>`: from the command line to the dataclasses of Megatron-core, and what is refused on the way."""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from configs.command_line import parse
+from configs.errors import ConfigError
+from configs.flags import flags
+from configs.passed_on import ALIASES, option_of
+from configs.schema import Config, MegatronConfig, TrainConfig
+
+pytest.importorskip("megatron.core.package_info")
+
+from models.train.errors import TrainConfigInvalid
+from models.train.megatron import option_fields
+from models.train.megatron.option_fields import DATACLASSES, Kind, fields_of, known_fields
+from models.train.megatron.options import MegatronOptions, option_faults, preflight_faults, split_options
+from models.train.megatron.set_by_sluice import SET_BY_SLUICE
+
+ROOT = Path(__file__).resolve().parents[2]
+OWN = {flag.name for flag in flags() if flag.name is not None}
+
+
+def given(*argv: str) -> dict[str, Any]:
+    """The object of options that a command line makes."""
+    found: dict[str, Any] = parse(argv).layer.values["megatron.megatron_args"]
+    return found
+
+
+def faults_of(*argv: str) -> tuple[str, ...]:
+    with pytest.raises(ConfigError) as caught:
+        parse(argv)
+    return caught.value.faults
+
+
+def test_options_by_dataclass_and_type() -> None:
+    args = given(
+        *("--megatron-bucket-size", "40000000", "--megatron-fp8", "none", "--megatron-moe-router-dtype", "fp32"),
+        *("--megatron-recompute-modules", "core_attn", "moe", "--megatron-cp-comm-type", "p2p"),
+        *("--megatron-moe-expert-capacity-factor", "1", "--megatron-tp-comm-overlap"),
+        *("--megatron-delay-wgrad-compute", "true", "--megatron-cuda-graph-impl", "none"),
+    )
+    assert split_options(args) == MegatronOptions(
+        transformer={
+            "fp8": None,
+            "moe_router_dtype": "fp32",
+            "recompute_modules": ["core_attn", "moe"],
+            "cp_comm_type": "p2p",
+            "moe_expert_capacity_factor": 1.0,
+            "tp_comm_overlap": True,
+            "delay_wgrad_compute": True,
+            "cuda_graph_impl": "none",
+        },
+        ddp={"bucket_size": 40_000_000, "delay_wgrad_compute": True},
+    )
+    assert split_options({}) == MegatronOptions()
+
+
+def test_typed_values_of_a_recipe() -> None:
+    assert option_faults({"bucket_size": 4, "tp_comm_overlap": False, "recompute_modules": ["mlp"]}) == ()
+    for name, value in (("bucket_size", 4.5), ("bucket_size", True), ("tp_comm_overlap", 1), ("fp8_margin", "x")):
+        assert len(option_faults({name: value})) == 1, name
+
+
+@pytest.mark.parametrize(
+    ("argv", "words"),
+    [
+        (["--megatron-atention-backend", "flash"], "did you mean --megatron-attention-backend?"),
+        (["--megatron-qqq", "1"], "is no field of the installed megatron-core's TransformerConfig, OptimizerConfig or"),
+        (
+            ["--megatron-attention-backend", "flas"],
+            "--megatron-attention-backend is flas, but must be flash or fused or unfused or local or auto; give for "
+            "example flash",
+        ),
+        (["--megatron-bucket-size", "big"], "is big, but must be a whole number or none; give for example 1"),
+        (["--megatron-exp-avg-dtype", "int4"], "is int4, but must be fp32, bf16, fp16 or fp8; give for example bf16"),
+        (["--megatron-fp8-margin", "1", "2"], "--megatron-fp8-margin is ['1', '2'], but must be a whole number"),
+        (["--megatron-tp-comm-overlap", "1"], "is 1, but must be true or false; give for example true"),
+        (["--megatron-hidden-size", "64"], "is 64, but that is what the model is, and comes from its config.json"),
+        (["--megatron-kv-lora-rank", "64"], "comes from its config.json; leave it out"),
+        (["--megatron-lr", "1"], "is 1, but Sluice has a flag of its own for it; use --lr"),
+        (["--megatron-bf16"], "--megatron-bf16 is true, but Sluice has a flag of its own for it; use --train-dtype"),
+        (["--megatron-params-dtype", "bf16"], "use --train-dtype"),
+        (["--megatron-use-megatron-fsdp"], "use --train-backend fsdp"),
+        (["--megatron-hidden-dropout", "0.1"], "dropout is 0"),
+        (["--megatron-moe-aux-loss-coeff", "0.01"], "an auxiliary loss would get a wrong weight"),
+        (["--megatron-average-in-collective"], "gradients are sums that the trainer itself divides"),
+        (["--megatron-grad-scale-func", "f"], "takes an object of Python, not text; leave it out"),
+    ],
+)
+def test_refusals(argv: list[str], words: str) -> None:
+    (fault,) = option_faults(given(*argv))
+    assert words in fault
+    with pytest.raises(TrainConfigInvalid, match="--megatron-"):
+        split_options(given(*argv))
+
+
+def test_before_a_run_starts() -> None:
+    wrong = MegatronConfig(megatron_args={"bucket_size": "x"})
+    assert preflight_faults(Config(megatron=wrong)) == (), "another backend"
+    backend = TrainConfig(train_backend="megatron")
+    assert preflight_faults(Config(train=backend)) == ()
+    assert len(preflight_faults(Config(train=backend, megatron=wrong))) == 1
+
+
+def test_all_faults_at_once() -> None:
+    found = option_faults({"lr": "1", "bucket_size": "x", "nothing": "1", "overlap_p2p_comm": "true"})
+    assert len(found) == 3
+
+
+def test_flags_that_are_named_instead_exist() -> None:
+    assert set(SET_BY_SLUICE) <= set(known_fields())
+    for text in SET_BY_SLUICE.values():
+        for word in text.split():
+            if word.startswith("--"):
+                assert word.strip(",;.").removeprefix("--") in OWN, text
+
+
+def test_every_option_of_our_own_section_is_refused_under_its_long_name() -> None:
+    """Else two flags would set one field, and the order of merging would decide."""
+    for flag in flags():
+        name = flag.key.partition(".")[2]
+        if flag.key.startswith("megatron.") and name in known_fields():
+            assert name in SET_BY_SLUICE, name
+
+
+def test_without_megatron_core(monkeypatch: pytest.MonkeyPatch) -> None:
+    fields_of.cache_clear()
+    option_fields._module.cache_clear()
+    monkeypatch.setattr(option_fields.importlib.util, "find_spec", lambda name: None)
+    (fault,) = option_faults({})
+    assert "--train-backend is megatron, but megatron-core is not installed in this environment" in fault
+
+
+def test_nothing_of_megatron_is_imported() -> None:
+    """It takes seconds, and without a GPU must not happen before the shim is in place."""
+    code = "import sys; from models.train.megatron.options import option_faults; option_faults({'fp8': 'none'}); "
+    code += "print([name for name in sys.modules if name.startswith(('megatron.core', 'torch'))])"
+    found = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert found.stdout.strip() == "[]"
+
+
+def kinds_of(annotation: str) -> tuple[Kind, ...]:
+    return tuple(option_fields._kinds(ast.parse(annotation, mode="eval").body))
+
+
+def test_annotations() -> None:
+    assert kinds_of("Optional[int]") == (Kind("int"), Kind("none"))
+    assert kinds_of("int | None") == (Kind("int"), Kind("none"))
+    assert kinds_of("Union[int, List[str]]") == (Kind("int"), Kind("list", items=(Kind("str"),)))
+    assert kinds_of("Literal['a', 'b']") == (Kind("choice", choices=("a", "b")),)
+    assert kinds_of("Tuple[int, int]") == (Kind("list", items=(Kind("int"),)),)
+    assert kinds_of("Callable[[int], int]") == (Kind("opaque"),)
+    assert kinds_of("'Optional[torch.dtype]'") == (Kind("dtype"), Kind("none"))
+
+
+@pytest.mark.parametrize("name", ALIASES)
+def test_other_names_of_flags(name: str) -> None:
+    target = ALIASES[name]
+    if target.startswith("megatron-"):
+        option = target.removeprefix("megatron-").replace("-", "_")
+        assert option in known_fields()
+        assert option not in SET_BY_SLUICE
+        assert option_of(target, OWN) == ("megatron.megatron_args", option, None)
+    else:
+        assert target in OWN
+    assert name not in OWN
+
+
+@pytest.mark.parametrize(
+    ("argv", "words"),
+    [
+        (["--num-layers", "36"], "--num-layers is no flag, for what the model is comes from the config.json of"),
+        (["--swiglu"], "(and --model); leave it out"),
+        (["--moe-layer-freq", "0", "1"], "--moe-layer-freq is no flag"),
+        (["--no-masked-softmax-fusion"], "write megatron.megatron_args.masked_softmax_fusion=false"),
+        (["--attention-dropout", "0.0"], "--attention-dropout is no flag: there is no dropout; leave it out"),
+        (["--bf16"], "that is --train-dtype bfloat16"),
+        (["--no-megatron-tp-comm-overlap"], "write megatron.megatron_args.tp_comm_overlap=false"),
+    ],
+)
+def test_flags_of_megatron_lms_own_scripts(argv: list[str], words: str) -> None:
+    (fault,) = faults_of(*argv)
+    assert words in fault
+
+
+def test_a_script_for_megatron_lm_says_all_that_is_to_be_left_out() -> None:
+    assert (
+        len(faults_of("--num-layers", "36", "--hidden-size", "64", "--swiglu", "--lr", "1", "--rotary-base", "1")) == 4
+    )
+    args = given("--moe-permute-fusion", "--attention-backend", "flash", "--accumulate-allreduce-grads-in-fp32")
+    assert args == {"moe_permute_fusion": True, "attention_backend": "flash", "grad_reduce_in_fp32": True}
+    assert given("megatron.megatron_args.masked_softmax_fusion=false") == {"masked_softmax_fusion": False}
+
+
+@pytest.mark.slow
+def test_the_fields_are_those_of_the_dataclasses() -> None:
+    """The source says what the imported classes are, and the converted values are what they take."""
+    code = """
+import dataclasses, json, warnings
+warnings.simplefilter("ignore")
+from megatron.core.distributed import DistributedDataParallelConfig as D
+from megatron.core.optimizer import OptimizerConfig as O
+from megatron.core.transformer.enums import AttnBackend
+from megatron.core.transformer.transformer_config import MLATransformerConfig as T
+import torch
+from models.train.megatron.options import split_options
+got = split_options({"attention_backend": "flash", "exp_avg_dtype": "bf16", "main_grads_dtype": "fp32"})
+assert got.transformer == {"attention_backend": AttnBackend.flash}, got
+assert got.optimizer == {"exp_avg_dtype": torch.bfloat16, "main_grads_dtype": torch.float32}, got
+print(json.dumps([[f.name for f in dataclasses.fields(c) if not f.name.startswith("_")] for c in (T, O, D)]))
+"""
+    found = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert found.returncode == 0, found.stderr[-2000:]
+    names = ast.literal_eval(found.stdout.strip().splitlines()[-1])
+    for group, expected in zip(DATACLASSES, names, strict=True):
+        assert set(fields_of(group)) == set(expected), group
+    assert dataclasses.is_dataclass(MegatronOptions)
