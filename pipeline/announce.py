@@ -18,6 +18,7 @@ from msgspec import Struct
 from configs.graph import resolved_router
 from configs.schema import Config
 from pipeline.lifecycle import EngineSpec
+from pipeline.outage import consequence
 from pipeline.recorder import Recorder
 from pipeline.rundir import RunDir
 from stages.messages import Applied, EngineAddress, RouterAddress
@@ -52,12 +53,14 @@ class Announcer:
     """Implements `Lifecycle`."""
 
     def __init__(self, topic: TopicServer, hubs: Mapping[str, Hub], recorder: Recorder) -> None:
+        self.config = recorder.config
         self.topic, self.hubs, self.recorder = topic, hubs, recorder
         self._fleet: dict[str, ServerFacts] = {}
         _file(recorder.rundir).unlink(missing_ok=True)  # of the run that is resumed
 
     def running(self, config: Config, frozen: Mapping[str, str]) -> None:
-        """Publish what runs already and is not watched: frozen engines by name, and a router of the user's own."""
+        """Publish what was found to run already: frozen engines by name, and a router of the user's own. From then on
+        each is watched, and dropped while it is away."""
         for name, url in frozen.items():
             self.topic.publish(f"frozen/{name}", msgspec.msgpack.encode(EngineAddress(name, url, 0)))
         router, address = resolved_router(config), config.router.router_address
@@ -65,7 +68,7 @@ class Announcer:
             self.router_up(router, address.rstrip("/"), 0, "", "")
 
     def lost(self, stage: str, name: str, why: str) -> None:
-        log.warning("%s ended with %s; its work goes to others", name, why)
+        log.warning("%s ended with %s; %s", name, why, consequence(self.config, stage))
         self.recorder.lost(stage, name, why)
         for hub in self.hubs.values():
             hub.peer_lost(name)
@@ -84,9 +87,15 @@ class Announcer:
         self._remember(spec.name, ServerFacts(kind, url, incarnation, version, spec.kind))
 
     def engine_away(self, spec: EngineSpec, why: str) -> None:
-        log.warning("%s at %s: %s; its work goes to others", spec.name, spec.external, why)
-        self._drop_engine(spec.name)
-        self.recorder.say(f"{spec.name}: {spec.external} is lost after {why}; its work goes to others until it is back")
+        if spec.frozen:
+            self.topic.drop(spec.topic)
+        else:
+            self._drop_engine(spec.name)
+        self._away(spec.name, spec.external, why, spec.kind)
+
+    def router_away(self, url: str, why: str) -> None:
+        self.topic.drop("router")
+        self._away("router", url, why, "router")
 
     def router_up(self, kind: str, url: str, incarnation: int, version: str, metrics: str) -> None:
         self.topic.publish("router", msgspec.msgpack.encode(RouterAddress(kind, url, incarnation)))
@@ -99,9 +108,14 @@ class Announcer:
     def say(self, line: str) -> None:
         self.recorder.say(line)
 
+    def _away(self, name: str, url: str, why: str, kind: str) -> None:
+        what = consequence(self.config, kind)
+        log.warning("%s at %s: %s; %s", name, url, why, what)
+        self.recorder.say(f"{name}: {url} is lost after {why}; {what}")
+
     def _drop_engine(self, name: str) -> None:
-        self.topic.drop(f"engine/{name}")
-        self.topic.drop(f"applied/{name}")
+        for kind in ("engine", "applied", "device"):
+            self.topic.drop(f"{kind}/{name}")
 
     def _remember(self, name: str, facts: ServerFacts) -> None:
         self._fleet[name] = facts

@@ -1,30 +1,34 @@
-"""Engines that run already: found by address, checked, watched, taken back when they return. Never started or ended.
+"""Engines and routers that run already: found by address, checked, watched, taken back. Never started or ended.
 
-Invariants: an engine that serves another model than the policy's is refused before it is announced; one that does not
-answer is taken off the topic, and announced with a new incarnation when it does, since it may have been started anew
-with other weights: whoever owns it then brings it up to date before it gets requests.
+Invariants: an engine that serves another model than the policy's is refused before it is announced (a frozen one may
+serve any); who does not answer is taken off the topic, and announced with a new incarnation when it does, since it may
+have been started anew: its owner then brings an engine up to date before it gets requests, and names a router its
+engines again.
 """
 
 from __future__ import annotations
 
 import asyncio
+import itertools
 from pathlib import Path
 from typing import Final
 
 import msgspec
 from msgspec import Struct
 
+from configs.schema import Config
 from configs.schema.health import HealthConfig
 from models.engines.client import EngineClient
 from models.engines.errors import EngineError
 from models.engines.protocol import ModelInfo
 from pipeline.errors import UsageError
-from pipeline.health import Account, HttpLook, SchedulerLook, until
+from pipeline.health import Account, HttpLook, Look, SchedulerLook, until
 from pipeline.keeper import Waiting
 from pipeline.lifecycle import EngineSpec, Lifecycle
 
 POLL_S: Final = 0.5
 FLAG: Final = "--rollout-external-engine-addrs"
+ROUTER_FLAG: Final = "--router-address"
 
 
 class PolicyConfig(Struct, frozen=True):
@@ -62,28 +66,39 @@ def differs(policy: PolicyConfig, info: ModelInfo, theirs: PolicyConfig | None) 
     return None
 
 
+def frozen_spec(config: Config, name: str, address: str) -> EngineSpec:
+    """A frozen engine that runs already."""
+    return EngineSpec(f"frozen-{name}", config.engine, "", None, 0, 0, frozen=name, external=address)
+
+
 class ExternalEngine:
-    """One engine at an address. `run` until cancelled."""
+    """One engine at an address, of the policy or frozen. `run` until cancelled."""
 
     def __init__(self, spec: EngineSpec, lifecycle: Lifecycle, health: HealthConfig) -> None:
         self.spec, self.lifecycle, self.health = spec, lifecycle, health
         self.url = spec.external.rstrip("/")
+        self.given = f"--frozen-engine {spec.frozen}={self.url}" if spec.frozen else f"{FLAG} {self.url}"
 
     async def run(self) -> None:
         """Waits for the engine, then watches it, in turn. Raises UsageError if it is not there or not the right one."""
         timeout_s, interval_s = self.health.rollout_health_check_timeout, self.health.rollout_health_check_interval
         async with EngineClient(self.url, control_timeout_s=timeout_s, connect_timeout_s=timeout_s) as client:
             first = HttpLook(client, timeout_s, "/model_info")  # not /health, which may have to generate
-            await self._arrival(first)
+            cure = "start it first, or give its right address, or leave it out and engines start with the run"
+            if self.spec.frozen:
+                cure = "start it first, or give a checkpoint, which starts with the run"
+            await arrival(self.spec.name, self.url, first, self.lifecycle, self.health, self.given, cure)
             fault, version = await self._inspect(client)
             if fault is not None:
                 raise UsageError(
-                    f"{FLAG} {self.url}: {fault}; start it with the checkpoint of --hf-checkpoint "
+                    f"{self.given}: {fault}; start it with the checkpoint of --hf-checkpoint "
                     f"({self.spec.model_path}), or leave it out"
                 )
             incarnation = 0
             account = Account(self.health.rollout_health_check_failures)
-            look = SchedulerLook(first, None, lambda: self.lifecycle.loading(self.spec.name))
+            look: Look = SchedulerLook(first, None, self._slow)
+            if self.spec.frozen and not version:
+                look = first  # it has no /server_info
             while True:
                 self.lifecycle.engine_up(self.spec, self.url, incarnation, version)
                 self.lifecycle.engine_away(self.spec, await until("lost", account, look, interval_s))
@@ -91,21 +106,9 @@ class ExternalEngine:
                 incarnation += 1
                 self.lifecycle.say(f"{self.spec.name}: {self.url} answers again")
 
-    async def _arrival(self, look: HttpLook) -> None:
-        """Waits for its first good answer, at most `rollout_health_check_first_wait` seconds."""
-        waiting = Waiting(self.spec.name, self.lifecycle.say, f"waiting for {self.url}")
-        fault: str | None = "no answer"
-        try:
-            async with asyncio.timeout(self.health.rollout_health_check_first_wait):
-                while (fault := await look()) is not None:
-                    waiting.tick()
-                    await asyncio.sleep(POLL_S)
-        except TimeoutError:
-            raise UsageError(
-                f"{FLAG} {self.url}: no healthy engine answers there ({fault}); start it first, or give its right "
-                "address, or leave it out and engines start with the run"
-            ) from None
-        waiting.over(self.url, always=False)
+    def _slow(self) -> bool:
+        """Whether it may load weights now; nobody gives a frozen one any."""
+        return not self.spec.frozen and self.lifecycle.loading(self.spec.name)
 
     async def _return(self, client: EngineClient, look: HttpLook, account: Account) -> str:
         """Waits until it answers again and serves the right model; returns its version. Says once what is wrong."""
@@ -122,6 +125,8 @@ class ExternalEngine:
 
     async def _inspect(self, client: EngineClient) -> tuple[str | None, str]:
         """What is wrong with the model that it serves, and the version of the server."""
+        if self.spec.frozen:
+            return None, await _version(client)
         try:
             server, model = await client.server_info(), await client.model_info()
         except EngineError as error:
@@ -130,3 +135,49 @@ class ExternalEngine:
         if policy is None:
             return None, server.version
         return differs(policy, model, read_policy_config(Path(model.model_path))), server.version
+
+
+async def _version(client: EngineClient) -> str:
+    """What a server calls itself, "" if it does not say: a frozen engine need not be one of those that we know."""
+    try:
+        return (await client.server_info()).version
+    except EngineError:
+        return ""
+
+
+class ExternalRouter:
+    """A router at an address. `run` until cancelled."""
+
+    def __init__(self, kind: str, address: str, lifecycle: Lifecycle, health: HealthConfig) -> None:
+        self.kind, self.url, self.lifecycle, self.health = kind, address.rstrip("/"), lifecycle, health
+
+    async def run(self) -> None:
+        """Waits for the router, then watches it, in turn. Raises UsageError if it is not there."""
+        timeout_s, interval_s = self.health.rollout_health_check_timeout, self.health.rollout_health_check_interval
+        async with EngineClient(self.url, control_timeout_s=timeout_s, connect_timeout_s=timeout_s) as client:
+            look = HttpLook(client, timeout_s)
+            cure = "start it first, or give its right address, or leave it out and one starts with the run"
+            await arrival("router", self.url, look, self.lifecycle, self.health, f"{ROUTER_FLAG} {self.url}", cure)
+            account = Account(self.health.rollout_health_check_failures)
+            for incarnation in itertools.count():
+                self.lifecycle.router_up(self.kind, self.url, incarnation, "", "")
+                self.lifecycle.router_away(self.url, await until("lost", account, look, interval_s))
+                await until("recovered", account, look, interval_s)
+                self.lifecycle.say(f"router: {self.url} answers again")
+
+
+async def arrival(
+    name: str, url: str, look: HttpLook, lifecycle: Lifecycle, health: HealthConfig, given: str, cure: str
+) -> None:
+    """Waits for the first good answer, at most `rollout_health_check_first_wait` seconds. Raises UsageError."""
+    waiting = Waiting(name, lifecycle.say, f"waiting for {url}")
+    fault: str | None = "no answer"
+    try:
+        async with asyncio.timeout(health.rollout_health_check_first_wait):
+            while (fault := await look()) is not None:
+                waiting.tick()
+                await asyncio.sleep(POLL_S)
+    except TimeoutError:
+        what = "router" if name == "router" else "healthy engine"
+        raise UsageError(f"{given}: no {what} answers there ({fault}); {cure}") from None
+    waiting.over(url, always=False)

@@ -1,4 +1,4 @@
-"""All servers of a run: its engines, those of frozen models, the router; one keeper for each.
+"""All servers of a run: its engines, those of frozen models, the router; one keeper or watcher for each.
 
 Invariants: they start side by side and are waited for in parallel; the environment of SGLang is asked what it holds
 only if one of them lives in it.
@@ -10,10 +10,10 @@ import asyncio
 from collections.abc import Mapping, Sequence
 from typing import Protocol
 
-from configs.graph import resolved_router
+from configs.graph import frozen_engines, is_address, resolved_router
 from configs.schema import Config
 from pipeline.engines import OwnEngine, SglangEngine
-from pipeline.external import ExternalEngine
+from pipeline.external import ExternalEngine, ExternalRouter, frozen_spec
 from pipeline.keeper import Charge, Keeper
 from pipeline.lifecycle import EngineSpec, Restarts
 from pipeline.processes import Processes
@@ -59,6 +59,7 @@ class Fleet:
     async def _kept(self) -> list[Kept]:
         config, health = self.config, self.config.health
         kept: list[Kept] = [ExternalEngine(spec, self.lifecycle, health) for spec in self.specs if spec.external]
+        kept += self._running_already()
         own = [spec for spec in self.specs if spec.in_thread]
         charges: list[Charge] = [
             OwnEngine(spec, self.processes.rundir, self.environment, self.lifecycle, health) for spec in own
@@ -66,10 +67,23 @@ class Fleet:
         foreign = [spec for spec in self.specs if not spec.in_thread and not spec.external]
         if foreign or self.router:
             # In a thread: it may have to run SGLang's imports, which take seconds.
-            installed = (await asyncio.to_thread(prepare_sglang, config)).installed
+            installed = (await asyncio.to_thread(prepare_sglang, config, warn=False)).installed
             charges += [SglangEngine(spec, config, installed, self.lifecycle) for spec in foreign]
             kind = resolved_router(config)
             if self.router and kind != "none":
                 charges.append(RouterCharge(kind, config, installed, self.lifecycle))
         kept += [Keeper(charge, self.processes, self.restarts, health) for charge in charges]
+        return kept
+
+    def _running_already(self) -> list[Kept]:
+        """Frozen engines and a router that were given by their addresses."""
+        config, health = self.config, self.config.health
+        kept: list[Kept] = [
+            ExternalEngine(frozen_spec(config, name, place), self.lifecycle, health)
+            for name, place in frozen_engines(config).items()
+            if is_address(place)
+        ]
+        kind, address = resolved_router(config), config.router.router_address
+        if kind != "none" and address is not None:
+            kept.append(ExternalRouter(kind, address, self.lifecycle, health))
         return kept

@@ -65,6 +65,9 @@ class Lifecycle(Protocol):
     def router_up(self, kind: str, url: str, incarnation: int, version: str, metrics: str) -> None:
         """It takes requests; its engines have to be named to it anew. `metrics`: where it answers /metrics."""
 
+    def router_away(self, url: str, why: str) -> None:
+        """A router that is not ours to restart does not answer: nothing is sent through it until it is up again."""
+
     def loading(self, name: str) -> bool:
         """Whether an engine has no published weights yet or loads some now, so that it may be slow to answer."""
 

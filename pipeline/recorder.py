@@ -18,15 +18,17 @@ import msgspec
 from configs.graph import loops, path
 from configs.schema import Config
 from models.checkpoint import Manifest, commit_directory, final_path, prune, write_manifest
+from pipeline.hf_copy import save_hf
 from pipeline.journal import Admitted, Committed, Ended, Journal, Stepped
 from pipeline.observe.metrics import MetricsFan, open_metrics
 from pipeline.observe.stats import LedgerCounts, StageStats
 from pipeline.observe.view import RunView
+from pipeline.outage import consequence
 from pipeline.rundir import RunDir
 from pipeline.spans import StageSpans
 from pipeline.tally import GroupTally
 from stages.ledger import Ledger, LedgerSnapshot, OpenGroup
-from stages.messages import CheckpointReady, EvalDone, Settled, StepDone
+from stages.messages import Applied, CheckpointReady, EvalDone, Settled, StepDone
 from transport import TopicServer
 
 BIAS_FILE = "bias.json"
@@ -37,6 +39,15 @@ def scores(report: EvalDone) -> list[tuple[str, int, float]]:
     """(data set, version, score) of one evaluation; companions such as `eval/x-truncated_ratio` are left out."""
     names = [n for n in report.metrics if n != "eval/time_s" and "-" not in n]
     return [(name.removeprefix("eval/"), report.version, report.metrics[name]) for name in names]
+
+
+def _applied(topic: TopicServer, engine: str) -> tuple[int, float] | None:
+    """(version, seconds of the update) that an engine's owner reported last."""
+    value = topic.get(f"applied/{engine}")
+    if value is None:
+        return None
+    applied = msgspec.msgpack.decode(value, type=Applied)
+    return applied.version, applied.update_s
 
 
 class Recorder:
@@ -73,6 +84,7 @@ class Recorder:
         self.versions: list[int] = []
         self.restarts: dict[str, int] = {}
         self.dead_letters: list[str] = []
+        self.delta_ratios: list[float] = []  # per step, where weights travel as differences
         self.lines: Callable[[str], None] = lambda line: None  # where a message to the user goes
         self._resume_step = resume_step
 
@@ -121,7 +133,7 @@ class Recorder:
             return
         self.last_step_s = now
         tallied = {} if self.config.train.loss_type == "sft_loss" else self.tally.step(report)
-        metrics = {**report.metrics, **tallied, **self._ledger_metrics()}
+        metrics = {**report.metrics, **tallied, **self._ledger_metrics(), **self._weights_metrics()}
         if "reward/mean" in metrics:
             self.rewards.append(metrics["reward/mean"])
         self.versions.append(report.version)
@@ -173,6 +185,8 @@ class Recorder:
         def seal() -> None:
             write_manifest(draft, manifest)
             commit_directory(draft, final)
+            if self.config.checkpoint.save_hf is not None and self.config.train.loss_type != "sft_loss":
+                save_hf(final, self.config.checkpoint.save_hf, report.step)
             prune(self.rundir.checkpoints, self.config.checkpoint.keep_last_n)
 
         await asyncio.to_thread(seal)
@@ -184,7 +198,7 @@ class Recorder:
     def lost(self, stage: str, replica: str, why: str) -> None:
         self.restarts[replica] = self.restarts.get(replica, 0) + 1
         self.view.restarted(stage)
-        self.say(f"{replica} ended with {why}; restarting it, its work goes to others")
+        self.say(f"{replica} ended with {why}; restarting it, {consequence(self.config, stage)}")
 
     def dead_letter(self, stream: str, key: str, reason: str) -> None:
         self.dead_letters.append(f"{stream} {key}: {reason}")
@@ -198,6 +212,12 @@ class Recorder:
         self.view.ledger(self.counts())
         self.view.gate(self.ledger.open, capacity)
         self.view.version(version)
+        self.view.engines(
+            {
+                name.removeprefix("engine/"): _applied(topic, name.removeprefix("engine/"))
+                for name in topic.items("engine/")
+            }
+        )
 
     def eval_points(self) -> list[tuple[str, int, float]]:
         """(data set, version, score) of every complete evaluation, in order."""
@@ -205,6 +225,18 @@ class Recorder:
 
     def counts(self) -> LedgerCounts:
         return LedgerCounts(admitted=self.ledger.admitted, open=self.ledger.open, **self.ledger.counts)
+
+    def _weights_metrics(self) -> dict[str, float]:
+        """Of the newest version on its way to the engines."""
+        ratio = self.view.extra("train", "delta_ratio")
+        if ratio > 0:
+            self.delta_ratios.append(ratio)
+        found = {
+            "perf/delta_ratio": ratio,
+            "perf/publish_weights_time": self.view.extra("train", "publish_s"),
+            "perf/update_weights_time": max((row.update_s or 0.0 for row in self.view.engine_rows()), default=0.0),
+        }
+        return {name: value for name, value in found.items() if value > 0}
 
     def _ledger_metrics(self) -> dict[str, float]:
         counts = {f"ledger/{name}": float(n) for name, n in self.ledger.counts.items()}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from statistics import fmean
 
 from configs.graph import engine_count, resolved_router
 from configs.schema import Config
@@ -116,7 +117,11 @@ def summarise(recorder: Recorder, config: Config, reason: str) -> RunSummary:
         wasted_tokens=wasted,
         wasted_share=wasted_share(trained, wasted),
         weight_versions=WeightVersions(
-            first=min(versions, default=0), last=max(versions, default=0), published=len(set(versions))
+            first=min(versions, default=0),
+            last=max(versions, default=0),
+            published=len(set(versions)),
+            transport=config.update.update_weight_transport if engine_count(config) else "",
+            delta_ratio=round(fmean(recorder.delta_ratios), 2) if recorder.delta_ratios else None,
         ),
         engine=engines_of(recorder, config),
         router=router_of(recorder, config),

@@ -6,6 +6,7 @@ are told together, in one sentence each, before the first process starts.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -17,11 +18,11 @@ from configs.schema import Config
 from models.engines.launch.command import tensor_parallel
 from models.engines.launch.environment import Installed, Part, find_python, probe
 from models.engines.launch.errors import LaunchError
-from models.engines.launch.options import router_faults, server_faults
+from models.engines.launch.options import dashed, router_faults, server_faults
 from models.engines.launch.routing import require_router
 from pipeline.errors import UsageError
 
-__all__ = ["SglangSetup", "parts", "prepare_sglang"]
+__all__ = ["SglangSetup", "parts", "prepare_sglang", "warnings"]
 
 ROOT = Path(pipeline.__file__).parent.parent
 
@@ -48,8 +49,8 @@ def parts(config: Config) -> tuple[Part, ...]:
     return tuple(found)
 
 
-def prepare_sglang(config: Config) -> SglangSetup:
-    """Find the environment, ask what it holds, check the options that are passed on.
+def prepare_sglang(config: Config, *, warn: bool = True) -> SglangSetup:
+    """Find the environment, ask what it holds, check the options that are passed on; with `warn` tell what is unwise.
 
     A run that starts nothing of SGLang asks nothing, and gets a setup without versions. Blocks for 0.1 s, or for the
     5 to 15 s of SGLang's imports after an installation. Raises UsageError that tells every fault, or what is missing.
@@ -66,7 +67,21 @@ def prepare_sglang(config: Config) -> SglangSetup:
             raise UsageError(faults[0] if len(faults) == 1 else _listed(faults))
     except LaunchError as error:
         raise UsageError(str(error)) from error
+    for line in warnings(config, installed) if warn and "server" in wanted else ():
+        sys.stderr.write(f"warning: {line}\n")
     return SglangSetup(python, installed, _versions(installed, wanted))
+
+
+def warnings(config: Config, installed: Installed) -> Iterator[str]:
+    """What the servers of this run would do that the user may not want."""
+    off = any(dashed(key) == "disable-overlap-schedule" and value for key, value in config.sglang.sglang_args.items())
+    generates = not config.sglang.rollout_external_engine_addrs
+    if installed.cuda and generates and config.engine.pause_generation_mode == "in_place" and not off:
+        yield (
+            "--pause-generation-mode is in_place, and SGLang's overlap scheduling is on: the first token of a prefill "
+            "under way at an update is of the older weights and labelled with the newer; use --pause-generation-mode "
+            "retract, or --sglang-disable-overlap-schedule"
+        )
 
 
 def _faults(config: Config, installed: Installed, wanted: Sequence[Part]) -> Iterator[str]:

@@ -3,7 +3,8 @@
 Invariants:
 - only engines that carry published weights get requests, and only while there is a slot for the samples;
 - a request that was lost goes on at an engine that has just answered a look at its health, rather not at the one that
-  lost it, and never through the router: nobody can tell the router whom to avoid;
+  lost it, and never through the router: nobody can tell the router whom to avoid. Where prefill and decode are apart
+  there is no other way;
 - `Place.label` names the weights that the request will meet, or is None when that is not certain.
 """
 
@@ -21,7 +22,7 @@ from typing import Final
 
 from configs.schema import Config
 from models.engines.client import EngineClient
-from models.engines.errors import EngineError, EngineUnreachable
+from models.engines.errors import EngineError, EngineUnreachable, RequestNotSent
 from models.engines.launch.routing import policy_of, router_kind
 from models.engines.limits import RequestLimits
 from models.engines.protocol import GenerateRequest
@@ -180,8 +181,11 @@ class Dispatcher:
             slots.release(need.n)
 
     async def _choose(self, need: Need, deadline: float) -> Place:
-        """Waits for a place that is up; unblocked by any change, or by the deadline."""
+        """Waits for a place that is up; unblocked by any change, or by the deadline, which a trainer that has the
+        engines' devices puts off."""
         while not self.draining and (left := deadline - time.monotonic()) > 0:
+            if self.fleet.trainers_turn:
+                deadline = time.monotonic() + self.wait_s
             self.changed.clear()
             place = await self._router(need) or await self._engine(need)
             if place is not None:
@@ -196,16 +200,29 @@ class Dispatcher:
     async def _router(self, need: Need) -> Place | None:
         """The router, if the request may go through it and it has somebody to send it to."""
         members = self.members
-        if members is None or need.direct or need.again or not self.ready() or members.client is None:
+        if members is None or self._alone(need) or not self.ready() or members.client is None:
             return None
         if not await self._prepare(members.client):
             return None
         headers = {ROUTING_KEY_HEADER: need.key} if self.ranking.policy == "session" else None
         return Place(ROUTER, members.client, None, headers)
 
+    def _alone(self, need: Need) -> bool:
+        """Whether one engine is to serve the request. Raises `RequestNotSent` for one that nobody can serve."""
+        members = self.members
+        if members is None or not members.split:
+            return need.direct or need.again
+        if need.direct:
+            raise RequestNotSent(
+                members.client.base_url if members.client is not None else ROUTER,
+                "the router drops a field of it, and where prefill and decode are apart no engine serves it alone; use "
+                "--router smg, which keeps the field, or engines that do both",
+            )
+        return False
+
     async def _engine(self, need: Need) -> Place | None:
         """The engine that the policy ranks first; of those that answer, if the request was lost before."""
-        if self.routed and not need.direct and not need.again:
+        if self.routed and not self._alone(need):
             return None
         clients = self._clients()
         ranked = self.ranking.rank(Choice(need.key, need.prompt, need.n, {n: self._load(n) for n in clients}))

@@ -20,6 +20,7 @@ import msgspec
 from msgspec import Struct
 
 from models.engines.client import EngineClient
+from stages.colocation import trainers_turn
 from stages.messages import Applied, EngineAddress, RouterAddress
 from stages.ports import Topic
 
@@ -93,6 +94,7 @@ class Fleet:
         self.engines: dict[str, Engine] = {}
         self.router: RouterAddress | None = None
         self.router_flights: set[Flight] = set()
+        self.trainers_turn = False  # the engines stand still until the trainer has done its batch
 
     async def follow(self, topic: Topic) -> None:
         """Waits for the topic; runs until cancelled."""
@@ -144,6 +146,7 @@ class Fleet:
             report = applied.get(name)
             stale = report is not None and report.url and report.url.rstrip("/") != address.url.rstrip("/")
             self.engines[name].applied = None if stale else report
+        self.trainers_turn = trainers_turn(topic)
         value = topic.get("router")
         router = msgspec.msgpack.decode(value, type=RouterAddress) if value is not None else None
         if router != self.router:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import math
+import time
 from collections.abc import Sequence
 from typing import Final
 
@@ -21,6 +22,7 @@ from models.engines.protocol import Load
 from stages.base import Activity
 from stages.engine_link import EngineLink
 from stages.fleet import Fleet
+from stages.idle import IdleMeter
 from stages.inflight import CALM_USAGE, Limit, Reading, Slots
 
 LOADS_INTERVAL_S = 2.0
@@ -52,6 +54,7 @@ class LoadWatch:
         self.slots = {ROUTER: Slots(most)} if routed else {n: Slots(limit.value) for n, limit in self.limits.items()}
         self._retractions = 0
         self._busy_s: dict[str, float] = {}
+        self._idle = {link.name: IdleMeter() for link in links}
 
     def of(self, name: str) -> Slots:
         """The slots that a request to this engine takes."""
@@ -84,6 +87,8 @@ class LoadWatch:
         limit = self.limits[link.name]
         if not link.ready.is_set() or link.client is None:
             limit.restart()
+            self._idle[link.name].forget()
+            self.activity.extra.pop(f"{link.name}/idle", None)
             if not self.routed:
                 self.slots[link.name].wake_all()  # who waits for this engine must choose another
             return
@@ -93,7 +98,10 @@ class LoadWatch:
         if not loads:
             return
         if link.owner:
-            self._busy_s[link.name] = sum(load.busy_s for load in loads)
+            busy_s = self._busy_s[link.name] = sum(load.busy_s for load in loads)
+            idle = self._idle[link.name].saw(time.monotonic(), busy_s, sum(load.num_running_reqs for load in loads))
+            if idle is not None:
+                self.activity.extra[f"{link.name}/idle"] = idle
         engine = self.fleet.engines.get(link.name)
         if not self.adaptive or engine is None or engine.updating:
             return

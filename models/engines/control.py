@@ -16,6 +16,7 @@ from msgspec import Struct
 
 from models.engines.core import Completion, EngineCore
 from models.engines.errors import RequestRefused, WeightsRefused
+from models.engines.memory import MemoryRequest
 from models.engines.protocol import (
     AbortRequest,
     CheckerAnswer,
@@ -65,6 +66,8 @@ class ControlRoutes:
             "/end_weight_update": self._end,
             "/update_weight_version": self._update_version,
             "/weights_checker": self._checker,
+            "/release_memory_occupation": self._release_memory,
+            "/resume_memory_occupation": self._resume_memory,
         }
         tensors = [web.post(f"/{name}", self._tensor_route) for name in _TENSOR_ROUTES]
         flush = web.get("/flush_cache", self._flush)
@@ -135,6 +138,15 @@ class ControlRoutes:
         if request.action != "checksum":
             raise RequestRefused(f"action={request.action!r} is not served; use checksum")
         return send(CheckerAnswer(ranks=[RankChecksums(await self._core.checksums())]))
+
+    async def _release_memory(self, http: web.Request) -> web.Response:
+        await self._core.release_memory((await _body(http, MemoryRequest)).wanted)
+        return web.Response()
+
+    async def _resume_memory(self, http: web.Request) -> web.Response:
+        async with self._updating:
+            await self._core.resume_memory((await _body(http, MemoryRequest)).wanted)
+        return web.Response()
 
 
 def _bracket_refusal(message: str) -> web.Response:

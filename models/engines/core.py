@@ -17,6 +17,7 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
+from models.engines.memory import MemoryTag
 from models.engines.protocol import FinishReason, Load, PauseMode, VersionSpan
 
 ABORTED = FinishReason(type="abort", message="Aborted")
@@ -140,6 +141,7 @@ class Totals:
     finished: int = 0
     aborted: int = 0
     busy_s: float = 0.0  # time in steps
+    memory_releases: int = 0
 
     @property
     def cache_hit_rate(self) -> float:
@@ -155,6 +157,7 @@ class Totals:
             "num_aborted_requests_total": self.aborted,
             "num_retractions_total": self.retractions,
             "engine_steps_total": self.steps,
+            "memory_releases_total": self.memory_releases,
         }
 
 
@@ -190,7 +193,8 @@ class EngineCore(Protocol):
     async def pause(self, mode: PauseMode) -> None:
         """Generate nothing until `resume`."""
 
-    async def resume(self) -> None: ...
+    async def resume(self) -> None:
+        """Go on. Raises `RequestRefused` while memory is given back or the weights are undefined."""
 
     async def flush_cache(self) -> bool:
         """Forget all reusable prefixes. False, and nothing is done, if a request is running."""
@@ -204,6 +208,12 @@ class EngineCore(Protocol):
 
     async def checksums(self) -> dict[str, str]:
         """Checksum of each tensor by its Hugging Face name."""
+
+    async def release_memory(self, tags: Sequence[MemoryTag]) -> None:
+        """Give memory back. Raises `RequestRefused` unless the engine is paused and runs nothing."""
+
+    async def resume_memory(self, tags: Sequence[MemoryTag]) -> None:
+        """Take the memory again. What was in it is lost: the weights must be updated before `resume`."""
 
     def load(self) -> Load: ...
 

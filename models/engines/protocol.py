@@ -318,6 +318,8 @@ class ServerInfo(Struct, frozen=True, kw_only=True):
     stream_interval: int | None = None
     tp_size: int | None = 1
     dp_size: int | None = 1
+    disaggregation_mode: str = "null"  # or prefill, decode
+    disaggregation_bootstrap_port: int | None = None
 
 
 class ModelCard(Struct, frozen=True, kw_only=True):

@@ -24,6 +24,7 @@ from models.engines.protocol import GenerateRequest, SamplingParams
 T = TypeVar("T")
 
 ROUTING_KEY_HEADER: Final = "X-SMG-Routing-Key"  # requests of one key go to one engine, with the right policy
+REGULAR: Final = "regular"  # worker type of an engine that does everything
 CONFLICT: Final = 409  # smg's answer to a worker that it has, or has not forgotten yet
 NOT_FOUND: Final = 404
 
@@ -91,18 +92,31 @@ def _set_fields(struct: GenerateRequest | SamplingParams) -> list[str]:
 
 
 class RouterWorker(Struct, frozen=True):
-    """An engine as the router lists it."""
+    """An engine as the router lists it. `worker_type`: regular, or prefill and decode where these are apart."""
 
     id: str
     url: str
     is_healthy: bool = True
+    worker_type: str = REGULAR
+    bootstrap_port: int | None = None  # of a prefill worker: where decode workers fetch the KV cache
+
+    @property
+    def role(self) -> Role:
+        return Role(self.worker_type, self.bootstrap_port)
+
+
+class Role(Struct, frozen=True, omit_defaults=True):
+    """What an engine does for the router; these fields are part of the body that adds it."""
+
+    worker_type: str = REGULAR
+    bootstrap_port: int | None = None
 
 
 class _Workers(Struct, frozen=True):
     workers: list[RouterWorker] = []
 
 
-class _NewWorker(Struct, frozen=True):
+class _NewWorker(Role, frozen=True, omit_defaults=True, kw_only=True):
     url: str
 
 
@@ -137,10 +151,12 @@ class RouterClient:
         body = await self._http.call("GET", "/workers", None, self._timeout_s)
         return list(self._decode(body, _Workers).workers)
 
-    async def add(self, url: str) -> bool:
+    async def add(self, url: str, role: Role | None = None) -> bool:
         """Ask for a worker; it is listed seconds later. False if the router still has one at this address."""
+        role = role or Role()
+        new = _NewWorker(url=url, worker_type=role.worker_type, bootstrap_port=role.bootstrap_port)
         try:
-            body = await self._http.call("POST", "/workers", _NewWorker(url), self._timeout_s)
+            body = await self._http.call("POST", "/workers", new, self._timeout_s)
         except EngineRefused as error:
             if error.status == CONFLICT:
                 return False

@@ -20,6 +20,7 @@ from typing import Any, Final
 from configs.schema.engine import EngineConfig
 from models.engines.core import Completion, Deliver, EngineFacts, Totals
 from models.engines.errors import EngineServerError
+from models.engines.memory import MemoryAccount, MemoryTag
 from models.engines.protocol import DEFAULT_LABEL, FinishReason, Load, PauseMode
 from models.engines.simulated_policy import (
     simulated_length,
@@ -63,6 +64,7 @@ class SimulatedEngine:
         self._timer: asyncio.TimerHandle | None = None
         self._drained: list[asyncio.Future[None]] = []
         self._updating = asyncio.Lock()
+        self._memory = MemoryAccount()
         self._stopped = False
         self._deliver: Deliver = _nowhere
 
@@ -109,6 +111,7 @@ class SimulatedEngine:
     async def resume(self) -> None:
         """Waits for an update that is under way; unblocked by its end."""
         async with self._updating:
+            self._memory.check_whole()
             self.schedule.resume(self._now)
             self._pump()
 
@@ -119,6 +122,7 @@ class SimulatedEngine:
     async def update_weights(self, path: str, label: str | None, abort_all: bool) -> None:
         """Waits for the running requests unless paused, then stands still for the configured time."""
         async with self._updating:
+            self._memory.check_load()
             if abort_all:
                 self.schedule.cancel_all(self._now)
             self.schedule.holding = True
@@ -127,6 +131,7 @@ class SimulatedEngine:
                 await self._drain()
                 await asyncio.sleep(self._update_s)
                 self.schedule.relabel(self._now, label if label is not None else self.schedule.label)
+                self._memory.loaded()
             finally:
                 self.schedule.release(self._now)
                 self._pump()
@@ -137,7 +142,18 @@ class SimulatedEngine:
 
     async def checksums(self) -> dict[str, str]:
         """There are no tensors: the label stands for the weights."""
+        self._memory.check_weights()
         return {"label": self.schedule.label}
+
+    async def release_memory(self, tags: Sequence[MemoryTag]) -> None:
+        """There is none: what is away is noted, and what then may not be done is refused."""
+        self.schedule.advance(self._now)
+        if self._memory.release(tags, paused=self.schedule.paused, running=self.schedule.running):
+            self.schedule.flush()
+        self.schedule.totals.memory_releases = self._memory.releases
+
+    async def resume_memory(self, tags: Sequence[MemoryTag]) -> None:
+        self._memory.resume(tags)
 
     def load(self) -> Load:
         self.schedule.advance(self._now)

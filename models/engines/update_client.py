@@ -7,7 +7,7 @@ that updated the weights but kept its cache says so with status 400, which is a 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Final, Literal, TypeVar
+from typing import Final, TypeVar
 
 import msgspec
 import xxhash
@@ -15,10 +15,10 @@ from msgspec import Struct
 
 from models.engines.client import EngineClient, WeightsUpdated
 from models.engines.errors import EngineProtocolError, EngineRefused
+from models.engines.memory import ALL_TAGS, MemoryRequest, MemoryTag
 from models.engines.protocol import UpdateAnswer
 
 T = TypeVar("T")
-MemoryTag = Literal["kv_cache", "weights", "cuda_graph"]
 
 _UPDATED_BUT_NOT_FLUSHED: Final = "Weights were updated"
 _ALREADY_OPEN: Final = "already"  # both SGLang and our engines use the word
@@ -54,10 +54,6 @@ class _FromTensor(Struct, frozen=True, kw_only=True):
     weight_version: str | None
     flush_cache: bool
     abort_all_requests: bool = False
-
-
-class _Memory(Struct, frozen=True):
-    tags: list[MemoryTag]
 
 
 class Ranks(Struct, frozen=True, kw_only=True):
@@ -132,13 +128,14 @@ class UpdateClient:
         text = msgspec.json.encode([dict(rank) for rank in ranks], order="sorted")
         return xxhash.xxh3_128_hexdigest(text)
 
-    async def release_memory(self, tags: Sequence[MemoryTag] = ("kv_cache", "weights", "cuda_graph")) -> None:
-        """Give device memory back. The engine must be idle; without --enable-memory-saver it does nothing."""
-        await self.client.call("POST", "/release_memory_occupation", _Memory([*tags]), self.timeout_s)
+    async def release_memory(self, tags: Sequence[MemoryTag] = ALL_TAGS) -> None:
+        """Give device memory back. The engine must be paused and idle: SGLang's scheduler (0.5.23) ends itself
+        otherwise, ours refuse. Without --enable-memory-saver SGLang does nothing."""
+        await self.client.call("POST", "/release_memory_occupation", MemoryRequest([*tags]), self.timeout_s)
 
-    async def resume_memory(self, tags: Sequence[MemoryTag] = ("kv_cache", "weights", "cuda_graph")) -> None:
+    async def resume_memory(self, tags: Sequence[MemoryTag] = ALL_TAGS) -> None:
         """Take the memory again. What was in it is undefined: update the weights before anything is generated."""
-        await self.client.call("POST", "/resume_memory_occupation", _Memory([*tags]), self.timeout_s)
+        await self.client.call("POST", "/resume_memory_occupation", MemoryRequest([*tags]), self.timeout_s)
 
     async def _update(self, path: str, payload: Struct | dict[str, str], flush_cache: bool = False) -> WeightsUpdated:
         try:

@@ -48,7 +48,7 @@ def families(facts: Facts) -> list[Family]:
         restarts.add(n, replica=replica)
     lost = one("sluice_dead_letters_total", "counter", "Messages that no replica could process.", facts.dead_letters)
     run = facts.run
-    return [*progress(run), *groups(run), *learning(run), by_age, *stages(run), restarts, lost]
+    return [*progress(run), *groups(run), *learning(run), by_age, *stages(run), *engines(run), restarts, lost]
 
 
 def one(name: str, kind: Kind, help_text: str, value: float | None) -> Family:
@@ -120,6 +120,20 @@ def stages(run: RunSnapshot) -> list[Family]:
         for name, family in counted.items():
             family.add(getattr(row, name), stage=row.stage)
     return [share, *counted.values()]
+
+
+def engines(run: RunSnapshot) -> list[Family]:
+    """What is known of the engines that generate beside their own metrics."""
+    counted = {
+        "version": Family("sluice_engine_weight_version", "gauge", "Weights that the engine carries."),
+        "idle": Family("sluice_engine_idle_ratio", "gauge", "Share of the last seconds in which nothing ran."),
+        "update_s": Family("sluice_engine_update_seconds", "gauge", "Length of the newest weight update."),
+    }
+    for row in run.engines:
+        for name, family in counted.items():
+            if (value := getattr(row, name)) is not None:
+                family.add(value, engine=row.name)
+    return [*counted.values()]
 
 
 async def scrape(session: aiohttp.ClientSession, url: str, labels: Mapping[str, str]) -> list[Family] | None:

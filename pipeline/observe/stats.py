@@ -76,6 +76,17 @@ class StageRow:
 
 
 @dataclass(frozen=True)
+class EngineRow:
+    """One engine that generates."""
+
+    name: str
+    up: bool
+    version: int | None  # of the weights that it carries
+    idle: float | None  # share of its time, over the last seconds
+    update_s: float | None  # length of its newest weight update
+
+
+@dataclass(frozen=True)
 class RunSnapshot:
     """Everything that a display needs."""
 
@@ -100,3 +111,4 @@ class RunSnapshot:
     wasted_tokens: int
     wasted_share: float  # of the tokens generated for settled groups
     busiest: tuple[str, float] | None  # stage that sets the bound now, and its busy share: the efficiency against it
+    engines: tuple[EngineRow, ...] = ()

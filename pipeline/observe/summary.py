@@ -75,6 +75,8 @@ class WeightVersions(Struct, frozen=True):
     first: int = 0
     last: int = 0
     published: int = 0
+    transport: str = ""  # route to the engines; empty where there are none
+    delta_ratio: float | None = None  # bytes of the weights by bytes of a difference, mean over the steps
 
 
 class EngineSummary(Struct, frozen=True):
@@ -263,6 +265,10 @@ def _results(summary: RunSummary) -> list[tuple[str, str]]:
         )
         lost = f", {engine.restarts} restarts, {engine.reused_tokens} tokens saved" if engine.restarts else ""
         rows.append(("engines", f"{engine.count} x {engine.kind}{version}{behind}{lost}".rstrip()))
+    weights = summary.weight_versions
+    if weights.transport:
+        saved = "" if weights.delta_ratio is None else f", differences of 1/{weights.delta_ratio:.1f} of the bytes"
+        rows.append(("weights", f"{weights.published} versions by {weights.transport}{saved}"))
     generated = quantity(summary.generated_tokens_per_s)
     rows.append(("tokens/s", f"{quantity(summary.tokens_per_s)} trained, {generated} generated"))
     if summary.efficiency_vs_bound is not None:

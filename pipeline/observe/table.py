@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import math
 from collections import deque
+from collections.abc import Sequence
+from statistics import fmean
 from types import TracebackType
 from typing import Final, Protocol
 
@@ -17,11 +19,12 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from pipeline.observe.stats import RunSnapshot, StageRow
+from pipeline.observe.stats import EngineRow, RunSnapshot, StageRow
 
 _WIDE: Final = 108  # columns from which the table shows everything
 _MEDIUM: Final = 78
 _NOTES: Final = 5
+_MOST_ENGINES: Final = 4  # that are shown one by one
 
 
 class RunDisplay(Protocol):
@@ -136,6 +139,8 @@ def render(snapshot: RunSnapshot, width: int, notes: tuple[str, ...] = ()) -> Re
         _stages(snapshot, width),
         blank,
     ]
+    if snapshot.engines:
+        lines += [_engines(snapshot.engines, width), blank]
     lines += _footer(snapshot)
     lines += [Text(f"  {note}", style="dim", overflow="ellipsis", no_wrap=True) for note in notes]
     return Group(*lines)
@@ -199,6 +204,38 @@ def _cells(row: StageRow) -> dict[str, Text]:
         "fail": Text(quantity(row.failures), style="red" if row.failures else "dim"),
         "restarts": Text(str(row.restarts), style="bold red" if row.restarts else "dim"),
     }
+
+
+def _engines(engines: Sequence[EngineRow], width: int) -> Text:
+    """Each engine where they are few, else their number and the extremes."""
+    text = Text("engines ", overflow="fold")
+    if len(engines) <= (_MOST_ENGINES if width >= _MEDIUM else 2):
+        for index, row in enumerate(engines):
+            text.append("   " if index else "").append(row.name, style="bold")
+            if not row.up:
+                text.append(" lost", style="bold red")
+                continue
+            text.append(" no weights" if row.version is None else f" v{row.version}")
+            text.append(f" idle {_share(row.idle)}", style="yellow" if (row.idle or 0.0) >= 0.5 else "")
+            text.append(f" update {_seconds(row.update_s)}")
+        return text
+    up = [row for row in engines if row.up]
+    idle = [row.idle for row in up if row.idle is not None]
+    updates = [row.update_s for row in up if row.update_s is not None]
+    text.append(f"{len(up)}", style="bold").append(f" of {len(engines)} up")
+    text.append(f"   idle {_share(fmean(idle) if idle else None)}, most {_share(max(idle, default=None))}")
+    text.append(
+        f"   update {_seconds(fmean(updates) if updates else None)}, most {_seconds(max(updates, default=None))}"
+    )
+    return text
+
+
+def _share(value: float | None) -> str:
+    return "-" if value is None else f"{value:.0%}"
+
+
+def _seconds(value: float | None) -> str:
+    return "-" if value is None else f"{quantity(value)} s"
 
 
 def _footer(snapshot: RunSnapshot) -> list[RenderableType]:

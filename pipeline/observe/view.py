@@ -14,7 +14,9 @@ from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from pipeline.observe.stats import COUNTERS, LedgerCounts, RunSnapshot, StageRow, StageStats
+from pipeline.observe.stats import COUNTERS, EngineRow, LedgerCounts, RunSnapshot, StageRow, StageStats
+
+IDLE = "/idle"  # end of the name under which a generate replica tells an engine's idle share
 
 
 @dataclass
@@ -88,6 +90,8 @@ class RunView:
         self._step, self._version, self._trained_tokens, self._wasted_tokens = first_step, 0, 0, 0
         self._rewards: deque[float] = deque(maxlen=20)
         self._evals: dict[str, tuple[int, float]] = {}
+        self._up: frozenset[str] = frozenset()
+        self._engines: dict[str, tuple[int, float] | None] = {}
         self.staleness: dict[int, int] = {}  # trained tokens by staleness, all steps
 
     def stage(self, stats: StageStats) -> None:
@@ -124,6 +128,14 @@ class RunView:
     def version(self, version: int) -> None:
         """Weights that all engines carry."""
         self._version = version
+
+    def engines(self, reports: Mapping[str, tuple[int, float] | None]) -> None:
+        """The engines that have an address: (version, seconds of the newest update), None before the first.
+
+        One that was there before and is not named is lost.
+        """
+        self._engines = {**dict.fromkeys(self._engines), **reports}
+        self._up = frozenset(reports)
 
     def wasted(self, tokens: int) -> None:
         """Tokens were generated for a group that was not trained."""
@@ -190,6 +202,24 @@ class RunView:
             wasted_tokens=self._wasted_tokens,
             wasted_share=self._wasted_tokens / generated if generated else 0.0,
             busiest=busiest,
+            engines=self.engine_rows(),
+        )
+
+    def engine_rows(self) -> tuple[EngineRow, ...]:
+        """The engines that generate, lost ones among them, in the order of their numbers."""
+        idle: dict[str, float] = {}
+        for key, replica in self._replicas.items():
+            if key[0] == "generate":
+                idle |= {n.removesuffix(IDLE): v for n, v in replica.newest.extra.items() if n.endswith(IDLE)}
+        return tuple(
+            EngineRow(
+                name=name,
+                up=name in self._up,
+                version=report[0] if report is not None else None,
+                idle=idle.get(name) if name in self._up else None,
+                update_s=report[1] if report is not None else None,
+            )
+            for name, report in sorted(self._engines.items(), key=lambda item: (len(item[0]), item[0]))
         )
 
     def _row(self, stage: str) -> StageRow:

@@ -69,6 +69,9 @@ class Told:
     def router_up(self, kind: str, url: str, incarnation: int, version: str, metrics: str) -> None:
         self.events.append(("router", kind, url, str(incarnation), version))
 
+    def router_away(self, url: str, why: str) -> None:
+        self.events.append(("away", "router", why))
+
     def loading(self, name: str) -> bool:
         return self.is_loading
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from launching import NO_DATA, SMALL, Finished, finish, launch, made_model, start
+from launching import NO_DATA, SMALL, Finished, finish, here, launch, made_model, start
 from test_kill import wait_for_steps
 
 
@@ -57,19 +57,23 @@ def left_running(run_dir: Path) -> list[str]:
     ids=lambda value: "_".join(value)[:40],
 )
 def test_mistakes_on_the_command_line(tmp_path: Path, flags: list[str], words: list[str]) -> None:
-    refused(launch(tmp_path / "run", *SMALL, *flags, timeout_s=60), *words)
+    refused(here(tmp_path / "run", *SMALL, *flags), *words)
+
+
+def test_a_mistake_ends_the_process(tmp_path: Path) -> None:
+    refused(launch(tmp_path / "run", *SMALL, "--num-rolout", "3", timeout_s=60), "did you mean --num-rollout?")
 
 
 def test_a_data_file_without_one_usable_row(tmp_path: Path) -> None:
     data = tmp_path / "bad.jsonl"
     data.write_text('{"input": "x"\n[1, 2]\n{"prompt": "x"}\n')
-    refused(launch(tmp_path / "run", *NO_DATA, "--prompt-data", str(data)), "bad.jsonl", "3 rows")
+    refused(here(tmp_path / "run", *NO_DATA, *made_model(), "--prompt-data", str(data)), "bad.jsonl", "3 rows")
 
 
 def test_a_run_directory_is_never_written_over(tmp_path: Path) -> None:
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "config.toml").write_text("[run]\n")
-    refused(launch(tmp_path / "run", *SMALL), "a run is already there", "--resume")
+    refused(here(tmp_path / "run", *SMALL), "a run is already there", "--resume")
     assert (tmp_path / "run" / "config.toml").read_text() == "[run]\n"
 
 

@@ -11,12 +11,21 @@ from pathlib import Path
 
 import pytest
 from fake_servers import FAKE, Told, configured, eventually, outside
+from msgspec.structs import replace
 
+from configs.schema import Config
 from models.engines.protocol import ModelInfo
+from pipeline.announce import Announcer, read_fleet
 from pipeline.errors import UsageError
-from pipeline.external import ExternalEngine, PolicyConfig, differs
+from pipeline.external import ExternalEngine, ExternalRouter, PolicyConfig, differs, frozen_spec
+from pipeline.fleet import Fleet
 from pipeline.free_port import held_port
-from pipeline.lifecycle import EngineSpec
+from pipeline.lifecycle import EngineSpec, Restarts
+from pipeline.outage import consequence
+from pipeline.processes import Processes
+from pipeline.recorder import Recorder
+from pipeline.rundir import RunDir
+from transport.memory import MemoryNetwork, MemoryNode
 
 
 @pytest.fixture
@@ -105,3 +114,122 @@ def test_models_are_told_apart_by_what_is_known(
     info: ModelInfo, theirs: PolicyConfig | None, found: str | None
 ) -> None:
     assert differs(PolicyConfig(("Tiny",), 32, 64, 2), info, theirs) == found
+
+
+async def test_a_frozen_engine_at_an_address_is_watched_too_and_may_serve_any_model(fake: Path, policy: Path) -> None:
+    told, config = Told(), configured()
+    with held_port() as port:
+        address = f"http://127.0.0.1:{port}"
+        watch = ExternalEngine(frozen_spec(config, "judge", address), told, config.health)
+        async with outside(fake, port, "Other") as process, watched(watch.run):
+            assert await told.until("up") == ("up", "frozen-judge", address, "0", "9.9")
+            told.is_loading = True  # nobody gives it weights: that is no excuse for its scheduler
+            os.kill(process.pid, signal.SIGSTOP)
+            assert "/model_info gave no answer" in (await told.until("away"))[2]
+            os.kill(process.pid, signal.SIGCONT)
+            assert (await told.until("up", 2))[3] == "1"
+
+
+async def test_a_frozen_engine_that_is_not_there_is_told_with_its_own_flag() -> None:
+    config = configured(rollout_health_check_first_wait=0.3)
+    with held_port() as port:
+        spec = frozen_spec(config, "judge", f"http://127.0.0.1:{port}/")
+        told = rf"--frozen-engine judge=http://127.0.0.1:{port}: no healthy engine answers there .* give a checkpoint"
+        with pytest.raises(UsageError, match=told):
+            await ExternalEngine(spec, Told(), config.health).run()
+
+
+async def test_a_router_at_an_address_is_dropped_while_it_is_away_and_comes_back_anew(fake: Path) -> None:
+    told, config = Told(), configured()
+    with held_port() as port:
+        address = f"http://127.0.0.1:{port}"
+        run = ExternalRouter("smg", address + "/", told, config.health).run
+        async with outside(fake, port) as process, watched(run):
+            assert await told.until("router") == ("router", "smg", address, "0", "")
+            os.kill(process.pid, signal.SIGSTOP)
+            assert "/health gave no answer" in (await told.until("away"))[2]
+            assert process.returncode is None
+            os.kill(process.pid, signal.SIGCONT)
+            assert (await told.until("router", 2))[3] == "1", "it may have lost its workers"
+    assert told.lines == [f"router: {address} answers again"]
+
+
+async def test_a_router_that_is_not_there_is_told_with_the_cure() -> None:
+    config = configured(rollout_health_check_first_wait=0.3)
+    with held_port() as port:
+        router = ExternalRouter("sglang", f"http://127.0.0.1:{port}", Told(), config.health)
+        with pytest.raises(
+            UsageError, match=r"--router-address .*: no router answers there .* one starts with the run"
+        ):
+            await router.run()
+
+
+def with_addresses(config: Config) -> Config:
+    return replace(
+        config,
+        engine=replace(config.engine, frozen_engine=("judge=http://j:1", "own=/models/own")),
+        router=replace(config.router, router="smg", router_address="http://r:2"),
+    )
+
+
+async def test_what_was_given_by_address_is_watched_by_the_fleet(tmp_path: Path) -> None:
+    config = with_addresses(configured())
+    restarts = Restarts(Told(), 0)
+    with RunDir(tmp_path / "run").open(resume=False) as rundir:
+        fleet = Fleet(config, [], Processes(rundir), restarts, {}, router=False)
+        engine, router = await fleet._kept()
+    assert isinstance(engine, ExternalEngine)
+    assert (engine.spec.topic, engine.url) == ("frozen/judge", "http://j:1")
+    assert isinstance(router, ExternalRouter)
+    assert (router.kind, router.url) == ("smg", "http://r:2")
+
+
+async def test_what_is_away_leaves_the_topic_and_the_words_say_what_follows(tmp_path: Path) -> None:
+    config = with_addresses(configured())
+    lines: list[str] = []
+    with RunDir(tmp_path / "run").open(resume=False) as rundir:
+        async with MemoryNode("run", "test", MemoryNetwork()) as node:
+            topic = await node.topic_server("topic")
+            recorder = Recorder(config, rundir)
+            recorder.lines = lines.append
+            announcer = Announcer(topic, {}, recorder)
+            announcer.running(config, {"judge": "http://j:1"})
+            spec = frozen_spec(config, "judge", "http://j:1")
+            announcer.engine_up(spec, "http://j:1", 0, "0.5.23")
+            announcer.router_up("smg", "http://r:2", 0, "", "")
+            assert sorted(topic.items("")) == ["frozen/judge", "router"]
+            assert read_fleet(rundir)["frozen-judge"].role == "frozen"
+            announcer.engine_away(spec, "2 failed health checks in a row (refused)")
+            announcer.router_away("http://r:2", "a failed health check (refused)")
+            assert sorted(topic.items("")) == []
+            engine = EngineSpec("engine-0", config.engine, "", None, 0, 0, external="http://e:3")
+            announcer.engine_up(engine, "http://e:3", 0, "0.5.23")
+            for kind in ("applied", "device"):
+                topic.publish(f"{kind}/engine-0", b"")
+            announcer.engine_away(engine, "a failed health check (refused)")
+            assert sorted(topic.items("")) == []
+            announcer.lost("router", "router", "exit code 1")
+    assert lines == [
+        "frozen-judge: http://j:1 is lost after 2 failed health checks in a row (refused); what is asked of it waits "
+        "until it is back",
+        "router: http://r:2 is lost after a failed health check (refused); new requests wait for it, those it had go "
+        "on at the engines directly",
+        "engine-0: http://e:3 is lost after a failed health check (refused); its work waits until it is back",
+        "router ended with exit code 1; restarting it, new requests wait for it, those it had go on at the engines "
+        "directly",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("scale", "kind", "words"),
+    [
+        ({}, "engine", "its work waits until it is back"),
+        ({"engine": 2}, "engine", "its work goes to others"),
+        ({"generate": 2}, "generate", "its work goes to others"),
+        ({"generate": 1}, "generate", "its work waits until it is back"),
+        ({"engine": 2}, "frozen", "what is asked of it waits until it is back"),
+    ],
+)
+def test_work_goes_to_others_only_where_there_are_others(scale: dict[str, int], kind: str, words: str) -> None:
+    config = configured()
+    assert consequence(replace(config, run=replace(config.run, scale=scale)), kind) == words

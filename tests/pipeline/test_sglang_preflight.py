@@ -5,11 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from configs.schema import Config, EngineConfig, RouterConfig, SglangConfig, TrainConfig
+from models.engines.launch.environment import Installed
 from pipeline.errors import UsageError
-from pipeline.sglang import parts, prepare_sglang
+from pipeline.sglang import parts, prepare_sglang, warnings
 from tests.models.engines.launch.fake_environment import FakeEnvironment
 
 SGLANG = EngineConfig(engine="sglang")
@@ -105,3 +107,41 @@ def test_the_flag_outranks_the_variable(environment: FakeEnvironment, monkeypatc
     monkeypatch.setenv("SLUICE_SGLANG_PYTHON", "/nowhere/python")
     arguments: dict[str, Any] = {"sglang_python": str(environment.root)}
     assert prepare_sglang(Config(engine=SGLANG, sglang=SglangConfig(**arguments))).python == environment.python
+
+
+CUDA = Installed(python="python", python_version="3.11", cuda=True)
+
+
+@pytest.mark.parametrize(
+    ("mode", "arguments", "external", "cuda", "told"),
+    [
+        ("in_place", {}, (), True, True),
+        ("in_place", {"disable_overlap_schedule": False}, (), True, True),
+        ("in_place", {"disable-overlap-schedule": True}, (), True, False),
+        ("retract", {}, (), True, False),
+        ("in_place", {}, ("http://h:1",), True, False),
+        ("in_place", {}, (), False, False),  # where it is switched off
+    ],
+)
+def test_updates_in_place_under_overlap_scheduling_are_warned_of(
+    mode: Any, arguments: dict[str, Any], external: tuple[str, ...], cuda: bool, told: bool
+) -> None:
+    config = Config(
+        engine=EngineConfig(engine="sglang", pause_generation_mode=mode),
+        sglang=SglangConfig(sglang_args=arguments, rollout_external_engine_addrs=external),
+    )
+    lines = [*warnings(config, msgspec.structs.replace(CUDA, cuda=cuda))]
+    assert bool(lines) == told
+    assert all("use --pause-generation-mode retract, or --sglang-disable-overlap-schedule" in line for line in lines)
+
+
+def test_a_warning_is_told_before_the_start_and_once(
+    environment: FakeEnvironment, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("pipeline.sglang.probe", lambda python, wanted: CUDA)
+    monkeypatch.setattr("pipeline.sglang._faults", lambda *_: ())
+    config = Config(engine=EngineConfig(engine="sglang", pause_generation_mode="in_place"))
+    prepare_sglang(config)
+    assert capsys.readouterr().err.startswith("warning: --pause-generation-mode is in_place, and SGLang's overlap")
+    prepare_sglang(config, warn=False)
+    assert capsys.readouterr().err == ""

@@ -113,6 +113,7 @@ class FakeRouter:
     adds: bool = True  # False: accepts, and never lists
     lingering: set[str] = field(default_factory=set)  # listed as unhealthy after their removal
     conflict: set[str] = field(default_factory=set)  # POST answers 409
+    roles: dict[str, dict[str, Any]] = field(default_factory=dict)  # address -> worker_type, bootstrap_port
 
     async def __aenter__(self) -> FakeRouter:
         app = web.Application(middlewares=[self._faults])
@@ -142,17 +143,19 @@ class FakeRouter:
 
     async def _list(self, request: web.Request) -> web.Response:
         listed = [
-            {"id": f"id-{url}".replace("/", "_"), "url": url, "is_healthy": ok} for url, ok in self.workers.items()
+            {"id": f"id-{url}".replace("/", "_"), "url": url, "is_healthy": ok, **self.roles.get(url, {})}
+            for url, ok in self.workers.items()
         ]
         return web.json_response({"workers": listed, "total": len(listed)})
 
     async def _add(self, request: web.Request) -> web.Response:
-        url = (await request.json())["url"]
+        body = await request.json()
+        url = body.pop("url")
         self.posts.append(url)
-        if url in self.conflict:
+        if url in self.conflict or (self.kind == "smg" and url in self.workers):
             return web.json_response({"error": "exists"}, status=409)
         if self.adds:
-            self.workers[url] = True
+            self.workers[url], self.roles[url] = True, {"worker_type": "regular", **body}
         return web.json_response({"status": "accepted", "worker_id": url}, status=202)
 
     async def _remove(self, request: web.Request) -> web.Response:

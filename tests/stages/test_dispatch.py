@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections import Counter
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -13,7 +14,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from models.engines.errors import RequestNotSent
 from models.engines.launch.routing import Policy
+from stages.base import Activity
+from stages.dispatch import Dispatcher, Need
 from stages.messages import Applied, RolloutSlice
 from stages.policies import CROWDED, Choice, Ranking
 from stages.requests import Requests
@@ -30,7 +34,7 @@ from tests.stages.engine_rig import (
     token_versions,
 )
 from tests.stages.faults import FakeRouter
-from tests.stages.stage_rig import idle, make_group, make_sample, numbers, until
+from tests.stages.stage_rig import idle, make_config, make_group, make_sample, numbers, until
 
 POLICIES: tuple[Policy, ...] = (
     "least_loaded",
@@ -53,7 +57,7 @@ def choice(loads: dict[str, int], key: str = "k", prompt: bytes = b"p", n: int =
     return Choice(key, prompt, n, loads)
 
 
-@settings(deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(policy=st.sampled_from(POLICIES), loads=LOADS, key=st.text(max_size=5), seed=st.integers(0, 9))
 def test_every_policy_ranks_each_engine_once(policy: Policy, loads: dict[str, int], key: str, seed: int) -> None:
     ranking = Ranking(policy, seed)
@@ -61,7 +65,7 @@ def test_every_policy_ranks_each_engine_once(policy: Policy, loads: dict[str, in
         assert sorted(ranking.rank(choice(loads, key))) == sorted(loads)
 
 
-@settings(deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(loads=LOADS, key=st.text(max_size=8), other=st.integers(0, 50))
 def test_a_session_stays_where_it_is_unless_its_own_engine_goes(loads: dict[str, int], key: str, other: int) -> None:
     ranking = Ranking("session", 0)
@@ -82,7 +86,7 @@ def test_sessions_spread_and_a_new_engine_takes_its_share_only() -> None:
     assert {after[k] for k in after if after[k] != before[k]} == {"engine-3"}
 
 
-@settings(deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(loads=LOADS, n=st.integers(1, 8), prompt=st.binary(max_size=8))
 def test_cache_aware_never_prefers_a_crowded_engine(loads: dict[str, int], n: int, prompt: bytes) -> None:
     first = Ranking("cache_aware", 0).rank(choice(loads, prompt=prompt, n=n))[0]
@@ -192,6 +196,20 @@ async def test_a_fixed_limit_stays(tmp_path: Path) -> None:
         monopoly.schedule._kv = 1_000_000  # full
         await watch.look()
         assert watch.of("engine-0").limit == 32
+
+
+async def test_the_statistics_say_how_idle_each_engine_is(tmp_path: Path) -> None:
+    async with generating(tmp_path, engines=2, start=1) as world:
+        await world.ready()
+        await world.stage.links[0].ready.wait()
+        watch = world.stage.dispatcher.watch
+        await watch.look()
+        await watch.look()
+        assert world.stage.activity.extra["engine-0/idle"] == 1.0
+        assert "engine-1/idle" not in world.stage.activity.extra, "nobody can ask it"
+        world.stage.links[0].ready.clear()
+        await watch.look()
+        assert "engine-0/idle" not in world.stage.activity.extra
 
 
 # Behind a router
@@ -365,3 +383,17 @@ async def test_a_drain_ends_the_wait_for_a_router(tmp_path: Path) -> None:
         world.rig.hubs["generate"].finish()
         assert world.task is not None
         await world.task
+
+
+def test_where_prefill_and_decode_are_apart_the_router_serves_also_what_was_lost() -> None:
+    config = make_config(router={"router": "sglang"}, engine={"engine": "sglang"})
+    dispatcher = Dispatcher(config, [], Activity(), asyncio.Event(), index=0, replicas=1, engines=2)
+    assert dispatcher.members is not None
+    lost, direct = Need("k", b"p", 1, again=True), Need("k", b"p", 1, direct=True)
+    assert dispatcher._alone(lost)
+    assert dispatcher._alone(direct)
+    assert not dispatcher._alone(Need("k", b"p", 1))
+    dispatcher.members.split = True
+    assert not dispatcher._alone(lost)
+    with pytest.raises(RequestNotSent, match=r"the router drops a field of it, .* use --router smg"):
+        dispatcher._alone(direct)

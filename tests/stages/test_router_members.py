@@ -7,11 +7,14 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
+import msgspec
 import pytest
+from aiohttp import web
+from aiohttp.test_utils import TestServer
 
 from models.engines.client import EngineClient
 from models.engines.errors import EngineUnreachable
-from models.engines.router_api import RouterClient
+from models.engines.router_api import Role, RouterClient
 from stages.base import Activity
 from stages.engine_link import EngineLink
 from stages.fleet import Engine, Fleet
@@ -33,6 +36,10 @@ class Post:
     router: FakeRouter
     changed: asyncio.Event = field(default_factory=asyncio.Event)
 
+    async def looks(self, count: int = 2) -> None:
+        for _ in range(count):
+            await self.members.look()
+
     def engine(self, index: int, url: str, *, version: int | None = 0, incarnation: int = 0) -> None:
         applied = None if version is None else Applied(f"engine-{index}", 0, version)
         address = EngineAddress(f"engine-{index}", url, incarnation)
@@ -50,7 +57,7 @@ class Post:
 
 
 @asynccontextmanager
-async def posted(*, owner: bool = True) -> AsyncIterator[Post]:
+async def posted(*, owner: bool = True, kind: str = "sglang") -> AsyncIterator[Post]:
     changed = asyncio.Event()
     fleet = Fleet(timeout_s=5.0, changed=changed)
     activity = Activity()
@@ -63,7 +70,7 @@ async def posted(*, owner: bool = True) -> AsyncIterator[Post]:
         spans=SpanLog(),
         changed=changed,
     )
-    async with asyncio.timeout(30), FakeRouter() as router:
+    async with asyncio.timeout(30), FakeRouter(kind=kind) as router:
         post = Post(fleet, RouterMembers([link], fleet, activity, changed), link, router, changed)
         yield post
         await post.members.close()
@@ -274,3 +281,95 @@ async def test_errors_of_a_look_are_the_callers() -> None:
         post.router.broken = True
         with pytest.raises(EngineUnreachable, match="answered 500"):
             await post.members.look()
+
+
+PREFILL = {"worker_type": "prefill", "bootstrap_port": 8998}
+DECODE = {"worker_type": "decode"}
+
+
+async def test_a_worker_that_was_taken_out_comes_back_in_its_role() -> None:
+    async with posted() as post:
+        post.route()
+        post.router.workers |= {OWN: True, OTHER: True}
+        post.router.roles |= {OWN: PREFILL, OTHER: DECODE}
+        post.attach(ready=False)
+        post.engine(1, OTHER)
+        await post.looks()
+        assert post.router.workers == {OTHER: True}, "its weights are nobody's yet"
+        post.link.ready.set()
+        await post.looks()
+        assert post.router.roles[OWN] == PREFILL
+        assert post.router.workers == {OWN: True, OTHER: True}
+
+
+async def test_a_router_whose_prefill_and_decode_are_apart_is_up_with_both_only() -> None:
+    async with posted() as post:
+        post.route()
+        post.router.workers |= {OWN: True, OTHER: True}
+        post.router.roles |= {OWN: PREFILL, OTHER: DECODE}
+        post.attach()
+        post.engine(1, OTHER)
+        await post.looks()
+        assert (post.members.up, post.members.split) == (True, True)
+        post.router.workers[OTHER] = False
+        await post.looks()
+        assert (post.members.up, post.members.split) == (False, True), "half of the pair serves nothing"
+
+
+async def test_strangers_with_a_role_are_left_alone() -> None:
+    async with posted() as post:
+        post.route()
+        post.attach()
+        post.router.workers |= {"http://p:1": True, "http://d:1": True, "http://stranger:1": True}
+        post.router.roles |= {"http://p:1": PREFILL, "http://d:1": DECODE}
+        await post.looks(STRANGE_LOOKS + 1)
+        assert post.router.deletes == ["http://stranger:1"]
+
+
+@pytest.mark.parametrize(
+    ("info", "role"),
+    [
+        ({"disaggregation_mode": "prefill", "disaggregation_bootstrap_port": 9000}, Role("prefill", 9000)),
+        ({"disaggregation_mode": "decode", "disaggregation_bootstrap_port": 9000}, Role("decode")),
+        ({"disaggregation_mode": "null", "disaggregation_bootstrap_port": 8998}, Role()),
+        ({}, Role()),
+    ],
+)
+async def test_an_engine_that_no_router_has_listed_says_its_role(info: dict[str, object], role: Role) -> None:
+    """Its owner took over after the worker was taken out."""
+    app = web.Application()
+    app.router.add_get("/server_info", lambda request: web.json_response(info))
+    async with posted() as post, TestServer(app) as engine:
+        url = str(engine.make_url("")).rstrip("/")
+        post.route()
+        post.attach(url)
+        await post.looks()
+        assert msgspec.convert(post.router.roles[url], Role) == role
+        post.route(1)
+        post.router.workers.clear()
+        await post.looks()
+        assert post.router.posts == [url, url]
+
+
+async def test_smg_that_has_not_forgotten_a_worker_gets_it_again_when_it_has() -> None:
+    """smg lists a removed worker for a second, unhealthy, and answers 409 to its addition until it has gone."""
+    async with posted(kind="smg") as post:
+        post.route()
+        post.attach()
+        await post.looks()
+        assert post.members.up
+        post.router.lingering.add(OWN)
+        post.link.ready.clear()
+        await post.looks()
+        assert post.router.workers == {OWN: False}
+        assert not post.members.up
+        post.link.ready.set()
+        await post.looks(3)
+        assert (post.router.posts, post.members.up) == ([OWN], False), "listed: nothing to ask for"
+        original = post.members._api
+        assert original is not None
+        assert not await original.add(OWN), "and it would be refused"
+        post.router.workers.clear()
+        await post.looks()
+        assert (post.router.posts[-1], post.members.up) == (OWN, True)
+        assert post.router.deletes == [OWN]

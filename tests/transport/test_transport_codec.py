@@ -61,7 +61,7 @@ leaves = st.builds(
 CODEC = Codec(Tree)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(st.lists(leaves, max_size=4), st.none() | st.text())
 def test_round_trip_is_bit_exact(parts: list[Leaf], note: str | None) -> None:
     body = CODEC.encode(Tree(tuple(parts), note))
@@ -77,7 +77,7 @@ def test_round_trip_is_bit_exact(parts: list[Leaf], note: str | None) -> None:
             assert not got.ids.flags.writeable
 
 
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=250, deadline=None)
 @given(st.binary(max_size=200))
 def test_any_bytes_decode_or_raise_one_error(body: bytes) -> None:
     with contextlib.suppress(DecodeError):

@@ -30,6 +30,7 @@ from models.engines.embedded.stepper import Stepper
 from models.engines.embedded.transformer import Transformer
 from models.engines.embedded.weights import LiveWeights
 from models.engines.errors import EngineServerError, EngineStartError, WeightsRefused
+from models.engines.memory import MemoryAccount, MemoryTag
 from models.engines.protocol import DEFAULT_LABEL, FinishReason, Load, PauseMode
 from models.engines.text import TextCodec
 
@@ -65,8 +66,9 @@ class EmbeddedEngine:
         length = min(spec.max_positions, max_context_len or spec.max_positions)
         slots = _affordable_slots(config.engine_slots, length, spec.kv_bytes_per_token(dtype), device)
         table = SlotTable(slots, length, retain=config.prefix_cache)
-        cache = KVCache(spec, slots, length, device, dtype)
-        self.stepper = Stepper(Transformer(spec, self._weights, length), cache, table, codec, label)
+        self._cache = KVCache(spec, slots, length, device, dtype)
+        self._memory = MemoryAccount()
+        self.stepper = Stepper(Transformer(spec, self._weights, length), self._cache, table, codec, label)
         self._facts = EngineFacts(
             engine="embedded",
             model_path=model_path,
@@ -126,14 +128,20 @@ class EmbeddedEngine:
         await self._ask(lambda: self.stepper.pause(mode))
 
     async def resume(self) -> None:
-        await self._ask(self.stepper.resume)
+        def go_on() -> None:
+            self._memory.check_whole()
+            self.stepper.resume()
+
+        await self._ask(go_on)
 
     async def flush_cache(self) -> bool:
         return await self._ask(self.stepper.flush)
 
     async def update_weights(self, path: str, label: str | None, abort_all: bool) -> None:
         def change() -> None:
+            self._memory.check_load()
             self.stepper.swap(lambda: self._weights.load(Path(path)), label)
+            self._memory.loaded()
 
         await self._between_requests(change, abort_all)
 
@@ -141,7 +149,24 @@ class EmbeddedEngine:
         await self._ask(lambda: self.stepper.relabel(label))
 
     async def checksums(self) -> dict[str, str]:
-        return await self._ask(self._weights.checksums)
+        def compute() -> dict[str, str]:
+            self._memory.check_weights()
+            return self._weights.checksums()
+
+        return await self._ask(compute)
+
+    async def release_memory(self, tags: Sequence[MemoryTag]) -> None:
+        await self._ask(lambda: self._release(tags))
+
+    async def resume_memory(self, tags: Sequence[MemoryTag]) -> None:
+        def take() -> None:
+            news = self._memory.resume(tags)
+            if "weights" in news:
+                self._weights.allocate()
+            if "kv_cache" in news:
+                self._cache.allocate()
+
+        await self._ask(take)
 
     def load(self) -> Load:
         """As of the end of the last step; the stepper itself is the worker's alone."""
@@ -149,6 +174,17 @@ class EmbeddedEngine:
 
     def totals(self) -> Totals:
         return self.stepper.totals
+
+    def _release(self, tags: Sequence[MemoryTag]) -> None:
+        news = self._memory.release(tags, paused=self.stepper.paused, running=self.stepper.running)
+        if "kv_cache" in news:
+            self.stepper.flush()  # retained prefixes are gone with the cache
+            self._cache.free()
+        if "weights" in news:
+            self._weights.free()
+        if self._facts.device.startswith("cuda"):
+            torch.cuda.empty_cache()  # else the memory stays with this process
+        self.stepper.totals.memory_releases = self._memory.releases
 
     def _send(self, command: Callable[[], None]) -> bool:
         """Queue a command for the worker; False if it will never run."""

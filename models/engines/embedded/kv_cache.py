@@ -3,6 +3,7 @@
 Invariants:
 - a slot's positions [0, length - 1) hold keys and values of its tokens; what lies behind is garbage that no mask shows;
 - the last position of every row is scratch: padding and idle rows write there, so they cannot hurt a retained prefix;
+- nothing outside keeps a reference to `k` and `v`, so that `free` gives their memory back;
 - memory starts at zero (a masked NaN would still poison a softmax) and on a CPU is committed only when touched.
 """
 
@@ -28,13 +29,23 @@ class KVCache:
         self.slots, self.device = slots, device
         self.scratch = max_len
         self.capacity = max_len + 1
-        shape = (spec.layers, slots, spec.kv_heads, self.capacity, spec.head_dim)
-        self.k, self.v = _zeros(shape, device, dtype), _zeros(shape, device, dtype)
-        self._k_flat = self.k.view(spec.layers, -1, spec.head_dim)
-        self._v_flat = self.v.view(spec.layers, -1, spec.head_dim)
+        self.dtype = dtype
+        self.allocate()
         self._heads = torch.arange(spec.kv_heads, device=device)
         self._arange = torch.arange(self.capacity, device=device)
         self._scale = spec.head_dim**-0.5
+
+    def allocate(self) -> None:
+        """Take the memory, all zero."""
+        spec = self.spec
+        shape = (spec.layers, self.slots, spec.kv_heads, self.capacity, spec.head_dim)
+        self.k, self.v = _zeros(shape, self.device, self.dtype), _zeros(shape, self.device, self.dtype)
+        self._k_flat = self.k.view(spec.layers, -1, spec.head_dim)
+        self._v_flat = self.v.view(spec.layers, -1, spec.head_dim)
+
+    def free(self) -> None:
+        """Give the memory back until `allocate`. Nothing may be in the cache."""
+        self.k = self.v = self._k_flat = self._v_flat = torch.empty(0, device=self.device, dtype=self.dtype)
 
     def copy_prefix(self, sources: list[int], targets: list[int], length: int) -> None:
         """Copy the first `length` positions of slots to other slots, all at once (a target may be a source too)."""

@@ -3,8 +3,8 @@
 Invariants:
 - a swap checks every name, shape and dtype before it writes the first byte: it happens whole or not at all;
 - what is derived from parameters is derived again by every swap;
-- storage never moves, so the forward may keep references; projections that are applied together lie in one matrix, and
-  the checkpoint's names are views of its rows;
+- tensors stay the same objects, so the forward may keep references; between `free` and `allocate` they have no memory;
+- projections that are applied together lie in one matrix, and the checkpoint's names are views of its rows;
 - a checkpoint's dtype may differ from the served one (fp32 masters into a bf16 engine): values are cast while copied.
 """
 
@@ -52,6 +52,7 @@ class LiveWeights:
         self._tied = spec.tied
         self.names: dict[str, torch.Tensor] = {}
         self._derived: list[tuple[torch.Tensor, torch.Tensor]] = []  # (rows, parameter that each of them repeats)
+        self._freed: list[tuple[torch.UntypedStorage, int]] = []  # and their bytes
         self.embed = self._whole("model.embed_tokens.weight", spec.vocab_size, spec.hidden_size)
         self.layers = [self._layer(f"model.layers.{index}.", spec) for index in range(spec.layers)]
         self.norm = self._whole("model.norm.weight", spec.hidden_size)
@@ -72,10 +73,25 @@ class LiveWeights:
             except (SafetensorError, OSError) as error:
                 raise WeightsRefused(f"model_path={directory} cannot be read: {error}; write it again") from error
 
+    def free(self) -> None:
+        """Give the memory back; names, shapes and views stay. Until `allocate` no tensor may be touched."""
+        tensors = [*self.names.values(), *(spread for spread, _ in self._derived)]
+        storages = {storage.data_ptr(): storage for storage in (tensor.untyped_storage() for tensor in tensors)}
+        self._freed = [(storage, storage.nbytes()) for storage in storages.values()]
+        for storage, _ in self._freed:
+            storage.resize_(0)
+
+    def allocate(self) -> None:
+        """Take the memory again. The values are undefined until `load`."""
+        for storage, nbytes in self._freed:
+            storage.resize_(nbytes)
+        self._freed = []
+
     def checksums(self) -> dict[str, str]:
         """xxh3 (64 bits, hexadecimal) of each tensor's bytes as served, by Hugging Face name."""
         return {
-            name: xxhash.xxh3_64_hexdigest(tensor.contiguous().cpu().view(torch.uint8).numpy().data)
+            # of a copy: what numpy has seen of a storage cannot be given back by it
+            name: xxhash.xxh3_64_hexdigest(tensor.to("cpu", copy=True).contiguous().view(torch.uint8).numpy().data)
             for name, tensor in self.names.items()
         }
 

@@ -17,9 +17,10 @@ from typing import Any
 import pytest
 from aiohttp import web
 
+from pipeline.router import without_sglang
 from tests.sglang_server import needs_sglang
 
-READY_S = 120.0  # importing SGLang, which the router's launcher does where it is installed, takes its time
+READY_S = 120.0
 ROUTER_VERSION = "0.3.2"
 
 
@@ -30,7 +31,7 @@ def free_port() -> int:
 
 
 @contextmanager
-def router_process(directory: Path, policy: str = "round_robin") -> Iterator[str]:
+def router_process(directory: Path, policy: str = "round_robin", *more: str) -> Iterator[str]:
     """The address of a router without workers. Skips the test where it is not installed."""
     python = needs_sglang()
     version = f"from importlib.metadata import version; assert version('sglang-router') == '{ROUTER_VERSION}'"
@@ -38,9 +39,9 @@ def router_process(directory: Path, policy: str = "round_robin") -> Iterator[str
         pytest.skip(f"sglang-router {ROUTER_VERSION} is not installed beside SGLang; run `make sglang-env`")
     url = f"http://127.0.0.1:{free_port()}"
     command = [python, "-m", "sglang_router.launch_router", "--host", "127.0.0.1", "--port", url.rsplit(":", 1)[1]]
-    command += ["--policy", policy, "--prometheus-port", str(free_port()), "--disable-retries"]
+    command += ["--policy", policy, "--prometheus-port", str(free_port()), "--disable-retries", *more]
     with (directory / "router.log").open("wb") as log:
-        process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, cwd=directory)
+        process = subprocess.Popen(without_sglang(command), stdout=log, stderr=subprocess.STDOUT, cwd=directory)
         try:
             _wait(process, url, directory / "router.log")
             yield url

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -13,7 +14,7 @@ import pytest
 from models.engines.client import EngineClient
 from models.engines.errors import EngineProtocolError, EngineRefused, EngineUnreachable
 from models.engines.protocol import GenerateRequest, SamplingParams
-from models.engines.router_api import ROUTING_KEY_HEADER, TRAITS, RouterClient, RouterWorker, lost_fields, urls
+from models.engines.router_api import ROUTING_KEY_HEADER, TRAITS, Role, RouterClient, RouterWorker, lost_fields, urls
 from tests.models.engines.real_router import Recorder, router_process
 from tests.stages.faults import FakeRouter
 
@@ -163,6 +164,37 @@ async def test_workers_come_and_go(router_url: str) -> None:
             await router.remove(worker)  # it has gone: no error
             with pytest.raises(EngineUnreachable, match="answered 503: No available workers"):
                 await client.generate(GenerateRequest(input_ids=[1]))
+
+
+@pytest.mark.slow
+async def test_prefill_and_decode_workers_are_taken_out_and_added_again_in_their_roles(tmp_path: Path) -> None:
+    """sglang-router 0.3.2 lists a worker's role, takes it at POST /workers, and sends a request to one of each."""
+    async with Recorder() as prefill, Recorder() as decode, asyncio.timeout(90):
+        roles = {prefill.url: Role("prefill", 8998), decode.url: Role("decode")}
+        pair = ["--pd-disaggregation", "--prefill", prefill.url, "8998", "--decode", decode.url]
+        starting = router_process(tmp_path, "round_robin", *pair)
+        url = await asyncio.to_thread(starting.__enter__)
+        try:
+            async with RouterClient(url) as router, EngineClient(url) as client:
+                for _ in range(2):
+                    while urls(await router.workers(), healthy=True) != set(roles):  # noqa: ASYNC110
+                        await asyncio.sleep(0.05)
+                    workers = await router.workers()
+                    assert {worker.url: worker.role for worker in workers} == roles
+                    request = msgspec.convert({**TOP, "stream": False, "sampling_params": SAMPLING}, GenerateRequest)
+                    await client.call("POST", "/generate", request, 30.0)
+                    for worker in workers:
+                        await router.remove(worker)
+                    while await router.workers():  # noqa: ASYNC110
+                        await asyncio.sleep(0.05)
+                    for worker in workers:
+                        assert await router.add(worker.url, worker.role)
+        finally:
+            starting.__exit__(None, None, None)
+        for bodies in (prefill.bodies, decode.bodies):
+            assert len(bodies) == 2
+            assert {name for name in RELIED_ON if bodies[1].get(name) is None} == set()
+            assert bodies[1]["bootstrap_room"] is not None
 
 
 async def test_a_worker_that_is_not_forgotten_yet_is_not_added_and_no_error() -> None:

@@ -16,14 +16,13 @@ import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from launching import SMALL
+from launching import SMALL, made_model
 from test_view_table import T0, made_up_run
 
 import launch
 from configs.schema import Config
 from configs.schema.engine import EngineConfig
 from models.engines.serve import EngineServer
-from models.tiny import make_tiny_checkpoint
 from pipeline.announce import FLEET_FILE, ServerFacts
 from pipeline.monitor import Monitor
 from pipeline.observe.errors import EndpointError
@@ -54,6 +53,7 @@ def checked(text: str) -> dict[str, float]:
 
 def facts(engines: dict[str, str | None] | None = None, router: str | None = None) -> Facts:
     view = made_up_run()
+    view.engines({"engine-0": (4, 1.5), "engine-2": None})
     return Facts(view.snapshot(T0 + 20), view.staleness, {"generate-0": 2}, 1, engines or {}, router)
 
 
@@ -91,7 +91,11 @@ def test_the_figures_of_a_run() -> None:
         'sluice_stage_failures_total{stage="generate"}': 1,
         'sluice_restarts_total{replica="generate-0"}': 2,
         "sluice_dead_letters_total": 1,
+        'sluice_engine_weight_version{engine="engine-0"}': 4,
+        'sluice_engine_idle_ratio{engine="engine-0"}': 0.25,
+        'sluice_engine_update_seconds{engine="engine-0"}': 1.5,
     }
+    assert not any("engine-2" in name for name in found), "it has told nothing yet"
     assert {name: found[name] for name in expected} == pytest.approx(expected)
 
 
@@ -143,8 +147,8 @@ def hung() -> Iterator[str]:
         yield f"http://127.0.0.1:{server.getsockname()[1]}"
 
 
-async def test_engines_that_answer_are_joined_and_the_others_are_down(tmp_path: Path, hung: str) -> None:
-    model = str(make_tiny_checkpoint(tmp_path / "tiny", tokenizer="arithmetic"))
+async def test_engines_that_answer_are_joined_and_the_others_are_down(hung: str) -> None:
+    model = made_model()[1]
     with socket.create_server(("127.0.0.1", 0)) as free:
         nobody = f"http://127.0.0.1:{free.getsockname()[1]}"
     async with (

@@ -21,6 +21,7 @@ from pipeline.observe.summary import (
     RunPaths,
     RunSummary,
     StalenessSummary,
+    WeightVersions,
     closing_text,
     efficiency_vs_bound,
     package_versions,
@@ -93,6 +94,7 @@ def summary() -> RunSummary:
         efficiency_vs_bound=0.93,
         wasted_tokens=100,
         wasted_share=wasted_share(900, 100),
+        weight_versions=WeightVersions(0, 50, 51, "delta", 12.5),
         restarts={"reward": 2, "train": 0},
         versions=package_versions(),
     )
@@ -129,6 +131,7 @@ def test_the_closing_text_says_what_happened_where_it_is_and_what_next(tmp_path:
         "0.400 -> 0.650 (best 0.700 at version 25)",
         "mean 0.50, p99 1, max 1, bound 2",
         "12.3k trained",
+        "51 versions by delta, differences of 1/12.5 of the bytes",
         "93% of the bound",
         "90 trained, 5 filtered, 2 stale, 3 failed, 0 surplus, 0 open",
         "reward 2",

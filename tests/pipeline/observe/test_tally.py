@@ -6,15 +6,19 @@ import json
 from collections.abc import Iterator
 from pathlib import Path
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from pipeline.observe.stats import StageStats
 from pipeline.recorder import Recorder
+from pipeline.report import summarise
 from pipeline.rundir import RunDir
 from pipeline.tally import MOST_REASONS, GroupTally
-from stages.messages import Settled, StepDone
+from stages.messages import Applied, Settled, StepDone
 from tests.stages.stage_rig import make_config
+from transport.memory import MemoryNetwork, MemoryNode
 
 
 def step(n: int, *groups: int, **metrics: float) -> StepDone:
@@ -131,3 +135,31 @@ async def test_the_recorder_writes_what_the_tally_counts(recorder: Recorder) -> 
     assert (row["filter/drop_too_long"], row["passrate/mean"], row["ledger/skipped"]) == (1, 0.75, 0)
     report = json.loads((recorder.rundir.path / "bias.json").read_text())
     assert {outcome: line["groups"] for outcome, line in report.items()} == {"filtered": 1, "trained": 1}
+
+
+async def test_the_recorder_tells_of_the_weights_on_their_way(recorder: Recorder) -> None:
+    await recorder.step(step(1, 1))
+    extra = {"delta_ratio": 12.5, "publish_s": 0.5}
+    async with MemoryNode("run", "test", MemoryNetwork()) as node:
+        topic = await node.topic_server("topic")
+        topic.publish("stats/train-0", StageStats(stage="train", replica="train-0", unix_s=1.0, extra=extra).encode())
+        for i, update_s in enumerate((0.25, 0.75)):
+            topic.publish(f"engine/engine-{i}", b"")
+            applied = Applied(f"engine-{i}", 0, 1, update_s=update_s)
+            topic.publish(f"applied/engine-{i}", msgspec.msgpack.encode(applied))
+        topic.publish("engine/engine-2", b"")
+        recorder.observe(topic, {}, 0, 1)
+    await recorder.step(step(2, 2))
+    rows = recorder.view.engine_rows()
+    assert [(row.name, row.version, row.update_s) for row in rows] == [
+        ("engine-0", 1, 0.25),
+        ("engine-1", 1, 0.75),
+        ("engine-2", None, None),
+    ]
+    weights = summarise(recorder, recorder.config, "finished").weight_versions
+    assert (weights.transport, weights.delta_ratio) == ("disk", 12.5)
+    recorder.__exit__(None, None, None)
+    first, second = map(json.loads, recorder.rundir.metrics.read_text().splitlines())
+    names = ("perf/delta_ratio", "perf/publish_weights_time", "perf/update_weights_time")
+    assert [second[name] for name in names] == [12.5, 0.5, 0.75]
+    assert first.keys().isdisjoint(names), "nothing is told of what was not seen"

@@ -41,7 +41,7 @@ def made_up_run() -> RunView:
                     tokens=second * 1000,
                     in_flight=4,
                     failures=i,
-                    extra={"queue_depth": 3.0},
+                    extra={"queue_depth": 3.0, f"engine-{i}/idle": 0.25},
                 )
             )
     for step in range(1, 5):
@@ -237,3 +237,42 @@ def test_quantities_are_short(value: float) -> None:
 
 def test_durations() -> None:
     assert [duration(s) for s in (0, 7.4, 59.6, 723, 11045)] == ["0:00", "0:07", "1:00", "12:03", "3:04:05"]
+
+
+def with_engines(count: int) -> RunView:
+    view = made_up_run()
+    for i in range(count):  # the newest reports: they outrank those of the made-up run
+        extra = {f"engine-{i}/idle": i / 16}
+        view.stage(StageStats(stage="generate", replica=f"owner-{i}", unix_s=T0 + 20, extra=extra))
+    view.engines({f"engine-{i}": (4, 0.25 + i) for i in range(count)})
+    return view
+
+
+def engines_drawn(view: RunView, width: int = 120) -> str:
+    console = Console(file=io.StringIO(), width=width, legacy_windows=False)
+    console.print(render(view.snapshot(T0 + 20), width))
+    return console.file.getvalue()  # type: ignore[attr-defined]
+
+
+def test_engines_have_their_idle_share_and_their_newest_update_one_by_one_while_they_are_few() -> None:
+    view = with_engines(3)
+    view.engines({"engine-0": (4, 0.25), "engine-2": None})
+    rows = view.snapshot(T0 + 20).engines
+    assert [(row.name, row.up, row.version, row.idle, row.update_s) for row in rows] == [
+        ("engine-0", True, 4, 0.0, 0.25),
+        ("engine-1", False, None, None, None),
+        ("engine-2", True, None, 2 / 16, None),
+    ]
+    text = engines_drawn(view)
+    assert "engine-0 v4 idle 0% update 0.25 s" in text
+    assert "engine-1 lost" in text
+    assert "engine-2 no weights idle 12% update -" in text
+    assert "engines " not in engines_drawn(made_up_run())
+
+
+def test_many_engines_are_one_line() -> None:
+    text = engines_drawn(with_engines(16))
+    assert "engines 16 of 16 up   idle 47%, most 94%   update 7.8 s, most 15.2 s" in text
+    assert [row.name for row in with_engines(12).snapshot(T0).engines][-2:] == ["engine-10", "engine-11"]
+    assert "engine-0" in engines_drawn(with_engines(2), 60)
+    assert "engine-0" not in engines_drawn(with_engines(3), 60), "a narrow terminal has no room for three"

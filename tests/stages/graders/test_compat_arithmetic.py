@@ -43,7 +43,7 @@ def combined(children: st.SearchStrategy[Sum]) -> st.SearchStrategy[Sum]:
 SUMS = st.recursive(decimals(), combined, max_leaves=6)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(expression=SUMS, change=st.fractions(max_denominator=50))
 def test_values_are_those_of_exact_fractions(expression: Sum, change: Fraction) -> None:
     text, value = expression
@@ -53,7 +53,7 @@ def test_values_are_those_of_exact_fractions(expression: Sum, change: Fraction) 
         assert not equal_values(text, f"{written}+({change.numerator})/({change.denominator})")
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(
     a=st.integers(-9, 9), b=st.integers(-9, 9), c=st.integers(-9, 9), letters=st.sampled_from(["xy", "ab", "nm", "st"])
 )

@@ -1,0 +1,223 @@
+"""Trainer and engines that share their devices in turns: who has them, told over the topic.
+
+A synchronous run generates a batch, trains it, publishes, generates again; the two never compute at the same time. With
+`--colocate` they do not hold memory at the same time either:
+
+1. The batch is complete. The trainer publishes `device` = (train, turn) and waits.
+2. The owner of each engine waits for an evaluation that holds its version, stops it (requests in flight answer with
+   what they have), waits until nothing runs, has it give back the memory of cache and weights, and reports
+   `device/<engine>`.
+3. All engines that the topic names have reported: the trainer takes its own state back to the device and trains.
+4. New weights lie in a slot and are announced: the trainer moves its state to the host, and publishes `device` =
+   (engine, turn).
+5. Each owner takes the memory of the weights back, updates, takes the cache's, lets the engine go on.
+
+Invariants:
+- the trainer computes only while every engine with an address has given its memory back, in this very turn: what an
+  engine gave back in an earlier one it may have taken since;
+- an engine whose memory was given back generates nothing before it has new weights;
+- an engine that comes up in the trainer's turn gives its memory back before it gets weights;
+- what is away is told with the engine's incarnation, so that an owner that takes over knows it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import Awaitable, Callable
+from typing import Any, Final, Literal, Protocol
+
+import msgspec
+from msgspec import Struct
+
+from configs.schema import Config
+from models.engines.client import EngineClient
+from models.engines.errors import EngineUnreachable
+from models.engines.memory import MemoryTag
+from models.engines.update_client import UpdateClient
+from stages.messages import EngineAddress
+from stages.ports import Topic
+
+log = logging.getLogger("sluice.colocation")
+
+KEY: Final = "device"
+GIVEN_BACK: Final[tuple[MemoryTag, ...]] = ("kv_cache", "weights")
+IDLE_LIMIT_S = 30.0  # for an engine that was paused to end what it runs
+IDLE_POLL_S = 0.05
+PATIENCE_S = 30.0  # of the trainer between two lines about engines that it waits for
+
+
+class Device(Struct, frozen=True):
+    """Topic value `device`: whose turn it is; `turn` rises with each change."""
+
+    owner: Literal["train", "engine"]
+    turn: int
+
+
+class EngineMemory(Struct, frozen=True):
+    """Topic value `device/<engine>`: what one incarnation of an engine has given back."""
+
+    engine: str
+    incarnation: int
+    turn: int  # in which it was reported
+    away: tuple[MemoryTag, ...]
+
+    def empty(self, incarnation: int, turn: int) -> bool:
+        """True if this incarnation of the engine holds nothing in this turn."""
+        return (self.incarnation, self.turn) == (incarnation, turn) and set(self.away) == set(GIVEN_BACK)
+
+
+def colocated(config: Config) -> bool:
+    """Whether trainer and engines of this run take turns."""
+    return (
+        config.asynchrony.colocate
+        and config.train.loss_type != "sft_loss"
+        and not config.sglang.rollout_external_engine_addrs
+    )
+
+
+def holder(topic: Topic) -> Device:
+    """Whose turn it is. Where nothing is said, the engines'."""
+    value = topic.get(KEY)
+    return Device("engine", 0) if value is None else msgspec.msgpack.decode(value, type=Device)
+
+
+def trainers_turn(topic: Topic) -> bool:
+    """True while the devices are the trainer's."""
+    return holder(topic).owner == "train"
+
+
+class MemoryKeeper:
+    """What one engine has given back, for its owner. An engine that nobody asks to is never touched."""
+
+    def __init__(self, engine: str) -> None:
+        self.engine = engine
+        self.away: tuple[MemoryTag, ...] = ()
+        self._incarnation = -1
+        self._turn = -1  # of the last report
+
+    def attach(self, topic: Topic, incarnation: int) -> None:
+        """Begin with an engine, perhaps in the place of another owner."""
+        self._incarnation = incarnation
+        report = read_memory(topic, self.engine)
+        mine = report is not None and report.incarnation == incarnation
+        self.away, self._turn = (report.away, report.turn) if report is not None and mine else ((), -1)
+
+    def due(self, topic: Topic) -> bool:
+        """Whether memory is to be given back now, or to be reported as away in this turn too."""
+        device = holder(topic)
+        return device.owner == "train" and (device.turn != self._turn or set(self.away) != set(GIVEN_BACK))
+
+    async def give_back(self, topic: Topic, client: EngineClient) -> None:
+        """Stop the engine, wait until it is idle, give back, report. Raises EngineError; may be called again."""
+        turn, there = holder(topic).turn, [tag for tag in GIVEN_BACK if tag not in self.away]
+        if there:
+            await client.pause("abort")
+            await _until_idle(client)
+            await UpdateClient(client).release_memory(there)
+        await self._report(topic, turn, GIVEN_BACK)
+
+    async def take(self, topic: Topic, client: EngineClient, tag: MemoryTag) -> None:
+        """Take one kind of memory again, if it is away. Raises EngineError."""
+        if tag in self.away:
+            await UpdateClient(client).resume_memory((tag,))
+            await self._report(topic, self._turn, tuple(other for other in self.away if other != tag))
+
+    async def _report(self, topic: Topic, turn: int, away: tuple[MemoryTag, ...]) -> None:
+        self.away, self._turn = away, turn
+        report = EngineMemory(self.engine, self._incarnation, turn, away)
+        await topic.publish(f"{KEY}/{self.engine}", msgspec.msgpack.encode(report))
+
+
+def read_memory(topic: Topic, engine: str) -> EngineMemory | None:
+    """What the engine's owner reported last."""
+    value = topic.get(f"{KEY}/{engine}")
+    return None if value is None else msgspec.msgpack.decode(value, type=EngineMemory)
+
+
+async def _until_idle(client: EngineClient) -> None:
+    """Waits until the paused engine runs nothing: SGLang's scheduler ends itself when it must give back memory in use.
+
+    What waits inside is not counted: it came after the pause, and stays.
+    """
+    deadline = time.monotonic() + IDLE_LIMIT_S
+    while running := sum(load.num_running_reqs for load in await client.loads()):
+        if time.monotonic() > deadline:
+            raise EngineUnreachable(client.base_url, f"{running} requests run {IDLE_LIMIT_S:g} s after a pause")
+        await asyncio.sleep(IDLE_POLL_S)
+
+
+class InTorch(Protocol):
+    """Runs a blocking function in the thread of torch."""
+
+    def __call__(self, function: Callable[[], Any]) -> Awaitable[Any]: ...
+
+
+class TrainerTurn:
+    """The trainer's side. Without `--colocate` both calls do nothing.
+
+    A backend that has the methods `onload()` and `offload()` is called, in the thread of torch, after the devices
+    became the trainer's and before they stop to be. After `offload` it must still be able to save its state.
+    """
+
+    def __init__(self, config: Config, topic: Topic, in_torch: InTorch, backend: object) -> None:
+        self.on = colocated(config)
+        self.topic, self.backend = topic, backend
+        self._in_torch = in_torch
+        self._loaded = True
+        self._turn = 0
+
+    async def acquire(self) -> None:
+        """Take the devices: call it when the batch is complete, before anything is computed.
+
+        Waits until every engine with an address has given its memory back; unblocked by the owners' reports, or by the
+        loss of an engine. There is no time limit: without the memory the step would fail.
+        """
+        if not self.on:
+            return
+        await self._publish("train")
+        started = told = time.monotonic()
+        revision = 0
+        while missing := self._missing():
+            now = time.monotonic()
+            if now - told > PATIENCE_S:
+                told = now
+                log.warning("waiting since %.0f s for the memory of %s", now - started, ", ".join(missing))
+            with contextlib.suppress(TimeoutError):  # the loop looks again
+                async with asyncio.timeout(1.0):
+                    revision = await self.topic.wait(revision)
+        if not self._loaded:
+            await self._hook("onload")
+            self._loaded = True
+
+    async def release(self) -> None:
+        """Give the devices to the engines: call it when new weights lie in their slot and are announced, so that no
+        engine takes older ones first."""
+        if not self.on:
+            return
+        if self._loaded:
+            await self._hook("offload")
+            self._loaded = False
+        await self._publish("engine")
+
+    def _missing(self) -> list[str]:
+        """Engines that still hold memory."""
+        found = []
+        for value in self.topic.items("engine/").values():
+            address = msgspec.msgpack.decode(value, type=EngineAddress)
+            report = read_memory(self.topic, address.engine)
+            if report is None or not report.empty(address.incarnation, self._turn):
+                found.append(address.engine)
+        return sorted(found)
+
+    async def _publish(self, owner: Literal["train", "engine"]) -> None:
+        """Also over what a trainer that was lost in its turn had left there."""
+        self._turn = max(self._turn, holder(self.topic).turn) + 1  # what is here may be older than what was sent
+        await self.topic.publish(KEY, msgspec.msgpack.encode(Device(owner, self._turn)))
+
+    async def _hook(self, name: str) -> None:
+        method = getattr(self.backend, name, None)
+        if method is not None:
+            await self._in_torch(method)

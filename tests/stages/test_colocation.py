@@ -1,0 +1,397 @@
+"""Trainer and engines that take turns on their devices: real links and engine servers, a trainer of hooks alone."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from configs.schema import Config
+from models.engines.client import EngineClient, WeightsUpdated
+from models.engines.errors import EngineRefused
+from models.engines.memory import MemoryTag
+from models.engines.serve import EngineServer
+from stages.colocation import (
+    Device,
+    MemoryKeeper,
+    TrainerTurn,
+    colocated,
+    holder,
+    read_memory,
+)
+from tests.stages.engine_rig import SLOW_MS, core_of, freeze, generating, simulated, token_versions
+from tests.stages.link_rig import Fleet, fleet
+from tests.stages.stage_rig import TOPIC, Rig, idle, make_config, make_group, until
+
+COLOCATED = make_config(asynchrony={"colocate": True, "max_staleness": 0})
+GONE: set[MemoryTag] = {"kv_cache", "weights"}
+CONTROL = ("pause_generation", "continue_generation", "memory_occupation", "update_weights")
+
+
+@dataclass
+class Backend:
+    """A trainer whose state is either here or on the host."""
+
+    calls: list[str] = field(default_factory=list)
+    seen: Callable[[], object] = lambda: None
+
+    def onload(self) -> None:
+        self.calls.append(f"onload {self.seen()}")
+
+    def offload(self) -> None:
+        self.calls.append("offload")
+
+
+async def in_torch(function: Callable[[], Any]) -> Any:
+    return await asyncio.get_running_loop().run_in_executor(None, function)
+
+
+async def trainer(rig: Rig, config: Config = COLOCATED, backend: object = None) -> TrainerTurn:
+    return TrainerTurn(config, await rig.node.topic(TOPIC, replica="train-0"), in_torch, backend)
+
+
+def away(server: EngineServer) -> set[MemoryTag]:
+    return core_of(server)._memory.away
+
+
+async def handed_over(one: Fleet, turn: TrainerTurn, version: int) -> None:
+    """The end of a batch: new weights, then the devices."""
+    one.weights.publish(version)
+    await turn.release()
+    for index in range(len(one.servers)):
+        await one.landed(version, engine=index)
+
+
+@contextmanager
+def control_calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[str, str]]]:
+    """(engine, call) in the order in which they were made."""
+    log: list[tuple[str, str]] = []
+    original = EngineClient.call
+
+    async def call(client: EngineClient, method: str, path: str, payload: Any, *args: Any, **options: Any) -> bytes:
+        if any(part in path for part in CONTROL):
+            told = getattr(payload, "tags", None) or getattr(payload, "mode", None) or ""
+            log.append((client.base_url, f"{path.strip('/')} {told if isinstance(told, str) else '+'.join(told)}"))
+        return await original(client, method, path, payload, *args, **options)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(EngineClient, "call", call)
+        yield log
+
+
+async def test_engines_give_their_memory_back_for_the_trainers_turn_and_take_it_with_new_weights(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with fleet(tmp_path, monkeypatch, 2) as one:
+        for index in range(2):
+            await one.engine(index)
+        backend = Backend(seen=lambda: [away(server) == GONE for server in one.servers])
+        turn = await trainer(one.rig, backend=backend)
+        await handed_over(one, turn, 0)
+        with control_calls(monkeypatch) as calls:
+            await turn.acquire()
+            assert [away(server) for server in one.servers] == [GONE, GONE]
+            assert not any(link.ready.is_set() for link in one.links), "nothing is sent there"
+            one.weights.publish(1)
+            await idle()
+            assert one.labels() == ["0.0", "0.0"], "announced, but it is not their turn"
+            await turn.release()
+            for index in range(2):
+                await one.landed(1, engine=index)
+        assert one.labels() == ["0.1", "0.1"]
+        assert backend.calls == ["offload", "onload [True, True]", "offload"]
+        for server in one.servers:
+            assert away(server) == set()
+            assert not core_of(server).paused
+            assert [call for url, call in calls if url == server.url] == [
+                "pause_generation abort",
+                "release_memory_occupation kv_cache+weights",
+                "resume_memory_occupation weights",
+                "update_weights_from_disk ",
+                "resume_memory_occupation kv_cache",
+                "continue_generation ",
+            ]
+        for version in (2, 3):
+            await turn.acquire()
+            await handed_over(one, turn, version)
+        assert one.labels() == ["0.3", "0.3"]
+        assert [core_of(server).totals().memory_releases for server in one.servers] == [3, 3]
+        assert [link.failures for link in one.links] == [0, 0]
+
+
+async def test_without_the_flag_nothing_is_asked_and_nothing_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with fleet(tmp_path, monkeypatch) as one:
+        await one.engine(0)
+        backend = Backend()
+        turn = await trainer(one.rig, Config(), backend)
+        await handed_over(one, turn, 0)
+        await turn.acquire()
+        assert backend.calls == []
+        assert one.rig.topic.get("device") is None
+        assert (away(one.servers[0]), one.links[0].ready.is_set()) == (set(), True)
+
+
+def test_which_runs_take_turns() -> None:
+    assert colocated(COLOCATED)
+    assert not colocated(Config())
+    assert not colocated(make_config(asynchrony={"colocate": True}, train={"loss_type": "sft_loss"}))
+    external = {"rollout_external_engine_addrs": ("http://e:1",)}
+    assert not colocated(make_config(asynchrony={"colocate": True}, sglang=external))
+
+
+async def test_a_trainer_without_the_hooks_takes_turns_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with fleet(tmp_path, monkeypatch) as one:
+        await one.engine(0)
+        turn = await trainer(one.rig, backend=object())
+        await handed_over(one, turn, 0)
+        await turn.acquire()
+        assert away(one.servers[0]) == GONE
+
+
+async def test_an_evaluation_keeps_its_engines_until_it_is_over(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with fleet(tmp_path, monkeypatch) as one, asyncio.TaskGroup() as tasks:
+        await one.engine(0)
+        turn = await trainer(one.rig)
+        one.weights.publish(0, pinned=True)
+        await turn.release()
+        await one.landed(0)
+        acquiring = tasks.create_task(turn.acquire())
+        await idle()
+        assert not acquiring.done()
+        assert one.links[0].ready.is_set(), "the evaluation goes on"
+        one.rig.topic.publish("eval/released", b"0")
+        await acquiring
+        assert away(one.servers[0]) == GONE
+
+
+async def test_an_engine_that_is_lost_is_not_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("stages.colocation.PATIENCE_S", -1.0)
+    async with fleet(tmp_path, monkeypatch, 2) as one, asyncio.TaskGroup() as tasks:
+        for index in range(2):
+            await one.engine(index)
+        turn = await trainer(one.rig)
+        await handed_over(one, turn, 0)
+        await one.servers[1].__aexit__(None, None, None)
+        acquiring = tasks.create_task(turn.acquire())
+        await until(lambda: away(one.servers[0]) == GONE)
+        await until(lambda: any("for the memory of engine-1" in record.message for record in caplog.records))
+        assert not acquiring.done()
+        one.rig.topic.drop("engine/engine-1")
+        one.rig.topic.drop("applied/engine-1")
+        await acquiring
+
+
+async def test_an_engine_that_comes_up_in_the_trainers_turn_gives_its_memory_back_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with fleet(tmp_path, monkeypatch) as one:
+        await one.engine(0)
+        turn = await trainer(one.rig)
+        await handed_over(one, turn, 0)
+        await turn.acquire()
+        again = await one.engine(0, incarnation=1)
+        await until(lambda: away(again) == GONE)
+        assert core_of(again).label == "default", "it never had weights of this run"
+        one.weights.publish(1)
+        await turn.release()
+        await until(lambda: core_of(again).label == "0.1")
+        await one.links[0].ready.wait()
+        assert away(again) == set()
+
+
+async def test_what_was_given_back_in_an_earlier_turn_does_not_count(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An owner that never took the memory again reports for each turn, and asks the engine only once."""
+    async with fleet(tmp_path, monkeypatch) as one:
+        await one.engine(0)
+        turn = await trainer(one.rig)
+        await handed_over(one, turn, 0)
+        await turn.acquire()
+        first = read_memory(turn.topic, "engine-0")
+        assert first is not None
+        assert first.empty(0, turn._turn)
+        assert not first.empty(0, turn._turn + 2)
+        assert not first.empty(1, turn._turn)
+        refusing = True
+        original = EngineClient.call
+
+        async def call(client: EngineClient, method: str, path: str, *args: Any, **options: Any) -> bytes:
+            if refusing and "resume_memory" in path:
+                raise EngineRefused(client.base_url, 400, "no memory just now")
+            return await original(client, method, path, *args, **options)
+
+        monkeypatch.setattr(EngineClient, "call", call)
+        one.weights.publish(1)
+        await turn.release()
+        await until(lambda: one.links[0].failures > 0)
+        await turn.acquire()
+        assert core_of(one.servers[0]).totals().memory_releases == 1
+        refusing = False
+        await handed_over(one, turn, 2)
+        assert one.labels() == ["0.2"]
+
+
+async def test_memory_is_taken_once_however_often_the_update_fails(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with fleet(tmp_path, monkeypatch) as one:
+        await one.engine(0)
+        turn = await trainer(one.rig)
+        await handed_over(one, turn, 0)
+        await turn.acquire()
+        original, tries = EngineClient.update_weights_from_disk, []
+
+        async def update(
+            client: EngineClient, path: str, label: str | None, flush_cache: bool = True
+        ) -> WeightsUpdated:
+            tries.append(set(away(one.servers[0])))
+            if len(tries) < 3:
+                raise EngineRefused(client.base_url, 400, "not now")
+            return await original(client, path, label, flush_cache)
+
+        monkeypatch.setattr(EngineClient, "update_weights_from_disk", update)
+        with control_calls(monkeypatch) as calls:
+            await handed_over(one, turn, 1)
+        assert tries == [{"kv_cache"}] * 3, "the cache's memory comes last: loading may need room"
+        assert [call for _, call in calls if "memory" in call or "continue" in call] == [
+            "resume_memory_occupation weights",
+            "resume_memory_occupation kv_cache",
+            "continue_generation ",
+        ]
+
+
+async def test_giving_back_is_tried_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with fleet(tmp_path, monkeypatch) as one:
+        server = await one.engine(0)
+        turn = await trainer(one.rig)
+        await handed_over(one, turn, 0)
+        original, tries = EngineClient.pause, []
+
+        async def pause(client: EngineClient, mode: Any) -> None:
+            tries.append(mode)
+            if len(tries) < 3:
+                raise EngineRefused(client.base_url, 400, "not now")
+            await original(client, mode)
+
+        monkeypatch.setattr(EngineClient, "pause", pause)
+        await turn.acquire()
+        assert tries == ["abort"] * 3
+        assert (away(server), one.links[0].failures) == (GONE, 2)
+
+
+async def test_an_owner_that_takes_over_knows_what_is_away(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with fleet(tmp_path, monkeypatch) as one:
+        server = await one.engine(0)
+        turn = await trainer(one.rig)
+        await handed_over(one, turn, 0)
+        await turn.acquire()
+        topic = await one.rig.node.topic(TOPIC, replica="successor")
+        keeper = MemoryKeeper("engine-0")
+        keeper.attach(topic, 0)
+        assert set(keeper.away) == GONE
+        assert not keeper.due(topic)
+        keeper.attach(topic, 1)
+        assert keeper.away == (), "a new incarnation holds all of its memory"
+        assert keeper.due(topic)
+        assert core_of(server).totals().memory_releases == 1
+        report = read_memory(topic, "engine-0")
+        assert report is not None
+        assert report.empty(0, turn._turn)
+        assert not msgspec.structs.replace(report, away=("weights",)).empty(0, turn._turn)
+
+
+async def test_an_owner_waits_until_nothing_runs_and_gives_nothing_back_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("stages.colocation.IDLE_LIMIT_S", 0.0)
+    monkeypatch.setattr("stages.colocation.IDLE_POLL_S", 0.0)
+    async with fleet(tmp_path, monkeypatch) as one, asyncio.TaskGroup() as tasks:
+        server = await one.engine(0)
+        turn = await trainer(one.rig)
+        await handed_over(one, turn, 0)
+        running = 1
+        original = EngineClient.call
+
+        async def call(client: EngineClient, method: str, path: str, *args: Any, **options: Any) -> bytes:
+            body = await original(client, method, path, *args, **options)
+            if path != "/v1/loads":
+                return body
+            loads = json.loads(body)
+            loads["loads"][0]["num_running_reqs"] = running
+            return msgspec.json.encode(loads)
+
+        monkeypatch.setattr(EngineClient, "call", call)
+        acquiring = tasks.create_task(turn.acquire())
+        await until(lambda: one.links[0].failures > 1)
+        assert (away(server), acquiring.done()) == (set(), False)
+        running = 0
+        await acquiring
+        assert away(server) == GONE
+    assert any("1 requests run 0 s after a pause" in record.message for record in caplog.records)
+
+
+async def test_a_link_that_does_not_own_its_engine_is_down_in_the_trainers_turn(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with fleet(tmp_path, monkeypatch, owner=False) as one:
+        await one.engine(0)
+        one.weights.publish(0)
+        one.rig.applied(0)
+        await one.links[0].ready.wait()
+        one.rig.topic.publish("device", msgspec.msgpack.encode(Device("train", 1)))
+        await until(lambda: not one.links[0].ready.is_set())
+        one.rig.topic.publish("device", msgspec.msgpack.encode(Device("engine", 2)))
+        await one.links[0].ready.wait()
+
+
+async def test_a_trainer_that_was_lost_in_its_turn_is_taken_over(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with fleet(tmp_path, monkeypatch) as one:
+        await one.engine(0)
+        first = await trainer(one.rig)
+        await handed_over(one, first, 0)
+        await first.acquire()
+        second = await trainer(one.rig)
+        await handed_over(one, second, 1)
+        assert holder(second.topic).owner == "engine"
+        assert holder(second.topic).turn > first._turn
+        assert one.labels() == ["0.1"]
+
+
+async def test_a_rollout_that_the_turn_cuts_goes_on_from_its_tokens(tmp_path: Path) -> None:
+    """Behind the generate stage: nothing is lost, and the tokens keep their versions. Waiting for the trainer does not
+    count as waiting for an engine."""
+    async with generating(tmp_path, engine=simulated(SLOW_MS)) as world:
+        turn = await trainer(world.rig)
+        await turn.release()
+        await world.ready()
+        world.stage.dispatcher.wait_s = 0.05
+        await world.ask(make_group(0, 1))
+        server = world.engines[0]
+        await freeze(server, 5)
+        await turn.acquire()
+        assert away(server) == GONE
+        await asyncio.sleep(0.2)
+        world.weights.publish(1)
+        await turn.release()
+        slice_ = await world.answer()
+    [sample] = slice_.samples
+    versions = token_versions(sample)
+    assert sample.status == "completed"
+    assert set(versions) == {0, 1}
+    assert versions == sorted(versions)
