@@ -1,0 +1,268 @@
+"""Training states of Megatron models: saved from one parallel layout, loaded into any other, exactly.
+
+Tensors go through Megatron's dist_checkpointing in its format torch_dist, each whole under Megatron's own names, so
+that tensor, pipeline, expert and data parallel sizes, and the plain or the distributed optimizer, are free to change.
+
+Invariants:
+- a state counts once its `state.json` is there, which is written last;
+- loading checks names, shapes, dtypes and file sizes in all processes before it changes anything, and reads
+  everything to the host before it changes the model;
+- an asynchronous save has copied what it writes before `save` returns, and is complete before the next one, before
+  `load`, and before the process ends;
+- random states are restored into the layout that saved them; another layout keeps its own.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import shutil
+import weakref
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from models.train.errors import TrainStateUnreadable
+from models.train.hf_files import write_hf
+from models.train.megatron.checkpoint_files import (
+    STATE_DIR,
+    Index,
+    MegatronState,
+    ModelCounters,
+    Saving,
+    read_state,
+    torch_metadata,
+)
+from models.train.megatron.checkpoint_tensors import REFERENCE, Held, Saved
+from models.train.megatron.checkpoint_writing import Plan
+from models.train.model_set import Counters
+from models.train.state_files import MODEL_DIR
+
+_saving: weakref.WeakKeyDictionary[Any, Saving] = weakref.WeakKeyDictionary()
+
+
+def save(models: Saved, directory: Path, counters: Counters, *, asynchronous: bool = False) -> None:
+    """Write the policy in Hugging Face format to `directory/hf`, and all else to `directory/megatron`; collective.
+
+    The parameters are those of the last update (with overlap_param_gather they have been gathered).
+
+    `asynchronous`: return as soon as everything is copied to the host; `finish` waits for the rest. The Hugging Face
+    files are written before in either case. Raises `OSError` in all processes if one cannot write.
+    """
+    finish(models)
+    rank, world = torch.distributed.get_rank(), torch.distributed.get_world_size()
+    files = directory / STATE_DIR
+    error: Exception | None = None
+    try:
+        if rank == 0:
+            if files.exists():
+                shutil.rmtree(files)
+            files.mkdir(parents=True)
+    except OSError as found:
+        error = found
+    _raise_together(error, OSError("the first process could not make the directory of a checkpoint"))
+    _write_hf(models, directory / MODEL_DIR)
+    held = Held(models)
+    state = _state_of(models, held, counters)
+    plan = Plan(files)
+    plan.prepare(held.to_save())
+    plan.add(f"random-{rank:05d}.safetensors", _random())
+    if asynchronous:
+        plan.copy(held.live())
+    _saving[models] = Saving(lambda: plan.write(state, rank, world))
+    if not asynchronous:
+        finish(models)
+
+
+def finish(models: Saved) -> None:
+    """Wait until a save that was begun is complete; collective. Raises `OSError` in all processes if one failed."""
+    saving = _saving.pop(models, None)
+    if saving is None:
+        return
+    saving.wait()
+    _raise_together(saving.error, OSError("another process could not write its part of a checkpoint"))
+
+
+def saving(models: Saved) -> bool:
+    """Whether this process still writes a state."""
+    found = _saving.get(models)
+    return found is not None and found.running
+
+
+def load(models: Saved, directory: Path) -> Counters:
+    """Restore what `save` wrote in any layout, and return its counters; collective.
+
+    Raises `TrainStateUnreadable` in all processes, then nothing is changed.
+    """
+    finish(models)
+    held = Held(models)
+    wanted = held.to_load()
+    error: Exception | None = None
+    try:
+        state, index = read_state(directory)
+        _check(directory, state, index, held, wanted)
+    except TrainStateUnreadable as found:
+        error = found
+    unreadable = TrainStateUnreadable(f"another process cannot read {directory}; let all see the same files")
+    _raise_together(error, unreadable)
+    loaded = read_tensors(directory, index, wanted)
+    held.put(loaded, state)
+    _load_random(directory / STATE_DIR, state)
+    return Counters(state.batches, state.steps, state.skipped_steps, state.empty_steps)
+
+
+def _state_of(models: Saved, held: Held, counters: Counters) -> MegatronState:
+    import megatron.core
+
+    return MegatronState(
+        models={name: ModelCounters(one.updates, held.states[name].steps()) for name, one in held.trained.items()},
+        parts=() if held.reference is None else (REFERENCE,),
+        layout=parallel_layout(),
+        megatron_core=megatron.core.__version__,
+        **dataclasses.asdict(counters),
+    )
+
+
+def parallel_layout() -> dict[str, int]:
+    """The sizes of the layout of this process, as a state records them."""
+    from megatron.core import parallel_state as ps
+
+    return {
+        "processes": torch.distributed.get_world_size(),
+        "tensor": ps.get_tensor_model_parallel_world_size(),
+        "pipeline": ps.get_pipeline_model_parallel_world_size(),
+        "context": ps.get_context_parallel_world_size(),
+        "expert": ps.get_expert_model_parallel_world_size(),
+        "expert_tensor": ps.get_expert_tensor_parallel_world_size(),
+    }
+
+
+def _write_hf(models: Saved, directory: Path) -> None:
+    """The weights, by the first process; the others take part in gathering them, also when it fails."""
+    tensors = models.export()
+    error: Exception | None = None
+    try:
+        write_hf(directory, tensors, models.spec.train.hf_checkpoint, writes=torch.distributed.get_rank() == 0)
+    except Exception as found:  # raised again, after the others have done their part
+        error = found
+        for _ in tensors:
+            continue
+    _raise_together(error, OSError("the first process could not write the weights in Hugging Face format"))
+
+
+# ---------------------------------------------------------------------- reading
+
+
+def _check(directory: Path, state: MegatronState, index: Index, held: Held, wanted: dict[str, Any]) -> None:
+    """Raise `TrainStateUnreadable` unless the files hold all that is wanted."""
+    from megatron.core.dist_checkpointing.dict_utils import nested_values
+    from megatron.core.dist_checkpointing.state_dict_utils import load_preprocess
+
+    for name in held.trained:
+        if name not in state.models:
+            raise TrainStateUnreadable(
+                f"{directory} holds no {name}, which this run needs: it was saved by a run with other options; resume "
+                "with those, or start a new run from its weights"
+            )
+    if held.reference is not None and REFERENCE not in state.parts:
+        raise TrainStateUnreadable(
+            f"{directory} holds no reference, which this run renews: it was saved by a run with other options; resume "
+            "with those, or start a new run from its weights"
+        )
+    expanded, _, _ = load_preprocess(wanted)
+    for one in nested_values(expanded):
+        stored, key = index.get(one.key), one.key
+        dtype = str(one.dtype).removeprefix("torch.")
+        if stored is None:
+            raise _of_another_model(directory, f"it has no {key!r}")
+        if stored.dtype != dtype:
+            raise _of_another_model(directory, f"{key!r} is {stored.dtype} instead of {dtype}")
+        shape = tuple(one.global_shape)
+        if stored.shape != shape and not (one.allow_shape_mismatch and len(stored.shape) == len(shape)):
+            raise _of_another_model(directory, f"{key!r} is {stored.shape} instead of {shape}")
+
+
+def _of_another_model(directory: Path, difference: str) -> TrainStateUnreadable:
+    return TrainStateUnreadable(
+        f"{directory} is of another model or precision: {difference}; resume with the --hf-checkpoint and "
+        "--train-dtype that the run was started with"
+    )
+
+
+def read_tensors(directory: Path, index: Index, wanted: dict[str, Any]) -> dict[str, Any]:
+    """The wanted tensors, on the host; collective. Raises `TrainStateUnreadable`."""
+    from megatron.core import dist_checkpointing
+    from megatron.core.dist_checkpointing.strategies import torch as strategies
+    from megatron.core.dist_checkpointing.strategies.common import TorchCommonLoadStrategy
+    from torch.distributed.checkpoint import CheckpointException, FileSystemReader
+
+    class Reader(FileSystemReader):  # type: ignore[misc]
+        def read_metadata(self, *args: Any, **kwargs: Any) -> Any:
+            return torch_metadata(index)
+
+    class NoCommon(TorchCommonLoadStrategy):  # type: ignore[misc]
+        def load_common(self, checkpoint_dir: Any) -> dict[str, Any]:
+            return {}
+
+    usual = strategies._get_filesystem_reader
+    strategies._get_filesystem_reader = lambda path, cache_metadata=False: Reader(path)
+    try:
+        return dict(
+            dist_checkpointing.load(
+                wanted,
+                str(directory / STATE_DIR),
+                sharded_strategy=strategies.TorchDistLoadShardedStrategy(),
+                common_strategy=NoCommon(),
+                validate_access_integrity=False,  # each process reads what it needs, also what others read
+            )
+        )
+    except (Exception, CheckpointException) as error:  # the latter is no Exception
+        raise TrainStateUnreadable(
+            f"{directory} is damaged: its tensors cannot be read ({_first_line(error)}); resume from another checkpoint"
+        ) from error
+    finally:
+        strategies._get_filesystem_reader = usual
+
+
+def _first_line(error: BaseException) -> str:
+    return next(iter(str(error).strip().splitlines()), type(error).__name__)
+
+
+def _raise_together(error: Exception | None, otherwise: Exception) -> None:
+    """Raise in all processes if there is an error in one; collective. `otherwise`: where it is in another."""
+    failed = torch.tensor([error is not None], dtype=torch.uint8)
+    torch.distributed.all_reduce(failed, op=torch.distributed.ReduceOp.MAX)
+    if error is not None:
+        raise error
+    if failed.item():
+        raise otherwise
+
+
+# ---------------------------------------------------------------------- random states
+
+
+def _random() -> dict[str, torch.Tensor]:
+    from megatron.core.tensor_parallel import get_cuda_rng_tracker
+
+    tensors = {"cpu": torch.get_rng_state()}
+    if torch.cuda.is_available():
+        tensors["cuda"] = torch.cuda.get_rng_state()
+    tracked = get_cuda_rng_tracker().get_states()
+    return tensors | {f"tracked/{name}": state.clone() for name, state in tracked.items()}
+
+
+def _load_random(directory: Path, state: MegatronState) -> None:
+    from megatron.core.tensor_parallel import get_cuda_rng_tracker
+    from safetensors.torch import load_file
+
+    if state.layout != parallel_layout():
+        return
+    tensors = load_file(directory / f"random-{torch.distributed.get_rank():05d}.safetensors")
+    torch.set_rng_state(tensors["cpu"])
+    if "cuda" in tensors and torch.cuda.is_available():
+        torch.cuda.set_rng_state(tensors["cuda"])
+    tracked = {name.removeprefix("tracked/"): one for name, one in tensors.items() if name.startswith("tracked/")}
+    get_cuda_rng_tracker().set_states(tracked)
+
+
+_layout, _read = parallel_layout, read_tensors

@@ -1,0 +1,148 @@
+"""What a training state of Megatron models is made of: their tensors, with their places in the whole.
+
+Tensors of the policy have Megatron's own names; those of the critic and of a renewed reference begin with `critic.` and
+`reference.`, those of Adam with `optimizer.state.`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from typing import Any, Final, Protocol
+
+import torch
+from torch import Tensor
+
+from models.train.megatron.checkpoint_files import MegatronState
+from models.train.megatron.optimizer_state import OptimizerState, replicas
+
+POLICY: Final = "policy"
+CRITIC: Final = "critic"
+REFERENCE: Final = "reference"
+
+
+class Trained(Protocol):
+    """A model with its optimizer: the chunks of this process, without their wrappers, and updates made."""
+
+    chunks: list[Any]
+    optimizer: Any
+    updates: int
+
+
+class Saved(Protocol):
+    """What a training state is made of."""
+
+    @property
+    def policy(self) -> Trained: ...
+
+    @property
+    def critic(self) -> Any:
+        """None, or what has a `Trained` as `trained`."""
+
+    @property
+    def reference(self) -> Any:
+        """None, or what has `renewed`, `state_tensors` and `load_state_tensors` by `<chunk>.<parameter>`."""
+
+    @property
+    def spec(self) -> Any: ...
+
+    def export(self) -> Iterator[tuple[str, Tensor]]: ...
+
+
+class Held:
+    """The tensors of all models, with their places in the whole."""
+
+    def __init__(self, models: Saved) -> None:
+        self.trained: dict[str, Trained] = {POLICY: models.policy}
+        if models.critic is not None:
+            self.trained[CRITIC] = models.critic.trained
+        reference = models.reference
+        self.reference = reference if reference is not None and reference.renewed else None
+        self._weights = {name: model_weights(one.chunks, name) for name, one in self.trained.items()}
+        self.states = {name: OptimizerState(one.optimizer, self._weights[name]) for name, one in self.trained.items()}
+
+    def to_save(self) -> dict[str, Any]:
+        return {
+            "weights": {name: dict(tensors) for name, tensors in self._weights.items()},
+            "state": {name: state.to_save() for name, state in self.states.items()},
+            REFERENCE: dict(self._reference(empty=False)),
+        }
+
+    def to_load(self) -> dict[str, Any]:
+        return {
+            "weights": {
+                name: {key: dataclasses.replace(one, data=_empty(one.data)) for key, one in tensors.items()}
+                for name, tensors in self._weights.items()
+            },
+            "state": {name: state.to_load() for name, state in self.states.items()},
+            REFERENCE: dict(self._reference(empty=True)),
+        }
+
+    def put(self, loaded: dict[str, Any], state: MegatronState) -> None:
+        """Change the models, their optimizers and their counters."""
+        with torch.no_grad():
+            for name, tensors in self._weights.items():
+                for key, one in tensors.items():
+                    one.data.copy_(loaded["weights"][name][key])
+        for name, trained in self.trained.items():
+            self.states[name].put(loaded["state"][name], state.models[name].adam_steps)
+            trained.updates = state.models[name].updates
+        if self.reference is not None:
+            self.reference.load_state_tensors(loaded[REFERENCE])
+
+    def live(self) -> set[int]:
+        """Storages that training goes on to change."""
+        tensors = [one.data for weights in self._weights.values() for one in weights.values()]
+        if self.reference is not None:
+            tensors += self.reference.state_tensors().values()
+        tensors += [tensor for state in self.states.values() for tensor in state.live()]
+        return {tensor.untyped_storage().data_ptr() for tensor in tensors}
+
+    def _reference(self, *, empty: bool) -> Iterator[tuple[str, Any]]:
+        if self.reference is None:
+            return
+        sharded = {id(one.data): one for one in self._weights[POLICY].values()}
+        live = [dict(chunk.named_parameters()) | dict(chunk.named_buffers()) for chunk in self.trained[POLICY].chunks]
+        for place, (name, tensor) in enumerate(self.reference.state_tensors().items()):
+            number, _, within = name.partition(".")
+            one = sharded[id(live[int(number)][within])]
+            fields: dict[str, Any] = {"key": f"{REFERENCE}.{one.key}", "data": _empty(tensor) if empty else tensor}
+            owner = place % replicas(one)
+            fields["replica_id"] = (*one.replica_id[:-1], (one.replica_id[-1] - owner) % replicas(one))
+            yield name, dataclasses.replace(one, **fields)
+
+
+def model_weights(chunks: list[Any], model: str) -> dict[str, Any]:
+    """Weights and buffers of this process's chunks, by chunk and name, with the live tensors in them.
+
+    Extra states of Transformer Engine's modules, scales of fp8 with delayed scaling, are left out: they are pickles.
+    """
+    from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
+    from megatron.core.dist_checkpointing.utils import add_prefix_for_sharding
+
+    found: dict[str, Any] = {}
+    for number, chunk in enumerate(chunks):
+        sharded = chunk.sharded_state_dict(metadata=_format())
+        kept = {key: one for key, one in sharded.items() if isinstance(one, ShardedTensor | ShardedTensorFactory)}
+        if model != POLICY:
+            add_prefix_for_sharding(kept, f"{model}.")
+        found |= {f"{number}.{key}": one for key, one in kept.items()}
+    return found
+
+
+def _format() -> dict[str, Any]:
+    from megatron.core import parallel_state as ps
+
+    return {
+        "dp_cp_group": ps.get_data_parallel_group(with_context_parallel=True),
+        "distrib_optim_sharding_type": "fully_reshardable",
+        "singleton_local_shards": False,
+        "chained_optim_avoid_prefix": True,
+    }
+
+
+def _empty(tensor: Tensor) -> Tensor:
+    return torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
+
+
+_weights = model_weights

@@ -1,0 +1,167 @@
+"""Forward pass of one chunk of a GPT, down to what is wanted of its chosen tokens.
+
+Invariants:
+- logits exist only for chosen tokens and only `chunk_tokens` at a time; with several chunks the backward pass computes
+  each chunk's logits again instead of keeping them;
+- each token has the position of its own sequence, wherever it stands in a row;
+- all tensor- and context-parallel processes find the same numbers, and get the gradients of their own part.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
+
+from models.train.megatron.inputs import ModelInputs
+from models.train.megatron.vocabulary import VocabularyPart, vocabulary_log_probs
+
+
+def unwrapped(chunk: Any) -> Any:
+    """The GPT inside its wrapper for data parallelism."""
+    return getattr(chunk, "module", chunk)
+
+
+def hidden_states(chunk: Any, inputs: ModelInputs) -> Tensor:
+    """Run a chunk, wrapped or not: hidden states [S, B, H], normed on the last stage, for its successor otherwise.
+
+    The stage before has set its own with `set_input_tensor`.
+    """
+    model = unwrapped(chunk)
+    packed = _packed(inputs)
+    with _without_head(model):
+        hidden: Tensor = chunk(
+            input_ids=inputs.input_ids,
+            position_ids=inputs.position_ids,
+            attention_mask=inputs.mask,
+            packed_seq_params=packed,
+        )
+    return hidden
+
+
+@contextmanager
+def _without_head(model: Any) -> Iterator[None]:
+    """A forward pass that ends with hidden states."""
+    is_last = model.post_process
+    model.post_process = False
+    try:
+        yield
+    finally:
+        model.post_process = is_last
+
+
+def _packed(inputs: ModelInputs) -> Any | None:
+    """How a flat row tells its sequences apart."""
+    if inputs.ends is None:
+        return None
+    from megatron.core.packed_seq_params import PackedSeqParams
+
+    return PackedSeqParams(
+        qkv_format="thd",
+        cu_seqlens_q=inputs.ends,
+        cu_seqlens_kv=inputs.ends,
+        max_seqlen_q=inputs.longest,
+        max_seqlen_kv=inputs.longest,
+    )
+
+
+def chosen_hidden(model: Any, hidden: Tensor, inputs: ModelInputs, *, partial_gradients: bool) -> Tensor:
+    """Last hidden states [n, H] at the places of the chosen tokens.
+
+    `partial_gradients`: whether each tensor-parallel process goes on with its part of a matrix, so that the gradients
+    they send back are summed; otherwise all go on with the same.
+    """
+    from megatron.core.tensor_parallel import mappings
+
+    group = model.pg_collection.tp
+    if model.config.sequence_parallel:
+        hidden = mappings.gather_from_sequence_parallel_region(
+            hidden, tensor_parallel_output_grad=partial_gradients, group=group
+        )
+    chosen = hidden.reshape(-1, hidden.shape[-1]).index_select(0, inputs.places)
+    if partial_gradients and not model.config.sequence_parallel:
+        chosen = mappings.copy_to_tensor_model_parallel_region(chosen, group=group)
+    return chosen
+
+
+class TokenScorer:
+    """Log-probs and entropies of chosen tokens, on the last stage."""
+
+    def __init__(self, model: Any, *, vocab_size: int, temperature: float, chunk_tokens: int) -> None:
+        """`model`: the last chunk. `vocab_size`: ids that exist; the matrices may be padded to more."""
+        self._model = model
+        self._temperature = temperature
+        self._chunk_tokens = chunk_tokens
+        self._part = VocabularyPart.of(model.pg_collection.tp, self._weight().shape[0], vocab_size)
+
+    def _weight(self) -> Tensor:
+        """The output matrix [width, H]."""
+        model = self._model
+        tied = model.share_embeddings_and_output_weights
+        weight: Tensor = model.shared_embedding_or_output_weight() if tied else model.output_layer.weight
+        return weight
+
+    def __call__(self, hidden: Tensor, inputs: ModelInputs, *, entropy: str = "none") -> tuple[Tensor, Tensor | None]:
+        """Log-probs [N] and, unless `entropy` is "none", entropies [N] of the chosen tokens, in fp32.
+
+        `entropy`: "value" without a graph, "graph" with one. Collective over the tensor and context ranks.
+        """
+        _gather_parameters(self._model.output_layer)
+        chosen = chosen_hidden(self._model, hidden, inputs, partial_gradients=True)
+        targets = inputs.own_targets
+        if len(targets) <= self._chunk_tokens:
+            log_probs, entropies = self._chunk(chosen, targets, entropy)
+        else:
+            parts = [
+                checkpoint(self._chunk, part, ids, entropy, use_reentrant=False, preserve_rng_state=False)
+                if torch.is_grad_enabled()
+                else self._chunk(part, ids, entropy)
+                for part, ids in zip(chosen.split(self._chunk_tokens), targets.split(self._chunk_tokens), strict=True)
+            ]
+            log_probs = torch.cat([part[0] for part in parts])
+            entropies = None if entropy == "none" else torch.cat([part[1] for part in parts])
+        group = self._model.pg_collection.cp
+        return (
+            of_all_tokens(log_probs, inputs, group),
+            None if entropies is None else of_all_tokens(entropies, inputs, group),
+        )
+
+    def _chunk(self, hidden: Tensor, targets: Tensor, entropy: str) -> tuple[Tensor, Tensor | None]:
+        logits = functional.linear(hidden, self._weight())
+        return vocabulary_log_probs(logits, targets, self._part, temperature=self._temperature, entropy=entropy)
+
+
+def _gather_parameters(layer: Any) -> None:
+    """What a call of the layer would wait for: parameters on their way from other processes."""
+    for hook in layer._forward_pre_hooks.values():
+        hook(layer, ())
+
+
+def of_all_tokens(values: Tensor, inputs: ModelInputs, group: Any) -> Tensor:
+    """Numbers [N] of all chosen tokens from those [n] of each context-parallel process; differentiable."""
+    if inputs.kept is None:
+        return values
+    found: Tensor = _Spread.apply(values, inputs.kept, len(inputs.targets), group)
+    return found
+
+
+class _Spread(torch.autograd.Function):  # type: ignore[misc]
+    """Each process puts its numbers in their places, and all get all. Backward, each takes the gradients of its own:
+    every process computes the same loss, and none adds to another's numbers."""
+
+    @staticmethod
+    def forward(ctx: Any, values: Tensor, kept: Tensor, count: int, group: Any) -> Tensor:
+        ctx.save_for_backward(kept)
+        every = values.new_zeros(count).index_copy(0, kept, values)
+        torch.distributed.all_reduce(every, group=group)
+        return every
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
+        (kept,) = ctx.saved_tensors
+        return gradient.index_select(0, kept), None, None, None

@@ -1,0 +1,194 @@
+"""Whole parameters out of the parts that processes hold: over tensor, expert and pipeline parallel, bucket by bucket.
+
+Every process of every replica does the same collectives in the same order: the plan is made of names that all derive
+from the architecture, and of shapes and owners that pipeline stages tell each other once.
+
+Invariant: no more than a bucket of whole parameters exists beside the model, or one parameter if that is larger.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+
+from models.train.errors import BackendMisuse
+from models.train.families.architecture import Architecture
+from models.train.families.rules import Weight
+from models.train.families.sharding import merge
+from models.train.megatron.names import held_parameters
+
+BUCKET_BYTES: Final = 256 << 20  # of whole parameters that travel together
+_DTYPES: Final = (torch.float32, torch.bfloat16, torch.float16)
+_DIMENSIONS: Final = 2  # at most, of any parameter
+
+
+@dataclass(frozen=True)
+class _Slot:
+    """A parameter, or one expert's parameter of each expert-parallel process: the same shape in all of them."""
+
+    weights: tuple[Weight, ...]  # by expert-parallel rank; one if it is no expert's
+    shape: tuple[int, ...]  # of the part that a process holds
+    dtype: torch.dtype
+    owner: int  # pipeline stage
+
+    @property
+    def expert(self) -> bool:
+        return self.weights[0].rule.expert
+
+    @property
+    def elements(self) -> int:
+        return int(torch.Size(self.shape).numel())
+
+
+@dataclass(frozen=True)
+class _Groups:
+    """Process groups, and how many share what."""
+
+    tensor: Any
+    expert_tensor: Any
+    expert: Any
+    pipeline: Any
+
+    @property
+    def alone(self) -> bool:
+        """Whether every process holds all of the model."""
+        return all(group.size() == 1 for group in (self.tensor, self.expert_tensor, self.expert, self.pipeline))
+
+    @classmethod
+    def of_megatron(cls) -> _Groups:
+        from megatron.core import parallel_state as ps
+
+        return cls(
+            tensor=ps.get_tensor_model_parallel_group(),
+            expert_tensor=ps.get_expert_tensor_parallel_group(),
+            expert=ps.get_expert_model_parallel_group(),
+            pipeline=ps.get_pipeline_model_parallel_group(),
+        )
+
+
+def export_buckets(
+    chunks: Sequence[Any], architecture: Architecture, *, bucket_bytes: int
+) -> Iterator[tuple[Weight, Tensor]]:
+    """(parameter, whole tensor) for all of them, in the order of `Architecture.weights`; nothing but on global rank 0.
+
+    Collective over all processes; each iterates to the end. Experts come by slot: with E experts on n processes, expert
+    0, E/n, 2 E/n, ..., then 1, E/n + 1, ...
+    """
+    groups = _Groups.of_megatron()
+    held = dict(held_parameters(chunks))
+    first = torch.distributed.get_rank() == 0
+    slots = _plan(architecture, held, groups)
+    if groups.alone:
+        bucket_bytes = 0  # one parameter after the other, as it is, without a copy
+    for bucket in _buckets(slots, groups, bucket_bytes):
+        gathered = _gather(bucket, held, groups)
+        if first:
+            yield from _unpack(bucket, gathered)
+
+
+def _plan(architecture: Architecture, held: Mapping[str, Tensor], groups: _Groups) -> list[_Slot]:
+    """All slots, with what their owners say about them. Collective over the pipeline."""
+    weights = _by_slot(architecture, groups.expert.size())
+    device = next(iter(held.values())).device if held else torch.device("cpu")
+    stages, rank = groups.pipeline.size(), groups.pipeline.rank()
+    mine = groups.expert.rank()
+    told = torch.zeros(len(weights), 2 + _DIMENSIONS, dtype=torch.int64)
+    for row, one in zip(told, weights, strict=True):
+        tensor = held.get(one[mine % len(one)].name)
+        if tensor is not None:
+            shape = [*tensor.shape, *[-1] * (_DIMENSIONS - tensor.dim())]
+            row.copy_(torch.tensor([stages - rank, _DTYPES.index(tensor.dtype), *shape]))
+    if stages > 1:
+        # Shapes and dtypes are equal wherever a parameter is held; -1, a missing dimension, is below any length.
+        told[told[:, 0] == 0] = -2
+        told = told.to(device)
+        torch.distributed.all_reduce(told, op=torch.distributed.ReduceOp.MAX, group=groups.pipeline)
+    slots = []
+    for one, (owner, dtype, *shape) in zip(weights, told.tolist(), strict=True):
+        if owner <= 0:
+            raise BackendMisuse(
+                f"no pipeline stage holds {one[0].name}; hand over all chunks of the model of every process"
+            )
+        slots.append(_Slot(one, tuple(n for n in shape if n >= 0), _DTYPES[dtype], stages - owner))
+    return slots
+
+
+def _by_slot(architecture: Architecture, expert_parallel: int) -> list[tuple[Weight, ...]]:
+    """Parameters in the order of an export; experts with the same place in their processes together."""
+    local = architecture.experts // expert_parallel
+    slots: list[tuple[Weight, ...]] = []
+    for (_layer, _rule), group in groupby(architecture.weights(), key=lambda one: (one.layer, id(one.rule))):
+        members = list(group)
+        if members[0].rule.expert:
+            slots += [tuple(members[index::local]) for index in range(local)]
+        else:
+            slots.append(tuple(members))
+    return slots
+
+
+def _buckets(slots: Sequence[_Slot], groups: _Groups, bucket_bytes: int) -> Iterator[list[_Slot]]:
+    """Neighbours of one owner, kind and dtype, up to a size."""
+    bucket: list[_Slot] = []
+    size = 0
+    for slot in slots:
+        copies = groups.expert.size() * groups.expert_tensor.size() if slot.expert else groups.tensor.size()
+        whole = slot.elements * slot.dtype.itemsize * copies
+        if bucket and (
+            size + whole > bucket_bytes
+            or (slot.owner, slot.expert, slot.dtype) != (bucket[0].owner, bucket[0].expert, bucket[0].dtype)
+        ):
+            yield bucket
+            bucket, size = [], 0
+        bucket.append(slot)
+        size += whole
+    if bucket:
+        yield bucket
+
+
+def _gather(bucket: Sequence[_Slot], held: Mapping[str, Tensor], groups: _Groups) -> Tensor:
+    """[expert-parallel rank, tensor-parallel rank, elements of the bucket]. Collective over the whole replica."""
+    expert = bucket[0].expert
+    tensor_group = groups.expert_tensor if expert else groups.tensor
+    spread = groups.expert.size() if expert else 1
+    elements = sum(slot.elements for slot in bucket)
+    if groups.pipeline.rank() == bucket[0].owner:
+        rank = groups.expert.rank() if expert else 0
+        parts = [held[slot.weights[rank].name].detach().reshape(-1) for slot in bucket]
+        flat = torch.cat(parts)[None, None] if len(parts) > 1 else parts[0][None, None]
+        gathered = (
+            _all_gather(_all_gather(flat, tensor_group, 1), groups.expert, 0)
+            if expert
+            else _all_gather(flat, tensor_group, 1)
+        )
+    else:
+        device = next(iter(held.values())).device
+        gathered = torch.empty(spread, tensor_group.size(), elements, dtype=bucket[0].dtype, device=device)
+    if groups.pipeline.size() > 1:
+        source = torch.distributed.get_process_group_ranks(groups.pipeline)[bucket[0].owner]
+        torch.distributed.broadcast(gathered, source, group=groups.pipeline)
+    return gathered
+
+
+def _all_gather(tensor: Tensor, group: Any, dimension: int) -> Tensor:
+    """Tensors of all processes of the group one behind the other along `dimension`, of length 1 before."""
+    if group.size() == 1:
+        return tensor
+    found = [torch.empty_like(tensor) for _ in range(group.size())]
+    torch.distributed.all_gather(found, tensor.contiguous(), group=group)
+    return torch.cat(found, dim=dimension)
+
+
+def _unpack(bucket: Sequence[_Slot], gathered: Tensor) -> Iterator[tuple[Weight, Tensor]]:
+    offset = 0
+    for slot in bucket:
+        held = gathered[:, :, offset : offset + slot.elements]
+        offset += slot.elements
+        rule = slot.weights[0].rule
+        split = "none" if rule.replicated_rows == slot.shape[0] else rule.split
+        for weight, parts in zip(slot.weights, held.unbind(0), strict=True):
+            yield weight, merge([part.view(slot.shape) for part in parts.unbind(0)], split)

@@ -1,0 +1,144 @@
+"""Packed rows as tensors for one process of a Megatron layout.
+
+Invariants:
+- who sees whom is that of `rows.py`: responses after a common prompt, several units in a row, or one sequence;
+- rows may grow to the right, to a length that divides over the processes; nothing looks at what is added;
+- of the chosen tokens, a process knows which are predicted in its part of the rows.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from models.train.rows import Int64Array, PackedRows
+
+
+@dataclass(frozen=True)
+class RowForm:
+    """How rows must look for a model and its layout."""
+
+    device: torch.device
+    multiple: int = 1  # row lengths are multiples of it
+    flat: bool = False  # several sequences in one row are told apart by their ends (THD of Transformer Engine)
+    context_rank: int = 0
+    context_size: int = 1  # processes that share the tokens of a row, each with a head and a tail chunk
+
+
+@dataclass(frozen=True)
+class ModelInputs:
+    """A micro-batch of B rows of length L, of which this process computes S <= L positions each."""
+
+    input_ids: Tensor  # [B, S]
+    position_ids: Tensor | None  # [B, S]; None: those of the places in the row
+    mask: Tensor | None  # bool [B, 1, L, L], True = hidden; None = causal
+    ends: Tensor | None  # int32 [sequences + 1], cumulated lengths of a flat row
+    longest: int  # sequence of a flat row
+    places: Tensor  # [n] place in [S * B] (position first) whose output predicts a chosen token
+    kept: Tensor | None  # [n] which of the N chosen tokens those are; None: all
+    targets: Tensor  # [N] ids of the chosen tokens
+
+    @property
+    def own_targets(self) -> Tensor:
+        """[n] ids of the chosen tokens that are predicted in this process."""
+        return self.targets if self.kept is None else self.targets[self.kept]
+
+
+def model_inputs(rows: PackedRows, form: RowForm) -> ModelInputs:
+    """The tensors of `rows`."""
+    rows = lengthened(rows, form.multiple)
+    height, length = rows.input_ids.shape
+    columns = context_columns(length, form.context_rank, form.context_size)
+    row, column = np.divmod(rows.source, length)
+    kept = None
+    if form.context_size > 1:
+        at = np.full(length, -1, dtype=np.int64)
+        at[columns] = np.arange(len(columns))
+        found = np.flatnonzero(at[column] >= 0)
+        kept, row, column = _tensor(found, form), row[found], at[column[found]]
+    positions = rows.position_ids
+    if positions is None and form.context_size > 1:
+        positions = np.broadcast_to(np.arange(length, dtype=np.int64), (height, length))
+    flat = form.flat and positions is not None
+    ends, longest = _ends(rows) if flat else (None, 0)
+    if flat:
+        positions = None  # counted from the ends
+    return ModelInputs(
+        input_ids=_tensor(rows.input_ids[:, columns], form),
+        position_ids=None if positions is None else _tensor(positions[:, columns], form),
+        mask=None if flat else hidden_mask(rows, form.device),
+        ends=None if ends is None else _tensor(ends, form),
+        longest=longest,
+        places=_tensor(column * height + row, form),
+        kept=kept,
+        targets=_tensor(rows.targets, form),
+    )
+
+
+def lengthened(rows: PackedRows, multiple: int) -> PackedRows:
+    """The same rows, with padding at their ends until their length is a multiple of `multiple`."""
+    height, length = rows.input_ids.shape
+    missing = -length % multiple
+    if not missing:
+        return rows
+
+    def padded(array: Int64Array | None, value: int) -> Int64Array | None:
+        return None if array is None else np.pad(array, ((0, 0), (0, missing)), constant_values=value)
+
+    ids, positions = padded(rows.input_ids, 0), None
+    if rows.position_ids is not None:  # what is added is a sequence of its own, whose positions begin at 0
+        behind = np.broadcast_to(np.arange(missing, dtype=np.int64), (height, missing))
+        positions = np.concatenate([rows.position_ids, behind], axis=1)
+    assert ids is not None
+    return replace(
+        rows,
+        input_ids=ids,
+        position_ids=positions,
+        unit=padded(rows.unit, -1),
+        branch=padded(rows.branch, 0),
+        source=rows.source // length * missing + rows.source,
+    )
+
+
+def hidden_mask(rows: PackedRows, device: torch.device) -> Tensor | None:
+    """Who may not be seen, bool [B, 1, L, L]; None where causal attention says it all."""
+    if rows.position_ids is None:
+        return None
+    length = rows.input_ids.shape[1]
+    if rows.unit is not None:
+        unit = torch.from_numpy(rows.unit).to(device)
+    else:
+        unit = torch.from_numpy(rows.position_ids).to(device).eq(0).cumsum(dim=1)
+    allowed = unit[:, :, None] == unit[:, None, :]
+    if rows.branch is not None:
+        branch = torch.from_numpy(rows.branch).to(device)
+        allowed &= (branch[:, None, :] == 0) | (branch[:, :, None] == branch[:, None, :])
+    allowed &= torch.ones((length, length), dtype=torch.bool, device=device).tril()
+    return ~allowed[:, None]
+
+
+def context_columns(length: int, rank: int, size: int) -> Int64Array:
+    """Positions of a row that a context-parallel process computes: chunk `rank` from the front and from the back.
+
+    Causal attention costs the more the later a token stands; so each process has its share of both.
+    """
+    if size == 1:
+        return np.arange(length, dtype=np.int64)
+    chunks = np.arange(length, dtype=np.int64).reshape(2 * size, -1)
+    return np.concatenate([chunks[rank], chunks[2 * size - 1 - rank]])
+
+
+def _ends(rows: PackedRows) -> tuple[np.ndarray, int]:
+    """Cumulated lengths of the sequences of one flat row, and the longest."""
+    length = rows.input_ids.shape[1]
+    assert rows.position_ids is not None
+    (positions,) = rows.position_ids  # one row
+    ends = np.append(np.flatnonzero(positions == 0), length).astype(np.int32)
+    return ends, int(np.diff(ends).max())
+
+
+def _tensor(array: np.ndarray, form: RowForm) -> Tensor:
+    return torch.from_numpy(np.ascontiguousarray(array)).to(form.device, non_blocking=True)

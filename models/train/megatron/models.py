@@ -1,0 +1,264 @@
+"""`ModelSet` on Megatron-core: tensor, pipeline, virtual pipeline, expert, context and data parallelism.
+
+Invariants:
+- every process builds, loads and trains its own part, and takes part in every collective;
+- the policy and the reference share one set of parameters in turn, the critic has its own;
+- only the process that speaks for its share adds to totals and hands out log-probs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from models.algorithms.tokens import StepFacts
+from models.train.crew import Float32Array
+from models.train.critic import critic_train_config
+from models.train.dealing import MicroBatch
+from models.train.errors import BackendMisuse, TrainConfigInvalid
+from models.train.loading import pick_device
+from models.train.megatron.checkpoint import finish as finish_state
+from models.train.megatron.checkpoint import load as load_state
+from models.train.megatron.checkpoint import save as save_state
+from models.train.megatron.critic import MegatronCritic, into_critic
+from models.train.megatron.forward import TokenScorer
+from models.train.megatron.inputs import ModelInputs
+from models.train.megatron.loading import LoadedChunks, Source, load_chunks, load_weights_of, read_source
+from models.train.megatron.optimizer import TrainedChunks, check_optimizer
+from models.train.megatron.processes import build_crew, build_layout
+from models.train.megatron.reference import SwappedReference
+from models.train.megatron.schedule import Pipeline
+from models.train.micro_batch import PolicyNumerator
+from models.train.model_set import Counters, Scored
+from models.train.needs import uses_critic, uses_reference
+from models.train.packing import Packing, with_budget
+from models.train.spec import TrainSpec
+from models.train.totals import StepTotals
+from models.train.updates import UpdateResult
+
+
+class MegatronModels:
+    """`ModelSet` in one process of a gang. Constructing builds the layout and loads all models; collective."""
+
+    reference_apart = True
+
+    def __init__(self, spec: TrainSpec, *, async_save: bool = False) -> None:
+        """Needs torch.distributed's default group.
+
+        `async_save`: `save` returns as soon as the state is copied; `finish_save` waits for the disk.
+
+        Raises `CheckpointUnavailable`, `UnsupportedModel`, `TrainConfigInvalid` or `BackendMisuse`.
+        """
+        check_optimizer(spec)
+        self._async_save = async_save
+        self.spec = spec
+        self.sizes = build_layout(spec)
+        self.crew = build_crew()
+        self.device = pick_device(spec.train.train_device)
+        source = read_source(spec.train.hf_checkpoint, "hf_checkpoint")
+        self.hf_config = source.config
+        loaded = load_chunks(source, spec, self.sizes, self.device)
+        self.reference = self._reference(source, loaded)
+        self.vocab_size, packing = loaded.vocab_size, loaded.packing
+        self.policy = TrainedChunks(loaded.chunks, spec.train, spec, spec.total_steps)
+        self._pipeline = self._make_pipeline(self.policy, loaded)
+        self._score = self._scorer(loaded)
+        self.critic: MegatronCritic | None = None
+        if uses_critic(spec.algorithm, spec.train.loss_type):
+            packing = self._add_critic(packing)
+        self._numerator = PolicyNumerator(
+            spec.algorithm, spec.policy_mode, sft=spec.supervised, group_loss=spec.group_loss
+        )
+        packing = with_budget(packing, spec.train, spec.parallel)
+        # The budget is that of one process; context-parallel ones share a row.
+        self.packing = replace(packing, max_tokens=packing.max_tokens * self.sizes.context)
+
+    def _reference(self, source: Source, loaded: LoadedChunks) -> SwappedReference | None:
+        """A copy on the host of what the reference starts with; the chunks hold the policy afterwards."""
+        algorithm, train = self.spec.algorithm, self.spec.train
+        if not uses_reference(algorithm, train.loss_type):
+            return None
+        other = train.ref_load is not None and train.ref_load != train.hf_checkpoint
+        if other:
+            assert train.ref_load is not None
+            theirs = read_source(train.ref_load, "ref_load")
+            _check_same_shape(source, theirs)
+            load_weights_of(theirs, loaded.chunks)
+        reference = SwappedReference(
+            loaded.chunks, lambda: self.policy.settle(), renewed=bool(algorithm.ref_update_interval)
+        )
+        if other:
+            load_weights_of(source, loaded.chunks)
+        return reference
+
+    def _add_critic(self, packing: Packing) -> Packing:
+        spec = self.spec
+        load = spec.critic.critic_load
+        source = read_source(load or spec.train.hf_checkpoint, "critic_load" if load else "hf_checkpoint")
+        loaded = load_chunks(source, spec, self.sizes, self.device)
+        into_critic(loaded.chunks, seed=spec.seed, device=self.device)
+        trained = TrainedChunks(loaded.chunks, critic_train_config(spec.critic, spec.train), spec, None)
+        pipeline = self._make_pipeline(trained, loaded)
+        self.critic = MegatronCritic(trained, pipeline, value_clip=spec.critic.value_clip, speaks=self.crew.speaks)
+        self.vocab_size = min(self.vocab_size, loaded.vocab_size)
+        return packing.both(loaded.packing)
+
+    def _make_pipeline(self, trained: TrainedChunks, loaded: LoadedChunks) -> Pipeline:
+        return Pipeline(
+            trained.wrapped,
+            loaded.form,
+            stages=self.sizes.pipeline,
+            interleaved=self.sizes.virtual_pipeline is not None,
+        )
+
+    def _scorer(self, loaded: LoadedChunks) -> TokenScorer | None:
+        last = self._pipeline.last
+        if last is None:
+            return None
+        return TokenScorer(
+            last,
+            vocab_size=loaded.vocab_size,
+            temperature=self.spec.scoring_temperature,
+            chunk_tokens=self.spec.train.logprob_chunk_tokens,
+        )
+
+    # ------------------------------------------------------------------ what a checkpoint is made of
+
+    @property
+    def chunks(self) -> list[Any]:
+        """The policy's chunks of this process, without their wrappers."""
+        return self.policy.chunks
+
+    @property
+    def wrapped(self) -> list[Any]:
+        """The policy's chunks in their wrappers for data parallelism."""
+        return self.policy.wrapped
+
+    @property
+    def optimizer(self) -> Any:
+        """Megatron's optimizer of the policy."""
+        return self.policy.optimizer
+
+    @property
+    def updates(self) -> int:
+        """Updates of the policy that were made."""
+        return self.policy.updates
+
+    @updates.setter
+    def updates(self, updates: int) -> None:
+        self.policy.updates = updates
+
+    @property
+    def has_reference(self) -> bool:
+        return self.reference is not None
+
+    # ------------------------------------------------------------------ passes
+
+    def log_probs(self, batches: Sequence[MicroBatch], model: Scored = "policy") -> list[Float32Array]:
+        """Of the chosen tokens, one array [N] per micro-batch; nothing in a process that does not speak.
+
+        Raises `BackendMisuse`.
+        """
+        if model == "policy":
+            return self._log_probs(batches)
+        if self.reference is None:
+            raise BackendMisuse("there is no reference; set --use-kl-loss or --kl-coef")
+        with self.reference.in_place():
+            return self._log_probs(batches)
+
+    def _log_probs(self, batches: Sequence[MicroBatch]) -> list[Float32Array]:
+        found: dict[int, Float32Array] = {}
+
+        def keep(number: int, hidden: Tensor, inputs: ModelInputs) -> None:
+            assert self._score is not None
+            log_probs, _ = self._score(hidden, inputs)
+            if self.crew.speaks:
+                found[number] = log_probs.cpu().numpy()
+
+        self._pipeline.score(batches, keep)
+        return [found[number] for number in sorted(found)]
+
+    def backward(self, batches: Sequence[MicroBatch], facts: StepFacts, totals: StepTotals) -> None:
+        """Add the gradient of the micro-batches' numerators, and their sums to `totals` where this process speaks."""
+        sums = totals if self.crew.speaks else StepTotals()
+
+        def numerator(number: int, hidden: Tensor, inputs: ModelInputs) -> Tensor:
+            assert self._score is not None
+            batch = batches[number]
+            if batch.blank:
+                log_probs, _ = self._score(hidden, inputs)
+                return log_probs.sum() * 0.0
+            log_probs, entropy = self._score(hidden, inputs, entropy=self._numerator.entropy)
+            return self._numerator(batch.members, log_probs, entropy, facts, sums)
+
+        self._pipeline.train(batches, numerator)
+
+    # ------------------------------------------------------------------ the update
+
+    def update(self, denominator: float, *, lr_scale: float = 1.0) -> UpdateResult:
+        """Sum the gradients over the processes, divide, clip, update; or refuse. Clears the gradients."""
+        return self.policy.update(denominator, lr_scale=lr_scale)
+
+    def refuse(self) -> UpdateResult:
+        """Make no update. Clears the gradients."""
+        return self.policy.refuse()
+
+    def clear(self) -> None:
+        """Drop all gradients of the policy."""
+        self.policy.clear()
+
+    def renew_reference(self) -> None:
+        """Let the reference become the policy as it is now."""
+        if self.reference is not None:
+            self.reference.renew()
+
+    def settle(self) -> None:
+        """Make the parameters of all models those of their last updates, before they are read. Collective."""
+        self.policy.settle()
+        if self.critic is not None:
+            self.critic.trained.settle()
+
+    # ------------------------------------------------------------------ weights and files
+
+    def export(self) -> Iterator[tuple[str, Tensor]]:
+        """Current weights, gathered one after the other; with contents in the first process."""
+        from models.train.megatron.weights import export_hf
+
+        self.policy.settle()
+        yield from export_hf(self.chunks, self.hf_config)
+
+    def save(self, directory: Path, counters: Counters) -> None:
+        """Write the policy to `directory/hf` and all else beside it.
+
+        Synchronised to disk, unless the models were made with `async_save`: then `finish_save` waits for that.
+        """
+        self.settle()
+        save_state(self, directory, counters, asynchronous=self._async_save)
+
+    def finish_save(self) -> None:
+        """Wait until what `save` wrote is on disk in all processes. Collective. Raises `OSError` if it is not."""
+        finish_state(self)
+
+    def load(self, directory: Path) -> Counters:
+        """Restore what `save` wrote, and return its counters. Raises `TrainStateUnreadable`."""
+        self.settle()
+        return load_state(self, directory)
+
+
+def _check_same_shape(policy: Source, reference: Source) -> None:
+    """Raise `TrainConfigInvalid` unless the reference fits into the policy's parameters."""
+    ignored = {"_name_or_path", "torch_dtype", "dtype", "transformers_version", "eos_token_id", "bos_token_id",
+               "pad_token_id", "use_cache"}  # fmt: skip
+    keys = (set(policy.config) | set(reference.config)) - ignored
+    differing = sorted(key for key in keys if policy.config.get(key) != reference.config.get(key))
+    if differing:
+        key = differing[0]
+        raise TrainConfigInvalid(
+            f"ref_load={reference.name!r} is another architecture than the policy: {key} is "
+            f"{reference.config.get(key)!r}, not {policy.config.get(key)!r}; Megatron scores the reference in the "
+            "policy's place, so give a checkpoint of the same architecture, or leave --ref-load out"
+        )

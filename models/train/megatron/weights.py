@@ -1,0 +1,162 @@
+"""Weights between Hugging Face checkpoints and the processes of Megatron-core.
+
+`load_hf` reads from safetensors only what this process holds, one parameter at a time. `export_hf` gathers bucket by
+bucket over tensor, expert and pipeline parallel processes.
+
+Invariants:
+- every parameter of a chunk is loaded, or loading fails; every tensor of a checkpoint is used, known to be left out
+  (with one warning), or refused;
+- an export has the names, shapes and order of the published layout (experts one by one). Its order depends on nothing
+  but the model, and for experts on the expert parallel size; floating-point tensors have the precision of the model,
+  routers' biases stay fp32;
+- padding of the vocabulary is zero when loaded and never exported.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from models.train.errors import CheckpointUnavailable
+from models.train.families.architecture import Architecture
+from models.train.families.registry import architecture_of
+from models.train.families.rules import Weight
+from models.train.families.sharding import padded_vocab, part
+from models.train.families.source import CheckpointTensors
+from models.train.megatron.gather import BUCKET_BYTES, export_buckets
+from models.train.megatron.names import held_parameters
+
+__all__ = ["export_hf", "load_hf"]
+
+
+def load_hf(chunks: Sequence[Any], hf_config: Mapping[str, Any], source: Path) -> None:
+    """Fill the chunks of this process from the checkpoint directory `source`; nothing is communicated.
+
+    Raises `CheckpointUnavailable` if tensors are missing, surplus or of another shape.
+    """
+    from megatron.core import parallel_state as ps
+
+    architecture = architecture_of(hf_config)
+    with CheckpointTensors(source) as tensors:
+        check_names(architecture, tensors)
+        known = {weight.name: weight for weight in architecture.weights()}
+        if architecture.tied:
+            known |= _tied_head(architecture)
+        for name, parameter in held_parameters(chunks):
+            weight = known.get(name)
+            if weight is None:
+                raise CheckpointUnavailable(
+                    f"the model has a parameter {name} that {architecture.model_type} does not map to a checkpoint"
+                )
+            if weight.rule.expert:
+                rank, parts = ps.get_expert_tensor_parallel_rank(), ps.get_expert_tensor_parallel_world_size()
+            else:
+                rank, parts = ps.get_tensor_model_parallel_rank(), ps.get_tensor_model_parallel_world_size()
+            found = read_part(tensors, weight, parameter, rank, parts, architecture.vocab_size)
+            if found.shape != parameter.shape:
+                raise CheckpointUnavailable(
+                    f"{', '.join(piece.name for piece in weight.pieces)} in {source} give {name} the shape "
+                    f"{tuple(found.shape)}, but config.json says {tuple(parameter.shape)}; give the config.json that "
+                    "belongs to the weights"
+                )
+            with torch.no_grad():
+                parameter.copy_(found)
+
+
+def read_part(
+    tensors: CheckpointTensors, weight: Weight, parameter: Tensor, rank: int, parts: int, vocab_size: int
+) -> Tensor:
+    """What process `rank` of `parts` holds of one parameter, read without the rest where possible."""
+    rule = weight.rule
+    pieces = weight.pieces
+    if weight.stacked and pieces[0].name not in tensors:
+        pieces = weight.stacked
+    split = rule.split
+    if parts == 1 or (rule.replicated_rows is not None and parameter.shape[0] == rule.replicated_rows):
+        split = "none"
+    if split == "vocabulary" or (parts == 1 and rule.split == "vocabulary"):
+        rows = padded_vocab(vocab_size, parts) // parts
+        return _vocabulary(tensors, pieces[0].name, rank * rows, rows, vocab_size)
+    if split != "none" and not rule.join.parts_alone(parts):
+        return part(rule.join.join([tensors.read(piece, weight.expert) for piece in pieces]), split, rank, parts)
+    dimension = {"none": None, "columns": 1}.get(split, 0)
+    return rule.join.join([tensors.read(piece, weight.expert, dimension, rank, parts) for piece in pieces])
+
+
+def _vocabulary(tensors: CheckpointTensors, name: str, first: int, rows: int, vocab_size: int) -> Tensor:
+    found = tensors.rows(name, first, min(first + rows, vocab_size))
+    if found.shape[0] == rows:
+        return found
+    padded = found.new_zeros(rows, *found.shape[1:])
+    padded[: found.shape[0]] = found
+    return padded
+
+
+def _tied_head(architecture: Architecture) -> dict[str, Weight]:
+    """The last pipeline stage holds a copy of a tied embedding under the name of the output layer."""
+    embedding = next(weight for weight in architecture.weights())
+    return {"output_layer.weight": embedding}
+
+
+def check_names(architecture: Architecture, tensors: CheckpointTensors) -> None:
+    """Compare the names of a checkpoint with those of the model; warn of what is left out.
+
+    Raises `CheckpointUnavailable`.
+    """
+    unused = set(tensors)
+    missing: list[str] = []
+    for weight in architecture.weights():
+        names = {piece.name for piece in weight.pieces}
+        if weight.stacked and not names <= tensors.keys():
+            names = {piece.name for piece in weight.stacked}
+        missing += sorted(names - tensors.keys())
+        unused -= names
+    if missing:
+        raise CheckpointUnavailable(
+            f"{tensors.directory} lacks {len(missing)} tensors of {architecture.model_type}, first {missing[0]}; "
+            "download the model again, or give the config.json that belongs to it"
+        )
+    for reason, extra in architecture.names_left_out(unused).items():
+        unused -= set(extra)
+        if not reason:
+            continue
+        warnings.warn(f"{len(extra)} tensors of {tensors.directory} are left out: {reason}", stacklevel=3)
+    if unused:
+        raise CheckpointUnavailable(
+            f"{tensors.directory} has {len(unused)} tensors that {architecture.model_type} does not know, first "
+            f"{min(unused)}; give the config.json that belongs to it, or use --train-backend fsdp"
+        )
+
+
+def export_hf(
+    chunks: Sequence[Any], hf_config: Mapping[str, Any], *, bucket_bytes: int = BUCKET_BYTES
+) -> Iterator[tuple[str, Tensor]]:
+    """(name, whole tensor) of all weights on global rank 0; nothing on others, which take part all the same.
+
+    Collective: every process of every replica iterates to the end, and holds no other collective meanwhile. Tensors are
+    on the device of the model and are valid until the next one is asked for. With `overlap_param_gather`, force
+    parameters to be gathered first (`start_param_sync(force_sync=True)`), or they are those of the step before.
+    `bucket_bytes`: of whole parameters that exist at one time beside the model.
+    """
+    architecture = architecture_of(hf_config)
+    first = torch.distributed.get_rank() == 0
+    pending: dict[str, list[Tensor | None]] = {}
+    for weight, whole in export_buckets(chunks, architecture, bucket_bytes=bucket_bytes):
+        if not first:
+            continue
+        if weight.rule.split == "vocabulary":
+            whole = whole[: architecture.vocab_size]
+        for piece, tensor in zip(weight.pieces, weight.rule.join.split(whole), strict=True):
+            parts = pending.setdefault(piece.name, [None] * piece.of)
+            parts[piece.part] = tensor
+            if all(one is not None for one in parts):
+                del pending[piece.name]
+                found = [one for one in parts if one is not None]
+                yield piece.name, (found[0] if len(found) == 1 else torch.cat(found)).contiguous()
+    if pending:
+        raise CheckpointUnavailable(f"the export ended without the other parts of {sorted(pending)}")

@@ -1,0 +1,190 @@
+"""One of several processes that load tiny models into Megatron-core, score texts and export the weights again.
+
+Run in a process of its own: Megatron's replacements for a machine without a GPU change torch in the whole process.
+Results are written as safetensors.
+"""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import traceback
+import warnings
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+from family_models import VOCAB, token_ids
+from safetensors.torch import save_file
+
+from configs.schema.algorithm import AlgorithmConfig
+from configs.schema.megatron import MegatronConfig
+from configs.schema.train import TrainConfig
+from models.train.spec import TrainSpec
+
+SMALL_BUCKET = 16384  # bytes: several for each layer
+Case = tuple[str, str, dict[str, Any]]  # its name, the model's, options of Megatron
+
+
+def make_spec(train_dtype: str = "float32", **megatron: Any) -> TrainSpec:
+    """CPU, local layers."""
+    return TrainSpec(
+        train=TrainConfig(train_device="cpu", train_dtype=train_dtype),
+        algorithm=AlgorithmConfig(),
+        megatron=MegatronConfig(**megatron),
+    )
+
+
+def run_worlds(worlds: dict[int, list[Case]], root: str, out: str) -> None:
+    """Entry point of a spawned process: all cases of each number of processes, which share what it has imported."""
+    torch.set_num_threads(1)
+    from models.train.megatron import shim
+
+    shim.install()
+    from models.train.megatron import build, gather, weights  # noqa: F401 - before the processes part
+
+    shim.install_after_import()
+    context = multiprocessing.get_context("fork")
+    for world, cases in worlds.items():
+        processes = [
+            context.Process(target=run, args=(cases, root, out, rank, world, f"{out}/rendezvous{world}"))
+            for rank in range(world)
+        ]
+        for process in processes:
+            process.start()
+        for process in processes:
+            process.join()
+        if any(process.exitcode for process in processes):
+            raise SystemExit(1)
+
+
+def run(cases: list[Case], root: str, out: str, rank: int, world: int, rendezvous: str) -> None:
+    """One process of `world`."""
+    torch.distributed.init_process_group(
+        "gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=world, timeout=timedelta(seconds=120)
+    )
+    try:
+        for case, model, megatron in cases:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                run_case(case, Path(root) / model, megatron, Path(out))
+    except BaseException:
+        (Path(out) / f"error-{world}-{rank}.txt").write_text(traceback.format_exc())
+        raise
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+def run_case(case: str, checkpoint: Path, megatron: dict[str, Any], out: Path) -> None:
+    """Load, score, export; then the gradient, exported as if it were the weights."""
+    from models.train.megatron.processes import build_layout
+
+    spec = make_spec(**megatron)
+    sizes = build_layout(spec)
+    from models.train.megatron.weights import export_hf, load_hf
+
+    hf_config = json.loads((checkpoint / "config.json").read_text())
+    chunks = build_chunks(hf_config, spec, sizes.virtual_pipeline)
+    for tensor in [tensor for chunk in chunks for tensor in [*chunk.parameters(), *chunk.buffers()]]:
+        tensor.data.fill_(torch.nan if tensor.is_floating_point() else 0)  # what is not loaded shows
+    load_hf(chunks, hf_config, checkpoint)
+    result = {name: tensor.clone() for name, tensor in export_hf(chunks, hf_config, bucket_bytes=SMALL_BUCKET)}
+    if sizes.pipeline == 1:
+        with torch.no_grad():
+            for name, inputs in scored_inputs().items():
+                result[f"logits/{name}"] = whole_logits(chunks[0](**inputs))
+    fill_with_gradients(chunks)
+    result |= {f"gradient/{name}": tensor.clone() for name, tensor in export_hf(chunks, hf_config)}
+    if torch.distributed.get_rank() == 0:
+        save_file({name: tensor.contiguous() for name, tensor in result.items()}, out / f"{case}.safetensors")
+
+
+def build_chunks(hf_config: dict[str, Any], spec: TrainSpec, virtual: int | None) -> list[Any]:
+    """All chunks of this process."""
+    from megatron.core import parallel_state as ps
+
+    from models.train.megatron.build import build_gpt
+
+    first, last = ps.is_pipeline_first_stage(ignore_virtual=True), ps.is_pipeline_last_stage(ignore_virtual=True)
+    count = virtual or 1
+    return [
+        build_gpt(
+            hf_config,
+            spec,
+            pre_process=first and stage == 0,
+            post_process=last and stage == count - 1,
+            vp_stage=stage if virtual else None,
+        )
+        for stage in range(count)
+    ]
+
+
+def fill_with_gradients(chunks: list[Any]) -> None:
+    """Replace the weights by the gradient of minus the sum of the log-probs, as training finds it: a row at a time."""
+    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+    from megatron.core.pipeline_parallel import get_forward_backward_func
+
+    config = chunks[0].config
+    settings = DistributedDataParallelConfig(grad_reduce_in_fp32=True)
+    wrapped = [DistributedDataParallel(config, settings, chunk) for chunk in chunks]
+    config.finalize_model_grads_func = finalize_model_grads
+    for chunk in wrapped:
+        chunk.zero_grad_buffer()
+    ids = token_ids()
+    rows = [iter(ids.split(1)) for _ in chunks]
+    get_forward_backward_func()(
+        forward_step_func=forward_step,
+        data_iterator=rows if len(rows) > 1 else rows[0],
+        model=wrapped,
+        num_microbatches=len(ids),
+        seq_length=ids.shape[1],
+        micro_batch_size=1,
+        forward_only=False,
+    )
+    with torch.no_grad():
+        for parameter in (parameter for chunk in chunks for parameter in chunk.parameters()):
+            parameter.copy_(parameter.main_grad)
+
+
+def forward_step(rows: Any, model: Any) -> Any:
+    """One row through one chunk."""
+    from megatron.core import parallel_state as ps
+
+    from models.train.megatron.vocabulary import VocabularyPart, vocabulary_log_probs
+
+    row = next(rows)
+
+    def loss(logits: torch.Tensor) -> Any:
+        logits = logits[:, :-1].reshape(-1, logits.shape[-1])
+        part = VocabularyPart.of(ps.get_tensor_model_parallel_group(), logits.shape[-1], VOCAB)
+        found, _ = vocabulary_log_probs(logits, row[:, 1:].reshape(-1), part)
+        return -found.sum() * len(token_ids()), {}  # the schedule takes the mean over rows
+
+    return model(row, None, None), loss
+
+
+def scored_inputs() -> dict[str, dict[str, Any]]:
+    """Plain rows; and the same two texts in one packed row, with positions and a mask of their own."""
+    ids = token_ids()
+    rows, length = ids.shape
+    text = torch.arange(rows).repeat_interleave(length)
+    allowed = (text[:, None] == text[None]) & torch.ones(rows * length, rows * length, dtype=torch.bool).tril()
+    return {
+        "rows": {"input_ids": ids, "position_ids": None, "attention_mask": None},
+        "packed": {
+            "input_ids": ids.reshape(1, -1),
+            "position_ids": torch.arange(length).repeat(rows)[None],
+            "attention_mask": ~allowed[None, None],
+        },
+    }
+
+
+def whole_logits(part: torch.Tensor) -> torch.Tensor:
+    """[b, s, vocabulary] of what each tensor-parallel process has."""
+    from megatron.core import parallel_state as ps
+
+    group = ps.get_tensor_model_parallel_group()
+    parts = [torch.empty_like(part) for _ in range(group.size())]
+    torch.distributed.all_gather(parts, part.contiguous(), group=group)
+    return torch.cat(parts, dim=-1)[..., :VOCAB]

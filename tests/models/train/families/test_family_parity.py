@@ -1,0 +1,79 @@
+"""Each family in Megatron-core against transformers: log-probs, and weights there and back, at several layouts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from family_models import FAMILIES, log_probs, token_ids
+from safetensors.torch import load_file
+
+pytestmark = pytest.mark.slow
+
+TOLERANCE = 1e-5
+
+TENSOR: dict[str, Any] = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
+PIPELINE: dict[str, Any] = {"pipeline_model_parallel_size": 2}
+EXPERT: dict[str, Any] = {"expert_model_parallel_size": 2}
+ONE = [
+    *[(name, name, {}) for name in FAMILIES],
+    ("deepseek_v3-recompute", "deepseek_v3", {"recompute_granularity": "full"}),
+    ("glm4-recompute", "glm4", {"recompute_activations": True}),
+]
+TWO = [
+    *[(f"{name}-tp2", name, TENSOR) for name in FAMILIES if name not in ("glm", "qwen2_yarn", "qwen3_moe_raw_scores")],
+    *[(f"{name}-ep2", name, EXPERT) for name in ("qwen3_moe", "glm4_moe_groups", "deepseek_v3")],
+    *[(f"{name}-pp2", name, PIPELINE) for name in ("qwen2_tied", "glm4")],
+    ("glm4-tp2-whole-sequences", "glm4", {"tensor_model_parallel_size": 2}),
+    ("qwen3-two-chunks", "qwen3", {**PIPELINE, "virtual_pipeline_model_parallel_size": 2}),
+    ("moonlight-pp2", "moonlight", {**PIPELINE, "decoder_last_pipeline_num_layers": 1}),
+    ("glm4_moe-uneven-stages", "glm4_moe", {**PIPELINE, "decoder_first_pipeline_num_layers": 1}),
+    ("deepseek_v3-tp2-whole-experts", "deepseek_v3", {**TENSOR, "expert_tensor_parallel_size": 1, **EXPERT}),
+]
+FOUR = [
+    ("qwen2_tied-tp2-pp2", "qwen2_tied", {**TENSOR, **PIPELINE}),
+    ("qwen2-tp4", "qwen2", {"tensor_model_parallel_size": 4, "sequence_parallel": False}),  # of 2 query groups
+    ("deepseek_v3-tp2-ep2", "deepseek_v3", {**TENSOR, **EXPERT, "expert_tensor_parallel_size": 1}),
+    ("qwen3_moe-ep2-pp2", "qwen3_moe", {**EXPERT, **PIPELINE, "decoder_first_pipeline_num_layers": 2}),
+]
+
+
+@pytest.fixture(scope="module")
+def results(run_worlds: Callable[[dict[int, list[Any]]], Any]) -> Any:
+    return run_worlds({1: ONE, 2: TWO, 4: FOUR})
+
+
+def check(result: dict[str, torch.Tensor], reference: Any, checkpoint: Path) -> None:
+    ids = token_ids()
+    if "logits/rows" in result:
+        rows = log_probs(result["logits/rows"], ids)
+        assert (rows - reference.log_probs).abs().max() < TOLERANCE
+        packed = log_probs(result["logits/packed"].reshape(*ids.shape, -1), ids)
+        assert (packed - reference.log_probs).abs().max() < TOLERANCE
+    for name, gradient in reference.gradients.items():
+        scale = gradient.abs().max().clamp(min=1e-3)
+        difference = (result[f"gradient/{name}"] - gradient).abs().max()
+        assert difference < 1e-4 * scale, f"{name}: {difference} of {scale}"
+    saved = load_file(checkpoint / "model.safetensors")
+    exported = {name: tensor for name, tensor in result.items() if not name.startswith(("logits/", "gradient/"))}
+    assert exported.keys() == saved.keys()
+    for name, tensor in saved.items():
+        assert exported[name].dtype == tensor.dtype, name
+        assert torch.equal(exported[name], tensor), name
+
+
+@pytest.mark.parametrize(("case", "name"), [(case, name) for case, name, _options in ONE])
+def test_a_family_scores_as_transformers_does_and_comes_back(
+    case: str, name: str, results: Any, checkpoints: Any
+) -> None:
+    root, reference = checkpoints
+    check(results[case], reference[name], root / name)
+
+
+@pytest.mark.parametrize(("case", "name"), [(case, name) for case, name, _options in [*TWO, *FOUR]])
+def test_several_processes_score_and_export_as_one(case: str, name: str, results: Any, checkpoints: Any) -> None:
+    root, reference = checkpoints
+    check(results[case], reference[name], root / name)

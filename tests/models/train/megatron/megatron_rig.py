@@ -1,0 +1,232 @@
+"""Small models, sequences and trainers, on Megatron in one process of several and on torch in one.
+
+Its parent may import this: Megatron itself is imported only where a case runs.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors.torch import save_file
+
+from configs.schema.algorithm import AlgorithmConfig
+from configs.schema.correction import CorrectionConfig
+from configs.schema.critic import CriticConfig
+from configs.schema.megatron import MegatronConfig
+from configs.schema.parallel import ParallelConfig
+from configs.schema.train import TrainConfig
+from models.algorithms.modes import resolve_correction
+from models.train.interface import TrainSequence
+from models.train.spec import TrainSpec
+from models.train.trainer import Trainer
+
+VOCABULARY = 33  # odd: matrices are padded wherever they are split
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """What is trained, whatever trains it."""
+
+    model: str
+    steps: int = 2
+    steps_per_batch: int = 1
+    broken: tuple[int, ...] = ()  # batches whose gradient is not finite
+    fields: dict[str, Any] = field(default_factory=dict)
+
+
+_POLICY = {"entropy_coef": 0.01, "use_kl_loss": True, "kl_loss_coef": 0.1, "use_tis": True}
+_FAMILIES = ("qwen2", "llama", "glm4", "glm4_moe", "deepseek")
+RECIPES: dict[str, Recipe] = {
+    "five": Recipe("tied", 5, fields=_POLICY),
+    "five_untied": Recipe("untied", 5, fields=_POLICY),
+    "experts": Recipe("experts", 3, fields=_POLICY),
+    "chunked": Recipe("untied", 1, fields={**_POLICY, "logprob_chunk_tokens": 5}),
+    "renewed": Recipe("untied", 3, fields={**_POLICY, "ref_update_interval": 1, "ref_load": "other"}),
+    "broken": Recipe("untied", 3, broken=(1,), fields={"entropy_coef": 0.01}),
+    "ppo": Recipe(
+        "tied",
+        4,
+        2,
+        fields={
+            "advantage_estimator": "ppo",
+            "normalize_advantages": True,
+            "bootstrap_truncated": True,
+            "critic_lr": 1e-3,
+            "gamma": 0.97,
+            "lambd": 0.9,
+        },
+    ),
+    **{f"five_{family}": Recipe(family, 5, fields=_POLICY) for family in _FAMILIES},
+    "supervised": Recipe("untied", 2, fields={"loss_type": "sft_loss", "weight_decay": 0.1, "lr_warmup_iters": 3}),
+}
+
+
+_COMMON = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "intermediate_size": 48,
+    "max_position_embeddings": 128,
+    "pad_token_id": None,
+    "bos_token_id": None,
+    "eos_token_id": None,
+}
+_QWEN = {"head_dim": 8, "num_hidden_layers": 4}
+_EXPERTS = {
+    "n_routed_experts": 8,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 4,
+    "moe_intermediate_size": 24,
+    "routed_scaling_factor": 1.5,
+    "first_k_dense_replace": 1,
+}
+_LATENT = {
+    "num_key_value_heads": 4,
+    "kv_lora_rank": 16,
+    "q_lora_rank": 24,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 16,
+    "v_head_dim": 12,
+    "n_group": 4,
+    "topk_group": 2,
+}
+# name -> (class of the configuration, its fields beyond _COMMON)
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "tied": ("Qwen3Config", {**_QWEN, "tie_word_embeddings": True}),
+    "untied": ("Qwen3Config", _QWEN),
+    "other": ("Qwen3Config", _QWEN),
+    "experts": (
+        "Qwen3MoeConfig",
+        {**_QWEN, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "norm_topk_prob": True},
+    ),
+    "qwen2": ("Qwen2Config", {}),
+    "llama": ("LlamaConfig", {}),
+    "glm4": ("Glm4Config", {"head_dim": 16}),
+    "glm4_moe": ("Glm4MoeConfig", {**_EXPERTS, "head_dim": 16, "use_qk_norm": True, "attention_bias": True}),
+    "deepseek": ("DeepseekV3Config", {**_EXPERTS, **_LATENT}),
+}
+
+
+def make_models(directory: Path) -> None:
+    """Checkpoints whose norms are not 1 and whose logits are not flat, so that no swap of weights goes unnoticed."""
+    import transformers
+
+    generator = torch.Generator().manual_seed(7)
+    for name, (kind, fields) in MODELS.items():
+        config = getattr(transformers, kind)(**{**_COMMON, **fields})
+        model = transformers.AutoModelForCausalLM.from_config(config)
+        with torch.no_grad():
+            for key, tensor in [*model.named_parameters(), *model.named_buffers()]:
+                noise = torch.randn(tensor.shape, generator=generator)
+                if "norm" in key:
+                    tensor.copy_(1.0 + 0.1 * noise)
+                elif tensor.ndim > 1 or key.endswith("bias"):
+                    tensor.copy_(0.05 * noise)
+        model.save_pretrained(directory / name)
+
+
+def make_sequences(seed: int, *, broken: bool = False) -> list[TrainSequence]:
+    """Groups with common prompts, uneven responses, masked tokens; with rewards and truncated ends."""
+    rng = np.random.default_rng(seed)
+    out = []
+    for group in range(4):
+        prompt = rng.integers(1, VOCABULARY, int(rng.integers(2, 9)))
+        for index in range(3):
+            response = int(rng.integers(1, 14))
+            mask = (rng.random(response) > 0.25).astype(np.uint8)
+            out.append(
+                TrainSequence(
+                    group_id=seed * 100 + group,
+                    rollout_id=seed * 1000 + group * 10 + index,
+                    tokens=np.concatenate([prompt, rng.integers(1, VOCABULARY, response)]).astype(np.int32),
+                    response_length=response,
+                    loss_mask=mask,
+                    rollout_log_probs=np.where(mask, rng.normal(-3.4, 0.4, response), 0.0).astype(np.float32),
+                    advantages=np.full(response, np.inf if broken else rng.normal(), dtype=np.float32),
+                    versions=np.zeros(response, dtype=np.int32),
+                    reward=float(rng.integers(0, 4)),
+                    truncated=bool(index % 2),
+                )
+            )
+    return out
+
+
+def make_spec(recipe: Recipe, models: Path, layout: dict[str, Any] | None = None) -> TrainSpec:
+    """Of a recipe, in a parallel layout."""
+    fields = dict(recipe.fields)
+    if "ref_load" in fields:
+        fields["ref_load"] = str(models / fields["ref_load"])
+
+    def take(kind: Any) -> dict[str, Any]:
+        return {name: fields.pop(name) for name in list(fields) if name in kind.__struct_fields__}
+
+    defaults = {
+        "hf_checkpoint": str(models / recipe.model),
+        "lr": 1e-3,
+        "adam_eps": 1e-4,
+        "train_device": "cpu",
+        "max_tokens_per_gpu": 48,
+    }
+    extra = dict(layout or {})
+    run = {name: extra.pop(name) for name in list(extra) if name in TrainConfig.__struct_fields__}
+    options = TrainConfig(**{**defaults, **take(TrainConfig), **run})
+    off_policy, critic = CorrectionConfig(**take(CorrectionConfig)), CriticConfig(**take(CriticConfig))
+    algorithm = AlgorithmConfig(**fields)
+    return TrainSpec(
+        options,
+        algorithm,
+        correction=resolve_correction(off_policy, max_staleness=1, policy_loss=algorithm.policy_loss),
+        off_policy=off_policy,
+        critic=critic,
+        parallel=ParallelConfig(),
+        megatron=MegatronConfig(**extra),
+        temperature=0.9,
+        max_response_len=16,
+        seed=0,
+    )
+
+
+def train(trainer: Trainer, recipe: Recipe) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
+    """Train a recipe: what was measured, and log-probs and weights as tensors."""
+    trainer.setup()
+    before = trainer.logprobs(make_sequences(99))
+    metrics = []
+    batches = recipe.steps // recipe.steps_per_batch
+    for batch in range(batches):
+        trainer.begin_batch(rollouts=12, steps=recipe.steps_per_batch)
+        sequences = make_sequences(batch, broken=batch in recipe.broken)
+        for part in (sequences[:5], sequences[5:]):
+            trainer.accumulate(part)
+            trainer.flush()
+        metrics += [trainer.step() for _ in range(recipe.steps_per_batch)]
+    # First the weights: a forward pass would wait for parameters that are still on their way.
+    weights = [(name, tensor.clone()) for name, tensor in trainer.export_weights()]
+    after = trainer.logprobs(make_sequences(99))
+    tensors = {f"weights/{name}": tensor for name, tensor in weights}
+    tensors |= {"before": torch.from_numpy(np.concatenate(before)), "after": torch.from_numpy(np.concatenate(after))}
+    return {"metrics": metrics, "names": [name for name, _ in weights]}, tensors
+
+
+def write(out: Path, name: str, found: dict[str, Any], tensors: dict[str, torch.Tensor]) -> None:
+    """What a process found, where its parent reads it; nothing here is pickled."""
+    save_file({key: value.contiguous() for key, value in tensors.items()}, out / f"{name}.safetensors")
+    (out / f"{name}.json").write_text(json.dumps(found))
+
+
+def run_case(models: Path, out: Path, name: str, layout: dict[str, Any], recipes: Sequence[str]) -> None:
+    """Train recipes in one layout, in this process of the gang."""
+    from models.train.megatron.models import MegatronModels
+
+    rank = torch.distributed.get_rank()
+    for recipe in recipes:
+        trainer = Trainer(make_spec(RECIPES[recipe], models, layout), MegatronModels)
+        found, tensors = train(trainer, RECIPES[recipe])
+        write(out, f"{name}-{recipe}-{rank}", found, tensors)

@@ -1,0 +1,110 @@
+"""Which layouts and options are taken, what is said of the others, and what the shim does not do."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from megatron_rig import Recipe, make_spec
+
+from models.train.errors import BackendMisuse, CheckpointUnavailable, TrainConfigInvalid
+from models.train.megatron import processes, shim
+from models.train.megatron.loading import read_source
+from models.train.megatron.optimizer import check_optimizer
+from models.train.megatron.processes import ParallelSizes, build_layout, parallel_sizes
+from models.train.spec import TrainSpec
+
+
+def spec(**layout: Any) -> TrainSpec:
+    return make_spec(Recipe("untied"), Path("models"), layout)
+
+
+def test_what_is_left_is_data_parallel() -> None:
+    layout = spec(tensor_model_parallel_size=2, pipeline_model_parallel_size=2, expert_tensor_parallel_size=1)
+    assert parallel_sizes(layout, 8) == ParallelSizes(2, 2, None, 1, 1, 1, data=2)
+    assert parallel_sizes(spec(virtual_pipeline_model_parallel_size=1), 3).virtual_pipeline is None
+
+
+@pytest.mark.parametrize(
+    ("world", "layout", "words"),
+    [
+        (3, {"tensor_model_parallel_size": 2}, "3 processes do not divide.*--actor-num-gpus-per-node"),
+        (4, {"expert_model_parallel_size": 3}, "sets of experts of 3.*--expert-model-parallel-size"),
+        (2, {"sequence_parallel": True}, "tensor_model_parallel_size=1.*--sequence-parallel"),
+        (2, {"virtual_pipeline_model_parallel_size": 2}, "=2 interleaves.*--pipeline-model-parallel-size"),
+        (2, {"context_parallel_size": 2}, "Transformer Engine.*--context-parallel-size 1"),
+        (2, {"expert_tensor_parallel_size": 2}, "is above tensor_model_parallel_size=1.*at most 1"),
+        (2, {"expert_model_parallel_size": 2, "moe_token_dispatcher_type": "allgather"}, "alltoall"),
+    ],
+)
+def test_impossible_layouts_name_the_cure(
+    world: int, layout: dict[str, Any], words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(processes, "engine_installed", lambda: False)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(TrainConfigInvalid, match=words):
+        parallel_sizes(spec(**layout), world)
+
+
+@pytest.mark.parametrize(
+    ("layout", "words"),
+    [
+        ({"overlap_param_gather": True}, "--overlap-grad-reduce"),
+        (
+            {"overlap_param_gather": True, "overlap_grad_reduce": True, "use_distributed_optimizer": False},
+            "--use-distributed-optimizer",
+        ),
+        ({"optimizer_cpu_offload": True}, "sees no GPU"),
+    ],
+)
+def test_impossible_optimizers_name_the_cure(
+    layout: dict[str, Any], words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(TrainConfigInvalid, match=words):
+        check_optimizer(spec(**layout))
+
+
+def test_without_a_gang_there_is_no_layout() -> None:
+    with pytest.raises(BackendMisuse, match="no default group"):
+        build_layout(spec())
+
+
+def test_missing_checkpoints_are_named(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointUnavailable, match="hf_checkpoint='/no/such/place' does not exist"):
+        read_source("/no/such/place", "hf_checkpoint")
+    with pytest.raises(CheckpointUnavailable, match=r"without config\.json"):
+        read_source(str(tmp_path), "ref_load")
+    with pytest.raises(CheckpointUnavailable, match="has to be made first"):
+        read_source("tiny", "hf_checkpoint")
+
+
+def test_the_shim_leaves_a_machine_with_a_gpu_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    before = (torch.zeros, torch.Tensor.type, torch.cuda.current_device)
+    shim.install()
+    shim.install_after_import()
+    assert before == (torch.zeros, torch.Tensor.type, torch.cuda.current_device)
+    assert not shim.installed()
+
+
+def test_the_shim_is_for_one_release(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(importlib.metadata, "version", lambda name: "0.17.0")
+    with pytest.raises(TrainConfigInvalid, match=r"0\.17\.0.*megatron-core==0\.16\.1"):
+        shim.install()
+    assert not shim.installed()
+
+
+def test_the_shim_comes_before_megatron(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(importlib.metadata, "version", lambda name: shim.VERSION)
+    monkeypatch.setitem(sys.modules, "megatron.core", ModuleType("megatron.core"))
+    with pytest.raises(BackendMisuse, match="first in the process"):
+        shim.install()
+    assert not shim.installed()
