@@ -1,7 +1,8 @@
 """The in-process runner: every stage replica is a task, every engine of ours a server thread. For tests and debugging.
 
 Invariants: the same stages, streams and protocol as on several processes; tasks are not restarted: an error ends the
-run. Servers that are not ours (SGLang, a router) are processes here too, and kept as by the local runner.
+run. Servers that are not ours (SGLang, a router) and the ranks of a trainer's gang are processes here too, and kept as
+by the local runner.
 """
 
 from __future__ import annotations
@@ -13,7 +14,9 @@ from contextlib import AsyncExitStack
 from configs.schema import Config
 from models.engines.client import EngineClient
 from models.engines.serve import EngineServer
+from models.train.gang.roster import needs_gang, processes_of
 from pipeline.fleet import Fleet, starts_router
+from pipeline.gang import Gang
 from pipeline.lifecycle import EngineSpec, Lifecycle, Restarts
 from pipeline.processes import Processes, child_environment
 from pipeline.replica import ReplicaSpec, run_replica
@@ -38,7 +41,11 @@ class InProcessRunner:
         foreign = [spec for spec in engines if not spec.in_thread]
         self._restarts = Restarts(lifecycle, config.run.max_restarts)
         self._processes = Processes(rundir)
-        environment = child_environment(len(engines) + 1)
+        ranks = processes_of(config.parallel) if needs_gang(config) else 1
+        environment = child_environment(len(engines) + ranks)
+        self._gang: Gang | None = None
+        if needs_gang(config):
+            self._gang = Gang(config, rundir, self._processes, self._restarts, environment)
         self.fleet = Fleet(config, foreign, self._processes, self._restarts, environment, router=starts_router(config))
         self._running: set[str] = set()
 
@@ -66,11 +73,14 @@ class InProcessRunner:
                 for spec in self.engines:
                     await self._serve(stack, spec)
                 async with asyncio.TaskGroup() as everything:
-                    servers = everything.create_task(self.fleet.run())
+                    beside = [everything.create_task(self.fleet.run())]
+                    if self._gang is not None:
+                        beside.append(everything.create_task(self._gang.run()))
                     async with asyncio.TaskGroup() as tasks:
                         for replica in self.specs:
                             tasks.create_task(self._replica(replica))
-                    servers.cancel()
+                    for task in beside:
+                        task.cancel()
         finally:
             await self._processes.stop_all()
 

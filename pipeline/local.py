@@ -1,8 +1,9 @@
 """The local runner: one spawned process per stage replica, and the fleet of servers beside them, supervised.
 
 Invariants: a replica that ends without being asked to is reported as lost at once, so that its leases move on, and is
-started again with backoff within a bounded budget; the trainer is not, since its state is in its last checkpoint;
-servers live as long as the replicas; nothing is left running when `run` returns, however it returns.
+started again with backoff within a bounded budget; the trainer is not, since its state is in its last checkpoint (the
+ranks of its gang are: they are no replica); servers and ranks live as long as the replicas; nothing is left running
+when `run` returns, however it returns.
 """
 
 from __future__ import annotations
@@ -14,8 +15,10 @@ from collections.abc import Sequence
 import msgspec
 
 from configs.schema import Config
+from models.train.gang.roster import needs_gang, processes_of
 from pipeline.errors import EXIT_DISK_FULL, ReplicaFailed, UsageError
 from pipeline.fleet import Fleet, starts_router
+from pipeline.gang import Gang
 from pipeline.lifecycle import EngineSpec, Lifecycle, Restarts
 from pipeline.processes import Processes, child_environment, ending, last_words
 from pipeline.replica import ReplicaSpec
@@ -38,7 +41,11 @@ class LocalRunner:
         self.rundir, self.specs = rundir, specs
         self._restarts = Restarts(lifecycle, config.run.max_restarts)
         self._processes = Processes(rundir)
-        self._environment = child_environment(len(engines) + 1)
+        ranks = processes_of(config.parallel) if needs_gang(config) else 1
+        self._environment = child_environment(len(engines) + ranks)
+        self._gang: Gang | None = None
+        if needs_gang(config):
+            self._gang = Gang(config, rundir, self._processes, self._restarts, self._environment)
         self.fleet = Fleet(
             config, engines, self._processes, self._restarts, self._environment, router=starts_router(config)
         )
@@ -59,11 +66,14 @@ class LocalRunner:
         """Start everything; wait until all replicas have ended. Raises ReplicaFailed or UsageError."""
         try:
             async with asyncio.TaskGroup() as everything:
-                servers = everything.create_task(self.fleet.run())
+                beside = [everything.create_task(self.fleet.run())]
+                if self._gang is not None:
+                    beside.append(everything.create_task(self._gang.run()))
                 async with asyncio.TaskGroup() as replicas:
                     for spec in self.specs:
                         replicas.create_task(self._keep(spec))
-                servers.cancel()
+                for task in beside:
+                    task.cancel()
         finally:
             await self._processes.stop_all()
 

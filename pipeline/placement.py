@@ -15,8 +15,10 @@ import msgspec
 
 from configs.graph import engine_count, frozen_engines, is_address
 from configs.schema import Config
+from models.train.gang.roster import needs_gang
 from models.weights.directory import choose_directory
-from pipeline.gpus import slices, trainers_gpu, visible_gpus
+from pipeline.gang import check_gang, engines_gpus, meeting_place
+from pipeline.gpus import visible_gpus
 from pipeline.graph import Graph, Node, Stream
 from pipeline.lifecycle import EngineSpec
 from pipeline.replica import PortSpec, ReplicaSpec
@@ -42,6 +44,8 @@ class Placement:
         max_context: int | None,
         options: dict[str, dict[str, Any]],
     ) -> None:
+        """Raises UsageError for what does not fit on one machine."""
+        check_gang(config)
         self.config, self.rundir, self.run_id, self.options = config, rundir, run_id, options
         local = config.run.runner == "local"
         names = [s.name for s in graph.streams]
@@ -75,6 +79,8 @@ class Placement:
         options: dict[str, Any] = {**self.options.get(node.name, {}), **node.options}
         if node.name == "generate":
             options["engines"] = len(self.engines)
+        if node.name == "train" and needs_gang(self.config):
+            options["gang"] = str(meeting_place(self.rundir))
         return ReplicaSpec(
             run_id=self.run_id,
             stage=node.name,
@@ -117,7 +123,7 @@ def _engines(
     port, settings, seed = config.engine.engine_port, config.engine, config.run.seed
     gpus: tuple[tuple[str, ...], ...] = ((),) * (started + len(frozen))
     if settings.engine == "sglang" and gpus:
-        gpus = slices(visible_gpus(), len(gpus), config.sglang.rollout_num_gpus_per_engine, trainers_gpu(config))
+        gpus = engines_gpus(config, visible_gpus(), len(gpus))
     engines = [
         EngineSpec(f"engine-{i}", settings, model_path, max_context, port + i if port else 0, seed + i, gpus=gpus[i])
         for i in range(started)

@@ -7,6 +7,7 @@ Invariants:
 - A version is announced only when its bytes lie complete in a slot; while an evaluation still needs version v, nothing
   newer is announced before every engine has applied v.
 - Torch runs in one worker thread, so that the event loop keeps renewing leases during a step.
+- What trains may be lost (the ranks of a gang): buffer, leases and version are here, and are not lost with it.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, ParamSpec, TypeVar
 
 from models.checkpoint import draft_path
+from models.train.gang.roster import needs_gang
 from stages.base import Stage, StageContext
 from stages.batch import Batch, slice_sequences
 from stages.buffer import GroupBuffer
@@ -58,6 +60,7 @@ class TrainStage(Stage):
         self.steps = int(context.options.get("start_step", 0))
         self.epoch = int(context.options.get("epoch", 0))
         self.resume_from = context.options.get("resume_from")
+        self.backend: TrainBackend
         self.weights: WeightPublisher | None = None
         self._torch = ThreadPoolExecutor(1, thread_name_prefix="torch")
         self._buffer = GroupBuffer(config)
@@ -67,16 +70,16 @@ class TrainStage(Stage):
         self._drain: str | None = None
         self._pinned = -1  # newest version that an evaluation needs
         self._saved = self.steps
+        self._saving: CheckpointReady | None = None  # begun, not reported
         self._losses: deque[float] = deque(maxlen=10)
 
     async def _in_torch(self, function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
         return await asyncio.get_running_loop().run_in_executor(self._torch, lambda: function(*args, **kwargs))
 
     async def setup(self) -> None:
-        from models.train.build import build_backend  # torch is imported only in the process that trains
         from stages.publish import WeightPublisher
 
-        self.backend: TrainBackend = await self._in_torch(build_backend, self.config, self.total)
+        self.backend = await self._in_torch(self._make_backend)
         await self._in_torch(self.backend.setup)
         if self.resume_from:
             await self._in_torch(self.backend.load, Path(str(self.resume_from)))
@@ -85,7 +88,24 @@ class TrainStage(Stage):
             slots = Path(str(self.context.options["slots"]))
             self.weights = WeightPublisher(self.config, slots, source, self.context.run_dir)
 
+    def _make_backend(self) -> TrainBackend:
+        """The trainer, here or in the ranks of a gang. Torch is imported only in the processes that train."""
+        if needs_gang(self.config):
+            from models.train.gang.backend import GangBackend
+
+            return GangBackend(
+                Path(str(self.context.options["gang"])),
+                self.context.run_dir / "gang",
+                saves_in_background=self.config.checkpoint.async_save,
+            )
+        from models.train.build import build_backend
+
+        return build_backend(self.config, self.total)
+
     async def close(self) -> None:
+        end_gang = getattr(getattr(self, "backend", None), "close", None)
+        if end_gang is not None:
+            await asyncio.to_thread(end_gang)  # not in the thread of torch, which may be waiting for the gang
         if self.weights is not None:
             self.weights.close()
         self._torch.shutdown(wait=True)
@@ -100,6 +120,7 @@ class TrainStage(Stage):
                 pass
             if self._drain is not None and self.steps > self._saved:
                 await self._save(ports)  # an interrupted run can be resumed from its last step
+            await self._finish_save(ports)
             await self._settle_rest(ports)
             await reader
             watch.cancel()
@@ -225,6 +246,7 @@ class TrainStage(Stage):
         lease.done()
 
     async def _finish(self, ports: Ports, batch: Batch, metrics: dict[str, float], started_s: float) -> None:
+        await self._finish_save(ports)
         self.steps += 1
         reached = self._target_reached(metrics)
         last = reached or self.steps >= self.total
@@ -274,10 +296,10 @@ class TrainStage(Stage):
             return False
         return version % evaluation.eval_interval == 0 or version >= self.total
 
-    async def _report(self, ports: Ports, report: Report) -> None:
+    async def _report(self, ports: Ports, report: StepDone | CheckpointReady) -> None:
         with self.activity.working(), self.activity.sending():
             await ports.outlets["settle"].send(
-                report, f"{type(report).__name__}/{self.epoch}/{self.steps}/{first_of(report)}"
+                report, f"{type(report).__name__}/{self.epoch}/{report.step}/{first_of(report)}"
             )
 
     async def _publish(self, ports: Ports, first: bool = False) -> None:
@@ -306,11 +328,28 @@ class TrainStage(Stage):
             self.activity.extra["delta_ratio"] = weights.delta_ratio
 
     async def _save(self, ports: Ports) -> None:
+        """Write the trainer's state, or with `async_save` begin to."""
+        await self._finish_save(ports)
         directory = draft_path(self.context.run_dir / "checkpoints", self.steps)
         self._saved = self.steps
         with self.activity.working(), self.span("save", detail=f"step {self.steps}"):
             await self._in_torch(self.backend.save, directory)
-        await self._report(ports, CheckpointReady(self.steps, self.steps, str(directory)))
+        self._saving = CheckpointReady(self.steps, self.steps, str(directory))
+        if not self.config.checkpoint.async_save:
+            await self._finish_save(ports)
+
+    async def _finish_save(self, ports: Ports) -> None:
+        """Report a checkpoint that was begun, once it is on disk.
+
+        Before the report of the next step: the ledger that is committed with it is the one after its own.
+        """
+        report, self._saving = self._saving, None
+        if report is None:
+            return
+        if self.config.checkpoint.async_save:
+            with self.activity.working(), self.span("finish_save", detail=f"step {report.step}"):
+                await self._in_torch(self.backend.finish_save)
+        await self._report(ports, report)
 
     async def _settle_rest(self, ports: Ports) -> None:
         """After the last batch: everything that is here or still comes is surplus. Ends with the inlet."""

@@ -5,8 +5,9 @@ from __future__ import annotations
 from configs.schema import Config
 from models.train.crew import Crew
 from models.train.interface import TrainBackend
+from models.train.model_set import ModelSet
 from models.train.simulated import SimulatedBackend
-from models.train.spec import train_spec
+from models.train.spec import TrainSpec, train_spec
 from models.train.torch_models import TorchModels
 from models.train.trainer import Trainer
 
@@ -21,4 +22,19 @@ def build_backend(config: Config, total_batches: int) -> TrainBackend:
 def build_member(config: Config, total_batches: int, crew: Crew) -> Trainer:
     """What one process of a gang runs. `crew`: of plain copies (torch); sharded frameworks make their own."""
 
-    return Trainer(train_spec(config, total_batches), lambda spec: TorchModels(spec, crew))
+    async_save = config.checkpoint.async_save
+
+    def models(spec: TrainSpec) -> ModelSet:
+        match config.train.train_backend:
+            case "fsdp":
+                from models.train.fsdp.models import FsdpModels
+
+                return FsdpModels(spec, async_save=async_save)
+            case "megatron":
+                from models.train.megatron.models import MegatronModels
+
+                return MegatronModels(spec, async_save=async_save)
+            case _:
+                return TorchModels(spec, crew)
+
+    return Trainer(train_spec(config, total_batches), models)

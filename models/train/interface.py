@@ -54,6 +54,9 @@ class TrainBackend(Protocol):
     def accumulate(self, sequences: Sequence[TrainSequence]) -> None:
         """Take sequences into the running optimizer step."""
 
+    def flush(self) -> None:
+        """Do what work is possible now, even in small micro-batches: for a caller who would be idle."""
+
     def step(self) -> dict[str, float]:
         """Finish the running optimizer step; return metrics under the names of docs/metrics.md."""
 
@@ -64,7 +67,16 @@ class TrainBackend(Protocol):
         """Current weights under Hugging Face names, in a fixed order."""
 
     def save(self, directory: Path) -> None:
-        """Write model (Hugging Face format, in `directory/hf`), optimizer, scheduler and RNG state."""
+        """Write model (Hugging Face format, in `directory/hf`), optimizer, scheduler and RNG state.
+
+        With `--async-save` some backends return as soon as the state is copied; `finish_save` then waits for the disk.
+        """
+
+    def finish_save(self) -> None:
+        """Wait until the last save is whole and on disk."""
 
     def load(self, directory: Path) -> None:
         """Restore what `save` wrote, exactly."""
+
+    def close(self) -> None:
+        """End what the backend started. Any thread may call it at any time, also while another waits in a call."""

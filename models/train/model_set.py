@@ -15,7 +15,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Literal, Protocol
+from typing import Literal, Protocol, runtime_checkable
 
 import torch
 
@@ -55,6 +55,17 @@ class CriticModel(Protocol):
 
     def discard(self) -> None:
         """Forget the gradients and sums of the running step."""
+
+
+@runtime_checkable
+class Movable(Protocol):
+    """Models that can leave their device while they are not needed there."""
+
+    def offload(self) -> None:
+        """Move everything to the host. Saving and exporting still work."""
+
+    def onload(self) -> None:
+        """Move everything back."""
 
 
 class ModelSet(Protocol):
@@ -109,7 +120,13 @@ class ModelSet(Protocol):
         """
 
     def save(self, directory: Path, counters: Counters) -> None:
-        """Write models and optimizer state, synchronised to disk: `directory/hf` holds the policy."""
+        """Write models and optimizer state, synchronised to disk: `directory/hf` holds the policy.
+
+        Models that save in the background return as soon as the state is copied.
+        """
+
+    def finish_save(self) -> None:
+        """Wait until the last save is whole and on disk. Raises what it met."""
 
     def load(self, directory: Path) -> Counters:
         """Restore what `save` wrote. Raises `TrainStateUnreadable`, then nothing is changed."""

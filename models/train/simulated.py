@@ -76,5 +76,11 @@ class SimulatedBackend:
         shutil.copytree(self._source, directory / "hf", dirs_exist_ok=True)
         (directory / "simulated.json").write_text(json.dumps({"steps": self._steps}))
 
+    def finish_save(self) -> None:
+        """Nothing: `save` writes all."""
+
+    def close(self) -> None:
+        """Nothing is held."""
+
     def load(self, directory: Path) -> None:
         self._steps = int(json.loads((directory / "simulated.json").read_text())["steps"])

@@ -28,6 +28,7 @@ from models.train.loading import (
 from models.train.micro_batch import PolicyNumerator
 from models.train.model_set import Counters, Scored
 from models.train.needs import uses_critic, uses_reference
+from models.train.offload import HOST, move
 from models.train.packing import with_budget
 from models.train.reference import Reference
 from models.train.scoring import Scorer
@@ -136,6 +137,24 @@ class TorchModels:
         if self.reference is not None:
             self.reference.renew()
 
+    # ------------------------------------------------------------------ the device
+
+    def offload(self) -> None:
+        """Give the device's memory back: everything moves to the host."""
+        self._move(HOST)
+
+    def onload(self) -> None:
+        """Take everything back to the device."""
+        self._move(self.device)
+
+    def _move(self, target: torch.device) -> None:
+        beside = [self.reference.loaded.model] if self.reference is not None else []
+        optimizers = [self.updater.optimizer]
+        if self.critic is not None:
+            beside.append(self.critic.model)
+            optimizers.append(self.critic.updater.optimizer)
+        move([self.model, *beside], optimizers, target)
+
     # ------------------------------------------------------------------ weights and files
 
     def export(self) -> Iterator[tuple[str, torch.Tensor]]:
@@ -151,6 +170,9 @@ class TorchModels:
         state = TrainerState(updates=self.updater.updates, **dataclasses.asdict(counters))
         parts = {name: holder.state_tensors() for name, holder in self._holders().items()}
         save_state(directory, self.model, tensors, state, self._train.hf_checkpoint, parts)
+
+    def finish_save(self) -> None:
+        """Nothing: `save` returns when all is on disk."""
 
     def load(self, directory: Path) -> Counters:
         """Restore what `save` wrote, and return its counters. Raises `TrainStateUnreadable`."""

@@ -27,7 +27,7 @@ from models.train.anchors import AnchorPass
 from models.train.batch import Example, Intake, check_sequence, rollouts_of
 from models.train.errors import BackendMisuse
 from models.train.interface import TrainSequence
-from models.train.model_set import Counters, ModelSet
+from models.train.model_set import Counters, ModelSet, Movable
 from models.train.needs import batch_needs, critic_only, opd_coefficient
 from models.train.running_batch import Rules, RunningBatch, StepWork
 from models.train.spec import TrainSpec
@@ -222,6 +222,10 @@ class Trainer:
         self._require_rest("save")
         self._models.save(directory, self._counters)
 
+    def finish_save(self) -> None:
+        """Wait until the last save is on disk; `save` itself waits unless the models save in the background."""
+        self._models.finish_save()
+
     def load(self, directory: Path) -> None:
         """Restore what `save` wrote; the next steps are those of the run that was not interrupted.
 
@@ -230,6 +234,19 @@ class Trainer:
         self._require_rest("load")
         self._counters = self._models.load(directory)
         self._begin()
+
+    def offload(self) -> None:
+        """Give the device's memory to the engines, where the models can. Between batches only."""
+        if isinstance(self._models, Movable):
+            self._models.offload()
+
+    def onload(self) -> None:
+        """Take it back, before the next batch is computed."""
+        if isinstance(self._models, Movable):
+            self._models.onload()
+
+    def close(self) -> None:
+        """Nothing: everything is in this process, and ends with it."""
 
     def _require_rest(self, action: str) -> None:
         if self._batch.seen or self._batch.steps_due:

@@ -1,0 +1,318 @@
+"""Checkpoints between Hugging Face and Megatron-core's distributed format, on the CPU.
+
+    python -m models.convert hf-to-megatron --hf DIR --out DIR
+    python -m models.convert megatron-to-hf --megatron DIR --out DIR
+    python -m models.convert verify --megatron DIR --hf DIR
+
+`DIR` of Megatron holds `megatron/` (tensors under Megatron's own names, in the format torch_dist, for any parallel
+layout), `config.json` and tokenizer, and `checksums.json`: of every Hugging Face tensor, dtype, shape and xxh3-128. A
+training state of this program can be read as well. One process holds the whole model; where that is too much, torchrun
+starts several, which share it by the parallel sizes given.
+
+Invariant: a conversion there and back returns the same names, dtypes, shapes and bytes, and `verify` proves it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import os
+import sys
+import tempfile
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from models.train.errors import CheckpointUnavailable, TrainConfigInvalid, TrainError
+
+CHECKSUMS: Final = "checksums.json"
+_SIZES: Final = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "expert_model_parallel_size")
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """A model in this process: its chunk, and what its export is made with."""
+
+    chunk: Any
+    hf_config: dict[str, Any]
+    rank: int
+    dtypes: dict[str, str]  # by name, where known: a router's bias is fp32 in the model, whatever it was stored as
+
+    def export(self) -> Iterator[tuple[str, Any]]:
+        """(name, tensor) in Hugging Face's layout; with contents in the first process. Collective."""
+        import torch
+
+        from models.train.megatron.weights import export_hf
+
+        for name, tensor in export_hf([self.chunk], self.hf_config):
+            yield name, tensor.to(getattr(torch, self.dtypes[name])) if name in self.dtypes else tensor
+
+
+def hf_to_megatron(hf: Path, out: Path, sizes: dict[str, int] | None = None) -> None:
+    """Convert, and write the checksums of what was read. Raises `TrainError`."""
+    _must_be_new(out)
+    with _processes(sizes) as start:
+        from models.train.hf_files import checksums
+        from models.train.megatron.weights import load_hf
+        from models.train.state_files import copy_tokenizer
+
+        source = checksums(hf)
+        loaded = start(hf, {name: one.partition(":")[0] for name, one in source.items()})
+        load_hf([loaded.chunk], loaded.hf_config, hf)
+        _write_megatron(loaded, out)
+        found = _checksums(loaded)
+        if loaded.rank == 0:
+            if changed := [name for name, one in found.items() if source.get(name, one) != one]:
+                raise TrainError(f"{changed[0]} of {hf} would not come back as it was; --out {out} must not be used")
+            copy_tokenizer(str(hf), out)
+            (out / "config.json").write_text((hf / "config.json").read_text())
+            (out / CHECKSUMS).write_text(json.dumps(found, indent=1) + "\n")
+
+
+def megatron_to_hf(megatron: Path, out: Path, hf: Path | None = None, sizes: dict[str, int] | None = None) -> None:
+    """Convert; configuration and tokenizer come from `hf`, default: from beside the tensors. Raises `TrainError`."""
+    from models.train.hf_files import write_hf
+
+    _must_be_new(out)
+    source = _settings_of(megatron) if hf is None else hf
+    with _processes(sizes) as start:
+        loaded = start(source, _stored_dtypes(megatron))
+        _read_megatron(loaded, megatron)
+        write_hf(out, loaded.export(), source, writes=loaded.rank == 0)
+
+
+def verify(megatron: Path, hf: Path | None = None, sizes: dict[str, int] | None = None) -> list[str]:
+    """What differs between a converted directory and a Hugging Face one, by tensor; without `hf`, `checksums.json`.
+
+    Empty: all is equal, to the bit. The answer is the first process's. Raises `TrainError`.
+    """
+    from models.train.hf_files import checksums
+
+    source = _settings_of(megatron) if hf is None else hf
+    if hf is not None:
+        wanted = checksums(hf)
+    else:
+        path = megatron / CHECKSUMS
+        if not path.is_file():
+            raise CheckpointUnavailable(f"{path} does not exist; give --hf DIR to compare with")
+        wanted = json.loads(path.read_text())
+    with _processes(sizes) as start:
+        loaded = start(source, _stored_dtypes(megatron))
+        _read_megatron(loaded, megatron)
+        found = _checksums(loaded)
+        return [] if loaded.rank else _differences(wanted, found, loaded.hf_config)
+
+
+def _differences(wanted: dict[str, str], found: dict[str, str], hf_config: dict[str, Any]) -> list[str]:
+    from models.train.families.registry import architecture_of
+
+    surplus = set(wanted) - set(found)
+    for names in architecture_of(hf_config).names_left_out(surplus).values():
+        surplus -= set(names)
+    lines = [f"{name}: missing in the Megatron checkpoint" for name in sorted(surplus)]
+    lines += [f"{name}: only in the Megatron checkpoint" for name in sorted(set(found) - set(wanted))]
+    for name in sorted(set(wanted) & set(found)):
+        if wanted[name] != found[name]:
+            lines.append(f"{name}: {found[name]} instead of {wanted[name]}")
+    return lines
+
+
+def _checksums(loaded: Loaded) -> dict[str, str]:
+    from models.train.hf_files import checksum
+
+    return {name: checksum(tensor) for name, tensor in loaded.export()}
+
+
+# ---------------------------------------------------------------------- Megatron
+
+
+@contextmanager
+def _processes(sizes: dict[str, int] | None) -> Iterator[Any]:
+    """The parallel layout, of one process or of torchrun's; yields what builds a model from a directory's config."""
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""  # nothing is computed; the host has the memory
+    import torch
+
+    rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+    with tempfile.TemporaryDirectory() as scratch:
+        method = "env://" if world > 1 else f"file://{scratch}/rendezvous"
+        torch.distributed.init_process_group("gloo", init_method=method, rank=rank, world_size=world)
+        try:
+            yield lambda source, dtypes=None: _build(source, sizes or {}, rank, dtypes or {})
+        finally:
+            _destroy_layout()
+            torch.distributed.destroy_process_group()
+
+
+def _destroy_layout() -> None:
+    """Megatron's groups, if they were built, before the processes part."""
+    if "megatron.core.parallel_state" in sys.modules:
+        sys.modules["megatron.core.parallel_state"].destroy_model_parallel()
+
+
+def _build(source: Path, sizes: dict[str, int], rank: int, dtypes: dict[str, str]) -> Loaded:
+    from configs.schema.algorithm import AlgorithmConfig
+    from configs.schema.megatron import MegatronConfig
+    from configs.schema.train import TrainConfig
+    from models.train.families.registry import read_hf_config
+    from models.train.megatron.processes import build_layout
+    from models.train.spec import TrainSpec
+
+    hf_config = read_hf_config(source)
+    stored = str(hf_config.get("dtype") or hf_config.get("torch_dtype") or "float32")
+    if stored not in ("float32", "bfloat16"):
+        raise TrainConfigInvalid(
+            f"dtype={stored!r} in {source}/config.json: float32 and bfloat16 are converted to the bit; convert the "
+            "checkpoint to one of them first"
+        )
+    spec = TrainSpec(
+        train=TrainConfig(train_device="cpu", train_dtype="bfloat16" if stored == "bfloat16" else "float32"),
+        algorithm=AlgorithmConfig(),
+        megatron=MegatronConfig(
+            transformer_impl="local",
+            tensor_model_parallel_size=sizes.get("tensor_model_parallel_size", 1),
+            sequence_parallel=sizes.get("tensor_model_parallel_size", 1) > 1,
+            pipeline_model_parallel_size=sizes.get("pipeline_model_parallel_size", 1),
+            expert_model_parallel_size=sizes.get("expert_model_parallel_size", 1),
+            expert_tensor_parallel_size=1 if sizes.get("expert_model_parallel_size", 1) > 1 else None,
+        ),
+    )
+    build_layout(spec)
+    from megatron.core import parallel_state as ps
+
+    from models.train.megatron.build import build_gpt
+
+    chunk = build_gpt(
+        hf_config, spec, pre_process=ps.is_pipeline_first_stage(), post_process=ps.is_pipeline_last_stage()
+    )
+    return Loaded(chunk, hf_config, rank, dtypes)
+
+
+def _sharded(loaded: Loaded) -> dict[str, Any]:
+    """The chunk's tensors with their places in the whole, as a training state has them."""
+    from models.train.megatron.checkpoint_tensors import POLICY, _weights
+
+    return {"weights": {POLICY: _weights([loaded.chunk], POLICY)}}
+
+
+def _write_megatron(loaded: Loaded, out: Path) -> None:
+    """Collective."""
+    import megatron.core
+    import torch
+
+    from models.train.megatron.checkpoint import _layout
+    from models.train.megatron.checkpoint_files import STATE_DIR, MegatronState
+    from models.train.megatron.checkpoint_writing import Plan
+
+    files = out / STATE_DIR
+    if loaded.rank == 0:
+        files.mkdir(parents=True)
+    torch.distributed.barrier()
+    plan = Plan(files)
+    plan.prepare(_sharded(loaded))
+    state = MegatronState(
+        models={},
+        batches=0,
+        steps=0,
+        skipped_steps=0,
+        empty_steps=0,
+        layout=_layout(),
+        megatron_core=megatron.core.__version__,
+    )
+    plan.write(state, loaded.rank, torch.distributed.get_world_size())
+    torch.distributed.barrier()
+
+
+def _read_megatron(loaded: Loaded, directory: Path) -> None:
+    """Fill the chunk; collective. Raises `TrainStateUnreadable`."""
+    import torch
+
+    from models.train.megatron.checkpoint import _read
+    from models.train.megatron.checkpoint_files import read_state
+
+    _state, index = read_state(directory)
+    held = _sharded(loaded)["weights"]
+    # Reading changes what it is given: the chunk's own tensors stay out of it.
+    empty = {
+        model: {key: dataclasses.replace(one, data=torch.empty_like(one.data)) for key, one in tensors.items()}
+        for model, tensors in held.items()
+    }
+    found = _read(directory, index, {"weights": empty})["weights"]
+    with torch.no_grad():
+        for model, tensors in held.items():
+            for key, one in tensors.items():
+                one.data.copy_(found[model][key])
+
+
+# ---------------------------------------------------------------------- directories and command line
+
+
+def _settings_of(megatron: Path) -> Path:
+    """Where the configuration and tokenizer of a Megatron directory are. Raises `CheckpointUnavailable`."""
+    for place in (megatron, megatron / "hf"):
+        if (place / "config.json").is_file():
+            return place
+    raise CheckpointUnavailable(
+        f"{megatron} has no config.json; give --hf DIR, the Hugging Face checkpoint that it was made from"
+    )
+
+
+def _stored_dtypes(megatron: Path) -> dict[str, str]:
+    """Of the tensors that a directory was converted from, if it says."""
+    path = megatron / CHECKSUMS
+    if not path.is_file():
+        return {}
+    return {name: str(value).partition(":")[0] for name, value in json.loads(path.read_text()).items()}
+
+
+def _must_be_new(out: Path) -> None:
+    if out.exists() and any(out.iterdir()):
+        raise CheckpointUnavailable(f"--out {out} is not empty; give a directory that does not exist yet")
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m models.convert", description=(__doc__ or "").split("\n", 1)[0])
+    commands = parser.add_subparsers(dest="command", required=True)
+    to_megatron = commands.add_parser("hf-to-megatron", help="from Hugging Face to Megatron-core")
+    to_megatron.add_argument("--hf", type=Path, required=True, help="directory in Hugging Face format")
+    to_hf = commands.add_parser("megatron-to-hf", help="from Megatron-core to Hugging Face")
+    to_hf.add_argument("--hf", type=Path, help="where configuration and tokenizer come from; default: --megatron")
+    for command in (to_megatron, to_hf):
+        command.add_argument("--out", type=Path, required=True, help="new directory")
+    check = commands.add_parser("verify", help="compare tensor by tensor; exit status 1 if they differ")
+    check.add_argument("--hf", type=Path, help="compare with this directory; default: with checksums.json")
+    for command in (to_hf, check):
+        command.add_argument("--megatron", type=Path, required=True, help="converted directory or training state")
+    for command in (to_megatron, to_hf, check):
+        for size in _SIZES:
+            command.add_argument(f"--{size.replace('_', '-')}", type=int, default=1, help="processes of torchrun")
+    return parser
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The command line; returns the exit status."""
+    options = _parser().parse_args(arguments)
+    warnings.filterwarnings("ignore", module=r"megatron\.")  # of kernels that are of no use here
+    warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed")
+    sizes = {size: int(getattr(options, size)) for size in _SIZES}
+    try:
+        if options.command == "hf-to-megatron":
+            hf_to_megatron(options.hf, options.out, sizes)
+        elif options.command == "megatron-to-hf":
+            megatron_to_hf(options.megatron, options.out, options.hf, sizes)
+        else:
+            different = verify(options.megatron, options.hf, sizes)
+            if int(os.environ.get("RANK", 0)) == 0:
+                sys.stdout.write("".join(f"{line}\n" for line in different) or "all tensors are equal\n")
+            return int(bool(different))
+    except TrainError as error:
+        sys.stderr.write(f"{error}\n")
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,184 @@
+"""Context parallelism: the tokens of each row are divided among the processes of a group.
+
+Each process computes a run of consecutive tokens of every row. Before attention, keys and values of all runs are
+gathered (they are small where heads share them), and each process attends with its own queries under its part of the
+mask: exact for packed rows and shared prompts, on any device and backend. Log-probs and values are put together again,
+so that every process of the group computes the same loss; each passes back the gradient of its own tokens alone, and
+the sum over all processes, which sharding makes anyway, is the whole.
+
+torch.distributed.tensor.experimental.context_parallel is not used: its ring takes causal masks only, which rules
+packed rows out, and it has no CPU kernel.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Final
+
+import numpy as np
+import numpy.typing as npt
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from models.train.errors import UnsupportedModel
+from models.train.packing import Packing
+from models.train.rows import Int64Array, PackedRows
+from models.train.scoring import Backbone
+
+ATTENTION: Final = "sdpa_gathered"
+
+
+@dataclass(frozen=True)
+class Part:
+    """What one process computes of the rows of a micro-batch."""
+
+    rows: PackedRows  # whole
+    targets: Int64Array  # [n] of this process, out of [N]
+    members: tuple[Int64Array, ...] = ()  # by process: which of the N chosen tokens are its own
+    columns: slice | None = None  # of the padded rows
+    source: Int64Array | None = None  # [n] flat positions in this process's part
+
+
+class ContextParallel:
+    """This process's place among those that share the tokens of its rows. `group`: None = it has them all."""
+
+    def __init__(self, group: Any | None) -> None:
+        self._group = group
+        self.size: int = 1 if group is None else dist.get_world_size(group)
+        self._rank: int = 0 if group is None else dist.get_rank(group)
+
+    def prepare(self, model: Any) -> None:
+        """Let a model attend to gathered keys. Raises `UnsupportedModel`."""
+        if self._group is None:
+            return
+        attention = getattr(model.config, "_attn_implementation", None)
+        if attention != "sdpa":
+            raise UnsupportedModel(
+                f"--fsdp-context-parallel-size {self.size} is implemented for --attn-implementation sdpa, and "
+                f"{type(model).__name__} runs with {attention}; set one of the two"
+            )
+        _register(self._group)
+        model.set_attn_implementation(ATTENTION)
+
+    def check(self, packing: Packing) -> None:
+        """Raise `UnsupportedModel` if a model's attention takes no free choice of the mask."""
+        if self._group is not None and not packing.share_prompts:
+            raise UnsupportedModel(
+                f"--fsdp-context-parallel-size {self.size} needs attention whose mask can be chosen (no sliding "
+                "windows, no recurrent layers, --attn-implementation sdpa or auto); set it to 1 for this model"
+            )
+
+    def part(self, rows: PackedRows) -> Part:
+        """What this process computes."""
+        if self._group is None:
+            return Part(rows, rows.targets)
+        length = rows.input_ids.shape[1]
+        run = -(-length // self.size)
+        row, column = np.divmod(rows.source, length)
+        owner, local = np.divmod(column, run)
+        members = tuple(np.flatnonzero(owner == rank) for rank in range(self.size))
+        own = members[self._rank]
+        return Part(
+            rows,
+            rows.targets[own],
+            members,
+            slice(self._rank * run, (self._rank + 1) * run),
+            row[own] * run + local[own],
+        )
+
+    def run(self, backbone: Backbone, part: Part) -> Tensor:
+        """Last hidden states [n, H] that predict this process's tokens."""
+        if part.source is None or part.columns is None:
+            return backbone.chosen_hidden(part.rows)
+        return backbone.hidden_at(self.inputs(part.rows, part.columns), part.source)
+
+    def joined(self, values: Tensor, part: Part) -> Tensor:
+        """[N] out of the [n] of each process. The gradient passes to this process's own."""
+        if part.source is None:
+            return values
+        joined: Tensor = _Join.apply(values, part.members, self._group, self._rank)
+        return joined
+
+    def inputs(self, rows: PackedRows, columns: slice) -> dict[str, npt.NDArray[Any]]:
+        """Ids and positions [B, l] of these columns, and whom they may see [B, 1, l, L]; the size divides L."""
+        count, length = rows.input_ids.shape
+        missing = -length % self.size
+        ids = np.pad(rows.input_ids, ((0, 0), (0, missing)))
+        if rows.position_ids is None:
+            positions = np.broadcast_to(np.arange(length + missing), ids.shape)
+        else:
+            # Padding is one more sequence.
+            behind = np.broadcast_to(np.arange(missing), (count, missing))
+            positions = np.concatenate([rows.position_ids, behind], axis=1)
+        if rows.unit is not None and rows.branch is not None:
+            unit = np.pad(rows.unit, ((0, 0), (0, missing)), constant_values=-1)
+            branch = np.pad(rows.branch, ((0, 0), (0, missing)))
+        else:
+            unit, branch = np.cumsum(positions == 0, axis=1), np.zeros_like(ids)
+        return {
+            "input_ids": np.ascontiguousarray(ids[:, columns]),
+            "position_ids": np.ascontiguousarray(positions[:, columns]),
+            "attention_mask": _allowed(unit, branch, columns),
+        }
+
+
+def _allowed(unit: Int64Array, branch: Int64Array, columns: slice) -> npt.NDArray[np.bool_]:
+    """The columns' part of `rows.attention_allowed`; the whole of it would be larger by the number of processes."""
+    places = np.arange(unit.shape[1])
+    same_unit = unit[:, columns, None] == unit[:, None, :]
+    same_path = (branch[:, None, :] == 0) | (branch[:, columns, None] == branch[:, None, :])
+    allowed: npt.NDArray[np.bool_] = (same_unit & same_path & (places[columns, None] >= places))[:, None]
+    return allowed
+
+
+def _register(group: Any) -> None:
+    """Under the name `ATTENTION`: scaled dot products with the keys of all processes of `group`."""
+    from transformers import AttentionInterface
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+    def attend(module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor, **kwargs: Any) -> Any:
+        keys, values = _Gather.apply(key, group), _Gather.apply(value, group)
+        return sdpa_attention_forward(module, query, keys, values, mask, **kwargs)
+
+    AttentionInterface.register(ATTENTION, attend)
+
+
+class _Gather(torch.autograd.Function):  # type: ignore[misc]
+    """[B, heads, L / size, d] of each process -> [B, heads, L, d]."""
+
+    @staticmethod
+    def forward(ctx: Any, part: Tensor, group: Any) -> Tensor:
+        ctx.group, ctx.width = group, part.shape[2]
+        parts = [
+            torch.empty_like(part, memory_format=torch.contiguous_format) for _ in range(dist.get_world_size(group))
+        ]
+        dist.all_gather(parts, part.contiguous(), group=group)
+        return torch.cat(parts, dim=2)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        total = gradients[0].contiguous().clone()
+        dist.all_reduce(total, group=ctx.group)
+        return total.narrow(2, dist.get_rank(ctx.group) * ctx.width, ctx.width), None
+
+
+class _Join(torch.autograd.Function):  # type: ignore[misc]
+    """[n] of each process -> [N]."""
+
+    @staticmethod
+    def forward(ctx: Any, own: Tensor, members: tuple[Int64Array, ...], group: Any, rank: int) -> Tensor:
+        ctx.own = torch.from_numpy(members[rank]).to(own.device)
+        longest = max(len(one) for one in members)
+        padded = own.new_zeros(longest)
+        padded[: len(own)] = own
+        parts = [torch.empty_like(padded) for _ in members]
+        dist.all_gather(parts, padded, group=group)
+        out = own.new_zeros(sum(len(one) for one in members))
+        for part, places in zip(parts, members, strict=True):
+            out[torch.from_numpy(places).to(own.device)] = part[: len(places)]
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
+        return gradients[0][ctx.own], None, None, None

@@ -1,0 +1,158 @@
+"""LoRA (arXiv:2106.09685) through peft: small matrices beside frozen linear layers.
+
+Invariants: only adapters are trained; the model keeps its class and its names, but for the frozen weight of an adapted
+layer, which peft calls `base_layer`; merged weights are W + alpha / rank * B A, computed in fp32; the reference is the
+same model with its adapters off.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+
+from configs.schema.fsdp import LoraConfig
+from models.train.errors import TrainConfigInvalid, UnsupportedModel
+from models.train.fsdp.gathering import whole
+from models.train.weights_io import stored_names
+
+_BASE: Final = ".base_layer"
+_ADAPTER: Final = "default"
+_NAMES_OF_EXPERTS: Final = frozenset(("gate", "gate_proj", "up_proj", "down_proj", "w1", "w2", "w3"))
+WEIGHTS_FILE: Final = "adapter_model.safetensors"
+
+
+class Adapters:
+    """The adapters of one model."""
+
+    def __init__(self, config: LoraConfig, checkpoint: str) -> None:
+        """`checkpoint`: what the adapters belong to. `config.lora_rank` is at least 1."""
+        self._config = config
+        self._checkpoint = checkpoint
+        self._peft: Any = None
+
+    def inject(self, model: Any) -> None:
+        """Put adapters into a model, and freeze all else. Raises `TrainConfigInvalid`, `UnsupportedModel`."""
+        from peft import LoraConfig as PeftLoraConfig
+        from peft import inject_adapter_in_model
+
+        config, targets = self._config, self._config.lora_target_modules
+        self._peft = PeftLoraConfig(
+            r=config.lora_rank,
+            lora_alpha=config.lora_alpha,
+            target_modules=_all_linear(model) if targets == ("all-linear",) else list(targets),
+            task_type="CAUSAL_LM",
+            base_model_name_or_path=self._checkpoint,
+        )
+        try:
+            inject_adapter_in_model(self._peft, model)
+        except ValueError as error:
+            raise TrainConfigInvalid(
+                f"lora_target_modules={list(targets)} do not fit {type(model).__name__} ({_first_line(error)}); "
+                "name its linear modules, or set --lora-target-modules all-linear"
+            ) from error
+        for name, layer in self._layers(model).items():
+            if not isinstance(layer.get_base_layer(), torch.nn.Linear):
+                raise UnsupportedModel(
+                    f"lora_target_modules: {name} of {type(model).__name__} is no linear layer, whose adapters are not "
+                    "merged here; name linear modules, or set --lora-target-modules all-linear"
+                )
+
+    @contextlib.contextmanager
+    def disabled(self, model: Any) -> Iterator[None]:
+        """Within it, the model is the one that training started from."""
+        layers = list(self._layers(model).values())
+        # peft's own switch also changes which parameters are trained, which sharded parameters do not take lightly.
+        for layer in layers:
+            layer._disable_adapters = True
+        try:
+            yield
+        finally:
+            for layer in layers:
+                layer._disable_adapters = False
+
+    # ------------------------------------------------------------------ weights
+
+    def merged_names(self, model: Any) -> dict[str, str]:
+        """Names of the merged model, as it would be without adapters, and the names in memory."""
+        return {name.replace(_BASE, ""): name for name in stored_names(model) if ".lora_" not in name}
+
+    def merged(self, model: Any, name: str, device: torch.device) -> Tensor:
+        """The whole weight called `name` in memory, with its adapter. Collective."""
+        weight = whole(_find(model, name), device)
+        module, _, kind = name.rpartition(_BASE + ".")
+        if not module or kind != "weight":
+            return weight
+        layer = model.get_submodule(module)
+        down, up = layer.lora_A[_ADAPTER].weight, layer.lora_B[_ADAPTER].weight
+        return weight.float() + whole(up, device).float() @ whole(down, device).float() * layer.scaling[_ADAPTER]
+
+    def tensors(self, model: Any, device: torch.device) -> Iterator[tuple[str, Tensor]]:
+        """The adapters alone, whole, under the names of peft's files. Collective."""
+        for name, layer in self._layers(model).items():
+            for part, held in (("lora_A", layer.lora_A), ("lora_B", layer.lora_B)):
+                yield f"base_model.model.{name}.{part}.weight", whole(held[_ADAPTER].weight, device)
+
+    def settings(self) -> dict[str, Any]:
+        """What `adapter_config.json` holds."""
+        found: dict[str, Any] = self._peft.to_dict()
+        return {
+            name: sorted(value) if isinstance(value, set) else getattr(value, "value", value)
+            for name, value in found.items()
+        }
+
+    def write(self, directory: Path, tensors: dict[str, Tensor]) -> None:
+        """An adapter's directory, as peft reads it."""
+        from safetensors.torch import save_file
+
+        directory.mkdir(parents=True, exist_ok=True)
+        self._peft.save_pretrained(str(directory))
+        save_file({name: one.cpu().contiguous() for name, one in tensors.items()}, directory / WEIGHTS_FILE)
+
+    def _layers(self, model: Any) -> dict[str, Any]:
+        from peft.tuners.lora import LoraLayer
+
+        return {name: module for name, module in model.named_modules() if isinstance(module, LoraLayer)}
+
+
+def _all_linear(model: Any) -> list[str]:
+    """Names of the linear modules, but for the output embedding: last parts where those are enough, else whole paths.
+
+    In a model with stacked experts those of its dense and shared MLPs are left out: peft takes their names for the
+    experts', which are no modules. Raises `UnsupportedModel`.
+    """
+    head = model.get_output_embeddings()
+    stacked = any(parameter.ndim > 2 for parameter in model.parameters())
+    linear: set[str] = set()
+    other: set[str] = set()
+    for name, module in model.named_modules():
+        wanted = isinstance(module, torch.nn.Linear) and module is not head
+        if not (wanted and stacked and _end(name) in _NAMES_OF_EXPERTS):
+            (linear if wanted else other).add(name)
+    if not linear:
+        raise UnsupportedModel(f"{type(model).__name__} has no linear modules for LoRA; set --lora-rank 0")
+    ends = {_end(name) for name in linear}
+    return sorted(linear if ends & {_end(name) for name in other} else ends)
+
+
+def _end(name: str) -> str:
+    return name.rpartition(".")[2]
+
+
+def _first_line(error: Exception) -> str:
+    return next(iter(str(error).strip().splitlines()), type(error).__name__)
+
+
+def _find(model: Any, name: str) -> Tensor:
+    module, _, last = name.rpartition(".")
+    found: Tensor = getattr(model.get_submodule(module), last)
+    return found
+
+
+def adapters_of(config: LoraConfig, checkpoint: str) -> Adapters | None:
+    """The adapters of a run; None if all is trained."""
+    return Adapters(config, checkpoint) if config.lora_rank > 0 else None

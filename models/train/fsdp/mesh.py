@@ -1,0 +1,138 @@
+"""Which processes share parameters, which share sequences, and who speaks for whom.
+
+Ranks are laid out as [share of the micro-batches, part of its tokens]: the processes of a context-parallel group follow
+each other. Parameters are sharded over runs of `fsdp_shard_size` consecutive ranks; runs hold equal copies.
+
+Invariant: every size divides what it must, or `TrainConfigInvalid` is raised before any process waits for another.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from configs.schema.fsdp import FsdpConfig
+from configs.schema.parallel import ParallelConfig
+from models.train.crew import Crew, ProcessCrew
+from models.train.errors import TrainConfigInvalid
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """How many processes do what."""
+
+    world: int
+    shard: int  # hold one copy of the model together
+    context: int  # share the tokens of a sequence
+
+    @property
+    def replicas(self) -> int:
+        """Copies of the model."""
+        return self.world // self.shard
+
+    @property
+    def shares(self) -> int:
+        """Shares of the micro-batches."""
+        return self.world // self.context
+
+
+def sizes_of(config: FsdpConfig, world: int) -> Sizes:
+    """Sizes for `world` processes. Raises `TrainConfigInvalid`."""
+    shard = world if config.fsdp_shard_size is None else config.fsdp_shard_size
+    context = config.fsdp_context_parallel_size
+    for flag, size in (("--fsdp-shard-size", shard), ("--fsdp-context-parallel-size", context)):
+        if world % size:
+            raise TrainConfigInvalid(
+                f"{flag} {size} does not divide the {world} processes of the trainer (--actor-num-nodes times "
+                f"--actor-num-gpus-per-node); choose a divisor of {world}"
+            )
+    return Sizes(world, shard, context)
+
+
+def ensure_group() -> None:
+    """A default group of this process alone, if there is none."""
+    if not dist.is_initialized():
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+
+
+def own_device(device: torch.device) -> torch.device:
+    """This process's device: of several GPUs, the one named, else that of LOCAL_RANK, else the current one."""
+    if device.type != "cuda":
+        return device
+    index = device.index
+    if index is None:
+        index = int(os.environ.get("LOCAL_RANK", torch.cuda.current_device())) % torch.cuda.device_count()
+    torch.cuda.set_device(index)
+    return torch.device("cuda", index)
+
+
+class Mesh:
+    """The processes of the default group, as FSDP2 and the trainer see them."""
+
+    def __init__(self, config: FsdpConfig, parallel: ParallelConfig, device: torch.device) -> None:
+        """Collective. Raises `TrainConfigInvalid`."""
+        self.sizes = sizes = sizes_of(config, dist.get_world_size())
+        self.device = device
+        self.rank: int = dist.get_rank()
+        self.gloo = _gloo_group(parallel)
+        if sizes.shard == sizes.world:
+            self.parameters: DeviceMesh = init_device_mesh(device.type, (sizes.world,), mesh_dim_names=("shard",))
+        else:
+            shape = (sizes.replicas, sizes.shard)
+            self.parameters = init_device_mesh(device.type, shape, mesh_dim_names=("replicate", "shard"))
+        self.context: Any | None = None  # the group that shares the tokens of this process's sequences
+        if sizes.context > 1:
+            shape = (sizes.shares, sizes.context)
+            self.context = init_device_mesh(device.type, shape, mesh_dim_names=("share", "context")).get_group(
+                "context"
+            )
+        self.crew: Crew = ProcessCrew(
+            data_rank=self.rank // sizes.context,
+            data_world=sizes.shares,
+            speaks=self.rank % sizes.context == 0,
+            gloo=self.gloo,
+        )
+
+    @property
+    def first(self) -> bool:
+        """Whether this is the first of all processes."""
+        return self.rank == 0
+
+    def sum_over_shards(self, value: float) -> float:
+        """Sum of one number per shard of a model; equal in all processes."""
+        total = torch.tensor([value], dtype=torch.float64)
+        dist.all_reduce(total, group=self.gloo)
+        return float(total) / self.sizes.replicas  # every copy was counted
+
+    def send(self, data: bytes) -> bytes:
+        """What the first process gives, in all of them."""
+        size = torch.tensor([len(data)])
+        dist.broadcast(size, src=0, group=self.gloo)
+        content = torch.zeros(int(size), dtype=torch.uint8)
+        if self.first:
+            content.copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8))
+        dist.broadcast(content, src=0, group=self.gloo)
+        return bytes(content.numpy())
+
+    def anywhere(self, fact: bool) -> bool:
+        """Whether it holds in any process."""
+        found = torch.tensor([fact], dtype=torch.uint8)
+        dist.all_reduce(found, op=dist.ReduceOp.MAX, group=self.gloo)
+        return bool(found.item())
+
+    def barrier(self) -> None:
+        """Wait for all processes."""
+        dist.barrier(group=self.gloo)
+
+
+def _gloo_group(parallel: ParallelConfig) -> Any | None:
+    """A group of all processes for numbers on the CPU; None = the default group is one."""
+    if dist.get_backend() == "gloo":
+        return None
+    return dist.new_group(backend="gloo", timeout=timedelta(minutes=parallel.distributed_timeout_minutes))

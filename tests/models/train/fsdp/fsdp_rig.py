@@ -1,0 +1,282 @@
+"""Training in shards, small enough for a test: sequences, trainers, the cases, and what a spawned process runs.
+
+Results are written as JSON and safetensors, since nothing here is pickled.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors.torch import save_file
+
+from configs.schema.algorithm import AlgorithmConfig
+from configs.schema.correction import CorrectionConfig
+from configs.schema.critic import CriticConfig
+from configs.schema.fsdp import FsdpConfig, LoraConfig
+from configs.schema.train import TrainConfig
+from models.algorithms.modes import resolve_correction
+from models.train.fsdp.gathering import whole
+from models.train.fsdp.models import FsdpModels
+from models.train.interface import TrainSequence
+from models.train.model_set import ModelSet
+from models.train.spec import TrainSpec
+from models.train.torch_models import TorchModels
+from models.train.trainer import Trainer
+
+VOCABULARY = 32
+STEPS = 5
+Fields = dict[str, Any]
+
+PPO: Fields = {
+    "advantage_estimator": "ppo",
+    "normalize_advantages": True,
+    "bootstrap_truncated": True,
+    "critic_lr": 1e-3,
+    "use_kl_loss": True,
+    "kl_loss_coef": 0.1,
+    "entropy_coef": 0.01,
+    "use_tis": True,
+}
+GRPO: Fields = {"use_kl_loss": True, "kl_loss_coef": 0.1, "entropy_coef": 0.01}
+LORA: Fields = GRPO | {"lora_rank": 2, "lora_alpha": 8.0, "lr": 1e-2}
+TIED, UNTIED, EXPERTS = "tied", "untied", "experts"
+
+# name -> (checkpoint, sequences of each step, options)
+CASES: dict[int, dict[str, tuple[str, int | None, Fields]]] = {
+    2: {
+        "fsdp": (TIED, None, PPO | {"logprob_chunk_tokens": 8}),
+        "ddp": (UNTIED, None, PPO | {"fsdp_shard_size": 1}),
+        "recomputing": (TIED, None, GRPO | {"gradient_checkpointing": True, "logprob_chunk_tokens": 8}),
+        "nothing_here": (TIED, 1, GRPO),
+        "context": (TIED, None, PPO | {"fsdp_context_parallel_size": 2, "gradient_checkpointing": True}),
+        "experts": (EXPERTS, None, GRPO),
+        "renewed": (TIED, None, GRPO | {"ref_update_interval": 2}),
+        "bf16": (TIED, None, GRPO | {"train_dtype": "bfloat16"}),
+        "lora": (UNTIED, None, LORA),
+    },
+    4: {
+        "fsdp": (TIED, None, PPO),
+        "hsdp": (UNTIED, None, PPO | {"fsdp_shard_size": 2}),
+        "hsdp_context": (UNTIED, 5, GRPO | {"fsdp_shard_size": 2, "fsdp_context_parallel_size": 2}),
+        "lora": (UNTIED, None, LORA),  # more processes than rows of an adapter: some shards are empty
+    },
+}
+
+
+_SHAPE: Fields = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "intermediate_size": 64,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 128,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+_EXPERTS: Fields = {"moe_intermediate_size": 16, "num_experts_per_tok": 2, "n_shared_experts": 1}
+ARCHITECTURES: dict[str, Fields] = {
+    "glm4": _SHAPE,
+    "gemma2": _SHAPE,  # caps its logits, sliding windows
+    "qwen3_moe": _SHAPE | _EXPERTS | {"num_experts": 4, "norm_topk_prob": True},
+    "glm4_moe": _SHAPE | _EXPERTS | {"n_routed_experts": 4, "first_k_dense_replace": 1, "use_qk_norm": True},
+    "deepseek_v3": _SHAPE
+    | _EXPERTS
+    | {
+        "head_dim": 4,
+        "num_key_value_heads": 4,
+        "n_routed_experts": 4,
+        "first_k_dense_replace": 1,
+        "n_group": 2,
+        "topk_group": 1,
+        "q_lora_rank": 16,
+        "kv_lora_rank": 16,
+        "qk_nope_head_dim": 8,
+        "qk_rope_head_dim": 4,
+        "v_head_dim": 8,
+    },
+}
+
+
+def make_architecture(name: str, directory: Path) -> Path:
+    """A small random checkpoint of an architecture."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        config = AutoConfig.for_model(name, **ARCHITECTURES[name])
+        AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(directory)
+    return directory
+
+
+def make_sequences(seed: int, count: int | None = None) -> list[TrainSequence]:
+    """Uneven lengths, common prompts, masked tokens, rewards, truncated ends."""
+    rng = np.random.default_rng(seed)
+    out = []
+    for group in range(4):
+        prompt = rng.integers(1, VOCABULARY, int(rng.integers(2, 9)))
+        for index in range(3):
+            response = int(rng.integers(1, 14))
+            mask = (rng.random(response) > 0.25).astype(np.uint8)
+            mask[-1] = 1
+            out.append(
+                TrainSequence(
+                    group_id=group,
+                    rollout_id=group * 10 + index,
+                    tokens=np.concatenate([prompt, rng.integers(1, VOCABULARY, response)]).astype(np.int32),
+                    response_length=response,
+                    loss_mask=mask,
+                    rollout_log_probs=np.where(mask, rng.normal(-3.4, 0.4, response), 0.0).astype(np.float32),
+                    advantages=np.full(response, rng.normal(), dtype=np.float32),
+                    versions=np.full(response, index % 2, dtype=np.int32),
+                    reward=float(rng.integers(0, 4)),
+                    truncated=bool(index % 2),
+                )
+            )
+    return out[:count]
+
+
+def make_trainer(
+    checkpoint: Path, models: Callable[[TrainSpec], ModelSet] = FsdpModels, *, sharded: bool = True, **fields: Any
+) -> Trainer:
+    """A trainer that is set up; `fields` may be of any configuration. `sharded`: whether those of shards count."""
+
+    def take(kind: Any) -> Fields:
+        return {name: fields.pop(name) for name in list(fields) if name in kind.__struct_fields__}
+
+    defaults: Fields = {"hf_checkpoint": str(checkpoint), "lr": 1e-3, "adam_eps": 1e-4, "max_tokens_per_gpu": 48}
+    defaults |= {"train_device": "cpu", "weight_decay": 0.1}
+    train = TrainConfig(**{**defaults, **take(TrainConfig)})
+    off_policy, critic = CorrectionConfig(**take(CorrectionConfig)), CriticConfig(**take(CriticConfig))
+    fsdp, lora = FsdpConfig(**take(FsdpConfig)), LoraConfig(**take(LoraConfig))
+    algorithm = AlgorithmConfig(**fields)
+    made = Trainer(
+        TrainSpec(
+            train,
+            algorithm,
+            temperature=0.9,
+            max_response_len=16,
+            seed=0,
+            correction=resolve_correction(off_policy, max_staleness=1, policy_loss=algorithm.policy_loss),
+            off_policy=off_policy,
+            critic=critic,
+            fsdp=fsdp if sharded else FsdpConfig(),
+            lora=lora,
+        ),
+        models,
+    )
+    made.setup()
+    return made
+
+
+def train(trainer: Trainer, steps: range, count: int | None = None) -> list[dict[str, float]]:
+    """One batch of one step each; odd ones in two calls, with what is possible done in between."""
+    metrics = []
+    for step in steps:
+        sequences = make_sequences(step, count)
+        trainer.begin_batch(rollouts=len(sequences), steps=1, version=2)
+        if step % 2 and len(sequences) > 6:
+            trainer.accumulate(sequences[:6])
+            trainer.flush()
+            trainer.accumulate(sequences[6:])
+        else:
+            trainer.accumulate(sequences)
+        metrics.append(trainer.step())
+    return metrics
+
+
+def state_of(trainer: Trainer) -> dict[str, torch.Tensor]:
+    """Weights, optimizer state of policy and critic, and weights of critic and reference. Collective."""
+    models: Any = trainer._models
+    cpu = torch.device("cpu")
+    out = {f"weights/{name}": tensor.clone() for name, tensor in trainer.export_weights()}
+    for part, updater in {"policy": models.updater, "critic": getattr(models.critic, "updater", None)}.items():
+        if updater is None:
+            continue
+        out |= {f"{part}/moments/{name}": whole(one, cpu).clone() for name, one in updater.state_tensors().items()}
+        out |= {f"{part}/parameters/{name}": whole(one, cpu).clone() for name, one in updater.named_parameters}
+    return out
+
+
+def run_case(checkpoint: Path, trainer: Trainer, count: int | None, out: Path, name: str) -> None:
+    """Train, and write what came of it."""
+    before = {key: one for key, one in state_of(trainer).items() if "/parameters/" in key or "weights/" in key}
+    metrics = train(trainer, range(STEPS), count)
+    log_probs = np.concatenate(trainer.logprobs(make_sequences(9)))
+    exported = [key for key, _ in trainer.export_weights()]
+    tensors = state_of(trainer) | {f"before/{key}": one for key, one in before.items()}
+    write(out, name, {"metrics": metrics, "names": exported, "log_probs": log_probs.tolist()}, tensors)
+
+
+def write(out: Path, name: str, found: dict[str, Any], tensors: dict[str, torch.Tensor]) -> None:
+    rank = torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
+    save_file({key: value.contiguous() for key, value in tensors.items()}, out / f"{name}-{rank}.safetensors")
+    (out / f"{name}-{rank}.json").write_text(json.dumps(found))
+
+
+# ---------------------------------------------------------------------- checkpoints
+
+RESUMED = {"ppo": (TIED, PPO | {"ref_update_interval": 2}), "lora": (UNTIED, LORA)}
+
+
+def save_and_go_on(checkpoints: Path, out: Path, states: Path) -> None:
+    """Two steps, a checkpoint while the third is being trained, and on to the end without interruption."""
+    for name, (checkpoint, fields) in RESUMED.items():
+        trainer = make_trainer(checkpoints / checkpoint, lambda spec: FsdpModels(spec, async_save=True), **fields)
+        train(trainer, range(2))
+        trainer.save(states / name)
+        draw = torch.rand(1).item()
+        metrics = train(trainer, range(2, STEPS))
+        trainer._models.finish_save()  # type: ignore[attr-defined]
+        write(out, f"unbroken-{name}", {"metrics": metrics, "draw": draw}, state_of(trainer))
+
+
+def resume(checkpoints: Path, out: Path, states: Path, again: Path, **others: Any) -> None:
+    """From the checkpoint to the end, saved and loaded once more on the way, then with `others` as options."""
+    for name, (checkpoint, fields) in RESUMED.items():
+        trainer = make_trainer(checkpoints / checkpoint, **fields)
+        torch.manual_seed(99)
+        trainer.load(states / name)
+        draw = torch.rand(1).item()
+        metrics = train(trainer, range(2, 3))
+        trainer.save(again / name)
+        trainer = make_trainer(checkpoints / checkpoint, **fields | others)
+        trainer.load(again / name)
+        metrics += train(trainer, range(3, STEPS))
+        write(out, f"resumed-{name}", {"metrics": metrics, "draw": draw}, state_of(trainer))
+
+
+def expected_of(checkpoints: Path, out: Path, world: int) -> None:
+    """The same cases, in one process that knows of no shards."""
+    for name, (checkpoint, count, fields) in CASES[world].items():
+        models: Any = FsdpModels if "lora_rank" in fields else TorchModels
+        path = checkpoints / checkpoint
+        run_case(path, make_trainer(path, models, sharded=False, **fields), count, out, name)
+
+
+def run(checkpoints: str, out: str, states: str, rank: int, world: int, rendezvous: str) -> None:
+    """Entry point of a spawned process."""
+    torch.set_num_threads(1)
+    np.random.seed(rank)  # processes must agree without a common random stream
+    torch.manual_seed(rank)
+    torch.distributed.init_process_group(
+        "gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=world, timeout=timedelta(seconds=120)
+    )
+    try:
+        for name, (checkpoint, count, fields) in CASES[world].items():
+            path = Path(checkpoints) / checkpoint
+            run_case(path, make_trainer(path, **fields), count, Path(out), name)
+        if world == 2:
+            save_and_go_on(Path(checkpoints), Path(out), Path(states))
+        else:
+            resume(Path(checkpoints), Path(out), Path(states), Path(states) / "of_four", fsdp_shard_size=2)
+    finally:
+        torch.distributed.destroy_process_group()

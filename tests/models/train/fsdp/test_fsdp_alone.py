@@ -1,0 +1,408 @@
+"""Shards in one process: what is refused, what a reference is, what LoRA exports, what an unreadable state changes."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+import torch
+from fsdp_rig import (
+    ARCHITECTURES,
+    GRPO,
+    LORA,
+    PPO,
+    make_architecture,
+    make_sequences,
+    make_trainer,
+    state_of,
+    train,
+)
+from torch.nn import Linear, Sequential
+
+from configs.schema.fsdp import FsdpConfig
+from models.tiny import make_tiny_checkpoint
+from models.train.errors import (
+    BackendMisuse,
+    CheckpointUnavailable,
+    TrainConfigInvalid,
+    TrainStateUnreadable,
+    UnsupportedModel,
+)
+from models.train.fsdp.checkpoint import SHARDS, STATE
+from models.train.fsdp.context import ContextParallel
+from models.train.fsdp.gathering import buckets
+from models.train.fsdp.loading import _compare
+from models.train.fsdp.mesh import sizes_of
+from models.train.fsdp.models import FsdpModels
+from models.train.packing import Layout, Packing, Unit
+from models.train.rows import attention_allowed, pack_rows
+from models.train.torch_models import TorchModels
+from models.train.trainer import Trainer
+
+Make = Callable[..., Trainer]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _group_of_one() -> Iterator[None]:
+    torch.set_num_threads(1)
+    yield
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny_checkpoint(
+        tmp_path_factory.mktemp("alone") / "tied",
+        tokenizer="arithmetic",
+        hidden_size=32,
+        num_layers=2,
+        intermediate_size=64,
+        max_position_embeddings=128,
+    )
+
+
+@pytest.fixture(scope="module")
+def make(small: Path) -> Make:
+    return lambda *models, **fields: make_trainer(small, *models, **fields)
+
+
+# ---------------------------------------------------------------------- sizes
+
+
+def test_sizes_divide_the_processes() -> None:
+    sizes = sizes_of(FsdpConfig(fsdp_shard_size=2, fsdp_context_parallel_size=4), 8)
+    assert (sizes.replicas, sizes.shard, sizes.shares, sizes.context) == (4, 2, 2, 4)
+    assert sizes_of(FsdpConfig(), 6).shard == 6
+    with pytest.raises(TrainConfigInvalid, match=r"--fsdp-shard-size 3 does not divide the 8 processes"):
+        sizes_of(FsdpConfig(fsdp_shard_size=3), 8)
+    with pytest.raises(TrainConfigInvalid, match=r"--fsdp-context-parallel-size 3 does not divide the 4 processes"):
+        sizes_of(FsdpConfig(fsdp_context_parallel_size=3), 4)
+
+
+def test_a_share_larger_than_the_gang_is_refused_before_anything_is_loaded(make: Make) -> None:
+    with pytest.raises(TrainConfigInvalid, match="--fsdp-shard-size 2 does not divide the 1 processes"):
+        make(hf_checkpoint="/does/not/exist", fsdp_shard_size=2)
+
+
+def test_context_parallelism_wants_a_free_mask() -> None:
+    context = ContextParallel(None)
+    context.check(Packing(max_tokens=1, share_prompts=False))  # of no concern to one process
+    context._group, context.size = object(), 2
+    with pytest.raises(UnsupportedModel, match="--fsdp-context-parallel-size 2 needs attention whose mask"):
+        context.check(Packing(max_tokens=1, share_prompts=False))
+    model = torch.nn.Linear(1, 1)
+    model.config = type("Config", (), {"_attn_implementation": "eager"})()
+    with pytest.raises(UnsupportedModel, match="implemented for --attn-implementation sdpa"):
+        context.prepare(model)
+
+
+def test_parts_of_rows_are_the_rows() -> None:
+    """Ids, positions, masks and chosen tokens of three processes, put together, are those of one."""
+    tokens = [np.arange(1, size + 2, dtype=np.int32) for size in (9, 7, 5, 8)]
+    for item in (0, 1, 2):
+        tokens[item][:4] = 30
+    chosen = [np.arange(4, len(ids)) for ids in tokens]
+    shared = Layout(((Unit((0, 1, 2), 4, 4 + 5 + 3 + 1),), (Unit((3,), 0, 8),)), 13)
+    apart = Layout(((Unit((0,), 0, 9), Unit((2,), 0, 5)), (Unit((1,), 0, 7),)), 14)
+    for layout in (shared, apart):
+        rows = pack_rows(layout, tokens, chosen)
+        assert rows.position_ids is not None
+        size, length = 3, layout.row_length
+        context, parts, targets = ContextParallel(None), [], np.zeros_like(rows.targets)
+        context._group, context.size = object(), size
+        for rank in range(size):
+            context._rank = rank
+            part = context.part(rows)
+            assert part.columns is not None
+            assert part.source is not None
+            parts.append(context.inputs(rows, part.columns))
+            targets[part.members[rank]] = part.targets
+            ids = parts[-1]["input_ids"].reshape(-1)[part.source]
+            np.testing.assert_array_equal(ids, rows.input_ids.reshape(-1)[rows.source[part.members[rank]]])
+        whole = {
+            name: np.concatenate([part[name] for part in parts], axis=-2 if name == "attention_mask" else -1)
+            for name in parts[0]
+        }
+        np.testing.assert_array_equal(targets, rows.targets)
+        np.testing.assert_array_equal(whole["input_ids"][:, :length], rows.input_ids)
+        np.testing.assert_array_equal(whole["position_ids"][:, :length], rows.position_ids)
+        unit = np.cumsum(rows.position_ids == 0, axis=1) if rows.unit is None else rows.unit
+        branch = np.zeros_like(unit) if rows.branch is None else rows.branch
+        allowed = attention_allowed(unit, branch)
+        np.testing.assert_array_equal(whole["attention_mask"][:, :, :length, :length], allowed)
+        assert whole["attention_mask"].shape[-1] == -(-length // size) * size
+
+
+def test_weights_travel_by_layer() -> None:
+    names = ["lm_head.weight", "m.layers.0.a", "m.layers.0.b.weight", "m.layers.1.a", "m.layers.10.a", "m.norm.weight"]
+    assert [len(bucket) for bucket in buckets(names)] == [1, 2, 1, 1, 1]
+
+
+# ---------------------------------------------------------------------- models
+
+
+def test_a_checkpoint_that_is_not_there_is_named(make: Make) -> None:
+    with pytest.raises(CheckpointUnavailable, match=r"hf_checkpoint='/does/not/exist' does not exist"):
+        make(hf_checkpoint="/does/not/exist")
+    with pytest.raises(CheckpointUnavailable, match=r"ref_load='/nor/this/one' does not exist"):
+        make(ref_load="/nor/this/one", **GRPO)
+
+
+def test_what_was_gathered_for_scoring_is_not_used_after_an_update(make: Make) -> None:
+    """Scoring gathers parameters that no backward pass gives back."""
+    shards, plain = make(fsdp_reshard_after_forward=False, lr=1e-2), make(TorchModels, lr=1e-2)
+    found = []
+    for trainer in (shards, plain):
+        trainer.begin_batch(rollouts=12, steps=1)
+        trainer.accumulate(make_sequences(0))
+        trainer.flush()
+        before = trainer.logprobs(make_sequences(0))
+        trainer.step()
+        found.append(trainer.logprobs(make_sequences(0)))
+    for own, other, old in zip(*found, before, strict=True):
+        assert abs(own - other).max() < 1e-5
+        assert abs(own - old).max() > 1e-3
+
+
+def test_a_batch_may_be_forgotten(make: Make) -> None:
+    trainer = make(**PPO)
+    before = state_of(trainer)
+    trainer.begin_batch(rollouts=12, steps=1)
+    trainer.accumulate(make_sequences(0))
+    trainer.flush()
+    trainer.discard()
+    trainer.begin_batch(rollouts=12, steps=1)
+    assert all(state_of(trainer)[key].equal(one) for key, one in before.items())
+
+
+def test_a_gradient_that_is_not_finite_changes_nothing(make: Make) -> None:
+    trainer = make()
+    before = state_of(trainer)
+    models: Any = trainer._models
+    trainer.begin_batch(rollouts=12, steps=1)
+    trainer.accumulate(make_sequences(0))
+    trainer.flush()
+    models.model.model.norm.weight.grad.to_local()[0] = float("inf")
+    metrics = trainer.step()
+    assert metrics["train/skipped_steps"] == 1
+    assert metrics["train/grad_norm"] == float("inf")
+    assert models.updater.updates == 0
+    assert all(state_of(trainer)[key].equal(one) for key, one in before.items())
+
+
+@pytest.fixture(scope="module")
+def architectures(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("architectures")
+    for name in ARCHITECTURES:
+        make_architecture(name, root / name)
+    return root
+
+
+@pytest.mark.parametrize("architecture", list(ARCHITECTURES))
+def test_no_architecture_is_converted(architectures: Path, architecture: str) -> None:
+    """What its configuration alone makes, filled layer by layer, is the model: scores, gradients, exported weights."""
+    found = []
+    for models in (FsdpModels, TorchModels):
+        trainer = make_trainer(architectures / architecture, models, **GRPO)
+        metrics = train(trainer, range(1))
+        found.append((metrics, np.concatenate(trainer.logprobs(make_sequences(9))), list(trainer.export_weights())))
+    (metrics, scores, weights), (wanted, expected, stored) = found
+    assert metrics[0]["train/grad_norm"] == pytest.approx(wanted[0]["train/grad_norm"], rel=1e-5)
+    np.testing.assert_allclose(scores, expected, atol=1e-5)
+    assert [name for name, _ in weights] == [name for name, _ in stored]
+    for (name, tensor), (_, other) in zip(weights, stored, strict=True):
+        torch.testing.assert_close(tensor, other, atol=1e-6, rtol=1e-6, msg=lambda text, n=name: f"{n}: {text}")
+
+
+def test_a_model_that_its_configuration_does_not_make_is_refused() -> None:
+    with pytest.raises(UnsupportedModel, match=r"has a tensor 0.bias of \(3,\), where its configuration makes None"):
+        _compare(Sequential(Linear(2, 3)), Sequential(Linear(2, 3, bias=False)))
+
+
+# ---------------------------------------------------------------------- LoRA
+
+
+def test_the_reference_of_lora_is_the_model_without_adapters(make: Make) -> None:
+    trainer, base = make(**LORA), make(TorchModels, **GRPO)
+    models: Any = trainer._models
+    train(trainer, range(2))
+    score = models.log_probs
+    found: list[Any] = []
+
+    def spy(batches: Any, model: str = "policy") -> Any:
+        found.extend((score(batches, "policy"), score(batches, "reference")))
+        return found[-1]
+
+    models.log_probs = spy
+    reference = trainer.logprobs(make_sequences(5))
+    for own, expected in zip(reference, base.logprobs(make_sequences(5)), strict=True):
+        assert abs(own - expected).max() < 1e-5
+    assert max(abs(a - b).max() for a, b in zip(found[0], found[1], strict=True)) > 1e-3
+    assert sum(parameter.numel() for _, parameter in models.updater.named_parameters) < 8000
+
+
+def test_adapters_alone_are_what_peft_reads(make: Make, small: Path) -> None:
+    """Put into the model that training started from, they give the exported weights."""
+    from peft import LoraConfig, get_peft_model
+    from peft.utils import set_peft_model_state_dict
+    from transformers import AutoModelForCausalLM
+
+    trainer = make(**LORA | {"lora_target_modules": ("q_proj", "down_proj")})
+    models: Any = trainer._models
+    train(trainer, range(2))
+    settings = json.loads(json.dumps(models.adapter_settings()))
+    assert settings["r"] == 2
+    assert settings["target_modules"] == ["down_proj", "q_proj"]
+    base = AutoModelForCausalLM.from_pretrained(small, dtype=torch.float32)
+    with_adapters = get_peft_model(base, LoraConfig(**settings))
+    loaded = set_peft_model_state_dict(with_adapters, dict(models.adapter()))
+    assert not loaded.unexpected_keys
+    merged = with_adapters.merge_and_unload().state_dict()
+    exported = dict(trainer.export_weights())
+    assert "lm_head.weight" not in exported  # tied
+    for name, tensor in exported.items():
+        torch.testing.assert_close(tensor, merged[name], atol=1e-6, rtol=1e-6)
+
+
+def test_what_lora_does_not_train_has_no_master_copy(make: Make) -> None:
+    trainer = make(**LORA | {"train_dtype": "bfloat16"})
+    models: Any = trainer._models
+    before = {name: tensor.clone() for name, tensor in trainer.export_weights()}
+    train(trainer, range(2))
+    kinds = {(parameter.dtype, parameter.requires_grad) for parameter in models.model.parameters()}
+    assert kinds == {(torch.bfloat16, False), (torch.float32, True)}
+    after = dict(trainer.export_weights())
+    assert all(tensor.dtype == torch.bfloat16 for tensor in after.values())
+    assert after["model.layers.0.mlp.up_proj.weight"].ne(before["model.layers.0.mlp.up_proj.weight"]).any()
+    assert after["model.norm.weight"].equal(before["model.norm.weight"])
+
+
+@pytest.mark.parametrize("architecture", ["qwen3_moe", "deepseek_v3"])
+def test_lora_beside_stacked_experts_adapts_attention(architectures: Path, architecture: str) -> None:
+    trainer = make_trainer(architectures / architecture, **LORA)
+    before = {name: tensor.clone() for name, tensor in trainer.export_weights()}
+    train(trainer, range(1))
+    moved = {name for name, tensor in trainer.export_weights() if not tensor.equal(before[name])}
+    assert moved
+    assert all(".self_attn." in name for name in moved)
+    assert any(name.endswith("o_proj.weight") for name in moved)
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        (
+            {"lora_target_modules": ("no_such_proj",)},
+            "lora_target_modules=.*no_such_proj.* do not fit Qwen3ForCausalLM",
+        ),
+        ({"ref_update_interval": 1}, "ref_update_interval=1 with lora_rank=2"),
+    ],
+)
+def test_lora_refuses_what_it_cannot_do(make: Make, fields: dict[str, Any], words: str) -> None:
+    with pytest.raises(TrainConfigInvalid, match=words):
+        make(**LORA | fields)
+    with pytest.raises(UnsupportedModel, match=r"embed_tokens of Qwen3ForCausalLM is no linear layer"):
+        make(**LORA | {"lora_target_modules": ("embed_tokens",)})
+
+
+def test_there_are_no_adapters_without_lora(make: Make) -> None:
+    models: Any = make()._models
+    with pytest.raises(BackendMisuse, match="--lora-rank is 0"):
+        next(models.adapter())
+    with pytest.raises(BackendMisuse, match="--lora-rank is 0"):
+        models.adapter_settings()
+
+
+# ---------------------------------------------------------------------- unreadable states
+
+
+def shorten(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-4])
+
+
+def damage(path: Path) -> None:
+    """As long as before, but no safetensors file."""
+    path.write_bytes(b"\xff" * path.stat().st_size)
+
+
+def edit(path: Path, **fields: Any) -> None:
+    path.write_bytes(msgspec.json.encode(json.loads(path.read_text()) | fields))
+
+
+WAYS: dict[str, tuple[Callable[[Path], None], dict[str, Any], str]] = {
+    "no_state_file": (lambda d: (d / STATE).unlink(), {}, "holds no complete state of sharded training"),
+    "another_format": (lambda d: edit(d / STATE, format_version=9), {}, "format version 9, this program reads 1"),
+    "no_shards": (lambda d: next((d / SHARDS).iterdir()).unlink(), {}, "lacks .*safetensors as it was written"),
+    "cut_short": (lambda d: shorten(next((d / SHARDS).iterdir())), {}, "lacks .*safetensors as it was written"),
+    "damaged": (lambda d: damage(next((d / SHARDS).iterdir())), {}, "holds no complete state of sharded training"),
+    "no_critic": (lambda d: None, PPO, "holds no critic, which this run needs"),
+    "other_parts": (lambda d: None, LORA, "the policy in .* has other names or shapes"),
+}
+
+
+@pytest.fixture(scope="module")
+def saved(make: Make, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("saved") / "state"
+    trainer = make(**GRPO)
+    train(trainer, range(1))
+    trainer.save(directory)
+    return directory
+
+
+@pytest.mark.parametrize("way", list(WAYS))
+def test_an_unreadable_state_changes_nothing(make: Make, saved: Path, tmp_path: Path, way: str) -> None:
+    import shutil
+
+    spoil, fields, words = WAYS[way]
+    directory = tmp_path / "state"
+    shutil.copytree(saved, directory)
+    spoil(directory)
+    trainer = make(**GRPO | fields)
+    train(trainer, range(1))
+    before = state_of(trainer)
+    with pytest.raises(TrainStateUnreadable, match=words):
+        trainer.load(directory)
+    after = state_of(trainer)
+    assert all(after[key].equal(one) for key, one in before.items())
+    assert trainer._counters.steps == 1
+
+
+@pytest.mark.parametrize("in_background", [False, True])
+def test_a_save_that_fails_says_so_and_leaves_no_state(make: Make, tmp_path: Path, in_background: bool) -> None:
+    trainer = make(lambda spec: FsdpModels(spec, async_save=in_background))
+    (tmp_path / "hf").write_text("in the way")
+
+    def save() -> None:
+        trainer.save(tmp_path)
+        trainer._models.finish_save()  # type: ignore[attr-defined]
+
+    with pytest.raises(OSError, match="hf"):
+        save()
+    assert not (tmp_path / STATE).exists()
+    (tmp_path / "hf").unlink()
+    save()
+    trainer.load(tmp_path)
+
+
+def test_a_state_is_replaced_whole(make: Make, tmp_path: Path) -> None:
+    """Also by a writer that goes on training; no file of the state before is left."""
+    trainer = make(lambda spec: FsdpModels(spec, async_save=True), **GRPO)
+    trainer.save(tmp_path)
+    (tmp_path / SHARDS / "stale.safetensors").write_bytes(b"")
+    trainer.save(tmp_path)  # waits for the one before
+    weights = state_of(trainer)
+    train(trainer, range(1))
+    trainer._models.finish_save()  # type: ignore[attr-defined]
+    state = json.loads((tmp_path / STATE).read_text())
+    assert set(state["files"]) == {file.name for file in (tmp_path / SHARDS).iterdir()}
+    assert "stale.safetensors" not in state["files"]
+    trainer.load(tmp_path)
+    assert trainer._counters.steps == 0
+    found = state_of(trainer)
+    assert all(found[key].equal(one) for key, one in weights.items())

@@ -1,0 +1,181 @@
+"""Ranks as processes that are started again when one ends, and the calls of a short training, made in one way."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import multiprocessing
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from multiprocessing.connection import wait
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import torch
+
+from configs.schema import Config
+from models.train.gang.backend import GangBackend
+from models.train.gang.roster import RankSpec
+from models.train.interface import TrainBackend, TrainSequence
+
+RANKS = 2
+Tensors = dict[str, torch.Tensor]
+
+
+def small_config(checkpoint: Path, *, timeout_s: float = 60.0, bucket_bytes: int = 8192, **train: Any) -> Config:
+    """Two ranks on a tiny model, with a correction and several micro-batches."""
+    replace, config = msgspec.structs.replace, Config()
+    fields = {"hf_checkpoint": str(checkpoint), "train_device": "cpu", "lr": 1e-2, "max_tokens_per_gpu": 48, **train}
+    return replace(
+        config,
+        train=replace(config.train, **fields),
+        rollout=replace(config.rollout, num_rollout=4, rollout_max_response_len=16),
+        parallel=replace(config.parallel, actor_num_gpus_per_node=RANKS, distributed_timeout_minutes=timeout_s / 60),
+        update=replace(config.update, update_weight_buffer_size=bucket_bytes),
+    )
+
+
+def small_sequences(seed: int, *, groups: int = 3, per_group: int = 3, vocabulary: int = 32) -> list[TrainSequence]:
+    """Uneven lengths, some tokens masked, one version behind."""
+    rng = np.random.default_rng(seed)
+    out = []
+    for group in range(groups):
+        prompt = rng.integers(1, vocabulary, int(rng.integers(2, 8)))
+        for member in range(per_group):
+            response = int(rng.integers(2, 14))
+            mask = (rng.random(response) > 0.2).astype(np.uint8)
+            out.append(
+                TrainSequence(
+                    group_id=seed * 100 + group,
+                    rollout_id=(seed * 100 + group) * 10 + member,
+                    tokens=np.concatenate([prompt, rng.integers(1, vocabulary, response)]).astype(np.int32),
+                    response_length=response,
+                    loss_mask=mask,
+                    rollout_log_probs=np.where(mask, rng.normal(-3.4, 0.4, response), 0.0).astype(np.float32),
+                    advantages=np.full(response, rng.normal(), dtype=np.float32),
+                    versions=np.full(response, max(seed - 1, 0), dtype=np.int32),
+                )
+            )
+    return out
+
+
+def by_group(sequences: Sequence[TrainSequence]) -> list[list[TrainSequence]]:
+    groups = sorted({s.group_id for s in sequences})
+    return [[s for s in sequences if s.group_id == group] for group in groups]
+
+
+def train_batch(backend: TrainBackend, number: int, *, steps: int = 1) -> list[dict[str, float]]:
+    """One rollout batch, group by group; the metrics of its steps."""
+    backend.begin_batch(rollouts=9, steps=steps, version=number)
+    for group in by_group(small_sequences(number)):
+        backend.accumulate(group)
+    return [backend.step() for _ in range(steps)]
+
+
+def weights_of(backend: TrainBackend) -> Tensors:
+    return {name: tensor.clone() for name, tensor in backend.export_weights()}
+
+
+def rank_main(path: str) -> None:
+    """Entry point of a rank's process."""
+    from models.train.gang.rank import run_rank
+
+    os.setsid()
+    torch.set_num_threads(1)
+    with Path(path).with_suffix(".log").open("w") as log:  # what a rank prints is shown if its test fails
+        os.dup2(log.fileno(), 1)
+        os.dup2(log.fileno(), 2)
+    logging.basicConfig(level=logging.INFO, force=True)
+    run_rank(msgspec.json.decode(Path(path).read_bytes(), type=RankSpec))
+
+
+class Ranks:
+    """Keeps a gang: when one rank ends, all do, and the next incarnation starts. A context manager."""
+
+    def __init__(self, home: Path, config: Config) -> None:
+        self.home, self.meeting, self.incarnation = home, home / "gang.json", -1
+        self._config = home / "config.json"
+        self._config.write_bytes(msgspec.json.encode(config))
+        self._context = multiprocessing.get_context("forkserver")  # imports once
+        self._context.set_forkserver_preload(["models.train.gang.rank", "transformers.models.qwen3.modeling_qwen3"])
+        self._stopped = threading.Event()
+        self._keeper = threading.Thread(target=self._keep, daemon=True)
+        self.processes: list[BaseProcess] = []
+
+    def __enter__(self) -> Ranks:
+        self._keeper.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stopped.set()
+        self._keeper.join(30)
+        assert not self._keeper.is_alive()
+
+    def _keep(self) -> None:
+        while not self._stopped.is_set():
+            self.incarnation += 1
+            self.processes = [self._start(rank) for rank in range(RANKS)]
+            while not self._stopped.is_set() and not wait([one.sentinel for one in self.processes], 0.05):
+                pass
+            for one in self.processes:
+                one.join(1.0 if one.exitcode is None and self._ended_well() else 0)
+                one.kill()
+                one.join()
+
+    def _ended_well(self) -> bool:
+        return all(one.exitcode in (None, 0) for one in self.processes) and not self._stopped.is_set()
+
+    def _start(self, rank: int) -> BaseProcess:
+        spec = RankSpec(
+            config=str(self._config),
+            rank=rank,
+            processes=RANKS,
+            local_rank=rank,
+            incarnation=self.incarnation,
+            store=str(self.home / f"store-{self.incarnation}"),
+            address=str(self.home / f"socket-{self.incarnation}"),
+            meeting=str(self.meeting),
+        )
+        path = self.home / f"rank-{self.incarnation}-{rank}.json"
+        path.write_bytes(msgspec.json.encode(spec))
+        process = self._context.Process(target=rank_main, args=(str(path),))
+        process.start()
+        return process
+
+    def backend(self, name: str = "journal", **options: Any) -> GangBackend:
+        return GangBackend(self.meeting, self.home / name, **options)
+
+    def signal(self, rank: int, number: int) -> None:
+        pid = self.processes[rank].pid
+        assert pid is not None
+        os.kill(pid, number)
+
+    @contextlib.contextmanager
+    def killed_within(self, rank: int) -> Iterator[None]:
+        """Rank 1 is stopped, so that no call can be finished, and a rank is killed while the block makes one."""
+        incarnation = self.incarnation
+        self.signal(1, signal.SIGSTOP)
+        killer = threading.Timer(0.3, self.signal, (rank, signal.SIGKILL))
+        killer.start()
+        yield
+        killer.join()
+        assert self.incarnation > incarnation, "the call was finished by the gang that was to be killed"
+
+    def kill_now(self, rank: int) -> None:
+        """Between two calls. Waits until the whole gang has ended."""
+        victims = list(self.processes)
+        self.signal(rank, signal.SIGKILL)
+        until(lambda: all(one.exitcode is not None for one in victims))
+
+
+def until(condition: Callable[[], bool], timeout_s: float = 60.0) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)

@@ -1,0 +1,138 @@
+"""What crosses between the stage and its ranks arrives as it was."""
+
+from __future__ import annotations
+
+import dataclasses
+import socket
+import threading
+
+import msgspec
+import numpy as np
+import pytest
+from gang_rig import small_sequences
+
+import models.algorithms.errors as algorithm_errors
+import models.train.errors as train_errors
+from configs.schema import Config
+from models.train.gang.calls import (
+    Accumulate,
+    GoOn,
+    Metrics,
+    Raised,
+    decode_message,
+    decode_reply,
+    encode,
+    pack_sequences,
+    unpack_sequences,
+)
+from models.train.gang.faults import error_of, raised
+from models.train.gang.link import Link, LinkLost
+from models.train.gang.roster import needs_gang
+from models.train.interface import TrainSequence
+
+
+def test_every_field_of_a_sequence_arrives() -> None:
+    rng = np.random.default_rng(0)
+    sent = small_sequences(1)
+    sent[1] = dataclasses.replace(
+        sent[1],
+        reward=2.5,
+        truncated=True,
+        teacher_log_probs=rng.normal(size=sent[1].response_length).astype(np.float32),
+    )
+    call = decode_message(encode(Accumulate(pack_sequences(sent))))
+    assert isinstance(call, Accumulate)
+    arrived = unpack_sequences(call.sequences)
+    for one, other in zip(arrived, sent, strict=True):
+        for field in dataclasses.fields(TrainSequence):
+            found, wanted = getattr(one, field.name), getattr(other, field.name)
+            if isinstance(wanted, np.ndarray):
+                assert found.dtype == wanted.dtype
+                assert found.tolist() == wanted.tolist()
+                found[:1] = 0  # writable, as it was before
+            else:
+                assert found == wanted, field.name
+                assert type(found) is type(wanted)
+    assert {f.name for f in dataclasses.fields(TrainSequence)} == {
+        f.name for f in msgspec.structs.fields(type(call.sequences[0]))
+    }, "a field of a sequence would be lost on its way to the ranks"
+
+
+def test_arrays_of_another_type_are_cast() -> None:
+    (sequence,) = small_sequences(1, groups=1, per_group=1)
+    wide = dataclasses.replace(sequence, tokens=sequence.tokens.astype(np.int64)[::1])
+    assert unpack_sequences(pack_sequences([wide]))[0].tokens.dtype == np.int32
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        kind
+        for module in (train_errors, algorithm_errors)
+        for kind in vars(module).values()
+        if isinstance(kind, type) and issubclass(kind, Exception)
+    ],
+)
+def test_errors_arrive_as_themselves(kind: type[Exception]) -> None:
+    reply = decode_reply(encode(raised(kind("rollout 7: no such token"))))
+    assert isinstance(reply, Raised)
+    error = error_of(reply)
+    assert type(error) is kind
+    assert str(error) == "rollout 7: no such token"
+
+
+def test_an_error_of_an_unknown_class_keeps_its_name() -> None:
+    assert str(error_of(Raised("Odd", "it broke"))) == "Odd: it broke"
+    assert isinstance(error_of(Raised("Odd", "it broke")), train_errors.TrainError)
+
+
+def test_a_reply_is_not_taken_for_a_call() -> None:
+    assert isinstance(decode_message(encode(GoOn())), GoOn)
+    with pytest.raises(msgspec.ValidationError):
+        decode_message(encode(Metrics({"train/loss": 1.0})))
+
+
+def test_messages_larger_than_the_socket_holds_arrive_whole() -> None:
+    one, other = (Link(end) for end in socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM))
+    data = np.random.default_rng(0).bytes(5 << 20)
+    sender = threading.Thread(target=lambda: (one.send(data), one.send(b"")))
+    sender.start()
+    assert other.receive() == data
+    assert other.receive() == b""
+    sender.join()
+    assert not other.readable(0.01)
+    one.close()
+    assert other.readable(1.0)
+    with pytest.raises(LinkLost):
+        other.receive()
+    with pytest.raises(LinkLost):
+        other.send(b"x" * (1 << 20))
+
+
+def test_a_connection_broken_off_here_wakes_who_waits_here() -> None:
+    one, other = (Link(end) for end in socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM))
+    threading.Timer(0.05, one.break_off).start()
+    with pytest.raises(LinkLost):
+        one.receive()
+    other.close()
+
+
+@pytest.mark.parametrize(
+    ("backend", "processes", "expected"),
+    [
+        ("torch", 1, False),
+        ("torch", 2, True),
+        ("fsdp", 1, True),
+        ("megatron", 1, True),
+        ("megatron", 4, True),
+        ("simulated", 4, False),
+    ],
+)
+def test_who_needs_a_gang(backend: str, processes: int, expected: bool) -> None:
+    replace, config = msgspec.structs.replace, Config()
+    config = replace(
+        config,
+        train=replace(config.train, train_backend=backend),
+        parallel=replace(config.parallel, actor_num_gpus_per_node=processes),
+    )
+    assert needs_gang(config) is expected

@@ -1,0 +1,192 @@
+"""The keeper of a gang: who was lost first, which GPUs the ranks get, what it refuses."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from configs.schema import Config
+from models.train.gang.errors import GangDisagrees, StageGone
+from models.train.gang.roster import Meeting, RankSpec, read_meeting, write_meeting
+from pipeline import gang
+from pipeline.errors import ReplicaFailed, UsageError
+from pipeline.gang import Gang, Loss, check_gang, engines_gpus, gang_gpus, meeting_place, verdict
+from pipeline.lifecycle import Restarts
+from pipeline.processes import Processes, child_environment
+from pipeline.rank import exit_code
+from pipeline.rundir import RunDir
+
+EIGHT = tuple("01234567")
+
+
+def config_of(*, ranks: int = 2, nodes: int = 1, per_engine: int = 1, **train: Any) -> Config:
+    replace, config = msgspec.structs.replace, Config()
+    return replace(
+        config,
+        train=replace(config.train, **train),
+        parallel=replace(config.parallel, actor_num_gpus_per_node=ranks, actor_num_nodes=nodes),
+        sglang=replace(config.sglang, rollout_num_gpus_per_engine=per_engine),
+    )
+
+
+@pytest.mark.parametrize(
+    ("codes", "lost"),
+    [
+        ({}, None),
+        ({0: 0, 1: 0}, None),
+        ({0: 1, 1: -9}, Loss(1, -9)),  # rank 0 failed because rank 1 was killed
+        ({1: 1, 0: 1}, Loss(1, 1)),  # the first to end
+        ({1: 1, 0: 2}, Loss(0, 2)),  # what the user can mend
+        ({0: 0, 1: 1}, Loss(1, 1)),
+        ({1: 1, 0: 28}, Loss(0, 28)),
+    ],
+)
+def test_the_rank_that_was_lost_first(codes: dict[int, int], lost: Loss | None) -> None:
+    assert verdict(codes) == lost
+
+
+def test_what_a_rank_ends_with() -> None:
+    assert exit_code(StageGone("x")) == 3
+    assert exit_code(GangDisagrees("x")) == 1
+    assert exit_code(OSError(28, "No space left on device")) == 28
+    assert exit_code(ValueError("x")) == 1
+
+
+def test_ranks_take_the_first_gpus_and_engines_the_others() -> None:
+    config = config_of(ranks=4, per_engine=2)
+    assert gang_gpus(config, EIGHT) == ("0", "1", "2", "3")
+    assert engines_gpus(config, EIGHT, 2) == (("4", "5"), ("6", "7"))
+    assert engines_gpus(config, EIGHT, 3) == (("0", "1"), ("2", "3"), ("4", "5")), "too few are left: they share"
+    assert gang_gpus(config_of(ranks=2, train_device="cuda:3"), EIGHT) == ("3", "4")
+    assert engines_gpus(config_of(ranks=2, train_device="cuda:3"), EIGHT, 4) == (("0",), ("1",), ("2",), ("5",))
+    assert gang_gpus(config_of(train_device="cpu"), EIGHT) == ()
+    assert gang_gpus(config, ()) == ()
+    assert engines_gpus(config_of(ranks=1), EIGHT, 2) == (("1",), ("2",)), "a trainer without a gang has one"
+
+
+def test_more_ranks_than_gpus_are_refused() -> None:
+    with pytest.raises(UsageError, match=r"--actor-num-gpus-per-node 4 needs .* 3 are visible"):
+        gang_gpus(config_of(ranks=4), EIGHT[:3])
+
+
+def test_several_nodes_are_refused_with_what_would_place_them() -> None:
+    with pytest.raises(UsageError, match=r"--actor-num-nodes 2 .* --runner local .*Ray"):
+        check_gang(config_of(nodes=2))
+    check_gang(config_of(nodes=1))
+
+
+class Told:
+    """A `Lifecycle` that remembers what it was told."""
+
+    def __init__(self) -> None:
+        self.losses: list[tuple[str, str, str]] = []
+        self.lines: list[str] = []
+
+    def lost(self, stage: str, name: str, why: str) -> None:
+        self.losses.append((stage, name, why))
+
+    def say(self, line: str) -> None:
+        self.lines.append(line)
+
+    def __getattr__(self, name: str) -> Any:
+        raise AssertionError(f"a gang says nothing of {name}")
+
+
+RANK = """
+import json, os, pathlib, signal, sys, time
+spec = json.loads(pathlib.Path(sys.argv[1]).read_text())
+home = pathlib.Path(sys.argv[2])
+log = home / "lives"
+with log.open("a") as file:
+    file.write(f"{spec['incarnation']}.{spec['rank']} {os.environ['RANK']}/{os.environ['WORLD_SIZE']}\\n")
+def up():
+    pathlib.Path(spec["meeting"]).write_text(json.dumps({"incarnation": spec["incarnation"], "address": "x"}))
+"""
+
+
+@pytest.fixture
+def keep(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Runs a gang whose ranks are a few lines of Python; returns what its `Lifecycle` was told."""
+
+    async def run(behaviour: str, limit: int = 3) -> Told:
+        script = tmp_path / "rank.py"
+        script.write_text(RANK + behaviour)
+        told = Told()
+        with RunDir(tmp_path / "run").open(resume=False) as rundir:
+            processes = Processes(rundir)
+            kept = Gang(config_of(train_device="cpu"), rundir, processes, Restarts(told, limit), child_environment(2))  # type: ignore[arg-type]
+            spawn = processes.spawn
+
+            async def instead(name: str, argv: Any, env: Any, **options: Any) -> asyncio.subprocess.Process:
+                return await spawn(name, [sys.executable, str(script), argv[-1], str(tmp_path)], env, **options)
+
+            monkeypatch.setattr(processes, "spawn", instead)
+            monkeypatch.setattr(gang, "NOTICE_S", 0.2)
+            try:
+                async with asyncio.timeout(60):
+                    await kept.run()
+            finally:
+                alive = [name for name in ("train-rank-0", "train-rank-1") if processes.alive(name)]
+                await processes.stop_all()
+            assert not alive, "a rank outlived its gang"
+        return told
+
+    return run
+
+
+async def test_one_killed_rank_ends_all_and_all_start_again(keep: Any, tmp_path: Path) -> None:
+    told = await keep("""
+if spec["rank"] == 0: up()
+if spec["incarnation"] < 2:
+    if spec["rank"] == 1:
+        time.sleep(0.2)
+        os.kill(os.getpid(), signal.SIGKILL)
+    time.sleep(60)
+""")
+    assert told.losses == [("train", "train-gang", "signal SIGKILL of rank 1")] * 2
+    lives = sorted((tmp_path / "lives").read_text().split("\n"))[1:]
+    assert lives == [f"{incarnation}.{rank} {rank}/2" for incarnation in range(3) for rank in range(2)]
+    assert any("up again" in line for line in told.lines)
+
+
+async def test_a_gang_that_never_came_up_is_started_twice(keep: Any) -> None:
+    with pytest.raises(ReplicaFailed, match=r"exit code 1 of rank . before it came up, 2 times: .*no address"):
+        await keep("raise RuntimeError('no address for this machine')")
+
+
+async def test_a_users_mistake_ends_the_run_at_once(keep: Any, tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="set --tensor-model-parallel-size"):
+        await keep("print('ERROR TrainConfigInvalid: set --tensor-model-parallel-size'); sys.exit(2)")
+    assert all(life.startswith("0.") for life in (tmp_path / "lives").read_text().splitlines())
+
+
+async def test_a_gang_that_is_lost_too_often_ends_the_run(keep: Any) -> None:
+    with pytest.raises(ReplicaFailed, match=r"train-gang ended 2 times, last with exit code 7"):
+        await keep("up(); time.sleep(0.3); sys.exit(7)", limit=1)
+
+
+async def test_ranks_that_end_well_are_not_started_again(keep: Any, tmp_path: Path) -> None:
+    told = await keep("up()")
+    assert told.losses == []
+    assert all(life.startswith("0.") for life in (tmp_path / "lives").read_text().splitlines())
+
+
+def test_the_meeting_file_is_replaced_whole(tmp_path: Path) -> None:
+    place = tmp_path / "gang.json"
+    assert read_meeting(place) is None
+    for incarnation in range(2):
+        write_meeting(place, Meeting(incarnation, f"/sockets/gang-{incarnation}.sock"))
+        assert read_meeting(place) == Meeting(incarnation, f"/sockets/gang-{incarnation}.sock")
+    assert [path.name for path in tmp_path.iterdir()] == ["gang.json"]
+
+
+def test_a_socket_fits_into_its_name(tmp_path: Path) -> None:
+    """The kernel takes 107 bytes; the private directory of a run is short for that reason."""
+    with RunDir(tmp_path / "run").open(resume=False) as rundir:
+        assert len(str(meeting_place(rundir).with_name("gang-100.sock"))) < 108
+    assert "address" in {field.name for field in msgspec.structs.fields(RankSpec)}

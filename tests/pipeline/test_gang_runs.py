@@ -1,0 +1,119 @@
+"""Whole runs whose trainer is a gang of two ranks: one rank or the train stage is killed, and the books balance."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from pathlib import Path
+
+import pytest
+from launching import SIMULATED, SMALL, Finished, finish, here, made_model, start, succeed_here
+
+from pipeline.journal import Stepped, read_journal
+
+pytestmark = pytest.mark.slow
+
+GANG = ["--actor-num-gpus-per-node", "2", "--train-device", "cpu"]
+ENGINE = SIMULATED[: SIMULATED.index("--train-backend")]
+MEGATRON = ["--train-backend", "megatron", "--tensor-model-parallel-size", "2"]
+
+
+def steps_done(run_dir: Path) -> int:
+    journal = run_dir / "ledger.jsonl"
+    return sum(isinstance(e, Stepped) for e in read_journal(journal)) if journal.exists() else 0
+
+
+def wait_for_steps(process: object, run_dir: Path, steps: int, timeout_s: float = 180) -> None:
+    deadline = time.monotonic() + timeout_s
+    while steps_done(run_dir) < steps:
+        assert time.monotonic() < deadline, f"no {steps} steps within {timeout_s} s"
+        assert process.poll() is None, "the run ended too early"  # type: ignore[attr-defined]
+        time.sleep(0.02)
+
+
+def number_of(run_dir: Path, name: str) -> int:
+    return int((run_dir / "replicas" / f"{name}.pid").read_text())
+
+
+def alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] not in ("Z", "X")
+    except OSError:
+        return False
+
+
+def nothing_left(run_dir: Path) -> None:
+    for path in (run_dir / "replicas").glob("*.pid"):
+        assert not alive(int(path.read_text())), f"{path.stem} outlived its run"
+
+
+def lost_nothing(done: Finished, steps: int, rank: int) -> None:
+    """One rank was killed, and nobody can tell but by what is said of it."""
+    run_dir = done.run_dir
+    assert done.code == 0, f"{done.err[-3000:]}\n{(run_dir / 'logs' / 'train-rank-0.log').read_text()[-3000:]}"
+    done.check_books()
+    books = done.audit
+    assert sorted(books.batches) == list(range(1, steps + 1)), "every step once; versions go on"
+    assert len(books.trained) == steps * 4
+    assert done.summary["groups"]["trained"] == steps * 4
+    assert done.summary["restarts"] == {"train-gang": 1}
+    assert done.summary["weight_versions"]["last"] == steps
+    assert done.summary["staleness"]["max"] <= done.summary["staleness"]["bound"]
+    assert f"SIGKILL of rank {rank}" in done.out
+    assert done.out.count("2 ranks are up again") == 1
+    assert (run_dir / "checkpoints" / f"step-{steps:08d}" / "hf" / "config.json").exists()
+    assert not (run_dir / "gang").exists()
+    nothing_left(run_dir)
+
+
+def test_a_killed_rank_loses_nothing(tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    process = start(run_dir, *SMALL, *made_model(), *GANG, *MEGATRON, "--num-rollout", "12", "--save-interval", "4")
+    wait_for_steps(process, run_dir, 6)
+    os.kill(number_of(run_dir, "train-rank-1"), signal.SIGKILL)
+    lost_nothing(finish(process, run_dir), 12, rank=1)
+
+
+def test_a_killed_rank_before_any_save_beside_the_tasks_of_one_process(tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+
+    def kill() -> None:
+        deadline = time.monotonic() + 180
+        while steps_done(run_dir) < 2 and time.monotonic() < deadline:
+            time.sleep(0.02)
+        os.kill(number_of(run_dir, "train-rank-0"), signal.SIGKILL)
+
+    killer = threading.Thread(target=kill)
+    killer.start()
+    flags = [*SMALL, *made_model(), *GANG, "--train-backend", "fsdp", "--num-rollout", "8"]
+    done = succeed_here(run_dir, *flags)
+    killer.join()
+    lost_nothing(done, 8, rank=0)
+
+
+def test_a_killed_train_stage_takes_its_ranks_along_and_is_resumed(tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    flags = [*SMALL, *made_model(), *ENGINE, *GANG, "--num-rollout", "8", "--save-interval", "3"]
+    process = start(run_dir, *flags)
+    wait_for_steps(process, run_dir, 4)
+    os.kill(number_of(run_dir, "train-0"), signal.SIGKILL)
+    crashed = finish(process, run_dir)
+    assert crashed.code == 1
+    assert "--resume" in crashed.err
+    assert "train-gang" not in crashed.out, "the ranks' end was no loss of its own"
+    nothing_left(run_dir)
+    process = start(None, "--resume", str(run_dir))
+    done = finish(process, run_dir)
+    assert done.code == 0, done.err[-3000:]
+    done.check_books()
+    assert sorted(done.audit.batches) == list(range(1, 9))
+    nothing_left(run_dir)
+
+
+def test_several_machines_are_refused(tmp_path: Path) -> None:
+    done = here(tmp_path / "run", *SMALL, *made_model(), *ENGINE, *GANG, "--actor-num-nodes", "2")
+    assert done.code == 2
+    assert "--actor-num-nodes 2" in done.err
+    assert "Traceback" not in done.err
