@@ -53,7 +53,7 @@ def setting_of(options: argparse.Namespace, checkpoint: Path) -> Setting:
     elif options.quick:
         shape = {"groups": 3, "prompt": 24.0, "response": 80.0, "longest": 256, "budget": 1024}
     else:
-        shape = {"groups": 6, "prompt": 48.0, "response": 192.0, "longest": 768, "budget": 2048}
+        shape = {"groups": 4, "prompt": 32.0, "response": 128.0, "longest": 512, "budget": 2048}
     rounds = options.rounds or (3 if options.quick else 5)
     recompute = options.recompute or options.size == "4B"  # whose activations do not fit beside its optimizer
     return Setting(str(checkpoint), options.size, options.device, rounds=rounds, recompute=recompute, **shape)

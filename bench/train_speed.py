@@ -43,11 +43,11 @@ SIZES: Final[dict[str, dict[str, Any]]] = {
     },
     "cpu": _COMMON
     | {
-        "hidden_size": 512,
-        "intermediate_size": 1536,
+        "hidden_size": 256,
+        "intermediate_size": 768,
         "num_hidden_layers": 4,
-        "num_attention_heads": 8,
-        "num_key_value_heads": 4,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
         "head_dim": 64,
         "vocab_size": 4096,
     },
@@ -179,7 +179,10 @@ def measure(setting: Setting, contenders: list[Contender], root: Path, deadline_
     out = root / f"world-{world}"
     out.mkdir()
     names = [one.name for one in contenders]
-    processes = [context.Process(target=_work, args=(setting, names, str(out), rank, world)) for rank in range(world)]
+    processes = [
+        context.Process(target=_work, args=(setting, names, str(out), rank, world), daemon=True)
+        for rank in range(world)
+    ]
     for process in processes:
         process.start()
     ends = time.monotonic() + deadline_s

@@ -193,9 +193,9 @@ def _build(source: Path, sizes: dict[str, int], rank: int, dtypes: dict[str, str
 
 def _sharded(loaded: Loaded) -> dict[str, Any]:
     """The chunk's tensors with their places in the whole, as a training state has them."""
-    from models.train.megatron.checkpoint_tensors import POLICY, _weights
+    from models.train.megatron.checkpoint_tensors import POLICY, model_weights
 
-    return {"weights": {POLICY: _weights([loaded.chunk], POLICY)}}
+    return {"weights": {POLICY: model_weights([loaded.chunk], POLICY)}}
 
 
 def _write_megatron(loaded: Loaded, out: Path) -> None:
@@ -203,7 +203,7 @@ def _write_megatron(loaded: Loaded, out: Path) -> None:
     import megatron.core
     import torch
 
-    from models.train.megatron.checkpoint import _layout
+    from models.train.megatron.checkpoint import parallel_layout
     from models.train.megatron.checkpoint_files import STATE_DIR, MegatronState
     from models.train.megatron.checkpoint_writing import Plan
 
@@ -219,7 +219,7 @@ def _write_megatron(loaded: Loaded, out: Path) -> None:
         steps=0,
         skipped_steps=0,
         empty_steps=0,
-        layout=_layout(),
+        layout=parallel_layout(),
         megatron_core=megatron.core.__version__,
     )
     plan.write(state, loaded.rank, torch.distributed.get_world_size())
@@ -230,7 +230,7 @@ def _read_megatron(loaded: Loaded, directory: Path) -> None:
     """Fill the chunk; collective. Raises `TrainStateUnreadable`."""
     import torch
 
-    from models.train.megatron.checkpoint import _read
+    from models.train.megatron.checkpoint import read_tensors
     from models.train.megatron.checkpoint_files import read_state
 
     _state, index = read_state(directory)
@@ -240,7 +240,7 @@ def _read_megatron(loaded: Loaded, directory: Path) -> None:
         model: {key: dataclasses.replace(one, data=torch.empty_like(one.data)) for key, one in tensors.items()}
         for model, tensors in held.items()
     }
-    found = _read(directory, index, {"weights": empty})["weights"]
+    found = read_tensors(directory, index, {"weights": empty})["weights"]
     with torch.no_grad():
         for model, tensors in held.items():
             for key, one in tensors.items():

@@ -85,6 +85,8 @@ def gang_gpus(config: Config, visible: Sequence[str]) -> tuple[str, ...]:
 def engines_gpus(config: Config, visible: Sequence[str], engines: int) -> tuple[tuple[str, ...], ...]:
     """GPUs of each engine: those that the trainer has not, or all if that leaves too few. Raises UsageError."""
     per_engine = config.sglang.rollout_num_gpus_per_engine
+    if config.asynchrony.colocate:
+        return slices(visible, engines, per_engine, None)  # the trainer's too: they take turns
     if not needs_gang(config):
         return slices(visible, engines, per_engine, trainers_gpu(config))
     taken = gang_gpus(config, visible)

@@ -27,6 +27,7 @@ from models.train.gang.roster import needs_gang
 from stages.base import Stage, StageContext
 from stages.batch import Batch, slice_sequences
 from stages.buffer import GroupBuffer
+from stages.colocation import TrainerTurn
 from stages.errors import UntrainableGroup
 from stages.gate import over_sampling
 from stages.landing import await_landing
@@ -60,7 +61,7 @@ class TrainStage(Stage):
         self.steps = int(context.options.get("start_step", 0))
         self.epoch = int(context.options.get("epoch", 0))
         self.resume_from = context.options.get("resume_from")
-        self.backend: TrainBackend
+        self.backend: TrainBackend  # from setup on
         self.weights: WeightPublisher | None = None
         self._torch = ThreadPoolExecutor(1, thread_name_prefix="torch")
         self._buffer = GroupBuffer(config)
@@ -103,15 +104,15 @@ class TrainStage(Stage):
         return build_backend(self.config, self.total)
 
     async def close(self) -> None:
-        end_gang = getattr(getattr(self, "backend", None), "close", None)
-        if end_gang is not None:
-            await asyncio.to_thread(end_gang)  # not in the thread of torch, which may be waiting for the gang
+        if hasattr(self, "backend"):
+            await asyncio.to_thread(self.backend.close)  # not in the thread of torch, which may be waiting for a gang
         if self.weights is not None:
             self.weights.close()
         self._torch.shutdown(wait=True)
 
     async def run(self, ports: Ports) -> None:
         async with asyncio.TaskGroup() as tasks:
+            self.turn = TrainerTurn(self.config, ports.topic, self._in_torch, self.backend)
             await self._report(ports, StepDone(self.steps, self.steps, (), {}, 0, pinned=self._evaluates(self.steps)))
             await self._publish(ports, first=True)
             watch = tasks.create_task(self._watch_drain(ports))
@@ -174,7 +175,7 @@ class TrainStage(Stage):
             if (
                 not self._buffer.ready(missing)
                 and batch.pending >= max(1, self.batch_groups // 4)
-                and not self.config.run.deterministic
+                and not self._waits_for_all
             ):
                 await self._compute(batch, self._flush)  # nothing to do but wait: use the time
                 continue
@@ -186,6 +187,7 @@ class TrainStage(Stage):
                     self._buffer.push(held)
                 return False
             await self._enter(ports, batch, lease)
+        await self.turn.acquire()
         for _, sequences in sorted(batch.sequences.items()):
             await self._compute(batch, self.backend.accumulate, sequences)
         metrics: dict[str, float] = {}
@@ -196,10 +198,13 @@ class TrainStage(Stage):
         await self._finish(ports, batch, metrics, started_s)
         return True
 
+    @property
+    def _waits_for_all(self) -> bool:
+        """Whether nothing is computed before the batch is complete: the order counts, or the device is the engines'."""
+        return self.config.run.deterministic or self.turn.on
+
     def _flush(self) -> None:
-        flush = getattr(self.backend, "flush", None)
-        if flush is not None:
-            flush()
+        self.backend.flush()
 
     async def _compute(self, batch: Batch, function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
         clock = time.perf_counter()
@@ -219,7 +224,7 @@ class TrainStage(Stage):
         except UntrainableGroup as error:
             await self._settle(ports, lease, "failed", str(error))
             return
-        if self.config.run.deterministic:
+        if self._waits_for_all:
             batch.add(lease, sequences)
         else:
             batch.add(lease)
@@ -322,6 +327,7 @@ class TrainStage(Stage):
                 lambda: weights.write(self.steps, self.epoch, self.backend.export_weights(), pinned=pinned)
             )
         await weights.announce(ports.topic, announcement)
+        await self.turn.release()
         self._pinned = self.steps if pinned else self._pinned
         self.activity.extra["publish_s"] = time.perf_counter() - clock
         if weights.delta_ratio:

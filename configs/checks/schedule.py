@@ -85,8 +85,6 @@ def warnings(config: Config) -> Iterator[str]:
             f"max_staleness {gate.max_staleness} outranks async_buffer_size {gate.async_buffer_size} (which alone "
             f"would give {natural}): the gate follows max_staleness"
         )
-    if gate.colocate:
-        yield "--colocate has no effect with engines that already share this machine with the trainer"
     if run.resume is not None and config.checkpoint.save_interval is None:
         yield "the resumed run writes no checkpoints of its own; add --save-interval to be able to resume it again"
     evaluation = config.eval

@@ -152,7 +152,6 @@ def test_a_run_needs_prompts() -> None:
     ("argv", "words"),
     [
         (["--use-kl-loss", "--kl-loss-coef", "0.1", "--kl-loss-type", "k1"], "k1 has no gradient on-policy"),
-        (["--colocate", "--mode", "sync"], "--colocate has no effect"),
         (["--eval-prompt-data", "arithmetic"], "--eval-prompt-data is given but never used; add --eval-interval"),
         (["--max-staleness", "1", "--async-buffer-size", "4"], "max_staleness 1 outranks async_buffer_size 4"),
         (

@@ -56,8 +56,17 @@ class Recorder:
         self.steps += 1
         return {"train/loss": 0.5}
 
+    def flush(self) -> None:
+        self.log.append("flush")
+
     def discard(self) -> None:
         self.log.append("discard")
+
+    def finish_save(self) -> None:
+        self.log.append("finish save")
+
+    def close(self) -> None:
+        self.log.append("close")
 
     def export_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         self.log.append("export")

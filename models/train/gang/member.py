@@ -65,8 +65,9 @@ class Member:
         """Make the call. What the trainer raises propagates."""
         if isinstance(call, Setup):
             total = self._config.rollout.num_rollout or 0
-            self._trainer = build_member(self._config, total, self._crew)
-            self._trainer.setup()
+            made = build_member(self._config, total, self._crew)
+            made.setup()
+            self._trainer = made
             return Done()
         trainer = self._trainer
         if trainer is None:

@@ -263,6 +263,3 @@ def _load_random(directory: Path, state: MegatronState) -> None:
         torch.cuda.set_rng_state(tensors["cuda"])
     tracked = {name.removeprefix("tracked/"): one for name, one in tensors.items() if name.startswith("tracked/")}
     get_cuda_rng_tracker().set_states(tracked)
-
-
-_layout, _read = parallel_layout, read_tensors

@@ -143,6 +143,3 @@ def _format() -> dict[str, Any]:
 
 def _empty(tensor: Tensor) -> Tensor:
     return torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
-
-
-_weights = model_weights

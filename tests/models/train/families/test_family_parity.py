@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from family_models import FAMILIES, log_probs, token_ids
+from family_worker import ENGINE
 from safetensors.torch import load_file
 
 pytestmark = pytest.mark.slow
@@ -22,6 +23,7 @@ ONE = [
     *[(name, name, {}) for name in FAMILIES],
     ("deepseek_v3-recompute", "deepseek_v3", {"recompute_granularity": "full"}),
     ("glm4-recompute", "glm4", {"recompute_activations": True}),
+    *[(f"{name}{ENGINE}", name, {}) for name in ("qwen3_moe", "glm4", "glm4_moe", "deepseek_v3", "moonlight")],
 ]
 TWO = [
     *[(f"{name}-tp2", name, TENSOR) for name in FAMILIES if name not in ("glm", "qwen2_yarn", "qwen3_moe_raw_scores")],
@@ -32,6 +34,7 @@ TWO = [
     ("moonlight-pp2", "moonlight", {**PIPELINE, "decoder_last_pipeline_num_layers": 1}),
     ("glm4_moe-uneven-stages", "glm4_moe", {**PIPELINE, "decoder_first_pipeline_num_layers": 1}),
     ("deepseek_v3-tp2-whole-experts", "deepseek_v3", {**TENSOR, "expert_tensor_parallel_size": 1, **EXPERT}),
+    *[(f"{name}-tp2{ENGINE}", name, TENSOR) for name in ("qwen2_tied", "glm4", "deepseek_v3")],
 ]
 FOUR = [
     ("qwen2_tied-tp2-pp2", "qwen2_tied", {**TENSOR, **PIPELINE}),

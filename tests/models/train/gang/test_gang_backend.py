@@ -217,4 +217,6 @@ def test_a_model_that_cannot_be_loaded_is_the_users_error(tmp_path: Path) -> Non
         gang = ranks.backend()
         with pytest.raises(CheckpointUnavailable, match="no-model"):
             gang.setup()
+        ended = ranks.processes
         gang.close()
+        until(lambda: all(one.exitcode == 0 for one in ended))
