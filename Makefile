@@ -56,10 +56,10 @@ types: $(STAMP)
 test-fast: $(STAMP)
 	$(BIN)/python -m pytest -q -m "not slow" -n 2
 
-# Fast suite first, then what starts processes and trains. Two at a time: most of it waits for processes. Tests of one
+# Fast suite first, then what starts processes and trains. Three at a time: most of it waits for processes. Tests of one
 # xdist_group share what they set up, on one worker.
 test: lint types test-fast sglang-env
-	$(BIN)/python -m pytest -q -m slow -n 2 --dist loadgroup
+	$(BIN)/python -m pytest -q -m slow -n 3 --dist loadgroup
 
 bench: $(STAMP)
 	$(BIN)/python -m bench.transport --quick
@@ -67,6 +67,7 @@ bench: $(STAMP)
 	$(BIN)/python -m bench.reward --quick
 	$(BIN)/python -m bench.off_policy --quick
 	$(BIN)/python -m bench.weights --quick
+	$(BIN)/python -m bench.train --quick
 
 clean:
 	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis *.egg-info
