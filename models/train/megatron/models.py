@@ -57,7 +57,7 @@ class MegatronModels:
         self._async_save = async_save
         self.spec = spec
         self.sizes = build_layout(spec)
-        self.crew = build_crew()
+        self.crew = build_crew(spec)
         self.device = pick_device(spec.train.train_device)
         source = read_source(spec.train.hf_checkpoint, "hf_checkpoint")
         self.hf_config = source.config

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import importlib.util
 from dataclasses import dataclass
+from datetime import timedelta
 
 import torch
 
@@ -146,7 +147,7 @@ def build_layout(spec: TrainSpec) -> ParallelSizes:
     return sizes
 
 
-def build_crew() -> ProcessCrew:
+def build_crew(spec: TrainSpec) -> ProcessCrew:
     """The crew of the layout that was built; collective."""
     from megatron.core import parallel_state as ps
 
@@ -159,6 +160,8 @@ def build_crew() -> ProcessCrew:
         data_rank=ps.get_data_parallel_rank(),
         data_world=ps.get_data_parallel_world_size(),
         speaks=speaks,
-        gloo=torch.distributed.new_group(backend="gloo"),
+        gloo=torch.distributed.new_group(
+            backend="gloo", timeout=timedelta(minutes=spec.parallel.distributed_timeout_minutes)
+        ),
         data_group=ps.get_data_parallel_group(),
     )
