@@ -119,6 +119,11 @@ def expert_faults(config: Config) -> Iterator[str]:
     layout, megatron = layout_of(config), config.megatron
     model = known_model(config)
     shape = architecture(model) if model is not None else None
+    if shape is not None and shape.latent is not None and layout.tensor > 1 and not layout.sequence:
+        yield (
+            f"--tensor-model-parallel-size is {layout.tensor} for a model with latent attention ({shape.family}), "
+            "which is trained only together with sequence parallelism; add --sequence-parallel"
+        )
     if shape is not None and not any(shape.sparse):
         for label, size in (
             ("--expert-model-parallel-size", layout.expert),
@@ -132,6 +137,12 @@ def expert_faults(config: Config) -> Iterator[str]:
         yield (
             f"--tensor-model-parallel-size is {layout.tensor} for a model with experts, which Megatron-core trains "
             "only together with sequence parallelism; add --sequence-parallel"
+        )
+    if layout.expert_tensor > layout.tensor:
+        yield (
+            f"--expert-tensor-parallel-size is {layout.expert_tensor}, but must be at most "
+            f"--tensor-model-parallel-size {layout.tensor}, for experts are cut as the other layers are, or less; set "
+            f"it to {layout.tensor}"
         )
     if shape is not None and shape.experts % layout.expert:
         yield (

@@ -130,6 +130,7 @@ def test_refusals_of_a_dense_model(dense: tuple[str, ...], argv: list[str], word
             ["3", *sizes(etp=3)],
             "--expert-tensor-parallel-size is 3, but must divide the experts' width 40; set it to 2",
         ),
+        (["4", *sizes(tp=2, etp=4), SP], "is 4, but must be at most --tensor-model-parallel-size 2"),
         (["2", *sizes(ep=2), "--moe-token-dispatcher-type", "allgather"], "needs equally many tokens in every process"),
         (["1", "--moe-grouped-gemm", "--train-device", "cpu"], "needs Transformer Engine on a GPU"),
         (["1", "--moe-grouped-gemm", "--transformer-impl", "local"], "leave it out (--no-moe-grouped-gemm)"),
@@ -294,3 +295,10 @@ def test_a_model_of_an_unknown_type_is_warned_of(tmp_path: Path) -> None:
     found = settled(*BASE, str(tmp_path), "--train-backend", "megatron")[1]
     assert any("the model is of type 'gemma9'" in warning for warning in found)
     assert settled(*BASE, str(tmp_path), "--train-backend", "fsdp")[1] == ()
+
+
+def test_latent_attention_over_tensor_ranks_needs_sequence_parallelism() -> None:
+    argv = ("--model", "moonlight-16b-a3b", "--prompt-data", "arithmetic", "--num-rollout", "3")
+    settled(*argv, *sizes(tp=2), SP)
+    found = faults_of(*argv, *sizes(tp=2), "--no-sequence-parallel")
+    assert any("latent attention (deepseek_v3), which is trained only together with" in fault for fault in found), found
