@@ -59,7 +59,7 @@ test-fast: $(STAMP)
 # Fast suite first, then what starts processes and trains. Three at a time: most of it waits for processes. Tests of one
 # xdist_group share what they set up, on one worker.
 test: lint types test-fast sglang-env
-	$(BIN)/python -m pytest -q -m slow -n 3 --dist loadgroup
+	$(BIN)/python -m pytest -q -m slow -n 3 --dist loadgroup --durations=20
 
 bench: $(STAMP)
 	$(BIN)/python -m bench.transport --quick
