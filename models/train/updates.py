@@ -57,21 +57,26 @@ class Updater:
         `lr_scale`: factor of this update's learning rate.
         """
         lr = learning_rate(self.updates, self._train, self._total_steps) * lr_scale
-        gradients = [p.grad for _, p in self.named_parameters if p.grad is not None]
-        norm = _norm(gradients) / denominator
+        gradients = self._gradients()
+        norm = self._norm(gradients) / denominator
         if not gradients or not math.isfinite(norm):
             self.clear()
             return UpdateResult(applied=False, grad_norm=norm, lr=lr)
-        scale = 1.0 / denominator
-        if self._train.clip_grad > 0 and norm > self._train.clip_grad:
-            scale *= self._train.clip_grad / norm
-        torch._foreach_mul_(gradients, scale)
+        torch._foreach_mul_(gradients, gradient_scale(norm, denominator, self._train.clip_grad))
         for group in self.optimizer.param_groups:
             group["lr"] = lr
         self.optimizer.step()
         self.updates += 1
         self.clear()
         return UpdateResult(applied=True, grad_norm=norm, lr=lr)
+
+    def _gradients(self) -> list[torch.Tensor]:
+        """What this process holds of the gradient."""
+        return [p.grad for _, p in self.named_parameters if p.grad is not None]
+
+    def _norm(self, gradients: list[torch.Tensor]) -> float:
+        """Euclidean norm of the whole gradient."""
+        return math.sqrt(sum_of_squares(gradients))
 
     def refuse(self) -> UpdateResult:
         """Make no update: there is nothing to learn from."""
@@ -114,9 +119,18 @@ class Updater:
             self.optimizer.state[parameter][entry] = value.to(parameter.device).clone()
 
 
-def _norm(gradients: list[torch.Tensor]) -> float:
-    """Euclidean norm over all gradients; summed in fp64 so that many parameters do not overflow."""
+def gradient_scale(norm: float, denominator: float, clip_grad: float) -> float:
+    """What summed gradients are multiplied by: divided by the step's denominator, and clipped to `clip_grad` (0: not).
+
+    `norm`: of the gradient after the division.
+    """
+    clipped = clip_grad > 0 and norm > clip_grad
+    return (clip_grad / norm if clipped else 1.0) / denominator
+
+
+def sum_of_squares(gradients: list[torch.Tensor]) -> float:
+    """Over all gradients; summed in fp64 so that many parameters do not overflow."""
     if not gradients:
         return 0.0
-    norms = torch._foreach_norm(gradients)
-    return float(torch.linalg.vector_norm(torch.stack([norm.double() for norm in norms])))
+    norms = torch.stack([norm.double() for norm in torch._foreach_norm(gradients)])
+    return float(norms.square().sum())

@@ -97,6 +97,7 @@ def test_warnings_do_not_stop(capsys: pytest.CaptureFixture[str]) -> None:
         (["--prompt-data", "arithmetic"], False),
         (["data.prompt_data=arithmetic"], False),
         (["--hf-checkpoint", "tiny"], False),
+        (["--model", "qwen3-0.6b"], False),
     ],
 )
 def test_when_the_quickstart_runs(argv: list[str], quickstart: bool, capsys: pytest.CaptureFixture[str]) -> None:

@@ -67,6 +67,9 @@ def test_ranks_take_the_first_gpus_and_engines_the_others() -> None:
     assert gang_gpus(config_of(train_device="cpu"), EIGHT) == ()
     assert gang_gpus(config, ()) == ()
     assert engines_gpus(config_of(ranks=1), EIGHT, 2) == (("1",), ("2",)), "a trainer without a gang has one"
+    turns = msgspec.structs.replace(config.asynchrony, colocate=True)
+    shared = engines_gpus(msgspec.structs.replace(config, asynchrony=turns), EIGHT, 2)
+    assert shared == (("0", "1"), ("2", "3")), "they take turns: the trainer's GPUs are the engines' too"
 
 
 def test_more_ranks_than_gpus_are_refused() -> None:

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
+from launching import here
 
 from configs.load import load
 from configs.schema import Config
 from configs.validate import checked
 from pipeline.errors import UsageError, user_error
-from pipeline.preflight import check_graders, check_names
+from pipeline.preflight import check_graders, check_names, check_trainer
 
+MEGATRON = ("--train-backend", "megatron", "--megatron-bucket-sze", "5")
 BASE = ("--prompt-data", "arithmetic", "--num-rollout", "3", "--hf-checkpoint", "tiny-arithmetic")
 
 
@@ -56,3 +60,14 @@ def test_right_names_pass_and_rules_are_explained(capsys: pytest.CaptureFixture[
     assert capsys.readouterr().err == (
         "rejection: token_k1 keeps tokens with mu / old from 0.5 to 4, that is old / mu from 0.25 to 2\n"
     )
+
+
+def test_options_of_the_trainers_framework_are_asked_of_it(tmp_path: Path) -> None:
+    """Before the directory is filled, and by a run, not only by the function."""
+    with pytest.raises(UsageError, match=r"--megatron-bucket-sze is no field .*did you mean --megatron-bucket-size"):
+        check_trainer(config(*MEGATRON))
+    check_trainer(config("--train-backend", "megatron", "--megatron-bucket-size", "5"))
+    check_trainer(config())
+    done = here(tmp_path / "run", *BASE, *MEGATRON)
+    assert (done.code, "did you mean --megatron-bucket-size" in done.err) == (2, True), done.err
+    assert not list((tmp_path / "run" / "logs").iterdir()), "nothing was started"

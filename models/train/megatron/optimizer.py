@@ -23,7 +23,7 @@ from models.train.errors import TrainConfigInvalid
 from models.train.megatron.options import split_options
 from models.train.schedule import learning_rate
 from models.train.spec import TrainSpec
-from models.train.updates import UpdateResult
+from models.train.updates import UpdateResult, gradient_scale
 
 
 class TrainedChunks:
@@ -61,12 +61,9 @@ class TrainedChunks:
         if not math.isfinite(norm):  # the same in all processes: it is summed over them
             self.clear()
             return UpdateResult(applied=False, grad_norm=norm, lr=lr)
-        scale = 1.0 / denominator
-        if self._train.clip_grad > 0 and norm > self._train.clip_grad:
-            scale *= self._train.clip_grad / norm
         gradients = self._gradients()
         if gradients:
-            torch._foreach_mul_(gradients, scale)
+            torch._foreach_mul_(gradients, gradient_scale(norm, denominator, self._train.clip_grad))
         for group in self.optimizer.param_groups:
             group["lr"] = lr
             group["weight_decay"] = self._train.weight_decay * group["wd_mult"]

@@ -1,0 +1,37 @@
+"""What a process of a gang runs: the framework that was asked for, with the options that it needs."""
+
+from __future__ import annotations
+
+import sys
+from types import SimpleNamespace
+
+import pytest
+
+from configs.schema import CheckpointConfig, Config, TrainConfig
+from models.train.build import build_member
+from models.train.crew import Alone
+
+
+@pytest.mark.parametrize("async_save", [False, True])
+@pytest.mark.parametrize(("backend", "name"), [("fsdp", "FsdpModels"), ("megatron", "MegatronModels")])
+def test_background_saves_are_asked_for_and_waited_for(
+    backend: str, name: str, async_save: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From the flag to the models, and from the trainer's `finish_save` to theirs."""
+    asked: list[object] = []
+
+    class Models:
+        critic, has_reference, reference_apart = None, False, False
+
+        def __init__(self, spec: object, *, async_save: bool) -> None:
+            asked.append(async_save)
+
+        def finish_save(self) -> None:
+            asked.append("finished")
+
+    monkeypatch.setitem(sys.modules, f"models.train.{backend}.models", SimpleNamespace(**{name: Models}))
+    train = TrainConfig(train_backend=backend)  # type: ignore[arg-type]
+    trainer = build_member(Config(train=train, checkpoint=CheckpointConfig(async_save=async_save)), 1, Alone())
+    trainer.setup()
+    trainer.finish_save()
+    assert asked == [async_save, "finished"]
