@@ -9,12 +9,12 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
-from configs.command_line import Arguments, parse
+from configs.cli.command_line import Arguments, parse
 from configs.errors import ConfigError
-from configs.estimate import staleness_line
 from configs.load import load_arguments
+from configs.plan.staleness import staleness_line
+from configs.rules.validate import checked
 from configs.schema import Config
-from configs.validate import checked
 
 QUICKSTART = "quickstart"
 # With none of these on the command line there is nothing to train on: the quickstart runs.
@@ -38,7 +38,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _main(argv: Sequence[str]) -> int:
     arguments = parse(argv)
     if arguments.help:
-        from configs.manual import render_help
+        from configs.cli.help import render_help
 
         sys.stdout.write(render_help())
         return 0
@@ -47,7 +47,7 @@ def _main(argv: Sequence[str]) -> int:
         return 0
     config = _settle(_with_quickstart(arguments))
     if arguments.dry_run:
-        from configs.plan import make_plan, render
+        from configs.plan.plan import make_plan, render
 
         sys.stdout.write(render(make_plan(config)))
         return 0

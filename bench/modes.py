@@ -24,8 +24,8 @@ from pathlib import Path
 
 from bench.report import Document, Series, command, machine, write_json
 from configs.load import load
+from configs.rules.validate import checked
 from configs.schema import Config
-from configs.validate import checked
 from pipeline.observe.metrics import read_metrics
 from pipeline.observe.summary import read_summary
 from pipeline.run import run

@@ -20,8 +20,8 @@ import numpy as np
 import torch
 
 from configs.load import load
+from configs.rules.validate import checked
 from configs.schema import Config
-from configs.validate import checked
 from models.algorithms.advantages import advantages
 from models.arithmetic import write_arithmetic
 from models.engines.core import Completion, SamplingRule

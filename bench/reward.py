@@ -25,7 +25,7 @@ import msgspec
 from bench.report import Document, Series, command, machine, print_table, write_json
 from configs.schema import Config
 from configs.schema.reward import RewardConfig
-from pipeline.replica import PortSpec, ReplicaSpec, run_replica
+from pipeline.hosts.replica import PortSpec, ReplicaSpec, run_replica
 from stages.messages import (
     Float32Array,
     Int32Array,
@@ -110,7 +110,7 @@ def replicas(count: int, directory: Path, config: Config) -> Iterator[None]:
             run_id="bench",
             stage="reward",
             replica=f"reward-{index}",
-            path="stages.reward:RewardStage",
+            path="stages.reward.stage:RewardStage",
             index=index,
             replicas=count,
             concurrency=CONCURRENCY,

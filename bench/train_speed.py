@@ -269,8 +269,8 @@ def _trainer(setting: Setting, contender: Contender) -> Trainer:
     from configs.schema.megatron import MegatronConfig
     from configs.schema.parallel import ParallelConfig
     from configs.schema.train import TrainConfig
+    from models.train.huggingface.models import TorchModels
     from models.train.spec import TrainSpec
-    from models.train.torch_models import TorchModels
 
     spec = TrainSpec(
         TrainConfig(

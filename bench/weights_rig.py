@@ -36,7 +36,7 @@ from models.weights.delta_store import DeltaStore
 from models.weights.layout import read_layout
 from models.weights.writer import SlotWriter
 from stages.base import Activity
-from stages.engine_link import EngineLink
+from stages.engines.engine_link import EngineLink
 from stages.messages import Applied, EngineAddress, WeightsAnnouncement
 from stages.ports import Topic
 from transport import Node

@@ -80,7 +80,7 @@ def engine_count(config: Config) -> int:
     """How many engines generate rollouts: those that run already, else as many as the GPUs hold, else `--scale`.
 
     `--rollout-num-gpus` says so only for SGLang's servers, the only engines that span GPUs. A rest of the division is a
-    fault that `configs.checks.engine` tells.
+    fault that `configs.rules.engine` tells.
     """
     if config.train.loss_type == "sft_loss":
         return 0

@@ -12,8 +12,8 @@ from typing import Any, Literal
 import msgspec
 from msgspec import Struct
 
+from configs.cli.flags import Flag, closest, flags, flags_by_key, show
 from configs.errors import ConfigError
-from configs.flags import Flag, closest, flags, flags_by_key, show
 from configs.schema import Config, StageConfig
 
 __all__ = ["Layer", "Loaded", "Origin", "StageEdit", "build", "given_by_difference", "merge", "refusal", "value_at"]

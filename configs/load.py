@@ -14,9 +14,9 @@ from typing import Any, Final
 
 import msgspec
 
-from configs.command_line import Arguments, parse
+from configs.cli.command_line import Arguments, parse
+from configs.cli.flags import RefusedValue, closest, flags, flags_by_key
 from configs.errors import ConfigError
-from configs.flags import RefusedValue, closest, flags, flags_by_key
 from configs.layers import Layer, Loaded, Origin, merge, refusal, value_at
 from configs.presets import chosen_preset, fitted, preset_path
 from configs.schema import Config

@@ -13,8 +13,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
+from configs.cli.flags import closest, flags_by_key
 from configs.errors import ConfigError
-from configs.flags import closest, flags_by_key
 from configs.layers import Layer
 
 __all__ = ["MODELS", "chosen_preset", "fitted", "preset_names", "preset_path"]

@@ -15,7 +15,7 @@ from typing import Any, Final
 import msgspec
 from msgspec import Struct
 
-from configs.flags import closest
+from configs.cli.flags import closest
 from configs.schema import Config
 
 __all__ = [

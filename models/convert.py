@@ -56,9 +56,9 @@ def hf_to_megatron(hf: Path, out: Path, sizes: dict[str, int] | None = None) -> 
     """Convert, and write the checksums of what was read. Raises `TrainError`."""
     _must_be_new(out)
     with _processes(sizes) as start:
-        from models.train.hf_files import checksums
+        from models.train.huggingface.hf_files import checksums
+        from models.train.huggingface.state_files import copy_tokenizer
         from models.train.megatron.weights import load_hf
-        from models.train.state_files import copy_tokenizer
 
         source = checksums(hf)
         loaded = start(hf, {name: one.partition(":")[0] for name, one in source.items()})
@@ -75,7 +75,7 @@ def hf_to_megatron(hf: Path, out: Path, sizes: dict[str, int] | None = None) -> 
 
 def megatron_to_hf(megatron: Path, out: Path, hf: Path | None = None, sizes: dict[str, int] | None = None) -> None:
     """Convert; configuration and tokenizer come from `hf`, default: from beside the tensors. Raises `TrainError`."""
-    from models.train.hf_files import write_hf
+    from models.train.huggingface.hf_files import write_hf
 
     _must_be_new(out)
     source = _settings_of(megatron) if hf is None else hf
@@ -90,7 +90,7 @@ def verify(megatron: Path, hf: Path | None = None, sizes: dict[str, int] | None 
 
     Empty: all is equal, to the bit. The answer is the first process's. Raises `TrainError`.
     """
-    from models.train.hf_files import checksums
+    from models.train.huggingface.hf_files import checksums
 
     source = _settings_of(megatron) if hf is None else hf
     if hf is not None:
@@ -108,7 +108,7 @@ def verify(megatron: Path, hf: Path | None = None, sizes: dict[str, int] | None 
 
 
 def _differences(wanted: dict[str, str], found: dict[str, str], hf_config: dict[str, Any]) -> list[str]:
-    from models.train.families.registry import architecture_of
+    from models.families.registry import architecture_of
 
     surplus = set(wanted) - set(found)
     for names in architecture_of(hf_config).names_left_out(surplus).values():
@@ -122,7 +122,7 @@ def _differences(wanted: dict[str, str], found: dict[str, str], hf_config: dict[
 
 
 def _checksums(loaded: Loaded) -> dict[str, str]:
-    from models.train.hf_files import checksum
+    from models.train.huggingface.hf_files import checksum
 
     return {name: checksum(tensor) for name, tensor in loaded.export()}
 
@@ -157,7 +157,7 @@ def _build(source: Path, sizes: dict[str, int], rank: int, dtypes: dict[str, str
     from configs.schema.algorithm import AlgorithmConfig
     from configs.schema.megatron import MegatronConfig
     from configs.schema.train import TrainConfig
-    from models.train.families.registry import read_hf_config
+    from models.families.registry import read_hf_config
     from models.train.megatron.processes import build_layout
     from models.train.spec import TrainSpec
 

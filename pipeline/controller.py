@@ -1,7 +1,7 @@
 """The controller of a run: hubs, topic, prompt stage, runner, and the order of their ends.
 
 The main loop of Sluice in three hops: `launch.py` -> `pipeline.run.run` -> `Controller.run`; what circulates is told in
-stages/prompts.py (admission and settlement), stages/generate.py and stages/train.py.
+stages/prompts/stage.py (admission and settlement), stages/generate/stage.py and stages/train/stage.py.
 
 Life and death
 1. Hubs and topic listen before any replica starts; the prompt stage admits once engines carry published weights.
@@ -23,23 +23,23 @@ from collections.abc import Callable, Mapping
 from typing import Protocol
 
 from configs.schema import Config
-from pipeline.announce import Announcer
 from pipeline.errors import DrainTimeout
 from pipeline.graph import Graph
-from pipeline.inprocess import InProcessRunner
-from pipeline.lifecycle import Lifecycle
-from pipeline.local import LocalRunner
-from pipeline.monitor import Monitor
+from pipeline.observe.monitor import Monitor
 from pipeline.observe.prometheus import endpoint
 from pipeline.placement import Placement
-from pipeline.recorder import Recorder
-from pipeline.rundir import RunDir
+from pipeline.record.recorder import Recorder
+from pipeline.record.run_directory import RunDir
+from pipeline.supervise.announce import Announcer
+from pipeline.supervise.inprocess import InProcessRunner
+from pipeline.supervise.local import LocalRunner
+from pipeline.supervise.restarts import Lifecycle
 from stages.base import StageContext
-from stages.gate import StalenessGate
-from stages.ledger import LedgerSnapshot
 from stages.messages import Settled
 from stages.ports import Ports
-from stages.prompts import Prompts, PromptStage
+from stages.prompts.ledger import LedgerSnapshot
+from stages.prompts.stage import Prompts, PromptStage
+from stages.prompts.staleness_gate import StalenessGate
 from transport import DeadLetter, Hub, Node, StreamSpec, TopicServer
 
 log = logging.getLogger("sluice.controller")

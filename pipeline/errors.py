@@ -13,7 +13,7 @@ from pipeline.observe.errors import ObserveError
 from stages.data.errors import DataError
 from stages.errors import StageError
 from stages.graders.errors import GradingError
-from stages.toolkit.errors import ToolError
+from stages.tools.errors import ToolError
 from transport.errors import AddressError, SecurityError
 
 EXIT_DISK_FULL = 28  # of a worker whose log may have no room for the reason

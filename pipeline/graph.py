@@ -1,4 +1,4 @@
-"""The graph of a run: which stages there are, which streams join them. Pure; configs.validate has listed its faults.
+"""The graph of a run: which stages there are, which streams join them. Pure; configs.rules.validate has listed its faults.
 
     prompts -> generate -> [custom after generate] -> reward -> [custom after reward] -> (teacher) -> group -> train
                   ^  |                                                                                  |
@@ -19,13 +19,13 @@ from configs.graph import evaluates, loops, path, replicas
 from configs.schema import Config, StageConfig
 
 STAGES = {
-    "generate": "stages.generate:GenerateStage",
-    "tools": "stages.tools:ToolStage",
-    "reward": "stages.reward:RewardStage",
-    "teacher": "stages.teacher:TeacherStage",
-    "group": "stages.group:GroupStage",
-    "train": "stages.train:TrainStage",
-    "evaluate": "stages.evaluate:EvaluateStage",
+    "generate": "stages.generate.stage:GenerateStage",
+    "tools": "stages.tools.stage:ToolStage",
+    "reward": "stages.reward.stage:RewardStage",
+    "teacher": "stages.teacher.stage:TeacherStage",
+    "group": "stages.group.stage:GroupStage",
+    "train": "stages.train.stage:TrainStage",
+    "evaluate": "stages.evaluate.stage:EvaluateStage",
 }
 # Slices in work at once, where it is not the usual number: a teacher answers late and a multi-turn sample comes alone.
 CONCURRENCY = {"teacher": 32}

@@ -15,16 +15,16 @@ import msgspec
 
 from configs.graph import engine_count, frozen_engines, is_address
 from configs.schema import Config
-from models.train.gang.roster import needs_gang
+from models.train.trainer_group.rank_spec import needs_gang
 from models.weights.directory import choose_directory
-from pipeline.gang import check_gang, engines_gpus, meeting_place
-from pipeline.gpus import visible_gpus
 from pipeline.graph import Graph, Node, Stream
-from pipeline.lifecycle import EngineSpec
-from pipeline.replica import PortSpec, ReplicaSpec
-from pipeline.rundir import RunDir
-from stages.filters import import_path
-from stages.gate import StalenessGate
+from pipeline.hosts.gpus import visible_gpus
+from pipeline.hosts.replica import PortSpec, ReplicaSpec
+from pipeline.record.run_directory import RunDir
+from pipeline.supervise.restarts import EngineSpec
+from pipeline.supervise.trainer_group import check_gang, engines_gpus, meeting_place
+from stages.group.filters import import_path
+from stages.prompts.staleness_gate import StalenessGate
 
 JOINERS = ("group", "train", "evaluate")
 UNBOUNDED_BYTES = 1 << 40

@@ -22,25 +22,25 @@ from configs.resolve import num_rollout_for
 from configs.schema import Config
 from models.checkpoint import Manifest, latest_checkpoint, read_manifest
 from models.weights.directory import remove_stale
-from pipeline.assets import prepare
 from pipeline.controller import Controller
 from pipeline.errors import Interrupted, RunError, UsageError, leaf, user_error
-from pipeline.external import read_policy_config
-from pipeline.frozen import check_frozen
 from pipeline.graph import build
-from pipeline.journal import RolledBack
 from pipeline.observe.summary import write_summary
 from pipeline.placement import Placement, slots_directory
-from pipeline.preflight import check_graders, check_names, check_trainer
-from pipeline.recorder import Recorder
-from pipeline.report import conclude, summarise
-from pipeline.rundir import RunDir, disk_error
-from pipeline.sglang import prepare_sglang
+from pipeline.preflight.builtin_assets import prepare
+from pipeline.preflight.frozen_engines import check_frozen
+from pipeline.preflight.names import check_graders, check_names, check_trainer
+from pipeline.preflight.sglang import prepare_sglang
+from pipeline.record.journal import RolledBack
+from pipeline.record.recorder import Recorder
+from pipeline.record.report import conclude, summarise
+from pipeline.record.run_directory import RunDir, disk_error
+from pipeline.supervise.external_servers import read_policy_config
 from stages.data.load import load_train_prompts
 from stages.data.prompt_set import PromptSet
 from stages.data.tokenizer import load_tokenizer
 from stages.graders.choose import choose_auto
-from stages.ledger import Ledger, LedgerSnapshot
+from stages.prompts.ledger import Ledger, LedgerSnapshot
 
 
 def run(config: Config) -> int:

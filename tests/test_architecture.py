@@ -83,11 +83,11 @@ def test_forbidden_words(path: Path) -> None:
     [
         ("import launch; launch.main(['--help'])", ("torch", "zmq", "ray", "numpy", "rich")),
         (
-            "import stages.generate, stages.reward, stages.group, stages.tools, stages.evaluate",
+            "import stages.generate.stage, stages.reward.stage, stages.group.stage, stages.tools.stage, stages.evaluate.stage",
             ("torch", "zmq", "transformers"),
         ),
         ("import transport", ("torch", "stages", "models")),
-        ("import pipeline.worker", ("torch", "transformers")),
+        ("import pipeline.hosts.worker", ("torch", "transformers")),
     ],
 )
 def test_light_processes_stay_light(command: str, absent: tuple[str, ...]) -> None:

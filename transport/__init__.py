@@ -20,13 +20,13 @@ from transport.errors import (
     TransportError,
     UsageError,
 )
-from transport.hub import Hub
-from transport.inlet import Inlet
+from transport.links.security import Security
 from transport.node import Node
-from transport.outlet import Outlet
-from transport.security import Security
+from transport.ports.hub import Hub
+from transport.ports.inlet import Inlet
+from transport.ports.outlet import Outlet
+from transport.ports.topic import TopicClient, TopicServer
 from transport.spec import DeadLetter, HubStats, StreamSpec
-from transport.topic import TopicClient, TopicServer
 
 __all__ = [
     "AddressError",

@@ -20,17 +20,17 @@ from transport.core.consumer import ConsumerCore
 from transport.core.hub import HubCore
 from transport.core.producer import ProducerCore
 from transport.core.topic import TopicClientCore, TopicServerCore
-from transport.endpoint import PeerPort
 from transport.errors import AddressInUse, UsageError
-from transport.hub import Hub
-from transport.inlet import Inlet
-from transport.link import Decode, Endpoint, Fabric, Link
-from transport.outlet import Outlet
-from transport.security import Security
+from transport.links.link import Decode, Endpoint, Fabric, Link
+from transport.links.security import Security
+from transport.links.zmq_link import ZmqFabric
+from transport.ports.endpoint import PeerPort
+from transport.ports.hub import Hub
+from transport.ports.inlet import Inlet
+from transport.ports.outlet import Outlet
+from transport.ports.topic import VALUE_LIMIT, TopicClient, TopicServer
 from transport.spec import DeadLetter, StreamSpec
-from transport.topic import VALUE_LIMIT, TopicClient, TopicServer
 from transport.wire import PROTOCOL, Hello, TopicHello
-from transport.zmq_link import ZmqFabric
 
 T = TypeVar("T")
 REBIND_TRIES = 20

@@ -1,4 +1,4 @@
-"""Where prompts come from and how a row becomes a prompt. Owner: `stages/prompts`."""
+"""Where prompts come from and how a row becomes a prompt. Owner: `stages/prompts/stage`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""On-policy distillation from frozen engines. Owner: `stages/teacher`."""
+"""On-policy distillation from frozen engines. Owner: `stages/teacher/stage`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Held-out evaluation at a known weights version. Owner: `stages/evaluate`."""
+"""Held-out evaluation at a known weights version. Owner: `stages/evaluate/stage`."""
 
 from __future__ import annotations
 

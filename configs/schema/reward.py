@@ -1,4 +1,4 @@
-"""How responses are graded and which groups are trained. Owner: `stages/reward` and `stages/group`."""
+"""How responses are graded and which groups are trained. Owner: `stages/reward/stage` and `stages/group/stage`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How many rollouts, and how they are sampled. Owner: `stages/generate`."""
+"""How many rollouts, and how they are sampled. Owner: `stages/generate/stage`."""
 
 from __future__ import annotations
 

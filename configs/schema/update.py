@@ -1,4 +1,4 @@
-"""How weights reach the engines. Owner: `models/weights` and `stages/engine_link`."""
+"""How weights reach the engines. Owner: `models/weights` and `stages/engines/engine_link`."""
 
 from __future__ import annotations
 

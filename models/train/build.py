@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from configs.schema import Config
-from models.train.crew import Crew
+from models.train.dp_group import Crew
+from models.train.huggingface.models import TorchModels
 from models.train.interface import TrainBackend
 from models.train.model_set import ModelSet
 from models.train.simulated import SimulatedBackend
 from models.train.spec import TrainSpec, train_spec
-from models.train.torch_models import TorchModels
 from models.train.trainer import Trainer
 
 

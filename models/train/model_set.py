@@ -20,11 +20,11 @@ from typing import Literal, Protocol, runtime_checkable
 import torch
 
 from models.algorithms.tokens import StepFacts
-from models.train.crew import Crew, Float32Array
-from models.train.dealing import MicroBatch
-from models.train.packing import Packing
-from models.train.totals import StepTotals
-from models.train.updates import UpdateResult
+from models.train.dp_group import Crew, Float32Array
+from models.train.huggingface.optimizer import UpdateResult
+from models.train.packing.balance import MicroBatch
+from models.train.packing.packing import Packing
+from models.train.step.totals import StepTotals
 
 Scored = Literal["policy", "reference"]
 

@@ -16,7 +16,7 @@ from configs.schema.train import TrainConfig
 from models.algorithms.group_loss import GroupLossFunction, group_loss_of
 from models.algorithms.modes import Correction, resolve_correction
 from models.train.errors import TrainConfigInvalid
-from models.train.schedule import check_schedule
+from models.train.step.learning_rate import check_schedule
 
 __all__ = ["TrainSpec", "train_spec"]
 

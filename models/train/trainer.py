@@ -23,16 +23,16 @@ import numpy.typing as npt
 import torch
 
 from models.algorithms.aggregation import StepSize, denominator, metric_mode
-from models.train.anchors import AnchorPass
-from models.train.batch import Example, Intake, check_sequence, rollouts_of
 from models.train.errors import BackendMisuse
+from models.train.huggingface.models import TorchModels
+from models.train.huggingface.optimizer import UpdateResult
 from models.train.interface import TrainSequence
 from models.train.model_set import Counters, ModelSet, Movable
-from models.train.needs import batch_needs, critic_only, opd_coefficient
-from models.train.running_batch import Rules, RunningBatch, StepWork
 from models.train.spec import TrainSpec
-from models.train.torch_models import TorchModels
-from models.train.updates import UpdateResult
+from models.train.step.batch_needs import batch_needs, critic_only, opd_coefficient
+from models.train.step.examples import Example, Intake, check_sequence, rollouts_of
+from models.train.step.old_log_probs import AnchorPass
+from models.train.step.running_batch import Rules, RunningBatch, StepWork
 
 
 class Trainer:

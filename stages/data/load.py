@@ -10,7 +10,7 @@ import msgspec
 from configs.schema import Config
 from stages.data.prompt_set import PromptSet
 from stages.data.tokenizer import Tokenizer, load_tokenizer
-from stages.toolkit.registry import resolve_tools
+from stages.tools.registry import resolve_tools
 
 
 def load_train_prompts(config: Config, checkpoint: str | None = None, tokenizer: Tokenizer | None = None) -> PromptSet:

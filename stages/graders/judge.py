@@ -20,10 +20,10 @@ from typing import Final
 from models.engines.client import EngineClient
 from models.engines.errors import EngineAborted, EngineError, EngineProtocolError, EngineTimeout, EngineUnreachable
 from models.engines.protocol import GenerateOutput, GenerateRequest, SamplingParams
-from stages.frozen import FrozenEngines
 from stages.graders.errors import UnknownGraderError
 from stages.graders.grade import Grade, clean, failed
 from stages.ports import Topic
+from stages.sampling.frozen_engines import FrozenEngines
 
 DEFAULT_TEMPLATE: Final = """\
 You grade the answer of a language model. Judge only whether it is right and complete; its style, its length and what it

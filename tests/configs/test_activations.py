@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from configs.architecture import architecture
-from configs.estimate_memory import Form, layer_activations
+from configs.plan.architecture import architecture
+from configs.plan.memory import Form, layer_activations
 
 TOKENS = 128
 SHAPE = {"hidden_size": 192, "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 64}

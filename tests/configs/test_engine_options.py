@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 
-from configs.command_line import parse
+from configs.cli.command_line import parse
 from configs.errors import ConfigError
 from configs.graph import engine_count, replicas
 from configs.load import dump_toml, load, read_recipe
+from configs.rules.validate import checked
 from configs.schema import Config
-from configs.validate import checked
 
 BASE = ("--prompt-data", "arithmetic", "--num-rollout", "3", "--hf-checkpoint", "tiny-arithmetic")
 SGLANG = (*BASE, "--engine", "sglang")

@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 
-from configs.architecture import architecture
-from configs.estimate_memory import TrainerMemory, layer_activations, trainer_memory
-from configs.estimate_model import layer_share, total_parameters
-from configs.estimate_run import RunEstimate, estimate_run
 from configs.load import load, read_preset
-from configs.parallel_layout import layout_of, stage_layers
-from configs.plan import make_plan, render
+from configs.plan.architecture import architecture
+from configs.plan.memory import TrainerMemory, layer_activations, trainer_memory
+from configs.plan.parallel_layout import layout_of, stage_layers
+from configs.plan.parameters import layer_share, total_parameters
+from configs.plan.plan import make_plan, render
+from configs.plan.run_estimate import RunEstimate, estimate_run
 from configs.resolve import resolve
 from configs.schema import Config
 

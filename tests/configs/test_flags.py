@@ -12,9 +12,9 @@ from config_values import NAMED, NESTED, values
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from configs.command_line import RESERVED, parse
+from configs.cli.command_line import RESERVED, parse
+from configs.cli.flags import SECTIONS, Flag, flags, flags_by_key
 from configs.errors import ConfigError
-from configs.flags import SECTIONS, Flag, flags, flags_by_key
 from configs.layers import merge, value_at
 from configs.load import load
 from configs.schema import Config, StageConfig

@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
-import configs.manual as manual
+import configs.cli.help as manual
 import launch
-from configs.flags import SECTIONS, flags
+from configs.cli.flags import SECTIONS, flags
 from configs.load import load, recipe_names
-from configs.validate import checked
+from configs.rules.validate import checked
 
 ROOT = Path(launch.__file__).resolve().parent
 HEAVY = ("torch", "zmq", "ray", "numpy", "transformers", "rich", "asyncio")
@@ -164,7 +164,7 @@ def test_the_quickstart_runs_in_every_mode(mode: str) -> None:
 
 def test_the_documentation_is_up_to_date() -> None:
     page = manual.PAGE.read_text(encoding="utf-8")
-    assert manual.render_page(page) == page, "run: python -m configs.manual"
+    assert manual.render_page(page) == page, "run: python -m configs.cli.help"
 
 
 def test_the_documentation_names_every_recipe_and_mode() -> None:

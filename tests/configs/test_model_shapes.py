@@ -6,8 +6,9 @@ from typing import Any
 
 import pytest
 
-from configs.architecture import architecture, matrices
-from configs.estimate_model import (
+from configs.load import read_preset
+from configs.plan.architecture import architecture, matrices
+from configs.plan.parameters import (
     active_parameters,
     adapter_parameters,
     forward_flops,
@@ -16,7 +17,6 @@ from configs.estimate_model import (
     router_biases,
     total_parameters,
 )
-from configs.load import read_preset
 from configs.presets import preset_names
 
 # Trainable parameters of the published checkpoints, embeddings included, without the routers' biases and without layers

@@ -10,8 +10,8 @@ import pytest
 
 from configs.errors import ConfigError
 from configs.load import load
+from configs.rules.validate import checked
 from configs.schema import Config
-from configs.validate import checked
 
 BASE = ("--prompt-data", "arithmetic", "--num-rollout", "3", "--hf-checkpoint")
 MODEL: dict[str, Any] = {"model_type": "qwen3", "hidden_size": 64, "num_hidden_layers": 6, "num_attention_heads": 8}

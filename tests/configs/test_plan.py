@@ -12,7 +12,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from configs.estimate import (
+from configs.graph import chain, path, replicas
+from configs.load import load
+from configs.plan.plan import make_plan, render
+from configs.plan.run_estimate import estimate_run
+from configs.plan.staleness import (
     capped_lognormal_mean,
     efficiency,
     mean_staleness,
@@ -20,10 +24,6 @@ from configs.estimate import (
     simulated_generation_s,
     staleness_line,
 )
-from configs.estimate_run import estimate_run
-from configs.graph import chain, path, replicas
-from configs.load import load
-from configs.plan import make_plan, render
 from configs.resolve import resolve
 from configs.schema import Config
 

@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 
-from configs import model_table
 from configs.errors import ConfigError
-from configs.estimate_run import estimate_run
 from configs.load import dump_toml, load, read_preset
+from configs.plan.plan import model_table
+from configs.plan.run_estimate import estimate_run
 from configs.presets import preset_names
+from configs.rules.validate import checked
 from configs.schema import Config
-from configs.validate import checked
 
 RUN = ("--prompt-data", "arithmetic", "--num-rollout", "3")
 
@@ -174,7 +174,7 @@ def test_an_architecture_without_a_preset() -> None:
 
 def test_the_tables_of_the_documentation_are_up_to_date() -> None:
     page = model_table.PAGE.read_text(encoding="utf-8")
-    assert model_table.render_page(page) == page, "run: python -m configs.model_table"
+    assert model_table.render_page(page) == page, "run: python -m configs.plan.model_table"
     for name in preset_names():
         assert f"| `{name}` |" in page
     with pytest.raises(ValueError, match="lacks the marks"):

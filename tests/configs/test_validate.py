@@ -10,7 +10,7 @@ import pytest
 from configs.errors import ConfigError
 from configs.load import load
 from configs.resolve import resolve
-from configs.validate import checked, validate
+from configs.rules.validate import checked, validate
 
 BASE = ("--prompt-data", "arithmetic", "--num-rollout", "3", "--hf-checkpoint", "tiny-arithmetic")
 JUDGE = '"path": "json:JSONDecoder"'

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from configs.load import load
+from configs.rules.validate import checked
 from configs.schema.algorithm import ESTIMATORS, POLICY_LOSSES
-from configs.validate import checked
 from tests.configs.test_validate import BASE, check, faults_of
 
 SYNC = ["--mode", "sync"]

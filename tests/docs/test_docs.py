@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from configs.command_line import RESERVED
-from configs.flags import flags
+from configs.cli.command_line import RESERVED
+from configs.cli.flags import flags
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = sorted([ROOT / "README.md", ROOT / "CHANGELOG.md", *(ROOT / "docs").glob("*.md")])

@@ -15,8 +15,8 @@ import msgspec
 
 from configs.schema import Config
 from models.engines.client import EngineClient
-from pipeline.health import HttpLook
-from pipeline.lifecycle import EngineSpec
+from pipeline.supervise.health_probe import HttpLook
+from pipeline.supervise.restarts import EngineSpec
 
 PATIENCE_S = 20.0
 

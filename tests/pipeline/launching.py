@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 
 import launch as program
-from pipeline.journal import Audit, audit
+from pipeline.record.journal import Audit, audit
 
 ROOT = Path(__file__).parent.parent.parent
 

@@ -18,8 +18,8 @@ import pytest
 from launching import ROOT, SIMULATED, SMALL, environment, finish, made_model, start
 from test_kill import alive, kill, steps_done, wait_for_steps
 
-from pipeline.announce import ServerFacts
-from pipeline.process_group import living
+from pipeline.hosts.process_group import living
+from pipeline.supervise.announce import ServerFacts
 from tests.sglang_server import needs_sglang
 
 pytestmark = pytest.mark.slow

@@ -18,12 +18,12 @@ from hypothesis import strategies as st
 from configs.schema import Config
 from models.engines.client import EngineClient
 from pipeline.errors import ReplicaFailed, leaf
-from pipeline.free_port import held_port
-from pipeline.health import Account, HttpLook, Look, SchedulerLook
-from pipeline.keeper import Birth, Keeper
-from pipeline.lifecycle import EngineSpec, Kind, Restarts
-from pipeline.processes import Processes
-from pipeline.rundir import RunDir
+from pipeline.hosts.free_port import held_port
+from pipeline.hosts.processes import Processes
+from pipeline.record.run_directory import RunDir
+from pipeline.supervise.health_probe import Account, HttpLook, Look, SchedulerLook
+from pipeline.supervise.restart_server import Birth, Keeper
+from pipeline.supervise.restarts import EngineSpec, Kind, Restarts
 
 
 @pytest.fixture

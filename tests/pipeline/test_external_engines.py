@@ -15,17 +15,17 @@ from msgspec.structs import replace
 
 from configs.schema import Config
 from models.engines.protocol import ModelInfo
-from pipeline.announce import Announcer, read_fleet
 from pipeline.errors import UsageError
-from pipeline.external import ExternalEngine, ExternalRouter, PolicyConfig, differs, frozen_spec
-from pipeline.fleet import Fleet
-from pipeline.free_port import held_port
-from pipeline.lifecycle import EngineSpec, Restarts
-from pipeline.outage import consequence
-from pipeline.processes import Processes
-from pipeline.recorder import Recorder
-from pipeline.rundir import RunDir
-from transport.memory import MemoryNetwork, MemoryNode
+from pipeline.hosts.free_port import held_port
+from pipeline.hosts.processes import Processes
+from pipeline.record.recorder import Recorder
+from pipeline.record.run_directory import RunDir
+from pipeline.supervise.announce import Announcer, read_fleet
+from pipeline.supervise.external_servers import ExternalEngine, ExternalRouter, PolicyConfig, differs, frozen_spec
+from pipeline.supervise.outage import consequence
+from pipeline.supervise.restarts import EngineSpec, Restarts
+from pipeline.supervise.servers import Fleet
+from transport.links.memory import MemoryNetwork, MemoryNode
 
 
 @pytest.fixture

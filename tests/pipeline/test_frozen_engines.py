@@ -14,12 +14,12 @@ from configs.schema import Config
 from configs.schema.engine import EngineConfig
 from models.engines.serve import EngineServer
 from models.tiny import make_tiny_checkpoint
-from pipeline.assets import prepare
 from pipeline.errors import UsageError
-from pipeline.frozen import check_frozen, vocabulary
 from pipeline.graph import build
 from pipeline.placement import Placement
-from pipeline.rundir import RunDir
+from pipeline.preflight.builtin_assets import prepare
+from pipeline.preflight.frozen_engines import check_frozen, vocabulary
+from pipeline.record.run_directory import RunDir
 from stages.data.tokenizer import load_tokenizer
 
 

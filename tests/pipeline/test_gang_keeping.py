@@ -11,15 +11,15 @@ import msgspec
 import pytest
 
 from configs.schema import Config
-from models.train.gang.errors import GangDisagrees, StageGone
-from models.train.gang.roster import Meeting, RankSpec, read_meeting, write_meeting
-from pipeline import gang
+from models.train.trainer_group.errors import GangDisagrees, StageGone
+from models.train.trainer_group.rank_spec import Meeting, RankSpec, read_meeting, write_meeting
 from pipeline.errors import ReplicaFailed, UsageError
-from pipeline.gang import Gang, Loss, check_gang, engines_gpus, gang_gpus, meeting_place, verdict
-from pipeline.lifecycle import Restarts
-from pipeline.processes import Processes, child_environment
-from pipeline.rank import exit_code
-from pipeline.rundir import RunDir
+from pipeline.hosts.processes import Processes, child_environment
+from pipeline.hosts.trainer_rank import exit_code
+from pipeline.record.run_directory import RunDir
+from pipeline.supervise import trainer_group as gang
+from pipeline.supervise.restarts import Restarts
+from pipeline.supervise.trainer_group import Gang, Loss, check_gang, engines_gpus, gang_gpus, meeting_place, verdict
 
 EIGHT = tuple("01234567")
 

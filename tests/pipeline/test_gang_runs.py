@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from launching import SIMULATED, SMALL, Finished, finish, here, made_model, start, succeed_here
 
-from pipeline.journal import Stepped, read_journal
+from pipeline.record.journal import Stepped, read_journal
 
 pytestmark = pytest.mark.slow
 

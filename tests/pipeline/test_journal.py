@@ -6,7 +6,18 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.journal import Admitted, Audit, Committed, Ended, Event, Journal, RolledBack, Stepped, audit, read_journal
+from pipeline.record.journal import (
+    Admitted,
+    Audit,
+    Committed,
+    Ended,
+    Event,
+    Journal,
+    RolledBack,
+    Stepped,
+    audit,
+    read_journal,
+)
 
 
 def audited(tmp_path: Path, *events: Event) -> Audit:

@@ -12,7 +12,7 @@ import pytest
 from launching import NO_DATA, SIMULATED, SMALL, Finished, finish, launch, made_model, start, succeed_here
 
 from models.checkpoint import latest_checkpoint
-from pipeline.journal import Ended, Stepped, read_journal
+from pipeline.record.journal import Ended, Stepped, read_journal
 
 pytestmark = pytest.mark.slow
 

@@ -8,10 +8,10 @@ import pytest
 from launching import here
 
 from configs.load import load
+from configs.rules.validate import checked
 from configs.schema import Config
-from configs.validate import checked
 from pipeline.errors import UsageError, user_error
-from pipeline.preflight import check_graders, check_names, check_trainer
+from pipeline.preflight.names import check_graders, check_names, check_trainer
 
 MEGATRON = ("--train-backend", "megatron", "--megatron-bucket-sze", "5")
 BASE = ("--prompt-data", "arithmetic", "--num-rollout", "3", "--hf-checkpoint", "tiny-arithmetic")

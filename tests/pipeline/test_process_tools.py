@@ -18,14 +18,14 @@ from fake_servers import eventually, gone
 
 from configs.graph import resolved_router
 from configs.schema import Config
-from pipeline import leash
 from pipeline.errors import UsageError
-from pipeline.free_port import PortInUse, held_port
-from pipeline.gpus import slices, visible_gpus
-from pipeline.process_group import group_state, shared_files
-from pipeline.processes import Processes, last_error
-from pipeline.router import without_sglang
-from pipeline.rundir import RunDir
+from pipeline.hosts import die_with_parent as leash
+from pipeline.hosts.free_port import PortInUse, held_port
+from pipeline.hosts.gpus import slices, visible_gpus
+from pipeline.hosts.process_group import group_state, shared_files
+from pipeline.hosts.processes import Processes, last_error
+from pipeline.record.run_directory import RunDir
+from pipeline.supervise.router_server import without_sglang
 
 
 @pytest.fixture

@@ -11,7 +11,7 @@ import pytest
 from configs.schema import Config, EngineConfig, RouterConfig, SglangConfig, TrainConfig
 from models.engines.launch.environment import Installed
 from pipeline.errors import UsageError
-from pipeline.sglang import parts, prepare_sglang, warnings
+from pipeline.preflight.sglang import parts, prepare_sglang, warnings
 from tests.models.engines.launch.fake_environment import FakeEnvironment
 
 SGLANG = EngineConfig(engine="sglang")
@@ -138,8 +138,8 @@ def test_updates_in_place_under_overlap_scheduling_are_warned_of(
 def test_a_warning_is_told_before_the_start_and_once(
     environment: FakeEnvironment, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("pipeline.sglang.probe", lambda python, wanted: CUDA)
-    monkeypatch.setattr("pipeline.sglang._faults", lambda *_: ())
+    monkeypatch.setattr("pipeline.preflight.sglang.probe", lambda python, wanted: CUDA)
+    monkeypatch.setattr("pipeline.preflight.sglang._faults", lambda *_: ())
     config = Config(engine=EngineConfig(engine="sglang", pause_generation_mode="in_place"))
     prepare_sglang(config)
     assert capsys.readouterr().err.startswith("warning: --pause-generation-mode is in_place, and SGLang's overlap")

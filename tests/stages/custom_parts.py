@@ -9,7 +9,7 @@ import msgspec
 
 from configs.schema import Config
 from stages.base import LoopStage, MapStage
-from stages.filters import FilterDecision
+from stages.group.filters import FilterDecision
 from stages.messages import RolloutSlice, Sample
 
 

@@ -25,13 +25,13 @@ from models.engines.protocol import GenerateOutput, GenerateRequest, MetaInfo, S
 from models.engines.serve import EngineServer
 from models.engines.simulated import SimulatedEngine, simulated_token
 from models.weights.writer import SlotWriter
-from stages.generate import GenerateStage
+from stages.generate.stage import GenerateStage
 from stages.messages import PromptGroup, RolloutSlice, RouterAddress, Sample, WeightsAnnouncement
 from tests.models.weights.made_up import checkpoint, values
 from tests.stages.faults import FaultProxy
 from tests.stages.stage_rig import Rig, make_config, make_context, open_rig, running, take
-from transport.inlet import Inlet
-from transport.outlet import Outlet
+from transport.ports.inlet import Inlet
+from transport.ports.outlet import Outlet
 
 VOCABULARY = 256
 LENGTH = 40  # tokens of every response of the simulated engine

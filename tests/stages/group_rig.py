@@ -9,11 +9,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from configs.schema import Config
-from stages.group import GroupStage
+from stages.group.stage import GroupStage
 from stages.messages import RolloutSlice, Sample, Settled
 from tests.stages.stage_rig import REPORT, Rig, make_context, make_sample, open_rig, running, take
-from transport.inlet import Inlet
-from transport.outlet import Outlet
+from transport.ports.inlet import Inlet
+from transport.ports.outlet import Outlet
 
 
 @dataclass

@@ -14,7 +14,7 @@ from configs.schema.update import UpdateConfig
 from models.engines.protocol import PauseMode
 from models.engines.serve import EngineServer
 from stages.base import Activity
-from stages.engine_link import EngineLink
+from stages.engines.engine_link import EngineLink
 from stages.messages import Applied
 from tests.models.weights.made_up import checkpoint
 from tests.stages.engine_rig import Weights, core_of, simulated
@@ -67,7 +67,7 @@ async def fleet(
     update: UpdateConfig | None = None,
 ) -> AsyncIterator[Fleet]:
     """`n` links that follow a topic; `source` is what the trainer's slots are laid out for."""
-    monkeypatch.setattr("stages.engine_link.RETRY_S", 0.01)
+    monkeypatch.setattr("stages.engines.engine_link.RETRY_S", 0.01)
     (tmp_path / "bare").mkdir()
     async with AsyncExitStack() as stack:
         rig = await stack.enter_async_context(open_rig())

@@ -9,13 +9,13 @@ from typing import Any
 
 from configs.schema import Config
 from stages.data.prompt_set import PreparedPrompt
-from stages.gate import StalenessGate
-from stages.ledger import LedgerSnapshot, OpenGroup
 from stages.messages import CheckpointReady, EvalDone, Int32Array, PromptGroup, Report, Settled, StepDone, wire
-from stages.prompts import PromptStage
+from stages.prompts.ledger import LedgerSnapshot, OpenGroup
+from stages.prompts.stage import PromptStage
+from stages.prompts.staleness_gate import StalenessGate
 from tests.stages.stage_rig import REPORT, Rig, idle, make_context, open_rig, running, take
-from transport.inlet import Inlet
-from transport.outlet import Outlet
+from transport.ports.inlet import Inlet
+from transport.ports.outlet import Outlet
 
 
 class Rows:

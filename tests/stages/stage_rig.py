@@ -35,13 +35,13 @@ from stages.messages import (
     wire,
 )
 from stages.ports import Ports
-from transport.hub import Hub
-from transport.inlet import Inlet
-from transport.memory import MemoryNetwork, MemoryNode
+from transport.links.memory import MemoryNetwork, MemoryNode
 from transport.node import Node
-from transport.outlet import Outlet
+from transport.ports.hub import Hub
+from transport.ports.inlet import Inlet
+from transport.ports.outlet import Outlet
+from transport.ports.topic import TopicServer
 from transport.spec import DeadLetter, StreamSpec
-from transport.topic import TopicServer
 
 T = TypeVar("T")
 LIMIT_S = 30.0  # turns a hang into a failure

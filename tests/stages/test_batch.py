@@ -9,10 +9,10 @@ import pytest
 
 from models.algorithms.errors import UnknownAlgorithm
 from models.train.interface import TrainSequence
-from stages.batch import Batch, slice_sequences
-from stages.batch_metrics import length_bucket, quantile
 from stages.errors import UntrainableGroup
 from stages.messages import Float32Array, RolloutSlice, Sample, wire
+from stages.train.batch import Batch, slice_sequences
+from stages.train.batch_metrics import length_bucket, quantile
 from tests.stages.lease_rig import Held
 from tests.stages.stage_rig import make_config, make_sample, make_slice
 

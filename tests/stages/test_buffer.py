@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from stages.buffer import GroupBuffer
 from stages.errors import BufferOrderError, FilterPathError
+from stages.train.buffer import GroupBuffer
 from tests.stages.lease_rig import Held
 from tests.stages.stage_rig import make_config, make_sample, make_slice
 

@@ -18,7 +18,7 @@ from models.engines.client import EngineClient, WeightsUpdated
 from models.engines.errors import EngineRefused
 from models.engines.memory import MemoryTag
 from models.engines.serve import EngineServer
-from stages.colocation import (
+from stages.engines.colocation import (
     Device,
     MemoryKeeper,
     TrainerTurn,
@@ -178,7 +178,7 @@ async def test_an_evaluation_keeps_its_engines_until_it_is_over(
 async def test_an_engine_that_is_lost_is_not_waited_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("stages.colocation.PATIENCE_S", -1.0)
+    monkeypatch.setattr("stages.engines.colocation.PATIENCE_S", -1.0)
     async with fleet(tmp_path, monkeypatch, 2) as one, asyncio.TaskGroup() as tasks:
         for index in range(2):
             await one.engine(index)
@@ -317,8 +317,8 @@ async def test_an_owner_that_takes_over_knows_what_is_away(tmp_path: Path, monke
 async def test_an_owner_waits_until_nothing_runs_and_gives_nothing_back_before(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("stages.colocation.IDLE_LIMIT_S", 0.0)
-    monkeypatch.setattr("stages.colocation.IDLE_POLL_S", 0.0)
+    monkeypatch.setattr("stages.engines.colocation.IDLE_LIMIT_S", 0.0)
+    monkeypatch.setattr("stages.engines.colocation.IDLE_POLL_S", 0.0)
     async with fleet(tmp_path, monkeypatch) as one, asyncio.TaskGroup() as tasks:
         server = await one.engine(0)
         turn = await trainer(one.rig)

@@ -8,9 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from configs.schema import DataConfig
-from stages.curriculum import PassRateCurriculum
 from stages.data.order import PromptOrder
-from stages.ledger import Ledger, LedgerSnapshot
+from stages.prompts.curriculum import PassRateCurriculum
+from stages.prompts.ledger import Ledger, LedgerSnapshot
 
 
 def curriculum(

@@ -17,10 +17,10 @@ from hypothesis import strategies as st
 from models.engines.errors import RequestNotSent
 from models.engines.launch.routing import Policy
 from stages.base import Activity
-from stages.dispatch import Dispatcher, Need
 from stages.messages import Applied, RolloutSlice
-from stages.policies import CROWDED, Choice, Ranking
-from stages.requests import Requests
+from stages.sampling.dispatch import Dispatcher, Need
+from stages.sampling.requests import Requests
+from stages.sampling.routing_policy import CROWDED, Choice, Ranking
 from tests.stages.engine_rig import (
     FAST_MS,
     LENGTH,
@@ -50,7 +50,7 @@ LOADS = st.dictionaries(st.sampled_from([f"engine-{i}" for i in range(8)]), st.i
 @pytest.fixture(autouse=True)
 def quick_looks(monkeypatch: pytest.MonkeyPatch) -> None:
     """At the router's list of workers."""
-    monkeypatch.setattr("stages.router_members.LOOK_INTERVAL_S", 0.05)
+    monkeypatch.setattr("stages.engines.router_workers.LOOK_INTERVAL_S", 0.05)
 
 
 def choice(loads: dict[str, int], key: str = "k", prompt: bytes = b"p", n: int = 1) -> Choice:

@@ -10,7 +10,7 @@ import pytest
 from models.engines.client import EngineClient, WeightsUpdated
 from models.engines.errors import EngineRefused
 from models.engines.protocol import PauseMode
-from stages.generate import GenerateStage
+from stages.generate.stage import GenerateStage
 from tests.stages.engine_rig import core_of, generating
 from tests.stages.link_rig import fleet
 from tests.stages.stage_rig import idle, make_context, make_group, until

@@ -12,7 +12,7 @@ import msgspec
 import pytest
 
 from stages.data.prompt_set import PreparedPrompt
-from stages.evaluate import EVAL_BASE, EvaluateStage, dataset_name
+from stages.evaluate.stage import EVAL_BASE, EvaluateStage, dataset_name
 from stages.messages import EvalDone, Int32Array, PromptGroup, RolloutSlice, Sample, WeightsAnnouncement, wire
 from stages.ports import Ports
 from tests.stages.stage_rig import (
@@ -28,8 +28,8 @@ from tests.stages.stage_rig import (
     take,
     until,
 )
-from transport.inlet import Inlet
-from transport.outlet import Outlet
+from transport.ports.inlet import Inlet
+from transport.ports.outlet import Outlet
 
 
 class Held:

@@ -189,7 +189,7 @@ async def test_an_engine_that_is_lost_twice_in_one_response_leaves_three_pieces(
 async def test_retries_of_a_turn_are_bounded_and_the_sample_fails_in_words(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("stages.turn.asyncio.sleep", _no_sleep)
+    monkeypatch.setattr("stages.generate.turn.asyncio.sleep", _no_sleep)
     log = record_exchanges(monkeypatch)
     async with generating(tmp_path, rollout={"max_retries": 2}, **SLOW) as world:
         await world.ready()

@@ -18,7 +18,7 @@ import pytest
 from models.engines.client import EngineClient
 from models.engines.protocol import SamplingParams
 from stages.messages import Sample
-from stages.requests import Requests
+from stages.sampling.requests import Requests
 from tests.models.engines.forward_reference import by_one
 from tests.sglang_server import RealServer
 from tests.stages.engine_rig import Exchange, World, generating, record_exchanges, tensors_of

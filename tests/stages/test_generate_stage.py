@@ -11,7 +11,7 @@ import pytest
 
 from models.engines.protocol import FinishReason, GenerateOutput, MetaInfo, VersionSpan
 from models.engines.simulated import simulated_log_prob
-from stages.generate import VersionLabelError, append_output, label_version, new_sample
+from stages.generate.stage import VersionLabelError, append_output, label_version, new_sample
 from stages.messages import PromptGroup, VersionRun
 from tests.stages.engine_rig import (
     LENGTH,

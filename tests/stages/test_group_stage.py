@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from stages.filters import FilterDecision, FilterPathError, resolve_filter
-from stages.group import GroupStage
+from stages.group.filters import FilterDecision, FilterPathError, resolve_filter
+from stages.group.stage import GroupStage
 from stages.messages import RolloutSlice, Sample, Settled
 from tests.stages.group_rig import desk, failed, join, settled
 from tests.stages.stage_rig import (

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from models.engines.protocol import Load
-from stages.inflight import CALM_USAGE, CUT, HIGH_USAGE, STEPS, Limit, Reading, Slots
+from stages.sampling.concurrency_limit import CALM_USAGE, CUT, HIGH_USAGE, STEPS, Limit, Reading, Slots
 from tests.stages.stage_rig import idle
 
 READINGS = st.builds(

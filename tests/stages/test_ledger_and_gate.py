@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from stages.gate import StalenessGate, over_sampling
-from stages.ledger import OUTCOMES, Ledger, LedgerError
+from stages.prompts.ledger import OUTCOMES, Ledger, LedgerError
+from stages.prompts.staleness_gate import StalenessGate, over_sampling
 from tests.stages.stage_rig import make_config
 
 

@@ -8,10 +8,10 @@ import pytest
 
 from stages.data.prompt_set import PreparedPrompt
 from stages.errors import Starved
-from stages.gate import StalenessGate
-from stages.ledger import LedgerSnapshot, OpenGroup
 from stages.messages import CheckpointReady, EvalDone, Int32Array, RolloutSlice, Settled, wire
-from stages.prompts import sampling_seed
+from stages.prompts.ledger import LedgerSnapshot, OpenGroup
+from stages.prompts.stage import sampling_seed
+from stages.prompts.staleness_gate import StalenessGate
 from tests.stages.prompt_rig import Rows, prompting, step_done
 from tests.stages.stage_rig import idle, make_config, numbers, take
 

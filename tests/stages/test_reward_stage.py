@@ -19,9 +19,9 @@ from stages.base import Activity
 from stages.graders.errors import UnknownGraderError
 from stages.graders.observed import GradeCache, Observed, percentile
 from stages.graders.pool import Grade
-from stages.grading import Grading, is_whole
 from stages.messages import EngineAddress, RolloutSlice
-from stages.reward import RewardStage
+from stages.reward.grading import Grading, is_whole
+from stages.reward.stage import RewardStage
 from tests.stages.stage_rig import make_config, make_context, make_sample, make_slice, open_rig, running, take
 
 GRADE = "tests.stages.custom_parts:grade"

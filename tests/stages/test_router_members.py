@@ -16,10 +16,10 @@ from models.engines.client import EngineClient
 from models.engines.errors import EngineUnreachable
 from models.engines.router_api import Role, RouterClient
 from stages.base import Activity
-from stages.engine_link import EngineLink
-from stages.fleet import Engine, Fleet
+from stages.engines.engine_link import EngineLink
+from stages.engines.router_workers import STRANGE_LOOKS, UNDER_WAY_S, RouterMembers
 from stages.messages import Applied, EngineAddress, RouterAddress
-from stages.router_members import STRANGE_LOOKS, UNDER_WAY_S, RouterMembers
+from stages.sampling.engine_directory import Engine, Fleet
 from tests.stages.faults import FakeRouter
 from tests.stages.stage_rig import SpanLog, idle, until
 
@@ -98,7 +98,7 @@ async def test_an_addition_under_way_is_not_asked_again_until_it_takes_too_long(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     now = 100.0
-    monkeypatch.setattr("stages.router_members.time.monotonic", lambda: now)
+    monkeypatch.setattr("stages.engines.router_workers.time.monotonic", lambda: now)
     async with posted() as post:
         post.route()
         post.attach()
@@ -235,8 +235,8 @@ async def test_a_new_router_gets_everything_again() -> None:
 async def test_a_broken_router_is_told_once_and_looked_at_again(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("stages.router_members.LOOK_INTERVAL_S", 0.005)
-    monkeypatch.setattr("stages.router_members.LONGEST_PAUSE_S", 0.01)
+    monkeypatch.setattr("stages.engines.router_workers.LOOK_INTERVAL_S", 0.005)
+    monkeypatch.setattr("stages.engines.router_workers.LONGEST_PAUSE_S", 0.01)
     looks = 0
     original = RouterClient.workers
 
@@ -260,7 +260,7 @@ async def test_a_broken_router_is_told_once_and_looked_at_again(
 
 
 async def test_a_lost_request_makes_the_router_prove_itself(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("stages.router_members.LOOK_INTERVAL_S", 1000.0)
+    monkeypatch.setattr("stages.engines.router_workers.LOOK_INTERVAL_S", 1000.0)
     async with posted() as post, asyncio.TaskGroup() as tasks:
         post.route()
         post.attach()

@@ -25,9 +25,9 @@ from models.engines.serve import EngineServer
 from models.engines.simulated import simulated_scores
 from models.tiny import make_tiny_checkpoint
 from stages.messages import EngineAddress, Float32Array, Int32Array, RolloutSlice, Sample, UInt8Array, wire
-from stages.teacher import TeacherStage
-from transport.inlet import Inlet
-from transport.outlet import Outlet
+from stages.teacher.stage import TeacherStage
+from transport.ports.inlet import Inlet
+from transport.ports.outlet import Outlet
 
 VOCABULARY = 256
 GROUPS = itertools.count()  # a stream takes each key once

@@ -15,8 +15,8 @@ from configs.schema.engine import EngineConfig
 from models.tiny import make_tiny_checkpoint
 from stages.data.tokenizer import load_tokenizer
 from stages.messages import RolloutSlice, Sample, VersionRun
-from stages.toolkit.errors import UnknownToolError
-from stages.tools import ToolStage, append_untrained, join_runs
+from stages.tools.errors import UnknownToolError
+from stages.tools.stage import ToolStage, append_untrained, join_runs
 from tests.stages.engine_rig import generating, record_exchanges, tensors_of
 from tests.stages.stage_rig import (
     make_config,
@@ -177,7 +177,7 @@ async def test_trained_ids_are_the_engines_own_over_several_turns(
         tensors=tensors_of([tiny]),
         inlets={"return": ("generate.return", RolloutSlice)},
         outlets={"loop.tools": ("tools", RolloutSlice)},
-        loops=("tools=stages.tools:ToolStage",),
+        loops=("tools=stages.tools.stage:ToolStage",),
         **sections,
     ) as world:
         stage = ToolStage(make_context(make_config(**sections), options={"checkpoint": str(tiny)}))

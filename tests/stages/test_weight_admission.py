@@ -20,9 +20,9 @@ from models.engines.serve import EngineServer
 from models.tiny import make_tiny_checkpoint
 from models.weights.delta_store import differences, full_versions
 from models.weights.errors import SourceError
-from stages.landing import await_landing
+from stages.engines.weight_barrier import await_landing
 from stages.messages import Applied
-from stages.publish import WeightPublisher
+from stages.train.publish_weights import WeightPublisher
 from tests.models.weights.made_up import checkpoint, values
 from tests.stages.engine_rig import core_of
 from tests.stages.link_rig import Fleet, fleet
@@ -261,7 +261,7 @@ async def test_bytes_that_are_not_the_announced_ones_are_never_sent(
 @pytest.mark.parametrize("route", ["tensor", "distributed"])
 async def test_an_engine_without_the_route_says_so(route: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Engines of our own take no tensors. The configuration check refuses such a run; here an engine was addressed."""
-    monkeypatch.setattr("stages.weight_routes.GROUP_TIMEOUT_S", 0.2)
+    monkeypatch.setattr("stages.engines.weight_routes.GROUP_TIMEOUT_S", 0.2)
     async with fleet(tmp_path, monkeypatch) as one:
         server = await one.engine(0)
         one.weights.publish(0)

@@ -21,9 +21,9 @@ from models.engines.protocol import GenerateRequest, SamplingParams
 from models.engines.update_client import UpdateClient
 from models.weights.errors import GroupError
 from models.weights.group import WeightGroup
+from stages.engines.weight_routes import DiskRoute, TensorRoute, WeightRoute
 from stages.messages import WeightsAnnouncement
-from stages.publish import WeightPublisher
-from stages.weight_routes import DiskRoute, TensorRoute, WeightRoute
+from stages.train.publish_weights import WeightPublisher
 from tests.sglang_server import RealServer
 from tests.stages.link_rig import Fleet, fleet
 from tests.stages.stage_rig import make_config, until

@@ -18,11 +18,11 @@ import torch
 from configs.schema import Config
 from models.train.interface import TrainSequence
 from stages.messages import RolloutSlice, StepDone
-from stages.train import TrainStage
+from stages.train.stage import TrainStage
 from tests.models.weights.made_up import checkpoint, values
 from tests.stages.stage_rig import REPORT, Rig, make_config, make_context, open_rig, running, take, until
-from transport.inlet import Inlet
-from transport.outlet import Outlet
+from transport.ports.inlet import Inlet
+from transport.ports.outlet import Outlet
 
 
 @dataclass

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from transport import Node
-from transport.memory import MemoryNetwork, MemoryNode
-from transport.security import create_keys, load_security
+from transport.links.memory import MemoryNetwork, MemoryNode
+from transport.links.security import create_keys, load_security
 from transport.testing import Net, PortConformance
 
 

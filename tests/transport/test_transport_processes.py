@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 
 from transport import DeadLetter, Hub, Inlet, LinkLost, Node, StreamSpec
-from transport.testing_net import until
+from transport.testing.net import until
 
 WORKER = Path(__file__).with_name("transport_worker.py")
 

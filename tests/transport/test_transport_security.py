@@ -31,9 +31,9 @@ from transport import (
     UsageError,
     wire,
 )
-from transport.address import parse
 from transport.codec import Codec
-from transport.security import create_keys, load_security, zap_reply
+from transport.links.address import parse
+from transport.links.security import create_keys, load_security, zap_reply
 from transport.wire import Hello, Put, Report
 
 PACKAGE = Path(transport.__file__).parent

@@ -30,9 +30,9 @@ from torch import Tensor
 from models.train.errors import TrainStateUnreadable
 from models.train.fsdp.mesh import Mesh
 from models.train.fsdp.updates import ShardedUpdater, local
-from models.train.hf_files import sync, sync_tree, write_hf
+from models.train.huggingface.hf_files import sync, sync_tree, write_hf
+from models.train.huggingface.state_files import MODEL_DIR
 from models.train.model_set import Counters
-from models.train.state_files import MODEL_DIR
 
 FORMAT_VERSION: Final = 1
 STATE: Final = Path("fsdp/state.json")

@@ -22,9 +22,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from models.train.errors import UnsupportedModel
-from models.train.packing import Packing
-from models.train.rows import Int64Array, PackedRows
-from models.train.scoring import Backbone
+from models.train.huggingface.scoring import Backbone
+from models.train.packing.packing import Packing
+from models.train.packing.rows import Int64Array, PackedRows
 
 ATTENTION: Final = "sdpa_gathered"
 

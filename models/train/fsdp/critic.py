@@ -1,6 +1,6 @@
 """The value model of PPO in shards, with its optimizer.
 
-Invariants: those of `models.train.critic`; the backbone is sharded like the policy, its output embedding is left out.
+Invariants: those of `models.train.step.critic`; the backbone is sharded like the policy, its output embedding is left out.
 """
 
 from __future__ import annotations
@@ -11,18 +11,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from models.train.crew import Crew, Float32Array
-from models.train.critic import ValueModel, ValueNumerator, critic_train_config
-from models.train.dealing import MicroBatch
+from models.train.dp_group import Crew, Float32Array
 from models.train.fsdp.context import ContextParallel
 from models.train.fsdp.loading import load_sharded
 from models.train.fsdp.updates import ShardedUpdater
 from models.train.fsdp.wrap import Sharding, reshard
-from models.train.packing import Packing
-from models.train.rows import PackedRows
-from models.train.scoring import Backbone
+from models.train.huggingface.optimizer import UpdateResult
+from models.train.huggingface.scoring import Backbone
+from models.train.packing.balance import MicroBatch
+from models.train.packing.packing import Packing
+from models.train.packing.rows import PackedRows
 from models.train.spec import TrainSpec
-from models.train.updates import UpdateResult
+from models.train.step.critic import ValueModel, ValueNumerator, critic_train_config
 
 
 class ValueScorer(Backbone):

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from models.train.weights_io import convert, dot_natural, stored_names
+from models.train.huggingface.hf_weights import convert, dot_natural, stored_names
 
 _LAYER = re.compile(r"^(.*\.\d+)\.")
 

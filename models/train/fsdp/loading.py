@@ -22,8 +22,8 @@ from configs.schema.train import TrainConfig
 from models.train import errors
 from models.train.errors import TrainError, UnsupportedModel
 from models.train.fsdp.wrap import Sharding, decoder_layers
-from models.train.loading import FLASH_ATTENTION, LoadedModel, enable_checkpointing, load_model
-from models.train.packing import Packing
+from models.train.huggingface.loading import FLASH_ATTENTION, LoadedModel, enable_checkpointing, load_model
+from models.train.packing.packing import Packing
 
 MakeRoot = Callable[[Any], torch.nn.Module]
 Prepare = Callable[[Any], None]

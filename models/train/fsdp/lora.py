@@ -18,7 +18,7 @@ from torch import Tensor
 from configs.schema.fsdp import LoraConfig
 from models.train.errors import TrainConfigInvalid, UnsupportedModel
 from models.train.fsdp.gathering import whole
-from models.train.weights_io import stored_names
+from models.train.huggingface.hf_weights import stored_names
 
 _BASE: Final = ".base_layer"
 _ADAPTER: Final = "default"

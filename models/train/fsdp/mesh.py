@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from configs.schema.fsdp import FsdpConfig
 from configs.schema.parallel import ParallelConfig
-from models.train.crew import Crew, ProcessCrew
+from models.train.dp_group import Crew, ProcessCrew
 from models.train.errors import TrainConfigInvalid
 
 

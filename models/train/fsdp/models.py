@@ -17,8 +17,7 @@ import torch
 from torch import Tensor
 
 from models.algorithms.tokens import StepFacts
-from models.train.crew import Crew, Float32Array
-from models.train.dealing import MicroBatch
+from models.train.dp_group import Crew, Float32Array
 from models.train.errors import BackendMisuse
 from models.train.fsdp.checkpoint import Checkpoints
 from models.train.fsdp.context import ContextParallel
@@ -31,14 +30,15 @@ from models.train.fsdp.reference import AdapterReference, ShardedReference, mode
 from models.train.fsdp.scoring import ShardedScorer
 from models.train.fsdp.updates import ShardedUpdater
 from models.train.fsdp.wrap import Sharding, reshard
-from models.train.loading import autocast_dtype, pick_device
-from models.train.micro_batch import PolicyNumerator
+from models.train.huggingface.loading import autocast_dtype, pick_device
+from models.train.huggingface.optimizer import UpdateResult
 from models.train.model_set import Counters, Scored
-from models.train.needs import uses_critic, uses_reference
-from models.train.packing import with_budget
+from models.train.packing.balance import MicroBatch
+from models.train.packing.packing import with_budget
 from models.train.spec import TrainSpec
-from models.train.totals import StepTotals
-from models.train.updates import UpdateResult
+from models.train.step.batch_needs import uses_critic, uses_reference
+from models.train.step.micro_batch_loss import PolicyNumerator
+from models.train.step.totals import StepTotals
 
 
 class FsdpModels:

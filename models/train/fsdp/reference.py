@@ -20,7 +20,7 @@ from models.train.fsdp.lora import Adapters
 from models.train.fsdp.scoring import ShardedScorer
 from models.train.fsdp.updates import local
 from models.train.fsdp.wrap import Sharding
-from models.train.packing import Packing
+from models.train.packing.packing import Packing
 from models.train.spec import TrainSpec
 
 

@@ -8,8 +8,8 @@ from torch import Tensor
 
 from models.train.fsdp.context import ContextParallel
 from models.train.fsdp.wrap import Sharding
-from models.train.rows import PackedRows
-from models.train.scoring import Scorer
+from models.train.huggingface.scoring import Scorer
+from models.train.packing.rows import PackedRows
 from models.train.spec import TrainSpec
 
 

@@ -1,6 +1,6 @@
 """The optimizer over sharded parameters: each process updates its shards.
 
-Invariants: those of `models.train.updates`; the norm of the gradient is that of all shards together, so that all
+Invariants: those of `models.train.huggingface.optimizer`; the norm of the gradient is that of all shards together, so that all
 processes clip alike, and refuse together.
 """
 
@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from configs.schema.train import TrainConfig
 from models.train.fsdp.mesh import Mesh
-from models.train.updates import Updater, sum_of_squares
+from models.train.huggingface.optimizer import Updater, sum_of_squares
 
 
 class ShardedUpdater(Updater):

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from megatron.core.models.gpt.gpt_model import GPTModel
 
-from models.train.families.architecture import Architecture
-from models.train.families.registry import architecture_of
+from models.families.architecture import Architecture
+from models.families.registry import architecture_of
 from models.train.megatron.config import padded_vocab_size, transformer_config, uses_transformer_engine
 from models.train.megatron.layers import layer_submodules
 from models.train.megatron.rotary import PositionRotary

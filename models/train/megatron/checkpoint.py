@@ -23,7 +23,8 @@ from typing import Any
 import torch
 
 from models.train.errors import TrainStateUnreadable
-from models.train.hf_files import write_hf
+from models.train.huggingface.hf_files import write_hf
+from models.train.huggingface.state_files import MODEL_DIR
 from models.train.megatron.checkpoint_files import (
     STATE_DIR,
     Index,
@@ -36,7 +37,6 @@ from models.train.megatron.checkpoint_files import (
 from models.train.megatron.checkpoint_tensors import REFERENCE, Held, Saved
 from models.train.megatron.checkpoint_writing import Plan
 from models.train.model_set import Counters
-from models.train.state_files import MODEL_DIR
 
 _saving: weakref.WeakKeyDictionary[Any, Saving] = weakref.WeakKeyDictionary()
 

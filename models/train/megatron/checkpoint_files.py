@@ -26,8 +26,8 @@ import torch
 from msgspec import Struct
 
 from models.train.errors import TrainStateUnreadable
-from models.train.hf_files import sync, sync_tree
-from models.train.state_files import MODEL_DIR, TRAINER_DIR
+from models.train.huggingface.hf_files import sync, sync_tree
+from models.train.huggingface.state_files import MODEL_DIR, TRAINER_DIR
 
 STATE_DIR: Final = "megatron"
 STATE: Final = "state.json"

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from models.train.hf_files import write_tensors
+from models.train.huggingface.hf_files import write_tensors
 from models.train.megatron.checkpoint_files import (
     MegatronState,
     Written,

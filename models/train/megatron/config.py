@@ -13,10 +13,10 @@ from typing import Any
 import torch
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
+from models.families.architecture import Architecture
+from models.families.registry import architecture_of
+from models.families.sharding import padded_vocab
 from models.train.errors import TrainConfigInvalid
-from models.train.families.architecture import Architecture
-from models.train.families.registry import architecture_of
-from models.train.families.sharding import padded_vocab
 from models.train.megatron.layout import check_layout, model_dtype, on_gpu, uses_transformer_engine
 from models.train.megatron.options import split_options
 from models.train.spec import TrainSpec

@@ -12,14 +12,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from models.train.crew import Crew, Float32Array
-from models.train.critic import ValueNumerator
-from models.train.dealing import MicroBatch
+from models.train.dp_group import Crew, Float32Array
+from models.train.huggingface.optimizer import UpdateResult
 from models.train.megatron.forward import chosen_hidden, of_all_tokens
 from models.train.megatron.inputs import ModelInputs
 from models.train.megatron.optimizer import TrainedChunks
 from models.train.megatron.schedule import Pipeline
-from models.train.updates import UpdateResult
+from models.train.packing.balance import MicroBatch
+from models.train.step.critic import ValueNumerator
 
 
 class ValueHead(torch.nn.Module):  # type: ignore[misc]

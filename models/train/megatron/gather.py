@@ -16,10 +16,10 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
+from models.families.architecture import Architecture
+from models.families.rules import Weight
+from models.families.sharding import merge
 from models.train.errors import BackendMisuse
-from models.train.families.architecture import Architecture
-from models.train.families.rules import Weight
-from models.train.families.sharding import merge
 from models.train.megatron.names import held_parameters
 
 BUCKET_BYTES: Final = 256 << 20  # of whole parameters that travel together

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from models.train.rows import Int64Array, PackedRows
+from models.train.packing.rows import Int64Array, PackedRows
 
 
 @dataclass(frozen=True)

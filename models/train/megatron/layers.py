@@ -30,7 +30,7 @@ from megatron.core.transformer.transformer_layer import (
 )
 from torch import Tensor
 
-from models.train.families.architecture import Architecture
+from models.families.architecture import Architecture
 from models.train.megatron.attention import SdpaCoreAttention
 from models.train.megatron.norm import LATENT_EPS, LatentRmsNorm, RmsNorm
 from models.train.megatron.rotary import LatentAttention

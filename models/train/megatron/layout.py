@@ -10,8 +10,8 @@ import importlib.util
 import torch
 
 from configs.schema.megatron import MegatronConfig
+from models.families.architecture import Architecture
 from models.train.errors import TrainConfigInvalid, UnsupportedModel
-from models.train.families.architecture import Architecture
 from models.train.spec import TrainSpec
 
 __all__ = ["check_layout", "model_dtype", "on_gpu", "uses_transformer_engine"]

@@ -16,7 +16,7 @@ import torch
 from models.train.errors import CheckpointUnavailable
 from models.train.megatron.inputs import RowForm
 from models.train.megatron.processes import ParallelSizes
-from models.train.packing import Packing
+from models.train.packing.packing import Packing
 from models.train.spec import TrainSpec
 
 
@@ -44,7 +44,7 @@ def read_source(checkpoint: str, key: str) -> Source:
 
     Raises `CheckpointUnavailable`.
     """
-    from models.train.families.registry import read_hf_config
+    from models.families.registry import read_hf_config
 
     path = Path(checkpoint).expanduser()
     if not path.is_dir():

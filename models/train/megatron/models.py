@@ -16,11 +16,10 @@ from typing import Any
 from torch import Tensor
 
 from models.algorithms.tokens import StepFacts
-from models.train.crew import Float32Array
-from models.train.critic import critic_train_config
-from models.train.dealing import MicroBatch
+from models.train.dp_group import Float32Array
 from models.train.errors import BackendMisuse, TrainConfigInvalid
-from models.train.loading import pick_device
+from models.train.huggingface.loading import pick_device
+from models.train.huggingface.optimizer import UpdateResult
 from models.train.megatron.checkpoint import finish as finish_state
 from models.train.megatron.checkpoint import load as load_state
 from models.train.megatron.checkpoint import save as save_state
@@ -32,13 +31,14 @@ from models.train.megatron.optimizer import TrainedChunks, check_optimizer
 from models.train.megatron.processes import build_crew, build_layout
 from models.train.megatron.reference import SwappedReference
 from models.train.megatron.schedule import Pipeline
-from models.train.micro_batch import PolicyNumerator
 from models.train.model_set import Counters, Scored
-from models.train.needs import uses_critic, uses_reference
-from models.train.packing import Packing, with_budget
+from models.train.packing.balance import MicroBatch
+from models.train.packing.packing import Packing, with_budget
 from models.train.spec import TrainSpec
-from models.train.totals import StepTotals
-from models.train.updates import UpdateResult
+from models.train.step.batch_needs import uses_critic, uses_reference
+from models.train.step.critic import critic_train_config
+from models.train.step.micro_batch_loss import PolicyNumerator
+from models.train.step.totals import StepTotals
 
 
 class MegatronModels:

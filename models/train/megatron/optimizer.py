@@ -20,10 +20,10 @@ from torch import Tensor
 
 from configs.schema.train import TrainConfig
 from models.train.errors import TrainConfigInvalid
+from models.train.huggingface.optimizer import UpdateResult, gradient_scale
 from models.train.megatron.options import split_options
-from models.train.schedule import learning_rate
 from models.train.spec import TrainSpec
-from models.train.updates import UpdateResult, gradient_scale
+from models.train.step.learning_rate import learning_rate
 
 
 class TrainedChunks:

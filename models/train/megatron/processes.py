@@ -14,7 +14,7 @@ from datetime import timedelta
 
 import torch
 
-from models.train.crew import ProcessCrew
+from models.train.dp_group import ProcessCrew
 from models.train.errors import BackendMisuse, TrainConfigInvalid
 from models.train.megatron import shim
 from models.train.spec import TrainSpec

@@ -25,7 +25,7 @@ from megatron.core.transformer import multi_latent_attention
 from megatron.core.transformer.multi_latent_attention import MLASelfAttention
 from torch import Tensor
 
-from models.train.families.rope import Rope
+from models.families.rope import Rope
 
 
 class PositionRotary(torch.nn.Module):  # type: ignore[misc]

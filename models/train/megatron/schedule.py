@@ -17,11 +17,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from models.train.dealing import MicroBatch
 from models.train.megatron.forward import hidden_states, unwrapped
 from models.train.megatron.inputs import ModelInputs, RowForm, model_inputs
-from models.train.packing import Layout, Unit
-from models.train.rows import pack_rows
+from models.train.packing.balance import MicroBatch
+from models.train.packing.packing import Layout, Unit
+from models.train.packing.rows import pack_rows
 
 # What is wanted of one micro-batch on the last stage: (its number, hidden states, inputs) -> scalar with a graph, or
 # None where nothing is trained.

@@ -22,12 +22,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from models.families.architecture import Architecture
+from models.families.registry import architecture_of
+from models.families.rules import Weight
+from models.families.sharding import padded_vocab, part
+from models.families.source import CheckpointTensors
 from models.train.errors import CheckpointUnavailable
-from models.train.families.architecture import Architecture
-from models.train.families.registry import architecture_of
-from models.train.families.rules import Weight
-from models.train.families.sharding import padded_vocab, part
-from models.train.families.source import CheckpointTensors
 from models.train.megatron.gather import BUCKET_BYTES, export_buckets
 from models.train.megatron.names import held_parameters
 

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 from aiohttp import web
 
-from pipeline.router import without_sglang
+from pipeline.supervise.router_server import without_sglang
 from tests.sglang_server import needs_sglang
 
 READY_S = 120.0

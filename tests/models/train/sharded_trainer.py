@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import save_file
 from small_trainer import make_backend, make_sequences, train_step
 
-from models.train.crew import Crew, ProcessCrew
+from models.train.dp_group import Crew, ProcessCrew
 from models.train.interface import TrainSequence
 
 # name -> (number of optimizer steps, how many sequences, options)

@@ -17,10 +17,10 @@ from configs.schema.distill import DistillConfig
 from configs.schema.parallel import ParallelConfig
 from configs.schema.train import TrainConfig
 from models.algorithms.modes import Correction, resolve_correction
-from models.train.crew import Crew
+from models.train.dp_group import Crew
+from models.train.huggingface.models import TorchModels
 from models.train.interface import TrainSequence
 from models.train.spec import TrainSpec
-from models.train.torch_models import TorchModels
 from models.train.trainer import Trainer
 
 VOCABULARY = 32

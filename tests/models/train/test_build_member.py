@@ -9,7 +9,7 @@ import pytest
 
 from configs.schema import CheckpointConfig, Config, TrainConfig
 from models.train.build import build_member
-from models.train.crew import Alone
+from models.train.dp_group import Alone
 
 
 @pytest.mark.parametrize("async_save", [False, True])

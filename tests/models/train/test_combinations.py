@@ -22,13 +22,15 @@ from small_trainer import make_sequences
 
 from configs.layers import build
 from configs.resolve import derive
+from configs.rules.validate import findings
 from configs.schema import Config, CorrectionConfig
 from configs.schema.algorithm import ESTIMATORS, POLICY_LOSSES, AlgorithmConfig
-from configs.validate import findings
 from models.tiny import make_tiny_checkpoint
-from models.train import critic, loading, reference, torch_models
 from models.train.build import build_backend
+from models.train.huggingface import loading, reference
+from models.train.huggingface import models as torch_models
 from models.train.interface import TrainSequence
+from models.train.step import critic
 from models.train.trainer import Trainer
 
 Options = dict[str, Any]

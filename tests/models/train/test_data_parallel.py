@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import load_file
 from sharded_trainer import CASES, run, train
 
-from models.train.crew import Alone, ProcessCrew
+from models.train.dp_group import Alone, ProcessCrew
 
 # What depends on how the shares were packed; and a threshold at 0 of a margin that is 0 but for rounding.
 LAYOUT = {"train/micro_batches", "train/padding_frac", "train/shared_prompt_frac", "custom/accuracy"}

@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from models.train.batch import Example
-from models.train.dealing import balance, deal, micro_batches
-from models.train.packing import Packing, plan
-from models.train.updates import gradient_scale
+from models.train.huggingface.optimizer import gradient_scale
+from models.train.packing.balance import balance, deal, micro_batches
+from models.train.packing.packing import Packing, plan
+from models.train.step.examples import Example
 
 APART = Packing(max_tokens=64, share_prompts=False, quadratic_tokens=8)
 lengths = st.lists(st.integers(2, 40), min_size=1, max_size=25)

@@ -7,8 +7,8 @@ import torch
 
 from configs.schema.train import TrainConfig
 from models.train.errors import TrainConfigInvalid
-from models.train.schedule import check_schedule, learning_rate
-from models.train.updates import Updater
+from models.train.huggingface.optimizer import Updater
+from models.train.step.learning_rate import check_schedule, learning_rate
 
 
 def rates(total: int | None, steps: int, **fields: object) -> list[float]:

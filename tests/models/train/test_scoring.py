@@ -13,10 +13,10 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from configs.schema.train import TrainConfig
 from models.tiny import make_tiny_checkpoint
-from models.train.loading import load_model
-from models.train.packing import Layout, Unit
-from models.train.rows import pack_rows
-from models.train.scoring import Scorer
+from models.train.huggingface.loading import load_model
+from models.train.huggingface.scoring import Scorer
+from models.train.packing.packing import Layout, Unit
+from models.train.packing.rows import pack_rows
 
 
 @pytest.fixture(scope="module")

@@ -8,7 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from models.algorithms.aggregation import StepSize
-from models.train.batch import (
+from models.train.packing.packing import Packing
+from models.train.step.examples import (
     Example,
     Intake,
     Rollout,
@@ -16,8 +17,7 @@ from models.train.batch import (
     rollouts_of,
     total_size,
 )
-from models.train.packing import Packing
-from models.train.pending import Dealt, Pending
+from models.train.step.pending import Dealt, Pending
 
 
 def example(index: int, length: int, prompt: int = 1) -> Example:

@@ -17,7 +17,7 @@ from models.train.errors import (
     TrainConfigInvalid,
     UnsupportedModel,
 )
-from models.train.loading import check_head, pick_device
+from models.train.huggingface.loading import check_head, pick_device
 from models.train.spec import TrainSpec
 from models.train.trainer import Trainer
 

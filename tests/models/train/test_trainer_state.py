@@ -12,7 +12,7 @@ from safetensors import safe_open
 
 from models.tiny import make_tiny_checkpoint
 from models.train.errors import BackendMisuse, TrainStateUnreadable
-from models.train.weights_io import hf_tensors
+from models.train.huggingface.hf_weights import hf_tensors
 
 SCHEDULE = {"lr_decay_style": "cosine", "lr_warmup_iters": 2, "min_lr": 1e-5, "lr": 1e-2, "weight_decay": 0.1}
 

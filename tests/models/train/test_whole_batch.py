@@ -13,10 +13,10 @@ from small_trainer import make_sequences, with_rewards
 
 from configs.schema.algorithm import AlgorithmConfig
 from models.algorithms.token_advantages import Episode, batch_advantages
-from models.train import needs as needs_module
-from models.train import running_batch
 from models.train.errors import InvalidSequence, TrainConfigInvalid, TrainStateUnreadable
-from models.train.needs import BatchNeeds
+from models.train.step import batch_needs as needs_module
+from models.train.step import running_batch
+from models.train.step.batch_needs import BatchNeeds
 
 GROUPS_SEEN: list[list[tuple[int, int]]] = []
 

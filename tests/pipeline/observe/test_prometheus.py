@@ -23,11 +23,11 @@ import launch
 from configs.schema import Config
 from configs.schema.engine import EngineConfig
 from models.engines.serve import EngineServer
-from pipeline.announce import FLEET_FILE, ServerFacts
-from pipeline.monitor import Monitor
 from pipeline.observe.errors import EndpointError
 from pipeline.observe.exposition import Family, read, write
+from pipeline.observe.monitor import Monitor
 from pipeline.observe.prometheus import Facts, endpoint, families, joined
+from pipeline.supervise.announce import FLEET_FILE, ServerFacts
 from stages.messages import EngineAddress
 
 LINE = re.compile(r'^([a-zA-Z_:][\w:]*)(?:\{((?:[a-zA-Z_]\w*="(?:[^"\\\n]|\\["\\n])*",?)*)\})? (\S+)$')

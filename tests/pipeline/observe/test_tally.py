@@ -12,13 +12,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pipeline.observe.stats import StageStats
-from pipeline.recorder import Recorder
-from pipeline.report import summarise
-from pipeline.rundir import RunDir
-from pipeline.tally import MOST_REASONS, GroupTally
+from pipeline.record.group_outcomes import MOST_REASONS, GroupTally
+from pipeline.record.recorder import Recorder
+from pipeline.record.report import summarise
+from pipeline.record.run_directory import RunDir
 from stages.messages import Applied, Settled, StepDone
 from tests.stages.stage_rig import make_config
-from transport.memory import MemoryNetwork, MemoryNode
+from transport.links.memory import MemoryNetwork, MemoryNode
 
 
 def step(n: int, *groups: int, **metrics: float) -> StepDone:

@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stages.toolkit.arithmetic import evaluate, format_number
-from stages.toolkit.calculator import Calculator
-from stages.toolkit.errors import ToolCallError
+from stages.tools.arithmetic import evaluate, format_number
+from stages.tools.calculator import Calculator
+from stages.tools.errors import ToolCallError
 
 integers = st.integers(0, 10_000).map(str)
 integer_expressions = st.recursive(

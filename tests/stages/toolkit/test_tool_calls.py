@@ -9,9 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from configs.schema.reward import ToolsConfig
-from stages.toolkit.calls import ToolCall, find_call, parse_call
-from stages.toolkit.errors import UnknownToolError
-from stages.toolkit.registry import answer_call, resolve_tools
+from stages.tools.calls import ToolCall, find_call, parse_call
+from stages.tools.errors import UnknownToolError
+from stages.tools.registry import answer_call, resolve_tools
 
 PATH = "tests.stages.toolkit.sample_tools"
 CONFIG = ToolsConfig()

@@ -22,7 +22,7 @@ from configs.schema.critic import CriticConfig
 from configs.schema.megatron import MegatronConfig
 from configs.schema.train import TrainConfig
 from models.train.errors import TrainStateUnreadable
-from models.train.hf_files import read_hf
+from models.train.huggingface.hf_files import read_hf
 from models.train.interface import TrainSequence
 from models.train.spec import TrainSpec
 from models.train.trainer import Trainer

@@ -11,9 +11,18 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from models.train import hf_files
 from models.train.errors import CheckpointUnavailable
-from models.train.hf_files import CONFIG, INDEX, WEIGHTS, checksum, checksums, read_hf, weight_files, write_hf
+from models.train.huggingface import hf_files
+from models.train.huggingface.hf_files import (
+    CONFIG,
+    INDEX,
+    WEIGHTS,
+    checksum,
+    checksums,
+    read_hf,
+    weight_files,
+    write_hf,
+)
 
 
 @pytest.fixture

@@ -23,10 +23,10 @@ from configs.schema.train import TrainConfig
 from models.algorithms.modes import resolve_correction
 from models.train.fsdp.gathering import whole
 from models.train.fsdp.models import FsdpModels
+from models.train.huggingface.models import TorchModels
 from models.train.interface import TrainSequence
 from models.train.model_set import ModelSet
 from models.train.spec import TrainSpec
-from models.train.torch_models import TorchModels
 from models.train.trainer import Trainer
 
 VOCABULARY = 32

@@ -35,9 +35,9 @@ from models.train.fsdp.gathering import buckets
 from models.train.fsdp.loading import _compare
 from models.train.fsdp.mesh import sizes_of
 from models.train.fsdp.models import FsdpModels
-from models.train.packing import Layout, Packing, Unit
-from models.train.rows import attention_allowed, pack_rows
-from models.train.torch_models import TorchModels
+from models.train.huggingface.models import TorchModels
+from models.train.packing.packing import Layout, Packing, Unit
+from models.train.packing.rows import attention_allowed, pack_rows
 from models.train.trainer import Trainer
 
 Make = Callable[..., Trainer]

@@ -20,9 +20,9 @@ import numpy as np
 import torch
 
 from configs.schema import Config
-from models.train.gang.backend import GangBackend
-from models.train.gang.roster import RankSpec
 from models.train.interface import TrainBackend, TrainSequence
+from models.train.trainer_group.backend import GangBackend
+from models.train.trainer_group.rank_spec import RankSpec
 
 RANKS = 2
 Tensors = dict[str, torch.Tensor]
@@ -84,7 +84,7 @@ def weights_of(backend: TrainBackend) -> Tensors:
 
 def rank_main(path: str) -> None:
     """Entry point of a rank's process."""
-    from models.train.gang.rank import run_rank
+    from models.train.trainer_group.rank import run_rank
 
     os.setsid()
     torch.set_num_threads(1)
@@ -103,7 +103,9 @@ class Ranks:
         self._config = home / "config.json"
         self._config.write_bytes(msgspec.json.encode(config))
         self._context = multiprocessing.get_context("forkserver")  # imports once
-        self._context.set_forkserver_preload(["models.train.gang.rank", "transformers.models.qwen3.modeling_qwen3"])
+        self._context.set_forkserver_preload(
+            ["models.train.trainer_group.rank", "transformers.models.qwen3.modeling_qwen3"]
+        )
         self._stopped = threading.Event()
         self._keeper = threading.Thread(target=self._keep, daemon=True)
         self.processes: list[BaseProcess] = []

@@ -18,8 +18,8 @@ from gang_rig import Ranks, Tensors, by_group, small_config, small_sequences, tr
 from models.checkpoint import Manifest, commit_directory, draft_path, final_path, write_manifest
 from models.train.build import build_backend
 from models.train.errors import BackendMisuse, CheckpointUnavailable, InvalidSequence, TrainStateUnreadable
-from models.train.gang.backend import GangBackend
-from models.train.gang.errors import GangClosed
+from models.train.trainer_group.backend import GangBackend
+from models.train.trainer_group.errors import GangClosed
 
 pytestmark = pytest.mark.slow
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from models.checkpoint import Manifest, commit_directory, draft_path, final_path, write_manifest
-from models.train.gang.journal import CallJournal, Point, committed, read_calls
+from models.train.trainer_group.journal import CallJournal, Point, committed, read_calls
 
 
 def save(root: Path, step: int) -> Path:

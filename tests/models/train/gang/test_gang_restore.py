@@ -12,8 +12,8 @@ from gang_rig import until
 
 from models.checkpoint import Manifest, commit_directory, draft_path, final_path, write_manifest
 from models.train.errors import TrainStateUnreadable
-from models.train.gang.backend import GangBackend
-from models.train.gang.calls import (
+from models.train.trainer_group.backend import GangBackend
+from models.train.trainer_group.calls import (
     Answer,
     BeginBatch,
     Call,
@@ -26,9 +26,9 @@ from models.train.gang.calls import (
     decode_message,
     encode,
 )
-from models.train.gang.errors import GangClosed, GangDiverged
-from models.train.gang.link import Link, LinkLost
-from models.train.gang.roster import Meeting, write_meeting
+from models.train.trainer_group.errors import GangClosed, GangDiverged
+from models.train.trainer_group.link import Link, LinkLost
+from models.train.trainer_group.rank_spec import Meeting, write_meeting
 
 
 class ToldGang:

@@ -12,10 +12,10 @@ import pytest
 import torch
 
 from models.train.errors import BackendMisuse
-from models.train.gang.buckets import WeightReader, WeightSender
-from models.train.gang.calls import Done, Export, decode_message, encode
-from models.train.gang.link import Link
-from models.train.gang.stream import WeightStream
+from models.train.trainer_group.buckets import WeightReader, WeightSender
+from models.train.trainer_group.calls import Done, Export, decode_message, encode
+from models.train.trainer_group.link import Link
+from models.train.trainer_group.stream import WeightStream
 
 LIMIT = 256
 

@@ -14,7 +14,8 @@ from gang_rig import small_sequences
 import models.algorithms.errors as algorithm_errors
 import models.train.errors as train_errors
 from configs.schema import Config
-from models.train.gang.calls import (
+from models.train.interface import TrainSequence
+from models.train.trainer_group.calls import (
     Accumulate,
     GoOn,
     Metrics,
@@ -25,10 +26,9 @@ from models.train.gang.calls import (
     pack_sequences,
     unpack_sequences,
 )
-from models.train.gang.faults import error_of, raised
-from models.train.gang.link import Link, LinkLost
-from models.train.gang.roster import needs_gang
-from models.train.interface import TrainSequence
+from models.train.trainer_group.faults import error_of, raised
+from models.train.trainer_group.link import Link, LinkLost
+from models.train.trainer_group.rank_spec import needs_gang
 
 
 def test_every_field_of_a_sequence_arrives() -> None:

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from models.train.critic import ValueModel
 from models.train.errors import TrainStateUnreadable
 from models.train.megatron.critic import ValueHead
 from models.train.megatron.reference import SwappedReference
+from models.train.step.critic import ValueModel
 
 
 def chunk(seed: int) -> torch.nn.Module:

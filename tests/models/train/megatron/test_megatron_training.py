@@ -16,7 +16,7 @@ from megatron_gangs import CASES, DEADLINE_S, Case
 from megatron_rig import RECIPES, make_models, make_spec, train
 from safetensors.torch import load_file
 
-from models.train.torch_models import TorchModels
+from models.train.huggingface.models import TorchModels
 from models.train.trainer import Trainer
 
 # What depends on how the shares were packed; and a threshold at 0 of a margin that is 0 but for rounding.

@@ -1,0 +1,135 @@
+"""What a user reads about the flags: `--help`, and the tables of docs/configuration.md.
+
+Invariant: both are made from the flag table, so neither can name a flag that does not exist. `python -m configs.cli.help`
+writes the tables into the page again.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import textwrap
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Final
+
+from configs.cli.command_line import RESERVED
+from configs.cli.flags import SECTIONS, Flag, flags, show
+from configs.load import recipe_names
+from configs.presets import preset_names
+
+__all__ = ["PAGE", "render_help", "render_page", "render_tables"]
+
+PAGE: Final = Path(__file__).resolve().parent.parent.parent / "docs" / "configuration.md"
+BEGIN: Final = "<!-- begin of the generated tables: python -m configs.cli.help -->"
+END: Final = "<!-- end of the generated tables -->"
+
+USAGE: Final = "usage: python launch.py [--config RECIPE] [--flag value ...] [section.key=value ...]"
+_COLUMN = 34
+
+
+def render_help(width: int | None = None) -> str:
+    """The text of `--help`, grouped by section."""
+    columns = width or _terminal_width()
+    lines = [USAGE, ""]
+    lines += textwrap.wrap(
+        "Without --prompt-data, --config and --hf-checkpoint the recipe quickstart runs. Precedence: command line > "
+        "recipe > preset of the model > preset of the mode > default.",
+        columns,
+    )
+    lines += textwrap.wrap(f"Recipes (--config): {', '.join(recipe_names())}.", columns, break_on_hyphens=False)
+    lines += textwrap.wrap(f"Presets (--model): {', '.join(preset_names())}.", columns, break_on_hyphens=False)
+    lines += ["", "The command"]
+    for name, text in RESERVED.items():
+        lines += _entry(f"--{name} RECIPE" if name == "config" else f"--{name}", text, columns)
+    for section, title in SECTIONS.items():
+        members = [flag for flag in flags() if flag.key.partition(".")[0] == section]
+        lines += ["", f"{title} [{section}]"]
+        for flag in members:
+            lines += _entry(_usage(flag), f"{flag.description}{_default(flag)}", columns)
+    lines += ["", "Dotted overrides work for every key: train.lr=1e-4, --train.lr 1e-4, run.scale.reward=4."]
+    return "\n".join(lines) + "\n"
+
+
+def render_tables() -> str:
+    """One Markdown table for each section."""
+    parts: list[str] = []
+    for section, title in SECTIONS.items():
+        parts.append(f"### {title}\n\nSection `[{section}]`\n\n| flag | key | values | default | meaning |")
+        rows = ["|---|---|---|---|---|"]
+        for flag in flags():
+            if flag.key.partition(".")[0] == section:
+                rows.append(_row(flag))
+        parts[-1] += "\n" + "\n".join(rows)
+    return "\n\n".join(parts) + "\n"
+
+
+def render_page(page: str) -> str:
+    """The page with its tables made anew. Raises ValueError if the page lacks the two marks."""
+    head, begin, rest = page.partition(BEGIN)
+    _, end, tail = rest.partition(END)
+    if not (begin and end):
+        raise ValueError(f"{PAGE.name} lacks the marks {BEGIN!r} and {END!r}, between which the tables stand; add them")
+    return f"{head}{BEGIN}\n\n{render_tables()}\n{END}{tail}"
+
+
+def _entry(usage: str, text: str, columns: int) -> Iterator[str]:
+    start = f"  {usage}"
+    if len(start) > _COLUMN - 2:
+        yield start
+        start = ""
+    lines = textwrap.wrap(text, max(columns - _COLUMN, 30)) or [""]
+    yield f"{start:<{_COLUMN}}{lines[0]}"
+    for line in lines[1:]:
+        yield " " * _COLUMN + line
+
+
+def _usage(flag: Flag) -> str:
+    if flag.name is None:
+        return f"{flag.key}={'[...]' if flag.kind == 'tables' else _values(flag)}"
+    if flag.negatable:
+        return f"--{flag.name}, --no-{flag.name}"
+    return f"--{flag.name} {_values(flag)}"
+
+
+def _values(flag: Flag) -> str:
+    if flag.choices:
+        return f"{{{','.join(flag.choices)}}}"
+    if flag.kind == "bool":
+        return "true|false"
+    if flag.kind in ("list", "map"):
+        return "NAME=N ..." if flag.kind == "map" else "A [B ...]"
+    if flag.kind == "json":
+        return "JSON"
+    return {"whole": "N", "a": "X"}.get(flag.rule.removeprefix("must be a ").split()[0], _scalar(flag))
+
+
+def _scalar(flag: Flag) -> str:
+    return "X" if "a number" in flag.rule else "TEXT"
+
+
+def _default(flag: Flag) -> str:
+    if flag.default in (None, (), {}) and not isinstance(flag.default, bool | int | float):
+        return ""
+    return f" (default: {show(flag.default)})"
+
+
+def _row(flag: Flag) -> str:
+    name = f"`--{flag.name}`" if flag.name else "-"
+    if flag.negatable:
+        name += f", `--no-{flag.name}`"
+    rule = flag.rule.removeprefix("must be ")
+    default = "-" if not _default(flag) else f"`{show(flag.default)}`"
+    cells = (name, f"`{flag.key}`", rule, default, flag.description)
+    return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
+
+
+def _terminal_width() -> int:
+    try:
+        return min(os.get_terminal_size(sys.stdout.fileno()).columns, 140)
+    except (OSError, ValueError):
+        return 110
+
+
+if __name__ == "__main__":
+    PAGE.write_text(render_page(PAGE.read_text(encoding="utf-8")), encoding="utf-8")

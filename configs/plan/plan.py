@@ -1,0 +1,299 @@
+"""The plan that `--dry-run` prints: graph, placement, batch arithmetic, staleness, bounds, memory. Pure arithmetic.
+
+Invariant: the plan is made from the resolved configuration and the model's config.json or preset alone; nothing is
+loaded or started.
+"""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+from msgspec import Struct
+
+from configs.graph import evaluates, frozen_engines, is_address, loops, path, replicas, resolved_router
+from configs.load import config_hash
+from configs.plan.model import model_lines, size_text
+from configs.plan.parallel_layout import Layout, gang_size, layout_of
+from configs.plan.run_estimate import RunEstimate, estimate_run
+from configs.plan.staleness import (
+    Staleness,
+    StepTime,
+    predicted_staleness,
+    simulated_generation_s,
+    simulated_training_s,
+    staleness_line,
+)
+from configs.resolve import Batch
+from configs.schema import Config
+from configs.sources import known_model, model_config
+
+__all__ = ["Edge", "Plan", "StagePlan", "make_plan", "render", "staleness_line"]
+
+
+class StagePlan(Struct, frozen=True):
+    """`where`: what a replica is."""
+
+    name: str
+    replicas: int
+    where: str
+    custom: bool = False
+
+
+class FrozenPlan(Struct, frozen=True):
+    """An engine whose weights never change. `started`: with the run, else it runs already."""
+
+    name: str
+    place: str
+    started: bool
+    nbytes: int | None = None  # estimate, where its config.json is at hand
+
+
+class Edge(Struct, frozen=True):
+    """A stream between two stages. A feedback edge has an inlet of its own."""
+
+    source: str
+    target: str
+    carries: str
+    feedback: bool = False
+
+
+class Plan(Struct, frozen=True):
+    mode: str
+    runner: str
+    engine: str
+    model: str
+    run_dir: str
+    config_hash: str
+    rollouts: int | None  # rollout batches; None: follows from num_epoch and the data
+    epochs: int | None
+    stages: tuple[StagePlan, ...]
+    edges: tuple[Edge, ...]
+    processes: int
+    batch: Batch
+    tokens_per_batch: int  # at most
+    staleness: Staleness
+    staleness_text: str
+    step: StepTime
+    layout: Layout
+    backend: str
+    estimate: RunEstimate | None
+    frozen: tuple[FrozenPlan, ...] = ()
+    router: str = ""  # what it is; empty: none
+
+
+def make_plan(config: Config, *, generation_s: float | None = None, training_s: float | None = None) -> Plan:
+    """Plan a resolved configuration. Seconds per rollout batch may be given where they are known from measurement."""
+    rollout = config.rollout
+    batch = Batch(
+        rollout.rollout_batch_size,
+        rollout.n_samples_per_prompt,
+        config.train.global_batch_size or 0,
+        config.train.num_steps_per_rollout or 0,
+    )
+    if generation_s is None and config.engine.engine == "simulated":
+        generation_s = simulated_generation_s(config)
+    if training_s is None and config.train.train_backend == "simulated":
+        training_s = simulated_training_s(config)
+    model = known_model(config)
+    stages = _stages(config)
+    frozen = tuple(_frozen(config, name, place) for name, place in frozen_engines(config).items())
+    started = sum(engine.started for engine in frozen)
+    return Plan(
+        mode=config.run.mode,
+        runner=config.run.runner,
+        engine=config.engine.engine,
+        model=config.train.hf_checkpoint,
+        run_dir=config.run.run_dir or "",
+        config_hash=config_hash(config),
+        rollouts=rollout.num_rollout,
+        epochs=rollout.num_epoch if rollout.num_rollout is None else None,
+        stages=stages,
+        edges=_edges(config),
+        processes=_processes(config, stages) + (started if _own_processes(config) else 0),
+        batch=batch,
+        tokens_per_batch=batch.rollouts * rollout.rollout_max_response_len,
+        staleness=predicted_staleness(config),
+        staleness_text=staleness_line(config),
+        step=StepTime(generation_s, training_s),
+        layout=layout_of(config),
+        backend=config.train.train_backend,
+        estimate=estimate_run(config, model) if model is not None else None,
+        frozen=frozen,
+        router=_router(config),
+    )
+
+
+def _frozen(config: Config, name: str, place: str) -> FrozenPlan:
+    if is_address(place):
+        return FrozenPlan(name, place, started=False)
+    model = model_config(place)
+    found = estimate_run(config, model) if model is not None else None
+    engine = found.engine if found is not None else None
+    return FrozenPlan(name, place, started=True, nbytes=engine.total * engine.gpus if engine is not None else None)
+
+
+def _stages(config: Config) -> tuple[StagePlan, ...]:
+    local = config.run.runner == "local"
+    own = {stage.name for stage in config.stage}
+    graders = config.reward.reward_workers
+    found = []
+    for name, count in replicas(config).items():
+        where = "in the controller's process" if name == "prompts" else "process" if local else "task"
+        if name == "engine":
+            where = _engine(config)
+        if name == "train" and (gang := gang_size(config)):
+            where += f" and a gang of {gang} process{'es' if gang > 1 else ''} ({layout_of(config)})"
+        if name == "reward" and graders:
+            where += f" and {graders} grader process{'es' if graders > 1 else ''} each"
+        found.append(StagePlan(name, count, where, name in own))
+    return tuple(found)
+
+
+def _own_processes(config: Config) -> bool:
+    """Whether an engine of this run is a process."""
+    return config.run.runner == "local" or config.engine.engine == "sglang"
+
+
+def _engine(config: Config) -> str:
+    """What one engine is."""
+    sglang = config.sglang
+    if sglang.rollout_external_engine_addrs:
+        return f"not started here, asked at {', '.join(sglang.rollout_external_engine_addrs)}"
+    if config.engine.engine == "sglang":
+        gpus = sglang.rollout_num_gpus_per_engine
+        return f"SGLang server in its own processes, {gpus} GPU{'s' if gpus > 1 else ''} where there are any"
+    return "process with an HTTP server" if config.run.runner == "local" else "thread with an HTTP server"
+
+
+def _router(config: Config) -> str:
+    """What the router in front of the engines is; empty if there is none."""
+    kind, address = resolved_router(config), config.router.router_address
+    if kind == "none":
+        return ""
+    name = "smg" if kind == "smg" else "sglang-router"
+    return f"{name}, not started here, asked at {address}" if address is not None else f"{name} in a process of its own"
+
+
+def _processes(config: Config, stages: tuple[StagePlan, ...]) -> int:
+    """The controller, and what it starts. A server of SGLang counts as one, though it starts more itself."""
+    graders = sum(stage.replicas * config.reward.reward_workers for stage in stages if stage.name == "reward")
+    router = 1 if resolved_router(config) != "none" and config.router.router_address is None else 0
+    gang = gang_size(config) if "train" in path(config) else 0
+    elsewhere = {"prompts"} | ({"engine"} if config.sglang.rollout_external_engine_addrs else set())
+    if config.run.runner == "local":
+        return 1 + graders + router + gang + sum(stage.replicas for stage in stages if stage.name not in elsewhere)
+    servers = replicas(config).get("engine", 0) if config.engine.engine == "sglang" and "engine" not in elsewhere else 0
+    return 1 + graders + router + gang + servers
+
+
+def _edges(config: Config) -> tuple[Edge, ...]:
+    order = path(config)
+    edges = [
+        Edge(source, target, "PromptGroup" if source == "prompts" and target == "generate" else "RolloutSlice")
+        for source, target in pairwise(order)
+    ]
+    for name in loops(config):
+        edges.append(Edge("generate", name, "RolloutSlice", feedback=True))
+        edges.append(Edge(name, "generate", "RolloutSlice", feedback=True))
+    if evaluates(config):
+        edges.append(Edge("evaluate", "generate", "PromptGroup", feedback=True))
+        edges.append(Edge("group", "evaluate", "RolloutSlice"))
+    reporters = [name for name in ("group", "train") if name in order] + (["evaluate"] if evaluates(config) else [])
+    edges += [Edge(name, "prompts", "Report", feedback=True) for name in reporters]
+    return tuple(edges)
+
+
+def render(plan: Plan) -> str:
+    """The plan as text."""
+    blocks = [_head(plan), _graph(plan), _placement(plan), _arithmetic(plan), _bounds(plan), _model(plan)]
+    return "\n\n".join("\n".join(block) for block in blocks) + "\n"
+
+
+def _head(plan: Plan) -> list[str]:
+    length = f"{plan.rollouts} rollout batches" if plan.rollouts is not None else f"{plan.epochs} epochs of the prompts"
+    return [
+        f"mode {plan.mode}, {length}, model {plan.model}, engine {plan.engine}",
+        f"run directory {plan.run_dir}, configuration {plan.config_hash}",
+    ]
+
+
+def _graph(plan: Plan) -> list[str]:
+    counts = {stage.name: stage.replicas for stage in plan.stages}
+    label = {name: f"{name} x{count}" if count > 1 else name for name, count in counts.items()}
+    main = [edge for edge in plan.edges if not edge.feedback and edge.target != "evaluate"]
+    lines = ["stages", "  " + " -> ".join([label["prompts"], *(label[edge.target] for edge in main)])]
+    for edge in plan.edges:
+        if edge.feedback and edge.source == "generate":
+            lines.append(f"  generate -> {label[edge.target]} -> generate   (loop, inlets of its own)")
+    if "evaluate" in label:
+        lines.append("  evaluate -> generate ... group -> evaluate   (held-out prompts, one pinned version)")
+    if "engine" in label:
+        router = "router <-> " if plan.router else ""
+        lines.append(f"  generate <-> {router}{label['engine']}   (HTTP)")
+        lines.append("  train -> weights -> engine   (by version)")
+    if "teacher" in label:
+        lines.append("  teacher <-> frozen engines   (HTTP)")
+    reporters = ", ".join(edge.source for edge in plan.edges if edge.carries == "Report")
+    lines.append(f"  {reporters} -> prompts   (every group settled once)")
+    return lines
+
+
+def _placement(plan: Plan) -> list[str]:
+    lines = [f"placement: runner {plan.runner}, {plan.processes} process{'es' if plan.processes > 1 else ''}"]
+    for stage in plan.stages:
+        kind = f"{stage.where} (custom stage)" if stage.custom else stage.where
+        lines.append(f"  {stage.name:<12} x{stage.replicas:<3} {kind}")
+    if plan.router:
+        lines.append(f"  {'router':<12} x1   {plan.router}")
+    server = "process" if plan.runner == "local" or plan.engine == "sglang" else "thread"
+    for engine in plan.frozen:
+        where = f"{server} with an HTTP server, weights of" if engine.started else "not started here, asked at"
+        lines.append(f"  frozen-{engine.name:<5} x1   {where} {engine.place}")
+    return lines
+
+
+def _arithmetic(plan: Plan) -> list[str]:
+    b = plan.batch
+    lines = [
+        "batch",
+        f"  rollout_batch_size {b.rollout_batch_size} x n_samples_per_prompt {b.n_samples_per_prompt} = {b.rollouts} "
+        f"rollouts = global_batch_size {b.global_batch_size} x num_steps_per_rollout {b.num_steps_per_rollout}",
+        f"  at most {plan.tokens_per_batch:,} response tokens per rollout batch",
+    ]
+    if plan.rollouts is not None:
+        lines.append(
+            f"  {plan.rollouts * b.rollouts:,} rollouts and {plan.rollouts * b.num_steps_per_rollout:,} steps in all"
+        )
+    return lines
+
+
+def _bounds(plan: Plan) -> list[str]:
+    stale, step = plan.staleness, plan.step
+    lines = ["asynchrony", f"  {plan.staleness_text}"]
+    if stale.bound:
+        lines.append(
+            f"  smallest useful bound with these engine slots: {stale.useful} (chosen: {stale.bound}); above it only "
+            "staleness grows"
+        )
+    known = [
+        f"{name} {value:.3g} s"
+        for name, value in (("generation", step.generation_s), ("training", step.training_s))
+        if value is not None
+    ]
+    lines.append("  step time bound = max(generation, training) per batch; efficiency = bound / measured step time")
+    if step.bound_s is not None:
+        lines.append(f"  {', '.join(known)}: no step can take less than {step.bound_s:.3g} s")
+    elif known:
+        lines.append(f"  {known[0]}: no step can take less; the other side is measured during the run")
+    return lines
+
+
+def _model(plan: Plan) -> list[str]:
+    if plan.estimate is None:
+        return [f"memory: not estimated, for {plan.model} has no local config.json of a known shape; --model names one"]
+    frozen = [
+        f"  frozen-{engine.name:<11} {size_text(engine.nbytes)}   weights + KV cache"
+        for engine in plan.frozen
+        if engine.nbytes is not None
+    ]
+    return [*model_lines(plan.estimate, plan.layout, plan.backend), *frozen]

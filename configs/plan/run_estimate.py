@@ -1,0 +1,158 @@
+"""Memory and work of a whole run: the trainer's processes, one engine, the weight store, operations of a batch. Pure.
+
+A rollout batch costs, for each token: forward (1) and backward (2) passes, one more forward pass where activations are
+recomputed, one for the anchor's log-probs and one for the reference, where there are any.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Final
+
+from msgspec import Struct
+
+from configs.graph import evaluates, path
+from configs.plan.architecture import Architecture, architecture
+from configs.plan.memory import GPU_BYTES, TrainerMemory, trainer_memory
+from configs.plan.parameters import active_parameters, forward_flops, total_parameters
+from configs.schema import Config
+
+__all__ = ["PEAK_FLOPS", "UTILISATION", "EngineMemory", "RunEstimate", "Work", "estimate_run"]
+
+PEAK_FLOPS: Final = 989e12  # per second, H100 SXM, dense bfloat16 (its data sheet)
+UTILISATION: Final = 0.4  # share of it that is assumed, not measured
+STATIC_FRACTION: Final = 0.88  # of a GPU that SGLang takes for weights and KV cache, if nothing else is asked
+
+
+class EngineMemory(Struct, frozen=True, kw_only=True):
+    """Bytes on one GPU of one engine. `kv_tokens`: that the slots may hold at full length (embedded engine), or that
+    fit beside the weights into 80 GB (SGLang)."""
+
+    gpus: int
+    weights: int
+    kv_bytes_per_token: int
+    kv_tokens: int
+
+    @property
+    def total(self) -> int:
+        return self.weights + self.kv_bytes_per_token * self.kv_tokens
+
+
+class Work(Struct, frozen=True, kw_only=True):
+    """Floating point operations. `passes`: forward passes that a trained token costs; `length`: tokens of the longest
+    sequence, which all are taken to have; `batch`: of a rollout batch, at most."""
+
+    forward_token: int
+    passes: float
+    length: int
+    batch: int
+
+    def seconds(self, processes: int) -> float:
+        """Time of a rollout batch on so many H100 at the utilisation that is assumed."""
+        return self.batch / (processes * PEAK_FLOPS * UTILISATION)
+
+
+class RunEstimate(Struct, frozen=True, kw_only=True):
+    """What a model costs in this run."""
+
+    parameters: int
+    active: int
+    trainer: TrainerMemory | None
+    engine: EngineMemory | None
+    weight_slots: int  # two versions in shared memory
+    work: Work
+
+
+def estimate_run(config: Config, model: Mapping[str, Any]) -> RunEstimate | None:
+    """Estimate for a model's config.json; None if its shape is not known."""
+    shape = architecture(model)
+    if shape is None:
+        return None
+    count = total_parameters(shape)
+    return RunEstimate(
+        parameters=count,
+        active=active_parameters(shape),
+        trainer=trainer_memory(config, shape),
+        engine=_engine(config, shape, count) if "generate" in path(config) or evaluates(config) else None,
+        weight_slots=2 * count * _engine_width(config),
+        work=_work(config, shape),
+    )
+
+
+def _engine_width(config: Config) -> int:
+    """Bytes of a weight in the engine."""
+    if config.engine.engine == "sglang":
+        return 4 if config.sglang.sglang_args.get("dtype") == "float32" else 2
+    return 2 if config.engine.engine_dtype == "bfloat16" else 4
+
+
+def _engine(config: Config, shape: Architecture, count: int) -> EngineMemory:
+    width, layers = _engine_width(config), shape.layers
+    if config.engine.engine != "sglang":
+        slots = min(config.engine.engine_slots, config.rollout.server_concurrency)
+        return EngineMemory(
+            gpus=1,
+            weights=count * width,
+            kv_bytes_per_token=shape.key_values * layers * width,
+            kv_tokens=slots * (_longest(config, shape) or 0),
+        )
+    gpus = config.sglang.rollout_num_gpus_per_engine
+    # Key heads are divided until each GPU has one; a compressed cache is whole on every GPU.
+    per_token = shape.key_values if shape.latent else -(-shape.key_values // min(gpus, shape.kv_heads))
+    per_token *= layers * width
+    weights = -(-count * width // gpus)
+    asked = config.sglang.sglang_args.get("mem_fraction_static")
+    room = int(GPU_BYTES * (_number(asked) or STATIC_FRACTION)) - weights
+    return EngineMemory(
+        gpus=gpus, weights=weights, kv_bytes_per_token=per_token, kv_tokens=max(0, room) // max(1, per_token)
+    )
+
+
+def _number(value: Any) -> float | None:
+    try:
+        return float(value)
+    except (TypeError, ValueError):
+        return None
+
+
+def _longest(config: Config, shape: Architecture) -> int | None:
+    """Tokens of the longest sequence: as configured, else the model's own limit."""
+    length = config.rollout.rollout_max_context_len
+    if length is None:
+        prompt = config.data.rollout_max_prompt_len
+        length = prompt + config.rollout.rollout_max_response_len if prompt is not None else shape.positions
+    if shape.positions is not None and length is not None:
+        length = min(length, shape.positions)
+    return length
+
+
+def _work(config: Config, shape: Architecture) -> Work:
+    rollout, train = config.rollout, config.train
+    prompt = config.data.rollout_max_prompt_len or 0
+    length = min(
+        prompt + rollout.rollout_max_response_len,
+        rollout.rollout_max_context_len or shape.positions or 1 << 62,
+        shape.positions or 1 << 62,
+    )
+    one = forward_flops(shape, length)
+    passes = 3.0 + _recomputed(config) + _scored(config)
+    rollouts = rollout.rollout_batch_size * rollout.n_samples_per_prompt
+    critic = 2 if config.algorithm.advantage_estimator == "ppo" and train.loss_type == "policy_loss" else 1
+    return Work(forward_token=one // length, passes=passes, length=length, batch=int(one * passes * rollouts * critic))
+
+
+def _recomputed(config: Config) -> int:
+    """Forward passes within the backward pass."""
+    if config.train.train_backend == "megatron":
+        return int(config.megatron.recompute_granularity == "full")
+    return int(config.train.gradient_checkpointing)
+
+
+def _scored(config: Config) -> int:
+    """Forward passes before the update: of the anchor, of the reference."""
+    if config.train.loss_type == "sft_loss":
+        return 0
+    correction, algorithm = config.correction, config.algorithm
+    anchor = correction.policy_mode == "decoupled" and correction.prox == "recompute"
+    reference = algorithm.use_kl_loss or algorithm.kl_coef > 0
+    return int(anchor) + int(reference)

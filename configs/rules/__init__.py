@@ -1,0 +1,1 @@
+"""The rules of `configs.rules.validate`, by subject. Each check yields one sentence per broken rule."""

@@ -1,0 +1,196 @@
+"""Estimators, losses, KL and critic: names that exist, and options that the chosen ones really read.
+
+An option that would do nothing is a fault, not a silence: the user believes that it trains something else.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from typing import Final
+
+from configs.cli.flags import closest
+from configs.schema import AlgorithmConfig, Config, CriticConfig
+from configs.schema.algorithm import ESTIMATORS, GROUP_RELATIVE, KL_IN_REWARD, POLICY_LOSSES
+
+__all__ = ["estimator_faults", "kl_faults", "loss_faults", "name_faults", "unread_faults", "warnings"]
+
+IMPORT_PATH: Final = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
+CLIPPED_LOSSES: Final = frozenset(("ppo", "gspo", "cispo"))  # read eps_clip
+
+
+def name_faults(config: Config) -> Iterator[str]:
+    algorithm = config.algorithm
+    for label, name, known in (
+        ("--advantage-estimator", algorithm.advantage_estimator, ESTIMATORS),
+        ("--policy-loss", algorithm.policy_loss, ("auto", *POLICY_LOSSES)),
+    ):
+        if name not in known and not IMPORT_PATH.fullmatch(name):
+            best = closest(name, known)
+            cure = f"did you mean {best}?" if best else f"choose one of {', '.join(known)}"
+            yield f"{label} is {name!r}, which is neither known nor an import path package.module:function; {cure}"
+
+
+def estimator_faults(config: Config) -> Iterator[str]:
+    """What the rollouts must be like for the estimator to say anything."""
+    algorithm, rollout = config.algorithm, config.rollout
+    estimator = algorithm.advantage_estimator
+    if config.train.loss_type == "sft_loss":
+        return
+    if rollout.n_samples_per_prompt < 2 and rollout.num_rollout != 0:
+        if estimator in GROUP_RELATIVE and not algorithm.disable_rewards_normalization:
+            yield (
+                f"--n-samples-per-prompt is {rollout.n_samples_per_prompt}, but {estimator} compares "
+                "the rollouts of a group, and alone each advantage is 0; set it to at least 2"
+            )
+        elif "nonzero_std" in config.filter.dynamic_sampling_filter:
+            yield (
+                f"--n-samples-per-prompt is {rollout.n_samples_per_prompt}, and --dynamic-sampling-filter nonzero_std "
+                "drops every group of one, so that nothing is ever trained; leave the filter out"
+            )
+    if algorithm.disable_rewards_normalization and estimator in ("dr_grpo", "rloo", "reinforce_plus_plus_baseline"):
+        yield (
+            f"--disable-rewards-normalization with --advantage-estimator {estimator}: the group's baseline is all that "
+            "this estimator is; choose reinforce_plus_plus or grpo for rewards as they are, or leave it out"
+        )
+    if estimator == "on_policy_distillation" and not config.distill.use_opd:
+        yield (
+            "--advantage-estimator on_policy_distillation has no reward term, so that without --use-opd every "
+            "advantage is 0; add --use-opd and a teacher with --frozen-engine teacher=PATH"
+        )
+    if estimator == "on_policy_distillation" and "nonzero_std" in config.filter.dynamic_sampling_filter:
+        yield (
+            "--dynamic-sampling-filter nonzero_std with --advantage-estimator on_policy_distillation drops groups for "
+            "their rewards, which this estimator never reads; leave the filter out"
+        )
+
+
+def unread_faults(config: Config) -> Iterator[str]:
+    """Options that are set although nothing reads them."""
+    if config.train.loss_type == "sft_loss":
+        return
+    algorithm, default = config.algorithm, AlgorithmConfig()
+    estimator, loss = algorithm.advantage_estimator, algorithm.policy_loss
+    custom_loss, own_loss = config.train.loss_type == "custom_loss", ":" in loss
+    critic = estimator == "ppo"
+    returns = estimator in ("ppo", "reinforce_plus_plus")
+    for name, read, readers in (
+        ("gamma", returns, "--advantage-estimator ppo or reinforce_plus_plus"),
+        ("lambd", critic, "--advantage-estimator ppo"),
+        ("bootstrap_truncated", critic, "--advantage-estimator ppo"),
+        ("eps_clip_c", loss == "ppo" or own_loss, "--policy-loss ppo"),
+        ("dppo_threshold", loss == "dppo" or own_loss, "--policy-loss dppo"),
+        ("dppo_kl_coef", loss == "dppo" or own_loss, "--policy-loss dppo"),
+        ("aipo_clip", loss == "aipo" or own_loss, "--policy-loss aipo"),
+        ("m2po_threshold", loss == "m2po" or own_loss, "--policy-loss m2po"),
+        ("kimi_tau", loss == "kimi" or own_loss, "--policy-loss kimi"),
+        ("custom_loss_function_path", custom_loss, "--loss-type custom_loss"),
+        ("use_unbiased_kl", algorithm.use_kl_loss, "--use-kl-loss"),
+        ("ref_update_interval", algorithm.use_kl_loss or algorithm.kl_coef > 0, "--use-kl-loss or --kl-coef"),
+    ):
+        value = getattr(algorithm, name)
+        if value != getattr(default, name) and not read:
+            yield f"--{name.replace('_', '-')} is {value}, but only {readers} reads it; choose that, or leave it out"
+    empty = CriticConfig(critic_load=config.critic.critic_load)
+    if not critic and config.critic != empty:
+        changed = next(n for n in CriticConfig.__struct_fields__ if getattr(config.critic, n) != getattr(empty, n))
+        yield (
+            f"--{changed.replace('_', '-')} is {getattr(config.critic, changed)}, but only --advantage-estimator ppo "
+            "has a critic; choose that, or leave it out"
+        )
+
+
+def kl_faults(config: Config) -> Iterator[str]:
+    algorithm = config.algorithm
+    if algorithm.use_kl_loss and algorithm.kl_loss_coef == 0:
+        yield (
+            "--kl-loss-coef is 0, but --use-kl-loss pays for a reference forward pass; set --kl-loss-coef above 0, for "
+            "example 0.001, or leave --use-kl-loss out"
+        )
+    if algorithm.kl_loss_coef > 0 and not algorithm.use_kl_loss:
+        yield (
+            f"--kl-loss-coef is {algorithm.kl_loss_coef:g}, but does nothing without --use-kl-loss; add "
+            "--use-kl-loss, or leave --kl-loss-coef out"
+        )
+    if algorithm.kl_coef > 0 and algorithm.advantage_estimator not in KL_IN_REWARD:
+        yield (
+            f"--kl-coef is {algorithm.kl_coef:g}, but --advantage-estimator {algorithm.advantage_estimator} has no "
+            f"reward per token to take it from; use --use-kl-loss --kl-loss-coef {algorithm.kl_coef:g}, or choose one "
+            f"of {', '.join(sorted(KL_IN_REWARD))}"
+        )
+    if algorithm.kl_coef > 0 and algorithm.use_kl_loss:
+        yield (
+            f"--kl-coef {algorithm.kl_coef:g} and --use-kl-loss both hold the policy near the reference, once in the "
+            "reward and once in the loss; leave one of them out"
+        )
+
+
+def loss_faults(config: Config) -> Iterator[str]:
+    algorithm, train = config.algorithm, config.train
+    if train.loss_type == "custom_loss":
+        if algorithm.custom_loss_function_path is None:
+            yield (
+                "--loss-type is custom_loss, but there is no loss; give --custom-loss-function-path, for example "
+                "my_project.losses:preference"
+            )
+        for label, used in (
+            ("--use-opd", config.distill.use_opd),
+            ("--kl-coef", algorithm.kl_coef > 0),
+            ("--advantage-estimator ppo", algorithm.advantage_estimator == "ppo"),
+            (f"--policy-loss {algorithm.policy_loss}", algorithm.policy_loss not in ("auto", "ppo")),
+        ):
+            if used:
+                yield f"{label} with --loss-type custom_loss: a loss of your own does not read it; leave it out"
+    if train.min_lr > train.lr:
+        yield f"--min-lr is {train.min_lr:g}, but must not be above --lr {train.lr:g}; lower it, for example to 0"
+    if algorithm.policy_loss in ("ppo", "gspo") and algorithm.eps_clip >= 1:
+        yield (
+            f"--eps-clip is {algorithm.eps_clip:g}, but the ratio's lower bound 1 - eps_clip must stay above 0; set it "
+            "below 1 (only cispo takes 1 or more, as 'no lower bound')"
+        )
+
+
+def warnings(config: Config) -> Iterator[str]:
+    if config.train.loss_type == "sft_loss":
+        return
+    algorithm = config.algorithm
+    estimator, loss = algorithm.advantage_estimator, algorithm.policy_loss
+    if algorithm.use_kl_loss and algorithm.kl_loss_type == "k1":
+        yield "--kl-loss-type k1 has no gradient on-policy as a loss (its expected gradient is 0); use low_var_kl or k2"
+    reference = algorithm.use_kl_loss or algorithm.kl_coef > 0
+    if not reference and config.train.ref_load not in (None, config.train.hf_checkpoint):
+        yield "--ref-load is given but never used; add --use-kl-loss and --kl-loss-coef, or --kl-coef"
+    if algorithm.disable_grpo_std_normalization and estimator not in ("grpo", "gspo", "cispo"):
+        yield (
+            "--disable-grpo-std-normalization has no effect with --advantage-estimator "
+            f"{estimator}, which never divides by the standard deviation"
+        )
+    if algorithm.normalize_advantages is False and estimator == "reinforce_plus_plus":
+        yield "--no-normalize-advantages with reinforce_plus_plus leaves it without any baseline"
+    if estimator == "dr_grpo" and algorithm.loss_aggregation != "constant":
+        yield (
+            f"--loss-aggregation {algorithm.loss_aggregation} with dr_grpo brings back the length bias that it "
+            "removes; its own form is --loss-aggregation constant"
+        )
+    yield from _clip_warnings(algorithm, loss)
+
+
+def _clip_warnings(algorithm: AlgorithmConfig, loss: str) -> Iterator[str]:
+    if loss == "cispo" and algorithm.eps_clip < 1:
+        yield (
+            f"--eps-clip {algorithm.eps_clip:g} bounds cispo's weight from below; its canonical form has no lower "
+            "bound: set --eps-clip 1"
+        )
+    if loss == "gspo" and algorithm.eps_clip > 0.05:
+        yield (
+            f"--eps-clip {algorithm.eps_clip:g} is wide for gspo, whose ratio is a mean over the response; the paper "
+            "has 3e-4 (and --eps-clip-high 4e-4)"
+        )
+    high = algorithm.eps_clip if algorithm.eps_clip_high is None else algorithm.eps_clip_high
+    if loss in ("ppo", "gspo") and high < algorithm.eps_clip:
+        yield (
+            f"--eps-clip-high {high:g} is below --eps-clip {algorithm.eps_clip:g}: ratios are held tighter above than "
+            "below, the reverse of clip-higher"
+        )
+    if loss not in CLIPPED_LOSSES and ":" not in loss and (algorithm.eps_clip, high) != (0.2, 0.2):
+        yield f"--eps-clip and --eps-clip-high have no effect with --policy-loss {loss}, which does not clip a ratio"

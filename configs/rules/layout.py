@@ -1,0 +1,110 @@
+"""Stages, replicas, tools and devices."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterator
+
+from configs.cli.flags import closest
+from configs.graph import BUILT_IN, FOLLOWED, SINGLE, chain, engine_count, is_address, replicas, stage_names
+from configs.schema import Config, StageConfig
+
+__all__ = ["device_faults", "scale_faults", "stage_faults", "tool_faults", "warnings"]
+
+_NAME = re.compile(r"[a-z][a-z0-9_-]*", re.ASCII)
+_DEVICE = re.compile(r"auto|cpu|cuda(:\d+)?", re.ASCII)
+
+
+def scale_faults(config: Config) -> Iterator[str]:
+    for name, count in config.run.scale.items():
+        if name not in stage_names(config):
+            best = closest(name, stage_names(config))
+            cure = f"did you mean {best}?" if best else f"the stages are {', '.join(stage_names(config))}"
+            yield f"--scale {name}={count} names no stage; {cure}"
+        elif count < 1:
+            yield f"--scale {name}={count} leaves no replica, but each stage needs at least one; set {name}=1"
+        elif name in SINGLE and count > 1:
+            yield f"--scale {name}={count} is too many, for there can be only one: {SINGLE[name]}; leave {name} out"
+        elif name == "tools" and not config.tools.tools:
+            yield f"--scale tools={count} scales a stage that this run does not have; add --tools, or leave tools out"
+    started = sum(not is_address(place.partition("=")[2]) for place in config.engine.frozen_engine)
+    last = config.engine.engine_port + engine_count(config) + started - 1
+    if config.engine.engine_port and last > 65535:
+        yield (
+            f"--engine-port is {config.engine.engine_port}, but the last engine would need {last}; set a lower port, "
+            "or 0"
+        )
+
+
+def stage_faults(config: Config) -> Iterator[str]:
+    names = Counter(stage.name for stage in config.stage)
+    for name, count in names.items():
+        if count > 1:
+            yield f"stage.{name} is there {count} times, but names must differ; rename all but one"
+        if name in BUILT_IN:
+            yield f"stage.{name} has the name of a built-in stage; rename it, for example my_{name}"
+        elif not _NAME.fullmatch(name):
+            yield f"stage name {name!r} must be small letters, digits, - and _, with a letter first; rename it"
+    for stage in config.stage:
+        yield from _place_faults(stage, config)
+    reached = {stage.name for head in FOLLOWED for stage in chain(config, head)}
+    for stage in config.stage:
+        if stage.after in names and stage.name not in reached and stage.after != stage.name:
+            yield (
+                f"stage.{stage.name}.after is {stage.after!r}, but that chain of stages never begins at a built-in "
+                f"one; let one of them come after {', '.join(FOLLOWED)}"
+            )
+
+
+def _place_faults(stage: StageConfig, config: Config) -> Iterator[str]:
+    key = f"stage.{stage.name}"
+    if (stage.after is None) == (stage.loop is None):
+        have = "both after and loop" if stage.after is not None else "neither after nor loop"
+        yield f"{key} has {have}, but needs exactly one; write for example after = 'generate'"
+        return
+    if stage.loop is not None:
+        if stage.loop != "generate":
+            yield (
+                f"{key}.loop is {stage.loop!r}, but only generate sends unfinished rollouts round; set loop = "
+                "'generate'"
+            )
+        return
+    after = str(stage.after)
+    own = [other.name for other in config.stage if other.after is not None and other.name != stage.name]
+    allowed = (*FOLLOWED, *own)
+    if after not in allowed:
+        best = closest(after, allowed) if after not in BUILT_IN else None
+        cure = f"did you mean {best}?" if best else f"choose one of {', '.join(allowed)}"
+        what = "is no place for a custom stage" if after in BUILT_IN else "is no stage"
+        yield f"{key}.after is {after!r}, which {what}; {cure}"
+
+
+def tool_faults(config: Config) -> Iterator[str]:
+    tools = config.tools
+    if not tools.tools:
+        return
+    if not tools.tool_call_open or not tools.tool_call_close:
+        yield "--tool-call-open and --tool-call-close must not be empty, for they mark a tool call; give both"
+    if "{result}" not in tools.tool_result_template:
+        yield (
+            f"--tool-result-template is {tools.tool_result_template!r}, but must contain {{result}}, which is "
+            "replaced by the tool's answer; add it"
+        )
+
+
+def device_faults(config: Config) -> Iterator[str]:
+    for label, device in (
+        ("--engine-device", config.engine.engine_device),
+        ("--train-device", config.train.train_device),
+    ):
+        if not _DEVICE.fullmatch(device):
+            yield f"{label} is {device!r}, but must be auto, cpu, cuda or cuda:N; give for example {label} cpu"
+
+
+def warnings(config: Config) -> Iterator[str]:
+    if config.tools.tools and config.rollout.max_turns == 1:
+        yield "--max-turns 1 ends a rollout at its first tool call, so that no answer follows the tool's result"
+    absent = set(config.run.scale) & set(BUILT_IN) - set(replicas(config))
+    for name in sorted(absent - {"tools"}):
+        yield f"--scale {name} has no effect: this run has no such stage"

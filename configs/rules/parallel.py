@@ -1,0 +1,242 @@
+"""How the trainer's processes divide a model: sizes against the processes, against each other, against the model."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from configs.plan.architecture import Architecture, architecture
+from configs.plan.parallel_layout import layout_of, own_stages, stage_layers
+from configs.schema import Config
+from configs.sources import known_model
+
+__all__ = ["expert_faults", "layout_faults", "model_faults", "pipeline_faults", "recompute_faults", "warnings"]
+
+_WORLD = "--actor-num-nodes x --actor-num-gpus-per-node"
+
+
+def layout_faults(config: Config) -> Iterator[str]:
+    """Whether the groups of processes come out even."""
+    layout, fsdp = layout_of(config), config.fsdp
+    world, backend = layout.world, config.train.train_backend
+    if backend == "fsdp":
+        for label, size in (
+            ("--fsdp-shard-size", fsdp.fsdp_shard_size or 1),
+            ("--fsdp-context-parallel-size", fsdp.fsdp_context_parallel_size),
+        ):
+            if world % size:
+                yield (
+                    f"{label} is {size}, but must divide the trainer's {world} process{'es' if world > 1 else ''} "
+                    f"({_WORLD}); set it to {_divisor(world, size)}"
+                )
+        if fsdp.fsdp_context_parallel_size > 1 and config.train.attn_implementation not in ("auto", "sdpa"):
+            yield (
+                f"--attn-implementation is {config.train.attn_implementation}, but --fsdp-context-parallel-size "
+                f"{fsdp.fsdp_context_parallel_size} needs attention whose mask can be chosen; set it to sdpa or auto"
+            )
+    if backend != "megatron":
+        return
+    one = layout.tensor * layout.pipeline * layout.context
+    if world % one:
+        yield (
+            f"{_WORLD} is {world}, but must be a multiple of --tensor-model-parallel-size {layout.tensor} x "
+            f"--pipeline-model-parallel-size {layout.pipeline} x --context-parallel-size {layout.context} = {one}; "
+            f"set --actor-num-gpus-per-node so that it is, for example {one} on one node, or lower a size"
+        )
+    experts = layout.expert_tensor * layout.expert * layout.pipeline
+    if world % experts and (layout.expert > 1 or layout.expert_tensor != layout.tensor):
+        yield (
+            f"{_WORLD} is {world}, but must be a multiple of --expert-model-parallel-size {layout.expert} x "
+            f"--expert-tensor-parallel-size {layout.expert_tensor} x --pipeline-model-parallel-size "
+            f"{layout.pipeline} = {experts}; lower --expert-model-parallel-size, or set --expert-tensor-parallel-size 1"
+        )
+    if layout.sequence and layout.tensor == 1:
+        yield (
+            "--sequence-parallel splits activations over the tensor parallel processes, but "
+            "--tensor-model-parallel-size is 1; set that to 2 or more, or leave --sequence-parallel out"
+        )
+    if layout.context > 1 and config.megatron.transformer_impl == "local":
+        yield (
+            f"--context-parallel-size is {layout.context}, but --transformer-impl is local, and only Transformer "
+            "Engine's attention divides a sequence; set --transformer-impl transformer_engine, or "
+            "--context-parallel-size 1"
+        )
+    yield from _overlap_faults(config)
+
+
+def _overlap_faults(config: Config) -> Iterator[str]:
+    megatron = config.megatron
+    if megatron.overlap_param_gather and not (megatron.overlap_grad_reduce and megatron.use_distributed_optimizer):
+        yield (
+            "--overlap-param-gather gathers what the distributed optimizer has spread, while gradients are reduced; "
+            "it needs --use-distributed-optimizer and --overlap-grad-reduce: set both, or leave it out"
+        )
+    if megatron.optimizer_offload_fraction != 1.0 and not megatron.optimizer_cpu_offload:
+        yield (
+            f"--optimizer-offload-fraction is {megatron.optimizer_offload_fraction:g}, but is read only with "
+            "--optimizer-cpu-offload; add that, or leave the fraction out"
+        )
+
+
+def pipeline_faults(config: Config) -> Iterator[str]:
+    """Stages, chunks of stages, and uneven first and last stages."""
+    if config.train.train_backend != "megatron":
+        return
+    megatron = config.megatron
+    stages, chunks = megatron.pipeline_model_parallel_size, megatron.virtual_pipeline_model_parallel_size
+    uneven = {
+        "--decoder-first-pipeline-num-layers": megatron.decoder_first_pipeline_num_layers,
+        "--decoder-last-pipeline-num-layers": megatron.decoder_last_pipeline_num_layers,
+    }
+    if stages == 1:
+        if chunks is not None and chunks > 1:
+            yield (
+                f"--virtual-pipeline-model-parallel-size is {chunks}, but interleaves pipeline stages, and "
+                "--pipeline-model-parallel-size is 1; set that to 2 or more, or leave it out"
+            )
+        for label, value in uneven.items():
+            if value is not None:
+                yield (
+                    f"{label} is {value}, but --pipeline-model-parallel-size is 1, so that one stage has all layers; "
+                    "set that to 2 or more, or leave it out"
+                )
+        return
+    model = known_model(config)
+    layers = (model or {}).get("num_hidden_layers")
+    if isinstance(layers, int) and stage_layers(config, layers) is None and not own_stages(config):
+        named = "".join(f", {label} {value}" for label, value in uneven.items() if value is not None)
+        of_chunks = f" of {chunks} chunks" if chunks is not None and chunks > 1 else ""
+        yield (
+            f"--pipeline-model-parallel-size is {stages}{named}, but the model's {layers} layers do not divide into "
+            f"such stages{of_chunks}; choose a size that divides {layers}, or set --decoder-last-pipeline-num-layers "
+            f"to what is left of {-(-layers // stages)} for each of the others"
+        )
+
+
+def expert_faults(config: Config) -> Iterator[str]:
+    """Experts over processes."""
+    if config.train.train_backend != "megatron":
+        return
+    layout, megatron = layout_of(config), config.megatron
+    model = known_model(config)
+    shape = architecture(model) if model is not None else None
+    if shape is not None and shape.latent is not None and layout.tensor > 1 and not layout.sequence:
+        yield (
+            f"--tensor-model-parallel-size is {layout.tensor} for a model with latent attention ({shape.family}), "
+            "which is trained only together with sequence parallelism; add --sequence-parallel"
+        )
+    if shape is not None and not any(shape.sparse):
+        for label, size in (
+            ("--expert-model-parallel-size", layout.expert),
+            ("--expert-tensor-parallel-size", megatron.expert_tensor_parallel_size or 1),
+        ):
+            if size > 1:
+                yield f"{label} is {size}, but the model ({shape.family}) has no experts; leave it out"
+        return
+    known_sparse = shape is not None or layout.expert > 1
+    if known_sparse and layout.tensor > 1 and not layout.sequence:
+        yield (
+            f"--tensor-model-parallel-size is {layout.tensor} for a model with experts, which Megatron-core trains "
+            "only together with sequence parallelism; add --sequence-parallel"
+        )
+    if layout.expert_tensor > layout.tensor:
+        yield (
+            f"--expert-tensor-parallel-size is {layout.expert_tensor}, but must be at most "
+            f"--tensor-model-parallel-size {layout.tensor}, for experts are cut as the other layers are, or less; set "
+            f"it to {layout.tensor}"
+        )
+    if shape is not None and shape.experts % layout.expert:
+        yield (
+            f"--expert-model-parallel-size is {layout.expert}, but must divide the model's {shape.experts} experts; "
+            f"set it to {_divisor(shape.experts, layout.expert)}"
+        )
+    if shape is not None and shape.expert_ffn % layout.expert_tensor:
+        yield (
+            f"--expert-tensor-parallel-size is {layout.expert_tensor}, but must divide the experts' width "
+            f"{shape.expert_ffn}; set it to {_divisor(shape.expert_ffn, layout.expert_tensor)}"
+        )
+    spread = layout.data > 1 or layout.pipeline > 1
+    if layout.expert > 1 and megatron.moe_token_dispatcher_type == "allgather" and spread:
+        yield (
+            "--moe-token-dispatcher-type is allgather, which needs equally many tokens in every process, but "
+            "micro-batches of packed sequences differ; choose alltoall"
+        )
+    if megatron.moe_grouped_gemm and (megatron.transformer_impl == "local" or config.train.train_device == "cpu"):
+        yield (
+            "--moe-grouped-gemm needs Transformer Engine on a GPU, but --transformer-impl is "
+            f"{megatron.transformer_impl} and --train-device is {config.train.train_device}; leave it out "
+            "(--no-moe-grouped-gemm)"
+        )
+
+
+def model_faults(config: Config) -> Iterator[str]:
+    """Tensor parallelism against the model's heads and widths."""
+    model = known_model(config)
+    shape = architecture(model) if model is not None else None
+    if config.train.train_backend != "megatron" or shape is None:
+        return
+    tensor = config.megatron.tensor_model_parallel_size
+    for what, size in _divided(shape):
+        if size % tensor:
+            yield (
+                f"--tensor-model-parallel-size is {tensor}, but must divide the model's {size} {what}; set it to "
+                f"{_divisor(size, tensor)}"
+            )
+            return
+
+
+def _divided(shape: Architecture) -> Iterator[tuple[str, int]]:
+    yield "attention heads", shape.heads
+    if shape.latent is None:
+        yield "key and value heads", shape.kv_heads
+    if not all(shape.sparse):
+        yield "elements of the feed-forward width", shape.ffn
+    if shape.shared_ffn:
+        yield "elements of the shared experts' width", shape.shared_ffn
+
+
+def recompute_faults(config: Config) -> Iterator[str]:
+    """What is computed again in the backward pass; all three options are derived where one was left open."""
+    if config.train.train_backend != "megatron":
+        return
+    megatron = config.megatron
+    granularity = megatron.recompute_granularity
+    if megatron.recompute_activations and granularity == "full":
+        yield (
+            "--recompute-activations means --recompute-granularity selective, but that is full; leave one of them out"
+        )
+    if granularity == "full":
+        return
+    for label, value in (
+        ("--recompute-method", megatron.recompute_method),
+        ("--recompute-num-layers", megatron.recompute_num_layers),
+    ):
+        if value is not None:
+            yield (
+                f"{label} is {value}, but is read only with --recompute-granularity full, and that is "
+                f"{granularity or 'none'}; set it to full, or leave {label} out"
+            )
+
+
+def warnings(config: Config) -> Iterator[str]:
+    layout, parallel, backend = layout_of(config), config.parallel, config.train.train_backend
+    if backend == "torch" and layout.world > 1:
+        yield (
+            f"--train-backend torch keeps a whole copy of the model, its gradients and optimizer in each of "
+            f"{layout.world} processes; --train-backend fsdp divides them"
+        )
+    if backend != "simulated" and parallel.actor_num_nodes > 1:
+        yield (
+            f"--actor-num-nodes is {parallel.actor_num_nodes}, but --runner {config.run.runner} starts all processes "
+            "on this machine; such a layout can be planned (--dry-run), not yet started"
+        )
+    size = config.train.global_batch_size
+    if size is not None and size < layout.data:
+        yield (
+            f"--global-batch-size {size} is less than the {layout.data} data-parallel shares of the trainer: some of "
+            "its processes have nothing to do"
+        )
+
+
+def _divisor(number: int, wanted: int) -> int:
+    """The largest divisor that is at most what was asked."""
+    return next(size for size in range(min(wanted, number), 0, -1) if number % size == 0)

@@ -1,0 +1,101 @@
+"""All that is wrong with a resolved configuration, at once; and what is only doubtful, as warnings.
+
+Invariants: each fault is one sentence with key, value, rule and cure; a rule is checked here and nowhere else; checks
+read the resolved values, so it does not matter where a value came from.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Final
+
+from msgspec import Struct
+
+from configs.errors import ConfigError
+from configs.resolve import derive
+from configs.rules import algorithm, correction, engine, files, layout, model, parallel, reward, schedule, trainer
+from configs.schema import Config
+
+__all__ = ["Findings", "checked", "findings", "validate"]
+
+Check = Callable[[Config], Iterator[str]]
+
+_FAULTS: Final[tuple[Check, ...]] = (
+    schedule.length_faults,
+    schedule.staleness_faults,
+    schedule.resume_faults,
+    algorithm.name_faults,
+    algorithm.estimator_faults,
+    algorithm.loss_faults,
+    algorithm.unread_faults,
+    algorithm.kl_faults,
+    correction.correction_faults,
+    correction.weight_faults,
+    correction.rejection_faults,
+    correction.sampling_faults,
+    reward.engine_faults,
+    reward.reward_faults,
+    reward.filter_faults,
+    reward.data_order_faults,
+    files.data_faults,
+    files.checkpoint_faults,
+    files.import_path_faults,
+    layout.scale_faults,
+    layout.stage_faults,
+    layout.tool_faults,
+    layout.device_faults,
+    engine.fleet_faults,
+    engine.router_faults,
+    engine.update_faults,
+    engine.deadline_faults,
+    model.preset_faults,
+    trainer.section_faults,
+    trainer.lora_faults,
+    trainer.micro_batch_faults,
+    trainer.checkpoint_faults,
+    parallel.layout_faults,
+    parallel.pipeline_faults,
+    parallel.expert_faults,
+    parallel.model_faults,
+    parallel.recompute_faults,
+)
+_WARNINGS: Final[tuple[Check, ...]] = (
+    schedule.warnings,
+    algorithm.warnings,
+    correction.warnings,
+    layout.warnings,
+    engine.warnings,
+    model.warnings,
+    trainer.warnings,
+    parallel.warnings,
+)
+
+
+class Findings(Struct, frozen=True):
+    faults: tuple[str, ...]
+    warnings: tuple[str, ...]
+
+
+def findings(config: Config) -> Findings:
+    """Check a resolved configuration."""
+    return Findings(
+        tuple(fault for check in _FAULTS for fault in check(config)),
+        tuple(warning for check in _WARNINGS for warning in check(config)),
+    )
+
+
+def validate(config: Config) -> tuple[str, ...]:
+    """Return the warnings of a resolved configuration. Raises `ConfigError` that lists every fault."""
+    found = findings(config)
+    if found.faults:
+        raise ConfigError(found.faults)
+    return found.warnings
+
+
+def checked(config: Config, given: Mapping[str, str] | None = None) -> tuple[Config, tuple[str, ...]]:
+    """Resolve and validate in one; contradictions and broken rules are listed together. Raises `ConfigError`."""
+    resolved, faults = derive(config, given)
+    found = findings(resolved)
+    if faults or found.faults:
+        raise ConfigError([*faults, *found.faults])
+    return resolved, found.warnings

@@ -1,0 +1,116 @@
+"""DeepSeek-V3 and R1, Kimi K2 (`kimi_k2`) and Moonlight: latent attention (MLA), experts with a bias for their choice.
+
+Kimi K2 and Moonlight are the same architecture in other sizes; Moonlight has no q_lora_rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from models.families import parts
+from models.families.architecture import Architecture
+from models.families.reading import check_keys, need, renamed
+from models.families.rope import Rope, read_rope
+from models.families.routing import dense_before, prediction_layers, sigmoid_routing
+from models.families.rules import Rule, whole
+
+_KEYS = frozenset(
+    "kv_lora_rank q_lora_rank qk_head_dim qk_nope_head_dim qk_rope_head_dim v_head_dim".split()  # noqa: SIM905
+)
+# transformers and the published code leave the eps of these norms at their class's default, whatever rms_norm_eps is.
+_LATENT_NORM_EPS = 1e-6
+
+
+def deepseek_v3(config: Mapping[str, Any]) -> Architecture:
+    """Of `config.json`. Raises `UnsupportedModel`."""
+    config = renamed(config, num_local_experts="n_routed_experts")
+    check_keys(
+        config,
+        parts.COMMON_KEYS | parts.MOE_KEYS | _KEYS,
+        attention_bias=(False,),
+        rope_interleave=(True,),
+        scoring_func=("sigmoid",),
+        topk_method=("noaux_tc",),
+        moe_layer_freq=(1,),
+    )
+    rotated = int(need(config, "qk_rope_head_dim"))
+    rope = read_rope(config, head_width=rotated)
+    tied = bool(config.get("tie_word_embeddings", False))
+    return Architecture(
+        family="deepseek_v3",
+        model_type=str(config["model_type"]),
+        transformer=_transformer(config, rope),
+        vocab_size=int(need(config, "vocab_size")),
+        max_length=int(need(config, "max_position_embeddings")),
+        tied=tied,
+        rope=rope,
+        rules=(
+            *parts.embedding(),
+            *parts.norms(),
+            *_attention(config),
+            *parts.mlp(dense_only=True),
+            *parts.experts(router_bias=True, shared=bool(config.get("n_shared_experts"))),
+            *parts.head(tied=tied),
+        ),
+        moe_layers=dense_before(config),
+        experts=int(need(config, "n_routed_experts")),
+        latent_attention=True,
+        latent_norm_eps=_LATENT_NORM_EPS,
+        left_out=prediction_layers(config),
+    )
+
+
+def _transformer(config: Mapping[str, Any], rope: Rope) -> dict[str, Any]:
+    heads = int(need(config, "num_attention_heads"))
+    q_rank = config.get("q_lora_rank")
+    return (
+        parts.transformer(config, qk_norm=True)
+        | sigmoid_routing(config)
+        | {
+            "multi_latent_attention": True,
+            "num_query_groups": heads,
+            "kv_channels": None,
+            "q_lora_rank": int(q_rank) if q_rank is not None else None,
+            "kv_lora_rank": int(need(config, "kv_lora_rank")),
+            "qk_head_dim": int(need(config, "qk_nope_head_dim")),
+            "qk_pos_emb_head_dim": int(need(config, "qk_rope_head_dim")),
+            "v_head_dim": int(need(config, "v_head_dim")),
+            # Frequencies come from `rope`; Megatron-core needs the scaling for the scale of its softmax.
+            "rope_type": "yarn" if rope.kind == "yarn" else "rope",
+            "rotary_base": rope.base,
+            "rotary_scaling_factor": rope.factor if rope.kind == "yarn" else 1.0,
+            "mscale": float(rope.scaling.get("mscale") or 1.0),
+            "mscale_all_dim": float(rope.scaling.get("mscale_all_dim") or 0.0) if rope.kind == "yarn" else 0.0,
+        }
+    )
+
+
+def _attention(config: Mapping[str, Any]) -> tuple[Rule, ...]:
+    theirs, own = parts.LAYER + "self_attn.", parts.OWN + "self_attention."
+    rank, q_rank = int(need(config, "kv_lora_rank")), config.get("q_lora_rank")
+    if q_rank is None:
+        query: tuple[Rule, ...] = (Rule(own + "linear_q_proj.weight", whole(theirs + "q_proj.weight"), split="rows"),)
+    else:
+        query = (
+            Rule(
+                own + "linear_q_down_proj.weight",
+                whole(theirs + "q_a_proj.weight"),
+                split="rows",
+                replicated_rows=int(q_rank),
+            ),
+            Rule(own + "q_layernorm.weight", whole(theirs + "q_a_layernorm.weight")),
+            Rule(own + "linear_q_up_proj.weight", whole(theirs + "q_b_proj.weight"), split="rows"),
+        )
+    return (
+        *query,
+        Rule(
+            own + "linear_kv_down_proj.weight",
+            whole(theirs + "kv_a_proj_with_mqa.weight"),
+            split="rows",
+            replicated_rows=rank + int(need(config, "qk_rope_head_dim")),
+        ),
+        Rule(own + "kv_layernorm.weight", whole(theirs + "kv_a_layernorm.weight")),
+        Rule(own + "linear_kv_up_proj.weight", whole(theirs + "kv_b_proj.weight"), split="rows"),
+        Rule(own + "linear_proj.weight", whole(theirs + "o_proj.weight"), split="columns"),
+    )

@@ -1,0 +1,150 @@
+"""What families share: the rules of attention, MLP and experts, and the common fields of a transformer."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from models.families.reading import need
+from models.families.rules import Gated, Layers, Piece, QueryGroups, Rule, whole
+
+LAYER = "model.layers.{layer}."
+OWN = "decoder.layers.{layer}."
+
+COMMON_KEYS = frozenset(
+    """
+    attention_bias head_dim hidden_size intermediate_size layer_types num_attention_heads num_hidden_layers
+    num_key_value_heads rms_norm_eps rope_parameters rope_scaling rope_theta sliding_window tie_word_embeddings
+    use_sliding_window
+    """.split()  # noqa: SIM905 - a list would take a line for each
+)
+MOE_KEYS = frozenset(
+    """
+    first_k_dense_replace moe_intermediate_size n_group n_routed_experts n_shared_experts norm_topk_prob
+    num_experts_per_tok routed_scaling_factor topk_group
+    """.split()  # noqa: SIM905 - a list would take a line for each
+)
+
+
+def head_width(config: Mapping[str, Any]) -> int:
+    """Dimensions of one attention head."""
+    return int(config.get("head_dim") or need(config, "hidden_size") // need(config, "num_attention_heads"))
+
+
+def groups(config: Mapping[str, Any]) -> int:
+    """Key and value heads."""
+    return int(config.get("num_key_value_heads") or need(config, "num_attention_heads"))
+
+
+def transformer(config: Mapping[str, Any], *, qkv_bias: bool = False, qk_norm: bool = False) -> dict[str, Any]:
+    """Fields of TransformerConfig that every dense decoder has."""
+    return {
+        "num_layers": int(need(config, "num_hidden_layers")),
+        "hidden_size": int(need(config, "hidden_size")),
+        "ffn_hidden_size": int(need(config, "intermediate_size")),
+        "num_attention_heads": int(need(config, "num_attention_heads")),
+        "num_query_groups": groups(config),
+        "kv_channels": head_width(config),
+        "layernorm_epsilon": float(need(config, "rms_norm_eps")),
+        "normalization": "RMSNorm",
+        "gated_linear_unit": True,
+        "add_bias_linear": False,
+        "add_qkv_bias": qkv_bias,
+        "qk_layernorm": qk_norm,
+    }
+
+
+def embedding() -> tuple[Rule, ...]:
+    """First rule of every family."""
+    return (
+        Rule("embedding.word_embeddings.weight", whole("model.embed_tokens.weight"), split="vocabulary", layers="once"),
+    )
+
+
+def head(*, tied: bool) -> tuple[Rule, ...]:
+    """Last rules of every family. A tied output layer has no tensor of its own."""
+    final = Rule("decoder.final_layernorm.weight", whole("model.norm.weight"), layers="once")
+    if tied:
+        return (final,)
+    return (final, Rule("output_layer.weight", whole("lm_head.weight"), split="vocabulary", layers="once"))
+
+
+def norms() -> tuple[Rule, ...]:
+    """The two norms before attention and before the MLP."""
+    return (
+        Rule(OWN + "input_layernorm.weight", whole(LAYER + "input_layernorm.weight")),
+        Rule(OWN + "pre_mlp_layernorm.weight", whole(LAYER + "post_attention_layernorm.weight")),
+    )
+
+
+def attention(config: Mapping[str, Any], *, qkv_bias: bool = False, qk_norm: bool = False) -> tuple[Rule, ...]:
+    """Attention with query groups."""
+    join = QueryGroups(int(need(config, "num_attention_heads")), groups(config), head_width(config))
+    theirs, own = LAYER + "self_attn.", OWN + "self_attention."
+
+    def qkv(kind: str) -> Rule:
+        names = whole(*(f"{theirs}{one}_proj.{kind}" for one in "qkv"))
+        return Rule(f"{own}linear_qkv.{kind}", names, split="rows", join=join)
+
+    rules = [qkv("weight")]
+    if qkv_bias:
+        rules.append(qkv("bias"))
+    if qk_norm:
+        rules.append(Rule(own + "q_layernorm.weight", whole(theirs + "q_norm.weight")))
+        rules.append(Rule(own + "k_layernorm.weight", whole(theirs + "k_norm.weight")))
+    rules.append(Rule(own + "linear_proj.weight", whole(theirs + "o_proj.weight"), split="columns"))
+    return tuple(rules)
+
+
+def mlp(*, fused: bool = False, dense_only: bool = False) -> tuple[Rule, ...]:
+    """Gated MLP. `fused`: the checkpoint stores gate and up projection as one tensor."""
+    theirs, own = LAYER + "mlp.", OWN + "mlp."
+    if fused:
+        first = tuple(Piece(theirs + "gate_up_proj.weight", part, 2) for part in range(2))
+    else:
+        first = whole(theirs + "gate_proj.weight", theirs + "up_proj.weight")
+    layers: Layers = "dense" if dense_only else "all"
+    return (
+        Rule(own + "linear_fc1.weight", first, split="gated_rows", join=Gated(), layers=layers),
+        Rule(own + "linear_fc2.weight", whole(theirs + "down_proj.weight"), split="columns", layers=layers),
+    )
+
+
+def experts(*, router_bias: bool = False, shared: bool = False) -> tuple[Rule, ...]:
+    """Router, experts, and the shared expert if there is one."""
+    theirs, own = LAYER + "mlp.", OWN + "mlp."
+    one, mine = theirs + "experts.{expert}.", own + "experts.local_experts.{expert}."
+    rules = [Rule(own + "router.weight", whole(theirs + "gate.weight"), layers="moe")]
+    if router_bias:
+        name = whole(theirs + "gate.e_score_correction_bias")
+        rules.append(Rule(own + "router.expert_bias", name, layers="moe", fp32=True))
+    rules += [
+        Rule(
+            mine + "linear_fc1.weight",
+            whole(one + "gate_proj.weight", one + "up_proj.weight"),
+            split="gated_rows",
+            join=Gated(),
+            layers="moe",
+            stacked=tuple(Piece(theirs + "experts.gate_up_proj", part, 2, stacked=True) for part in range(2)),
+        ),
+        Rule(
+            mine + "linear_fc2.weight",
+            whole(one + "down_proj.weight"),
+            split="columns",
+            layers="moe",
+            stacked=(Piece(theirs + "experts.down_proj", stacked=True),),
+        ),
+    ]
+    if shared:
+        theirs, own = theirs + "shared_experts.", own + "shared_experts."
+        rules += [
+            Rule(
+                own + "linear_fc1.weight",
+                whole(theirs + "gate_proj.weight", theirs + "up_proj.weight"),
+                split="gated_rows",
+                join=Gated(),
+                layers="moe",
+            ),
+            Rule(own + "linear_fc2.weight", whole(theirs + "down_proj.weight"), split="columns", layers="moe"),
+        ]
+    return tuple(rules)

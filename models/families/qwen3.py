@@ -1,0 +1,77 @@
+"""Qwen3: norms on the heads of q and k; and Qwen3-MoE: softmax over the chosen experts, some layers may be dense."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from models.families import parts
+from models.families.architecture import Architecture
+from models.families.reading import check_keys, need, renamed
+from models.families.rope import read_rope
+from models.families.rules import Rule
+
+_MOE_KEYS = frozenset(
+    """
+    decoder_sparse_step mlp_only_layers moe_intermediate_size norm_topk_prob num_experts num_experts_per_tok
+    """.split()  # noqa: SIM905 - a list would take a line for each
+)
+
+
+def qwen3(config: Mapping[str, Any]) -> Architecture:
+    """Of `config.json`, dense. Raises `UnsupportedModel`."""
+    check_keys(config, parts.COMMON_KEYS, attention_bias=(False,))
+    fields = parts.transformer(config, qk_norm=True)
+    return _architecture(config, "qwen3", fields, parts.mlp(), moe_layers=(False,) * fields["num_layers"])
+
+
+def qwen3_moe(config: Mapping[str, Any]) -> Architecture:
+    """Of `config.json`, with experts. Raises `UnsupportedModel`."""
+    config = renamed(config, num_local_experts="num_experts")
+    check_keys(config, parts.COMMON_KEYS | _MOE_KEYS, attention_bias=(False,))
+    experts = int(need(config, "num_experts"))
+    fields = parts.transformer(config, qk_norm=True)
+    every, dense = int(config.get("decoder_sparse_step") or 1), set(config.get("mlp_only_layers") or ())
+    moe_layers = tuple(
+        index not in dense and experts > 0 and (index + 1) % every == 0 for index in range(fields["num_layers"])
+    )
+    fields |= {
+        "num_moe_experts": experts,
+        "moe_router_topk": int(need(config, "num_experts_per_tok")),
+        "moe_ffn_hidden_size": int(need(config, "moe_intermediate_size")),
+        "moe_router_score_function": "softmax",
+        # The weights are a softmax over the chosen experts if they are normalised, else over all of them.
+        "moe_router_pre_softmax": not config.get("norm_topk_prob", False),
+    }
+    rules = (*parts.mlp(dense_only=True), *parts.experts())
+    return _architecture(config, "qwen3_moe", fields, rules, moe_layers=moe_layers, experts=experts)
+
+
+def _architecture(
+    config: Mapping[str, Any],
+    family: str,
+    fields: dict[str, Any],
+    mlp: tuple[Rule, ...],
+    *,
+    moe_layers: tuple[bool, ...],
+    experts: int = 0,
+) -> Architecture:
+    tied = bool(config.get("tie_word_embeddings", False))
+    return Architecture(
+        family=family,
+        model_type=str(config["model_type"]),
+        transformer=fields,
+        vocab_size=int(need(config, "vocab_size")),
+        max_length=int(need(config, "max_position_embeddings")),
+        tied=tied,
+        rope=read_rope(config, head_width=parts.head_width(config)),
+        rules=(
+            *parts.embedding(),
+            *parts.norms(),
+            *parts.attention(config, qk_norm=True),
+            *mlp,
+            *parts.head(tied=tied),
+        ),
+        moe_layers=moe_layers,
+        experts=experts,
+    )

@@ -1,0 +1,117 @@
+"""Tensors of a Hugging Face checkpoint in safetensors, of one file or of several, read by parts."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, KeysView
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from models.families.rules import Piece
+from models.train.errors import CheckpointUnavailable
+
+_INDEX = "model.safetensors.index.json"
+_OPEN_FILES = 64  # a checkpoint of hundreds of files must not exhaust the process's
+
+
+class CheckpointTensors:
+    """Names and tensors of a directory. Files are mapped into memory, and read as far as asked for.
+
+    Raises `CheckpointUnavailable`.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self._files = _files_by_name(directory)
+        self._open: dict[Path, Any] = {}
+        self._stack = ExitStack()
+
+    def __enter__(self) -> CheckpointTensors:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._close()
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._files
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._files)
+
+    def keys(self) -> KeysView[str]:
+        """Names of all tensors."""
+        return self._files.keys()
+
+    def read(
+        self, piece: Piece, expert: int | None = None, dimension: int | None = None, index: int = 0, parts: int = 1
+    ) -> Tensor:
+        """Part `index` of `parts` equal parts of a piece, along `dimension`; None: the whole piece."""
+        view = self._slice(piece.name)
+        shape = view.get_shape()
+        leading: tuple[Any, ...] = ()
+        if piece.stacked:
+            leading, shape = (expert,), shape[1:]
+        spans = [slice(0, size) for size in shape]
+        spans[0] = _span(0, shape[0], piece.part, piece.of, piece.name)
+        if dimension is not None:
+            span = spans[dimension]
+            spans[dimension] = _span(span.start, span.stop, index, parts, piece.name)
+        found: Tensor = view[(*leading, *spans)]
+        return found
+
+    def rows(self, name: str, first: int, last: int) -> Tensor:
+        """Rows `first` up to `last`, as far as there are."""
+        view = self._slice(name)
+        size = view.get_shape()[0]
+        found: Tensor = view[min(first, size) : max(min(last, size), min(first, size))]
+        return found
+
+    def _slice(self, name: str) -> Any:
+        from safetensors import safe_open
+
+        path = self._files.get(name)
+        if path is None:
+            raise CheckpointUnavailable(f"{self.directory} has no tensor {name}; download the model again")
+        if path not in self._open:
+            if len(self._open) >= _OPEN_FILES:
+                self._close()
+            try:
+                self._open[path] = self._stack.enter_context(safe_open(path, framework="pt"))
+            except Exception as error:
+                raise CheckpointUnavailable(f"{path} cannot be read ({error}); download it again") from error
+        return self._open[path].get_slice(name)
+
+    def _close(self) -> None:
+        self._open.clear()
+        self._stack.close()
+
+
+def _span(start: int, stop: int, index: int, parts: int, name: str) -> slice:
+    if (stop - start) % parts:
+        raise CheckpointUnavailable(
+            f"{name}: {stop - start} rows or columns do not divide into {parts} equal parts; choose a tensor parallel "
+            "size that divides them"
+        )
+    length = (stop - start) // parts
+    return slice(start + index * length, start + (index + 1) * length)
+
+
+def _files_by_name(directory: Path) -> dict[str, Path]:
+    from safetensors import safe_open
+
+    index = directory / _INDEX
+    if index.is_file():
+        found = json.loads(index.read_text())["weight_map"]
+        return {name: directory / file for name, file in found.items()}
+    names: dict[str, Path] = {}
+    for path in sorted(directory.glob("*.safetensors")):
+        with safe_open(path, framework="pt") as file:
+            names |= dict.fromkeys(file.keys(), path)
+    if not names:
+        raise CheckpointUnavailable(
+            f"{directory} holds no *.safetensors; give a directory in Hugging Face format whose weights are safetensors"
+        )
+    return names

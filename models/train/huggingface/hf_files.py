@@ -1,0 +1,274 @@
+"""Hugging Face checkpoint directories, written and read tensor by tensor.
+
+    model.safetensors                   or, where that would exceed `max_shard_bytes`,
+    model-00001-of-00003.safetensors    with model.safetensors.index.json
+    config.json, tokenizer, ...         as in the checkpoint that training started from
+
+Invariants:
+- at most one shard is in memory, on the host; what a tensor is a view of is released with the shard;
+- `config.json` appears last: a directory that has one is complete, and is on disk (fsync) when `write_hf` returns;
+- names, shapes, dtypes and bytes are those that were handed over; only `dtype` and a quantisation that no longer holds
+  are changed in the configuration.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import shutil
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+
+from models.train.errors import CheckpointUnavailable
+from models.train.huggingface.state_files import copy_tokenizer
+
+MAX_SHARD_BYTES: Final = 5_000_000_000
+WEIGHTS: Final = "model.safetensors"
+INDEX: Final = "model.safetensors.index.json"
+CONFIG: Final = "config.json"
+_STAGED: Final = "staged-for-hf"
+
+
+def write_hf(
+    directory: Path,
+    tensors: Iterable[tuple[str, torch.Tensor]],
+    source: Path | str,
+    *,
+    max_shard_bytes: int = MAX_SHARD_BYTES,
+    writes: bool = True,
+) -> int:
+    """Write `tensors` and what belongs to `source` (directory or hub id); return the bytes of all tensors.
+
+    `writes=False`: a process that only takes part in the collectives behind `tensors`; it runs them to their end.
+    Weights that are in `directory` already are replaced. Raises `ValueError` for a name that comes twice, `OSError`.
+    """
+    if not writes:
+        for _ in tensors:
+            pass
+        return 0
+    if _same_place(directory, source):
+        raise ValueError(f"write_hf would overwrite its source {str(source)!r}; write to another directory")
+    directory.mkdir(parents=True, exist_ok=True)
+    _remove_weights(directory)
+    writer = _ShardWriter(directory, max_shard_bytes)
+    for name, tensor in tensors:
+        writer.add(name, tensor)
+    writer.finish()
+    _copy_settings(directory, source, writer.dtypes)
+    sync_tree(directory)
+    return writer.total_bytes
+
+
+def write_tensors(path: Path, tensors: dict[str, torch.Tensor]) -> None:
+    """A safetensors file, on disk when this returns. Raises `OSError`, with errno where the disk is full."""
+    from safetensors import SafetensorError
+    from safetensors.torch import save_file
+
+    try:
+        save_file(tensors, path, metadata={"format": "pt"})
+    except SafetensorError as error:
+        full = "No space left" in str(error)
+        raise OSError(errno.ENOSPC if full else errno.EIO, f"cannot be written: {error}", str(path)) from error
+    sync(path)
+
+
+class _ShardWriter:
+    """Collects tensors into files of a bounded size."""
+
+    def __init__(self, directory: Path, max_shard_bytes: int) -> None:
+        self._directory, self._limit = directory, max_shard_bytes
+        self._shard: dict[str, torch.Tensor] = {}
+        self._shard_bytes = 0
+        self._storages: set[int] = set()
+        self._written: list[list[str]] = []  # names of each file
+        self._seen: set[str] = set()
+        self.total_bytes = 0
+        self.dtypes: dict[torch.dtype, int] = {}  # bytes of each
+
+    def add(self, name: str, tensor: torch.Tensor) -> None:
+        if name in self._seen:
+            raise ValueError(f"the weight {name!r} comes twice; each name may be written once")
+        nbytes = tensor.numel() * tensor.element_size()
+        if self._shard and self._shard_bytes + nbytes > self._limit:
+            self._flush()
+        self._seen.add(name)
+        self._shard[name] = self._owned(tensor)
+        self._shard_bytes += nbytes
+        self.total_bytes += nbytes
+        self.dtypes[tensor.dtype] = self.dtypes.get(tensor.dtype, 0) + nbytes
+
+    def _owned(self, tensor: torch.Tensor) -> torch.Tensor:
+        """On the host, contiguous, and the only user of its memory within the shard, as safetensors asks."""
+        host = tensor.detach().cpu().contiguous()
+        storage = host.untyped_storage()
+        if storage.nbytes() != host.numel() * host.element_size() or storage.data_ptr() in self._storages:
+            host = host.clone()
+            storage = host.untyped_storage()
+        if host.numel():
+            self._storages.add(storage.data_ptr())
+        return host
+
+    def _flush(self) -> None:
+        write_tensors(self._staged(len(self._written)), self._shard)
+        self._written.append(list(self._shard))
+        self._shard, self._shard_bytes, self._storages = {}, 0, set()
+
+    def finish(self) -> None:
+        """Give the files their names, which tell how many there are."""
+        if self._shard or not self._written:
+            self._flush()
+        if len(self._written) == 1:
+            self._staged(0).replace(self._directory / WEIGHTS)
+            return
+        weight_map: dict[str, str] = {}
+        for number, names in enumerate(self._written):
+            file = f"model-{number + 1:05d}-of-{len(self._written):05d}.safetensors"
+            self._staged(number).replace(self._directory / file)
+            weight_map |= dict.fromkeys(names, file)
+        index = {"metadata": {"total_size": self.total_bytes}, "weight_map": dict(sorted(weight_map.items()))}
+        (self._directory / INDEX).write_text(json.dumps(index, indent=2) + "\n")
+
+    def _staged(self, number: int) -> Path:
+        return self._directory / f"{number:05d}.{_STAGED}"
+
+
+def _same_place(directory: Path, source: Path | str) -> bool:
+    path = Path(source).expanduser()
+    return path.is_dir() and directory.exists() and path.resolve() == directory.resolve()
+
+
+def _remove_weights(directory: Path) -> None:
+    """Of a writing before, so that no file of it is taken for one of this; the configuration first."""
+    (directory / CONFIG).unlink(missing_ok=True)
+    for file in directory.iterdir():
+        if file.name == INDEX or file.name.endswith((".safetensors", _STAGED)):
+            file.unlink()
+
+
+def _copy_settings(directory: Path, source: Path | str, dtypes: Mapping[torch.dtype, int]) -> None:
+    """Configuration, generation configuration, tokenizer, chat template; the configuration last."""
+    path = Path(source).expanduser()
+    aside = directory / f"{CONFIG}.{_STAGED}"
+    if path.is_dir():
+        shutil.copyfile(path / CONFIG, aside)
+        (directory / CONFIG).touch()  # `copy_tokenizer` leaves files alone that are there
+        try:
+            copy_tokenizer(str(path), directory)
+        finally:
+            (directory / CONFIG).unlink()
+    else:
+        copy_tokenizer(str(source), directory)
+        _hub_configuration(str(source), directory, aside)
+    aside.write_text(json.dumps(_true_of(json.loads(aside.read_text()), dtypes), indent=2) + "\n")
+    sync(aside)
+    sync(directory)
+    aside.replace(directory / CONFIG)
+
+
+def _hub_configuration(source: str, directory: Path, aside: Path) -> None:
+    """`config.json` as it is on the hub, and the generation configuration if there is one."""
+    from transformers import GenerationConfig
+    from transformers.utils import cached_file
+
+    try:
+        aside.write_bytes(Path(str(cached_file(source, CONFIG))).read_bytes())
+    except OSError as error:
+        raise CheckpointUnavailable(
+            f"the configuration of {source!r} could not be had ({error}); give a directory in Hugging Face format"
+        ) from error
+    if not (directory / "generation_config.json").exists():
+        try:
+            GenerationConfig.from_pretrained(source).save_pretrained(directory)
+        except OSError:
+            return  # the checkpoint has none
+
+
+def _true_of(config: dict[str, Any], dtypes: Mapping[torch.dtype, int]) -> dict[str, Any]:
+    """The configuration with the precision that was written, and without a quantisation that was not."""
+    if not dtypes:
+        return config
+    main = str(max(dtypes, key=lambda dtype: dtypes[dtype])).removeprefix("torch.")
+    floating = [dtype for dtype in dtypes if dtype.is_floating_point]
+    if floating and all(dtype.itemsize > 1 for dtype in floating):
+        config = {key: value for key, value in config.items() if key != "quantization_config"}
+        keys = [key for key in ("dtype", "torch_dtype") if key in config] or ["dtype"]
+        config = config | dict.fromkeys(keys, main)
+    return config
+
+
+# -------------------------------------------------------------------------- reading
+
+
+def weight_files(directory: Path) -> list[Path]:
+    """The safetensors files of a checkpoint, in order. Raises `CheckpointUnavailable`."""
+    index = directory / INDEX
+    try:
+        if index.is_file():
+            names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+            files = [directory / name for name in names]
+        else:
+            files = [directory / WEIGHTS]
+        missing = [file.name for file in files if not file.is_file()]
+    except (OSError, ValueError, KeyError, AttributeError) as error:
+        raise CheckpointUnavailable(
+            f"{index} cannot be read ({type(error).__name__}: {error}); fetch the checkpoint again"
+        ) from error
+    if missing:
+        raise CheckpointUnavailable(
+            f"{directory} lacks {', '.join(missing)}; give a complete checkpoint in safetensors format"
+        )
+    return files
+
+
+def read_hf(directory: Path) -> Iterator[tuple[str, torch.Tensor]]:
+    """(name, tensor) of a checkpoint, file by file, by name within each; mapped, read when used.
+
+    Raises `CheckpointUnavailable`.
+    """
+    from safetensors import SafetensorError, safe_open
+
+    for file in weight_files(directory):
+        try:
+            with safe_open(file, framework="pt") as stored:
+                for name in sorted(stored.keys()):
+                    yield name, stored.get_tensor(name)
+        except (OSError, SafetensorError) as error:
+            raise CheckpointUnavailable(f"{file} cannot be read ({error}); fetch the checkpoint again") from error
+
+
+def checksum(tensor: torch.Tensor) -> str:
+    """`<dtype>:<shape>:<xxh3-128 of the bytes>`, equal exactly if the tensors are bit-identical."""
+    import xxhash
+
+    host = tensor.detach().cpu().contiguous()
+    digest = xxhash.xxh3_128_hexdigest(host.reshape(-1).view(torch.uint8).numpy()) if host.numel() else "empty"
+    return f"{str(host.dtype).removeprefix('torch.')}:{'x'.join(map(str, host.shape))}:{digest}"
+
+
+def checksums(directory: Path) -> dict[str, str]:
+    """Of every weight of a checkpoint, by name, however it is cut into files. Raises `CheckpointUnavailable`."""
+    return {name: checksum(tensor) for name, tensor in read_hf(directory)}
+
+
+# -------------------------------------------------------------------------- disk
+
+
+def sync(path: Path) -> None:
+    """fsync of a file or of a directory's entries."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def sync_tree(directory: Path) -> None:
+    """fsync of everything below, files before the directories that name them."""
+    for root, _, files in os.walk(directory, topdown=False):
+        for name in files:
+            sync(Path(root) / name)
+        sync(Path(root))

@@ -1,0 +1,217 @@
+"""Loading a Hugging Face causal language model for training, and finding out what may be done with it.
+
+Invariants: parameters are fp32 (the master copy; lower precision comes from autocast); dropout is off, since a policy
+ratio compares two passes over the same tokens; the process's random stream is left as it was.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from configs.schema.train import TrainConfig
+from models.train.errors import CheckpointUnavailable, TrainConfigInvalid, TrainStateUnreadable, UnsupportedModel
+from models.train.huggingface.scoring import Scorer, output_head
+from models.train.packing.packing import Layout, Packing, Unit
+from models.train.packing.rows import pack_rows
+
+FLASH_ATTENTION: Final = "flash_attention_2"
+_PROBE_TOKENS: Final = 5
+
+
+@dataclass(frozen=True)
+class LoadedModel:
+    """A model on its device, with what was found out about it."""
+
+    model: Any
+    vocab_size: int
+    packing: Packing  # what its attention allows; the token budget is the caller's
+
+
+def pick_device(name: str) -> torch.device:
+    """The device called `name`; `auto` is CUDA where there is one. Raises `TrainConfigInvalid`."""
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise TrainConfigInvalid(f"train_device={name!r} is no device: use auto, cpu, cuda or cuda:N") from error
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise TrainConfigInvalid(
+            f"train_device={name!r}, but this process sees no CUDA device; use --train-device auto or cpu"
+        )
+    return device
+
+
+def autocast_dtype(train_dtype: str, device: torch.device) -> torch.dtype | None:
+    """Precision of the forward pass: bf16 on CUDA and where asked for; None is fp32 throughout."""
+    if train_dtype == "bfloat16" or (train_dtype == "auto" and device.type == "cuda"):
+        return torch.bfloat16
+    return None
+
+
+def load_model(checkpoint: str, key: str, train: TrainConfig, device: torch.device, *, seed: int) -> LoadedModel:
+    """Load `checkpoint` (a directory or a hub id, given by the option `key`) in fp32 on the device.
+
+    Raises `CheckpointUnavailable` if it cannot be had, `UnsupportedModel` if its logits cannot be taken apart.
+    """
+    attention = _attention(train, device)
+    # Parts that a checkpoint lacks are initialised by this seed, without touching the caller's random stream.
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = _from_pretrained(checkpoint, key, attention, auto=train.attn_implementation == "auto")
+    _disable_dropout(model)
+    model.to(device)
+    check_head(model, device)
+    return LoadedModel(
+        model=model,
+        vocab_size=int(model.get_input_embeddings().weight.shape[0]),
+        packing=find_packing(model, device),
+    )
+
+
+def _attention(train: TrainConfig, device: torch.device) -> str:
+    if train.attn_implementation != "auto":
+        return train.attn_implementation
+    if autocast_dtype(train.train_dtype, device) is None or device.type != "cuda":
+        return "sdpa"  # FlashAttention 2 has no fp32
+    from transformers.utils import is_flash_attn_2_available
+
+    return FLASH_ATTENTION if is_flash_attn_2_available() else "sdpa"
+
+
+def _from_pretrained(checkpoint: str, key: str, attention: str, *, auto: bool) -> Any:
+    from transformers import AutoModelForCausalLM
+
+    looks_local = checkpoint.startswith((".", "/", "~")) or checkpoint.count("/") > 1
+    path = Path(checkpoint).expanduser()
+    if path.is_dir() and not (path / "config.json").is_file():
+        raise CheckpointUnavailable(
+            f"{key}={checkpoint!r} is a directory without config.json; give a directory in Hugging Face format"
+        )
+    if checkpoint == "tiny" and not path.exists():
+        raise CheckpointUnavailable(
+            f"{key}='tiny' stands for a small random model that has to be made first; "
+            "give the directory returned by models.tiny.make_tiny_checkpoint"
+        )
+    if looks_local and not path.exists():
+        raise CheckpointUnavailable(
+            f"{key}={checkpoint!r} does not exist; give an existing directory in Hugging Face format or a hub id"
+        )
+    source = str(path) if path.exists() else checkpoint
+    try:
+        return AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32, attn_implementation=attention)
+    except (ImportError, ValueError) as error:
+        if auto and attention != "eager" and "attention" in str(error).lower():
+            return _from_pretrained(checkpoint, key, "eager", auto=False)
+        raise CheckpointUnavailable(
+            f"{key}={checkpoint!r} cannot be loaded as a causal language model ({_first_line(error)}); "
+            "give a checkpoint that AutoModelForCausalLM accepts, and check --attn-implementation"
+        ) from error
+    except OSError as error:
+        raise CheckpointUnavailable(
+            f"{key}={checkpoint!r} is no directory here and could not be fetched from the hub ({_first_line(error)}); "
+            "give an existing directory, or download the model first"
+        ) from error
+
+
+def enable_checkpointing(model: Any) -> None:
+    """Recompute activations in the backward pass instead of keeping them."""
+    # The method was renamed within transformers 5.
+    enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
+    enable({"use_reentrant": False})
+
+
+def load_weights(model: Any, directory: Path) -> None:
+    """Overwrite the weights of `model` in place with those of a saved one. Raises `TrainStateUnreadable`."""
+    from transformers import AutoModelForCausalLM
+
+    try:
+        saved = AutoModelForCausalLM.from_pretrained(str(directory), dtype=torch.float32).state_dict()
+        # Compared first: a refused state must not leave half of its weights behind.
+        expected = {name: tensor.shape for name, tensor in model.state_dict().items()}
+        if expected != {name: tensor.shape for name, tensor in saved.items()}:
+            raise ValueError("its tensors have other names or shapes")
+        model.load_state_dict(saved)
+    except (OSError, ValueError) as error:
+        raise TrainStateUnreadable(
+            f"{directory} does not hold the weights of this model ({_first_line(error)}); "
+            "resume from another checkpoint"
+        ) from error
+
+
+def _first_line(error: Exception) -> str:
+    return next(iter(str(error).strip().splitlines()), type(error).__name__)
+
+
+def _disable_dropout(model: torch.nn.Module) -> None:
+    for module in model.modules():
+        if isinstance(module, torch.nn.Dropout):
+            module.p = 0.0
+        if isinstance(getattr(module, "attention_dropout", None), float):
+            module.attention_dropout = 0.0
+
+
+def check_head(model: Any, device: torch.device) -> None:
+    """Compare the model's own logits with those of `output_head` on a few tokens; raise `UnsupportedModel`."""
+    ids = torch.arange(_PROBE_TOKENS, device=device).remainder(model.get_input_embeddings().weight.shape[0])[None]
+    precision = torch.bfloat16 if device.type == "cuda" else None
+    scorer = Scorer(model, device=device, autocast_dtype=precision, temperature=1.0, chunk_tokens=_PROBE_TOKENS)
+    with torch.no_grad(), scorer.autocast():
+        whole = model(input_ids=ids, use_cache=False).logits.float()
+        parts = output_head(model)(model.base_model(input_ids=ids, use_cache=False).last_hidden_state).float()
+    if not torch.allclose(whole, parts, rtol=1e-2, atol=1e-2 * float(whole.abs().max())):
+        raise UnsupportedModel(
+            f"{type(model).__name__} changes its logits after the output embedding in a way that is not known here "
+            f"(difference {float((whole - parts).abs().max()):.3g}); use another architecture"
+        )
+
+
+def find_packing(model: Any, device: torch.device) -> Packing:
+    """Try on a few tokens what the model allows: sequences side by side in one row, responses after one prompt.
+
+    In fp32, so that a difference is a leak and not rounding. Recurrent layers fail the first. Sliding windows and
+    chunks need masks of their own, and rule out the second.
+    """
+    text = model.config.get_text_config()
+    attention = getattr(model.config, "_attn_implementation", "eager")
+    if attention == FLASH_ATTENTION:
+        return Packing(max_tokens=1, share_prompts=False, single_row=True)
+    scorer = Scorer(model, device=device, autocast_dtype=None, temperature=1.0, chunk_tokens=1024)
+    vocabulary = int(model.get_input_embeddings().weight.shape[0])
+    one = np.arange(2 * _PROBE_TOKENS, dtype=np.int32) % vocabulary
+    two = np.concatenate([one[:_PROBE_TOKENS], (one[_PROBE_TOKENS:] + 7) % vocabulary]).astype(np.int32)
+    size = len(one) - 1
+    apart = Layout(((Unit((0,), 0, size), Unit((1,), 0, size)),), 2 * size)
+    shared = Layout(((Unit((0, 1), _PROBE_TOKENS, 2 * size - _PROBE_TOKENS),),), 2 * size - _PROBE_TOKENS)
+    # transformers marks recurrent architectures; the trial finds those that it does not mark.
+    pack = not getattr(model, "_is_stateful", False) and _agrees(scorer, apart, [one, two], first=1)
+    windows = set(getattr(text, "layer_types", None) or ()) - {"full_attention"} or any(
+        getattr(text, name, None) for name in ("sliding_window", "attention_chunk_size")
+    )
+    share = (
+        pack
+        and not windows
+        and attention in ("sdpa", "eager")
+        and _agrees(scorer, shared, [one, two], first=_PROBE_TOKENS)
+    )
+    # Attention with a mask runs at about half the speed of the dense layers, whose cost is 6 * hidden per token.
+    return Packing(max_tokens=1, pack=pack, share_prompts=share, quadratic_tokens=3 * int(text.hidden_size))
+
+
+def _agrees(scorer: Scorer, layout: Layout, tokens: list[npt.NDArray[np.int32]], *, first: int) -> bool:
+    """Whether hidden states, from token `first` on, are those of each sequence in a row of its own."""
+    chosen = [np.arange(first, len(ids), dtype=np.int64) for ids in tokens]
+    with torch.no_grad():
+        try:
+            found = scorer.chosen_hidden(pack_rows(layout, tokens, chosen))
+        except (TypeError, ValueError, RuntimeError):
+            return False  # the architecture takes no position ids, or no mask of this shape
+        single = [Layout(((Unit((item,), 0, len(tokens[item]) - 1),),), len(tokens[item]) - 1) for item in layout.items]
+        alone = torch.cat([scorer.chosen_hidden(pack_rows(one, tokens, chosen)) for one in single])
+    return bool(torch.allclose(found, alone, rtol=1e-4, atol=1e-4 * float(alone.abs().max())))

@@ -1,0 +1,136 @@
+"""The optimizer: AdamW over fp32 master parameters, and the one place where a gradient becomes an update.
+
+Invariants:
+- gradients arrive as sums of numerators; they are divided by the step's denominator here, once;
+- a gradient that is not finite changes neither parameters nor optimizer state;
+- the learning rate depends only on the number of updates made, and on the factor that the caller gives.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+
+from configs.schema.train import TrainConfig
+from models.train.errors import TrainStateUnreadable
+from models.train.step.learning_rate import learning_rate
+
+
+@dataclass(frozen=True)
+class UpdateResult:
+    """What one attempt at an update did."""
+
+    applied: bool
+    grad_norm: float  # of the step's gradient, before clipping; not finite if the update was refused
+    lr: float
+
+
+class Updater:
+    """AdamW with warm-up, decay and gradient clipping (arXiv:1711.05101)."""
+
+    def __init__(self, model: torch.nn.Module, train: TrainConfig, total_steps: int | None) -> None:
+        self._train = train
+        self._total_steps = total_steps
+        self.named_parameters = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+        # Norms and biases are not pulled to zero: their scale is not a measure of complexity.
+        matrices = [p for _, p in self.named_parameters if p.ndim > 1]
+        vectors = [p for _, p in self.named_parameters if p.ndim <= 1]
+        groups = [
+            {"params": matrices, "weight_decay": train.weight_decay},
+            {"params": vectors, "weight_decay": 0.0},
+        ]
+        self.optimizer = torch.optim.AdamW(
+            [group for group in groups if group["params"]],
+            lr=train.lr,
+            betas=(train.adam_beta1, train.adam_beta2),
+            eps=train.adam_eps,
+            fused=True,
+        )
+        self.updates = 0
+
+    def apply(self, denominator: float, *, lr_scale: float = 1.0) -> UpdateResult:
+        """Divide the summed gradients by `denominator`, clip, update; or refuse. Clears the gradients either way.
+
+        `lr_scale`: factor of this update's learning rate.
+        """
+        lr = learning_rate(self.updates, self._train, self._total_steps) * lr_scale
+        gradients = self._gradients()
+        norm = self._norm(gradients) / denominator
+        if not gradients or not math.isfinite(norm):
+            self.clear()
+            return UpdateResult(applied=False, grad_norm=norm, lr=lr)
+        torch._foreach_mul_(gradients, gradient_scale(norm, denominator, self._train.clip_grad))
+        for group in self.optimizer.param_groups:
+            group["lr"] = lr
+        self.optimizer.step()
+        self.updates += 1
+        self.clear()
+        return UpdateResult(applied=True, grad_norm=norm, lr=lr)
+
+    def _gradients(self) -> list[torch.Tensor]:
+        """What this process holds of the gradient."""
+        return [p.grad for _, p in self.named_parameters if p.grad is not None]
+
+    def _norm(self, gradients: list[torch.Tensor]) -> float:
+        """Euclidean norm of the whole gradient."""
+        return math.sqrt(sum_of_squares(gradients))
+
+    def refuse(self) -> UpdateResult:
+        """Make no update: there is nothing to learn from."""
+        self.clear()
+        return UpdateResult(
+            applied=False, grad_norm=0.0, lr=learning_rate(self.updates, self._train, self._total_steps)
+        )
+
+    def clear(self) -> None:
+        """Drop all gradients."""
+        self.optimizer.zero_grad(set_to_none=True)
+
+    def state_tensors(self) -> dict[str, torch.Tensor]:
+        """Optimizer state as flat tensors, `<parameter>/<entry>`."""
+        out: dict[str, torch.Tensor] = {}
+        for name, parameter in self.named_parameters:
+            for entry, value in self.optimizer.state.get(parameter, {}).items():
+                out[f"{name}/{entry}"] = value.detach()
+        return out
+
+    def check_state_tensors(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Raise `TrainStateUnreadable` unless every tensor belongs to a parameter, moments in its shape."""
+        shapes = {name: parameter.shape for name, parameter in self.named_parameters}
+        for key, value in tensors.items():
+            name, _, entry = key.rpartition("/")
+            if name not in shapes or (value.ndim > 0 and value.shape != shapes[name]):
+                raise TrainStateUnreadable(
+                    f"optimizer state {entry!r} of {name!r} {tuple(value.shape)} is of another model; "
+                    "resume with the checkpoint and options that the run was started with"
+                )
+
+    def load_state_tensors(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Restore what `state_tensors` gave."""
+        self.check_state_tensors(tensors)
+        parameters = dict(self.named_parameters)
+        self.optimizer.state.clear()
+        for key, value in tensors.items():
+            name, _, entry = key.rpartition("/")
+            parameter = parameters[name]
+            self.optimizer.state[parameter][entry] = value.to(parameter.device).clone()
+
+
+def gradient_scale(norm: float, denominator: float, clip_grad: float) -> float:
+    """What summed gradients are multiplied by: divided by the step's denominator, and clipped to `clip_grad` (0: not).
+
+    `norm`: of the gradient after the division.
+    """
+    clipped = clip_grad > 0 and norm > clip_grad
+    return (clip_grad / norm if clipped else 1.0) / denominator
+
+
+def sum_of_squares(gradients: list[torch.Tensor]) -> float:
+    """Over all gradients; summed in fp64 so that many parameters do not overflow."""
+    if not gradients:
+        return 0.0
+    norms = torch.stack([norm.double() for norm in torch._foreach_norm(gradients)])
+    return float(norms.square().sum())

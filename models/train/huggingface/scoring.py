@@ -1,0 +1,153 @@
+"""Forward pass of a causal language model over packed rows, down to log-probs of chosen tokens.
+
+Backbones and scorers are modules, so that one forward pass covers decoder, head and log-probs: frameworks that gather
+sharded parameters hook into the forward pass of the outermost module.
+
+Invariants:
+- logits exist only for chosen tokens and only `chunk_tokens` at a time; with several chunks the backward pass computes
+  each chunk's logits again instead of keeping them;
+- logits are divided by the temperature in fp32, whatever the precision of the model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from models.algorithms.entropy import token_log_probs
+from models.train.packing.rows import PackedRows, attention_allowed
+
+Head = Callable[[Tensor], Tensor]
+
+
+def output_head(model: Any) -> Head:
+    """Logits [N, V] from last hidden states [N, H]: the output embedding and what the model's configuration adds.
+
+    Models scale or cap their logits in ways that only their own forward pass knows; `loading.check_head` compares.
+    """
+    projection = model.get_output_embeddings()
+    text = model.config.get_text_config()
+    multiply = float(getattr(text, "logit_scale", None) or 1.0) / float(getattr(text, "logits_scaling", None) or 1.0)
+    cap = getattr(text, "final_logit_softcapping", None)
+
+    def head(hidden: Tensor) -> Tensor:
+        logits: Tensor = projection(hidden)
+        if multiply != 1.0:
+            logits = logits * multiply
+        if cap is not None:
+            logits = torch.tanh(logits / cap) * cap
+        return logits
+
+    return head
+
+
+class Backbone(torch.nn.Module):  # type: ignore[misc]
+    """Last hidden states of chosen tokens under one model. Whose module the decoder is, subclasses decide."""
+
+    def __init__(
+        self,
+        model: Any,
+        *,
+        device: torch.device,
+        autocast_dtype: torch.dtype | None,
+        mask_dtype: torch.dtype | None = None,
+    ) -> None:
+        """`mask_dtype`: of additive attention masks, where it is not the precision of autocast."""
+        super().__init__()
+        self._config = model.config
+        self._decoder_unregistered = (model.base_model,)
+        self._device = device
+        self._autocast_dtype = autocast_dtype
+        self._mask_dtype = mask_dtype or autocast_dtype or torch.float32
+
+    def autocast(self) -> AbstractContextManager[Any]:
+        """The precision context of the forward pass."""
+        if self._autocast_dtype is None:
+            return nullcontext()
+        context: AbstractContextManager[Any] = torch.autocast(self._device.type, dtype=self._autocast_dtype)
+        return context
+
+    def chosen_hidden(self, rows: PackedRows) -> Tensor:
+        """Last hidden states [N, H] that predict the chosen tokens."""
+        inputs: dict[str, npt.NDArray[Any]] = {"input_ids": rows.input_ids}
+        if rows.position_ids is not None:
+            inputs["position_ids"] = rows.position_ids
+        if rows.unit is not None and rows.branch is not None:
+            inputs["attention_mask"] = attention_allowed(rows.unit, rows.branch)
+        return self.hidden_at(inputs, rows.source)
+
+    def hidden_at(self, inputs: Mapping[str, npt.NDArray[Any]], source: npt.NDArray[np.int64]) -> Tensor:
+        """Last hidden states [n, H] at the flat positions `source` [n] of the decoder's inputs [B, L].
+
+        An `attention_mask` says who sees whom, boolean, [B, 1, L, keys].
+        """
+        tensors = {
+            name: self._mask(array) if name == "attention_mask" else self._to_device(array)
+            for name, array in inputs.items()
+        }
+        output = self._decoder_unregistered[0](**tensors, use_cache=False)
+        hidden: Tensor = output.last_hidden_state
+        return hidden.reshape(-1, hidden.shape[-1]).index_select(0, self._to_device(source))
+
+    def _mask(self, allowed: npt.NDArray[np.bool_]) -> Tensor:
+        """The mask [B, 1, L, L] in the form that the attention takes: boolean for sdpa, additive for eager."""
+        mask = self._to_device(allowed)
+        if str(getattr(self._config, "_attn_implementation", "eager")).startswith("sdpa"):
+            return mask
+        dtype = self._mask_dtype
+        return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill(~mask, torch.finfo(dtype).min)
+
+    def _to_device(self, array: Any) -> Tensor:
+        return torch.from_numpy(array).to(self._device, non_blocking=True)
+
+
+class Scorer(Backbone):
+    """Log-probs and entropies of chosen tokens under one model, which is its only submodule."""
+
+    def __init__(
+        self,
+        model: Any,
+        *,
+        device: torch.device,
+        autocast_dtype: torch.dtype | None,
+        temperature: float,
+        chunk_tokens: int,
+        mask_dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__(model, device=device, autocast_dtype=autocast_dtype, mask_dtype=mask_dtype)
+        self.model = model
+        self._head = output_head(model)
+        self._temperature = temperature
+        self._chunk_tokens = chunk_tokens
+
+    def forward(self, rows: PackedRows, *, entropy: str = "none") -> tuple[Tensor, Tensor | None]:
+        """Log-probs [N] and, unless `entropy` is "none", entropies [N] of the chosen tokens of `rows`, in fp32.
+
+        `entropy`: "value" without a graph, "graph" with one.
+        """
+        with self.autocast():
+            chosen = self.chosen_hidden(rows)
+            return self.scores(chosen, self._to_device(rows.targets), entropy)
+
+    def scores(self, chosen: Tensor, targets: Tensor, entropy: str) -> tuple[Tensor, Tensor | None]:
+        """Log-probs [N] and entropies [N] of `targets` [N], from the hidden states [N, H] that predict them."""
+        if len(targets) <= self._chunk_tokens:
+            return self._chunk(chosen, targets, entropy)
+        parts = [
+            checkpoint(self._chunk, part, ids, entropy, use_reentrant=False, preserve_rng_state=False)
+            if torch.is_grad_enabled()
+            else self._chunk(part, ids, entropy)
+            for part, ids in zip(chosen.split(self._chunk_tokens), targets.split(self._chunk_tokens), strict=True)
+        ]
+        log_probs = torch.cat([part[0] for part in parts])
+        return log_probs, None if entropy == "none" else torch.cat([part[1] for part in parts])
+
+    def _chunk(self, hidden: Tensor, targets: Tensor, entropy: str) -> tuple[Tensor, Tensor | None]:
+        return token_log_probs(self._head(hidden), targets, temperature=self._temperature, entropy=entropy)

@@ -1,0 +1,103 @@
+"""Sequences are dealt to the shares of a crew: balanced by estimated FLOPs, each share packed into micro-batches.
+
+Invariants:
+- pure, and a function of its arguments alone: every process finds the same shares;
+- every sequence lies in exactly one micro-batch of one share;
+- all shares have equally many micro-batches, some of them blank: collectives inside a model (sharded parameters,
+  experts, pipelines) need every process to run as often as the others.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import numpy.typing as npt
+
+from models.train.packing.packing import Layout, Packing, plan, units_of
+from models.train.packing.rows import PackedRows, pack_rows
+from models.train.step.examples import Example
+
+Ids = npt.NDArray[np.int32]
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """What goes through a model at one time."""
+
+    rows: PackedRows
+    layout: Layout
+    members: tuple[Example, ...]  # in the order of the rows; none: it is blank, runs, and counts for nothing
+
+    @property
+    def blank(self) -> bool:
+        return not self.members
+
+
+def deal(tokens: Sequence[Ids], prompts: Sequence[int], packing: Packing, shares: int) -> list[list[Layout]]:
+    """Micro-batches of each share for all of these sequences; their number may still differ."""
+    if shares == 1:
+        return [plan(tokens, prompts, packing)]
+    dealt = []
+    for items in balance(tokens, prompts, packing, shares):
+        layouts = plan([tokens[item] for item in items], [prompts[item] for item in items], packing)
+        dealt.append([layout.renumbered(items) for layout in layouts])
+    return dealt
+
+
+def balance(tokens: Sequence[Ids], prompts: Sequence[int], packing: Packing, shares: int) -> list[list[int]]:
+    """Indices of the sequences of each share: longest processing time first (Graham 1969), or by number.
+
+    Sequences that are computed together stay together. The cost is that of `Packing.cost`.
+    """
+    units = sorted(units_of(tokens, prompts, packing), key=lambda unit: (-unit.length, unit.members))
+    loads = [(0.0, share) for share in range(shares)]
+    dealt: list[list[int]] = [[] for _ in range(shares)]
+    for unit in units:
+        load, share = heapq.heappop(loads)
+        dealt[share].extend(unit.members)
+        cost = packing.cost(unit.length) if packing.balance else len(unit.members)
+        heapq.heappush(loads, (load + cost, share))
+    return dealt
+
+
+def deal_layouts(layouts: Sequence[Layout], packing: Packing, shares: int) -> list[list[Layout]]:
+    """Micro-batches that are there already, equally many to each share, in turns and back from the costliest on."""
+    ordered = sorted(layouts, key=lambda layout: -len(layout.rows) * packing.cost(layout.row_length))
+    dealt: list[list[Layout]] = [[] for _ in range(shares)]
+    for at, layout in enumerate(ordered):
+        turn, place = divmod(at, shares)
+        dealt[place if turn % 2 == 0 else shares - 1 - place].append(layout)
+    return dealt
+
+
+def micro_batches(dealt: Sequence[Sequence[Layout]], examples: Sequence[Example], share: int) -> list[MicroBatch]:
+    """Those of one share, blank ones behind, as many as the longest share has."""
+    own = [micro_batch(layout, examples) for layout in dealt[share]]
+    missing = max(len(layouts) for layouts in dealt) - len(own)
+    return own + [blank(examples)] * missing if missing else own
+
+
+def micro_batch(layout: Layout, examples: Sequence[Example]) -> MicroBatch:
+    """The arrays of one layout, whose items index `examples`."""
+    rows = pack_rows(layout, [example.tokens for example in examples], [example.chosen for example in examples])
+    return MicroBatch(rows, layout, tuple(examples[item] for item in layout.items))
+
+
+def blank(examples: Sequence[Example]) -> MicroBatch:
+    """As little work as possible, on the ids of the shortest sequence."""
+    shortest = min(examples, key=lambda example: (example.input_length, example.key))
+    ids, at = shortest.tokens[:2], np.array([1], dtype=np.int64)
+    (layout,) = plan([ids], [1], Packing(max_tokens=1))
+    return MicroBatch(pack_rows(layout, [ids], [at]), layout, ())
+
+
+def with_ids(example: Example, tokens: Ids | None = None, chosen: npt.NDArray[np.int64] | None = None) -> Example:
+    """A copy to be scored, with other ids and chosen tokens if they are given."""
+    return replace(
+        example,
+        tokens=example.tokens if tokens is None else tokens,
+        chosen=example.chosen if chosen is None else chosen,
+    )

@@ -1,0 +1,132 @@
+"""The arrays of one micro-batch: ids, positions, attention, and where each chosen token is predicted.
+
+How sequences of one row are kept apart:
+- one sequence in every row: nothing is needed, padding stands at the right end, where causal attention cannot see it;
+- several units: position ids restart at 0; transformers' masks (eager, sdpa) and FlashAttention 2 derive the
+  block-diagonal causal mask from the restarts;
+- responses after a common prompt: `branch` tells who may be seen, and `attention_allowed` spells the mask out. Each
+  response continues the positions of its prompt.
+
+No torch here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from models.train.packing.packing import Layout
+
+Int64Array = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class PackedRows:
+    """Model input of one micro-batch of B rows of length L, with N chosen tokens."""
+
+    input_ids: Int64Array  # [B, L]
+    position_ids: Int64Array | None  # [B, L], None if every row is one sequence
+    unit: Int64Array | None  # [B, L] number of the unit within the micro-batch, -1 = padding; None without branches
+    branch: Int64Array | None  # [B, L] 0 = prompt, i = i-th response of the unit; None without branches
+    source: Int64Array  # [N] flat position in [B * L] whose output predicts the chosen token
+    targets: Int64Array  # [N] ids of the chosen tokens, by sequence in the order of `Layout.items`
+
+
+class _Segment(NamedTuple):
+    """A run of consecutive tokens of one sequence in one row."""
+
+    ids: npt.NDArray[np.int32]
+    place: int  # flat position of its first token
+    position: int  # position id of its first token
+    unit: int
+    branch: int
+
+
+def pack_rows(
+    layout: Layout, tokens: Sequence[npt.NDArray[np.int32]], chosen: Sequence[npt.NDArray[np.int64]]
+) -> PackedRows:
+    """Build the arrays of one micro-batch.
+
+    `tokens[i]` [T_i]: all ids of sequence i; its last one is never an input. `chosen[i]`: ascending indices into it, at
+    least 1 and, in a shared unit, at least the prompt's length, of the tokens whose log-probs are wanted.
+    """
+    segments, sources = _segments(layout, tokens, chosen)
+    width, size = layout.row_length, layout.padded_tokens
+    lengths = np.fromiter((len(segment.ids) for segment in segments), dtype=np.int64, count=len(segments))
+    within = np.arange(int(lengths.sum()), dtype=np.int64) - np.repeat(np.cumsum(lengths) - lengths, lengths)
+    place = within + np.repeat(_column(segments, 1), lengths)
+    input_ids = np.zeros(size, dtype=np.int64)
+    input_ids[place] = np.concatenate([segment.ids for segment in segments])
+
+    shape = (len(layout.rows), width)
+    position_ids: Int64Array | None = None
+    unit: Int64Array | None = None
+    branch: Int64Array | None = None
+    if any(len(row) > 1 or len(row[0].members) > 1 for row in layout.rows):
+        used = np.array([sum(member.length for member in row) for row in layout.rows], dtype=np.int64)
+        # Padding counts as one more sequence, whose positions begin at 0.
+        positions = (np.arange(width, dtype=np.int64)[None, :] - used[:, None]).reshape(-1)
+        positions[place] = within + np.repeat(_column(segments, 2), lengths)
+        position_ids = positions.reshape(shape)
+    if any(len(member.members) > 1 for row in layout.rows for member in row):
+        flat_unit, flat_branch = np.full(size, -1, dtype=np.int64), np.zeros(size, dtype=np.int64)
+        flat_unit[place] = np.repeat(_column(segments, 3), lengths)
+        flat_branch[place] = np.repeat(_column(segments, 4), lengths)
+        unit, branch = flat_unit.reshape(shape), flat_branch.reshape(shape)
+    return PackedRows(
+        input_ids=input_ids.reshape(shape),
+        position_ids=position_ids,
+        unit=unit,
+        branch=branch,
+        source=np.concatenate(sources),
+        targets=np.concatenate([tokens[item][chosen[item]] for item in layout.items]).astype(np.int64),
+    )
+
+
+def attention_allowed(unit: Int64Array, branch: Int64Array) -> npt.NDArray[np.bool_]:
+    """Who sees whom, [B, 1, L, L]: earlier tokens of the same unit, of its prompt or of the same branch.
+
+    Padding sees earlier padding, so that no row of the mask is empty.
+    """
+    length = unit.shape[1]
+    same_unit = unit[:, :, None] == unit[:, None, :]
+    same_path = (branch[:, None, :] == 0) | (branch[:, :, None] == branch[:, None, :])
+    causal = np.tril(np.ones((length, length), dtype=np.bool_))
+    allowed: npt.NDArray[np.bool_] = (same_unit & same_path & causal)[:, None]
+    return allowed
+
+
+def _segments(
+    layout: Layout, tokens: Sequence[npt.NDArray[np.int32]], chosen: Sequence[npt.NDArray[np.int64]]
+) -> tuple[list[_Segment], list[Int64Array]]:
+    """Segments of all rows, and the flat positions that predict the chosen tokens of each sequence."""
+    segments: list[_Segment] = []
+    sources: list[Int64Array] = []
+    number = 0
+    for row, units in enumerate(layout.rows):
+        place = row * layout.row_length
+        for unit in units:
+            prompt = unit.prompt
+            end_of_prompt = place + prompt - 1
+            if prompt:
+                segments.append(_Segment(tokens[unit.members[0]][:prompt], place, 0, number, 0))
+                place += prompt
+            for branch, item in enumerate(unit.members, start=1):
+                ids = tokens[item][prompt:-1]
+                segments.append(_Segment(ids, place, prompt, number, branch if prompt else 0))
+                source = chosen[item] + (place - prompt - 1)
+                if prompt:
+                    # The first response token is predicted at the prompt's end, wherever the response stands.
+                    source[chosen[item] == prompt] = end_of_prompt
+                sources.append(source)
+                place += len(ids)
+            number += 1
+    return segments, sources
+
+
+def _column(segments: Sequence[_Segment], field: int) -> Int64Array:
+    return np.array([segment[field] for segment in segments], dtype=np.int64)

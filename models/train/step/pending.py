@@ -1,0 +1,96 @@
+"""Examples that wait for a full micro-batch.
+
+Invariants: what goes in comes out once; with `everything` unset, only micro-batches that nothing could be added to come
+out, one for every share at least; asking costs nothing until enough tokens have arrived to fill them.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from models.train.packing.balance import deal, deal_layouts
+from models.train.packing.packing import Layout, Packing, plan
+from models.train.step.examples import Example
+
+
+@dataclass(frozen=True)
+class Dealt:
+    """Micro-batches by share. The layouts' items index `examples`."""
+
+    shares: list[list[Layout]]
+    examples: list[Example]
+
+    def __bool__(self) -> bool:
+        return any(self.shares)
+
+
+class Pending:
+    """A queue of examples that empties itself by micro-batches."""
+
+    def __init__(self) -> None:
+        self._examples: list[Example] = []
+        self._tokens = 0  # model inputs of the examples, each with its own prompt
+        self._plan_at = 0  # tokens at which a micro-batch may be full; at first unknown
+
+    def extend(self, examples: Iterable[Example]) -> None:
+        """Add examples."""
+        for example in examples:
+            self._examples.append(example)
+            self._tokens += example.input_length
+
+    def take_all(self) -> list[Example]:
+        """Remove and return all examples, without a plan."""
+        examples, self._examples, self._tokens, self._plan_at = self._examples, [], 0, 0
+        return examples
+
+    def take(self, packing: Packing, shares: int, *, everything: bool) -> Dealt:
+        """Remove and return full micro-batches (or all)."""
+        due = max(self._plan_at, packing.max_tokens * shares)
+        if not self._examples or (not everything and self._tokens < due):
+            return Dealt([[]] * shares, [])
+        tokens = self._tokens
+        examples = self.take_all()
+        ids, prompts = [example.tokens for example in examples], [example.prompt for example in examples]
+        if everything:
+            return Dealt(deal(ids, prompts, packing, shares), examples)
+        layouts = plan(ids, prompts, packing)
+        full = (len(layouts) - 1) // shares * shares
+        rest = layouts[full:]
+        self.extend(examples[item] for layout in rest for item in layout.items)
+        if not full:  # common prompts left room: look again when as much as fits has come
+            self._plan_at = tokens + packing.max_tokens * shares - sum(layout.padded_tokens for layout in rest)
+        return Dealt(deal_layouts(layouts[:full], packing, shares), examples)
+
+
+def whole_groups(examples: Sequence[Example], packing: Packing, shares: int) -> Dealt:
+    """Micro-batches that hold whole groups: as many as the token budget takes, one at least."""
+    ordered = sorted(examples, key=lambda example: example.key)
+    place = {id(example): at for at, example in enumerate(ordered)}
+    layouts = [
+        layout.renumbered([place[id(example)] for example in held]) for layout, held in _whole_groups(ordered, packing)
+    ]
+    return Dealt(deal_layouts(layouts, packing, shares), ordered)
+
+
+def _whole_groups(ordered: Sequence[Example], packing: Packing) -> Iterator[tuple[Layout, list[Example]]]:
+    held: list[Example] = []
+    layout: Layout | None = None
+    for _, members in itertools.groupby(ordered, key=lambda example: example.key[0]):
+        group = list(members)
+        wider = _one_layout(held + group, packing)
+        if layout is not None and wider.padded_tokens > packing.max_tokens:
+            yield layout, held
+            held, wider = [], _one_layout(group, packing)
+        held, layout = held + group, wider
+    if layout is not None:
+        yield layout, held
+
+
+def _one_layout(examples: Sequence[Example], packing: Packing) -> Layout:
+    """All examples in one micro-batch, whatever its size."""
+    longest = max(example.input_length for example in examples)
+    unbounded = replace(packing, max_tokens=8 * longest * len(examples), max_sequences=None)
+    (layout,) = plan([example.tokens for example in examples], [example.prompt for example in examples], unbounded)
+    return layout

@@ -1,0 +1,178 @@
+"""One rollout batch on its way through the trainer: what arrives, when it is computed, what a step consists of.
+
+Two ways, chosen by `needs.BatchNeeds`:
+- streaming (one step, nothing needed of the whole batch): forward and backward run as sequences arrive;
+- whole batch: anchors run as sequences arrive; at the first step the batch is completed (advantages, the cut into
+  steps), and each step gets its facts before its first backward pass.
+
+Invariant: which micro-batches are formed, and when, changes no sum.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from configs.schema.algorithm import AlgorithmConfig
+from models.algorithms.aggregation import Aggregation, StepSize
+from models.algorithms.modes import Correction
+from models.algorithms.tokens import StepFacts
+from models.train.errors import BackendMisuse
+from models.train.model_set import ModelSet
+from models.train.packing.balance import micro_batches
+from models.train.step.batch_needs import BatchNeeds
+from models.train.step.examples import Example, Rollout, RolloutKey, partition, total_size
+from models.train.step.old_log_probs import AnchorPass
+from models.train.step.pending import Dealt, Pending, whole_groups
+from models.train.step.step_values import write_facts
+from models.train.step.totals import StepTotals
+from models.train.step.whole_batch import decide_advantages, logged_means
+
+
+@dataclass(frozen=True)
+class Rules:
+    """What a batch is trained by."""
+
+    algorithm: AlgorithmConfig
+    correction: Correction
+    aggregation: Aggregation
+    opd_kl_coef: float | None
+    whole_groups: bool  # a loss of one's own sees each group in one micro-batch
+    bootstrap: bool = False  # truncated sequences end with the critic's value, not with 0
+
+
+@dataclass
+class StepWork:
+    """One optimizer step, after its last backward pass. Numbers are of all shares."""
+
+    size: StepSize
+    totals: StepTotals
+    staleness_sum: float  # over its trainable tokens
+    kept: float  # trainable tokens that the policy term still has
+
+
+class RunningBatch:
+    """A rollout batch from its first sequence to its last optimizer step."""
+
+    def __init__(
+        self, models: ModelSet, rules: Rules, needs: BatchNeeds, *, steps: int, train_policy: bool = True
+    ) -> None:
+        self._models = models
+        self._anchors = AnchorPass(models, bootstrap=rules.bootstrap)
+        self._rules = rules
+        self._needs = needs
+        self._steps = steps
+        self._train_policy = train_policy
+        self.seen: set[RolloutKey] = set()
+        self._rollouts: list[Rollout] = []  # of a whole batch
+        self._parts: list[list[Rollout]] = []  # steps still due, once the batch is cut
+        self._completed = False
+        self._first = True  # no step has been made
+        self._pending = Pending()  # for backward
+        self._unanchored = Pending()  # of a whole batch, what still lacks anchors
+        self._begin_step(StepSize())
+        self._batch_metrics: dict[str, float] = {}
+
+    def _begin_step(self, size: StepSize) -> None:
+        self._size = size
+        self._totals = StepTotals()
+        self._staleness_sum = 0.0
+        self._examples: list[Example] = []  # of the running step of a whole batch
+        self._facts = StepFacts()
+
+    @property
+    def steps_due(self) -> int:
+        """Steps that are left once the batch is cut; 0 before."""
+        return len(self._parts)
+
+    def add(self, rollouts: Sequence[Rollout]) -> None:
+        """Take rollouts in. Raises `BackendMisuse` for one that is there already."""
+        for rollout in rollouts:
+            if rollout.key in self.seen:
+                raise BackendMisuse(
+                    f"rollout {rollout.key[1]} of group {rollout.key[0]} was handed over twice in one batch; "
+                    "all sequences of a rollout belong in one call of accumulate"
+                )
+        self.seen.update(rollout.key for rollout in rollouts)
+        examples = [example for rollout in rollouts for example in rollout.examples]
+        if self._needs.whole_batch:
+            self._rollouts.extend(rollouts)
+            self._unanchored.extend(examples)
+        else:
+            self._size += total_size(rollouts)
+            self._take(examples)
+
+    def _take(self, examples: Sequence[Example]) -> None:
+        """Into the running step."""
+        self._staleness_sum += sum(float(e.staleness.sum()) for e in examples if e.staleness is not None)
+        self._pending.extend(examples)
+
+    def work(self, *, everything: bool) -> None:
+        """Run what is possible: full micro-batches, or all."""
+        packing, shares = self._models.packing, self._models.crew.data_world
+        if self._needs.whole_batch and not self._completed:
+            if dealt := self._unanchored.take(packing, shares, everything=everything):
+                self._anchors.fill(dealt, self._needs)
+        elif self._rules.whole_groups:
+            self._backward(whole_groups(self._pending.take_all(), packing, shares))
+        else:
+            self._backward(self._pending.take(packing, shares, everything=everything))
+
+    def _backward(self, dealt: Dealt) -> None:
+        if not dealt:
+            return
+        own = micro_batches(dealt.shares, dealt.examples, self._models.crew.data_rank)
+        if self._train_policy:
+            self._models.backward(own, self._facts, self._totals)
+        if self._models.critic is not None:
+            self._models.critic.backward(own)
+        self._totals.count(own)
+
+    # ------------------------------------------------------------------ the step
+
+    def run_step(self) -> StepWork:
+        """Run all that is left of the running step, and hand it over; `finish_step` begins the next."""
+        if self._needs.whole_batch:
+            if not self._completed:
+                self._complete()
+            self._next_part()
+        self.work(everything=True)
+        self._totals.combine(self._models.crew)
+        kept = 0.0 if self._totals.kept is None else float(self._totals.kept)
+        return StepWork(self._size, self._totals, self._staleness_sum, kept)
+
+    def _complete(self) -> None:
+        """The batch is there: run the last anchors, decide what is decided over all of it, cut it into steps."""
+        self.work(everything=True)
+        rules = self._rules
+        examples = [example for rollout in self._rollouts for example in rollout.examples]
+        if self._needs.advantages:
+            self._batch_metrics = decide_advantages(
+                examples, rules.algorithm, self._needs, opd_kl_coef=rules.opd_kl_coef
+            )
+        self._parts = partition(self._rollouts, self._steps, whole_groups=rules.whole_groups)
+        self._completed = True
+
+    def _next_part(self) -> None:
+        """Make the next part of the batch the running step, and establish its facts."""
+        rules = self._rules
+        self._begin_step(total_size(self._parts[0]))
+        self._examples = [example for rollout in self._parts[0] for example in rollout.examples]
+        self._take(self._examples)
+        if self._needs.facts == "none":
+            return
+        if self._needs.facts == "current" and not self._first:
+            self._anchors.refresh(self._examples)
+        self._facts = write_facts(self._examples, rules.algorithm, rules.correction, rules.aggregation)
+
+    def decided_metrics(self, mean_denominator: float) -> dict[str, float]:
+        """Metrics of what was decided for the batch, for the running step."""
+        if not self._needs.advantages:
+            return {}
+        return self._batch_metrics | logged_means(self._examples, mean_denominator)
+
+    def finish_step(self) -> bool:
+        """Leave the running step; whether the batch is finished."""
+        self._first = False
+        self._parts = self._parts[1:]
+        return not self._parts

@@ -1,0 +1,343 @@
+"""The stage's end of a gang: `TrainBackend` whose calls are made by the ranks, and made good when the ranks are lost.
+
+The stage process has no process group and holds what must not be lost: buffer, leases, version. When the connection
+breaks, the next call waits for the gang's next incarnation, restores the newest save that there is, repeats the calls
+since then out of the journal, repeats itself, and returns as if nothing had happened.
+
+Precision: calls and their order are the same, so the weights after a loss are those of before: to the bit where the
+kernels are deterministic (a CPU with the same number of threads), else to the rounding by which two runs differ.
+
+Invariants:
+- a call that returned is in the journal or in a save; one that raised a drawn error changed nothing and is in neither;
+- a save that was interrupted is made again from the start, of the state that it was of.
+
+One thread at a time may call it, but for `close`, which any thread may call at any time.
+"""
+
+from __future__ import annotations
+
+import logging
+import shutil
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from models.train.errors import TrainStateUnreadable
+from models.train.interface import TrainSequence
+from models.train.trainer_group.buckets import WeightReader
+from models.train.trainer_group.calls import (
+    CHANGE_STATE,
+    Accumulate,
+    Arrays,
+    BeginBatch,
+    Call,
+    Discard,
+    End,
+    FinishSave,
+    Flush,
+    FromRank,
+    Load,
+    LogProbs,
+    Metrics,
+    Raised,
+    Save,
+    Setup,
+    Step,
+    decode_reply,
+    encode,
+    pack_sequences,
+)
+from models.train.trainer_group.errors import GangClosed, GangDiverged
+from models.train.trainer_group.faults import error_of
+from models.train.trainer_group.journal import CallJournal, Point, committed
+from models.train.trainer_group.link import Link, LinkLost
+from models.train.trainer_group.rank_spec import read_meeting
+from models.train.trainer_group.stream import WeightStream
+
+log = logging.getLogger("sluice.train")
+
+POLL_S: Final = 0.05
+COMMIT_WAIT_S: Final = 120.0
+
+
+class GangBackend:
+    """`TrainBackend` on a gang.
+
+    Args:
+        meeting: the file in which the gang says where it is met.
+        home: directory for the journal of calls; what lies there is removed.
+        saves_in_background: whether `save` returns before all is on disk; `finish_save` waits for that.
+        commit_wait_s: how long a restore waits for the newest save to be committed, before it takes the draft.
+    """
+
+    def __init__(
+        self,
+        meeting: Path,
+        home: Path,
+        *,
+        saves_in_background: bool = False,
+        commit_wait_s: float = COMMIT_WAIT_S,
+    ) -> None:
+        self._meeting, self._commit_wait_s = meeting, commit_wait_s
+        self._saves_in_background = saves_in_background
+        self._unfinished: Path | None = None  # a save that is being written, and that nobody can have committed
+        self._journal = CallJournal(home)
+        self._link: Link | None = None  # to a gang that is where the last call left it
+        self._newest: Link | None = None  # the same, or to one that is being brought there
+        self._incarnation = -1  # the newest that was met
+        self._is_set_up = False
+        self._reader = WeightReader()
+        self._stream: WeightStream | None = None
+        self._calling = threading.Lock()
+        self._closed = threading.Event()
+
+    # ------------------------------------------------------------------ TrainBackend
+
+    def setup(self) -> None:
+        """Waits for the gang, and has it load its models. Raises what `Trainer.setup` raises."""
+        self._ask(Setup())
+        self._is_set_up = True
+
+    def logprobs(self, sequences: Sequence[TrainSequence]) -> list[npt.NDArray[np.float32]]:
+        """Log-probs [R] of each sequence's response tokens under the current weights, temperature applied."""
+        reply = self._ask(LogProbs(pack_sequences(sequences)))
+        assert isinstance(reply, Arrays)
+        return [np.frombuffer(bytearray(one), dtype=np.float32) for one in reply.float32]
+
+    def begin_batch(self, *, rollouts: int, steps: int, version: int = 0) -> None:
+        """As `Trainer.begin_batch`."""
+        self._journal.drop_superfluous()
+        self._ask(BeginBatch(rollouts, steps, version))
+
+    def accumulate(self, sequences: Sequence[TrainSequence]) -> None:
+        """As `Trainer.accumulate`."""
+        self._ask(Accumulate(pack_sequences(sequences)))
+
+    def flush(self) -> None:
+        """As `Trainer.flush`."""
+        self._ask(Flush())
+
+    def step(self) -> dict[str, float]:
+        """As `Trainer.step`."""
+        reply = self._ask(Step())
+        assert isinstance(reply, Metrics)
+        return reply.values
+
+    def discard(self) -> None:
+        """As `Trainer.discard`."""
+        self._ask(Discard())
+
+    def save(self, directory: Path) -> None:
+        """As `Trainer.save`."""
+        self._ask(Save(str(directory)), half_made=directory)
+        self._unfinished = directory if self._saves_in_background else None
+        self._journal.saved(directory)
+        self._journal.drop_superfluous()
+
+    def finish_save(self) -> None:
+        """Wait until what `save` wrote is on disk. If the gang is lost meanwhile, the save is made again, whatever was
+        trained since.
+        """
+        self._ask(FinishSave())
+        self._unfinished = None
+
+    def load(self, directory: Path) -> None:
+        """As `Trainer.load`."""
+        self._ask(Load(str(directory)))
+        self._journal.started_from(directory)
+
+    def export_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Current weights under Hugging Face names, in a fixed order.
+
+        Each tensor is a view of memory that is written again: use it before asking for the next. Another call ends the
+        export; whoever goes on with it then is told so with `BackendMisuse`. After a loss in the middle it goes on with
+        the next tensor of the gang that took over.
+        """
+        yielded = 0
+        while True:
+            stream = self._start_export()
+            try:
+                for place, (name, tensor) in enumerate(stream.tensors()):
+                    if place >= yielded:
+                        yielded = place + 1
+                        yield name, tensor
+            except LinkLost as loss:
+                self._say_lost("Export", loss)
+                continue
+            if stream.complete:
+                return
+            log.warning("nobody took weights for too long while they were exported; going on after %d", yielded)
+
+    def close(self) -> None:
+        """End the gang if nothing is being called; unblock whoever waits for it. May be called twice."""
+        self._closed.set()
+        if not self._calling.acquire(timeout=POLL_S):
+            if (link := self._newest) is not None:
+                link.break_off()
+            return
+        try:
+            if self._link is not None:
+                self._give_up_export()
+                self._link.ask(encode(End()))
+        except LinkLost:
+            log.info("the gang had ended before it was told to")
+        finally:
+            self._drop_link()
+            self._journal.close()
+            self._calling.release()
+
+    # ------------------------------------------------------------------ one call
+
+    def _ask(self, call: Call, *, half_made: Path | None = None) -> FromRank:
+        """Make a call, again after each loss. Raises the drawn error that the ranks raised, or GangClosed.
+
+        `half_made`: a directory that an interrupted call leaves to be removed before it is made again.
+        """
+        data, lost = encode(call), False
+        with self._calling:
+            while True:
+                try:
+                    link = self._joined()
+                    self._give_up_export()
+                    if lost and half_made is not None:
+                        shutil.rmtree(half_made, ignore_errors=True)
+                    reply = decode_reply(link.ask(data))
+                    break
+                except LinkLost as loss:
+                    lost = True
+                    self._say_lost(type(call).__name__, loss)
+            if isinstance(reply, Raised):
+                raise error_of(reply)
+            if isinstance(call, CHANGE_STATE):
+                self._journal.append(data)
+            return reply
+
+    def _start_export(self) -> WeightStream:
+        with self._calling:
+            while True:
+                try:
+                    link = self._joined()
+                    self._give_up_export()
+                    self._stream = WeightStream(link, self._reader, self._calling)
+                    return self._stream
+                except LinkLost as loss:
+                    self._say_lost("Export", loss)
+
+    def _give_up_export(self) -> None:
+        if self._stream is not None:
+            self._stream.give_up()
+            self._stream = None
+
+    def _joined(self) -> Link:
+        """The connection to a gang that is where the last call left it. Raises LinkLost, GangClosed."""
+        if self._closed.is_set():
+            raise GangClosed("the training backend was closed")
+        if self._link is None:
+            self._newest = link = self._join()
+            if self._closed.is_set():  # before it could be broken off
+                raise GangClosed("the training backend was closed")
+            if self._is_set_up:
+                self._restore(link)
+            self._link = link
+        return self._link
+
+    def _join(self) -> Link:
+        """Waits for an incarnation that was not met yet. Unblocked by it, or by `close`."""
+        while True:
+            meeting = read_meeting(self._meeting)
+            if meeting is not None and meeting.incarnation > self._incarnation:
+                self._incarnation = meeting.incarnation
+                return Link.to(meeting.address)
+            self._pause("while it waited for its gang")
+
+    def _pause(self, doing: str) -> None:
+        if self._closed.wait(POLL_S):
+            raise GangClosed(f"the training backend was closed {doing}")
+
+    def _say_lost(self, call: str, loss: LinkLost) -> None:
+        self._drop_link()
+        if not self._closed.is_set():
+            log.warning("%s: the gang was lost: %s; waiting for its next incarnation", call, loss)
+
+    def _drop_link(self) -> None:
+        if self._stream is not None:
+            self._stream.forget()
+        for link in (self._link, self._newest):
+            if link is not None:
+                link.close()
+        self._link = self._newest = self._stream = None
+        self._reader.close()
+
+    # ------------------------------------------------------------------ after a loss
+
+    def _restore(self, link: Link) -> None:
+        """Bring a new gang to where the last call left the old one. Raises LinkLost, TrainStateUnreadable."""
+        started, repeated = time.monotonic(), 0
+        self._succeed(link, encode(Setup()))
+        point, directory = self._load_newest(link)
+        for item in self._journal.calls_after(point):
+            if isinstance(item, Point):
+                self._save_again(link, item)
+            else:
+                self._succeed(link, item)
+                repeated += 1
+        log.info(
+            "incarnation %d of the gang restored %s and repeated %d calls in %.1f s",
+            self._incarnation,
+            directory or "the initial weights",
+            repeated,
+            time.monotonic() - started,
+        )
+
+    def _save_again(self, link: Link, point: Point) -> None:
+        """Make a save again that could not be restored, at the moment when it was made first. Raises LinkLost."""
+        directory = point.directory
+        if directory is not None and committed(directory) is None:
+            shutil.rmtree(directory, ignore_errors=True)
+            self._succeed(link, encode(Save(str(directory))))
+            self._succeed(link, encode(FinishSave()))
+
+    def _load_newest(self, link: Link) -> tuple[Point, Path | None]:
+        """Load the newest save that can be read; from where calls are to be repeated, and what was loaded."""
+        points, refused = self._journal.points, "none is there"
+        for point in reversed(points):
+            if point.directory is None:
+                return point, None
+            newest = point is points[-1] and point.directory != self._unfinished
+            directory = self._place_of(point.directory, wait=newest)
+            try:
+                if directory.is_dir():
+                    self._succeed(link, encode(Load(str(directory))))
+                    return point, directory
+            except TrainStateUnreadable as error:
+                log.warning("an older save has to be restored: %s", error)
+                refused = str(error)
+        raise TrainStateUnreadable(
+            f"the gang was lost and no save of this life of the run can be restored ({refused}); continue from the "
+            "last checkpoint with --resume"
+        )
+
+    def _place_of(self, directory: Path, *, wait: bool) -> Path:
+        """Where a save lies. Waits for a draft to be committed, so that it is not renamed while ranks read it."""
+        deadline = time.monotonic() + (self._commit_wait_s if wait else 0.0)
+        while (final := committed(directory)) is None and directory.is_dir() and time.monotonic() < deadline:
+            self._pause("while it restored its gang")
+        return final or directory
+
+    def _succeed(self, link: Link, data: bytes) -> None:
+        """Make a call that succeeded before. Raises TrainStateUnreadable of a load, else GangDiverged."""
+        if self._closed.is_set():
+            raise GangClosed("the training backend was closed while it restored its gang")
+        reply = decode_reply(link.ask(data))
+        if not isinstance(reply, Raised):
+            return
+        error = error_of(reply)
+        if isinstance(error, TrainStateUnreadable):
+            raise error
+        raise GangDiverged(f"a call that succeeded before the gang was lost now raises {reply.name}: {reply.text}")

@@ -1,0 +1,105 @@
+"""One rank's part in a call: the same call on its own trainer.
+
+Invariant: a call that is not collective (files and weights of plain copies) is made by rank 0 alone; every other one is
+made by all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import msgspec
+import torch
+
+from configs.schema import Config
+from models.train.build import build_member
+from models.train.dp_group import Crew
+from models.train.trainer import Trainer
+from models.train.trainer_group.calls import (
+    Accumulate,
+    Arrays,
+    BeginBatch,
+    Call,
+    Discard,
+    Done,
+    End,
+    Export,
+    FinishSave,
+    Flush,
+    Load,
+    LogProbs,
+    Metrics,
+    Reply,
+    Save,
+    Setup,
+    Step,
+    unpack_sequences,
+)
+
+Tensors = Iterator[tuple[str, torch.Tensor]]
+SendWeights = Callable[[Tensors], bool]  # runs an export to its end; whether all tensors were wanted
+
+
+def run_to_end(tensors: Tensors) -> bool:
+    """What ranks beside the first do with an export: take part in its collectives."""
+    for _ in tensors:
+        pass
+    return True
+
+
+class Member:
+    """The trainer of one rank. `crew`: of plain copies; sharded frameworks make their own."""
+
+    def __init__(self, config: Config, crew: Crew, *, leads: bool, send_weights: SendWeights = run_to_end) -> None:
+        self._config = _for_this_rank(config)
+        self._crew, self._leads, self._send_weights = crew, leads, send_weights
+        self._copies = config.train.train_backend == "torch"
+        self._trainer: Trainer | None = None
+
+    def takes_part(self, call: Call) -> bool:
+        """Whether this rank makes the call."""
+        return self._leads or not (self._copies and isinstance(call, Save | Export))
+
+    def make(self, call: Call) -> Reply:
+        """Make the call. What the trainer raises propagates."""
+        if isinstance(call, Setup):
+            total = self._config.rollout.num_rollout or 0
+            made = build_member(self._config, total, self._crew)
+            made.setup()
+            self._trainer = made
+            return Done()
+        trainer = self._trainer
+        if trainer is None:
+            if isinstance(call, End):
+                return Done()
+            raise RuntimeError(f"{type(call).__name__} before Setup")
+        match call:
+            case BeginBatch(rollouts, steps, version):
+                trainer.begin_batch(rollouts=rollouts, steps=steps, version=version)
+            case Accumulate(sequences):
+                trainer.accumulate(unpack_sequences(sequences))
+            case Flush():
+                trainer.flush()
+            case Step():
+                return Metrics(trainer.step())
+            case Discard():
+                trainer.discard()
+            case LogProbs(sequences):
+                return Arrays([one.tobytes() for one in trainer.logprobs(unpack_sequences(sequences))])
+            case Export():
+                return Done(complete=self._send_weights(trainer.export_weights()))
+            case Save(directory):
+                trainer.save(Path(directory))
+            case FinishSave() | End():
+                trainer.finish_save()
+            case Load(directory):
+                trainer.load(Path(directory))
+        return Done()
+
+
+def _for_this_rank(config: Config) -> Config:
+    """`--train-device cuda:2` names the first GPU of the gang; a rank has one, which is its current device."""
+    if not config.train.train_device.startswith("cuda"):
+        return config
+    return msgspec.structs.replace(config, train=msgspec.structs.replace(config.train, train_device="cuda"))

@@ -1,0 +1,164 @@
+"""The loop of a rank: hear the call, make it, agree with the others on how it ended; rank 0 also talks to the stage.
+
+Invariants:
+- all ranks make the same calls in the same order; rank 0 hands a call on before it makes it, and replies only after all
+  have made it;
+- a drawn error that all ranks raise alike is a reply, and the gang lives; any other error ends the process, and with it
+  the gang;
+- when the stage is gone, all ranks end as if it had said so, and rank 0 tells the difference by its exit status.
+"""
+
+from __future__ import annotations
+
+import logging
+import socket
+from contextlib import ExitStack
+from datetime import timedelta
+from pathlib import Path
+from typing import Final
+
+import msgspec
+import torch
+from torch import distributed
+
+from configs.schema import Config
+from models.train.dp_group import ProcessCrew
+from models.train.trainer_group.buckets import WeightSender
+from models.train.trainer_group.calls import Call, Done, End, GoOn, Raised, Reply, Stop, decode_message, encode
+from models.train.trainer_group.errors import GangDisagrees, StageGone
+from models.train.trainer_group.faults import DRAWN, raised
+from models.train.trainer_group.link import Link, LinkLost
+from models.train.trainer_group.member import Member, Tensors
+from models.train.trainer_group.rank_spec import Meeting, RankSpec, write_meeting
+from models.train.trainer_group.team import NO_SAY, NOTHING_RAISED, Team, ending_of
+
+log = logging.getLogger("sluice.train")
+
+SIGNS_PER_TIMEOUT: Final = 4
+LONGEST_SILENCE_S: Final = 30.0
+
+
+def run_rank(spec: RankSpec) -> None:
+    """Find the others, then serve the stage until it is done. An error that the stage cannot be told propagates."""
+    config = msgspec.json.decode(Path(spec.config).read_bytes(), type=Config)
+    timeout_s = config.parallel.distributed_timeout_minutes * 60
+    with ExitStack() as stack:
+        team = _find_others(spec, config, timeout_s)
+        stack.callback(distributed.destroy_process_group)
+        crew = ProcessCrew(data_rank=spec.rank, data_world=spec.processes, speaks=True, gloo=team.gloo)
+        if not team.leads:
+            Follower(team, Member(config, crew, leads=False)).run()
+            return
+        server = stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
+        server.bind(spec.address)
+        server.listen(1)
+        write_meeting(Path(spec.meeting), Meeting(spec.incarnation, spec.address))
+        Leader(team, config, server, crew, silence_s=min(LONGEST_SILENCE_S, timeout_s / SIGNS_PER_TIMEOUT)).run()
+
+
+def _find_others(spec: RankSpec, config: Config, timeout_s: float) -> Team:
+    """Waits for all ranks, at most the timeout."""
+    on_gpu = config.train.train_device != "cpu" and torch.cuda.is_available()
+    if on_gpu:
+        torch.cuda.set_device(spec.local_rank % torch.cuda.device_count())
+    distributed.init_process_group(
+        "cpu:gloo,cuda:nccl" if on_gpu else "gloo",
+        init_method=f"file://{spec.store}",
+        rank=spec.rank,
+        world_size=spec.processes,
+        timeout=timedelta(seconds=timeout_s),
+    )
+    gloo = distributed.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
+    team = Team(gloo)
+    team.endings(NOTHING_RAISED)  # all have come this far
+    return team
+
+
+def _make(team: Team, member: Member, call: Call) -> Reply:
+    """Make a call with all others; what rank 0 replies. Raises GangDisagrees, and what is no drawn error."""
+    reply: Reply = Done()
+    own = NO_SAY
+    if member.takes_part(call):
+        try:
+            reply, own = member.make(call), NOTHING_RAISED
+        except DRAWN as error:
+            reply, own = raised(error), ending_of(error)
+    endings = [ending for ending in team.endings(own) if ending != NO_SAY]
+    if len(set(endings)) != 1:
+        said = f"{reply.name}: {reply.text}" if isinstance(reply, Raised) else "nothing"
+        raise GangDisagrees(f"{type(call).__name__}: this rank raised {said}, and others did not")
+    return reply
+
+
+class Follower:
+    """A rank beside the first."""
+
+    def __init__(self, team: Team, member: Member) -> None:
+        self._team, self._member = team, member
+
+    def run(self) -> None:
+        """Waits for calls; ends with the last."""
+        while True:
+            call = decode_message(self._team.hear())
+            assert not isinstance(call, GoOn | Stop)
+            _make(self._team, self._member, call)
+            if isinstance(call, End):
+                return
+
+
+class Leader:
+    """Rank 0."""
+
+    def __init__(
+        self, team: Team, config: Config, server: socket.socket, crew: ProcessCrew, *, silence_s: float
+    ) -> None:
+        self._team, self._server, self._silence_s = team, server, silence_s
+        self._sender = WeightSender(config.update.update_weight_buffer_size, silence_s)
+        self._member = Member(config, crew, leads=True, send_weights=self._send_weights)
+        self._link: Link | None = None
+        self._stage_gone = False
+
+    def run(self) -> None:
+        """Waits for the stage, then for its calls; ends with its last. Raises StageGone if it goes without one."""
+        self._link = self._meet()
+        while True:
+            data, call = self._next(self._link)
+            self._team.tell(data)
+            reply = _make(self._team, self._member, call)
+            try:
+                self._link.send(encode(reply))
+            except LinkLost:
+                log.warning("the train stage is gone; its last reply is left unsaid")
+            if isinstance(call, End):
+                break
+        if self._stage_gone:
+            raise StageGone("the train stage ended without ending its gang")
+
+    def _meet(self) -> Link:
+        self._server.settimeout(self._silence_s)
+        while True:
+            try:
+                connected, _ = self._server.accept()
+            except TimeoutError:
+                self._team.sign_of_life()
+                continue
+            connected.settimeout(None)
+            return Link(connected)
+
+    def _next(self, link: Link) -> tuple[bytes, Call]:
+        """The stage's next call, as it came and decoded; `End` if it is gone. Signs of life go out meanwhile."""
+        while True:
+            while not link.readable(self._silence_s):
+                self._team.sign_of_life()
+            try:
+                data = link.receive()
+            except LinkLost:
+                self._stage_gone = True
+                return encode(End()), End()
+            call = decode_message(data)
+            if not isinstance(call, GoOn | Stop):  # late answers to an export that has ended
+                return data, call
+
+    def _send_weights(self, tensors: Tensors) -> bool:
+        assert self._link is not None
+        return self._sender.send(self._link, tensors)

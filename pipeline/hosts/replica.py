@@ -1,0 +1,125 @@
+"""One stage replica, wherever it runs: connect the ports, set the stage up, run it, publish its figures.
+
+`ReplicaSpec` is all that a replica needs to know, as JSON; the in-process runner and the worker process both come here.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from pathlib import Path
+from typing import Any
+
+from msgspec import Struct
+
+from configs.schema import Config
+from pipeline.observe.spans import StageSpans
+from pipeline.observe.stats import StageStats
+from stages.base import Stage, StageContext
+from stages.group.filters import import_path
+from stages.ports import Ports
+from transport import Node
+
+STATS_INTERVAL_S = 0.5
+
+
+class PortSpec(Struct, frozen=True):
+    """Where a port connects and what it carries."""
+
+    stream: str
+    address: str
+    schema: str  # import path of the message type
+    window_items: int = 16
+    window_bytes: int = 8 << 20
+
+
+class ReplicaSpec(Struct, frozen=True):
+    run_id: str
+    stage: str
+    replica: str
+    path: str  # import path of the stage class
+    index: int
+    replicas: int
+    concurrency: int
+    run_dir: str
+    config: str  # file with the resolved configuration as JSON
+    topic: str  # address
+    inlets: dict[str, PortSpec]
+    outlets: dict[str, PortSpec]
+    loops: tuple[str, ...] = ()
+    options: dict[str, Any] = {}
+    trace: bool = True
+
+
+async def run_replica(spec: ReplicaSpec, node: Node, config: Config) -> None:
+    """Run one replica until its inlets end. Errors of the stage propagate."""
+    with StageSpans(Path(spec.run_dir) / "trace", spec.stage, spec.replica, enabled=spec.trace) as spans:
+        context = StageContext(
+            config=config,
+            run_dir=Path(spec.run_dir),
+            replica=spec.replica,
+            spans=spans,
+            index=spec.index,
+            replicas=spec.replicas,
+            concurrency=spec.concurrency,
+            options=spec.options,
+            loops=spec.loops,
+        )
+        stage: Stage = import_path(spec.path)(context)
+        try:
+            await stage.setup()
+            await _serve(stage, spec, node)
+        finally:
+            await stage.close()
+
+
+async def _serve(stage: Stage, spec: ReplicaSpec, node: Node) -> None:
+    topic = await node.topic(spec.topic, replica=spec.replica)
+    outlets = {
+        name: await node.outlet(port.address, port.stream, import_path(port.schema), replica=spec.replica)
+        for name, port in spec.outlets.items()
+    }
+    inlets = {
+        name: await node.inlet(
+            port.address,
+            port.stream,
+            import_path(port.schema),
+            window_items=port.window_items,
+            window_bytes=port.window_bytes,
+            replica=spec.replica,
+        )
+        for name, port in spec.inlets.items()
+    }
+    ports = Ports(spec.replica, inlets, outlets, topic)
+    async with asyncio.TaskGroup() as tasks:
+        stats = tasks.create_task(_publish_stats(stage, spec, ports))
+        await stage.run(ports)
+        stats.cancel()
+    await ports.topic.publish(f"stats/{spec.replica}", _stats(stage, spec))
+
+
+def _stats(stage: Stage, spec: ReplicaSpec) -> bytes:
+    activity = stage.activity
+    seconds = activity.settle()
+    return StageStats(
+        stage=spec.stage,
+        replica=spec.replica,
+        unix_s=time.time(),
+        busy_s=seconds["busy"],
+        starved_s=seconds["starved"],
+        blocked_s=seconds["blocked"],
+        stalled_s=seconds["stalled"],
+        items_in=activity.items_in,
+        items_out=activity.items_out,
+        failures=activity.failures,
+        tokens=activity.tokens,
+        in_flight=activity.in_flight,
+        extra=dict(activity.extra),
+    ).encode()
+
+
+async def _publish_stats(stage: Stage, spec: ReplicaSpec, ports: Ports) -> None:
+    """Waits for the clock; runs until cancelled."""
+    while True:
+        await ports.topic.publish(f"stats/{spec.replica}", _stats(stage, spec))
+        await asyncio.sleep(STATS_INTERVAL_S)

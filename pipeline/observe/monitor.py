@@ -1,0 +1,85 @@
+"""What is seen of a run while it goes on: the live table or plain lines, and the facts behind /metrics."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Mapping
+
+import msgspec
+
+from configs.schema import Config
+from pipeline.observe.prometheus import Facts
+from pipeline.observe.table import open_display
+from pipeline.record.recorder import Recorder
+from pipeline.supervise.announce import read_fleet
+from stages.messages import EngineAddress
+from stages.prompts.stage import PromptStage
+from transport import Hub, TopicServer
+
+REFRESH_S = 0.5
+
+
+class Monitor:
+    """Feeds a display twice a second. A context manager."""
+
+    def __init__(
+        self,
+        config: Config,
+        stage: PromptStage,
+        recorder: Recorder,
+        hubs: Mapping[str, Hub],
+        topic: TopicServer,
+    ) -> None:
+        self.stage, self.recorder, self.hubs, self.topic = stage, recorder, hubs, topic
+        self.display = open_display(config.observe.live, log_interval=config.observe.log_interval)
+        self._engines: dict[str, str | None] = {}  # every engine seen, with its address while it has one
+
+    def __enter__(self) -> Monitor:
+        self.display.__enter__()
+        self.recorder.lines = self.display.note
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.refresh()
+        self.display.__exit__(None, None, None)
+
+    async def run(self) -> None:
+        """Waits for the clock; runs until cancelled."""
+        while True:
+            self.refresh()
+            await asyncio.sleep(REFRESH_S)
+
+    def refresh(self) -> None:
+        queues: dict[str, int] = {}
+        for name, hub in self.hubs.items():
+            stage = name.split(".", 1)[0]
+            queues[stage] = queues.get(stage, 0) + hub.stats().queued
+        self.recorder.observe(self.topic, queues, self.stage.capacity, self.stage.version)
+        self.display.update(self.recorder.view.snapshot(time.monotonic()))
+        self._watch_engines()
+
+    def facts(self) -> Facts:
+        """What /metrics tells of the run."""
+        self._watch_engines()
+        return Facts(
+            run=self.recorder.view.snapshot(time.monotonic()),
+            staleness=self.recorder.view.staleness,
+            restarts=self.recorder.restarts,
+            dead_letters=len(self.recorder.dead_letters),
+            engines=self._engines,
+            router=self._router_metrics(),
+        )
+
+    def _watch_engines(self) -> None:
+        """An engine keeps its place when its address goes: it is lost, not gone."""
+        self._engines = dict.fromkeys(self._engines)
+        for kind, prefix in (("engine/", ""), ("frozen/", "frozen-")):
+            for value in self.topic.items(kind).values():
+                address = msgspec.msgpack.decode(value, type=EngineAddress)
+                self._engines[prefix + address.engine] = address.url
+
+    def _router_metrics(self) -> str | None:
+        """Where the router last was; one that the user started himself has its metrics where only he knows."""
+        router = read_fleet(self.recorder.rundir).get("router")
+        return (router.metrics or None) if router is not None else None

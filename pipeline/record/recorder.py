@@ -1,0 +1,248 @@
+"""The recorder: what the prompt stage learns becomes journal, metrics, checkpoints and figures of the run.
+
+It implements `stages.prompts.stage.RunHooks`. Invariants: a terminal state is journalled before it counts; a checkpoint
+holds the trainer's files and the ledger of the same moment, in one atomic rename; metrics rows appear in the order of
+the steps.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+import msgspec
+
+from configs.graph import loops, path
+from configs.schema import Config
+from models.checkpoint import Manifest, commit_directory, final_path, prune, write_manifest
+from pipeline.observe.metrics import MetricsFan, open_metrics
+from pipeline.observe.spans import StageSpans
+from pipeline.observe.stats import LedgerCounts, StageStats
+from pipeline.observe.view import RunView
+from pipeline.record.group_outcomes import GroupTally
+from pipeline.record.journal import Admitted, Committed, Ended, Journal, Stepped
+from pipeline.record.run_directory import RunDir
+from pipeline.record.save_hf import save_hf
+from pipeline.supervise.outage import consequence
+from stages.messages import Applied, CheckpointReady, EvalDone, Settled, StepDone
+from stages.prompts.ledger import Ledger, LedgerSnapshot, OpenGroup
+from transport import TopicServer
+
+BIAS_FILE = "bias.json"
+ESS_PAUSE_STEPS = 50  # between two warnings about the effective sample size
+
+
+def scores(report: EvalDone) -> list[tuple[str, int, float]]:
+    """(data set, version, score) of one evaluation; companions such as `eval/x-truncated_ratio` are left out."""
+    names = [n for n in report.metrics if n != "eval/time_s" and "-" not in n]
+    return [(name.removeprefix("eval/"), report.version, report.metrics[name]) for name in names]
+
+
+def _applied(topic: TopicServer, engine: str) -> tuple[int, float] | None:
+    """(version, seconds of the update) that an engine's owner reported last."""
+    value = topic.get(f"applied/{engine}")
+    if value is None:
+        return None
+    applied = msgspec.msgpack.decode(value, type=Applied)
+    return applied.version, applied.update_s
+
+
+class Recorder:
+    """Everything that is written down of one phase of a run. A context manager."""
+
+    def __init__(
+        self,
+        config: Config,
+        rundir: RunDir,
+        *,
+        epoch: int = 0,
+        resume_step: int | None = None,
+        experiment: str = "",
+        data: str = "",
+    ) -> None:
+        self.config, self.rundir, self.epoch = config, rundir, epoch
+        self.experiment, self.data = experiment, data  # hash of the configuration, fingerprint of the prompts
+        self.started = time.monotonic()
+        self.training_started: float | None = None  # when the trainer's first weights were out
+        self.last_step_s = self.started
+        self.ledger = Ledger()
+        self.view = RunView(
+            mode=config.run.mode,
+            stages=tuple(name for name in (*path(config), *loops(config)) if name != "prompts"),
+            total_steps=config.rollout.num_rollout,
+            staleness_bound=config.asynchrony.max_staleness,
+            started_s=self.started,
+            first_step=resume_step or 0,
+        )
+        self.rewards: list[float] = []  # per step, over all groups graded for it, trained or not
+        self.tally = GroupTally(config.rollout.n_samples_per_prompt)
+        self._ess_told: int | None = None  # step of the newest warning
+        self.evals: list[EvalDone] = []
+        self.versions: list[int] = []
+        self.restarts: dict[str, int] = {}
+        self.dead_letters: list[str] = []
+        self.delta_ratios: list[float] = []  # per step, where weights travel as differences
+        self.lines: Callable[[str], None] = lambda line: None  # where a message to the user goes
+        self._resume_step = resume_step
+
+    def __enter__(self) -> Recorder:
+        self.journal = Journal(self.rundir.ledger)
+        self.metrics: MetricsFan = open_metrics(
+            self.rundir.path, tensorboard=self.config.observe.use_tensorboard, resume_step=self._resume_step
+        )
+        self.spans = StageSpans(self.rundir.trace, "prompts", "prompts-0", enabled=self.config.observe.trace)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.journal.__exit__(None, None, None)
+        self.metrics.close()
+        self.spans.close()
+        if self.rewards:
+            with contextlib.suppress(OSError):  # a full disk has been told by then, and this file is a by-product
+                self.tally.write(self.rundir.path / BIAS_FILE)
+
+    @property
+    def wall_s(self) -> float:
+        return time.monotonic() - self.started
+
+    def say(self, line: str) -> None:
+        """A line for the user."""
+        self.lines(line)
+
+    # ------------------------------------------------------------------ RunHooks
+
+    def admitted(self, group: OpenGroup) -> None:
+        self.journal.write(Admitted(group.group_id, group.position, group.requeued))
+
+    def settled(self, groups: Sequence[tuple[int, Settled]]) -> None:
+        self.journal.write(*(Ended(s.group_id, s.outcome, max(s.step, at), s.detail) for at, s in groups))
+        self.journal.flush()
+        for _, report in groups:
+            self.tally.settled(report)
+            if report.outcome != "trained":
+                self.view.wasted(report.tokens)
+
+    async def step(self, report: StepDone) -> None:
+        now = time.monotonic()
+        if not report.groups:
+            self.versions.append(report.version)
+            self.training_started = self.last_step_s = now
+            return
+        self.last_step_s = now
+        tallied = {} if self.config.train.loss_type == "sft_loss" else self.tally.step(report)
+        metrics = {**report.metrics, **tallied, **self._ledger_metrics(), **self._weights_metrics()}
+        if "reward/mean" in metrics:
+            self.rewards.append(metrics["reward/mean"])
+        self.versions.append(report.version)
+        self.journal.write(Stepped(report.step, report.token_hash, max(report.staleness, default=0)))
+        self.view.step(report.step, at_s=now, metrics=metrics, tokens=report.tokens, staleness=report.staleness)
+        self.metrics.write(
+            report.step,
+            metrics,
+            wall_s=self.wall_s,
+            trained_tokens=self.view.snapshot(now).trained_tokens,
+        )
+        self._watch_ess(report)
+
+    def _watch_ess(self, report: StepDone) -> None:
+        """Say it, now and then, when few of the trained tokens carry nearly all of the weight."""
+        bound, ess = self.config.correction.ess_warn, report.metrics.get("train/ess")
+        if ess is None or not ess < bound:
+            return
+        if self._ess_told is not None and report.step - self._ess_told < ESS_PAUSE_STEPS:
+            return
+        self._ess_told = report.step
+        self.say(
+            f"step {report.step}: train/ess is {ess:.2f}, below --ess-warn {bound:g}: the policy is far from the one "
+            "that sampled; lower --async-buffer-size or --lr, or bound the weights more tightly with --tis-clip"
+        )
+
+    async def evaluated(self, report: EvalDone) -> None:
+        self.evals.append(report)
+        snapshot = self.view.snapshot(time.monotonic())
+        values = {**report.metrics, "eval/version": float(report.version), "eval/complete": float(report.complete)}
+        values["eval/lag_steps"] = float(max(snapshot.step - report.version, 0))
+        self.metrics.write(report.version, values, wall_s=self.wall_s, trained_tokens=snapshot.trained_tokens)
+        for name, version, value in scores(report):
+            self.view.evaluated(name, version, value)
+        if not report.complete:
+            self.say(f"evaluation of version {report.version} is incomplete: {report.detail}")
+
+    async def commit(self, report: CheckpointReady, ledger: LedgerSnapshot) -> None:
+        draft, final = Path(report.path), final_path(self.rundir.checkpoints, report.step)
+        manifest = Manifest(
+            step=report.step,
+            version=report.version,
+            epoch=self.epoch,
+            ledger=msgspec.json.encode(ledger).decode(),
+            config_hash=self.experiment,
+            cursor=self.data,
+        )
+
+        def seal() -> None:
+            write_manifest(draft, manifest)
+            commit_directory(draft, final)
+            if self.config.checkpoint.save_hf is not None and self.config.train.loss_type != "sft_loss":
+                save_hf(final, self.config.checkpoint.save_hf, report.step)
+            prune(self.rundir.checkpoints, self.config.checkpoint.keep_last_n)
+
+        await asyncio.to_thread(seal)
+        self.journal.write(Committed(report.step))
+        await asyncio.to_thread(self.journal.sync)
+
+    # ------------------------------------------------------------------ from the controller
+
+    def lost(self, stage: str, replica: str, why: str) -> None:
+        self.restarts[replica] = self.restarts.get(replica, 0) + 1
+        self.view.restarted(stage)
+        self.say(f"{replica} ended with {why}; restarting it, {consequence(self.config, stage)}")
+
+    def dead_letter(self, stream: str, key: str, reason: str) -> None:
+        self.dead_letters.append(f"{stream} {key}: {reason}")
+
+    def observe(self, topic: TopicServer, queues: Mapping[str, int], capacity: int, version: int) -> None:
+        """Bring the view up to date from the topic."""
+        for value in topic.items("stats/").values():
+            self.view.stage(StageStats.decode(value))
+        for stage, depth in queues.items():
+            self.view.queue(stage, depth)
+        self.view.ledger(self.counts())
+        self.view.gate(self.ledger.open, capacity)
+        self.view.version(version)
+        self.view.engines(
+            {
+                name.removeprefix("engine/"): _applied(topic, name.removeprefix("engine/"))
+                for name in topic.items("engine/")
+            }
+        )
+
+    def eval_points(self) -> list[tuple[str, int, float]]:
+        """(data set, version, score) of every complete evaluation, in order."""
+        return [point for report in self.evals if report.complete for point in scores(report)]
+
+    def counts(self) -> LedgerCounts:
+        return LedgerCounts(admitted=self.ledger.admitted, open=self.ledger.open, **self.ledger.counts)
+
+    def _weights_metrics(self) -> dict[str, float]:
+        """Of the newest version on its way to the engines."""
+        ratio = self.view.extra("train", "delta_ratio")
+        if ratio > 0:
+            self.delta_ratios.append(ratio)
+        found = {
+            "perf/delta_ratio": ratio,
+            "perf/publish_weights_time": self.view.extra("train", "publish_s"),
+            "perf/update_weights_time": max((row.update_s or 0.0 for row in self.view.engine_rows()), default=0.0),
+        }
+        return {name: value for name, value in found.items() if value > 0}
+
+    def _ledger_metrics(self) -> dict[str, float]:
+        counts = {f"ledger/{name}": float(n) for name, n in self.ledger.counts.items()}
+        return {
+            **counts,
+            "ledger/open": float(self.ledger.open),
+            "ledger/duplicates": float(self.ledger.duplicates),
+            "ledger/skipped": float(self.ledger.skipped),
+        }

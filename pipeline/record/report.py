@@ -1,0 +1,132 @@
+"""The end of a run: summary.json, learning curve, merged trace, and what the user reads last."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from statistics import fmean
+
+from configs.graph import engine_count, resolved_router
+from configs.schema import Config
+from models.checkpoint import latest_checkpoint
+from pipeline.observe.perfetto import merge
+from pipeline.observe.plot import plot_metrics_file
+from pipeline.observe.summary import (
+    EngineSummary,
+    RouterSummary,
+    RunPaths,
+    RunSummary,
+    WeightVersions,
+    closing_text,
+    efficiency_vs_bound,
+    package_versions,
+    summarise_evals,
+    summarise_reward,
+    summarise_staleness,
+    wasted_share,
+    write_summary,
+)
+from pipeline.record.recorder import Recorder
+from pipeline.supervise.announce import read_fleet
+
+
+def conclude(recorder: Recorder, config: Config, reason: str) -> RunSummary:
+    """Write what the run leaves behind and print where it is."""
+    rundir = recorder.rundir
+    summary = summarise(recorder, config, reason)
+    write_summary(rundir.summary, summary)
+    curve = rundir.path / "learning_curve.png"
+    if recorder.rewards or recorder.evals:
+        bound = config.asynchrony.max_staleness
+        title = f"{config.run.mode}, {summary.steps} rollout batches"
+        plot_metrics_file(rundir.metrics, curve, title=title, staleness_bound=bound)
+    trace = rundir.path / "trace.json"
+    if config.observe.trace:
+        recorder.spans.flush()
+        merge(rundir.trace, trace)
+    checkpoint = latest_checkpoint(rundir.checkpoints)
+    paths = RunPaths(
+        run_dir=rundir.path,
+        checkpoint=checkpoint / "hf" if checkpoint is not None else None,
+        metrics=rundir.metrics,
+        tensorboard=rundir.tensorboard if config.observe.use_tensorboard else None,
+        trace=existing(trace),
+        curve=existing(curve),
+        summary=rundir.summary,
+        resume_command=f"python launch.py --resume {rundir.path}" if reason != "finished" else None,
+    )
+    sys.stdout.write(closing_text(summary, paths) + "\n")
+    return summary
+
+
+def existing(path: Path) -> Path | None:
+    return path if path.exists() else None
+
+
+def busy_seconds(recorder: Recorder, config: Config) -> dict[str, tuple[float, int]]:
+    """Busy seconds and capacity by stage. A generate replica only waits: its engines' own account takes its place."""
+    busy = dict(recorder.view.busy_s())
+    engine_s = recorder.view.extra("generate", "engine_busy_s")
+    if engine_s > 0:
+        busy["generate"] = (engine_s, engine_count(config))
+    return busy
+
+
+def engines_of(recorder: Recorder, config: Config) -> EngineSummary:
+    """The engines that generate, as they last came up; a phase without engines has none."""
+    count = engine_count(config)
+    if count == 0:
+        return EngineSummary()
+    up = {name: facts for name, facts in read_fleet(recorder.rundir).items() if facts.role == "engine"}
+    kinds = sorted({facts.kind for facts in up.values()}) or [config.engine.engine]
+    return EngineSummary(
+        kind=", ".join(kinds),
+        version=", ".join(sorted({facts.version for facts in up.values() if facts.version})),
+        count=count,
+        restarts=sum(recorder.restarts.get(f"engine-{i}", 0) for i in range(count)),
+        reused_tokens=int(recorder.view.extra("generate", "reused_tokens")),
+    )
+
+
+def router_of(recorder: Recorder, config: Config) -> RouterSummary:
+    """The router in front of them."""
+    facts = read_fleet(recorder.rundir).get("router")
+    return RouterSummary(resolved_router(config), facts.version if facts is not None else "")
+
+
+def summarise(recorder: Recorder, config: Config, reason: str) -> RunSummary:
+    """The figures of a finished phase."""
+    view, ledger = recorder.view, recorder.ledger
+    snapshot = view.snapshot(recorder.last_step_s)
+    training_s = recorder.last_step_s - (recorder.training_started or recorder.started)
+    wasted = sum(n for outcome, n in ledger.tokens.items() if outcome != "trained")
+    trained = snapshot.trained_tokens
+    versions = recorder.versions
+    return RunSummary(
+        mode=config.run.mode,
+        exit_reason="completed" if reason == "finished" else reason,
+        steps=snapshot.step,
+        wall_s=round(recorder.wall_s, 3),
+        groups=recorder.counts(),
+        staleness=summarise_staleness(view.staleness, config.asynchrony.max_staleness),
+        reward=summarise_reward(recorder.rewards),
+        eval=summarise_evals(recorder.eval_points()),
+        tokens_per_s=round(trained / training_s, 1) if training_s > 0 else 0.0,
+        generated_tokens_per_s=round((trained + wasted) / training_s, 1) if training_s > 0 else 0.0,
+        efficiency_vs_bound=efficiency_vs_bound(busy_seconds(recorder, config), training_s),
+        wasted_tokens=wasted,
+        wasted_share=wasted_share(trained, wasted),
+        weight_versions=WeightVersions(
+            first=min(versions, default=0),
+            last=max(versions, default=0),
+            published=len(set(versions)),
+            transport=config.update.update_weight_transport if engine_count(config) else "",
+            delta_ratio=round(fmean(recorder.delta_ratios), 2) if recorder.delta_ratios else None,
+        ),
+        engine=engines_of(recorder, config),
+        router=router_of(recorder, config),
+        restarts=dict(recorder.restarts),
+        seed=config.run.seed,
+        config_hash=recorder.experiment,
+        versions=package_versions(),
+    )

@@ -1,0 +1,129 @@
+"""What is known of engines, router and lost replicas, told to all who ask: the topic, the hubs, the user, a file.
+
+`replicas/fleet.json` names the servers of the run: address, kind, version, incarnation. The summary reads it, and so
+does a person who wants to ask an engine something.
+
+Invariant: an address is dropped from the topic before its process is started again.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from pathlib import Path
+
+import msgspec
+from msgspec import Struct
+
+from configs.graph import resolved_router
+from configs.schema import Config
+from pipeline.record.recorder import Recorder
+from pipeline.record.run_directory import RunDir
+from pipeline.supervise.outage import consequence
+from pipeline.supervise.restarts import EngineSpec
+from stages.messages import Applied, EngineAddress, RouterAddress
+from transport import Hub, TopicServer
+
+log = logging.getLogger("sluice.controller")
+FLEET_FILE = "fleet.json"
+
+
+class ServerFacts(Struct, frozen=True):
+    """One server of the run as it last came up."""
+
+    kind: str  # embedded, simulated, sglang, smg
+    url: str
+    incarnation: int
+    version: str
+    role: str  # engine, frozen, router
+    metrics: str = ""  # address of its /metrics, where that is not the server's own
+
+
+def read_fleet(rundir: RunDir) -> dict[str, ServerFacts]:
+    """The servers of a run by name; empty if none came up."""
+    path = _file(rundir)
+    return msgspec.json.decode(path.read_bytes(), type=dict[str, ServerFacts]) if path.exists() else {}
+
+
+def _file(rundir: RunDir) -> Path:
+    return rundir.specs / FLEET_FILE
+
+
+class Announcer:
+    """Implements `Lifecycle`."""
+
+    def __init__(self, topic: TopicServer, hubs: Mapping[str, Hub], recorder: Recorder) -> None:
+        self.config = recorder.config
+        self.topic, self.hubs, self.recorder = topic, hubs, recorder
+        self._fleet: dict[str, ServerFacts] = {}
+        _file(recorder.rundir).unlink(missing_ok=True)  # of the run that is resumed
+
+    def running(self, config: Config, frozen: Mapping[str, str]) -> None:
+        """Publish what was found to run already: frozen engines by name, and a router of the user's own. From then on
+        each is watched, and dropped while it is away."""
+        for name, url in frozen.items():
+            self.topic.publish(f"frozen/{name}", msgspec.msgpack.encode(EngineAddress(name, url, 0)))
+        router, address = resolved_router(config), config.router.router_address
+        if router != "none" and address is not None:
+            self.router_up(router, address.rstrip("/"), 0, "", "")
+
+    def lost(self, stage: str, name: str, why: str) -> None:
+        log.warning("%s ended with %s; %s", name, why, consequence(self.config, stage))
+        self.recorder.lost(stage, name, why)
+        for hub in self.hubs.values():
+            hub.peer_lost(name)
+        if stage == "engine":
+            self._drop_engine(name)
+        elif stage == "frozen":
+            self.topic.drop(f"frozen/{name.removeprefix('frozen-')}")
+        elif stage == "router":
+            self.topic.drop("router")
+        self.topic.drop(f"stats/{name}")
+
+    def engine_up(self, spec: EngineSpec, url: str, incarnation: int, version: str) -> None:
+        address = EngineAddress(spec.frozen or spec.name, url, incarnation)
+        self.topic.publish(spec.topic, msgspec.msgpack.encode(address))
+        kind = _kind(version) if spec.external else spec.config.engine
+        self._remember(spec.name, ServerFacts(kind, url, incarnation, version, spec.kind))
+
+    def engine_away(self, spec: EngineSpec, why: str) -> None:
+        if spec.frozen:
+            self.topic.drop(spec.topic)
+        else:
+            self._drop_engine(spec.name)
+        self._away(spec.name, spec.external, why, spec.kind)
+
+    def router_away(self, url: str, why: str) -> None:
+        self.topic.drop("router")
+        self._away("router", url, why, "router")
+
+    def router_up(self, kind: str, url: str, incarnation: int, version: str, metrics: str) -> None:
+        self.topic.publish("router", msgspec.msgpack.encode(RouterAddress(kind, url, incarnation)))
+        self._remember("router", ServerFacts(kind, url, incarnation, version, "router", metrics))
+
+    def loading(self, name: str) -> bool:
+        value = self.topic.get(f"applied/{name}")
+        return value is None or msgspec.msgpack.decode(value, type=Applied).fetching >= 0
+
+    def say(self, line: str) -> None:
+        self.recorder.say(line)
+
+    def _away(self, name: str, url: str, why: str, kind: str) -> None:
+        what = consequence(self.config, kind)
+        log.warning("%s at %s: %s; %s", name, url, why, what)
+        self.recorder.say(f"{name}: {url} is lost after {why}; {what}")
+
+    def _drop_engine(self, name: str) -> None:
+        for kind in ("engine", "applied", "device"):
+            self.topic.drop(f"{kind}/{name}")
+
+    def _remember(self, name: str, facts: ServerFacts) -> None:
+        self._fleet[name] = facts
+        draft = _file(self.recorder.rundir).with_suffix(".draft")
+        draft.write_bytes(msgspec.json.format(msgspec.json.encode(self._fleet), indent=2) + b"\n")
+        draft.replace(_file(self.recorder.rundir))
+
+
+def _kind(version: str) -> str:
+    """Our servers say which they are behind a plus sign; SGLang says only its number."""
+    return version.partition("+")[2] or "sglang"

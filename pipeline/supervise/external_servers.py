@@ -1,0 +1,183 @@
+"""Engines and routers that run already: found by address, checked, watched, taken back. Never started or ended.
+
+Invariants: an engine that serves another model than the policy's is refused before it is announced (a frozen one may
+serve any); who does not answer is taken off the topic, and announced with a new incarnation when it does, since it may
+have been started anew: its owner then brings an engine up to date before it gets requests, and names a router its
+engines again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from pathlib import Path
+from typing import Final
+
+import msgspec
+from msgspec import Struct
+
+from configs.schema import Config
+from configs.schema.health import HealthConfig
+from models.engines.client import EngineClient
+from models.engines.errors import EngineError
+from models.engines.protocol import ModelInfo
+from pipeline.errors import UsageError
+from pipeline.supervise.health_probe import Account, HttpLook, Look, SchedulerLook, until
+from pipeline.supervise.restart_server import Waiting
+from pipeline.supervise.restarts import EngineSpec, Lifecycle
+
+POLL_S: Final = 0.5
+FLAG: Final = "--rollout-external-engine-addrs"
+ROUTER_FLAG: Final = "--router-address"
+
+
+class PolicyConfig(Struct, frozen=True):
+    """What of a checkpoint's config.json tells models apart."""
+
+    architectures: tuple[str, ...] | None = None
+    vocab_size: int | None = None
+    hidden_size: int | None = None
+    num_hidden_layers: int | None = None
+
+
+def read_policy_config(directory: Path) -> PolicyConfig | None:
+    """None where there is no config.json on this machine, or none that can be read."""
+    try:
+        return msgspec.json.decode((directory / "config.json").read_bytes(), type=PolicyConfig)
+    except (OSError, msgspec.MsgspecError):
+        return None
+
+
+def differs(policy: PolicyConfig, info: ModelInfo, theirs: PolicyConfig | None) -> str | None:
+    """In what the served model is not of the policy's shape, or None.
+
+    `theirs`: the served checkpoint's config.json, where it lies on this machine too. Sizes are compared only then, or
+    where the server names them: SGLang tells the architecture alone.
+    """
+    if policy.architectures and info.architectures and set(policy.architectures).isdisjoint(info.architectures):
+        return f"it serves a {info.architectures[0]}, the policy is a {policy.architectures[0]}"
+    pairs = [("vocab_size", policy.vocab_size, info.vocab_size)]
+    if theirs is not None:
+        names = ("vocab_size", "hidden_size", "num_hidden_layers")
+        pairs += [(name, getattr(policy, name), getattr(theirs, name)) for name in names]
+    for name, ours, other in pairs:
+        if ours is not None and other is not None and ours != other:
+            return f"its {name} is {other}, the policy's is {ours}"
+    return None
+
+
+def frozen_spec(config: Config, name: str, address: str) -> EngineSpec:
+    """A frozen engine that runs already."""
+    return EngineSpec(f"frozen-{name}", config.engine, "", None, 0, 0, frozen=name, external=address)
+
+
+class ExternalEngine:
+    """One engine at an address, of the policy or frozen. `run` until cancelled."""
+
+    def __init__(self, spec: EngineSpec, lifecycle: Lifecycle, health: HealthConfig) -> None:
+        self.spec, self.lifecycle, self.health = spec, lifecycle, health
+        self.url = spec.external.rstrip("/")
+        self.given = f"--frozen-engine {spec.frozen}={self.url}" if spec.frozen else f"{FLAG} {self.url}"
+
+    async def run(self) -> None:
+        """Waits for the engine, then watches it, in turn. Raises UsageError if it is not there or not the right one."""
+        timeout_s, interval_s = self.health.rollout_health_check_timeout, self.health.rollout_health_check_interval
+        async with EngineClient(self.url, control_timeout_s=timeout_s, connect_timeout_s=timeout_s) as client:
+            first = HttpLook(client, timeout_s, "/model_info")  # not /health, which may have to generate
+            cure = "start it first, or give its right address, or leave it out and engines start with the run"
+            if self.spec.frozen:
+                cure = "start it first, or give a checkpoint, which starts with the run"
+            await arrival(self.spec.name, self.url, first, self.lifecycle, self.health, self.given, cure)
+            fault, version = await self._inspect(client)
+            if fault is not None:
+                raise UsageError(
+                    f"{self.given}: {fault}; start it with the checkpoint of --hf-checkpoint "
+                    f"({self.spec.model_path}), or leave it out"
+                )
+            incarnation = 0
+            account = Account(self.health.rollout_health_check_failures)
+            look: Look = SchedulerLook(first, None, self._slow)
+            if self.spec.frozen and not version:
+                look = first  # it has no /server_info
+            while True:
+                self.lifecycle.engine_up(self.spec, self.url, incarnation, version)
+                self.lifecycle.engine_away(self.spec, await until("lost", account, look, interval_s))
+                version = await self._return(client, first, account)
+                incarnation += 1
+                self.lifecycle.say(f"{self.spec.name}: {self.url} answers again")
+
+    def _slow(self) -> bool:
+        """Whether it may load weights now; nobody gives a frozen one any."""
+        return not self.spec.frozen and self.lifecycle.loading(self.spec.name)
+
+    async def _return(self, client: EngineClient, look: HttpLook, account: Account) -> str:
+        """Waits until it answers again and serves the right model; returns its version. Says once what is wrong."""
+        told = ""
+        while True:
+            await until("recovered", account, look, self.health.rollout_health_check_interval)
+            fault, version = await self._inspect(client)
+            if fault is None:
+                return version
+            if fault != told:
+                self.lifecycle.say(f"{self.spec.name}: {self.url} is back, but {fault}; it is left out")
+                told = fault
+            account.mark_down()
+
+    async def _inspect(self, client: EngineClient) -> tuple[str | None, str]:
+        """What is wrong with the model that it serves, and the version of the server."""
+        if self.spec.frozen:
+            return None, await _version(client)
+        try:
+            server, model = await client.server_info(), await client.model_info()
+        except EngineError as error:
+            return f"it does not say what it serves ({error})", ""
+        policy = read_policy_config(Path(self.spec.model_path))
+        if policy is None:
+            return None, server.version
+        return differs(policy, model, read_policy_config(Path(model.model_path))), server.version
+
+
+async def _version(client: EngineClient) -> str:
+    """What a server calls itself, "" if it does not say: a frozen engine need not be one of those that we know."""
+    try:
+        return (await client.server_info()).version
+    except EngineError:
+        return ""
+
+
+class ExternalRouter:
+    """A router at an address. `run` until cancelled."""
+
+    def __init__(self, kind: str, address: str, lifecycle: Lifecycle, health: HealthConfig) -> None:
+        self.kind, self.url, self.lifecycle, self.health = kind, address.rstrip("/"), lifecycle, health
+
+    async def run(self) -> None:
+        """Waits for the router, then watches it, in turn. Raises UsageError if it is not there."""
+        timeout_s, interval_s = self.health.rollout_health_check_timeout, self.health.rollout_health_check_interval
+        async with EngineClient(self.url, control_timeout_s=timeout_s, connect_timeout_s=timeout_s) as client:
+            look = HttpLook(client, timeout_s)
+            cure = "start it first, or give its right address, or leave it out and one starts with the run"
+            await arrival("router", self.url, look, self.lifecycle, self.health, f"{ROUTER_FLAG} {self.url}", cure)
+            account = Account(self.health.rollout_health_check_failures)
+            for incarnation in itertools.count():
+                self.lifecycle.router_up(self.kind, self.url, incarnation, "", "")
+                self.lifecycle.router_away(self.url, await until("lost", account, look, interval_s))
+                await until("recovered", account, look, interval_s)
+                self.lifecycle.say(f"router: {self.url} answers again")
+
+
+async def arrival(
+    name: str, url: str, look: HttpLook, lifecycle: Lifecycle, health: HealthConfig, given: str, cure: str
+) -> None:
+    """Waits for the first good answer, at most `rollout_health_check_first_wait` seconds. Raises UsageError."""
+    waiting = Waiting(name, lifecycle.say, f"waiting for {url}")
+    fault: str | None = "no answer"
+    try:
+        async with asyncio.timeout(health.rollout_health_check_first_wait):
+            while (fault := await look()) is not None:
+                waiting.tick()
+                await asyncio.sleep(POLL_S)
+    except TimeoutError:
+        what = "router" if name == "router" else "healthy engine"
+        raise UsageError(f"{given}: no {what} answers there ({fault}); {cure}") from None
+    waiting.over(url, always=False)

@@ -1,0 +1,144 @@
+"""Is an engine well? A pure account of looks at it, the looks themselves, and the loop that takes them.
+
+What a look finds is None (well) or a fault in words. N faults in a row make an engine lost, one good look makes it
+recovered. What counts as a fault:
+
+1. `/health` gives no 200 within the timeout. A paused engine answers 200 (SGLang because it is started with
+   SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION=false, without which it would try to generate and fail).
+2. With SGLang, `/health` is the HTTP process's alone. So a process of the engine that is stopped is a fault, and so is
+   a scheduler that leaves `/server_info`, which asks it, without an answer. It may be slow for good reasons: while it
+   loads weights, or compiles a kernel. So that look counts only when the engine carries published weights and loads
+   none, and when its processes do nothing meanwhile. One that computes for ever is left to SGLang's own watchdog,
+   which ends the server (`--sglang-watchdog-timeout`).
+   A scheduler that died needs no look: the server notices within a second, and ends itself (0.5.23: 5 s later).
+3. A server of somebody else may have been started without that variable. Its `/health` is left alone; `/model_info`
+   says that its HTTP process is there.
+
+Invariant: the account sees no clock and no socket; equal looks give equal verdicts.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Literal, Protocol
+
+from models.engines.client import EngineClient
+from models.engines.errors import EngineError, EngineTimeout, EngineUnreachable
+from pipeline.hosts.process_group import GroupState, group_state
+
+Change = Literal["lost", "recovered"]
+
+IDLE_SHARE = 0.2  # of one core: processes that used less during a look did nothing
+
+
+class Account:
+    """Looks in the order in which they were taken. Pure.
+
+    States: up (with 0 .. limit-1 faults in a row) and down. `saw` returns a change of state, else None.
+    """
+
+    def __init__(self, limit: int) -> None:
+        self.limit = limit
+        self.up = True
+        self.in_a_row = 0
+        self.last = ""  # fault seen last
+
+    def saw(self, fault: str | None) -> Change | None:
+        if fault is None:
+            recovered = not self.up
+            self.up, self.in_a_row = True, 0
+            return "recovered" if recovered else None
+        self.in_a_row += 1
+        self.last = fault
+        if self.up and self.in_a_row >= self.limit:
+            self.up = False
+            return "lost"
+        return None
+
+    def mark_down(self) -> None:
+        """It answers, but is not to be used: the next good look is a recovery again."""
+        self.up = False
+
+    @property
+    def why(self) -> str:
+        """What made it lost."""
+        looks = "a failed health check" if self.in_a_row == 1 else f"{self.in_a_row} failed health checks in a row"
+        return f"{looks} ({self.last})"
+
+
+class Look(Protocol):
+    """One look. Waits at most its timeout; returns a fault in words, or None."""
+
+    async def __call__(self) -> str | None: ...
+
+
+async def until(change: Change, account: Account, look: Look, interval_s: float) -> str:
+    """Look every `interval_s` seconds until the account says `change`; return why.
+
+    Waits for the clock and for each look; unblocked by that change alone, or by cancellation.
+    """
+    while True:
+        await asyncio.sleep(interval_s)
+        if account.saw(await look()) == change:
+            return account.why if change == "lost" else ""
+
+
+class HttpLook:
+    """One GET that the HTTP process of a server answers by itself."""
+
+    def __init__(self, client: EngineClient, timeout_s: float, path: str = "/health") -> None:
+        self.client, self.timeout_s, self.path = client, timeout_s, path
+
+    async def __call__(self) -> str | None:
+        return await answers(self.client, self.path, self.timeout_s)
+
+
+class SchedulerLook:
+    """The HTTP process, then the processes behind it, then a question that only the scheduler can answer.
+
+    Args:
+        first: the look at the HTTP process.
+        group: number of the engine's process group; None for one that is not ours, whose processes are not seen.
+        loading: whether the engine may be slow to answer now.
+    """
+
+    def __init__(self, first: HttpLook, group: int | None, loading: Callable[[], bool]) -> None:
+        self.first, self.group, self.loading = first, group, loading
+
+    async def __call__(self) -> str | None:
+        fault = await self.first()
+        if fault is not None:
+            return fault
+        before = self._processes()
+        if before is not None and before.stopped:
+            return f"{before.stopped[0]} is stopped"
+        if self.loading():
+            return None
+        loop = asyncio.get_running_loop()
+        started = loop.time()
+        fault = await answers(self.first.client, "/server_info", self.first.timeout_s)
+        if fault is None or self.loading():  # it began meanwhile
+            return None
+        after = self._processes()
+        if before is not None and after is not None:
+            share = (after.cpu_s - before.cpu_s) / max(loop.time() - started, 1e-3)
+            if share > IDLE_SHARE:
+                return None
+        return f"the scheduler does not answer: {fault}"
+
+    def _processes(self) -> GroupState | None:
+        return None if self.group is None else group_state(self.group)
+
+
+async def answers(client: EngineClient, path: str, timeout_s: float) -> str | None:
+    """None if a GET is answered with success in time; else what happened instead."""
+    try:
+        await client.call("GET", path, None, timeout_s)
+    except EngineTimeout:
+        return f"{path} gave no answer within {timeout_s:g} s"
+    except EngineUnreachable as error:
+        return error.reason
+    except EngineError as error:
+        return str(error)
+    return None

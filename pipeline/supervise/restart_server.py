@@ -1,0 +1,187 @@
+"""Keeps one server process alive: start, wait until it serves, announce, watch its health, start again.
+
+Invariants: it is announced only once it serves, with an incarnation that rises; a process that hangs is ended with its
+whole group before its loss is told, so that no request is answered twice; a server that never came up is tried twice,
+then its last words end the run, for more tries would say the same.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Final, Protocol
+
+import msgspec
+from msgspec import Struct
+
+from configs.schema.health import HealthConfig
+from models.engines.client import EngineClient
+from models.engines.errors import EngineError
+from pipeline.errors import ReplicaFailed, UsageError
+from pipeline.hosts.processes import STOP_GRACE_S, Processes, ending, last_error
+from pipeline.supervise.health_probe import Account, HttpLook, Look, until
+from pipeline.supervise.restarts import Kind, Lifecycle, Restarts
+
+FILE_POLL_S: Final = 0.05
+URL_POLL_S: Final = 0.3  # each leaves a line in the log of a server that loads
+POLL_TIMEOUT_S: Final = 5.0
+FIRST_WORD_S: Final = 10.0  # after which the user is told that it still loads; then after twice as long, and so on
+EXIT_USER_ERROR: Final = 2
+END_NOTICE_S: Final = 0.2
+STARTS_WITHOUT_SERVING: Final = 2
+
+
+class Birth(Struct, frozen=True):
+    """How to start a server. It serves when the file `ready` says its address, or when `/health` at `url` says 200."""
+
+    argv: Sequence[str]
+    env: Mapping[str, str]
+    url: str = ""
+    ready: Path | None = None
+    grace_s: float = STOP_GRACE_S
+
+
+class Ready(Struct, frozen=True):
+    """What a ready file holds."""
+
+    url: str
+
+
+class Charge(Protocol):
+    """A server that is kept."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def kind(self) -> Kind: ...
+
+    @property
+    def slow_start(self) -> bool:
+        """Whether its coming up is worth a line for the user in any case."""
+
+    def birth(self, incarnation: int) -> AbstractContextManager[Birth]:
+        """How to start it. What the start needs, such as a port, is held for the time of the `with` block."""
+
+    def look(self, client: EngineClient, group: int) -> Look:
+        """How its health is seen."""
+
+    async def up(self, client: EngineClient, incarnation: int) -> None:
+        """Announce it. Raises UsageError if it is not what was asked for."""
+
+
+class Keeper:
+    """One server. `run` until cancelled; whoever has the processes stops them then."""
+
+    def __init__(self, charge: Charge, processes: Processes, restarts: Restarts, health: HealthConfig) -> None:
+        self.charge, self.processes, self.restarts, self.health = charge, processes, restarts, health
+        self.lifecycle: Lifecycle = restarts.lifecycle
+        self._served = False
+
+    async def run(self) -> None:
+        """Waits for the server's end; starts it again with a new incarnation. Raises ReplicaFailed or UsageError."""
+        for incarnation in itertools.count():
+            why = await self._live(incarnation)
+            words = self._words()
+            if not self._served and incarnation + 1 >= STARTS_WITHOUT_SERVING:
+                raise ReplicaFailed(
+                    f"{self.charge.name} ended with {why} before it served, {incarnation + 1} times: {words}; see "
+                    f"{self._log}"
+                )
+            await self.restarts.again(self.charge.kind, self.charge.name, why, words, self._log)
+
+    async def _live(self, incarnation: int) -> str:
+        """One life. Waits for the process's end or for a verdict of its health; returns what it ended with."""
+        charge = self.charge
+        with charge.birth(incarnation) as birth:
+            process = await self.processes.spawn(charge.name, birth.argv, birth.env, grace_s=birth.grace_s, sweep=True)
+            async with asyncio.TaskGroup() as tasks:
+                ended = tasks.create_task(process.wait())
+                serving = tasks.create_task(self._serve(birth, process.pid, incarnation))
+                await asyncio.wait((ended, serving), return_when=asyncio.FIRST_COMPLETED)
+                await asyncio.wait((ended,), timeout=END_NOTICE_S)  # looks may fail before the end is noticed
+                verdict = None if ended.done() else serving.result()
+                serving.cancel()
+                code = await self.processes.kill(charge.name)
+        if verdict is None and code == EXIT_USER_ERROR:
+            raise UsageError(f"{charge.name}: {self._words()}")
+        return verdict or ending(code)
+
+    async def _serve(self, birth: Birth, group: int, incarnation: int) -> str:
+        """Wait until it serves, announce it, then watch it. Returns why it is lost."""
+        url = await self._arrival(birth, incarnation)
+        health = self.health
+        async with EngineClient(
+            url, control_timeout_s=POLL_TIMEOUT_S, connect_timeout_s=health.rollout_health_check_timeout
+        ) as client:
+            try:
+                await self.charge.up(client, incarnation)
+            except EngineError as error:
+                return f"no answer to its first question ({error})"
+            self._served = True
+            self.processes.note_shared(self.charge.name)
+            account = Account(health.rollout_health_check_failures)
+            look = self.charge.look(client, group)
+            return await until("lost", account, look, health.rollout_health_check_interval)
+
+    async def _arrival(self, birth: Birth, incarnation: int) -> str:
+        """Waits until it serves, at most `rollout_health_check_first_wait` seconds; returns its address."""
+        limit_s = self.health.rollout_health_check_first_wait
+        waiting = Waiting(self.charge.name, self.lifecycle.say)
+        try:
+            async with asyncio.timeout(limit_s):
+                async with EngineClient(birth.url, connect_timeout_s=POLL_TIMEOUT_S) as client:
+                    look = HttpLook(client, POLL_TIMEOUT_S)
+                    while (url := await _address(birth, look)) is None:
+                        waiting.tick()
+                        await asyncio.sleep(FILE_POLL_S if birth.ready is not None else URL_POLL_S)
+        except TimeoutError:
+            raise ReplicaFailed(
+                f"{self.charge.name} did not serve within --rollout-health-check-first-wait {limit_s:g} s: "
+                f"{self._words()}; see {self._log}, or raise it"
+            ) from None
+        waiting.over(url, always=self.charge.slow_start or incarnation > 0)
+        return url
+
+    @property
+    def _log(self) -> Path:
+        return self.processes.log(self.charge.name)
+
+    def _words(self) -> str:
+        return last_error(self._log, self.processes.log_start(self.charge.name))
+
+
+async def _address(birth: Birth, look: Look) -> str | None:
+    """Where it serves, None if it does not yet."""
+    if birth.ready is None:
+        return birth.url if await look() is None else None
+    return msgspec.json.decode(birth.ready.read_bytes(), type=Ready).url if birth.ready.exists() else None
+
+
+class Waiting:
+    """Tells the user, at growing intervals, how long something has been loading."""
+
+    def __init__(self, name: str, say: Callable[[str], None], doing: str = "loading") -> None:
+        self.name, self.say, self.doing = name, say, doing
+        self._clock = asyncio.get_running_loop().time
+        self._started = self._clock()
+        self._next_s = FIRST_WORD_S
+        self._told = False
+
+    @property
+    def seconds(self) -> float:
+        return self._clock() - self._started
+
+    def tick(self) -> None:
+        """Once in a while, while it lasts."""
+        if self.seconds >= self._next_s:
+            self.say(f"{self.name}: {self.doing} {self.seconds:.0f} s")
+            self._next_s, self._told = self._next_s * 2, True
+
+    def over(self, url: str, *, always: bool) -> None:
+        """It came; said if anything was said before, or `always`."""
+        if self._told or always:
+            self.say(f"{self.name}: up after {self.seconds:.0f} s at {url}")

@@ -1,0 +1,67 @@
+"""The router in front of the engines: a process kept like an engine, or one that runs already.
+
+It is started without workers. Each engine is named to it by the replica that owns the engine, once that carries
+published weights; all are named again to a router of a new incarnation, which knows none.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator, Sequence
+from typing import Literal
+
+from configs.schema import Config
+from models.engines.client import EngineClient
+from models.engines.launch.environment import Installed
+from models.engines.launch.routing import router_launch
+from pipeline.hosts.free_port import HOST, held_port
+from pipeline.hosts.processes import leashed
+from pipeline.supervise.health_probe import HttpLook, Look
+from pipeline.supervise.restart_server import Birth
+from pipeline.supervise.restarts import Kind, Lifecycle
+
+RouterKind = Literal["sglang", "smg"]
+
+
+class RouterCharge:
+    """sglang-router or smg. Its `/health` is its own: it says 200 without any worker."""
+
+    name = "router"
+    slow_start = False
+
+    def __init__(self, kind: RouterKind, config: Config, installed: Installed, lifecycle: Lifecycle) -> None:
+        self.router, self.config, self.installed, self.lifecycle = kind, config, installed, lifecycle
+        self._metrics = ""
+
+    @property
+    def kind(self) -> Kind:
+        return "router"
+
+    @property
+    def version(self) -> str:
+        return (self.installed.smg if self.router == "smg" else self.installed.router) or ""
+
+    @contextlib.contextmanager
+    def birth(self, incarnation: int) -> Iterator[Birth]:
+        with held_port() as port, held_port() as metrics_port:
+            launch = router_launch(self.config, self.installed, port=port, metrics_port=metrics_port)
+            self._metrics = f"http://{HOST}:{metrics_port}"
+            yield Birth(leashed(without_sglang(launch.argv)), {**os.environ, **launch.env}, launch.url)
+
+    def look(self, client: EngineClient, group: int) -> Look:
+        return HttpLook(client, self.config.health.rollout_health_check_timeout)
+
+    async def up(self, client: EngineClient, incarnation: int) -> None:
+        self.lifecycle.router_up(self.router, client.base_url, incarnation, self.version, self._metrics)
+
+
+def without_sglang(argv: Sequence[str]) -> list[str]:
+    """The command `PYTHON -m MODULE ...` with SGLang hidden from the module.
+
+    sglang-router imports it where it can, for a debugging mode that is not used here, and with it torch: 6 s of
+    processor time and 0.5 GB for nothing.
+    """
+    python, _, module, *rest = argv
+    hide = f"import runpy, sys; sys.modules['sglang'] = None; runpy.run_module({module!r}, run_name='__main__')"
+    return [python, "-c", hide, *rest]

@@ -1,0 +1,216 @@
+"""The ranks that train one policy together, kept as one: they start together, and one that ends, ends all.
+
+Invariants:
+- before an incarnation starts, every process of the one before has ended: a socket, a file or a GPU has one user;
+- the loss is told with the rank that was lost first, not with those that noticed;
+- a gang that never came up is started twice, then its last words end the run; a user's mistake ends it at once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Final
+
+import msgspec
+from msgspec import Struct
+
+from configs.schema import Config
+from models.train.trainer_group.rank_spec import EXIT_STAGE_GONE, RankSpec, needs_gang, processes_of, read_meeting
+from pipeline.errors import EXIT_DISK_FULL, ReplicaFailed, UsageError
+from pipeline.hosts.gpus import slices, trainers_gpu, visible_gpus
+from pipeline.hosts.processes import Processes, ending, last_error
+from pipeline.record.run_directory import RunDir
+from pipeline.supervise.restart_server import FILE_POLL_S, STARTS_WITHOUT_SERVING, Waiting
+from pipeline.supervise.restarts import Restarts
+
+GANG: Final = "train-gang"  # the name under which its restarts are counted
+STAGE: Final = "train"
+NOTICE_S: Final = 0.5  # time in which the others may show that they were lost first
+END_S: Final = 10.0  # time that ranks get to end after the first has ended well
+LONG_REPEAT_BATCHES: Final = 50  # runs up to which it is no matter to repeat all of it
+STAGE_GONE_S: Final = 5.0  # time in which the runner learns of the stage's end itself
+
+
+class Loss(Struct, frozen=True):
+    """Why an incarnation ended: the rank that was lost first."""
+
+    rank: int
+    code: int
+
+
+def meeting_place(rundir: RunDir) -> Path:
+    """The file in which the gang of a run says where it is met."""
+    return rundir.sockets / "gang.json"
+
+
+def check_gang(config: Config) -> None:
+    """Raises UsageError for a gang that this machine's runners do not start."""
+    nodes = config.parallel.actor_num_nodes
+    if needs_gang(config) and nodes > 1:
+        raise UsageError(
+            f"--actor-num-nodes {nodes} places the trainer on several machines, but --runner {config.run.runner} "
+            "starts all processes on this one; set --actor-num-nodes 1 (a runner on Ray will place the nodes)"
+        )
+
+
+def verdict(codes: Mapping[int, int]) -> Loss | None:
+    """Of the exit statuses so far by rank, in the order in which they came: who was lost first; None if none was.
+
+    A rank that was killed, or made the user's mistake, comes before one that failed: it failed of the other's end.
+    """
+    failed = [Loss(rank, code) for rank, code in codes.items() if code]
+    certain = [loss for loss in failed if loss.code < 0 or loss.code in (2, EXIT_DISK_FULL)]
+    return next(iter([*certain, *failed]), None)
+
+
+def gang_gpus(config: Config, visible: Sequence[str]) -> tuple[str, ...]:
+    """GPUs of the ranks, one each, from the one that `--train-device` names on; none on a CPU. Raises UsageError."""
+    first = trainers_gpu(config)
+    if first is None or not visible:
+        return ()
+    count = config.parallel.actor_num_gpus_per_node
+    chosen = tuple(visible[first : first + count])
+    if len(chosen) < count:
+        raise UsageError(
+            f"--actor-num-gpus-per-node {count} needs as many GPUs from --train-device {config.train.train_device} on, "
+            f"but {len(visible)} are visible; lower it, set CUDA_VISIBLE_DEVICES, or train with --train-device cpu"
+        )
+    return chosen
+
+
+def engines_gpus(config: Config, visible: Sequence[str], engines: int) -> tuple[tuple[str, ...], ...]:
+    """GPUs of each engine: those that the trainer has not, or all if that leaves too few. Raises UsageError."""
+    per_engine = config.sglang.rollout_num_gpus_per_engine
+    if config.asynchrony.colocate:
+        return slices(visible, engines, per_engine, None)  # the trainer's too: they take turns
+    if not needs_gang(config):
+        return slices(visible, engines, per_engine, trainers_gpu(config))
+    taken = gang_gpus(config, visible)
+    free = [gpu for gpu in visible if gpu not in taken]
+    return slices(free if engines * per_engine <= len(free) else visible, engines, per_engine, None)
+
+
+class Gang:
+    """The ranks of one run. `run` until they end well, or cancel it; whoever has the processes stops them then."""
+
+    def __init__(
+        self,
+        config: Config,
+        rundir: RunDir,
+        processes: Processes,
+        restarts: Restarts,
+        environment: Mapping[str, str],
+    ) -> None:
+        """Raises UsageError."""
+        check_gang(config)
+        self._config, self._rundir = config, rundir
+        self._processes, self._restarts, self._environment = processes, restarts, environment
+        self._count = processes_of(config.parallel)
+        self._gpus = gang_gpus(config, visible_gpus())
+        self._came_up = False
+
+    async def run(self) -> None:
+        """Waits for the end of the ranks; starts all again after a loss. Raises ReplicaFailed or UsageError."""
+        total = self._config.rollout.num_rollout or 0
+        if self._config.checkpoint.save_interval is None and total > LONG_REPEAT_BATCHES:
+            self._restarts.lifecycle.say(
+                f"{GANG}: without --save-interval a lost rank makes all {self._count} of them repeat the run from its "
+                "start; set the number of batches that you would rather repeat"
+            )
+        for incarnation in itertools.count():
+            loss = await self._live(incarnation)
+            if loss is None:
+                return
+            await self._after(loss, incarnation)
+
+    async def _live(self, incarnation: int) -> Loss | None:
+        """One incarnation, from its start until none of its processes is left; None if it ended well."""
+        ranks = range(self._count)
+        codes: dict[int, int] = {}
+        running = [await self._spawn(rank, incarnation) for rank in ranks]
+
+        async def watch(rank: int) -> None:
+            codes[rank] = await running[rank].wait()
+
+        async with asyncio.TaskGroup() as tasks:
+            ends = [tasks.create_task(watch(rank)) for rank in ranks]
+            arrival = tasks.create_task(self._arrival(incarnation))
+            await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+            ended_well = not any(codes.values())
+            await asyncio.wait(ends, timeout=END_S if ended_well else NOTICE_S)
+            loss = verdict(codes)
+            arrival.cancel()
+            for rank in ranks:
+                await self._processes.kill(_name(rank))
+        return loss
+
+    async def _spawn(self, rank: int, incarnation: int) -> asyncio.subprocess.Process:
+        sockets, name = self._rundir.sockets, _name(rank)
+        spec = RankSpec(
+            config=str(self._rundir.path / "config.json"),
+            rank=rank,
+            processes=self._count,
+            local_rank=rank,
+            incarnation=incarnation,
+            store=str(sockets / f"gang-{incarnation}.store"),
+            address=str(sockets / f"gang-{incarnation}.sock"),
+            meeting=str(meeting_place(self._rundir)),
+        )
+        path = self._rundir.specs / f"{name}.json"
+        path.write_bytes(msgspec.json.encode(spec))
+        argv = [sys.executable, "-m", "pipeline.hosts.trainer_rank", str(path)]
+        return await self._processes.spawn(name, argv, self._rank_environment(rank), sweep=True)
+
+    def _rank_environment(self, rank: int) -> dict[str, str]:
+        """What torchrun would set, for what reads it; they find each other by a file."""
+        environment = {
+            "GLOO_SOCKET_IFNAME": "lo",  # all on this machine, whatever its name resolves to
+            **self._environment,
+            "RANK": str(rank),
+            "WORLD_SIZE": str(self._count),
+            "LOCAL_RANK": str(rank),
+            "LOCAL_WORLD_SIZE": str(self._count),
+        }
+        if self._gpus:
+            environment["CUDA_VISIBLE_DEVICES"] = ",".join(self._gpus)
+        return environment
+
+    async def _arrival(self, incarnation: int) -> None:
+        """Waits for the meeting file to name the incarnation. Unblocked by it, or by cancellation."""
+        place = meeting_place(self._rundir)
+        waiting = Waiting(GANG, self._restarts.lifecycle.say, doing=f"{self._count} ranks are starting since")
+        while (meeting := read_meeting(place)) is None or meeting.incarnation < incarnation:
+            waiting.tick()
+            await asyncio.sleep(FILE_POLL_S)
+        self._came_up = True
+        if incarnation > 0:
+            self._restarts.lifecycle.say(
+                f"{GANG}: {self._count} ranks are up again after {waiting.seconds:.0f} s; they restore the newest save "
+                "and repeat what came after it"
+            )
+
+    async def _after(self, loss: Loss, incarnation: int) -> None:
+        """Tell the loss and wait out the backoff, or give up. Raises ReplicaFailed or UsageError."""
+        name = _name(loss.rank)
+        if loss.code == EXIT_STAGE_GONE:
+            await asyncio.sleep(STAGE_GONE_S)
+        log = self._processes.log(name)
+        words = last_error(log, self._processes.log_start(name))
+        if loss.code == EXIT_DISK_FULL:
+            raise UsageError(f"there is no space left for {self._rundir.path}; free some, or choose another --run-dir")
+        if loss.code == 2:
+            raise UsageError(f"{name}: {words}")
+        why = f"{ending(loss.code)} of rank {loss.rank}"
+        if not self._came_up and incarnation + 1 >= STARTS_WITHOUT_SERVING:
+            raise ReplicaFailed(
+                f"{GANG} ended with {why} before it came up, {incarnation + 1} times: {words}; see {log}"
+            )
+        await self._restarts.again(STAGE, GANG, why, words, log)
+
+
+def _name(rank: int) -> str:
+    return f"train-rank-{rank}"

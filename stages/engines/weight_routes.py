@@ -1,0 +1,227 @@
+"""The ways that weights take into one engine: disk, tensor, distributed, delta.
+
+Each has two halves. `open` is done while the engine generates: verify the slot, put the version together, join the
+engine's process group. `apply` is done while it stands still. What fails in `open` leaves the engine as it was; after a
+failure of `apply` it may hold a mixture, so it stays paused until an update succeeds.
+
+Invariants:
+- only bytes that were verified against the announced digest are sent, and a slot that changed meanwhile is noticed;
+- a bracket that was opened is closed, so that any other route may follow;
+- a group belongs to one incarnation of an engine, is made again after a failure, and destroyed at the end.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import tempfile
+import uuid
+from collections.abc import AsyncIterator
+from contextlib import AbstractAsyncContextManager
+from pathlib import Path
+from typing import TYPE_CHECKING, Protocol
+
+from configs.schema.update import UpdateConfig
+from models.engines.client import EngineClient
+from models.engines.errors import EngineError
+from models.engines.update_client import Ranks, UpdateClient
+from models.weights.delta_mirror import DeltaMirror
+from models.weights.errors import DeltaError, DigestMismatch, RouteUnfit
+from models.weights.reader import SlotReader
+from stages.engines.weight_transfer import DiskTransfer, GroupTransfer, TensorTransfer, Transfer, together
+from stages.messages import WeightsAnnouncement
+
+if TYPE_CHECKING:
+    from models.weights.group import WeightGroup
+
+log = logging.getLogger("sluice.weight_routes")
+
+GROUP_TIMEOUT_S = 120.0  # to meet, and for one broadcast
+FAREWELL_S = 2.0  # for telling an engine that its group ends
+
+
+class WeightRoute(Protocol):
+    """How one engine gets announced weights."""
+
+    def open(self, client: EngineClient, announcement: WeightsAnnouncement) -> AbstractAsyncContextManager[Transfer]:
+        """Prepare what can be prepared while the engine generates. Raises WeightsError or EngineError: the engine is
+        as it was."""
+
+    async def close(self) -> None:
+        """Give back what is held between updates. May be called twice."""
+
+
+class DiskRoute:
+    """The engine loads the slot, a Hugging Face directory in shared memory."""
+
+    @contextlib.asynccontextmanager
+    async def open(self, client: EngineClient, announcement: WeightsAnnouncement) -> AsyncIterator[Transfer]:
+        async with _verified(announcement) as slot:
+            yield DiskTransfer(client, announcement.path, announcement.label, slot.check)
+
+    async def close(self) -> None:
+        """Nothing is held."""
+
+
+class TensorRoute:
+    """This process hands the slot over bucket by bucket, in shared memory or as a CUDA handle. Same machine only."""
+
+    def __init__(self, bucket_bytes: int) -> None:
+        self.bucket_bytes = bucket_bytes
+
+    @contextlib.asynccontextmanager
+    async def open(self, client: EngineClient, announcement: WeightsAnnouncement) -> AsyncIterator[Transfer]:
+        update = UpdateClient(client)
+        ranks = await update.ranks()
+        _check_ranks("tensor", client, ranks)
+        async with _verified(announcement) as slot:
+            yield await asyncio.to_thread(
+                TensorTransfer, update, announcement.label, slot, self.bucket_bytes, ranks.tp_size or 1, _device(ranks)
+            )
+
+    async def close(self) -> None:
+        """Nothing is held."""
+
+
+class DistributedRoute:
+    """This process broadcasts the slot, bucket by bucket, to a group of itself and the engine's ranks."""
+
+    def __init__(self, engine: str, bucket_bytes: int, timeout_s: float) -> None:
+        self.engine, self.bucket_bytes, self.timeout_s = engine, bucket_bytes, timeout_s
+        self._group: WeightGroup | None = None
+        self._update: UpdateClient | None = None  # of the engine that is in the group
+        self._device = "cpu"
+
+    @contextlib.asynccontextmanager
+    async def open(self, client: EngineClient, announcement: WeightsAnnouncement) -> AsyncIterator[Transfer]:
+        async with _verified(announcement) as slot:
+            group, update = await self._joined(client)
+            transfer = GroupTransfer(update, announcement.label, slot, self.bucket_bytes, group, self._device)
+            try:
+                yield transfer
+            except BaseException:
+                await self._leave()  # whatever it was, the two ends may be at different broadcasts now
+                raise
+
+    async def close(self) -> None:
+        await self._leave()
+
+    async def _joined(self, client: EngineClient) -> tuple[WeightGroup, UpdateClient]:
+        """The group with this client's engine. Made at the first update of each incarnation, and after a failure."""
+        if self._group is not None and self._update is not None and self._update.client is client:
+            return self._group, self._update
+        await self._leave()
+        update = UpdateClient(client)
+        ranks = await update.ranks()
+        _check_ranks("distributed", client, ranks)
+        self._device = _device(ranks)
+        from models.weights.group import WeightGroup, address_towards  # torch
+
+        name = f"sluice-{self.engine}-{uuid.uuid4().hex[:8]}"
+        backend = "nccl" if self._device == "cuda" else "gloo"
+        host = await asyncio.to_thread(address_towards, client.base_url)
+        world_size = 1 + (ranks.tp_size or 1)
+        group = WeightGroup(name, world_size, backend, host, timeout_s=self.timeout_s)
+        try:
+            await together(group.join, update.init_group(name, host, group.port, world_size, backend))
+        except BaseException:
+            group.close()
+            raise
+        self._group, self._update = group, update
+        log.info("%s: weight group %s of %d ranks over %s", self.engine, name, world_size, backend)
+        return group, update
+
+    async def _leave(self) -> None:
+        group, update = self._group, self._update
+        self._group = self._update = None
+        if group is None or update is None:
+            return
+        group.close()
+        with contextlib.suppress(EngineError, TimeoutError):  # an engine that is gone has left it already
+            async with asyncio.timeout(FAREWELL_S):
+                await update.destroy_group(group.name)
+
+
+class DeltaRoute:
+    """The version is put together beside the engine from compressed differences; the engine loads it from there."""
+
+    def __init__(self, mirror: DeltaMirror | None, *, anew: bool = False) -> None:
+        self._own = mirror is None
+        self.mirror = mirror or DeltaMirror(f"mirror-{uuid.uuid4().hex[:12]}", Path(tempfile.gettempdir()))
+        self.anew = anew
+
+    @contextlib.asynccontextmanager
+    async def open(self, client: EngineClient, announcement: WeightsAnnouncement) -> AsyncIterator[Transfer]:
+        async with contextlib.AsyncExitStack() as stack:
+            try:
+                source = Path(announcement.delta).parent
+                manifest = await stack.enter_async_context(self.mirror.lent(announcement, source, anew=self.anew))
+            except (DeltaError, DigestMismatch) as error:
+                if not Path(announcement.path).is_dir():
+                    raise
+                log.warning("version %s is loaded from its slot on this machine: %s", announcement.label, error)
+                yield await stack.enter_async_context(DiskRoute().open(client, announcement))
+            else:
+                yield DiskTransfer(client, manifest.path, announcement.label, lambda: None)
+
+    async def close(self) -> None:
+        if self._own:
+            self.mirror.close()
+
+
+class WeightRoutes:
+    """All ways to one engine. `mirror` is shared by the engines of a process; without it, one is made when needed."""
+
+    def __init__(self, engine: str, update: UpdateConfig, mirror: DeltaMirror | None = None) -> None:
+        self._disk = DiskRoute()
+        self._engine, self._update, self._mirror = engine, update, mirror
+        self._made: dict[str, WeightRoute] = {"disk": self._disk}
+
+    def choose(self, announcement: WeightsAnnouncement, *, in_full: bool = False) -> WeightRoute:
+        """The announced route; `in_full` the one that rests on least: all weights, loaded from a directory."""
+        name = announcement.transport
+        route = self._made.get(name)
+        if route is None:
+            route = self._made[name] = self._make(name)
+        if not in_full:
+            return route
+        if isinstance(route, DeltaRoute) and not Path(announcement.path).is_dir():
+            return DeltaRoute(route.mirror, anew=True)
+        return self._disk
+
+    async def close(self) -> None:
+        for route in self._made.values():
+            await route.close()
+
+    def _make(self, name: str) -> WeightRoute:
+        bucket_bytes = self._update.update_weight_buffer_size
+        if name == "tensor":
+            return TensorRoute(bucket_bytes)
+        if name == "distributed":
+            return DistributedRoute(self._engine, bucket_bytes, GROUP_TIMEOUT_S)
+        if name == "delta":
+            return DeltaRoute(self._mirror)
+        raise RouteUnfit(f"weights are announced by transport {name!r}; known are disk, distributed, tensor, delta")
+
+
+@contextlib.asynccontextmanager
+async def _verified(announcement: WeightsAnnouncement) -> AsyncIterator[SlotReader]:
+    """The announced slot, read through once for its digest."""
+    reader = await asyncio.to_thread(SlotReader(announcement).__enter__)
+    try:
+        yield reader
+    finally:
+        reader.__exit__(None, None, None)
+
+
+def _device(ranks: Ranks) -> str:
+    return "cuda" if (ranks.device or "cpu").startswith("cuda") else "cpu"
+
+
+def _check_ranks(route: str, client: EngineClient, ranks: Ranks) -> None:
+    if (ranks.dp_size or 1) > 1 or (ranks.pp_size or 1) > 1:
+        raise RouteUnfit(
+            f"engine {client.base_url} has dp_size={ranks.dp_size}, pp_size={ranks.pp_size}: the route {route} reaches "
+            "tensor-parallel ranks only; use --update-weight-transport disk"
+        )

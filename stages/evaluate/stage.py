@@ -1,0 +1,202 @@
+"""The evaluate stage: held-out prompts at a known weights version, while training goes on.
+
+The trainer pins a version; when every engine has applied it, its prompts go through the same generate, tool and reward
+stages as training's. Engines hold the pinned version until `eval/released` names it, so an answer cannot mix versions;
+one that does all the same (an engine was restarted in between) is counted as mixed and the evaluation says `complete:
+false`.
+
+Invariant: every pinned version ends in exactly one EvalDone and one release, also at a deadline or a drain.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import Mapping
+from pathlib import Path
+
+import msgspec
+
+from stages.base import Stage, StageContext
+from stages.data.prompt_set import PromptSet
+from stages.evaluate.pass_rate import estimates
+from stages.messages import Applied, EvalDone, Int32Array, PromptGroup, RolloutSlice, Sample, wire
+from stages.ports import Lease, Ports
+from stages.prompts.stage import sampling_seed
+
+SENDS_AT_ONCE = 64
+EVAL_BASE = 1 << 40  # evaluation groups are numbered from here, apart from the ledger's dense ids
+
+
+def dataset_name(entry: str) -> tuple[str, str]:
+    """Split `name=path`; without a name the file's stem is the name."""
+    name, separator, path = entry.partition("=")
+    if separator and "/" not in name:
+        return name, path
+    return Path(entry.split("@", 1)[0]).stem, entry
+
+
+class EvaluateStage(Stage):
+    """Runs an evaluation for each pinned version."""
+
+    def __init__(self, context: StageContext) -> None:
+        super().__init__(context)
+        self.released = -1
+        self._drain = False
+        self._answers: dict[int, dict[tuple[str, int, int], Sample]] = {}  # by version; (data set, prompt, sample)
+        self._held: dict[int, list[Lease[RolloutSlice]]] = {}  # until the result is in the ledger's stream
+        self._changed = asyncio.Event()
+
+    async def setup(self) -> None:
+        from stages.data.load import load_eval_prompts
+
+        self.sets = {
+            name: load_eval_prompts(self.config, path)
+            for name, path in map(dataset_name, self.config.eval.eval_prompt_data)
+        }
+
+    async def run(self, ports: Ports) -> None:
+        async with asyncio.TaskGroup() as tasks:
+            reader = tasks.create_task(self._collect(ports))
+            pins = tasks.create_task(self._follow_pins(ports))
+            await reader
+            pins.cancel()
+
+    async def _collect(self, ports: Ports) -> None:
+        """Waits for evaluated rollouts; ends with the inlet."""
+        while (lease := await ports.inlets["in"].receive()) is not None:
+            group = lease.message.group
+            self.activity.items_in += 1
+            if group.pinned_version <= self.released or group.dataset not in self.sets:
+                lease.done()
+                continue
+            answers = self._answers.setdefault(group.pinned_version, {})
+            for sample in lease.message.samples:
+                if sample.segment == sample.segments - 1:  # of a rollout that fanned out, the graded end
+                    answers.setdefault((group.dataset, group.prompt_index, sample.index), sample)
+            self._held.setdefault(group.pinned_version, []).append(lease)
+            self._changed.set()
+
+    async def _follow_pins(self, ports: Ports) -> None:
+        """Waits for a pinned version (topic `weights/pinned/<version>`) to land, oldest first; runs until cancelled."""
+        revision = 0
+        while True:
+            revision = await ports.topic.wait(revision)
+            if ports.topic.get("drain") is not None:
+                self._drain = True
+                self._changed.set()
+            self.released = max(self.released, int(ports.topic.get("eval/released") or b"-1"))
+            pinned = sorted(int(key.rsplit("/", 1)[1]) for key in ports.topic.items("weights/pinned/"))
+            for version in [v for v in pinned if v > self.released]:
+                applied = [msgspec.msgpack.decode(v, type=Applied) for v in ports.topic.items("applied/").values()]
+                if not self._drain and not (applied and all(a.version >= version for a in applied)):
+                    break
+                await self._evaluate(ports, version)
+
+    async def _evaluate(self, ports: Ports, version: int) -> None:
+        started = time.monotonic()
+        wanted = sum(len(prompts) for prompts in self.sets.values()) * self.config.eval.n_samples_per_eval_prompt
+        with self.activity.working(), self.span("evaluate", detail=f"version {version}"):
+            async with asyncio.TaskGroup() as tasks:
+                sender = tasks.create_task(self._send_all(ports, version))
+                late = await self._await_results(ports, version, wanted, started)
+                sender.cancel()
+        metrics, complete = self._score(version)
+        metrics["eval/time_s"] = time.monotonic() - started
+        detail = (
+            "" if complete else ("drained" if self._drain else late or "some answers are missing or of another version")
+        )
+        self.released = version
+        await ports.outlets["settle"].send(EvalDone(version, metrics, complete, detail), f"eval/{version}")
+        await ports.topic.publish("eval/released", str(version).encode())
+        for old in [v for v in self._held if v <= version]:
+            self._answers.pop(old, None)
+            for lease in self._held.pop(old):
+                lease.done()
+        self.activity.items_out += 1
+
+    async def _await_results(self, ports: Ports, version: int, wanted: int, started: float) -> str:
+        """Waits for all answers; unblocked by each arrival, by a drain or by the deadline. Returns why it gave up."""
+        while len(self._answers.get(version, ())) < wanted:
+            if ports.topic.get("drain") is not None:
+                self._drain = True
+                return "drained"
+            left = self.config.eval.eval_deadline_s - (time.monotonic() - started)
+            if left <= 0:
+                return f"--eval-deadline-s {self.config.eval.eval_deadline_s:g} passed"
+            self._changed.clear()
+            with contextlib.suppress(TimeoutError):  # the loop looks again
+                async with asyncio.timeout(min(left, 1.0)):
+                    await self._changed.wait()
+        return ""
+
+    async def _send_all(self, ports: Ports, version: int) -> None:
+        """Waits for the hub's acceptance, a window of prompts at a time."""
+        window = asyncio.Semaphore(SENDS_AT_ONCE)
+
+        async def send(group: PromptGroup, key: str) -> None:
+            try:
+                await ports.outlets["out"].send(group, key)
+            finally:
+                window.release()
+
+        async with asyncio.TaskGroup() as sends:
+            for name, prompts in self.sets.items():
+                for index in range(len(prompts)):
+                    await window.acquire()
+                    group = self._prompt_group(name, prompts, index, version)
+                    sends.create_task(send(group, f"{name}@{version}/{index}"))
+
+    def _prompt_group(self, name: str, prompts: PromptSet, index: int, version: int) -> PromptGroup:
+        prompt = prompts.get(index)
+        return PromptGroup(
+            group_id=EVAL_BASE + index,
+            prompt_index=index,
+            epoch=0,
+            prompt=prompt.prompt,
+            prompt_ids=wire(prompt.prompt_ids, Int32Array),
+            label=prompt.label,
+            n_samples=self.config.eval.n_samples_per_eval_prompt,
+            seed=sampling_seed(self.config.run.seed + 1, index),
+            metadata=prompt.metadata,
+            tools=prompt.tools,
+            purpose="eval",
+            dataset=name,
+            pinned_version=version,
+        )
+
+    def _score(self, version: int) -> tuple[dict[str, float], bool]:
+        metrics: dict[str, float] = {}
+        complete = True
+        for name, prompts in self.sets.items():
+            answers = self._answers.get(version, {})
+            samples = [sample for (dataset, _, _), sample in answers.items() if dataset == name]
+            n = len(prompts) * self.config.eval.n_samples_per_eval_prompt
+            pure = [s for s in samples if all(r.version == version for r in s.version_runs)]
+            complete &= len(pure) == n
+            if not pure:
+                continue
+            metrics[f"eval/{name}"] = sum(s.reward or 0.0 for s in pure) / len(pure)
+            metrics[f"eval/{name}-truncated_ratio"] = sum(s.status == "truncated" for s in pure) / len(pure)
+            metrics[f"eval/{name}-failed_ratio"] = sum(s.status == "failed" for s in pure) / len(pure)
+            metrics[f"eval/{name}-response_len"] = sum(s.n_tokens for s in pure) / len(pure)
+            metrics[f"eval/{name}-mixed_versions"] = float(len(samples) - len(pure))
+            for estimate, value in estimates(_by_prompt(answers, name, version)).items():
+                metrics[f"eval/{name}-{estimate}"] = value
+        return metrics, complete
+
+
+def _by_prompt(answers: Mapping[tuple[str, int, int], Sample], name: str, version: int) -> list[list[Sample]]:
+    """The answers of the version to each prompt of a data set; a failed one counts as wrong."""
+    found: dict[int, list[Sample]] = {}
+    for (dataset, prompt, _), sample in answers.items():
+        if dataset == name and all(run.version == version for run in sample.version_runs):
+            found.setdefault(prompt, []).append(sample)
+    judged = any(sample.is_correct is not None for samples in found.values() for sample in samples)
+    if not judged:
+        return list(found.values())
+    return [
+        [msgspec.structs.replace(s, is_correct=False) if s.status == "failed" else s for s in samples]
+        for samples in found.values()
+    ]

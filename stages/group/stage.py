@@ -1,0 +1,229 @@
+"""The group stage: puts the rollouts of one prompt together again and decides whether they are worth training on.
+
+Invariants: a group leaves as one slice with its members in index order (segments of a fanned-out rollout in theirs), or
+is settled here (filtered, failed, surplus); the leases of its parts are released only then, so a lost replica loses
+nothing. For each (group, index) the first rollout wins: a redelivered prompt may produce others, and they are dropped.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+from collections import OrderedDict
+from dataclasses import dataclass, field
+
+import msgspec
+
+from configs.schema import Config
+from configs.schema.algorithm import ESTIMATORS, GROUP_RELATIVE
+from stages.base import Stage
+from stages.errors import FilterError
+from stages.group.filters import FilterDecision, FilterState, GroupFilter, resolve_filter
+from stages.messages import PromptGroup, RolloutSlice, Sample, Settled, WeightsAnnouncement
+from stages.ports import Lease, Outlet, Ports, Topic
+from stages.reward.grading import Grading
+from stages.rollouts import closing, counting, fault, rollouts, settlement
+
+REMEMBERED_GROUPS = 100_000
+
+
+@dataclass
+class _Open:
+    group: PromptGroup
+    parts: dict[int, dict[int, Sample]] = field(default_factory=dict)  # index -> segment -> sample
+    leases: list[Lease[RolloutSlice]] = field(default_factory=list)
+
+    def add(self, sample: Sample) -> None:
+        """Take a sample unless its place is filled, or its rollout fanned out otherwise than the one begun here."""
+        segments = self.parts.setdefault(sample.index, {})
+        if all(other.segments == sample.segments for other in segments.values()):
+            segments.setdefault(sample.segment, sample)
+
+    @property
+    def complete(self) -> bool:
+        whole = sum(len(parts) >= next(iter(parts.values())).segments for parts in self.parts.values())
+        return whole >= self.group.n_samples
+
+    @property
+    def slice(self) -> RolloutSlice:
+        samples = [sample for segments in self.parts.values() for sample in segments.values()]
+        return RolloutSlice(self.group, tuple(sample for parts in rollouts(samples) for sample in parts))
+
+
+def place(group: PromptGroup) -> str:
+    """Names a group among those of the run and of all evaluations."""
+    if group.purpose == "train":
+        return str(group.group_id)
+    return f"{group.dataset}@{group.pinned_version}:{group.group_id}"
+
+
+def members_needed(config: Config, n_samples: int) -> int:
+    """Fewest rollouts that say anything: two where they are compared with each other, else one."""
+    algorithm = config.algorithm
+    estimator = algorithm.advantage_estimator
+    alone = estimator in ESTIMATORS and (estimator not in GROUP_RELATIVE or algorithm.disable_rewards_normalization)
+    return 1 if alone or n_samples == 1 else 2
+
+
+class GroupStage(Stage):
+    """Joins, filters and passes on; evaluation rollouts go straight to the evaluate stage."""
+
+    _grading: Grading | None = None  # of whole groups, with --group-rm
+
+    async def setup(self) -> None:
+        self._open: dict[str, _Open] = {}
+        self._state = FilterState()
+        self._filters: list[GroupFilter] = resolve_filter(self.config.filter, self._state)
+        self._drain: str | None = None
+        self._finished: OrderedDict[str, None] = OrderedDict()  # newest groups that left: late duplicates end here
+        if self.config.reward.group_rm:
+            self._grading = Grading(self.config, self.activity)
+            await self._grading.open()
+
+    async def close(self) -> None:
+        if self._grading is not None:
+            await self._grading.close()
+
+    async def run(self, ports: Ports) -> None:
+        async with asyncio.TaskGroup() as tasks:
+            background = [tasks.create_task(self._watch_drain(ports))]
+            if self._grading is not None:
+                background.append(tasks.create_task(self._grading.follow(ports.topic)))
+            await self._join(ports)
+            for task in background:
+                task.cancel()
+
+    async def _watch_drain(self, ports: Ports) -> None:
+        """Waits for the topic `drain`, then settles what is incomplete as surplus. Cancelled when the inlet ends."""
+        revision = 0
+        while self._drain is None:
+            revision = await ports.topic.wait(revision)
+            reason = ports.topic.get("drain")
+            self._drain = None if reason is None else reason.decode()
+        for open_ in list(self._open.values()):
+            await self._surplus(open_, ports.outlets["settle"])
+
+    async def _join(self, ports: Ports) -> None:
+        """Waits for slices; ends with the inlet, after the groups that are being graded."""
+        inlet = ports.inlets["in"]
+        async with asyncio.TaskGroup() as gradings:
+            while (lease := await inlet.receive()) is not None:
+                self.activity.items_in += 1
+                with self.activity.working():
+                    whole = await self._take(lease, ports)
+                    if whole is not None and self._grading is not None:
+                        gradings.create_task(self._finish_aside(whole, ports))
+                    elif whole is not None:
+                        await self._finish(whole, ports)
+                    self.activity.extra["open_groups"] = float(len(self._open))
+
+    async def _take(self, lease: Lease[RolloutSlice], ports: Ports) -> _Open | None:
+        """Put a slice to its group. The group, claimed, if that completed it."""
+        slice_ = lease.message
+        group = slice_.group
+        if group.purpose == "eval" and self._grading is None:
+            await self._evaluated(slice_, ports)
+            lease.done()
+            return None
+        if place(group) in self._finished:
+            lease.done()
+            return None
+        open_ = self._open.setdefault(place(group), _Open(group))
+        open_.leases.append(lease)
+        for sample in slice_.samples:
+            open_.add(sample)
+        if self._drain is not None:
+            await self._surplus(open_, ports.outlets["settle"])
+        elif open_.complete:
+            self._claim(open_)  # a drain must not settle it as well
+            return open_
+        return None
+
+    async def _evaluated(self, slice_: RolloutSlice, ports: Ports) -> None:
+        if "eval" in ports.outlets:
+            with self.activity.sending():
+                await ports.outlets["eval"].send(slice_, slice_.key)
+
+    async def _finish_aside(self, open_: _Open, ports: Ports) -> None:
+        """Other groups are joined while this one is graded."""
+        with self.activity.working():
+            await self._finish(open_, ports)
+
+    async def _finish(self, open_: _Open, ports: Ports) -> None:
+        slice_ = open_.slice
+        group_id = open_.group.group_id
+        with self.span("group", group=group_id):
+            if self._grading is not None:
+                slice_ = await self._grading.grade(slice_)
+            if open_.group.purpose == "eval":
+                await self._evaluated(slice_, ports)
+                self._release(open_)
+                return
+            self._state.version = newest_version(ports.topic)
+            verdict = await self._judge(slice_)
+            port = "out" if isinstance(verdict, RolloutSlice) else "settle"
+            with self.activity.sending():
+                await ports.outlets[port].send(verdict, str(group_id))
+            self.activity.items_out += port == "out"
+        self._release(open_)
+
+    async def _judge(self, slice_: RolloutSlice) -> RolloutSlice | Settled:
+        """The slice of counting members, or how the group ends."""
+        members = counting(slice_.samples)
+        for sample in members:
+            wrong = fault(sample)
+            if wrong is not None:
+                return settlement(slice_, "failed", f"sample {sample.index}: {wrong}")
+        here, wanted = len(closing(members)), len(closing(slice_.samples))
+        if here < members_needed(self.config, slice_.group.n_samples):
+            errors = sorted({s.error or s.status for s in slice_.samples if s.status not in ("completed", "truncated")})
+            detail = f"insufficient_members: {here} of {wanted}; {'; '.join(errors)[:300]}"
+            return settlement(slice_, "failed", detail)
+        kept = msgspec.structs.replace(slice_, samples=members)
+        for filter_ in self._filters:
+            try:
+                decision = await _decide(filter_, kept)
+            except Exception as error:
+                self.activity.failures += 1
+                return settlement(slice_, "failed", f"group filter: {type(error).__name__}: {error}")
+            if not decision.keep:
+                self.activity.extra["filtered"] = self.activity.extra.get("filtered", 0.0) + 1
+                return settlement(slice_, "filtered", decision.reason or "filtered")
+        self._state.passes(slice_.group)
+        return kept
+
+    async def _surplus(self, open_: _Open, settle: Outlet[Settled]) -> None:
+        if self._open.get(place(open_.group)) is not open_:
+            return  # it leaves another way just now
+        self._claim(open_)
+        if open_.group.purpose == "train":
+            await settle.send(settlement(open_.slice, "surplus", self._drain or ""), str(open_.group.group_id))
+        self._release(open_)
+
+    def _claim(self, open_: _Open) -> None:
+        """Take a group out of the open ones; what still comes for it is a duplicate."""
+        del self._open[place(open_.group)]
+        self._finished[place(open_.group)] = None
+        if len(self._finished) > REMEMBERED_GROUPS:
+            self._finished.popitem(last=False)
+
+    def _release(self, open_: _Open) -> None:
+        for lease in open_.leases:
+            lease.done()
+
+
+async def _decide(filter_: GroupFilter, slice_: RolloutSlice) -> FilterDecision:
+    """What a filter answers, whether it is sync or async, and says it in a word or with a reason."""
+    answer = filter_(slice_)
+    decision: object = await answer if inspect.isawaitable(answer) else answer
+    if isinstance(decision, bool):
+        return FilterDecision(decision, None if decision else "custom")
+    if not isinstance(decision, FilterDecision):
+        raise FilterError(f"it returned {type(decision).__name__}; a filter must return a bool or a FilterDecision")
+    return decision
+
+
+def newest_version(topic: Topic) -> int:
+    """Version of the newest published weights, 0 before the first."""
+    value = topic.get("weights")
+    return 0 if value is None else msgspec.msgpack.decode(value, type=WeightsAnnouncement).version

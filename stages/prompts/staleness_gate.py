@@ -1,0 +1,68 @@
+"""The staleness gate: how many groups may be out, and how old a token may be when it is trained. Pure arithmetic.
+
+A *version* counts the rollout batches that the weights were trained on. With B groups a batch and the bound eta:
+
+    admission    capacity = (v + eta + 1) * B + extra - trained - open,   v = version that every live engine has applied
+    consumption  batch t takes a group only if t - (oldest version among its trainable tokens) <= eta
+
+Invariant I2: no token older than eta versions is trained. Admission is the pace, consumption the guarantee: a group
+that needs many turns can outlive any admission rule. A slot frees when new weights have landed in the engines, since
+until then a new prompt would be born old.
+
+`extra` is over-sampling: groups beyond those that the batches need, in the place of those that filters will drop. It
+widens admission only. What filters then do not drop outlives its batch, and consumption refuses it: as stale, or, where
+eta is 0 and every leftover is too old, as surplus.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from configs.schema import Config
+from stages.group.filters import filters_on
+
+
+def over_sampling(config: Config) -> int:
+    """Groups that are in flight beyond those that the batches need: 0 unless filters are on."""
+    wanted = config.filter.over_sampling_batch_size
+    if wanted is None or not filters_on(config.filter) or config.train.loss_type == "sft_loss":
+        return 0
+    return max(wanted - config.rollout.rollout_batch_size, 0)
+
+
+@dataclass(frozen=True)
+class StalenessGate:
+    """`batch`: groups per rollout batch (B). `total`: rollout batches of the whole run, None = open end.
+
+    `extra`: groups that may be open beyond the batches' own, see `over_sampling`.
+    """
+
+    batch: int
+    max_staleness: int
+    total: int | None = None
+    extra: int = 0
+
+    @classmethod
+    def of(cls, config: Config) -> StalenessGate:
+        """The gate of a resolved configuration."""
+        rollout = config.rollout
+        staleness = config.asynchrony.max_staleness or 0
+        return cls(rollout.rollout_batch_size, staleness, rollout.num_rollout, over_sampling(config))
+
+    def capacity(self, *, version: int, trained: int, open_groups: int) -> int:
+        """Groups that may be admitted now (never negative). `trained` counts groups."""
+        needed = (version + self.max_staleness + 1) * self.batch
+        if self.total is not None:
+            needed = min(needed, self.total * self.batch)
+        if trained >= needed:
+            return 0  # nothing is needed, so nothing is over-sampled either
+        return max(needed + self.extra - trained - open_groups, 0)
+
+    def fresh(self, *, step: int, oldest_version: int) -> bool:
+        """Whether batch `step` (0 = the first) may train a group whose oldest token has this version."""
+        return step - oldest_version <= self.max_staleness
+
+    @property
+    def most_open(self) -> int:
+        """Bound of groups out at any time: what every stream must be able to hold."""
+        return (self.max_staleness + 1) * self.batch + self.extra

@@ -1,0 +1,127 @@
+"""The teacher stage: has a frozen engine score each rollout, for on-policy distillation.
+
+Token in, token out: the teacher reads the prompt's and the response's ids as they are and gives the log-prob of every
+response token given all before it; nothing is generated and nothing tokenised again. The row names its teacher in its
+metadata, under `opd_teacher_key`; rows that name none take the first.
+
+Invariants:
+- `teacher_log_probs` has the length of the response, 0.0 where the loss mask is 0;
+- a sample that cannot be scored fails with the reason; never the run, never a neighbour;
+- what has no reward (evaluation, failed or aborted samples) passes unread.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+
+import msgspec
+import numpy as np
+
+from models.engines.client import EngineClient
+from models.engines.errors import EngineError
+from stages.base import MapStage, StageContext
+from stages.data.tokenizer import load_tokenizer
+from stages.messages import Float32Array, PromptGroup, RolloutSlice, Sample, wire
+from stages.ports import Ports
+from stages.sampling.frozen_engines import FrozenEngines
+
+log = logging.getLogger("sluice.teacher")
+
+PROBE_GAP = 1e-3  # log-probs at two temperatures that differ by less are of one
+
+
+def teachers(context: StageContext) -> tuple[str, ...]:
+    """Names of the teachers, the one of rows that name none first."""
+    config = context.config
+    return config.distill.opd_teacher or tuple(entry.partition("=")[0] for entry in config.engine.frozen_engine)
+
+
+class TeacherStage(MapStage):
+    """RolloutSlice in, the same slice with the teacher's log-probs out."""
+
+    def __init__(self, context: StageContext) -> None:
+        super().__init__(context)
+        self.teachers = teachers(context)
+        self.temperature = context.config.rollout.rollout_temperature
+        self.engines = FrozenEngines(self.teachers, deadline_s=context.config.rollout.request_timeout_secs)
+
+    async def setup(self) -> None:
+        checkpoint = str(self.context.options.get("checkpoint", self.config.train.hf_checkpoint))
+        self.engines.vocab_size = load_tokenizer(checkpoint).vocab_size
+
+    async def close(self) -> None:
+        await self.engines.close()
+
+    async def run(self, ports: Ports) -> None:
+        async with asyncio.TaskGroup() as tasks:
+            background = [tasks.create_task(self.engines.follow(ports.topic))]
+            if self.temperature != 1.0:
+                background += [tasks.create_task(self._probe(name)) for name in self.teachers]
+            await super().run(ports)
+            for task in background:
+                task.cancel()
+
+    async def process(self, message: RolloutSlice) -> RolloutSlice:
+        group = message.group
+        if group.purpose == "eval":
+            return message
+        async with asyncio.TaskGroup() as tasks:
+            scored = [tasks.create_task(self._scored(group, sample)) for sample in message.samples]
+        self.activity.extra["teacher_retries"] = float(self.engines.retries)
+        return msgspec.structs.replace(message, samples=tuple(task.result() for task in scored))
+
+    async def _scored(self, group: PromptGroup, sample: Sample) -> Sample:
+        """The sample with its teacher's log-probs, or failed with the reason."""
+        if sample.status not in ("completed", "truncated"):
+            return sample
+        name = self._teacher(group)
+        try:
+            with self.span("teacher", group=group.group_id, sample=sample.index, detail=str(name)):
+                found = await self._score(name, group, sample)
+        except (EngineError, ValueError) as error:
+            self.activity.failures += 1
+            reason = f"teacher {name}: {type(error).__name__}: {error}"
+            return msgspec.structs.replace(sample, status="failed", error=reason)
+        self.activity.tokens += sample.n_tokens
+        return msgspec.structs.replace(sample, teacher_log_probs=found)
+
+    def _teacher(self, group: PromptGroup) -> str:
+        """The name in the row's metadata, as text whatever it is there; the first teacher if there is none."""
+        metadata = group.row_metadata
+        named = metadata.get(self.config.distill.opd_teacher_key) if isinstance(metadata, dict) else None
+        return self.teachers[0] if named is None else str(named)
+
+    async def _score(self, name: str, group: PromptGroup, sample: Sample) -> Float32Array:
+        """[R] log-probs. Only what lies between the first and the last trained token is asked for."""
+        found = np.zeros(sample.n_tokens, dtype=np.float32)
+        trained = np.flatnonzero(sample.loss_mask)
+        if not len(trained):
+            return wire(found, Float32Array)
+        first, end = int(trained[0]), int(trained[-1]) + 1
+        prompt = len(group.prompt_ids)
+        ids = np.concatenate((group.prompt_ids, sample.response_ids[:end]))
+
+        async def question(client: EngineClient) -> np.ndarray[tuple[int], np.dtype[np.float32]]:
+            return await client.score(ids, prompt + first, temperature=self.temperature)
+
+        found[first:end] = await self.engines.ask(name, question)
+        found[sample.loss_mask == 0] = 0.0
+        return wire(found, Float32Array)
+
+    async def _probe(self, name: str) -> None:
+        """Say once if a teacher scores at temperature 1 although the policy samples at another one."""
+        ids, start = [1, 2, 3, 4], 1
+        try:
+            raw = await self.engines.ask(name, lambda client: client.score(ids, start))
+            asked = await self.engines.ask(name, lambda client: client.score(ids, start, temperature=self.temperature))
+        except EngineError as error:
+            log.warning("teacher %s could not be asked how it scores: %s", name, error)
+            return
+        if float(np.abs(raw - asked).max()) < PROBE_GAP:
+            log.warning(
+                "teacher %s scores at temperature 1, but rollout_temperature is %g: its distribution is compared with "
+                "the policy's at that temperature; use an embedded teacher, or --rollout-temperature 1",
+                name,
+                self.temperature,
+            )

@@ -1,0 +1,110 @@
+"""What a tool is, and tools made of plain async functions.
+
+Invariants: a tool has a JSON schema, which chat templates show to the model; `call` answers with text, or raises, and
+then the caller makes the exception's text the answer; a tool never blocks the event loop.
+"""
+
+from __future__ import annotations
+
+import inspect
+import types
+import typing
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Protocol, runtime_checkable
+
+import msgspec
+
+from stages.tools.errors import ToolCallError, UnknownToolError
+
+Arguments = Mapping[str, object] | str
+Schema = Mapping[str, object]
+
+_JSON_TYPES = {str: "string", int: "integer", float: "number", bool: "boolean", list: "array", dict: "object"}
+
+
+@runtime_checkable
+class Tool(Protocol):
+    """Something that a model may call by name."""
+
+    name: str
+    schema: Schema  # {"type": "function", "function": {"name", "description", "parameters"}}
+
+    async def call(self, arguments: Arguments) -> str:
+        """The answer to a call. Text as arguments is what the model wrote instead of JSON."""
+
+
+def function_schema(name: str, description: str, properties: Mapping[str, object], required: list[str]) -> Schema:
+    """The schema of a function in the form that chat templates and chat APIs share."""
+    parameters = {"type": "object", "properties": dict(properties), "required": required}
+    return {"type": "function", "function": {"name": name, "description": description, "parameters": parameters}}
+
+
+class FunctionTool:
+    """An async function as a tool: its parameters become the schema, its docstring the description."""
+
+    def __init__(self, function: Callable[..., Awaitable[object]], path: str) -> None:
+        self.name = function.__name__
+        self._function = function
+        self._signature = inspect.signature(function)
+        properties, required = _parameters(function, self._signature, path)
+        description = inspect.cleandoc(function.__doc__ or "").split("\n\n")[0]
+        self.schema: Schema = function_schema(self.name, description, properties, required)
+        self._parameters = list(properties)
+
+    async def call(self, arguments: Arguments) -> str:
+        """Call the function; text that is not JSON is taken as its only parameter. Raises ToolCallError."""
+        if isinstance(arguments, str):
+            if len(self._parameters) != 1:
+                raise ToolCallError(f"{self.name} takes a JSON object with {', '.join(self._parameters) or 'nothing'}")
+            arguments = {self._parameters[0]: arguments}
+        try:
+            bound = self._signature.bind(**arguments)
+        except TypeError as error:
+            wanted = ", ".join(self._parameters) or "none"
+            raise ToolCallError(f"wrong arguments for {self.name} ({error}); it takes: {wanted}") from None
+        return result_text(await self._function(*bound.args, **bound.kwargs))
+
+
+def result_text(value: object) -> str:
+    """Text as it is, anything else as JSON."""
+    if isinstance(value, str):
+        return value
+    try:
+        return msgspec.json.encode(value).decode()
+    except (TypeError, ValueError):
+        return str(value)
+
+
+def _parameters(
+    function: Callable[..., object], signature: inspect.Signature, path: str
+) -> tuple[dict[str, object], list[str]]:
+    """(JSON schema by parameter, names without a default)."""
+    try:
+        hints = typing.get_type_hints(function)
+    except Exception as error:  # annotations are the user's expressions: evaluating them may raise anything
+        raise UnknownToolError(
+            f"tool {path!r}: its annotations cannot be read ({error}); use importable types"
+        ) from error
+    properties: dict[str, object] = {}
+    required: list[str] = []
+    for name, parameter in signature.parameters.items():
+        if parameter.kind not in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY):
+            raise UnknownToolError(
+                f"tool {path!r}: its parameter {name!r} cannot be given by name; take each argument by its own name"
+            )
+        properties[name] = _json_type(hints.get(name))
+        if parameter.default is parameter.empty:
+            required.append(name)
+    return properties, required
+
+
+def _json_type(hint: object) -> dict[str, object]:
+    """The schema of an annotation; {} (anything) for what has no plain JSON type."""
+    if typing.get_origin(hint) in (typing.Union, types.UnionType):
+        kinds = [arm for arm in typing.get_args(hint) if arm is not type(None)]
+        return _json_type(kinds[0]) if len(kinds) == 1 else {}
+    if typing.get_origin(hint) is typing.Literal:
+        return {"enum": list(typing.get_args(hint))}
+    base = typing.get_origin(hint) or hint
+    name = _JSON_TYPES.get(base) if isinstance(base, type) else None
+    return {} if name is None else {"type": name}

@@ -1,0 +1,165 @@
+"""One rollout batch in training: which groups it holds, and what the trainer is given of each.
+
+Invariants: `staleness` counts exactly the tokens that were trained on, by (batch number - version of the token); a
+rollout enters its group's baseline once, whatever number of sequences it has, and all of them get its advantage.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import numpy.typing as npt
+import xxhash
+
+from configs.schema import Config
+from models.algorithms.advantages import advantages
+from models.algorithms.errors import InconsistentGroup, InsufficientMembers, UnknownAlgorithm
+from models.train.interface import TrainSequence
+from stages.errors import UntrainableGroup
+from stages.group.filters import import_path
+from stages.messages import RolloutSlice, Sample
+from stages.ports import Lease
+from stages.rollouts import closing, pass_rate, token_versions, trained_mask
+from stages.train.batch_metrics import batch_metrics
+
+PostProcess = Callable[[list[float], Sequence[Sample]], Sequence[float]]
+
+
+def slice_sequences(config: Config, slice_: RolloutSlice) -> list[TrainSequence]:
+    """The sequences of one complete group with their advantages, as the trainer takes them. Raises UntrainableGroup."""
+    values = _sequence_values(config, slice_)
+    group = slice_.group
+    prompt_ids = np.asarray(group.prompt_ids)
+    sequences = []
+    for sample, value in zip(slice_.samples, values, strict=True):
+        mask = trained_mask(sample)
+        sequences.append(
+            TrainSequence(
+                group_id=group.group_id,
+                rollout_id=group.group_id * group.n_samples + sample.index,
+                tokens=np.concatenate([prompt_ids, np.asarray(sample.response_ids)]).astype(np.int32),
+                response_length=sample.n_tokens,
+                loss_mask=mask,
+                rollout_log_probs=np.array(sample.rollout_log_probs, dtype=np.float32),
+                advantages=(float(value) * mask).astype(np.float32),
+                versions=token_versions(sample),
+                reward=_reward(sample),
+                truncated=sample.status == "truncated",
+                teacher_log_probs=_teacher(sample),
+            )
+        )
+    return sequences
+
+
+def _reward(sample: Sample) -> float:
+    return 0.0 if sample.reward is None else sample.reward
+
+
+def _teacher(sample: Sample) -> npt.NDArray[np.float32] | None:
+    scored = sample.teacher_log_probs
+    return np.array(scored, dtype=np.float32) if len(scored) else None
+
+
+def _sequence_values(config: Config, slice_: RolloutSlice) -> npt.NDArray[np.float64]:
+    """[S] the advantage of each sequence's tokens."""
+    samples = slice_.samples
+    if config.train.loss_type == "sft_loss":
+        return np.ones(len(samples))
+    path = config.reward.custom_reward_post_process_path
+    if path is not None:
+        return _post_processed(import_path(path), path, slice_)
+    algorithm = config.algorithm
+    estimator = algorithm.advantage_estimator
+    try:
+        values = advantages(
+            estimator,
+            [_reward(sample) for sample in samples],
+            [sample.index for sample in samples],
+            normalize_std=not algorithm.disable_grpo_std_normalization,
+            normalize=not algorithm.disable_rewards_normalization,
+        )
+    except (InsufficientMembers, InconsistentGroup) as error:
+        raise UntrainableGroup(str(error)) from error
+    except UnknownAlgorithm:
+        raise
+    except Exception as error:
+        if ":" not in estimator:
+            raise  # a defect of ours, which no group is to blame for
+        raise UntrainableGroup(f"--advantage-estimator {estimator} raised {type(error).__name__}: {error}") from error
+    if not np.isfinite(values).all():
+        raise UntrainableGroup(f"--advantage-estimator {estimator} gave {values.tolist()!r:.200}, which is not finite")
+    return values
+
+
+def _post_processed(function: PostProcess, path: str, slice_: RolloutSlice) -> npt.NDArray[np.float64]:
+    """What the user's function makes of the rewards of the rollouts, one number each, copied to their sequences."""
+    members = closing(slice_.samples)
+    try:
+        values = np.asarray(function([_reward(sample) for sample in members], members), dtype=np.float64)
+    except Exception as error:
+        raise UntrainableGroup(
+            f"--custom-reward-post-process-path {path} raised {type(error).__name__}: {error}"
+        ) from error
+    if values.shape != (len(members),) or not np.isfinite(values).all():
+        raise UntrainableGroup(
+            f"--custom-reward-post-process-path {path} gave {values.tolist()!r:.200} for {len(members)} rollouts; it "
+            "must return one finite number for each"
+        )
+    by_index = dict(zip((sample.index for sample in members), values.tolist(), strict=True))
+    return np.array([by_index[sample.index] for sample in slice_.samples])
+
+
+class Batch:
+    """Groups of rollout batch `step` (0 = the first)."""
+
+    def __init__(self, config: Config, step: int) -> None:
+        self.config, self.step = config, step
+        self.leases: list[Lease[RolloutSlice]] = []
+        self.sequences: dict[int, list[TrainSequence]] = {}  # by group, while they wait for their turn
+        self.staleness: dict[int, int] = {}
+        self.trained_tokens = 0
+        self.compute_s = 0.0
+        self.pending = 0  # groups handed to the backend since it last ran them through
+        members = 1 if config.train.loss_type == "sft_loss" else config.rollout.n_samples_per_prompt
+        self.expected_rollouts = config.rollout.rollout_batch_size * members
+
+    def add(self, lease: Lease[RolloutSlice], sequences: list[TrainSequence] | None = None) -> None:
+        """Take a group; `sequences` are kept until they are handed to the backend."""
+        self.leases.append(lease)
+        if sequences is not None:
+            self.sequences[lease.message.group.group_id] = sequences
+        self.pending += 1
+        counts: Counter[int] = Counter(self.staleness)
+        for sample in lease.message.samples:
+            trained = token_versions(sample)[trained_mask(sample) > 0]
+            self.trained_tokens += len(trained)
+            versions, n = np.unique(self.step - trained, return_counts=True)
+            counts.update(dict(zip(versions.tolist(), n.tolist(), strict=True)))
+        self.staleness = dict(counts)
+
+    @property
+    def group_ids(self) -> tuple[int, ...]:
+        return tuple(lease.message.group.group_id for lease in self.leases)
+
+    @property
+    def pass_rates(self) -> dict[int, float]:
+        """Share of correct rollouts of each group whose grader says which they are."""
+        rates = {lease.message.group.group_id: pass_rate(lease.message.samples) for lease in self.leases}
+        return {group_id: rate for group_id, rate in rates.items() if rate is not None}
+
+    def token_hash(self) -> str:
+        """xxh3 of the trained ids and masks in group order: equal batches have equal hashes."""
+        digest = xxhash.xxh3_128()
+        for lease in sorted(self.leases, key=lambda one: one.message.group.group_id):
+            group = lease.message.group
+            digest.update(f"{group.group_id}:{group.prompt_index}".encode())
+            for sample in lease.message.samples:
+                digest.update(np.ascontiguousarray(sample.response_ids).tobytes())
+                digest.update(np.ascontiguousarray(trained_mask(sample)).tobytes())
+        return digest.hexdigest()
+
+    def metrics(self) -> dict[str, float]:
+        """Rollout-side metrics, under the names of docs/metrics.md."""
+        return batch_metrics(self.config, self.step, [lease.message for lease in self.leases], self.staleness)

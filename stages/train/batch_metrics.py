@@ -1,0 +1,145 @@
+"""What is reported of a rollout batch: rewards, lengths, staleness and pass rates of the groups that were trained.
+
+Invariants: the unit of `rollout/*`, `reward/*` and `passrate/*` is the rollout, with all its segments together; the
+unit of `staleness/*` is the trained token; names are those of docs/metrics.md.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from configs.schema import Config
+from stages.evaluate.pass_rate import estimates
+from stages.group.filter_rules import zero_std
+from stages.messages import RolloutSlice, Sample
+from stages.rollouts import closing, oldest_version, raw_reward, raw_rewards, rollouts, trained_mask
+
+Rollout = tuple[Sample, ...]
+
+
+def batch_metrics(
+    config: Config, step: int, slices: Sequence[RolloutSlice], staleness: Mapping[int, int]
+) -> dict[str, float]:
+    """All of them. `step` is the version of the weights that were trained, `staleness` the trained tokens by age."""
+    members = [parts for slice_ in slices for parts in rollouts(slice_.samples)]
+    metrics = {
+        **_reward_metrics(members),
+        **_length_metrics(members),
+        **_staleness_metrics(step, members, staleness, config.train.num_steps_per_rollout or 1),
+        "rollout/truncated_ratio": _share(parts[-1].status == "truncated" for parts in members),
+        "rollout/turns/mean": float(np.mean([parts[-1].turns for parts in members])),
+        "rollout/mixed_version_ratio": _share(any(len(s.version_runs) > 1 for s in parts) for parts in members),
+        "rollout/segments/mean": float(np.mean([len(parts) for parts in members])),
+        "rollout/reused_tokens": float(sum(s.reused_tokens for parts in members for s in parts)),
+        "rollout/replaced_ratio": _share(any(s.replaced for s in parts) for parts in members),
+        "train/rollouts": float(len(members)),
+    }
+    proposed = sum(s.spec_proposed for parts in members for s in parts)
+    if proposed:
+        metrics["rollout/spec_accept_rate"] = sum(s.spec_accepted for parts in members for s in parts) / proposed
+    if config.train.loss_type != "sft_loss":
+        metrics |= _group_metrics(slices)
+    return metrics
+
+
+def _share(found: Iterable[bool]) -> float:
+    return float(np.mean(list(found)))
+
+
+def _reward_metrics(members: Sequence[Rollout]) -> dict[str, float]:
+    rewards = np.array([parts[-1].reward if parts[-1].reward is not None else 0.0 for parts in members])
+    raw = np.array([raw_reward(parts[-1]) for parts in members])
+    metrics = {
+        "train/reward_mean": float(rewards.mean()),
+        "train/reward_std": float(rewards.std()),
+        "rollout/raw_reward": float(raw.mean()),
+    }
+    parts_of: dict[str, list[float]] = {}
+    for parts in members:
+        for name, value in parts[-1].reward_parts.items():
+            parts_of.setdefault(name, []).append(value)
+    return metrics | {f"reward/{name}": float(np.mean(values)) for name, values in parts_of.items()}
+
+
+def _length_metrics(members: Sequence[Rollout]) -> dict[str, float]:
+    lengths = np.array([sum(s.n_tokens for s in parts) for parts in members])
+    trained = np.array([sum(int(np.count_nonzero(trained_mask(s))) for s in parts) for parts in members])
+    metrics: dict[str, float] = {}
+    for statistic, value in _spread(lengths).items():
+        metrics[f"rollout/response_len/{statistic}"] = value
+    for statistic, value in _spread(trained).items():
+        metrics[f"rollout/effective_response_len/{statistic}"] = value
+    return metrics
+
+
+def _spread(values: npt.NDArray[np.int64]) -> dict[str, float]:
+    return {
+        "mean": float(values.mean()),
+        "median": float(np.median(values)),
+        "max": float(values.max()),
+        "min": float(values.min()),
+    }
+
+
+def _staleness_metrics(
+    step: int, members: Sequence[Rollout], staleness: Mapping[int, int], updates: int
+) -> dict[str, float]:
+    """`updates`: optimizer steps of a batch; versions count batches and do not see those inside."""
+    starts = [step - parts[0].version_runs[0].version for parts in members if parts[0].version_runs]
+    oldest = [step - version for parts in members if (version := oldest_version(parts)) is not None]
+    total = sum(staleness.values())
+    mean = sum(lag * n for lag, n in staleness.items()) / total if total else 0.0
+    metrics = {
+        "staleness/mean": mean,
+        "staleness/p99": float(quantile(staleness, 0.99)),
+        "staleness/max": float(max(staleness, default=0)),
+        "staleness/start_mean": float(np.mean(starts)) if starts else 0.0,
+        "staleness/sample_max": float(np.mean(oldest)) if oldest else 0.0,
+        "staleness/opt_steps": mean * updates + (updates - 1) / 2,
+    }
+    return metrics | {f"staleness/token_hist/{lag}": float(n) for lag, n in sorted(staleness.items())}
+
+
+def quantile(histogram: Mapping[int, int], share: float) -> int:
+    """Smallest value that covers this share of the counts; 0 of an empty histogram."""
+    total, covered = sum(histogram.values()), 0
+    for value in sorted(histogram):
+        covered += histogram[value]
+        if covered >= share * total:
+            return value
+    return 0
+
+
+def _group_metrics(slices: Sequence[RolloutSlice]) -> dict[str, float]:
+    wanted = sum(slice_.group.n_samples for slice_ in slices)
+    counted = sum(len(closing(slice_.samples)) for slice_ in slices)
+    metrics = {
+        "rollout/zero_std_frac": _share(zero_std(slice_) is not None for slice_ in slices),
+        "rollout/failed_ratio": 1.0 - counted / wanted if wanted else 0.0,
+    }
+    for estimate, value in estimates([slice_.samples for slice_ in slices]).items():
+        metrics[f"passrate/{estimate}"] = value
+    sources: dict[str, list[float]] = {}
+    for slice_ in slices:
+        bucket = length_bucket(sum(s.n_tokens for s in slice_.samples) / max(len(closing(slice_.samples)), 1))
+        metrics[f"rollout/group_len/{bucket}"] = metrics.get(f"rollout/group_len/{bucket}", 0.0) + 1.0
+        name = source_name(slice_)
+        if name is not None:
+            sources.setdefault(name, []).append(float(raw_rewards(slice_.samples).mean()))
+    return metrics | {f"reward/by_source/{name}": float(np.mean(rewards)) for name, rewards in sources.items()}
+
+
+def length_bucket(tokens: float) -> int:
+    """Upper bound of the bucket of a mean response length: the next power of two."""
+    return 1 << max(int(np.ceil(tokens)) - 1, 0).bit_length()
+
+
+def source_name(slice_: RolloutSlice) -> str | None:
+    """`metadata.source_name` of the row, if it has one."""
+    if '"source_name"' not in slice_.group.metadata:
+        return None
+    name = slice_.group.row_metadata.get("source_name")
+    return None if name is None else str(name)

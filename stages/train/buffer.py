@@ -1,0 +1,157 @@
+"""Complete groups that wait for the trainer, and which of them is trained next.
+
+Invariants: a group that came in goes out once, to the batch or to its end; whatever the order, the trainer still
+refuses what is too old, so an order decides what is learnt first, never what is allowed; a spare group
+(`nonzero_std_fallback`: rewards all equal) leaves only if nothing better waits and the spares fill the batch.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from operator import index as as_index
+
+import numpy as np
+
+from configs.schema import Config
+from stages.errors import BufferOrderError
+from stages.group.filter_rules import zero_std
+from stages.group.filters import FALLBACK, import_path
+from stages.messages import RolloutSlice
+from stages.ports import Lease
+from stages.rollouts import closing, oldest_version
+
+OrderFunction = Callable[[Sequence[RolloutSlice], int], int]
+
+
+@dataclass(frozen=True)
+class Waiting:
+    """One group in the buffer."""
+
+    lease: Lease[RolloutSlice]
+    arrival: int
+    group_id: int
+    oldest: int | None  # version among its trainable tokens
+    signal: float  # standard deviation of its rewards
+    spare: str | None  # why it is worth little, if it is
+
+
+class GroupBuffer:
+    """Groups in the order of `--buffer-order`."""
+
+    def __init__(self, config: Config) -> None:
+        self._order = config.asynchrony.buffer_order
+        self._custom: OrderFunction | None = import_path(self._order) if ":" in self._order else None
+        self._bound = config.asynchrony.max_staleness or 0
+        self._batch = config.rollout.rollout_batch_size
+        self._ages = config.train.loss_type != "sft_loss"
+        self._has_spares = FALLBACK in config.filter.dynamic_sampling_filter
+        self._groups: list[Waiting] = []
+        self._spares: list[Waiting] = []
+        self._arrivals = 0
+
+    def __len__(self) -> int:
+        return len(self._groups) + len(self._spares)
+
+    def push(self, lease: Lease[RolloutSlice]) -> None:
+        slice_ = lease.message
+        self._arrivals += 1
+        rewards = np.array([s.reward if s.reward is not None else 0.0 for s in closing(slice_.samples)])
+        waiting = Waiting(
+            lease,
+            self._arrivals,
+            slice_.group.group_id,
+            oldest_version(slice_.samples) if self._ages else None,
+            float(rewards.std()) if len(rewards) else 0.0,
+            zero_std(slice_) if self._has_spares else None,
+        )
+        (self._groups if waiting.spare is None else self._spares).append(waiting)
+
+    def ready(self, missing: int) -> bool:
+        """Whether a batch that lacks `missing` groups can take one now."""
+        return bool(self._groups) or len(self._spares) >= missing > 0
+
+    def pop(self, step: int, missing: int) -> Lease[RolloutSlice] | None:
+        """The next group for batch `step`, None if none is ready. Raises BufferOrderError."""
+        if self._groups:
+            return self._groups.pop(self._choose(step, missing)).lease
+        if self.ready(missing):
+            return self._spares.pop(_first(self._spares, lambda w: (w.group_id,))).lease
+        return None
+
+    def fresh(self, step: int, oldest: int | None) -> bool:
+        """Whether batch `step` may train tokens of this version (I2)."""
+        return oldest is None or not self._ages or step - oldest <= self._bound
+
+    def take_old(self, step: int) -> list[Lease[RolloutSlice]]:
+        """Remove the groups that are too old for batch `step`, oldest first."""
+        old = [w for w in self._groups if not self.fresh(step, w.oldest)]
+        self._groups = [w for w in self._groups if self.fresh(step, w.oldest)]
+        return [w.lease for w in sorted(old, key=lambda w: w.group_id)]
+
+    def take_spares(self) -> list[tuple[Lease[RolloutSlice], str]]:
+        """Remove the spare groups, each with what is wrong with it: the batch that they waited for is full."""
+        spares, self._spares = self._spares, []
+        return [(w.lease, w.spare or "") for w in sorted(spares, key=lambda w: w.group_id)]
+
+    def take_all(self) -> list[Lease[RolloutSlice]]:
+        """Remove everything, oldest first."""
+        rest = sorted((*self._groups, *self._spares), key=lambda w: (w.group_id, w.arrival))
+        self._groups, self._spares = [], []
+        return [w.lease for w in rest]
+
+    def _choose(self, step: int, missing: int) -> int:
+        if self._custom is not None:
+            return self._ask(self._custom, step)
+        match self._order:
+            case "ready_first":
+                return _first(self._groups, lambda w: (w.arrival,))
+            case "priority":
+                last = self._deadline(step, missing)
+                return _first(self._groups, lambda w: (float(self._slack(w, step) > last), *self._priority(w, step)))
+            case _:
+                return _first(self._groups, lambda w: (w.group_id,))
+
+    def _slack(self, waiting: Waiting, step: int) -> float:
+        """Batches after `step` that could still take the group."""
+        return math.inf if waiting.oldest is None else self._bound - (step - waiting.oldest)
+
+    def _deadline(self, step: int, missing: int) -> float:
+        """Only groups with this slack or less may be taken now, or some would become too old for want of a place.
+
+        The batches up to k from now have `missing` + k * B places; if as many groups have a slack of k or less, none of
+        these places is free for another (earliest deadline first, applied only where it binds).
+        """
+        slacks = Counter(max(self._slack(waiting, step), 0) for waiting in self._groups)
+        pressed = 0
+        for k in range(self._bound + 1):
+            pressed += slacks[k]
+            if pressed >= missing + k * self._batch:
+                return k
+        return math.inf
+
+    def _priority(self, waiting: Waiting, step: int) -> tuple[float, ...]:
+        """Those that the next batch could no longer take come first, oldest first; then the strongest signal."""
+        if self._slack(waiting, step) <= 0:
+            return (0.0, float(waiting.group_id))
+        return (1.0, -waiting.signal, float(waiting.group_id))
+
+    def _ask(self, function: OrderFunction, step: int) -> int:
+        self._groups.sort(key=lambda w: w.group_id)
+        slices = [w.lease.message for w in self._groups]
+        rule = f"it must return the index of one of the {len(slices)} waiting groups"
+        try:
+            chosen = as_index(function(slices, step))
+        except Exception as error:
+            raise BufferOrderError(
+                f"--buffer-order {self._order} raised {type(error).__name__}: {error}; {rule}"
+            ) from error
+        if not 0 <= chosen < len(slices):
+            raise BufferOrderError(f"--buffer-order {self._order} returned {chosen}; {rule}")
+        return chosen
+
+
+def _first(groups: Sequence[Waiting], key: Callable[[Waiting], tuple[float, ...]]) -> int:
+    return min(range(len(groups)), key=lambda i: key(groups[i]))

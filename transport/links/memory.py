@@ -1,0 +1,188 @@
+"""Links without sockets: the same cores and ports inside one process, for unit tests of stages and for fault injection.
+
+Invariant: what travels is encoded and decoded as on a wire, so a message that would not survive a socket does not
+survive here either. Messages of one connection keep their order; a cut connection loses what was under way.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from itertools import count
+
+import msgspec
+
+from transport.core.custody import Body
+from transport.errors import AddressInUse
+from transport.links.link import Decode, Endpoint, Fabric, Link
+from transport.node import Node
+from transport.wire import AnyMessage, encode
+
+Letter = tuple[bytes, bytes, Body]  # route, header, body
+
+
+class MemoryNetwork:
+    """Where nodes of one process meet: hubs by address, connections by route."""
+
+    def __init__(self) -> None:
+        self.servers: dict[str, MemoryLink] = {}
+        self.clients: list[MemoryLink] = []
+        self._routes = count(1)
+
+    def new_route(self) -> bytes:
+        return next(self._routes).to_bytes(5, "big")
+
+    def cut(self, address: str) -> None:
+        """Break all connections of an address; the peers reconnect at once, what was under way is lost."""
+        for client in self.clients:
+            if client.address == address:
+                client.reconnect()
+        server = self.servers.get(address)
+        if server is not None:
+            server.inbox.clear()
+            server.report_down()
+
+
+class MemoryLink(Link):
+    """A server (it has connections) or a client (it has a route)."""
+
+    def __init__(
+        self, endpoint: Endpoint, network: MemoryNetwork, decode: Decode, address: str, *, serves: bool
+    ) -> None:
+        super().__init__(endpoint)
+        self.address = address
+        self.inbox: deque[Letter] = deque()
+        self.route = b""
+        self._network = network
+        self._decode = decode
+        self._serves = serves
+        self._connections: dict[bytes, MemoryLink] = {}
+        self._unsent: deque[tuple[bytes, Body]] = deque()
+        self._events: deque[bool] = deque()  # True: link up, False: link down
+
+    def send(self, route: bytes, message: AnyMessage, body: Body = None) -> bool:
+        header = encode(message)
+        if not self._serves:
+            self._unsent.append((header, body))
+            self._send_queued()
+            return True
+        client = self._connections.get(route)
+        if client is None or client.route != route:
+            self._connections.pop(route, None)
+            return False
+        client.arrive((b"", header, body))
+        return True
+
+    def arrive(self, letter: Letter) -> None:
+        self.inbox.append(letter)
+        self.wake()
+
+    def accept(self, client: MemoryLink) -> None:
+        self._connections[client.route] = client
+
+    def reconnect(self) -> None:
+        """Forget the connection and make another one, as a socket would after a broken link."""
+        self.route = self._network.new_route()
+        self.inbox.clear()
+        server = self._network.servers.get(self.address)
+        if server is not None:
+            server.accept(self)
+            self._events.append(True)
+            self.wake()
+
+    def report_down(self) -> None:
+        self._events.append(False)
+        self.wake()
+
+    def discard_unsent(self) -> None:
+        self._unsent.clear()
+
+    def close(self, linger_ms: int) -> None:
+        self.route = b""
+        self._connections.clear()
+        if self._network.servers.get(self.address) is self:
+            del self._network.servers[self.address]
+        elif self in self._network.clients:
+            self._network.clients.remove(self)
+            server = self._network.servers.get(self.address)
+            if server is not None:
+                server.report_down()
+
+    def _send_queued(self) -> None:
+        server = self._network.servers.get(self.address)
+        while server is not None and self.route and self._unsent:
+            header, body = self._unsent.popleft()
+            server.arrive((self.route, header, body))
+
+    def _take(self, limit: int) -> int:
+        while self._events:
+            if self._events.popleft():
+                self.endpoint.on_link_up()
+            else:
+                self.endpoint.on_link_down()
+        if not self._serves:
+            self._send_queued()
+        taken = 0
+        while self.inbox and taken < limit:
+            route, header, body = self.inbox.popleft()
+            taken += 1
+            try:
+                message = self._decode(header)
+            except (msgspec.MsgspecError, ValueError, RecursionError, MemoryError):
+                self.endpoint.on_malformed(route, header)
+            else:
+                self.endpoint.on_message(route, message, body)
+        return taken
+
+    def _pending(self) -> bool:
+        return bool(self.inbox or self._events)
+
+
+class MemoryFabric:
+    late_wakeups = 0  # nothing can come unannounced
+
+    def __init__(self, network: MemoryNetwork) -> None:
+        self._network = network
+        self._links: list[MemoryLink] = []
+
+    def bind(self, text: str, endpoint: Endpoint, max_message_bytes: int, decode: Decode) -> Link:
+        if text in self._network.servers:
+            raise AddressInUse(f"address {text} is in use by another hub of this network; choose another")
+        link = MemoryLink(endpoint, self._network, decode, text, serves=True)
+        self._network.servers[text] = link
+        for client in list(self._network.clients):
+            if client.address == text:
+                client.reconnect()
+        return self._keep(link)
+
+    def connect(self, text: str, endpoint: Endpoint, decode: Decode) -> Link:
+        link = MemoryLink(endpoint, self._network, decode, text, serves=False)
+        self._network.clients.append(link)
+        link.reconnect()
+        return self._keep(link)
+
+    async def close(self) -> None:
+        for link in self._links:
+            link.close(0)
+
+    def _keep(self, link: MemoryLink) -> MemoryLink:
+        self._links.append(link)
+        return link
+
+
+class MemoryNode(Node):
+    """A node on a MemoryNetwork; any text is an address."""
+
+    def __init__(
+        self,
+        run_id: str,
+        replica: str,
+        network: MemoryNetwork,
+        *,
+        give_up_s: float | None = None,
+        close_s: float = 1.5,
+    ) -> None:
+        super().__init__(run_id, replica, give_up_s=give_up_s, close_s=close_s)
+        self._network = network
+
+    def _make_fabric(self) -> Fabric:
+        return MemoryFabric(self._network)

@@ -1,0 +1,311 @@
+"""Links over ZeroMQ: ROUTER where a hub binds, DEALER where a peer connects.
+
+Invariants:
+- The descriptor of a zmq socket is edge-triggered, so after one wake-up everything is read until EAGAIN, and after
+  sending the socket is asked again. A safety poll each second counts wake-ups that were missed (it must stay 0).
+- Routing ids are left to the ROUTER, new for each connection: a peer that reconnects can never be refused for an id
+  that its broken connection still holds. Who a peer is, its HELLO says.
+- ROUTER_MANDATORY shows a peer that has gone; IMMEDIATE keeps messages from queueing for a connection that never was.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import select
+from collections import deque
+from typing import Any, cast
+
+import msgspec
+import zmq
+import zmq.utils.monitor
+
+from transport.core.custody import Body
+from transport.errors import AddressInvalid, SecurityError
+from transport.links import address as addresses
+from transport.links.address import Address
+from transport.links.link import Decode, Endpoint, Link
+from transport.links.security import ZAP_ADDRESS, Security, zap_reply
+from transport.wire import HEADER_LIMIT, AnyMessage, encode
+
+COPY_BELOW = 64 << 10  # bytes; smaller bodies are cheaper to copy than to track
+MESSAGE_FUSE = 100_000  # high-water mark: never reached while credit is respected
+CONNECT_LIMIT = 1 << 31  # a peer trusts its hub's sizes; the hub limits what peers send
+RECONNECT_MS = 50
+RECONNECT_MAX_MS = 1000
+HEARTBEAT_MS = 2000
+HEARTBEAT_TIMEOUT_MS = 6000
+HANDSHAKE_MS = 5000
+SEND_MORE = int(zmq.SNDMORE | zmq.NOBLOCK)  # combining the enums at each send would cost as much as the send
+MONITORED = zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED | zmq.EVENT_HANDSHAKE_FAILED_AUTH
+
+
+def new_socket(
+    context: zmq.Context[zmq.Socket[bytes]], kind: int, address: Address, max_message_bytes: int
+) -> zmq.Socket[bytes]:
+    """The one place where socket options are set, keys excepted."""
+    socket = context.socket(kind)
+    if ":" in address.place:  # otherwise IPv4 interfaces would be reported as mapped IPv6 addresses
+        socket.set(zmq.IPV6, 1)
+    socket.set(zmq.LINGER, 0)
+    socket.set(zmq.SNDHWM, MESSAGE_FUSE)
+    socket.set(zmq.RCVHWM, MESSAGE_FUSE)
+    socket.set(zmq.MAXMSGSIZE, max_message_bytes)
+    socket.set(zmq.HANDSHAKE_IVL, HANDSHAKE_MS)
+    socket.set(zmq.HEARTBEAT_IVL, HEARTBEAT_MS)
+    socket.set(zmq.HEARTBEAT_TIMEOUT, HEARTBEAT_TIMEOUT_MS)
+    socket.set(zmq.HEARTBEAT_TTL, HEARTBEAT_TIMEOUT_MS)
+    if kind == zmq.ROUTER:
+        socket.set(zmq.ROUTER_MANDATORY, 1)
+        socket.set(zmq.BACKLOG, 1024)
+    else:
+        socket.set(zmq.IMMEDIATE, 1)
+        socket.set(zmq.RECONNECT_IVL, RECONNECT_MS)
+        socket.set(zmq.RECONNECT_IVL_MAX, RECONNECT_MAX_MS)
+    return socket
+
+
+def readable(socket: zmq.Socket[bytes]) -> bool:
+    """Whether something can be read. Asking also resets the descriptor."""
+    return bool(cast(int, socket.get(zmq.EVENTS)) & zmq.POLLIN)
+
+
+class ZmqLink(Link):
+    """A ROUTER (routes are its peers) or a DEALER (the route is ignored)."""
+
+    def __init__(self, endpoint: Endpoint, socket: zmq.Socket[bytes], decode: Decode) -> None:
+        super().__init__(endpoint)
+        self.late_wakeups = 0
+        self._socket = socket
+        self._router = socket.socket_type == zmq.ROUTER
+        self._decode = decode
+        self._unsent: deque[tuple[AnyMessage, Body]] = deque()
+        self._monitor: zmq.Socket[bytes] | None = None
+        self._loop = asyncio.get_running_loop()
+
+    def open(self, address: Address) -> None:
+        """Bind or connect, and let the loop watch the descriptors."""
+        if address.scheme != "inproc":  # inproc connections neither break nor report
+            self._monitor = self._socket.get_monitor_socket(MONITORED)
+            self._loop.add_reader(self._monitor.fileno(), self.wake)
+        if self._router:
+            self._bind(address)
+        else:
+            self._socket.connect(str(address))
+            self.address = str(address)
+        self._loop.add_reader(self._socket.fileno(), self.wake)
+        self.wake()
+
+    def send(self, route: bytes, message: AnyMessage, body: Body = None) -> bool:
+        if self._router:
+            return self._send_routed(route, message, body)
+        self._unsent.append((message, body))
+        self._send_queued()
+        return True
+
+    def discard_unsent(self) -> None:
+        self._unsent.clear()
+
+    def check(self) -> None:
+        """The safety poll: find what no wake-up announced, and count it."""
+        if self._awake.is_set() or self._announced():
+            return
+        if self._pending():
+            self.late_wakeups += 1
+            self.wake()
+
+    @property
+    def closed(self) -> bool:
+        return self._socket.closed
+
+    def close(self, linger_ms: int) -> None:
+        if self._socket.closed:
+            return
+        self._loop.remove_reader(self._socket.fileno())
+        if self._monitor is not None:
+            self._loop.remove_reader(self._monitor.fileno())
+            self._socket.disable_monitor()
+            self._monitor.close(0)
+        self._socket.close(linger_ms)
+
+    def _bind(self, address: Address) -> None:
+        place = f"{str(address).removesuffix(':0')}:*" if address.scheme == "tcp" and not address.port else str(address)
+        umask = -1
+        if address.scheme == "ipc":
+            addresses.prepare_ipc(address)
+            umask = os.umask(0o077)
+        try:
+            self._socket.bind(place)
+        except zmq.ZMQError as error:
+            if error.errno == zmq.EADDRINUSE:
+                raise addresses.in_use(address) from error
+            raise AddressInvalid(
+                f"cannot bind {address}: {error}; check that the interface or directory exists"
+            ) from error
+        finally:
+            if umask >= 0:
+                os.umask(umask)
+        self.address = cast(bytes, self._socket.last_endpoint).decode() if address.scheme == "tcp" else str(address)
+
+    def _take(self, limit: int) -> int:
+        if self._monitor is not None:
+            self._take_events(self._monitor)
+        self._send_queued()
+        receive = self._socket.recv
+        for taken in range(limit):
+            try:
+                first = receive(zmq.NOBLOCK)
+            except zmq.Again:
+                return taken
+            route, header = (first, receive()) if self._router else (b"", first)
+            self._hand_over(route, header)
+        return limit
+
+    def _hand_over(self, route: bytes, header: bytes) -> None:
+        message: AnyMessage | None = None
+        if len(header) <= HEADER_LIMIT:
+            # Bad UTF-8 is a ValueError and deep nesting a RecursionError, neither is a MsgspecError.
+            with contextlib.suppress(msgspec.MsgspecError, ValueError, RecursionError, MemoryError):
+                message = self._decode(header)
+        body: Body = None
+        if self._socket.get(zmq.RCVMORE):
+            small = getattr(message, "size", 0) < COPY_BELOW
+            body = self._socket.recv(copy=True) if small else self._socket.recv(copy=False)
+            while self._socket.get(zmq.RCVMORE):
+                self._socket.recv()
+                message = None
+        if message is None:
+            self.endpoint.on_malformed(route, header)
+        else:
+            self.endpoint.on_message(route, message, body)
+
+    def _take_events(self, monitor: zmq.Socket[bytes]) -> None:
+        while readable(monitor):
+            event = zmq.utils.monitor.recv_monitor_message(monitor)["event"]
+            if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
+                self.endpoint.on_link_up()
+            elif event == zmq.EVENT_DISCONNECTED:
+                self.endpoint.on_link_down()
+            elif event == zmq.EVENT_HANDSHAKE_FAILED_AUTH:
+                self.endpoint.on_link_refused("its allow-list does not contain this node's key")
+
+    def _pending(self) -> bool:
+        if self._socket.closed:
+            return False
+        return readable(self._socket) or (self._monitor is not None and readable(self._monitor))
+
+    def _announced(self) -> bool:
+        """Whether a descriptor is readable, so that the loop is about to wake the owner task by itself."""
+        poller = select.poll()
+        for socket in (self._socket, self._monitor):
+            if socket is not None:
+                poller.register(socket.fileno(), select.POLLIN)
+        return bool(poller.poll(0))
+
+    def _send_routed(self, route: bytes, message: AnyMessage, body: Body) -> bool:
+        try:
+            self._socket.send(route, SEND_MORE)
+        except zmq.ZMQError as error:
+            # Unreachable: it has gone. Full: it ignores its credit or does not read, which is no better.
+            if error.errno in (zmq.EHOSTUNREACH, zmq.EAGAIN):
+                return False
+            raise
+        self._send_frames(message, body)
+        return True
+
+    def _send_queued(self) -> None:
+        while self._unsent:
+            try:
+                self._send_frames(*self._unsent[0])
+            except zmq.Again:
+                return  # not connected; the descriptor or the monitor will tell
+            self._unsent.popleft()
+
+    def _send_frames(self, message: AnyMessage, body: Any) -> None:
+        if body is None:
+            self._socket.send(encode(message), zmq.NOBLOCK)
+        else:
+            self._socket.send(encode(message), SEND_MORE)
+            self._socket.send(body, zmq.NOBLOCK, copy=isinstance(body, bytes) and len(body) < COPY_BELOW)
+
+
+class ZmqFabric:
+    """One context and its links; with keys, also the ZAP handler that all servers of the context ask."""
+
+    def __init__(self, security: Security | None) -> None:
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._security = security
+        self._links: list[ZmqLink] = []
+        self._zap: zmq.Socket[bytes] | None = None
+        self._loop = asyncio.get_running_loop()
+        self._poll = self._loop.call_later(1.0, self._safety_poll)
+
+    @property
+    def late_wakeups(self) -> int:
+        return sum(link.late_wakeups for link in self._links)
+
+    def bind(self, text: str, endpoint: Endpoint, max_message_bytes: int, decode: Decode) -> Link:
+        address = addresses.parse(text)
+        addresses.check_exposure(address, keys=self._security is not None, binding=True)
+        socket = new_socket(self._context, zmq.ROUTER, address, 2 * max_message_bytes + HEADER_LIMIT)
+        if self._security is not None and address.scheme == "tcp":
+            if self._security.own.public != self._security.server_public:
+                socket.close(0)
+                raise SecurityError(
+                    f"cannot bind {address}: this node does not own the run's server key; bind where it is"
+                )
+            self._start_zap()
+            socket.set(zmq.CURVE_SERVER, 1)
+            socket.set(zmq.CURVE_SECRETKEY, self._security.own.secret.encode())
+            socket.set(zmq.ZAP_DOMAIN, b"sluice")
+        return self._open(ZmqLink(endpoint, socket, decode), address)
+
+    def connect(self, text: str, endpoint: Endpoint, decode: Decode) -> Link:
+        address = addresses.parse(text)
+        addresses.check_exposure(address, keys=self._security is not None, binding=False)
+        socket = new_socket(self._context, zmq.DEALER, address, CONNECT_LIMIT)
+        if self._security is not None and address.scheme == "tcp":
+            socket.set(zmq.CURVE_SERVERKEY, self._security.server_public.encode())
+            socket.set(zmq.CURVE_PUBLICKEY, self._security.own.public.encode())
+            socket.set(zmq.CURVE_SECRETKEY, self._security.own.secret.encode())
+        return self._open(ZmqLink(endpoint, socket, decode), address)
+
+    async def close(self) -> None:
+        """Terminate the context in a thread, since it waits for lingering sockets."""
+        self._poll.cancel()
+        if self._zap is not None:
+            self._loop.remove_reader(self._zap.fileno())
+            self._zap.close(0)
+        for link in self._links:
+            link.close(0)
+        await self._loop.run_in_executor(None, self._context.term)
+
+    def _open(self, link: ZmqLink, address: Address) -> Link:
+        try:
+            link.open(address)
+        except BaseException:
+            link.close(0)
+            raise
+        self._links = [other for other in self._links if not other.closed]
+        self._links.append(link)
+        return link
+
+    def _safety_poll(self) -> None:
+        for link in self._links:
+            if not link.closed:
+                link.check()
+        if self._zap is not None:
+            self._answer_zap(self._zap)
+        self._poll = self._loop.call_later(1.0, self._safety_poll)
+
+    def _start_zap(self) -> None:
+        if self._zap is None:
+            self._zap = self._context.socket(zmq.REP)
+            self._zap.bind(ZAP_ADDRESS)
+            self._loop.add_reader(self._zap.fileno(), self._answer_zap, self._zap)
+
+    def _answer_zap(self, zap: zmq.Socket[bytes]) -> None:
+        assert self._security is not None
+        while readable(zap):
+            zap.send_multipart(zap_reply(zap.recv_multipart(), self._security.allowed))

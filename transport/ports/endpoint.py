@@ -1,0 +1,161 @@
+"""What all ports share: the clock and the timer of a protocol core, and opening and closing with a bound."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from abc import ABC, abstractmethod
+
+from transport.core.custody import Body
+from transport.core.session import Session
+from transport.errors import LinkError, LinkLost, LinkRefused, StreamFinished, UsageError
+from transport.links.link import Link
+from transport.wire import Hello, ToHub, TopicHello, ToTopic
+
+
+class CorePort(ABC):
+    """Drives one core with the loop's clock. The timer only wakes the owner task, which does everything else."""
+
+    link: Link
+
+    def __init__(self) -> None:
+        self.loop = asyncio.get_running_loop()
+        self.closed = False
+        self.malformed = 0
+        self.link_ups = 0
+        self.link_downs = 0
+        self.link_refusal: str | None = None
+        self._timer: asyncio.TimerHandle | None = None
+        self._pid = os.getpid()
+
+    def on_step(self) -> None:
+        now = self.loop.time()
+        deadline = self.core_deadline()
+        if deadline is not None and deadline <= now:
+            self.core_timer(now)
+        self.flush(now)
+        self.arm()
+
+    def on_malformed(self, route: bytes, frame: bytes) -> None:
+        """Counted only: a beat repairs what was lost."""
+        self.malformed += 1
+
+    def on_link_up(self) -> None:
+        """The connection stands (again)."""
+        self.link_ups += 1
+
+    def on_link_down(self) -> None:
+        """The connection broke; the link reconnects by itself."""
+        self.link_downs += 1
+
+    def on_link_refused(self, reason: str) -> None:
+        """The other side does not accept this node's keys."""
+        self.link_refusal = reason
+
+    def arm(self) -> None:
+        """Plan the next wake-up; an earlier one that is planned already will do."""
+        deadline = None if self.closed else self.core_deadline()
+        if deadline is None:
+            return
+        if self._timer is not None:
+            if self._timer.when() <= deadline:
+                return
+            self._timer.cancel()
+        self._timer = self.loop.call_at(deadline, self._alarm)
+
+    def _alarm(self) -> None:
+        self._timer = None
+        self.link.wake()
+
+    def check_process(self) -> None:
+        if os.getpid() != self._pid:
+            raise UsageError(
+                "this process was forked after its node was opened, so nothing would arrive; spawn instead"
+            )
+
+    def shut(self, linger_ms: int) -> None:
+        """Release the link for good, without handshake. Nothing happens the second time."""
+        if self.closed:
+            return
+        self.closed = True
+        if self._timer is not None:
+            self._timer.cancel()
+        self.link.stop()
+        self.link.close(linger_ms)
+
+    @abstractmethod
+    def flush(self, now: float) -> None:
+        """Send what the core has due, and wake local waiters."""
+
+    @abstractmethod
+    def core_timer(self, now: float) -> None: ...
+
+    @abstractmethod
+    def core_deadline(self) -> float | None: ...
+
+
+class PeerPort(CorePort):
+    """A port whose core has a session with a hub or topic server."""
+
+    def __init__(self, address: str, name: str, session: Session) -> None:
+        super().__init__()
+        self.address = address
+        self.name = name  # for messages: "inlet of stream 'x'"
+        self.session = session
+        self._opened = asyncio.Event()
+        self._left = asyncio.Event()
+
+    def on_link_up(self) -> None:
+        super().on_link_up()
+        if self.link_ups > 1:  # the first connection is greeted by `opened`, and may have been welcomed by now
+            self.core_link_up(self.loop.time())
+
+    def send_all(self, out: list[tuple[ToHub, Body]] | list[tuple[ToTopic, Body]]) -> None:
+        for message, body in out:
+            if isinstance(message, Hello | TopicHello):
+                self.link.discard_unsent()
+            self.link.send(b"", message, body)
+
+    def note_session(self) -> None:
+        """Wake whoever waits for the session to open, to end, or to fail."""
+        if self.session.epoch is not None or self.fault() is not None:
+            self._opened.set()
+        if self.session.state == "left":
+            self._left.set()
+
+    def fault(self) -> LinkError | None:
+        """Why this port cannot work, if it cannot."""
+        refusal = self.session.refusal
+        if refusal is not None:
+            kind = StreamFinished if refusal.kind == "finished" else LinkRefused
+            return kind(f"{self.name} at {self.address}: {refusal.reason}")
+        if self.link_refusal is not None:
+            return LinkRefused(
+                f"{self.name} at {self.address} was refused: {self.link_refusal}; add the key, or use the right one"
+            )
+        if self.session.lost:
+            return LinkLost(
+                f"{self.name} at {self.address} has heard nothing for give_up_s={self.session.give_up_s}; "
+                f"check that its hub is running and reachable"
+            )
+        return None
+
+    async def opened(self) -> None:
+        """Wait for the welcome. Unblocked by it, by a refusal, or by give_up_s."""
+        self.core_start(self.loop.time())
+        self.link.wake()
+        await self._opened.wait()
+        fault = self.fault()
+        if fault is not None:
+            raise fault
+
+    async def left(self) -> None:
+        """Wait for the end of the goodbye. Unblocked by FINACK; the caller bounds it."""
+        self.link.wake()
+        await self._left.wait()
+
+    @abstractmethod
+    def core_start(self, now: float) -> None: ...
+
+    @abstractmethod
+    def core_link_up(self, now: float) -> None: ...

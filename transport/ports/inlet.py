@@ -1,0 +1,177 @@
+"""The consuming end of a stream."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections import deque
+from typing import Generic, TypeVar, cast
+
+import zmq
+
+from transport.codec import Codec
+from transport.core.consumer import ConsumerCore, Delivery, Verdict
+from transport.core.custody import Body
+from transport.errors import DecodeError, UsageError
+from transport.ports.endpoint import PeerPort
+from transport.wire import AnyMessage, FromHub
+
+T = TypeVar("T")
+
+
+def body_buffer(body: Body) -> bytes | memoryview:
+    """The bytes behind whatever carries a body."""
+    if isinstance(body, zmq.Frame):
+        return body.buffer
+    return body if isinstance(body, bytes) else b""
+
+
+class LeaseHandle(Generic[T]):
+    """One message in this replica's care; satisfies the stages' Lease. Exactly one verdict."""
+
+    __slots__ = ("_delivery", "_inlet", "_message", "attempt", "key")
+
+    def __init__(self, inlet: Inlet[T], delivery: Delivery, message: T) -> None:
+        self._inlet = inlet
+        self._delivery = delivery
+        self._message = message
+        self.key = delivery.work.key
+        self.attempt = delivery.attempt
+
+    @property
+    def message(self) -> T:
+        return self._message
+
+    def done(self) -> None:
+        """Release the message for good. Travels with the next batch; repeated until the hub confirms."""
+        self._inlet.settle(self._delivery, "done")
+
+    def retry(self, reason: str) -> None:
+        """Hand back for another delivery, after a short delay; counts as one failed attempt."""
+        self._inlet.settle(self._delivery, "retry", reason)
+
+    def poison(self, reason: str) -> None:
+        """Refuse for good: the hub dead-letters it."""
+        self._inlet.settle(self._delivery, "poison", reason)
+
+
+class Inlet(PeerPort, Generic[T]):
+    """Made by `Node.inlet`. Safe to be used by several tasks of one loop."""
+
+    def __init__(self, address: str, stream: str, core: ConsumerCore, codec: Codec[T]) -> None:
+        super().__init__(address, f"inlet of stream {stream!r}", core.session)
+        self.core = core
+        self.quarantined = 0
+        self._codec = codec
+        self._waiters: deque[asyncio.Future[None]] = deque()
+
+    async def receive(self) -> LeaseHandle[T] | None:
+        """Next message, or None once the stream is finished and empty, or this inlet drained.
+
+        Waits for a delivery; END, drain, a refusal, a lost link and closing unblock it too. Cancelling leaves the
+        message in the queue. What does not decode is dead-lettered and skipped.
+        """
+        self.check_process()
+        while True:
+            delivery = self.core.take()
+            if delivery is not None:
+                lease = self._open_lease(delivery)
+                if lease is not None:
+                    return lease
+            elif self.core.ended or self.core.draining:
+                return None
+            elif self.closed:
+                raise UsageError(f"{self.name} at {self.address} is closed; receive inside `async with Node`")
+            elif (fault := self.fault()) is not None:
+                raise fault
+            else:
+                await self._delivery()
+
+    async def drain(self) -> None:
+        """Hand back what was not started and take nothing more; `receive` returns None. For scaling down."""
+        if not self.core.draining:
+            self.core.drain()
+            self.link.wake()
+            self._wake_waiters()
+
+    def settle(self, delivery: Delivery, verdict: Verdict, reason: str = "") -> None:
+        if delivery.settled:
+            if self.closed or self.session.leaving:
+                return  # handed back at closing: the hub gives it to somebody else
+            raise UsageError(f"message {delivery.work.key!r} was settled before; give each lease exactly one verdict")
+        self.core.settle(delivery, verdict, reason)
+        self.link.wake()
+
+    async def close(self, *, blame: bool = False, timeout_s: float = 1.5) -> None:
+        """Hand everything back and leave, waiting `timeout_s` at most. `blame`: what was started here has failed."""
+        if self.closed:
+            return
+        self.core.fin(self.loop.time(), blame=blame)
+        self.flush(self.loop.time())
+        with contextlib.suppress(TimeoutError):  # the hub may be gone; then the lease settles it
+            async with asyncio.timeout(timeout_s):
+                await self.left()
+        self.shut(1000)
+        self._wake_waiters()
+
+    # Driven by the owner task.
+
+    def on_message(self, route: bytes, message: AnyMessage, body: Body) -> None:
+        self.core.on_message(self.loop.time(), cast(FromHub, message), body)
+
+    def flush(self, now: float) -> None:
+        self.send_all(self.core.flush(now))
+        self.note_session()
+        if self._waiters:
+            if self.core.ended or self.core.draining or self.closed or self.fault() is not None:
+                self._wake_waiters()
+            else:
+                self._wake_waiters(len(self.core.ready))
+
+    def core_start(self, now: float) -> None:
+        self.core.start(now)
+
+    def core_link_up(self, now: float) -> None:
+        self.core.on_link_up(now)
+
+    def core_timer(self, now: float) -> None:
+        self.core.on_timer(now)
+
+    def core_deadline(self) -> float | None:
+        return self.core.deadline()
+
+    def _open_lease(self, delivery: Delivery) -> LeaseHandle[T] | None:
+        if self.core.urgent:
+            self.flush(self.loop.time())  # before the application can block or kill this process
+        self.link.wake()
+        work = delivery.work
+        try:
+            message = self._codec.decode(body_buffer(delivery.body), work.size, work.checksum)
+        except DecodeError as error:
+            self.quarantined += 1
+            self.settle(delivery, "poison", f"quarantined at {self.session.hello.replica}: {error}")
+            return None
+        delivery.body = None
+        return LeaseHandle(self, delivery, message)
+
+    async def _delivery(self) -> None:
+        waiter: asyncio.Future[None] = self.loop.create_future()
+        self._waiters.append(waiter)
+        try:
+            await waiter
+        except asyncio.CancelledError:
+            if waiter.done() and not waiter.cancelled():
+                self._wake_waiters(len(self.core.ready))  # the wake-up was meant for somebody
+            raise
+        finally:
+            if not waiter.done() or waiter.cancelled():
+                with contextlib.suppress(ValueError):  # already popped by _wake_waiters
+                    self._waiters.remove(waiter)
+
+    def _wake_waiters(self, count: int | None = None) -> None:
+        woken = 0
+        while self._waiters and (count is None or woken < count):
+            waiter = self._waiters.popleft()
+            if not waiter.done():
+                waiter.set_result(None)
+                woken += 1

@@ -1,0 +1,207 @@
+"""The newest value of each key, shared by all processes of a run: the server's and the clients' shells."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Mapping
+from typing import cast
+
+from transport.core.custody import Body
+from transport.core.topic import TopicClientCore, TopicServerCore
+from transport.errors import LinkError, MessageInvalid, MessageTooLarge, UsageError
+from transport.ports.endpoint import CorePort, PeerPort
+from transport.ports.inlet import body_buffer
+from transport.wire import KEY_LIMIT, AnyMessage, FromTopic, ToTopic
+
+VALUE_LIMIT = 64 << 20
+
+
+def check_entry(key: str, value: bytes) -> None:
+    if not key or len(key) > KEY_LIMIT:
+        raise MessageInvalid(f"topic key {key[:40]!r} has {len(key)} characters; use 1 to {KEY_LIMIT}")
+    if len(value) > VALUE_LIMIT:
+        raise MessageTooLarge(
+            f"topic value {key!r} has {len(value)} bytes, the limit is {VALUE_LIMIT}; publish a reference"
+        )
+
+
+def _bytes(body: Body) -> bytes | None:
+    return None if body is None else bytes(body_buffer(body))
+
+
+class TopicServer(CorePort):
+    """Made by `Node.topic_server`. Its own process reads and writes it directly."""
+
+    def __init__(self, core: TopicServerCore) -> None:
+        super().__init__()
+        self.core = core
+        self._changed = asyncio.Event()
+
+    @property
+    def address(self) -> str:
+        return self.link.address
+
+    @property
+    def revision(self) -> int:
+        return self.core.revision
+
+    def publish(self, key: str, value: bytes) -> None:
+        """Replace the value of a key and tell all clients."""
+        check_entry(key, value)
+        self.core.publish(key, value)
+        self._note()
+        self.link.wake()
+
+    def drop(self, key: str) -> None:
+        """Delete a key; nothing happens if it is absent."""
+        self.core.drop(key)
+        self._note()
+        self.link.wake()
+
+    def get(self, key: str) -> bytes | None:
+        return self.core.entries.get(key)
+
+    def items(self, prefix: str) -> Mapping[str, bytes]:
+        return {key: value for key, value in self.core.entries.items() if key.startswith(prefix)}
+
+    async def wait(self, revision: int) -> int:
+        """Wait until anything changed after `revision`; return the newest. Unblocked by a change, or by closing."""
+        while self.core.revision <= revision:
+            if self.closed:
+                raise UsageError(f"the topic at {self.address} is closed; wait inside `async with Node`")
+            await self._changed.wait()
+        return self.core.revision
+
+    async def close(self, *, blame: bool = False, timeout_s: float = 1.5) -> None:
+        """Stop answering; clients keep their copies and look for another incarnation."""
+        if self.closed:
+            return
+        self.core.closing = True
+        self.shut(1000)
+        self._note()
+
+    # Driven by the owner task.
+
+    def on_message(self, route: bytes, message: AnyMessage, body: Body) -> None:
+        before = self.core.revision
+        self.core.on_message(route, cast(ToTopic, message), _bytes(body))
+        if self.core.revision != before:
+            self._note()
+
+    def on_malformed(self, route: bytes, frame: bytes) -> None:
+        self.core.malformed += 1
+
+    def flush(self, now: float) -> None:
+        for route, message, body in self.core.flush():
+            if not self.link.send(route, message, body):
+                self.core.on_unreachable(route)
+
+    def core_timer(self, now: float) -> None:
+        """A topic server has no timers: clients ping."""
+
+    def core_deadline(self) -> float | None:
+        return None
+
+    def _note(self) -> None:
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+
+class TopicClient(PeerPort):
+    """Made by `Node.topic`; satisfies the stages' Topic."""
+
+    def __init__(self, address: str, core: TopicClientCore) -> None:
+        super().__init__(address, "topic", core.session)
+        self.core = core
+        self._changed = asyncio.Event()
+        self._noted_revision = 0
+        self._publishers: dict[int, asyncio.Future[None]] = {}
+
+    @property
+    def revision(self) -> int:
+        return self.core.revision
+
+    def get(self, key: str) -> bytes | None:
+        return self.core.entries.get(key)
+
+    def items(self, prefix: str) -> Mapping[str, bytes]:
+        return {key: value for key, value in self.core.entries.items() if key.startswith(prefix)}
+
+    async def publish(self, key: str, value: bytes) -> None:
+        """Replace the value of a key; returns when the server has it. Repeated after a reconnect, stored once."""
+        self.check_process()
+        self._check_usable()
+        check_entry(key, value)
+        number = self.core.publish(key, value)
+        stored: asyncio.Future[None] = self.loop.create_future()
+        self._publishers[number] = stored
+        self.link.wake()
+        try:
+            await stored
+        finally:
+            self._publishers.pop(number, None)
+
+    async def wait(self, revision: int) -> int:
+        """Wait until anything changed here after `revision`; return the newest. A fault and closing unblock it too."""
+        while self.core.revision <= revision:
+            self._check_usable()
+            await self._changed.wait()
+        return self.core.revision
+
+    async def close(self, *, blame: bool = False, timeout_s: float = 1.5) -> None:
+        if self.closed:
+            return
+        self.core.fin(self.loop.time())
+        self.flush(self.loop.time())
+        with contextlib.suppress(TimeoutError):  # the server may be gone; nothing here is owed to it
+            async with asyncio.timeout(timeout_s):
+                await self.left()
+        self.shut(1000)
+        self._wake(UsageError(f"the topic at {self.address} was closed while publishing"))
+
+    # Driven by the owner task.
+
+    def on_message(self, route: bytes, message: AnyMessage, body: Body) -> None:
+        self.core.on_message(self.loop.time(), cast(FromTopic, message), _bytes(body))
+
+    def flush(self, now: float) -> None:
+        self.send_all(self.core.flush(now))
+        self.note_session()
+        oldest = self.core.waiting[0][0].number if self.core.waiting else None
+        for number, stored in self._publishers.items():
+            if (oldest is None or number < oldest) and not stored.done():
+                stored.set_result(None)
+        fault = self.fault()
+        if fault is not None:
+            self._wake(fault)
+        elif self.core.revision != self._noted_revision:
+            self._noted_revision = self.core.revision
+            self._wake(None)
+
+    def core_start(self, now: float) -> None:
+        self.core.start(now)
+
+    def core_link_up(self, now: float) -> None:
+        self.core.on_link_up(now)
+
+    def core_timer(self, now: float) -> None:
+        self.core.on_timer(now)
+
+    def core_deadline(self) -> float | None:
+        return self.core.deadline()
+
+    def _check_usable(self) -> None:
+        if self.closed or self.session.leaving:
+            raise UsageError(f"the topic at {self.address} is closed; use it inside `async with Node`")
+        fault = self.fault()
+        if fault is not None:
+            raise fault
+
+    def _wake(self, error: LinkError | UsageError | None) -> None:
+        self._changed.set()
+        self._changed = asyncio.Event()
+        if error is not None:
+            for stored in self._publishers.values():
+                if not stored.done():
+                    stored.set_exception(error)

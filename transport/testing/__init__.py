@@ -1,0 +1,17 @@
+"""One conformance suite for every kind of link. Subclass `PortConformance` and give a fixture `net`.
+
+Each test uses only what `Node` promises, so a new kind of link is trusted when it passes and not before. Nothing here
+measures time: the limits only turn a hang into a failure.
+"""
+
+from __future__ import annotations
+
+from transport.testing.net import Net
+from transport.testing.streams import StreamConformance
+from transport.testing.topics import TopicConformance
+
+__all__ = ["Net", "PortConformance", "StreamConformance", "TopicConformance"]
+
+
+class PortConformance(StreamConformance, TopicConformance):
+    """Everything. The subclass gives the fixture `net`."""
