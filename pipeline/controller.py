@@ -212,10 +212,10 @@ class Controller:
             self.stage.drain(self.reason)
         else:
             self.reason = "stopped at once"
-            raise_in_main()
+            cancel_main_task()
 
 
-def raise_in_main() -> None:
+def cancel_main_task() -> None:
     """End the event loop's run with KeyboardInterrupt: TaskGroups cancel, runners stop their processes."""
     for task in asyncio.all_tasks():
         if task.get_name() == "sluice-main":

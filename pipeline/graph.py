@@ -1,4 +1,5 @@
-"""The graph of a run: which stages there are, which streams join them. Pure; configs.rules.validate has listed its faults.
+"""The graph of a run: which stages there are, which streams join them. Pure; configs.rules.validate has listed its
+faults.
 
     prompts -> generate -> [custom after generate] -> reward -> [custom after reward] -> (teacher) -> group -> train
                   ^  |                                                                                  |

@@ -15,14 +15,14 @@ import msgspec
 
 from configs.graph import engine_count, frozen_engines, is_address
 from configs.schema import Config
-from models.train.trainer_group.rank_spec import needs_gang
+from models.train.trainer_group.rank_spec import needs_trainer_group
 from models.weights.directory import choose_directory
 from pipeline.graph import Graph, Node, Stream
 from pipeline.hosts.gpus import visible_gpus
 from pipeline.hosts.replica import PortSpec, ReplicaSpec
 from pipeline.record.run_directory import RunDir
 from pipeline.supervise.restarts import EngineSpec
-from pipeline.supervise.trainer_group import check_gang, engines_gpus, meeting_place
+from pipeline.supervise.trainer_group import check_trainer_group, engines_gpus, rendezvous_file
 from stages.group.filters import import_path
 from stages.prompts.staleness_gate import StalenessGate
 
@@ -45,7 +45,7 @@ class Placement:
         options: dict[str, dict[str, Any]],
     ) -> None:
         """Raises UsageError for what does not fit on one machine."""
-        check_gang(config)
+        check_trainer_group(config)
         self.config, self.rundir, self.run_id, self.options = config, rundir, run_id, options
         local = config.run.runner == "local"
         names = [s.name for s in graph.streams]
@@ -79,8 +79,8 @@ class Placement:
         options: dict[str, Any] = {**self.options.get(node.name, {}), **node.options}
         if node.name == "generate":
             options["engines"] = len(self.engines)
-        if node.name == "train" and needs_gang(self.config):
-            options["gang"] = str(meeting_place(self.rundir))
+        if node.name == "train" and needs_trainer_group(self.config):
+            options["trainer_group"] = str(rendezvous_file(self.rundir))
         return ReplicaSpec(
             run_id=self.run_id,
             stage=node.name,

@@ -247,6 +247,33 @@ class EngineAddress(Struct, frozen=True):
     incarnation: int
 
 
+class EngineEntry(Struct, frozen=True):
+    """Topic value `directory/<engine>`: what the engines stage says of one engine. Clients of engines read nothing else.
+
+    It belongs to one incarnation: an entry whose incarnation is not that of the newest `engine/<engine>` address is
+    older than the process that listens there, and counts for nothing.
+    """
+
+    engine: str
+    url: str
+    incarnation: int
+    policy: str = "policy"  # whose weights it serves; a frozen model has its own name
+    state: Literal["loading", "serving", "updating", "away"] = "loading"  # requests are sent while serving or updating
+    epoch: int = -1  # of the weights it carries; -1 with version -1: none of this run
+    version: int = -1  # rollout batches that they were trained on
+    fetching: int = -1  # version that is being read from its slot just now
+    limit: int = 0  # samples that may be in flight at it, all clients together; 0 = not known yet
+    update_s: float = 0.0
+    stall_s: float = 0.0
+    checksum: str = ""  # over the engine's tensors, if they are compared
+    detail: str = ""  # why it is away, for people
+
+    @property
+    def label(self) -> str | None:
+        """What the engine calls its weights, None while it has none of this run."""
+        return None if self.version < 0 else f"{self.epoch}.{self.version}"
+
+
 class Applied(Struct, frozen=True):
     """Topic value `applied/<engine>`: the weights that an engine reported after an update."""
 

@@ -83,7 +83,8 @@ def test_forbidden_words(path: Path) -> None:
     [
         ("import launch; launch.main(['--help'])", ("torch", "zmq", "ray", "numpy", "rich")),
         (
-            "import stages.generate.stage, stages.reward.stage, stages.group.stage, stages.tools.stage, stages.evaluate.stage",
+            "import stages.generate.stage, stages.reward.stage, stages.group.stage, stages.tools.stage; "
+            "import stages.evaluate.stage",
             ("torch", "zmq", "transformers"),
         ),
         ("import transport", ("torch", "stages", "models")),

@@ -1,7 +1,7 @@
 """What a user reads about the flags: `--help`, and the tables of docs/configuration.md.
 
-Invariant: both are made from the flag table, so neither can name a flag that does not exist. `python -m configs.cli.help`
-writes the tables into the page again.
+Invariant: both are made from the flag table, so neither can name a flag that does not exist. `python -m
+configs.cli.help` writes the tables into the page again.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """The tables of docs/models.md: what each preset is, and what its layout is estimated to need.
 
-Invariant: made from the presets and the estimates alone. `python -m configs.plan.model_table` writes them into the page.
+Invariant: made from the presets and the estimates alone. `python -m configs.plan.model_table` writes them into the
+page.
 """
 
 from __future__ import annotations

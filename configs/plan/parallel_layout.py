@@ -16,7 +16,7 @@ from msgspec import Struct
 
 from configs.schema import Config
 
-__all__ = ["Layout", "gang_size", "layout_of", "own_stages", "stage_layers"]
+__all__ = ["Layout", "layout_of", "own_stages", "stage_layers", "trainer_processes"]
 
 # Options of Megatron-core that divide layers by rules of their own.
 _OWN_STAGES: Final = (
@@ -86,7 +86,7 @@ def layout_of(config: Config) -> Layout:
     return Layout(world=1)
 
 
-def gang_size(config: Config) -> int:
+def trainer_processes(config: Config) -> int:
     """Processes that train beside the stage's own; 0 where the stage does it itself."""
     world, backend = layout_of(config).world, config.train.train_backend
     return world if backend in ("fsdp", "megatron") or world > 1 else 0

@@ -13,7 +13,7 @@ from msgspec import Struct
 from configs.graph import evaluates, frozen_engines, is_address, loops, path, replicas, resolved_router
 from configs.load import config_hash
 from configs.plan.model import model_lines, size_text
-from configs.plan.parallel_layout import Layout, gang_size, layout_of
+from configs.plan.parallel_layout import Layout, layout_of, trainer_processes
 from configs.plan.run_estimate import RunEstimate, estimate_run
 from configs.plan.staleness import (
     Staleness,
@@ -141,8 +141,9 @@ def _stages(config: Config) -> tuple[StagePlan, ...]:
         where = "in the controller's process" if name == "prompts" else "process" if local else "task"
         if name == "engine":
             where = _engine(config)
-        if name == "train" and (gang := gang_size(config)):
-            where += f" and a gang of {gang} process{'es' if gang > 1 else ''} ({layout_of(config)})"
+        if name == "train" and (trainer_group := trainer_processes(config)):
+            several = "es" if trainer_group > 1 else ""
+            where += f" and a trainer group of {trainer_group} process{several} ({layout_of(config)})"
         if name == "reward" and graders:
             where += f" and {graders} grader process{'es' if graders > 1 else ''} each"
         found.append(StagePlan(name, count, where, name in own))
@@ -178,12 +179,18 @@ def _processes(config: Config, stages: tuple[StagePlan, ...]) -> int:
     """The controller, and what it starts. A server of SGLang counts as one, though it starts more itself."""
     graders = sum(stage.replicas * config.reward.reward_workers for stage in stages if stage.name == "reward")
     router = 1 if resolved_router(config) != "none" and config.router.router_address is None else 0
-    gang = gang_size(config) if "train" in path(config) else 0
+    trainer_group = trainer_processes(config) if "train" in path(config) else 0
     elsewhere = {"prompts"} | ({"engine"} if config.sglang.rollout_external_engine_addrs else set())
     if config.run.runner == "local":
-        return 1 + graders + router + gang + sum(stage.replicas for stage in stages if stage.name not in elsewhere)
+        return (
+            1
+            + graders
+            + router
+            + trainer_group
+            + sum(stage.replicas for stage in stages if stage.name not in elsewhere)
+        )
     servers = replicas(config).get("engine", 0) if config.engine.engine == "sglang" and "engine" not in elsewhere else 0
-    return 1 + graders + router + gang + servers
+    return 1 + graders + router + trainer_group + servers
 
 
 def _edges(config: Config) -> tuple[Edge, ...]:

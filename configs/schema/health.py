@@ -1,4 +1,5 @@
-"""When an engine counts as lost, and what is saved of its work. Owner: `pipeline/supervise/engine_servers` and `stages/generate/stage`."""
+"""When an engine counts as lost, and what is saved of its work. Owner: `pipeline/supervise/engine_servers` and
+`stages/generate/stage`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""The gang: the processes that train one policy together, and how a batch is dealt to them. Owner: `models/train`."""
+"""The trainer group: the processes that train one policy together, and how a batch is dealt to them. Owner:
+`models/train`."""
 
 from __future__ import annotations
 

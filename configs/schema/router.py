@@ -1,4 +1,5 @@
-"""Who chooses an engine for a request: a router in front of them, or the generate stage. Owner: `stages/sampling/dispatch`."""
+"""Who chooses an engine for a request: a router in front of them, or the generate stage. Owner:
+`stages/sampling/dispatch`."""
 
 from __future__ import annotations
 

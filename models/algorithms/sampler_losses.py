@@ -57,7 +57,7 @@ def aipo(tokens: PolicyTokens, config: AlgorithmConfig) -> PolicyLoss:
 def m2po(tokens: PolicyTokens, config: AlgorithmConfig) -> PolicyLoss:
     """-rho A on tokens whose (log theta - log mu)^2 is at most `tokens.facts.m2po_bound` (arXiv:2510.01161).
 
-    The bound is a fact of the whole step: see `step_facts.m2po_bound`.
+    The bound is a fact of the whole step: see `step_statistics.m2po_bound`.
     """
     del config
     change = _log_rho(tokens)

@@ -18,7 +18,7 @@ EXPONENT_BOUND: Final = 20.0
 
 
 @dataclass(frozen=True)
-class StepFacts:
+class StepStatistics:
     """Statistics of the whole optimizer step, the same in each of its micro-batches."""
 
     weight_mean: float = 1.0  # of the importance weights after their bounds: the divisor of tis_batch_normalize
@@ -41,7 +41,7 @@ class PolicyTokens:
     staleness: Tensor | None = None  # [N] int64 >= 0, weights versions between the token and the batch; None = all 0
     rejected: Tensor | None = None  # [S] bool, sequences removed because of a sibling in their rollout
     kept_scale: Tensor | None = None  # [S] factor of the policy term, for renormalize_after_rejection; None = 1
-    facts: StepFacts = StepFacts()
+    facts: StepStatistics = StepStatistics()
 
 
 def log_ratio(numerator: Tensor, denominator: Tensor, mask: Tensor) -> Tensor:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from configs.schema import Config
-from models.train.dp_group import Crew
+from models.train.dp_group import DpGroup
 from models.train.huggingface.models import TorchModels
 from models.train.interface import TrainBackend
 from models.train.model_set import ModelSet
@@ -19,8 +19,9 @@ def build_backend(config: Config, total_batches: int) -> TrainBackend:
     return Trainer(train_spec(config, total_batches))
 
 
-def build_member(config: Config, total_batches: int, crew: Crew) -> Trainer:
-    """What one process of a gang runs. `crew`: of plain copies (torch); sharded frameworks make their own."""
+def build_member(config: Config, total_batches: int, dp_group: DpGroup) -> Trainer:
+    """What one process of a trainer group runs. `dp_group`: of plain copies (torch); sharded frameworks make their
+    own."""
 
     async_save = config.checkpoint.async_save
 
@@ -35,6 +36,6 @@ def build_member(config: Config, total_batches: int, crew: Crew) -> Trainer:
 
                 return MegatronModels(spec, async_save=async_save)
             case _:
-                return TorchModels(spec, crew)
+                return TorchModels(spec, dp_group)
 
     return Trainer(train_spec(config, total_batches), models)

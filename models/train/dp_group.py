@@ -26,7 +26,7 @@ Float32Array = npt.NDArray[np.float32]
 _BUCKET_ELEMENTS: Final = 1 << 24  # of gradients that travel together
 
 
-class Crew(Protocol):
+class DpGroup(Protocol):
     """The processes of one trainer."""
 
     @property
@@ -38,20 +38,20 @@ class Crew(Protocol):
         """Whether this process speaks for its share."""
 
     @property
-    def data_rank(self) -> int:
+    def dp_rank(self) -> int:
         """Which share of the micro-batches this process computes, from 0 on."""
 
     @property
-    def data_world(self) -> int:
+    def dp_size(self) -> int:
         """How many shares there are."""
 
-    def by_share(self, array: Float32Array) -> list[Float32Array]:
+    def gather_by_dp_rank(self, array: Float32Array) -> list[Float32Array]:
         """One-dimensional arrays of those who speak, by share; lengths may differ. What others give is not used."""
 
     def merge(self, numbers: Mapping[str, float], *, largest: bool = False) -> dict[str, float]:
         """Sums (or maxima) by name over the shares; a share may lack names, e.g. where it had nothing to do."""
 
-    def add_gradients(self, parameters: Sequence[torch.nn.Parameter]) -> None:
+    def all_reduce_gradients(self, parameters: Sequence[torch.nn.Parameter]) -> None:
         """Replace each gradient by the sum over the shares; one that no share has stays absent.
 
         For models of which every process holds all.
@@ -63,10 +63,10 @@ class Alone:
 
     processes = 1
     speaks = True
-    data_rank = 0
-    data_world = 1
+    dp_rank = 0
+    dp_size = 1
 
-    def by_share(self, array: Float32Array) -> list[Float32Array]:
+    def gather_by_dp_rank(self, array: Float32Array) -> list[Float32Array]:
         """The array itself."""
         return [array]
 
@@ -74,37 +74,37 @@ class Alone:
         """The numbers themselves."""
         return dict(numbers)
 
-    def add_gradients(self, parameters: Sequence[torch.nn.Parameter]) -> None:
+    def all_reduce_gradients(self, parameters: Sequence[torch.nn.Parameter]) -> None:
         """Nothing: the sum over one process."""
 
 
-class ProcessCrew:
+class DistributedDpGroup:
     """All processes of torch.distributed's default group, by a gloo group over them.
 
     `gloo`: a group of all processes for numbers, on the CPU, whatever the tensors travel by. `data_group`: those that
-    compute the same part of the model, one per share, for `add_gradients`; None = all processes.
+    compute the same part of the model, one per share, for `all_reduce_gradients`; None = all processes.
     """
 
     def __init__(
         self,
         *,
-        data_rank: int,
-        data_world: int,
+        dp_rank: int,
+        dp_size: int,
         speaks: bool,
         gloo: Any | None = None,
         data_group: Any | None = None,
     ) -> None:
-        self.data_rank, self.data_world, self.speaks = data_rank, data_world, speaks
+        self.dp_rank, self.dp_size, self.speaks = dp_rank, dp_size, speaks
         self._gloo = gloo
         self._data_group = data_group
         self.processes: int = torch.distributed.get_world_size()
-        mine = torch.tensor([data_rank if speaks else -1])
+        mine = torch.tensor([dp_rank if speaks else -1])
         shares = [int(one.item()) for one in self._all_gather(mine)]
-        if sorted(share for share in shares if share >= 0) != list(range(data_world)):
-            raise ValueError(f"the shares that processes speak for are {shares}; each of {data_world} needs one")
-        self._speakers = [shares.index(share) for share in range(data_world)]
+        if sorted(share for share in shares if share >= 0) != list(range(dp_size)):
+            raise ValueError(f"the shares that processes speak for are {shares}; each of {dp_size} needs one")
+        self._speakers = [shares.index(share) for share in range(dp_size)]
 
-    def by_share(self, array: Float32Array) -> list[Float32Array]:
+    def gather_by_dp_rank(self, array: Float32Array) -> list[Float32Array]:
         """Arrays of those who speak."""
         parts = self._gather_bytes(array.astype(np.float32, copy=False).tobytes() if self.speaks else b"")
         return [np.frombuffer(parts[rank], dtype=np.float32) for rank in self._speakers]
@@ -118,7 +118,7 @@ class ProcessCrew:
                 out[name] = max(out.get(name, value), value) if largest else out.get(name, 0.0) + value
         return out
 
-    def add_gradients(self, parameters: Sequence[torch.nn.Parameter]) -> None:
+    def all_reduce_gradients(self, parameters: Sequence[torch.nn.Parameter]) -> None:
         """All-reduce in buckets, so that many small tensors cost few messages."""
         present = torch.tensor([parameter.grad is not None for parameter in parameters], dtype=torch.uint8)
         torch.distributed.all_reduce(present, op=torch.distributed.ReduceOp.MAX, group=self._gloo)

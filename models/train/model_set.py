@@ -4,7 +4,7 @@ Three implementations: `torch_models` (every process holds all), `fsdp` (sharded
 parallel). The trainer above decides what a step is; these compute it.
 
 Invariants:
-- every method is collective over the crew, called with the same arguments but for the micro-batches, which are this
+- every method is collective over the dp_group, called with the same arguments but for the micro-batches, which are this
   process's share; all processes get equally many of them;
 - what `backward` adds to gradients and totals is a numerator; `update` divides by the denominator, once;
 - an update whose gradient is not finite changes nothing.
@@ -19,8 +19,8 @@ from typing import Literal, Protocol, runtime_checkable
 
 import torch
 
-from models.algorithms.tokens import StepFacts
-from models.train.dp_group import Crew, Float32Array
+from models.algorithms.tokens import StepStatistics
+from models.train.dp_group import DpGroup, Float32Array
 from models.train.huggingface.optimizer import UpdateResult
 from models.train.packing.balance import MicroBatch
 from models.train.packing.packing import Packing
@@ -49,7 +49,7 @@ class CriticModel(Protocol):
         """Add the gradient of the micro-batches' numerators, and their sums. Members have `values` and `returns`."""
 
     def update(
-        self, loss_denominator: float, mean_denominator: float, crew: Crew
+        self, loss_denominator: float, mean_denominator: float, dp_group: DpGroup
     ) -> tuple[UpdateResult, dict[str, float]]:
         """Make the update, or refuse it, and start the next step; metrics of this one."""
 
@@ -72,7 +72,7 @@ class ModelSet(Protocol):
     """The policy, and the reference and the critic if there are any."""
 
     @property
-    def crew(self) -> Crew: ...
+    def dp_group(self) -> DpGroup: ...
 
     @property
     def vocab_size(self) -> int:
@@ -95,7 +95,7 @@ class ModelSet(Protocol):
     def log_probs(self, batches: Sequence[MicroBatch], model: Scored = "policy") -> list[Float32Array]:
         """Of the chosen tokens, one array [N] per micro-batch, no gradient; empty in a process that does not speak."""
 
-    def backward(self, batches: Sequence[MicroBatch], facts: StepFacts, totals: StepTotals) -> None:
+    def backward(self, batches: Sequence[MicroBatch], facts: StepStatistics, totals: StepTotals) -> None:
         """Add the gradient of the micro-batches' numerators to the parameters, and their sums to `totals`.
 
         Blank micro-batches run and add nothing. A process that does not speak leaves `totals` alone.

@@ -6,8 +6,8 @@ Invariants:
   denominator of the whole step in `step`;
 - where something of the whole batch must be known before its first backward pass (`needs`), no step is made before the
   batch is complete, and anchors are those of the weights at its start;
-- several processes may train one policy together (`crew`): each is called with the same sequences in the same order,
-  takes the same decisions, and computes its share;
+- several processes may train one policy together (`dp_group`): each is called with the same sequences in the same
+  order, takes the same decisions, and computes its share;
 - a step without a trainable token, or with a gradient that is not finite, changes nothing and is counted.
 
 Not thread-safe: one thread at a time may call it. Constructing is cheap; `setup` loads.
@@ -31,7 +31,7 @@ from models.train.model_set import Counters, ModelSet, Movable
 from models.train.spec import TrainSpec
 from models.train.step.batch_needs import batch_needs, critic_only, opd_coefficient
 from models.train.step.examples import Example, Intake, check_sequence, rollouts_of
-from models.train.step.old_log_probs import AnchorPass
+from models.train.step.old_log_probs import OldLogProbPass
 from models.train.step.running_batch import Rules, RunningBatch, StepWork
 
 
@@ -74,7 +74,7 @@ class Trainer:
             check_sequence(sequence, self._models.vocab_size)
         filled = [index for index, sequence in enumerate(sequences) if sequence.response_length > 0]
         examples = [_whole_response(sequences[index]) for index in filled]
-        AnchorPass(self._models, bootstrap=False).refresh(examples)
+        OldLogProbPass(self._models, bootstrap=False).refresh(examples)
         for index, example in zip(filled, examples, strict=True):
             assert example.current_log_probs is not None
             out[index] = example.current_log_probs
@@ -154,7 +154,7 @@ class Trainer:
         metrics = work.totals.result(mean_divisor, loss_denominator=divisor)
         metrics.update(self._batch.decided_metrics(mean_divisor))
         if self._models.critic is not None and work.size.tokens:
-            of_critic, found = self._models.critic.update(divisor, mean_divisor, self._models.crew)
+            of_critic, found = self._models.critic.update(divisor, mean_divisor, self._models.dp_group)
             metrics.update(found)
             self._counters.skipped_steps += not of_critic.applied
         result = self._update(work, divisor, metrics)

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import pipeline
-from pipeline.hosts import die_with_parent as leash
+from pipeline.hosts import die_with_parent as die_with_parent
 from pipeline.hosts.process_group import kill_group, living, remove, shared_files
 from pipeline.record.run_directory import RunDir
 
@@ -41,9 +41,9 @@ def child_environment(processes: int) -> dict[str, str]:
     }
 
 
-def leashed(argv: Sequence[str]) -> list[str]:
+def with_parent_death_signal(argv: Sequence[str]) -> list[str]:
     """The command of a program that is not ours, made to die with this process."""
-    return [sys.executable, "-I", str(leash.__file__), str(os.getpid()), *argv]
+    return [sys.executable, "-I", str(die_with_parent.__file__), str(os.getpid()), *argv]
 
 
 def last_words(log: Path, start: int = 0) -> str:

@@ -1,8 +1,8 @@
-"""A rank of the trainer's gang. Started as `python -m pipeline.hosts.trainer_rank SPEC.json`, never by fork.
+"""A rank of the trainer group. Started as `python -m pipeline.hosts.trainer_rank SPEC.json`, never by fork.
 
-It dies with its parent, leaves Ctrl-C to the controller, and ends with 0 (the run is over), 1 (failed: its gang may be
-started again), 2 (the user's mistake), 3 (the train stage is gone) or 28 (no space left). The last line of its log says
-why.
+It dies with its parent, leaves Ctrl-C to the controller, and ends with 0 (the run is over), 1 (failed: its trainer
+group may be started again), 2 (the user's mistake), 3 (the train stage is gone) or 28 (no space left). The last line of
+its log says why.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def main(argv: list[str]) -> int:
 
 
 def exit_code(error: BaseException) -> int:
-    """What the gang's keeper learns of an error."""
+    """What the trainer group's keeper learns of an error."""
     if isinstance(error, StageGone):
         return EXIT_STAGE_GONE
     if disk_full(error):

@@ -69,7 +69,7 @@ class BiasLine(Struct, frozen=True):
     pass_rates: dict[str, int]
 
 
-class GroupTally:
+class GroupOutcomes:
     """Counts settlements. `n_samples`: rollouts of a group."""
 
     def __init__(self, n_samples: int) -> None:

@@ -22,7 +22,7 @@ from pipeline.observe.metrics import MetricsFan, open_metrics
 from pipeline.observe.spans import StageSpans
 from pipeline.observe.stats import LedgerCounts, StageStats
 from pipeline.observe.view import RunView
-from pipeline.record.group_outcomes import GroupTally
+from pipeline.record.group_outcomes import GroupOutcomes
 from pipeline.record.journal import Admitted, Committed, Ended, Journal, Stepped
 from pipeline.record.run_directory import RunDir
 from pipeline.record.save_hf import save_hf
@@ -78,7 +78,7 @@ class Recorder:
             first_step=resume_step or 0,
         )
         self.rewards: list[float] = []  # per step, over all groups graded for it, trained or not
-        self.tally = GroupTally(config.rollout.n_samples_per_prompt)
+        self.group_outcomes = GroupOutcomes(config.rollout.n_samples_per_prompt)
         self._ess_told: int | None = None  # step of the newest warning
         self.evals: list[EvalDone] = []
         self.versions: list[int] = []
@@ -102,7 +102,7 @@ class Recorder:
         self.spans.close()
         if self.rewards:
             with contextlib.suppress(OSError):  # a full disk has been told by then, and this file is a by-product
-                self.tally.write(self.rundir.path / BIAS_FILE)
+                self.group_outcomes.write(self.rundir.path / BIAS_FILE)
 
     @property
     def wall_s(self) -> float:
@@ -121,7 +121,7 @@ class Recorder:
         self.journal.write(*(Ended(s.group_id, s.outcome, max(s.step, at), s.detail) for at, s in groups))
         self.journal.flush()
         for _, report in groups:
-            self.tally.settled(report)
+            self.group_outcomes.settled(report)
             if report.outcome != "trained":
                 self.view.wasted(report.tokens)
 
@@ -132,7 +132,7 @@ class Recorder:
             self.training_started = self.last_step_s = now
             return
         self.last_step_s = now
-        tallied = {} if self.config.train.loss_type == "sft_loss" else self.tally.step(report)
+        tallied = {} if self.config.train.loss_type == "sft_loss" else self.group_outcomes.step(report)
         metrics = {**report.metrics, **tallied, **self._ledger_metrics(), **self._weights_metrics()}
         if "reward/mean" in metrics:
             self.rewards.append(metrics["reward/mean"])

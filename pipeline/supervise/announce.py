@@ -28,7 +28,7 @@ log = logging.getLogger("sluice.controller")
 FLEET_FILE = "fleet.json"
 
 
-class ServerFacts(Struct, frozen=True):
+class ServerInfo(Struct, frozen=True):
     """One server of the run as it last came up."""
 
     kind: str  # embedded, simulated, sglang, smg
@@ -39,10 +39,10 @@ class ServerFacts(Struct, frozen=True):
     metrics: str = ""  # address of its /metrics, where that is not the server's own
 
 
-def read_fleet(rundir: RunDir) -> dict[str, ServerFacts]:
+def read_fleet(rundir: RunDir) -> dict[str, ServerInfo]:
     """The servers of a run by name; empty if none came up."""
     path = _file(rundir)
-    return msgspec.json.decode(path.read_bytes(), type=dict[str, ServerFacts]) if path.exists() else {}
+    return msgspec.json.decode(path.read_bytes(), type=dict[str, ServerInfo]) if path.exists() else {}
 
 
 def _file(rundir: RunDir) -> Path:
@@ -55,7 +55,7 @@ class Announcer:
     def __init__(self, topic: TopicServer, hubs: Mapping[str, Hub], recorder: Recorder) -> None:
         self.config = recorder.config
         self.topic, self.hubs, self.recorder = topic, hubs, recorder
-        self._fleet: dict[str, ServerFacts] = {}
+        self._fleet: dict[str, ServerInfo] = {}
         _file(recorder.rundir).unlink(missing_ok=True)  # of the run that is resumed
 
     def running(self, config: Config, frozen: Mapping[str, str]) -> None:
@@ -84,7 +84,7 @@ class Announcer:
         address = EngineAddress(spec.frozen or spec.name, url, incarnation)
         self.topic.publish(spec.topic, msgspec.msgpack.encode(address))
         kind = _kind(version) if spec.external else spec.config.engine
-        self._remember(spec.name, ServerFacts(kind, url, incarnation, version, spec.kind))
+        self._remember(spec.name, ServerInfo(kind, url, incarnation, version, spec.kind))
 
     def engine_away(self, spec: EngineSpec, why: str) -> None:
         if spec.frozen:
@@ -99,7 +99,7 @@ class Announcer:
 
     def router_up(self, kind: str, url: str, incarnation: int, version: str, metrics: str) -> None:
         self.topic.publish("router", msgspec.msgpack.encode(RouterAddress(kind, url, incarnation)))
-        self._remember("router", ServerFacts(kind, url, incarnation, version, "router", metrics))
+        self._remember("router", ServerInfo(kind, url, incarnation, version, "router", metrics))
 
     def loading(self, name: str) -> bool:
         value = self.topic.get(f"applied/{name}")
@@ -117,7 +117,7 @@ class Announcer:
         for kind in ("engine", "applied", "device"):
             self.topic.drop(f"{kind}/{name}")
 
-    def _remember(self, name: str, facts: ServerFacts) -> None:
+    def _remember(self, name: str, facts: ServerInfo) -> None:
         self._fleet[name] = facts
         draft = _file(self.recorder.rundir).with_suffix(".draft")
         draft.write_bytes(msgspec.json.format(msgspec.json.encode(self._fleet), indent=2) + b"\n")

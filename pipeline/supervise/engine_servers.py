@@ -1,4 +1,4 @@
-"""The engines of a run as processes: our own servers and SGLang's, each kept by a `Keeper`.
+"""The engines of a run as processes: our own servers and SGLang's, each kept by a `ServerSupervisor`.
 
 Invariants: an engine's processes form one group, so that its scheduler and detokenizer end with it; a server that
 cannot choose its own port gets one that is held for it; nothing here asks an engine to generate.
@@ -21,10 +21,10 @@ from models.engines.launch.command import server_launch
 from models.engines.launch.environment import Installed
 from pipeline.errors import UsageError
 from pipeline.hosts.free_port import PortInUse, held_port
-from pipeline.hosts.processes import leashed
+from pipeline.hosts.processes import with_parent_death_signal
 from pipeline.record.run_directory import RunDir
-from pipeline.supervise.health_probe import HttpLook, Look, SchedulerLook
-from pipeline.supervise.restart_server import Birth
+from pipeline.supervise.health_probe import HealthProbe, HttpProbe, SchedulerProbe
+from pipeline.supervise.restart_server import StartCommand
 from pipeline.supervise.restarts import EngineSpec, Kind, Lifecycle
 
 # SGLang looks for SIGTERM every 5 s, then has its schedulers give their GPU memory back. On a CPU there is nothing to
@@ -32,7 +32,7 @@ from pipeline.supervise.restarts import EngineSpec, Kind, Lifecycle
 GPU_GRACE_S: Final = 20.0
 
 
-class OwnEngine:
+class EmbeddedEngineServer:
     """Our server (embedded or simulated) as a process of its own. It chooses its port and writes it to a file."""
 
     slow_start = False
@@ -57,7 +57,7 @@ class OwnEngine:
         return self.spec.kind
 
     @contextlib.contextmanager
-    def birth(self, incarnation: int) -> Iterator[Birth]:
+    def start_command(self, incarnation: int) -> Iterator[StartCommand]:
         spec, ready = self.spec, self.rundir.sockets / f"{self.name}.{incarnation}.json"
         argv = [
             *(sys.executable, "-m", "models.engines.serve"),
@@ -70,17 +70,17 @@ class OwnEngine:
         ]
         if spec.max_context:
             argv += ["--max-context-len", str(spec.max_context)]
-        yield Birth(argv, self.environment, ready=ready)
+        yield StartCommand(argv, self.environment, ready=ready)
 
-    def look(self, client: EngineClient, group: int) -> Look:
-        return HttpLook(client, self.health.rollout_health_check_timeout)
+    def look(self, client: EngineClient, group: int) -> HealthProbe:
+        return HttpProbe(client, self.health.rollout_health_check_timeout)
 
     async def up(self, client: EngineClient, incarnation: int) -> None:
         info = await client.server_info()
         self.lifecycle.engine_up(self.spec, client.base_url, incarnation, info.version)
 
 
-class SglangEngine:
+class SglangServer:
     """A real SGLang server in its own environment."""
 
     slow_start = True
@@ -97,7 +97,7 @@ class SglangEngine:
         return self.spec.kind
 
     @contextlib.contextmanager
-    def birth(self, incarnation: int) -> Iterator[Birth]:
+    def start_command(self, incarnation: int) -> Iterator[StartCommand]:
         """Raises UsageError if the port that the user chose is taken."""
         spec = self.spec
         try:
@@ -112,16 +112,18 @@ class SglangEngine:
                     gpus=spec.gpus,
                 )
                 grace_s = GPU_GRACE_S if self.installed.cuda else 0.0
-                yield Birth(leashed(launch.argv), {**os.environ, **launch.env}, launch.url, grace_s=grace_s)
+                yield StartCommand(
+                    with_parent_death_signal(launch.argv), {**os.environ, **launch.env}, launch.url, grace_s=grace_s
+                )
         except PortInUse as error:
             raise UsageError(
                 f"{spec.name}: {error.strerror}; choose another --engine-port (the first of the engines' ports), or 0 "
                 "for any free ones"
             ) from error
 
-    def look(self, client: EngineClient, group: int) -> Look:
+    def look(self, client: EngineClient, group: int) -> HealthProbe:
         timeout_s = self.config.health.rollout_health_check_timeout
-        return SchedulerLook(HttpLook(client, timeout_s), group, self._slow)
+        return SchedulerProbe(HttpProbe(client, timeout_s), group, self._slow)
 
     def _slow(self) -> bool:
         return self.kind == "engine" and self.lifecycle.loading(self.name)

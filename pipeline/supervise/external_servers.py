@@ -22,7 +22,7 @@ from models.engines.client import EngineClient
 from models.engines.errors import EngineError
 from models.engines.protocol import ModelInfo
 from pipeline.errors import UsageError
-from pipeline.supervise.health_probe import Account, HttpLook, Look, SchedulerLook, until
+from pipeline.supervise.health_probe import HealthProbe, HealthTracker, HttpProbe, SchedulerProbe, until
 from pipeline.supervise.restart_server import Waiting
 from pipeline.supervise.restarts import EngineSpec, Lifecycle
 
@@ -83,7 +83,7 @@ class ExternalEngine:
         """Waits for the engine, then watches it, in turn. Raises UsageError if it is not there or not the right one."""
         timeout_s, interval_s = self.health.rollout_health_check_timeout, self.health.rollout_health_check_interval
         async with EngineClient(self.url, control_timeout_s=timeout_s, connect_timeout_s=timeout_s) as client:
-            first = HttpLook(client, timeout_s, "/model_info")  # not /health, which may have to generate
+            first = HttpProbe(client, timeout_s, "/model_info")  # not /health, which may have to generate
             cure = "start it first, or give its right address, or leave it out and engines start with the run"
             if self.spec.frozen:
                 cure = "start it first, or give a checkpoint, which starts with the run"
@@ -95,8 +95,8 @@ class ExternalEngine:
                     f"({self.spec.model_path}), or leave it out"
                 )
             incarnation = 0
-            account = Account(self.health.rollout_health_check_failures)
-            look: Look = SchedulerLook(first, None, self._slow)
+            account = HealthTracker(self.health.rollout_health_check_failures)
+            look: HealthProbe = SchedulerProbe(first, None, self._slow)
             if self.spec.frozen and not version:
                 look = first  # it has no /server_info
             while True:
@@ -110,7 +110,7 @@ class ExternalEngine:
         """Whether it may load weights now; nobody gives a frozen one any."""
         return not self.spec.frozen and self.lifecycle.loading(self.spec.name)
 
-    async def _return(self, client: EngineClient, look: HttpLook, account: Account) -> str:
+    async def _return(self, client: EngineClient, look: HttpProbe, account: HealthTracker) -> str:
         """Waits until it answers again and serves the right model; returns its version. Says once what is wrong."""
         told = ""
         while True:
@@ -155,10 +155,10 @@ class ExternalRouter:
         """Waits for the router, then watches it, in turn. Raises UsageError if it is not there."""
         timeout_s, interval_s = self.health.rollout_health_check_timeout, self.health.rollout_health_check_interval
         async with EngineClient(self.url, control_timeout_s=timeout_s, connect_timeout_s=timeout_s) as client:
-            look = HttpLook(client, timeout_s)
+            look = HttpProbe(client, timeout_s)
             cure = "start it first, or give its right address, or leave it out and one starts with the run"
             await arrival("router", self.url, look, self.lifecycle, self.health, f"{ROUTER_FLAG} {self.url}", cure)
-            account = Account(self.health.rollout_health_check_failures)
+            account = HealthTracker(self.health.rollout_health_check_failures)
             for incarnation in itertools.count():
                 self.lifecycle.router_up(self.kind, self.url, incarnation, "", "")
                 self.lifecycle.router_away(self.url, await until("lost", account, look, interval_s))
@@ -167,7 +167,7 @@ class ExternalRouter:
 
 
 async def arrival(
-    name: str, url: str, look: HttpLook, lifecycle: Lifecycle, health: HealthConfig, given: str, cure: str
+    name: str, url: str, look: HttpProbe, lifecycle: Lifecycle, health: HealthConfig, given: str, cure: str
 ) -> None:
     """Waits for the first good answer, at most `rollout_health_check_first_wait` seconds. Raises UsageError."""
     waiting = Waiting(name, lifecycle.say, f"waiting for {url}")

@@ -32,7 +32,7 @@ Change = Literal["lost", "recovered"]
 IDLE_SHARE = 0.2  # of one core: processes that used less during a look did nothing
 
 
-class Account:
+class HealthTracker:
     """Looks in the order in which they were taken. Pure.
 
     States: up (with 0 .. limit-1 faults in a row) and down. `saw` returns a change of state, else None.
@@ -67,14 +67,14 @@ class Account:
         return f"{looks} ({self.last})"
 
 
-class Look(Protocol):
+class HealthProbe(Protocol):
     """One look. Waits at most its timeout; returns a fault in words, or None."""
 
     async def __call__(self) -> str | None: ...
 
 
-async def until(change: Change, account: Account, look: Look, interval_s: float) -> str:
-    """Look every `interval_s` seconds until the account says `change`; return why.
+async def until(change: Change, account: HealthTracker, look: HealthProbe, interval_s: float) -> str:
+    """HealthProbe every `interval_s` seconds until the account says `change`; return why.
 
     Waits for the clock and for each look; unblocked by that change alone, or by cancellation.
     """
@@ -84,7 +84,7 @@ async def until(change: Change, account: Account, look: Look, interval_s: float)
             return account.why if change == "lost" else ""
 
 
-class HttpLook:
+class HttpProbe:
     """One GET that the HTTP process of a server answers by itself."""
 
     def __init__(self, client: EngineClient, timeout_s: float, path: str = "/health") -> None:
@@ -94,7 +94,7 @@ class HttpLook:
         return await answers(self.client, self.path, self.timeout_s)
 
 
-class SchedulerLook:
+class SchedulerProbe:
     """The HTTP process, then the processes behind it, then a question that only the scheduler can answer.
 
     Args:
@@ -103,7 +103,7 @@ class SchedulerLook:
         loading: whether the engine may be slow to answer now.
     """
 
-    def __init__(self, first: HttpLook, group: int | None, loading: Callable[[], bool]) -> None:
+    def __init__(self, first: HttpProbe, group: int | None, loading: Callable[[], bool]) -> None:
         self.first, self.group, self.loading = first, group, loading
 
     async def __call__(self) -> str | None:

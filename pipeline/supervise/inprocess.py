@@ -1,7 +1,7 @@
 """The in-process runner: every stage replica is a task, every engine of ours a server thread. For tests and debugging.
 
 Invariants: the same stages, streams and protocol as on several processes; tasks are not restarted: an error ends the
-run. Servers that are not ours (SGLang, a router) and the ranks of a trainer's gang are processes here too, and kept as
+run. Servers that are not ours (SGLang, a router) and the ranks of a trainer group are processes here too, and kept as
 by the local runner.
 """
 
@@ -14,13 +14,13 @@ from contextlib import AsyncExitStack
 from configs.schema import Config
 from models.engines.client import EngineClient
 from models.engines.serve import EngineServer
-from models.train.trainer_group.rank_spec import needs_gang, processes_of
+from models.train.trainer_group.rank_spec import needs_trainer_group, processes_of
 from pipeline.hosts.processes import Processes, child_environment
 from pipeline.hosts.replica import ReplicaSpec, run_replica
 from pipeline.record.run_directory import RunDir
 from pipeline.supervise.restarts import EngineSpec, Lifecycle, Restarts
-from pipeline.supervise.servers import Fleet, starts_router
-from pipeline.supervise.trainer_group import Gang
+from pipeline.supervise.servers import Servers, starts_router
+from pipeline.supervise.trainer_group import TrainerGroup
 from transport import Node
 
 
@@ -41,12 +41,14 @@ class InProcessRunner:
         foreign = [spec for spec in engines if not spec.in_thread]
         self._restarts = Restarts(lifecycle, config.run.max_restarts)
         self._processes = Processes(rundir)
-        ranks = processes_of(config.parallel) if needs_gang(config) else 1
+        ranks = processes_of(config.parallel) if needs_trainer_group(config) else 1
         environment = child_environment(len(engines) + ranks)
-        self._gang: Gang | None = None
-        if needs_gang(config):
-            self._gang = Gang(config, rundir, self._processes, self._restarts, environment)
-        self.fleet = Fleet(config, foreign, self._processes, self._restarts, environment, router=starts_router(config))
+        self._trainer_group: TrainerGroup | None = None
+        if needs_trainer_group(config):
+            self._trainer_group = TrainerGroup(config, rundir, self._processes, self._restarts, environment)
+        self.servers = Servers(
+            config, foreign, self._processes, self._restarts, environment, router=starts_router(config)
+        )
         self._running: set[str] = set()
 
     @property
@@ -73,9 +75,9 @@ class InProcessRunner:
                 for spec in self.engines:
                     await self._serve(stack, spec)
                 async with asyncio.TaskGroup() as everything:
-                    beside = [everything.create_task(self.fleet.run())]
-                    if self._gang is not None:
-                        beside.append(everything.create_task(self._gang.run()))
+                    beside = [everything.create_task(self.servers.run())]
+                    if self._trainer_group is not None:
+                        beside.append(everything.create_task(self._trainer_group.run()))
                     async with asyncio.TaskGroup() as tasks:
                         for replica in self.specs:
                             tasks.create_task(self._replica(replica))

@@ -2,8 +2,8 @@
 
 Invariants: a replica that ends without being asked to is reported as lost at once, so that its leases move on, and is
 started again with backoff within a bounded budget; the trainer is not, since its state is in its last checkpoint (the
-ranks of its gang are: they are no replica); servers and ranks live as long as the replicas; nothing is left running
-when `run` returns, however it returns.
+ranks of its trainer group are: they are no replica); servers and ranks live as long as the replicas; nothing is left
+running when `run` returns, however it returns.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from collections.abc import Sequence
 import msgspec
 
 from configs.schema import Config
-from models.train.trainer_group.rank_spec import needs_gang, processes_of
+from models.train.trainer_group.rank_spec import needs_trainer_group, processes_of
 from pipeline.errors import EXIT_DISK_FULL, ReplicaFailed, UsageError
 from pipeline.hosts.processes import Processes, child_environment, ending, last_words
 from pipeline.hosts.replica import ReplicaSpec
 from pipeline.record.run_directory import RunDir
 from pipeline.supervise.restarts import EngineSpec, Lifecycle, Restarts
-from pipeline.supervise.servers import Fleet, starts_router
-from pipeline.supervise.trainer_group import Gang
+from pipeline.supervise.servers import Servers, starts_router
+from pipeline.supervise.trainer_group import TrainerGroup
 
 NOT_RESTARTED = ("train",)
 
@@ -41,12 +41,12 @@ class LocalRunner:
         self.rundir, self.specs = rundir, specs
         self._restarts = Restarts(lifecycle, config.run.max_restarts)
         self._processes = Processes(rundir)
-        ranks = processes_of(config.parallel) if needs_gang(config) else 1
+        ranks = processes_of(config.parallel) if needs_trainer_group(config) else 1
         self._environment = child_environment(len(engines) + ranks)
-        self._gang: Gang | None = None
-        if needs_gang(config):
-            self._gang = Gang(config, rundir, self._processes, self._restarts, self._environment)
-        self.fleet = Fleet(
+        self._trainer_group: TrainerGroup | None = None
+        if needs_trainer_group(config):
+            self._trainer_group = TrainerGroup(config, rundir, self._processes, self._restarts, self._environment)
+        self.servers = Servers(
             config, engines, self._processes, self._restarts, self._environment, router=starts_router(config)
         )
 
@@ -66,9 +66,9 @@ class LocalRunner:
         """Start everything; wait until all replicas have ended. Raises ReplicaFailed or UsageError."""
         try:
             async with asyncio.TaskGroup() as everything:
-                beside = [everything.create_task(self.fleet.run())]
-                if self._gang is not None:
-                    beside.append(everything.create_task(self._gang.run()))
+                beside = [everything.create_task(self.servers.run())]
+                if self._trainer_group is not None:
+                    beside.append(everything.create_task(self._trainer_group.run()))
                 async with asyncio.TaskGroup() as replicas:
                     for spec in self.specs:
                         replicas.create_task(self._keep(spec))

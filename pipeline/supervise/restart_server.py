@@ -22,7 +22,7 @@ from models.engines.client import EngineClient
 from models.engines.errors import EngineError
 from pipeline.errors import ReplicaFailed, UsageError
 from pipeline.hosts.processes import STOP_GRACE_S, Processes, ending, last_error
-from pipeline.supervise.health_probe import Account, HttpLook, Look, until
+from pipeline.supervise.health_probe import HealthProbe, HealthTracker, HttpProbe, until
 from pipeline.supervise.restarts import Kind, Lifecycle, Restarts
 
 FILE_POLL_S: Final = 0.05
@@ -34,7 +34,7 @@ END_NOTICE_S: Final = 0.2
 STARTS_WITHOUT_SERVING: Final = 2
 
 
-class Birth(Struct, frozen=True):
+class StartCommand(Struct, frozen=True):
     """How to start a server. It serves when the file `ready` says its address, or when `/health` at `url` says 200."""
 
     argv: Sequence[str]
@@ -50,7 +50,7 @@ class Ready(Struct, frozen=True):
     url: str
 
 
-class Charge(Protocol):
+class SupervisedServer(Protocol):
     """A server that is kept."""
 
     @property
@@ -63,21 +63,23 @@ class Charge(Protocol):
     def slow_start(self) -> bool:
         """Whether its coming up is worth a line for the user in any case."""
 
-    def birth(self, incarnation: int) -> AbstractContextManager[Birth]:
+    def start_command(self, incarnation: int) -> AbstractContextManager[StartCommand]:
         """How to start it. What the start needs, such as a port, is held for the time of the `with` block."""
 
-    def look(self, client: EngineClient, group: int) -> Look:
+    def look(self, client: EngineClient, group: int) -> HealthProbe:
         """How its health is seen."""
 
     async def up(self, client: EngineClient, incarnation: int) -> None:
         """Announce it. Raises UsageError if it is not what was asked for."""
 
 
-class Keeper:
+class ServerSupervisor:
     """One server. `run` until cancelled; whoever has the processes stops them then."""
 
-    def __init__(self, charge: Charge, processes: Processes, restarts: Restarts, health: HealthConfig) -> None:
-        self.charge, self.processes, self.restarts, self.health = charge, processes, restarts, health
+    def __init__(
+        self, server: SupervisedServer, processes: Processes, restarts: Restarts, health: HealthConfig
+    ) -> None:
+        self.server, self.processes, self.restarts, self.health = server, processes, restarts, health
         self.lifecycle: Lifecycle = restarts.lifecycle
         self._served = False
 
@@ -88,77 +90,81 @@ class Keeper:
             words = self._words()
             if not self._served and incarnation + 1 >= STARTS_WITHOUT_SERVING:
                 raise ReplicaFailed(
-                    f"{self.charge.name} ended with {why} before it served, {incarnation + 1} times: {words}; see "
+                    f"{self.server.name} ended with {why} before it served, {incarnation + 1} times: {words}; see "
                     f"{self._log}"
                 )
-            await self.restarts.again(self.charge.kind, self.charge.name, why, words, self._log)
+            await self.restarts.again(self.server.kind, self.server.name, why, words, self._log)
 
     async def _live(self, incarnation: int) -> str:
         """One life. Waits for the process's end or for a verdict of its health; returns what it ended with."""
-        charge = self.charge
-        with charge.birth(incarnation) as birth:
-            process = await self.processes.spawn(charge.name, birth.argv, birth.env, grace_s=birth.grace_s, sweep=True)
+        server = self.server
+        with server.start_command(incarnation) as start_command:
+            process = await self.processes.spawn(
+                server.name, start_command.argv, start_command.env, grace_s=start_command.grace_s, sweep=True
+            )
             async with asyncio.TaskGroup() as tasks:
                 ended = tasks.create_task(process.wait())
-                serving = tasks.create_task(self._serve(birth, process.pid, incarnation))
+                serving = tasks.create_task(self._serve(start_command, process.pid, incarnation))
                 await asyncio.wait((ended, serving), return_when=asyncio.FIRST_COMPLETED)
                 await asyncio.wait((ended,), timeout=END_NOTICE_S)  # looks may fail before the end is noticed
                 verdict = None if ended.done() else serving.result()
                 serving.cancel()
-                code = await self.processes.kill(charge.name)
+                code = await self.processes.kill(server.name)
         if verdict is None and code == EXIT_USER_ERROR:
-            raise UsageError(f"{charge.name}: {self._words()}")
+            raise UsageError(f"{server.name}: {self._words()}")
         return verdict or ending(code)
 
-    async def _serve(self, birth: Birth, group: int, incarnation: int) -> str:
+    async def _serve(self, start_command: StartCommand, group: int, incarnation: int) -> str:
         """Wait until it serves, announce it, then watch it. Returns why it is lost."""
-        url = await self._arrival(birth, incarnation)
+        url = await self._arrival(start_command, incarnation)
         health = self.health
         async with EngineClient(
             url, control_timeout_s=POLL_TIMEOUT_S, connect_timeout_s=health.rollout_health_check_timeout
         ) as client:
             try:
-                await self.charge.up(client, incarnation)
+                await self.server.up(client, incarnation)
             except EngineError as error:
                 return f"no answer to its first question ({error})"
             self._served = True
-            self.processes.note_shared(self.charge.name)
-            account = Account(health.rollout_health_check_failures)
-            look = self.charge.look(client, group)
+            self.processes.note_shared(self.server.name)
+            account = HealthTracker(health.rollout_health_check_failures)
+            look = self.server.look(client, group)
             return await until("lost", account, look, health.rollout_health_check_interval)
 
-    async def _arrival(self, birth: Birth, incarnation: int) -> str:
+    async def _arrival(self, start_command: StartCommand, incarnation: int) -> str:
         """Waits until it serves, at most `rollout_health_check_first_wait` seconds; returns its address."""
         limit_s = self.health.rollout_health_check_first_wait
-        waiting = Waiting(self.charge.name, self.lifecycle.say)
+        waiting = Waiting(self.server.name, self.lifecycle.say)
         try:
             async with asyncio.timeout(limit_s):
-                async with EngineClient(birth.url, connect_timeout_s=POLL_TIMEOUT_S) as client:
-                    look = HttpLook(client, POLL_TIMEOUT_S)
-                    while (url := await _address(birth, look)) is None:
+                async with EngineClient(start_command.url, connect_timeout_s=POLL_TIMEOUT_S) as client:
+                    look = HttpProbe(client, POLL_TIMEOUT_S)
+                    while (url := await _address(start_command, look)) is None:
                         waiting.tick()
-                        await asyncio.sleep(FILE_POLL_S if birth.ready is not None else URL_POLL_S)
+                        await asyncio.sleep(FILE_POLL_S if start_command.ready is not None else URL_POLL_S)
         except TimeoutError:
             raise ReplicaFailed(
-                f"{self.charge.name} did not serve within --rollout-health-check-first-wait {limit_s:g} s: "
+                f"{self.server.name} did not serve within --rollout-health-check-first-wait {limit_s:g} s: "
                 f"{self._words()}; see {self._log}, or raise it"
             ) from None
-        waiting.over(url, always=self.charge.slow_start or incarnation > 0)
+        waiting.over(url, always=self.server.slow_start or incarnation > 0)
         return url
 
     @property
     def _log(self) -> Path:
-        return self.processes.log(self.charge.name)
+        return self.processes.log(self.server.name)
 
     def _words(self) -> str:
-        return last_error(self._log, self.processes.log_start(self.charge.name))
+        return last_error(self._log, self.processes.log_start(self.server.name))
 
 
-async def _address(birth: Birth, look: Look) -> str | None:
+async def _address(start_command: StartCommand, look: HealthProbe) -> str | None:
     """Where it serves, None if it does not yet."""
-    if birth.ready is None:
-        return birth.url if await look() is None else None
-    return msgspec.json.decode(birth.ready.read_bytes(), type=Ready).url if birth.ready.exists() else None
+    if start_command.ready is None:
+        return start_command.url if await look() is None else None
+    return (
+        msgspec.json.decode(start_command.ready.read_bytes(), type=Ready).url if start_command.ready.exists() else None
+    )
 
 
 class Waiting:

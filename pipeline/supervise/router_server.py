@@ -16,15 +16,15 @@ from models.engines.client import EngineClient
 from models.engines.launch.environment import Installed
 from models.engines.launch.routing import router_launch
 from pipeline.hosts.free_port import HOST, held_port
-from pipeline.hosts.processes import leashed
-from pipeline.supervise.health_probe import HttpLook, Look
-from pipeline.supervise.restart_server import Birth
+from pipeline.hosts.processes import with_parent_death_signal
+from pipeline.supervise.health_probe import HealthProbe, HttpProbe
+from pipeline.supervise.restart_server import StartCommand
 from pipeline.supervise.restarts import Kind, Lifecycle
 
 RouterKind = Literal["sglang", "smg"]
 
 
-class RouterCharge:
+class RouterServer:
     """sglang-router or smg. Its `/health` is its own: it says 200 without any worker."""
 
     name = "router"
@@ -43,14 +43,16 @@ class RouterCharge:
         return (self.installed.smg if self.router == "smg" else self.installed.router) or ""
 
     @contextlib.contextmanager
-    def birth(self, incarnation: int) -> Iterator[Birth]:
+    def start_command(self, incarnation: int) -> Iterator[StartCommand]:
         with held_port() as port, held_port() as metrics_port:
             launch = router_launch(self.config, self.installed, port=port, metrics_port=metrics_port)
             self._metrics = f"http://{HOST}:{metrics_port}"
-            yield Birth(leashed(without_sglang(launch.argv)), {**os.environ, **launch.env}, launch.url)
+            yield StartCommand(
+                with_parent_death_signal(without_sglang(launch.argv)), {**os.environ, **launch.env}, launch.url
+            )
 
-    def look(self, client: EngineClient, group: int) -> Look:
-        return HttpLook(client, self.config.health.rollout_health_check_timeout)
+    def look(self, client: EngineClient, group: int) -> HealthProbe:
+        return HttpProbe(client, self.config.health.rollout_health_check_timeout)
 
     async def up(self, client: EngineClient, incarnation: int) -> None:
         self.lifecycle.router_up(self.router, client.base_url, incarnation, self.version, self._metrics)

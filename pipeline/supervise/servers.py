@@ -14,14 +14,14 @@ from configs.graph import frozen_engines, is_address, resolved_router
 from configs.schema import Config
 from pipeline.hosts.processes import Processes
 from pipeline.preflight.sglang import prepare_sglang
-from pipeline.supervise.engine_servers import OwnEngine, SglangEngine
+from pipeline.supervise.engine_servers import EmbeddedEngineServer, SglangServer
 from pipeline.supervise.external_servers import ExternalEngine, ExternalRouter, frozen_spec
-from pipeline.supervise.restart_server import Charge, Keeper
+from pipeline.supervise.restart_server import ServerSupervisor, SupervisedServer
 from pipeline.supervise.restarts import EngineSpec, Restarts
-from pipeline.supervise.router_server import RouterCharge
+from pipeline.supervise.router_server import RouterServer
 
 
-class Kept(Protocol):
+class Supervised(Protocol):
     """What is run until cancelled."""
 
     async def run(self) -> None: ...
@@ -32,7 +32,7 @@ def starts_router(config: Config) -> bool:
     return resolved_router(config) != "none" and config.router.router_address is None
 
 
-class Fleet:
+class Servers:
     """The servers of one run. `run` until cancelled; the processes are stopped by whoever made `processes`."""
 
     def __init__(
@@ -56,29 +56,29 @@ class Fleet:
             for one in kept:
                 tasks.create_task(one.run())
 
-    async def _kept(self) -> list[Kept]:
+    async def _kept(self) -> list[Supervised]:
         config, health = self.config, self.config.health
-        kept: list[Kept] = [ExternalEngine(spec, self.lifecycle, health) for spec in self.specs if spec.external]
+        kept: list[Supervised] = [ExternalEngine(spec, self.lifecycle, health) for spec in self.specs if spec.external]
         kept += self._running_already()
         own = [spec for spec in self.specs if spec.in_thread]
-        charges: list[Charge] = [
-            OwnEngine(spec, self.processes.rundir, self.environment, self.lifecycle, health) for spec in own
+        charges: list[SupervisedServer] = [
+            EmbeddedEngineServer(spec, self.processes.rundir, self.environment, self.lifecycle, health) for spec in own
         ]
         foreign = [spec for spec in self.specs if not spec.in_thread and not spec.external]
         if foreign or self.router:
             # In a thread: it may have to run SGLang's imports, which take seconds.
             installed = (await asyncio.to_thread(prepare_sglang, config, warn=False)).installed
-            charges += [SglangEngine(spec, config, installed, self.lifecycle) for spec in foreign]
+            charges += [SglangServer(spec, config, installed, self.lifecycle) for spec in foreign]
             kind = resolved_router(config)
             if self.router and kind != "none":
-                charges.append(RouterCharge(kind, config, installed, self.lifecycle))
-        kept += [Keeper(charge, self.processes, self.restarts, health) for charge in charges]
+                charges.append(RouterServer(kind, config, installed, self.lifecycle))
+        kept += [ServerSupervisor(server, self.processes, self.restarts, health) for server in charges]
         return kept
 
-    def _running_already(self) -> list[Kept]:
+    def _running_already(self) -> list[Supervised]:
         """Frozen engines and a router that were given by their addresses."""
         config, health = self.config, self.config.health
-        kept: list[Kept] = [
+        kept: list[Supervised] = [
             ExternalEngine(frozen_spec(config, name, place), self.lifecycle, health)
             for name, place in frozen_engines(config).items()
             if is_address(place)

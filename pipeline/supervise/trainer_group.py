@@ -3,7 +3,8 @@
 Invariants:
 - before an incarnation starts, every process of the one before has ended: a socket, a file or a GPU has one user;
 - the loss is told with the rank that was lost first, not with those that noticed;
-- a gang that never came up is started twice, then its last words end the run; a user's mistake ends it at once.
+- a trainer group that never came up is started twice, then its last words end the run; a user's mistake ends it at
+  once.
 """
 
 from __future__ import annotations
@@ -19,7 +20,13 @@ import msgspec
 from msgspec import Struct
 
 from configs.schema import Config
-from models.train.trainer_group.rank_spec import EXIT_STAGE_GONE, RankSpec, needs_gang, processes_of, read_meeting
+from models.train.trainer_group.rank_spec import (
+    EXIT_STAGE_GONE,
+    RankSpec,
+    needs_trainer_group,
+    processes_of,
+    read_rendezvous,
+)
 from pipeline.errors import EXIT_DISK_FULL, ReplicaFailed, UsageError
 from pipeline.hosts.gpus import slices, trainers_gpu, visible_gpus
 from pipeline.hosts.processes import Processes, ending, last_error
@@ -27,7 +34,7 @@ from pipeline.record.run_directory import RunDir
 from pipeline.supervise.restart_server import FILE_POLL_S, STARTS_WITHOUT_SERVING, Waiting
 from pipeline.supervise.restarts import Restarts
 
-GANG: Final = "train-gang"  # the name under which its restarts are counted
+TRAINER_GROUP: Final = "trainer-group"  # the name under which its restarts are counted
 STAGE: Final = "train"
 NOTICE_S: Final = 0.5  # time in which the others may show that they were lost first
 END_S: Final = 10.0  # time that ranks get to end after the first has ended well
@@ -42,15 +49,15 @@ class Loss(Struct, frozen=True):
     code: int
 
 
-def meeting_place(rundir: RunDir) -> Path:
-    """The file in which the gang of a run says where it is met."""
-    return rundir.sockets / "gang.json"
+def rendezvous_file(rundir: RunDir) -> Path:
+    """The file in which the trainer group of a run says where it is met."""
+    return rundir.sockets / "trainer-group.json"
 
 
-def check_gang(config: Config) -> None:
-    """Raises UsageError for a gang that this machine's runners do not start."""
+def check_trainer_group(config: Config) -> None:
+    """Raises UsageError for a trainer group that this machine's runners do not start."""
     nodes = config.parallel.actor_num_nodes
-    if needs_gang(config) and nodes > 1:
+    if needs_trainer_group(config) and nodes > 1:
         raise UsageError(
             f"--actor-num-nodes {nodes} places the trainer on several machines, but --runner {config.run.runner} "
             "starts all processes on this one; set --actor-num-nodes 1 (a runner on Ray will place the nodes)"
@@ -67,7 +74,7 @@ def verdict(codes: Mapping[int, int]) -> Loss | None:
     return next(iter([*certain, *failed]), None)
 
 
-def gang_gpus(config: Config, visible: Sequence[str]) -> tuple[str, ...]:
+def trainer_group_gpus(config: Config, visible: Sequence[str]) -> tuple[str, ...]:
     """GPUs of the ranks, one each, from the one that `--train-device` names on; none on a CPU. Raises UsageError."""
     first = trainers_gpu(config)
     if first is None or not visible:
@@ -87,14 +94,14 @@ def engines_gpus(config: Config, visible: Sequence[str], engines: int) -> tuple[
     per_engine = config.sglang.rollout_num_gpus_per_engine
     if config.asynchrony.colocate:
         return slices(visible, engines, per_engine, None)  # the trainer's too: they take turns
-    if not needs_gang(config):
+    if not needs_trainer_group(config):
         return slices(visible, engines, per_engine, trainers_gpu(config))
-    taken = gang_gpus(config, visible)
+    taken = trainer_group_gpus(config, visible)
     free = [gpu for gpu in visible if gpu not in taken]
     return slices(free if engines * per_engine <= len(free) else visible, engines, per_engine, None)
 
 
-class Gang:
+class TrainerGroup:
     """The ranks of one run. `run` until they end well, or cancel it; whoever has the processes stops them then."""
 
     def __init__(
@@ -106,11 +113,11 @@ class Gang:
         environment: Mapping[str, str],
     ) -> None:
         """Raises UsageError."""
-        check_gang(config)
+        check_trainer_group(config)
         self._config, self._rundir = config, rundir
         self._processes, self._restarts, self._environment = processes, restarts, environment
         self._count = processes_of(config.parallel)
-        self._gpus = gang_gpus(config, visible_gpus())
+        self._gpus = trainer_group_gpus(config, visible_gpus())
         self._came_up = False
 
     async def run(self) -> None:
@@ -118,8 +125,8 @@ class Gang:
         total = self._config.rollout.num_rollout or 0
         if self._config.checkpoint.save_interval is None and total > LONG_REPEAT_BATCHES:
             self._restarts.lifecycle.say(
-                f"{GANG}: without --save-interval a lost rank makes all {self._count} of them repeat the run from its "
-                "start; set the number of batches that you would rather repeat"
+                f"{TRAINER_GROUP}: without --save-interval a lost rank makes all {self._count} of them repeat the run "
+                "from its start; set the number of batches that you would rather repeat"
             )
         for incarnation in itertools.count():
             loss = await self._live(incarnation)
@@ -156,9 +163,9 @@ class Gang:
             processes=self._count,
             local_rank=rank,
             incarnation=incarnation,
-            store=str(sockets / f"gang-{incarnation}.store"),
-            address=str(sockets / f"gang-{incarnation}.sock"),
-            meeting=str(meeting_place(self._rundir)),
+            store=str(sockets / f"trainer-group-{incarnation}.store"),
+            address=str(sockets / f"trainer-group-{incarnation}.sock"),
+            rendezvous=str(rendezvous_file(self._rundir)),
         )
         path = self._rundir.specs / f"{name}.json"
         path.write_bytes(msgspec.json.encode(spec))
@@ -180,17 +187,17 @@ class Gang:
         return environment
 
     async def _arrival(self, incarnation: int) -> None:
-        """Waits for the meeting file to name the incarnation. Unblocked by it, or by cancellation."""
-        place = meeting_place(self._rundir)
-        waiting = Waiting(GANG, self._restarts.lifecycle.say, doing=f"{self._count} ranks are starting since")
-        while (meeting := read_meeting(place)) is None or meeting.incarnation < incarnation:
+        """Waits for the rendezvous file to name the incarnation. Unblocked by it, or by cancellation."""
+        place = rendezvous_file(self._rundir)
+        waiting = Waiting(TRAINER_GROUP, self._restarts.lifecycle.say, doing=f"{self._count} ranks are starting since")
+        while (rendezvous := read_rendezvous(place)) is None or rendezvous.incarnation < incarnation:
             waiting.tick()
             await asyncio.sleep(FILE_POLL_S)
         self._came_up = True
         if incarnation > 0:
             self._restarts.lifecycle.say(
-                f"{GANG}: {self._count} ranks are up again after {waiting.seconds:.0f} s; they restore the newest save "
-                "and repeat what came after it"
+                f"{TRAINER_GROUP}: {self._count} ranks are up again after {waiting.seconds:.0f} s; they restore the "
+                "newest save and repeat what came after it"
             )
 
     async def _after(self, loss: Loss, incarnation: int) -> None:
@@ -207,9 +214,9 @@ class Gang:
         why = f"{ending(loss.code)} of rank {loss.rank}"
         if not self._came_up and incarnation + 1 >= STARTS_WITHOUT_SERVING:
             raise ReplicaFailed(
-                f"{GANG} ended with {why} before it came up, {incarnation + 1} times: {words}; see {log}"
+                f"{TRAINER_GROUP} ended with {why} before it came up, {incarnation + 1} times: {words}; see {log}"
             )
-        await self._restarts.again(STAGE, GANG, why, words, log)
+        await self._restarts.again(STAGE, TRAINER_GROUP, why, words, log)
 
 
 def _name(rank: int) -> str:

@@ -1,7 +1,7 @@
 """Looks at the engines' loads: how long they have computed, and how many samples may be in flight at each.
 
 Without a router every engine has slots of its own. Behind one nobody knows who gets a request, so that a replica has
-slots for its share of the whole fleet: what the engines that it watches can bear on average, times the engines that
+slots for its share of the whole directory: what the engines that it watches can bear on average, times the engines that
 serve, over the replicas.
 
 Invariant: an engine that is being updated is not judged; its queue grows because it stands still.
@@ -23,7 +23,7 @@ from stages.base import Activity
 from stages.engines.engine_link import EngineLink
 from stages.engines.idle_time import IdleMeter
 from stages.sampling.concurrency_limit import CALM_USAGE, Limit, Reading, Slots
-from stages.sampling.engine_directory import Fleet
+from stages.sampling.engine_directory import EngineDirectory
 
 LOADS_INTERVAL_S = 2.0
 ROUTER: Final = "router"
@@ -36,7 +36,7 @@ class LoadWatch:
         self,
         config: Config,
         links: Sequence[EngineLink],
-        fleet: Fleet,
+        directory: EngineDirectory,
         activity: Activity,
         *,
         routed: bool,
@@ -44,7 +44,7 @@ class LoadWatch:
         sharers: int,
     ) -> None:
         """`sharers`: replicas that send to the same engine without a router between them."""
-        self.links, self.fleet, self.activity = links, fleet, activity
+        self.links, self.directory, self.activity = links, directory, activity
         self.routed, self.replicas, self.sharers = routed, replicas, 1 if routed else sharers
         self.adaptive = config.rollout.adaptive_concurrency
         # Pausing retracts in this mode: a retraction then says nothing about room.
@@ -102,7 +102,7 @@ class LoadWatch:
             idle = self._idle[link.name].saw(time.monotonic(), busy_s, sum(load.num_running_reqs for load in loads))
             if idle is not None:
                 self.activity.extra[f"{link.name}/idle"] = idle
-        engine = self.fleet.engines.get(link.name)
+        engine = self.directory.engines.get(link.name)
         if not self.adaptive or engine is None or engine.updating:
             return
         reading = Reading.of(loads)
@@ -118,8 +118,8 @@ class LoadWatch:
             return
         ready = [self.limits[link.name].value for link in self.links if link.ready.is_set()]
         bearable = ready or [limit.value for limit in self.limits.values()]
-        fleet = max(len(self.fleet.serving), 1)
-        self.slots[ROUTER].limit = max(1, math.ceil(fleet * sum(bearable) / len(bearable) / self.replicas))
+        directory = max(len(self.directory.serving), 1)
+        self.slots[ROUTER].limit = max(1, math.ceil(directory * sum(bearable) / len(bearable) / self.replicas))
 
     def drain(self) -> None:
         """Let everybody go who waits for a slot: nothing is asked any more."""

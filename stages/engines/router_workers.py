@@ -27,7 +27,7 @@ from models.engines.router_api import REGULAR, Role, RouterClient, RouterWorker,
 from stages.base import Activity
 from stages.engines.engine_link import EngineLink
 from stages.messages import RouterAddress
-from stages.sampling.engine_directory import Fleet
+from stages.sampling.engine_directory import EngineDirectory
 
 log = logging.getLogger("sluice.router_members")
 
@@ -41,8 +41,10 @@ STRANGE_LOOKS = 2  # looks in a row at a worker that nobody knows, before it is 
 class RouterMembers:
     """The router as a replica sees it; `up` while it has a healthy worker that the topic knows."""
 
-    def __init__(self, links: Sequence[EngineLink], fleet: Fleet, activity: Activity, changed: asyncio.Event) -> None:
-        self.links, self.fleet, self.activity, self.changed = links, fleet, activity, changed
+    def __init__(
+        self, links: Sequence[EngineLink], directory: EngineDirectory, activity: Activity, changed: asyncio.Event
+    ) -> None:
+        self.links, self.directory, self.activity, self.changed = links, directory, activity, changed
         self.up = False
         self.split = False  # prefill and decode are apart: no engine can serve a request alone
         self.client: EngineClient | None = None  # for /generate
@@ -133,12 +135,12 @@ class RouterMembers:
         return frozenset(client.base_url for client in ready)
 
     def _known(self) -> frozenset[str]:
-        return frozenset(engine.address.url.rstrip("/") for engine in self.fleet.engines.values())
+        return frozenset(engine.address.url.rstrip("/") for engine in self.directory.engines.values())
 
     def _unwanted(self, workers: Sequence[RouterWorker], wanted: frozenset[str]) -> list[RouterWorker]:
         """Workers to remove now: ours that are not ready, and those that were strangers for some looks."""
         owned = {link.name for link in self.links if link.owner}
-        mine = {e.address.url.rstrip("/") for name, e in self.fleet.engines.items() if name in owned} | self._added
+        mine = {e.address.url.rstrip("/") for name, e in self.directory.engines.items() if name in owned} | self._added
         plain = [worker for worker in workers if worker.worker_type == REGULAR]
         strangers = urls(plain) - self._known() - wanted
         self._strange = {url: self._strange.get(url, 0) + 1 for url in strangers}
@@ -148,7 +150,7 @@ class RouterMembers:
 
     async def _attach(self) -> None:
         """Take the newest router. Without an address there is none."""
-        address = self.fleet.router
+        address = self.directory.router
         if address == self._address:
             return
         await self.close()
@@ -160,7 +162,7 @@ class RouterMembers:
         self._set(up=False)
         if address is not None:
             self._api = RouterClient(address.url)
-            self.client = EngineClient(address.url, timeout_s=self.fleet.timeout_s)
+            self.client = EngineClient(address.url, timeout_s=self.directory.timeout_s)
 
     def _set(self, *, up: bool) -> None:
         if up != self.up:

@@ -107,7 +107,7 @@ class GenerateStage(Stage):
     async def run(self, ports: Ports) -> None:
         async with asyncio.TaskGroup() as tasks:
             background = [tasks.create_task(link.follow(ports.topic)) for link in self.links]
-            background.append(tasks.create_task(self.dispatcher.fleet.follow(ports.topic)))
+            background.append(tasks.create_task(self.dispatcher.directory.follow(ports.topic)))
             background.append(tasks.create_task(self.dispatcher.watch.run()))
             if self.dispatcher.members is not None:
                 background.append(tasks.create_task(self.dispatcher.members.run()))

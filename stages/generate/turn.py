@@ -31,7 +31,7 @@ from models.engines.protocol import GenerateOutput, GenerateRequest
 from stages.base import Activity
 from stages.messages import PromptGroup, Sample
 from stages.sampling.append_output import VersionLabelError, append_output, append_saved, cut
-from stages.sampling.dispatch import Dispatcher, Need, Place
+from stages.sampling.dispatch import Dispatcher, Route, RouteRequest
 from stages.sampling.requests import Deadline, Requests, session_key
 
 log = logging.getLogger("sluice.turn")
@@ -52,10 +52,10 @@ class Losses:
 
 
 @dataclass
-class Landing:
+class RequestOutcome:
     """How a request ended."""
 
-    place: Place
+    place: Route
     spent_s: float = 0.0
     outputs: list[GenerateOutput] | None = None
     saved: list[GenerateOutput | None] = field(default_factory=list)  # without outputs: what is certain
@@ -182,10 +182,10 @@ class Turns:
         samples: Sequence[Sample],
         losses: Losses,
         deadline: Deadline | None,
-    ) -> Landing:
+    ) -> RequestOutcome:
         """Take a place, send, and tell how it ended. Raises `EngineUnreachable` if there is no place."""
         first = samples[0]
-        need = Need(
+        need = RouteRequest(
             key=session_key(group),
             prompt=group.prompt_ids.tobytes(),
             n=len(samples),
@@ -204,9 +204,9 @@ class Turns:
             self.dispatcher.lost(place)
         return landing
 
-    async def _fly(self, place: Place, request: GenerateRequest, deadline: Deadline | None) -> Landing:
+    async def _fly(self, place: Route, request: GenerateRequest, deadline: Deadline | None) -> RequestOutcome:
         """Waits for the answer; unblocked by it, by the loss of the engine, or by the deadline."""
-        landing = Landing(place)
+        landing = RequestOutcome(place)
         partial = PartialOutputs(place.label) if self.streams else None
         started = time.perf_counter()
         async with asyncio.TaskGroup() as tasks:
@@ -228,7 +228,7 @@ class Turns:
                 landing.error = EngineUnreachable(place.client.base_url, place.flight.why)
         return landing
 
-    async def _end_at(self, left_s: float, landing: Landing, request: GenerateRequest, streamed: bool) -> None:
+    async def _end_at(self, left_s: float, landing: RequestOutcome, request: GenerateRequest, streamed: bool) -> None:
         """Waits for the deadline, then has the engine give back what it has; failing that, closes the connection.
 
         SGLang gives each sample of a joint request an id of its own: of one that is streamed, what has arrived is kept.
@@ -243,7 +243,9 @@ class Turns:
                     await asyncio.Event().wait()  # for the answer, whose arrival cancels this
         landing.place.flight.end("its deadline passed")
 
-    def _land(self, samples: tuple[Sample, ...], landing: Landing, deadline: Deadline | None) -> tuple[Sample, ...]:
+    def _land(
+        self, samples: tuple[Sample, ...], landing: RequestOutcome, deadline: Deadline | None
+    ) -> tuple[Sample, ...]:
         """The samples with what a request brought them."""
         if landing.outputs is not None and len(landing.outputs) != len(samples):
             error = ValueError(f"the engine sent {len(landing.outputs)} answers for {len(samples)} samples")
@@ -265,7 +267,7 @@ class Turns:
             landed.append(after)
         return tuple(landed)
 
-    def _save(self, sample: Sample, output: GenerateOutput | None, landing: Landing) -> Sample:
+    def _save(self, sample: Sample, output: GenerateOutput | None, landing: RequestOutcome) -> Sample:
         """What is left of a sample whose request was lost or stopped."""
         finished = output is not None and output.meta_info.finish_reason is not None
         if not finished and not landing.stopped and not self.rollout.partial_rollout:

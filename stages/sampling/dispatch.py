@@ -5,7 +5,7 @@ Invariants:
 - a request that was lost goes on at an engine that has just answered a look at its health, rather not at the one that
   lost it, and never through the router: nobody can tell the router whom to avoid. Where prefill and decode are apart
   there is no other way;
-- `Place.label` names the weights that the request will meet, or is None when that is not certain.
+- `Route.label` names the weights that the request will meet, or is None when that is not certain.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from stages.base import Activity
 from stages.engines.engine_link import EngineLink
 from stages.engines.load_watch import ROUTER, LoadWatch
 from stages.engines.router_workers import RouterMembers
-from stages.sampling.engine_directory import Fleet, Flight
+from stages.sampling.engine_directory import EngineDirectory, InFlightRequest
 from stages.sampling.routing_policy import Choice, Ranking
 
 ENGINE_WAIT_S = 120.0  # how long a request waits for any engine to come (back) up
@@ -40,7 +40,7 @@ LOOK_S: Final = 1.0  # between looks while no engine answers
 
 
 @dataclass(frozen=True)
-class Need:
+class RouteRequest:
     """What a request wants of its place."""
 
     key: str  # of its group: requests of one key belong together
@@ -53,17 +53,17 @@ class Need:
 
 
 @dataclass(frozen=True)
-class Place:
+class Route:
     """A place for one request, with its slots taken."""
 
     name: str  # of the engine, or `ROUTER`
     client: EngineClient
     label: str | None  # of the weights on every engine that may get it, if it is one label
     headers: Mapping[str, str] | None = None
-    flight: Flight = field(default_factory=Flight)
+    flight: InFlightRequest = field(default_factory=InFlightRequest)
 
 
-class Pulse:
+class CachedHealth:
     """Whether an engine answers, asked once for all who wait to know: hundreds of lost requests ask together."""
 
     def __init__(self) -> None:
@@ -72,7 +72,7 @@ class Pulse:
         self._well = False
         self._asking = asyncio.Lock()
 
-    async def felt(self, client: EngineClient) -> bool:
+    async def answers_now(self, client: EngineClient) -> bool:
         """Waits for the engine's answer, or for a time limit."""
         async with self._asking:
             if client is not self._client or time.monotonic() - self._asked_s > LOOK_S:
@@ -103,25 +103,25 @@ class Dispatcher:
         self.config, self.links, self.changed = config, links, changed
         self.kind = router_kind(config)
         self.routed = self.kind != "none"
-        self.fleet = Fleet(timeout_s=config.rollout.request_timeout_secs, changed=changed)
+        self.directory = EngineDirectory(timeout_s=config.rollout.request_timeout_secs, changed=changed)
         self.limits = RequestLimits(vocab_size)
         sharers = 1 if replicas <= engines else len(range(index % engines, replicas, engines))
         self.watch = LoadWatch(
-            config, links, self.fleet, activity, routed=self.routed, replicas=replicas, sharers=sharers
+            config, links, self.directory, activity, routed=self.routed, replicas=replicas, sharers=sharers
         )
-        self.members = RouterMembers(links, self.fleet, activity, changed) if self.routed else None
+        self.members = RouterMembers(links, self.directory, activity, changed) if self.routed else None
         self.ranking = Ranking(policy_of(config), seed=index)
         sglang = config.engine.engine == "sglang"
         self.wait_s = max(ENGINE_WAIT_S, config.health.rollout_health_check_first_wait if sglang else 0.0)
         self.draining = False
         self._in_flight: Counter[str] = Counter()
-        self._pulses: defaultdict[str, Pulse] = defaultdict(Pulse)
+        self._pulses: defaultdict[str, CachedHealth] = defaultdict(CachedHealth)
         self._early: bool | None = None if sglang else False  # whether versions' boundaries come a token early
 
     def ready(self) -> bool:
         """True if a request could be sent now."""
         if self.members is not None:
-            return self.members.up and bool(self.fleet.serving)
+            return self.members.up and bool(self.directory.serving)
         return any(link.ready.is_set() for link in self.links)
 
     def drain(self) -> None:
@@ -133,17 +133,17 @@ class Dispatcher:
     async def close(self) -> None:
         if self.members is not None:
             await self.members.close()
-        await self.fleet.close()
+        await self.directory.close()
 
     def lost_fields(self, request: GenerateRequest) -> tuple[str, ...]:
         """Fields of the request that would not pass the router."""
         if not self.routed:
             return ()
-        router = self.fleet.router
+        router = self.directory.router
         return lost_fields(router.kind if router is not None else self.kind, request)
 
     @asynccontextmanager
-    async def place(self, need: Need) -> AsyncIterator[Place]:
+    async def place(self, need: RouteRequest) -> AsyncIterator[Route]:
         """A place with slots for the request. Waits for an engine and for its slots; unblocked by either, by a drain or
         by a time limit. Raises `EngineUnreachable` for the last two."""
         place = await self._take(need)
@@ -157,20 +157,20 @@ class Dispatcher:
             self._count(place.name, -need.n)
             self.watch.of(place.name).release(need.n)
 
-    def lost(self, place: Place) -> None:
+    def lost(self, place: Route) -> None:
         """A request was lost at this place."""
         if place.name == ROUTER and self.members is not None:
             self.members.suspect()
         else:
             self._pulses[place.name].forget()
 
-    def workers(self, place: Place) -> list[EngineClient]:
+    def workers(self, place: Route) -> list[EngineClient]:
         """Clients of the engines that may hold a request of this place, for control calls."""
         if place.name != ROUTER:
             return [place.client]
-        return [self.fleet.client(engine.name) for engine in self.fleet.serving]
+        return [self.directory.client(engine.name) for engine in self.directory.serving]
 
-    async def _take(self, need: Need) -> Place:
+    async def _take(self, need: RouteRequest) -> Route:
         deadline = time.monotonic() + self.wait_s
         while True:
             place = await self._choose(need, deadline)
@@ -180,11 +180,11 @@ class Dispatcher:
                 return replace(place, label=self._label(place.name))
             slots.release(need.n)
 
-    async def _choose(self, need: Need, deadline: float) -> Place:
+    async def _choose(self, need: RouteRequest, deadline: float) -> Route:
         """Waits for a place that is up; unblocked by any change, or by the deadline, which a trainer that has the
         engines' devices puts off."""
         while not self.draining and (left := deadline - time.monotonic()) > 0:
-            if self.fleet.trainers_turn:
+            if self.directory.trainers_turn:
                 deadline = time.monotonic() + self.wait_s
             self.changed.clear()
             place = await self._router(need) or await self._engine(need)
@@ -197,7 +197,7 @@ class Dispatcher:
         why = "the run drains" if self.draining else f"not up within {self.wait_s:g} s; see logs/engine-*.log"
         raise EngineUnreachable(names, why)
 
-    async def _router(self, need: Need) -> Place | None:
+    async def _router(self, need: RouteRequest) -> Route | None:
         """The router, if the request may go through it and it has somebody to send it to."""
         members = self.members
         if members is None or self._alone(need) or not self.ready() or members.client is None:
@@ -205,9 +205,9 @@ class Dispatcher:
         if not await self._prepare(members.client):
             return None
         headers = {ROUTING_KEY_HEADER: need.key} if self.ranking.policy == "session" else None
-        return Place(ROUTER, members.client, None, headers)
+        return Route(ROUTER, members.client, None, headers)
 
-    def _alone(self, need: Need) -> bool:
+    def _alone(self, need: RouteRequest) -> bool:
         """Whether one engine is to serve the request. Raises `RequestNotSent` for one that nobody can serve."""
         members = self.members
         if members is None or not members.split:
@@ -220,23 +220,23 @@ class Dispatcher:
             )
         return False
 
-    async def _engine(self, need: Need) -> Place | None:
+    async def _engine(self, need: RouteRequest) -> Route | None:
         """The engine that the policy ranks first; of those that answer, if the request was lost before."""
         if self.routed and not self._alone(need):
             return None
         clients = self._clients()
         ranked = self.ranking.rank(Choice(need.key, need.prompt, need.n, {n: self._load(n) for n in clients}))
         for name in sorted(ranked, key=lambda name: name == need.lost):
-            if need.again and not await self._pulses[name].felt(clients[name]):
+            if need.again and not await self._pulses[name].answers_now(clients[name]):
                 continue
             if await self._prepare(clients[name]):
-                return Place(name, clients[name], None)
+                return Route(name, clients[name], None)
         return None
 
     def _clients(self) -> dict[str, EngineClient]:
         """Engines that may get a request directly."""
         if self.routed:
-            return {engine.name: self.fleet.client(engine.name) for engine in self.fleet.serving}
+            return {engine.name: self.directory.client(engine.name) for engine in self.directory.serving}
         return {link.name: link.client for link in self.links if link.ready.is_set() and link.client is not None}
 
     def _load(self, name: str) -> int:
@@ -257,7 +257,7 @@ class Dispatcher:
             client.limits.vocab_size = self.limits.vocab_size
         return True
 
-    def _stands(self, place: Place) -> bool:
+    def _stands(self, place: Route) -> bool:
         """True if the place is still what it was when it was chosen: slots may take their time."""
         if place.name == ROUTER:
             return self.members is not None and self.members.up and self.members.client is place.client
@@ -266,17 +266,17 @@ class Dispatcher:
     def _label(self, name: str) -> str | None:
         """The weights that a request sent there now will meet. The owner of an engine knows before the topic does."""
         if name == ROUTER:
-            return self.fleet.settled()
+            return self.directory.settled()
         link = next((link for link in self.links if link.name == name and link.owner), None)
-        engine = self.fleet.engines.get(name)
+        engine = self.directory.engines.get(name)
         if link is None or link.current is None:
-            return self.fleet.settled([name])
+            return self.directory.settled([name])
         return None if engine is not None and engine.updating else link.current.label
 
-    def _flights(self, name: str) -> set[Flight]:
+    def _flights(self, name: str) -> set[InFlightRequest]:
         if name == ROUTER:
-            return self.fleet.router_flights
-        engine = self.fleet.engines.get(name)
+            return self.directory.router_flights
+        engine = self.directory.engines.get(name)
         return engine.flights if engine is not None else set()
 
     def _count(self, name: str, n: int) -> None:

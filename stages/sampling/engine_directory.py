@@ -24,12 +24,12 @@ from stages.engines.colocation import trainers_turn
 from stages.messages import Applied, EngineAddress, RouterAddress
 from stages.ports import Topic
 
-log = logging.getLogger("sluice.fleet")
+log = logging.getLogger("sluice.directory")
 
 T = TypeVar("T", bound=Struct)
 
 
-class Flight:
+class InFlightRequest:
     """One request under way. `end` cancels it: the connection closes, and the engine then aborts the request.
 
     Use as an async context manager around the call; `why` tells afterwards whether it was ended, and for what reason.
@@ -39,7 +39,7 @@ class Flight:
         self.why = ""
         self._scope: asyncio.Timeout | None = None
 
-    async def __aenter__(self) -> Flight:
+    async def __aenter__(self) -> InFlightRequest:
         self._scope = asyncio.timeout(None)
         await self._scope.__aenter__()
         if self.why:
@@ -72,7 +72,7 @@ class Engine:
     name: str
     address: EngineAddress
     applied: Applied | None = None
-    flights: set[Flight] = field(default_factory=set)
+    flights: set[InFlightRequest] = field(default_factory=set)
     own_client: EngineClient | None = None
 
     @property
@@ -86,14 +86,14 @@ class Engine:
         return self.applied is not None and self.applied.fetching >= 0
 
 
-class Fleet:
+class EngineDirectory:
     """All engines by name, and the router. `changed` is set whenever anything here changes."""
 
     def __init__(self, *, timeout_s: float, changed: asyncio.Event) -> None:
         self.timeout_s, self.changed = timeout_s, changed
         self.engines: dict[str, Engine] = {}
         self.router: RouterAddress | None = None
-        self.router_flights: set[Flight] = set()
+        self.router_flights: set[InFlightRequest] = set()
         self.trainers_turn = False  # the engines stand still until the trainer has done its batch
 
     async def follow(self, topic: Topic) -> None:

@@ -7,7 +7,7 @@ Invariants:
 - A version is announced only when its bytes lie complete in a slot; while an evaluation still needs version v, nothing
   newer is announced before every engine has applied v.
 - Torch runs in one worker thread, so that the event loop keeps renewing leases during a step.
-- What trains may be lost (the ranks of a gang): buffer, leases and version are here, and are not lost with it.
+- What trains may be lost (the ranks of a trainer group): buffer, leases and version are here, and are not lost with it.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, ParamSpec, TypeVar
 
 from models.checkpoint import draft_path
-from models.train.trainer_group.rank_spec import needs_gang
+from models.train.trainer_group.rank_spec import needs_trainer_group
 from stages.base import Stage, StageContext
 from stages.engines.colocation import TrainerTurn
 from stages.engines.weight_barrier import await_landing
@@ -90,13 +90,13 @@ class TrainStage(Stage):
             self.weights = WeightPublisher(self.config, slots, source, self.context.run_dir)
 
     def _make_backend(self) -> TrainBackend:
-        """The trainer, here or in the ranks of a gang. Torch is imported only in the processes that train."""
-        if needs_gang(self.config):
-            from models.train.trainer_group.backend import GangBackend
+        """The trainer, here or in the ranks of a trainer group. Torch is imported only in the processes that train."""
+        if needs_trainer_group(self.config):
+            from models.train.trainer_group.backend import TrainerGroupBackend
 
-            return GangBackend(
-                Path(str(self.context.options["gang"])),
-                self.context.run_dir / "gang",
+            return TrainerGroupBackend(
+                Path(str(self.context.options["trainer_group"])),
+                self.context.run_dir / "trainer_group",
                 saves_in_background=self.config.checkpoint.async_save,
             )
         from models.train.build import build_backend
@@ -105,7 +105,9 @@ class TrainStage(Stage):
 
     async def close(self) -> None:
         if hasattr(self, "backend"):
-            await asyncio.to_thread(self.backend.close)  # not in the thread of torch, which may be waiting for a gang
+            await asyncio.to_thread(
+                self.backend.close
+            )  # not in the thread of torch, which may be waiting for a trainer group
         if self.weights is not None:
             self.weights.close()
         self._torch.shutdown(wait=True)

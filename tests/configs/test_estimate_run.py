@@ -29,7 +29,7 @@ def resolved(*argv: str) -> Config:
     return resolve(loaded.config, loaded.given)
 
 
-def gang(backend: str, processes: int, *argv: str) -> Config:
+def trainer_group(backend: str, processes: int, *argv: str) -> Config:
     return resolved("--train-backend", backend, "--actor-num-gpus-per-node", str(processes), *argv)
 
 
@@ -57,7 +57,7 @@ def test_one_process_of_torch() -> None:
     total = count(TINY)
     found = trainer(TINY, resolved())
     assert (found.weights, found.gradients, found.optimizer) == (4 * total, 4 * total, 8 * total)
-    assert trainer(TINY, gang("torch", 4)).state == found.state, "copies, not parts"
+    assert trainer(TINY, trainer_group("torch", 4)).state == found.state, "copies, not parts"
     assert trainer(TINY, resolved("--use-kl-loss", "--kl-loss-coef", "0.1")).weights == 8 * total
     assert trainer(TINY, resolved("--advantage-estimator", "ppo")).state == 32 * total, "policy and critic"
     half = trainer(TINY, resolved("--train-dtype", "bfloat16"))
@@ -72,26 +72,29 @@ def test_one_process_of_torch() -> None:
 
 def test_fsdp_divides_the_state_by_the_shard() -> None:
     total = count(TINY)
-    whole = trainer(TINY, gang("fsdp", 8))
+    whole = trainer(TINY, trainer_group("fsdp", 8))
     assert whole.weights == 4 * -(-total // 8)
     assert whole.state == 16 * -(-total // 8)
-    assert trainer(TINY, gang("fsdp", 8, "--fsdp-shard-size", "2")).state == 16 * -(-total // 2)
-    assert trainer(TINY, gang("fsdp", 8, "--fsdp-shard-size", "1")).state == 16 * total
+    assert trainer(TINY, trainer_group("fsdp", 8, "--fsdp-shard-size", "2")).state == 16 * -(-total // 2)
+    assert trainer(TINY, trainer_group("fsdp", 8, "--fsdp-shard-size", "1")).state == 16 * total
     shape = architecture(TINY)
     assert shape is not None
     layer = layer_share(shape, 0).total
     root = total - 4 * layer
     assert whole.gathered == 2 * (root + 2 * layer) + 4 * layer
-    kept = trainer(TINY, gang("fsdp", 8, "--no-fsdp-reshard-after-forward"))
+    kept = trainer(TINY, trainer_group("fsdp", 8, "--no-fsdp-reshard-after-forward"))
     assert kept.gathered == 2 * (root + 4 * layer) + 4 * layer
-    offloaded = trainer(TINY, gang("fsdp", 8, "--fsdp-cpu-offload"))
+    offloaded = trainer(TINY, trainer_group("fsdp", 8, "--fsdp-cpu-offload"))
     assert (offloaded.state, offloaded.host) == (0, whole.state)
-    assert trainer(TINY, gang("fsdp", 8, "--fsdp-context-parallel-size", "2")).activations * 2 == whole.activations
+    assert (
+        trainer(TINY, trainer_group("fsdp", 8, "--fsdp-context-parallel-size", "2")).activations * 2
+        == whole.activations
+    )
 
 
 def test_adapters_alone_have_gradients() -> None:
     adapters = 4 * 4 * ((64 + 64) + 2 * (64 + 32) + (64 + 64) + 3 * (64 + 96))
-    found = trainer(TINY, gang("fsdp", 1, "--lora-rank", "4"))
+    found = trainer(TINY, trainer_group("fsdp", 1, "--lora-rank", "4"))
     assert found.gradients == 4 * adapters
     assert found.optimizer == 8 * adapters
     assert found.weights == 4 * (count(TINY) + adapters)
@@ -99,14 +102,16 @@ def test_adapters_alone_have_gradients() -> None:
 
 def test_megatron_in_two_precisions() -> None:
     total = count(TINY)
-    half = trainer(TINY, gang("megatron", 1))
+    half = trainer(TINY, trainer_group("megatron", 1))
     assert (half.weights, half.gradients, half.optimizer) == (2 * total, 4 * total, 12 * total)
-    single = trainer(TINY, gang("megatron", 1, "--train-dtype", "float32"))
+    single = trainer(TINY, trainer_group("megatron", 1, "--train-dtype", "float32"))
     assert (single.weights, single.gradients, single.optimizer) == (4 * total, 4 * total, 8 * total)
-    spread = trainer(TINY, gang("megatron", 4))
+    spread = trainer(TINY, trainer_group("megatron", 4))
     assert spread.optimizer == 12 * -(-total // 4)
-    assert trainer(TINY, gang("megatron", 4, "--no-use-distributed-optimizer")).optimizer == 12 * total
-    offloaded = trainer(TINY, gang("megatron", 1, "--optimizer-cpu-offload", "--optimizer-offload-fraction", "0.5"))
+    assert trainer(TINY, trainer_group("megatron", 4, "--no-use-distributed-optimizer")).optimizer == 12 * total
+    offloaded = trainer(
+        TINY, trainer_group("megatron", 1, "--optimizer-cpu-offload", "--optimizer-offload-fraction", "0.5")
+    )
     assert (offloaded.optimizer, offloaded.host) == (6 * total, 6 * total)
 
 
@@ -114,18 +119,20 @@ def test_tensor_and_pipeline_parallelism() -> None:
     shape = architecture(TINY)
     assert shape is not None
     layer, table = layer_share(shape, 0), 256 * 64
-    two = trainer(TINY, gang("megatron", 2, "--tensor-model-parallel-size", "2"))
+    two = trainer(TINY, trainer_group("megatron", 2, "--tensor-model-parallel-size", "2"))
     assert two.parameters == (4 * layer.tensor + 2 * table) // 2 + 4 * layer.whole + 64
     # Two layers and one table each; the last stage has the final norm.
-    stages = gang("megatron", 2, "--pipeline-model-parallel-size", "2", *QUIET)
+    stages = trainer_group("megatron", 2, "--pipeline-model-parallel-size", "2", *QUIET)
     stage = trainer(TINY, stages)
     assert stage.parameters == 2 * layer.total + table + 64
     tied = trainer(
-        {**TINY, "tie_word_embeddings": True}, gang("megatron", 2, "--pipeline-model-parallel-size", "2", *QUIET)
+        {**TINY, "tie_word_embeddings": True},
+        trainer_group("megatron", 2, "--pipeline-model-parallel-size", "2", *QUIET),
     )
     assert tied.parameters == stage.parameters, "a tied table is there twice"
     assert (
-        trainer({**TINY, "tie_word_embeddings": True}, gang("megatron", 1)).parameters == 4 * layer.total + table + 64
+        trainer({**TINY, "tie_word_embeddings": True}, trainer_group("megatron", 1)).parameters
+        == 4 * layer.total + table + 64
     )
 
 
@@ -134,12 +141,12 @@ def test_experts_have_data_parallelism_of_their_own() -> None:
     assert shape is not None
     layer = layer_share(shape, 0)
     argv = ("--expert-model-parallel-size", "4", "--expert-tensor-parallel-size", "1")
-    found = trainer(EXPERTS, gang("megatron", 8, *argv))
+    found = trainer(EXPERTS, trainer_group("megatron", 8, *argv))
     dense = 4 * (layer.tensor + layer.whole) + 2 * 256 * 64 + 64
     expert = 4 * layer.expert // 4
     assert found.parameters == dense + expert
     assert found.optimizer == 12 * (-(-dense // 8) + expert // 2), "8 copies of what is dense, 2 of an expert"
-    layout = layout_of(gang("megatron", 8, *argv))
+    layout = layout_of(trainer_group("megatron", 8, *argv))
     assert (layout.data, layout.expert_data) == (8, 2)
 
 
@@ -148,8 +155,10 @@ def test_activations_of_a_pipeline() -> None:
     assert shape is not None
     one = layer_activations(shape, 0, "fused")
     argv = ("--pipeline-model-parallel-size", "2", "--max-tokens-per-gpu", "100", "--logprob-chunk-tokens", "1")
-    assert trainer(TINY, gang("megatron", 2, *argv)).activations == 100 * 2 * 2 * one, "two micro-batches in flight"
-    full = trainer(TINY, gang("megatron", 2, *argv, "--recompute-granularity", "full"))
+    assert trainer(TINY, trainer_group("megatron", 2, *argv)).activations == 100 * 2 * 2 * one, (
+        "two micro-batches in flight"
+    )
+    full = trainer(TINY, trainer_group("megatron", 2, *argv, "--recompute-granularity", "full"))
     assert full.activations == 100 * (2 * 2 * 2 * 64 + one)
     by_sequence = layer_activations(shape, 0, "fused", tensor=2, sequence=True)
     assert by_sequence * 2 == one
@@ -171,7 +180,7 @@ def test_activations_of_a_pipeline() -> None:
     ],
 )
 def test_layers_of_the_stages(argv: tuple[str, ...], layers: int, stages: tuple[int, ...] | None) -> None:
-    assert stage_layers(gang("megatron", 4, "--pipeline-model-parallel-size", *argv), layers) == stages
+    assert stage_layers(trainer_group("megatron", 4, "--pipeline-model-parallel-size", *argv), layers) == stages
 
 
 def test_one_embedded_engine() -> None:
@@ -222,7 +231,7 @@ def test_work_of_a_batch() -> None:
     assert estimate(TINY, resolved(*argv, "--gradient-checkpointing")).work.passes == 4
     assert estimate(TINY, resolved(*argv[:4])).work.passes == 4, "stale tokens need an anchor"
     assert estimate(TINY, resolved(*argv, "--use-kl-loss", "--kl-loss-coef", "0.1")).work.passes == 4
-    assert estimate(TINY, gang("megatron", 1, *argv, "--recompute-granularity", "full")).work.passes == 4
+    assert estimate(TINY, trainer_group("megatron", 1, *argv, "--recompute-granularity", "full")).work.passes == 4
     assert estimate(TINY, resolved(*argv, "--loss-type", "sft_loss")).work.passes == 3
     assert plain.seconds(4) == pytest.approx(plain.batch / (4 * 989e12 * 0.4))
 
@@ -247,23 +256,23 @@ def test_the_plan_warns_of_what_does_not_fit() -> None:
     assert "leave no room for a KV cache in 80 GB; divide them with --engine sglang and a larger" in engine
 
 
-def test_the_plan_of_a_gang() -> None:
+def test_the_plan_of_a_trainer_group() -> None:
     text = plan_text("--model", "qwen3-30b-a3b")
     assert "30,532,122,624 parameters, 3,353,032,704 of them active per token" in text
-    assert "train        x1   process and a gang of 16 processes (TP 4, EP 8, data 4)" in text
+    assert "train        x1   process and a trainer group of 16 processes (TP 4, EP 8, data 4)" in text
     assert "each of 16 processes, megatron: weights" in text
     assert "each of its 2 GPUs" in text
     assert "at 40% of 989 TFLOP/s (H100, bfloat16) on 16 GPUs" in text
     assert all(len(line) <= 200 for line in text.splitlines())
 
 
-def test_a_gang_is_counted() -> None:
+def test_a_trainer_group_is_counted() -> None:
     one = make_plan(resolved()).processes
-    assert make_plan(gang("fsdp", 4)).processes == one + 4
-    assert make_plan(gang("fsdp", 1)).processes == one + 1, "the train stage itself does not train then"
-    assert make_plan(gang("torch", 2)).processes == one + 2
+    assert make_plan(trainer_group("fsdp", 4)).processes == one + 4
+    assert make_plan(trainer_group("fsdp", 1)).processes == one + 1, "the train stage itself does not train then"
+    assert make_plan(trainer_group("torch", 2)).processes == one + 2
     assert make_plan(resolved("--train-backend", "simulated")).processes == one
-    assert "a gang of 1 process (one process)" in render(make_plan(gang("megatron", 1)))
+    assert "a trainer group of 1 process (one process)" in render(make_plan(trainer_group("megatron", 1)))
 
 
 def test_a_local_checkpoint_outranks_the_preset_in_the_estimate(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ import pytest
 
 from configs.errors import ConfigError
 from configs.load import dump_toml, load, read_preset
-from configs.plan.plan import model_table
+from configs.plan import model_table
 from configs.plan.run_estimate import estimate_run
 from configs.presets import preset_names
 from configs.rules.validate import checked

@@ -15,7 +15,7 @@ import msgspec
 
 from configs.schema import Config
 from models.engines.client import EngineClient
-from pipeline.supervise.health_probe import HttpLook
+from pipeline.supervise.health_probe import HttpProbe
 from pipeline.supervise.restarts import EngineSpec
 
 PATIENCE_S = 20.0
@@ -120,7 +120,7 @@ async def outside(script: Path, port: int, mode: str = "Tiny") -> AsyncIterator[
     process = await asyncio.create_subprocess_exec(sys.executable, str(script), str(port), mode, start_new_session=True)
     try:
         async with EngineClient(f"http://127.0.0.1:{port}") as client:
-            look = HttpLook(client, 1.0)
+            look = HttpProbe(client, 1.0)
             await eventually(lambda: [("up",)] if connects(port) else [])
             assert await look() is None
         yield process

@@ -19,7 +19,7 @@ from launching import ROOT, SIMULATED, SMALL, environment, finish, made_model, s
 from test_kill import alive, kill, steps_done, wait_for_steps
 
 from pipeline.hosts.process_group import living
-from pipeline.supervise.announce import ServerFacts
+from pipeline.supervise.announce import ServerInfo
 from tests.sglang_server import needs_sglang
 
 pytestmark = pytest.mark.slow
@@ -29,9 +29,9 @@ QUICK_LOOKS = [
 ]  # fmt: skip
 
 
-def fleet(run_dir: Path) -> dict[str, ServerFacts]:
+def fleet(run_dir: Path) -> dict[str, ServerInfo]:
     content = json.loads((run_dir / "replicas" / "fleet.json").read_text())
-    return {name: ServerFacts(**facts) for name, facts in content.items()}
+    return {name: ServerInfo(**facts) for name, facts in content.items()}
 
 
 def wait_until(process: subprocess.Popen[str], met: Callable[[], bool], what: str, timeout_s: float = 90) -> None:

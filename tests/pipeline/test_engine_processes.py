@@ -21,8 +21,8 @@ from pipeline.errors import ReplicaFailed, leaf
 from pipeline.hosts.free_port import held_port
 from pipeline.hosts.processes import Processes
 from pipeline.record.run_directory import RunDir
-from pipeline.supervise.health_probe import Account, HttpLook, Look, SchedulerLook
-from pipeline.supervise.restart_server import Birth, Keeper
+from pipeline.supervise.health_probe import HealthProbe, HealthTracker, HttpProbe, SchedulerProbe
+from pipeline.supervise.restart_server import ServerSupervisor, StartCommand
 from pipeline.supervise.restarts import EngineSpec, Kind, Restarts
 
 
@@ -50,15 +50,15 @@ class FakeCharge:
         self.births = 0
 
     @contextlib.contextmanager
-    def birth(self, incarnation: int) -> Iterator[Birth]:
+    def start_command(self, incarnation: int) -> Iterator[StartCommand]:
         self.births += 1
         with held_port() as port:
             argv = [sys.executable, str(self.script), str(port), self.mode]
-            yield Birth(argv, dict(os.environ), f"http://127.0.0.1:{port}", grace_s=0.0)
+            yield StartCommand(argv, dict(os.environ), f"http://127.0.0.1:{port}", grace_s=0.0)
 
-    def look(self, client: EngineClient, group: int) -> Look:
+    def look(self, client: EngineClient, group: int) -> HealthProbe:
         timeout_s = self.config.health.rollout_health_check_timeout
-        return SchedulerLook(HttpLook(client, timeout_s), group, lambda: self.told.loading(self.name))
+        return SchedulerProbe(HttpProbe(client, timeout_s), group, lambda: self.told.loading(self.name))
 
     async def up(self, client: EngineClient, incarnation: int) -> None:
         info = await client.server_info()
@@ -71,10 +71,10 @@ class Kept:
 
     def __init__(self, rundir: RunDir, fake: Path, mode: str = "serve", restarts: int = 5, **health: float) -> None:
         self.told, self.config, self.rundir = Told(), configured(**health), rundir
-        self.charge = FakeCharge(fake, self.told, self.config, mode)
+        self.server = FakeCharge(fake, self.told, self.config, mode)
         self.processes = Processes(rundir)
         self.restarts = Restarts(self.told, restarts)
-        self.keeper = Keeper(self.charge, self.processes, self.restarts, self.config.health)
+        self.keeper = ServerSupervisor(self.server, self.processes, self.restarts, self.config.health)
 
     @property
     def pid(self) -> int:
@@ -101,7 +101,7 @@ class Kept:
 
 @given(st.lists(st.booleans(), max_size=40), st.integers(1, 5))
 def test_an_engine_is_lost_after_n_faults_in_a_row_and_recovers_with_one_good_look(looks: list[bool], n: int) -> None:
-    account = Account(n)
+    account = HealthTracker(n)
     for i, good in enumerate(looks):
         before = account.up
         change = account.saw(None if good else f"fault {i}")
@@ -115,7 +115,7 @@ def test_an_engine_is_lost_after_n_faults_in_a_row_and_recovers_with_one_good_lo
 
 
 def test_the_reason_counts_its_looks() -> None:
-    account = Account(2)
+    account = HealthTracker(2)
     assert account.saw("no answer") is None
     assert account.saw("no answer") == "lost"
     assert account.why == "2 failed health checks in a row (no answer)"
@@ -164,7 +164,7 @@ async def test_a_scheduler_may_be_silent_while_it_loads_weights(fake: Path) -> N
     loading = True
     with held_port() as port:
         async with outside(fake, port), EngineClient(f"http://127.0.0.1:{port}", connect_timeout_s=5.0) as client:
-            look = SchedulerLook(HttpLook(client, 0.5), None, lambda: loading)
+            look = SchedulerProbe(HttpProbe(client, 0.5), None, lambda: loading)
             assert await look() is None
             os.kill(await scheduler(client), signal.SIGSTOP)
             assert await look() is None
@@ -182,7 +182,7 @@ async def test_a_server_that_never_comes_up_ends_the_run_with_its_last_words(run
     assert isinstance(error, ReplicaFailed)
     assert "engine-0 ended with exit code 1 before it served, 2 times" in str(error)
     assert "ValueError: the checkpoint has no head" in str(error), "not the last line, which says nothing"
-    assert kept.charge.births == 2
+    assert kept.server.births == 2
 
 
 async def test_waiting_for_a_server_is_bounded(rundir: RunDir, fake: Path) -> None:

@@ -24,7 +24,7 @@ from pipeline.supervise.announce import Announcer, read_fleet
 from pipeline.supervise.external_servers import ExternalEngine, ExternalRouter, PolicyConfig, differs, frozen_spec
 from pipeline.supervise.outage import consequence
 from pipeline.supervise.restarts import EngineSpec, Restarts
-from pipeline.supervise.servers import Fleet
+from pipeline.supervise.servers import Servers
 from transport.links.memory import MemoryNetwork, MemoryNode
 
 
@@ -176,8 +176,8 @@ async def test_what_was_given_by_address_is_watched_by_the_fleet(tmp_path: Path)
     config = with_addresses(configured())
     restarts = Restarts(Told(), 0)
     with RunDir(tmp_path / "run").open(resume=False) as rundir:
-        fleet = Fleet(config, [], Processes(rundir), restarts, {}, router=False)
-        engine, router = await fleet._kept()
+        servers = Servers(config, [], Processes(rundir), restarts, {}, router=False)
+        engine, router = await servers._kept()
     assert isinstance(engine, ExternalEngine)
     assert (engine.spec.topic, engine.url) == ("frozen/judge", "http://j:1")
     assert isinstance(router, ExternalRouter)

@@ -19,7 +19,7 @@ from fake_servers import eventually, gone
 from configs.graph import resolved_router
 from configs.schema import Config
 from pipeline.errors import UsageError
-from pipeline.hosts import die_with_parent as leash
+from pipeline.hosts import die_with_parent as die_with_parent
 from pipeline.hosts.free_port import PortInUse, held_port
 from pipeline.hosts.gpus import slices, visible_gpus
 from pipeline.hosts.process_group import group_state, shared_files
@@ -40,7 +40,7 @@ def rundir(tmp_path: Path) -> Iterator[RunDir]:
 async def test_a_leashed_program_dies_with_its_parent(tmp_path: Path) -> None:
     parent = textwrap.dedent(f"""
         import os, subprocess, sys, time
-        child = subprocess.Popen([sys.executable, {leash.__file__!r}, str(os.getpid()), "sleep", "600"])
+        child = subprocess.Popen([sys.executable, {die_with_parent.__file__!r}, str(os.getpid()), "sleep", "600"])
         print(child.pid, flush=True)
         time.sleep(600)
     """)

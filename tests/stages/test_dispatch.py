@@ -18,7 +18,7 @@ from models.engines.errors import RequestNotSent
 from models.engines.launch.routing import Policy
 from stages.base import Activity
 from stages.messages import Applied, RolloutSlice
-from stages.sampling.dispatch import Dispatcher, Need
+from stages.sampling.dispatch import Dispatcher, RouteRequest
 from stages.sampling.requests import Requests
 from stages.sampling.routing_policy import CROWDED, Choice, Ranking
 from tests.stages.engine_rig import (
@@ -271,7 +271,7 @@ async def test_no_prefix_is_shared_while_the_engines_differ(
     async with routed(tmp_path) as (world, _):
         report = Applied("engine-1", 0, 1) if difference == "versions" else Applied("engine-1", 0, 0, fetching=1)
         world.rig.topic.publish("applied/engine-1", msgspec.msgpack.encode(report))
-        await until(lambda: world.stage.dispatcher.fleet.settled() is None)
+        await until(lambda: world.stage.dispatcher.directory.settled() is None)
         for group_id in range(3):
             await world.ask(make_group(group_id, 2, prompt=[5]))
             await world.answer()
@@ -389,10 +389,10 @@ def test_where_prefill_and_decode_are_apart_the_router_serves_also_what_was_lost
     config = make_config(router={"router": "sglang"}, engine={"engine": "sglang"})
     dispatcher = Dispatcher(config, [], Activity(), asyncio.Event(), index=0, replicas=1, engines=2)
     assert dispatcher.members is not None
-    lost, direct = Need("k", b"p", 1, again=True), Need("k", b"p", 1, direct=True)
+    lost, direct = RouteRequest("k", b"p", 1, again=True), RouteRequest("k", b"p", 1, direct=True)
     assert dispatcher._alone(lost)
     assert dispatcher._alone(direct)
-    assert not dispatcher._alone(Need("k", b"p", 1))
+    assert not dispatcher._alone(RouteRequest("k", b"p", 1))
     dispatcher.members.split = True
     assert not dispatcher._alone(lost)
     with pytest.raises(RequestNotSent, match=r"the router drops a field of it, .* use --router smg"):

@@ -19,7 +19,7 @@ from stages.base import Activity
 from stages.engines.engine_link import EngineLink
 from stages.engines.router_workers import STRANGE_LOOKS, UNDER_WAY_S, RouterMembers
 from stages.messages import Applied, EngineAddress, RouterAddress
-from stages.sampling.engine_directory import Engine, Fleet
+from stages.sampling.engine_directory import Engine, EngineDirectory
 from tests.stages.faults import FakeRouter
 from tests.stages.stage_rig import SpanLog, idle, until
 
@@ -30,7 +30,7 @@ OWN, OTHER = "http://127.0.0.1:1", "http://127.0.0.1:2"
 class Post:
     """A replica that owns `engine-0`, beside the owner of `engine-1`."""
 
-    fleet: Fleet
+    directory: EngineDirectory
     members: RouterMembers
     link: EngineLink
     router: FakeRouter
@@ -43,7 +43,7 @@ class Post:
     def engine(self, index: int, url: str, *, version: int | None = 0, incarnation: int = 0) -> None:
         applied = None if version is None else Applied(f"engine-{index}", 0, version)
         address = EngineAddress(f"engine-{index}", url, incarnation)
-        self.fleet.engines[f"engine-{index}"] = Engine(f"engine-{index}", address, applied)
+        self.directory.engines[f"engine-{index}"] = Engine(f"engine-{index}", address, applied)
 
     def attach(self, url: str = OWN, *, ready: bool = True) -> None:
         """What the link does when its engine is announced and has its weights."""
@@ -53,13 +53,13 @@ class Post:
             self.link.ready.set()
 
     def route(self, incarnation: int = 0, url: str = "") -> None:
-        self.fleet.router = RouterAddress("sglang", url or self.router.url, incarnation)
+        self.directory.router = RouterAddress("sglang", url or self.router.url, incarnation)
 
 
 @asynccontextmanager
 async def posted(*, owner: bool = True, kind: str = "sglang") -> AsyncIterator[Post]:
     changed = asyncio.Event()
-    fleet = Fleet(timeout_s=5.0, changed=changed)
+    directory = EngineDirectory(timeout_s=5.0, changed=changed)
     activity = Activity()
     link = EngineLink(
         "engine-0",
@@ -71,7 +71,7 @@ async def posted(*, owner: bool = True, kind: str = "sglang") -> AsyncIterator[P
         changed=changed,
     )
     async with asyncio.timeout(30), FakeRouter(kind=kind) as router:
-        post = Post(fleet, RouterMembers([link], fleet, activity, changed), link, router, changed)
+        post = Post(directory, RouterMembers([link], directory, activity, changed), link, router, changed)
         yield post
         await post.members.close()
 
@@ -167,7 +167,7 @@ async def test_a_lost_engine_is_taken_out_at_once() -> None:
         post.attach()
         for _ in range(2):
             await post.members.look()
-        post.fleet.engines.clear()
+        post.directory.engines.clear()
         post.link.client = None
         post.link.ready.clear()
         await post.members.look()
@@ -186,7 +186,7 @@ async def test_engines_of_other_replicas_are_left_alone() -> None:
         post.router.workers[OTHER] = True
         for _ in range(STRANGE_LOOKS + 2):
             await post.members.look()
-        post.fleet.engines["engine-1"].applied = None  # being started anew, by the same address
+        post.directory.engines["engine-1"].applied = None  # being started anew, by the same address
         for _ in range(STRANGE_LOOKS + 2):
             await post.members.look()
         assert post.router.workers == {OWN: True, OTHER: True}
@@ -227,7 +227,7 @@ async def test_a_new_router_gets_everything_again() -> None:
         assert again.workers == {OWN: True}
         assert post.members.up
         assert post.members.client is not first
-        post.fleet.router = None
+        post.directory.router = None
         await post.members.look()
         assert (post.members.up, post.members.client) == (False, None)
 

@@ -131,13 +131,13 @@ original_accepted = ProducerCore._accepted
 
 @mutant("leases of a dead consumer are kept", Scenario(consumer_deaths=2))
 def leases_kept(patch: pytest.MonkeyPatch) -> Rules:
-    class Keeper(HubCore):
+    class ServerSupervisor(HubCore):
         def _leave(self, now: float, peer: Any, *, blame: bool, how: str = "failed") -> None:
             if hasattr(peer, "held"):
                 peer.held = {}
             super()._leave(now, peer, blame=blame, how=how)
 
-    return Rules(hub=Keeper)
+    return Rules(hub=ServerSupervisor)
 
 
 @mutant("leases never expire", Scenario(consumer_deaths=3, supervised=0.0))

@@ -1,6 +1,7 @@
 """The value model of PPO in shards, with its optimizer.
 
-Invariants: those of `models.train.step.critic`; the backbone is sharded like the policy, its output embedding is left out.
+Invariants: those of `models.train.step.critic`; the backbone is sharded like the policy, its output embedding is left
+out.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from models.train.dp_group import Crew, Float32Array
+from models.train.dp_group import DpGroup, Float32Array
 from models.train.fsdp.context import ContextParallel
 from models.train.fsdp.loading import load_sharded
 from models.train.fsdp.updates import ShardedUpdater
@@ -64,7 +65,7 @@ class ShardedCritic:
         self.packing: Packing = loaded.packing
         self.vocab_size = loaded.vocab_size
         self._numerator = ValueNumerator(config.value_clip)
-        self._crew = sharding.mesh.crew
+        self._crew = sharding.mesh.dp_group
         self.updater = ShardedUpdater(self.model, critic_train_config(config, train), None, sharding.mesh)
 
     def values(self, batches: Sequence[MicroBatch]) -> list[Float32Array]:
@@ -88,11 +89,11 @@ class ShardedCritic:
                 self._numerator(batch.members, values).backward()
 
     def update(
-        self, loss_denominator: float, mean_denominator: float, crew: Crew
+        self, loss_denominator: float, mean_denominator: float, dp_group: DpGroup
     ) -> tuple[UpdateResult, dict[str, float]]:
         """Make the update, or refuse it, and start the next step; metrics of this one."""
         result = self.updater.apply(loss_denominator)
-        return result, self._numerator.metrics(result, loss_denominator, mean_denominator, crew)
+        return result, self._numerator.metrics(result, loss_denominator, mean_denominator, dp_group)
 
     def discard(self) -> None:
         """Forget the gradients and sums of the running step."""

@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from configs.schema.fsdp import FsdpConfig
 from configs.schema.parallel import ParallelConfig
-from models.train.dp_group import Crew, ProcessCrew
+from models.train.dp_group import DistributedDpGroup, DpGroup
 from models.train.errors import TrainConfigInvalid
 
 
@@ -92,9 +92,9 @@ class Mesh:
             self.context = init_device_mesh(device.type, shape, mesh_dim_names=("share", "context")).get_group(
                 "context"
             )
-        self.crew: Crew = ProcessCrew(
-            data_rank=self.rank // sizes.context,
-            data_world=sizes.shares,
+        self.dp_group: DpGroup = DistributedDpGroup(
+            dp_rank=self.rank // sizes.context,
+            dp_size=sizes.shares,
             speaks=self.rank % sizes.context == 0,
             gloo=self.gloo,
         )

@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from models.algorithms.tokens import StepFacts
-from models.train.dp_group import Crew, Float32Array
+from models.algorithms.tokens import StepStatistics
+from models.train.dp_group import DpGroup, Float32Array
 from models.train.errors import BackendMisuse
 from models.train.fsdp.checkpoint import Checkpoints
 from models.train.fsdp.context import ContextParallel
@@ -91,9 +91,9 @@ class FsdpModels:
         self._checkpoints = Checkpoints(self._mesh, asynchronous=async_save)
 
     @property
-    def crew(self) -> Crew:
+    def dp_group(self) -> DpGroup:
         """The processes, as the trainer sees them."""
-        return self._mesh.crew
+        return self._mesh.dp_group
 
     @property
     def has_reference(self) -> bool:
@@ -111,12 +111,12 @@ class FsdpModels:
         score = self._of_policy if model == "policy" else self._of_reference
         found = [(batch, score(batch)) for batch in batches]
         self._give_back()
-        return [one.cpu().numpy() for batch, one in found if not batch.blank and self.crew.speaks]
+        return [one.cpu().numpy() for batch, one in found if not batch.blank and self.dp_group.speaks]
 
-    def backward(self, batches: Sequence[MicroBatch], facts: StepFacts, totals: StepTotals) -> None:
+    def backward(self, batches: Sequence[MicroBatch], facts: StepStatistics, totals: StepTotals) -> None:
         """Add the gradient of the micro-batches' numerators to the parameters, and their sums to `totals`."""
         scored = self._reference_is_due(batches)
-        if not self.crew.speaks:
+        if not self.dp_group.speaks:
             totals = StepTotals()
         for batch in batches:
             ref_log_probs = self._of_reference(batch) if scored else None
@@ -132,7 +132,7 @@ class FsdpModels:
         if self.reference is None:
             return False
         due = any(member.ref_log_probs is None for batch in batches for member in batch.members)
-        return self.crew.merge({"due": float(due)}, largest=True)["due"] > 0
+        return self.dp_group.merge({"due": float(due)}, largest=True)["due"] > 0
 
     def _of_policy(self, batch: MicroBatch) -> Tensor:
         with torch.no_grad():

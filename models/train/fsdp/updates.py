@@ -1,7 +1,7 @@
 """The optimizer over sharded parameters: each process updates its shards.
 
-Invariants: those of `models.train.huggingface.optimizer`; the norm of the gradient is that of all shards together, so that all
-processes clip alike, and refuse together.
+Invariants: those of `models.train.huggingface.optimizer`; the norm of the gradient is that of all shards together, so
+that all processes clip alike, and refuse together.
 """
 
 from __future__ import annotations

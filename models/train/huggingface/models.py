@@ -12,8 +12,8 @@ from typing import Any, Final
 
 import torch
 
-from models.algorithms.tokens import StepFacts
-from models.train.dp_group import Alone, Crew, Float32Array
+from models.algorithms.tokens import StepStatistics
+from models.train.dp_group import Alone, DpGroup, Float32Array
 from models.train.errors import BackendMisuse
 from models.train.huggingface.hf_weights import hf_tensors
 from models.train.huggingface.loading import (
@@ -47,8 +47,8 @@ class TorchModels:
 
     reference_apart = False
 
-    def __init__(self, spec: TrainSpec, crew: Crew | None = None) -> None:
-        """`crew`: the processes that hold copies (default: this one alone).
+    def __init__(self, spec: TrainSpec, dp_group: DpGroup | None = None) -> None:
+        """`dp_group`: the processes that hold copies (default: this one alone).
 
         Raises `CheckpointUnavailable`, `UnsupportedModel` or `TrainConfigInvalid`.
         """
@@ -63,7 +63,7 @@ class TorchModels:
         self.model.train()
         if train.gradient_checkpointing:
             enable_checkpointing(self.model)
-        self.crew: Crew = crew or Alone()
+        self.dp_group: DpGroup = dp_group or Alone()
         packing = loaded.packing
         self._score, self._score_reference = self._scorer(loaded), None
         self.reference: Reference | None = None
@@ -105,7 +105,7 @@ class TorchModels:
         with torch.no_grad():
             return [score(batch.rows)[0].cpu().numpy() for batch in batches if not batch.blank]
 
-    def backward(self, batches: Sequence[MicroBatch], facts: StepFacts, totals: StepTotals) -> None:
+    def backward(self, batches: Sequence[MicroBatch], facts: StepStatistics, totals: StepTotals) -> None:
         """Add the gradient of the micro-batches' numerators to the parameters, and their sums to `totals`."""
         for batch in batches:
             if batch.blank:
@@ -121,7 +121,7 @@ class TorchModels:
 
     def update(self, denominator: float, *, lr_scale: float = 1.0) -> UpdateResult:
         """Sum the gradients over the shares, divide, clip, update; or refuse. Clears the gradients."""
-        self.crew.add_gradients([parameter for _, parameter in self.updater.named_parameters])
+        self.dp_group.all_reduce_gradients([parameter for _, parameter in self.updater.named_parameters])
         return self.updater.apply(denominator, lr_scale=lr_scale)
 
     def refuse(self) -> UpdateResult:

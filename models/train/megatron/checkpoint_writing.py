@@ -55,7 +55,7 @@ class Plan:
         strategy = Strategy("torch_dist", 1, thread_count=1)
         sharded, _ = save_preprocess(tensors)
         group = ps.get_data_parallel_group(with_context_parallel=True)
-        if group.size() > 1:  # every replica writes a part of the weights; optimizer states are dealt already
+        if group.size() > 1:  # every replica writes a part of the weights; optimizer states are assigned already
             FullyParallelSaveStrategyWrapper(strategy, group).apply_saving_parallelization(sharded["weights"])
         if filesystem_async._results_queue is None:
             filesystem_async._results_queue = queue.SimpleQueue()  # else a process is spawned for a queue that is idle

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from models.train.dp_group import Crew, Float32Array
+from models.train.dp_group import DpGroup, Float32Array
 from models.train.huggingface.optimizer import UpdateResult
 from models.train.megatron.forward import chosen_hidden, of_all_tokens
 from models.train.megatron.inputs import ModelInputs
@@ -88,11 +88,11 @@ class MegatronCritic:
         self._pipeline.train(batches, numerator)
 
     def update(
-        self, loss_denominator: float, mean_denominator: float, crew: Crew
+        self, loss_denominator: float, mean_denominator: float, dp_group: DpGroup
     ) -> tuple[UpdateResult, dict[str, float]]:
         """Make the update, or refuse it, and start the next step; metrics of this one."""
         result = self.trained.update(loss_denominator)
-        return result, self._numerator.metrics(result, loss_denominator, mean_denominator, crew)
+        return result, self._numerator.metrics(result, loss_denominator, mean_denominator, dp_group)
 
     def discard(self) -> None:
         """Forget the gradients and sums of the running step."""

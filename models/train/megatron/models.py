@@ -15,7 +15,7 @@ from typing import Any
 
 from torch import Tensor
 
-from models.algorithms.tokens import StepFacts
+from models.algorithms.tokens import StepStatistics
 from models.train.dp_group import Float32Array
 from models.train.errors import BackendMisuse, TrainConfigInvalid
 from models.train.huggingface.loading import pick_device
@@ -42,7 +42,7 @@ from models.train.step.totals import StepTotals
 
 
 class MegatronModels:
-    """`ModelSet` in one process of a gang. Constructing builds the layout and loads all models; collective."""
+    """`ModelSet` in one process of a trainer group. Constructing builds the layout and loads all models; collective."""
 
     reference_apart = True
 
@@ -57,7 +57,7 @@ class MegatronModels:
         self._async_save = async_save
         self.spec = spec
         self.sizes = build_layout(spec)
-        self.crew = build_crew(spec)
+        self.dp_group = build_crew(spec)
         self.device = pick_device(spec.train.train_device)
         source = read_source(spec.train.hf_checkpoint, "hf_checkpoint")
         self.hf_config = source.config
@@ -103,7 +103,7 @@ class MegatronModels:
         into_critic(loaded.chunks, seed=spec.seed, device=self.device)
         trained = TrainedChunks(loaded.chunks, critic_train_config(spec.critic, spec.train), spec, None)
         pipeline = self._make_pipeline(trained, loaded)
-        self.critic = MegatronCritic(trained, pipeline, value_clip=spec.critic.value_clip, speaks=self.crew.speaks)
+        self.critic = MegatronCritic(trained, pipeline, value_clip=spec.critic.value_clip, speaks=self.dp_group.speaks)
         self.vocab_size = min(self.vocab_size, loaded.vocab_size)
         return packing.both(loaded.packing)
 
@@ -176,15 +176,15 @@ class MegatronModels:
         def keep(number: int, hidden: Tensor, inputs: ModelInputs) -> None:
             assert self._score is not None
             log_probs, _ = self._score(hidden, inputs)
-            if self.crew.speaks:
+            if self.dp_group.speaks:
                 found[number] = log_probs.cpu().numpy()
 
         self._pipeline.score(batches, keep)
         return [found[number] for number in sorted(found)]
 
-    def backward(self, batches: Sequence[MicroBatch], facts: StepFacts, totals: StepTotals) -> None:
+    def backward(self, batches: Sequence[MicroBatch], facts: StepStatistics, totals: StepTotals) -> None:
         """Add the gradient of the micro-batches' numerators, and their sums to `totals` where this process speaks."""
-        sums = totals if self.crew.speaks else StepTotals()
+        sums = totals if self.dp_group.speaks else StepTotals()
 
         def numerator(number: int, hidden: Tensor, inputs: ModelInputs) -> Tensor:
             assert self._score is not None

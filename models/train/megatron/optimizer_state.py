@@ -244,11 +244,11 @@ def _cut(piece: Tensor, at: int, parameters: Sequence[tuple[Any, int, int]], who
 
 def _dealt(sizes: Sequence[int], owners: int) -> list[int]:
     """Who owns what: the largest first, each to the one who has least."""
-    loads, dealt = [0] * owners, [0] * len(sizes)
+    loads, assigned = [0] * owners, [0] * len(sizes)
     for at in sorted(range(len(sizes)), key=lambda at: (-sizes[at], at)):
-        dealt[at] = min(range(owners), key=lambda owner: (loads[owner], owner))
-        loads[dealt[at]] += sizes[at]
-    return dealt
+        assigned[at] = min(range(owners), key=lambda owner: (loads[owner], owner))
+        loads[assigned[at]] += sizes[at]
+    return assigned
 
 
 def _entry(sharded: Any, name: str, data: Tensor, replica: tuple[int, ...]) -> Any:

@@ -1,4 +1,4 @@
-"""`--megatron-<option>`: names and values checked against Megatron-core's dataclasses, converted, and dealt to them.
+"""`--megatron-<option>`: names and values checked against Megatron-core's dataclasses, converted, and assigned to them.
 
 `option_faults` reads the installed source only (`option_fields`), so that it can be asked before anything is started.
 `split_options` is for the processes that train: its values are ready for the dataclasses.

@@ -1,4 +1,5 @@
-"""From the processes of torch.distributed's default group to Megatron's parallel layout, and to the crew of a trainer.
+"""From the processes of torch.distributed's default group to Megatron's parallel layout, and to the trainer's
+data-parallel group.
 
 Invariants:
 - the layout is built once for its sizes; asking for the same again changes nothing;
@@ -14,7 +15,7 @@ from datetime import timedelta
 
 import torch
 
-from models.train.dp_group import ProcessCrew
+from models.train.dp_group import DistributedDpGroup
 from models.train.errors import BackendMisuse, TrainConfigInvalid
 from models.train.megatron import shim
 from models.train.spec import TrainSpec
@@ -122,7 +123,7 @@ def build_layout(spec: TrainSpec) -> ParallelSizes:
     global _built
     if not torch.distributed.is_initialized():
         raise BackendMisuse(
-            "Megatron trains in the processes of a gang, but torch.distributed has no default group; call "
+            "Megatron trains in the processes of a trainer group, but torch.distributed has no default group; call "
             "init_process_group first, or train with --train-backend torch"
         )
     sizes = parallel_sizes(spec, torch.distributed.get_world_size())
@@ -147,8 +148,8 @@ def build_layout(spec: TrainSpec) -> ParallelSizes:
     return sizes
 
 
-def build_crew(spec: TrainSpec) -> ProcessCrew:
-    """The crew of the layout that was built; collective."""
+def build_crew(spec: TrainSpec) -> DistributedDpGroup:
+    """The dp_group of the layout that was built; collective."""
     from megatron.core import parallel_state as ps
 
     speaks = (
@@ -156,9 +157,9 @@ def build_crew(spec: TrainSpec) -> ProcessCrew:
         and ps.get_tensor_model_parallel_rank() == 0
         and ps.get_context_parallel_rank() == 0
     )
-    return ProcessCrew(
-        data_rank=ps.get_data_parallel_rank(),
-        data_world=ps.get_data_parallel_world_size(),
+    return DistributedDpGroup(
+        dp_rank=ps.get_data_parallel_rank(),
+        dp_size=ps.get_data_parallel_world_size(),
         speaks=speaks,
         gloo=torch.distributed.new_group(
             backend="gloo", timeout=timedelta(minutes=spec.parallel.distributed_timeout_minutes)

@@ -1,4 +1,5 @@
-"""Sequences are dealt to the shares of a crew: balanced by estimated FLOPs, each share packed into micro-batches.
+"""Sequences are assigned to the shares of a data-parallel group: balanced by estimated FLOPs, each share packed into
+micro-batches.
 
 Invariants:
 - pure, and a function of its arguments alone: every process finds the same shares;
@@ -36,15 +37,15 @@ class MicroBatch:
         return not self.members
 
 
-def deal(tokens: Sequence[Ids], prompts: Sequence[int], packing: Packing, shares: int) -> list[list[Layout]]:
+def assign(tokens: Sequence[Ids], prompts: Sequence[int], packing: Packing, shares: int) -> list[list[Layout]]:
     """Micro-batches of each share for all of these sequences; their number may still differ."""
     if shares == 1:
         return [plan(tokens, prompts, packing)]
-    dealt = []
+    assigned = []
     for items in balance(tokens, prompts, packing, shares):
         layouts = plan([tokens[item] for item in items], [prompts[item] for item in items], packing)
-        dealt.append([layout.renumbered(items) for layout in layouts])
-    return dealt
+        assigned.append([layout.renumbered(items) for layout in layouts])
+    return assigned
 
 
 def balance(tokens: Sequence[Ids], prompts: Sequence[int], packing: Packing, shares: int) -> list[list[int]]:
@@ -54,29 +55,29 @@ def balance(tokens: Sequence[Ids], prompts: Sequence[int], packing: Packing, sha
     """
     units = sorted(units_of(tokens, prompts, packing), key=lambda unit: (-unit.length, unit.members))
     loads = [(0.0, share) for share in range(shares)]
-    dealt: list[list[int]] = [[] for _ in range(shares)]
+    assigned: list[list[int]] = [[] for _ in range(shares)]
     for unit in units:
         load, share = heapq.heappop(loads)
-        dealt[share].extend(unit.members)
+        assigned[share].extend(unit.members)
         cost = packing.cost(unit.length) if packing.balance else len(unit.members)
         heapq.heappush(loads, (load + cost, share))
-    return dealt
+    return assigned
 
 
-def deal_layouts(layouts: Sequence[Layout], packing: Packing, shares: int) -> list[list[Layout]]:
+def assign_layouts(layouts: Sequence[Layout], packing: Packing, shares: int) -> list[list[Layout]]:
     """Micro-batches that are there already, equally many to each share, in turns and back from the costliest on."""
     ordered = sorted(layouts, key=lambda layout: -len(layout.rows) * packing.cost(layout.row_length))
-    dealt: list[list[Layout]] = [[] for _ in range(shares)]
+    assigned: list[list[Layout]] = [[] for _ in range(shares)]
     for at, layout in enumerate(ordered):
         turn, place = divmod(at, shares)
-        dealt[place if turn % 2 == 0 else shares - 1 - place].append(layout)
-    return dealt
+        assigned[place if turn % 2 == 0 else shares - 1 - place].append(layout)
+    return assigned
 
 
-def micro_batches(dealt: Sequence[Sequence[Layout]], examples: Sequence[Example], share: int) -> list[MicroBatch]:
+def micro_batches(assigned: Sequence[Sequence[Layout]], examples: Sequence[Example], share: int) -> list[MicroBatch]:
     """Those of one share, blank ones behind, as many as the longest share has."""
-    own = [micro_batch(layout, examples) for layout in dealt[share]]
-    missing = max(len(layouts) for layouts in dealt) - len(own)
+    own = [micro_batch(layout, examples) for layout in assigned[share]]
+    missing = max(len(layouts) for layouts in assigned) - len(own)
     return own + [blank(examples)] * missing if missing else own
 
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from configs.schema.algorithm import KL_IN_REWARD, AlgorithmConfig
 from configs.schema.distill import DistillConfig
 from models.algorithms.modes import Correction
-from models.algorithms.step_facts import Need, needs
+from models.algorithms.step_statistics import Need, needs
 
 # Estimators whose advantages of tokens are decided here; the stages know those of whole rollouts.
 TOKEN_ESTIMATORS = frozenset(("ppo", "reinforce_plus_plus", "on_policy_distillation"))

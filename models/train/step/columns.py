@@ -12,7 +12,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from models.algorithms.tokens import PolicyTokens, StepFacts
+from models.algorithms.tokens import PolicyTokens, StepStatistics
 from models.train.errors import BackendMisuse
 from models.train.step.examples import Example, Float32Array
 
@@ -51,7 +51,7 @@ def policy_tokens(
     *,
     bypass: bool,
     device: torch.device,
-    facts: StepFacts,
+    facts: StepStatistics,
     entropy: Tensor | None = None,
     ref_log_probs: Tensor | None = None,
 ) -> PolicyTokens:

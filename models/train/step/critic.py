@@ -21,7 +21,7 @@ from torch import Tensor
 
 from configs.schema.critic import CriticConfig
 from configs.schema.train import TrainConfig
-from models.train.dp_group import Crew, Float32Array
+from models.train.dp_group import DpGroup, Float32Array
 from models.train.errors import TrainStateUnreadable
 from models.train.huggingface.loading import enable_checkpointing, load_model
 from models.train.huggingface.optimizer import Updater, UpdateResult
@@ -95,10 +95,10 @@ class ValueNumerator:
         return numerator
 
     def metrics(
-        self, result: UpdateResult, loss_denominator: float, mean_denominator: float, crew: Crew
+        self, result: UpdateResult, loss_denominator: float, mean_denominator: float, dp_group: DpGroup
     ) -> dict[str, float]:
         """Metrics of the step whose update gave `result`; starts the next step."""
-        sums = crew.merge({"loss": float(self._loss), "clipped": float(self._clipped)})
+        sums = dp_group.merge({"loss": float(self._loss), "clipped": float(self._clipped)})
         self.begin_step()
         return {
             "train/value_loss": sums["loss"] / loss_denominator,
@@ -161,12 +161,12 @@ class Critic:
                 self._numerator(batch.members, self.values_of(batch.rows)).backward()
 
     def update(
-        self, loss_denominator: float, mean_denominator: float, crew: Crew
+        self, loss_denominator: float, mean_denominator: float, dp_group: DpGroup
     ) -> tuple[UpdateResult, dict[str, float]]:
         """Make the update, or refuse it, and start the next step; metrics of this one."""
-        crew.add_gradients([parameter for _, parameter in self.updater.named_parameters])
+        dp_group.all_reduce_gradients([parameter for _, parameter in self.updater.named_parameters])
         result = self.updater.apply(loss_denominator)
-        return result, self._numerator.metrics(result, loss_denominator, mean_denominator, crew)
+        return result, self._numerator.metrics(result, loss_denominator, mean_denominator, dp_group)
 
     def discard(self) -> None:
         """Forget the gradients and sums of the running step."""

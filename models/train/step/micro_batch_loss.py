@@ -17,7 +17,7 @@ from models.algorithms.group_loss import GroupColumns, GroupLossFunction, group_
 from models.algorithms.losses import policy_loss_of
 from models.algorithms.modes import Correction
 from models.algorithms.objective import Objective, policy_objective, sft_objective
-from models.algorithms.tokens import PolicyTokens, StepFacts
+from models.algorithms.tokens import PolicyTokens, StepStatistics
 from models.train.step.columns import policy_tokens, weight_column
 from models.train.step.examples import Example
 from models.train.step.totals import StepTotals
@@ -50,7 +50,7 @@ class PolicyNumerator:
         members: Sequence[Example],
         log_probs: Tensor,
         entropy: Tensor | None,
-        facts: StepFacts,
+        facts: StepStatistics,
         totals: StepTotals,
         ref_log_probs: Tensor | None = None,
     ) -> Tensor:

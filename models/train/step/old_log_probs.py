@@ -14,17 +14,17 @@ import numpy as np
 
 from models.train.dp_group import Float32Array
 from models.train.model_set import ModelSet
-from models.train.packing.balance import MicroBatch, deal, micro_batches, with_ids
+from models.train.packing.balance import MicroBatch, assign, micro_batches, with_ids
 from models.train.step.batch_needs import BatchNeeds
 from models.train.step.columns import token_counts
 from models.train.step.examples import Example
-from models.train.step.pending import Dealt
+from models.train.step.pending import Assigned
 
 Score = Callable[[Sequence[MicroBatch]], list[Float32Array]]
 Write = Callable[[Example, Float32Array], None]
 
 
-class AnchorPass:
+class OldLogProbPass:
     """Log-probs of policy and reference and values of the critic, written into examples."""
 
     def __init__(self, models: ModelSet, *, bootstrap: bool) -> None:
@@ -32,44 +32,44 @@ class AnchorPass:
         self._models = models
         self._bootstrap = bootstrap
 
-    def fill(self, dealt: Dealt, needs: BatchNeeds) -> None:
+    def fill(self, assigned: Assigned, needs: BatchNeeds) -> None:
         """Fill in what `needs` asks for, and the reference's log-probs if there is one."""
         models = self._models
         if needs.anchor:
-            self._score(dealt, models.log_probs, lambda example, found: _anchor(example, found, needs))
+            self._score(assigned, models.log_probs, lambda example, found: _anchor(example, found, needs))
         if models.has_reference:
-            self._score(dealt, lambda own: models.log_probs(own, "reference"), _set("ref_log_probs"))
+            self._score(assigned, lambda own: models.log_probs(own, "reference"), _set("ref_log_probs"))
         if needs.values and models.critic is not None:
-            self._values(dealt, models.critic.values)
+            self._values(assigned, models.critic.values)
 
     def refresh(self, examples: Sequence[Example]) -> None:
         """Fill in `current_log_probs` under the weights as they are now."""
         if examples:
             self._score(self._deal(examples), self._models.log_probs, _set("current_log_probs"))
 
-    def _deal(self, examples: Sequence[Example]) -> Dealt:
+    def _deal(self, examples: Sequence[Example]) -> Assigned:
         ids, prompts = [one.tokens for one in examples], [one.prompt for one in examples]
-        return Dealt(deal(ids, prompts, self._models.packing, self._models.crew.data_world), list(examples))
+        return Assigned(assign(ids, prompts, self._models.packing, self._models.dp_group.dp_size), list(examples))
 
-    def _score(self, dealt: Dealt, score: Score, write: Write) -> None:
+    def _score(self, assigned: Assigned, score: Score, write: Write) -> None:
         """Run one model over this process's share, and write what was found for all shares."""
-        crew = self._models.crew
-        found = score(micro_batches(dealt.shares, dealt.examples, crew.data_rank))
-        own = [values for values in found[: len(dealt.shares[crew.data_rank])]]  # without the blank ones behind
-        parts = crew.by_share(np.concatenate([np.zeros(0, np.float32), *own]))
-        for layouts, values in zip(dealt.shares, parts, strict=True):
-            members = [dealt.examples[item] for layout in layouts for item in layout.items]
+        dp_group = self._models.dp_group
+        found = score(micro_batches(assigned.shares, assigned.examples, dp_group.dp_rank))
+        own = [values for values in found[: len(assigned.shares[dp_group.dp_rank])]]  # without the blank ones behind
+        parts = dp_group.gather_by_dp_rank(np.concatenate([np.zeros(0, np.float32), *own]))
+        for layouts, values in zip(assigned.shares, parts, strict=True):
+            members = [assigned.examples[item] for layout in layouts for item in layout.items]
             cuts = np.cumsum(token_counts(members))[:-1]
             for example, one in zip(members, np.split(values, cuts) if members else [], strict=True):
                 write(example, one)
 
-    def _values(self, dealt: Dealt, score: Score) -> None:
+    def _values(self, assigned: Assigned, score: Score) -> None:
         """Values, and those behind the end of truncated sequences."""
-        if not (self._bootstrap and any(example.truncated for example in dealt.examples)):
-            self._score(dealt, score, _set("values"))
+        if not (self._bootstrap and any(example.truncated for example in assigned.examples)):
+            self._score(assigned, score, _set("values"))
             return
         # The value behind the end is read at the last token, which is an input only if something follows it.
-        examples = [dealt.examples[item] for share in dealt.shares for layout in share for item in layout.items]
+        examples = [assigned.examples[item] for share in assigned.shares for layout in share for item in layout.items]
         longer = [_continued(example) if example.truncated else with_ids(example) for example in examples]
         self._score(self._deal(longer), score, _set("values"))
         for example, copy in zip(examples, longer, strict=True):

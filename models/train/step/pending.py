@@ -10,13 +10,13 @@ import itertools
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from models.train.packing.balance import deal, deal_layouts
+from models.train.packing.balance import assign, assign_layouts
 from models.train.packing.packing import Layout, Packing, plan
 from models.train.step.examples import Example
 
 
 @dataclass(frozen=True)
-class Dealt:
+class Assigned:
     """Micro-batches by share. The layouts' items index `examples`."""
 
     shares: list[list[Layout]]
@@ -45,33 +45,33 @@ class Pending:
         examples, self._examples, self._tokens, self._plan_at = self._examples, [], 0, 0
         return examples
 
-    def take(self, packing: Packing, shares: int, *, everything: bool) -> Dealt:
+    def take(self, packing: Packing, shares: int, *, everything: bool) -> Assigned:
         """Remove and return full micro-batches (or all)."""
         due = max(self._plan_at, packing.max_tokens * shares)
         if not self._examples or (not everything and self._tokens < due):
-            return Dealt([[]] * shares, [])
+            return Assigned([[]] * shares, [])
         tokens = self._tokens
         examples = self.take_all()
         ids, prompts = [example.tokens for example in examples], [example.prompt for example in examples]
         if everything:
-            return Dealt(deal(ids, prompts, packing, shares), examples)
+            return Assigned(assign(ids, prompts, packing, shares), examples)
         layouts = plan(ids, prompts, packing)
         full = (len(layouts) - 1) // shares * shares
         rest = layouts[full:]
         self.extend(examples[item] for layout in rest for item in layout.items)
         if not full:  # common prompts left room: look again when as much as fits has come
             self._plan_at = tokens + packing.max_tokens * shares - sum(layout.padded_tokens for layout in rest)
-        return Dealt(deal_layouts(layouts[:full], packing, shares), examples)
+        return Assigned(assign_layouts(layouts[:full], packing, shares), examples)
 
 
-def whole_groups(examples: Sequence[Example], packing: Packing, shares: int) -> Dealt:
+def whole_groups(examples: Sequence[Example], packing: Packing, shares: int) -> Assigned:
     """Micro-batches that hold whole groups: as many as the token budget takes, one at least."""
     ordered = sorted(examples, key=lambda example: example.key)
     place = {id(example): at for at, example in enumerate(ordered)}
     layouts = [
         layout.renumbered([place[id(example)] for example in held]) for layout, held in _whole_groups(ordered, packing)
     ]
-    return Dealt(deal_layouts(layouts, packing, shares), ordered)
+    return Assigned(assign_layouts(layouts, packing, shares), ordered)
 
 
 def _whole_groups(ordered: Sequence[Example], packing: Packing) -> Iterator[tuple[Layout, list[Example]]]:

@@ -16,15 +16,15 @@ from dataclasses import dataclass
 from configs.schema.algorithm import AlgorithmConfig
 from models.algorithms.aggregation import Aggregation, StepSize
 from models.algorithms.modes import Correction
-from models.algorithms.tokens import StepFacts
+from models.algorithms.tokens import StepStatistics
 from models.train.errors import BackendMisuse
 from models.train.model_set import ModelSet
 from models.train.packing.balance import micro_batches
 from models.train.step.batch_needs import BatchNeeds
 from models.train.step.examples import Example, Rollout, RolloutKey, partition, total_size
-from models.train.step.old_log_probs import AnchorPass
-from models.train.step.pending import Dealt, Pending, whole_groups
-from models.train.step.step_values import write_facts
+from models.train.step.old_log_probs import OldLogProbPass
+from models.train.step.pending import Assigned, Pending, whole_groups
+from models.train.step.step_values import write_step_statistics
 from models.train.step.totals import StepTotals
 from models.train.step.whole_batch import decide_advantages, logged_means
 
@@ -58,7 +58,7 @@ class RunningBatch:
         self, models: ModelSet, rules: Rules, needs: BatchNeeds, *, steps: int, train_policy: bool = True
     ) -> None:
         self._models = models
-        self._anchors = AnchorPass(models, bootstrap=rules.bootstrap)
+        self._anchors = OldLogProbPass(models, bootstrap=rules.bootstrap)
         self._rules = rules
         self._needs = needs
         self._steps = steps
@@ -78,7 +78,7 @@ class RunningBatch:
         self._totals = StepTotals()
         self._staleness_sum = 0.0
         self._examples: list[Example] = []  # of the running step of a whole batch
-        self._facts = StepFacts()
+        self._facts = StepStatistics()
 
     @property
     def steps_due(self) -> int:
@@ -109,19 +109,19 @@ class RunningBatch:
 
     def work(self, *, everything: bool) -> None:
         """Run what is possible: full micro-batches, or all."""
-        packing, shares = self._models.packing, self._models.crew.data_world
+        packing, shares = self._models.packing, self._models.dp_group.dp_size
         if self._needs.whole_batch and not self._completed:
-            if dealt := self._unanchored.take(packing, shares, everything=everything):
-                self._anchors.fill(dealt, self._needs)
+            if assigned := self._unanchored.take(packing, shares, everything=everything):
+                self._anchors.fill(assigned, self._needs)
         elif self._rules.whole_groups:
             self._backward(whole_groups(self._pending.take_all(), packing, shares))
         else:
             self._backward(self._pending.take(packing, shares, everything=everything))
 
-    def _backward(self, dealt: Dealt) -> None:
-        if not dealt:
+    def _backward(self, assigned: Assigned) -> None:
+        if not assigned:
             return
-        own = micro_batches(dealt.shares, dealt.examples, self._models.crew.data_rank)
+        own = micro_batches(assigned.shares, assigned.examples, self._models.dp_group.dp_rank)
         if self._train_policy:
             self._models.backward(own, self._facts, self._totals)
         if self._models.critic is not None:
@@ -137,7 +137,7 @@ class RunningBatch:
                 self._complete()
             self._next_part()
         self.work(everything=True)
-        self._totals.combine(self._models.crew)
+        self._totals.combine(self._models.dp_group)
         kept = 0.0 if self._totals.kept is None else float(self._totals.kept)
         return StepWork(self._size, self._totals, self._staleness_sum, kept)
 
@@ -163,7 +163,7 @@ class RunningBatch:
             return
         if self._needs.facts == "current" and not self._first:
             self._anchors.refresh(self._examples)
-        self._facts = write_facts(self._examples, rules.algorithm, rules.correction, rules.aggregation)
+        self._facts = write_step_statistics(self._examples, rules.algorithm, rules.correction, rules.aggregation)
 
     def decided_metrics(self, mean_denominator: float) -> dict[str, float]:
         """Metrics of what was decided for the batch, for the running step."""

@@ -1,7 +1,7 @@
 """Facts of one optimizer step, written into its examples. Nothing here runs a model.
 
-Invariant: every process of a crew computes the facts of all sequences of the step, from the same numbers in the same
-order, so that no decision differs between them.
+Invariant: every process of a data-parallel group computes the facts of all sequences of the step, from the same numbers
+in the same order, so that no decision differs between them.
 """
 
 from __future__ import annotations
@@ -16,18 +16,18 @@ import torch
 from configs.schema.algorithm import AlgorithmConfig
 from models.algorithms.aggregation import Aggregation
 from models.algorithms.modes import Correction
-from models.algorithms.step_facts import kept_scale, rejected_siblings, step_facts
-from models.algorithms.tokens import PolicyTokens, StepFacts
+from models.algorithms.step_statistics import kept_scale, rejected_siblings, step_statistics
+from models.algorithms.tokens import PolicyTokens, StepStatistics
 from models.train.step.columns import token_counts
 from models.train.step.examples import Example
 
 
-def write_facts(
+def write_step_statistics(
     examples: Sequence[Example],
     algorithm: AlgorithmConfig,
     correction: Correction,
     aggregation: Aggregation,
-) -> StepFacts:
+) -> StepStatistics:
     """Facts of the step that `examples` are; sets `rejected` and `kept_scale` of each.
 
     The examples hold `current_log_probs` (under the weights of the step's start) and, unless the mode has no such
@@ -43,7 +43,7 @@ def write_facts(
         scale = kept_scale(tokens, rollout, aggregation, correction)
         for example, factor in zip(examples, scale.tolist(), strict=True):
             example.kept_scale = factor
-    return step_facts(tokens, algorithm, correction)
+    return step_statistics(tokens, algorithm, correction)
 
 
 def _tokens_of_step(examples: Sequence[Example], correction: Correction) -> tuple[PolicyTokens, torch.Tensor]:

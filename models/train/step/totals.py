@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import torch
 
 from models.algorithms.metrics import MetricTotals
-from models.train.dp_group import Crew
+from models.train.dp_group import DpGroup
 from models.train.packing.balance import MicroBatch
 
 
@@ -37,7 +37,7 @@ class StepTotals:
             self.used_tokens += batch.layout.used_tokens
             self.sequence_tokens += sum(example.input_length for example in batch.members)
 
-    def combine(self, crew: Crew) -> None:
+    def combine(self, dp_group: DpGroup) -> None:
         """Make these the totals of all shares."""
         own = {
             "kept": 0.0 if self.kept is None else float(self.kept),
@@ -46,15 +46,15 @@ class StepTotals:
             "used_tokens": self.used_tokens,
             "sequence_tokens": self.sequence_tokens,
         }
-        sums = crew.merge(own)
+        sums = dp_group.merge(own)
         self.kept = torch.tensor(sums["kept"], dtype=torch.float64)
         self.micro_batches, self.padded_tokens = int(sums["micro_batches"]), int(sums["padded_tokens"])
         self.used_tokens, self.sequence_tokens = int(sums["used_tokens"]), int(sums["sequence_tokens"])
-        if crew.processes > 1:
+        if dp_group.processes > 1:
             self.metrics = MetricTotals(
-                means=_combined(self.metrics.means, crew),
-                sums=_combined(self.metrics.sums, crew),
-                maxima=_combined(self.metrics.maxima, crew, largest=True),
+                means=_combined(self.metrics.means, dp_group),
+                sums=_combined(self.metrics.sums, dp_group),
+                maxima=_combined(self.metrics.maxima, dp_group, largest=True),
             )
 
     def result(self, denominator: float, *, loss_denominator: float) -> dict[str, float]:
@@ -66,7 +66,7 @@ class StepTotals:
         return out
 
 
-def _combined(values: dict[str, torch.Tensor], crew: Crew, *, largest: bool = False) -> dict[str, torch.Tensor]:
+def _combined(values: dict[str, torch.Tensor], dp_group: DpGroup, *, largest: bool = False) -> dict[str, torch.Tensor]:
     numbers = {name: float(value) for name, value in values.items()}
-    found = crew.merge(numbers, largest=largest)
+    found = dp_group.merge(numbers, largest=largest)
     return {name: torch.tensor(value, dtype=torch.float64) for name, value in found.items()}

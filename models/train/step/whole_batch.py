@@ -1,7 +1,7 @@
 """What is decided over a whole rollout batch, before its first optimizer step: advantages of tokens and returns.
 
-Invariants: decided once, under the weights of the batch's start, by every process of a crew from the same numbers;
-written into the examples, which the steps of the batch then only read.
+Invariants: decided once, under the weights of the batch's start, by every process of a data-parallel group from the
+same numbers; written into the examples, which the steps of the batch then only read.
 """
 
 from __future__ import annotations

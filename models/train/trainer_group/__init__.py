@@ -1,1 +1,1 @@
-"""Several processes that train one policy, behind one `TrainBackend`: the gang, and the stage's end of it."""
+"""Several processes that train one policy, behind one `TrainBackend`: the trainer group, and the stage's end of it."""

@@ -1,8 +1,9 @@
-"""The stage's end of a gang: `TrainBackend` whose calls are made by the ranks, and made good when the ranks are lost.
+"""The stage's end of a trainer group: `TrainBackend` whose calls are made by the ranks, and made good when the ranks
+are lost.
 
 The stage process has no process group and holds what must not be lost: buffer, leases, version. When the connection
-breaks, the next call waits for the gang's next incarnation, restores the newest save that there is, repeats the calls
-since then out of the journal, repeats itself, and returns as if nothing had happened.
+breaks, the next call waits for the trainer group's next incarnation, restores the newest save that there is, repeats
+the calls since then out of the journal, repeats itself, and returns as if nothing had happened.
 
 Precision: calls and their order are the same, so the weights after a loss are those of before: to the bit where the
 kernels are deterministic (a CPU with the same number of threads), else to the rounding by which two runs differ.
@@ -53,11 +54,11 @@ from models.train.trainer_group.calls import (
     encode,
     pack_sequences,
 )
-from models.train.trainer_group.errors import GangClosed, GangDiverged
+from models.train.trainer_group.errors import TrainerGroupClosed, TrainerGroupDiverged
 from models.train.trainer_group.faults import error_of
 from models.train.trainer_group.journal import CallJournal, Point, committed
 from models.train.trainer_group.link import Link, LinkLost
-from models.train.trainer_group.rank_spec import read_meeting
+from models.train.trainer_group.rank_spec import read_rendezvous
 from models.train.trainer_group.stream import WeightStream
 
 log = logging.getLogger("sluice.train")
@@ -66,11 +67,11 @@ POLL_S: Final = 0.05
 COMMIT_WAIT_S: Final = 120.0
 
 
-class GangBackend:
-    """`TrainBackend` on a gang.
+class TrainerGroupBackend:
+    """`TrainBackend` on a trainer group.
 
     Args:
-        meeting: the file in which the gang says where it is met.
+        rendezvous: the file in which the trainer group says where it is met.
         home: directory for the journal of calls; what lies there is removed.
         saves_in_background: whether `save` returns before all is on disk; `finish_save` waits for that.
         commit_wait_s: how long a restore waits for the newest save to be committed, before it takes the draft.
@@ -78,17 +79,17 @@ class GangBackend:
 
     def __init__(
         self,
-        meeting: Path,
+        rendezvous: Path,
         home: Path,
         *,
         saves_in_background: bool = False,
         commit_wait_s: float = COMMIT_WAIT_S,
     ) -> None:
-        self._meeting, self._commit_wait_s = meeting, commit_wait_s
+        self._meeting, self._commit_wait_s = rendezvous, commit_wait_s
         self._saves_in_background = saves_in_background
         self._unfinished: Path | None = None  # a save that is being written, and that nobody can have committed
         self._journal = CallJournal(home)
-        self._link: Link | None = None  # to a gang that is where the last call left it
+        self._link: Link | None = None  # to a trainer group that is where the last call left it
         self._newest: Link | None = None  # the same, or to one that is being brought there
         self._incarnation = -1  # the newest that was met
         self._is_set_up = False
@@ -100,7 +101,7 @@ class GangBackend:
     # ------------------------------------------------------------------ TrainBackend
 
     def setup(self) -> None:
-        """Waits for the gang, and has it load its models. Raises what `Trainer.setup` raises."""
+        """Waits for the trainer group, and has it load its models. Raises what `Trainer.setup` raises."""
         self._ask(Setup())
         self._is_set_up = True
 
@@ -141,8 +142,8 @@ class GangBackend:
         self._journal.drop_superfluous()
 
     def finish_save(self) -> None:
-        """Wait until what `save` wrote is on disk. If the gang is lost meanwhile, the save is made again, whatever was
-        trained since.
+        """Wait until what `save` wrote is on disk. If the trainer group is lost meanwhile, the save is made again,
+        whatever was trained since.
         """
         self._ask(FinishSave())
         self._unfinished = None
@@ -157,7 +158,7 @@ class GangBackend:
 
         Each tensor is a view of memory that is written again: use it before asking for the next. Another call ends the
         export; whoever goes on with it then is told so with `BackendMisuse`. After a loss in the middle it goes on with
-        the next tensor of the gang that took over.
+        the next tensor of the trainer group that took over.
         """
         yielded = 0
         while True:
@@ -175,7 +176,7 @@ class GangBackend:
             log.warning("nobody took weights for too long while they were exported; going on after %d", yielded)
 
     def close(self) -> None:
-        """End the gang if nothing is being called; unblock whoever waits for it. May be called twice."""
+        """End the trainer group if nothing is being called; unblock whoever waits for it. May be called twice."""
         self._closed.set()
         if not self._calling.acquire(timeout=POLL_S):
             if (link := self._newest) is not None:
@@ -186,7 +187,7 @@ class GangBackend:
                 self._give_up_export()
                 self._link.ask(encode(End()))
         except LinkLost:
-            log.info("the gang had ended before it was told to")
+            log.info("the trainer group had ended before it was told to")
         finally:
             self._drop_link()
             self._journal.close()
@@ -195,7 +196,7 @@ class GangBackend:
     # ------------------------------------------------------------------ one call
 
     def _ask(self, call: Call, *, half_made: Path | None = None) -> FromRank:
-        """Make a call, again after each loss. Raises the drawn error that the ranks raised, or GangClosed.
+        """Make a call, again after each loss. Raises the drawn error that the ranks raised, or TrainerGroupClosed.
 
         `half_made`: a directory that an interrupted call leaves to be removed before it is made again.
         """
@@ -235,13 +236,14 @@ class GangBackend:
             self._stream = None
 
     def _joined(self) -> Link:
-        """The connection to a gang that is where the last call left it. Raises LinkLost, GangClosed."""
+        """The connection to a trainer group that is where the last call left it. Raises LinkLost,
+        TrainerGroupClosed."""
         if self._closed.is_set():
-            raise GangClosed("the training backend was closed")
+            raise TrainerGroupClosed("the training backend was closed")
         if self._link is None:
             self._newest = link = self._join()
             if self._closed.is_set():  # before it could be broken off
-                raise GangClosed("the training backend was closed")
+                raise TrainerGroupClosed("the training backend was closed")
             if self._is_set_up:
                 self._restore(link)
             self._link = link
@@ -250,20 +252,20 @@ class GangBackend:
     def _join(self) -> Link:
         """Waits for an incarnation that was not met yet. Unblocked by it, or by `close`."""
         while True:
-            meeting = read_meeting(self._meeting)
-            if meeting is not None and meeting.incarnation > self._incarnation:
-                self._incarnation = meeting.incarnation
-                return Link.to(meeting.address)
-            self._pause("while it waited for its gang")
+            rendezvous = read_rendezvous(self._meeting)
+            if rendezvous is not None and rendezvous.incarnation > self._incarnation:
+                self._incarnation = rendezvous.incarnation
+                return Link.to(rendezvous.address)
+            self._pause("while it waited for its trainer group")
 
     def _pause(self, doing: str) -> None:
         if self._closed.wait(POLL_S):
-            raise GangClosed(f"the training backend was closed {doing}")
+            raise TrainerGroupClosed(f"the training backend was closed {doing}")
 
     def _say_lost(self, call: str, loss: LinkLost) -> None:
         self._drop_link()
         if not self._closed.is_set():
-            log.warning("%s: the gang was lost: %s; waiting for its next incarnation", call, loss)
+            log.warning("%s: the trainer group was lost: %s; waiting for its next incarnation", call, loss)
 
     def _drop_link(self) -> None:
         if self._stream is not None:
@@ -277,7 +279,7 @@ class GangBackend:
     # ------------------------------------------------------------------ after a loss
 
     def _restore(self, link: Link) -> None:
-        """Bring a new gang to where the last call left the old one. Raises LinkLost, TrainStateUnreadable."""
+        """Bring a new trainer group to where the last call left the old one. Raises LinkLost, TrainStateUnreadable."""
         started, repeated = time.monotonic(), 0
         self._succeed(link, encode(Setup()))
         point, directory = self._load_newest(link)
@@ -288,7 +290,7 @@ class GangBackend:
                 self._succeed(link, item)
                 repeated += 1
         log.info(
-            "incarnation %d of the gang restored %s and repeated %d calls in %.1f s",
+            "incarnation %d of the trainer group restored %s and repeated %d calls in %.1f s",
             self._incarnation,
             directory or "the initial weights",
             repeated,
@@ -319,25 +321,27 @@ class GangBackend:
                 log.warning("an older save has to be restored: %s", error)
                 refused = str(error)
         raise TrainStateUnreadable(
-            f"the gang was lost and no save of this life of the run can be restored ({refused}); continue from the "
-            "last checkpoint with --resume"
+            f"the trainer group was lost and no save of this life of the run can be restored ({refused}); continue "
+            "from the last checkpoint with --resume"
         )
 
     def _place_of(self, directory: Path, *, wait: bool) -> Path:
         """Where a save lies. Waits for a draft to be committed, so that it is not renamed while ranks read it."""
         deadline = time.monotonic() + (self._commit_wait_s if wait else 0.0)
         while (final := committed(directory)) is None and directory.is_dir() and time.monotonic() < deadline:
-            self._pause("while it restored its gang")
+            self._pause("while it restored its trainer group")
         return final or directory
 
     def _succeed(self, link: Link, data: bytes) -> None:
-        """Make a call that succeeded before. Raises TrainStateUnreadable of a load, else GangDiverged."""
+        """Make a call that succeeded before. Raises TrainStateUnreadable of a load, else TrainerGroupDiverged."""
         if self._closed.is_set():
-            raise GangClosed("the training backend was closed while it restored its gang")
+            raise TrainerGroupClosed("the training backend was closed while it restored its trainer group")
         reply = decode_reply(link.ask(data))
         if not isinstance(reply, Raised):
             return
         error = error_of(reply)
         if isinstance(error, TrainStateUnreadable):
             raise error
-        raise GangDiverged(f"a call that succeeded before the gang was lost now raises {reply.name}: {reply.text}")
+        raise TrainerGroupDiverged(
+            f"a call that succeeded before the trainer group was lost now raises {reply.name}: {reply.text}"
+        )

@@ -1,30 +1,30 @@
-"""What is wrong with a gang itself, beside what its trainers raise. No torch.
+"""What is wrong with a trainer group itself, beside what its trainers raise. No torch.
 
-GangError
-├── GangClosed      the backend was closed while it waited
+TrainerGroupError
+├── TrainerGroupClosed      the backend was closed while it waited
 ├── GangDisagrees   ranks went different ways
-├── GangDiverged    a repeated call went another way than the first time
-└── StageGone       the train stage ended without ending its gang
+├── TrainerGroupDiverged    a repeated call went another way than the first time
+└── StageGone       the train stage ended without ending its trainer group
 """
 
 from __future__ import annotations
 
 
-class GangError(RuntimeError):
-    """Base of what is wrong with the gang itself."""
+class TrainerGroupError(RuntimeError):
+    """Base of what is wrong with the trainer group itself."""
 
 
-class GangClosed(GangError):
-    """The backend was closed while it waited for its gang."""
+class TrainerGroupClosed(TrainerGroupError):
+    """The backend was closed while it waited for its trainer group."""
 
 
-class GangDisagrees(GangError):
+class GangDisagrees(TrainerGroupError):
     """Some ranks raised an error and others did not: their states differ from now on."""
 
 
-class StageGone(GangError):
-    """The stage closed the connection without ending its gang."""
+class StageGone(TrainerGroupError):
+    """The stage closed the connection without ending its trainer group."""
 
 
-class GangDiverged(GangError):
+class TrainerGroupDiverged(TrainerGroupError):
     """A call that succeeded did not succeed when it was repeated after a loss."""

@@ -1,9 +1,10 @@
-"""What a new gang has to do again: the calls since a save, as the bytes that were sent, and the saves to start from.
+"""What a new trainer group has to do again: the calls since a save, as the bytes that were sent, and the saves to start
+from.
 
-    run/gang/calls-000003.bin    the calls between one save and the next; record = length, xxh3_64, bytes
+    run/trainer_group/calls-000003.bin    the calls between one save and the next; record = length, xxh3_64, bytes
 
-The journal serves one life of the train stage, which never ends with its gang: the file holds what memory should not,
-and is of no use to a later life, which starts from a committed checkpoint.
+The journal serves one life of the train stage, which never ends with its trainer group: the file holds what memory
+should not, and is of no use to a later life, which starts from a committed checkpoint.
 
 Invariants: a record is read back whole or not at all, and nothing after a damaged one is read; calls are dropped only
 when a *committed* save makes them superfluous; at any time there is a point from which the journal leads to now.
@@ -28,7 +29,8 @@ _HEAD: Final = struct.Struct("<QQ")
 
 @dataclass(frozen=True)
 class Point:
-    """Where a new gang may start from: a saved directory (None: the initial weights), and the calls after it."""
+    """Where a new trainer group may start from: a saved directory (None: the initial weights), and the calls after
+    it."""
 
     directory: Path | None
     segment: int  # the first file of calls after it

@@ -14,7 +14,7 @@ import torch
 
 from configs.schema import Config
 from models.train.build import build_member
-from models.train.dp_group import Crew
+from models.train.dp_group import DpGroup
 from models.train.trainer import Trainer
 from models.train.trainer_group.calls import (
     Accumulate,
@@ -49,11 +49,13 @@ def run_to_end(tensors: Tensors) -> bool:
 
 
 class Member:
-    """The trainer of one rank. `crew`: of plain copies; sharded frameworks make their own."""
+    """The trainer of one rank. `dp_group`: of plain copies; sharded frameworks make their own."""
 
-    def __init__(self, config: Config, crew: Crew, *, leads: bool, send_weights: SendWeights = run_to_end) -> None:
+    def __init__(
+        self, config: Config, dp_group: DpGroup, *, leads: bool, send_weights: SendWeights = run_to_end
+    ) -> None:
         self._config = _for_this_rank(config)
-        self._crew, self._leads, self._send_weights = crew, leads, send_weights
+        self._crew, self._leads, self._send_weights = dp_group, leads, send_weights
         self._copies = config.train.train_backend == "torch"
         self._trainer: Trainer | None = None
 
@@ -99,7 +101,7 @@ class Member:
 
 
 def _for_this_rank(config: Config) -> Config:
-    """`--train-device cuda:2` names the first GPU of the gang; a rank has one, which is its current device."""
+    """`--train-device cuda:2` names the first GPU of the trainer group; a rank has one, which is its current device."""
     if not config.train.train_device.startswith("cuda"):
         return config
     return msgspec.structs.replace(config, train=msgspec.structs.replace(config.train, train_device="cuda"))

@@ -3,8 +3,8 @@
 Invariants:
 - all ranks make the same calls in the same order; rank 0 hands a call on before it makes it, and replies only after all
   have made it;
-- a drawn error that all ranks raise alike is a reply, and the gang lives; any other error ends the process, and with it
-  the gang;
+- a drawn error that all ranks raise alike is a reply, and the trainer group lives; any other error ends the process,
+  and with it the trainer group;
 - when the stage is gone, all ranks end as if it had said so, and rank 0 tells the difference by its exit status.
 """
 
@@ -22,15 +22,15 @@ import torch
 from torch import distributed
 
 from configs.schema import Config
-from models.train.dp_group import ProcessCrew
+from models.train.dp_group import DistributedDpGroup
 from models.train.trainer_group.buckets import WeightSender
 from models.train.trainer_group.calls import Call, Done, End, GoOn, Raised, Reply, Stop, decode_message, encode
+from models.train.trainer_group.control_group import NO_SAY, NOTHING_RAISED, ControlGroup, ending_of
 from models.train.trainer_group.errors import GangDisagrees, StageGone
 from models.train.trainer_group.faults import DRAWN, raised
 from models.train.trainer_group.link import Link, LinkLost
 from models.train.trainer_group.member import Member, Tensors
-from models.train.trainer_group.rank_spec import Meeting, RankSpec, write_meeting
-from models.train.trainer_group.team import NO_SAY, NOTHING_RAISED, Team, ending_of
+from models.train.trainer_group.rank_spec import RankSpec, Rendezvous, write_rendezvous
 
 log = logging.getLogger("sluice.train")
 
@@ -43,20 +43,22 @@ def run_rank(spec: RankSpec) -> None:
     config = msgspec.json.decode(Path(spec.config).read_bytes(), type=Config)
     timeout_s = config.parallel.distributed_timeout_minutes * 60
     with ExitStack() as stack:
-        team = _find_others(spec, config, timeout_s)
+        control_group = _find_others(spec, config, timeout_s)
         stack.callback(distributed.destroy_process_group)
-        crew = ProcessCrew(data_rank=spec.rank, data_world=spec.processes, speaks=True, gloo=team.gloo)
-        if not team.leads:
-            Follower(team, Member(config, crew, leads=False)).run()
+        dp_group = DistributedDpGroup(dp_rank=spec.rank, dp_size=spec.processes, speaks=True, gloo=control_group.gloo)
+        if not control_group.leads:
+            Follower(control_group, Member(config, dp_group, leads=False)).run()
             return
         server = stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
         server.bind(spec.address)
         server.listen(1)
-        write_meeting(Path(spec.meeting), Meeting(spec.incarnation, spec.address))
-        Leader(team, config, server, crew, silence_s=min(LONGEST_SILENCE_S, timeout_s / SIGNS_PER_TIMEOUT)).run()
+        write_rendezvous(Path(spec.rendezvous), Rendezvous(spec.incarnation, spec.address))
+        Leader(
+            control_group, config, server, dp_group, silence_s=min(LONGEST_SILENCE_S, timeout_s / SIGNS_PER_TIMEOUT)
+        ).run()
 
 
-def _find_others(spec: RankSpec, config: Config, timeout_s: float) -> Team:
+def _find_others(spec: RankSpec, config: Config, timeout_s: float) -> ControlGroup:
     """Waits for all ranks, at most the timeout."""
     on_gpu = config.train.train_device != "cpu" and torch.cuda.is_available()
     if on_gpu:
@@ -69,12 +71,12 @@ def _find_others(spec: RankSpec, config: Config, timeout_s: float) -> Team:
         timeout=timedelta(seconds=timeout_s),
     )
     gloo = distributed.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
-    team = Team(gloo)
-    team.endings(NOTHING_RAISED)  # all have come this far
-    return team
+    control_group = ControlGroup(gloo)
+    control_group.endings(NOTHING_RAISED)  # all have come this far
+    return control_group
 
 
-def _make(team: Team, member: Member, call: Call) -> Reply:
+def _make(control_group: ControlGroup, member: Member, call: Call) -> Reply:
     """Make a call with all others; what rank 0 replies. Raises GangDisagrees, and what is no drawn error."""
     reply: Reply = Done()
     own = NO_SAY
@@ -83,7 +85,7 @@ def _make(team: Team, member: Member, call: Call) -> Reply:
             reply, own = member.make(call), NOTHING_RAISED
         except DRAWN as error:
             reply, own = raised(error), ending_of(error)
-    endings = [ending for ending in team.endings(own) if ending != NO_SAY]
+    endings = [ending for ending in control_group.endings(own) if ending != NO_SAY]
     if len(set(endings)) != 1:
         said = f"{reply.name}: {reply.text}" if isinstance(reply, Raised) else "nothing"
         raise GangDisagrees(f"{type(call).__name__}: this rank raised {said}, and others did not")
@@ -93,8 +95,8 @@ def _make(team: Team, member: Member, call: Call) -> Reply:
 class Follower:
     """A rank beside the first."""
 
-    def __init__(self, team: Team, member: Member) -> None:
-        self._team, self._member = team, member
+    def __init__(self, control_group: ControlGroup, member: Member) -> None:
+        self._team, self._member = control_group, member
 
     def run(self) -> None:
         """Waits for calls; ends with the last."""
@@ -110,11 +112,17 @@ class Leader:
     """Rank 0."""
 
     def __init__(
-        self, team: Team, config: Config, server: socket.socket, crew: ProcessCrew, *, silence_s: float
+        self,
+        control_group: ControlGroup,
+        config: Config,
+        server: socket.socket,
+        dp_group: DistributedDpGroup,
+        *,
+        silence_s: float,
     ) -> None:
-        self._team, self._server, self._silence_s = team, server, silence_s
+        self._team, self._server, self._silence_s = control_group, server, silence_s
         self._sender = WeightSender(config.update.update_weight_buffer_size, silence_s)
-        self._member = Member(config, crew, leads=True, send_weights=self._send_weights)
+        self._member = Member(config, dp_group, leads=True, send_weights=self._send_weights)
         self._link: Link | None = None
         self._stage_gone = False
 
@@ -132,7 +140,7 @@ class Leader:
             if isinstance(call, End):
                 break
         if self._stage_gone:
-            raise StageGone("the train stage ended without ending its gang")
+            raise StageGone("the train stage ended without ending its trainer group")
 
     def _meet(self) -> Link:
         self._server.settimeout(self._silence_s)

@@ -51,7 +51,7 @@ class WeightStream:
                 try:
                     self.give_up()
                 except LinkLost:
-                    self._link.break_off()  # the next call meets the gang's next incarnation
+                    self._link.break_off()  # the next call meets the trainer group's next incarnation
                 finally:
                     self._calling.release()
 

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from models.algorithms.step_statistics import step_statistics
 
 from configs.schema.algorithm import AlgorithmConfig
 from models.algorithms.correction import ImportanceWeights, importance_weights, log_weight_of
@@ -16,7 +17,6 @@ from models.algorithms.modes import Correction
 from models.algorithms.objective import policy_objective
 from models.algorithms.opsm import drifted_negatives
 from models.algorithms.prox import alpha, loglinear_anchor, with_anchor
-from models.algorithms.step_facts import step_facts
 from models.algorithms.tokens import PolicyTokens
 
 STALENESS = torch.tensor([0, 1, 1, 2, 3, 0, 1, 4])
@@ -70,7 +70,7 @@ def test_weights_against_the_current_policy(f, close) -> None:  # type: ignore[n
 
 def test_batch_normalised_weights_have_mean_one(f) -> None:  # type: ignore[no-untyped-def]
     correction = Correction("decoupled", True, high=1.2, batch_normalize=True)
-    facts = step_facts(f.tokens(), PPO, correction)
+    facts = step_statistics(f.tokens(), PPO, correction)
     loss = policy_objective(f.tokens(facts=facts), PPO, correction, ppo_clip).loss
     plain = ppo_clip(f.tokens(), PPO).loss
     factor = (loss / plain)[f.mask]

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from models.algorithms.step_statistics import kept_scale, needs, step_statistics
 from torch import Tensor
 
 from configs.schema.algorithm import AlgorithmConfig
@@ -24,7 +25,6 @@ from models.algorithms.objective import policy_objective
 from models.algorithms.prox import alpha, with_anchor
 from models.algorithms.rejection import rejection_of, statistic
 from models.algorithms.rules import RejectionRule
-from models.algorithms.step_facts import kept_scale, needs, step_facts
 from models.algorithms.tokens import PolicyTokens
 
 GOLDEN = json.loads((Path(__file__).parent / "golden" / "fixture_f.json").read_text())
@@ -50,7 +50,7 @@ def prepared(f, case: dict[str, Any], theta: Tensor, aggregation: str):  # type:
     columns: dict[str, Any] = {"staleness": stale}
     if needs(algorithm, correction) != "none":
         step = f.tokens(theta.detach(), **columns)
-        columns["facts"] = step_facts(step, algorithm, correction)
+        columns["facts"] = step_statistics(step, algorithm, correction)
         if correction.renormalize:
             columns["kept_scale"] = kept_scale(step, torch.tensor([7, 3]), aggregation, correction)
     return f.tokens(theta, **columns), algorithm, correction
@@ -82,7 +82,7 @@ def test_importance_weights(f, close, case: dict[str, Any]) -> None:  # type: ig
     if "weight" in case:
         close(weight * f.mask, flat(case["weight"]))
     if "mean" in case:
-        mean = step_facts(f.tokens(), AlgorithmConfig(policy_loss="ppo"), correction).weight_mean
+        mean = step_statistics(f.tokens(), AlgorithmConfig(policy_loss="ppo"), correction).weight_mean
         assert mean == pytest.approx(case["mean"], abs=DIGITS)
         close(weight * f.mask / mean, flat(case["normalised"]))
 

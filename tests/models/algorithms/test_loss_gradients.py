@@ -10,6 +10,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from models.algorithms.step_statistics import step_statistics
 from torch import Tensor
 
 from configs.schema.algorithm import AlgorithmConfig
@@ -17,7 +18,6 @@ from models.algorithms.losses import policy_loss_of
 from models.algorithms.modes import Correction
 from models.algorithms.objective import policy_objective
 from models.algorithms.rules import parse_rules
-from models.algorithms.step_facts import step_facts
 
 STEP = 1e-6
 ON_POLICY = Correction("onpolicy", False)
@@ -84,7 +84,7 @@ def central_differences(f, function: Callable[[Tensor], Tensor]) -> Tensor:  # t
 @pytest.mark.parametrize("name", list(LOSSES))
 def test_every_loss(f, name: str) -> None:  # type: ignore[no-untyped-def]
     config = LOSSES[name]
-    facts = step_facts(f.tokens(), config, BYPASS)
+    facts = step_statistics(f.tokens(), config, BYPASS)
     oracle = frozen_losses(f, config)
     theta = f.theta.clone().requires_grad_()
     loss = policy_loss_of(config.policy_loss)(f.tokens(theta, facts=facts), config).loss
@@ -115,7 +115,7 @@ def test_corrections_scale_the_gradient_and_have_none(f, loss: str, name: str) -
     """Against a fixed anchor no weight depends on theta, so plain differences of the whole loss must agree."""
     config, correction = LOSSES[loss], CORRECTIONS[name]
     stale = STALENESS
-    facts = step_facts(f.tokens(staleness=stale), config, correction)
+    facts = step_statistics(f.tokens(staleness=stale), config, correction)
     function = policy_loss_of(config.policy_loss)
 
     def gradient(chosen: Correction) -> Tensor:

@@ -8,6 +8,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from models.algorithms.step_statistics import kept_scale, rejected_siblings, step_statistics
 from torch import Tensor
 
 from configs.schema.algorithm import POLICY_LOSSES, SAMPLER_LOSSES, AlgorithmConfig
@@ -17,7 +18,6 @@ from models.algorithms.metrics import MetricTotals
 from models.algorithms.modes import Correction
 from models.algorithms.objective import Objective, policy_objective
 from models.algorithms.rules import parse_rules
-from models.algorithms.step_facts import kept_scale, rejected_siblings, step_facts
 from models.algorithms.tokens import PolicyTokens
 
 CLIPPED = AlgorithmConfig(
@@ -89,7 +89,7 @@ def changed(tokens: PolicyTokens, **changes: object) -> PolicyTokens:
 def with_facts(tokens: PolicyTokens, config: AlgorithmConfig, correction: Correction) -> PolicyTokens:
     """As if `tokens` were the whole step, in which all sequences belong to one rollout."""
     one = torch.zeros(tokens.n_sequences, dtype=torch.int64)
-    tokens = changed(tokens, facts=step_facts(tokens, config, correction))
+    tokens = changed(tokens, facts=step_statistics(tokens, config, correction))
     tokens = changed(tokens, rejected=rejected_siblings(tokens, one, correction))
     return changed(tokens, kept_scale=kept_scale(tokens, one, "rollout_mean", correction))
 

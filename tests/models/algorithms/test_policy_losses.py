@@ -16,7 +16,7 @@ from models.algorithms.kl import k3, kl_to_reference, kl_values, low_var_kl
 from models.algorithms.losses import POLICY_LOSSES, policy_loss_of, ppo_clip, sft
 from models.algorithms.modes import Correction
 from models.algorithms.objective import policy_objective, sft_objective
-from models.algorithms.tokens import PolicyTokens, StepFacts
+from models.algorithms.tokens import PolicyTokens, StepStatistics
 
 
 def weights_of(tokens: PolicyTokens, correction: Correction) -> ImportanceWeights:
@@ -44,7 +44,7 @@ def test_dual_clip_bounds_negative_tokens_only(f) -> None:  # type: ignore[no-un
 
 def test_what_the_other_losses_call_clipped(f) -> None:  # type: ignore[no-untyped-def]
     def sides(name: str, **values: float) -> tuple[list[int], list[int]]:
-        tokens = f.tokens(facts=StepFacts(m2po_bound=0.1))
+        tokens = f.tokens(facts=StepStatistics(m2po_bound=0.1))
         result = policy_loss_of(name)(tokens, AlgorithmConfig(policy_loss=name, **values))
         return result.clipped_high.nonzero().flatten().tolist(), result.clipped_low.nonzero().flatten().tolist()
 

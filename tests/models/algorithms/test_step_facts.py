@@ -8,12 +8,12 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from models.algorithms.step_statistics import m2po_bound, needs, squared_log_ratio, step_statistics
 
 from configs.schema.algorithm import AlgorithmConfig
 from models.algorithms.modes import Correction
 from models.algorithms.rules import parse_rules
-from models.algorithms.step_facts import m2po_bound, needs, squared_log_ratio, step_facts
-from models.algorithms.tokens import StepFacts
+from models.algorithms.tokens import StepStatistics
 
 PPO = AlgorithmConfig(policy_loss="ppo")
 M2PO = AlgorithmConfig(policy_loss="m2po", m2po_threshold=0.05)
@@ -49,23 +49,23 @@ def test_siblings_are_needed_only_where_rollouts_fan_out() -> None:
 
 
 def test_nothing_asked_for_gives_neutral_facts(f) -> None:  # type: ignore[no-untyped-def]
-    assert step_facts(f.tokens(), PPO, TIS) == StepFacts()
+    assert step_statistics(f.tokens(), PPO, TIS) == StepStatistics()
 
 
 def test_mean_of_sequence_weights_is_over_sequences(f) -> None:  # type: ignore[no-untyped-def]
     correction = Correction("decoupled", True, level="sequence", batch_normalize=True)
     expected = (math.exp(-0.25) + math.exp(-0.05)) / 2
-    assert step_facts(f.tokens(), PPO, correction).weight_mean == pytest.approx(expected)
+    assert step_statistics(f.tokens(), PPO, correction).weight_mean == pytest.approx(expected)
     # A row without a trainable token does not enter it.
     tokens = f.tokens(mask=f.mask & (f.sequence == 0), sequence=torch.tensor([0] * 5 + [2] * 3), n_sequences=4)
-    assert step_facts(tokens, PPO, correction).weight_mean == pytest.approx(math.exp(-0.25))
+    assert step_statistics(tokens, PPO, correction).weight_mean == pytest.approx(math.exp(-0.25))
 
 
 def test_weights_that_are_all_zero_are_not_normalised(f) -> None:  # type: ignore[no-untyped-def]
     correction = Correction("decoupled", True, low=5.0, high=6.0, tis_mode="icepop", batch_normalize=True)
-    assert step_facts(f.tokens(), PPO, correction).weight_mean == 1.0
+    assert step_statistics(f.tokens(), PPO, correction).weight_mean == 1.0
     dark = f.tokens(mask=torch.zeros(8, dtype=torch.bool))
-    assert step_facts(dark, PPO, Correction("decoupled", True, batch_normalize=True)).weight_mean == 1.0
+    assert step_statistics(dark, PPO, Correction("decoupled", True, batch_normalize=True)).weight_mean == 1.0
 
 
 def test_m2po_golden(f, close) -> None:  # type: ignore[no-untyped-def]

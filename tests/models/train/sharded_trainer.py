@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import save_file
 from small_trainer import make_backend, make_sequences, train_step
 
-from models.train.dp_group import Crew, ProcessCrew
+from models.train.dp_group import DistributedDpGroup, DpGroup
 from models.train.interface import TrainSequence
 
 # name -> (number of optimizer steps, how many sequences, options)
@@ -70,10 +70,10 @@ def sequences_of(how: str) -> list[TrainSequence]:
     return sequences[: {"few": 3, "one": 1, "all": len(sequences)}[how]]
 
 
-def train(checkpoint: Path, out: Path, rank: int, crew: Crew | None) -> None:
+def train(checkpoint: Path, out: Path, rank: int, dp_group: DpGroup | None) -> None:
     """Train every case, and write what came of it."""
     for name, (steps, how, fields) in CASES.items():
-        backend = make_backend(checkpoint, crew=crew, max_tokens_per_gpu=48, **fields)
+        backend = make_backend(checkpoint, dp_group=dp_group, max_tokens_per_gpu=48, **fields)
         metrics, tensors = [], {}
         backend.begin_batch(rollouts=12, steps=steps, version=2)
         calls: list[list[TrainSequence]] = [sequences_of(how)]
@@ -96,6 +96,6 @@ def run(checkpoint: str, out: str, rank: int, world: int, rendezvous: str) -> No
         "gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=world, timeout=timedelta(seconds=60)
     )
     try:
-        train(Path(checkpoint), Path(out), rank, ProcessCrew(data_rank=rank, data_world=world, speaks=True))
+        train(Path(checkpoint), Path(out), rank, DistributedDpGroup(dp_rank=rank, dp_size=world, speaks=True))
     finally:
         torch.distributed.destroy_process_group()

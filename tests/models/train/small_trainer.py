@@ -17,7 +17,7 @@ from configs.schema.distill import DistillConfig
 from configs.schema.parallel import ParallelConfig
 from configs.schema.train import TrainConfig
 from models.algorithms.modes import Correction, resolve_correction
-from models.train.dp_group import Crew
+from models.train.dp_group import DpGroup
 from models.train.huggingface.models import TorchModels
 from models.train.interface import TrainSequence
 from models.train.spec import TrainSpec
@@ -110,7 +110,7 @@ def make_backend(
     temperature: float = 0.9,
     total_steps: int | None = None,
     correction: Correction | None = None,
-    crew: Crew | None = None,
+    dp_group: DpGroup | None = None,
     **fields: Any,
 ) -> Trainer:
     """A backend that is set up; `fields` may be of any of the trainer's configurations."""
@@ -137,7 +137,7 @@ def make_backend(
         distill=distill,
         parallel=parallel,
     )
-    made = Trainer(spec, lambda found: TorchModels(found, crew))
+    made = Trainer(spec, lambda found: TorchModels(found, dp_group))
     made.setup()
     return made
 

@@ -1,4 +1,4 @@
-"""What a process of a gang runs: the framework that was asked for, with the options that it needs."""
+"""What a process of a trainer group runs: the framework that was asked for, with the options that it needs."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import load_file
 from sharded_trainer import CASES, run, train
 
-from models.train.dp_group import Alone, ProcessCrew
+from models.train.dp_group import Alone, DistributedDpGroup
 
 # What depends on how the shares were packed; and a threshold at 0 of a margin that is 0 but for rounding.
 LAYOUT = {"train/micro_batches", "train/padding_frac", "train/shared_prompt_frac", "custom/accuracy"}
@@ -76,19 +76,19 @@ def test_shares_make_the_update_of_the_whole(tiny: Path, tmp_path: Path, monkeyp
 
 
 def test_one_process_alone_is_its_own_sum() -> None:
-    crew = Alone()
-    assert [part.tolist() for part in crew.by_share(np.array([1, 2], dtype=np.float32))] == [[1, 2]]
-    assert crew.merge({"a": 1.0}) == {"a": 1.0}
+    dp_group = Alone()
+    assert [part.tolist() for part in dp_group.gather_by_dp_rank(np.array([1, 2], dtype=np.float32))] == [[1, 2]]
+    assert dp_group.merge({"a": 1.0}) == {"a": 1.0}
     layer = torch.nn.Linear(2, 1)
-    crew.add_gradients(list(layer.parameters()))
+    dp_group.all_reduce_gradients(list(layer.parameters()))
     assert layer.weight.grad is None
 
 
-class Trio(ProcessCrew):
+class Trio(DistributedDpGroup):
     """The second of three processes; the first two compute one share together, and the first speaks for it."""
 
     def __init__(self, first: bytes, third: bytes) -> None:
-        self.processes, self.data_rank, self.data_world, self.speaks = 3, 0, 2, False
+        self.processes, self.dp_rank, self.dp_size, self.speaks = 3, 0, 2, False
         self._others, self._speakers = (first, third), [0, 2]
 
     def _gather_bytes(self, data: bytes) -> list[bytes]:
@@ -97,12 +97,12 @@ class Trio(ProcessCrew):
 
 
 def test_names_that_a_share_lacks_are_merged_all_the_same() -> None:
-    crew = Trio(b'{"a": 2.0, "b": 5.0}', b'{"a": 1.0}')
-    assert crew.merge({"a": 100.0}) == {"a": 3.0, "b": 5.0}
-    assert crew.merge({"a": 100.0}, largest=True) == {"a": 2.0, "b": 5.0}
+    dp_group = Trio(b'{"a": 2.0, "b": 5.0}', b'{"a": 1.0}')
+    assert dp_group.merge({"a": 100.0}) == {"a": 3.0, "b": 5.0}
+    assert dp_group.merge({"a": 100.0}, largest=True) == {"a": 2.0, "b": 5.0}
 
 
 def test_what_a_process_does_not_speak_for_is_left_out() -> None:
     one, two = np.array([1.5], dtype=np.float32), np.array([2.5, 3.5], dtype=np.float32)
-    found = Trio(one.tobytes(), two.tobytes()).by_share(np.array([9.0], dtype=np.float32))
+    found = Trio(one.tobytes(), two.tobytes()).gather_by_dp_rank(np.array([9.0], dtype=np.float32))
     assert [part.tolist() for part in found] == [[1.5], [2.5, 3.5]]

@@ -1,4 +1,4 @@
-"""Sequences dealt to shares: all of them once, equally much work, equally many micro-batches."""
+"""Sequences assigned to shares: all of them once, equally much work, equally many micro-batches."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from models.train.huggingface.optimizer import gradient_scale
-from models.train.packing.balance import balance, deal, micro_batches
+from models.train.packing.balance import assign, balance, micro_batches
 from models.train.packing.packing import Packing, plan
 from models.train.step.examples import Example
 
@@ -24,9 +24,9 @@ def ids_of(sizes: list[int]) -> list[np.ndarray]:
 
 @given(lengths, st.integers(2, 5))
 def test_shares_differ_by_no_more_than_the_costliest_sequence(sizes: list[int], shares: int) -> None:
-    dealt = balance(ids_of(sizes), [1] * len(sizes), APART, shares)
-    assert sorted(item for share in dealt for item in share) == list(range(len(sizes)))
-    loads = [sum(APART.cost(sizes[item] - 1) for item in share) for share in dealt]
+    assigned = balance(ids_of(sizes), [1] * len(sizes), APART, shares)
+    assert sorted(item for share in assigned for item in share) == list(range(len(sizes)))
+    loads = [sum(APART.cost(sizes[item] - 1) for item in share) for share in assigned]
     assert max(loads) - min(loads) <= max(APART.cost(size - 1) for size in sizes) + 1e-9
 
 
@@ -45,8 +45,8 @@ def test_all_shares_run_equally_often_and_blank_ones_count_for_nothing(sizes: li
         Example(ids, 1, np.array([len(ids) - 1]), np.zeros(1, np.float32), np.zeros(1, np.float32), 1.0, (0, at))
         for at, ids in enumerate(ids_of(sizes))
     ]
-    dealt = deal([example.tokens for example in examples], [1] * len(examples), APART, shares)
-    made = [micro_batches(dealt, examples, share) for share in range(shares)]
+    assigned = assign([example.tokens for example in examples], [1] * len(examples), APART, shares)
+    made = [micro_batches(assigned, examples, share) for share in range(shares)]
     assert len({len(batches) for batches in made}) == 1
     members = [example.key for batches in made for batch in batches for example in batch.members]
     assert sorted(members) == [example.key for example in examples]

@@ -17,7 +17,7 @@ from models.train.step.examples import (
     rollouts_of,
     total_size,
 )
-from models.train.step.pending import Dealt, Pending
+from models.train.step.pending import Assigned, Pending
 
 
 def example(index: int, length: int, prompt: int = 1) -> Example:
@@ -54,10 +54,10 @@ def test_partition_is_even_complete_and_blind_to_order(count: int, parts: int, r
     assert max(sizes) - min(sizes) <= 1
 
 
-def numbers(dealt: Dealt) -> list[int]:
+def numbers(assigned: Assigned) -> list[int]:
     """The first ids of all sequences."""
-    items = [item for layouts in dealt.shares for layout in layouts for item in layout.items]
-    return [int(dealt.examples[item].tokens[0]) for item in items]
+    items = [item for layouts in assigned.shares for layout in layouts for item in layout.items]
+    return [int(assigned.examples[item].tokens[0]) for item in items]
 
 
 @given(
@@ -74,10 +74,10 @@ def test_what_goes_in_comes_out_once_and_early_ones_are_full(
     for call in calls:
         pending.extend(example(number + offset, length) for offset, length in enumerate(call))
         number += len(call)
-        dealt = pending.take(packing, shares, everything=False)
-        assert len({len(layouts) for layouts in dealt.shares}) == 1
-        assert all(one.padded_tokens <= budget or len(one.items) == 1 for layouts in dealt.shares for one in layouts)
-        out += numbers(dealt)
+        assigned = pending.take(packing, shares, everything=False)
+        assert len({len(layouts) for layouts in assigned.shares}) == 1
+        assert all(one.padded_tokens <= budget or len(one.items) == 1 for layouts in assigned.shares for one in layouts)
+        out += numbers(assigned)
     out += numbers(pending.take(packing, shares, everything=True))
     assert sorted(out) == list(range(number))
     assert not pending.take(packing, shares, everything=True)
@@ -97,9 +97,9 @@ def test_two_shares_get_equally_many_full_micro_batches_or_none() -> None:
     pending.extend([example(0, 9), example(1, 9), example(2, 9)])
     assert not pending.take(packing, 2, everything=False)
     pending.extend([example(3, 9), example(4, 9)])
-    dealt = pending.take(packing, 2, everything=False)
-    assert [len(layouts) for layouts in dealt.shares] == [1, 1]
-    assert sorted(numbers(dealt)) == [0, 1, 2, 3]
+    assigned = pending.take(packing, 2, everything=False)
+    assert [len(layouts) for layouts in assigned.shares] == [1, 1]
+    assert sorted(numbers(assigned)) == [0, 1, 2, 3]
 
 
 @pytest.mark.parametrize("mode", ["token_mean", "constant"])

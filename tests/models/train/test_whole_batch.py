@@ -86,7 +86,7 @@ def test_later_steps_look_at_the_weights_of_their_own_start(
     batch = sequences(8, groups=2)
     by_ids = {s.tokens.tobytes(): s for s in batch}
     seen = []
-    original = running_batch.write_facts
+    original = running_batch.write_step_statistics
 
     def spy(examples: Any, *rest: Any) -> Any:
         facts = original(examples, *rest)
@@ -97,7 +97,7 @@ def test_later_steps_look_at_the_weights_of_their_own_start(
         seen.append(facts.m2po_bound)
         return facts
 
-    monkeypatch.setattr(running_batch, "write_facts", spy)
+    monkeypatch.setattr(running_batch, "write_step_statistics", spy)
     made.begin_batch(rollouts=6, steps=3)
     made.accumulate(batch)
     for _ in range(3):

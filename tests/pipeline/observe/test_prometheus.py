@@ -27,7 +27,7 @@ from pipeline.observe.errors import EndpointError
 from pipeline.observe.exposition import Family, read, write
 from pipeline.observe.monitor import Monitor
 from pipeline.observe.prometheus import Facts, endpoint, families, joined
-from pipeline.supervise.announce import FLEET_FILE, ServerFacts
+from pipeline.supervise.announce import FLEET_FILE, ServerInfo
 from stages.messages import EngineAddress
 
 LINE = re.compile(r'^([a-zA-Z_:][\w:]*)(?:\{((?:[a-zA-Z_]\w*="(?:[^"\\\n]|\\["\\n])*",?)*)\})? (\S+)$')
@@ -202,7 +202,7 @@ def test_an_engine_that_is_lost_keeps_its_place(tmp_path: Path) -> None:
     assert monitor.facts().engines == {"engine-0": None, "frozen-t": "http://t"}
     known["engine/engine-0"] = msgspec.msgpack.encode(EngineAddress("engine-0", "http://b", 1))
     assert monitor.facts().engines == {"engine-0": "http://b", "frozen-t": "http://t"}
-    router = ServerFacts("sglang", "http://r", 0, "0.3.2", "router", "http://m")
+    router = ServerInfo("sglang", "http://r", 0, "0.3.2", "router", "http://m")
     (tmp_path / FLEET_FILE).write_bytes(msgspec.json.encode({"router": router}))
     assert monitor.facts().router == "http://m"
 

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pipeline.observe.stats import StageStats
-from pipeline.record.group_outcomes import MOST_REASONS, GroupTally
+from pipeline.record.group_outcomes import MOST_REASONS, GroupOutcomes
 from pipeline.record.recorder import Recorder
 from pipeline.record.report import summarise
 from pipeline.record.run_directory import RunDir
@@ -33,10 +33,10 @@ def filtered(
 
 
 def test_drops_are_counted_by_reason_since_the_last_step() -> None:
-    tally = GroupTally(4)
+    group_outcomes = GroupOutcomes(4)
     for group_id, reason in enumerate(["zero_std_0.0", "zero_std_0.0", "zero_std_1.0", "my own: reason!"]):
-        tally.settled(filtered(group_id, reason))
-    metrics = tally.step(step(1, 10, 11, rollout__raw_reward=0.5))
+        group_outcomes.settled(filtered(group_id, reason))
+    metrics = group_outcomes.step(step(1, 10, 11, rollout__raw_reward=0.5))
     assert {name: value for name, value in metrics.items() if "drop_" in name} == {
         "filter/drop_zero_std_0.0": 2,
         "filter/drop_zero_std_1.0": 1,
@@ -45,39 +45,39 @@ def test_drops_are_counted_by_reason_since_the_last_step() -> None:
     assert metrics["filter/wasted_tokens"] == 160
     assert metrics["filter/accept_ratio"] == pytest.approx(2 / 6)
     assert metrics["filter/oversample_ratio"] == 3.0
-    again = tally.step(step(2, 12, rollout__raw_reward=0.5))
+    again = group_outcomes.step(step(2, 12, rollout__raw_reward=0.5))
     assert not any("drop_" in name for name in again)
     assert (again["filter/wasted_tokens"], again["filter/accept_ratio"]) == (0.0, 1.0)
 
 
 def test_the_mean_reward_is_over_all_graded_groups_and_before_shaping() -> None:
-    tally = GroupTally(4)
-    tally.settled(filtered(0, "zero_std_0.0", reward=0.0))
-    tally.settled(Settled(1, "failed", "grader died"))  # nobody graded it
-    metrics = tally.step(step(1, 2, 3, 4, rollout__raw_reward=1.0, train__reward_mean=-0.5))
+    group_outcomes = GroupOutcomes(4)
+    group_outcomes.settled(filtered(0, "zero_std_0.0", reward=0.0))
+    group_outcomes.settled(Settled(1, "failed", "grader died"))  # nobody graded it
+    metrics = group_outcomes.step(step(1, 2, 3, 4, rollout__raw_reward=1.0, train__reward_mean=-0.5))
     assert metrics["reward/mean"] == 0.75
 
 
 def test_pass_rates_of_all_groups_are_averaged() -> None:
-    tally = GroupTally(4)
-    tally.settled(filtered(0, "pass_rate_low", rate=0.0))
-    tally.settled(Settled(1, "trained", step=1, pass_rate=0.5))
-    tally.settled(Settled(2, "trained", step=1))
-    metrics = tally.step(step(1, 1, 2))
+    group_outcomes = GroupOutcomes(4)
+    group_outcomes.settled(filtered(0, "pass_rate_low", rate=0.0))
+    group_outcomes.settled(Settled(1, "trained", step=1, pass_rate=0.5))
+    group_outcomes.settled(Settled(2, "trained", step=1))
+    metrics = group_outcomes.step(step(1, 1, 2))
     assert metrics["passrate/mean"] == 0.25
     assert metrics["filter/pass_rate_gap"] == 0.25
 
 
 def test_the_bias_report_compares_what_was_trained_with_what_was_not(tmp_path: Path) -> None:
-    tally = GroupTally(4)
-    tally.settled(Settled(0, "stale", tokens=4 * 100, reward=0.0, pass_rate=0.0))
-    tally.settled(Settled(1, "surplus", tokens=4))  # cut short: it has no length of its own
-    tally.settled(Settled(2, "trained", step=1, pass_rate=1.0))
-    tally.settled(Settled(3, "trained", step=1, pass_rate=0.25))
+    group_outcomes = GroupOutcomes(4)
+    group_outcomes.settled(Settled(0, "stale", tokens=4 * 100, reward=0.0, pass_rate=0.0))
+    group_outcomes.settled(Settled(1, "surplus", tokens=4))  # cut short: it has no length of its own
+    group_outcomes.settled(Settled(2, "trained", step=1, pass_rate=1.0))
+    group_outcomes.settled(Settled(3, "trained", step=1, pass_rate=0.25))
     lengths = {"rollout/group_len/16": 1.0, "rollout/group_len/32": 1.0, "rollout/response_len/mean": 20.0}
-    metrics = tally.step(StepDone(1, 1, (2, 3), lengths, 80))
+    metrics = group_outcomes.step(StepDone(1, 1, (2, 3), lengths, 80))
     assert metrics["filter/trained_len_ratio"] == pytest.approx(20 / ((100 + 20 + 20) / 3))
-    tally.write(tmp_path / "bias.json")
+    group_outcomes.write(tmp_path / "bias.json")
     report = json.loads((tmp_path / "bias.json").read_text())
     assert report["trained"] == {
         "groups": 2,
@@ -98,10 +98,10 @@ def test_the_bias_report_compares_what_was_trained_with_what_was_not(tmp_path: P
 
 @given(st.lists(st.text(max_size=12), max_size=80))
 def test_names_of_metrics_stay_few_and_plain_whatever_the_reasons_are(reasons: list[str]) -> None:
-    tally = GroupTally(1)
+    group_outcomes = GroupOutcomes(1)
     for group_id, reason in enumerate(reasons):
-        tally.settled(filtered(group_id, reason))
-    drops = {name: n for name, n in tally.step(step(1, 99)).items() if name.startswith("filter/drop_")}
+        group_outcomes.settled(filtered(group_id, reason))
+    drops = {name: n for name, n in group_outcomes.step(step(1, 99)).items() if name.startswith("filter/drop_")}
     assert sum(drops.values()) == len(reasons)
     assert len(drops) <= MOST_REASONS + 1
     assert all(name.isascii() and " " not in name and name.count("/") == 1 for name in drops)

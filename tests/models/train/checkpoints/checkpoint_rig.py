@@ -1,4 +1,4 @@
-"""Runs that are saved in one parallel layout and resumed in others, in one process of a gang.
+"""Runs that are saved in one parallel layout and resumed in others, in one process of a trainer group.
 
 Its parent may import this: Megatron itself is imported only where a run is made.
 """

@@ -56,7 +56,7 @@ def test_sizes_divide_the_processes() -> None:
         sizes_of(FsdpConfig(fsdp_context_parallel_size=3), 4)
 
 
-def test_a_share_larger_than_the_gang_is_refused_before_anything_is_loaded(make: Make) -> None:
+def test_a_share_larger_than_the_trainer_group_is_refused_before_anything_is_loaded(make: Make) -> None:
     with pytest.raises(TrainConfigInvalid, match="--fsdp-shard-size 2 does not divide the 1 processes"):
         make(hf_checkpoint="/does/not/exist", fsdp_shard_size=2)
 

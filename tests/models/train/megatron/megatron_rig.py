@@ -222,7 +222,7 @@ def write(out: Path, name: str, found: dict[str, Any], tensors: dict[str, torch.
 
 
 def run_case(models: Path, out: Path, name: str, layout: dict[str, Any], recipes: Sequence[str]) -> None:
-    """Train recipes in one layout, in this process of the gang."""
+    """Train recipes in one layout, in this process of the trainer group."""
     from models.train.megatron.models import MegatronModels
 
     rank = torch.distributed.get_rank()

@@ -70,7 +70,7 @@ def test_impossible_optimizers_name_the_cure(
         check_optimizer(spec(**layout))
 
 
-def test_without_a_gang_there_is_no_layout() -> None:
+def test_without_a_trainer_group_there_is_no_layout() -> None:
     with pytest.raises(BackendMisuse, match="no default group"):
         build_layout(spec())
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from megatron_gangs import CASES, DEADLINE_S, Case
+from megatron_cases import CASES, DEADLINE_S, Case
 from megatron_rig import RECIPES, make_models, make_spec, train
 from safetensors.torch import load_file
 
@@ -77,7 +77,7 @@ def test_every_layout_trains_as_torch_does(tmp_path: Path) -> None:
         "OMP_NUM_THREADS": "1",
         "PYTHONWARNINGS": "ignore",
     }
-    program = subprocess.Popen([sys.executable, f"{here}/megatron_gangs.py", str(models), str(out)], env=environment)
+    program = subprocess.Popen([sys.executable, f"{here}/megatron_cases.py", str(models), str(out)], env=environment)
     try:
         expected = of_torch(models)  # meanwhile
         assert program.wait(3 * DEADLINE_S) == 0

@@ -1,4 +1,4 @@
-"""The keeper of a gang: who was lost first, which GPUs the ranks get, what it refuses."""
+"""The keeper of a trainer group: who was lost first, which GPUs the ranks get, what it refuses."""
 
 from __future__ import annotations
 
@@ -12,14 +12,22 @@ import pytest
 
 from configs.schema import Config
 from models.train.trainer_group.errors import GangDisagrees, StageGone
-from models.train.trainer_group.rank_spec import Meeting, RankSpec, read_meeting, write_meeting
+from models.train.trainer_group.rank_spec import RankSpec, Rendezvous, read_rendezvous, write_rendezvous
 from pipeline.errors import ReplicaFailed, UsageError
 from pipeline.hosts.processes import Processes, child_environment
 from pipeline.hosts.trainer_rank import exit_code
 from pipeline.record.run_directory import RunDir
-from pipeline.supervise import trainer_group as gang
+from pipeline.supervise import trainer_group as trainer_group
 from pipeline.supervise.restarts import Restarts
-from pipeline.supervise.trainer_group import Gang, Loss, check_gang, engines_gpus, gang_gpus, meeting_place, verdict
+from pipeline.supervise.trainer_group import (
+    Loss,
+    TrainerGroup,
+    check_trainer_group,
+    engines_gpus,
+    rendezvous_file,
+    trainer_group_gpus,
+    verdict,
+)
 
 EIGHT = tuple("01234567")
 
@@ -59,14 +67,14 @@ def test_what_a_rank_ends_with() -> None:
 
 def test_ranks_take_the_first_gpus_and_engines_the_others() -> None:
     config = config_of(ranks=4, per_engine=2)
-    assert gang_gpus(config, EIGHT) == ("0", "1", "2", "3")
+    assert trainer_group_gpus(config, EIGHT) == ("0", "1", "2", "3")
     assert engines_gpus(config, EIGHT, 2) == (("4", "5"), ("6", "7"))
     assert engines_gpus(config, EIGHT, 3) == (("0", "1"), ("2", "3"), ("4", "5")), "too few are left: they share"
-    assert gang_gpus(config_of(ranks=2, train_device="cuda:3"), EIGHT) == ("3", "4")
+    assert trainer_group_gpus(config_of(ranks=2, train_device="cuda:3"), EIGHT) == ("3", "4")
     assert engines_gpus(config_of(ranks=2, train_device="cuda:3"), EIGHT, 4) == (("0",), ("1",), ("2",), ("5",))
-    assert gang_gpus(config_of(train_device="cpu"), EIGHT) == ()
-    assert gang_gpus(config, ()) == ()
-    assert engines_gpus(config_of(ranks=1), EIGHT, 2) == (("1",), ("2",)), "a trainer without a gang has one"
+    assert trainer_group_gpus(config_of(train_device="cpu"), EIGHT) == ()
+    assert trainer_group_gpus(config, ()) == ()
+    assert engines_gpus(config_of(ranks=1), EIGHT, 2) == (("1",), ("2",)), "a trainer without a trainer group has one"
     turns = msgspec.structs.replace(config.asynchrony, colocate=True)
     shared = engines_gpus(msgspec.structs.replace(config, asynchrony=turns), EIGHT, 2)
     assert shared == (("0", "1"), ("2", "3")), "they take turns: the trainer's GPUs are the engines' too"
@@ -74,13 +82,13 @@ def test_ranks_take_the_first_gpus_and_engines_the_others() -> None:
 
 def test_more_ranks_than_gpus_are_refused() -> None:
     with pytest.raises(UsageError, match=r"--actor-num-gpus-per-node 4 needs .* 3 are visible"):
-        gang_gpus(config_of(ranks=4), EIGHT[:3])
+        trainer_group_gpus(config_of(ranks=4), EIGHT[:3])
 
 
 def test_several_nodes_are_refused_with_what_would_place_them() -> None:
     with pytest.raises(UsageError, match=r"--actor-num-nodes 2 .* --runner local .*Ray"):
-        check_gang(config_of(nodes=2))
-    check_gang(config_of(nodes=1))
+        check_trainer_group(config_of(nodes=2))
+    check_trainer_group(config_of(nodes=1))
 
 
 class Told:
@@ -97,7 +105,7 @@ class Told:
         self.lines.append(line)
 
     def __getattr__(self, name: str) -> Any:
-        raise AssertionError(f"a gang says nothing of {name}")
+        raise AssertionError(f"a trainer group says nothing of {name}")
 
 
 RANK = """
@@ -108,13 +116,13 @@ log = home / "lives"
 with log.open("a") as file:
     file.write(f"{spec['incarnation']}.{spec['rank']} {os.environ['RANK']}/{os.environ['WORLD_SIZE']}\\n")
 def up():
-    pathlib.Path(spec["meeting"]).write_text(json.dumps({"incarnation": spec["incarnation"], "address": "x"}))
+    pathlib.Path(spec["rendezvous"]).write_text(json.dumps({"incarnation": spec["incarnation"], "address": "x"}))
 """
 
 
 @pytest.fixture
 def keep(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Runs a gang whose ranks are a few lines of Python; returns what its `Lifecycle` was told."""
+    """Runs a trainer group whose ranks are a few lines of Python; returns what its `Lifecycle` was told."""
 
     async def run(behaviour: str, limit: int = 3) -> Told:
         script = tmp_path / "rank.py"
@@ -122,21 +130,23 @@ def keep(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
         told = Told()
         with RunDir(tmp_path / "run").open(resume=False) as rundir:
             processes = Processes(rundir)
-            kept = Gang(config_of(train_device="cpu"), rundir, processes, Restarts(told, limit), child_environment(2))  # type: ignore[arg-type]
+            kept = TrainerGroup(
+                config_of(train_device="cpu"), rundir, processes, Restarts(told, limit), child_environment(2)
+            )  # type: ignore[arg-type]
             spawn = processes.spawn
 
             async def instead(name: str, argv: Any, env: Any, **options: Any) -> asyncio.subprocess.Process:
                 return await spawn(name, [sys.executable, str(script), argv[-1], str(tmp_path)], env, **options)
 
             monkeypatch.setattr(processes, "spawn", instead)
-            monkeypatch.setattr(gang, "NOTICE_S", 0.2)
+            monkeypatch.setattr(trainer_group, "NOTICE_S", 0.2)
             try:
                 async with asyncio.timeout(60):
                     await kept.run()
             finally:
                 alive = [name for name in ("train-rank-0", "train-rank-1") if processes.alive(name)]
                 await processes.stop_all()
-            assert not alive, "a rank outlived its gang"
+            assert not alive, "a rank outlived its trainer group"
         return told
 
     return run
@@ -151,13 +161,13 @@ if spec["incarnation"] < 2:
         os.kill(os.getpid(), signal.SIGKILL)
     time.sleep(60)
 """)
-    assert told.losses == [("train", "train-gang", "signal SIGKILL of rank 1")] * 2
+    assert told.losses == [("train", "trainer-group", "signal SIGKILL of rank 1")] * 2
     lives = sorted((tmp_path / "lives").read_text().split("\n"))[1:]
     assert lives == [f"{incarnation}.{rank} {rank}/2" for incarnation in range(3) for rank in range(2)]
     assert any("up again" in line for line in told.lines)
 
 
-async def test_a_gang_that_never_came_up_is_started_twice(keep: Any) -> None:
+async def test_a_trainer_group_that_never_came_up_is_started_twice(keep: Any) -> None:
     with pytest.raises(ReplicaFailed, match=r"exit code 1 of rank . before it came up, 2 times: .*no address"):
         await keep("raise RuntimeError('no address for this machine')")
 
@@ -168,8 +178,8 @@ async def test_a_users_mistake_ends_the_run_at_once(keep: Any, tmp_path: Path) -
     assert all(life.startswith("0.") for life in (tmp_path / "lives").read_text().splitlines())
 
 
-async def test_a_gang_that_is_lost_too_often_ends_the_run(keep: Any) -> None:
-    with pytest.raises(ReplicaFailed, match=r"train-gang ended 2 times, last with exit code 7"):
+async def test_a_trainer_group_that_is_lost_too_often_ends_the_run(keep: Any) -> None:
+    with pytest.raises(ReplicaFailed, match=r"trainer-group ended 2 times, last with exit code 7"):
         await keep("up(); time.sleep(0.3); sys.exit(7)", limit=1)
 
 
@@ -180,16 +190,16 @@ async def test_ranks_that_end_well_are_not_started_again(keep: Any, tmp_path: Pa
 
 
 def test_the_meeting_file_is_replaced_whole(tmp_path: Path) -> None:
-    place = tmp_path / "gang.json"
-    assert read_meeting(place) is None
+    place = tmp_path / "trainer-group.json"
+    assert read_rendezvous(place) is None
     for incarnation in range(2):
-        write_meeting(place, Meeting(incarnation, f"/sockets/gang-{incarnation}.sock"))
-        assert read_meeting(place) == Meeting(incarnation, f"/sockets/gang-{incarnation}.sock")
-    assert [path.name for path in tmp_path.iterdir()] == ["gang.json"]
+        write_rendezvous(place, Rendezvous(incarnation, f"/sockets/trainer-group-{incarnation}.sock"))
+        assert read_rendezvous(place) == Rendezvous(incarnation, f"/sockets/trainer-group-{incarnation}.sock")
+    assert [path.name for path in tmp_path.iterdir()] == ["trainer-group.json"]
 
 
 def test_a_socket_fits_into_its_name(tmp_path: Path) -> None:
     """The kernel takes 107 bytes; the private directory of a run is short for that reason."""
     with RunDir(tmp_path / "run").open(resume=False) as rundir:
-        assert len(str(meeting_place(rundir).with_name("gang-100.sock"))) < 108
+        assert len(str(rendezvous_file(rundir).with_name("trainer group-100.sock"))) < 108
     assert "address" in {field.name for field in msgspec.structs.fields(RankSpec)}

@@ -1,4 +1,5 @@
-"""What a new gang is asked to do after a loss, call by call; the gang is a thread that writes down what it is told."""
+"""What a new trainer group is asked to do after a loss, call by call; the trainer group is a thread that writes down
+what it is told."""
 
 from __future__ import annotations
 
@@ -8,11 +9,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from gang_rig import until
+from trainer_group_rig import until
 
 from models.checkpoint import Manifest, commit_directory, draft_path, final_path, write_manifest
 from models.train.errors import TrainStateUnreadable
-from models.train.trainer_group.backend import GangBackend
+from models.train.trainer_group.backend import TrainerGroupBackend
 from models.train.trainer_group.calls import (
     Answer,
     BeginBatch,
@@ -26,16 +27,16 @@ from models.train.trainer_group.calls import (
     decode_message,
     encode,
 )
-from models.train.trainer_group.errors import GangClosed, GangDiverged
+from models.train.trainer_group.errors import TrainerGroupClosed, TrainerGroupDiverged
 from models.train.trainer_group.link import Link, LinkLost
-from models.train.trainer_group.rank_spec import Meeting, write_meeting
+from models.train.trainer_group.rank_spec import Rendezvous, write_rendezvous
 
 
 class ToldGang:
     """Replies to all calls. `die_at`: the call by whose name it dies, as often as it is named; then the next is up."""
 
     def __init__(self, home: Path) -> None:
-        self.home, self.meeting, self.incarnation = home, home / "gang.json", -1
+        self.home, self.rendezvous, self.incarnation = home, home / "trainer-group.json", -1
         self.lives: list[list[str]] = []  # the calls of each incarnation
         self.die_at: list[str] = []
         self.refuse: dict[str, Raised] = {}  # by the call as it is written down
@@ -52,7 +53,7 @@ class ToldGang:
         self._listening.bind(address)
         self._listening.listen(1)
         self._listening.settimeout(0.05)
-        write_meeting(self.meeting, Meeting(self.incarnation, address))
+        write_rendezvous(self.rendezvous, Rendezvous(self.incarnation, address))
 
     def _live(self) -> None:
         while not self.stopped:
@@ -94,13 +95,13 @@ def written(call: Call | Answer) -> str:
 
 
 @pytest.fixture
-def gang(tmp_path: Path) -> Iterator[ToldGang]:
+def trainer_group(tmp_path: Path) -> Iterator[ToldGang]:
     made = ToldGang(tmp_path)
     yield made
     made.stopped = True
 
 
-def batch(backend: GangBackend, number: int) -> None:
+def batch(backend: TrainerGroupBackend, number: int) -> None:
     backend.begin_batch(rollouts=1, steps=1, version=number)
     backend.step()
 
@@ -111,81 +112,81 @@ def commit(root: Path, step: int) -> Path:
     return final_path(root, step)
 
 
-def made(gang: ToldGang, **options: float) -> GangBackend:
-    backend = GangBackend(gang.meeting, gang.home / "journal", **options)  # type: ignore[arg-type]
+def made(trainer_group: ToldGang, **options: float) -> TrainerGroupBackend:
+    backend = TrainerGroupBackend(trainer_group.rendezvous, trainer_group.home / "journal", **options)  # type: ignore[arg-type]
     backend.setup()
     return backend
 
 
-def test_without_a_save_all_is_repeated(gang: ToldGang) -> None:
-    backend = made(gang)
+def test_without_a_save_all_is_repeated(trainer_group: ToldGang) -> None:
+    backend = made(trainer_group)
     batch(backend, 0)
-    gang.die_at = ["batch 1"]
+    trainer_group.die_at = ["batch 1"]
     batch(backend, 1)
-    assert gang.lives == [
+    assert trainer_group.lives == [
         ["Setup", "batch 0", "Step", "batch 1"],
         ["Setup", "batch 0", "Step", "batch 1", "Step"],
     ]
     backend.close()
-    assert gang.lives[-1][-1] == "End"
-    assert not (gang.home / "journal").exists()
+    assert trainer_group.lives[-1][-1] == "End"
+    assert not (trainer_group.home / "journal").exists()
 
 
-def test_a_save_is_restored_where_it_lies_now(gang: ToldGang, tmp_path: Path) -> None:
-    backend, root = made(gang, commit_wait_s=0.0), tmp_path / "checkpoints"
+def test_a_save_is_restored_where_it_lies_now(trainer_group: ToldGang, tmp_path: Path) -> None:
+    backend, root = made(trainer_group, commit_wait_s=0.0), tmp_path / "checkpoints"
     backend.save(draft_path(root, 1))
     batch(backend, 1)
-    gang.die_at = ["Flush"]
+    trainer_group.die_at = ["Flush"]
     backend.flush()
-    assert gang.lives[1] == ["Setup", "Load .step-00000001.draft", "batch 1", "Step", "Flush"]
+    assert trainer_group.lives[1] == ["Setup", "Load .step-00000001.draft", "batch 1", "Step", "Flush"]
     commit(root, 1)
-    gang.die_at = ["Flush"]
+    trainer_group.die_at = ["Flush"]
     backend.flush()
-    assert gang.lives[2] == ["Setup", "Load step-00000001", "batch 1", "Step", "Flush", "Flush"]
+    assert trainer_group.lives[2] == ["Setup", "Load step-00000001", "batch 1", "Step", "Flush", "Flush"]
 
 
-def test_a_save_on_its_way_to_its_commit_is_waited_for(gang: ToldGang, tmp_path: Path) -> None:
-    backend, root = made(gang), tmp_path / "checkpoints"
+def test_a_save_on_its_way_to_its_commit_is_waited_for(trainer_group: ToldGang, tmp_path: Path) -> None:
+    backend, root = made(trainer_group), tmp_path / "checkpoints"
     backend.save(draft_path(root, 1))
     committing = threading.Timer(0.2, commit, (root, 1))
-    gang.die_at = ["batch 1"]
+    trainer_group.die_at = ["batch 1"]
     committing.start()
     batch(backend, 1)
-    assert gang.lives[1][:2] == ["Setup", "Load step-00000001"]
+    assert trainer_group.lives[1][:2] == ["Setup", "Load step-00000001"]
 
 
-def test_a_save_in_the_background_is_not_waited_for_and_made_again(gang: ToldGang, tmp_path: Path) -> None:
-    backend, root = made(gang, saves_in_background=True), tmp_path / "checkpoints"
+def test_a_save_in_the_background_is_not_waited_for_and_made_again(trainer_group: ToldGang, tmp_path: Path) -> None:
+    backend, root = made(trainer_group, saves_in_background=True), tmp_path / "checkpoints"
     batch(backend, 0)
     backend.save(draft_path(root, 1))
     batch(backend, 1)
-    gang.refuse["Load .step-00000001.draft"] = Raised("TrainStateUnreadable", "not whole")
-    gang.die_at = ["FinishSave"]
+    trainer_group.refuse["Load .step-00000001.draft"] = Raised("TrainStateUnreadable", "not whole")
+    trainer_group.die_at = ["FinishSave"]
     backend.finish_save()
-    assert gang.lives[1] == [
+    assert trainer_group.lives[1] == [
         *("Setup", "Load .step-00000001.draft", "batch 0", "Step"),
         *("Save .step-00000001.draft", "FinishSave", "batch 1", "Step", "FinishSave"),
     ]
     assert (draft_path(root, 1) / "state").read_text() == "whole"
 
 
-def test_an_interrupted_save_is_made_again_from_nothing(gang: ToldGang, tmp_path: Path) -> None:
-    backend, draft = made(gang), draft_path(tmp_path / "checkpoints", 1)
+def test_an_interrupted_save_is_made_again_from_nothing(trainer_group: ToldGang, tmp_path: Path) -> None:
+    backend, draft = made(trainer_group), draft_path(tmp_path / "checkpoints", 1)
     batch(backend, 0)
     draft.mkdir(parents=True)
     (draft / "half of a file").touch()
-    gang.die_at = ["Save .step-00000001.draft"]
+    trainer_group.die_at = ["Save .step-00000001.draft"]
     backend.save(draft)
     assert [file.name for file in draft.iterdir()] == ["state"]
-    assert gang.lives[1] == ["Setup", "batch 0", "Step", "Save .step-00000001.draft"]
+    assert trainer_group.lives[1] == ["Setup", "batch 0", "Step", "Save .step-00000001.draft"]
 
 
-def test_a_loss_while_restoring_is_one_more_loss(gang: ToldGang) -> None:
-    backend = made(gang)
+def test_a_loss_while_restoring_is_one_more_loss(trainer_group: ToldGang) -> None:
+    backend = made(trainer_group)
     batch(backend, 0)
-    gang.die_at = ["Flush", "Step", "Setup"]
+    trainer_group.die_at = ["Flush", "Step", "Setup"]
     backend.flush()
-    assert gang.lives == [
+    assert trainer_group.lives == [
         ["Setup", "batch 0", "Step", "Flush"],
         ["Setup", "batch 0", "Step"],
         ["Setup"],
@@ -193,47 +194,47 @@ def test_a_loss_while_restoring_is_one_more_loss(gang: ToldGang) -> None:
     ]
 
 
-def test_a_resumed_run_goes_back_to_what_it_loaded(gang: ToldGang, tmp_path: Path) -> None:
+def test_a_resumed_run_goes_back_to_what_it_loaded(trainer_group: ToldGang, tmp_path: Path) -> None:
     saved = tmp_path / "step-00000007"
     saved.mkdir()
-    backend = made(gang)
+    backend = made(trainer_group)
     backend.load(saved)
     batch(backend, 7)
-    gang.die_at = ["Flush"]
+    trainer_group.die_at = ["Flush"]
     backend.flush()
-    assert gang.lives[1] == ["Setup", "Load step-00000007", "batch 7", "Step", "Flush"]
-    gang.refuse["Load step-00000007"] = Raised("TrainStateUnreadable", "its files are gone")
-    gang.die_at = ["Flush"]
+    assert trainer_group.lives[1] == ["Setup", "Load step-00000007", "batch 7", "Step", "Flush"]
+    trainer_group.refuse["Load step-00000007"] = Raised("TrainStateUnreadable", "its files are gone")
+    trainer_group.die_at = ["Flush"]
     with pytest.raises(TrainStateUnreadable, match=r"its files are gone.*--resume"):
         backend.flush()
 
 
-def test_a_call_that_raises_is_not_repeated(gang: ToldGang) -> None:
-    backend = made(gang)
-    gang.refuse["batch 3"] = Raised("BackendMisuse", "not now")
+def test_a_call_that_raises_is_not_repeated(trainer_group: ToldGang) -> None:
+    backend = made(trainer_group)
+    trainer_group.refuse["batch 3"] = Raised("BackendMisuse", "not now")
     with pytest.raises(RuntimeError, match="not now"):
         backend.begin_batch(rollouts=1, steps=1, version=3)
-    gang.die_at = ["Flush"]
+    trainer_group.die_at = ["Flush"]
     backend.flush()
-    assert gang.lives[1] == ["Setup", "Flush"]
+    assert trainer_group.lives[1] == ["Setup", "Flush"]
 
 
-def test_a_repeated_call_that_now_raises_is_not_passed_over(gang: ToldGang) -> None:
-    backend = made(gang)
+def test_a_repeated_call_that_now_raises_is_not_passed_over(trainer_group: ToldGang) -> None:
+    backend = made(trainer_group)
     batch(backend, 0)
-    gang.refuse["batch 0"] = Raised("InvalidSequence", "token 7 does not exist")
-    gang.die_at = ["Flush"]
-    with pytest.raises(GangDiverged, match="InvalidSequence: token 7"):
+    trainer_group.refuse["batch 0"] = Raised("InvalidSequence", "token 7 does not exist")
+    trainer_group.die_at = ["Flush"]
+    with pytest.raises(TrainerGroupDiverged, match="InvalidSequence: token 7"):
         backend.flush()
 
 
-def test_closing_wakes_who_waits_for_a_gang(tmp_path: Path) -> None:
-    backend, raised = GangBackend(tmp_path / "gang.json", tmp_path / "journal"), list[BaseException]()
+def test_closing_wakes_who_waits_for_a_trainer_group(tmp_path: Path) -> None:
+    backend, raised = TrainerGroupBackend(tmp_path / "trainer-group.json", tmp_path / "journal"), list[BaseException]()
 
     def wait() -> None:
         try:
             backend.setup()
-        except GangClosed as error:
+        except TrainerGroupClosed as error:
             raised.append(error)
 
     waiting = threading.Thread(target=wait)
@@ -249,13 +250,13 @@ def test_closing_breaks_off_a_call_that_lasts(tmp_path: Path) -> None:
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as silent:
         silent.bind(address)
         silent.listen(1)
-        write_meeting(tmp_path / "gang.json", Meeting(0, address))
-        backend = GangBackend(tmp_path / "gang.json", tmp_path / "journal")
+        write_rendezvous(tmp_path / "trainer-group.json", Rendezvous(0, address))
+        backend = TrainerGroupBackend(tmp_path / "trainer-group.json", tmp_path / "journal")
 
         def wait() -> None:
             try:
                 backend.setup()
-            except GangClosed as error:
+            except TrainerGroupClosed as error:
                 raised.append(error)
 
         waiting = threading.Thread(target=wait)

@@ -21,7 +21,7 @@ import torch
 
 from configs.schema import Config
 from models.train.interface import TrainBackend, TrainSequence
-from models.train.trainer_group.backend import GangBackend
+from models.train.trainer_group.backend import TrainerGroupBackend
 from models.train.trainer_group.rank_spec import RankSpec
 
 RANKS = 2
@@ -96,10 +96,10 @@ def rank_main(path: str) -> None:
 
 
 class Ranks:
-    """Keeps a gang: when one rank ends, all do, and the next incarnation starts. A context manager."""
+    """Keeps a trainer group: when one rank ends, all do, and the next incarnation starts. A context manager."""
 
     def __init__(self, home: Path, config: Config) -> None:
-        self.home, self.meeting, self.incarnation = home, home / "gang.json", -1
+        self.home, self.rendezvous, self.incarnation = home, home / "trainer-group.json", -1
         self._config = home / "config.json"
         self._config.write_bytes(msgspec.json.encode(config))
         self._context = multiprocessing.get_context("forkserver")  # imports once
@@ -142,7 +142,7 @@ class Ranks:
             incarnation=self.incarnation,
             store=str(self.home / f"store-{self.incarnation}"),
             address=str(self.home / f"socket-{self.incarnation}"),
-            meeting=str(self.meeting),
+            rendezvous=str(self.rendezvous),
         )
         path = self.home / f"rank-{self.incarnation}-{rank}.json"
         path.write_bytes(msgspec.json.encode(spec))
@@ -150,8 +150,8 @@ class Ranks:
         process.start()
         return process
 
-    def backend(self, name: str = "journal", **options: Any) -> GangBackend:
-        return GangBackend(self.meeting, self.home / name, **options)
+    def backend(self, name: str = "journal", **options: Any) -> TrainerGroupBackend:
+        return TrainerGroupBackend(self.rendezvous, self.home / name, **options)
 
     def signal(self, rank: int, number: int) -> None:
         pid = self.processes[rank].pid
@@ -167,10 +167,10 @@ class Ranks:
         killer.start()
         yield
         killer.join()
-        assert self.incarnation > incarnation, "the call was finished by the gang that was to be killed"
+        assert self.incarnation > incarnation, "the call was finished by the trainer group that was to be killed"
 
     def kill_now(self, rank: int) -> None:
-        """Between two calls. Waits until the whole gang has ended."""
+        """Between two calls. Waits until the whole trainer group has ended."""
         victims = list(self.processes)
         self.signal(rank, signal.SIGKILL)
         until(lambda: all(one.exitcode is not None for one in victims))

@@ -9,7 +9,7 @@ import threading
 import msgspec
 import numpy as np
 import pytest
-from gang_rig import small_sequences
+from trainer_group_rig import small_sequences
 
 import models.algorithms.errors as algorithm_errors
 import models.train.errors as train_errors
@@ -28,7 +28,7 @@ from models.train.trainer_group.calls import (
 )
 from models.train.trainer_group.faults import error_of, raised
 from models.train.trainer_group.link import Link, LinkLost
-from models.train.trainer_group.rank_spec import needs_gang
+from models.train.trainer_group.rank_spec import needs_trainer_group
 
 
 def test_every_field_of_a_sequence_arrives() -> None:
@@ -128,11 +128,11 @@ def test_a_connection_broken_off_here_wakes_who_waits_here() -> None:
         ("simulated", 4, False),
     ],
 )
-def test_who_needs_a_gang(backend: str, processes: int, expected: bool) -> None:
+def test_who_needs_a_trainer_group(backend: str, processes: int, expected: bool) -> None:
     replace, config = msgspec.structs.replace, Config()
     config = replace(
         config,
         train=replace(config.train, train_backend=backend),
         parallel=replace(config.parallel, actor_num_gpus_per_node=processes),
     )
-    assert needs_gang(config) is expected
+    assert needs_trainer_group(config) is expected

@@ -1,4 +1,5 @@
-"""Whole runs whose trainer is a gang of two ranks: one rank or the train stage is killed, and the books balance."""
+"""Whole runs whose trainer is a trainer group of two ranks: one rank or the train stage is killed, and the books
+balance."""
 
 from __future__ import annotations
 
@@ -15,7 +16,7 @@ from pipeline.record.journal import Stepped, read_journal
 
 pytestmark = pytest.mark.slow
 
-GANG = ["--actor-num-gpus-per-node", "2", "--train-device", "cpu"]
+TRAINER_GROUP = ["--actor-num-gpus-per-node", "2", "--train-device", "cpu"]
 ENGINE = SIMULATED[: SIMULATED.index("--train-backend")]
 MEGATRON = ["--train-backend", "megatron", "--tensor-model-parallel-size", "2"]
 
@@ -58,19 +59,21 @@ def lost_nothing(done: Finished, steps: int, rank: int) -> None:
     assert sorted(books.batches) == list(range(1, steps + 1)), "every step once; versions go on"
     assert len(books.trained) == steps * 4
     assert done.summary["groups"]["trained"] == steps * 4
-    assert done.summary["restarts"] == {"train-gang": 1}
+    assert done.summary["restarts"] == {"trainer-group": 1}
     assert done.summary["weight_versions"]["last"] == steps
     assert done.summary["staleness"]["max"] <= done.summary["staleness"]["bound"]
     assert f"SIGKILL of rank {rank}" in done.out
     assert done.out.count("2 ranks are up again") == 1
     assert (run_dir / "checkpoints" / f"step-{steps:08d}" / "hf" / "config.json").exists()
-    assert not (run_dir / "gang").exists()
+    assert not (run_dir / "trainer_group").exists()
     nothing_left(run_dir)
 
 
 def test_a_killed_rank_loses_nothing(tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
-    process = start(run_dir, *SMALL, *made_model(), *GANG, *MEGATRON, "--num-rollout", "12", "--save-interval", "4")
+    process = start(
+        run_dir, *SMALL, *made_model(), *TRAINER_GROUP, *MEGATRON, "--num-rollout", "12", "--save-interval", "4"
+    )
     wait_for_steps(process, run_dir, 6)
     os.kill(number_of(run_dir, "train-rank-1"), signal.SIGKILL)
     lost_nothing(finish(process, run_dir), 12, rank=1)
@@ -87,7 +90,7 @@ def test_a_killed_rank_before_any_save_beside_the_tasks_of_one_process(tmp_path:
 
     killer = threading.Thread(target=kill)
     killer.start()
-    flags = [*SMALL, *made_model(), *GANG, "--train-backend", "fsdp", "--num-rollout", "8"]
+    flags = [*SMALL, *made_model(), *TRAINER_GROUP, "--train-backend", "fsdp", "--num-rollout", "8"]
     done = succeed_here(run_dir, *flags)
     killer.join()
     lost_nothing(done, 8, rank=0)
@@ -95,14 +98,14 @@ def test_a_killed_rank_before_any_save_beside_the_tasks_of_one_process(tmp_path:
 
 def test_a_killed_train_stage_takes_its_ranks_along_and_is_resumed(tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
-    flags = [*SMALL, *made_model(), *ENGINE, *GANG, "--num-rollout", "8", "--save-interval", "3"]
+    flags = [*SMALL, *made_model(), *ENGINE, *TRAINER_GROUP, "--num-rollout", "8", "--save-interval", "3"]
     process = start(run_dir, *flags)
     wait_for_steps(process, run_dir, 4)
     os.kill(number_of(run_dir, "train-0"), signal.SIGKILL)
     crashed = finish(process, run_dir)
     assert crashed.code == 1
     assert "--resume" in crashed.err
-    assert "train-gang" not in crashed.out, "the ranks' end was no loss of its own"
+    assert "trainer-group" not in crashed.out, "the ranks' end was no loss of its own"
     nothing_left(run_dir)
     process = start(None, "--resume", str(run_dir))
     done = finish(process, run_dir)
@@ -113,7 +116,7 @@ def test_a_killed_train_stage_takes_its_ranks_along_and_is_resumed(tmp_path: Pat
 
 
 def test_several_machines_are_refused(tmp_path: Path) -> None:
-    done = here(tmp_path / "run", *SMALL, *made_model(), *ENGINE, *GANG, "--actor-num-nodes", "2")
+    done = here(tmp_path / "run", *SMALL, *made_model(), *ENGINE, *TRAINER_GROUP, "--actor-num-nodes", "2")
     assert done.code == 2
     assert "--actor-num-nodes 2" in done.err
     assert "Traceback" not in done.err

@@ -25,7 +25,7 @@ def commit(root: Path, step: int) -> None:
 
 
 def test_calls_come_back_in_order_from_any_point(tmp_path: Path) -> None:
-    journal, root = CallJournal(tmp_path / "gang"), tmp_path / "checkpoints"
+    journal, root = CallJournal(tmp_path / "trainer_group"), tmp_path / "checkpoints"
     calls = [bytes([number]) * number for number in range(6)]
     for number, call in enumerate(calls):
         journal.append(call)
@@ -39,7 +39,7 @@ def test_calls_come_back_in_order_from_any_point(tmp_path: Path) -> None:
 
 
 def test_only_a_committed_save_makes_calls_superfluous(tmp_path: Path) -> None:
-    journal, root = CallJournal(tmp_path / "gang"), tmp_path / "checkpoints"
+    journal, root = CallJournal(tmp_path / "trainer_group"), tmp_path / "checkpoints"
     for step in (1, 2, 3):
         journal.append(b"call %d" % step)
         journal.saved(save(root, step))
@@ -57,7 +57,7 @@ def test_only_a_committed_save_makes_calls_superfluous(tmp_path: Path) -> None:
 
 
 def test_a_load_makes_all_before_it_superfluous(tmp_path: Path) -> None:
-    journal = CallJournal(tmp_path / "gang")
+    journal = CallJournal(tmp_path / "trainer_group")
     journal.append(b"before")
     journal.started_from(tmp_path / "step-00000004")
     journal.append(b"after")
@@ -66,7 +66,7 @@ def test_a_load_makes_all_before_it_superfluous(tmp_path: Path) -> None:
 
 
 def test_a_directory_written_anew_is_no_older_point(tmp_path: Path) -> None:
-    journal, root = CallJournal(tmp_path / "gang"), tmp_path / "checkpoints"
+    journal, root = CallJournal(tmp_path / "trainer_group"), tmp_path / "checkpoints"
     draft = save(root, 1)
     journal.saved(draft)
     journal.append(b"between")
@@ -77,7 +77,7 @@ def test_a_directory_written_anew_is_no_older_point(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("cut", [1, 15, 16, 18, 20])
 def test_an_unfinished_record_is_left_out(tmp_path: Path, cut: int) -> None:
-    journal = CallJournal(tmp_path / "gang")
+    journal = CallJournal(tmp_path / "trainer_group")
     journal.append(b"first")
     journal.append(b"last!")  # 16 bytes of head, 5 of the call
     (path,) = journal.home.iterdir()
@@ -86,7 +86,7 @@ def test_an_unfinished_record_is_left_out(tmp_path: Path, cut: int) -> None:
 
 
 def test_nothing_is_read_behind_a_damaged_record(tmp_path: Path) -> None:
-    journal = CallJournal(tmp_path / "gang")
+    journal = CallJournal(tmp_path / "trainer_group")
     for call in (b"first", b"second", b"third"):
         journal.append(call)
     (path,) = journal.home.iterdir()
@@ -97,7 +97,7 @@ def test_nothing_is_read_behind_a_damaged_record(tmp_path: Path) -> None:
 
 
 def test_a_full_disk_leaves_whole_records(tmp_path: Path) -> None:
-    journal = CallJournal(tmp_path / "gang")
+    journal = CallJournal(tmp_path / "trainer_group")
     journal.append(b"first")
     whole = journal._file
 
@@ -125,8 +125,8 @@ def test_a_full_disk_leaves_whole_records(tmp_path: Path) -> None:
 
 
 def test_an_earlier_life_leaves_nothing(tmp_path: Path) -> None:
-    CallJournal(tmp_path / "gang").append(b"of a life that was killed")
-    assert list(CallJournal(tmp_path / "gang").calls_after(Point(None, 0))) == []
+    CallJournal(tmp_path / "trainer_group").append(b"of a life that was killed")
+    assert list(CallJournal(tmp_path / "trainer_group").calls_after(Point(None, 0))) == []
 
 
 def test_a_draft_is_not_taken_for_committed_because_an_older_checkpoint_has_its_name(tmp_path: Path) -> None:

@@ -6,8 +6,8 @@
     renormalize           how many tokens of each rollout are left after rejection
 
 Everything here takes one `PolicyTokens` that holds the step's trainable tokens (advantages are not read), computed
-without gradient, and gives what is then handed to each micro-batch: `StepFacts` for `PolicyTokens.facts`, and columns
-[S] for `PolicyTokens.rejected` and `PolicyTokens.kept_scale`, of which a micro-batch takes its own sequences.
+without gradient, and gives what is then handed to each micro-batch: `StepStatistics` for `PolicyTokens.facts`, and
+columns [S] for `PolicyTokens.rejected` and `PolicyTokens.kept_scale`, of which a micro-batch takes its own sequences.
 
 Invariant: the result does not depend on the order of the tokens, nor on how the step is cut into micro-batches.
 """
@@ -26,7 +26,7 @@ from models.algorithms.correction import importance_weights, log_weight_of
 from models.algorithms.modes import Correction
 from models.algorithms.prox import with_anchor
 from models.algorithms.rejection import rejection_of
-from models.algorithms.tokens import PolicyTokens, StepFacts, log_ratio, sequence_sum
+from models.algorithms.tokens import PolicyTokens, StepStatistics, log_ratio, sequence_sum
 
 Need = Literal["none", "anchor", "current"]
 
@@ -48,7 +48,7 @@ def needs(algorithm: AlgorithmConfig, correction: Correction, *, fanned_out: boo
     return "current" if theta else "anchor"
 
 
-def step_facts(tokens: PolicyTokens, algorithm: AlgorithmConfig, correction: Correction) -> StepFacts:
+def step_statistics(tokens: PolicyTokens, algorithm: AlgorithmConfig, correction: Correction) -> StepStatistics:
     """Facts of the step that consists of `tokens`."""
     with torch.no_grad():
         bound, mean = math.inf, 1.0
@@ -56,7 +56,7 @@ def step_facts(tokens: PolicyTokens, algorithm: AlgorithmConfig, correction: Cor
             bound = m2po_bound(squared_log_ratio(tokens)[tokens.mask], algorithm.m2po_threshold)
         if correction.use_tis and correction.batch_normalize:
             mean = _weight_mean(with_anchor(tokens, correction), correction)
-    return StepFacts(weight_mean=mean, m2po_bound=bound)
+    return StepStatistics(weight_mean=mean, m2po_bound=bound)
 
 
 def rejected_siblings(tokens: PolicyTokens, rollout: Tensor, correction: Correction) -> Tensor:

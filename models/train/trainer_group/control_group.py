@@ -18,7 +18,7 @@ NOTHING_RAISED = 0
 NO_SAY = -1  # the call was not this rank's to make
 
 
-class Team:
+class ControlGroup:
     """The ranks, seen from one of them. `group`: a gloo group of all; None = the default group, which must be gloo."""
 
     def __init__(self, group: Any | None = None) -> None:

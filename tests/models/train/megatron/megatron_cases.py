@@ -1,6 +1,6 @@
-"""A program: trains recipes on Megatron in every layout of `CASES`, in gangs of 1, 2 and 4 processes.
+"""A program: trains recipes on Megatron in every layout of `CASES`, in trainer groups of 1, 2 and 4 processes.
 
-Megatron is imported once; the processes of a gang are forked from here. `python megatron_gangs.py MODELS OUT`.
+Megatron is imported once; the processes of a trainer group are forked from here. `python megatron_cases.py MODELS OUT`.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ CASES = (
 
 
 def run(rank: int, world: int, models: Path, out: Path) -> None:
-    """One process of a gang: all cases of its size."""
+    """One process of a trainer group: all cases of its size."""
     import torch
     from gathered_attention import GatheredAttention
     from megatron_rig import run_case
@@ -82,7 +82,7 @@ def run(rank: int, world: int, models: Path, out: Path) -> None:
 
 
 def main(models: Path, out: Path) -> int:
-    """Run the gangs one after the other; 0 if all processes of all of them ended well."""
+    """Run the trainer groups one after the other; 0 if all processes of all of them ended well."""
     import torch
 
     torch.set_num_threads(1)
@@ -93,15 +93,15 @@ def main(models: Path, out: Path) -> int:
         importlib.import_module(f"models.train.megatron.{name}")
     fork = multiprocessing.get_context("fork")
     for world in sorted({case.world for case in CASES}):
-        gang = [fork.Process(target=run, args=(rank, world, models, out)) for rank in range(world)]
-        for process in gang:
+        trainer_group = [fork.Process(target=run, args=(rank, world, models, out)) for rank in range(world)]
+        for process in trainer_group:
             process.start()
-        for process in gang:
+        for process in trainer_group:
             process.join(DEADLINE_S)
-        for process in gang:
+        for process in trainer_group:
             if process.is_alive():
                 process.kill()
-        if any(process.exitcode for process in gang):
+        if any(process.exitcode for process in trainer_group):
             return 1
     return 0
 
