@@ -82,7 +82,7 @@ class EvaluateStage(Stage):
         """Waits for a pinned version (topic `weights/pinned/<version>`) to land, oldest first; runs until cancelled."""
         revision = 0
         while True:
-            revision = await ports.topic.wait(revision)
+            revision = await ports.topic.wait(revision, "weights/pinned/", "applied/", "eval/released", "drain")
             if ports.topic.get("drain") is not None:
                 self._drain = True
                 self._changed.set()

@@ -147,7 +147,7 @@ class PromptStage(Stage):
         """Waits for a change of the topic; runs until cancelled."""
         revision = 0
         while True:
-            revision = await ports.topic.wait(revision)
+            revision = await ports.topic.wait(revision, "applied/")
             applied = [msgspec.msgpack.decode(v, type=Applied) for v in ports.topic.items("applied/").values()]
             version = min((a.version for a in applied), default=-1)
             if version != self.version:
