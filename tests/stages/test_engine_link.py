@@ -11,6 +11,7 @@ from models.engines.client import EngineClient, WeightsUpdated
 from models.engines.errors import EngineRefused
 from models.engines.protocol import PauseMode
 from stages.generate.stage import GenerateStage
+from stages.options import GenerateOptions
 from tests.stages.engine_rig import core_of, generating
 from tests.stages.link_rig import fleet
 from tests.stages.stage_rig import idle, make_context, make_group, until
@@ -297,7 +298,7 @@ async def test_a_new_address_takes_the_place_of_the_old_one(tmp_path: Path, monk
 async def test_each_engine_has_one_owner_among_two_replicas(
     index: int, engines: int, mine: list[tuple[str, bool]]
 ) -> None:
-    stage = GenerateStage(make_context(index=index, replicas=2, options={"engines": engines}))
+    stage = GenerateStage(make_context(index=index, replicas=2, built_in=GenerateOptions(engines=engines)))
     await stage.setup()
     assert [(link.name, link.owner) for link in stage.links] == mine
     await stage.close()
