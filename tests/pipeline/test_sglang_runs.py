@@ -24,6 +24,11 @@ from tests.sglang_server import ON_SGLANG, RealServer, needs_sglang
 
 EXPECTED_ROUTER = "0.3.2"
 
+MODES = [
+    pytest.param(mode, marks=ON_SGLANG if mode == "in_place" else [*ON_SGLANG, pytest.mark.full])
+    for mode in ("in_place", "retract", "abort")
+]
+
 
 def on_servers_of_its_own(test: Any) -> Any:
     """Two servers per run: one such run after the other."""
@@ -180,7 +185,7 @@ def test_engines_killed_and_stopped_in_mid_generation(tap: Path) -> None:
     assert 0 < saved <= summary["engine"]["reused_tokens"], "tokens of surplus groups count too"
 
 
-@pytest.mark.parametrize("mode", [pytest.param(mode, marks=ON_SGLANG) for mode in ("in_place", "retract", "abort")])
+@pytest.mark.parametrize("mode", MODES)
 def test_log_probs_are_those_of_the_recorded_versions(tap: Path, sglang: RealServer, mode: str) -> None:
     """A weight update after every step, long responses: each token is the recorded version's, to 1e-5."""
     run_dir = tap / "run"
