@@ -171,7 +171,7 @@ def test_a_state_without_critic_is_refused(backend, sequences, weights, tmp_path
 
 
 def test_a_discarded_batch_leaves_no_gradient_behind(backend, sequences, monkeypatch) -> None:  # type: ignore[no-untyped-def]
-    """Its gradients are there when a step breaks off; the batch that comes next is as good as the first of a trainer."""
+    """Its gradients are there when a step breaks off; the batch that comes next is as good as a first one."""
     made, fresh, batch = backend(**PPO), backend(**PPO), with_rewards(sequences(1))
     critic = made._models.critic
 
