@@ -31,7 +31,7 @@ from models.engines.text import TextCodec
 from models.tiny import make_tiny_checkpoint
 from models.train.build import build_backend
 from models.train.interface import TrainBackend, TrainSequence
-from models.weights.writer import SlotWriter
+from models.weights.shared_memory_writer import SlotWriter
 
 GROUPS, MEMBERS, LENGTH = 32, 8, 8
 HELD_OUT = 256

@@ -16,7 +16,7 @@ import msgspec
 from configs.graph import engine_count, frozen_engines, is_address
 from configs.schema import Config
 from models.train.trainer_group.rank_spec import needs_trainer_group, processes_of
-from models.weights.directory import choose_directory
+from models.weights.slots_directory import choose_directory
 from pipeline.graph import Graph, Node, Stream
 from pipeline.hosts.gpus import visible_gpus
 from pipeline.hosts.replica import PortSpec, ReplicaSpec

@@ -21,7 +21,7 @@ from configs.load import config_hash, dump_toml
 from configs.resolve import num_rollout_for
 from configs.schema import Config
 from models.checkpoint import Manifest, latest_checkpoint, read_manifest
-from models.weights.directory import remove_stale
+from models.weights.slots_directory import remove_stale
 from pipeline.controller import Controller
 from pipeline.errors import Interrupted, RunError, UsageError, leaf, user_error
 from pipeline.graph import build

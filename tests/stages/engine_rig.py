@@ -24,7 +24,7 @@ from models.engines.partial import PartialOutputs
 from models.engines.protocol import GenerateOutput, GenerateRequest, MetaInfo, SamplingParams
 from models.engines.serve import EngineServer
 from models.engines.simulated import SimulatedEngine, simulated_token
-from models.weights.writer import SlotWriter
+from models.weights.shared_memory_writer import SlotWriter
 from stages.generate.stage import GenerateStage
 from stages.messages import PromptGroup, RolloutSlice, RouterAddress, Sample, WeightsAnnouncement
 from stages.options import GenerateOptions

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from models.weights.reader import verify
+from models.weights.shared_memory_reader import verify
 from stages.messages import CheckpointReady, RolloutSlice, Settled, StepDone
 from stages.options import TrainOptions
 from tests.stages.stage_rig import idle, make_sample, make_slice, take, until
