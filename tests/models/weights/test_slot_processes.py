@@ -164,5 +164,6 @@ def test_no_room_is_an_error_before_the_first_write(tmp_path: Path, monkeypatch)
 
 
 def test_the_reader_needs_no_torch() -> None:
-    program = "import sys, models.weights.shared_memory_reader, models.weights.slots_directory; sys.exit('torch' in sys.modules)"
+    modules = "models.weights.shared_memory_reader, models.weights.slots_directory"
+    program = f"import sys, {modules}; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", program], cwd=ROOT, check=False).returncode == 0
