@@ -20,8 +20,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-import msgspec
-
 from bench.report import Document, Series, command, machine, print_table, write_json
 from configs.schema import Config
 from configs.schema.reward import RewardConfig
@@ -87,14 +85,12 @@ def make_slice(grader: str, number: int) -> RolloutSlice:
     return RolloutSlice(group, samples)
 
 
-def replica(spec: bytes) -> None:
+def replica(spec: ReplicaSpec, config: Config) -> None:
     """One reward replica in this process, until it is killed."""
 
     async def main() -> None:
-        found = msgspec.json.decode(spec, type=ReplicaSpec)
-        config = msgspec.json.decode(Path(found.config).read_bytes(), type=Config)
-        async with Node("bench", found.replica) as node:
-            await run_replica(found, node, config)
+        async with Node("bench", spec.replica) as node:
+            await run_replica(spec, node, await node.topic(f"ipc://{spec.run_dir}/topic"), config)
 
     asyncio.run(main())
 
@@ -102,12 +98,9 @@ def replica(spec: bytes) -> None:
 @contextmanager
 def replicas(count: int, directory: Path, config: Config) -> Iterator[None]:
     """Processes of their own; ended with the block, and their grader processes with them."""
-    file = directory / "config.json"
-    file.write_bytes(msgspec.json.encode(config))
     processes: list[multiprocessing.process.BaseProcess] = []
     for index in range(count):
         spec = ReplicaSpec(
-            run_id="bench",
             stage="reward",
             replica=f"reward-{index}",
             path="stages.reward.stage:RewardStage",
@@ -115,13 +108,11 @@ def replicas(count: int, directory: Path, config: Config) -> Iterator[None]:
             replicas=count,
             concurrency=CONCURRENCY,
             run_dir=str(directory),
-            config=str(file),
-            topic=f"ipc://{directory}/topic",
             inlets={"in": PortSpec("reward", f"ipc://{directory}/reward", SLICE)},
             outlets={"out": PortSpec("group", f"ipc://{directory}/group", SLICE)},
             trace=False,
         )
-        processes.append(SPAWN.Process(target=replica, args=(msgspec.json.encode(spec),)))
+        processes.append(SPAWN.Process(target=replica, args=(spec, config)))
     try:
         for process in processes:
             process.start()

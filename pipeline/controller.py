@@ -21,10 +21,13 @@ import logging
 import signal
 from collections.abc import Callable, Mapping
 
+import msgspec
+
 from configs.schema import Config
 from pipeline.errors import DrainTimeout
 from pipeline.graph import Graph
 from pipeline.hosts.launcher import Launcher
+from pipeline.hosts.rendezvous import CONFIG
 from pipeline.observe.monitor import Monitor
 from pipeline.observe.prometheus import endpoint
 from pipeline.observe.stats import STATS_PREFIX
@@ -76,11 +79,12 @@ class Controller:
         """Run to the end. Raises RunError (or an error of the prompt stage) with everything stopped."""
         async with Node(self.placement.run_id, "controller") as node:
             topic = await node.topic_server(self.placement.topic, private=(STATS_PREFIX,))
+            topic.publish(CONFIG, msgspec.msgpack.encode(self.config))
             for stream in self.graph.streams:
                 self.hubs[stream.name] = await node.hub(self._spec(stream.name), self._dead_letter)
             announcer = Announcer(topic, self.hubs, self.recorder)
             announcer.running(self.config, self.placement.frozen_addresses)
-            runner = self._runner(node, announcer)
+            runner = self._runner(node, topic, announcer)
             monitor = Monitor(self.config, self.stage, self.recorder, self.hubs, topic)
             observe = self.config.observe
             served = endpoint(observe.prometheus_host, observe.prometheus_port, monitor.facts)
@@ -99,10 +103,9 @@ class Controller:
         bound = self.gate.most_open * members * 2 + 10_000  # no hub may ever be the reason for back-pressure
         return StreamSpec(name=name, address=self.placement.addresses[name], capacity_items=bound)
 
-    def _runner(self, node: Node, lifecycle: Lifecycle) -> Runner:
-        specs, engines = self.placement.replicas(self.graph), [*self.placement.engines, *self.placement.frozen]
+    def _runner(self, node: Node, topic: TopicServer, lifecycle: Lifecycle) -> Runner:
         kind = TaskRunner if self.config.run.runner == "inprocess" else ProcessRunner
-        return kind(self.config, self.rundir, node, self.launcher, specs, engines, lifecycle)
+        return kind(self.config, self.rundir, self.graph, self.placement, node, topic, self.launcher, lifecycle)
 
     async def _ports(self, node: Node) -> Ports:
         out = self.graph.outlets("prompts")["out"]

@@ -11,8 +11,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import msgspec
-
 from configs.graph import engine_count, frozen_engines, is_address
 from configs.schema import Config
 from models.train.trainer_group.rank_spec import needs_trainer_group, processes_of
@@ -22,7 +20,7 @@ from pipeline.hosts.gpus import visible_gpus
 from pipeline.hosts.replica import PortSpec, ReplicaSpec
 from pipeline.record.run_directory import RunDir
 from pipeline.supervise.restarts import EngineSpec
-from pipeline.supervise.trainer_group import check_trainer_group, engines_gpus, rendezvous_file
+from pipeline.supervise.trainer_group import check_trainer_group, engines_gpus
 from stages.group.filters import import_path
 from stages.options import GenerateOptions, StageOptions, TrainOptions
 from stages.prompts.staleness_gate import StalenessGate
@@ -49,8 +47,6 @@ class Placement:
         """Raises UsageError for what does not fit on one machine."""
         check_trainer_group(config)
         self.config, self.rundir, self.run_id = config, rundir, run_id
-        if needs_trainer_group(config):
-            train = msgspec.structs.replace(train, trainer_group=str(rendezvous_file(rundir)))
         local = config.run.runner == "local"
         names = [s.name for s in graph.streams]
         sockets = rundir.sockets
@@ -60,7 +56,6 @@ class Placement:
         }
         self.topic = f"ipc://{sockets / 'topic.sock'}" if local else f"inproc://{run_id}-topic"
         self.schemas: dict[str, Any] = {s.name: import_path(s.schema) for s in graph.streams}
-        self.config_path = rundir.path / "config.json"
         has_engines = any(n.name == "generate" for n in graph.nodes)
         places = frozen_engines(config) if has_engines else {}
         self.frozen_addresses = {name: place for name, place in places.items() if is_address(place)}
@@ -79,28 +74,22 @@ class Placement:
         ranks = processes_of(self.config.parallel) if needs_trainer_group(self.config) else 1
         return len(self.engines) + len(self.frozen) + ranks
 
-    def write_config(self) -> None:
-        """The resolved configuration as the replicas read it."""
-        self.config_path.write_bytes(msgspec.json.encode(self.config))
-
     def replicas(self, graph: Graph) -> list[ReplicaSpec]:
         """One specification per replica, in the order in which they are started: the slow ones first."""
         order = {"train": 0, "generate": 1}
         nodes = sorted(graph.nodes, key=lambda node: order.get(node.name, 2))
-        return [self._replica(graph, node, i) for node in nodes for i in range(node.replicas)]
+        return [self.replica(graph, node, i, node.replicas) for node in nodes for i in range(node.replicas)]
 
-    def _replica(self, graph: Graph, node: Node, index: int) -> ReplicaSpec:
+    def replica(self, graph: Graph, node: Node, index: int, count: int) -> ReplicaSpec:
+        """The specification of one replica among `count`."""
         return ReplicaSpec(
-            run_id=self.run_id,
             stage=node.name,
             replica=f"{node.name}-{index}",
             path=node.path,
             index=index,
-            replicas=node.replicas,
+            replicas=count,
             concurrency=node.concurrency,
             run_dir=str(self.rundir.path),
-            config=str(self.config_path),
-            topic=self.topic,
             inlets={name: self._port(stream, node) for name, stream in graph.inlets(node.name).items()},
             outlets={name: self._port(stream, node) for name, stream in graph.outlets(node.name).items()},
             loops=graph.loops if node.name == "generate" else (),

@@ -240,7 +240,7 @@ class Phase:
             train=TrainOptions(start, self.epoch, resume_from, str(slots)),
             vocab_size=policy.vocab_size if policy is not None else None,
         )
-        placement.write_config()
+        (self.rundir.path / "config.json").write_bytes(msgspec.json.encode(self.config))  # for people
         controller = Controller(
             self.config,
             self.rundir,

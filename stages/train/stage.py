@@ -22,15 +22,17 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, ParamSpec, TypeVar
 
+import msgspec
+
 from models.checkpoint import draft_path
-from models.train.trainer_group.rank_spec import needs_trainer_group
+from models.train.trainer_group.rank_spec import MEETING, Rendezvous, needs_trainer_group
 from stages.base import Stage, StageContext
 from stages.engines.colocation import TrainerTurn
 from stages.engines.weight_barrier import await_landing
 from stages.errors import UntrainableGroup
 from stages.messages import CheckpointReady, Outcome, Report, RolloutSlice, StepDone
 from stages.options import TrainOptions
-from stages.ports import Lease, Ports
+from stages.ports import Lease, Ports, Topic
 from stages.prompts.staleness_gate import over_sampling
 from stages.rollouts import oldest_version, settlement
 from stages.train.batch import Batch, slice_sequences
@@ -77,10 +79,11 @@ class TrainStage(Stage):
     async def _in_torch(self, function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
         return await asyncio.get_running_loop().run_in_executor(self._torch, lambda: function(*args, **kwargs))
 
-    async def setup(self) -> None:
+    async def _load(self, topic: Topic) -> None:
+        """Not in `setup`: a trainer group is met through the topic."""
         from stages.train.publish_weights import WeightPublisher
 
-        self.backend = await self._in_torch(self._make_backend)
+        self.backend = await self._in_torch(self._make_backend, topic)
         await self._in_torch(self.backend.setup)
         if self.options.resume_from:
             await self._in_torch(self.backend.load, Path(self.options.resume_from))
@@ -88,13 +91,17 @@ class TrainStage(Stage):
             source = Path(self.config.train.hf_checkpoint)
             self.weights = WeightPublisher(self.config, Path(self.options.slots), source, self.context.run_dir)
 
-    def _make_backend(self) -> TrainBackend:
+    def _make_backend(self, topic: Topic) -> TrainBackend:
         """The trainer, here or in the ranks of a trainer group. Torch is imported only in the processes that train."""
         if needs_trainer_group(self.config):
             from models.train.trainer_group.backend import TrainerGroupBackend
 
+            def meeting() -> Rendezvous | None:
+                value = topic.get(MEETING)
+                return None if value is None else msgspec.msgpack.decode(value, type=Rendezvous)
+
             return TrainerGroupBackend(
-                Path(self.options.trainer_group),
+                meeting,
                 self.context.run_dir / "trainer_group",
                 saves_in_background=self.config.checkpoint.async_save,
             )
@@ -112,6 +119,7 @@ class TrainStage(Stage):
         self._torch.shutdown(wait=True)
 
     async def run(self, ports: Ports) -> None:
+        await self._load(ports.topic)
         async with asyncio.TaskGroup() as tasks:
             self.turn = TrainerTurn(self.config, ports.topic, self._in_torch, self.backend)
             await self._report(ports, StepDone(self.steps, self.steps, (), {}, 0, pinned=self._evaluates(self.steps)))
