@@ -47,14 +47,14 @@ class Placement:
         """Raises UsageError for what does not fit on one machine."""
         check_trainer_group(config)
         self.config, self.rundir, self.run_id = config, rundir, run_id
-        local = config.run.runner == "local"
-        names = [s.name for s in graph.streams]
-        sockets = rundir.sockets
+        local, sockets = config.run.runner == "local", rundir.sockets
         self.addresses = {
-            name: f"ipc://{sockets / f'{i}.sock'}" if local else f"inproc://{run_id}-{name}"
-            for i, name in enumerate(names)
+            stream.name: f"ipc://{sockets / f'{i}.sock'}" if local else f"inproc://{run_id}-{stream.name}"
+            for i, stream in enumerate(graph.streams)
         }
-        self.topic = f"ipc://{sockets / 'topic.sock'}" if local else f"inproc://{run_id}-topic"
+        # Ranks are processes beside the tasks of one process too, and have their work from the topic.
+        reached = local or needs_trainer_group(config)
+        self.topic = f"ipc://{sockets / 'topic.sock'}" if reached else f"inproc://{run_id}-topic"
         self.schemas: dict[str, Any] = {s.name: import_path(s.schema) for s in graph.streams}
         has_engines = any(n.name == "generate" for n in graph.nodes)
         places = frozen_engines(config) if has_engines else {}
