@@ -34,6 +34,7 @@ from pipeline.observe.stats import STATS_PREFIX
 from pipeline.placement import Placement
 from pipeline.record.recorder import Recorder
 from pipeline.record.run_directory import RunDir
+from pipeline.stream_limits import stream_spec
 from pipeline.supervise.announce import Announcer
 from pipeline.supervise.restarts import Lifecycle
 from pipeline.supervise.runner import ProcessRunner, Runner, TaskRunner
@@ -43,7 +44,7 @@ from stages.ports import Ports
 from stages.prompts.ledger import LedgerSnapshot
 from stages.prompts.stage import Prompts, PromptStage
 from stages.prompts.staleness_gate import StalenessGate
-from transport import DeadLetter, Hub, Node, StreamSpec, TopicServer
+from transport import DeadLetter, Hub, Node, TopicServer
 
 log = logging.getLogger("sluice.controller")
 
@@ -81,7 +82,8 @@ class Controller:
             topic = await node.topic_server(self.placement.topic, private=(STATS_PREFIX,))
             topic.publish(CONFIG, msgspec.msgpack.encode(self.config))
             for stream in self.graph.streams:
-                self.hubs[stream.name] = await node.hub(self._spec(stream.name), self._dead_letter)
+                spec = stream_spec(self.config, self.gate, stream.name, self.placement.addresses[stream.name])
+                self.hubs[stream.name] = await node.hub(spec, self._dead_letter)
             announcer = Announcer(topic, self.hubs, self.recorder)
             announcer.running(self.config, self.placement.frozen_addresses)
             runner = self._runner(node, topic, announcer)
@@ -97,11 +99,6 @@ class Controller:
                     await self._end(topic, runner, replicas, stage)
                     for task in background:
                         task.cancel()
-
-    def _spec(self, name: str) -> StreamSpec:
-        members = self.config.rollout.n_samples_per_prompt
-        bound = self.gate.most_open * members * 2 + 10_000  # no hub may ever be the reason for back-pressure
-        return StreamSpec(name=name, address=self.placement.addresses[name], capacity_items=bound)
 
     def _runner(self, node: Node, topic: TopicServer, lifecycle: Lifecycle) -> Runner:
         kind = TaskRunner if self.config.run.runner == "inprocess" else ProcessRunner

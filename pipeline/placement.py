@@ -19,6 +19,7 @@ from pipeline.graph import Graph, Node, Stream
 from pipeline.hosts.gpus import visible_gpus
 from pipeline.hosts.replica import PortSpec, ReplicaSpec
 from pipeline.record.run_directory import RunDir
+from pipeline.stream_limits import UNBOUNDED_BYTES
 from pipeline.supervise.restarts import EngineSpec
 from pipeline.supervise.trainer_group import check_trainer_group, engines_gpus
 from stages.group.filters import import_path
@@ -26,7 +27,6 @@ from stages.options import GenerateOptions, StageOptions, TrainOptions
 from stages.prompts.staleness_gate import StalenessGate
 
 JOINERS = ("group", "train", "evaluate")
-UNBOUNDED_BYTES = 1 << 40
 
 
 class Placement:
