@@ -38,7 +38,7 @@ from transport import DeadLetter, Node, StreamSpec
 
 SPAWN = multiprocessing.get_context("spawn")
 MEMBERS = 8  # samples of a group
-TOKENS = 64
+PROMPT, TOKENS = 32, 64
 SENDERS = 64
 CONCURRENCY = 8  # groups that a replica has in work, as in a run
 WARM_UP_S = 5.0  # from the first grade to the start of the clock: all grader processes have started and imported
@@ -68,16 +68,17 @@ GRADERS: dict[str, Callable[[int], tuple[str, str]]] = {
 def make_slice(grader: str, number: int) -> RolloutSlice:
     """A group of finished rollouts, each with a response of its own."""
     response, label = GRADERS[grader](number)
-    group = PromptGroup(number, number, 0, "?", wire([1] * 32, Int32Array), label, MEMBERS, seed=number * MEMBERS)
+    group = PromptGroup(number, number, 0, "?", wire([], Int32Array), label, MEMBERS, seed=number * MEMBERS)
     samples = tuple(
         Sample(
             index=index,
             status="completed",
             response=f"try {index}: {response}",
-            response_ids=wire([7] * TOKENS, Int32Array),
-            loss_mask=wire([1] * TOKENS, UInt8Array),
-            rollout_log_probs=wire([-0.5] * TOKENS, Float32Array),
-            version_runs=(VersionRun(0, TOKENS),),
+            token_ids=wire([1] * PROMPT + [7] * TOKENS, Int32Array),
+            prompt_length=PROMPT,
+            loss_mask=wire([0] * PROMPT + [1] * TOKENS, UInt8Array),
+            log_probs=wire([0.0] * PROMPT + [-0.5] * TOKENS, Float32Array),
+            version_runs=(VersionRun(-1, PROMPT), VersionRun(0, TOKENS)),
             turns=1,
         )
         for index in range(MEMBERS)

@@ -24,7 +24,7 @@ from stages.base import LoopStage, Stage, StageContext
 from stages.engines.engine_link import EngineLink
 from stages.generate.turn import Turns
 from stages.group.filters import import_path
-from stages.messages import PromptGroup, RolloutSlice, Sample
+from stages.messages import PromptGroup, RolloutSlice, Sample, without_prompt
 from stages.options import GenerateOptions
 from stages.ports import Inlet, Lease, Outlet, Ports
 from stages.sampling.append_output import VersionLabelError, append_output, label_version, new_sample
@@ -149,19 +149,20 @@ class GenerateStage(Stage):
 
     async def _serve(self, lease: Lease[PromptGroup | RolloutSlice], ports: Ports) -> None:
         message = lease.message
-        group = message.group if isinstance(message, RolloutSlice) else message
-        samples = (
-            message.samples if isinstance(message, RolloutSlice) else tuple(map(new_sample, range(group.n_samples)))
-        )
+        if isinstance(message, RolloutSlice):
+            group, samples = message.group, message.samples
+        else:
+            group = without_prompt(message)
+            samples = tuple(new_sample(message.prompt_ids, index) for index in range(message.n_samples))
         self.activity.items_in += 1
-        before = sum(s.n_tokens for s in samples)
+        before = sum(s.length for s in samples)
         with (
             self.activity.working(),
             self.span("generate", group=group.group_id, detail=f"turn {samples[0].turns + 1}"),
         ):
             if any(s.status != "failed" for s in samples):  # a loop stage may have failed it
                 samples = await self.turns.take(group, samples)
-            self.activity.tokens += sum(s.n_tokens for s in samples) - before
+            self.activity.tokens += sum(s.length for s in samples) - before
             with self.activity.sending():
                 await self._emit(RolloutSlice(group, samples), ports)
         lease.done()

@@ -80,7 +80,7 @@ class Turns:
     async def take(self, group: PromptGroup, samples: tuple[Sample, ...]) -> tuple[Sample, ...]:
         """The samples after one more turn. Every sample comes back finished, failed, or aborted by a drain."""
         losses = Losses()
-        fresh = all(s.turns == 0 and s.n_tokens == 0 for s in samples)
+        fresh = all(s.turns == 0 and s.response_length == 0 for s in samples)
         before = {s.index: s for s in samples}
         if fresh:
             samples = await self._together(group, samples, losses)
@@ -99,7 +99,7 @@ class Turns:
                 return asked
             if not await self._survives(losses, error, progress=False):
                 return tuple(self._failed(s, error) if s.status in UNFINISHED else s for s in asked)
-            if any(s.n_tokens or s.status not in UNFINISHED for s in asked):
+            if any(s.response_length or s.status not in UNFINISHED for s in asked):
                 return asked
             samples = asked
 
@@ -112,10 +112,10 @@ class Turns:
                 return msgspec.structs.replace(sample, status="aborted")
             if asked:
                 sample = self._again(before, sample)
-            had = sample.n_tokens
+            had = sample.response_length
             (sample,), error = await self._ask(group, (sample,), losses)
             asked = True
-            if error is not None and not await self._survives(losses, error, progress=sample.n_tokens > had):
+            if error is not None and not await self._survives(losses, error, progress=sample.response_length > had):
                 return self._failed(sample, error) if sample.status in UNFINISHED else sample
         return sample
 
@@ -158,13 +158,13 @@ class Turns:
         first = samples[0]
         budget, deadline = self.requests.budget(group, first), self.requests.deadline(group, first)
         if budget <= 0:
-            cuts = tuple(msgspec.structs.replace(cut(s, s.n_tokens + budget), status="truncated") for s in samples)
+            cuts = tuple(msgspec.structs.replace(cut(s, s.length + budget), status="truncated") for s in samples)
             return cuts, None
         if deadline is not None and deadline.left_s <= 0:
             return tuple(self._stop(s, deadline) for s in samples), None
         request = GenerateRequest(
             rid=f"{self._origin}-{group.group_id:013d}-{first.index:04d}-{next(self._serial):09d}",
-            input_ids=[*group.prompt_ids.tolist(), *first.response_ids.tolist()],
+            input_ids=first.token_ids.tolist(),
             sampling_params=self.requests.params(group, first, budget, len(samples)),
             return_logprob=True,
         )
@@ -187,9 +187,9 @@ class Turns:
         first = samples[0]
         need = RouteRequest(
             key=session_key(group),
-            prompt=group.prompt_ids.tobytes(),
+            prompt=first.token_ids[: first.prompt_length].tobytes(),
             n=len(samples),
-            goes_on=first.n_tokens > 0 or first.replaced > 0,
+            goes_on=first.response_length > 0 or first.replaced > 0,
             direct=bool(self.dispatcher.lost_fields(request)),
             again=losses.count > 0,
             lost=losses.engine,
@@ -282,7 +282,7 @@ class Turns:
         stopped = self.requests.stopped(sample, deadline)
         replaced = stopped.replaced > sample.replaced
         self._add("deadline_replaced" if replaced else "deadline_truncated", 1)
-        self._add("deadline_tokens_dropped", sample.n_tokens if replaced else 0)
+        self._add("deadline_tokens_dropped", sample.response_length if replaced else 0)
         return stopped
 
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-import time
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from typing import Protocol
@@ -38,6 +37,7 @@ from stages.messages import (
     UInt8Array,
     VersionRun,
     wire,
+    without_prompt,
 )
 from stages.ports import Outlet, Ports
 from stages.prompts.curriculum import PassRateCurriculum
@@ -197,7 +197,6 @@ class PromptStage(Stage):
             metadata=prompt.metadata,
             tools=prompt.tools,
             requeued=group.requeued,
-            admitted_s=time.time(),
         )
         self.activity.items_out += 1
         if self.supervised:
@@ -210,17 +209,20 @@ class PromptStage(Stage):
         ids = prompt.label_ids.tolist()
         if self.eos_id is not None and ids[-1:] != [self.eos_id]:
             ids.append(self.eos_id)
+        before = len(prompt.prompt_ids)
+        mask = self._demonstration_mask(group, prompt.label or "", len(ids))
         sample = Sample(
             index=0,
             status="completed",
             response=prompt.label or "",
-            response_ids=wire(ids, Int32Array),
-            loss_mask=wire(self._demonstration_mask(group, prompt.label or "", len(ids)), UInt8Array),
-            rollout_log_probs=wire(np.zeros(len(ids)), Float32Array),
-            version_runs=(VersionRun(self.steps, len(ids)),),
+            token_ids=wire([*prompt.prompt_ids.tolist(), *ids], Int32Array),
+            prompt_length=before,
+            loss_mask=wire([*([0] * before), *mask], UInt8Array),
+            log_probs=wire(np.zeros(before + len(ids)), Float32Array),
+            version_runs=(VersionRun(-1, before), VersionRun(self.steps, len(ids))),
             reward=0.0,
         )
-        return RolloutSlice(group, (sample,))
+        return RolloutSlice(without_prompt(group), (sample,))
 
     def _demonstration_mask(self, group: PromptGroup, text: str, n: int) -> np.ndarray[tuple[int], np.dtype[np.uint8]]:
         """[n] 1 where the text is the model's own; 0 where `metadata.tool_spans` (characters) says a tool wrote it."""

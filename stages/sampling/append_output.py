@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import base64
 import binascii
+from collections.abc import Sequence
 
 import msgspec
 import numpy as np
+import numpy.typing as npt
 
 from models.engines.errors import EngineProtocolError
 from models.engines.protocol import GenerateOutput
@@ -34,22 +36,34 @@ def label_version(label: str) -> int:
     return int(version)
 
 
-def new_sample(index: int) -> Sample:
-    return Sample(index, "pending", "", wire([], Int32Array), wire([], UInt8Array), wire([], Float32Array), ())
+def new_sample(prompt: Sequence[int] | npt.NDArray[np.int32], index: int) -> Sample:
+    """A rollout before its first turn: the prompt, and nothing after it."""
+    n = len(prompt)
+    return Sample(
+        index=index,
+        status="pending",
+        response="",
+        token_ids=wire(prompt, Int32Array),
+        prompt_length=n,
+        loss_mask=wire(np.zeros(n), UInt8Array),
+        log_probs=wire(np.zeros(n), Float32Array),
+        version_runs=join_runs((VersionRun(-1, n),), ()),
+    )
 
 
-def cut(sample: Sample, n: int) -> Sample:
-    """The first `n` tokens: for a sample whose last tokens, which the policy did not make, exceed its budget."""
+def cut(sample: Sample, length: int) -> Sample:
+    """The first tokens, the prompt at least: for a sample whose last ones, which nothing of ours made, are too many."""
+    length = max(length, sample.prompt_length)
     runs: list[VersionRun] = []
-    left = n = max(n, 0)
+    left = length
     for run in sample.version_runs:
         runs.append(VersionRun(run.version, min(run.n_tokens, left)))
         left -= runs[-1].n_tokens
     return msgspec.structs.replace(
         sample,
-        response_ids=wire(sample.response_ids[:n], Int32Array),
-        loss_mask=wire(sample.loss_mask[:n], UInt8Array),
-        rollout_log_probs=wire(sample.rollout_log_probs[:n], Float32Array),
+        token_ids=wire(sample.token_ids[:length], Int32Array),
+        loss_mask=wire(sample.loss_mask[:length], UInt8Array),
+        log_probs=wire(sample.log_probs[:length], Float32Array),
         version_runs=join_runs(tuple(runs), ()),
     )
 
@@ -80,9 +94,9 @@ def _appended(sample: Sample, output: GenerateOutput, generate_s: float, status:
         status=status,
         error=error,
         response=sample.response + output.text,
-        response_ids=wire(np.concatenate([sample.response_ids, ids]), Int32Array),
+        token_ids=wire(np.concatenate([sample.token_ids, ids]), Int32Array),
         loss_mask=wire(np.concatenate([sample.loss_mask, np.ones(len(ids))]), UInt8Array),
-        rollout_log_probs=wire(np.concatenate([sample.rollout_log_probs, log_probs]), Float32Array),
+        log_probs=wire(np.concatenate([sample.log_probs, log_probs]), Float32Array),
         version_runs=join_runs(sample.version_runs, runs),
         cached_tokens=sample.cached_tokens + (meta.cached_tokens or 0),
         retractions=sample.retractions + (meta.num_retractions or 0),

@@ -147,7 +147,9 @@ async def freeze(server: EngineServer, tokens: int) -> None:
 
 
 def token_versions(sample: Sample) -> list[int]:
-    return [run.version for run in sample.version_runs for _ in range(run.n_tokens)]
+    """Of the tokens after the prompt."""
+    versions: list[int] = sample.versions[sample.prompt_length :].tolist()
+    return versions
 
 
 def written(exchanges: list[Exchange], places: list[int], sample: Sample) -> list[int]:

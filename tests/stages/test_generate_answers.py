@@ -34,7 +34,7 @@ def answer(ids: list[int], reason: str | None = "stop", *, label: str = "0.1", *
 
 def test_draft_tokens_are_summed_over_the_requests_of_a_rollout() -> None:
     drafts = {"spec_num_proposed_drafts": 10, "spec_num_correct_drafts": 6}
-    sample = append_output(new_sample(0), answer([1, 2], "abort", **drafts), 1.0)
+    sample = append_output(new_sample([], 0), answer([1, 2], "abort", **drafts), 1.0)
     sample = append_output(sample, answer([3], **drafts), 1.0)
     assert (sample.spec_proposed, sample.spec_accepted) == (20, 12)
     sample = append_output(sample, answer([3]), 1.0)  # an engine without drafts
@@ -44,21 +44,21 @@ def test_draft_tokens_are_summed_over_the_requests_of_a_rollout() -> None:
 def test_experts_of_a_continued_rollout_are_those_that_made_its_tokens() -> None:
     """Each answer tells the choices from the prompt on; of a repeated token the first choice counts."""
     prompt, first, second = 3, [1, 2], [3, 4]
-    sample = append_output(new_sample(0), answer(first, "abort", routed_experts=experts(range(prompt + 1))), 1.0)
+    sample = append_output(new_sample([], 0), answer(first, "abort", routed_experts=experts(range(prompt + 1))), 1.0)
     again = experts(range(100, 100 + prompt + len(first) + len(second) - 1))
     sample = append_output(sample, answer(second, routed_experts=again), 1.0)
     rows = np.frombuffer(sample.routed_experts, "<i4").reshape(-1, 2, 2)[:, 0, 0]
     assert rows.tolist() == [0, 1, 2, 3, 104, 105]
-    assert append_output(new_sample(0), answer(first), 1.0).routed_experts == b""
+    assert append_output(new_sample([], 0), answer(first), 1.0).routed_experts == b""
 
 
 def test_experts_that_are_no_base64_are_told() -> None:
     with pytest.raises(EngineProtocolError, match="routed_experts is not base64"):
-        append_output(new_sample(0), answer([1], routed_experts="%%"), 1.0)
+        append_output(new_sample([], 0), answer([1], routed_experts="%%"), 1.0)
 
 
 def test_what_a_lost_engine_left_is_an_aborted_response() -> None:
-    sample = append_saved(new_sample(0), answer([1, 2, 3], None), 2.0)
+    sample = append_saved(new_sample([], 0), answer([1, 2, 3], None), 2.0)
     assert (sample.status, sample.reused_tokens, sample.generate_s) == ("aborted", 3, 2.0)
     assert sample.version_runs == (VersionRun(1, 3),)
     sample = append_saved(sample, None, 1.0)

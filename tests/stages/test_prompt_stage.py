@@ -282,7 +282,8 @@ async def test_supervised_prompts_travel_as_rollouts_that_end_with_one_eos() -> 
         for found, ids in ((first, [7, 8, EOS]), (second, [7, EOS])):
             (sample,) = found.samples
             assert numbers(sample.response_ids) == ids
-            assert numbers(sample.loss_mask) == [1] * len(ids)
+            assert numbers(sample.token_ids[:2]) == [1, 2]
+            assert numbers(sample.loss_mask) == [0, 0] + [1] * len(ids)
             assert found.group.n_samples == 1
             assert sample.fault() is None
         await one.report(step_done(1, 0))
@@ -298,4 +299,4 @@ async def test_supervised_tokens_that_a_tool_wrote_are_not_learnt() -> None:
     ) as one:
         await idle()
         (sample,) = (await take(one.groups)).samples
-        assert numbers(sample.loss_mask) == [1, 1, 1, 1, 1, 0, 1, 1, 1]
+        assert numbers(sample.loss_mask) == [0, 0, 1, 1, 1, 1, 1, 0, 1, 1, 1]

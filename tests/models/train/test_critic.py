@@ -18,14 +18,14 @@ PPO = {"advantage_estimator": "ppo", "critic_lr": 3e-3, "gamma": 0.9, "lambd": 0
 
 
 def values_of(backend, sequence, *, after: bool = False):  # type: ignore[no-untyped-def]
-    """Values before each response token (and behind the last one), one sequence at a time."""
+    """Values before each token, 0 before the first (and behind the last one), one sequence at a time."""
     critic = backend._models.critic
     ids = torch.from_numpy(sequence.tokens.astype(np.int64))[None]
     with torch.no_grad():
         hidden = critic.model.decoder(input_ids=ids, use_cache=False).last_hidden_state[0]
         values = critic.model(hidden)
-    first = len(sequence.tokens) - sequence.response_length - 1
-    return values[first:].numpy() if after else values[first:-1].numpy()
+    values = np.append(np.float32(0.0), values.numpy())
+    return values if after else values[:-1]
 
 
 def test_value_loss_golden() -> None:

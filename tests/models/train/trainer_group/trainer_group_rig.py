@@ -24,6 +24,7 @@ from configs.schema import Config
 from models.train.interface import TrainBackend, TrainSequence
 from models.train.trainer_group.backend import TrainerGroupBackend
 from models.train.trainer_group.rank_spec import RankSpec, Rendezvous
+from tests.models.train.sequences import sequence
 
 RANKS = 2
 Tensors = dict[str, torch.Tensor]
@@ -52,15 +53,14 @@ def small_sequences(seed: int, *, groups: int = 3, per_group: int = 3, vocabular
             response = int(rng.integers(2, 14))
             mask = (rng.random(response) > 0.2).astype(np.uint8)
             out.append(
-                TrainSequence(
-                    group_id=seed * 100 + group,
-                    rollout_id=(seed * 100 + group) * 10 + member,
-                    tokens=np.concatenate([prompt, rng.integers(1, vocabulary, response)]).astype(np.int32),
-                    response_length=response,
-                    loss_mask=mask,
-                    rollout_log_probs=np.where(mask, rng.normal(-3.4, 0.4, response), 0.0).astype(np.float32),
-                    advantages=np.full(response, rng.normal(), dtype=np.float32),
-                    versions=np.full(response, max(seed - 1, 0), dtype=np.int32),
+                sequence(
+                    group=seed * 100 + group,
+                    rollout=(seed * 100 + group) * 10 + member,
+                    tokens=np.concatenate([prompt, rng.integers(1, vocabulary, response)]),
+                    mask=mask,
+                    rollout_log_probs=np.where(mask, rng.normal(-3.4, 0.4, response), 0.0),
+                    advantage=rng.normal(),
+                    version=max(seed - 1, 0),
                 )
             )
     return out
