@@ -19,7 +19,7 @@ import asyncio
 import contextlib
 import logging
 import signal
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 
 import msgspec
 
@@ -65,13 +65,23 @@ class Controller:
         eos_id: int | None = None,
         encode: Callable[[str], list[int]] | None = None,
         snapshot: LedgerSnapshot | None = None,
+        restored: Collection[int] = (),
     ) -> None:
         self.config, self.rundir, self.graph, self.placement = config, rundir, graph, placement
         self.recorder, self.launcher = recorder, launcher
         self.gate = StalenessGate.of(config)
         self.hubs: dict[str, Hub] = {}
         context = StageContext(config, rundir.path, "prompts-0", recorder.spans)
-        self.stage = PromptStage(context, prompts, self.gate, recorder, snapshot=snapshot, eos_id=eos_id, encode=encode)
+        self.stage = PromptStage(
+            context,
+            prompts,
+            self.gate,
+            recorder,
+            snapshot=snapshot,
+            restored=restored,
+            eos_id=eos_id,
+            encode=encode,
+        )
         recorder.ledger = self.stage.ledger
         self.reason = "finished"
         self._interrupts = 0

@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 from collections import Counter, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Protocol
 
 import msgspec
@@ -91,9 +91,11 @@ class PromptStage(Stage):
         hooks: RunHooks,
         *,
         snapshot: LedgerSnapshot | None = None,
+        restored: Collection[int] = (),
         eos_id: int | None = None,
         encode: Callable[[str], list[int]] | None = None,
     ) -> None:
+        """`restored`: groups open in `snapshot` that the trainer holds complete: not asked again, settled as all are."""
         super().__init__(context)
         data = context.config.data
         self.prompts, self.gate, self.hooks = prompts, gate, hooks
@@ -110,7 +112,7 @@ class PromptStage(Stage):
         self.reasons: Counter[str] = Counter()
         self.completed = asyncio.Event()  # nothing is open and nothing more will be admitted
         self.draining: str | None = None
-        self._again: deque[OpenGroup] = deque(self.ledger.open_groups())  # reopened by a resume: submit as they are
+        self._again = deque(g for g in self.ledger.open_groups() if g.group_id not in restored)  # submit as they are
         self._requeue: deque[int] = deque(snapshot.requeue if snapshot else ())  # prompts to be asked once more
         self._wake = asyncio.Event()
 

@@ -8,6 +8,7 @@ that is lost while it saves begins its directory anew.
 from __future__ import annotations
 
 import asyncio
+import shutil
 from collections.abc import Awaitable, Callable
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -21,6 +22,8 @@ from stages.train.saved_groups import write_groups
 
 if TYPE_CHECKING:
     from models.train.interface import TrainBackend
+
+COMMIT_POLL_S = 0.05
 
 
 class Timed(Protocol):
@@ -49,15 +52,23 @@ class Checkpoints:
         self._step = step  # of the newest save, or where this run began
         self._kept: frozenset[int] = frozenset(_ids(groups))  # groups that are in it
         self._begun: CheckpointReady | None = None  # begun, not reported
+        self._reported: Path | None = None  # the newest draft that the controller was told of
 
     def lacks(self, step: int, *, groups: bool) -> bool:
         """Whether the newest save knows less than what stands: an earlier step or, if asked, groups that came since."""
         return step > self._step or (groups and not self._kept.issuperset(_ids(self._groups)))
 
     async def save(self, step: int) -> None:
-        """Write the state after `step` batches, or begin to."""
+        """Write the state after `step` batches, or begin to.
+
+        A step may be saved twice, the second time with more groups. Waits until the first draft is committed then, that
+        is renamed by the controller, which reads it; bounded by the drain's deadline.
+        """
         await self.finish()
         draft = draft_path(self._root, step)
+        while draft == self._reported and draft.exists():
+            await asyncio.sleep(COMMIT_POLL_S)
+        await asyncio.to_thread(shutil.rmtree, draft, ignore_errors=True)  # left by a run that was killed in its save
         self._step = step
         with self._timed("save", f"step {step}"):
             await self._in_torch(lambda: self._backend.save(draft))
@@ -76,6 +87,7 @@ class Checkpoints:
             groups = self._groups.groups  # none ends meanwhile: whoever settles them is waiting here
             await asyncio.to_thread(write_groups, Path(ready.path), groups)
         self._kept = frozenset(slice_.group.group_id for slice_ in groups)
+        self._reported = Path(ready.path)
         await self._report(ready)
 
 

@@ -38,7 +38,12 @@ def _fields(kind: object) -> Iterator[str]:
         yield from _fields(part)
 
 
-_FORMAT: Final = xxhash.xxh3_128("\n".join(_fields(RolloutSlice)).encode()).digest()
+def fingerprint(kind: type[msgspec.Struct]) -> bytes:
+    """16 bytes that are equal for equal messages."""
+    return xxhash.xxh3_128("\n".join(_fields(kind)).encode()).digest()
+
+
+_FORMAT: Final = fingerprint(RolloutSlice)
 _encoder = msgspec.msgpack.Encoder(enc_hook=lambda array: array.tobytes())
 _decoder = msgspec.msgpack.Decoder(
     RolloutSlice, dec_hook=lambda kind, data: np.frombuffer(data, dtype=kind.wire_dtype).view(kind)
