@@ -108,8 +108,8 @@ def _cut_torn_tail(path: Path) -> None:
         for number, line in enumerate(file, start=1):
             if torn and _whole(line):
                 raise JournalDamaged(
-                    f"{path} is damaged before line {number}, and lines follow that are not; restore the file, or move it "
-                    "away: the run then goes on with a journal that begins at its last checkpoint"
+                    f"{path} is damaged before line {number}, which is whole, so no crash did it; restore the file, or "
+                    "move it away: the run then goes on with a journal that begins at its last checkpoint"
                 )
             torn = torn or not _whole(line)
             kept += 0 if torn else len(line)

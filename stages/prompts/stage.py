@@ -95,7 +95,7 @@ class PromptStage(Stage):
         eos_id: int | None = None,
         encode: Callable[[str], list[int]] | None = None,
     ) -> None:
-        """`restored`: groups open in `snapshot` that the trainer holds complete: not asked again, settled as all are."""
+        """`restored`: groups open in `snapshot` that the trainer holds complete: settled like all, not asked again."""
         super().__init__(context)
         data = context.config.data
         self.prompts, self.gate, self.hooks = prompts, gate, hooks

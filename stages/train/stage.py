@@ -31,7 +31,7 @@ from stages.base import Stage, StageContext
 from stages.engines.colocation import TrainerTurn
 from stages.engines.weight_barrier import await_landing
 from stages.errors import UntrainableGroup
-from stages.messages import CheckpointReady, Report, RolloutSlice, StepDone
+from stages.messages import CheckpointReady, RolloutSlice, StepDone
 from stages.options import TrainOptions
 from stages.ports import Lease, Ports, Topic
 from stages.train.batch import Batch, slice_sequences
@@ -45,11 +45,6 @@ R = TypeVar("R")
 if TYPE_CHECKING:
     from models.train.interface import TrainBackend
     from stages.train.publish_weights import WeightPublisher
-
-
-def first_of(report: Report) -> str:
-    """Tells the report that opens a run from the one of its first batch."""
-    return "first" if isinstance(report, StepDone) and not report.groups else ""
 
 
 class TrainStage(Stage):
@@ -67,6 +62,7 @@ class TrainStage(Stage):
         self.weights: WeightPublisher | None = None
         self._torch = ThreadPoolExecutor(1, thread_name_prefix="torch")
         self._pinned = -1  # newest version that an evaluation needs
+        self._reports = 0
         self._losses: deque[float] = deque(maxlen=10)
 
     async def _in_torch(self, function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
@@ -270,10 +266,9 @@ class TrainStage(Stage):
         return version % evaluation.eval_interval == 0 or version >= self.total
 
     async def _report(self, ports: Ports, report: StepDone | CheckpointReady) -> None:
+        self._reports += 1  # a step may be told of twice: at the start of a run, and when a drain saves it again
         with self.activity.working(), self.activity.sending():
-            await ports.outlets["settle"].send(
-                report, f"{type(report).__name__}/{self.epoch}/{report.step}/{first_of(report)}"
-            )
+            await ports.outlets["settle"].send(report, f"{type(report).__name__}/{self.epoch}/{self._reports}")
 
     async def _publish(self, ports: Ports, first: bool = False) -> None:
         """Write the weights into the free slot and announce them."""

@@ -1,7 +1,7 @@
-"""I2 where it is kept: whatever arrives, in whatever order groups are taken, no trained token is older than the bound.
+"""I2 where it is kept: whatever arrives, in whatever order groups are taken, no token is trained beyond the bound.
 
-A state machine drives a real train stage on real streams and looks at what the backend is given, which is the last place
-that a token passes. The rule of the gate is then changed by one, in both directions, and the machine has to find it.
+A state machine drives a real train stage on real streams and looks at what the backend is given, the last place that a
+token passes. The rule of the gate is then changed by one, in both directions, and the machine has to find it.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition,
 
 from models.train.interface import TrainSequence
 from stages.messages import RolloutSlice, Settled, StepDone
+from stages.options import TrainOptions
 from stages.prompts.staleness_gate import StalenessGate
 from stages.train.saved_groups import write_groups
 from tests.stages.stage_rig import LIMIT_S, make_sample, make_slice, take
@@ -36,7 +37,7 @@ GROUP = st.tuples(AGES, st.booleans())
 
 
 def group(group_id: int, step: int, ages: list[tuple[int, int]], tool: bool) -> RolloutSlice:
-    """Two rollouts, one with the given parts and one of the newest weights. With `tool`, its last part is not trained."""
+    """Two rollouts, one with the given parts and one of the newest weights. A last part of a `tool` is not trained."""
     runs = [(max(step - age, 0), n) for age, n in ages]
     mask = [1] * sum(n for _, n in runs[:-1]) + [0 if tool else 1] * runs[-1][1]
     return make_slice(
@@ -105,7 +106,7 @@ class TrainerBuffer(RuleBasedStateMachine):
             batch=batch,
             total=TOTAL,
             eta=eta,
-            options={"start_step": start, "resume_from": str(path), "restored": list(self.sent)},
+            options=TrainOptions(start, 1, str(path), frozenset(self.sent)),
             asynchrony={"buffer_order": order, "update_weights_interval": TOTAL},
             run={"deterministic": deterministic},
         )
@@ -127,8 +128,8 @@ class TrainerBuffer(RuleBasedStateMachine):
         return self.sent[group_id]
 
     @rule(groups=st.lists(GROUP, min_size=1, max_size=3), backwards=st.booleans())
-    @precondition(lambda self: self.step < TOTAL)
     def arrive(self, groups: list[Any], backwards: bool) -> None:
+        """After the last batch too: they are surplus then."""
         made = [self.made(*one) for one in groups]
         self.loop.run_until_complete(self.deliver(made[::-1] if backwards else made))
 
@@ -197,7 +198,7 @@ class TrainerBuffer(RuleBasedStateMachine):
 
 
 QUICK = settings(
-    max_examples=25, stateful_step_count=10, deadline=None, suppress_health_check=list(HealthCheck), database=None
+    max_examples=30, stateful_step_count=10, deadline=None, suppress_health_check=list(HealthCheck), database=None
 )
 
 
@@ -209,6 +210,6 @@ def test_no_token_older_than_the_bound_is_trained() -> None:
 def test_the_machine_finds_a_rule_that_is_off_by_one(monkeypatch: pytest.MonkeyPatch, by: int) -> None:
     rule_ = StalenessGate.batches_left
     monkeypatch.setattr(StalenessGate, "batches_left", lambda gate, **asked: rule_(gate, **asked) + by)
-    once = settings(QUICK, max_examples=100, phases=[hypothesis.Phase.generate], report_multiple_bugs=False)
-    with pytest.raises(AssertionError, match="the bound is|was refused"):
+    once = settings(QUICK, max_examples=100, phases=[hypothesis.Phase.generate], derandomize=True)
+    with pytest.raises(AssertionError, match=r"the bound is|was refused"):
         run_state_machine_as_test(TrainerBuffer, settings=once)

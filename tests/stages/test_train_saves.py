@@ -9,6 +9,7 @@ import pytest
 
 from models.checkpoint import CheckpointError, draft_path
 from stages.messages import CheckpointReady, RolloutSlice, Settled, StepDone
+from stages.options import TrainOptions
 from stages.prompts.ledger import LedgerSnapshot, OpenGroup
 from stages.train.saved_groups import restorable, write_groups
 from tests.stages.prompt_rig import prompting
@@ -95,7 +96,7 @@ async def test_what_was_refused_before_a_checkpoint_is_not_in_it(
 async def test_a_save_in_the_background_keeps_the_batch_that_trains_meanwhile(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its ledger is committed before the report of the next step: those groups are open in it, and not in the weights."""
+    """Its ledger is committed before the report of the next step: those groups are open in it, not in the weights."""
     saving: dict[str, object] = {"save_interval": 1, "async_save": True}
     async with training(tmp_path, monkeypatch, batch=1, total=2, eta=2, checkpoint=saving) as one:
         await one.send(make_slice(0))
@@ -145,11 +146,11 @@ async def test_a_drain_after_the_last_batch_saves_nothing_again(
         assert one.backend.log.count("save") == 1
 
 
-def resumed(checkpoint: Path, *groups: RolloutSlice, step: int, restored: Sequence[int]) -> dict[str, object]:
+def resumed(checkpoint: Path, *groups: RolloutSlice, step: int, restored: Sequence[int]) -> TrainOptions:
     """Options of a train stage that goes on from a checkpoint with these groups."""
     checkpoint.mkdir()
     write_groups(checkpoint, groups)
-    return {"start_step": step, "epoch": 1, "resume_from": str(checkpoint), "restored": restored}
+    return TrainOptions(step, 1, str(checkpoint), frozenset(restored))
 
 
 async def test_a_draft_that_a_killed_run_left_is_no_part_of_a_save(
