@@ -81,13 +81,15 @@ class HeldGroups:
     async def next(self, step: int, missing: int) -> Lease[RolloutSlice] | None:
         """The next group for batch `step`, which lacks so many. It may be too old: ask `refused`.
 
-        Waits for an arrival; None once the inlet has ended or the run drains.
+        Waits for an arrival; None once the inlet has ended and nothing is ready, or the run drains: what waits is kept in
+        the checkpoint then, so that nobody who stops a run has to wait until all of it is trained.
         """
-        while (lease := self._buffer.pop(step, missing)) is None:
-            if self._ended or self.drained is not None:
-                return None
+        while self.drained is None:
+            lease = self._buffer.pop(step, missing)
+            if lease is not None or self._ended:
+                return lease
             await self._arrival()
-        return lease
+        return None
 
     async def refused(self, lease: Lease[RolloutSlice], step: int) -> bool:
         """Whether batch `step` may not train the group; it is settled then."""

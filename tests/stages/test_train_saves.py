@@ -13,7 +13,7 @@ from stages.options import TrainOptions
 from stages.prompts.ledger import LedgerSnapshot, OpenGroup
 from stages.train.saved_groups import restorable, write_groups
 from tests.stages.prompt_rig import prompting
-from tests.stages.stage_rig import idle, make_sample, make_slice, take
+from tests.stages.stage_rig import idle, make_sample, make_slice, take, until
 from tests.stages.train_rig import Recorder, training
 
 
@@ -129,6 +129,21 @@ async def test_a_drain_saves_what_was_collected_even_if_nothing_was_trained_sinc
         assert kept(str(tmp_path / "committed")) == set()
         assert kept(second.path) == {2}, "of the unfinished batch"
         assert (await one.report(Settled)).group_id == 2, "after the checkpoint, so that a resume undoes it"
+        await one.end()
+
+
+async def test_a_drain_begins_no_further_batch_with_what_waits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with training(tmp_path, monkeypatch, batch=2, total=5, eta=9, hold=["may_step"]) as one:
+        await one.send(*(make_slice(group_id) for group_id in range(7)))
+        await one.arrived(7)
+        await until(lambda: "step" in one.backend.log)
+        one.rig.topic.publish("drain", b"interrupted")
+        await until(lambda: one.stage.groups.drained is not None)
+        one.backend.may_step.set()
+        assert (await one.report(StepDone)).groups == (0, 1), "it was being computed"
+        saved = await one.report(CheckpointReady)
+        assert (saved.step, kept(saved.path)) == (1, {2, 3, 4, 5, 6})
+        assert [(await one.report(Settled)).outcome for _ in range(5)] == ["surplus"] * 5
         await one.end()
 
 
