@@ -81,8 +81,8 @@ class HeldGroups:
     async def next(self, step: int, missing: int) -> Lease[RolloutSlice] | None:
         """The next group for batch `step`, which lacks so many. It may be too old: ask `refused`.
 
-        Waits for an arrival; None once the inlet has ended and nothing is ready, or the run drains: what waits is kept in
-        the checkpoint then, so that nobody who stops a run has to wait until all of it is trained.
+        Waits for an arrival. None once the inlet has ended and nothing is ready, or the run drains: what waits is kept
+        in the checkpoint then, and who stops a run need not wait until all of it is trained.
         """
         while self.drained is None:
             lease = self._buffer.pop(step, missing)
