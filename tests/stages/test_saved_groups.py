@@ -27,7 +27,7 @@ def groups(*ids: int, n_samples: int = 2) -> list[RolloutSlice]:
                     mask=[1, 0, 1] + [1] * index,
                     reward=group_id / 7,
                     reward_parts={"form": 0.25},
-                    teacher_log_probs=wire([-1.5] * (3 + index), Float32Array),
+                    teacher_log_probs=wire([-1.5] * (6 + index), Float32Array),
                     routed_experts=bytes(range(group_id)),
                 )
                 for index in range(n_samples)
@@ -45,7 +45,7 @@ def test_groups_come_back_as_they_were(tmp_path: Path) -> None:
     found = read_groups(tmp_path, {2, 7, 9})
     same = Codec(RolloutSlice).encode
     assert [same(lease.message) for lease in found] == [same(one) for one in written]
-    assert all(isinstance(s.rollout_log_probs, Float32Array) for lease in found for s in lease.message.samples)
+    assert all(isinstance(s.log_probs, Float32Array) for lease in found for s in lease.message.samples)
     for lease in found:
         lease.done()
 
