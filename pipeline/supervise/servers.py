@@ -14,7 +14,7 @@ from configs.graph import frozen_engines, is_address, resolved_router
 from configs.schema import Config
 from pipeline.hosts.launcher import Launcher
 from pipeline.preflight.sglang import prepare_sglang
-from pipeline.supervise.engine_servers import InProcessEngine, EmbeddedOrSimulatedServer, SglangServer
+from pipeline.supervise.engine_servers import EmbeddedOrSimulatedServer, InProcessEngine, SglangServer
 from pipeline.supervise.external_servers import ExternalEngine, ExternalRouter, frozen_spec
 from pipeline.supervise.restart_server import ServerSupervisor, SupervisedServer
 from pipeline.supervise.restarts import EngineSpec, Restarts
