@@ -145,10 +145,9 @@ class RunningBatch:
         """The batch is there: compute the last old log-probs, decide what hangs on all of it, cut it into steps."""
         self.work(everything=True)
         rules = self._rules
-        examples = [example for rollout in self._rollouts for example in rollout.examples]
         if self._needs.advantages:
             self._batch_metrics = decide_advantages(
-                examples, rules.algorithm, self._needs, opd_kl_coef=rules.opd_kl_coef
+                self._rollouts, rules.algorithm, self._needs, opd_kl_coef=rules.opd_kl_coef
             )
         self._parts = partition(self._rollouts, self._steps, whole_groups=rules.whole_groups)
         self._completed = True
