@@ -19,11 +19,11 @@ from pathlib import Path
 import msgspec
 
 from models.engines.errors import EngineError
+from models.import_path import import_path
 from models.weights.delta_mirror import DeltaMirror
 from stages.base import LoopStage, Stage, StageContext
 from stages.engines.engine_link import EngineLink
 from stages.generate.turn import Turns
-from stages.group.filters import import_path
 from stages.messages import PromptGroup, RolloutSlice, Sample, without_prompt
 from stages.options import GenerateOptions
 from stages.ports import Inlet, Lease, Outlet, Ports
