@@ -18,6 +18,7 @@ from typing import Protocol
 import msgspec
 import numpy as np
 
+from models.engines.noise import GOLDEN, MIX_1, MIX_2, mix
 from stages.base import Stage, StageContext
 from stages.data.order import PromptOrder
 from stages.data.prompt_set import PreparedPrompt
@@ -73,11 +74,8 @@ class RunHooks(Protocol):
 
 
 def sampling_seed(run_seed: int, group_id: int) -> int:
-    """Seed of a group: a fixed mixing of the run's seed and the group's id (splitmix64's finaliser)."""
-    z = (run_seed * 0x9E3779B97F4A7C15 + group_id * 0xBF58476D1CE4E5B9 + 0x94D049BB133111EB) & ((1 << 64) - 1)
-    z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & ((1 << 64) - 1)
-    z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & ((1 << 64) - 1)
-    return (z ^ (z >> 31)) & _MASK
+    """Seed of a group: a fixed mixing of the run's seed and the group's id."""
+    return mix(run_seed * GOLDEN + group_id * MIX_1 + MIX_2) & _MASK
 
 
 class PromptStage(Stage):
