@@ -200,9 +200,9 @@ class PromptStage(Stage):
         )
         self.activity.items_out += 1
         if self.supervised:
-            await outlet.send(self._demonstration(message, prompt), str(group.group_id))
+            await outlet.send(self._demonstration(message, prompt), message.key)
         else:
-            await outlet.send(message, str(group.group_id))
+            await outlet.send(message, message.key)
 
     def _demonstration(self, group: PromptGroup, prompt: PreparedPrompt) -> RolloutSlice:
         """The label as if it were a rollout: what supervised training learns."""
