@@ -53,16 +53,18 @@ def test_a_refused_resume_changes_nothing_and_a_damaged_checkpoint_is_passed_ove
 def test_a_second_ctrl_c_leaves_no_weights_in_shared_memory(tmp_path: Path) -> None:
     run_dir, runtime = tmp_path / "run", tmp_path / "runtime"
     runtime.mkdir()
-    process = start(run_dir, *SMALL, *made_model(), *SIMULATED, "--num-rollout", "500", XDG_RUNTIME_DIR=str(runtime))
-    wait_for_steps(process, run_dir, 2)
+    slow = [*SIMULATED, "--simulated-step-s", "3"]  # the drain waits for the batch in training
+    process = start(run_dir, *SMALL, *made_model(), *slow, XDG_RUNTIME_DIR=str(runtime))
+    wait_for_steps(process, run_dir, 1)
     (sockets,) = runtime.iterdir()
     slots = Path("/dev/shm") / sockets.name
     assert slots.is_dir() or (run_dir / sockets.name).is_dir()
     process.send_signal(signal.SIGINT)
-    time.sleep(0.05)  # two signals at once are one
+    time.sleep(0.2)  # two signals at once are one
     process.send_signal(signal.SIGINT)
     done = finish(process, run_dir, 60)
     assert done.code == 130, done.err[-2000:]
+    assert "stopped at once" in done.err
     assert not slots.exists()
     assert not (run_dir / sockets.name).exists()
     assert not sockets.exists()
