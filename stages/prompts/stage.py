@@ -16,7 +16,6 @@ from collections.abc import Callable, Collection, Sequence
 from typing import Protocol
 
 import msgspec
-import numpy as np
 
 from models.engines.noise import GOLDEN, MIX_1, MIX_2, mix
 from stages.base import Stage, StageContext
@@ -27,21 +26,17 @@ from stages.messages import (
     Applied,
     CheckpointReady,
     EvalDone,
-    Float32Array,
     Int32Array,
     PromptGroup,
     Report,
     RolloutSlice,
-    Sample,
     Settled,
     StepDone,
-    UInt8Array,
-    VersionRun,
     wire,
-    without_prompt,
 )
 from stages.ports import Outlet, Ports
 from stages.prompts.curriculum import PassRateCurriculum
+from stages.prompts.demonstration import demonstration
 from stages.prompts.ledger import Ledger, LedgerSnapshot, OpenGroup
 from stages.prompts.staleness_gate import StalenessGate
 
@@ -200,37 +195,10 @@ class PromptStage(Stage):
         )
         self.activity.items_out += 1
         if self.supervised:
-            await outlet.send(self._demonstration(message, prompt), message.key)
+            shown = demonstration(message, prompt, self.steps, eos_id=self.eos_id, encode=self.encode)
+            await outlet.send(shown, message.key)
         else:
             await outlet.send(message, message.key)
-
-    def _demonstration(self, group: PromptGroup, prompt: PreparedPrompt) -> RolloutSlice:
-        """The label as if it were a rollout: what supervised training learns."""
-        ids = prompt.label_ids.tolist()
-        if self.eos_id is not None and ids[-1:] != [self.eos_id]:
-            ids.append(self.eos_id)
-        before = len(prompt.prompt_ids)
-        mask = self._demonstration_mask(group, prompt.label or "", len(ids))
-        sample = Sample(
-            index=0,
-            status="completed",
-            response=prompt.label or "",
-            token_ids=wire([*prompt.prompt_ids.tolist(), *ids], Int32Array),
-            prompt_length=before,
-            loss_mask=wire([*([0] * before), *mask], UInt8Array),
-            log_probs=wire(np.zeros(before + len(ids)), Float32Array),
-            version_runs=(VersionRun(-1, before), VersionRun(self.steps, len(ids))),
-            reward=0.0,
-        )
-        return RolloutSlice(without_prompt(group), (sample,))
-
-    def _demonstration_mask(self, group: PromptGroup, text: str, n: int) -> np.ndarray[tuple[int], np.dtype[np.uint8]]:
-        """[n] 1 where the text is the model's own; 0 where `metadata.tool_spans` (characters) says a tool wrote it."""
-        mask = np.ones(n, dtype=np.uint8)
-        if self.encode is not None:
-            for start, end in group.row_metadata.get("tool_spans", ()):
-                mask[len(self.encode(text[:start])) : len(self.encode(text[:end]))] = 0
-        return mask
 
     async def _settle(self, ports: Ports) -> None:
         """Waits for reports; ends when the settle stream ends, after everything else has."""
