@@ -37,6 +37,7 @@ from stages.graders.selection import SINGLE, Row, Selection, outside
 from stages.graders.shaping import Overlong, shaped
 from stages.messages import PromptGroup, RolloutSlice, Sample
 from stages.ports import Topic
+from stages.rollouts import rollouts, trainable_tokens
 
 log = logging.getLogger("sluice.grading")
 
@@ -204,9 +205,7 @@ class Grading:
     def _settled(self, slice_: RolloutSlice, grades: dict[tuple[int, int], Grade], grader: str) -> RolloutSlice:
         """The slice with what the grades say, shaped."""
         training = slice_.group.purpose == "train"
-        lengths: Counter[int] = Counter()
-        for sample in slice_.samples:
-            lengths[sample.index] += sample.trainable_tokens
+        lengths = {parts[0].index: trainable_tokens(parts) for parts in rollouts(slice_.samples)}
         samples: list[Sample] = []
         for sample in slice_.samples:
             grade = grades.get((sample.index, sample.sequence))
