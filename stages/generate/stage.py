@@ -1,8 +1,9 @@
 """The generate stage: asks engines for rollouts, continues what was aborted, hands tool calls to the loop stages.
 
-A single-turn group is one request with n samples and leaves as one slice. A sample that a loop stage wants leaves alone
-through that loop's edge and comes back through the inlet `return`, which no prompt can fill. Where a request goes is
-told in stages/sampling/dispatch.py, what becomes of one that is lost or late in stages/generate/turn.py.
+A single-turn group is one request with n samples and leaves as one slice. A rollout that a loop stage wants leaves
+alone through that loop's edge (stages/generate/loops.py) and comes back through the inlet `return`, which no prompt can
+fill. Where a request goes is told in stages/sampling/dispatch.py, what becomes of one that is lost or late in
+stages/generate/turn.py.
 
 Invariants:
 - Token ids, log-probs and versions are the engine's; nothing is tokenised twice, no version is stamped here.
@@ -21,15 +22,18 @@ import msgspec
 from models.engines.errors import EngineError
 from models.import_path import import_path
 from models.weights.delta_mirror import DeltaMirror
-from stages.base import LoopStage, Stage, StageContext
+from stages.base import Stage, StageContext, send_slice
 from stages.engines.engine_link import EngineLink
+from stages.generate.loops import Loops
 from stages.generate.turn import Turns
 from stages.messages import PromptGroup, RolloutSlice, Sample, without_prompt
 from stages.options import GenerateOptions
-from stages.ports import Inlet, Lease, Outlet, Ports
-from stages.sampling.append_output import VersionLabelError, append_output, label_version, new_sample
+from stages.ports import Inlet, Lease, Ports
+from stages.rollouts import rollouts
+from stages.sampling.append_output import VersionLabelError, append_output, label_version
 from stages.sampling.dispatch import Dispatcher
 from stages.sampling.requests import Requests
+from stages.sequences import new_sample
 
 __all__ = ["GenerateStage", "VersionLabelError", "append_output", "label_version", "new_sample"]
 
@@ -58,10 +62,7 @@ class GenerateStage(Stage):
         self._changed = asyncio.Event()  # an engine or the router came or went, or the run drains
 
     async def setup(self) -> None:
-        self._loops: list[tuple[str, type[LoopStage]]] = []
-        for entry in self.context.loops:
-            name, _, path = entry.partition("=")
-            self._loops.append((name, import_path(path)))
+        self.loops = Loops(self.config, self.context.loops)
         context = self.context
         engines = self.options.engines
         mine = [e for e in range(engines) if e % context.replicas == context.index]
@@ -160,32 +161,25 @@ class GenerateStage(Stage):
             self.activity.working(),
             self.span("generate", group=group.group_id, detail=f"turn {samples[0].turns + 1}"),
         ):
-            if any(s.status != "failed" for s in samples):  # a loop stage may have failed it
-                samples = await self.turns.take(group, samples)
-            self.activity.tokens += sum(s.length for s in samples) - before
+            asked = tuple(filter(self.loops.takes_turn, samples))  # a loop stage may have ended or failed the others
+            after = {(s.index, s.sequence): s for s in samples}
+            for sample in await self.turns.take(group, asked) if asked else ():
+                after[sample.index, sample.sequence] = sample
+            self.activity.tokens += sum(s.length for s in after.values()) - before
             with self.activity.sending():
-                await self._emit(RolloutSlice(group, samples), ports)
+                await self._emit(group, list(after.values()), ports)
         lease.done()
 
-    async def _emit(self, slice_: RolloutSlice, ports: Ports) -> None:
-        """Finished samples together to `out`; each one that a loop stage wants alone to that loop."""
-        finished: list[Sample] = []
-        for sample in slice_.samples:
-            single = RolloutSlice(slice_.group, (sample,))
-            continues = sample.status != "failed" and sample.turns < self.rollout.max_turns
-            loop = self._wanted(single) if continues else None
-            if loop is None:
-                finished.append(sample)
+    async def _emit(self, group: PromptGroup, samples: list[Sample], ports: Ports) -> None:
+        """Rollouts that have ended together to `out`; each one that a loop stage wants alone to that loop."""
+        ended: list[RolloutSlice] = []
+        for parts in rollouts(samples):
+            port, slice_ = self.loops.next(group, parts)
+            if port == "out":
+                ended.append(slice_)
             else:
-                outlet: Outlet[RolloutSlice] = ports.outlets[f"loop.{loop}"]
-                await outlet.send(single, single.key)
-        if finished:
-            rest = RolloutSlice(slice_.group, tuple(finished))
-            await ports.outlets["out"].send(rest, rest.key)
+                await send_slice(ports.outlets[port], slice_)
+        if ended:
+            rest = RolloutSlice(ended[0].group, tuple(sample for slice_ in ended for sample in slice_.samples))
+            await send_slice(ports.outlets["out"], rest)
             self.activity.items_out += 1
-
-    def _wanted(self, single: RolloutSlice) -> str | None:
-        for name, stage in self._loops:
-            if stage.wants(self.config, single):
-                return name
-        return None

@@ -30,9 +30,10 @@ from models.engines.partial import PartialOutputs
 from models.engines.protocol import GenerateOutput, GenerateRequest
 from stages.base import Activity
 from stages.messages import PromptGroup, Sample
-from stages.sampling.append_output import VersionLabelError, append_output, append_saved, cut
+from stages.sampling.append_output import VersionLabelError, append_output, append_saved
 from stages.sampling.dispatch import Dispatcher, Route, RouteRequest
 from stages.sampling.requests import Deadline, Requests, session_key
+from stages.sequences import cut
 
 log = logging.getLogger("sluice.turn")
 
@@ -80,13 +81,13 @@ class Turns:
     async def take(self, group: PromptGroup, samples: tuple[Sample, ...]) -> tuple[Sample, ...]:
         """The samples after one more turn. Every sample comes back finished, failed, or aborted by a drain."""
         losses = Losses()
-        fresh = all(s.turns == 0 and s.response_length == 0 for s in samples)
-        before = {s.index: s for s in samples}
+        fresh = all(s.turns == 0 and s.response_length == 0 and s.sequences == 1 for s in samples)
+        before = {(s.index, s.sequence): s for s in samples}
         if fresh:
             samples = await self._together(group, samples, losses)
         async with asyncio.TaskGroup() as tasks:
             turns = [
-                tasks.create_task(self._alone(group, before[s.index], s, counted_on(losses), asked=fresh))
+                tasks.create_task(self._alone(group, before[s.index, s.sequence], s, counted_on(losses), asked=fresh))
                 for s in samples
             ]
         return tuple(msgspec.structs.replace(task.result(), turns=task.result().turns + 1) for task in turns)

@@ -11,7 +11,8 @@ import pytest
 from models.engines.errors import EngineProtocolError
 from models.engines.protocol import FinishReason, GenerateOutput, MetaInfo, VersionSpan
 from stages.messages import VersionRun
-from stages.sampling.append_output import append_output, append_saved, new_sample
+from stages.sampling.append_output import append_output, append_saved
+from stages.sequences import new_sample
 from stages.train.batch_metrics import batch_metrics
 from tests.stages.stage_rig import make_config, make_sample, make_slice, numbers
 
