@@ -12,8 +12,8 @@ from collections.abc import Sequence
 import msgspec
 
 from configs.schema import Config
+from models.import_path import import_path
 from stages.base import LoopStage, failed
-from stages.group.filters import import_path
 from stages.messages import PromptGroup, RolloutSlice, Sample
 from stages.rollouts import rollout_fault
 

@@ -20,7 +20,6 @@ from pathlib import Path
 import msgspec
 
 from models.engines.errors import EngineError
-from models.import_path import import_path
 from models.weights.delta_mirror import DeltaMirror
 from stages.base import Stage, StageContext, send_slice
 from stages.engines.engine_link import EngineLink
