@@ -36,15 +36,15 @@ from pipeline.record.recorder import Recorder
 from pipeline.record.run_directory import RunDir
 from pipeline.stream_limits import stream_spec
 from pipeline.supervise.announce import Announcer
+from pipeline.supervise.dead_letters import DeadLetters
 from pipeline.supervise.restarts import Lifecycle
 from pipeline.supervise.runner import ProcessRunner, Runner, TaskRunner
 from stages.base import StageContext
-from stages.messages import Settled
 from stages.ports import Ports
 from stages.prompts.ledger import LedgerSnapshot
 from stages.prompts.stage import Prompts, PromptStage
 from stages.prompts.staleness_gate import StalenessGate
-from transport import DeadLetter, Hub, Node, TopicServer
+from transport import Hub, Node, TopicServer
 
 log = logging.getLogger("sluice.controller")
 
@@ -91,10 +91,11 @@ class Controller:
         async with Node(self.placement.run_id, "controller") as node:
             topic = await node.topic_server(self.placement.topic, private=(STATS_PREFIX,))
             topic.publish(CONFIG, msgspec.msgpack.encode(self.config))
+            dead_letters = DeadLetters(topic, self.recorder, self.stage.close_groups)
             for stream in self.graph.streams:
                 address = self.placement.addresses[stream.name]
                 spec = stream_spec(self.config, self.gate, stream.name, address, stream.routing)
-                self.hubs[stream.name] = await node.hub(spec, self._dead_letter)
+                self.hubs[stream.name] = await node.hub(spec, dead_letters)
             announcer = Announcer(topic, self.hubs, self.recorder)
             announcer.running(self.config, self.placement.frozen_addresses)
             runner = self._runner(node, topic, announcer)
@@ -183,14 +184,6 @@ class Controller:
             raise DrainTimeout(f"{', '.join(runner.alive())} did not end within --drain-s {limit_s:g}; {self._left()}")
         self.hubs["settle"].finish()
         await stage
-
-    def _dead_letter(self, letter: DeadLetter) -> None:
-        """A message nobody could process: its group is settled as failed, with the reason."""
-        log.error("dead letter in stream %s, key %s: %s", letter.stream, letter.key, letter.reason)
-        self.recorder.dead_letter(letter.stream, letter.key, letter.reason)
-        group = letter.key.split("/", 1)[0]
-        if group.isdigit():
-            self.stage.close_groups([Settled(int(group), "failed", f"{letter.stream}: {letter.reason}"[:300])])
 
     async def _deadline(self) -> None:
         """Waits for the run's deadline, if it has one, then drains."""

@@ -1,8 +1,9 @@
 """The group stage: puts the rollouts of one prompt together again and decides whether they are worth training on.
 
-Invariants: a group leaves as one slice with its members in index order (sequences of a rollout in theirs), or
-is settled here (filtered, failed, surplus); the leases of its parts are released only then, so a lost replica loses
-nothing. For each (group, index) the first rollout wins: a redelivered prompt may produce others, and they are dropped.
+Invariants: a group leaves as one slice with its members in index order (sequences of a rollout in theirs), or is
+settled: here (filtered, failed, surplus), or by the controller, when a member became a dead letter. The leases of its
+parts are released only then, so a lost replica loses nothing. For each (group, index) the first rollout wins: a
+redelivered prompt may produce others, and they are dropped.
 """
 
 from __future__ import annotations
@@ -79,22 +80,33 @@ class GroupStage(Stage):
 
     async def run(self, ports: Ports) -> None:
         async with asyncio.TaskGroup() as tasks:
-            background = [tasks.create_task(self._watch_drain(ports))]
+            background = [tasks.create_task(self._watch_topic(ports))]
             if self._grading is not None:
                 background.append(tasks.create_task(self._grading.follow(ports.topic)))
             await self._join(ports)
             for task in background:
                 task.cancel()
 
-    async def _watch_drain(self, ports: Ports) -> None:
-        """Waits for the topic `drain`, then settles what is incomplete as surplus. Cancelled when the inlet ends."""
+    async def _watch_topic(self, ports: Ports) -> None:
+        """Waits for `dead` (drops groups that lost a member for good) and `drain` (settles what is incomplete as
+        surplus). Cancelled when the inlet ends."""
         revision = 0
-        while self._drain is None:
-            revision = await ports.topic.wait(revision, "drain")
+        while True:
+            revision = await ports.topic.wait(revision, "dead", "drain")
+            self._drop_dead(ports.topic.get("dead"))
             reason = ports.topic.get("drain")
-            self._drain = None if reason is None else reason.decode()
-        for open_ in list(self._open.values()):
-            await self._surplus(open_, ports.outlets["settle"])
+            if reason is not None and self._drain is None:
+                self._drain = reason.decode()
+                for open_ in list(self._open.values()):
+                    await self._surplus(open_, ports.outlets["settle"])
+
+    def _drop_dead(self, groups: bytes | None) -> None:
+        """The controller has settled these groups: what is here of them is released, and what comes is dropped."""
+        for key in () if groups is None else msgspec.msgpack.decode(groups, type=tuple[str, ...]):
+            open_ = self._open.get(key)
+            self._claim(key)
+            if open_ is not None:
+                self._release(open_)
 
     async def _join(self, ports: Ports) -> None:
         """Waits for slices; ends with the inlet, after the groups that are being graded."""
@@ -128,7 +140,7 @@ class GroupStage(Stage):
         if self._drain is not None:
             await self._surplus(open_, ports.outlets["settle"])
         elif open_.complete:
-            self._claim(open_)  # a drain must not settle it as well
+            self._claim(group.key)  # a drain must not settle it as well
             return open_
         return None
 
@@ -191,15 +203,15 @@ class GroupStage(Stage):
     async def _surplus(self, open_: _Open, settle: Outlet[Settled]) -> None:
         if self._open.get(open_.group.key) is not open_:
             return  # it leaves another way just now
-        self._claim(open_)
+        self._claim(open_.group.key)
         if open_.group.purpose == "train":
             await settle.send(settlement(open_.slice, "surplus", self._drain or ""), open_.group.key)
         self._release(open_)
 
-    def _claim(self, open_: _Open) -> None:
-        """Take a group out of the open ones; what still comes for it is a duplicate."""
-        del self._open[open_.group.key]
-        self._finished[open_.group.key] = None
+    def _claim(self, key: str) -> None:
+        """Take a group out of the open ones; what still comes for it is a duplicate, or dropped."""
+        self._open.pop(key, None)
+        self._finished[key] = None
         if len(self._finished) > REMEMBERED_GROUPS:
             self._finished.popitem(last=False)
 
