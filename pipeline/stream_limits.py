@@ -17,7 +17,7 @@ from stages.prompts.staleness_gate import StalenessGate
 from transport import StreamSpec
 from transport.spec import Routing
 
-UNBOUNDED_BYTES: Final = 1 << 40
+UNBOUNDED_BYTES: Final = 1 << 60
 LEAST_MESSAGE_BYTES: Final = 64 << 20
 # Of one token of a sample: id, loss mask, log-prob, a teacher's log-prob, and up to four bytes of text twice (response,
 # and what a tool adds to the row's metadata).
