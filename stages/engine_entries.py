@@ -20,6 +20,7 @@ from stages.messages import EngineAddress, EngineEntry
 
 ADDRESS: Final = "engine/"
 DIRECTORY: Final = "directory/"
+RETRACTED: Final = "retracted/"  # topic `retracted/<client>`: how often its requests were retracted, as a number
 POLICY: Final = "policy"  # the policy that the run trains; every frozen model has its own name
 
 

@@ -11,20 +11,18 @@ import asyncio
 import contextlib
 import time
 from collections.abc import Mapping
-from typing import Final
 
 from configs.schema import Config
 from models.engines.errors import EngineError
 from models.engines.protocol import Load
 from stages.base import Activity
-from stages.engine_entries import POLICY
+from stages.engine_entries import POLICY, RETRACTED
+from stages.engines.concurrency_limit import CALM_USAGE, Limit, Reading
 from stages.engines.engine_control import EngineControl
 from stages.engines.idle_time import IdleMeter
 from stages.ports import Topic
-from stages.sampling.concurrency_limit import CALM_USAGE, Limit, Reading
 
 LOADS_INTERVAL_S = 2.0
-RETRACTED: Final = "retracted/"  # topic `retracted/<replica>`: how often its requests were retracted, as a number
 
 
 class LoadWatch:

@@ -6,6 +6,7 @@ draws from a seed of its own; no request asks for more tokens than the sample ha
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -14,8 +15,9 @@ import msgspec
 from configs.schema import Config
 from models.engines.noise import GOLDEN, mix, sample_seed
 from models.engines.protocol import SamplingParams
+from stages.generate.samples import new_sample
 from stages.messages import PromptGroup, Sample
-from stages.sampling.append_output import new_sample
+from stages.sampling.requests import SampleRequest
 
 _SEED_BITS: Final = 0x7FFFFFFF
 
@@ -59,6 +61,21 @@ class Requests:
             n=n,
             # sample i of a joint request draws from sample_seed(seed, i), and so it does when it continues alone
             sampling_seed=sample_seed(_seed(group, sample), sample.index if n == 1 else 0),
+        )
+
+    def of(
+        self, group: PromptGroup, samples: Sequence[Sample], budget: int, deadline: Deadline | None
+    ) -> SampleRequest:
+        """One request for samples that share their tokens so far."""
+        first = samples[0]
+        return SampleRequest(
+            self.params(group, first, budget, len(samples)),
+            token_ids=[*group.prompt_ids.tolist(), *first.response_ids.tolist()],
+            prompt_length=len(group.prompt_ids),
+            session=session_key(group),
+            returning=first.n_tokens > 0 or first.replaced > 0,
+            pinned_version=group.pinned_version,
+            engine_s=None if deadline is None else deadline.left_s,
         )
 
     def deadline(self, group: PromptGroup, sample: Sample) -> Deadline | None:

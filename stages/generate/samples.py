@@ -1,37 +1,26 @@
-"""From an engine's answer to a sample: tokens, log-probs and versions joined to what the sample has.
+"""From engines' answers to a sample: what a result brings, put behind what the sample has. Pure.
 
 Invariants: token ids, log-probs and versions are the engine's; arrays keep equal length; neighbouring runs of one
-version are one run. Pure.
+version are one run.
 """
 
 from __future__ import annotations
 
-import base64
-import binascii
+from typing import Final
 
 import msgspec
 import numpy as np
 
-from models.engines.errors import EngineProtocolError
-from models.engines.protocol import GenerateOutput
 from stages.messages import Float32Array, Int32Array, Sample, Status, UInt8Array, VersionRun, wire
+from stages.sampling.results import Finish, SampleResult
 from stages.tools.stage import join_runs
 
-STATUS_OF: dict[str, Status] = {"stop": "completed", "length": "truncated", "abort": "aborted"}
-
-
-class VersionLabelError(Exception):
-    """An engine named weights that this run did not publish."""
-
-
-def label_version(label: str) -> int:
-    """`epoch.version` -> version."""
-    _, separator, version = label.partition(".")
-    if not separator or not version.isdigit():
-        raise VersionLabelError(
-            f"weights label {label!r} is not of the form epoch.version; was the engine updated by someone else?"
-        )
-    return int(version)
+STATUS_OF: Final[dict[Finish, Status]] = {
+    "stop": "completed",
+    "length": "truncated",
+    "aborted": "aborted",
+    "failed": "failed",
+}
 
 
 def new_sample(index: int) -> Sample:
@@ -54,56 +43,26 @@ def cut(sample: Sample, n: int) -> Sample:
     )
 
 
-def append_output(sample: Sample, output: GenerateOutput, generate_s: float) -> Sample:
-    """The sample with one engine answer after it. Status: stop -> completed, length -> truncated, abort -> aborted."""
-    reason = output.meta_info.finish_reason
-    status = STATUS_OF.get(reason.type if reason else "", "failed")
-    error = f"engine finished with {reason.type if reason else 'no reason'}" if status == "failed" else None
-    return _appended(sample, output, generate_s, status, error)
-
-
-def append_saved(sample: Sample, output: GenerateOutput | None, generate_s: float) -> Sample:
-    """The sample with what a lost engine left of its answer: aborted, unless the answer had ended by then."""
-    if output is None:
-        return msgspec.structs.replace(sample, status="aborted", generate_s=sample.generate_s + generate_s)
-    if output.meta_info.finish_reason is not None:
-        return append_output(sample, output, generate_s)
-    kept = _appended(sample, output, generate_s, "aborted", None)
-    return msgspec.structs.replace(kept, reused_tokens=kept.reused_tokens + len(output.output_ids))
-
-
-def _appended(sample: Sample, output: GenerateOutput, generate_s: float, status: Status, error: str | None) -> Sample:
-    meta, ids, log_probs = output.meta_info, output.output_ids, output.output_log_probs
-    runs = tuple(VersionRun(label_version(s.version), s.end - s.start) for s in output.version_spans)
+def append_result(sample: Sample, result: SampleResult) -> Sample:
+    """The sample with what engines made of it in one turn. Status: stop -> completed, length -> truncated."""
+    ids = result.token_ids
+    error = None if result.error is None else f"{type(result.error).__name__}: {result.error}"
     return msgspec.structs.replace(
         sample,
-        status=status,
+        status=STATUS_OF[result.finish],
         error=error,
-        response=sample.response + output.text,
+        response=sample.response + result.text,
         response_ids=wire(np.concatenate([sample.response_ids, ids]), Int32Array),
         loss_mask=wire(np.concatenate([sample.loss_mask, np.ones(len(ids))]), UInt8Array),
-        rollout_log_probs=wire(np.concatenate([sample.rollout_log_probs, log_probs]), Float32Array),
-        version_runs=join_runs(sample.version_runs, runs),
-        cached_tokens=sample.cached_tokens + (meta.cached_tokens or 0),
-        retractions=sample.retractions + (meta.num_retractions or 0),
-        generate_s=sample.generate_s + generate_s,
-        spec_proposed=sample.spec_proposed + (meta.spec_num_proposed_drafts or 0),
-        spec_accepted=sample.spec_accepted + (meta.spec_num_correct_drafts or 0),
-        routed_experts=_joined_experts(sample.routed_experts, output),
+        rollout_log_probs=wire(np.concatenate([sample.rollout_log_probs, result.log_probs]), Float32Array),
+        version_runs=join_runs(sample.version_runs, result.runs),
+        cached_tokens=sample.cached_tokens + result.cached_tokens,
+        retractions=sample.retractions + result.retractions,
+        resumed=sample.resumed + result.resumed,
+        reused_tokens=sample.reused_tokens + result.reused_tokens,
+        generate_s=sample.generate_s + result.spent_s,
+        spec_proposed=sample.spec_proposed + result.spec_proposed,
+        spec_accepted=sample.spec_accepted + result.spec_accepted,
+        # A turn's experts begin with the first token of its context; what earlier turns said of those made the tokens.
+        routed_experts=sample.routed_experts + result.routed_experts[len(sample.routed_experts) :],
     )
-
-
-def _joined_experts(had: bytes, output: GenerateOutput) -> bytes:
-    """Choices of experts for all tokens but the last, from the first of the prompt on.
-
-    Every answer begins with its prompt, and so repeats what the sample has; of that, the first choice counts, for it
-    made the tokens.
-    """
-    sent = output.meta_info.routed_experts
-    if not sent:
-        return had
-    try:
-        experts = base64.b64decode(sent, validate=True)
-    except binascii.Error as error:
-        raise EngineProtocolError(output.meta_info.id, f"routed_experts is not base64: {error}") from error
-    return had + experts[len(had) :]

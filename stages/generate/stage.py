@@ -1,36 +1,37 @@
-"""The generate stage: asks engines for rollouts, continues what was aborted, hands tool calls to the loop stages.
+"""The generate stage: has engines continue rollouts, and hands each on when it has ended its turn.
 
-A single-turn group is one request with n samples and leaves as one slice. A sample that a loop stage wants leaves alone
-through that loop's edge and comes back through the inlet `return`, which no prompt can fill. Where a request goes is
-told in stages/sampling/dispatch.py, what becomes of one that is lost or late in stages/generate/turn.py.
+It is a client of the engines like any other (stages/sampling/sampler.py): a replica owns nothing, and may start, move
+and die at any time. A single-turn rollout leaves through `out`; one that a loop stage wants leaves alone through that
+loop's edge and comes back through the inlet `return`, which no prompt can fill, to any replica.
 
 Invariants:
-- Token ids, log-probs and versions are the engine's; nothing is tokenised twice, no version is stamped here.
-- An engine's partial output is never thrown away while `partial_rollout` is on: the next request continues from it.
-- The leases of a replica are its concurrency: an inlet's window bounds the requests in flight.
+- token ids, log-probs and versions are the engine's; nothing is tokenised twice, no version is stamped here;
+- members of a group that end together leave as one slice, and a slow one keeps nobody waiting for long;
+- the leases of a replica bound the groups that it has in work; slots at the engines bound the samples in flight.
 """
 
 from __future__ import annotations
 
 import asyncio
-import uuid
+import contextlib
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Final
 
 import msgspec
 
-from models.engines.errors import EngineError
-from models.weights.delta_mirror import DeltaMirror
 from stages.base import LoopStage, Stage, StageContext
-from stages.engines.engine_link import EngineLink
-from stages.generate.turn import Turns
+from stages.generate.requests import Requests
+from stages.generate.samples import new_sample
+from stages.generate.turns import Turns
 from stages.group.filters import import_path
 from stages.messages import PromptGroup, RolloutSlice, Sample
 from stages.ports import Inlet, Lease, Outlet, Ports
-from stages.sampling.append_output import VersionLabelError, append_output, label_version, new_sample
-from stages.sampling.dispatch import Dispatcher
-from stages.sampling.requests import Requests
+from stages.sampling.sampler import Sampler
 
-__all__ = ["GenerateStage", "VersionLabelError", "append_output", "label_version", "new_sample"]
+# How long a member that has ended waits for others of its group. A slice is one message, and costs each stage behind
+# this one about the same with one member as with all; what a quarter of a second does to a rollout of many is little.
+MEMBER_LINGER_S: Final = 0.25
 
 
 class _Shape(msgspec.Struct):
@@ -47,98 +48,45 @@ def vocabulary(checkpoint: str | None) -> int | None:
 
 
 class GenerateStage(Stage):
-    """One replica: a client of its share of the engines, or of all behind the router."""
+    """One replica."""
 
     def __init__(self, context: StageContext) -> None:
         super().__init__(context)
         self.rollout = context.config.rollout
         self.max_context = int(context.options.get("max_context", 1 << 30))
-        self._drain = False
-        self._changed = asyncio.Event()  # an engine or the router came or went, or the run drains
 
     async def setup(self) -> None:
+        context = self.context
         self._loops: list[tuple[str, type[LoopStage]]] = []
-        for entry in self.context.loops:
+        for entry in context.loops:
             name, _, path = entry.partition("=")
             self._loops.append((name, import_path(path)))
-        context = self.context
-        engines = int(context.options.get("engines", 1))
-        mine = [e for e in range(engines) if e % context.replicas == context.index]
-        owner = bool(mine)
-        # Made when it is first needed, by the delta route alone.
-        self._mirror = DeltaMirror(f"mirror-{context.replica}-{uuid.uuid4().hex[:12]}", context.run_dir)
-        self.links = [
-            EngineLink(
-                f"engine-{e}",
-                owner=owner,
-                pause_mode=self.config.engine.pause_generation_mode,
-                timeout_s=self.rollout.request_timeout_secs,
-                activity=self.activity,
-                spans=context.spans,
-                changed=self._changed,
-                update=self.config.update,
-                mirror=self._mirror,
-            )
-            for e in (mine or [context.index % engines])
-        ]
         vocab_size = context.options.get("vocab_size")
         if vocab_size is None and self.config.engine.engine == "sglang":
             vocab_size = vocabulary(self.config.train.hf_checkpoint)
-        self.dispatcher = Dispatcher(
+        self.sampler = Sampler(
             self.config,
-            self.links,
-            self.activity,
-            self._changed,
+            replica=context.replica,
             index=context.index,
             replicas=context.replicas,
-            engines=engines,
+            stage="generate",
             vocab_size=None if vocab_size is None else int(vocab_size),
+            extra=self.activity.extra,
         )
-        requests = Requests(self.config, self.max_context)
-        self.turns = Turns(self.config, requests, self.dispatcher, self.activity, context.replica)
+        self.turns = Turns(Requests(self.config, self.max_context), self.sampler, self.activity)
 
     async def close(self) -> None:
-        for link in self.links:
-            if link.client is not None:
-                await link.client.close()
-        await self.dispatcher.close()
-        self._mirror.close()
+        await self.sampler.close()
 
     async def run(self, ports: Ports) -> None:
         async with asyncio.TaskGroup() as tasks:
-            background = [tasks.create_task(link.follow(ports.topic)) for link in self.links]
-            background.append(tasks.create_task(self.dispatcher.directory.follow(ports.topic)))
-            background.append(tasks.create_task(self.dispatcher.watch.run()))
-            if self.dispatcher.members is not None:
-                background.append(tasks.create_task(self.dispatcher.members.run()))
-            background.append(tasks.create_task(self._watch_drain(ports)))
-            await self._any_ready()
+            follower = tasks.create_task(self.sampler.follow(ports.topic))
+            await self.sampler.ready()
             async with asyncio.TaskGroup() as pumps:
                 for name in ("in", "eval", "return"):
                     if name in ports.inlets:
                         pumps.create_task(self._pump(ports.inlets[name], ports))
-            for task in background:
-                task.cancel()
-
-    async def _any_ready(self) -> None:
-        """Waits for the first engine that carries published weights and can be sent to, or for a drain."""
-        while not self._drain and not self.dispatcher.ready():
-            self._changed.clear()
-            await self._changed.wait()
-
-    async def _watch_drain(self, ports: Ports) -> None:
-        """Waits for the topic `drain`, then has the engines give back what they hold."""
-        revision = 0
-        while not self._drain:
-            revision = await ports.topic.wait(revision)
-            self._drain = ports.topic.get("drain") is not None
-        self.dispatcher.drain()
-        for link in self.links:
-            if link.client is not None:
-                try:
-                    await link.client.abort()
-                except EngineError:
-                    continue  # an engine that is down holds nothing
+            follower.cancel()
 
     async def _pump(self, inlet: Inlet[PromptGroup | RolloutSlice], ports: Ports) -> None:
         """Waits for work; ends with the inlet, after what it started."""
@@ -147,43 +95,65 @@ class GenerateStage(Stage):
                 tasks.create_task(self._serve(lease, ports))
 
     async def _serve(self, lease: Lease[PromptGroup | RolloutSlice], ports: Ports) -> None:
+        """One turn of the samples of a lease, which is released when all of them are in the next hub's custody."""
         message = lease.message
         group = message.group if isinstance(message, RolloutSlice) else message
         samples = (
             message.samples if isinstance(message, RolloutSlice) else tuple(map(new_sample, range(group.n_samples)))
         )
         self.activity.items_in += 1
-        before = sum(s.n_tokens for s in samples)
-        with (
-            self.activity.working(),
-            self.span("generate", group=group.group_id, detail=f"turn {samples[0].turns + 1}"),
-        ):
-            if any(s.status != "failed" for s in samples):  # a loop stage may have failed it
-                samples = await self.turns.take(group, samples)
-            self.activity.tokens += sum(s.n_tokens for s in samples) - before
-            with self.activity.sending():
-                await self._emit(RolloutSlice(group, samples), ports)
+        with self.span("generate", group=group.group_id, detail=f"turn {samples[0].turns + 1}"):
+            async with asyncio.TaskGroup() as tasks:
+                leaving = _Leaving(self, group, ports, tasks)
+                with self.activity.working():
+                    if any(s.status != "failed" for s in samples):
+                        await self.turns.take(group, samples, leaving.put)
+                    else:  # a loop stage has failed it
+                        for sample in samples:
+                            leaving.put(sample)
+                leaving.all_here.set()
+            self.activity.tokens += leaving.tokens - sum(s.n_tokens for s in samples)
         lease.done()
 
-    async def _emit(self, slice_: RolloutSlice, ports: Ports) -> None:
-        """Finished samples together to `out`; each one that a loop stage wants alone to that loop."""
-        finished: list[Sample] = []
-        for sample in slice_.samples:
-            single = RolloutSlice(slice_.group, (sample,))
-            continues = sample.status != "failed" and sample.turns < self.rollout.max_turns
-            loop = self._wanted(single) if continues else None
-            if loop is None:
-                finished.append(sample)
-            else:
-                outlet: Outlet[RolloutSlice] = ports.outlets[f"loop.{loop}"]
-                await outlet.send(single, single.key)
-        if finished:
-            rest = RolloutSlice(slice_.group, tuple(finished))
-            await ports.outlets["out"].send(rest, rest.key)
-            self.activity.items_out += 1
+    def loop_of(self, single: RolloutSlice) -> str | None:
+        """The loop stage that goes on with a sample, if one does."""
+        (sample,) = single.samples
+        if sample.status == "failed" or sample.turns >= self.rollout.max_turns:
+            return None
+        return next((name for name, stage in self._loops if stage.wants(self.config, single)), None)
 
-    def _wanted(self, single: RolloutSlice) -> str | None:
-        for name, stage in self._loops:
-            if stage.wants(self.config, single):
-                return name
-        return None
+    async def emit(self, outlet: Outlet[RolloutSlice], slice_: RolloutSlice) -> None:
+        with self.activity.working(), self.activity.sending():
+            await outlet.send(slice_, slice_.key)
+
+
+class _Leaving:
+    """The samples of one lease on their way out: alone into a loop, else with those that end at the same time."""
+
+    def __init__(self, stage: GenerateStage, group: PromptGroup, ports: Ports, tasks: asyncio.TaskGroup) -> None:
+        self.stage, self.group, self.ports, self._tasks = stage, group, ports, tasks
+        self.all_here = asyncio.Event()
+        self.tokens = 0
+        self._waiting: list[Sample] = []
+
+    def put(self, sample: Sample) -> None:
+        """A sample has ended its turn."""
+        self.tokens += sample.n_tokens
+        single = RolloutSlice(self.group, (sample,))
+        loop = self.stage.loop_of(single)
+        if loop is not None:
+            self._tasks.create_task(self.stage.emit(self.ports.outlets[f"loop.{loop}"], single))
+            return
+        if not self._waiting:
+            self._tasks.create_task(self._flush())
+        self._waiting.append(sample)
+
+    async def _flush(self) -> None:
+        """Send what has come together. Waits for the last member, or until the first has waited long enough."""
+        with contextlib.suppress(TimeoutError):  # then without the rest
+            async with asyncio.timeout(MEMBER_LINGER_S):
+                await self.all_here.wait()
+        samples: Sequence[Sample] = sorted(self._waiting, key=lambda sample: (sample.index, sample.segment))
+        self._waiting.clear()
+        await self.stage.emit(self.ports.outlets["out"], RolloutSlice(self.group, tuple(samples)))
+        self.stage.activity.items_out += 1

@@ -25,7 +25,7 @@ from models.engines.client import EngineClient
 from models.engines.limits import RequestLimits
 from stages.engine_entries import POLICY, entries
 from stages.engines.colocation import trainers_turn
-from stages.messages import EngineEntry, RouterState
+from stages.messages import EngineEntry, RouterAddress, RouterState
 from stages.ports import Topic
 from stages.sampling.slots import Slots
 
@@ -129,9 +129,9 @@ class Target:
 class EngineDirectory:
     """All engines by name, and the router, as one of `replicas` clients of the same kind sees them.
 
-    Without a router each engine has slots; behind one nobody knows who gets a request, and the router has slots for all.
-    A client's slots are its share of what the engines bear. Frozen engines have other clients, of which nobody knows the
-    number: who asks them bounds itself.
+    Without a router each engine has slots; behind one nobody knows who gets a request, and the router has slots for
+    all. A client's slots are its share of what the engines bear. Frozen engines have other clients, of which nobody
+    knows the number: who asks them bounds itself.
     """
 
     def __init__(
@@ -208,14 +208,17 @@ class EngineDirectory:
         self._share()
 
     async def _update_router(self, topic: Topic) -> None:
-        value = topic.get("router_state")
-        self.state = None if value is None else msgspec.msgpack.decode(value, type=RouterState)
-        target, state = self.router, self.state
-        if target is not None and (state is None or state.incarnation != target.incarnation):
+        value, told = topic.get("router"), topic.get("router_state")
+        address = None if value is None else msgspec.msgpack.decode(value, type=RouterAddress)
+        state = None if told is None else msgspec.msgpack.decode(told, type=RouterState)
+        if address is None or (state is not None and state.incarnation != address.incarnation):
+            state = None  # it is older than the process that listens there
+        target, self.state = self.router, state
+        if target is not None and (address is None or address.incarnation != target.incarnation):
             self.router = None
             await _end(target)
-        if self.router is None and state is not None:
-            self.router = self._target(ROUTER, state.url, state.incarnation)
+        if self.router is None and address is not None:
+            self.router = self._target(ROUTER, address.url, address.incarnation)
 
     def _target(self, name: str, url: str, incarnation: int) -> Target:
         limits = self.limits

@@ -1,13 +1,16 @@
 """What a caller may ask of engines: a sampled answer, or log-probs of tokens that are there. No engine is named in it.
 
-Invariant: a request says whose weights it wants (`policy`), never which engine: it may be answered by several, one after
-the other.
+Invariant: a request says whose weights it wants (`policy`), never which engine: it may be answered by several, one
+after the other.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
 
 from models.engines.protocol import SamplingParams
 from stages.engine_entries import POLICY
@@ -45,7 +48,7 @@ class SampleRequest:
 class ScoreRequest:
     """Log-probs of `token_ids[start:]`, each given all tokens before it, of log_softmax(logits / temperature)."""
 
-    token_ids: Sequence[int]
+    token_ids: npt.NDArray[np.int32]
     start: int
     temperature: float = 1.0
     policy: str = POLICY

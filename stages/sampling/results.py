@@ -1,7 +1,7 @@
 """From engines' answers to one result: tokens, log-probs and versions of the pieces joined. Pure.
 
-Invariants: token ids, log-probs and versions are the engine's; all have one length; neighbouring runs of one version are
-one run.
+Invariants: token ids, log-probs and versions are the engine's; all have one length; neighbouring runs of one version
+are one run.
 """
 
 from __future__ import annotations
