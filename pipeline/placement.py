@@ -71,8 +71,8 @@ class Placement:
 
     def replicas(self, graph: Graph) -> list[ReplicaSpec]:
         """One specification per replica, in the order in which they are started: the slow ones first."""
-        order = {"train": 0, "generate": 1}
-        nodes = sorted(graph.nodes, key=lambda node: order.get(node.name, 2))
+        order = {"train": 0, "engines": 1, "generate": 2}
+        nodes = sorted(graph.nodes, key=lambda node: order.get(node.name, 3))
         return [self._replica(graph, node, i) for node in nodes for i in range(node.replicas)]
 
     def _replica(self, graph: Graph, node: Node, index: int) -> ReplicaSpec:

@@ -15,6 +15,7 @@ from configs.schema import Config
 from models.engines.client import EngineClient
 from models.engines.serve import EngineServer
 from models.train.trainer_group.rank_spec import needs_trainer_group, processes_of
+from pipeline.errors import ReplicaFailed
 from pipeline.hosts.processes import Processes, child_environment
 from pipeline.hosts.replica import ReplicaSpec, run_replica
 from pipeline.record.run_directory import RunDir
@@ -22,6 +23,9 @@ from pipeline.supervise.restarts import EngineSpec, Lifecycle, Restarts
 from pipeline.supervise.servers import Servers, starts_router
 from pipeline.supervise.trainer_group import TrainerGroup
 from transport import Node
+
+
+HEED_S = 0.5
 
 
 class InProcessRunner:
@@ -75,7 +79,7 @@ class InProcessRunner:
                 for spec in self.engines:
                     await self._serve(stack, spec)
                 async with asyncio.TaskGroup() as everything:
-                    beside = [everything.create_task(self.servers.run())]
+                    beside = [everything.create_task(self.servers.run()), everything.create_task(self._heed())]
                     if self._trainer_group is not None:
                         beside.append(everything.create_task(self._trainer_group.run()))
                     async with asyncio.TaskGroup() as tasks:
@@ -85,6 +89,14 @@ class InProcessRunner:
                         task.cancel()
         finally:
             await self._processes.stop_all()
+
+    async def _heed(self) -> None:
+        """Looks for complaints about servers in this process, which cannot be started anew. Raises ReplicaFailed."""
+        while True:
+            await asyncio.sleep(HEED_S)
+            for spec in self.engines:
+                if (why := self.lifecycle.complaint(spec.name, 0)) is not None:
+                    raise ReplicaFailed(f"{spec.name} takes no weights: {why}; see --update-weight-max-failures")
 
     async def _serve(self, stack: AsyncExitStack, spec: EngineSpec) -> None:
         server = EngineServer(

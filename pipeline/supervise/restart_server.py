@@ -11,6 +11,7 @@ import asyncio
 import itertools
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
+from functools import partial
 from pathlib import Path
 from typing import Final, Protocol
 
@@ -129,7 +130,8 @@ class ServerSupervisor:
             self.processes.note_shared(self.server.name)
             account = HealthTracker(health.rollout_health_check_failures)
             look = self.server.look(client, group)
-            return await until("lost", account, look, health.rollout_health_check_interval)
+            complaint = partial(self.lifecycle.complaint, self.server.name, incarnation)
+            return await until("lost", account, look, health.rollout_health_check_interval, complaint)
 
     async def _arrival(self, start_command: StartCommand, incarnation: int) -> str:
         """Waits until it serves, at most `rollout_health_check_first_wait` seconds; returns its address."""

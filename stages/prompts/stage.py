@@ -22,9 +22,9 @@ import numpy as np
 from stages.base import Stage, StageContext
 from stages.data.order import PromptOrder
 from stages.data.prompt_set import PreparedPrompt
+from stages.engine_entries import carrying
 from stages.errors import NoVerdicts, Starved
 from stages.messages import (
-    Applied,
     CheckpointReady,
     EvalDone,
     Float32Array,
@@ -148,8 +148,7 @@ class PromptStage(Stage):
         revision = 0
         while True:
             revision = await ports.topic.wait(revision)
-            applied = [msgspec.msgpack.decode(v, type=Applied) for v in ports.topic.items("applied/").values()]
-            version = min((a.version for a in applied), default=-1)
+            version = min((entry.version for entry in carrying(ports.topic).values()), default=-1)
             if version != self.version:
                 self.version = version
                 self._wake.set()

@@ -81,8 +81,20 @@ class Weights:
         return announcement
 
     async def landed(self, version: int, *, engine: int = 0) -> None:
-        """Wait for the report of an engine's owner."""
-        await self.rig.topic_until(lambda: getattr(self.rig.read_applied(engine), "version", -1) >= version)
+        """Wait for the engine to serve the version."""
+        await self.rig.topic_until(lambda: served(self.rig, engine) and carried(self.rig, engine) >= version)
+
+
+def served(rig: Rig, engine: int = 0) -> bool:
+    """Whether requests are sent to the engine."""
+    entry = rig.entry(engine)
+    return entry is not None and entry.state in ("serving", "updating")
+
+
+def carried(rig: Rig, engine: int = 0) -> int:
+    """The version that the engine carries, -1 for none."""
+    entry = rig.entry(engine)
+    return -1 if entry is None else entry.version
 
 
 @dataclass
