@@ -207,9 +207,7 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--max-context-len", type=int, help="longest prompt plus response, tokens")
     parser.add_argument("--weight-version", default=DEFAULT_LABEL, help="label of the first weights")
     parser.add_argument("--seed", type=int, default=0, help="noise of requests without a sampling seed")
-    parser.add_argument(
-        "--stream-interval", type=int, default=0, help="tokens of a chunk; 0: only at a response's end"
-    )
+    parser.add_argument("--stream-interval", type=int, default=0, help="tokens of a chunk; 0: only at a response's end")
     parser.add_argument(
         "--incremental-streaming-output", action="store_true", help="a chunk holds what is new, not all so far"
     )

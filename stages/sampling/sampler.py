@@ -196,9 +196,7 @@ class Sampler:
                 if not await self._survives(request, losses, error, progress=False):
                     raise
 
-    async def _score(
-        self, request: ScoreRequest, need: RouteRequest, losses: Losses
-    ) -> npt.NDArray[np.float32]:
+    async def _score(self, request: ScoreRequest, need: RouteRequest, losses: Losses) -> npt.NDArray[np.float32]:
         async with self.routes.place(need) as route:
             try:
                 async with asyncio.timeout(losses.left_s), route.flight:
