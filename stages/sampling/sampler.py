@@ -357,7 +357,7 @@ class Sampler:
                 late_s=losses.left_s,
                 workers=self.routes.workers(route),
             )
-        self.retractions += attempt.retractions
+        self.retractions += attempt.retractions if ours else 0
         self._add("reused_tokens", attempt.reused)
         if isinstance(attempt.error, LOSSES):
             self._lost(route, losses)

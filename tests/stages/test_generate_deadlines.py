@@ -54,7 +54,7 @@ async def test_a_late_rollout_is_kept_as_truncated(
 
 
 async def test_a_hung_engine_cannot_keep_a_late_rollout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("stages.generate.turn.STOP_GRACE_S", 0.05)
+    monkeypatch.setattr("stages.sampling.attempt.STOP_GRACE_S", 0.05)
     log = record_exchanges(monkeypatch)
     deadline = {**LONG, "sample_deadline_secs": 0.3}
     async with generating(tmp_path, engine=ENDLESS, streamed=True, proxied=True, rollout=deadline) as world:

@@ -189,7 +189,7 @@ async def test_an_engine_that_is_lost_twice_in_one_response_leaves_three_pieces(
 async def test_retries_of_a_turn_are_bounded_and_the_sample_fails_in_words(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("stages.generate.turn.asyncio.sleep", _no_sleep)
+    monkeypatch.setattr("stages.sampling.sampler.asyncio.sleep", _no_sleep)
     log = record_exchanges(monkeypatch)
     async with generating(tmp_path, rollout={"max_retries": 2}, **SLOW) as world:
         await world.ready()
@@ -247,7 +247,7 @@ async def test_a_lost_request_waits_for_the_engine_to_come_back_and_wastes_no_re
         await idle()
         assert len(log) == 1, "an engine that does not answer is asked nothing"
         world.lose(0)
-        await until(lambda: not world.stage.links[0].ready.is_set())
+        await until(lambda: not world.serving())
         again = await world.start_engine(0, incarnation=1)
         core_of(again).schedule.config = simulated(FAST_MS).simulated
         samples = (await world.answer()).samples
@@ -283,7 +283,6 @@ async def test_many_lost_requests_look_at_an_engines_health_together(
     log = record_exchanges(monkeypatch)
     async with generating(tmp_path, engines=2, **SLOW) as world:
         await world.ready()
-        await until(lambda: all(link.ready.is_set() for link in world.stage.links))
         for group_id in range(10):
             await world.ask(make_group(group_id, 4))
         await until(lambda: len(log) == 10)
