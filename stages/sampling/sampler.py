@@ -45,6 +45,7 @@ log = logging.getLogger("sluice.sampler")
 
 TRANSIENT_STATUS: Final = (408, 425, 429)  # refusals that are no fault of the request
 LOSSES: Final = (EngineUnreachable, EngineTimeout, EngineAborted)
+FIRST_PAUSE_S: Final = 0.2  # before a lost request is sent again, doubled at each loss
 LONGEST_PAUSE_S: Final = 5.0
 REPORT_INTERVAL_S: Final = 1.0
 
@@ -388,7 +389,7 @@ class Sampler:
             losses.count += 1
         if self.draining:
             return self._drains(request)  # the next try gives back what there is
-        pause_s = min(0.1 * 2 ** min(losses.count, 10), LONGEST_PAUSE_S)
+        pause_s = min(FIRST_PAUSE_S * 2 ** min(losses.count - 1, 10), LONGEST_PAUSE_S)
         left_s = losses.left_s
         if losses.count > self.rollout.max_retries if left_s is None else pause_s >= left_s:
             return False

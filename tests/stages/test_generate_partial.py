@@ -189,7 +189,7 @@ async def test_an_engine_that_is_lost_twice_in_one_response_leaves_three_pieces(
 async def test_retries_of_a_turn_are_bounded_and_the_sample_fails_in_words(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("stages.sampling.sampler.asyncio.sleep", _no_sleep)
+    monkeypatch.setattr("stages.sampling.sampler.FIRST_PAUSE_S", 0.0)
     log = record_exchanges(monkeypatch)
     async with generating(tmp_path, rollout={"max_retries": 2}, **SLOW) as world:
         await world.ready()
@@ -201,10 +201,6 @@ async def test_retries_of_a_turn_are_bounded_and_the_sample_fails_in_words(
     for sample in samples:
         assert sample.status == "failed"
         assert "answered 503: out of order" in (sample.error or "")
-
-
-async def _no_sleep(seconds: float) -> None:
-    return None
 
 
 async def test_a_token_that_would_end_a_server_is_never_sent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
