@@ -15,7 +15,7 @@ import socket
 import subprocess
 import threading
 from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
@@ -28,8 +28,12 @@ import torch.distributed as dist
 from aiohttp import web
 
 from bench.weights_model import Versions
+from configs.schema import Config
+from configs.schema.engine import EngineConfig
 from configs.schema.update import UpdateConfig
 from models.engines.client import EngineClient
+from models.engines.launch.command import server_launch
+from models.engines.launch.environment import probe
 from models.weights.buckets import TORCH_NAMES
 from models.weights.delta_mirror import DeltaMirror
 from models.weights.delta_store import DeltaStore
@@ -45,6 +49,7 @@ Kind = Literal["recorder", "sglang"]
 SHARED: Final = re.compile(rb"/(torch_\d+_\d+_\d+)")
 START_S: Final = 300.0
 LIMIT_S: Final = 600.0
+CONTEXT: Final = 512  # tokens; nothing is generated
 ITEM_BYTES: Final = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
@@ -278,29 +283,29 @@ def sglang_python() -> Path | None:
 
 @asynccontextmanager
 async def _serving(versions: Versions, root: Path) -> AsyncIterator[str]:
-    """A real SGLang server on the CPU."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    command = [str(sglang_python()), "-m", "sglang.launch_server", "--model-path", str(versions.path)]
-    command += ["--device", "cpu", "--attention-backend", "torch_native", "--disable-cuda-graph", "--dtype", "float32"]
-    command += ["--max-total-tokens", "4096", "--mem-fraction-static", "0.3", "--sleep-on-idle"]
-    command += ["--disable-overlap-schedule", "--skip-server-warmup", "--host", "127.0.0.1", "--port", str(port)]
-    shims = {"SGLANG_USE_CPU_ENGINE": "1", "SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "false", "OMP_NUM_THREADS": "1"}
-    url = f"http://127.0.0.1:{port}"
+    """A real SGLang server, started as a run starts it: without a GPU it needs the shims of `server_launch`."""
+    python = sglang_python()
+    assert python is not None, "asked for only where there is one"
+    with socket.socket() as probe_socket:
+        probe_socket.bind(("127.0.0.1", 0))
+        port = probe_socket.getsockname()[1]
+    config = Config(engine=EngineConfig(engine="sglang", engine_slots=4))
+    installed = await asyncio.to_thread(probe, python, ("server",))
+    launch = server_launch(config, installed, model_path=str(versions.path), port=port, max_context=CONTEXT, seed=0)
     with (root / "sglang.log").open("wb") as out:
         process = subprocess.Popen(  # noqa: ASYNC220 - nothing else runs while it starts
-            command, stdout=out, stderr=out, env={**os.environ, **shims, "HF_HUB_OFFLINE": "1"}, start_new_session=True
+            launch.argv, stdout=out, stderr=out, env={**os.environ, **launch.env}, start_new_session=True
         )
     try:
-        async with asyncio.timeout(START_S), EngineClient(url) as client:
+        async with asyncio.timeout(START_S), EngineClient(launch.url) as client:
             while not await client.health():
                 if process.poll() is not None:
                     raise RuntimeError(f"SGLang ended: {(root / 'sglang.log').read_text()[-2000:]}")
                 await asyncio.sleep(0.5)
-        yield url
+        yield launch.url
     finally:
-        os.killpg(process.pid, 15)
+        with suppress(ProcessLookupError):  # it may have ended by itself, and then that is what is told
+            os.killpg(process.pid, 15)
         await asyncio.to_thread(process.wait)
 
 

@@ -27,6 +27,7 @@ from pipeline.errors import DrainTimeout
 from pipeline.graph import Graph
 from pipeline.observe.monitor import Monitor
 from pipeline.observe.prometheus import endpoint
+from pipeline.observe.stats import STATS_PREFIX
 from pipeline.placement import Placement
 from pipeline.record.recorder import Recorder
 from pipeline.record.run_directory import RunDir
@@ -86,7 +87,7 @@ class Controller:
     async def run(self) -> None:
         """Run to the end. Raises RunError (or an error of the prompt stage) with everything stopped."""
         async with Node(self.placement.run_id, "controller") as node:
-            topic = await node.topic_server(self.placement.topic)
+            topic = await node.topic_server(self.placement.topic, private=(STATS_PREFIX,))
             for stream in self.graph.streams:
                 self.hubs[stream.name] = await node.hub(self._spec(stream.name), self._dead_letter)
             announcer = Announcer(topic, self.hubs, self.recorder)

@@ -14,7 +14,7 @@ from msgspec import Struct
 
 from configs.schema import Config
 from pipeline.observe.spans import StageSpans
-from pipeline.observe.stats import StageStats
+from pipeline.observe.stats import STATS_PREFIX, StageStats
 from stages.base import Stage, StageContext
 from stages.group.filters import import_path
 from stages.ports import Ports
@@ -95,7 +95,7 @@ async def _serve(stage: Stage, spec: ReplicaSpec, node: Node) -> None:
         stats = tasks.create_task(_publish_stats(stage, spec, ports))
         await stage.run(ports)
         stats.cancel()
-    await ports.topic.publish(f"stats/{spec.replica}", _stats(stage, spec))
+    await ports.topic.publish(STATS_PREFIX + spec.replica, _stats(stage, spec))
 
 
 def _stats(stage: Stage, spec: ReplicaSpec) -> bytes:
@@ -121,5 +121,5 @@ def _stats(stage: Stage, spec: ReplicaSpec) -> bytes:
 async def _publish_stats(stage: Stage, spec: ReplicaSpec, ports: Ports) -> None:
     """Waits for the clock; runs until cancelled."""
     while True:
-        await ports.topic.publish(f"stats/{spec.replica}", _stats(stage, spec))
+        await ports.topic.publish(STATS_PREFIX + spec.replica, _stats(stage, spec))
         await asyncio.sleep(STATS_INTERVAL_S)

@@ -132,7 +132,7 @@ class TrainStage(Stage):
         """Waits for the topic `drain`; wakes the trainer, which settles what it cannot use. Ends then."""
         revision = 0
         while self._drain is None:
-            revision = await ports.topic.wait(revision)
+            revision = await ports.topic.wait(revision, "drain")
             reason = ports.topic.get("drain")
             self._drain = None if reason is None else reason.decode()
         self._arrived.set()

@@ -20,10 +20,15 @@ from models.engines.client import EngineClient
 from models.engines.errors import EngineError
 from models.engines.protocol import EXPECTED_SGLANG
 from tests.models.engines.forward_reference import by_one, by_pieces
-from tests.sglang_server import RealServer, needs_sglang
+from tests.sglang_server import ON_SGLANG, RealServer, needs_sglang
 
-pytestmark = pytest.mark.slow
 EXPECTED_ROUTER = "0.3.2"
+
+
+def on_servers_of_its_own(test: Any) -> Any:
+    """Two servers per run: one such run after the other."""
+    return pytest.mark.slow(pytest.mark.xdist_group("runs with sglang")(test))
+
 
 TAP = """
 import json
@@ -60,6 +65,7 @@ def tapped(run_dir: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (run_dir / "tap.jsonl").read_text().splitlines()]
 
 
+@on_servers_of_its_own
 def test_a_run_on_two_servers_behind_the_router_learns(tap: Path) -> None:
     """The defaults of --engine sglang: two servers, the real router, weights swapped while they generate."""
     python = needs_sglang()
@@ -133,6 +139,7 @@ def check_spans(rows: list[dict[str, Any]]) -> None:
     assert len(names) == len(set(names)), "a rollout was generated twice"
 
 
+@on_servers_of_its_own
 def test_engines_killed_and_stopped_in_mid_generation(tap: Path) -> None:
     """Two servers behind the real router. One is killed, later the other hangs: no group is lost or doubled, partial
     output is used, and each comes back at the current version."""
@@ -173,7 +180,7 @@ def test_engines_killed_and_stopped_in_mid_generation(tap: Path) -> None:
     assert 0 < saved <= summary["engine"]["reused_tokens"], "tokens of surplus groups count too"
 
 
-@pytest.mark.parametrize("mode", ["in_place", "retract", "abort"])
+@pytest.mark.parametrize("mode", [pytest.param(mode, marks=ON_SGLANG) for mode in ("in_place", "retract", "abort")])
 def test_log_probs_are_those_of_the_recorded_versions(tap: Path, sglang: RealServer, mode: str) -> None:
     """A weight update after every step, long responses: each token is the recorded version's, to 1e-5."""
     run_dir = tap / "run"

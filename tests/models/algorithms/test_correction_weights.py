@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from models.algorithms.step_statistics import step_statistics
 
 from configs.schema.algorithm import AlgorithmConfig
 from models.algorithms.correction import ImportanceWeights, importance_weights, log_weight_of
@@ -17,6 +16,7 @@ from models.algorithms.modes import Correction
 from models.algorithms.objective import policy_objective
 from models.algorithms.opsm import drifted_negatives
 from models.algorithms.prox import alpha, loglinear_anchor, with_anchor
+from models.algorithms.step_statistics import step_statistics
 from models.algorithms.tokens import PolicyTokens
 
 STALENESS = torch.tensor([0, 1, 1, 2, 3, 0, 1, 4])

@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 import torch
-from models.algorithms.step_statistics import kept_scale, needs, step_statistics
 from torch import Tensor
 
 from configs.schema.algorithm import AlgorithmConfig
@@ -25,6 +24,7 @@ from models.algorithms.objective import policy_objective
 from models.algorithms.prox import alpha, with_anchor
 from models.algorithms.rejection import rejection_of, statistic
 from models.algorithms.rules import RejectionRule
+from models.algorithms.step_statistics import kept_scale, needs, step_statistics
 from models.algorithms.tokens import PolicyTokens
 
 GOLDEN = json.loads((Path(__file__).parent / "golden" / "fixture_f.json").read_text())

@@ -10,7 +10,6 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from models.algorithms.step_statistics import step_statistics
 from torch import Tensor
 
 from configs.schema.algorithm import AlgorithmConfig
@@ -18,6 +17,7 @@ from models.algorithms.losses import policy_loss_of
 from models.algorithms.modes import Correction
 from models.algorithms.objective import policy_objective
 from models.algorithms.rules import parse_rules
+from models.algorithms.step_statistics import step_statistics
 
 STEP = 1e-6
 ON_POLICY = Correction("onpolicy", False)

@@ -8,7 +8,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from models.algorithms.step_statistics import kept_scale, rejected_siblings, step_statistics
 from torch import Tensor
 
 from configs.schema.algorithm import POLICY_LOSSES, SAMPLER_LOSSES, AlgorithmConfig
@@ -18,6 +17,7 @@ from models.algorithms.metrics import MetricTotals
 from models.algorithms.modes import Correction
 from models.algorithms.objective import Objective, policy_objective
 from models.algorithms.rules import parse_rules
+from models.algorithms.step_statistics import kept_scale, rejected_siblings, step_statistics
 from models.algorithms.tokens import PolicyTokens
 
 CLIPPED = AlgorithmConfig(

@@ -8,11 +8,11 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from models.algorithms.step_statistics import m2po_bound, needs, squared_log_ratio, step_statistics
 
 from configs.schema.algorithm import AlgorithmConfig
 from models.algorithms.modes import Correction
 from models.algorithms.rules import parse_rules
+from models.algorithms.step_statistics import m2po_bound, needs, squared_log_ratio, step_statistics
 from models.algorithms.tokens import StepStatistics
 
 PPO = AlgorithmConfig(policy_loss="ppo")
