@@ -191,7 +191,7 @@ async def test_a_port_in_use_is_one_sentence_with_the_cure() -> None:
 def test_an_engine_that_is_lost_keeps_its_place(tmp_path: Path) -> None:
     """So that it is told to be down; one that comes back has its new address. The router's metrics have their own."""
     engine = {"engine/engine-0": msgspec.msgpack.encode(EngineAddress("engine-0", "http://a", 0))}
-    teacher = {"frozen/t": msgspec.msgpack.encode(EngineAddress("t", "http://t", 0))}
+    teacher = {"engine/frozen-t": msgspec.msgpack.encode(EngineAddress("frozen-t", "http://t", 0, "t"))}
     known = dict(engine | teacher)
     topic = SimpleNamespace(items=lambda prefix: {k: v for k, v in known.items() if k.startswith(prefix)})
     recorder = SimpleNamespace(view=made_up_run(), restarts={}, dead_letters=[], rundir=SimpleNamespace(specs=tmp_path))
