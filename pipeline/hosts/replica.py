@@ -17,6 +17,7 @@ from pipeline.observe.spans import StageSpans
 from pipeline.observe.stats import STATS_PREFIX, StageStats
 from stages.base import Stage, StageContext
 from stages.group.filters import import_path
+from stages.options import StageOptions
 from stages.ports import Ports
 from transport import Node
 
@@ -47,7 +48,8 @@ class ReplicaSpec(Struct, frozen=True):
     inlets: dict[str, PortSpec]
     outlets: dict[str, PortSpec]
     loops: tuple[str, ...] = ()
-    options: dict[str, Any] = {}
+    options: dict[str, Any] = {}  # of a custom stage, as the user wrote them
+    built_in: StageOptions | None = None
     trace: bool = True
 
 
@@ -63,6 +65,7 @@ async def run_replica(spec: ReplicaSpec, node: Node, config: Config) -> None:
             replicas=spec.replicas,
             concurrency=spec.concurrency,
             options=spec.options,
+            built_in=spec.built_in,
             loops=spec.loops,
         )
         stage: Stage = import_path(spec.path)(context)

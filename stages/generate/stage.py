@@ -25,6 +25,7 @@ from stages.engines.engine_link import EngineLink
 from stages.generate.turn import Turns
 from stages.group.filters import import_path
 from stages.messages import PromptGroup, RolloutSlice, Sample
+from stages.options import GenerateOptions
 from stages.ports import Inlet, Lease, Outlet, Ports
 from stages.sampling.append_output import VersionLabelError, append_output, label_version, new_sample
 from stages.sampling.dispatch import Dispatcher
@@ -52,7 +53,7 @@ class GenerateStage(Stage):
     def __init__(self, context: StageContext) -> None:
         super().__init__(context)
         self.rollout = context.config.rollout
-        self.max_context = int(context.options.get("max_context", 1 << 30))
+        self.options = context.given(GenerateOptions)
         self._drain = False
         self._changed = asyncio.Event()  # an engine or the router came or went, or the run drains
 
@@ -62,7 +63,7 @@ class GenerateStage(Stage):
             name, _, path = entry.partition("=")
             self._loops.append((name, import_path(path)))
         context = self.context
-        engines = int(context.options.get("engines", 1))
+        engines = self.options.engines
         mine = [e for e in range(engines) if e % context.replicas == context.index]
         owner = bool(mine)
         # Made when it is first needed, by the delta route alone.
@@ -81,7 +82,7 @@ class GenerateStage(Stage):
             )
             for e in (mine or [context.index % engines])
         ]
-        vocab_size = context.options.get("vocab_size")
+        vocab_size = self.options.vocab_size
         if vocab_size is None and self.config.engine.engine == "sglang":
             vocab_size = vocabulary(self.config.train.hf_checkpoint)
         self.dispatcher = Dispatcher(
@@ -92,9 +93,9 @@ class GenerateStage(Stage):
             index=context.index,
             replicas=context.replicas,
             engines=engines,
-            vocab_size=None if vocab_size is None else int(vocab_size),
+            vocab_size=vocab_size,
         )
-        requests = Requests(self.config, self.max_context)
+        requests = Requests(self.config, self.options.max_context)
         self.turns = Turns(self.config, requests, self.dispatcher, self.activity, context.replica)
 
     async def close(self) -> None:

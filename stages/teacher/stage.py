@@ -47,8 +47,7 @@ class TeacherStage(MapStage):
         self.engines = FrozenEngines(self.teachers, deadline_s=context.config.rollout.request_timeout_secs)
 
     async def setup(self) -> None:
-        checkpoint = str(self.context.options.get("checkpoint", self.config.train.hf_checkpoint))
-        self.engines.vocab_size = load_tokenizer(checkpoint).vocab_size
+        self.engines.vocab_size = load_tokenizer(self.config.train.hf_checkpoint).vocab_size
 
     async def close(self) -> None:
         await self.engines.close()

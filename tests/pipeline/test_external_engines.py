@@ -18,7 +18,7 @@ from configs.schema import Config
 from models.engines.protocol import ModelInfo
 from pipeline.errors import UsageError
 from pipeline.hosts.free_port import held_port
-from pipeline.hosts.processes import Processes
+from pipeline.hosts.local_launcher import LocalLauncher
 from pipeline.record.recorder import Recorder
 from pipeline.record.run_directory import RunDir
 from pipeline.supervise.announce import Announcer, read_fleet
@@ -193,7 +193,7 @@ async def test_what_was_given_by_address_is_watched_by_the_fleet(tmp_path: Path)
     config = with_addresses(configured())
     restarts = Restarts(Told(), 0)
     with RunDir(tmp_path / "run").open(resume=False) as rundir:
-        servers = Servers(config, [], Processes(rundir), restarts, {}, router=False)
+        servers = Servers(config, [], LocalLauncher(rundir), restarts)
         engine, router = await servers._kept()
     assert isinstance(engine, ExternalEngine)
     assert (engine.spec.name, engine.spec.frozen, engine.url) == ("frozen-judge", "judge", "http://j:1")
