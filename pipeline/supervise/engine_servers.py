@@ -145,6 +145,6 @@ class InProcessEngine:
             self.lifecycle.engine_up(spec, server.url, 0, info.version)
             async with asyncio.TaskGroup() as tasks:
                 tasks.create_task(server.wait())
-                while (why := self.lifecycle.complaint(spec.name, 0)) is None:
+                while (why := self.lifecycle.complaint(spec.name, 0)) is None:  # noqa: ASYNC110  (a look at the topic)
                     await asyncio.sleep(HEED_S)
                 raise ReplicaFailed(f"{spec.name}: {why}; an engine in this process cannot be started anew")

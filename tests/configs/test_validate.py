@@ -111,7 +111,10 @@ def test_the_base_is_right() -> None:
         (["--tools", "calculator", "--tool-call-close", ""], "must not be empty"),
         (["--tools", "calculator", "--tool-result-template", "x"], "but must contain {result}"),
         (["--scale", "rewrad=2"], "--scale rewrad=2 names no stage; did you mean reward?"),
-        (["--scale", "zzzz=2"], "the stages are prompts, generate, engine, engines, tools, reward, teacher, group, train"),
+        (
+            ["--scale", "zzzz=2"],
+            "the stages are prompts, generate, engine, engines, tools, reward, teacher, group, train",
+        ),
         (["--scale", "reward=0"], "--scale reward=0 leaves no replica, but each stage needs at least one"),
         (["--scale", "train=2"], "there can be only one: it is the single writer of the weights"),
         (["--scale", "engines=2"], "it is the single owner of the engines (--scale engine=N says how many"),

@@ -27,6 +27,7 @@ from pipeline.observe.errors import EndpointError
 from pipeline.observe.exposition import Family, read, write
 from pipeline.observe.monitor import Monitor
 from pipeline.observe.prometheus import Facts, endpoint, families, joined
+from pipeline.observe.stats import StageStats
 from pipeline.supervise.announce import FLEET_FILE, ServerInfo
 from stages.messages import EngineAddress
 
@@ -53,6 +54,7 @@ def checked(text: str) -> dict[str, float]:
 
 def facts(engines: dict[str, str | None] | None = None, router: str | None = None) -> Facts:
     view = made_up_run()
+    view.stage(StageStats(stage="engines", replica="engines-0", unix_s=T0 + 20, extra={"engine-0/idle": 0.25}))
     view.engines({"engine-0": (4, 1.5), "engine-2": None})
     return Facts(view.snapshot(T0 + 20), view.staleness, {"generate-0": 2}, 1, engines or {}, router)
 

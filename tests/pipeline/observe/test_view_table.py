@@ -44,9 +44,6 @@ def made_up_run() -> RunView:
                     extra={"queue_depth": 3.0},
                 )
             )
-    for i in range(2):
-        extra = {f"engine-{i}/idle": 0.25}
-        view.stage(StageStats(stage="engines", replica="engines-0", unix_s=T0, extra=extra))
     for step in range(1, 5):
         view.step(
             step,
