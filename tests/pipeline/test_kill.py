@@ -61,6 +61,31 @@ def test_killed_replicas_lose_nothing(tmp_path: Path, seed: int, backends: list[
     assert len(trained) == len(set(trained)) == 28 * 4
 
 
+def pids(run_dir: Path, *names: str) -> list[int]:
+    return [int((run_dir / "replicas" / f"{name}.pid").read_text()) for name in names]
+
+
+def test_engines_outlive_their_stage(tmp_path: Path) -> None:
+    """Killed again and again, also in the middle of updates: engines keep their processes, nothing is lost."""
+    run_dir, engines = tmp_path / "run", ("engine-0", "engine-1")
+    flags = [*SMALL, *made_model(), *SIMULATED, "--scale", "engine=2", "--scale", "generate=2", "--num-rollout", "30"]
+    process = start(run_dir, *flags, "--max-restarts", "20")
+    wait_for_steps(process, run_dir, 2)
+    before, kills = pids(run_dir, *engines), 4
+    for i in range(kills):
+        [old] = pids(run_dir, "engines-0")
+        kill(run_dir, "engines-0")
+        wait_until(process, lambda old=old: pids(run_dir, "engines-0") != [old], "the stage is started anew")
+        wait_for_steps(process, run_dir, 6 + 5 * i)  # gate and engines move on
+    assert pids(run_dir, *engines) == before
+    done = finish(process, run_dir)
+    assert done.code == 0, done.err[-3000:]
+    done.check_books()
+    assert done.summary["groups"] | {"admitted": 0} == {**dict.fromkeys(done.summary["groups"], 0), "trained": 120}
+    assert done.summary["restarts"] == {"engines-0": kills}
+    assert "goes on with weights 0." in (run_dir / "logs" / "engines-0.log").read_text()
+
+
 def test_a_replica_that_never_comes_up_ends_the_run_with_its_reason(tmp_path: Path) -> None:
     recipe = tmp_path / "broken.toml"
     recipe.write_text('[[stage]]\nname = "broken"\npath = "no_such_module:Stage"\nafter = "reward"\n')
