@@ -5,7 +5,9 @@ from __future__ import annotations
 import os
 import random
 import signal
+import subprocess
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -34,6 +36,14 @@ def wait_for_steps(process: object, run_dir: Path, steps: int, timeout_s: float 
         assert time.monotonic() < deadline, f"no {steps} steps within {timeout_s} s"
         assert process.poll() is None, "the run ended too early"  # type: ignore[attr-defined]
         time.sleep(0.02)
+
+
+def wait_until(process: subprocess.Popen[str], met: Callable[[], bool], what: str, timeout_s: float = 90) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not met():
+        assert time.monotonic() < deadline, f"not within {timeout_s:g} s: {what}"
+        assert process.poll() is None, f"the run ended before: {what}"
+        time.sleep(0.05)
 
 
 def kill(run_dir: Path, replica: str, number: int = signal.SIGKILL) -> None:
