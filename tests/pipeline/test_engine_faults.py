@@ -47,7 +47,9 @@ def nothing_left(run_dir: Path, patience_s: float = 10) -> None:
     assert [name for name, pid in pids.items() if alive(pid) or living(pid)] == []
 
 
-@pytest.mark.parametrize("backends", [[], SIMULATED], ids=["embedded", "simulated"])
+@pytest.mark.parametrize(
+    "backends", [pytest.param([], id="embedded", marks=pytest.mark.full), pytest.param(SIMULATED, id="simulated")]
+)
 def test_engines_that_die_and_hang_are_started_again(tmp_path: Path, backends: list[str]) -> None:
     run_dir = tmp_path / "run"
     flags = [*SMALL, *made_model(), *QUICK_LOOKS, *backends, "--num-rollout", "400", "--scale", "engine=2"]

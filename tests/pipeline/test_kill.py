@@ -50,7 +50,10 @@ def kill(run_dir: Path, replica: str, number: int = signal.SIGKILL) -> None:
     os.kill(int((run_dir / "replicas" / f"{replica}.pid").read_text()), number)
 
 
-@pytest.mark.parametrize(("seed", "backends"), [(1, []), (2, SIMULATED)], ids=["real", "simulated"])
+@pytest.mark.parametrize(
+    ("seed", "backends"),
+    [pytest.param(1, [], id="real", marks=pytest.mark.full), pytest.param(2, SIMULATED, id="simulated")],
+)
 def test_killed_replicas_lose_nothing(tmp_path: Path, seed: int, backends: list[str]) -> None:
     rng = random.Random(seed)
     flags = [*TOOLS, *made_model(), *backends, "--num-rollout", "28", "--seed", str(seed), "--scale", "generate=2",
@@ -105,7 +108,10 @@ def test_a_replica_that_never_comes_up_ends_the_run_with_its_reason(tmp_path: Pa
     assert "Traceback" not in done.err
 
 
-@pytest.mark.parametrize(("at_step", "backends"), [(5, []), (6, SIMULATED)], ids=["real", "simulated"])
+@pytest.mark.parametrize(
+    ("at_step", "backends"),
+    [pytest.param(5, [], id="real"), pytest.param(6, SIMULATED, id="simulated", marks=pytest.mark.full)],
+)
 def test_a_crashed_trainer_is_resumed_with_nothing_trained_twice(
     tmp_path: Path, at_step: int, backends: list[str]
 ) -> None:
