@@ -27,6 +27,7 @@ from models.engines.simulated import SimulatedEngine, simulated_token
 from models.weights.writer import SlotWriter
 from stages.generate.stage import GenerateStage
 from stages.messages import PromptGroup, RolloutSlice, RouterAddress, Sample, WeightsAnnouncement
+from stages.options import GenerateOptions
 from tests.models.weights.made_up import checkpoint, values
 from tests.stages.faults import FaultProxy
 from tests.stages.stage_rig import Rig, make_config, make_context, open_rig, running, take
@@ -242,7 +243,7 @@ async def generating(
     engine: EngineConfig | None = None,
     model: Path | None = None,
     tensors: Callable[[int], Mapping[str, torch.Tensor]] = values,
-    options: Mapping[str, object] | None = None,
+    options: Mapping[str, int] | None = None,
     inlets: Mapping[str, Any] | None = None,
     outlets: Mapping[str, Any] | None = None,
     window_items: int = 1000,
@@ -278,7 +279,7 @@ async def generating(
             make_context(
                 config,
                 tmp_path,
-                options={"engines": engines, **(options or {})},
+                built_in=GenerateOptions(engines=engines, **(options or {})),
                 loops=loops,
                 index=replica,
                 replicas=replicas,

@@ -109,9 +109,7 @@ async def fleet(
         weights = Weights(rig, tmp_path / "slots", source or checkpoint(tmp_path / "source"))
         stack.callback(weights.slots.close)
         async with asyncio.TaskGroup() as tasks:
-            one = Fleet(
-                rig, msgspec.structs.replace(config, update=update), weights, stack, tasks, tmp_path / "bare"
-            )
+            one = Fleet(rig, msgspec.structs.replace(config, update=update), weights, stack, tasks, tmp_path / "bare")
             await one.start_stage()
             yield one
             await one.lose_stage()

@@ -19,7 +19,6 @@ from models.engines.errors import EngineRefused
 from models.engines.memory import MemoryTag
 from models.engines.serve import EngineServer
 from stages.engines.colocation import (
-    Device,
     MemoryKeeper,
     TrainerTurn,
     colocated,
