@@ -12,7 +12,7 @@ SGLANG_PIP := $(SGLANG_PYTHON) -m pip install --quiet --disable-pip-version-chec
 SGLANG_ENV ?= $(if $(shell command -v nvidia-smi 2>/dev/null),gpu,cpu)
 LAUNCH := models/engines/launch
 
-.PHONY: install quickstart sglang-env test test-fast lint types bench clean
+.PHONY: install quickstart sglang-env test test-fast test-full full lint types bench clean
 
 install: $(STAMP)
 
@@ -54,12 +54,20 @@ types: $(STAMP)
 	$(BIN)/mypy
 
 test-fast: $(STAMP)
-	$(BIN)/python -m pytest -q -m "not slow" -n 2
+	$(BIN)/python -m pytest -q -m "not slow and not full" -n 2
 
-# Fast suite first, then what starts processes and trains. Three at a time: most of it waits for processes. Tests of one
-# xdist_group share what they set up, on one worker.
+# Three workers on two cores, for most of these tests wait for processes. Tests of one xdist_group share what they set up.
+PYTEST_SLOW := $(BIN)/python -m pytest -q -n 3 --dist loadgroup --durations=20
+
+# Fast suite first, then what starts processes and trains: 12 minutes on two quiet cores at the most.
 test: lint types test-fast sglang-env
-	$(BIN)/python -m pytest -q -m slow -n 3 --dist loadgroup --durations=20
+	$(PYTEST_SLOW) -m "slow and not full"
+
+# Then the same on more cases, and the benchmarks' short forms.
+test-full: test full
+
+full: $(STAMP) sglang-env
+	$(PYTEST_SLOW) -m full
 
 bench: $(STAMP)
 	$(BIN)/python -m bench.transport --quick

@@ -182,7 +182,7 @@ def main() -> None:
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--size", choices=sorted(SIZES), help="default: quick or cpu, 0.6B on a GPU")
     parser.add_argument("--recompute", action="store_true", help="recompute activations; always for 4B")
-    parser.add_argument("--out", type=Path, default=Path("bench_results/train.json"))
+    parser.add_argument("--output", type=Path, default=Path("bench_results/train.json"))
     options = parser.parse_args()
     options.size = options.size or ("0.6B" if options.device == "cuda" else "quick" if options.quick else "cpu")
     os.environ["PYTHONWARNINGS"] = "ignore"  # of Megatron-core about what is not installed, in its processes
@@ -200,8 +200,8 @@ def main() -> None:
     print_speeds(speeds)
     notes = remarks_of(setting, about) + found
     print("\n" + "\n".join(notes))
-    write_json(options.out, Document("train", about, command(), notes, series + speeds))
-    print(f"written to {options.out}")
+    write_json(options.output, Document("train", about, command(), notes, series + speeds))
+    print(f"written to {options.output}")
 
 
 if __name__ == "__main__":

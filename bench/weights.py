@@ -94,7 +94,7 @@ def main() -> None:
     parser.add_argument("--engines", type=int, default=2, help="recording engines; one real server is used")
     parser.add_argument("--sizes", type=int, nargs="+", help="megabytes of the model")
     parser.add_argument("--receivers", nargs="+", choices=["recorder", "sglang"], help="default: what is there")
-    parser.add_argument("--out", type=Path, default=Path("bench_results/weights.json"))
+    parser.add_argument("--output", type=Path, default=Path("bench_results/weights.json"))
     options = parser.parse_args()
     rounds = options.rounds or (3 if options.quick else 5)
     sizes = options.sizes or (QUICK_MB if options.quick else SIZES_MB)
@@ -116,8 +116,8 @@ def main() -> None:
     print_table(series, BASELINE)
     notes = remarks(rounds, about, options.engines)
     print("\n" + "\n".join(notes))
-    write_json(options.out, Document("weights", about, command(), notes, series))
-    print(f"written to {options.out}")
+    write_json(options.output, Document("weights", about, command(), notes, series))
+    print(f"written to {options.output}")
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ import socket
 import subprocess
 import threading
 from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
@@ -28,16 +28,22 @@ import torch.distributed as dist
 from aiohttp import web
 
 from bench.weights_model import Versions
+from configs.schema import Config
+from configs.schema.engine import EngineConfig
+from configs.schema.rollout import RolloutConfig
 from configs.schema.update import UpdateConfig
 from models.engines.client import EngineClient
+from models.engines.launch.command import server_launch
+from models.engines.launch.environment import probe
 from models.weights.buckets import TORCH_NAMES
 from models.weights.delta_mirror import DeltaMirror
 from models.weights.delta_store import DeltaStore
 from models.weights.layout import read_layout
 from models.weights.writer import SlotWriter
 from stages.base import Activity
-from stages.engines.engine_link import EngineLink
-from stages.messages import Applied, EngineAddress, WeightsAnnouncement
+from stages.engine_entries import KEYS, carrying
+from stages.engines.engine_control import EngineControl
+from stages.messages import EngineAddress, EngineEntry, WeightsAnnouncement
 from stages.ports import Topic
 from transport import Node
 
@@ -45,6 +51,7 @@ Kind = Literal["recorder", "sglang"]
 SHARED: Final = re.compile(rb"/(torch_\d+_\d+_\d+)")
 START_S: Final = 300.0
 LIMIT_S: Final = 600.0
+CONTEXT: Final = 512  # tokens; nothing is generated
 ITEM_BYTES: Final = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
@@ -149,10 +156,10 @@ class Recorder:
 
 @dataclass
 class Fleet:
-    """Links with their engines, and the trainer's side."""
+    """Engines under control, and the trainer's side."""
 
     topic: Topic
-    links: list[EngineLink]
+    engines: int
     slots: SlotWriter
     deltas: DeltaStore
     versions: Versions
@@ -172,9 +179,9 @@ class Fleet:
         started = loop.time()
         announcement = await asyncio.to_thread(self._write, route)
         await self.topic.publish("weights", msgspec.msgpack.encode(announcement))
-        applied = await self._landed()
+        entries = await self._landed()
         landed_s = loop.time() - started
-        return landed_s, sum(a.stall_s for a in applied) / len(applied)
+        return landed_s, sum(entry.stall_s for entry in entries) / len(entries)
 
     def _write(self, route: str) -> WeightsAnnouncement:
         manifest = self.slots.write(self.version, 0, self.versions.tensors(self.version))
@@ -186,22 +193,22 @@ class Fleet:
             0, self.version, manifest.path, manifest.digest, manifest.generation, False, route, delta
         )
 
-    async def _landed(self) -> list[Applied]:
-        """Waits for the report of every engine; unblocked by the last one."""
+    async def _landed(self) -> list[EngineEntry]:
+        """Waits for the entry of every engine; unblocked by the last one."""
         revision = 0
         async with asyncio.timeout(LIMIT_S):
             while True:
-                applied = [msgspec.msgpack.decode(v, type=Applied) for v in self.topic.items("applied/").values()]
-                if len(applied) == len(self.links) and all(a.version >= self.version for a in applied):
-                    return applied
-                revision = await self.topic.wait(revision)
+                entries = list(carrying(self.topic).values())
+                if len(entries) == self.engines and all(entry.version >= self.version for entry in entries):
+                    return entries
+                revision = await self.topic.wait(revision, *KEYS)
 
 
 class _NoSpans:
     def add(
         self, name: str, start_s: float, dur_s: float, *, group: int = -1, sample: int = -1, detail: str = ""
     ) -> None:
-        """The benchmark takes its figures from the reports."""
+        """The benchmark takes its figures from the directory."""
 
 
 @asynccontextmanager
@@ -215,34 +222,26 @@ async def fleet(kind: Kind, versions: Versions, engines: int, bucket_bytes: int,
         slots = stack.enter_context(SlotWriter(Path("/dev/shm", f"sluice-bench-{os.getpid()}"), versions.path))
         mirror = DeltaMirror(f"bench-mirror-{os.getpid()}", root)
         stack.callback(mirror.close)
-        links = [
-            EngineLink(
-                f"engine-{index}",
-                owner=True,
-                pause_mode="in_place",
-                timeout_s=LIMIT_S,
-                activity=Activity(),
-                spans=_NoSpans(),
-                changed=asyncio.Event(),
-                update=UpdateConfig(update_weight_buffer_size=bucket_bytes),
-                mirror=mirror,
-            )
-            for index in range(engines)
+        config = Config(
+            engine=EngineConfig(pause_generation_mode="in_place"),
+            rollout=RolloutConfig(request_timeout_secs=LIMIT_S),
+            update=UpdateConfig(update_weight_buffer_size=bucket_bytes),
+        )
+        controls = [
+            EngineControl(f"engine-{index}", config, Activity(), _NoSpans(), mirror) for index in range(engines)
         ]
-        one = Fleet(topic, links, slots, DeltaStore(root / "deltas"), versions)
-        for link in links:
+        one = Fleet(topic, engines, slots, DeltaStore(root / "deltas"), versions)
+        for control in controls:
             url = await stack.enter_async_context(_recording(one) if kind == "recorder" else _serving(versions, root))
-            await topic.publish(f"engine/{link.name}", msgspec.msgpack.encode(EngineAddress(link.name, url, 0)))
+            server.publish(f"engine/{control.name}", msgspec.msgpack.encode(EngineAddress(control.name, url, 0)))
         async with asyncio.TaskGroup() as tasks:
             following = [
-                tasks.create_task(link.follow(await node.topic(server.address, replica=link.name))) for link in links
+                tasks.create_task(control.follow(await node.topic(server.address, replica=control.name)))
+                for control in controls
             ]
             yield one
             for task in following:
                 task.cancel()
-        for link in links:
-            if link.client is not None:
-                await link.client.close()
 
 
 @asynccontextmanager
@@ -278,29 +277,29 @@ def sglang_python() -> Path | None:
 
 @asynccontextmanager
 async def _serving(versions: Versions, root: Path) -> AsyncIterator[str]:
-    """A real SGLang server on the CPU."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    command = [str(sglang_python()), "-m", "sglang.launch_server", "--model-path", str(versions.path)]
-    command += ["--device", "cpu", "--attention-backend", "torch_native", "--disable-cuda-graph", "--dtype", "float32"]
-    command += ["--max-total-tokens", "4096", "--mem-fraction-static", "0.3", "--sleep-on-idle"]
-    command += ["--disable-overlap-schedule", "--skip-server-warmup", "--host", "127.0.0.1", "--port", str(port)]
-    shims = {"SGLANG_USE_CPU_ENGINE": "1", "SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "false", "OMP_NUM_THREADS": "1"}
-    url = f"http://127.0.0.1:{port}"
+    """A real SGLang server, started as a run starts it: without a GPU it needs the shims of `server_launch`."""
+    python = sglang_python()
+    assert python is not None, "asked for only where there is one"
+    with socket.socket() as probe_socket:
+        probe_socket.bind(("127.0.0.1", 0))
+        port = probe_socket.getsockname()[1]
+    config = Config(engine=EngineConfig(engine="sglang", engine_slots=4))
+    installed = await asyncio.to_thread(probe, python, ("server",))
+    launch = server_launch(config, installed, model_path=str(versions.path), port=port, max_context=CONTEXT, seed=0)
     with (root / "sglang.log").open("wb") as out:
         process = subprocess.Popen(  # noqa: ASYNC220 - nothing else runs while it starts
-            command, stdout=out, stderr=out, env={**os.environ, **shims, "HF_HUB_OFFLINE": "1"}, start_new_session=True
+            launch.argv, stdout=out, stderr=out, env={**os.environ, **launch.env}, start_new_session=True
         )
     try:
-        async with asyncio.timeout(START_S), EngineClient(url) as client:
+        async with asyncio.timeout(START_S), EngineClient(launch.url) as client:
             while not await client.health():
                 if process.poll() is not None:
                     raise RuntimeError(f"SGLang ended: {(root / 'sglang.log').read_text()[-2000:]}")
                 await asyncio.sleep(0.5)
-        yield url
+        yield launch.url
     finally:
-        os.killpg(process.pid, 15)
+        with suppress(ProcessLookupError):  # it may have ended by itself, and then that is what is told
+            os.killpg(process.pid, 15)
         await asyncio.to_thread(process.wait)
 
 

@@ -27,7 +27,18 @@ __all__ = [
     "stage_names",
 ]
 
-BUILT_IN: Final = ("prompts", "generate", "engine", "engines", "tools", "reward", "teacher", "group", "train", "evaluate")
+BUILT_IN: Final = (
+    "prompts",
+    "generate",
+    "engine",
+    "engines",
+    "tools",
+    "reward",
+    "teacher",
+    "group",
+    "train",
+    "evaluate",
+)
 FOLLOWED: Final = ("generate", "reward", "teacher")  # built-in stages behind which a custom stage may stand
 
 # Stages of which there is one, with the reason.

@@ -20,20 +20,20 @@ import contextlib
 import logging
 import signal
 from collections.abc import Callable, Mapping
-from typing import Protocol
 
 from configs.schema import Config
 from pipeline.errors import DrainTimeout
 from pipeline.graph import Graph
+from pipeline.hosts.launcher import Launcher
 from pipeline.observe.monitor import Monitor
 from pipeline.observe.prometheus import endpoint
+from pipeline.observe.stats import STATS_PREFIX
 from pipeline.placement import Placement
 from pipeline.record.recorder import Recorder
 from pipeline.record.run_directory import RunDir
 from pipeline.supervise.announce import Announcer
-from pipeline.supervise.inprocess import InProcessRunner
-from pipeline.supervise.local import LocalRunner
 from pipeline.supervise.restarts import Lifecycle
+from pipeline.supervise.runner import ProcessRunner, Runner, TaskRunner
 from stages.base import StageContext
 from stages.engines.stage import END
 from stages.messages import Settled
@@ -44,17 +44,6 @@ from stages.prompts.staleness_gate import StalenessGate
 from transport import DeadLetter, Hub, Node, StreamSpec, TopicServer
 
 log = logging.getLogger("sluice.controller")
-
-
-class Runner(Protocol):
-    @property
-    def restarts(self) -> dict[str, int]: ...
-
-    def alive(self) -> list[str]: ...
-
-    def end(self) -> None: ...
-
-    async def run(self) -> None: ...
 
 
 class Controller:
@@ -68,13 +57,14 @@ class Controller:
         placement: Placement,
         prompts: Prompts,
         recorder: Recorder,
+        launcher: Launcher,
         *,
         eos_id: int | None = None,
         encode: Callable[[str], list[int]] | None = None,
         snapshot: LedgerSnapshot | None = None,
     ) -> None:
         self.config, self.rundir, self.graph, self.placement = config, rundir, graph, placement
-        self.recorder = recorder
+        self.recorder, self.launcher = recorder, launcher
         self.gate = StalenessGate.of(config)
         self.hubs: dict[str, Hub] = {}
         context = StageContext(config, rundir.path, "prompts-0", recorder.spans)
@@ -86,7 +76,7 @@ class Controller:
     async def run(self) -> None:
         """Run to the end. Raises RunError (or an error of the prompt stage) with everything stopped."""
         async with Node(self.placement.run_id, "controller") as node:
-            topic = await node.topic_server(self.placement.topic)
+            topic = await node.topic_server(self.placement.topic, private=(STATS_PREFIX,))
             for stream in self.graph.streams:
                 self.hubs[stream.name] = await node.hub(self._spec(stream.name), self._dead_letter)
             announcer = Announcer(topic, self.hubs, self.recorder)
@@ -112,9 +102,8 @@ class Controller:
 
     def _runner(self, node: Node, lifecycle: Lifecycle) -> Runner:
         specs, engines = self.placement.replicas(self.graph), [*self.placement.engines, *self.placement.frozen]
-        if self.config.run.runner == "inprocess":
-            return InProcessRunner(node, self.config, self.rundir, specs, engines, lifecycle)
-        return LocalRunner(self.config, self.rundir, specs, engines, lifecycle)
+        kind = TaskRunner if self.config.run.runner == "inprocess" else ProcessRunner
+        return kind(self.config, self.rundir, node, self.launcher, specs, engines, lifecycle)
 
     async def _ports(self, node: Node) -> Ports:
         out = self.graph.outlets("prompts")["out"]
@@ -170,7 +159,6 @@ class Controller:
     ) -> None:
         """END in the order of the graph; each stream is empty before the next one ends. Bounded by `drain_s`."""
         topic.publish("drain", (self.stage.draining or "the run is complete").encode())
-        runner.end()
         limit_s = self.config.run.drain_s
         try:
             async with asyncio.timeout(limit_s):

@@ -15,7 +15,7 @@ import msgspec
 
 from configs.graph import engine_count, frozen_engines, is_address
 from configs.schema import Config
-from models.train.trainer_group.rank_spec import needs_trainer_group
+from models.train.trainer_group.rank_spec import needs_trainer_group, processes_of
 from models.weights.directory import choose_directory
 from pipeline.graph import Graph, Node, Stream
 from pipeline.hosts.gpus import visible_gpus
@@ -24,6 +24,7 @@ from pipeline.record.run_directory import RunDir
 from pipeline.supervise.restarts import EngineSpec
 from pipeline.supervise.trainer_group import check_trainer_group, engines_gpus, rendezvous_file
 from stages.group.filters import import_path
+from stages.options import GenerateOptions, StageOptions, TrainOptions
 from stages.prompts.staleness_gate import StalenessGate
 
 JOINERS = ("group", "train", "evaluate")
@@ -42,11 +43,14 @@ class Placement:
         *,
         model_path: str,
         max_context: int | None,
-        options: dict[str, dict[str, Any]],
+        train: TrainOptions,
+        vocab_size: int | None,
     ) -> None:
         """Raises UsageError for what does not fit on one machine."""
         check_trainer_group(config)
-        self.config, self.rundir, self.run_id, self.options = config, rundir, run_id, options
+        self.config, self.rundir, self.run_id = config, rundir, run_id
+        if needs_trainer_group(config):
+            train = msgspec.structs.replace(train, trainer_group=str(rendezvous_file(rundir)))
         local = config.run.runner == "local"
         names = [s.name for s in graph.streams]
         sockets = rundir.sockets
@@ -64,6 +68,16 @@ class Placement:
         self.engines, self.frozen = _engines(
             config, engine_count(config) * has_engines, model_path, max_context, checkpoints
         )
+        self.built_in: dict[str, StageOptions] = {
+            "train": train,
+            "generate": GenerateOptions(max_context or 1 << 30, vocab_size),
+        }
+
+    @property
+    def computing(self) -> int:
+        """Processes that compute most of the time, and so share the processors."""
+        ranks = processes_of(self.config.parallel) if needs_trainer_group(self.config) else 1
+        return len(self.engines) + len(self.frozen) + ranks
 
     def write_config(self) -> None:
         """The resolved configuration as the replicas read it."""
@@ -76,11 +90,6 @@ class Placement:
         return [self._replica(graph, node, i) for node in nodes for i in range(node.replicas)]
 
     def _replica(self, graph: Graph, node: Node, index: int) -> ReplicaSpec:
-        options: dict[str, Any] = {**self.options.get(node.name, {}), **node.options}
-        if node.name == "generate":
-            options["engines"] = len(self.engines)
-        if node.name == "train" and needs_trainer_group(self.config):
-            options["trainer_group"] = str(rendezvous_file(self.rundir))
         return ReplicaSpec(
             run_id=self.run_id,
             stage=node.name,
@@ -95,7 +104,8 @@ class Placement:
             inlets={name: self._port(stream, node) for name, stream in graph.inlets(node.name).items()},
             outlets={name: self._port(stream, node) for name, stream in graph.outlets(node.name).items()},
             loops=graph.loops if node.name == "generate" else (),
-            options=options,
+            options=node.options,
+            built_in=self.built_in.get(node.name),
             trace=self.config.observe.trace,
         )
 

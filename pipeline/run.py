@@ -25,6 +25,7 @@ from models.weights.directory import remove_stale
 from pipeline.controller import Controller
 from pipeline.errors import Interrupted, RunError, UsageError, leaf, user_error
 from pipeline.graph import build
+from pipeline.hosts.local_launcher import LocalLauncher
 from pipeline.observe.summary import write_summary
 from pipeline.placement import Placement, slots_directory
 from pipeline.preflight.builtin_assets import prepare
@@ -40,6 +41,7 @@ from stages.data.load import load_train_prompts
 from stages.data.prompt_set import PromptSet
 from stages.data.tokenizer import load_tokenizer
 from stages.graders.choose import choose_auto
+from stages.options import TrainOptions
 from stages.prompts.ledger import Ledger, LedgerSnapshot
 
 
@@ -227,6 +229,7 @@ class Phase:
         start = self.manifest.step if self.manifest else 0
         resume_from = str(self.checkpoint) if self.checkpoint is not None else None
         policy = read_policy_config(Path(self.config.train.hf_checkpoint))
+        slots = slots_directory(run_id, self.rundir, self.config.train.hf_checkpoint)
         placement = Placement(
             self.config,
             self.rundir,
@@ -234,18 +237,8 @@ class Phase:
             run_id,
             model_path=str(self.checkpoint / "hf") if self.checkpoint is not None else self.config.train.hf_checkpoint,
             max_context=self.config.rollout.rollout_max_context_len,
-            options={
-                "train": {
-                    "start_step": start,
-                    "epoch": self.epoch,
-                    "resume_from": resume_from,
-                    "slots": str(slots_directory(run_id, self.rundir, self.config.train.hf_checkpoint)),
-                },
-                "generate": {
-                    "max_context": self.config.rollout.rollout_max_context_len or 1 << 30,
-                    "vocab_size": policy.vocab_size if policy is not None else None,
-                },
-            },
+            train=TrainOptions(start, self.epoch, resume_from, str(slots)),
+            vocab_size=policy.vocab_size if policy is not None else None,
         )
         placement.write_config()
         controller = Controller(
@@ -255,6 +248,7 @@ class Phase:
             placement,
             self.prompts,
             self.recorder,
+            LocalLauncher(self.rundir, placement.computing),
             eos_id=self.eos_id,
             encode=self.tokenizer.encode,
             snapshot=self.snapshot,

@@ -19,15 +19,18 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar, Protocol, TypeVar
 
 import msgspec
 
 from configs.schema import Config
 from stages.messages import RolloutSlice
+from stages.options import GenerateOptions, StageOptions, TrainOptions
 from stages.ports import Inlet, Outlet, Ports
 
 log = logging.getLogger("sluice.stages")
+
+Options = TypeVar("Options", TrainOptions, GenerateOptions)
 
 
 class Spans(Protocol):
@@ -116,8 +119,13 @@ class StageContext:
     index: int = 0  # of this replica among `replicas`
     replicas: int = 1
     concurrency: int = 8
-    options: Mapping[str, Any] = field(default_factory=dict)
+    options: Mapping[str, Any] = field(default_factory=dict)  # [stage.options] of a custom stage, as the user wrote it
+    built_in: StageOptions | None = None
     loops: tuple[str, ...] = ()  # import paths of the loop stages behind generate, in the order they are asked
+
+    def given(self, kind: type[Options]) -> Options:
+        """What the runner says to a built-in stage; the defaults where it says nothing."""
+        return self.built_in if isinstance(self.built_in, kind) else kind()
 
 
 class Stage(ABC):

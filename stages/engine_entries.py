@@ -21,6 +21,7 @@ from stages.messages import EngineAddress, EngineEntry
 ADDRESS: Final = "engine/"
 DIRECTORY: Final = "directory/"
 RETRACTED: Final = "retracted/"  # topic `retracted/<client>`: how often its requests were retracted, as a number
+KEYS: Final = (ADDRESS, DIRECTORY)  # what to wait for: an entry begins and ceases to count with its address
 POLICY: Final = "policy"  # the policy that the run trains; every frozen model has its own name
 
 

@@ -249,7 +249,7 @@ class EngineAddress(Struct, frozen=True):
 
 
 class EngineEntry(Struct, frozen=True):
-    """Topic value `directory/<engine>`: what the engines stage says of one engine. Clients of engines read nothing else.
+    """Topic value `directory/<engine>`: what the engines stage says of one engine; its clients read nothing else.
 
     It belongs to one incarnation: an entry whose incarnation is not that of the newest `engine/<engine>` address is
     older than the process that listens there, and counts for nothing.

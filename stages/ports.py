@@ -67,8 +67,9 @@ class Topic(Protocol):
     async def publish(self, key: str, value: bytes) -> None:
         """Replace the value of a key. Returns when the topic's server has it."""
 
-    async def wait(self, revision: int) -> int:
-        """Wait until anything changed after `revision` (0 at first); return the newest revision seen here."""
+    async def wait(self, revision: int, *prefixes: str) -> int:
+        """Wait until a key below one of the prefixes changed after `revision` (0 at first); return the newest revision
+        seen here, for the next call. Without prefixes: any key. Name what you read, for each wake-up costs time."""
 
 
 @dataclass(frozen=True)

@@ -30,6 +30,8 @@ from models.engines.launch.environment import SHIMS
 from models.engines.protocol import EXPECTED_SGLANG
 
 Kind = Literal["exact", "overlap"]
+# The tests that share these servers run on one worker of pytest-xdist, so that they are started once.
+ON_SGLANG: Final = [pytest.mark.slow, pytest.mark.xdist_group("sglang")]
 FIXTURES: Final[dict[str, Kind]] = {"sglang": "exact", "sglang_overlap": "overlap"}
 ROOT: Final = Path(__file__).resolve().parent.parent
 CONTEXT: Final = 1024  # tokens

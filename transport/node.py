@@ -153,10 +153,10 @@ class Node:
         await self._open(outlet)
         return outlet
 
-    async def topic_server(self, address: str) -> TopicServer:
-        """Bind the run's topic here."""
+    async def topic_server(self, address: str, private: tuple[str, ...] = ()) -> TopicServer:
+        """Bind the run's topic here. Values below the `private` prefixes are for this process alone."""
         fabric = self._usable()
-        server = TopicServer(TopicServerCore(self.run_id, secrets.randbits(62)))
+        server = TopicServer(TopicServerCore(self.run_id, secrets.randbits(62), private))
         server.link = await self._bind(fabric, address, server, VALUE_LIMIT, wire.decode_to_topic)
         self._start(server, self._hosts)
         return server

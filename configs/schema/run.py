@@ -25,7 +25,9 @@ class RunConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
         Meta(description="drain and stop after this many seconds"),
     ] = None
     drain_s: Annotated[float, Meta(gt=0, description="most seconds that a drain may take")] = 30.0
-    max_restarts: Annotated[int, Meta(ge=0, description="restarts of one replica before the run is given up")] = 5
+    max_restarts: Annotated[
+        int, Meta(ge=0, description="restarts of one process within an hour before the run is given up")
+    ] = 5
     scale: Annotated[dict[str, int], Meta(description="replicas by stage, as stage=N; repeatable")] = {}
 
 

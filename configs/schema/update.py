@@ -29,8 +29,8 @@ class UpdateConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
         int,
         Meta(
             ge=1,
-            description="failures in a row after which an engine that takes no weights is started anew; one that is not "
-            "ours to start counts as away, one in this process ends the run",
+            description="failures in a row after which an engine that takes no weights is started anew; one that runs "
+            "already counts as away for a while, one in this process ends the run",
         ),
     ] = 5
     check_weight_update_equal: Annotated[

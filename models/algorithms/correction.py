@@ -53,7 +53,7 @@ CUSTOM_WEIGHTS: Final[Mapping[str, WeightFunction]] = {}
 def log_weight_of(tokens: PolicyTokens, correction: Correction) -> Tensor:
     """D = log old - log mu [N], or log theta - log mu where the correction is against the current policy.
 
-    0 where masked, no gradient. `tokens` holds the anchor that belongs to the mode.
+    0 where masked, no gradient. `tokens.old_log_probs` are those of the mode.
     """
     numerator = tokens.log_probs if correction.against_current else tokens.old_log_probs
     return log_ratio(numerator.detach(), tokens.rollout_log_probs.detach(), tokens.mask)
@@ -62,7 +62,8 @@ def log_weight_of(tokens: PolicyTokens, correction: Correction) -> Tensor:
 def mismatch_of(tokens: PolicyTokens, correction: Correction) -> Tensor:
     """How far the trainer's policy is from the sampler, [N], 0 where masked, no gradient: what is logged.
 
-    D, but of the current policy where the anchor is made from the sampler and would hide a difference of kernels.
+    D, but of the current policy where the old log-probs are made from the sampler's and would hide that
+    kernels differ.
     """
     numerator = tokens.log_probs if correction.measures_current else tokens.old_log_probs
     return log_ratio(numerator.detach(), tokens.rollout_log_probs.detach(), tokens.mask)

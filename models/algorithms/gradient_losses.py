@@ -1,6 +1,6 @@
 """Policy losses of the form -factor A log theta: every token keeps a gradient, however far it has moved.
 
-Invariant: the factor is detached; the anchor is old, so that they follow the policy mode as PPO does.
+Invariant: the factor is detached; the ratio is to the old policy, so that they follow the policy mode as PPO does.
 """
 
 from __future__ import annotations

@@ -80,7 +80,7 @@ def sampling_ratio(tokens: PolicyTokens, correction: Correction, weight: Tensor)
     """Ratio [N] of theta to the policy that sampled, with gradient: what makes the KL term unbiased off-policy.
 
     onpolicy: theta / old. decoupled: theta / old times the detached importance `weight` [N]. bypass: theta / mu, at
-    most the upper bound of the weights. `tokens` holds the anchor that belongs to the mode.
+    most the upper bound of the weights. `tokens.old_log_probs` are those of the mode.
     """
     ratio = bounded_exp(log_ratio(tokens.log_probs, tokens.old_log_probs, tokens.mask))
     if correction.mode == "bypass":

@@ -1,9 +1,9 @@
-"""Which anchor the policy ratio has, and what is done about tokens that another policy sampled.
+"""Which old policy the ratio is taken to, and what is done about tokens that another policy sampled.
 
-Three policies are told apart: mu sampled the token (the engine's log-probs), old anchors the trust region (fixed while
-one rollout batch is trained), theta is being trained.
+Three policies are told apart: mu sampled the token (the engine's log-probs), old is the centre of the trust region
+(fixed while one rollout batch is trained), theta is being trained.
 
-    mode        anchor old                       weight of the policy term
+    mode        old log-probs                    weight of the policy term
     decoupled   trainer, weights of the start    truncated importance weight of exp(log old - log mu)
                 (prox loglinear: between mu and theta, no forward pass)
     bypass      mu                               1 (the clipped ratio is theta / mu)
@@ -58,20 +58,20 @@ class Correction:
 
     @property
     def loglinear(self) -> bool:
-        """Whether the anchor is interpolated from theta, so that no forward pass is spent on it."""
+        """Whether the old log-probs are interpolated from theta, so that no forward pass is spent on it."""
         return self.mode == "decoupled" and self.prox == "loglinear"
 
     @property
     def against_current(self) -> bool:
         """Whether D = log theta - log mu instead of log old - log mu.
 
-        So asked for, or because in bypass mode the anchor is mu itself and log old - log mu is always 0.
+        So asked for, or because in bypass mode old is mu itself and log old - log mu is always 0.
         """
         return self.ratio == "current" or self.mode == "bypass"
 
     @property
     def measures_current(self) -> bool:
-        """Whether the mismatch with the sampler is logged of theta: where the anchor is not the trainer's own."""
+        """Whether the mismatch with the sampler is logged of theta: where old log-probs are not the trainer's own."""
         return self.against_current or self.loglinear
 
     @property

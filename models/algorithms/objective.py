@@ -3,7 +3,7 @@
     L = kept * w * policy_loss + beta * kl - c * entropy        (policy_loss)
     L = -log theta                                              (sft_loss)
 
-In order: the anchor that belongs to the mode; the policy loss, clipped; the importance weight w of the sampler;
+In order: the old log-probs that belong to the mode; the policy loss, clipped; the importance weight w of the sampler;
 off-policy sequence masking; rejection. Losses over whole groups are in `group_loss.py`.
 
 Invariants: pure; weights and masks touch the policy term only, and only its numerator; masked tokens are exactly 0 in
@@ -25,7 +25,7 @@ from models.algorithms.kl import kl_to_reference, sampling_ratio
 from models.algorithms.losses import PolicyLossFunction, sft
 from models.algorithms.modes import Correction
 from models.algorithms.opsm import drifted_negatives
-from models.algorithms.prox import with_anchor
+from models.algorithms.prox import with_old_log_probs
 from models.algorithms.rejection import rejection_of
 from models.algorithms.token_metrics import (
     TokenMetrics,
@@ -56,7 +56,7 @@ def policy_objective(
 
     Raises `MissingColumn` if the KL or the entropy term is on and its input is missing.
     """
-    tokens = with_anchor(tokens, correction)
+    tokens = with_old_log_probs(tokens, correction)
     policy = policy_loss(tokens, config)
     delta = log_weight_of(tokens, correction)
     weights = importance_weights(tokens, correction, delta) if correction.use_tis else None
@@ -64,8 +64,8 @@ def policy_objective(
     means = {**clip_metrics(policy), **drift_metrics(tokens)}
     pg_loss = policy.loss
     if weights is not None:
-        # A mean of 1 divides nothing: facts of a step are only there if they were asked for.
-        pg_loss = pg_loss * (weights.weight / tokens.facts.weight_mean)
+        # A mean of 1 divides nothing: statistics of a step are only there if they were asked for.
+        pg_loss = pg_loss * (weights.weight / tokens.statistics.weight_mean)
     if correction.use_opsm:
         dropped = drifted_negatives(tokens, correction.opsm_delta)
         pg_loss = masked(pg_loss, ~dropped)

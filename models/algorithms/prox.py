@@ -1,6 +1,6 @@
-"""The anchor of the trust region, where it is not simply what the trainer computed at the start of the batch.
+"""Old log-probs (the centre of the trust region) that are not simply what the trainer computed at the batch's start.
 
-Bypass anchors on the sampler itself. The log-linear anchor lies between sampler and current policy, the nearer to the
+Bypass takes the sampler's own. Log-linear ones lie between sampler and current policy, the nearer to the
 current one the older the token, and costs no forward pass (A-3PO, arXiv:2512.06547):
 
     log old = log mu + alpha (log theta - log mu), without gradient; alpha from the token's staleness s
@@ -9,7 +9,7 @@ current one the older the token, and costs no forward pass (A-3PO, arXiv:2512.06
     areal         alpha = (s - 1) / s, 0 at 0
 
 Invariants: s = 0 gives log old = log mu; with the weight old / mu and the ratio theta / old, their product is
-theta / mu for every alpha. The anchor moves with theta at each optimizer step, alpha stays that of the batch's start.
+theta / mu for every alpha. They move with theta at each optimizer step, alpha stays that of the batch's start.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ from models.algorithms.modes import Correction
 from models.algorithms.tokens import PolicyTokens, log_ratio
 
 
-def with_anchor(tokens: PolicyTokens, correction: Correction) -> PolicyTokens:
-    """The tokens with the anchor that belongs to the mode in `old_log_probs`, whatever was there in bypass and
+def with_old_log_probs(tokens: PolicyTokens, correction: Correction) -> PolicyTokens:
+    """The tokens with the `old_log_probs` that belong to the mode, whatever was there in bypass and
     log-linear mode."""
     if correction.mode == "bypass":
         return dataclasses.replace(tokens, old_log_probs=tokens.rollout_log_probs)
     if correction.loglinear:
-        return dataclasses.replace(tokens, old_log_probs=loglinear_anchor(tokens, correction.prox_alpha))
+        return dataclasses.replace(tokens, old_log_probs=loglinear_old_log_probs(tokens, correction.prox_alpha))
     return tokens
 
 
-def loglinear_anchor(tokens: PolicyTokens, kind: Literal["next_version", "areal"]) -> Tensor:
+def loglinear_old_log_probs(tokens: PolicyTokens, kind: Literal["next_version", "areal"]) -> Tensor:
     """log old [N], no gradient, 0 where masked. Without staleness every token counts as fresh."""
     change = log_ratio(tokens.log_probs.detach(), tokens.rollout_log_probs, tokens.mask)
     sampler = torch.where(tokens.mask, tokens.rollout_log_probs, torch.zeros_like(tokens.rollout_log_probs))
@@ -44,7 +44,7 @@ def loglinear_anchor(tokens: PolicyTokens, kind: Literal["next_version", "areal"
 
 
 def alpha(staleness: Tensor, kind: Literal["next_version", "areal"]) -> Tensor:
-    """Weight [N] of theta in the anchor of tokens `staleness` [N] versions old; negative staleness counts as 0."""
+    """Weight [N] of theta in the old log-probs of tokens `staleness` [N] versions old; a negative one counts as 0."""
     age = staleness.clamp(min=0).double()
     if kind == "next_version":
         return age / (age + 1.0)

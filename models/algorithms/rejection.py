@@ -1,4 +1,4 @@
-"""Rejection of tokens and sequences on which anchor and sampler disagree too much.
+"""Rejection of tokens and sequences on which old policy and sampler disagree too much.
 
 Statistics of D = log old - log mu (k1 = -D, k2 = D^2 / 2, k3 = exp(D) - 1 - D) are tested per token, or as sum, mean or
 maximum over a sequence's trainable tokens; a failed sequence test removes all of its tokens. The veto removes the
@@ -43,7 +43,7 @@ class Rejection:
 
 
 def rejection_of(tokens: PolicyTokens, correction: Correction, log_weight: Tensor | None = None) -> Rejection:
-    """Apply all rules. `tokens` holds the anchor of the mode; `log_weight` [N] is D, if known already."""
+    """Apply all rules. `tokens.old_log_probs` are those of the mode; `log_weight` [N] is D, if known already."""
     if not correction.rejects:
         nobody = torch.zeros(tokens.n_sequences, dtype=torch.bool, device=tokens.mask.device)
         return Rejection(kept=tokens.mask, removed={}, removed_sequences={}, failed_sequences=nobody)

@@ -1,6 +1,6 @@
-"""Policy losses anchored on the sampler: their ratio is rho = theta / mu, whatever `old_log_probs` holds.
+"""Policy losses relative to the sampler: their ratio is rho = theta / mu, whatever `old_log_probs` holds.
 
-They correct for staleness by themselves and need neither an anchor nor an importance weight. In their metrics
+They correct for staleness by themselves and need neither old log-probs nor an importance weight. In their metrics
 "clipped high" means held back because theta has moved above mu, "clipped low" because it has moved below.
 
 Invariants: bounds and masks are detached; masked tokens are exactly 0; a comparison never hides a value that is not a
@@ -55,13 +55,13 @@ def aipo(tokens: PolicyTokens, config: AlgorithmConfig) -> PolicyLoss:
 
 
 def m2po(tokens: PolicyTokens, config: AlgorithmConfig) -> PolicyLoss:
-    """-rho A on tokens whose (log theta - log mu)^2 is at most `tokens.facts.m2po_bound` (arXiv:2510.01161).
+    """-rho A on tokens whose (log theta - log mu)^2 is at most `tokens.statistics.m2po_bound` (arXiv:2510.01161).
 
     The bound is a fact of the whole step: see `step_statistics.m2po_bound`.
     """
     del config
     change = _log_rho(tokens)
-    far = change.detach().square() > tokens.facts.m2po_bound
+    far = change.detach().square() > tokens.statistics.m2po_bound
     policy = -bounded_exp(change) * masked(tokens.advantages, tokens.mask)
     return PolicyLoss(
         loss=masked(policy, ~far), clipped_high=far & (change.detach() > 0), clipped_low=far & (change.detach() < 0)

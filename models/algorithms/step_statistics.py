@@ -6,7 +6,7 @@
     renormalize           how many tokens of each rollout are left after rejection
 
 Everything here takes one `PolicyTokens` that holds the step's trainable tokens (advantages are not read), computed
-without gradient, and gives what is then handed to each micro-batch: `StepStatistics` for `PolicyTokens.facts`, and
+without gradient, and gives what is then handed to each micro-batch: `StepStatistics` for `PolicyTokens.statistics`, and
 columns [S] for `PolicyTokens.rejected` and `PolicyTokens.kept_scale`, of which a micro-batch takes its own sequences.
 
 Invariant: the result does not depend on the order of the tokens, nor on how the step is cut into micro-batches.
@@ -24,17 +24,17 @@ from configs.schema.algorithm import AlgorithmConfig
 from models.algorithms.aggregation import Aggregation
 from models.algorithms.correction import importance_weights, log_weight_of
 from models.algorithms.modes import Correction
-from models.algorithms.prox import with_anchor
+from models.algorithms.prox import with_old_log_probs
 from models.algorithms.rejection import rejection_of
 from models.algorithms.tokens import PolicyTokens, StepStatistics, log_ratio, sequence_sum
 
-Need = Literal["none", "anchor", "current"]
+Need = Literal["none", "old", "current"]
 
 
 def needs(algorithm: AlgorithmConfig, correction: Correction, *, fanned_out: bool = True) -> Need:
     """Which log-probs of the whole step must be known before its first backward pass.
 
-    "anchor": `old_log_probs`, `log_probs` may hold anything; "current": `log_probs` under the weights of this very
+    "old": `old_log_probs`, `log_probs` may hold anything; "current": `log_probs` under the weights of this very
     step, too. `fanned_out=False`: no rollout of the step has two sequences, so that no sibling can fail.
     """
     if algorithm.policy_loss == "m2po":
@@ -45,7 +45,7 @@ def needs(algorithm: AlgorithmConfig, correction: Correction, *, fanned_out: boo
         return "none"
     # A function of the user's own may read any column.
     theta = correction.against_current or correction.loglinear or (normalises and correction.custom is not None)
-    return "current" if theta else "anchor"
+    return "current" if theta else "old"
 
 
 def step_statistics(tokens: PolicyTokens, algorithm: AlgorithmConfig, correction: Correction) -> StepStatistics:
@@ -55,7 +55,7 @@ def step_statistics(tokens: PolicyTokens, algorithm: AlgorithmConfig, correction
         if algorithm.policy_loss == "m2po":
             bound = m2po_bound(squared_log_ratio(tokens)[tokens.mask], algorithm.m2po_threshold)
         if correction.use_tis and correction.batch_normalize:
-            mean = _weight_mean(with_anchor(tokens, correction), correction)
+            mean = _weight_mean(with_old_log_probs(tokens, correction), correction)
     return StepStatistics(weight_mean=mean, m2po_bound=bound)
 
 
@@ -65,8 +65,8 @@ def rejected_siblings(tokens: PolicyTokens, rollout: Tensor, correction: Correct
     `rollout` [S] int64: the rollout of each sequence, any numbers. All False with rs_unit sample.
     """
     with torch.no_grad():
-        anchored = with_anchor(tokens, correction)
-        failed = rejection_of(anchored, correction).failed_sequences
+        prepared = with_old_log_probs(tokens, correction)
+        failed = rejection_of(prepared, correction).failed_sequences
         if correction.rs_unit == "sample":
             return torch.zeros_like(failed)
         return _over_rollout(failed.double(), rollout) > 0
@@ -80,7 +80,7 @@ def kept_scale(tokens: PolicyTokens, rollout: Tensor, aggregation: Aggregation, 
     already hold `rejected_siblings`, if these are removed.
     """
     with torch.no_grad():
-        rejection = rejection_of(with_anchor(tokens, correction), correction)
+        rejection = rejection_of(with_old_log_probs(tokens, correction), correction)
         before = sequence_sum(tokens.mask.double(), tokens)
         after = sequence_sum(rejection.kept.double(), tokens)
         if aggregation == "constant":

@@ -59,7 +59,7 @@ def clip_metrics(policy: PolicyLoss) -> dict[str, Tensor]:
 
 
 def drift_metrics(tokens: PolicyTokens) -> dict[str, Tensor]:
-    """Distance of theta from old, the anchor: [N] each."""
+    """Distance of theta from old: [N] each."""
     change = log_ratio(tokens.log_probs.detach(), tokens.old_log_probs, tokens.mask)
     return {"train/ppo_kl": -change, "train/kl_old_theta_k3": bounded_exp(change) - 1.0 - change}
 

@@ -30,7 +30,7 @@ class PolicyTokens:
     """N tokens of S sequences. Log-probs are natural logarithms under the sampling temperature."""
 
     log_probs: Tensor  # [N] log theta, with gradient
-    old_log_probs: Tensor  # [N] log old, the anchor of the ratio, no gradient
+    old_log_probs: Tensor  # [N] log old, the ratio's denominator, no gradient
     rollout_log_probs: Tensor  # [N] log mu, no gradient
     advantages: Tensor  # [N]
     mask: Tensor  # [N] bool, True = trainable
@@ -41,7 +41,7 @@ class PolicyTokens:
     staleness: Tensor | None = None  # [N] int64 >= 0, weights versions between the token and the batch; None = all 0
     rejected: Tensor | None = None  # [S] bool, sequences removed because of a sibling in their rollout
     kept_scale: Tensor | None = None  # [S] factor of the policy term, for renormalize_after_rejection; None = 1
-    facts: StepStatistics = StepStatistics()
+    statistics: StepStatistics = StepStatistics()
 
 
 def log_ratio(numerator: Tensor, denominator: Tensor, mask: Tensor) -> Tensor:

@@ -1,9 +1,9 @@
 """The processes that train one policy together, seen from one of them.
 
 Every process is handed all sequences of a batch, so that all take the same decisions (what a step consists of, its
-denominators, advantages, thresholds) from the same numbers without asking each other. Work is shared by micro-batches:
-`dealing` gives each *share* its own. Several processes may compute one share together (tensor, pipeline and context
-parallel); one of them speaks for it.
+denominators, advantages, thresholds) from the same numbers without asking each other. Work is divided by
+micro-batches: `packing.balance` assigns to each data-parallel rank its own. The processes of one data-parallel rank
+(its tensor, pipeline and context ranks) compute them together; one of them, `is_mp_src_rank`, hands in the results.
 
 Invariants:
 - every method is collective: all processes call the same ones in the same order, also with nothing to give;
@@ -34,25 +34,25 @@ class DpGroup(Protocol):
         """How many processes there are."""
 
     @property
-    def speaks(self) -> bool:
-        """Whether this process speaks for its share."""
+    def is_mp_src_rank(self) -> bool:
+        """Whether this process hands in its data-parallel rank's results: of the last stage, rank 0 of the others."""
 
     @property
     def dp_rank(self) -> int:
-        """Which share of the micro-batches this process computes, from 0 on."""
+        """The data-parallel rank: which part of the micro-batches this process computes, from 0 on."""
 
     @property
     def dp_size(self) -> int:
-        """How many shares there are."""
+        """How many data-parallel ranks there are."""
 
     def gather_by_dp_rank(self, array: Float32Array) -> list[Float32Array]:
-        """One-dimensional arrays of those who speak, by share; lengths may differ. What others give is not used."""
+        """One-dimensional arrays of the source ranks, by data-parallel rank; lengths may differ."""
 
     def merge(self, numbers: Mapping[str, float], *, largest: bool = False) -> dict[str, float]:
-        """Sums (or maxima) by name over the shares; a share may lack names, e.g. where it had nothing to do."""
+        """Sums (or maxima) by name over data-parallel ranks; one may lack names, e.g. where it had nothing to do."""
 
     def all_reduce_gradients(self, parameters: Sequence[torch.nn.Parameter]) -> None:
-        """Replace each gradient by the sum over the shares; one that no share has stays absent.
+        """Replace each gradient by the sum over data-parallel ranks; one that none of them has stays absent.
 
         For models of which every process holds all.
         """
@@ -62,7 +62,7 @@ class Alone:
     """One process."""
 
     processes = 1
-    speaks = True
+    is_mp_src_rank = True
     dp_rank = 0
     dp_size = 1
 
@@ -82,7 +82,7 @@ class DistributedDpGroup:
     """All processes of torch.distributed's default group, by a gloo group over them.
 
     `gloo`: a group of all processes for numbers, on the CPU, whatever the tensors travel by. `data_group`: those that
-    compute the same part of the model, one per share, for `all_reduce_gradients`; None = all processes.
+    hold the same part of the model, one per data-parallel rank, for `all_reduce_gradients`; None = all processes.
     """
 
     def __init__(
@@ -90,30 +90,32 @@ class DistributedDpGroup:
         *,
         dp_rank: int,
         dp_size: int,
-        speaks: bool,
+        is_mp_src_rank: bool,
         gloo: Any | None = None,
         data_group: Any | None = None,
     ) -> None:
-        self.dp_rank, self.dp_size, self.speaks = dp_rank, dp_size, speaks
+        self.dp_rank, self.dp_size, self.is_mp_src_rank = dp_rank, dp_size, is_mp_src_rank
         self._gloo = gloo
         self._data_group = data_group
         self.processes: int = torch.distributed.get_world_size()
-        mine = torch.tensor([dp_rank if speaks else -1])
-        shares = [int(one.item()) for one in self._all_gather(mine)]
-        if sorted(share for share in shares if share >= 0) != list(range(dp_size)):
-            raise ValueError(f"the shares that processes speak for are {shares}; each of {dp_size} needs one")
-        self._speakers = [shares.index(share) for share in range(dp_size)]
+        mine = torch.tensor([dp_rank if is_mp_src_rank else -1])
+        dp_ranks = [int(one.item()) for one in self._all_gather(mine)]  # by process; -1: not a source rank
+        if sorted(one for one in dp_ranks if one >= 0) != list(range(dp_size)):
+            raise ValueError(
+                f"the processes hand in results of data-parallel ranks {dp_ranks}; each of {dp_size} needs one process"
+            )
+        self._sources = [dp_ranks.index(one) for one in range(dp_size)]
 
     def gather_by_dp_rank(self, array: Float32Array) -> list[Float32Array]:
-        """Arrays of those who speak."""
-        parts = self._gather_bytes(array.astype(np.float32, copy=False).tobytes() if self.speaks else b"")
-        return [np.frombuffer(parts[rank], dtype=np.float32) for rank in self._speakers]
+        """By data-parallel rank."""
+        parts = self._gather_bytes(array.astype(np.float32, copy=False).tobytes() if self.is_mp_src_rank else b"")
+        return [np.frombuffer(parts[rank], dtype=np.float32) for rank in self._sources]
 
     def merge(self, numbers: Mapping[str, float], *, largest: bool = False) -> dict[str, float]:
-        """Sums or maxima, in the order of the shares."""
-        parts = self._gather_bytes(json.dumps(dict(numbers)).encode() if self.speaks else b"")
+        """Sums or maxima, in the order of data-parallel ranks."""
+        parts = self._gather_bytes(json.dumps(dict(numbers)).encode() if self.is_mp_src_rank else b"")
         out: dict[str, float] = {}
-        for rank in self._speakers:
+        for rank in self._sources:
             for name, value in json.loads(parts[rank]).items():
                 out[name] = max(out.get(name, value), value) if largest else out.get(name, 0.0) + value
         return out

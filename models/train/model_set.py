@@ -43,7 +43,7 @@ class CriticModel(Protocol):
     """The value model of PPO."""
 
     def values(self, batches: Sequence[MicroBatch]) -> list[Float32Array]:
-        """V before each chosen token, one array [N] per micro-batch; empty in a process that does not speak."""
+        """V before each chosen token, one array [N] per micro-batch; empty without `is_mp_src_rank`."""
 
     def backward(self, batches: Sequence[MicroBatch]) -> None:
         """Add the gradient of the micro-batches' numerators, and their sums. Members have `values` and `returns`."""
@@ -93,16 +93,19 @@ class ModelSet(Protocol):
         """Whether scoring under the reference means changing over to it, which is done once per batch, not per row."""
 
     def log_probs(self, batches: Sequence[MicroBatch], model: Scored = "policy") -> list[Float32Array]:
-        """Of the chosen tokens, one array [N] per micro-batch, no gradient; empty in a process that does not speak."""
+        """Of the chosen tokens, one array [N] per micro-batch, no gradient; empty without `is_mp_src_rank`."""
 
-    def backward(self, batches: Sequence[MicroBatch], facts: StepStatistics, totals: StepTotals) -> None:
+    def backward(self, batches: Sequence[MicroBatch], statistics: StepStatistics, totals: StepTotals) -> None:
         """Add the gradient of the micro-batches' numerators to the parameters, and their sums to `totals`.
 
-        Blank micro-batches run and add nothing. A process that does not speak leaves `totals` alone.
+        Blank micro-batches run and add nothing. Only an `is_mp_src_rank` process adds to `totals`.
         """
 
     def update(self, denominator: float, *, lr_scale: float = 1.0) -> UpdateResult:
-        """Divide the summed gradients of all shares by `denominator`, clip, update; or refuse. Clears the gradients."""
+        """Divide the gradients, summed over data-parallel ranks, by `denominator`, clip, update; or refuse.
+
+        Clears the gradients.
+        """
 
     def refuse(self) -> UpdateResult:
         """Make no update: there is nothing to learn from. Clears the gradients."""

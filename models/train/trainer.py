@@ -5,7 +5,7 @@ Invariants:
   padded, or in which order they arrived (beyond rounding): gradients of numerators are summed, and divided by the
   denominator of the whole step in `step`;
 - where something of the whole batch must be known before its first backward pass (`needs`), no step is made before the
-  batch is complete, and anchors are those of the weights at its start;
+  batch is complete, and old log-probs are those of the weights at its start;
 - several processes may train one policy together (`dp_group`): each is called with the same sequences in the same
   order, takes the same decisions, and computes its share;
 - a step without a trainable token, or with a gradient that is not finite, changes nothing and is counted.
@@ -126,7 +126,7 @@ class Trainer:
         """
         if self._batch.steps_due:
             raise BackendMisuse(
-                f"accumulate between the steps of a batch: its anchor belongs to the weights before its first step; "
+                f"accumulate between the steps of a batch: its old log-probs are those before its first step; "
                 f"call step() {self._batch.steps_due} more times first"
             )
         intake = Intake(
@@ -217,7 +217,7 @@ class Trainer:
     def save(self, directory: Path) -> None:
         """Write the model to `directory/hf` and the trainer's state beside it, synchronised to disk.
 
-        Raises `BackendMisuse` between the steps of a batch: gradients and anchors are not part of a checkpoint.
+        Raises `BackendMisuse` between the steps of a batch: gradients and old log-probs are not part of a checkpoint.
         """
         self._require_rest("save")
         self._models.save(directory, self._counters)
@@ -251,8 +251,8 @@ class Trainer:
     def _require_rest(self, action: str) -> None:
         if self._batch.seen or self._batch.steps_due:
             raise BackendMisuse(
-                f"{action} while {len(self._batch.seen)} rollouts are being trained: accumulated gradients and anchors "
-                "are not part of a checkpoint; finish the batch with step() first"
+                f"{action} while {len(self._batch.seen)} rollouts are being trained: accumulated gradients and old "
+                "log-probs are not part of a checkpoint; finish the batch with step() first"
             )
 
 

@@ -1,9 +1,8 @@
 """Runs a program that dies with the process that started it: `python die_with_parent.py PARENT_PID PROGRAM
 ARGUMENT...`.
 
-For programs that are not ours and do not see to it themselves. The kernel's order is given in the new process before
-the program replaces this one, for it outlives that; nothing of the project is imported, so that the program's
-environment may be any. Linux only; elsewhere the program just runs.
+The kernel's order is given in the new process before the program replaces this one, for it outlives that; nothing of
+the project is imported, so that the program's environment may be any. Linux only; elsewhere the program just runs.
 """
 
 from __future__ import annotations

@@ -13,21 +13,14 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Final
 
-from msgspec import Struct
+from pipeline.hosts.launcher import ProcessState
 
 SHARED: Final = Path("/dev/shm")
 LEFT_BEHIND: Final = ("sglang_", "sem.mp-")
 _TICKS_PER_S: Final = os.sysconf("SC_CLK_TCK")
 
 
-class GroupState(Struct, frozen=True):
-    """Those that are stopped, in words, and the processor time used by all, seconds."""
-
-    stopped: tuple[str, ...]
-    cpu_s: float
-
-
-def group_state(group: int) -> GroupState | None:
+def group_state(group: int) -> ProcessState | None:
     """None where there is no /proc."""
     if not Path("/proc/self/stat").exists():
         return None
@@ -37,7 +30,7 @@ def group_state(group: int) -> GroupState | None:
         ticks += int(fields[11]) + int(fields[12])
         if fields[0] in "Tt":
             stopped.append(f"process {process} ({name})")
-    return GroupState(tuple(stopped), ticks / _TICKS_PER_S)
+    return ProcessState(tuple(stopped), ticks / _TICKS_PER_S)
 
 
 def _members(group: int) -> Iterator[tuple[str, str, list[str]]]:

@@ -14,9 +14,10 @@ from msgspec import Struct
 
 from configs.schema import Config
 from pipeline.observe.spans import StageSpans
-from pipeline.observe.stats import StageStats
+from pipeline.observe.stats import STATS_PREFIX, StageStats
 from stages.base import Stage, StageContext
 from stages.group.filters import import_path
+from stages.options import StageOptions
 from stages.ports import Ports
 from transport import Node
 
@@ -47,7 +48,8 @@ class ReplicaSpec(Struct, frozen=True):
     inlets: dict[str, PortSpec]
     outlets: dict[str, PortSpec]
     loops: tuple[str, ...] = ()
-    options: dict[str, Any] = {}
+    options: dict[str, Any] = {}  # of a custom stage, as the user wrote them
+    built_in: StageOptions | None = None
     trace: bool = True
 
 
@@ -63,6 +65,7 @@ async def run_replica(spec: ReplicaSpec, node: Node, config: Config) -> None:
             replicas=spec.replicas,
             concurrency=spec.concurrency,
             options=spec.options,
+            built_in=spec.built_in,
             loops=spec.loops,
         )
         stage: Stage = import_path(spec.path)(context)
@@ -95,7 +98,7 @@ async def _serve(stage: Stage, spec: ReplicaSpec, node: Node) -> None:
         stats = tasks.create_task(_publish_stats(stage, spec, ports))
         await stage.run(ports)
         stats.cancel()
-    await ports.topic.publish(f"stats/{spec.replica}", _stats(stage, spec))
+    await ports.topic.publish(STATS_PREFIX + spec.replica, _stats(stage, spec))
 
 
 def _stats(stage: Stage, spec: ReplicaSpec) -> bytes:
@@ -121,5 +124,5 @@ def _stats(stage: Stage, spec: ReplicaSpec) -> bytes:
 async def _publish_stats(stage: Stage, spec: ReplicaSpec, ports: Ports) -> None:
     """Waits for the clock; runs until cancelled."""
     while True:
-        await ports.topic.publish(f"stats/{spec.replica}", _stats(stage, spec))
+        await ports.topic.publish(STATS_PREFIX + spec.replica, _stats(stage, spec))
         await asyncio.sleep(STATS_INTERVAL_S)

@@ -1,15 +1,13 @@
 """A rank of the trainer group. Started as `python -m pipeline.hosts.trainer_rank SPEC.json`, never by fork.
 
-It dies with its parent, leaves Ctrl-C to the controller, and ends with 0 (the run is over), 1 (failed: its trainer
-group may be started again), 2 (the user's mistake), 3 (the train stage is gone) or 28 (no space left). The last line of
-its log says why.
+It ends with 0 (the run is over), 1 (failed: its trainer group may be started again), 2 (the user's mistake), 3 (the
+train stage is gone) or 28 (no space left). The last line of its log says why.
 """
 
 from __future__ import annotations
 
 import logging
 import os
-import signal
 import sys
 from pathlib import Path
 
@@ -18,12 +16,9 @@ import msgspec
 from models.train.trainer_group.errors import StageGone
 from models.train.trainer_group.rank_spec import EXIT_STAGE_GONE, RankSpec
 from pipeline.errors import EXIT_DISK_FULL, disk_full, leaf, user_error
-from pipeline.hosts.worker import die_with_parent
 
 
 def main(argv: list[str]) -> int:
-    die_with_parent()
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     spec = msgspec.json.decode(Path(argv[0]).read_bytes(), type=RankSpec)
     try:

@@ -1,15 +1,12 @@
 """A worker process: one stage replica. Started as `python -m pipeline.hosts.worker SPEC.json`, never by fork.
 
-It dies with its parent, leaves Ctrl-C to the controller, and ends with 0 (done), 1 (failed: may be restarted) or 2 (the
+It ends with 0 (done), 1 (failed: may be restarted) or 2 (the
 user's mistake, e.g. an import path: not restarted). The last line of its log says why.
 """
 
 from __future__ import annotations
 
-import ctypes
 import logging
-import os
-import signal
 import sys
 from pathlib import Path
 
@@ -20,16 +17,6 @@ from pipeline.errors import EXIT_DISK_FULL, disk_full, leaf, user_error
 from pipeline.hosts.replica import ReplicaSpec, run_replica
 from transport import Node
 
-PR_SET_PDEATHSIG = 1
-
-
-def die_with_parent() -> None:
-    """Have the kernel end this process when its parent is gone; if it is gone already, end now."""
-    parent = os.getppid()
-    ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:
-        os._exit(1)
-
 
 async def work(spec: ReplicaSpec) -> None:
     config = msgspec.json.decode(Path(spec.config).read_bytes(), type=Config)
@@ -38,8 +25,6 @@ async def work(spec: ReplicaSpec) -> None:
 
 
 def main(argv: list[str]) -> int:
-    die_with_parent()
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     spec = msgspec.json.decode(Path(argv[0]).read_bytes(), type=ReplicaSpec)
     try:

@@ -13,6 +13,7 @@ from typing import Final
 import msgspec
 from msgspec import Struct
 
+STATS_PREFIX: Final = "stats/"  # of their keys; only the controller reads them, so they stay with the topic's server
 COUNTERS: Final = ("busy_s", "starved_s", "blocked_s", "stalled_s", "items_in", "items_out", "failures", "tokens")
 
 

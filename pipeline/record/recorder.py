@@ -20,7 +20,7 @@ from configs.schema import Config
 from models.checkpoint import Manifest, commit_directory, final_path, prune, write_manifest
 from pipeline.observe.metrics import MetricsFan, open_metrics
 from pipeline.observe.spans import StageSpans
-from pipeline.observe.stats import LedgerCounts, StageStats
+from pipeline.observe.stats import STATS_PREFIX, LedgerCounts, StageStats
 from pipeline.observe.view import RunView
 from pipeline.record.group_outcomes import GroupOutcomes
 from pipeline.record.journal import Admitted, Committed, Ended, Journal, Stepped
@@ -206,7 +206,7 @@ class Recorder:
 
     def observe(self, topic: TopicServer, queues: Mapping[str, int], capacity: int, version: int) -> None:
         """Bring the view up to date from the topic."""
-        for value in topic.items("stats/").values():
+        for value in topic.items(STATS_PREFIX).values():
             self.view.stage(StageStats.decode(value))
         for stage, depth in queues.items():
             self.view.queue(stage, depth)

@@ -17,6 +17,7 @@ from msgspec import Struct
 
 from configs.graph import resolved_router
 from configs.schema import Config
+from pipeline.observe.stats import STATS_PREFIX
 from pipeline.record.recorder import Recorder
 from pipeline.record.run_directory import RunDir
 from pipeline.supervise.outage import consequence
@@ -78,7 +79,7 @@ class Announcer:
             self._drop_engine(name)
         elif stage == "router":
             self._drop_router()
-        self.topic.drop(f"stats/{name}")
+        self.topic.drop(STATS_PREFIX + name)
 
     def engine_up(self, spec: EngineSpec, url: str, incarnation: int, version: str) -> None:
         address = EngineAddress(spec.name, url, incarnation, spec.frozen or POLICY)

@@ -1,28 +1,29 @@
-"""The engines of a run as processes: our own servers and SGLang's, each kept by a `ServerSupervisor`.
+"""The engines of a run as processes: our own servers and SGLang's, each kept by a `ServerSupervisor`; or, for tests and
+debugging, our own as a thread of this process.
 
-Invariants: an engine's processes form one group, so that its scheduler and detokenizer end with it; a server that
-cannot choose its own port gets one that is held for it; nothing here asks an engine to generate.
+Invariants: an engine's processes form one group, so that its scheduler and detokenizer end with it; its port is held
+for it where it runs; nothing here asks an engine to generate.
 """
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
-import os
 import sys
-from collections.abc import Iterator, Mapping
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
 from typing import Final
 
 import msgspec
 
 from configs.schema import Config
-from configs.schema.health import HealthConfig
 from models.engines.client import EngineClient
 from models.engines.launch.command import server_launch
 from models.engines.launch.environment import Installed
-from pipeline.errors import UsageError
-from pipeline.hosts.free_port import PortInUse, held_port
-from pipeline.hosts.processes import with_parent_death_signal
-from pipeline.record.run_directory import RunDir
+from models.engines.serve import EngineServer
+from pipeline.errors import ReplicaFailed, UsageError
+from pipeline.hosts.free_port import PortInUse
+from pipeline.hosts.launcher import Handle, Launcher, ProcessSpec, Resources
 from pipeline.supervise.health_probe import HealthProbe, HttpProbe, SchedulerProbe
 from pipeline.supervise.restart_server import StartCommand
 from pipeline.supervise.restarts import EngineSpec, Kind, Lifecycle
@@ -30,23 +31,14 @@ from pipeline.supervise.restarts import EngineSpec, Kind, Lifecycle
 # SGLang looks for SIGTERM every 5 s, then has its schedulers give their GPU memory back. On a CPU there is nothing to
 # give back, and nothing is written: it may be killed.
 GPU_GRACE_S: Final = 20.0
+HEED_S: Final = 0.5  # between two looks for a complaint
 
 
-class EmbeddedEngineServer:
-    """Our server (embedded or simulated) as a process of its own. It chooses its port and writes it to a file."""
+class EngineProcess(ABC):
+    """What our servers and SGLang's have in common."""
 
-    slow_start = False
-
-    def __init__(
-        self,
-        spec: EngineSpec,
-        rundir: RunDir,
-        environment: Mapping[str, str],
-        lifecycle: Lifecycle,
-        health: HealthConfig,
-    ) -> None:
-        self.spec, self.rundir, self.environment = spec, rundir, environment
-        self.lifecycle, self.health = lifecycle, health
+    def __init__(self, spec: EngineSpec, config: Config, lifecycle: Lifecycle) -> None:
+        self.spec, self.config, self.lifecycle = spec, config, lifecycle
 
     @property
     def name(self) -> str:
@@ -57,77 +49,102 @@ class EmbeddedEngineServer:
         return self.spec.kind
 
     @contextlib.contextmanager
-    def start_command(self, incarnation: int) -> Iterator[StartCommand]:
-        spec, ready = self.spec, self.rundir.sockets / f"{self.name}.{incarnation}.json"
+    def start_command(self, incarnation: int, launcher: Launcher) -> Iterator[StartCommand]:
+        """Raises UsageError if the port that the user chose is taken."""
+        host = launcher.address(self.name)
+        try:
+            with launcher.held_port(self.name, self.spec.port) as port:
+                process, url = self._process(incarnation, host, port)
+                yield StartCommand(process, url, Resources(self.spec.gpus))
+        except PortInUse as error:
+            raise UsageError(
+                f"{self.name}: {error.strerror}; choose another --engine-port (the first of the engines' ports), or 0 "
+                "for any free ones"
+            ) from error
+
+    @abstractmethod
+    def _process(self, incarnation: int, host: str, port: int) -> tuple[ProcessSpec, str]:
+        """What to start so that it listens there, and its address."""
+
+    async def up(self, client: EngineClient, incarnation: int) -> None:
+        info = await client.server_info()
+        self.lifecycle.engine_up(self.spec, client.base_url, incarnation, info.version)
+
+
+class EmbeddedEngineServer(EngineProcess):
+    """Our server, embedded or simulated, as a process of its own."""
+
+    slow_start = False
+
+    def _process(self, incarnation: int, host: str, port: int) -> tuple[ProcessSpec, str]:
+        spec = self.spec
         argv = [
             *(sys.executable, "-m", "models.engines.serve"),
             *("--engine", spec.config.engine),
             *("--model-path", spec.model_path),
-            *("--port", str(spec.port)),
-            *("--ready-file", str(ready)),
+            *("--host", host),
+            *("--port", str(port)),
             *("--config", msgspec.json.encode(spec.config).decode()),
             *("--seed", str(spec.seed)),
         ]
         if spec.max_context:
             argv += ["--max-context-len", str(spec.max_context)]
-        yield StartCommand(argv, self.environment, ready=ready)
+        return ProcessSpec(self.name, tuple(argv), sweep=True), f"http://{host}:{port}"
 
-    def look(self, client: EngineClient, group: int) -> HealthProbe:
-        return HttpProbe(client, self.health.rollout_health_check_timeout)
-
-    async def up(self, client: EngineClient, incarnation: int) -> None:
-        info = await client.server_info()
-        self.lifecycle.engine_up(self.spec, client.base_url, incarnation, info.version)
+    def look(self, client: EngineClient, process: Handle) -> HealthProbe:
+        return HttpProbe(client, self.config.health.rollout_health_check_timeout)
 
 
-class SglangServer:
+class SglangServer(EngineProcess):
     """A real SGLang server in its own environment."""
 
     slow_start = True
 
     def __init__(self, spec: EngineSpec, config: Config, installed: Installed, lifecycle: Lifecycle) -> None:
-        self.spec, self.config, self.installed, self.lifecycle = spec, config, installed, lifecycle
+        super().__init__(spec, config, lifecycle)
+        self.installed = installed
 
-    @property
-    def name(self) -> str:
-        return self.spec.name
-
-    @property
-    def kind(self) -> Kind:
-        return self.spec.kind
-
-    @contextlib.contextmanager
-    def start_command(self, incarnation: int) -> Iterator[StartCommand]:
-        """Raises UsageError if the port that the user chose is taken."""
+    def _process(self, incarnation: int, host: str, port: int) -> tuple[ProcessSpec, str]:
         spec = self.spec
-        try:
-            with held_port(spec.port) as port:
-                launch = server_launch(
-                    self.config,
-                    self.installed,
-                    model_path=spec.model_path,
-                    port=port,
-                    max_context=spec.max_context,
-                    seed=spec.seed + 7919 * incarnation,  # or it would repeat what it sampled in its last life
-                    gpus=spec.gpus,
-                )
-                grace_s = GPU_GRACE_S if self.installed.cuda else 0.0
-                yield StartCommand(
-                    with_parent_death_signal(launch.argv), {**os.environ, **launch.env}, launch.url, grace_s=grace_s
-                )
-        except PortInUse as error:
-            raise UsageError(
-                f"{spec.name}: {error.strerror}; choose another --engine-port (the first of the engines' ports), or 0 "
-                "for any free ones"
-            ) from error
+        launch = server_launch(
+            self.config,
+            self.installed,
+            model_path=spec.model_path,
+            port=port,
+            max_context=spec.max_context,
+            seed=spec.seed + 7919 * incarnation,  # or it would repeat what it sampled in its last life
+            host=host,
+        )
+        grace_s = GPU_GRACE_S if self.installed.cuda else 0.0
+        return ProcessSpec(self.name, launch.argv, launch.env, ours=False, grace_s=grace_s, sweep=True), launch.url
 
-    def look(self, client: EngineClient, group: int) -> HealthProbe:
+    def look(self, client: EngineClient, process: Handle) -> HealthProbe:
         timeout_s = self.config.health.rollout_health_check_timeout
-        return SchedulerProbe(HttpProbe(client, timeout_s), group, self._slow)
+        return SchedulerProbe(HttpProbe(client, timeout_s), process, self._slow)
 
     def _slow(self) -> bool:
         return self.kind == "engine" and self.lifecycle.loading(self.name)
 
-    async def up(self, client: EngineClient, incarnation: int) -> None:
-        info = await client.server_info()
-        self.lifecycle.engine_up(self.spec, client.base_url, incarnation, info.version)
+
+class InProcessEngine:
+    """Our server in this process. Not started again: its crash ends the run with its reason."""
+
+    def __init__(self, spec: EngineSpec, lifecycle: Lifecycle) -> None:
+        self.spec, self.lifecycle = spec, lifecycle
+
+    async def run(self) -> None:
+        """Waits for its crash, which raises EngineError, or for a complaint; unblocked by cancellation. Raises
+        ReplicaFailed for the latter, since a thread cannot be ended and started anew."""
+        spec = self.spec
+        server = EngineServer(
+            spec.config, spec.model_path, max_context_len=spec.max_context, seed=spec.seed, port=spec.port
+        )
+        async with server:
+            async with EngineClient(server.url) as client:
+                info = await client.server_info()
+            self.lifecycle.engine_up(spec, server.url, 0, info.version)
+            async with asyncio.TaskGroup() as tasks:
+                tasks.create_task(server.wait())
+                while (why := self.lifecycle.complaint(spec.name, 0)) is None:  # noqa: ASYNC110  (a look at the topic)
+                    await asyncio.sleep(HEED_S)
+                raise ReplicaFailed(f"{spec.name}: {why}; an engine in this process cannot be started anew")

@@ -25,7 +25,7 @@ from typing import Literal, Protocol
 
 from models.engines.client import EngineClient
 from models.engines.errors import EngineError, EngineTimeout, EngineUnreachable
-from pipeline.hosts.process_group import GroupState, group_state
+from pipeline.hosts.launcher import Handle
 
 Change = Literal["lost", "recovered"]
 
@@ -109,18 +109,18 @@ class SchedulerProbe:
 
     Args:
         first: the look at the HTTP process.
-        group: number of the engine's process group; None for one that is not ours, whose processes are not seen.
+        process: the engine's; None for one that is not ours, whose processes are not seen.
         loading: whether the engine may be slow to answer now.
     """
 
-    def __init__(self, first: HttpProbe, group: int | None, loading: Callable[[], bool]) -> None:
-        self.first, self.group, self.loading = first, group, loading
+    def __init__(self, first: HttpProbe, process: Handle | None, loading: Callable[[], bool]) -> None:
+        self.first, self.process, self.loading = first, process, loading
 
     async def __call__(self) -> str | None:
         fault = await self.first()
         if fault is not None:
             return fault
-        before = self._processes()
+        before = self.process.state() if self.process is not None else None
         if before is not None and before.stopped:
             return f"{before.stopped[0]} is stopped"
         if self.loading():
@@ -130,15 +130,12 @@ class SchedulerProbe:
         fault = await answers(self.first.client, "/server_info", self.first.timeout_s)
         if fault is None or self.loading():  # it began meanwhile
             return None
-        after = self._processes()
+        after = self.process.state() if self.process is not None else None
         if before is not None and after is not None:
             share = (after.cpu_s - before.cpu_s) / max(loop.time() - started, 1e-3)
             if share > IDLE_SHARE:
                 return None
         return f"the scheduler does not answer: {fault}"
-
-    def _processes(self) -> GroupState | None:
-        return None if self.group is None else group_state(self.group)
 
 
 async def answers(client: EngineClient, path: str, timeout_s: float) -> str | None:

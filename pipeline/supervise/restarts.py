@@ -1,20 +1,26 @@
 """What runner and controller agree on: how an engine is described, what is told of processes, how often they start.
 
 Invariants: every unexpected end is told before the replacement starts, so that the work of the lost process moves on;
-restarts are counted, wait longer each time, and end the run when their budget is spent.
+restarts are counted, wait longer each time, and end the run when their budget of a time is spent.
 """
 
 from __future__ import annotations
 
 import asyncio
+import time
+from collections import deque
+from collections.abc import Callable
 from pathlib import Path
-from typing import Literal, Protocol
+from typing import Final, Literal, Protocol
 
 from msgspec import Struct
 
 from configs.schema import EngineConfig
 from pipeline.errors import ReplicaFailed
 
+# Time in which a process may be started again `--max-restarts` times: what is lost now and then in weeks goes on; what
+# dies as soon as it has loaded (minutes, for a large model) ends the run.
+WINDOW_S: Final = 3600.0
 Kind = Literal["engine", "frozen", "router"]
 
 
@@ -40,8 +46,8 @@ class EngineSpec(Struct, frozen=True):
         return "frozen" if self.frozen else "engine"
 
     @property
-    def in_thread(self) -> bool:
-        """Whether a server of ours inside the runner's process can serve it."""
+    def ours(self) -> bool:
+        """Whether a server of ours serves it."""
         return not self.external and self.config.engine != "sglang"
 
 
@@ -79,18 +85,25 @@ def backoff_s(restarts: int) -> float:
 
 
 class Restarts:
-    """How often each process was started again."""
+    """How often each process was started again. `limit`: within `WINDOW_S`; `counts`: in the whole run."""
 
-    def __init__(self, lifecycle: Lifecycle, limit: int) -> None:
+    def __init__(self, lifecycle: Lifecycle, limit: int, clock: Callable[[], float] = time.monotonic) -> None:
         self.lifecycle, self.limit = lifecycle, limit
         self.counts: dict[str, int] = {}
+        self._clock = clock
+        self._recent: dict[str, deque[float]] = {}
 
     async def again(self, stage: str, name: str, why: str, words: str, log: Path) -> None:
         """Report a loss and wait out the backoff. Raises ReplicaFailed when there have been too many."""
         self.lifecycle.lost(stage, name, why)
-        restarts = self.counts[name] = self.counts.get(name, 0) + 1
-        if restarts > self.limit:
+        self.counts[name] = self.counts.get(name, 0) + 1
+        now, recent = self._clock(), self._recent.setdefault(name, deque())
+        recent.append(now)
+        while recent[0] <= now - WINDOW_S:
+            recent.popleft()
+        if len(recent) > self.limit:
             raise ReplicaFailed(
-                f"{name} ended {restarts} times, last with {why}: {words}; see {log}, or raise --max-restarts"
+                f"{name} ended {len(recent)} times within {WINDOW_S / 60:g} minutes, last with {why}: {words}; see "
+                f"{log}, or raise --max-restarts"
             )
-        await asyncio.sleep(backoff_s(restarts))
+        await asyncio.sleep(backoff_s(len(recent)))

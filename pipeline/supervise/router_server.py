@@ -7,7 +7,6 @@ published weights; all are named again to a router of a new incarnation, which k
 from __future__ import annotations
 
 import contextlib
-import os
 from collections.abc import Iterator, Sequence
 from typing import Literal
 
@@ -15,8 +14,7 @@ from configs.schema import Config
 from models.engines.client import EngineClient
 from models.engines.launch.environment import Installed
 from models.engines.launch.routing import router_launch
-from pipeline.hosts.free_port import HOST, held_port
-from pipeline.hosts.processes import with_parent_death_signal
+from pipeline.hosts.launcher import Handle, Launcher, ProcessSpec
 from pipeline.supervise.health_probe import HealthProbe, HttpProbe
 from pipeline.supervise.restart_server import StartCommand
 from pipeline.supervise.restarts import Kind, Lifecycle
@@ -43,15 +41,16 @@ class RouterServer:
         return (self.installed.smg if self.router == "smg" else self.installed.router) or ""
 
     @contextlib.contextmanager
-    def start_command(self, incarnation: int) -> Iterator[StartCommand]:
-        with held_port() as port, held_port() as metrics_port:
-            launch = router_launch(self.config, self.installed, port=port, metrics_port=metrics_port)
-            self._metrics = f"http://{HOST}:{metrics_port}"
-            yield StartCommand(
-                with_parent_death_signal(without_sglang(launch.argv)), {**os.environ, **launch.env}, launch.url
-            )
+    def start_command(self, incarnation: int, launcher: Launcher) -> Iterator[StartCommand]:
+        held, name = launcher.held_port, self.name
+        host = launcher.address(name)
+        with held(name) as port, held(name) as metrics_port:
+            launch = router_launch(self.config, self.installed, port=port, metrics_port=metrics_port, host=host)
+            self._metrics = f"http://{host}:{metrics_port}"
+            argv = tuple(without_sglang(launch.argv))
+            yield StartCommand(ProcessSpec(name, argv, launch.env, ours=False, sweep=True), launch.url)
 
-    def look(self, client: EngineClient, group: int) -> HealthProbe:
+    def look(self, client: EngineClient, process: Handle) -> HealthProbe:
         return HttpProbe(client, self.config.health.rollout_health_check_timeout)
 
     async def up(self, client: EngineClient, incarnation: int) -> None:

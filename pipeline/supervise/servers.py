@@ -7,14 +7,14 @@ only if one of them lives in it.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Protocol
 
 from configs.graph import frozen_engines, is_address, resolved_router
 from configs.schema import Config
-from pipeline.hosts.processes import Processes
+from pipeline.hosts.launcher import Launcher
 from pipeline.preflight.sglang import prepare_sglang
-from pipeline.supervise.engine_servers import EmbeddedEngineServer, SglangServer
+from pipeline.supervise.engine_servers import EmbeddedEngineServer, InProcessEngine, SglangServer
 from pipeline.supervise.external_servers import ExternalEngine, ExternalRouter, frozen_spec
 from pipeline.supervise.restart_server import ServerSupervisor, SupervisedServer
 from pipeline.supervise.restarts import EngineSpec, Restarts
@@ -33,20 +33,22 @@ def starts_router(config: Config) -> bool:
 
 
 class Servers:
-    """The servers of one run. `run` until cancelled; the processes are stopped by whoever made `processes`."""
+    """The servers of one run. `run` until cancelled; the processes are stopped by whoever has the launcher.
+
+    `in_process`: whether our own engines run as threads of this process.
+    """
 
     def __init__(
         self,
         config: Config,
         specs: Sequence[EngineSpec],
-        processes: Processes,
+        launcher: Launcher,
         restarts: Restarts,
-        environment: Mapping[str, str],
         *,
-        router: bool,
+        in_process: bool = False,
     ) -> None:
-        self.config, self.specs, self.processes, self.restarts = config, specs, processes, restarts
-        self.environment, self.router = environment, router
+        self.config, self.specs, self.launcher, self.restarts = config, specs, launcher, restarts
+        self.in_process = in_process
         self.lifecycle = restarts.lifecycle
 
     async def run(self) -> None:
@@ -60,19 +62,22 @@ class Servers:
         config, health = self.config, self.config.health
         kept: list[Supervised] = [ExternalEngine(spec, self.lifecycle, health) for spec in self.specs if spec.external]
         kept += self._running_already()
-        own = [spec for spec in self.specs if spec.in_thread]
-        charges: list[SupervisedServer] = [
-            EmbeddedEngineServer(spec, self.processes.rundir, self.environment, self.lifecycle, health) for spec in own
-        ]
-        foreign = [spec for spec in self.specs if not spec.in_thread and not spec.external]
-        if foreign or self.router:
+        own = [spec for spec in self.specs if spec.ours]
+        charges: list[SupervisedServer] = []
+        if self.in_process:
+            kept += [InProcessEngine(spec, self.lifecycle) for spec in own]
+        else:
+            charges += [EmbeddedEngineServer(spec, config, self.lifecycle) for spec in own]
+        foreign = [spec for spec in self.specs if not spec.ours and not spec.external]
+        router = starts_router(config)
+        if foreign or router:
             # In a thread: it may have to run SGLang's imports, which take seconds.
             installed = (await asyncio.to_thread(prepare_sglang, config, warn=False)).installed
             charges += [SglangServer(spec, config, installed, self.lifecycle) for spec in foreign]
             kind = resolved_router(config)
-            if self.router and kind != "none":
+            if router and kind != "none":
                 charges.append(RouterServer(kind, config, installed, self.lifecycle))
-        kept += [ServerSupervisor(server, self.processes, self.restarts, health) for server in charges]
+        kept += [ServerSupervisor(server, self.launcher, self.restarts, health) for server in charges]
         return kept
 
     def _running_already(self) -> list[Supervised]:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import os
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -29,9 +30,9 @@ from models.train.trainer_group.rank_spec import (
 )
 from pipeline.errors import EXIT_DISK_FULL, ReplicaFailed, UsageError
 from pipeline.hosts.gpus import slices, trainers_gpu, visible_gpus
-from pipeline.hosts.processes import Processes, ending, last_error
+from pipeline.hosts.launcher import Handle, Launcher, ProcessSpec, Resources, ending
 from pipeline.record.run_directory import RunDir
-from pipeline.supervise.restart_server import FILE_POLL_S, STARTS_WITHOUT_SERVING, Waiting
+from pipeline.supervise.restart_server import POLL_S, STARTS_WITHOUT_SERVING, Waiting
 from pipeline.supervise.restarts import Restarts
 
 TRAINER_GROUP: Final = "trainer-group"  # the name under which its restarts are counted
@@ -102,20 +103,12 @@ def engines_gpus(config: Config, visible: Sequence[str], engines: int) -> tuple[
 
 
 class TrainerGroup:
-    """The ranks of one run. `run` until they end well, or cancel it; whoever has the processes stops them then."""
+    """The ranks of one run. `run` until they end well, or cancel it; whoever has the launcher stops them then."""
 
-    def __init__(
-        self,
-        config: Config,
-        rundir: RunDir,
-        processes: Processes,
-        restarts: Restarts,
-        environment: Mapping[str, str],
-    ) -> None:
+    def __init__(self, config: Config, rundir: RunDir, launcher: Launcher, restarts: Restarts) -> None:
         """Raises UsageError."""
         check_trainer_group(config)
-        self._config, self._rundir = config, rundir
-        self._processes, self._restarts, self._environment = processes, restarts, environment
+        self._config, self._rundir, self._launcher, self._restarts = config, rundir, launcher, restarts
         self._count = processes_of(config.parallel)
         self._gpus = trainer_group_gpus(config, visible_gpus())
         self._came_up = False
@@ -129,16 +122,16 @@ class TrainerGroup:
                 "from its start; set the number of batches that you would rather repeat"
             )
         for incarnation in itertools.count():
-            loss = await self._live(incarnation)
+            running = [await self._spawn(rank, incarnation) for rank in range(self._count)]
+            loss = await self._live(incarnation, running)
             if loss is None:
                 return
-            await self._after(loss, incarnation)
+            await self._after(loss, incarnation, running[loss.rank])
 
-    async def _live(self, incarnation: int) -> Loss | None:
-        """One incarnation, from its start until none of its processes is left; None if it ended well."""
+    async def _live(self, incarnation: int, running: Sequence[Handle]) -> Loss | None:
+        """One incarnation, until none of its processes is left; None if it ended well."""
         ranks = range(self._count)
         codes: dict[int, int] = {}
-        running = [await self._spawn(rank, incarnation) for rank in ranks]
 
         async def watch(rank: int) -> None:
             codes[rank] = await running[rank].wait()
@@ -151,11 +144,11 @@ class TrainerGroup:
             await asyncio.wait(ends, timeout=END_S if ended_well else NOTICE_S)
             loss = verdict(codes)
             arrival.cancel()
-            for rank in ranks:
-                await self._processes.kill(_name(rank))
+            for process in running:
+                await process.kill()
         return loss
 
-    async def _spawn(self, rank: int, incarnation: int) -> asyncio.subprocess.Process:
+    async def _spawn(self, rank: int, incarnation: int) -> Handle:
         sockets, name = self._rundir.sockets, _name(rank)
         spec = RankSpec(
             config=str(self._rundir.path / "config.json"),
@@ -169,22 +162,20 @@ class TrainerGroup:
         )
         path = self._rundir.specs / f"{name}.json"
         path.write_bytes(msgspec.json.encode(spec))
-        argv = [sys.executable, "-m", "pipeline.hosts.trainer_rank", str(path)]
-        return await self._processes.spawn(name, argv, self._rank_environment(rank), sweep=True)
+        argv = (sys.executable, "-m", "pipeline.hosts.trainer_rank", str(path))
+        process = ProcessSpec(name, argv, self._rank_environment(rank), sweep=True)
+        return await self._launcher.spawn(process, Resources(self._gpus))
 
     def _rank_environment(self, rank: int) -> dict[str, str]:
         """What torchrun would set, for what reads it; they find each other by a file."""
-        environment = {
-            "GLOO_SOCKET_IFNAME": "lo",  # all on this machine, whatever its name resolves to
-            **self._environment,
+        return {
+            # All on this machine, whatever its name resolves to.
+            "GLOO_SOCKET_IFNAME": os.environ.get("GLOO_SOCKET_IFNAME", "lo"),
             "RANK": str(rank),
             "WORLD_SIZE": str(self._count),
             "LOCAL_RANK": str(rank),
             "LOCAL_WORLD_SIZE": str(self._count),
         }
-        if self._gpus:
-            environment["CUDA_VISIBLE_DEVICES"] = ",".join(self._gpus)
-        return environment
 
     async def _arrival(self, incarnation: int) -> None:
         """Waits for the rendezvous file to name the incarnation. Unblocked by it, or by cancellation."""
@@ -192,7 +183,7 @@ class TrainerGroup:
         waiting = Waiting(TRAINER_GROUP, self._restarts.lifecycle.say, doing=f"{self._count} ranks are starting since")
         while (rendezvous := read_rendezvous(place)) is None or rendezvous.incarnation < incarnation:
             waiting.tick()
-            await asyncio.sleep(FILE_POLL_S)
+            await asyncio.sleep(POLL_S)
         self._came_up = True
         if incarnation > 0:
             self._restarts.lifecycle.say(
@@ -200,13 +191,12 @@ class TrainerGroup:
                 "newest save and repeat what came after it"
             )
 
-    async def _after(self, loss: Loss, incarnation: int) -> None:
+    async def _after(self, loss: Loss, incarnation: int, process: Handle) -> None:
         """Tell the loss and wait out the backoff, or give up. Raises ReplicaFailed or UsageError."""
         name = _name(loss.rank)
         if loss.code == EXIT_STAGE_GONE:
             await asyncio.sleep(STAGE_GONE_S)
-        log = self._processes.log(name)
-        words = last_error(log, self._processes.log_start(name))
+        log, words = process.log, process.last_error()
         if loss.code == EXIT_DISK_FULL:
             raise UsageError(f"there is no space left for {self._rundir.path}; free some, or choose another --run-dir")
         if loss.code == 2:

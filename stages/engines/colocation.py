@@ -37,7 +37,7 @@ from models.engines.client import EngineClient
 from models.engines.errors import EngineUnreachable
 from models.engines.memory import MemoryTag
 from models.engines.update_client import UpdateClient
-from stages.engine_entries import POLICY, addresses
+from stages.engine_entries import ADDRESS, POLICY, addresses
 from stages.ports import Topic
 
 log = logging.getLogger("sluice.colocation")
@@ -187,7 +187,7 @@ class TrainerTurn:
                 log.warning("waiting since %.0f s for the memory of %s", now - started, ", ".join(missing))
             with contextlib.suppress(TimeoutError):  # the loop looks again
                 async with asyncio.timeout(1.0):
-                    revision = await self.topic.wait(revision)
+                    revision = await self.topic.wait(revision, ADDRESS, f"{KEY}/")
         if not self._loaded:
             await self._hook("onload")
             self._loaded = True

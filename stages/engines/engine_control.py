@@ -35,7 +35,7 @@ from models.engines.update_client import UpdateClient
 from models.weights.delta_mirror import DeltaMirror
 from models.weights.errors import WeightsError
 from stages.base import Activity, Spans
-from stages.engine_entries import POLICY, addresses, entries
+from stages.engine_entries import ADDRESS, DIRECTORY, POLICY, addresses, entries
 from stages.engines.colocation import MemoryKeeper, trainers_turn
 from stages.engines.verify_weights import ChecksumDiffers, check_equal, check_label
 from stages.engines.weight_barrier import await_turn
@@ -75,10 +75,10 @@ class EngineControl:
 
     async def follow(self, topic: Topic) -> None:
         """Waits for the topic (another address, new weights, a release, the trainer's turn); runs until cancelled."""
-        revision = 0
+        revision, keys = 0, (ADDRESS + self.name, "weights", "device", "eval/released", "drain")
         try:
             while True:
-                revision = await topic.wait(revision)
+                revision = await topic.wait(revision, *keys)
                 await self._attach(topic)
                 while await self._advance(topic):
                     await self._attach(topic)
@@ -92,7 +92,7 @@ class EngineControl:
         entry back, and what would be published now is older than that."""
         self.entry = msgspec.structs.replace(self.entry, **changes)
         if self._stands(topic):
-            await topic.publish(f"directory/{self.name}", msgspec.msgpack.encode(self.entry))
+            await topic.publish(DIRECTORY + self.name, msgspec.msgpack.encode(self.entry))
 
     def _stands(self, topic: Topic) -> bool:
         address = addresses(topic).get(self.name)
@@ -218,7 +218,7 @@ class EngineControl:
         with contextlib.suppress(TimeoutError):  # then it is tried again
             async with asyncio.timeout(limit_s):
                 while self._stands(topic):
-                    revision = await topic.wait(revision)
+                    revision = await topic.wait(revision, ADDRESS + self.name)
 
     # ------------------------------------------------------------------ one update
 

@@ -24,7 +24,7 @@ from configs.graph import resolved_router
 from models.engines.errors import EngineError
 from models.weights.delta_mirror import DeltaMirror
 from stages.base import Stage, StageContext
-from stages.engine_entries import addresses
+from stages.engine_entries import ADDRESS, addresses
 from stages.engines.engine_control import EngineControl
 from stages.engines.load_watch import LoadWatch
 from stages.engines.router_workers import RouterWorkers
@@ -63,7 +63,7 @@ class EnginesStage(Stage):
                     background.append(tasks.create_task(control.follow(topic)))
                 if topic.get("drain") is not None and not aborted:
                     aborted = await self._abort_all(topic)
-                revision = await topic.wait(revision)
+                revision = await topic.wait(revision, ADDRESS, "drain", END)
             for task in background:
                 task.cancel()
 

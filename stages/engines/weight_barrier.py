@@ -8,7 +8,7 @@ import logging
 import time
 from collections.abc import Callable
 
-from stages.engine_entries import POLICY, carrying, entries
+from stages.engine_entries import KEYS, POLICY, carrying, entries
 from stages.messages import EngineEntry, WeightsAnnouncement
 from stages.ports import Topic
 
@@ -38,7 +38,7 @@ async def await_landing(
             return
         with contextlib.suppress(TimeoutError):  # the loop looks again
             async with asyncio.timeout(1.0):
-                revision = await topic.wait(revision)
+                revision = await topic.wait(revision, *KEYS)
     if not given_up():
         log.warning(
             "the slot before version %d is overwritten although an engine has not applied version %d", kept, pinned
@@ -67,7 +67,7 @@ async def await_turn(topic: Topic, engine: str, announcement: WeightsAnnouncemen
             return
         with contextlib.suppress(TimeoutError):  # the loop looks again
             async with asyncio.timeout(1.0):
-                revision = await topic.wait(revision)
+                revision = await topic.wait(revision, *KEYS)
 
 
 def _older(entry: EngineEntry, announcement: WeightsAnnouncement) -> bool:

@@ -20,7 +20,7 @@ import msgspec
 
 from stages.base import Stage, StageContext
 from stages.data.prompt_set import PromptSet
-from stages.engine_entries import carrying
+from stages.engine_entries import KEYS, carrying
 from stages.evaluate.pass_rate import estimates
 from stages.messages import EvalDone, Int32Array, PromptGroup, RolloutSlice, Sample, wire
 from stages.ports import Lease, Ports
@@ -83,7 +83,7 @@ class EvaluateStage(Stage):
         """Waits for a pinned version (topic `weights/pinned/<version>`) to land, oldest first; runs until cancelled."""
         revision = 0
         while True:
-            revision = await ports.topic.wait(revision)
+            revision = await ports.topic.wait(revision, "weights/pinned/", "eval/released", "drain", *KEYS)
             if ports.topic.get("drain") is not None:
                 self._drain = True
                 self._changed.set()

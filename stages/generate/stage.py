@@ -26,6 +26,7 @@ from stages.generate.samples import new_sample
 from stages.generate.turns import Turns
 from stages.group.filters import import_path
 from stages.messages import PromptGroup, RolloutSlice, Sample
+from stages.options import GenerateOptions
 from stages.ports import Inlet, Lease, Outlet, Ports
 from stages.sampling.sampler import Sampler
 
@@ -53,7 +54,7 @@ class GenerateStage(Stage):
     def __init__(self, context: StageContext) -> None:
         super().__init__(context)
         self.rollout = context.config.rollout
-        self.max_context = int(context.options.get("max_context", 1 << 30))
+        self.options = context.given(GenerateOptions)
 
     async def setup(self) -> None:
         context = self.context
@@ -61,7 +62,7 @@ class GenerateStage(Stage):
         for entry in context.loops:
             name, _, path = entry.partition("=")
             self._loops.append((name, import_path(path)))
-        vocab_size = context.options.get("vocab_size")
+        vocab_size = self.options.vocab_size
         if vocab_size is None and self.config.engine.engine == "sglang":
             vocab_size = vocabulary(self.config.train.hf_checkpoint)
         self.sampler = Sampler(
@@ -70,10 +71,10 @@ class GenerateStage(Stage):
             index=context.index,
             replicas=context.replicas,
             stage="generate",
-            vocab_size=None if vocab_size is None else int(vocab_size),
+            vocab_size=vocab_size,
             extra=self.activity.extra,
         )
-        self.turns = Turns(Requests(self.config, self.max_context), self.sampler, self.activity)
+        self.turns = Turns(Requests(self.config, self.options.max_context), self.sampler, self.activity)
 
     async def close(self) -> None:
         await self.sampler.close()

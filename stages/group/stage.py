@@ -97,7 +97,7 @@ class GroupStage(Stage):
         """Waits for the topic `drain`, then settles what is incomplete as surplus. Cancelled when the inlet ends."""
         revision = 0
         while self._drain is None:
-            revision = await ports.topic.wait(revision)
+            revision = await ports.topic.wait(revision, "drain")
             reason = ports.topic.get("drain")
             self._drain = None if reason is None else reason.decode()
         for open_ in list(self._open.values()):

@@ -22,7 +22,7 @@ import numpy as np
 from stages.base import Stage, StageContext
 from stages.data.order import PromptOrder
 from stages.data.prompt_set import PreparedPrompt
-from stages.engine_entries import carrying
+from stages.engine_entries import KEYS, carrying
 from stages.errors import NoVerdicts, Starved
 from stages.messages import (
     CheckpointReady,
@@ -147,7 +147,7 @@ class PromptStage(Stage):
         """Waits for a change of the topic; runs until cancelled."""
         revision = 0
         while True:
-            revision = await ports.topic.wait(revision)
+            revision = await ports.topic.wait(revision, *KEYS)
             version = min((entry.version for entry in carrying(ports.topic).values()), default=-1)
             if version != self.version:
                 self.version = version

@@ -47,12 +47,11 @@ class TeacherStage(MapStage):
         self.temperature = context.config.rollout.rollout_temperature
 
     async def setup(self) -> None:
-        checkpoint = str(self.context.options.get("checkpoint", self.config.train.hf_checkpoint))
         self.sampler = Sampler(
             self.config,
             replica=self.context.replica,
             policies=self.teachers,
-            vocab_size=load_tokenizer(checkpoint).vocab_size,
+            vocab_size=load_tokenizer(self.config.train.hf_checkpoint).vocab_size,
         )
 
     async def close(self) -> None:

@@ -64,7 +64,7 @@ class ToolStage(LoopStage):
 
     async def setup(self) -> None:
         self._tools = resolve_tools(self.settings.tools)
-        self._tokenizer = load_tokenizer(str(self.context.options.get("checkpoint", self.config.train.hf_checkpoint)))
+        self._tokenizer = load_tokenizer(self.config.train.hf_checkpoint)
 
     async def process(self, message: RolloutSlice) -> RolloutSlice:
         (sample,) = message.samples

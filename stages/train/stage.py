@@ -29,6 +29,7 @@ from stages.engines.colocation import TrainerTurn
 from stages.engines.weight_barrier import await_landing
 from stages.errors import UntrainableGroup
 from stages.messages import CheckpointReady, Outcome, Report, RolloutSlice, StepDone
+from stages.options import TrainOptions
 from stages.ports import Lease, Ports
 from stages.prompts.staleness_gate import over_sampling
 from stages.rollouts import oldest_version, settlement
@@ -58,9 +59,8 @@ class TrainStage(Stage):
         self.total = config.rollout.num_rollout or 0
         self.supervised = config.train.loss_type == "sft_loss"
         self.max_staleness = config.asynchrony.max_staleness or 0
-        self.steps = int(context.options.get("start_step", 0))
-        self.epoch = int(context.options.get("epoch", 0))
-        self.resume_from = context.options.get("resume_from")
+        self.options = context.given(TrainOptions)
+        self.steps, self.epoch = self.options.start_step, self.options.epoch
         self.backend: TrainBackend  # from setup on
         self.weights: WeightPublisher | None = None
         self._torch = ThreadPoolExecutor(1, thread_name_prefix="torch")
@@ -82,12 +82,11 @@ class TrainStage(Stage):
 
         self.backend = await self._in_torch(self._make_backend)
         await self._in_torch(self.backend.setup)
-        if self.resume_from:
-            await self._in_torch(self.backend.load, Path(str(self.resume_from)))
+        if self.options.resume_from:
+            await self._in_torch(self.backend.load, Path(self.options.resume_from))
         if not self.supervised:
-            source = Path(str(self.context.options.get("checkpoint", self.config.train.hf_checkpoint)))
-            slots = Path(str(self.context.options["slots"]))
-            self.weights = WeightPublisher(self.config, slots, source, self.context.run_dir)
+            source = Path(self.config.train.hf_checkpoint)
+            self.weights = WeightPublisher(self.config, Path(self.options.slots), source, self.context.run_dir)
 
     def _make_backend(self) -> TrainBackend:
         """The trainer, here or in the ranks of a trainer group. Torch is imported only in the processes that train."""
@@ -95,7 +94,7 @@ class TrainStage(Stage):
             from models.train.trainer_group.backend import TrainerGroupBackend
 
             return TrainerGroupBackend(
-                Path(str(self.context.options["trainer_group"])),
+                Path(self.options.trainer_group),
                 self.context.run_dir / "trainer_group",
                 saves_in_background=self.config.checkpoint.async_save,
             )
@@ -132,7 +131,7 @@ class TrainStage(Stage):
         """Waits for the topic `drain`; wakes the trainer, which settles what it cannot use. Ends then."""
         revision = 0
         while self._drain is None:
-            revision = await ports.topic.wait(revision)
+            revision = await ports.topic.wait(revision, "drain")
             reason = ports.topic.get("drain")
             self._drain = None if reason is None else reason.decode()
         self._arrived.set()

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from launching import SMALL, made_model, succeed
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.full]
 
 SEVENS = '''
 def sevens(response, label, metadata):

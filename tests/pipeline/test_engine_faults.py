@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 from launching import ROOT, SIMULATED, SMALL, environment, finish, made_model, start
-from test_kill import alive, kill, steps_done, wait_for_steps
+from test_kill import alive, kill, steps_done, wait_for_steps, wait_until
 
 from pipeline.hosts.process_group import living
 from pipeline.supervise.announce import ServerInfo
@@ -34,14 +34,6 @@ def fleet(run_dir: Path) -> dict[str, ServerInfo]:
     return {name: ServerInfo(**facts) for name, facts in content.items()}
 
 
-def wait_until(process: subprocess.Popen[str], met: Callable[[], bool], what: str, timeout_s: float = 90) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not met():
-        assert time.monotonic() < deadline, f"not within {timeout_s:g} s: {what}"
-        assert process.poll() is None, f"the run ended before: {what}"
-        time.sleep(0.05)
-
-
 def started_again(run_dir: Path, name: str, incarnation: int) -> Callable[[], bool]:
     return lambda: fleet(run_dir)[name].incarnation >= incarnation
 
@@ -55,7 +47,9 @@ def nothing_left(run_dir: Path, patience_s: float = 10) -> None:
     assert [name for name, pid in pids.items() if alive(pid) or living(pid)] == []
 
 
-@pytest.mark.parametrize("backends", [[], SIMULATED], ids=["embedded", "simulated"])
+@pytest.mark.parametrize(
+    "backends", [pytest.param([], id="embedded", marks=pytest.mark.full), pytest.param(SIMULATED, id="simulated")]
+)
 def test_engines_that_die_and_hang_are_started_again(tmp_path: Path, backends: list[str]) -> None:
     run_dir = tmp_path / "run"
     flags = [*SMALL, *made_model(), *QUICK_LOOKS, *backends, "--num-rollout", "400", "--scale", "engine=2"]

@@ -19,7 +19,8 @@ from configs.schema import Config
 from models.engines.client import EngineClient
 from pipeline.errors import ReplicaFailed, leaf
 from pipeline.hosts.free_port import held_port
-from pipeline.hosts.processes import Processes
+from pipeline.hosts.launcher import Handle, Launcher, ProcessSpec
+from pipeline.hosts.local_launcher import LocalLauncher
 from pipeline.record.run_directory import RunDir
 from pipeline.supervise.health_probe import HealthProbe, HealthTracker, HttpProbe, SchedulerProbe
 from pipeline.supervise.restart_server import ServerSupervisor, StartCommand
@@ -50,15 +51,16 @@ class FakeCharge:
         self.births = 0
 
     @contextlib.contextmanager
-    def start_command(self, incarnation: int) -> Iterator[StartCommand]:
+    def start_command(self, incarnation: int, launcher: Launcher) -> Iterator[StartCommand]:
         self.births += 1
-        with held_port() as port:
-            argv = [sys.executable, str(self.script), str(port), self.mode]
-            yield StartCommand(argv, dict(os.environ), f"http://127.0.0.1:{port}", grace_s=0.0)
+        with launcher.held_port(self.name) as port:
+            argv = (sys.executable, str(self.script), str(port), self.mode)
+            process = ProcessSpec(self.name, argv, ours=False, grace_s=0.0, sweep=True)
+            yield StartCommand(process, f"http://{launcher.address(self.name)}:{port}")
 
-    def look(self, client: EngineClient, group: int) -> HealthProbe:
+    def look(self, client: EngineClient, process: Handle) -> HealthProbe:
         timeout_s = self.config.health.rollout_health_check_timeout
-        return SchedulerProbe(HttpProbe(client, timeout_s), group, lambda: self.told.loading(self.name))
+        return SchedulerProbe(HttpProbe(client, timeout_s), process, lambda: self.told.loading(self.name))
 
     async def up(self, client: EngineClient, incarnation: int) -> None:
         info = await client.server_info()
@@ -72,9 +74,9 @@ class Kept:
     def __init__(self, rundir: RunDir, fake: Path, mode: str = "serve", restarts: int = 5, **health: float) -> None:
         self.told, self.config, self.rundir = Told(), configured(**health), rundir
         self.server = FakeCharge(fake, self.told, self.config, mode)
-        self.processes = Processes(rundir)
+        self.launcher = LocalLauncher(rundir)
         self.restarts = Restarts(self.told, restarts)
-        self.keeper = ServerSupervisor(self.server, self.processes, self.restarts, self.config.health)
+        self.keeper = ServerSupervisor(self.server, self.launcher, self.restarts, self.config.health)
 
     @property
     def pid(self) -> int:
@@ -93,7 +95,38 @@ class Kept:
                 yield
                 task.cancel()
         finally:
-            await self.processes.stop_all()
+            await self.launcher.stop_all()
+
+
+# ------------------------------------------------------------------ the engines stage's word
+
+
+async def test_an_engine_that_takes_no_weights_is_started_anew_and_its_next_life_is_not_blamed(
+    rundir: RunDir, fake: Path
+) -> None:
+    kept = Kept(rundir, fake)
+    async with kept.running():
+        await kept.told.until("up")
+        first = kept.pid
+        kept.told.complaints["engine-0", 0] = "5 failures in a row: no room for them"
+        assert await kept.told.until("lost") == ("lost", "engine", "engine-0", "5 failures in a row: no room for them")
+        assert gone(first)
+        assert (await kept.told.until("up", 2))[3] == "1"
+        await asyncio.sleep(3 * kept.config.health.rollout_health_check_interval)
+    assert [event[0] for event in kept.told.events] == ["up", "lost", "up"]
+
+
+async def test_engines_that_take_no_weights_end_the_run_when_the_budget_of_restarts_is_spent(
+    rundir: RunDir, fake: Path
+) -> None:
+    kept = Kept(rundir, fake, restarts=1)
+    for incarnation in range(3):
+        kept.told.complaints["engine-0", incarnation] = "5 failures in a row: no room for them"
+    try:
+        with pytest.raises(ReplicaFailed, match=r"engine-0 ended 2 times .*, last with 5 failures in a row: no room"):
+            await kept.keeper.run()
+    finally:
+        await kept.launcher.stop_all()
 
 
 # ------------------------------------------------------------------ the account of looks
@@ -206,5 +239,5 @@ async def test_restarts_have_a_budget(rundir: RunDir, fake: Path) -> None:
 
     with pytest.raises(BaseExceptionGroup) as raised:
         await killed_twice()
-    assert "engine-0 ended 2 times, last with signal SIGKILL" in str(leaf(raised.value))
+    assert "engine-0 ended 2 times within 60 minutes, last with signal SIGKILL" in str(leaf(raised.value))
     assert "--max-restarts" in str(leaf(raised.value))

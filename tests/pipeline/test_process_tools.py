@@ -14,17 +14,19 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from fake_servers import eventually, gone
+from fake_servers import Told, eventually, gone
 
 from configs.graph import resolved_router
 from configs.schema import Config
-from pipeline.errors import UsageError
+from pipeline.errors import ReplicaFailed, UsageError
 from pipeline.hosts import die_with_parent as die_with_parent
 from pipeline.hosts.free_port import PortInUse, held_port
 from pipeline.hosts.gpus import slices, visible_gpus
-from pipeline.hosts.process_group import group_state, shared_files
-from pipeline.hosts.processes import Processes, last_error
+from pipeline.hosts.launcher import ProcessSpec, Resources
+from pipeline.hosts.local_launcher import LocalLauncher, last_error
+from pipeline.hosts.process_group import shared_files
 from pipeline.record.run_directory import RunDir
+from pipeline.supervise.restarts import WINDOW_S, Restarts
 from pipeline.supervise.router_server import without_sglang
 
 
@@ -54,16 +56,16 @@ async def test_a_leashed_program_dies_with_its_parent(tmp_path: Path) -> None:
 
 
 async def test_stopping_ends_what_ignores_it(rundir: RunDir) -> None:
-    processes = Processes(rundir)
+    launcher = LocalLauncher(rundir)
     deaf = (
         "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('deaf', flush=True); time.sleep(600)"
     )
-    process = await processes.spawn("deaf", [sys.executable, "-c", deaf], os.environ, grace_s=0.3)
-    await eventually(lambda: [("x",)] if "deaf" in processes.log("deaf").read_text() else [])
-    assert processes.alive("deaf")
-    await processes.stop_all()
-    assert process.returncode == -signal.SIGKILL
-    assert not processes.alive("deaf")
+    process = await launcher.spawn(ProcessSpec("deaf", (sys.executable, "-c", deaf), grace_s=0.3))
+    await eventually(lambda: [("x",)] if "deaf" in process.log.read_text() else [])
+    assert process.alive
+    await launcher.stop_all()
+    assert await process.wait() == -signal.SIGKILL
+    assert not process.alive
 
 
 async def test_a_killed_server_leaves_nothing_in_shared_memory(rundir: RunDir) -> None:
@@ -80,40 +82,77 @@ async def test_a_killed_server_leaves_nothing_in_shared_memory(rundir: RunDir) -
         print("mapped", flush=True)
         time.sleep(600)
     """
-    processes = Processes(rundir)
+    launcher = LocalLauncher(rundir)
     try:
-        process = await processes.spawn("one", [sys.executable, "-c", textwrap.dedent(script)], os.environ, sweep=True)
-        await eventually(lambda: [("x",)] if "mapped" in processes.log("one").read_text() else [])
+        process = await launcher.spawn(ProcessSpec("one", (sys.executable, "-c", textwrap.dedent(script)), sweep=True))
+        await eventually(lambda: [("x",)] if "mapped" in process.log.read_text() else [])
         assert shared_files(process.pid) == {names[0]}
-        assert await processes.kill("one") == -signal.SIGKILL
+        assert await process.kill() == -signal.SIGKILL
         assert [name.exists() for name in names] == [False, True], "weights and what others made are left alone"
     finally:
         for name in names:
             name.unlink(missing_ok=True)
 
 
+async def test_a_program_sees_the_gpus_that_it_was_given_and_only_ours_find_the_project(
+    rundir: RunDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PYTHONPATH", "elsewhere")
+    launcher = LocalLauncher(rundir)
+    tell = "import os; print(os.environ['CUDA_VISIBLE_DEVICES'], os.environ['PYTHONPATH'], os.environ['ONE'])"
+    said = {}
+    for name, ours in (("ours", True), ("foreign", False)):
+        spec = ProcessSpec(name, (sys.executable, "-c", tell), {"ONE": "1"}, ours=ours)
+        process = await launcher.spawn(spec, Resources(gpus=("4", "GPU-5")))
+        assert await process.wait() == 0
+        said[name] = process.last_words()
+    assert said["foreign"] == "4,GPU-5 elsewhere 1"
+    assert said["ours"].startswith(f"4,GPU-5 {Path(__file__).parents[2]}{os.pathsep}")
+
+
+async def test_restarts_are_counted_within_a_window(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is lost now and then in weeks goes on; what keeps dying ends the run, and waits longer each time."""
+    waits: list[float] = []
+
+    async def wait(seconds: float) -> None:
+        waits.append(seconds)
+
+    monkeypatch.setattr(asyncio, "sleep", wait)
+    told, now = Told(), 0.0
+    restarts = Restarts(told, 2, clock=lambda: now)
+    for _ in range(8):
+        await restarts.again("reward", "reward-0", "signal SIGKILL", "", tmp_path)
+        now += WINDOW_S / 2
+    assert restarts.counts == {"reward-0": 8}, "the summary counts all"
+    assert waits == [0.2] + [0.4] * 7
+    await restarts.again("reward", "reward-0", "signal SIGKILL", "", tmp_path)
+    with pytest.raises(ReplicaFailed, match="reward-0 ended 3 times within 60 minutes"):
+        await restarts.again("reward", "reward-0", "signal SIGKILL", "", tmp_path)
+    assert len(told.events) == 10, "the last loss is told too"
+
+
 async def test_a_group_shows_what_is_stopped_and_how_much_it_computes(rundir: RunDir) -> None:
-    processes = Processes(rundir)
-    process = await processes.spawn("busy", [sys.executable, "-c", "while True: pass"], os.environ, grace_s=0)
+    launcher = LocalLauncher(rundir)
+    process = await launcher.spawn(ProcessSpec("busy", (sys.executable, "-c", "while True: pass"), grace_s=0))
     try:
-        before = group_state(process.pid)
+        before = process.state()
         if before is None:
             pytest.skip("there is no /proc")
 
         def used() -> list[tuple[str, ...]]:
-            state = group_state(process.pid)
+            state = process.state()
             return [("used",)] if state is not None and state.cpu_s > 0.1 else []
 
         await eventually(used)
         os.kill(process.pid, signal.SIGSTOP)
 
         def stopped() -> list[tuple[str, ...]]:
-            state = group_state(process.pid)
+            state = process.state()
             return [state.stopped] if state is not None and state.stopped else []
 
         assert (await eventually(stopped))[0].startswith(f"process {process.pid}")
     finally:
-        await processes.stop_all()
+        await launcher.stop_all()
 
 
 def test_a_held_port_is_given_to_nobody_but_the_server_that_names_it() -> None:

@@ -14,7 +14,8 @@ from configs.schema import Config
 from models.train.trainer_group.errors import GangDisagrees, StageGone
 from models.train.trainer_group.rank_spec import RankSpec, Rendezvous, read_rendezvous, write_rendezvous
 from pipeline.errors import ReplicaFailed, UsageError
-from pipeline.hosts.processes import Processes, child_environment
+from pipeline.hosts.launcher import ProcessSpec, Resources
+from pipeline.hosts.local_launcher import LocalHandle, LocalLauncher
 from pipeline.hosts.trainer_rank import exit_code
 from pipeline.record.run_directory import RunDir
 from pipeline.supervise import trainer_group as trainer_group
@@ -129,23 +130,22 @@ def keep(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
         script.write_text(RANK + behaviour)
         told = Told()
         with RunDir(tmp_path / "run").open(resume=False) as rundir:
-            processes = Processes(rundir)
-            kept = TrainerGroup(
-                config_of(train_device="cpu"), rundir, processes, Restarts(told, limit), child_environment(2)
-            )  # type: ignore[arg-type]
-            spawn = processes.spawn
+            launcher = LocalLauncher(rundir, 2)
+            kept = TrainerGroup(config_of(train_device="cpu"), rundir, launcher, Restarts(told, limit))
+            spawn = launcher.spawn
 
-            async def instead(name: str, argv: Any, env: Any, **options: Any) -> asyncio.subprocess.Process:
-                return await spawn(name, [sys.executable, str(script), argv[-1], str(tmp_path)], env, **options)
+            async def instead(spec: ProcessSpec, resources: Resources) -> LocalHandle:
+                argv = (sys.executable, str(script), spec.argv[-1], str(tmp_path))
+                return await spawn(msgspec.structs.replace(spec, argv=argv), resources)
 
-            monkeypatch.setattr(processes, "spawn", instead)
+            monkeypatch.setattr(launcher, "spawn", instead)
             monkeypatch.setattr(trainer_group, "NOTICE_S", 0.2)
             try:
                 async with asyncio.timeout(60):
                     await kept.run()
             finally:
-                alive = [name for name in ("train-rank-0", "train-rank-1") if processes.alive(name)]
-                await processes.stop_all()
+                alive = [name for name in ("train-rank-0", "train-rank-1") if launcher.alive(name)]
+                await launcher.stop_all()
             assert not alive, "a rank outlived its trainer group"
         return told
 
@@ -179,7 +179,7 @@ async def test_a_users_mistake_ends_the_run_at_once(keep: Any, tmp_path: Path) -
 
 
 async def test_a_trainer_group_that_is_lost_too_often_ends_the_run(keep: Any) -> None:
-    with pytest.raises(ReplicaFailed, match=r"trainer-group ended 2 times, last with exit code 7"):
+    with pytest.raises(ReplicaFailed, match=r"trainer-group ended 2 times within 60 minutes, last with exit code 7"):
         await keep("up(); time.sleep(0.3); sys.exit(7)", limit=1)
 
 

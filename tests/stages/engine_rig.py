@@ -28,6 +28,7 @@ from models.weights.writer import SlotWriter
 from stages.engines.stage import EnginesStage
 from stages.generate.stage import GenerateStage
 from stages.messages import PromptGroup, RolloutSlice, RouterAddress, Sample, WeightsAnnouncement
+from stages.options import GenerateOptions
 from stages.ports import Ports, Topic
 from tests.models.weights.made_up import checkpoint, values
 from tests.stages.faults import FaultProxy
@@ -262,7 +263,7 @@ async def generating(
     engine: EngineConfig | None = None,
     model: Path | None = None,
     tensors: Callable[[int], Mapping[str, torch.Tensor]] = values,
-    options: Mapping[str, object] | None = None,
+    options: Mapping[str, int] | None = None,
     inlets: Mapping[str, Any] | None = None,
     outlets: Mapping[str, Any] | None = None,
     window_items: int = 1000,
@@ -300,7 +301,13 @@ async def generating(
                 )
             )
             context = make_context(
-                config, tmp_path, options=options or {}, loops=loops, index=index, replicas=replicas, replica=replica
+                config,
+                tmp_path,
+                built_in=GenerateOptions(**(options or {})),
+                loops=loops,
+                index=index,
+                replicas=replicas,
+                replica=replica,
             )
             stages.append(GenerateStage(context))
         owner = EnginesStage(make_context(config, bare, replica="engines-0"))

@@ -20,12 +20,12 @@ from models.engines.protocol import SamplingParams
 from stages.generate.requests import Requests
 from stages.messages import Sample
 from tests.models.engines.forward_reference import by_one
-from tests.sglang_server import RealServer
+from tests.sglang_server import ON_SGLANG, RealServer
 from tests.stages.engine_rig import Exchange, World, generating, record_exchanges, tensors_of
 from tests.stages.faults import FaultProxy
 from tests.stages.stage_rig import make_group, numbers, until
 
-pytestmark = pytest.mark.slow
+pytestmark = ON_SGLANG
 
 PROMPT = [72, 101, 108, 108, 111]
 LONG = 400  # tokens of every response: more than arrive before the fault

@@ -252,7 +252,7 @@ def test_only_labels_of_this_form_are_versions(label: str) -> None:
     ],
 )
 async def test_budgets_cut_responses(
-    group: PromptGroup, options: dict[str, object], tokens: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    group: PromptGroup, options: dict[str, int], tokens: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     log = record_exchanges(monkeypatch)
     async with generating(

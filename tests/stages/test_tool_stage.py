@@ -7,6 +7,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -44,13 +45,18 @@ def tool_config(*names: str, **tools: object) -> Config:
     return make_config(tools={"tools": names, **tools})
 
 
+def of_model(config: Config, checkpoint: Path) -> Config:
+    train = msgspec.structs.replace(config.train, hf_checkpoint=str(checkpoint))
+    return msgspec.structs.replace(config, train=train)
+
+
 Answer = Callable[[str], Awaitable[Sample]]
 
 
 @asynccontextmanager
 async def answering(tiny: Path, config: Config) -> AsyncIterator[tuple[ToolStage, Answer]]:
     """The stage, and a function that sends it a sample with this response."""
-    stage = ToolStage(make_context(config, options={"checkpoint": str(tiny)}))
+    stage = ToolStage(make_context(of_model(config, tiny)))
     async with open_rig() as rig:
         ports = await rig.join({"in": ("tools", RolloutSlice)}, {"out": ("generate.return", RolloutSlice)})
         feed, out = await rig.outlet("tools"), await rig.inlet("generate.return")
@@ -138,7 +144,7 @@ def test_a_completed_sample_that_ends_in_a_call_is_wanted(sample: Sample, wanted
 
 
 async def test_an_unknown_tool_is_refused_before_the_stage_runs(tiny: Path) -> None:
-    stage = ToolStage(make_context(tool_config("calculatr"), options={"checkpoint": str(tiny)}))
+    stage = ToolStage(make_context(of_model(tool_config("calculatr"), tiny)))
     with pytest.raises(UnknownToolError, match="did you mean 'calculator'"):
         await stage.setup()
 
@@ -180,7 +186,7 @@ async def test_trained_ids_are_the_engines_own_over_several_turns(
         loops=("tools=stages.tools.stage:ToolStage",),
         **sections,
     ) as world:
-        stage = ToolStage(make_context(make_config(**sections), options={"checkpoint": str(tiny)}))
+        stage = ToolStage(make_context(of_model(make_config(**sections), tiny)))
         ports = await world.rig.ports({"in": "tools"}, {"out": "generate.return"}, replica="tools-0")
         async with running(stage, ports):
             await world.ready()

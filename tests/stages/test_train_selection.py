@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from stages.messages import RolloutSlice, Settled, StepDone
+from stages.options import TrainOptions
 from tests.stages.stage_rig import idle, make_sample, make_slice, until
 from tests.stages.train_rig import training
 
@@ -43,7 +44,7 @@ async def test_the_buffer_order_decides_what_is_trained_next(
 
 
 async def test_no_order_trains_what_is_too_old(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    options: dict[str, object] = {"start_step": 4}
+    options = TrainOptions(start_step=4)
     async with training(
         tmp_path,
         monkeypatch,
@@ -146,7 +147,7 @@ async def test_a_group_whose_rewards_become_no_advantages_is_settled_as_failed(
 
 
 async def test_a_removed_sample_makes_its_group_no_older(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    async with training(tmp_path, monkeypatch, batch=1, total=6, eta=0, options={"start_step": 5}) as one:
+    async with training(tmp_path, monkeypatch, batch=1, total=6, eta=0, options=TrainOptions(start_step=5)) as one:
         members = [make_sample(0, version=1, reward=1.0, remove_sample=True), make_sample(1, version=5, reward=0.0)]
         await one.send(make_slice(0, *members))
         done = await one.report(StepDone)

@@ -9,6 +9,7 @@ import pytest
 
 from models.weights.reader import verify
 from stages.messages import CheckpointReady, RolloutSlice, Settled, StepDone
+from stages.options import TrainOptions
 from tests.stages.stage_rig import idle, make_sample, make_slice, take, until
 from tests.stages.train_rig import training
 
@@ -29,7 +30,9 @@ async def test_the_oldest_groups_here_are_trained_first(tmp_path: Path, monkeypa
 
 
 async def test_a_group_is_refused_exactly_beyond_the_bound(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    async with training(tmp_path, monkeypatch, total=6, eta=2, hold=["begin"], options={"start_step": 5}) as one:
+    async with training(
+        tmp_path, monkeypatch, total=6, eta=2, hold=["begin"], options=TrainOptions(start_step=5)
+    ) as one:
         mixed = [make_sample(i, runs=[(2, 1), (5, 3)], reward=float(i)) for i in range(2)]
         uneven = [make_sample(0, version=5, reward=1.0), make_sample(1, version=2, reward=0.0)]
         untrained = [make_sample(i, runs=[(0, 2), (5, 2)], mask=[0, 0, 1, 1]) for i in range(2)]
@@ -180,7 +183,7 @@ async def test_the_death_of_a_reader_frees_its_slot(tmp_path: Path, monkeypatch:
         await one.report(StepDone)
         await idle()
         assert one.backend.log.count("export") == 2
-        one.rig.topic.drop("applied/engine-0")
+        one.rig.lose_engine(0)
         await one.rig.topic_until(lambda: getattr(one.rig.announced(), "version", -1) == 2)
 
 
@@ -246,7 +249,7 @@ async def test_a_checkpoint_is_reported_after_its_step_and_its_weights(
 
 
 async def test_a_resumed_trainer_goes_on_from_its_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    options: dict[str, object] = {"start_step": 3, "epoch": 1, "resume_from": "checkpoints/step-3"}
+    options = TrainOptions(start_step=3, epoch=1, resume_from="checkpoints/step-3")
     async with training(tmp_path, monkeypatch, batch=1, total=4, options=options) as one:
         assert one.backend.log[:2] == ["setup", "load step-3"]
         await one.rig.topic_until(lambda: one.rig.announced() is not None)
@@ -324,7 +327,13 @@ async def test_supervised_training_publishes_no_weights_and_knows_no_staleness(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with training(
-        tmp_path, monkeypatch, batch=1, total=2, eta=0, train={"loss_type": "sft_loss"}, options={"start_step": 1}
+        tmp_path,
+        monkeypatch,
+        batch=1,
+        total=2,
+        eta=0,
+        train={"loss_type": "sft_loss"},
+        options=TrainOptions(start_step=1),
     ) as one:
         await one.send(make_slice(0, make_sample(0, version=0, reward=0.0)))
         done = await one.report(StepDone)

@@ -24,11 +24,11 @@ from models.weights.group import WeightGroup
 from stages.engines.weight_routes import DiskRoute, TensorRoute, WeightRoute
 from stages.messages import WeightsAnnouncement
 from stages.train.publish_weights import WeightPublisher
-from tests.sglang_server import RealServer
+from tests.sglang_server import ON_SGLANG, RealServer
 from tests.stages.fleet_rig import Fleet, fleet
 from tests.stages.stage_rig import make_config, until
 
-pytestmark = pytest.mark.slow
+pytestmark = ON_SGLANG
 
 ROUTES = ["disk", "tensor", "distributed", "delta"]
 PROMPT = [5, 80, 33, 7, 120, 64]

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 import pytest
@@ -18,6 +19,7 @@ import torch
 from configs.schema import Config
 from models.train.interface import TrainSequence
 from stages.messages import RolloutSlice, StepDone
+from stages.options import TrainOptions
 from stages.train.stage import TrainStage
 from tests.models.weights.made_up import checkpoint, values
 from tests.stages.stage_rig import REPORT, Rig, make_config, make_context, open_rig, running, take, until
@@ -132,7 +134,7 @@ async def training(
     total: int = 1,
     eta: int = 1,
     hold: Sequence[str] = (),
-    options: dict[str, object] | None = None,
+    options: TrainOptions | None = None,
     **sections: dict[str, object],
 ) -> AsyncIterator[TrainDesk]:
     backend = Recorder()
@@ -141,10 +143,11 @@ async def training(
     monkeypatch.setattr("models.train.build.build_backend", lambda config, total: backend)
     sections["rollout"] = {"rollout_batch_size": batch, "num_rollout": total, "n_samples_per_prompt": 2}
     sections["asynchrony"] = {"max_staleness": eta, **sections.get("asynchrony", {})}
-    config: Config = make_config(**sections)
     source = checkpoint(tmp_path / "source")
-    values_ = {"slots": str(tmp_path / "slots"), "checkpoint": str(source), **(options or {})}
-    stage = TrainStage(make_context(config, tmp_path, options=values_))
+    sections["train"] = {"hf_checkpoint": str(source), **sections.get("train", {})}
+    config: Config = make_config(**sections)
+    options = msgspec.structs.replace(options or TrainOptions(), slots=str(tmp_path / "slots"))
+    stage = TrainStage(make_context(config, tmp_path, built_in=options))
     async with open_rig() as rig:
         ports = await rig.join({"in": ("train", RolloutSlice)}, {"settle": ("settle", REPORT)})
         reports = await rig.inlet("settle")

@@ -49,6 +49,7 @@ def test_schedules(name: str) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.parametrize("name", SCENARIOS)
 def test_many_schedules(name: str) -> None:
     for seed in range(25, 400):

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 import random
 from typing import Any
 
 import pytest
 
 from transport import wire
-from transport.core.topic import TopicClientCore, TopicServerCore
+from transport.core.topic import Entries, TopicClientCore, TopicServerCore
+from transport.ports.topic import Waiters
 from transport.wire import PROTOCOL, TopicHello
 
 
@@ -52,12 +54,12 @@ def test_all_copies_agree_in_the_end(seed: int) -> None:
             pair.server.publish(key, b"%d" % step)
         pair.exchange()
         for route, client in pair.clients.items():
-            assert client.revision >= revisions[route]
-            revisions[route] = client.revision
+            assert client.entries.revision >= revisions[route]
+            revisions[route] = client.entries.revision
     for _ in range(100):
         pair.exchange()
     for client in pair.clients.values():
-        assert client.entries == pair.server.entries
+        assert client.entries.values == pair.server.entries.values
 
 
 def test_a_repeated_publication_is_stored_once() -> None:
@@ -70,7 +72,7 @@ def test_a_repeated_publication_is_stored_once() -> None:
     pair.server.on_message(b"\0", put, body)
     pair.server.publish("k", b"new")
     pair.server.on_message(b"\0", put, body)  # sent again after a reconnect
-    assert pair.server.entries["k"] == b"new"
+    assert pair.server.entries.values["k"] == b"new"
 
 
 def test_publications_are_resent_after_a_reconnect_and_resolve() -> None:
@@ -82,7 +84,7 @@ def test_publications_are_resent_after_a_reconnect_and_resolve() -> None:
     client.on_link_up(2.0)
     for _ in range(3):
         pair.exchange()
-    assert pair.server.entries == {"k": b"v"}
+    assert pair.server.entries.values == {"k": b"v"}
     assert not client.waiting
 
 
@@ -92,3 +94,45 @@ def test_a_server_forgets_whom_it_cannot_reach() -> None:
     pair.server.on_unreachable(b"\0")
     pair.server.publish("k", b"v")
     assert {route for route, _, _ in pair.server.flush()} == {b"\1", b"\2"}
+
+
+def test_a_round_of_figures_costs_no_message_to_the_other_clients() -> None:
+    """A hundred replicas publish their figures: without the private prefix that would be 10,000 messages."""
+    server = TopicServerCore("run", 1, private=("stats/",))
+    routes = [bytes([number]) for number in range(100)]
+    for route in routes:
+        server.on_message(route, TopicHello(PROTOCOL, "run", f"c{route[0]}", f"i{route[0]}"), None)
+    server.flush()
+    for route in routes:
+        server.on_message(route, wire.TopicPut(1, f"stats/c{route[0]}"), b"figures")
+    out = server.flush()
+    assert [(route, type(message)) for route, message, _ in out] == [(route, wire.TopicAck) for route in routes]
+    assert len(server.entries.values) == 100
+    server.publish("drain", b"now")
+    assert len(server.flush()) == 100
+    ping = wire.TopicPing(1, server.shared_revision)
+    server.on_message(routes[0], ping, None)  # nothing of what clients see is missing: no snapshot
+    [(_, answer, _)] = server.flush()
+    assert isinstance(answer, wire.TopicAck)
+
+
+async def test_a_waiter_is_not_even_woken_by_keys_that_it_does_not_read() -> None:
+    entries, looks = Entries(), 0
+
+    def look() -> None:
+        nonlocal looks
+        looks += 1
+
+    waiters = Waiters(entries)
+    async with asyncio.timeout(20), asyncio.TaskGroup() as group:
+        waiting = group.create_task(waiters.wait(0, ("drain",), look))
+        await asyncio.sleep(0)
+        for number in range(100):
+            entries.change({f"applied/{number}": b"1"})
+            waiters.wake()
+            await asyncio.sleep(0)
+        assert looks == 1
+        entries.change({"drain": b"now"})
+        waiters.wake()
+        assert await waiting == 101
+    assert looks == 1

@@ -2,12 +2,14 @@
 
 Invariants: the topic is level-triggered, so a client that missed changes asks for a snapshot and owes nobody the
 intermediate values; revisions rise by one for each change of one server incarnation; a repeated publication of the same
-client is stored once.
+client is stored once. Keys under `private` prefixes stay with the server: what only its own process reads (figures
+that every replica publishes twice a second) must not cost a message to every client.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict, deque
+from collections.abc import Mapping
 
 import msgspec
 
@@ -37,12 +39,45 @@ decode_entries = msgspec.msgpack.Decoder(dict[str, bytes]).decode
 encode_entries = msgspec.msgpack.Encoder().encode
 
 
+class Entries:
+    """Newest value of each key, and when each changed last.
+
+    A dropped key keeps its revision: whoever waits for it must learn that it is gone.
+    """
+
+    def __init__(self) -> None:
+        self.values: dict[str, bytes] = {}
+        self.revision = 0
+        self._changed_at: OrderedDict[str, int] = OrderedDict()  # the newest change last
+
+    def change(self, changes: Mapping[str, bytes | None]) -> None:
+        """Put (or, with None, drop) keys: one revision for all of them."""
+        self.revision += 1
+        for key, value in changes.items():
+            if value is None:
+                self.values.pop(key, None)
+            else:
+                self.values[key] = value
+            self._changed_at[key] = self.revision
+            self._changed_at.move_to_end(key)
+
+    def changed_since(self, revision: int, prefixes: tuple[str, ...]) -> bool:
+        """Whether a key below one of the prefixes changed after `revision`; costs as much as changed since then."""
+        for key, changed_at in reversed(self._changed_at.items()):
+            if changed_at <= revision:
+                return False
+            if key.startswith(prefixes):
+                return True
+        return False
+
+
 class TopicServerCore:
-    def __init__(self, run_id: str, epoch: int) -> None:
+    def __init__(self, run_id: str, epoch: int, private: tuple[str, ...] = ()) -> None:
         self.run_id = run_id
         self.epoch = epoch
-        self.entries: dict[str, bytes] = {}
-        self.revision = 0
+        self.private = private
+        self.entries = Entries()
+        self.shared_revision = 0  # of what clients see
         self.malformed = 0
         self.closing = False
         self.clients: dict[bytes, str] = {}  # route to incarnation
@@ -50,12 +85,11 @@ class TopicServerCore:
         self._out: list[tuple[bytes, FromTopic, Body]] = []
 
     def publish(self, key: str, value: bytes) -> None:
-        self.entries[key] = value
-        self._changed(key, value)
+        self._change(key, value)
 
     def drop(self, key: str) -> None:
-        if self.entries.pop(key, None) is not None:
-            self._changed(key, None)
+        if key in self.entries.values:
+            self._change(key, None)
 
     def on_message(self, route: bytes, message: ToTopic, body: bytes | None) -> None:
         if isinstance(message, TopicHello):
@@ -74,7 +108,7 @@ class TopicServerCore:
                 self._remember(incarnation, message.number)
                 self.publish(message.key, body)
             self._ack(route, message.number)
-        elif (message.epoch, message.revision) != (self.epoch, self.revision):
+        elif (message.epoch, message.revision) != (self.epoch, self.shared_revision):
             self._snapshot(route)
         else:
             self._ack(route, 0)
@@ -100,14 +134,18 @@ class TopicServerCore:
         self._snapshot(route)
 
     def _snapshot(self, route: bytes) -> None:
-        self._out.append((route, TopicSnapshot(self.epoch, self.revision), encode_entries(self.entries)))
+        shared = {key: value for key, value in self.entries.values.items() if not key.startswith(self.private)}
+        self._out.append((route, TopicSnapshot(self.epoch, self.shared_revision), encode_entries(shared)))
 
     def _ack(self, route: bytes, number: int) -> None:
-        self._out.append((route, TopicAck(self.epoch, number, self.revision), None))
+        self._out.append((route, TopicAck(self.epoch, number, self.shared_revision), None))
 
-    def _changed(self, key: str, value: bytes | None) -> None:
-        self.revision += 1
-        change = TopicChange(self.epoch, self.revision, key, value is None)
+    def _change(self, key: str, value: bytes | None) -> None:
+        self.entries.change({key: value})
+        if key.startswith(self.private):
+            return
+        self.shared_revision += 1
+        change = TopicChange(self.epoch, self.shared_revision, key, value is None)
         self._out.extend((route, change, value) for route in self.clients)
 
     def _remember(self, incarnation: str, number: int) -> None:
@@ -118,13 +156,12 @@ class TopicServerCore:
 
 
 class TopicClientCore:
-    """`revision` is local: it rises whenever anything changed here, also across servers."""
+    """The revision of `entries` is local: it rises whenever anything changed here, also across servers."""
 
     def __init__(self, hello: TopicHello, *, give_up_s: float | None = None) -> None:
         stand_in = Hello(hello.protocol, hello.run_id, "", "consumer", hello.replica, hello.incarnation, "", "")
         self.session = Session(stand_in, give_up_s)
-        self.entries: dict[str, bytes] = {}
-        self.revision = 0
+        self.entries = Entries()
         self.waiting: deque[tuple[TopicPut, bytes]] = deque()  # published here, not yet acknowledged
         self._hello = hello
         self._number = 0
@@ -186,9 +223,10 @@ class TopicClientCore:
             entries = decode_entries(body)
         except (msgspec.MsgspecError, ValueError):
             return  # damaged: the next ping asks again
-        if entries != self.entries:
-            self.entries = entries
-            self.revision += 1
+        held = self.entries.values
+        changes = {key: entries.get(key) for key in {*entries, *held} if entries.get(key) != held.get(key)}
+        if changes:
+            self.entries.change(changes)
         self._server_revision = message.revision
         if newcomer:
             self._out.extend(self.waiting)
@@ -202,8 +240,4 @@ class TopicClientCore:
             self.session.beat_now(now)  # something was missed: the ping shows it, the answer is a snapshot
             return
         self._server_revision = message.revision
-        self.revision += 1
-        if message.dropped:
-            self.entries.pop(message.key, None)
-        else:
-            self.entries[message.key] = body or b""
+        self.entries.change({message.key: None if message.dropped else body or b""})

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import cast
 
 from transport.core.custody import Body
-from transport.core.topic import TopicClientCore, TopicServerCore
+from transport.core.topic import Entries, TopicClientCore, TopicServerCore
 from transport.errors import LinkError, MessageInvalid, MessageTooLarge, UsageError
 from transport.ports.endpoint import CorePort, PeerPort
 from transport.ports.inlet import body_buffer
@@ -30,13 +30,43 @@ def _bytes(body: Body) -> bytes | None:
     return None if body is None else bytes(body_buffer(body))
 
 
+class Waiters:
+    """Who waits for which keys: a change wakes those that read the key, and nobody else."""
+
+    def __init__(self, entries: Entries) -> None:
+        self.entries = entries
+        self._waiting: dict[asyncio.Future[None], tuple[int, tuple[str, ...]]] = {}
+
+    async def wait(self, revision: int, prefixes: tuple[str, ...], check: Callable[[], None]) -> int:
+        """Wait for a change after `revision` below one of the prefixes (none: of any key). `check` raises what is
+        wrong with the port; it is asked again after each wake-up."""
+        prefixes = prefixes or ("",)
+        while not self.entries.changed_since(revision, prefixes):
+            check()
+            woken: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+            self._waiting[woken] = (revision, prefixes)
+            try:
+                await woken
+            finally:
+                del self._waiting[woken]
+        return self.entries.revision
+
+    def wake(self, *, everybody: bool = False) -> None:
+        for woken, (revision, prefixes) in self._waiting.items():
+            if everybody or self.entries.changed_since(revision, prefixes):
+                if not woken.done():
+                    woken.set_result(None)
+            else:  # what was looked at is not looked at again, so that a long wait costs each change once
+                self._waiting[woken] = (self.entries.revision, prefixes)
+
+
 class TopicServer(CorePort):
     """Made by `Node.topic_server`. Its own process reads and writes it directly."""
 
     def __init__(self, core: TopicServerCore) -> None:
         super().__init__()
         self.core = core
-        self._changed = asyncio.Event()
+        self._waiters = Waiters(core.entries)
 
     @property
     def address(self) -> str:
@@ -44,34 +74,30 @@ class TopicServer(CorePort):
 
     @property
     def revision(self) -> int:
-        return self.core.revision
+        return self.core.entries.revision
 
     def publish(self, key: str, value: bytes) -> None:
         """Replace the value of a key and tell all clients."""
         check_entry(key, value)
         self.core.publish(key, value)
-        self._note()
+        self._waiters.wake()
         self.link.wake()
 
     def drop(self, key: str) -> None:
         """Delete a key; nothing happens if it is absent."""
         self.core.drop(key)
-        self._note()
+        self._waiters.wake()
         self.link.wake()
 
     def get(self, key: str) -> bytes | None:
-        return self.core.entries.get(key)
+        return self.core.entries.values.get(key)
 
     def items(self, prefix: str) -> Mapping[str, bytes]:
-        return {key: value for key, value in self.core.entries.items() if key.startswith(prefix)}
+        return {key: value for key, value in self.core.entries.values.items() if key.startswith(prefix)}
 
-    async def wait(self, revision: int) -> int:
-        """Wait until anything changed after `revision`; return the newest. Unblocked by a change, or by closing."""
-        while self.core.revision <= revision:
-            if self.closed:
-                raise UsageError(f"the topic at {self.address} is closed; wait inside `async with Node`")
-            await self._changed.wait()
-        return self.core.revision
+    async def wait(self, revision: int, *prefixes: str) -> int:
+        """See the stages' Topic. Unblocked by a change, or by closing."""
+        return await self._waiters.wait(revision, prefixes, self._check_usable)
 
     async def close(self, *, blame: bool = False, timeout_s: float = 1.5) -> None:
         """Stop answering; clients keep their copies and look for another incarnation."""
@@ -79,15 +105,13 @@ class TopicServer(CorePort):
             return
         self.core.closing = True
         self.shut(1000)
-        self._note()
+        self._waiters.wake(everybody=True)
 
     # Driven by the owner task.
 
     def on_message(self, route: bytes, message: AnyMessage, body: Body) -> None:
-        before = self.core.revision
         self.core.on_message(route, cast(ToTopic, message), _bytes(body))
-        if self.core.revision != before:
-            self._note()
+        self._waiters.wake()
 
     def on_malformed(self, route: bytes, frame: bytes) -> None:
         self.core.malformed += 1
@@ -103,9 +127,9 @@ class TopicServer(CorePort):
     def core_deadline(self) -> float | None:
         return None
 
-    def _note(self) -> None:
-        self._changed.set()
-        self._changed = asyncio.Event()
+    def _check_usable(self) -> None:
+        if self.closed:
+            raise UsageError(f"the topic at {self.address} is closed; wait inside `async with Node`")
 
 
 class TopicClient(PeerPort):
@@ -114,19 +138,18 @@ class TopicClient(PeerPort):
     def __init__(self, address: str, core: TopicClientCore) -> None:
         super().__init__(address, "topic", core.session)
         self.core = core
-        self._changed = asyncio.Event()
-        self._noted_revision = 0
+        self._waiters = Waiters(core.entries)
         self._publishers: dict[int, asyncio.Future[None]] = {}
 
     @property
     def revision(self) -> int:
-        return self.core.revision
+        return self.core.entries.revision
 
     def get(self, key: str) -> bytes | None:
-        return self.core.entries.get(key)
+        return self.core.entries.values.get(key)
 
     def items(self, prefix: str) -> Mapping[str, bytes]:
-        return {key: value for key, value in self.core.entries.items() if key.startswith(prefix)}
+        return {key: value for key, value in self.core.entries.values.items() if key.startswith(prefix)}
 
     async def publish(self, key: str, value: bytes) -> None:
         """Replace the value of a key; returns when the server has it. Repeated after a reconnect, stored once."""
@@ -142,12 +165,9 @@ class TopicClient(PeerPort):
         finally:
             self._publishers.pop(number, None)
 
-    async def wait(self, revision: int) -> int:
-        """Wait until anything changed here after `revision`; return the newest. A fault and closing unblock it too."""
-        while self.core.revision <= revision:
-            self._check_usable()
-            await self._changed.wait()
-        return self.core.revision
+    async def wait(self, revision: int, *prefixes: str) -> int:
+        """See the stages' Topic. A fault and closing unblock it too."""
+        return await self._waiters.wait(revision, prefixes, self._check_usable)
 
     async def close(self, *, blame: bool = False, timeout_s: float = 1.5) -> None:
         if self.closed:
@@ -158,7 +178,7 @@ class TopicClient(PeerPort):
             async with asyncio.timeout(timeout_s):
                 await self.left()
         self.shut(1000)
-        self._wake(UsageError(f"the topic at {self.address} was closed while publishing"))
+        self._fail(UsageError(f"the topic at {self.address} was closed while publishing"))
 
     # Driven by the owner task.
 
@@ -174,10 +194,9 @@ class TopicClient(PeerPort):
                 stored.set_result(None)
         fault = self.fault()
         if fault is not None:
-            self._wake(fault)
-        elif self.core.revision != self._noted_revision:
-            self._noted_revision = self.core.revision
-            self._wake(None)
+            self._fail(fault)
+        else:
+            self._waiters.wake()
 
     def core_start(self, now: float) -> None:
         self.core.start(now)
@@ -198,10 +217,8 @@ class TopicClient(PeerPort):
         if fault is not None:
             raise fault
 
-    def _wake(self, error: LinkError | UsageError | None) -> None:
-        self._changed.set()
-        self._changed = asyncio.Event()
-        if error is not None:
-            for stored in self._publishers.values():
-                if not stored.done():
-                    stored.set_exception(error)
+    def _fail(self, error: LinkError | UsageError) -> None:
+        self._waiters.wake(everybody=True)
+        for stored in self._publishers.values():
+            if not stored.done():
+                stored.set_exception(error)

@@ -84,3 +84,49 @@ class TopicConformance:
             assert client.items("") == {"new": b"2"}
             await client.publish("more", b"3")
             assert again.get("more") == b"3"
+
+    async def test_a_change_wakes_those_alone_who_read_the_key(self, net: Net) -> None:
+        async with self._node(net) as node:
+            server = await node.topic_server(net.address("topic"))
+            client = await node.topic(server.address)
+            for end in (server, client):
+                start = end.revision
+                async with asyncio.TaskGroup() as group:
+                    readers = group.create_task(end.wait(start, "weights", "device/"))
+                    other = group.create_task(end.wait(start, "drain"))
+                    await asyncio.sleep(0)
+                    for key in ("weight", "device", "eval/released", "device/a"):
+                        assert not readers.done()
+                        server.publish(key, b"1")
+                        while client.get(key) is None:
+                            await client.wait(client.revision)
+                    assert await readers == end.revision
+                    assert not other.done()
+                    server.publish("drain", b"now")
+                    assert await other == end.revision
+                before = end.revision
+                server.drop("drain")  # those who read a key learn that it is gone
+                assert await end.wait(before, "drain") > before
+                for key in ("weight", "device", "eval/released", "device/a"):
+                    server.drop(key)
+                while client.items(""):
+                    await client.wait(client.revision)
+
+    async def test_private_keys_stay_with_the_server(self, net: Net) -> None:
+        async with self._node(net) as node:
+            server = await node.topic_server(net.address("topic"), private=("stats/",))
+            one = await node.topic(server.address, replica="one")
+            two = await node.topic(server.address, replica="two")
+            async with asyncio.TaskGroup() as group:
+                local = group.create_task(server.wait(server.revision, "stats/"))
+                await asyncio.sleep(0)
+                await one.publish("stats/one", b"1")
+                assert await local == server.revision
+            await one.publish("k", b"v")
+            while two.get("k") is None:
+                await two.wait(two.revision)
+            late = await node.topic(server.address, replica="late")
+            assert server.items("stats/") == {"stats/one": b"1"}
+            assert one.items("") == two.items("") == late.items("") == {"k": b"v"}
+            server.drop("stats/one")
+            assert server.items("stats/") == {}

@@ -49,15 +49,13 @@ def server_launch(
     port: int,
     max_context: int | None,
     seed: int,
-    gpus: tuple[int | str, ...] = (),
     machines: Machines = ONE_MACHINE,
     host: str = LOOPBACK,
 ) -> Launch:
     """The server of one engine.
 
     `port`: a free one, SGLang cannot choose. `seed`: a different one for each engine, or two engines draw the same
-    numbers. `gpus`: indices or UUIDs for CUDA_VISIBLE_DEVICES; empty = what this process sees. `host`: only an engine
-    of several machines needs another than loopback. Raises LaunchRefused if the machine cannot run such an engine.
+    numbers. `host`: where it listens. Raises LaunchRefused if the machine cannot run such an engine.
     """
     given = Arguments(installed, "server")
     given.give("model-path", model_path)
@@ -80,11 +78,8 @@ def server_launch(
     else:
         _on_cpu(given, config, max_context)
     given.pass_on(config.sglang.sglang_args)
-    env = base_environment(installed)
-    if installed.cuda and gpus:
-        env["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, gpus))
     url = f"http://{host}:{port}" if machines.rank == 0 else ""
-    return Launch((installed.python, "-m", "sglang.launch_server", *given.argv), env, url)
+    return Launch((installed.python, "-m", "sglang.launch_server", *given.argv), base_environment(installed), url)
 
 
 def tensor_parallel(config: Config, installed: Installed) -> int:

@@ -65,7 +65,9 @@ def router_part(config: Config) -> Part | None:
     return "smg" if kind == "smg" else "router"
 
 
-def router_launch(config: Config, installed: Installed, *, port: int, metrics_port: int) -> Launch:
+def router_launch(
+    config: Config, installed: Installed, *, port: int, metrics_port: int, host: str = LOOPBACK
+) -> Launch:
     """The router process, on two free ports.
 
     Raises EnvironmentMissing if the router is not installed, LaunchRefused for a policy that no router has.
@@ -80,9 +82,9 @@ def router_launch(config: Config, installed: Installed, *, port: int, metrics_po
             "--router-policy least_loaded is the generate stage's own; choose another one, or add --router none"
         )
     given = Arguments(installed, part)
-    given.give("host", LOOPBACK)
+    given.give("host", host)
     given.give("port", port)
-    given.give("prometheus-host", LOOPBACK)
+    given.give("prometheus-host", host)
     given.give("prometheus-port", metrics_port)
     given.give("policy", _NAMES.get(policy, policy))
     if policy == "session":
@@ -94,7 +96,9 @@ def router_launch(config: Config, installed: Installed, *, port: int, metrics_po
     _health(given, config)
     _successor(given, config)
     given.pass_on(config.router.router_args)
-    return Launch((installed.python, "-m", _MODULE[part], *given.argv), base_environment(installed), _url(port))
+    return Launch(
+        (installed.python, "-m", _MODULE[part], *given.argv), base_environment(installed), f"http://{host}:{port}"
+    )
 
 
 def _health(given: Arguments, config: Config) -> None:
@@ -138,7 +142,3 @@ def require_router(part: Part, installed: Installed) -> None:
         f"sglang-router is not installed in the environment of {installed.python}; run `make sglang-env`, or add "
         "--router none, where the generate stage chooses the engine"
     )
-
-
-def _url(port: int) -> str:
-    return f"http://{LOOPBACK}:{port}"

@@ -65,7 +65,7 @@ class ShardedCritic:
         self.packing: Packing = loaded.packing
         self.vocab_size = loaded.vocab_size
         self._numerator = ValueNumerator(config.value_clip)
-        self._crew = sharding.mesh.dp_group
+        self._dp_group = sharding.mesh.dp_group
         self.updater = ShardedUpdater(self.model, critic_train_config(config, train), None, sharding.mesh)
 
     def values(self, batches: Sequence[MicroBatch]) -> list[Float32Array]:
@@ -77,7 +77,7 @@ class ShardedCritic:
                 if not batch.blank:
                     out.append(values.cpu().numpy())
         reshard(self._root)
-        return out if self._crew.speaks else []
+        return out if self._dp_group.is_mp_src_rank else []
 
     def backward(self, batches: Sequence[MicroBatch]) -> None:
         """Add the gradient of the micro-batches' numerators, and their sums."""

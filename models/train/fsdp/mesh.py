@@ -1,7 +1,7 @@
-"""Which processes share parameters, which share sequences, and who speaks for whom.
+"""Which processes hold parameters together, which the tokens of a sequence, and which hand in results.
 
-Ranks are laid out as [share of the micro-batches, part of its tokens]: the processes of a context-parallel group follow
-each other. Parameters are sharded over runs of `fsdp_shard_size` consecutive ranks; runs hold equal copies.
+Ranks are laid out as [data-parallel rank, context-parallel rank]: the processes of a context-parallel group follow each
+other. Parameters are sharded over runs of `fsdp_shard_size` consecutive ranks; runs hold equal copies.
 
 Invariant: every size divides what it must, or `TrainConfigInvalid` is raised before any process waits for another.
 """
@@ -37,8 +37,8 @@ class Sizes:
         return self.world // self.shard
 
     @property
-    def shares(self) -> int:
-        """Shares of the micro-batches."""
+    def dp_size(self) -> int:
+        """Data-parallel ranks, each with micro-batches of its own."""
         return self.world // self.context
 
 
@@ -88,14 +88,12 @@ class Mesh:
             self.parameters = init_device_mesh(device.type, shape, mesh_dim_names=("replicate", "shard"))
         self.context: Any | None = None  # the group that shares the tokens of this process's sequences
         if sizes.context > 1:
-            shape = (sizes.shares, sizes.context)
-            self.context = init_device_mesh(device.type, shape, mesh_dim_names=("share", "context")).get_group(
-                "context"
-            )
+            shape = (sizes.dp_size, sizes.context)
+            self.context = init_device_mesh(device.type, shape, mesh_dim_names=("dp", "cp")).get_group("context")
         self.dp_group: DpGroup = DistributedDpGroup(
             dp_rank=self.rank // sizes.context,
-            dp_size=sizes.shares,
-            speaks=self.rank % sizes.context == 0,
+            dp_size=sizes.dp_size,
+            is_mp_src_rank=self.rank % sizes.context == 0,
             gloo=self.gloo,
         )
 

@@ -3,7 +3,7 @@
 Invariants:
 - every process runs every micro-batch that it is given, blank ones too: a forward or backward pass gathers parameters
   and adds gradients over all processes;
-- gradients are sums over all shares when `update` is called; it divides once;
+- gradients are sums over all data-parallel ranks when `update` is called; it divides once;
 - loading checks everything that it can before it changes anything.
 """
 
@@ -111,12 +111,12 @@ class FsdpModels:
         score = self._of_policy if model == "policy" else self._of_reference
         found = [(batch, score(batch)) for batch in batches]
         self._give_back()
-        return [one.cpu().numpy() for batch, one in found if not batch.blank and self.dp_group.speaks]
+        return [one.cpu().numpy() for batch, one in found if not batch.blank and self.dp_group.is_mp_src_rank]
 
-    def backward(self, batches: Sequence[MicroBatch], facts: StepStatistics, totals: StepTotals) -> None:
+    def backward(self, batches: Sequence[MicroBatch], statistics: StepStatistics, totals: StepTotals) -> None:
         """Add the gradient of the micro-batches' numerators to the parameters, and their sums to `totals`."""
         scored = self._reference_is_due(batches)
-        if not self.dp_group.speaks:
+        if not self.dp_group.is_mp_src_rank:
             totals = StepTotals()
         for batch in batches:
             ref_log_probs = self._of_reference(batch) if scored else None
@@ -124,7 +124,7 @@ class FsdpModels:
             if batch.blank:
                 log_probs.backward(torch.zeros_like(log_probs))  # the others wait for this process's part of the sums
                 continue
-            self._numerator(batch.members, log_probs, entropy, facts, totals, ref_log_probs).backward()
+            self._numerator(batch.members, log_probs, entropy, statistics, totals, ref_log_probs).backward()
         self._give_back()
 
     def _reference_is_due(self, batches: Sequence[MicroBatch]) -> bool:

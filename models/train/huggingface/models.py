@@ -105,7 +105,7 @@ class TorchModels:
         with torch.no_grad():
             return [score(batch.rows)[0].cpu().numpy() for batch in batches if not batch.blank]
 
-    def backward(self, batches: Sequence[MicroBatch], facts: StepStatistics, totals: StepTotals) -> None:
+    def backward(self, batches: Sequence[MicroBatch], statistics: StepStatistics, totals: StepTotals) -> None:
         """Add the gradient of the micro-batches' numerators to the parameters, and their sums to `totals`."""
         for batch in batches:
             if batch.blank:
@@ -115,12 +115,12 @@ class TorchModels:
             if self._score_reference is not None and batch.members[0].ref_log_probs is None:
                 with torch.no_grad():
                     ref_log_probs, _ = self._score_reference(batch.rows)
-            self._numerator(batch.members, log_probs, entropy, facts, totals, ref_log_probs).backward()
+            self._numerator(batch.members, log_probs, entropy, statistics, totals, ref_log_probs).backward()
 
     # ------------------------------------------------------------------ the update
 
     def update(self, denominator: float, *, lr_scale: float = 1.0) -> UpdateResult:
-        """Sum the gradients over the shares, divide, clip, update; or refuse. Clears the gradients."""
+        """Sum the gradients over data-parallel ranks, divide, clip, update; or refuse. Clears the gradients."""
         self.dp_group.all_reduce_gradients([parameter for _, parameter in self.updater.named_parameters])
         return self.updater.apply(denominator, lr_scale=lr_scale)
 

@@ -50,12 +50,12 @@ def into_critic(chunks: Sequence[Any], *, seed: int, device: torch.device) -> No
 class MegatronCritic:
     """`CriticModel` over the chunks of this process."""
 
-    def __init__(self, trained: TrainedChunks, pipeline: Pipeline, *, value_clip: float, speaks: bool) -> None:
+    def __init__(self, trained: TrainedChunks, pipeline: Pipeline, *, value_clip: float, is_mp_src_rank: bool) -> None:
         self.trained = trained
         self._pipeline = pipeline
         self._numerator = ValueNumerator(value_clip)
-        self._unspoken = ValueNumerator(value_clip)  # sums of a process that does not speak
-        self._speaks = speaks
+        self._unused = ValueNumerator(value_clip)  # sums of a process whose results another one hands in
+        self._is_mp_src_rank = is_mp_src_rank
 
     def _values(self, hidden: Tensor, inputs: ModelInputs) -> Tensor:
         """V [N] before each chosen token, on the last stage; differentiable. Collective over its tensor ranks."""
@@ -65,12 +65,12 @@ class MegatronCritic:
         return of_all_tokens(model.output_layer(chosen), inputs, model.pg_collection.cp)
 
     def values(self, batches: Sequence[MicroBatch]) -> list[Float32Array]:
-        """V before each chosen token, one array [N] per micro-batch; nothing in a process that does not speak."""
+        """V before each chosen token, one array [N] per micro-batch; nothing without `is_mp_src_rank`."""
         found: dict[int, Float32Array] = {}
 
         def keep(number: int, hidden: Tensor, inputs: ModelInputs) -> None:
             values = self._values(hidden, inputs)
-            if self._speaks:
+            if self._is_mp_src_rank:
                 found[number] = values.float().cpu().numpy()
 
         self._pipeline.score(batches, keep)
@@ -78,7 +78,7 @@ class MegatronCritic:
 
     def backward(self, batches: Sequence[MicroBatch]) -> None:
         """Add the gradient of the micro-batches' numerators, and their sums."""
-        sums = self._numerator if self._speaks else self._unspoken
+        sums = self._numerator if self._is_mp_src_rank else self._unused
 
         def numerator(number: int, hidden: Tensor, inputs: ModelInputs) -> Tensor:
             values = self._values(hidden, inputs)

@@ -3,7 +3,7 @@
 Invariants:
 - every process builds, loads and trains its own part, and takes part in every collective;
 - the policy and the reference share one set of parameters in turn, the critic has its own;
-- only the process that speaks for its share adds to totals and hands out log-probs.
+- only the process that hands in its data-parallel rank's results adds to totals and hands out log-probs.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from models.train.megatron.forward import TokenScorer
 from models.train.megatron.inputs import ModelInputs
 from models.train.megatron.loading import LoadedChunks, Source, load_chunks, load_weights_of, read_source
 from models.train.megatron.optimizer import TrainedChunks, check_optimizer
-from models.train.megatron.processes import build_crew, build_layout
+from models.train.megatron.processes import build_dp_group, build_layout
 from models.train.megatron.reference import SwappedReference
 from models.train.megatron.schedule import Pipeline
 from models.train.model_set import Counters, Scored
@@ -57,7 +57,7 @@ class MegatronModels:
         self._async_save = async_save
         self.spec = spec
         self.sizes = build_layout(spec)
-        self.dp_group = build_crew(spec)
+        self.dp_group = build_dp_group(spec)
         self.device = pick_device(spec.train.train_device)
         source = read_source(spec.train.hf_checkpoint, "hf_checkpoint")
         self.hf_config = source.config
@@ -103,7 +103,9 @@ class MegatronModels:
         into_critic(loaded.chunks, seed=spec.seed, device=self.device)
         trained = TrainedChunks(loaded.chunks, critic_train_config(spec.critic, spec.train), spec, None)
         pipeline = self._make_pipeline(trained, loaded)
-        self.critic = MegatronCritic(trained, pipeline, value_clip=spec.critic.value_clip, speaks=self.dp_group.speaks)
+        self.critic = MegatronCritic(
+            trained, pipeline, value_clip=spec.critic.value_clip, is_mp_src_rank=self.dp_group.is_mp_src_rank
+        )
         self.vocab_size = min(self.vocab_size, loaded.vocab_size)
         return packing.both(loaded.packing)
 
@@ -159,7 +161,7 @@ class MegatronModels:
     # ------------------------------------------------------------------ passes
 
     def log_probs(self, batches: Sequence[MicroBatch], model: Scored = "policy") -> list[Float32Array]:
-        """Of the chosen tokens, one array [N] per micro-batch; nothing in a process that does not speak.
+        """Of the chosen tokens, one array [N] per micro-batch; nothing without `is_mp_src_rank`.
 
         Raises `BackendMisuse`.
         """
@@ -176,15 +178,15 @@ class MegatronModels:
         def keep(number: int, hidden: Tensor, inputs: ModelInputs) -> None:
             assert self._score is not None
             log_probs, _ = self._score(hidden, inputs)
-            if self.dp_group.speaks:
+            if self.dp_group.is_mp_src_rank:
                 found[number] = log_probs.cpu().numpy()
 
         self._pipeline.score(batches, keep)
         return [found[number] for number in sorted(found)]
 
-    def backward(self, batches: Sequence[MicroBatch], facts: StepStatistics, totals: StepTotals) -> None:
-        """Add the gradient of the micro-batches' numerators, and their sums to `totals` where this process speaks."""
-        sums = totals if self.dp_group.speaks else StepTotals()
+    def backward(self, batches: Sequence[MicroBatch], statistics: StepStatistics, totals: StepTotals) -> None:
+        """Add the gradient of the micro-batches' numerators; `is_mp_src_rank` also adds their sums to `totals`."""
+        sums = totals if self.dp_group.is_mp_src_rank else StepTotals()
 
         def numerator(number: int, hidden: Tensor, inputs: ModelInputs) -> Tensor:
             assert self._score is not None
@@ -193,7 +195,7 @@ class MegatronModels:
                 log_probs, _ = self._score(hidden, inputs)
                 return log_probs.sum() * 0.0
             log_probs, entropy = self._score(hidden, inputs, entropy=self._numerator.entropy)
-            return self._numerator(batch.members, log_probs, entropy, facts, sums)
+            return self._numerator(batch.members, log_probs, entropy, statistics, sums)
 
         self._pipeline.train(batches, numerator)
 

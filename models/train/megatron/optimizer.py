@@ -1,4 +1,4 @@
-"""The chunks of one trained model: gradients summed over the shares once a step, and the update of Megatron's AdamW.
+"""The chunks of one trained model: gradients summed over data-parallel ranks once a step, and Megatron's AdamW.
 
 Invariants:
 - gradients arrive as sums of numerators; they are summed over all processes and divided by the step's denominator
@@ -53,8 +53,8 @@ class TrainedChunks:
         from megatron.core.distributed import finalize_model_grads
 
         lr = learning_rate(self.updates, self._train, self._total_steps) * lr_scale
-        # Over the shares; norms of queries and keys, and what is cut along the sequence, over tensor ranks too; a tied
-        # embedding over the first and the last stage.
+        # Over data-parallel ranks; norms of queries and keys, and what is cut along the sequence, over tensor ranks
+        # too; a tied embedding over the first and the last stage.
         finalize_model_grads(self.wrapped)
         self.optimizer.prepare_grads()
         norm = float(self.optimizer.get_grad_norm()) / denominator

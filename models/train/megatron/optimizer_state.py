@@ -13,7 +13,7 @@ Megatron-core 0.16.1 has functions for this, which are not used:
 - an optimizer that made no update yet cannot be saved or loaded (AssertionError);
 - `fully_sharded_model_space`, which needs no gathering, is refused by its own loader;
 - groups and step counts are stored as process 0 has them, where other pipeline stages may have others (experts);
-- every process of a replica holds the whole gathered state; here each holds its share.
+- every process of a replica holds the whole gathered state; here each holds its shard.
 
 Invariants: what is saved is a private copy or a live tensor of this process; each tensor has one owner, who writes it;
 step counts are restored as tensors of their own.

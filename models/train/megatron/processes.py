@@ -1,10 +1,10 @@
 """From the processes of torch.distributed's default group to Megatron's parallel layout, and to the trainer's
-data-parallel group.
+`DpGroup`.
 
 Invariants:
 - the layout is built once for its sizes; asking for the same again changes nothing;
-- a share of the micro-batches belongs to one data-parallel replica: tensor, pipeline and context ranks of a replica
-  compute it together, and the one that holds the log-probs first speaks for it.
+- micro-batches are assigned to data-parallel ranks: tensor, pipeline and context ranks of one compute them together,
+  and the process that has the log-probs first (`is_mp_src_rank`: the last stage's) hands in the results.
 """
 
 from __future__ import annotations
@@ -148,11 +148,11 @@ def build_layout(spec: TrainSpec) -> ParallelSizes:
     return sizes
 
 
-def build_crew(spec: TrainSpec) -> DistributedDpGroup:
-    """The dp_group of the layout that was built; collective."""
+def build_dp_group(spec: TrainSpec) -> DistributedDpGroup:
+    """The data-parallel group of the layout that was built; collective."""
     from megatron.core import parallel_state as ps
 
-    speaks = (
+    is_mp_src_rank = (
         ps.is_pipeline_last_stage(ignore_virtual=True)
         and ps.get_tensor_model_parallel_rank() == 0
         and ps.get_context_parallel_rank() == 0
@@ -160,7 +160,7 @@ def build_crew(spec: TrainSpec) -> DistributedDpGroup:
     return DistributedDpGroup(
         dp_rank=ps.get_data_parallel_rank(),
         dp_size=ps.get_data_parallel_world_size(),
-        speaks=speaks,
+        is_mp_src_rank=is_mp_src_rank,
         gloo=torch.distributed.new_group(
             backend="gloo", timeout=timedelta(minutes=spec.parallel.distributed_timeout_minutes)
         ),

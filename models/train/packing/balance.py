@@ -1,11 +1,11 @@
-"""Sequences are assigned to the shares of a data-parallel group: balanced by estimated FLOPs, each share packed into
+"""Sequences are assigned to data-parallel ranks, balanced by estimated FLOPs, and those of each rank are packed into
 micro-batches.
 
 Invariants:
-- pure, and a function of its arguments alone: every process finds the same shares;
-- every sequence lies in exactly one micro-batch of one share;
-- all shares have equally many micro-batches, some of them blank: collectives inside a model (sharded parameters,
-  experts, pipelines) need every process to run as often as the others.
+- pure, and a function of its arguments alone: every process finds the same assignment;
+- every sequence lies in exactly one micro-batch of one data-parallel rank;
+- all data-parallel ranks have equally many micro-batches, some of them blank: collectives inside a model (sharded
+  parameters, experts, pipelines) need every process to run as often as the others.
 """
 
 from __future__ import annotations
@@ -37,46 +37,46 @@ class MicroBatch:
         return not self.members
 
 
-def assign(tokens: Sequence[Ids], prompts: Sequence[int], packing: Packing, shares: int) -> list[list[Layout]]:
-    """Micro-batches of each share for all of these sequences; their number may still differ."""
-    if shares == 1:
+def assign(tokens: Sequence[Ids], prompts: Sequence[int], packing: Packing, dp_size: int) -> list[list[Layout]]:
+    """Micro-batches of each data-parallel rank for all of these sequences; their number may still differ."""
+    if dp_size == 1:
         return [plan(tokens, prompts, packing)]
     assigned = []
-    for items in balance(tokens, prompts, packing, shares):
+    for items in balance(tokens, prompts, packing, dp_size):
         layouts = plan([tokens[item] for item in items], [prompts[item] for item in items], packing)
         assigned.append([layout.renumbered(items) for layout in layouts])
     return assigned
 
 
-def balance(tokens: Sequence[Ids], prompts: Sequence[int], packing: Packing, shares: int) -> list[list[int]]:
-    """Indices of the sequences of each share: longest processing time first (Graham 1969), or by number.
+def balance(tokens: Sequence[Ids], prompts: Sequence[int], packing: Packing, dp_size: int) -> list[list[int]]:
+    """Indices of the sequences of each data-parallel rank: longest processing time first (Graham 1969), or by number.
 
     Sequences that are computed together stay together. The cost is that of `Packing.cost`.
     """
     units = sorted(units_of(tokens, prompts, packing), key=lambda unit: (-unit.length, unit.members))
-    loads = [(0.0, share) for share in range(shares)]
-    assigned: list[list[int]] = [[] for _ in range(shares)]
+    loads = [(0.0, dp_rank) for dp_rank in range(dp_size)]
+    assigned: list[list[int]] = [[] for _ in range(dp_size)]
     for unit in units:
-        load, share = heapq.heappop(loads)
-        assigned[share].extend(unit.members)
+        load, dp_rank = heapq.heappop(loads)
+        assigned[dp_rank].extend(unit.members)
         cost = packing.cost(unit.length) if packing.balance else len(unit.members)
-        heapq.heappush(loads, (load + cost, share))
+        heapq.heappush(loads, (load + cost, dp_rank))
     return assigned
 
 
-def assign_layouts(layouts: Sequence[Layout], packing: Packing, shares: int) -> list[list[Layout]]:
-    """Micro-batches that are there already, equally many to each share, in turns and back from the costliest on."""
+def assign_layouts(layouts: Sequence[Layout], packing: Packing, dp_size: int) -> list[list[Layout]]:
+    """Micro-batches that are there already, equally many to each rank, in turns and back from the costliest on."""
     ordered = sorted(layouts, key=lambda layout: -len(layout.rows) * packing.cost(layout.row_length))
-    assigned: list[list[Layout]] = [[] for _ in range(shares)]
+    assigned: list[list[Layout]] = [[] for _ in range(dp_size)]
     for at, layout in enumerate(ordered):
-        turn, place = divmod(at, shares)
-        assigned[place if turn % 2 == 0 else shares - 1 - place].append(layout)
+        turn, place = divmod(at, dp_size)
+        assigned[place if turn % 2 == 0 else dp_size - 1 - place].append(layout)
     return assigned
 
 
-def micro_batches(assigned: Sequence[Sequence[Layout]], examples: Sequence[Example], share: int) -> list[MicroBatch]:
-    """Those of one share, blank ones behind, as many as the longest share has."""
-    own = [micro_batch(layout, examples) for layout in assigned[share]]
+def micro_batches(assigned: Sequence[Sequence[Layout]], examples: Sequence[Example], dp_rank: int) -> list[MicroBatch]:
+    """Those of one data-parallel rank, blank ones behind, as many as the one with most has."""
+    own = [micro_batch(layout, examples) for layout in assigned[dp_rank]]
     missing = max(len(layouts) for layouts in assigned) - len(own)
     return own + [blank(examples)] * missing if missing else own
 

@@ -42,7 +42,7 @@ class Packing:
     quadratic_tokens: int = 512  # row length at which attention costs as much as everything else
     max_sequences: int | None = None  # of a micro-batch, instead of the budget
     row_multiple: int = 1  # row lengths are rounded up to multiples of it
-    balance: bool = True  # by cost, where several processes share the work; else by number
+    balance: bool = True  # by cost, where there are several data-parallel ranks; else by number
 
     def cost(self, length: int) -> float:
         """Relative cost of a row of `length` tokens."""

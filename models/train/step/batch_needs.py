@@ -21,11 +21,11 @@ class BatchNeeds:
     """What must be there before the first backward pass of a batch."""
 
     whole_batch: bool = False
-    anchor: bool = False  # log-probs under the weights of the batch's start
+    old_log_probs: bool = False  # log-probs under the weights of the batch's start
     values: bool = False  # of a critic
     advantages: bool = False  # of tokens, decided over the whole batch
     student_is_sampler: bool = False  # the policy that KL in the reward and distillation speak of is mu
-    facts: Need = "none"  # of each optimizer step
+    statistics: Need = "none"  # of each optimizer step
 
 
 def uses_reference(algorithm: AlgorithmConfig, loss_type: str) -> bool:
@@ -68,26 +68,26 @@ def batch_needs(
         return BatchNeeds(whole_batch=several)
     recomputes = correction.mode != "bypass" and not correction.loglinear
     if loss_type == "custom_loss":  # its groups stay together, which only the whole batch shows
-        return BatchNeeds(whole_batch=True, anchor=recomputes and steps > 1)
+        return BatchNeeds(whole_batch=True, old_log_probs=recomputes and steps > 1)
     opd = opd_coefficient(algorithm, distill) is not None
     subtracts_kl = reward_kl(algorithm)
     values = algorithm.advantage_estimator == "ppo"
     advantages = (
         opd or subtracts_kl or bool(algorithm.normalize_advantages) or algorithm.advantage_estimator in TOKEN_ESTIMATORS
     )
-    facts = needs(algorithm, correction)
-    anchor = facts != "none" or (recomputes and (steps > 1 or opd or subtracts_kl))
+    statistics = needs(algorithm, correction)
+    old_log_probs = statistics != "none" or (recomputes and (steps > 1 or opd or subtracts_kl))
     return BatchNeeds(
-        whole_batch=several or anchor or advantages or values,
-        anchor=anchor,
+        whole_batch=several or old_log_probs or advantages or values,
+        old_log_probs=old_log_probs,
         values=values,
         advantages=advantages,
         student_is_sampler=not recomputes,
-        facts=facts,
+        statistics=statistics,
     )
 
 
 def critic_only(needed: BatchNeeds, algorithm: AlgorithmConfig, distill: DistillConfig) -> BatchNeeds:
     """The needs of a batch in which the policy is not trained."""
     student = reward_kl(algorithm) or opd_coefficient(algorithm, distill) is not None
-    return replace(needed, anchor=student and not needed.student_is_sampler, facts="none")
+    return replace(needed, old_log_probs=student and not needed.student_is_sampler, statistics="none")

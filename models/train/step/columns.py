@@ -28,7 +28,7 @@ def float_column(parts: Sequence[Float32Array | None], device: torch.device) -> 
     """One flat fp32 tensor [N] on the device from the values of each example. Raises `BackendMisuse` for a gap."""
     present = [part for part in parts if part is not None]
     if len(present) != len(parts):
-        raise BackendMisuse("some examples of a batch have anchors and others not; begin a new batch")
+        raise BackendMisuse("some examples of a batch have old log-probs and others not; begin a new batch")
     if not present:
         return torch.zeros(0, device=device)
     return torch.from_numpy(np.concatenate(present).astype(np.float32, copy=False)).to(device)
@@ -51,14 +51,14 @@ def policy_tokens(
     *,
     bypass: bool,
     device: torch.device,
-    facts: StepStatistics,
+    statistics: StepStatistics,
     entropy: Tensor | None = None,
     ref_log_probs: Tensor | None = None,
 ) -> PolicyTokens:
     """The tokens of `examples` with `log_probs` [N] under the current weights.
 
-    The anchor is mu with `bypass`, else the one stored, else the current weights: with one step per batch they are
-    those of its start. `ref_log_probs`: those of the examples unless given.
+    Old log-probs are mu with `bypass`, else those stored, else those of the current weights: with one step per batch
+    they are those of its start. `ref_log_probs`: those of the examples unless given.
     """
     counts = token_counts(examples)
     rollout_log_probs = float_column([example.rollout_log_probs for example in examples], device)
@@ -79,7 +79,7 @@ def policy_tokens(
         staleness=torch.from_numpy(np.concatenate([np.zeros(0, np.int64), *stale])).to(device),
         rejected=torch.tensor([example.rejected for example in examples], dtype=torch.bool, device=device),
         kept_scale=_scale(examples, device),
-        facts=facts,
+        statistics=statistics,
     )
 
 

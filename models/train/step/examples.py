@@ -4,8 +4,8 @@ Invariants:
 - a rollout's trainable tokens are counted over all its sequences, which therefore arrive in one call;
 - a sequence without a trainable token counts in the sizes and costs no forward pass;
 - values at masked positions are dropped here: nothing later can see them;
-- what is decided before the first backward pass of a batch is written into the examples: `anchors` fills in what models
-  say of them, `whole_batch` what follows from all of them together.
+- what is decided before the first backward pass of a batch is written into the examples: `old_log_probs` fills in what
+  models say of them, `whole_batch` what follows from all of them together.
 """
 
 from __future__ import annotations

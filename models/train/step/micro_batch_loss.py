@@ -50,7 +50,7 @@ class PolicyNumerator:
         members: Sequence[Example],
         log_probs: Tensor,
         entropy: Tensor | None,
-        facts: StepStatistics,
+        statistics: StepStatistics,
         totals: StepTotals,
         ref_log_probs: Tensor | None = None,
     ) -> Tensor:
@@ -65,7 +65,7 @@ class PolicyNumerator:
             log_probs,
             bypass=self._correction.mode == "bypass",
             device=device,
-            facts=facts,
+            statistics=statistics,
             entropy=entropy,
             ref_log_probs=ref_log_probs,
         )

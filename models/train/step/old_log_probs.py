@@ -35,8 +35,8 @@ class OldLogProbPass:
     def fill(self, assigned: Assigned, needs: BatchNeeds) -> None:
         """Fill in what `needs` asks for, and the reference's log-probs if there is one."""
         models = self._models
-        if needs.anchor:
-            self._score(assigned, models.log_probs, lambda example, found: _anchor(example, found, needs))
+        if needs.old_log_probs:
+            self._score(assigned, models.log_probs, lambda example, found: _set_old(example, found, needs))
         if models.has_reference:
             self._score(assigned, lambda own: models.log_probs(own, "reference"), _set("ref_log_probs"))
         if needs.values and models.critic is not None:
@@ -92,7 +92,7 @@ def _set(field: str) -> Write:
     return write
 
 
-def _anchor(example: Example, values: Any, needs: BatchNeeds) -> None:
+def _set_old(example: Example, values: Any, needs: BatchNeeds) -> None:
     example.current_log_probs = values
     if not needs.student_is_sampler:
         example.old_log_probs = values

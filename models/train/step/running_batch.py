@@ -2,8 +2,8 @@
 
 Two ways, chosen by `needs.BatchNeeds`:
 - streaming (one step, nothing needed of the whole batch): forward and backward run as sequences arrive;
-- whole batch: anchors run as sequences arrive; at the first step the batch is completed (advantages, the cut into
-  steps), and each step gets its facts before its first backward pass.
+- whole batch: old log-probs are computed as sequences arrive; at the first step the batch is completed (advantages, the
+  cut into steps), and each step gets its statistics before its first backward pass.
 
 Invariant: which micro-batches are formed, and when, changes no sum.
 """
@@ -58,7 +58,7 @@ class RunningBatch:
         self, models: ModelSet, rules: Rules, needs: BatchNeeds, *, steps: int, train_policy: bool = True
     ) -> None:
         self._models = models
-        self._anchors = OldLogProbPass(models, bootstrap=rules.bootstrap)
+        self._old_log_probs = OldLogProbPass(models, bootstrap=rules.bootstrap)
         self._rules = rules
         self._needs = needs
         self._steps = steps
@@ -69,7 +69,7 @@ class RunningBatch:
         self._completed = False
         self._first = True  # no step has been made
         self._pending = Pending()  # for backward
-        self._unanchored = Pending()  # of a whole batch, what still lacks anchors
+        self._unscored = Pending()  # of a whole batch, what still lacks old log-probs
         self._begin_step(StepSize())
         self._batch_metrics: dict[str, float] = {}
 
@@ -78,7 +78,7 @@ class RunningBatch:
         self._totals = StepTotals()
         self._staleness_sum = 0.0
         self._examples: list[Example] = []  # of the running step of a whole batch
-        self._facts = StepStatistics()
+        self._statistics = StepStatistics()
 
     @property
     def steps_due(self) -> int:
@@ -97,7 +97,7 @@ class RunningBatch:
         examples = [example for rollout in rollouts for example in rollout.examples]
         if self._needs.whole_batch:
             self._rollouts.extend(rollouts)
-            self._unanchored.extend(examples)
+            self._unscored.extend(examples)
         else:
             self._size += total_size(rollouts)
             self._take(examples)
@@ -111,8 +111,8 @@ class RunningBatch:
         """Run what is possible: full micro-batches, or all."""
         packing, shares = self._models.packing, self._models.dp_group.dp_size
         if self._needs.whole_batch and not self._completed:
-            if assigned := self._unanchored.take(packing, shares, everything=everything):
-                self._anchors.fill(assigned, self._needs)
+            if assigned := self._unscored.take(packing, shares, everything=everything):
+                self._old_log_probs.fill(assigned, self._needs)
         elif self._rules.whole_groups:
             self._backward(whole_groups(self._pending.take_all(), packing, shares))
         else:
@@ -123,7 +123,7 @@ class RunningBatch:
             return
         own = micro_batches(assigned.shares, assigned.examples, self._models.dp_group.dp_rank)
         if self._train_policy:
-            self._models.backward(own, self._facts, self._totals)
+            self._models.backward(own, self._statistics, self._totals)
         if self._models.critic is not None:
             self._models.critic.backward(own)
         self._totals.count(own)
@@ -142,7 +142,7 @@ class RunningBatch:
         return StepWork(self._size, self._totals, self._staleness_sum, kept)
 
     def _complete(self) -> None:
-        """The batch is there: run the last anchors, decide what is decided over all of it, cut it into steps."""
+        """The batch is there: compute the last old log-probs, decide what hangs on all of it, cut it into steps."""
         self.work(everything=True)
         rules = self._rules
         examples = [example for rollout in self._rollouts for example in rollout.examples]
@@ -154,16 +154,16 @@ class RunningBatch:
         self._completed = True
 
     def _next_part(self) -> None:
-        """Make the next part of the batch the running step, and establish its facts."""
+        """Make the next part of the batch the running step, and establish its statistics."""
         rules = self._rules
         self._begin_step(total_size(self._parts[0]))
         self._examples = [example for rollout in self._parts[0] for example in rollout.examples]
         self._take(self._examples)
-        if self._needs.facts == "none":
+        if self._needs.statistics == "none":
             return
-        if self._needs.facts == "current" and not self._first:
-            self._anchors.refresh(self._examples)
-        self._facts = write_step_statistics(self._examples, rules.algorithm, rules.correction, rules.aggregation)
+        if self._needs.statistics == "current" and not self._first:
+            self._old_log_probs.refresh(self._examples)
+        self._statistics = write_step_statistics(self._examples, rules.algorithm, rules.correction, rules.aggregation)
 
     def decided_metrics(self, mean_denominator: float) -> dict[str, float]:
         """Metrics of what was decided for the batch, for the running step."""

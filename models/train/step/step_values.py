@@ -1,7 +1,7 @@
-"""Facts of one optimizer step, written into its examples. Nothing here runs a model.
+"""Statistics of one optimizer step, written into its examples. Nothing here runs a model.
 
-Invariant: every process of a data-parallel group computes the facts of all sequences of the step, from the same numbers
-in the same order, so that no decision differs between them.
+Invariant: every process computes the statistics of all sequences of the step, from the same numbers in the same
+order, so that no decision differs between them.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def write_step_statistics(
     """Facts of the step that `examples` are; sets `rejected` and `kept_scale` of each.
 
     The examples hold `current_log_probs` (under the weights of the step's start) and, unless the mode has no such
-    anchor, `old_log_probs`.
+    `old_log_probs`.
     """
     tokens, rollout = _tokens_of_step(examples, correction)
     if correction.rejects and correction.rs_unit == "rollout":
@@ -51,7 +51,7 @@ def _tokens_of_step(examples: Sequence[Example], correction: Correction) -> tupl
     sampler = [example.rollout_log_probs for example in examples]
     current = [e.rollout_log_probs if e.current_log_probs is None else e.current_log_probs for e in examples]
     old = [c if e.old_log_probs is None else e.old_log_probs for e, c in zip(examples, current, strict=True)]
-    anchor = sampler if correction.mode == "bypass" else old
+    used = sampler if correction.mode == "bypass" else old
     stale = [np.zeros(len(e.chosen), np.int64) if e.staleness is None else e.staleness for e in examples]
     counts = token_counts(examples)
     keys = np.array([e.key for e in examples], dtype=np.int64).reshape(-1, 2)
@@ -59,7 +59,7 @@ def _tokens_of_step(examples: Sequence[Example], correction: Correction) -> tupl
     mu = _column(sampler, np.float32)
     tokens = PolicyTokens(
         log_probs=_column(current, np.float32),
-        old_log_probs=_column(anchor, np.float32),
+        old_log_probs=_column(used, np.float32),
         rollout_log_probs=mu,
         advantages=_column([example.advantages for example in examples], np.float32),
         mask=torch.ones(len(mu), dtype=torch.bool),

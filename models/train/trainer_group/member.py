@@ -55,7 +55,7 @@ class Member:
         self, config: Config, dp_group: DpGroup, *, leads: bool, send_weights: SendWeights = run_to_end
     ) -> None:
         self._config = _for_this_rank(config)
-        self._crew, self._leads, self._send_weights = dp_group, leads, send_weights
+        self._dp_group, self._leads, self._send_weights = dp_group, leads, send_weights
         self._copies = config.train.train_backend == "torch"
         self._trainer: Trainer | None = None
 
@@ -67,7 +67,7 @@ class Member:
         """Make the call. What the trainer raises propagates."""
         if isinstance(call, Setup):
             total = self._config.rollout.num_rollout or 0
-            made = build_member(self._config, total, self._crew)
+            made = build_member(self._config, total, self._dp_group)
             made.setup()
             self._trainer = made
             return Done()

@@ -45,7 +45,9 @@ def run_rank(spec: RankSpec) -> None:
     with ExitStack() as stack:
         control_group = _find_others(spec, config, timeout_s)
         stack.callback(distributed.destroy_process_group)
-        dp_group = DistributedDpGroup(dp_rank=spec.rank, dp_size=spec.processes, speaks=True, gloo=control_group.gloo)
+        dp_group = DistributedDpGroup(
+            dp_rank=spec.rank, dp_size=spec.processes, is_mp_src_rank=True, gloo=control_group.gloo
+        )
         if not control_group.leads:
             Follower(control_group, Member(config, dp_group, leads=False)).run()
             return

@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from models.algorithms.step_statistics import step_statistics
 
 from configs.schema.algorithm import AlgorithmConfig
 from models.algorithms.correction import ImportanceWeights, importance_weights, log_weight_of
@@ -16,7 +15,8 @@ from models.algorithms.losses import policy_loss_of, ppo_clip
 from models.algorithms.modes import Correction
 from models.algorithms.objective import policy_objective
 from models.algorithms.opsm import drifted_negatives
-from models.algorithms.prox import alpha, loglinear_anchor, with_anchor
+from models.algorithms.prox import alpha, loglinear_old_log_probs, with_old_log_probs
+from models.algorithms.step_statistics import step_statistics
 from models.algorithms.tokens import PolicyTokens
 
 STALENESS = torch.tensor([0, 1, 1, 2, 3, 0, 1, 4])
@@ -70,8 +70,8 @@ def test_weights_against_the_current_policy(f, close) -> None:  # type: ignore[n
 
 def test_batch_normalised_weights_have_mean_one(f) -> None:  # type: ignore[no-untyped-def]
     correction = Correction("decoupled", True, high=1.2, batch_normalize=True)
-    facts = step_statistics(f.tokens(), PPO, correction)
-    loss = policy_objective(f.tokens(facts=facts), PPO, correction, ppo_clip).loss
+    statistics = step_statistics(f.tokens(), PPO, correction)
+    loss = policy_objective(f.tokens(statistics=statistics), PPO, correction, ppo_clip).loss
     plain = ppo_clip(f.tokens(), PPO).loss
     factor = (loss / plain)[f.mask]
     assert float(factor.mean()) == pytest.approx(1.0)
@@ -107,26 +107,28 @@ def test_alpha_of_both_conventions() -> None:
 
 def test_fresh_tokens_are_anchored_on_the_sampler(f) -> None:  # type: ignore[no-untyped-def]
     sampler = torch.where(f.mask, f.mu, 0.0)
-    assert torch.equal(loglinear_anchor(f.tokens(), "next_version"), sampler)
+    assert torch.equal(loglinear_old_log_probs(f.tokens(), "next_version"), sampler)
     fresh = f.tokens(staleness=torch.zeros(8, dtype=torch.int64))
-    assert torch.equal(loglinear_anchor(fresh, "areal"), sampler)
+    assert torch.equal(loglinear_old_log_probs(fresh, "areal"), sampler)
     attached = f.tokens(f.theta.clone().requires_grad_(), staleness=STALENESS)
-    assert not loglinear_anchor(attached, "next_version").requires_grad
+    assert not loglinear_old_log_probs(attached, "next_version").requires_grad
 
 
 def test_the_anchor_follows_the_mode(f) -> None:  # type: ignore[no-untyped-def]
-    assert torch.equal(with_anchor(f.tokens(), Correction("bypass", False)).old_log_probs, f.mu)
+    assert torch.equal(with_old_log_probs(f.tokens(), Correction("bypass", False)).old_log_probs, f.mu)
     for mode in ("decoupled", "onpolicy"):
-        assert torch.equal(with_anchor(f.tokens(), Correction(mode, False)).old_log_probs, f.old)  # type: ignore[arg-type]
+        assert torch.equal(with_old_log_probs(f.tokens(), Correction(mode, False)).old_log_probs, f.old)  # type: ignore[arg-type]
     # The log-linear anchor is that of decoupled mode only.
-    assert torch.equal(with_anchor(f.tokens(), Correction("bypass", False, prox="loglinear")).old_log_probs, f.mu)
+    assert torch.equal(
+        with_old_log_probs(f.tokens(), Correction("bypass", False, prox="loglinear")).old_log_probs, f.mu
+    )
 
 
 def test_the_log_linear_anchor_moves_with_the_current_policy(f) -> None:  # type: ignore[no-untyped-def]
     """At every optimizer step, while the age of a token stays that of the batch's start."""
     correction = Correction("decoupled", True, prox="loglinear")
-    before = with_anchor(f.tokens(staleness=STALENESS), correction).old_log_probs
-    after = with_anchor(f.tokens(f.theta + 0.3, staleness=STALENESS), correction).old_log_probs
+    before = with_old_log_probs(f.tokens(staleness=STALENESS), correction).old_log_probs
+    after = with_old_log_probs(f.tokens(f.theta + 0.3, staleness=STALENESS), correction).old_log_probs
     share = alpha(STALENESS, "next_version") * f.mask
     torch.testing.assert_close(after - before, 0.3 * share)
 

@@ -1,7 +1,7 @@
 """Worked numbers of fixture F to six digits: losses, gradients, weights, statistics, anchors, KL.
 
-Everything goes the way of a run: configuration structs, resolved correction, facts of the step, objective. `null` is a
-masked token, which must be exactly 0 in loss and gradient.
+Everything goes the way of a run: configuration structs, resolved correction, statistics of the step, objective. `null`
+is a masked token, which must be exactly 0 in loss and gradient.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 import torch
-from models.algorithms.step_statistics import kept_scale, needs, step_statistics
 from torch import Tensor
 
 from configs.schema.algorithm import AlgorithmConfig
@@ -22,9 +21,10 @@ from models.algorithms.kl import kl_to_reference, sampling_ratio
 from models.algorithms.losses import policy_loss_of
 from models.algorithms.modes import Correction, resolve_correction
 from models.algorithms.objective import policy_objective
-from models.algorithms.prox import alpha, with_anchor
+from models.algorithms.prox import alpha, with_old_log_probs
 from models.algorithms.rejection import rejection_of, statistic
 from models.algorithms.rules import RejectionRule
+from models.algorithms.step_statistics import kept_scale, needs, step_statistics
 from models.algorithms.tokens import PolicyTokens
 
 GOLDEN = json.loads((Path(__file__).parent / "golden" / "fixture_f.json").read_text())
@@ -43,14 +43,14 @@ def correction_of(values: dict[str, Any], loss: str) -> Correction:
 
 
 def prepared(f, case: dict[str, Any], theta: Tensor, aggregation: str):  # type: ignore[no-untyped-def]
-    """Tokens with the facts of the step, configuration and correction of a case."""
+    """Tokens with the statistics of the step, configuration and correction of a case."""
     algorithm = AlgorithmConfig(**{"policy_loss": "ppo", **case["algorithm"]})
     correction = correction_of(case.get("correction", {}), algorithm.policy_loss)
     stale = torch.tensor([int(v) for v in flat(case["staleness"])]) if "staleness" in case else None
     columns: dict[str, Any] = {"staleness": stale}
     if needs(algorithm, correction) != "none":
         step = f.tokens(theta.detach(), **columns)
-        columns["facts"] = step_statistics(step, algorithm, correction)
+        columns["statistics"] = step_statistics(step, algorithm, correction)
         if correction.renormalize:
             columns["kept_scale"] = kept_scale(step, torch.tensor([7, 3]), aggregation, correction)
     return f.tokens(theta, **columns), algorithm, correction
@@ -106,7 +106,7 @@ def test_rejection_masks(f, case: dict[str, Any]) -> None:  # type: ignore[no-un
 def test_log_linear_anchor(f, close) -> None:  # type: ignore[no-untyped-def]
     golden = GOLDEN["anchors"]
     correction = Correction("decoupled", True, prox="loglinear")
-    tokens = with_anchor(f.tokens(staleness=VERSIONS), correction)
+    tokens = with_old_log_probs(f.tokens(staleness=VERSIONS), correction)
     close(alpha(VERSIONS, "next_version"), flat(golden["alpha"]))
     close(tokens.old_log_probs, flat(golden["old"]))
     weight = importance_weights(tokens, correction, log_weight_of(tokens, correction)).weight * f.mask

@@ -10,7 +10,6 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from models.algorithms.step_statistics import step_statistics
 from torch import Tensor
 
 from configs.schema.algorithm import AlgorithmConfig
@@ -18,6 +17,7 @@ from models.algorithms.losses import policy_loss_of
 from models.algorithms.modes import Correction
 from models.algorithms.objective import policy_objective
 from models.algorithms.rules import parse_rules
+from models.algorithms.step_statistics import step_statistics
 
 STEP = 1e-6
 ON_POLICY = Correction("onpolicy", False)
@@ -84,10 +84,10 @@ def central_differences(f, function: Callable[[Tensor], Tensor]) -> Tensor:  # t
 @pytest.mark.parametrize("name", list(LOSSES))
 def test_every_loss(f, name: str) -> None:  # type: ignore[no-untyped-def]
     config = LOSSES[name]
-    facts = step_statistics(f.tokens(), config, BYPASS)
+    statistics = step_statistics(f.tokens(), config, BYPASS)
     oracle = frozen_losses(f, config)
     theta = f.theta.clone().requires_grad_()
-    loss = policy_loss_of(config.policy_loss)(f.tokens(theta, facts=facts), config).loss
+    loss = policy_loss_of(config.policy_loss)(f.tokens(theta, statistics=statistics), config).loss
     assert float(loss.detach().sum()) == pytest.approx(float(oracle(f.theta)), abs=1e-12)
     loss.sum().backward()
     assert theta.grad is not None
@@ -115,23 +115,27 @@ def test_corrections_scale_the_gradient_and_have_none(f, loss: str, name: str) -
     """Against a fixed anchor no weight depends on theta, so plain differences of the whole loss must agree."""
     config, correction = LOSSES[loss], CORRECTIONS[name]
     stale = STALENESS
-    facts = step_statistics(f.tokens(staleness=stale), config, correction)
+    statistics = step_statistics(f.tokens(staleness=stale), config, correction)
     function = policy_loss_of(config.policy_loss)
 
     def gradient(chosen: Correction) -> Tensor:
         theta = f.theta.clone().requires_grad_()
-        policy_objective(f.tokens(theta, staleness=stale, facts=facts), config, chosen, function).loss.sum().backward()
+        policy_objective(
+            f.tokens(theta, staleness=stale, statistics=statistics), config, chosen, function
+        ).loss.sum().backward()
         assert theta.grad is not None
         return theta.grad
 
     def value(theta: Tensor) -> Tensor:
-        return policy_objective(f.tokens(theta, staleness=stale, facts=facts), config, correction, function).loss.sum()
+        return policy_objective(
+            f.tokens(theta, staleness=stale, statistics=statistics), config, correction, function
+        ).loss.sum()
 
     if loss != "cispo":  # its factor is detached and moves with theta
         torch.testing.assert_close(gradient(correction), central_differences(f, value), atol=1e-8, rtol=1e-7)
     if loss == "gspo":  # one ratio for all: a token's weight reaches the gradient of its neighbours
         return
-    tokens = f.tokens(staleness=stale, facts=facts)
+    tokens = f.tokens(staleness=stale, statistics=statistics)
     base = function(tokens, config).loss
     whole = policy_objective(tokens, config, correction, function).loss
     factor = torch.where(base != 0, whole / torch.where(base != 0, base, 1.0), 0.0)

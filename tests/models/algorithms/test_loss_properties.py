@@ -8,7 +8,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from models.algorithms.step_statistics import kept_scale, rejected_siblings, step_statistics
 from torch import Tensor
 
 from configs.schema.algorithm import POLICY_LOSSES, SAMPLER_LOSSES, AlgorithmConfig
@@ -18,6 +17,7 @@ from models.algorithms.metrics import MetricTotals
 from models.algorithms.modes import Correction
 from models.algorithms.objective import Objective, policy_objective
 from models.algorithms.rules import parse_rules
+from models.algorithms.step_statistics import kept_scale, rejected_siblings, step_statistics
 from models.algorithms.tokens import PolicyTokens
 
 CLIPPED = AlgorithmConfig(
@@ -86,10 +86,10 @@ def changed(tokens: PolicyTokens, **changes: object) -> PolicyTokens:
     return dataclasses.replace(tokens, **changes)  # type: ignore[arg-type]
 
 
-def with_facts(tokens: PolicyTokens, config: AlgorithmConfig, correction: Correction) -> PolicyTokens:
+def with_statistics(tokens: PolicyTokens, config: AlgorithmConfig, correction: Correction) -> PolicyTokens:
     """As if `tokens` were the whole step, in which all sequences belong to one rollout."""
     one = torch.zeros(tokens.n_sequences, dtype=torch.int64)
-    tokens = changed(tokens, facts=step_statistics(tokens, config, correction))
+    tokens = changed(tokens, statistics=step_statistics(tokens, config, correction))
     tokens = changed(tokens, rejected=rejected_siblings(tokens, one, correction))
     return changed(tokens, kept_scale=kept_scale(tokens, one, "rollout_mean", correction))
 
@@ -140,8 +140,8 @@ def test_masked_tokens_are_invisible(case: Case, poison: float) -> None:
     bad = torch.full_like(tokens.log_probs, poison)
     names = ("log_probs", "old_log_probs", "rollout_log_probs", "advantages", "ref_log_probs")
     poisoned = changed(tokens, **{name: torch.where(tokens.mask, getattr(tokens, name), bad) for name in names})
-    clean, dirty = with_facts(tokens, config, correction), with_facts(poisoned, config, correction)
-    assert dirty.facts == clean.facts
+    clean, dirty = with_statistics(tokens, config, correction), with_statistics(poisoned, config, correction)
+    assert dirty.statistics == clean.statistics
     found = loss_of(dirty, correction, config)
     assert torch.equal(found, loss_of(clean, correction, config))
     assert (found[~tokens.mask] == 0).all()
@@ -160,8 +160,8 @@ def test_order_of_tokens_and_sequences_does_not_matter(case: Case, random: objec
     index = torch.tensor(order)
     moved = {name: getattr(tokens, name)[index] for name in COLUMNS}
     shuffled = changed(tokens, sequence=torch.tensor(names)[tokens.sequence][index], **moved)
-    straight, other = with_facts(tokens, config, correction), with_facts(shuffled, config, correction)
-    assert other.facts.m2po_bound == straight.facts.m2po_bound
+    straight, other = with_statistics(tokens, config, correction), with_statistics(shuffled, config, correction)
+    assert other.statistics.m2po_bound == straight.statistics.m2po_bound
     torch.testing.assert_close(loss_of(other, correction, config), loss_of(straight, correction, config)[index])
 
 
@@ -171,7 +171,7 @@ def test_any_split_into_micro_batches_gives_the_same(case: Case) -> None:
     """Facts of the whole step in each part: losses, gradients, kept tokens and metrics are those of the whole."""
     tokens, config, correction = case
     weights = torch.linspace(0.3, 1.0, len(tokens.mask), dtype=torch.float64) * tokens.mask
-    whole = with_facts(tokens, config, correction)
+    whole = with_statistics(tokens, config, correction)
     assert whole.rejected is not None
     assert whole.kept_scale is not None
     totals, pieces, gradients, kept = MetricTotals(), [], [], []
@@ -226,7 +226,7 @@ def test_clip_is_a_pessimistic_bound(tokens: PolicyTokens) -> None:
 )
 def test_huge_log_ratios_stay_finite(case: Case, column: str, shift: float) -> None:
     tokens, config, correction = case
-    far = with_facts(changed(tokens, **{column: getattr(tokens, column) + shift}), config, correction)
+    far = with_statistics(changed(tokens, **{column: getattr(tokens, column) + shift}), config, correction)
     assert torch.isfinite(loss_of(far, correction, config)).all()
     assert torch.isfinite(gradient_of(far, correction, config)).all()
     totals = MetricTotals()
@@ -280,7 +280,7 @@ def test_sign_of_the_gradient_follows_the_advantage(loss: str, tokens: PolicyTok
 @given(cases())
 def test_fully_masked_and_empty_input(case: Case) -> None:
     tokens, config, correction = case
-    dark = with_facts(changed(tokens, mask=torch.zeros_like(tokens.mask)), config, correction)
+    dark = with_statistics(changed(tokens, mask=torch.zeros_like(tokens.mask)), config, correction)
     objective = objective_of(dark, correction, config)
     assert (objective.loss == 0).all()
     assert not objective.kept.any()
@@ -328,7 +328,7 @@ def test_nan_at_a_trained_token_is_never_hidden(f, loss: str, column: str) -> No
             read |= {"rollout_log_probs"} if correction.mode != "onpolicy" else {"old_log_probs"}
             read |= {"old_log_probs"} if correction.mode == "decoupled" and not correction.loglinear else set()
             if column in read:
-                whole = with_facts(tokens, CONFIGS[loss], correction)
+                whole = with_statistics(tokens, CONFIGS[loss], correction)
                 loss_here = loss_of(whole, correction, CONFIGS[loss])[index]
                 gradient = gradient_of(whole, correction, CONFIGS[loss])
                 assert not (torch.isfinite(loss_here) and torch.isfinite(gradient).all()), correction
@@ -339,6 +339,6 @@ def test_nan_at_a_trained_token_is_never_hidden(f, loss: str, column: str) -> No
 def test_inputs_are_not_changed_in_place(case: Case) -> None:
     tokens, config, correction = case
     before = {name: value.clone() for name, value in tokens.__dict__.items() if isinstance(value, Tensor)}
-    gradient_of(with_facts(tokens, config, correction), correction, config)
+    gradient_of(with_statistics(tokens, config, correction), correction, config)
     for name, value in before.items():
         assert torch.equal(getattr(tokens, name), value)

@@ -44,7 +44,7 @@ def test_dual_clip_bounds_negative_tokens_only(f) -> None:  # type: ignore[no-un
 
 def test_what_the_other_losses_call_clipped(f) -> None:  # type: ignore[no-untyped-def]
     def sides(name: str, **values: float) -> tuple[list[int], list[int]]:
-        tokens = f.tokens(facts=StepStatistics(m2po_bound=0.1))
+        tokens = f.tokens(statistics=StepStatistics(m2po_bound=0.1))
         result = policy_loss_of(name)(tokens, AlgorithmConfig(policy_loss=name, **values))
         return result.clipped_high.nonzero().flatten().tolist(), result.clipped_low.nonzero().flatten().tolist()
 

@@ -7,7 +7,6 @@ import math
 
 import pytest
 import torch
-from models.algorithms.step_statistics import kept_scale, rejected_siblings
 
 from configs.schema.algorithm import AlgorithmConfig
 from models.algorithms.errors import InvalidRule
@@ -17,6 +16,7 @@ from models.algorithms.modes import Correction
 from models.algorithms.objective import policy_objective
 from models.algorithms.rejection import rejection_of
 from models.algorithms.rules import RejectionRule, parse_rule, parse_rules
+from models.algorithms.step_statistics import kept_scale, rejected_siblings
 
 
 def rejecting(*rules: str, **values: object) -> Correction:

@@ -17,7 +17,7 @@ from models.engines.protocol import EXPECTED_SGLANG
 from models.engines.serve import EngineServer
 from models.tiny import make_tiny_checkpoint
 from tests.models.engines.harness import EMBEDDED, SIMULATED, Capabilities, Target
-from tests.sglang_server import CONTEXT, RealServer
+from tests.sglang_server import CONTEXT, ON_SGLANG, RealServer
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -47,7 +47,7 @@ REAL = Capabilities(
     scores_at_temperature=False,
     aborts_while_paused=False,
 )
-ENGINES = ["embedded", "simulated", pytest.param("sglang", marks=pytest.mark.slow, id=f"sglang-{EXPECTED_SGLANG}")]
+ENGINES = ["embedded", "simulated", pytest.param("sglang", marks=ON_SGLANG, id=f"sglang-{EXPECTED_SGLANG}")]
 
 
 @pytest.fixture(params=ENGINES)

@@ -21,13 +21,13 @@ from models.engines.serve import EngineServer
 from tests.models.engines.conftest import REAL
 from tests.models.engines.forward_reference import by_one, by_spans
 from tests.models.engines.harness import EMBEDDED, Capabilities, Target, ask, until
-from tests.sglang_server import CONTEXT, RealServer
+from tests.sglang_server import CONTEXT, ON_SGLANG, RealServer
 
 TOLERANCE = 1e-5
 APART = 1e-3  # what two versions differ by, at the least, in most tokens
 LENGTH = 900  # no response is meant to get there: after the last update all are ended
 ENGINES = ["embedded"] + [
-    pytest.param(name, marks=pytest.mark.slow, id=f"{name}-{EXPECTED_SGLANG}") for name in ("sglang", "sglang_overlap")
+    pytest.param(name, marks=ON_SGLANG, id=f"{name}-{EXPECTED_SGLANG}") for name in ("sglang", "sglang_overlap")
 ]  # fmt: skip
 
 

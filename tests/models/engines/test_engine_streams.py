@@ -17,10 +17,10 @@ from models.engines.protocol import EXPECTED_SGLANG, GenerateOutput, VersionSpan
 from models.engines.serve import EngineServer
 from tests.models.engines.conftest import REAL
 from tests.models.engines.harness import EMBEDDED, SIMULATED, Capabilities, Target, ask, idle, post, until
-from tests.sglang_server import CONTEXT, RealServer
+from tests.sglang_server import CONTEXT, ON_SGLANG, RealServer
 
 REAL_STREAMS = [
-    pytest.param(name, marks=pytest.mark.slow, id=f"{name}-{EXPECTED_SGLANG}") for name in ("sglang", "sglang_overlap")
+    pytest.param(name, marks=ON_SGLANG, id=f"{name}-{EXPECTED_SGLANG}") for name in ("sglang", "sglang_overlap")
 ]
 STREAMS = [*itertools.product(("embedded", "simulated"), (False, True)), *REAL_STREAMS]
 INTERVAL = 8

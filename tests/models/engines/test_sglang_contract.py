@@ -22,9 +22,9 @@ from models.engines.protocol import EXPECTED_SGLANG, GenerateOutput, GenerateReq
 from tests.models.engines.conftest import REAL
 from tests.models.engines.forward_reference import by_one
 from tests.models.engines.harness import Target, ask, generating, idle, post, until
-from tests.sglang_server import CONTEXT, RealServer
+from tests.sglang_server import CONTEXT, ON_SGLANG, RealServer
 
-pytestmark = pytest.mark.slow
+pytestmark = ON_SGLANG
 TOLERANCE = 1e-5
 
 

@@ -96,6 +96,6 @@ def run(checkpoint: str, out: str, rank: int, world: int, rendezvous: str) -> No
         "gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=world, timeout=timedelta(seconds=60)
     )
     try:
-        train(Path(checkpoint), Path(out), rank, DistributedDpGroup(dp_rank=rank, dp_size=world, speaks=True))
+        train(Path(checkpoint), Path(out), rank, DistributedDpGroup(dp_rank=rank, dp_size=world, is_mp_src_rank=True))
     finally:
         torch.distributed.destroy_process_group()

@@ -116,7 +116,11 @@ def done() -> set[bytes]:
 
 
 # What one loss has trained need not be trained again under another name: tests of one estimator share `done`.
-ON_ONE_WORKER = [pytest.param(name, marks=pytest.mark.xdist_group(f"estimator {name}")) for name in ESTIMATORS]
+# All but the first are of the full tier: which losses and corrections there are is shown by one estimator.
+ON_ONE_WORKER = [
+    pytest.param(name, marks=[pytest.mark.xdist_group(f"estimator {name}"), *([pytest.mark.full] if at else [])])
+    for at, name in enumerate(ESTIMATORS)
+]
 
 
 @pytest.fixture

@@ -85,14 +85,14 @@ def test_one_process_alone_is_its_own_sum() -> None:
 
 
 class Trio(DistributedDpGroup):
-    """The second of three processes; the first two compute one share together, and the first speaks for it."""
+    """The second of three processes; the first two are one data-parallel rank, whose results the first hands in."""
 
     def __init__(self, first: bytes, third: bytes) -> None:
-        self.processes, self.dp_rank, self.dp_size, self.speaks = 3, 0, 2, False
-        self._others, self._speakers = (first, third), [0, 2]
+        self.processes, self.dp_rank, self.dp_size, self.is_mp_src_rank = 3, 0, 2, False
+        self._others, self._sources = (first, third), [0, 2]
 
     def _gather_bytes(self, data: bytes) -> list[bytes]:
-        assert data == b""  # who does not speak sends nothing
+        assert data == b""  # only source ranks send anything
         return [self._others[0], data, self._others[1]]
 
 

@@ -47,10 +47,10 @@ def counted(backend: Any) -> list[bool]:
 def test_both_ways_make_the_same_update(backend, sequences, run_step, monkeypatch: pytest.MonkeyPatch) -> None:  # type: ignore[no-untyped-def]
     batch = sequences(7)
     streaming = run_step(backend(max_tokens_per_gpu=48), [batch[:4], batch[4:]], flush=True)
-    for anchor in (False, True):
+    for recomputed in (False, True):
         monkeypatch.setattr(
             "models.train.trainer.batch_needs",
-            lambda *_, anchor=anchor, **__: BatchNeeds(whole_batch=True, anchor=anchor),
+            lambda *_, recomputed=recomputed, **__: BatchNeeds(whole_batch=True, old_log_probs=recomputed),
         )
         whole = run_step(backend(max_tokens_per_gpu=64), [batch[:4], batch[4:]])
         assert whole[0]["train/loss"] == pytest.approx(streaming[0]["train/loss"], abs=1e-6)

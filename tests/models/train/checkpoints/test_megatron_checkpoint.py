@@ -14,6 +14,7 @@ import pytest
 from checkpoint_rig import RUNS, make_models, work
 from safetensors.torch import load_file
 
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("checkpoints")]
 # What depends on how the shares were packed.
 PACKING = {"train/micro_batches", "train/padding_frac", "train/shared_prompt_frac"}
 DEADLINE_S = 240
@@ -104,7 +105,6 @@ def differences(root: Path, name: str) -> dict[str, float]:
     return out
 
 
-@pytest.mark.slow
 def test_resuming_in_another_layout_is_not_stopping(runs: Path) -> None:
     for name in RESUMED:
         found = differences(runs, name)
@@ -113,14 +113,12 @@ def test_resuming_in_another_layout_is_not_stopping(runs: Path) -> None:
         assert len(found) > 50
 
 
-@pytest.mark.slow
 def test_a_step_count_that_parameters_share_would_be_seen(runs: Path) -> None:
     found = differences(runs, "tensor_at_spoilt")
     assert found["4/train/loss"] > 1e-4
     assert found["2/train/loss"] < 1e-5  # and not at once
 
 
-@pytest.mark.slow
 def test_what_is_on_disk(runs: Path) -> None:
     from transformers import AutoModelForCausalLM
 
@@ -140,12 +138,10 @@ def test_what_is_on_disk(runs: Path) -> None:
     assert max(sizes) < 1.5 * min(sizes)
 
 
-@pytest.mark.slow
 def test_a_save_that_was_begun_is_complete_when_the_process_has_ended(runs: Path) -> None:
     assert (runs / "states/last/megatron/state.json").exists()
 
 
-@pytest.mark.slow
 def test_what_cannot_be_loaded_says_why_and_changes_nothing(runs: Path) -> None:
     found = json.loads((runs / "out/faults.json").read_text())
     for name, words in {

@@ -12,7 +12,7 @@ from family_models import FAMILIES, log_probs, token_ids
 from family_worker import ENGINE
 from safetensors.torch import load_file
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("families")]
 
 TOLERANCE = 1e-5
 

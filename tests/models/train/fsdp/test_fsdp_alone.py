@@ -48,7 +48,7 @@ Make = Callable[..., Trainer]
 
 def test_sizes_divide_the_processes() -> None:
     sizes = sizes_of(FsdpConfig(fsdp_shard_size=2, fsdp_context_parallel_size=4), 8)
-    assert (sizes.replicas, sizes.shard, sizes.shares, sizes.context) == (4, 2, 2, 4)
+    assert (sizes.replicas, sizes.shard, sizes.dp_size, sizes.context) == (4, 2, 2, 4)
     assert sizes_of(FsdpConfig(), 6).shard == 6
     with pytest.raises(TrainConfigInvalid, match=r"--fsdp-shard-size 3 does not divide the 8 processes"):
         sizes_of(FsdpConfig(fsdp_shard_size=3), 8)

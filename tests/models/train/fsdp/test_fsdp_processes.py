@@ -22,7 +22,7 @@ from models.tiny import make_tiny_checkpoint
 # What depends on how the shares were packed.
 LAYOUT = {"train/micro_batches", "train/padding_frac", "train/shared_prompt_frac"}
 DEADLINE_S = 200
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("fsdp")]
 
 
 def make_checkpoints(root: Path) -> Path:

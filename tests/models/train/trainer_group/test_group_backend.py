@@ -154,7 +154,11 @@ def ranks_of(tiny: Path, tmp_path: Path, request: pytest.FixtureRequest) -> Iter
         yield running
 
 
-@pytest.mark.parametrize(("ranks_of", "rank"), [("torch", 0), ("torch", 1), ("fsdp", 1)], indirect=["ranks_of"])
+@pytest.mark.parametrize(
+    ("ranks_of", "rank"),
+    [("torch", 0), pytest.param("torch", 1, marks=pytest.mark.full), ("fsdp", 1)],
+    indirect=["ranks_of"],
+)
 def test_a_killed_rank_changes_no_bit(ranks_of: Ranks, tmp_path: Path, rank: int) -> None:
     ranks = ranks_of
     trainer_group = ranks.backend("unbroken")

@@ -8,11 +8,11 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from models.algorithms.step_statistics import m2po_bound, needs, squared_log_ratio, step_statistics
 
 from configs.schema.algorithm import AlgorithmConfig
 from models.algorithms.modes import Correction
 from models.algorithms.rules import parse_rules
+from models.algorithms.step_statistics import m2po_bound, needs, squared_log_ratio, step_statistics
 from models.algorithms.tokens import StepStatistics
 
 PPO = AlgorithmConfig(policy_loss="ppo")
@@ -27,16 +27,16 @@ RULES = parse_rules(["seq_mean_k1=0.9_1.1"])
         (PPO, TIS, "none"),
         (PPO, Correction("bypass", False), "none"),
         (M2PO, Correction("bypass", False), "current"),
-        (PPO, Correction("decoupled", True, batch_normalize=True), "anchor"),
+        (PPO, Correction("decoupled", True, batch_normalize=True), "old"),
         (PPO, Correction("decoupled", False, batch_normalize=True), "none"),
         (PPO, Correction("decoupled", True, batch_normalize=True, ratio="current"), "current"),
         (PPO, Correction("decoupled", True, batch_normalize=True, prox="loglinear"), "current"),
         (PPO, Correction("decoupled", True, batch_normalize=True, custom="my.weights:f"), "current"),
         (PPO, Correction("decoupled", True, rules=RULES), "none"),
-        (PPO, Correction("decoupled", True, rules=RULES, rs_unit="rollout"), "anchor"),
+        (PPO, Correction("decoupled", True, rules=RULES, rs_unit="rollout"), "old"),
         (PPO, Correction("bypass", False, rules=RULES, rs_unit="rollout"), "current"),
         (PPO, Correction("decoupled", True, rs_unit="rollout", renormalize=True), "none"),
-        (PPO, Correction("decoupled", True, veto=0.1, renormalize=True), "anchor"),
+        (PPO, Correction("decoupled", True, veto=0.1, renormalize=True), "old"),
     ],
 )
 def test_needs(algorithm: AlgorithmConfig, correction: Correction, expected: str) -> None:
@@ -48,7 +48,7 @@ def test_siblings_are_needed_only_where_rollouts_fan_out() -> None:
     assert needs(PPO, correction, fanned_out=False) == "none"
 
 
-def test_nothing_asked_for_gives_neutral_facts(f) -> None:  # type: ignore[no-untyped-def]
+def test_nothing_asked_for_gives_neutral_statistics(f) -> None:  # type: ignore[no-untyped-def]
     assert step_statistics(f.tokens(), PPO, TIS) == StepStatistics()
 
 

@@ -1,0 +1,170 @@
+"""Processes of a run on this machine: spawned, named, logged, ended with everything that they started.
+
+Invariants: each process leads a process group of its own, so that what it starts can be ended with it; its output goes
+to `logs/<name>.log`, its number to `replicas/<name>.pid`; the kernel ends it with this process, however this ends;
+after `stop_all` none is alive.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import re
+import signal
+import sys
+from contextlib import AbstractContextManager
+from pathlib import Path
+
+import pipeline
+from pipeline.hosts import die_with_parent as die_with_parent
+from pipeline.hosts.free_port import HOST, held_port
+from pipeline.hosts.launcher import ANYTHING, STOP_GRACE_S, ProcessSpec, ProcessState, Resources
+from pipeline.hosts.process_group import group_state, kill_group, living, remove, shared_files
+from pipeline.record.run_directory import RunDir
+
+GROUP_GONE_S = 5.0
+_TAIL_BYTES = 64 << 10
+# "torch.OutOfMemoryError: CUDA out of memory" with or without a time before it, and SGLang's word for a lost child.
+_ERROR = re.compile(r"^(?:\[[^\]]*\]\s*)?(?:(?:\w+\.)*\w*(?:Error|Exception): \S|.*\bcrashed with exit code\b).*")
+
+
+def child_environment(processes: int) -> dict[str, str]:
+    """Environment of worker processes: importable from the project and from where the user stands, few threads each."""
+    root = str(Path(pipeline.__file__).parent.parent)
+    paths = [root, os.getcwd(), *filter(None, [os.environ.get("PYTHONPATH")])]
+    threads = str(max(1, (os.cpu_count() or 1) // max(1, processes)))
+    return {
+        "OMP_NUM_THREADS": threads,
+        "TOKENIZERS_PARALLELISM": "false",
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join(paths),
+    }
+
+
+class LocalHandle:
+    """A process of this machine."""
+
+    def __init__(self, spec: ProcessSpec, process: asyncio.subprocess.Process, log: Path, log_start: int) -> None:
+        self.spec, self.log = spec, log
+        self.pid = process.pid  # also the number of its group
+        self._process, self._log_start = process, log_start
+        self._shared: set[Path] = set()  # what it would leave in shared memory
+
+    @property
+    def alive(self) -> bool:
+        return self._process.returncode is None
+
+    async def wait(self) -> int:
+        return await self._process.wait()
+
+    def serving(self) -> None:
+        self._shared.update(shared_files(self.pid))
+
+    def state(self) -> ProcessState | None:
+        return group_state(self.pid)
+
+    async def kill(self) -> int:
+        self.serving()
+        await self._kill_group()
+        return await self.wait()
+
+    async def stop(self) -> None:
+        """Waits for the end; unblocked by it, or by the grace's end, which kills it."""
+        if self.spec.sweep:
+            self.serving()
+        with contextlib.suppress(ProcessLookupError):  # it ended in between
+            self._process.send_signal(signal.SIGTERM if self.spec.grace_s else signal.SIGKILL)
+        ended = False
+        with contextlib.suppress(TimeoutError):  # then it is killed
+            async with asyncio.timeout(self.spec.grace_s or STOP_GRACE_S):
+                await self.wait()
+                ended = True
+        if self.spec.sweep or not ended:
+            await self._kill_group()
+
+    def last_words(self) -> str:
+        return last_words(self.log, self._log_start)
+
+    def last_error(self) -> str:
+        return last_error(self.log, self._log_start)
+
+    async def _kill_group(self) -> None:
+        """Waits until all of the group have ended, at most `GROUP_GONE_S` seconds: what they held is free then."""
+        kill_group(self.pid)
+        await self.wait()
+        with contextlib.suppress(TimeoutError):  # the kernel is not done with one of them; nothing more can be done
+            async with asyncio.timeout(GROUP_GONE_S):
+                while living(self.pid):  # noqa: ASYNC110  (a group announces nothing)
+                    await asyncio.sleep(0.01)
+        remove(self._shared)
+
+
+class LocalLauncher:
+    """Implements `Launcher`. `processes`: how many share the processors, for the number of threads of each."""
+
+    def __init__(self, rundir: RunDir, processes: int = 1) -> None:
+        self.rundir = rundir
+        self._environment = child_environment(processes)
+        self._handles: dict[str, LocalHandle] = {}
+
+    def address(self, name: str) -> str:
+        return HOST
+
+    def held_port(self, name: str, port: int = 0) -> AbstractContextManager[int]:
+        return held_port(port)
+
+    def alive(self, name: str) -> bool:
+        return name in self._handles and self._handles[name].alive
+
+    async def spawn(self, spec: ProcessSpec, resources: Resources = ANYTHING) -> LocalHandle:
+        env = {**(self._environment if spec.ours else os.environ), **spec.env}
+        if resources.gpus:
+            env["CUDA_VISIBLE_DEVICES"] = ",".join(resources.gpus)
+        path = self.rundir.logs / f"{spec.name}.log"
+        with path.open("ab") as log:
+            start = log.tell()
+            process = await asyncio.create_subprocess_exec(
+                *(sys.executable, "-IS", str(die_with_parent.__file__), str(os.getpid())),
+                *spec.argv,
+                stdin=asyncio.subprocess.DEVNULL,
+                stdout=log,
+                stderr=asyncio.subprocess.STDOUT,
+                env=env,
+                start_new_session=True,  # Ctrl-C is for the controller
+            )
+        handle = self._handles[spec.name] = LocalHandle(spec, process, path, start)
+        (self.rundir.specs / f"{spec.name}.pid").write_text(str(process.pid))
+        return handle
+
+    async def stop_all(self) -> None:
+        async with asyncio.TaskGroup() as tasks:
+            for handle in self._handles.values():
+                if handle.alive:
+                    tasks.create_task(handle.stop())
+
+
+def last_words(log: Path, start: int = 0) -> str:
+    """The last line of a log, from byte `start` on, that says something."""
+    lines = _lines(log, start)[-50:]
+    return lines[-1].split(": ", 1)[-1][:500] if lines else "no output"
+
+
+def last_error(log: Path, start: int = 0) -> str:
+    """The last line of a log that names an exception; without one its last words.
+
+    Servers of several processes say at the very end only that a child has failed.
+    """
+    for line in reversed(_lines(log, start)):
+        if _ERROR.match(line):
+            return line[:500]
+    return last_words(log, start)
+
+
+def _lines(log: Path, start: int) -> list[str]:
+    with contextlib.suppress(OSError), log.open("rb") as file:  # no log, no words
+        end = file.seek(0, os.SEEK_END)
+        file.seek(max(start, end - _TAIL_BYTES))
+        text = file.read().decode(errors="replace")
+        return [line.strip() for line in text.splitlines() if line.strip()]
+    return []

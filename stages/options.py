@@ -1,0 +1,28 @@
+"""What the runner tells a built-in stage beside the configuration. A custom stage gets the user's own mapping instead.
+
+Invariant: plain values that mean the same on every host, or name what a host of the trainer has.
+"""
+
+from __future__ import annotations
+
+from msgspec import Struct
+
+
+class TrainOptions(Struct, frozen=True, tag="train"):
+    """Where training starts, and where its weights and its ranks are met."""
+
+    start_step: int = 0
+    epoch: int = 0
+    resume_from: str | None = None  # checkpoint directory
+    slots: str = ""  # directory for the weight slots; none in supervised training
+    trainer_group: str = ""  # the rendezvous file of the ranks, if there are any
+
+
+class GenerateOptions(Struct, frozen=True, tag="generate"):
+    """What a replica has to know of the model before it asks for anything."""
+
+    max_context: int = 1 << 30
+    vocab_size: int | None = None
+
+
+StageOptions = TrainOptions | GenerateOptions
