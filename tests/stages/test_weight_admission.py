@@ -101,6 +101,25 @@ async def test_an_engine_that_is_started_anew_catches_up_by_differences(
         await one.landed(2)
 
 
+async def test_an_engine_that_was_left_in_the_middle_of_an_update_is_loaded_in_full(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What it carries may be a mixture, so that nothing is built on it: the trainer's slot, not the route's copy."""
+    async with following(tmp_path, monkeypatch) as (one, publisher):
+        slot = publish(one, publisher, 0)
+        await one.landed(0)
+        await one.lose_stage()
+        left = msgspec.structs.replace(one.entry(), state="updating", fetching=1)
+        one.rig.topic.publish("directory/engine-0", msgspec.msgpack.encode(left))
+        loads = record_loads(monkeypatch)
+        await one.start_stage()
+        await until(lambda: bool(one.stage.engines) and one.control().updates > 0)
+        assert loads == [str(slot)]
+        slot = publish(one, publisher, 1)
+        await one.landed(1)
+        assert loads[1:] != [str(slot)], "from then on by its route again"
+
+
 @pytest.mark.parametrize("same_machine", [True, False])
 async def test_without_a_way_the_slot_serves_or_nothing_changes(
     same_machine: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
