@@ -18,11 +18,10 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
-import time
 import uuid
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Final
 
 import msgspec
@@ -30,54 +29,23 @@ import numpy as np
 import numpy.typing as npt
 
 from configs.schema import Config
-from models.engines.errors import EngineAborted, EngineError, EngineRefused, EngineTimeout, EngineUnreachable
+from models.engines.errors import EngineError, EngineTimeout, EngineUnreachable
 from models.engines.noise import sample_seed
 from models.engines.protocol import GenerateRequest
 from stages.engine_entries import POLICY, RETRACTED
 from stages.ports import Topic
 from stages.sampling.attempt import Attempt
 from stages.sampling.engine_directory import EngineDirectory
+from stages.sampling.losses import LOSSES, Losses, UnknownPolicy
 from stages.sampling.requests import SampleRequest, ScoreRequest
 from stages.sampling.results import DRAINED, OUT_OF_TIME, SampleResult, failed
 from stages.sampling.routes import Route, RouteRequest, Routes
 
 log = logging.getLogger("sluice.sampler")
 
-TRANSIENT_STATUS: Final = (408, 425, 429)  # refusals that are no fault of the request
-LOSSES: Final = (EngineUnreachable, EngineTimeout, EngineAborted)
-FIRST_PAUSE_S: Final = 0.2  # before a lost request is sent again, doubled at each loss
-LONGEST_PAUSE_S: Final = 5.0
 REPORT_INTERVAL_S: Final = 1.0
 
 Emit = Callable[[int, SampleResult], None]
-
-
-class UnknownPolicy(EngineError):
-    """A name that none of the models asked here has."""
-
-    def __init__(self, name: str, known: Sequence[str]) -> None:
-        super().__init__(name, tuple(known))
-        self.name, self.known = name, tuple(known)
-
-    def __str__(self) -> str:
-        return f"no engine is called {self.name!r} here; the known names are {', '.join(self.known) or 'none'}"
-
-
-@dataclass
-class Losses:
-    """Of one member in one call, and until when the call may go on."""
-
-    deadline: float | None  # by the monotonic clock
-    count: int = 0
-    engine: str = ""  # that was lost last
-
-    @property
-    def left_s(self) -> float | None:
-        return None if self.deadline is None else self.deadline - time.monotonic()
-
-    def copy(self) -> Losses:
-        """Each member counts on from what the joint request lost."""
-        return replace(self)
 
 
 class Members:
@@ -188,7 +156,7 @@ class Sampler:
         """[n - start] log-probs. Raises the engine's error: there is nothing that could be kept."""
         if request.policy not in self.policies:
             raise UnknownPolicy(request.policy, self.policies)
-        losses = self._losses(request.deadline_s)
+        losses = Losses.until(request.deadline_s)
         need = RouteRequest(request.session, request.token_ids.tobytes(), 1, request.policy, goes_on=True)
         while True:
             try:
@@ -214,7 +182,7 @@ class Sampler:
 
     async def _answer(self, request: SampleRequest, emit: Emit) -> None:
         """Have each member emitted once."""
-        losses = self._losses(request.deadline_s)
+        losses = Losses.until(request.deadline_s)
         none: list[SampleResult] = [SampleResult()] * request.n
         if request.policy not in self.policies:
             for index, result in enumerate(none):
@@ -365,9 +333,6 @@ class Sampler:
 
     # ------------------------------------------------------------------ losses
 
-    def _losses(self, deadline_s: float | None) -> Losses:
-        return Losses(None if deadline_s is None else time.monotonic() + deadline_s)
-
     def _again(self, need: RouteRequest, losses: Losses, deadline_s: float | None) -> RouteRequest:
         """What is wanted of the next place after the losses so far."""
         return replace(
@@ -382,21 +347,16 @@ class Sampler:
         self, request: SampleRequest | ScoreRequest, losses: Losses, error: Exception, *, progress: bool
     ) -> bool:
         """Whether the call goes on after a failed request; if so, waits a little, longer each time."""
-        transient = isinstance(error, EngineRefused) and error.status in TRANSIENT_STATUS
-        if not transient and not isinstance(error, LOSSES):
+        if not losses.count_in(error, progress=progress):
             return False
-        if not (isinstance(error, EngineTimeout) and progress):
-            losses.count += 1
         if self.draining:
             return self._drains(request)  # the next try gives back what there is
-        pause_s = min(FIRST_PAUSE_S * 2 ** min(losses.count - 1, 10), LONGEST_PAUSE_S)
-        left_s = losses.left_s
-        if losses.count > self.rollout.max_retries if left_s is None else pause_s >= left_s:
+        if not losses.may_go_on(self.rollout.max_retries):
             return False
         self.retries += 1
         self._add("engine_retries", 1)
         log.info("a request is sent again: %s", error)
-        await asyncio.sleep(pause_s)
+        await asyncio.sleep(losses.pause_s)
         return True
 
     def _drains(self, request: SampleRequest | ScoreRequest) -> bool:

@@ -245,6 +245,13 @@ class World:
         assert isinstance(found, RolloutSlice)
         return found
 
+    async def whole(self, n: int) -> list[Sample]:
+        """The samples of a group, in as many slices as they may come."""
+        samples: list[Sample] = []
+        while len(samples) < n:
+            samples += (await self.answer()).samples
+        return sorted(samples, key=lambda sample: sample.index)
+
     async def ready(self) -> None:
         """Version 0 is everywhere, and everybody knows it."""
         self.weights.publish(0)

@@ -117,7 +117,7 @@ async def test_members_that_are_in_time_stay_and_the_rest_has_one_second_try(
         await world.ask(make_group(0, 8))
         await until(lambda: core_of(world.engines[0]).schedule.running > 0)
         core_of(world.engines[0]).schedule._writer._config = ENDLESS.simulated
-        samples = (await world.answer()).samples
+        samples = await world.whole(8)
         late = int(world.extra("deadline_replaced"))
         assert world.extra("deadline_truncated") == late
     assert 0 < late < 8

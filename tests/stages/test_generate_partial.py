@@ -106,15 +106,15 @@ async def test_members_that_had_finished_are_kept_whole(tmp_path: Path, monkeypa
         await until(lambda: partial.tokens == core.totals().generated_tokens)
         core_of(world.engines[1]).schedule.config = simulated(FAST_MS).simulated
         world.proxies[0].kill()
-        slice_ = await world.answer()
+        samples = await world.whole(6)
     first, *rest = log
     assert len(rest) == 6 - ended
-    whole = [s for s in slice_.samples if finished(first.outputs[s.index])]
+    whole = [s for s in samples if finished(first.outputs[s.index])]
     assert len(whole) == ended
     for sample in whole:
         assert numbers(sample.response_ids) == first.outputs[sample.index].output_ids
         assert (sample.status, sample.resumed, sample.reused_tokens) == ("completed", 0, 0)
-    for sample in (s for s in slice_.samples if s not in whole):
+    for sample in (s for s in samples if s not in whole):
         kept = first.outputs[sample.index].output_ids
         assert numbers(sample.response_ids)[: len(kept)] == kept
         assert (sample.status, sample.resumed, sample.reused_tokens) == ("completed", 1, len(kept))
@@ -189,7 +189,7 @@ async def test_an_engine_that_is_lost_twice_in_one_response_leaves_three_pieces(
 async def test_retries_of_a_turn_are_bounded_and_the_sample_fails_in_words(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("stages.sampling.sampler.FIRST_PAUSE_S", 0.0)
+    monkeypatch.setattr("stages.sampling.losses.FIRST_PAUSE_S", 0.0)
     log = record_exchanges(monkeypatch)
     async with generating(tmp_path, rollout={"max_retries": 2}, **SLOW) as world:
         await world.ready()
