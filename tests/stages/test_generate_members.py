@@ -1,4 +1,4 @@
-"""Members of a group: each leaves when it has ended, and gives its slot back; those that end together travel together."""
+"""Members of a group leave when they end, and give their slots back; those that end together travel together."""
 
 from __future__ import annotations
 
