@@ -25,6 +25,7 @@ from stages.engines.colocation import (
     holder,
     read_memory,
 )
+from stages.messages import EngineAddress
 from tests.stages.engine_rig import SLOW_MS, core_of, freeze, generating, simulated, token_versions
 from tests.stages.fleet_rig import Fleet, fleet
 from tests.stages.stage_rig import TOPIC, Rig, idle, make_config, make_group, until
@@ -190,6 +191,22 @@ async def test_an_engine_that_is_lost_is_not_waited_for(
         assert not acquiring.done()
         one.rig.lose_engine(1)
         await acquiring
+
+
+async def test_frozen_engines_keep_their_memory_and_are_not_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with fleet(tmp_path, monkeypatch) as one:
+        server = await one.engine(0)
+        judge = await one.stack.enter_async_context(
+            EngineServer(simulated(), str(one.bare), max_context_len=None, seed=9)
+        )
+        address = EngineAddress("frozen-judge", judge.url, 0, "judge")
+        one.rig.topic.publish("engine/frozen-judge", msgspec.msgpack.encode(address))
+        turn = await trainer(one.rig)
+        await handed_over(one, turn, 0)
+        await turn.acquire()
+        assert (away(server), away(judge)) == (GONE, set())
 
 
 async def test_an_engine_that_comes_up_in_the_trainers_turn_gives_its_memory_back_first(

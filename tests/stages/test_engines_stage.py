@@ -278,6 +278,7 @@ async def test_a_limit_that_follows_the_load_travels_in_the_entry(
         await idle()
         await watch.look(topic)
         assert one.entry().limit == 45, "its clients were told of retractions"
+        loaded.load = Load(token_usage=0.85, num_running_reqs=40)
         await watch.look(topic)
         assert one.entry().limit == 45, "each counts once"
         loaded.load = Load(token_usage=0.1)
