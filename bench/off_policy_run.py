@@ -31,7 +31,7 @@ from models.engines.text import TextCodec
 from models.tiny import make_tiny_checkpoint
 from models.train.build import build_backend
 from models.train.interface import TrainBackend, TrainSequence
-from models.weights.writer import SlotWriter
+from models.weights.shared_memory_writer import SlotWriter
 
 GROUPS, MEMBERS, LENGTH = 32, 8, 8
 HELD_OUT = 256
@@ -112,16 +112,16 @@ def configured(model: Path, flags: Sequence[str]) -> Config:
 def sequence(
     group: int, rollout: int, row: Row, ids: list[int], log_probs: list[float], advantage: float, version: int
 ) -> TrainSequence:
-    n = len(ids)
+    mask = np.repeat([0, 1], [len(row.ids), len(ids)])
     return TrainSequence(
         group_id=group,
         rollout_id=rollout,
         tokens=np.concatenate([row.ids, np.array(ids, dtype=np.int32)]),
-        response_length=n,
-        loss_mask=np.ones(n, dtype=np.uint8),
-        rollout_log_probs=np.array(log_probs, dtype=np.float32),
-        advantages=np.full(n, advantage, dtype=np.float32),
-        versions=np.full(n, version, dtype=np.int32),
+        prompt_length=len(row.ids),
+        loss_mask=mask.astype(np.uint8),
+        rollout_log_probs=np.array([0.0] * len(row.ids) + log_probs, dtype=np.float32),
+        advantages=(advantage * mask).astype(np.float32),
+        versions=np.where(mask, version, -1).astype(np.int32),
     )
 
 
@@ -228,7 +228,7 @@ def train(config: Config, backend: TrainBackend, sequences: list[TrainSequence],
     """Measure how far the policy has moved from the samplers of the batch, then train on it."""
     steps = config.train.num_steps_per_rollout or 1
     theta = np.concatenate(backend.logprobs(sequences)).astype(np.float64)
-    mu = np.concatenate([one.rollout_log_probs for one in sequences]).astype(np.float64)
+    mu = np.concatenate([one.rollout_log_probs[one.prompt_length :] for one in sequences]).astype(np.float64)
     log_ratio = np.clip(theta - mu, -20, 20)
     ratio = np.exp(log_ratio)
     curves.ess.append(float(ratio.sum() ** 2 / (ratio.size * np.square(ratio).sum())))

@@ -20,8 +20,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-import msgspec
-
 from bench.report import Document, Series, command, machine, print_table, write_json
 from configs.schema import Config
 from configs.schema.reward import RewardConfig
@@ -40,7 +38,7 @@ from transport import DeadLetter, Node, StreamSpec
 
 SPAWN = multiprocessing.get_context("spawn")
 MEMBERS = 8  # samples of a group
-TOKENS = 64
+PROMPT, TOKENS = 32, 64
 SENDERS = 64
 CONCURRENCY = 8  # groups that a replica has in work, as in a run
 WARM_UP_S = 5.0  # from the first grade to the start of the clock: all grader processes have started and imported
@@ -70,16 +68,17 @@ GRADERS: dict[str, Callable[[int], tuple[str, str]]] = {
 def make_slice(grader: str, number: int) -> RolloutSlice:
     """A group of finished rollouts, each with a response of its own."""
     response, label = GRADERS[grader](number)
-    group = PromptGroup(number, number, 0, "?", wire([1] * 32, Int32Array), label, MEMBERS, seed=number * MEMBERS)
+    group = PromptGroup(number, number, 0, "?", wire([], Int32Array), label, MEMBERS, seed=number * MEMBERS)
     samples = tuple(
         Sample(
             index=index,
             status="completed",
             response=f"try {index}: {response}",
-            response_ids=wire([7] * TOKENS, Int32Array),
-            loss_mask=wire([1] * TOKENS, UInt8Array),
-            rollout_log_probs=wire([-0.5] * TOKENS, Float32Array),
-            version_runs=(VersionRun(0, TOKENS),),
+            token_ids=wire([1] * PROMPT + [7] * TOKENS, Int32Array),
+            prompt_length=PROMPT,
+            loss_mask=wire([0] * PROMPT + [1] * TOKENS, UInt8Array),
+            log_probs=wire([0.0] * PROMPT + [-0.5] * TOKENS, Float32Array),
+            version_runs=(VersionRun(-1, PROMPT), VersionRun(0, TOKENS)),
             turns=1,
         )
         for index in range(MEMBERS)
@@ -87,14 +86,12 @@ def make_slice(grader: str, number: int) -> RolloutSlice:
     return RolloutSlice(group, samples)
 
 
-def replica(spec: bytes) -> None:
+def replica(spec: ReplicaSpec, config: Config) -> None:
     """One reward replica in this process, until it is killed."""
 
     async def main() -> None:
-        found = msgspec.json.decode(spec, type=ReplicaSpec)
-        config = msgspec.json.decode(Path(found.config).read_bytes(), type=Config)
-        async with Node("bench", found.replica) as node:
-            await run_replica(found, node, config)
+        async with Node("bench", spec.replica) as node:
+            await run_replica(spec, node, await node.topic(f"ipc://{spec.run_dir}/topic"), config)
 
     asyncio.run(main())
 
@@ -102,12 +99,9 @@ def replica(spec: bytes) -> None:
 @contextmanager
 def replicas(count: int, directory: Path, config: Config) -> Iterator[None]:
     """Processes of their own; ended with the block, and their grader processes with them."""
-    file = directory / "config.json"
-    file.write_bytes(msgspec.json.encode(config))
     processes: list[multiprocessing.process.BaseProcess] = []
     for index in range(count):
         spec = ReplicaSpec(
-            run_id="bench",
             stage="reward",
             replica=f"reward-{index}",
             path="stages.reward.stage:RewardStage",
@@ -115,13 +109,11 @@ def replicas(count: int, directory: Path, config: Config) -> Iterator[None]:
             replicas=count,
             concurrency=CONCURRENCY,
             run_dir=str(directory),
-            config=str(file),
-            topic=f"ipc://{directory}/topic",
             inlets={"in": PortSpec("reward", f"ipc://{directory}/reward", SLICE)},
             outlets={"out": PortSpec("group", f"ipc://{directory}/group", SLICE)},
             trace=False,
         )
-        processes.append(SPAWN.Process(target=replica, args=(msgspec.json.encode(spec),)))
+        processes.append(SPAWN.Process(target=replica, args=(spec, config)))
     try:
         for process in processes:
             process.start()

@@ -40,17 +40,17 @@ def recorded_batch(
         common, start = rng.normal(0.0, 0.5), rng.integers(3, vocabulary, size)
         for number in range(per_group):
             length = int(np.clip(response * np.exp(common + rng.normal(0.0, 0.62)), 4, longest - size))
-            advantage = rng.normal()
+            mask, advantage = np.repeat([0, 1], [size, length]), rng.normal()
             out.append(
                 TrainSequence(
                     group_id=group,
                     rollout_id=group * per_group + number,
                     tokens=np.concatenate([start, rng.integers(3, vocabulary, length)]).astype(np.int32),
-                    response_length=length,
-                    loss_mask=np.ones(length, dtype=np.uint8),
-                    rollout_log_probs=np.full(length, -np.log(vocabulary), dtype=np.float32),
-                    advantages=np.full(length, advantage, dtype=np.float32),
-                    versions=np.zeros(length, dtype=np.int32),
+                    prompt_length=size,
+                    loss_mask=mask.astype(np.uint8),
+                    rollout_log_probs=(-np.log(vocabulary) * mask).astype(np.float32),
+                    advantages=(advantage * mask).astype(np.float32),
+                    versions=(mask - 1).astype(np.int32),
                 )
             )
     return out
@@ -58,7 +58,7 @@ def recorded_batch(
 
 def ids_and_prompts(sequences: Sequence[TrainSequence]) -> tuple[list[Ids], list[int]]:
     """What packing and dealing ask for."""
-    return [one.tokens for one in sequences], [len(one.tokens) - one.response_length for one in sequences]
+    return [one.tokens for one in sequences], [one.prompt_length for one in sequences]
 
 
 @dataclass(frozen=True)
@@ -76,7 +76,7 @@ def work_of(sequences: Sequence[TrainSequence]) -> Work:
     tokens = pairs = 0
     seen: set[int] = set()
     for one in sequences:
-        prompt, response = len(one.tokens) - one.response_length, one.response_length - 1
+        prompt, response = one.prompt_length, one.response_length - 1
         if one.group_id not in seen:
             seen.add(one.group_id)
             tokens += prompt

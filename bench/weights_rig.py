@@ -39,7 +39,7 @@ from models.weights.buckets import TORCH_NAMES
 from models.weights.delta_mirror import DeltaMirror
 from models.weights.delta_store import DeltaStore
 from models.weights.layout import read_layout
-from models.weights.writer import SlotWriter
+from models.weights.shared_memory_writer import SlotWriter
 from stages.base import Activity
 from stages.engine_entries import KEYS, carrying
 from stages.engines.engine_control import EngineControl

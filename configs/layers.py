@@ -12,9 +12,10 @@ from typing import Any, Literal
 import msgspec
 from msgspec import Struct
 
-from configs.cli.flags import Flag, closest, flags, flags_by_key, show
+from configs.cli.flags import Flag, flags, flags_by_key, show
 from configs.errors import ConfigError
 from configs.schema import Config, StageConfig
+from configs.schema.did_you_mean import closest
 
 __all__ = ["Layer", "Loaded", "Origin", "StageEdit", "build", "given_by_difference", "merge", "refusal", "value_at"]
 

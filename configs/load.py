@@ -15,11 +15,12 @@ from typing import Any, Final
 import msgspec
 
 from configs.cli.command_line import Arguments, parse
-from configs.cli.flags import RefusedValue, closest, flags, flags_by_key
+from configs.cli.flags import RefusedValue, flags, flags_by_key
 from configs.errors import ConfigError
 from configs.layers import Layer, Loaded, Origin, merge, refusal, value_at
 from configs.presets import chosen_preset, fitted, preset_path
 from configs.schema import Config
+from configs.schema.did_you_mean import closest
 
 __all__ = [
     "CONFIG_FILE",

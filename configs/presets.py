@@ -13,9 +13,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
-from configs.cli.flags import closest, flags_by_key
+from configs.cli.flags import flags_by_key
 from configs.errors import ConfigError
 from configs.layers import Layer
+from configs.schema.did_you_mean import closest
 
 __all__ = ["MODELS", "chosen_preset", "fitted", "preset_names", "preset_path"]
 

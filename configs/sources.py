@@ -15,8 +15,8 @@ from typing import Any, Final
 import msgspec
 from msgspec import Struct
 
-from configs.cli.flags import closest
 from configs.schema import Config
+from configs.schema.did_you_mean import closest
 
 __all__ = [
     "BUILT_IN_DATA",

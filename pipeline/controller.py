@@ -19,18 +19,22 @@ import asyncio
 import contextlib
 import logging
 import signal
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
+
+import msgspec
 
 from configs.schema import Config
 from pipeline.errors import DrainTimeout
 from pipeline.graph import Graph
 from pipeline.hosts.launcher import Launcher
+from pipeline.hosts.rendezvous import CONFIG
 from pipeline.observe.monitor import Monitor
 from pipeline.observe.prometheus import endpoint
 from pipeline.observe.stats import STATS_PREFIX
 from pipeline.placement import Placement
 from pipeline.record.recorder import Recorder
 from pipeline.record.run_directory import RunDir
+from pipeline.stream_limits import stream_spec
 from pipeline.supervise.announce import Announcer
 from pipeline.supervise.restarts import Lifecycle
 from pipeline.supervise.runner import ProcessRunner, Runner, TaskRunner
@@ -41,7 +45,7 @@ from stages.ports import Ports
 from stages.prompts.ledger import LedgerSnapshot
 from stages.prompts.stage import Prompts, PromptStage
 from stages.prompts.staleness_gate import StalenessGate
-from transport import DeadLetter, Hub, Node, StreamSpec, TopicServer
+from transport import DeadLetter, Hub, Node, TopicServer
 
 log = logging.getLogger("sluice.controller")
 
@@ -62,13 +66,23 @@ class Controller:
         eos_id: int | None = None,
         encode: Callable[[str], list[int]] | None = None,
         snapshot: LedgerSnapshot | None = None,
+        restored: Collection[int] = (),
     ) -> None:
         self.config, self.rundir, self.graph, self.placement = config, rundir, graph, placement
         self.recorder, self.launcher = recorder, launcher
         self.gate = StalenessGate.of(config)
         self.hubs: dict[str, Hub] = {}
         context = StageContext(config, rundir.path, "prompts-0", recorder.spans)
-        self.stage = PromptStage(context, prompts, self.gate, recorder, snapshot=snapshot, eos_id=eos_id, encode=encode)
+        self.stage = PromptStage(
+            context,
+            prompts,
+            self.gate,
+            recorder,
+            snapshot=snapshot,
+            restored=restored,
+            eos_id=eos_id,
+            encode=encode,
+        )
         recorder.ledger = self.stage.ledger
         self.reason = "finished"
         self._interrupts = 0
@@ -77,11 +91,13 @@ class Controller:
         """Run to the end. Raises RunError (or an error of the prompt stage) with everything stopped."""
         async with Node(self.placement.run_id, "controller") as node:
             topic = await node.topic_server(self.placement.topic, private=(STATS_PREFIX,))
+            topic.publish(CONFIG, msgspec.msgpack.encode(self.config))
             for stream in self.graph.streams:
-                self.hubs[stream.name] = await node.hub(self._spec(stream.name), self._dead_letter)
+                spec = stream_spec(self.config, self.gate, stream.name, self.placement.addresses[stream.name])
+                self.hubs[stream.name] = await node.hub(spec, self._dead_letter)
             announcer = Announcer(topic, self.hubs, self.recorder)
             announcer.running(self.config, self.placement.frozen_addresses)
-            runner = self._runner(node, announcer)
+            runner = self._runner(node, topic, announcer)
             monitor = Monitor(self.config, self.stage, self.recorder, self.hubs, topic)
             observe = self.config.observe
             served = endpoint(observe.prometheus_host, observe.prometheus_port, monitor.facts)
@@ -95,15 +111,9 @@ class Controller:
                     for task in background:
                         task.cancel()
 
-    def _spec(self, name: str) -> StreamSpec:
-        members = self.config.rollout.n_samples_per_prompt
-        bound = self.gate.most_open * members * 2 + 10_000  # no hub may ever be the reason for back-pressure
-        return StreamSpec(name=name, address=self.placement.addresses[name], capacity_items=bound)
-
-    def _runner(self, node: Node, lifecycle: Lifecycle) -> Runner:
-        specs, engines = self.placement.replicas(self.graph), [*self.placement.engines, *self.placement.frozen]
+    def _runner(self, node: Node, topic: TopicServer, lifecycle: Lifecycle) -> Runner:
         kind = TaskRunner if self.config.run.runner == "inprocess" else ProcessRunner
-        return kind(self.config, self.rundir, node, self.launcher, specs, engines, lifecycle)
+        return kind(self.config, self.rundir, self.graph, self.placement, node, topic, self.launcher, lifecycle)
 
     async def _ports(self, node: Node) -> Ports:
         out = self.graph.outlets("prompts")["out"]

@@ -11,24 +11,22 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import msgspec
-
 from configs.graph import engine_count, frozen_engines, is_address
 from configs.schema import Config
 from models.train.trainer_group.rank_spec import needs_trainer_group, processes_of
-from models.weights.directory import choose_directory
+from models.weights.slots_directory import choose_directory
 from pipeline.graph import Graph, Node, Stream
 from pipeline.hosts.gpus import visible_gpus
 from pipeline.hosts.replica import PortSpec, ReplicaSpec
 from pipeline.record.run_directory import RunDir
+from pipeline.stream_limits import UNBOUNDED_BYTES
 from pipeline.supervise.restarts import EngineSpec
-from pipeline.supervise.trainer_group import check_trainer_group, engines_gpus, rendezvous_file
+from pipeline.supervise.trainer_group import check_trainer_group, engines_gpus
 from stages.group.filters import import_path
 from stages.options import GenerateOptions, StageOptions, TrainOptions
 from stages.prompts.staleness_gate import StalenessGate
 
 JOINERS = ("group", "train", "evaluate")
-UNBOUNDED_BYTES = 1 << 40
 
 
 class Placement:
@@ -49,18 +47,15 @@ class Placement:
         """Raises UsageError for what does not fit on one machine."""
         check_trainer_group(config)
         self.config, self.rundir, self.run_id = config, rundir, run_id
-        if needs_trainer_group(config):
-            train = msgspec.structs.replace(train, trainer_group=str(rendezvous_file(rundir)))
-        local = config.run.runner == "local"
-        names = [s.name for s in graph.streams]
-        sockets = rundir.sockets
+        local, sockets = config.run.runner == "local", rundir.sockets
         self.addresses = {
-            name: f"ipc://{sockets / f'{i}.sock'}" if local else f"inproc://{run_id}-{name}"
-            for i, name in enumerate(names)
+            stream.name: f"ipc://{sockets / f'{i}.sock'}" if local else f"inproc://{run_id}-{stream.name}"
+            for i, stream in enumerate(graph.streams)
         }
-        self.topic = f"ipc://{sockets / 'topic.sock'}" if local else f"inproc://{run_id}-topic"
+        # Ranks are processes beside the tasks of one process too, and have their work from the topic.
+        reached = local or needs_trainer_group(config)
+        self.topic = f"ipc://{sockets / 'topic.sock'}" if reached else f"inproc://{run_id}-topic"
         self.schemas: dict[str, Any] = {s.name: import_path(s.schema) for s in graph.streams}
-        self.config_path = rundir.path / "config.json"
         has_engines = any(n.name == "generate" for n in graph.nodes)
         places = frozen_engines(config) if has_engines else {}
         self.frozen_addresses = {name: place for name, place in places.items() if is_address(place)}
@@ -79,28 +74,22 @@ class Placement:
         ranks = processes_of(self.config.parallel) if needs_trainer_group(self.config) else 1
         return len(self.engines) + len(self.frozen) + ranks
 
-    def write_config(self) -> None:
-        """The resolved configuration as the replicas read it."""
-        self.config_path.write_bytes(msgspec.json.encode(self.config))
-
     def replicas(self, graph: Graph) -> list[ReplicaSpec]:
         """One specification per replica, in the order in which they are started: the slow ones first."""
         order = {"train": 0, "engines": 1, "generate": 2}
         nodes = sorted(graph.nodes, key=lambda node: order.get(node.name, 3))
-        return [self._replica(graph, node, i) for node in nodes for i in range(node.replicas)]
+        return [self.replica(graph, node, i, node.replicas) for node in nodes for i in range(node.replicas)]
 
-    def _replica(self, graph: Graph, node: Node, index: int) -> ReplicaSpec:
+    def replica(self, graph: Graph, node: Node, index: int, count: int) -> ReplicaSpec:
+        """The specification of one replica among `count`."""
         return ReplicaSpec(
-            run_id=self.run_id,
             stage=node.name,
             replica=f"{node.name}-{index}",
             path=node.path,
             index=index,
-            replicas=node.replicas,
+            replicas=count,
             concurrency=node.concurrency,
             run_dir=str(self.rundir.path),
-            config=str(self.config_path),
-            topic=self.topic,
             inlets={name: self._port(stream, node) for name, stream in graph.inlets(node.name).items()},
             outlets={name: self._port(stream, node) for name, stream in graph.outlets(node.name).items()},
             loops=graph.loops if node.name == "generate" else (),
@@ -118,9 +107,11 @@ class Placement:
             items = max(4096, gate.most_open * rollout.n_samples_per_prompt * 4)
             size = UNBOUNDED_BYTES
         elif node.name == "generate":
-            per_replica = max(1, math.ceil(len(self.engines) / node.replicas)) * rollout.server_concurrency
-            members = 1 if stream.name == "generate.return" else rollout.n_samples_per_prompt
-            items = max(2, per_replica // members + 1)
+            slots = math.ceil(max(1, len(self.engines)) * rollout.server_concurrency / node.replicas)
+            members = rollout.n_samples_per_prompt
+            # A group is leased until its slowest member has ended, and by then most of its slots are others': twice as
+            # many groups as there are slots for keep them all in use.
+            items = 1 + (slots if stream.name == "generate.return" else max(1, 2 * slots // members))
         return PortSpec(stream.name, self.addresses[stream.name], stream.schema, items, size)
 
 

@@ -21,7 +21,7 @@ from configs.load import config_hash, dump_toml
 from configs.resolve import num_rollout_for
 from configs.schema import Config
 from models.checkpoint import Manifest, latest_checkpoint, read_manifest
-from models.weights.directory import remove_stale
+from models.weights.slots_directory import remove_stale
 from pipeline.controller import Controller
 from pipeline.errors import Interrupted, RunError, UsageError, leaf, user_error
 from pipeline.graph import build
@@ -42,7 +42,8 @@ from stages.data.prompt_set import PromptSet
 from stages.data.tokenizer import load_tokenizer
 from stages.graders.choose import choose_auto
 from stages.options import TrainOptions
-from stages.prompts.ledger import Ledger, LedgerSnapshot
+from stages.prompts.ledger import LedgerSnapshot
+from stages.train.saved_groups import restorable
 
 
 def run(config: Config) -> int:
@@ -183,6 +184,9 @@ class Phase:
         self.snapshot = msgspec.json.decode(manifest.ledger, type=LedgerSnapshot) if manifest else None
         self.checkpoint = checkpoint
         self._check_data()
+        self.reopened = tuple(group.group_id for group in self.snapshot.open) if self.snapshot else ()
+        kept = restorable(checkpoint, config.rollout.n_samples_per_prompt) if checkpoint is not None else frozenset()
+        self.restored = tuple(group_id for group_id in self.reopened if group_id in kept)
         self.recorder = Recorder(
             self.config,
             rundir,
@@ -221,9 +225,8 @@ class Phase:
             task.set_name("sluice-main")
         if self.config.run.resume is not None:
             step = self.manifest.step if self.manifest else 0
-            ledger = self.snapshot or Ledger().snapshot()
-            reopened = tuple(group.group_id for group in ledger.open)
-            self.recorder.journal.write(RolledBack(step, self.epoch, ledger.next_group, reopened))
+            next_group = self.snapshot.next_group if self.snapshot else 0
+            self.recorder.journal.write(RolledBack(step, self.epoch, next_group, self.reopened, self.restored))
         graph = build(self.config)
         run_id = f"{self.rundir.sockets.name.removeprefix('sluice-')}"
         start = self.manifest.step if self.manifest else 0
@@ -237,10 +240,10 @@ class Phase:
             run_id,
             model_path=str(self.checkpoint / "hf") if self.checkpoint is not None else self.config.train.hf_checkpoint,
             max_context=self.config.rollout.rollout_max_context_len,
-            train=TrainOptions(start, self.epoch, resume_from, str(slots)),
+            train=TrainOptions(start, self.epoch, resume_from, frozenset(self.restored), str(slots)),
             vocab_size=policy.vocab_size if policy is not None else None,
         )
-        placement.write_config()
+        (self.rundir.path / "config.json").write_bytes(msgspec.json.encode(self.config))  # for people
         controller = Controller(
             self.config,
             self.rundir,
@@ -252,6 +255,7 @@ class Phase:
             eos_id=self.eos_id,
             encode=self.tokenizer.encode,
             snapshot=self.snapshot,
+            restored=self.restored,
         )
         await controller.run()
         return controller.reason

@@ -4,8 +4,8 @@ A *group* is one prompt with `n_samples` rollouts. A `RolloutSlice` carries some
 single-turn group travels whole in one slice, a multi-turn one sample by sample as each finishes, and the group stage
 puts them together again by (group_id, sample index).
 
-Invariants: field order is the wire format (append only, with defaults); arrays of one sample have equal length; every
-response token lies in exactly one version run; a failed sample carries its reason.
+Invariants: field order is the wire format (append only, with defaults); arrays of one sample have equal length, that of
+its tokens; every token lies in exactly one version run; a failed sample carries its reason.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from typing import Any, ClassVar, Literal, TypeVar
 
 import msgspec
 import numpy as np
+import numpy.typing as npt
 from msgspec import Struct
 
 
@@ -38,6 +39,7 @@ class UInt8Array(WireArray):
 A = TypeVar("A", bound=WireArray)
 
 NO_FLOATS = np.empty(0, dtype="<f4").view(Float32Array)
+NO_IDS = np.empty(0, dtype="<i4").view(Int32Array)
 
 
 def wire(values: Any, kind: type[A]) -> A:
@@ -50,7 +52,7 @@ Outcome = Literal["trained", "filtered", "stale", "failed", "surplus"]
 
 
 class VersionRun(Struct, frozen=True, array_like=True):
-    """`n_tokens` consecutive response tokens made by weights `version`."""
+    """`n_tokens` consecutive tokens made by weights `version`; -1: by none of this run (prompts, observations)."""
 
     version: int
     n_tokens: int
@@ -63,7 +65,7 @@ class PromptGroup(Struct, frozen=True, array_like=True):
     prompt_index: int  # row in the data after filtering
     epoch: int
     prompt: str
-    prompt_ids: Int32Array  # [P]
+    prompt_ids: Int32Array  # [P] on the way to generate; empty afterwards, for the samples hold them
     label: str | None
     n_samples: int
     seed: int  # of sampling; sample i uses f(seed, i)
@@ -73,23 +75,31 @@ class PromptGroup(Struct, frozen=True, array_like=True):
     dataset: str = "train"
     pinned_version: int = -1  # evaluation: the only version whose answer counts
     requeued: int = 0
-    admitted_s: float = 0.0  # unix time
 
     @property
     def row_metadata(self) -> Any:
         return msgspec.json.decode(self.metadata)
 
 
-class Sample(Struct, frozen=True, array_like=True):
-    """One rollout. Arrays have the length of the response, tool tokens included."""
+def without_prompt(group: PromptGroup) -> PromptGroup:
+    """The group once its samples hold the prompt's tokens."""
+    return msgspec.structs.replace(group, prompt_ids=NO_IDS)
 
-    index: int  # 0 .. n_samples - 1 inside its group
+
+class Sample(Struct, frozen=True, array_like=True):
+    """One sequence of a rollout: T tokens in the order in which the engine saw them, the prompt included.
+
+    A rollout has one sequence, or several (sub-agents, a compacted context), which share `index` and the reward.
+    """
+
+    index: int  # of the rollout: 0 .. n_samples - 1 inside its group
     status: Status
-    response: str
-    response_ids: Int32Array  # [R]
-    loss_mask: UInt8Array  # [R], 1 = sampled by the policy and trained
-    rollout_log_probs: Float32Array  # [R], 0.0 where loss_mask is 0
-    version_runs: tuple[VersionRun, ...]
+    response: str  # text after the prompt
+    token_ids: Int32Array  # [T]
+    prompt_length: int  # tokens that were there before the first model turn
+    loss_mask: UInt8Array  # [T], 1 = made by the policy and trained
+    log_probs: Float32Array  # [T], of the policy that made the token; 0.0 where the version is -1
+    version_runs: tuple[VersionRun, ...]  # over all T
     turns: int = 0
     reward: float | None = None
     reward_parts: dict[str, float] = {}
@@ -99,48 +109,77 @@ class Sample(Struct, frozen=True, array_like=True):
     retractions: int = 0
     resumed: int = 0  # times continued from partial output
     generate_s: float = 0.0
-    segment: int = 0  # a rollout that fanned out into several sequences (sub-agents, compaction): which of them
-    segments: int = 1  # how many its rollout has; all share `index` and the reward
+    sequence: int = 0  # which of its rollout's sequences
+    sequences: int = 1  # how many its rollout has
     raw_reward: float | None = None  # before shaping (length penalties); None: `reward` is raw
     remove_sample: bool = False  # counts in its group's baseline, is not trained
-    teacher_log_probs: Float32Array = msgspec.field(default_factory=lambda: NO_FLOATS)  # [R] or empty
+    teacher_log_probs: Float32Array = msgspec.field(default_factory=lambda: NO_FLOATS)  # [T] or empty
     reused_tokens: int = 0  # tokens saved from an engine that was lost while it made them
     replaced: int = 0  # times begun anew because its group's deadline passed
     spec_proposed: int = 0  # speculative decoding: draft tokens proposed, and accepted
     spec_accepted: int = 0
     routed_experts: bytes = b""  # int32 [tokens, layers, top-k] as the engine sent it, for replay; empty if not asked
+    policy: str = "policy"  # whose weights made the model tokens
 
     @property
-    def n_tokens(self) -> int:
-        return len(self.response_ids)
+    def length(self) -> int:
+        """T."""
+        return len(self.token_ids)
+
+    @property
+    def response_length(self) -> int:
+        """Tokens after the prompt, observations included."""
+        return len(self.token_ids) - self.prompt_length
+
+    @property
+    def response_ids(self) -> npt.NDArray[np.int32]:
+        """[T - prompt_length] a view of the tokens after the prompt."""
+        return self.token_ids[self.prompt_length :]
 
     @property
     def trainable_tokens(self) -> int:
         return int(np.count_nonzero(self.loss_mask))
 
     @property
+    def versions(self) -> npt.NDArray[np.int32]:
+        """[T] version of each token, -1 where no weights of this run made it."""
+        runs = self.version_runs
+        return np.repeat([r.version for r in runs], [r.n_tokens for r in runs]).astype(np.int32)
+
+    @property
+    def model_versions(self) -> tuple[int, ...]:
+        """Versions of the runs that the policy made, in their order; the same one again after an observation."""
+        return tuple(run.version for run in self.version_runs if run.version >= 0)
+
+    @property
     def oldest_version(self) -> int | None:
         """Smallest version among the trainable tokens, None if there are none."""
-        oldest: int | None = None
-        start = 0
-        for run in self.version_runs:
-            if self.loss_mask[start : start + run.n_tokens].any():
-                oldest = run.version if oldest is None else min(oldest, run.version)
-            start += run.n_tokens
-        return oldest
+        trained = self.versions[self.loss_mask > 0]
+        return int(trained.min()) if len(trained) else None
 
     def fault(self) -> str | None:
         """What is inconsistent in this sample, in one sentence, or None."""
-        n = len(self.response_ids)
-        if len(self.loss_mask) != n or len(self.rollout_log_probs) != n:
-            return (
-                f"arrays differ in length: ids {n}, mask {len(self.loss_mask)}, log-probs {len(self.rollout_log_probs)}"
-            )
+        n = self.length
+        lengths = {"mask": len(self.loss_mask), "log-probs": len(self.log_probs)}
+        if len(self.teacher_log_probs):
+            lengths["teacher log-probs"] = len(self.teacher_log_probs)
+        if any(length != n for length in lengths.values()):
+            found = ", ".join(f"{name} {length}" for name, length in lengths.items())
+            return f"arrays differ in length: ids {n}, {found}"
+        if not 0 <= self.prompt_length <= n:
+            return f"the prompt has {self.prompt_length} of {n} tokens"
         covered = sum(run.n_tokens for run in self.version_runs)
-        if covered != n:
-            return f"version runs cover {covered} of {n} response tokens"
-        if not np.isfinite(self.rollout_log_probs).all():
-            return "a rollout log-prob is not finite"
+        if covered != n or any(run.n_tokens < 0 for run in self.version_runs):
+            return f"version runs cover {covered} of {n} tokens"
+        made = self.versions >= 0
+        if made[: self.prompt_length].any():
+            return "a token of the prompt carries a version of the weights; give it version -1"
+        if (self.loss_mask[~made] != 0).any():
+            return "a token that no weights made (version -1) has loss mask 1"
+        if not np.isfinite(self.log_probs).all():
+            return "a log-prob is not finite"
+        if self.log_probs[~made].any():
+            return "a token that no weights made (version -1) has a log-prob; give it 0.0"
         return None
 
 
@@ -158,7 +197,8 @@ class RolloutSlice(Struct, frozen=True, array_like=True):
 
     @property
     def n_tokens(self) -> int:
-        return sum(s.n_tokens for s in self.samples)
+        """Tokens after the prompts."""
+        return sum(s.response_length for s in self.samples)
 
     def ended(self, outcome: Outcome, detail: str) -> Settled:
         """The settlement of this slice's group."""
@@ -170,7 +210,7 @@ class RolloutSlice(Struct, frozen=True, array_like=True):
         group = self.group
         turns = sum(sample.turns for sample in self.samples)
         place = f"{group.dataset}@{group.pinned_version}:" if group.purpose == "eval" else ""
-        members = ",".join(f"{s.index}.{s.segment}" if s.segments > 1 else str(s.index) for s in self.samples)
+        members = ",".join(f"{s.index}.{s.sequence}" if s.sequences > 1 else str(s.index) for s in self.samples)
         return f"{place}{group.group_id}/{members}/{turns}"
 
 

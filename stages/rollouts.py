@@ -1,10 +1,10 @@
 """Rollouts of a group: the unit in which rewards are counted, however many sequences each of them has.
 
-A rollout that fanned out (sub-agents, compaction of its context) travels as several samples, its *segments*, which
-share `index`; the last segment carries the rollout's reward. Pure arithmetic on messages.
+A rollout with several sequences (sub-agents, compaction of its context) travels as several samples, which share
+`index`; the last sequence carries the rollout's reward. Pure arithmetic on messages.
 
 Invariants: a rollout counts once in every mean, filter and baseline; a removed sample counts there as well, but none of
-its tokens is trained; a rollout is a member of its group only if all of its segments are completed or truncated.
+its tokens is trained; a rollout is a member of its group only if all of its sequences are completed or truncated.
 """
 
 from __future__ import annotations
@@ -21,20 +21,20 @@ MEMBER_STATUSES = ("completed", "truncated")
 
 
 def rollouts(samples: Iterable[Sample]) -> list[tuple[Sample, ...]]:
-    """Samples by rollout, in the order of `index`; segments in their own order."""
+    """Samples by rollout, in the order of `index`; sequences in their own order."""
     by_index: dict[int, list[Sample]] = {}
     for sample in samples:
         by_index.setdefault(sample.index, []).append(sample)
-    return [tuple(sorted(by_index[i], key=lambda s: s.segment)) for i in sorted(by_index)]
+    return [tuple(sorted(by_index[i], key=lambda s: s.sequence)) for i in sorted(by_index)]
 
 
 def closing(samples: Iterable[Sample]) -> list[Sample]:
-    """The last segment of each rollout: it holds the reward, the verdict and the way the rollout ended."""
+    """The last sequence of each rollout: it holds the reward, the verdict and the way the rollout ended."""
     return [parts[-1] for parts in rollouts(samples)]
 
 
 def counting(samples: Iterable[Sample]) -> tuple[Sample, ...]:
-    """Segments of the rollouts that are members of their group, with the reward of the last segment in each."""
+    """Sequences of the rollouts that are members of their group, with the reward of the last sequence in each."""
     found: list[Sample] = []
     for parts in rollouts(samples):
         if all(part.status in MEMBER_STATUSES for part in parts):
@@ -52,14 +52,6 @@ def _graded_as(part: Sample, last: Sample) -> Sample:
         reward_parts=last.reward_parts,
         is_correct=last.is_correct,
     )
-
-
-def fault(sample: Sample) -> str | None:
-    """What is inconsistent in a sample, in one sentence, or None."""
-    scored = len(sample.teacher_log_probs)
-    if scored not in (0, sample.n_tokens):
-        return f"the teacher scored {scored} of {sample.n_tokens} response tokens"
-    return sample.fault()
 
 
 def raw_reward(sample: Sample) -> float:
@@ -85,16 +77,10 @@ def pass_rate(samples: Iterable[Sample]) -> float | None:
 
 
 def trained_mask(sample: Sample) -> npt.NDArray[np.uint8]:
-    """[R] 1 where a token is trained; all 0 in a removed sample."""
+    """[T] 1 where a token is trained; all 0 in a removed sample."""
     if sample.remove_sample:
-        return np.zeros(sample.n_tokens, dtype=np.uint8)
+        return np.zeros(sample.length, dtype=np.uint8)
     return np.array(sample.loss_mask, dtype=np.uint8)
-
-
-def token_versions(sample: Sample) -> npt.NDArray[np.int32]:
-    """[R] version of each response token."""
-    runs = sample.version_runs
-    return np.repeat([r.version for r in runs], [r.n_tokens for r in runs]).astype(np.int32)
 
 
 def oldest_version(samples: Iterable[Sample]) -> int | None:

@@ -16,8 +16,9 @@ import msgspec
 from msgspec import Meta, Struct
 
 from configs.schema import Config, StageConfig
+from configs.schema.did_you_mean import closest
 
-__all__ = ["SECTIONS", "Flag", "RefusedValue", "closest", "flags", "flags_by_key", "suggestion"]
+__all__ = ["SECTIONS", "Flag", "RefusedValue", "flags", "flags_by_key", "suggestion"]
 
 Kind = Literal["bool", "scalar", "list", "map", "json", "tables"]
 
@@ -176,18 +177,6 @@ def suggestion(word: str, known: Iterable[str], prefix: str = "") -> str:
     """'did you mean --x?' for the nearest known name, else where to look."""
     best = closest(word, known)
     return f"did you mean {prefix}{best}?" if best else f"{prefix}{word} resembles no known name; see --help"
-
-
-def closest(word: str, known: Iterable[str]) -> str | None:
-    """The nearest known name, or None if none is near. A name that begins with the word counts as near."""
-    import difflib
-
-    names = list(known)
-    near = difflib.get_close_matches(word, names, n=1, cutoff=0.6)
-    if near:
-        return near[0]
-    longer = [name for name in names if len(word) > 2 and name.startswith(word)]
-    return min(longer, key=len) if longer else None
 
 
 @cache

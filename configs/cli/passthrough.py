@@ -13,6 +13,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any, Final
 
+from configs.schema.did_you_mean import nearest
+
 __all__ = ["ALIASES", "option_of", "option_value"]
 
 # Fields of Megatron-core's dataclasses whose flag in Megatron-LM has no prefix; here they are passed on.
@@ -96,8 +98,6 @@ def option_of(name: str, known: Iterable[str]) -> tuple[str, str, str | None] | 
     The third part is a fault, if the name cannot be passed on. None if the name has none of the prefixes and is no flag
     of Megatron-LM. `known`: the names of our own flags, of which `name` is none.
     """
-    import difflib
-
     plain = name.replace("_", "-")
     negative = plain.startswith("no-")
     plain = plain.removeprefix("no-")
@@ -105,12 +105,12 @@ def option_of(name: str, known: Iterable[str]) -> tuple[str, str, str | None] | 
     if prefix is None:
         reason = _of_megatron_lm(name.replace("_", "-"))
         return None if reason is None else ("megatron.megatron_args", plain.replace("-", "_"), reason)
-    near = difflib.get_close_matches(plain, [flag for flag in known if flag.startswith(prefix)], n=1, cutoff=_SLIP)
+    near = nearest(plain, [flag for flag in known if flag.startswith(prefix)], _SLIP)
     option = plain.removeprefix(prefix)
     key, field = _OWNERS[prefix], option.removeprefix("no-").replace("-", "_")
     fault = None
     if near:
-        fault = f"--{name} is no flag; did you mean --{near[0]}?"
+        fault = f"--{name} is no flag; did you mean --{near}?"
     elif negative or option.startswith("no-"):
         fault = (
             f"--{name} turns an option off, but only what is given is passed on; leave it out, or write "

@@ -9,9 +9,9 @@ import re
 from collections.abc import Iterator
 from typing import Final
 
-from configs.cli.flags import closest
 from configs.schema import AlgorithmConfig, Config, CriticConfig
 from configs.schema.algorithm import ESTIMATORS, GROUP_RELATIVE, KL_IN_REWARD, POLICY_LOSSES
+from configs.schema.did_you_mean import closest
 
 __all__ = ["estimator_faults", "kl_faults", "loss_faults", "name_faults", "unread_faults", "warnings"]
 

@@ -6,9 +6,9 @@ import re
 from collections import Counter
 from collections.abc import Iterator
 
-from configs.cli.flags import closest
 from configs.graph import BUILT_IN, FOLLOWED, SINGLE, chain, engine_count, is_address, replicas, stage_names
 from configs.schema import Config, StageConfig
+from configs.schema.did_you_mean import closest
 
 __all__ = ["device_faults", "scale_faults", "stage_faults", "tool_faults", "warnings"]
 

@@ -7,9 +7,9 @@ from collections import Counter
 from collections.abc import Iterator
 from typing import Final
 
-from configs.cli.flags import closest
 from configs.rules.algorithm import IMPORT_PATH
 from configs.schema import Config
+from configs.schema.did_you_mean import closest
 
 __all__ = ["BUFFER_ORDERS", "data_order_faults", "engine_faults", "filter_faults", "frozen_names", "reward_faults"]
 

@@ -11,12 +11,12 @@ Invariant: nothing is imported before it is asked for, so that stages can choose
 
 from __future__ import annotations
 
-import difflib
 import importlib
 import importlib.util
 from collections.abc import Callable, Mapping
 from typing import TypeVar, cast
 
+from configs.schema.did_you_mean import did_you_mean
 from models.algorithms.errors import UnknownAlgorithm
 
 F = TypeVar("F", bound=Callable[..., object])
@@ -33,11 +33,9 @@ def pick(kind: str, name: str, table: Mapping[str, F]) -> F:
         return cast(F, _load(kind, name, module_name, attribute))
     module_name = f"{PACKAGE}.{name}"
     if not name.isidentifier() or importlib.util.find_spec(module_name) is None:
-        near = difflib.get_close_matches(name, table, n=1)
-        hint = f"; did you mean {near[0]!r}?" if near else ""
         raise UnknownAlgorithm(
             f"{kind} {name!r} is unknown: choose one of {', '.join(sorted(table))} "
-            f"or give an import path package.module:function{hint}"
+            f"or give an import path package.module:function{did_you_mean(name, table)}"
         )
     return cast(F, _load(kind, name, module_name, kind))
 

@@ -7,8 +7,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from models.families.hugging_face_names import Rule, Weight, expand
 from models.families.rope import Rope
-from models.families.rules import Rule, Weight, expand
 
 
 @dataclass(frozen=True)

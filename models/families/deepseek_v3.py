@@ -10,10 +10,10 @@ from typing import Any
 
 from models.families import parts
 from models.families.architecture import Architecture
+from models.families.hugging_face_names import Rule, whole
 from models.families.reading import check_keys, need, renamed
 from models.families.rope import Rope, read_rope
 from models.families.routing import dense_before, prediction_layers, sigmoid_routing
-from models.families.rules import Rule, whole
 
 _KEYS = frozenset(
     "kv_lora_rank q_lora_rank qk_head_dim qk_nope_head_dim qk_rope_head_dim v_head_dim".split()  # noqa: SIM905

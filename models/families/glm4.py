@@ -11,9 +11,9 @@ from typing import Any
 
 from models.families import parts
 from models.families.architecture import Architecture
+from models.families.hugging_face_names import Rule, whole
 from models.families.reading import check_keys, need
 from models.families.rope import read_rope
-from models.families.rules import Rule, whole
 
 
 def glm4(config: Mapping[str, Any]) -> Architecture:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from models.families.hugging_face_names import Gated, Layers, Piece, QueryGroups, Rule, whole
 from models.families.reading import need
-from models.families.rules import Gated, Layers, Piece, QueryGroups, Rule, whole
 
 LAYER = "model.layers.{layer}."
 OWN = "decoder.layers.{layer}."

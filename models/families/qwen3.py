@@ -7,9 +7,9 @@ from typing import Any
 
 from models.families import parts
 from models.families.architecture import Architecture
+from models.families.hugging_face_names import Rule
 from models.families.reading import check_keys, need, renamed
 from models.families.rope import read_rope
-from models.families.rules import Rule
 
 _MOE_KEYS = frozenset(
     """

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import difflib
 import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Final
 
+from configs.schema.did_you_mean import did_you_mean
 from models.families.architecture import Architecture
 from models.families.deepseek_v3 import deepseek_v3
 from models.families.glm4 import glm, glm4
@@ -35,8 +35,7 @@ def architecture_of(hf_config: Mapping[str, Any]) -> Architecture:
     model_type = str(hf_config.get("model_type"))
     make = FAMILIES.get(model_type)
     if make is None:
-        close = difflib.get_close_matches(model_type, FAMILIES, n=1)
-        hint = f"; did you mean {close[0]!r}?" if close else ""
+        hint = did_you_mean(model_type, FAMILIES)
         raise UnsupportedModel(
             f"model_type={model_type!r} has no mapping to Megatron-core, only {', '.join(sorted(FAMILIES))} have{hint} "
             "Any causal language model of transformers trains with --train-backend fsdp"

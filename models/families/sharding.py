@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from models.families.rules import Split
+from models.families.hugging_face_names import Split
 
 
 def padded_vocab(vocab_size: int, parts: int) -> int:

@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import Tensor
 
-from models.families.rules import Piece
+from models.families.hugging_face_names import Piece
 from models.train.errors import CheckpointUnavailable
 
 _INDEX = "model.safetensors.index.json"

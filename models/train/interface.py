@@ -21,19 +21,24 @@ import torch
 
 @dataclass(frozen=True)
 class TrainSequence:
-    """One rollout as the trainer sees it. P prompt tokens, R response tokens."""
+    """One sequence of a rollout as the trainer sees it: T tokens, the prompt included, and as much in each array."""
 
     group_id: int
-    rollout_id: int  # rollouts that fan out into several sequences share it
-    tokens: npt.NDArray[np.int32]  # [P + R]
-    response_length: int  # R
-    loss_mask: npt.NDArray[np.uint8]  # [R]
-    rollout_log_probs: npt.NDArray[np.float32]  # [R], log mu
-    advantages: npt.NDArray[np.float32]  # [R]
-    versions: npt.NDArray[np.int32]  # [R], weights version that made each token
+    rollout_id: int  # the sequences of one rollout share it
+    tokens: npt.NDArray[np.int32]  # [T]
+    prompt_length: int  # of the tokens that several rollouts begin with; none of them is trained
+    loss_mask: npt.NDArray[np.uint8]  # [T]
+    rollout_log_probs: npt.NDArray[np.float32]  # [T], log mu
+    advantages: npt.NDArray[np.float32]  # [T]
+    versions: npt.NDArray[np.int32]  # [T], weights version that made each token; -1: none
     reward: float = 0.0  # of its rollout: for estimators that spread it over tokens (ppo, reinforce_plus_plus)
     truncated: bool = False  # the length limit ended it
-    teacher_log_probs: npt.NDArray[np.float32] | None = None  # [R], on-policy distillation
+    teacher_log_probs: npt.NDArray[np.float32] | None = None  # [T], on-policy distillation
+
+    @property
+    def response_length(self) -> int:
+        """Tokens after the prompt."""
+        return len(self.tokens) - self.prompt_length
 
 
 class TrainBackend(Protocol):
@@ -43,7 +48,7 @@ class TrainBackend(Protocol):
         """Load the model and build the optimizer."""
 
     def logprobs(self, sequences: Sequence[TrainSequence]) -> list[npt.NDArray[np.float32]]:
-        """Log-probs [R] of each sequence's response tokens under the current weights, temperature applied."""
+        """Log-probs [T - prompt_length] of the tokens after each prompt, current weights, temperature applied."""
 
     def begin_batch(self, *, rollouts: int, steps: int, version: int = 0) -> None:
         """Announce a rollout batch: its number of rollouts and of optimizer steps, and the version of the weights.

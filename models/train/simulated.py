@@ -45,7 +45,7 @@ class SimulatedBackend:
         self._weights = load_file(file)
 
     def logprobs(self, sequences: Sequence[TrainSequence]) -> list[npt.NDArray[np.float32]]:
-        return [s.rollout_log_probs for s in sequences]
+        return [s.rollout_log_probs[s.prompt_length :] for s in sequences]
 
     def begin_batch(self, *, rollouts: int, steps: int, version: int = 0) -> None:
         self._rollouts, self._steps_per_batch = rollouts, steps

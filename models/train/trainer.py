@@ -68,10 +68,10 @@ class Trainer:
     # ------------------------------------------------------------------ scoring
 
     def logprobs(self, sequences: Sequence[TrainSequence]) -> list[npt.NDArray[np.float32]]:
-        """Log-probs [R] of each sequence's response tokens under the current weights, temperature applied."""
-        out = [np.zeros(sequence.response_length, dtype=np.float32) for sequence in sequences]
+        """Log-probs [T - prompt_length] of the tokens after each prompt, current weights, temperature applied."""
         for sequence in sequences:
             check_sequence(sequence, self._models.vocab_size)
+        out = [np.zeros(sequence.response_length, dtype=np.float32) for sequence in sequences]
         filled = [index for index, sequence in enumerate(sequences) if sequence.response_length > 0]
         examples = [_whole_response(sequences[index]) for index in filled]
         OldLogProbPass(self._models, bootstrap=False).refresh(examples)
@@ -258,12 +258,12 @@ class Trainer:
 
 def _whole_response(sequence: TrainSequence) -> Example:
     """A sequence all of whose response is to be scored."""
-    length, response = len(sequence.tokens), sequence.response_length
-    nothing = np.zeros(response, dtype=np.float32)
+    prompt, length = sequence.prompt_length, len(sequence.tokens)
+    nothing = np.zeros(length - prompt, dtype=np.float32)
     return Example(
         tokens=sequence.tokens,
-        prompt=length - response,
-        chosen=np.arange(length - response, length, dtype=np.int64),
+        prompt=prompt,
+        chosen=np.arange(prompt, length, dtype=np.int64),
         rollout_log_probs=nothing,
         advantages=nothing,
         coefficient=0.0,

@@ -26,15 +26,15 @@ import numpy as np
 from models.weights.buckets import TORCH_NAMES
 from models.weights.delta import Bytes, apply_delta, read_header
 from models.weights.delta_store import Label, differences, full_versions, text_of
-from models.weights.directory import choose_directory
 from models.weights.errors import DeltaError, DigestMismatch, SourceError
 from models.weights.layout import WEIGHTS_FILE, TensorSpec, read_layout
-from models.weights.reader import SlotClaim, SlotManifest, SlotReader
+from models.weights.shared_memory_reader import SlotClaim, SlotManifest, SlotReader
+from models.weights.slots_directory import choose_directory
 
 if TYPE_CHECKING:
     import torch
 
-    from models.weights.writer import SlotWriter
+    from models.weights.shared_memory_writer import SlotWriter
 
 log = logging.getLogger("sluice.weights")
 
@@ -144,7 +144,7 @@ class DeltaMirror:
             raise DeltaError(f"the full weights of {text_of(label)} left {source} meanwhile; fetch again")
         try:
             if self._slots is None:
-                from models.weights.writer import SlotWriter  # torch, which only this route needs here
+                from models.weights.shared_memory_writer import SlotWriter  # torch, which only this route needs here
 
                 nbytes = read_layout(path / WEIGHTS_FILE).file_bytes
                 self._slots = SlotWriter(choose_directory(self.name, self.fallback, nbytes), path)

@@ -24,7 +24,7 @@ from msgspec import Struct
 
 from models.weights.delta import DeltaWritten, write_delta
 from models.weights.errors import WeightsError
-from models.weights.reader import SlotManifest, SlotReader
+from models.weights.shared_memory_reader import SlotManifest, SlotReader
 
 log = logging.getLogger("sluice.weights")
 

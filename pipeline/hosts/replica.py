@@ -1,25 +1,28 @@
 """One stage replica, wherever it runs: connect the ports, set the stage up, run it, publish its figures.
 
-`ReplicaSpec` is all that a replica needs to know, as JSON; the in-process runner and the worker process both come here.
+`ReplicaSpec` is all that a replica needs to know beside the configuration; a task of the controller and the worker
+process both come here.
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
 from msgspec import Struct
 
 from configs.schema import Config
+from pipeline.hosts.rendezvous import awaited, retire_key
 from pipeline.observe.spans import StageSpans
 from pipeline.observe.stats import STATS_PREFIX, StageStats
 from stages.base import Stage, StageContext
 from stages.group.filters import import_path
 from stages.options import StageOptions
 from stages.ports import Ports
-from transport import Node
+from transport import Inlet, Node, TopicClient
 
 STATS_INTERVAL_S = 0.5
 
@@ -35,7 +38,6 @@ class PortSpec(Struct, frozen=True):
 
 
 class ReplicaSpec(Struct, frozen=True):
-    run_id: str
     stage: str
     replica: str
     path: str  # import path of the stage class
@@ -43,8 +45,6 @@ class ReplicaSpec(Struct, frozen=True):
     replicas: int
     concurrency: int
     run_dir: str
-    config: str  # file with the resolved configuration as JSON
-    topic: str  # address
     inlets: dict[str, PortSpec]
     outlets: dict[str, PortSpec]
     loops: tuple[str, ...] = ()
@@ -53,8 +53,8 @@ class ReplicaSpec(Struct, frozen=True):
     trace: bool = True
 
 
-async def run_replica(spec: ReplicaSpec, node: Node, config: Config) -> None:
-    """Run one replica until its inlets end. Errors of the stage propagate."""
+async def run_replica(spec: ReplicaSpec, node: Node, topic: TopicClient, config: Config) -> None:
+    """Run one replica until its inlets end, or it is retired. Errors of the stage propagate."""
     with StageSpans(Path(spec.run_dir) / "trace", spec.stage, spec.replica, enabled=spec.trace) as spans:
         context = StageContext(
             config=config,
@@ -71,13 +71,12 @@ async def run_replica(spec: ReplicaSpec, node: Node, config: Config) -> None:
         stage: Stage = import_path(spec.path)(context)
         try:
             await stage.setup()
-            await _serve(stage, spec, node)
+            await _serve(stage, spec, node, topic)
         finally:
             await stage.close()
 
 
-async def _serve(stage: Stage, spec: ReplicaSpec, node: Node) -> None:
-    topic = await node.topic(spec.topic, replica=spec.replica)
+async def _serve(stage: Stage, spec: ReplicaSpec, node: Node, topic: TopicClient) -> None:
     outlets = {
         name: await node.outlet(port.address, port.stream, import_path(port.schema), replica=spec.replica)
         for name, port in spec.outlets.items()
@@ -95,9 +94,13 @@ async def _serve(stage: Stage, spec: ReplicaSpec, node: Node) -> None:
     }
     ports = Ports(spec.replica, inlets, outlets, topic)
     async with asyncio.TaskGroup() as tasks:
-        stats = tasks.create_task(_publish_stats(stage, spec, ports))
+        beside = [
+            tasks.create_task(_publish_stats(stage, spec, ports)),
+            tasks.create_task(_retire(spec, topic, inlets.values())),
+        ]
         await stage.run(ports)
-        stats.cancel()
+        for task in beside:
+            task.cancel()
     await ports.topic.publish(STATS_PREFIX + spec.replica, _stats(stage, spec))
 
 
@@ -119,6 +122,13 @@ def _stats(stage: Stage, spec: ReplicaSpec) -> bytes:
         in_flight=activity.in_flight,
         extra=dict(activity.extra),
     ).encode()
+
+
+async def _retire(spec: ReplicaSpec, topic: TopicClient, inlets: Collection[Inlet[Any]]) -> None:
+    """Waits for the topic `retire/<replica>`. The inlets end then: what was not begun goes back to their hubs."""
+    await awaited(topic, retire_key(spec.replica))
+    for inlet in inlets:
+        await inlet.drain()
 
 
 async def _publish_stats(stage: Stage, spec: ReplicaSpec, ports: Ports) -> None:

@@ -1,4 +1,5 @@
-"""A rank of the trainer group. Started as `python -m pipeline.hosts.trainer_rank SPEC.json`, never by fork.
+"""A rank of the trainer group. Started as `python -m pipeline.hosts.trainer_rank RUN_ID TOPIC NAME [KEYS]`, never by
+fork; it finds everything else on the topic, where rank 0 also says that the group is up.
 
 It ends with 0 (the run is over), 1 (failed: its trainer group may be started again), 2 (the user's mistake), 3 (the
 train stage is gone) or 28 (no space left). The last line of its log says why.
@@ -6,28 +7,42 @@ train stage is gone) or 28 (no space left). The last line of its log says why.
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import os
 import sys
-from pathlib import Path
 
 import msgspec
 
+from configs.schema import Config
 from models.train.trainer_group.errors import StageGone
-from models.train.trainer_group.rank_spec import EXIT_STAGE_GONE, RankSpec
+from models.train.trainer_group.rank_spec import EXIT_STAGE_GONE, MEETING, RankSpec, Rendezvous
 from pipeline.errors import EXIT_DISK_FULL, disk_full, leaf, user_error
+from pipeline.hosts.rendezvous import Entry, from_command, read
+
+
+async def find(entry: Entry, name: str) -> tuple[RankSpec, Config]:
+    """What this rank is to be. Its connection ends here: a rank computes for minutes, and answers nobody meanwhile."""
+    async with entry.node(name) as node:
+        return await read(await node.topic(entry.topic), name, RankSpec)
+
+
+async def announce(entry: Entry, name: str, rendezvous: Rendezvous) -> None:
+    async with entry.node(name) as node:
+        await (await node.topic(entry.topic)).publish(MEETING, msgspec.msgpack.encode(rendezvous))
 
 
 def main(argv: list[str]) -> int:
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
-    spec = msgspec.json.decode(Path(argv[0]).read_bytes(), type=RankSpec)
+    entry, name = from_command(argv)
     try:
+        spec, config = asyncio.run(find(entry, name))
         from models.train.trainer_group.rank import run_rank  # imports torch
 
-        run_rank(spec)
+        run_rank(spec, config, lambda rendezvous: asyncio.run(announce(entry, name, rendezvous)))
     except BaseException as error:
         cause = leaf(error)
-        logging.exception("rank %d failed", spec.rank)
+        logging.exception("%s failed", name)
         logging.error("%s: %s", type(cause).__name__, cause)
         logging.shutdown()
         os._exit(exit_code(cause))  # at once: threads of a broken process group may wait for ever

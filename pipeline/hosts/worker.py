@@ -1,39 +1,37 @@
-"""A worker process: one stage replica. Started as `python -m pipeline.hosts.worker SPEC.json`, never by fork.
+"""A worker process: one stage replica. Started as `python -m pipeline.hosts.worker RUN_ID TOPIC NAME [KEYS]`, never by
+fork; it finds everything else on the topic.
 
-It ends with 0 (done), 1 (failed: may be restarted) or 2 (the
-user's mistake, e.g. an import path: not restarted). The last line of its log says why.
+It ends with 0 (done), 1 (failed: may be restarted), 2 (the user's mistake, e.g. an import path: not restarted) or 28
+(no space left). The last line of its log says why.
 """
 
 from __future__ import annotations
 
 import logging
 import sys
-from pathlib import Path
 
-import msgspec
-
-from configs.schema import Config
 from pipeline.errors import EXIT_DISK_FULL, disk_full, leaf, user_error
+from pipeline.hosts.rendezvous import Entry, from_command, read
 from pipeline.hosts.replica import ReplicaSpec, run_replica
-from transport import Node
 
 
-async def work(spec: ReplicaSpec) -> None:
-    config = msgspec.json.decode(Path(spec.config).read_bytes(), type=Config)
-    async with Node(spec.run_id, spec.replica, give_up_s=30.0) as node:
-        await run_replica(spec, node, config)
+async def work(entry: Entry, name: str) -> None:
+    async with entry.node(name) as node:
+        topic = await node.topic(entry.topic)
+        spec, config = await read(topic, name, ReplicaSpec)
+        await run_replica(spec, node, topic, config)
 
 
 def main(argv: list[str]) -> int:
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
-    spec = msgspec.json.decode(Path(argv[0]).read_bytes(), type=ReplicaSpec)
+    entry, name = from_command(argv)
     try:
         import uvloop
 
-        uvloop.run(work(spec))
+        uvloop.run(work(entry, name))
     except BaseException as error:
         cause = leaf(error)
-        logging.exception("%s failed", spec.replica)
+        logging.exception("%s failed", name)
         logging.error("%s: %s", type(cause).__name__, cause)
         if disk_full(cause):
             return EXIT_DISK_FULL

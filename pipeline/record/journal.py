@@ -3,7 +3,8 @@
 It is the evidence: an oracle can recompute the ledger from it, across restarts, and compare it with what the run says.
 
 Invariants: lines are only appended; a line whose checksum is wrong ends the reading (a torn tail after a crash), and is
-counted; a `rollback` line says that steps after its own never happened.
+cut off before the next line is written; a `rollback` line says that steps after its own never happened; what happened
+before a checkpoint is on disk before the checkpoint is (`sync`), so that no audit finds more trained than admitted.
 """
 
 from __future__ import annotations
@@ -16,6 +17,12 @@ from types import TracebackType
 
 import msgspec
 from msgspec import Struct
+
+from pipeline.errors import UsageError
+
+
+class JournalDamaged(UsageError):
+    """A line in the middle cannot be read."""
 
 
 class Admitted(Struct, frozen=True, tag="admit"):
@@ -50,15 +57,21 @@ class RolledBack(Struct, frozen=True, tag="rollback"):
     epoch: int
     next_group: int
     reopened: tuple[int, ...] = ()  # groups that the checkpoint's ledger holds as open
+    restored: tuple[int, ...] = ()  # those of them that the trainer found complete in the checkpoint
 
 
 Event = Admitted | Ended | Stepped | Committed | RolledBack
 
 
 class Journal:
-    """Appends events; `flush` hands them to the operating system, `sync` to the disk."""
+    """Appends events; `flush` hands them to the operating system, `sync` to the disk.
+
+    Raises JournalDamaged if the file holds a damaged line that no crash explains.
+    """
 
     def __init__(self, path: Path) -> None:
+        if path.exists():
+            _cut_torn_tail(path)
         self._file = path.open("ab")
         self._encoder = msgspec.json.Encoder()
 
@@ -83,15 +96,35 @@ class Journal:
         self._file.close()
 
 
+def _whole(line: bytes) -> bool:
+    """Whether a line is as it was written, its end included."""
+    return line[8:9] == b" " and line.endswith(b"\n") and line[:8] == b"%08x" % zlib.crc32(line[9:-1])
+
+
+def _cut_torn_tail(path: Path) -> None:
+    """Remove what a crash left of the last lines: what is appended behind it would never be read."""
+    kept, torn = 0, False
+    with path.open("r+b") as file:
+        for number, line in enumerate(file, start=1):
+            if torn and _whole(line):
+                raise JournalDamaged(
+                    f"{path} is damaged before line {number}, which is whole, so no crash did it; restore the file, or "
+                    "move it away: the run then goes on with a journal that begins at its last checkpoint"
+                )
+            torn = torn or not _whole(line)
+            kept += 0 if torn else len(line)
+        if torn:
+            file.truncate(kept)
+
+
 def read_journal(path: Path) -> Iterator[Event]:
     """Events in order, up to the end or the first damaged line."""
     decoder = msgspec.json.Decoder(Event)
     with path.open("rb") as file:
         for line in file:
-            checksum, _, body = line.rstrip(b"\n").partition(b" ")
-            if len(checksum) != 8 or checksum != b"%08x" % zlib.crc32(body):
+            if not _whole(line):
                 return
-            yield decoder.decode(body)
+            yield decoder.decode(line[9:])
 
 
 class Audit(Struct):

@@ -190,6 +190,7 @@ class Recorder:
                 save_hf(final, self.config.checkpoint.save_hf, report.step)
             prune(self.rundir.checkpoints, self.config.checkpoint.keep_last_n)
 
+        await asyncio.to_thread(self.journal.sync)  # killed after the rename, the run is resumed from this checkpoint
         await asyncio.to_thread(seal)
         self.journal.write(Committed(report.step))
         await asyncio.to_thread(self.journal.sync)

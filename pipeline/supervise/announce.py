@@ -17,7 +17,7 @@ from msgspec import Struct
 
 from configs.graph import resolved_router
 from configs.schema import Config
-from pipeline.observe.stats import STATS_PREFIX
+from pipeline.observe.stats import STATS_PREFIX, StageStats
 from pipeline.record.recorder import Recorder
 from pipeline.record.run_directory import RunDir
 from pipeline.supervise.outage import consequence
@@ -80,6 +80,15 @@ class Announcer:
         elif stage == "router":
             self._drop_router()
         self.topic.drop(STATS_PREFIX + name)
+
+    def retired(self, stage: str, name: str) -> None:
+        for hub in self.hubs.values():
+            hub.peer_lost(name)
+        if (value := self.topic.get(STATS_PREFIX + name)) is not None:
+            self.recorder.view.stage(StageStats.decode(value))
+        self.recorder.view.retire(stage, name)
+        self.topic.drop(STATS_PREFIX + name)
+        self.recorder.say(f"{name} has ended, {stage} is scaled down")
 
     def engine_up(self, spec: EngineSpec, url: str, incarnation: int, version: str) -> None:
         address = EngineAddress(spec.name, url, incarnation, spec.frozen or POLICY)

@@ -57,6 +57,9 @@ class Lifecycle(Protocol):
     def lost(self, stage: str, name: str, why: str) -> None:
         """A process ended, or was ended since it hung, and is started again: release its leases, count the restart."""
 
+    def retired(self, stage: str, name: str) -> None:
+        """A replica that was scaled away has ended, well or not: what it still held goes to others."""
+
     def engine_up(self, spec: EngineSpec, url: str, incarnation: int, version: str) -> None:
         """It serves. `version` is the server's own word for itself."""
 

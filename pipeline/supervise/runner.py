@@ -5,30 +5,32 @@ streams and protocol are the same.
 
 Invariants: a replica that ends without being asked to is reported as lost at once, so that its leases move on, and is
 started again with backoff within a bounded budget; the trainer is not, since its state is in its last checkpoint (the
-ranks of its trainer group are: they are no replica), and neither is a task; servers and ranks live as long as the
-replicas; nothing is left running when `run` returns, however it returns.
+ranks of its trainer group are: they are no replica), and neither is a task; the number of a replica is used once;
+servers and ranks live as long as the replicas; nothing is left running when `run` returns, however it returns.
 """
 
 from __future__ import annotations
 
 import asyncio
-import sys
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
 from typing import ClassVar
 
 import msgspec
 
+from configs.graph import SINGLE
 from configs.schema import Config
 from models.train.trainer_group.rank_spec import needs_trainer_group
 from pipeline.errors import EXIT_DISK_FULL, ReplicaFailed, UsageError
+from pipeline.graph import Graph
 from pipeline.hosts.launcher import Handle, Launcher, ProcessSpec, ending
+from pipeline.hosts.rendezvous import Entry, retire_key, spec_key
 from pipeline.hosts.replica import ReplicaSpec, run_replica
+from pipeline.placement import Placement
 from pipeline.record.run_directory import RunDir
-from pipeline.supervise.restarts import EngineSpec, Lifecycle, Restarts
+from pipeline.supervise.restarts import Lifecycle, Restarts
 from pipeline.supervise.servers import Servers, Supervised
 from pipeline.supervise.trainer_group import TrainerGroup
-from transport import Node
+from transport import Node, TopicServer
 
 NOT_RESTARTED = ("train",)
 
@@ -42,20 +44,28 @@ class Runner(ABC):
         self,
         config: Config,
         rundir: RunDir,
+        graph: Graph,
+        placement: Placement,
         node: Node,
+        topic: TopicServer,
         launcher: Launcher,
-        specs: Sequence[ReplicaSpec],
-        engines: Sequence[EngineSpec],
         lifecycle: Lifecycle,
     ) -> None:
-        self.config, self.rundir, self.node, self.launcher, self.specs = config, rundir, node, launcher, specs
+        self.config, self.rundir, self.graph, self.placement = config, rundir, graph, placement
+        self.node, self.topic, self.launcher, self.lifecycle = node, topic, launcher, lifecycle
+        self.entry = Entry(placement.run_id, topic.address)
         self._restarts = Restarts(lifecycle, config.run.max_restarts)
+        engines = [*placement.engines, *placement.frozen]
         self._beside: list[Supervised] = [
             Servers(config, engines, launcher, self._restarts, in_process=self.in_process)
         ]
         if needs_trainer_group(config):
-            self._beside.append(TrainerGroup(config, rundir, launcher, self._restarts))
-        self._running: set[str] = set()
+            group = TrainerGroup(config, rundir, launcher, self._restarts, self.entry, topic)
+            self._beside.append(group)
+        self._replicas: asyncio.TaskGroup | None = None  # while it runs
+        self._running: dict[str, ReplicaSpec] = {}
+        self._retiring: set[str] = set()
+        self._numbers = {node.name: node.replicas for node in graph.nodes}  # of the next replica
 
     @property
     def restarts(self) -> dict[str, int]:
@@ -71,18 +81,45 @@ class Runner(ABC):
         try:
             async with asyncio.TaskGroup() as everything:
                 beside = [everything.create_task(one.run()) for one in self._beside]
-                async with asyncio.TaskGroup() as replicas:
-                    for spec in self.specs:
-                        replicas.create_task(self._run(spec))
+                async with asyncio.TaskGroup() as self._replicas:
+                    for spec in self.placement.replicas(self.graph):
+                        self._start(spec)
+                self._replicas = None
                 for task in beside:
                     task.cancel()
         finally:
             await self.launcher.stop_all()
 
+    def scale(self, stage: str, count: int) -> None:
+        """Bring a running stage to `count` replicas, and say so on the topic (`scale/<stage>`).
+
+        New ones are started; of surplus ones the youngest take no new work, finish what they hold, and end.
+        Raises UsageError.
+        """
+        present = [name for name, spec in self._running.items() if spec.stage == stage and name not in self._retiring]
+        if self._replicas is None or not present or count < 1 or (count > 1 and stage in SINGLE):
+            why = SINGLE.get(stage, "a stage that runs has at least one replica, and only such a stage is scaled")
+            raise UsageError(f"{stage} cannot be scaled from {len(present)} to {count} replicas: {why}")
+        for name in present[count:]:
+            self._retiring.add(name)
+            self.topic.publish(retire_key(name), b"")
+        for _ in range(count - len(present)):
+            number, self._numbers[stage] = self._numbers[stage], self._numbers[stage] + 1
+            self._start(self.placement.replica(self.graph, self.graph.node(stage), number, count))
+        self.topic.publish(f"scale/{stage}", str(count).encode())
+
+    def _start(self, spec: ReplicaSpec) -> None:
+        assert self._replicas is not None
+        self._running[spec.replica] = spec
+        self._replicas.create_task(self._run(spec))
+
     async def _run(self, spec: ReplicaSpec) -> None:
-        self._running.add(spec.replica)
         await self._keep(spec)
-        self._running.discard(spec.replica)
+        del self._running[spec.replica]
+        if spec.replica in self._retiring:
+            self._retiring.remove(spec.replica)
+            self.topic.drop(retire_key(spec.replica))
+            self.lifecycle.retired(spec.stage, spec.replica)
 
     @abstractmethod
     async def _keep(self, spec: ReplicaSpec) -> None:
@@ -95,7 +132,8 @@ class TaskRunner(Runner):
     in_process = True
 
     async def _keep(self, spec: ReplicaSpec) -> None:
-        await run_replica(spec, self.node, self.config)
+        topic = await self.node.topic(self.topic.address, replica=spec.replica)
+        await run_replica(spec, self.node, topic, self.config)
 
 
 class ProcessRunner(Runner):
@@ -105,15 +143,15 @@ class ProcessRunner(Runner):
 
     async def _keep(self, spec: ReplicaSpec) -> None:
         """Waits for the process to end; starts it again unless it ended well, or may not be."""
-        path = self.rundir.specs / f"{spec.replica}.json"
-        path.write_bytes(msgspec.json.encode(spec))
-        argv = (sys.executable, "-m", "pipeline.hosts.worker", str(path))
+        self.topic.publish(spec_key(spec.replica), msgspec.msgpack.encode(spec))
+        process = ProcessSpec(spec.replica, self.entry.command("pipeline.hosts.worker", spec.replica))
         while True:
-            process = await self.launcher.spawn(ProcessSpec(spec.replica, argv))
-            code = await process.wait()
-            if code == 0:
-                return
-            await self._again(spec, code, process)
+            handle = await self.launcher.spawn(process)
+            code = await handle.wait()
+            if code == 0 or spec.replica in self._retiring:
+                break
+            await self._again(spec, code, handle)
+        self.topic.drop(spec_key(spec.replica))
 
     async def _again(self, spec: ReplicaSpec, code: int, process: Handle) -> None:
         """Report the loss and wait out the backoff, or give up. Raises ReplicaFailed or UsageError."""

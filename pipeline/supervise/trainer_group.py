@@ -12,9 +12,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import os
-import sys
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Final
 
 import msgspec
@@ -23,17 +21,20 @@ from msgspec import Struct
 from configs.schema import Config
 from models.train.trainer_group.rank_spec import (
     EXIT_STAGE_GONE,
+    MEETING,
     RankSpec,
+    Rendezvous,
     needs_trainer_group,
     processes_of,
-    read_rendezvous,
 )
 from pipeline.errors import EXIT_DISK_FULL, ReplicaFailed, UsageError
 from pipeline.hosts.gpus import slices, trainers_gpu, visible_gpus
 from pipeline.hosts.launcher import Handle, Launcher, ProcessSpec, Resources, ending
+from pipeline.hosts.rendezvous import Entry, spec_key
 from pipeline.record.run_directory import RunDir
 from pipeline.supervise.restart_server import POLL_S, STARTS_WITHOUT_SERVING, Waiting
 from pipeline.supervise.restarts import Restarts
+from transport import TopicServer
 
 TRAINER_GROUP: Final = "trainer-group"  # the name under which its restarts are counted
 STAGE: Final = "train"
@@ -48,11 +49,6 @@ class Loss(Struct, frozen=True):
 
     rank: int
     code: int
-
-
-def rendezvous_file(rundir: RunDir) -> Path:
-    """The file in which the trainer group of a run says where it is met."""
-    return rundir.sockets / "trainer-group.json"
 
 
 def check_trainer_group(config: Config) -> None:
@@ -105,10 +101,13 @@ def engines_gpus(config: Config, visible: Sequence[str], engines: int) -> tuple[
 class TrainerGroup:
     """The ranks of one run. `run` until they end well, or cancel it; whoever has the launcher stops them then."""
 
-    def __init__(self, config: Config, rundir: RunDir, launcher: Launcher, restarts: Restarts) -> None:
+    def __init__(
+        self, config: Config, rundir: RunDir, launcher: Launcher, restarts: Restarts, entry: Entry, topic: TopicServer
+    ) -> None:
         """Raises UsageError."""
         check_trainer_group(config)
         self._config, self._rundir, self._launcher, self._restarts = config, rundir, launcher, restarts
+        self._entry, self._topic = entry, topic
         self._count = processes_of(config.parallel)
         self._gpus = trainer_group_gpus(config, visible_gpus())
         self._came_up = False
@@ -122,8 +121,9 @@ class TrainerGroup:
                 "from its start; set the number of batches that you would rather repeat"
             )
         for incarnation in itertools.count():
-            running = [await self._spawn(rank, incarnation) for rank in range(self._count)]
-            loss = await self._live(incarnation, running)
+            with self._launcher.held_port(_name(0)) as port:
+                running = [await self._spawn(rank, incarnation, port) for rank in range(self._count)]
+                loss = await self._live(incarnation, running)
             if loss is None:
                 return
             await self._after(loss, incarnation, running[loss.rank])
@@ -148,26 +148,23 @@ class TrainerGroup:
                 await process.kill()
         return loss
 
-    async def _spawn(self, rank: int, incarnation: int) -> Handle:
-        sockets, name = self._rundir.sockets, _name(rank)
+    async def _spawn(self, rank: int, incarnation: int, port: int) -> Handle:
+        name = _name(rank)
         spec = RankSpec(
-            config=str(self._rundir.path / "config.json"),
             rank=rank,
             processes=self._count,
             local_rank=rank,
             incarnation=incarnation,
-            store=str(sockets / f"trainer-group-{incarnation}.store"),
-            address=str(sockets / f"trainer-group-{incarnation}.sock"),
-            rendezvous=str(rendezvous_file(self._rundir)),
+            store=(self._launcher.address(_name(0)), port),
+            address=str(self._rundir.sockets / f"trainer-group-{incarnation}.sock"),
         )
-        path = self._rundir.specs / f"{name}.json"
-        path.write_bytes(msgspec.json.encode(spec))
-        argv = (sys.executable, "-m", "pipeline.hosts.trainer_rank", str(path))
+        self._topic.publish(spec_key(name), msgspec.msgpack.encode(spec))
+        argv = self._entry.command("pipeline.hosts.trainer_rank", name)
         process = ProcessSpec(name, argv, self._rank_environment(rank), sweep=True)
         return await self._launcher.spawn(process, Resources(self._gpus))
 
     def _rank_environment(self, rank: int) -> dict[str, str]:
-        """What torchrun would set, for what reads it; they find each other by a file."""
+        """What torchrun would set, for what reads it; the ranks have their specifications."""
         return {
             # All on this machine, whatever its name resolves to.
             "GLOO_SOCKET_IFNAME": os.environ.get("GLOO_SOCKET_IFNAME", "lo"),
@@ -178,10 +175,9 @@ class TrainerGroup:
         }
 
     async def _arrival(self, incarnation: int) -> None:
-        """Waits for the rendezvous file to name the incarnation. Unblocked by it, or by cancellation."""
-        place = rendezvous_file(self._rundir)
+        """Waits for the topic to name the incarnation. Unblocked by it, or by cancellation."""
         waiting = Waiting(TRAINER_GROUP, self._restarts.lifecycle.say, doing=f"{self._count} ranks are starting since")
-        while (rendezvous := read_rendezvous(place)) is None or rendezvous.incarnation < incarnation:
+        while self._met() < incarnation:
             waiting.tick()
             await asyncio.sleep(POLL_S)
         self._came_up = True
@@ -190,6 +186,10 @@ class TrainerGroup:
                 f"{TRAINER_GROUP}: {self._count} ranks are up again after {waiting.seconds:.0f} s; they restore the "
                 "newest save and repeat what came after it"
             )
+
+    def _met(self) -> int:
+        value = self._topic.get(MEETING)
+        return -1 if value is None else msgspec.msgpack.decode(value, type=Rendezvous).incarnation
 
     async def _after(self, loss: Loss, incarnation: int, process: Handle) -> None:
         """Tell the loss and wait out the backoff, or give up. Raises ReplicaFailed or UsageError."""

@@ -6,13 +6,13 @@ None; metadata is a JSON object and tools a JSON list, both as text, so that the
 
 from __future__ import annotations
 
-import difflib
 import math
 from collections.abc import Mapping, Sequence
 
 import msgspec
 from msgspec import Struct
 
+from configs.schema.did_you_mean import did_you_mean
 from stages.data.report import SkipKind
 
 Message = dict[str, object]
@@ -70,8 +70,7 @@ def parse_row(row: object, keys: RowKeys, columns: Sequence[str] | None = None) 
 
 def missing_key(key: str, available: Sequence[str]) -> BadValue:
     """Says which keys there are, and which of them was probably meant."""
-    near = difflib.get_close_matches(key, available, n=1, cutoff=0.5)
-    guess = f"; did you mean {near[0]!r}?" if near else ""
+    guess = did_you_mean(key, available, cutoff=0.5)
     listed = ", ".join(available[:20]) or "none"
     return BadValue("missing key", f"no key {key!r} (or it is null); keys here: {listed}{guess}")
 

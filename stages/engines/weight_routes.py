@@ -28,12 +28,12 @@ from models.engines.errors import EngineError
 from models.engines.update_client import Ranks, UpdateClient
 from models.weights.delta_mirror import DeltaMirror
 from models.weights.errors import DeltaError, DigestMismatch, RouteUnfit
-from models.weights.reader import SlotReader
+from models.weights.shared_memory_reader import SlotReader
 from stages.engines.weight_transfer import DiskTransfer, GroupTransfer, TensorTransfer, Transfer, together
 from stages.messages import WeightsAnnouncement
 
 if TYPE_CHECKING:
-    from models.weights.group import WeightGroup
+    from models.weights.broadcast_group import WeightGroup
 
 log = logging.getLogger("sluice.weight_routes")
 
@@ -116,7 +116,7 @@ class DistributedRoute:
         ranks = await update.ranks()
         _check_ranks("distributed", client, ranks)
         self._device = _device(ranks)
-        from models.weights.group import WeightGroup, address_towards  # torch
+        from models.weights.broadcast_group import WeightGroup, address_towards  # torch
 
         name = f"sluice-{self.engine}-{uuid.uuid4().hex[:8]}"
         backend = "nccl" if self._device == "cuda" else "gloo"

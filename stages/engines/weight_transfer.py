@@ -20,12 +20,12 @@ from models.engines.client import EngineClient, WeightsUpdated
 from models.engines.errors import EngineError
 from models.engines.update_client import UpdateClient
 from models.weights.buckets import Bucket, plan_buckets
-from models.weights.reader import SlotReader
+from models.weights.shared_memory_reader import SlotReader
 
 if TYPE_CHECKING:
     import torch
 
-    from models.weights.group import WeightGroup
+    from models.weights.broadcast_group import WeightGroup
 
 T = TypeVar("T")
 
@@ -86,7 +86,7 @@ class TensorTransfer(BucketTransfer):
         self, update: UpdateClient, label: str, slot: SlotReader, bucket_bytes: int, ranks: int, device: str
     ) -> None:
         super().__init__(update, label, slot, bucket_bytes)
-        from models.weights.shared_tensors import SharedBuffer  # torch
+        from models.weights.tensor_route_payload import SharedBuffer  # torch
 
         self.ranks, self.device = ranks, device
         self.buffer = SharedBuffer(self.largest)

@@ -74,7 +74,7 @@ class EvaluateStage(Stage):
                 continue
             answers = self._answers.setdefault(group.pinned_version, {})
             for sample in lease.message.samples:
-                if sample.segment == sample.segments - 1:  # of a rollout that fanned out, the graded end
+                if sample.sequence == sample.sequences - 1:  # of a rollout with several, the graded end
                     answers.setdefault((group.dataset, group.prompt_index, sample.index), sample)
             self._held.setdefault(group.pinned_version, []).append(lease)
             self._changed.set()
@@ -174,14 +174,14 @@ class EvaluateStage(Stage):
             answers = self._answers.get(version, {})
             samples = [sample for (dataset, _, _), sample in answers.items() if dataset == name]
             n = len(prompts) * self.config.eval.n_samples_per_eval_prompt
-            pure = [s for s in samples if all(r.version == version for r in s.version_runs)]
+            pure = [s for s in samples if all(made == version for made in s.model_versions)]
             complete &= len(pure) == n
             if not pure:
                 continue
             metrics[f"eval/{name}"] = sum(s.reward or 0.0 for s in pure) / len(pure)
             metrics[f"eval/{name}-truncated_ratio"] = sum(s.status == "truncated" for s in pure) / len(pure)
             metrics[f"eval/{name}-failed_ratio"] = sum(s.status == "failed" for s in pure) / len(pure)
-            metrics[f"eval/{name}-response_len"] = sum(s.n_tokens for s in pure) / len(pure)
+            metrics[f"eval/{name}-response_len"] = sum(s.response_length for s in pure) / len(pure)
             metrics[f"eval/{name}-mixed_versions"] = float(len(samples) - len(pure))
             for estimate, value in estimates(_by_prompt(answers, name, version)).items():
                 metrics[f"eval/{name}-{estimate}"] = value
@@ -192,7 +192,7 @@ def _by_prompt(answers: Mapping[tuple[str, int, int], Sample], name: str, versio
     """The answers of the version to each prompt of a data set; a failed one counts as wrong."""
     found: dict[int, list[Sample]] = {}
     for (dataset, prompt, _), sample in answers.items():
-        if dataset == name and all(run.version == version for run in sample.version_runs):
+        if dataset == name and all(made == version for made in sample.model_versions):
             found.setdefault(prompt, []).append(sample)
     judged = any(sample.is_correct is not None for samples in found.values() for sample in samples)
     if not judged:

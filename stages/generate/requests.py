@@ -41,7 +41,7 @@ class Requests:
         longest = self.rollout.rollout_max_response_len
         if group.purpose == "eval" and self.config.eval.eval_max_response_len is not None:
             longest = self.config.eval.eval_max_response_len
-        return min(longest, self.max_context - len(group.prompt_ids)) - sample.n_tokens
+        return min(longest, self.max_context - sample.prompt_length) - sample.response_length
 
     def params(self, group: PromptGroup, sample: Sample, budget: int, n: int) -> SamplingParams:
         """Sampling parameters of a request for `n` samples, of which `sample` is the first."""
@@ -70,10 +70,10 @@ class Requests:
         first = samples[0]
         return SampleRequest(
             self.params(group, first, budget, len(samples)),
-            token_ids=[*group.prompt_ids.tolist(), *first.response_ids.tolist()],
-            prompt_length=len(group.prompt_ids),
+            token_ids=first.token_ids.tolist(),
+            prompt_length=first.prompt_length,
             session=session_key(group),
-            returning=first.n_tokens > 0 or first.replaced > 0,
+            returning=first.response_length > 0 or first.replaced > 0,
             pinned_version=group.pinned_version,
             engine_s=None if deadline is None else deadline.left_s,
         )
@@ -91,7 +91,8 @@ class Requests:
         One that has been through a loop stage is never begun anew: what the stage did would be done twice.
         """
         if deadline.of_group and sample.replaced == 0 and sample.turns == 0:
-            return msgspec.structs.replace(new_sample(sample.index), replaced=1, reused_tokens=sample.reused_tokens)
+            fresh = new_sample(sample.token_ids[: sample.prompt_length], sample.index)
+            return msgspec.structs.replace(fresh, replaced=1, reused_tokens=sample.reused_tokens)
         return msgspec.structs.replace(sample, status="truncated")
 
 

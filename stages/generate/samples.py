@@ -6,10 +6,12 @@ version are one run.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Final
 
 import msgspec
 import numpy as np
+import numpy.typing as npt
 
 from stages.messages import Float32Array, Int32Array, Sample, Status, UInt8Array, VersionRun, wire
 from stages.sampling.results import Finish, SampleResult
@@ -23,22 +25,34 @@ STATUS_OF: Final[dict[Finish, Status]] = {
 }
 
 
-def new_sample(index: int) -> Sample:
-    return Sample(index, "pending", "", wire([], Int32Array), wire([], UInt8Array), wire([], Float32Array), ())
+def new_sample(prompt: Sequence[int] | npt.NDArray[np.int32], index: int) -> Sample:
+    """A rollout before its first turn: the prompt, and nothing after it."""
+    n = len(prompt)
+    return Sample(
+        index=index,
+        status="pending",
+        response="",
+        token_ids=wire(prompt, Int32Array),
+        prompt_length=n,
+        loss_mask=wire(np.zeros(n), UInt8Array),
+        log_probs=wire(np.zeros(n), Float32Array),
+        version_runs=join_runs((VersionRun(-1, n),), ()),
+    )
 
 
-def cut(sample: Sample, n: int) -> Sample:
-    """The first `n` tokens: for a sample whose last tokens, which the policy did not make, exceed its budget."""
+def cut(sample: Sample, length: int) -> Sample:
+    """The first tokens, the prompt at least: for a sample whose last ones, which nothing of ours made, are too many."""
+    length = max(length, sample.prompt_length)
     runs: list[VersionRun] = []
-    left = n = max(n, 0)
+    left = length
     for run in sample.version_runs:
         runs.append(VersionRun(run.version, min(run.n_tokens, left)))
         left -= runs[-1].n_tokens
     return msgspec.structs.replace(
         sample,
-        response_ids=wire(sample.response_ids[:n], Int32Array),
-        loss_mask=wire(sample.loss_mask[:n], UInt8Array),
-        rollout_log_probs=wire(sample.rollout_log_probs[:n], Float32Array),
+        token_ids=wire(sample.token_ids[:length], Int32Array),
+        loss_mask=wire(sample.loss_mask[:length], UInt8Array),
+        log_probs=wire(sample.log_probs[:length], Float32Array),
         version_runs=join_runs(tuple(runs), ()),
     )
 
@@ -52,9 +66,9 @@ def append_result(sample: Sample, result: SampleResult) -> Sample:
         status=STATUS_OF[result.finish],
         error=error,
         response=sample.response + result.text,
-        response_ids=wire(np.concatenate([sample.response_ids, ids]), Int32Array),
+        token_ids=wire(np.concatenate([sample.token_ids, ids]), Int32Array),
         loss_mask=wire(np.concatenate([sample.loss_mask, np.ones(len(ids))]), UInt8Array),
-        rollout_log_probs=wire(np.concatenate([sample.rollout_log_probs, result.log_probs]), Float32Array),
+        log_probs=wire(np.concatenate([sample.log_probs, result.log_probs]), Float32Array),
         version_runs=join_runs(sample.version_runs, result.runs),
         cached_tokens=sample.cached_tokens + result.cached_tokens,
         retractions=sample.retractions + result.retractions,

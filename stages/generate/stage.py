@@ -25,7 +25,7 @@ from stages.generate.requests import Requests
 from stages.generate.samples import new_sample
 from stages.generate.turns import Turns
 from stages.group.filters import import_path
-from stages.messages import PromptGroup, RolloutSlice, Sample
+from stages.messages import PromptGroup, RolloutSlice, Sample, without_prompt
 from stages.options import GenerateOptions
 from stages.ports import Inlet, Lease, Outlet, Ports
 from stages.sampling.sampler import Sampler
@@ -98,10 +98,11 @@ class GenerateStage(Stage):
     async def _serve(self, lease: Lease[PromptGroup | RolloutSlice], ports: Ports) -> None:
         """One turn of the samples of a lease, which is released when all of them are in the next hub's custody."""
         message = lease.message
-        group = message.group if isinstance(message, RolloutSlice) else message
-        samples = (
-            message.samples if isinstance(message, RolloutSlice) else tuple(map(new_sample, range(group.n_samples)))
-        )
+        if isinstance(message, RolloutSlice):
+            group, samples = message.group, message.samples
+        else:
+            group = without_prompt(message)
+            samples = tuple(new_sample(message.prompt_ids, index) for index in range(message.n_samples))
         self.activity.items_in += 1
         with self.span("generate", group=group.group_id, detail=f"turn {samples[0].turns + 1}"):
             async with asyncio.TaskGroup() as tasks:
@@ -113,7 +114,7 @@ class GenerateStage(Stage):
                         for sample in samples:
                             leaving.put(sample)
                 leaving.all_here.set()
-            self.activity.tokens += leaving.tokens - sum(s.n_tokens for s in samples)
+            self.activity.tokens += leaving.tokens - sum(s.length for s in samples)
         lease.done()
 
     def loop_of(self, single: RolloutSlice) -> str | None:
@@ -139,7 +140,7 @@ class _Leaving:
 
     def put(self, sample: Sample) -> None:
         """A sample has ended its turn."""
-        self.tokens += sample.n_tokens
+        self.tokens += sample.length
         single = RolloutSlice(self.group, (sample,))
         loop = self.stage.loop_of(single)
         if loop is not None:
@@ -154,7 +155,7 @@ class _Leaving:
         with contextlib.suppress(TimeoutError):  # then without the rest
             async with asyncio.timeout(MEMBER_LINGER_S):
                 await self.all_here.wait()
-        samples: Sequence[Sample] = sorted(self._waiting, key=lambda sample: (sample.index, sample.segment))
+        samples: Sequence[Sample] = sorted(self._waiting, key=lambda sample: (sample.index, sample.sequence))
         self._waiting.clear()
         await self.stage.emit(self.ports.outlets["out"], RolloutSlice(self.group, tuple(samples)))
         self.stage.activity.items_out += 1

@@ -36,7 +36,7 @@ class Turns:
             ended(msgspec.structs.replace(sample, turns=sample.turns + 1))
 
         async with asyncio.TaskGroup() as tasks:
-            if all(s.turns == 0 and s.n_tokens == 0 for s in samples):
+            if all(s.turns == 0 and s.response_length == 0 for s in samples):
                 tasks.create_task(self._ask(group, samples, done))
             else:
                 for sample in samples:
@@ -48,7 +48,7 @@ class Turns:
         budget, deadline = self.requests.budget(group, first), self.requests.deadline(group, first)
         if budget <= 0:
             for sample in samples:
-                done(msgspec.structs.replace(cut(sample, sample.n_tokens + budget), status="truncated"))
+                done(msgspec.structs.replace(cut(sample, sample.length + budget), status="truncated"))
             return
         async with asyncio.TaskGroup() as tasks:
             if deadline is not None and deadline.left_s <= 0:
@@ -68,7 +68,7 @@ class Turns:
         stopped = self.requests.stopped(sample, deadline)
         replaced = stopped.replaced > sample.replaced
         self._add("deadline_replaced" if replaced else "deadline_truncated", 1)
-        self._add("deadline_tokens_dropped", sample.n_tokens if replaced else 0)
+        self._add("deadline_tokens_dropped", sample.response_length if replaced else 0)
         if replaced:
             await self._ask(group, (stopped,), done)
         else:

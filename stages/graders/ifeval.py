@@ -8,11 +8,10 @@ response follows none. Text before the last `</think>` does not count.
 
 from __future__ import annotations
 
-import difflib
-
 import msgspec
 from msgspec import Struct
 
+from configs.schema.did_you_mean import did_you_mean
 from stages.graders.answer import after_thought
 from stages.graders.grade import Grade, GradeRequest, failed
 from stages.graders.ifeval_rules import RULES, Arguments, RuleError
@@ -61,6 +60,5 @@ def _known(name: str) -> str:
         return name
     if name in _SHORT:
         return _SHORT[name]
-    near = difflib.get_close_matches(name, [*RULES, *_SHORT], n=1)
-    guess = f"; did you mean {near[0]!r}?" if near else f"; known: {', '.join(RULES)}"
+    guess = did_you_mean(name, [*RULES, *_SHORT], otherwise=f"; known: {', '.join(RULES)}")
     raise RuleError(f"ifeval has no instruction {name[:80]!r}{guess}")

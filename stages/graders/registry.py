@@ -9,13 +9,13 @@ of a grader is a failed grade with its type and text.
 
 from __future__ import annotations
 
-import difflib
 import math
 from collections.abc import Iterable, Mapping
 from functools import lru_cache, partial
 
 import msgspec
 
+from configs.schema.did_you_mean import nearest
 from stages.graders.boxed import last_box
 from stages.graders.choose import grade_auto
 from stages.graders.code import code_grader
@@ -149,8 +149,8 @@ def _find_custom(name: str, base: str) -> Grader:
 def _check_form(name: str, base: str) -> None:
     """Refuse what is no import path, and what is more likely a slip in a name of the table."""
     names = [*GRADERS, *(BOXED + known for known, entry in GRADERS.items() if entry.reads_text)]
-    near = difflib.get_close_matches(base, names, n=1, cutoff=0.6)
-    guess = f"did you mean {near[0]!r}? " if near else ""
+    near = nearest(base, names)
+    guess = f"did you mean {near!r}? " if near else ""
     if not IMPORT_PATH.fullmatch(name) or (near and "." not in base):
         raise UnknownGraderError(
             f"rm_type {name!r} is no grader; {guess}Known: {', '.join(GRADERS)}, boxed_ before one that reads text, "

@@ -81,7 +81,7 @@ def reward_rule(low: float, high: float) -> GroupFilter:
 
 
 def length_rule(shortest: float, longest: float) -> GroupFilter:
-    """Keep groups whose rollouts have this many trainable tokens on average, all their segments together."""
+    """Keep groups whose rollouts have this many trainable tokens on average, all their sequences together."""
 
     def rule(slice_: RolloutSlice) -> FilterDecision:
         tokens = [sum(int(np.count_nonzero(trained_mask(s))) for s in parts) for parts in rollouts(slice_.samples)]

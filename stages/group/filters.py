@@ -10,13 +10,13 @@ would otherwise have to wait for new prompts (stages/train/buffer.py).
 
 from __future__ import annotations
 
-import difflib
 import importlib
 import math
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 from configs.schema import FilterConfig
+from configs.schema.did_you_mean import nearest
 from stages.errors import FilterError, FilterNameError, FilterPathError
 from stages.group.filter_rules import (
     FilterDecision,
@@ -91,8 +91,8 @@ def parse_filters(names: Sequence[str], state: FilterState | None = None) -> lis
 def _parse(text: str, state: FilterState) -> GroupFilter | None:
     name, separator, argument = text.partition(":")
     if name not in FORMS:
-        near = difflib.get_close_matches(name, FORMS, n=1)
-        cure = f"did you mean {near[0]}?" if near else f"choose one of {', '.join(FORMS)}"
+        near = nearest(name, FORMS)
+        cure = f"did you mean {near}?" if near else f"choose one of {', '.join(FORMS)}"
         raise FilterNameError(f"--dynamic-sampling-filter {text!r} is unknown; {cure}")
     if separator and not FORMS[name]:
         raise FilterNameError(f"--dynamic-sampling-filter {text!r}: {name} takes no argument; write {name}")

@@ -1,6 +1,6 @@
 """The group stage: puts the rollouts of one prompt together again and decides whether they are worth training on.
 
-Invariants: a group leaves as one slice with its members in index order (segments of a fanned-out rollout in theirs), or
+Invariants: a group leaves as one slice with its members in index order (sequences of a rollout in theirs), or
 is settled here (filtered, failed, surplus); the leases of its parts are released only then, so a lost replica loses
 nothing. For each (group, index) the first rollout wins: a redelivered prompt may produce others, and they are dropped.
 """
@@ -22,7 +22,7 @@ from stages.group.filters import FilterDecision, FilterState, GroupFilter, resol
 from stages.messages import PromptGroup, RolloutSlice, Sample, Settled, WeightsAnnouncement
 from stages.ports import Lease, Outlet, Ports, Topic
 from stages.reward.grading import Grading
-from stages.rollouts import closing, counting, fault, rollouts, settlement
+from stages.rollouts import closing, counting, rollouts, settlement
 
 REMEMBERED_GROUPS = 100_000
 
@@ -30,23 +30,23 @@ REMEMBERED_GROUPS = 100_000
 @dataclass
 class _Open:
     group: PromptGroup
-    parts: dict[int, dict[int, Sample]] = field(default_factory=dict)  # index -> segment -> sample
+    parts: dict[int, dict[int, Sample]] = field(default_factory=dict)  # index -> sequence -> sample
     leases: list[Lease[RolloutSlice]] = field(default_factory=list)
 
     def add(self, sample: Sample) -> None:
-        """Take a sample unless its place is filled, or its rollout fanned out otherwise than the one begun here."""
-        segments = self.parts.setdefault(sample.index, {})
-        if all(other.segments == sample.segments for other in segments.values()):
-            segments.setdefault(sample.segment, sample)
+        """Take a sample unless its place is filled, or its rollout has other sequences than the one begun here."""
+        sequences = self.parts.setdefault(sample.index, {})
+        if all(other.sequences == sample.sequences for other in sequences.values()):
+            sequences.setdefault(sample.sequence, sample)
 
     @property
     def complete(self) -> bool:
-        whole = sum(len(parts) >= next(iter(parts.values())).segments for parts in self.parts.values())
+        whole = sum(len(parts) >= next(iter(parts.values())).sequences for parts in self.parts.values())
         return whole >= self.group.n_samples
 
     @property
     def slice(self) -> RolloutSlice:
-        samples = [sample for segments in self.parts.values() for sample in segments.values()]
+        samples = [sample for parts in self.parts.values() for sample in parts.values()]
         return RolloutSlice(self.group, tuple(sample for parts in rollouts(samples) for sample in parts))
 
 
@@ -171,7 +171,7 @@ class GroupStage(Stage):
         """The slice of counting members, or how the group ends."""
         members = counting(slice_.samples)
         for sample in members:
-            wrong = fault(sample)
+            wrong = sample.fault()
             if wrong is not None:
                 return settlement(slice_, "failed", f"sample {sample.index}: {wrong}")
         here, wanted = len(closing(members)), len(closing(slice_.samples))

@@ -11,9 +11,8 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-import time
 from collections import Counter, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Protocol
 
 import msgspec
@@ -38,6 +37,7 @@ from stages.messages import (
     UInt8Array,
     VersionRun,
     wire,
+    without_prompt,
 )
 from stages.ports import Outlet, Ports
 from stages.prompts.curriculum import PassRateCurriculum
@@ -91,9 +91,11 @@ class PromptStage(Stage):
         hooks: RunHooks,
         *,
         snapshot: LedgerSnapshot | None = None,
+        restored: Collection[int] = (),
         eos_id: int | None = None,
         encode: Callable[[str], list[int]] | None = None,
     ) -> None:
+        """`restored`: groups open in `snapshot` that the trainer holds complete: settled like all, not asked again."""
         super().__init__(context)
         data = context.config.data
         self.prompts, self.gate, self.hooks = prompts, gate, hooks
@@ -110,7 +112,7 @@ class PromptStage(Stage):
         self.reasons: Counter[str] = Counter()
         self.completed = asyncio.Event()  # nothing is open and nothing more will be admitted
         self.draining: str | None = None
-        self._again: deque[OpenGroup] = deque(self.ledger.open_groups())  # reopened by a resume: submit as they are
+        self._again = deque(g for g in self.ledger.open_groups() if g.group_id not in restored)  # submit as they are
         self._requeue: deque[int] = deque(snapshot.requeue if snapshot else ())  # prompts to be asked once more
         self._wake = asyncio.Event()
 
@@ -196,7 +198,6 @@ class PromptStage(Stage):
             metadata=prompt.metadata,
             tools=prompt.tools,
             requeued=group.requeued,
-            admitted_s=time.time(),
         )
         self.activity.items_out += 1
         if self.supervised:
@@ -209,17 +210,20 @@ class PromptStage(Stage):
         ids = prompt.label_ids.tolist()
         if self.eos_id is not None and ids[-1:] != [self.eos_id]:
             ids.append(self.eos_id)
+        before = len(prompt.prompt_ids)
+        mask = self._demonstration_mask(group, prompt.label or "", len(ids))
         sample = Sample(
             index=0,
             status="completed",
             response=prompt.label or "",
-            response_ids=wire(ids, Int32Array),
-            loss_mask=wire(self._demonstration_mask(group, prompt.label or "", len(ids)), UInt8Array),
-            rollout_log_probs=wire(np.zeros(len(ids)), Float32Array),
-            version_runs=(VersionRun(self.steps, len(ids)),),
+            token_ids=wire([*prompt.prompt_ids.tolist(), *ids], Int32Array),
+            prompt_length=before,
+            loss_mask=wire([*([0] * before), *mask], UInt8Array),
+            log_probs=wire(np.zeros(before + len(ids)), Float32Array),
+            version_runs=(VersionRun(-1, before), VersionRun(self.steps, len(ids))),
             reward=0.0,
         )
-        return RolloutSlice(group, (sample,))
+        return RolloutSlice(without_prompt(group), (sample,))
 
     def _demonstration_mask(self, group: PromptGroup, text: str, n: int) -> np.ndarray[tuple[int], np.dtype[np.uint8]]:
         """[n] 1 where the text is the model's own; 0 where `metadata.tool_spans` (characters) says a tool wrote it."""

@@ -7,7 +7,8 @@ A *version* counts the rollout batches that the weights were trained on. With B 
 
 Invariant I2: no token older than eta versions is trained. Admission is the pace, consumption the guarantee: a group
 that needs many turns can outlive any admission rule. A slot frees when new weights have landed in the engines, since
-until then a new prompt would be born old.
+until then a new prompt would be born old. The consumption rule stands here alone (`batches_left`); the buffer and the
+train stage ask this gate. Demonstrations of supervised training were sampled by no policy and have no age (`ages`).
 
 `extra` is over-sampling: groups beyond those that the batches need, in the place of those that filters will drop. It
 widens admission only. What filters then do not drop outlives its batch, and consumption refuses it: as stale, or, where
@@ -16,6 +17,7 @@ eta is 0 and every leftover is too old, as surplus.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from configs.schema import Config
@@ -34,20 +36,27 @@ def over_sampling(config: Config) -> int:
 class StalenessGate:
     """`batch`: groups per rollout batch (B). `total`: rollout batches of the whole run, None = open end.
 
-    `extra`: groups that may be open beyond the batches' own, see `over_sampling`.
+    `extra`: groups that may be open beyond the batches' own, see `over_sampling`. `ages`: whether tokens grow old.
     """
 
     batch: int
     max_staleness: int
     total: int | None = None
     extra: int = 0
+    ages: bool = True
 
     @classmethod
     def of(cls, config: Config) -> StalenessGate:
         """The gate of a resolved configuration."""
         rollout = config.rollout
         staleness = config.asynchrony.max_staleness or 0
-        return cls(rollout.rollout_batch_size, staleness, rollout.num_rollout, over_sampling(config))
+        return cls(
+            rollout.rollout_batch_size,
+            staleness,
+            rollout.num_rollout,
+            over_sampling(config),
+            ages=config.train.loss_type != "sft_loss",
+        )
 
     def capacity(self, *, version: int, trained: int, open_groups: int) -> int:
         """Groups that may be admitted now (never negative). `trained` counts groups."""
@@ -58,9 +67,18 @@ class StalenessGate:
             return 0  # nothing is needed, so nothing is over-sampled either
         return max(needed + self.extra - trained - open_groups, 0)
 
-    def fresh(self, *, step: int, oldest_version: int) -> bool:
-        """Whether batch `step` (0 = the first) may train a group whose oldest token has this version."""
-        return step - oldest_version <= self.max_staleness
+    def batches_left(self, *, step: int, oldest_version: int | None) -> float:
+        """How many batches after `step` (0 = the first) could still train a group: negative if `step` itself may not.
+
+        `oldest_version`: of its trained tokens, None if none is trained. Infinite for what does not grow old.
+        """
+        if oldest_version is None or not self.ages:
+            return math.inf
+        return self.max_staleness - (step - oldest_version)
+
+    def fresh(self, *, step: int, oldest_version: int | None) -> bool:
+        """Whether batch `step` may train a group whose oldest trained token has this version (I2)."""
+        return self.batches_left(step=step, oldest_version=oldest_version) >= 0
 
     @property
     def most_open(self) -> int:

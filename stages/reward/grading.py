@@ -57,14 +57,14 @@ class Ask:
 
 def gradable(sample: Sample) -> bool:
     """Whether a grader should see the sample: it ended by itself or at a limit, and is the last of its rollout."""
-    ended = sample.status in ("completed", "truncated") and sample.segment == sample.segments - 1
+    ended = sample.status in ("completed", "truncated") and sample.sequence == sample.sequences - 1
     return ended and sample.reward is None
 
 
 def is_whole(slice_: RolloutSlice) -> bool:
     """Whether all rollouts of the group are here, with all sequences of each."""
     here = Counter(sample.index for sample in slice_.samples)
-    wanted = {sample.index: sample.segments for sample in slice_.samples}
+    wanted = {sample.index: sample.sequences for sample in slice_.samples}
     return len(here) >= slice_.group.n_samples and all(here[index] >= wanted[index] for index in here)
 
 
@@ -115,7 +115,7 @@ class Grading:
         answers = iter(await self._answers(asks))
         grades: dict[tuple[int, int], Grade] = {}
         for sample in members:
-            grades[sample.index, sample.segment] = self._merged(components, [next(answers) for _ in components])
+            grades[sample.index, sample.sequence] = self._merged(components, [next(answers) for _ in components])
         return self._settled(slice_, grades, "+".join(part.grader for part in components))
 
     def _merged(self, components: Sequence[Component], answers: Sequence[Grade]) -> Grade:
@@ -129,7 +129,7 @@ class Grading:
             response=sample.response,
             label=group.label,
             metadata=group.metadata,
-            n_tokens=sample.n_tokens,
+            n_tokens=sample.response_length,
             seed=(group.seed + sample.index) & 0x7FFFFFFFFFFFFFFF,
             reward_key=self.reward.reward_key if part.name == SINGLE else None,
         )
@@ -199,7 +199,7 @@ class Grading:
         grades: dict[tuple[int, int], Grade] = {}
         for sample, answer in zip(members, answers, strict=True):
             self.observed.add(answer, seconds)
-            grades[sample.index, sample.segment] = picked(answer, self.reward.reward_key, name)
+            grades[sample.index, sample.sequence] = picked(answer, self.reward.reward_key, name)
         return self._settled(slice_, grades, name)
 
     def _settled(self, slice_: RolloutSlice, grades: dict[tuple[int, int], Grade], grader: str) -> RolloutSlice:
@@ -210,7 +210,7 @@ class Grading:
             lengths[sample.index] += sample.trainable_tokens
         samples: list[Sample] = []
         for sample in slice_.samples:
-            grade = grades.get((sample.index, sample.segment))
+            grade = grades.get((sample.index, sample.sequence))
             if grade is not None:
                 sample = self._with_grade(sample, grade, grader)
             if training and sample.status in ("completed", "truncated"):
@@ -248,6 +248,7 @@ def _with_members(metadata: str, slice_: RolloutSlice) -> str:
     """The row's metadata and, as `group_members`, how each rollout ended: a group grader gets no failed responses."""
     row = msgspec.json.decode(metadata, type=dict[str, msgspec.Raw])
     members = [
-        {"index": s.index, "status": s.status, "n_tokens": s.n_tokens, "graded": gradable(s)} for s in slice_.samples
+        {"index": s.index, "status": s.status, "n_tokens": s.response_length, "graded": gradable(s)}
+        for s in slice_.samples
     ]
     return msgspec.json.encode({**row, "group_members": members}).decode()

@@ -5,7 +5,7 @@ response token given all before it; nothing is generated and nothing tokenised a
 metadata, under `opd_teacher_key`; rows that name none take the first.
 
 Invariants:
-- `teacher_log_probs` has the length of the response, 0.0 where the loss mask is 0;
+- `teacher_log_probs` has one entry for each token, 0.0 where the loss mask is 0;
 - a sample that cannot be scored fails with the reason; never the run, never a neighbour;
 - what has no reward (evaluation, failed or aborted samples) passes unread.
 """
@@ -82,12 +82,12 @@ class TeacherStage(MapStage):
         name = self._teacher(group)
         try:
             with self.span("teacher", group=group.group_id, sample=sample.index, detail=str(name)):
-                found = await self._score(name, group, sample)
+                found = await self._score(name, sample)
         except (EngineError, ValueError) as error:
             self.activity.failures += 1
             reason = f"teacher {name}: {type(error).__name__}: {error}"
             return msgspec.structs.replace(sample, status="failed", error=reason)
-        self.activity.tokens += sample.n_tokens
+        self.activity.tokens += sample.response_length
         return msgspec.structs.replace(sample, teacher_log_probs=found)
 
     def _teacher(self, group: PromptGroup) -> str:
@@ -96,16 +96,15 @@ class TeacherStage(MapStage):
         named = metadata.get(self.config.distill.opd_teacher_key) if isinstance(metadata, dict) else None
         return self.teachers[0] if named is None else str(named)
 
-    async def _score(self, name: str, group: PromptGroup, sample: Sample) -> Float32Array:
-        """[R] log-probs. Only what lies between the first and the last trained token is asked for."""
-        found = np.zeros(sample.n_tokens, dtype=np.float32)
+    async def _score(self, name: str, sample: Sample) -> Float32Array:
+        """[T] log-probs. Only what lies between the first and the last trained token is asked for."""
+        found = np.zeros(sample.length, dtype=np.float32)
         trained = np.flatnonzero(sample.loss_mask)
         if not len(trained):
             return wire(found, Float32Array)
         first, end = int(trained[0]), int(trained[-1]) + 1
-        prompt = len(group.prompt_ids)
-        ids = np.concatenate((group.prompt_ids, sample.response_ids[:end]))
-        found[first:end] = await self._log_probs(name, ids, prompt + first, self.temperature)
+        ids = sample.token_ids[:end]
+        found[first:end] = await self._log_probs(name, ids, first, self.temperature)
         found[sample.loss_mask == 0] = 0.0
         return wire(found, Float32Array)
 

@@ -7,12 +7,12 @@ of its arguments or a bare expression will do.
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Mapping, Sequence
 
 import msgspec
 from msgspec import Struct
 
+from configs.schema.did_you_mean import did_you_mean
 from stages.tools.tool import Arguments
 
 CALL_CHARS = 32_768
@@ -61,9 +61,7 @@ def _from_object(value: Mapping[str, object], names: Sequence[str], only: str | 
     if not isinstance(name, str):
         return _form(names)
     if name not in names:
-        near = difflib.get_close_matches(name, names, n=1)
-        guess = f"; did you mean {near[0]!r}?" if near else ""
-        return f"there is no tool {name[:100]!r}{guess} Tools: {', '.join(names)}"
+        return f"there is no tool {name[:100]!r}{did_you_mean(name, names)} Tools: {', '.join(names)}"
     arguments = value.get("arguments", {})
     if isinstance(arguments, str):
         return ToolCall(name, _decoded(arguments))

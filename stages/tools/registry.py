@@ -7,11 +7,11 @@ needs no arguments.
 from __future__ import annotations
 
 import asyncio
-import difflib
 import importlib
 import inspect
 from collections.abc import Callable, Sequence
 
+from configs.schema.did_you_mean import nearest
 from stages.tools.calculator import Calculator
 from stages.tools.calls import ToolCall, parse_call
 from stages.tools.errors import ToolCallError, UnknownToolError
@@ -50,8 +50,8 @@ async def answer_call(tools: dict[str, Tool], text: str, opening: str, closing: 
 def _import_tool(path: str) -> Tool:
     module_name, colon, name = path.partition(":")
     if not (module_name and colon and name):
-        near = difflib.get_close_matches(path, BUILT_IN, n=1)
-        guess = f"did you mean {near[0]!r}? " if near else ""
+        near = nearest(path, BUILT_IN)
+        guess = f"did you mean {near!r}? " if near else ""
         raise UnknownToolError(
             f"tools: {path!r} is no tool; {guess}Known: {', '.join(BUILT_IN)}, or your own as package.module:function"
         )

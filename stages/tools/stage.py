@@ -1,7 +1,7 @@
 """The tools stage: runs the tool call that ends a turn, appends its result, and returns the sample to generate.
 
-Invariant: tokens of a tool's result carry loss mask 0 and log-prob 0.0, and the tokens that the engine made are kept as
-they are: nothing is tokenised twice.
+Invariant: tokens of a tool's result carry loss mask 0, log-prob 0.0 and version -1, and the tokens that the engine made
+are kept as they are: nothing is tokenised twice.
 """
 
 from __future__ import annotations
@@ -19,18 +19,15 @@ from stages.tools.registry import answer_call, resolve_tools
 
 
 def append_untrained(sample: Sample, ids: Sequence[int], text: str) -> Sample:
-    """The sample with tokens after it that the policy did not make (mask 0, log-prob 0.0, the version current then)."""
+    """The sample with tokens after it that the policy did not make (mask 0, log-prob 0.0, version -1)."""
     n = len(ids)
-    if n == 0:
-        return sample
-    version = sample.version_runs[-1].version if sample.version_runs else 0
     return msgspec.structs.replace(
         sample,
         response=sample.response + text,
-        response_ids=wire(np.concatenate([sample.response_ids, ids]), Int32Array),
+        token_ids=wire(np.concatenate([sample.token_ids, ids]), Int32Array),
         loss_mask=wire(np.concatenate([sample.loss_mask, np.zeros(n)]), UInt8Array),
-        rollout_log_probs=wire(np.concatenate([sample.rollout_log_probs, np.zeros(n)]), Float32Array),
-        version_runs=join_runs(sample.version_runs, (VersionRun(version, n),)),
+        log_probs=wire(np.concatenate([sample.log_probs, np.zeros(n)]), Float32Array),
+        version_runs=join_runs(sample.version_runs, (VersionRun(-1, n),)),
     )
 
 

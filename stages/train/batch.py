@@ -21,7 +21,7 @@ from stages.errors import UntrainableGroup
 from stages.group.filters import import_path
 from stages.messages import RolloutSlice, Sample
 from stages.ports import Lease
-from stages.rollouts import closing, pass_rate, token_versions, trained_mask
+from stages.rollouts import closing, pass_rate, trained_mask
 from stages.train.batch_metrics import batch_metrics
 
 PostProcess = Callable[[list[float], Sequence[Sample]], Sequence[float]]
@@ -31,7 +31,6 @@ def slice_sequences(config: Config, slice_: RolloutSlice) -> list[TrainSequence]
     """The sequences of one complete group with their advantages, as the trainer takes them. Raises UntrainableGroup."""
     values = _sequence_values(config, slice_)
     group = slice_.group
-    prompt_ids = np.asarray(group.prompt_ids)
     sequences = []
     for sample, value in zip(slice_.samples, values, strict=True):
         mask = trained_mask(sample)
@@ -39,12 +38,12 @@ def slice_sequences(config: Config, slice_: RolloutSlice) -> list[TrainSequence]
             TrainSequence(
                 group_id=group.group_id,
                 rollout_id=group.group_id * group.n_samples + sample.index,
-                tokens=np.concatenate([prompt_ids, np.asarray(sample.response_ids)]).astype(np.int32),
-                response_length=sample.n_tokens,
+                tokens=np.array(sample.token_ids, dtype=np.int32),
+                prompt_length=sample.prompt_length,
                 loss_mask=mask,
-                rollout_log_probs=np.array(sample.rollout_log_probs, dtype=np.float32),
+                rollout_log_probs=np.array(sample.log_probs, dtype=np.float32),
                 advantages=(float(value) * mask).astype(np.float32),
-                versions=token_versions(sample),
+                versions=sample.versions,
                 reward=_reward(sample),
                 truncated=sample.status == "truncated",
                 teacher_log_probs=_teacher(sample),
@@ -133,7 +132,7 @@ class Batch:
         self.pending += 1
         counts: Counter[int] = Counter(self.staleness)
         for sample in lease.message.samples:
-            trained = token_versions(sample)[trained_mask(sample) > 0]
+            trained = sample.versions[trained_mask(sample) > 0]
             self.trained_tokens += len(trained)
             versions, n = np.unique(self.step - trained, return_counts=True)
             counts.update(dict(zip(versions.tolist(), n.tolist(), strict=True)))
@@ -156,7 +155,7 @@ class Batch:
             group = lease.message.group
             digest.update(f"{group.group_id}:{group.prompt_index}".encode())
             for sample in lease.message.samples:
-                digest.update(np.ascontiguousarray(sample.response_ids).tobytes())
+                digest.update(np.ascontiguousarray(sample.token_ids).tobytes())
                 digest.update(np.ascontiguousarray(trained_mask(sample)).tobytes())
         return digest.hexdigest()
 

@@ -1,6 +1,6 @@
 """What is reported of a rollout batch: rewards, lengths, staleness and pass rates of the groups that were trained.
 
-Invariants: the unit of `rollout/*`, `reward/*` and `passrate/*` is the rollout, with all its segments together; the
+Invariants: the unit of `rollout/*`, `reward/*` and `passrate/*` is the rollout, with all its sequences together; the
 unit of `staleness/*` is the trained token; names are those of docs/metrics.md.
 """
 
@@ -31,7 +31,7 @@ def batch_metrics(
         **_staleness_metrics(step, members, staleness, config.train.num_steps_per_rollout or 1),
         "rollout/truncated_ratio": _share(parts[-1].status == "truncated" for parts in members),
         "rollout/turns/mean": float(np.mean([parts[-1].turns for parts in members])),
-        "rollout/mixed_version_ratio": _share(any(len(s.version_runs) > 1 for s in parts) for parts in members),
+        "rollout/mixed_version_ratio": _share(any(len(set(s.model_versions)) > 1 for s in parts) for parts in members),
         "rollout/segments/mean": float(np.mean([len(parts) for parts in members])),
         "rollout/reused_tokens": float(sum(s.reused_tokens for parts in members for s in parts)),
         "rollout/replaced_ratio": _share(any(s.replaced for s in parts) for parts in members),
@@ -65,7 +65,7 @@ def _reward_metrics(members: Sequence[Rollout]) -> dict[str, float]:
 
 
 def _length_metrics(members: Sequence[Rollout]) -> dict[str, float]:
-    lengths = np.array([sum(s.n_tokens for s in parts) for parts in members])
+    lengths = np.array([sum(s.response_length for s in parts) for parts in members])
     trained = np.array([sum(int(np.count_nonzero(trained_mask(s))) for s in parts) for parts in members])
     metrics: dict[str, float] = {}
     for statistic, value in _spread(lengths).items():
@@ -88,7 +88,7 @@ def _staleness_metrics(
     step: int, members: Sequence[Rollout], staleness: Mapping[int, int], updates: int
 ) -> dict[str, float]:
     """`updates`: optimizer steps of a batch; versions count batches and do not see those inside."""
-    starts = [step - parts[0].version_runs[0].version for parts in members if parts[0].version_runs]
+    starts = [step - made[0] for parts in members if (made := parts[0].model_versions)]
     oldest = [step - version for parts in members if (version := oldest_version(parts)) is not None]
     total = sum(staleness.values())
     mean = sum(lag * n for lag, n in staleness.items()) / total if total else 0.0
@@ -124,7 +124,7 @@ def _group_metrics(slices: Sequence[RolloutSlice]) -> dict[str, float]:
         metrics[f"passrate/{estimate}"] = value
     sources: dict[str, list[float]] = {}
     for slice_ in slices:
-        bucket = length_bucket(sum(s.n_tokens for s in slice_.samples) / max(len(closing(slice_.samples)), 1))
+        bucket = length_bucket(sum(s.response_length for s in slice_.samples) / max(len(closing(slice_.samples)), 1))
         metrics[f"rollout/group_len/{bucket}"] = metrics.get(f"rollout/group_len/{bucket}", 0.0) + 1.0
         name = source_name(slice_)
         if name is not None:

@@ -1,7 +1,7 @@
 """Complete groups that wait for the trainer, and which of them is trained next.
 
-Invariants: a group that came in goes out once, to the batch or to its end; whatever the order, the trainer still
-refuses what is too old, so an order decides what is learnt first, never what is allowed; a spare group
+Invariants: a group that came in goes out once, to the batch or to its end; whatever the order, the train stage asks the
+gate before it trains a group, so an order decides what is learnt first, never what is allowed; a spare group
 (`nonzero_std_fallback`: rewards all equal) leaves only if nothing better waits and the spares fill the batch.
 """
 
@@ -21,6 +21,7 @@ from stages.group.filter_rules import zero_std
 from stages.group.filters import FALLBACK, import_path
 from stages.messages import RolloutSlice
 from stages.ports import Lease
+from stages.prompts.staleness_gate import StalenessGate
 from stages.rollouts import closing, oldest_version
 
 OrderFunction = Callable[[Sequence[RolloutSlice], int], int]
@@ -44,9 +45,7 @@ class GroupBuffer:
     def __init__(self, config: Config) -> None:
         self._order = config.asynchrony.buffer_order
         self._custom: OrderFunction | None = import_path(self._order) if ":" in self._order else None
-        self._bound = config.asynchrony.max_staleness or 0
-        self._batch = config.rollout.rollout_batch_size
-        self._ages = config.train.loss_type != "sft_loss"
+        self._gate = StalenessGate.of(config)
         self._has_spares = FALLBACK in config.filter.dynamic_sampling_filter
         self._groups: list[Waiting] = []
         self._spares: list[Waiting] = []
@@ -63,7 +62,7 @@ class GroupBuffer:
             lease,
             self._arrivals,
             slice_.group.group_id,
-            oldest_version(slice_.samples) if self._ages else None,
+            oldest_version(slice_.samples),
             float(rewards.std()) if len(rewards) else 0.0,
             zero_std(slice_) if self._has_spares else None,
         )
@@ -81,14 +80,10 @@ class GroupBuffer:
             return self._spares.pop(_first(self._spares, lambda w: (w.group_id,))).lease
         return None
 
-    def fresh(self, step: int, oldest: int | None) -> bool:
-        """Whether batch `step` may train tokens of this version (I2)."""
-        return oldest is None or not self._ages or step - oldest <= self._bound
-
     def take_old(self, step: int) -> list[Lease[RolloutSlice]]:
         """Remove the groups that are too old for batch `step`, oldest first."""
-        old = [w for w in self._groups if not self.fresh(step, w.oldest)]
-        self._groups = [w for w in self._groups if self.fresh(step, w.oldest)]
+        old = [w for w in self._groups if not self._gate.fresh(step=step, oldest_version=w.oldest)]
+        self._groups = [w for w in self._groups if self._gate.fresh(step=step, oldest_version=w.oldest)]
         return [w.lease for w in sorted(old, key=lambda w: w.group_id)]
 
     def take_spares(self) -> list[tuple[Lease[RolloutSlice], str]]:
@@ -116,7 +111,7 @@ class GroupBuffer:
 
     def _slack(self, waiting: Waiting, step: int) -> float:
         """Batches after `step` that could still take the group."""
-        return math.inf if waiting.oldest is None else self._bound - (step - waiting.oldest)
+        return self._gate.batches_left(step=step, oldest_version=waiting.oldest)
 
     def _deadline(self, step: int, missing: int) -> float:
         """Only groups with this slack or less may be taken now, or some would become too old for want of a place.
@@ -126,9 +121,9 @@ class GroupBuffer:
         """
         slacks = Counter(max(self._slack(waiting, step), 0) for waiting in self._groups)
         pressed = 0
-        for k in range(self._bound + 1):
+        for k in range(self._gate.max_staleness + 1):
             pressed += slacks[k]
-            if pressed >= missing + k * self._batch:
+            if pressed >= missing + k * self._gate.batch:
                 return k
         return math.inf
 

@@ -17,7 +17,7 @@ import msgspec
 
 from configs.schema import Config
 from models.weights.delta_store import DeltaStore, Published
-from models.weights.reader import SlotManifest
+from models.weights.shared_memory_reader import SlotManifest
 from stages.messages import WeightsAnnouncement
 from stages.ports import Topic
 
@@ -31,7 +31,7 @@ class WeightPublisher:
     """Slots and, for the route delta, the directory of differences. Blocking: use it from the thread of torch."""
 
     def __init__(self, config: Config, slots: Path, source: Path, run_dir: Path) -> None:
-        from models.weights.writer import SlotWriter  # torch
+        from models.weights.shared_memory_writer import SlotWriter  # torch
 
         self.transport = config.update.update_weight_transport
         self.newest = -1  # version of the last announcement

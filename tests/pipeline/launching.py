@@ -132,7 +132,13 @@ def here(run_dir: Path, *flags: str, cwd: Path = ROOT) -> Finished:
 
 @contextlib.contextmanager
 def importable(directory: Path) -> Iterator[None]:
-    """Modules of a directory, forgotten afterwards: the next test has others of the same names."""
+    """Modules of a directory, forgotten afterwards: the next test has others of the same names.
+
+    Those of this repository stay, and with them `.venv`: a second copy of zmq would not know the errors of the first.
+    """
+    if directory == ROOT:
+        yield
+        return
     before = set(sys.modules)
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(str(directory))

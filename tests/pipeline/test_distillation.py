@@ -29,7 +29,7 @@ class Peek(MapStage):
         with open(self.context.run_dir / "peek.jsonl", "a") as file:
             for s in message.samples:
                 row = {"purpose": message.group.purpose, "teacher": message.group.row_metadata.get("teacher"),
-                       "status": s.status, "mask": s.loss_mask.tolist(), "policy": s.rollout_log_probs.tolist(),
+                       "status": s.status, "mask": s.loss_mask.tolist(), "policy": s.log_probs.tolist(),
                        "scores": s.teacher_log_probs.tolist()}
                 file.write(json.dumps(row) + "\\n")
         return message

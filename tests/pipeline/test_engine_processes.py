@@ -19,7 +19,7 @@ from configs.schema import Config
 from models.engines.client import EngineClient
 from pipeline.errors import ReplicaFailed, leaf
 from pipeline.hosts.free_port import held_port
-from pipeline.hosts.launcher import Handle, Launcher, ProcessSpec
+from pipeline.hosts.launcher import Handle, Launcher, ProcessSpec, ProcessState
 from pipeline.hosts.local_launcher import LocalLauncher
 from pipeline.record.run_directory import RunDir
 from pipeline.supervise.health_probe import HealthProbe, HealthTracker, HttpProbe, SchedulerProbe
@@ -204,6 +204,26 @@ async def test_a_scheduler_may_be_silent_while_it_loads_weights(fake: Path) -> N
             loading = False
             fault = await look()
             assert fault == "the scheduler does not answer: /server_info gave no answer within 0.5 s"
+
+
+class Busy:
+    """Processes that use this share of one core."""
+
+    def __init__(self, share: float) -> None:
+        self.share = share
+
+    def state(self) -> ProcessState:
+        return ProcessState((), self.share * asyncio.get_running_loop().time())
+
+
+@pytest.mark.parametrize(("share", "healthy"), [(0.1, False), (0.3, True)])
+async def test_a_scheduler_that_computes_is_no_dead_one(fake: Path, share: float, healthy: bool) -> None:
+    """A long prefill answers nothing and is busy; one that hangs uses next to nothing."""
+    with held_port() as port:
+        async with outside(fake, port), EngineClient(f"http://127.0.0.1:{port}", connect_timeout_s=5.0) as client:
+            os.kill(await scheduler(client), signal.SIGSTOP)
+            look = SchedulerProbe(HttpProbe(client, 0.5), Busy(share), lambda: False)  # type: ignore[arg-type]
+            assert (await look() is None) is healthy
 
 
 async def test_a_server_that_never_comes_up_ends_the_run_with_its_last_words(rundir: RunDir, fake: Path) -> None:

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import msgspec
 import pytest
 
+from configs.schema import Config
+from models.checkpoint import draft_path, final_path
 from pipeline.record.journal import (
     Admitted,
     Audit,
@@ -13,11 +16,16 @@ from pipeline.record.journal import (
     Ended,
     Event,
     Journal,
+    JournalDamaged,
     RolledBack,
     Stepped,
     audit,
     read_journal,
 )
+from pipeline.record.recorder import Recorder
+from pipeline.record.run_directory import RunDir
+from stages.messages import CheckpointReady, Settled, StepDone
+from stages.prompts.ledger import Ledger
 
 
 def audited(tmp_path: Path, *events: Event) -> Audit:
@@ -78,3 +86,59 @@ def test_reading_ends_at_a_damaged_line(tmp_path: Path, damage: bytes) -> None:
         file.write(damage)
     assert audit(path) == books
     assert len(list(read_journal(path))) == 4
+
+
+@pytest.mark.parametrize("torn", [b'00000000 {"type":"commit","step":3}\n', b"12", b"\0" * 40, b"x\ny\n\0"])
+def test_what_a_crash_tore_does_not_hide_what_follows(tmp_path: Path, torn: bytes) -> None:
+    audited(tmp_path, *admitted(0, 1), *trained(1, 0), Committed(1))
+    with (tmp_path / "ledger.jsonl").open("ab") as file:
+        file.write(torn)
+    books = audited(tmp_path, RolledBack(1, 2, next_group=2, reopened=(1,), restored=(1,)), *trained(2, 1))
+    assert (books.outcomes, books.open, books.twice) == ({"trained": 2}, 0, ())
+    assert sum(isinstance(event, RolledBack) for event in read_journal(tmp_path / "ledger.jsonl")) == 1
+
+
+def test_the_last_line_of_a_killed_run_may_lack_only_its_end(tmp_path: Path) -> None:
+    audited(tmp_path, *admitted(0, 1), *trained(1, 0))
+    path = tmp_path / "ledger.jsonl"
+    path.write_bytes(path.read_bytes()[:-1])
+    assert audited(tmp_path, Stepped(1, "hash 1", 1)).batches == {1: "hash 1"}
+
+
+def test_a_line_that_is_damaged_in_the_middle_is_no_torn_tail(tmp_path: Path) -> None:
+    audited(tmp_path, *admitted(0, 1), *trained(1, 0))
+    path = tmp_path / "ledger.jsonl"
+    damaged = path.read_bytes().replace(b'"position":0', b'"position":7', 1)
+    path.write_bytes(damaged)
+    with pytest.raises(JournalDamaged, match=r"damaged before line 2, which is whole.*; restore the file, or move it"):
+        Journal(path)
+    assert path.read_bytes() == damaged, "nothing is cut away that may be evidence"
+
+
+async def test_what_came_before_a_checkpoint_is_in_the_journal_when_the_checkpoint_appears(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Killed just after the rename, the run is resumed from this checkpoint, and its books must balance."""
+    on_disk: list[bytes] = []
+
+    def killed(root: Path, keep: int) -> None:
+        on_disk.append((tmp_path / "run" / "ledger.jsonl").read_bytes())
+
+    monkeypatch.setattr("pipeline.record.recorder.prune", killed)
+    config = msgspec.convert({"observe": {"use_tensorboard": False, "trace": False}}, Config)
+    ledger = Ledger()
+    with RunDir(tmp_path / "run").open(resume=False) as rundir, Recorder(config, rundir) as recorder:
+        for position in range(3):
+            recorder.admitted(ledger.admit(position=position))
+        recorder.settled([(0, Settled(0, "trained", step=1))])
+        ledger.settle(0, "trained")
+        await recorder.step(StepDone(1, 1, (0,), {}, tokens=4, token_hash="h"))
+        recorder.admitted(ledger.admit(position=3))
+        draft = draft_path(rundir.checkpoints, 1)
+        draft.mkdir()
+        await recorder.commit(CheckpointReady(1, 1, str(draft)), ledger.snapshot())
+        assert final_path(rundir.checkpoints, 1).is_dir()
+    (tmp_path / "ledger.jsonl").write_bytes(on_disk[0])
+    open_ = tuple(group.group_id for group in ledger.open_groups())
+    books = audited(tmp_path, RolledBack(1, 1, ledger.next_group, reopened=open_))
+    assert (books.admitted, books.open, books.trained, books.batches) == (4, 3, {0: 1}, {1: "h"})

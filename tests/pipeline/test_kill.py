@@ -13,8 +13,9 @@ from pathlib import Path
 import pytest
 from launching import NO_DATA, SIMULATED, SMALL, Finished, finish, launch, made_model, start, succeed_here
 
-from models.checkpoint import latest_checkpoint
-from pipeline.record.journal import Ended, Stepped, read_journal
+from models.checkpoint import latest_checkpoint, read_manifest
+from pipeline.observe.trace import Span, read_records
+from pipeline.record.journal import Admitted, Ended, RolledBack, Stepped, read_journal
 
 pytestmark = pytest.mark.slow
 
@@ -108,6 +109,50 @@ def test_a_replica_that_never_comes_up_ends_the_run_with_its_reason(tmp_path: Pa
     assert "Traceback" not in done.err
 
 
+# Engines are faster than this trainer: complete groups wait for it, also when a checkpoint is written.
+SLOW_TRAINER = [*SIMULATED, "--simulated-step-s", "0.4", "--async-buffer-size", "3"]
+
+
+def check_restored(run_dir: Path) -> RolledBack:
+    """Groups that the resumed trainer found in its checkpoint were not admitted or generated again, but trained."""
+    events = list(read_journal(run_dir / "ledger.jsonl"))
+    (at,) = [i for i, event in enumerate(events) if isinstance(event, RolledBack)]
+    resumed = events[at]
+    assert isinstance(resumed, RolledBack)
+    restored = set(resumed.restored)
+    assert restored
+    assert restored <= set(resumed.reopened)
+    assert not restored & {e.group for e in events[at:] if isinstance(e, Admitted)}
+    trained = {e.group for e in events[at:] if isinstance(e, Ended) and e.outcome == "trained"}
+    assert restored & trained
+    spans = [r for r in read_records(run_dir / "trace") if isinstance(r, Span) and r.name == "generate"]
+    generated = {span.group_id for span in spans}
+    assert not restored & generated, "generation requests for restored groups"
+    assert trained - restored <= generated
+    return resumed
+
+
+def forget_trace(run_dir: Path) -> None:
+    """What is traced from now on is of the resumed run."""
+    (run_dir / "trace").rename(run_dir / "trace-before")
+
+
+def test_a_killed_run_goes_on_with_the_groups_that_waited_for_its_trainer(tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    process = start(run_dir, *SMALL, *made_model(), *SLOW_TRAINER, "--num-rollout", "9", "--save-interval", "2")
+    wait_for_steps(process, run_dir, 5)
+    process.kill()
+    process.wait()
+    checkpoint = latest_checkpoint(run_dir / "checkpoints")
+    assert checkpoint is not None
+    saved = read_manifest(checkpoint).step
+    forget_trace(run_dir)
+    done = resume(run_dir)
+    assert check_restored(run_dir).step == saved > 0
+    assert sorted(done.audit.batches) == list(range(1, 10))
+    assert len(done.audit.trained) == 9 * 4
+
+
 @pytest.mark.parametrize(
     ("at_step", "backends"),
     [pytest.param(5, [], id="real"), pytest.param(6, SIMULATED, id="simulated", marks=pytest.mark.full)],
@@ -164,19 +209,21 @@ def alive(pid: int) -> bool:
 
 def test_ctrl_c_drains_and_can_be_resumed(tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
-    process = start(run_dir, *SMALL, *made_model(), *SIMULATED, "--num-rollout", "500")
-    wait_for_steps(process, run_dir, 5)
+    process = start(run_dir, *SMALL, *made_model(), *SLOW_TRAINER, "--num-rollout", "500")
+    wait_for_steps(process, run_dir, 3)
     process.send_signal(signal.SIGINT)
     done = finish(process, run_dir, 60)
     assert done.code == 130, done.err[-2000:]
     done.check_books()
     assert done.summary["exit_reason"] == "interrupted"
     steps = done.summary["steps"]
+    forget_trace(run_dir)
     process = start(None, "--resume", str(run_dir), "--num-rollout", str(steps + 3))
     again = finish(process, run_dir)
     assert again.code == 0, again.err[-2000:]
     again.check_books()
     assert again.summary["steps"] == steps + 3
+    assert check_restored(run_dir).step == steps
 
 
 def test_the_helpers_of_this_file_see_a_failing_run(tmp_path: Path) -> None:

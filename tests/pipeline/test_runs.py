@@ -25,9 +25,10 @@ class Tap(MapStage):
         with open(self.context.run_dir / "tap.jsonl", "a") as file:
             for s in message.samples:
                 row = {"group": message.group.group_id, "index": s.index, "ids": s.response_ids.tolist(),
-                       "mask": s.loss_mask.tolist(), "log_probs": s.rollout_log_probs.tolist(), "text": s.response,
-                       "runs": [[r.version, r.n_tokens] for r in s.version_runs], "turns": s.turns,
-                       "prompt": message.group.prompt_ids.tolist(), "purpose": message.group.purpose,
+                       "mask": s.loss_mask[s.prompt_length:].tolist(), "text": s.response,
+                       "log_probs": s.log_probs[s.prompt_length:].tolist(),
+                       "runs": [[r.version, r.n_tokens] for r in s.version_runs[1:]], "turns": s.turns,
+                       "prompt": s.token_ids[:s.prompt_length].tolist(), "purpose": message.group.purpose,
                        "pinned": message.group.pinned_version, "reward": s.reward}
                 file.write(json.dumps(row) + "\\n")
         return message

@@ -46,8 +46,9 @@ class Tap(MapStage):
         with open(self.context.run_dir / "tap.jsonl", "a") as file:
             for s in message.samples:
                 row = {"group": message.group.group_id, "index": s.index, "ids": s.response_ids.tolist(),
-                       "log_probs": s.rollout_log_probs.tolist(), "prompt": message.group.prompt_ids.tolist(),
-                       "runs": [[r.version, r.n_tokens] for r in s.version_runs], "reused": s.reused_tokens,
+                       "log_probs": s.log_probs[s.prompt_length:].tolist(),
+                       "prompt": s.token_ids[:s.prompt_length].tolist(),
+                       "runs": [[r.version, r.n_tokens] for r in s.version_runs[1:]], "reused": s.reused_tokens,
                        "cached": s.cached_tokens, "resumed": s.resumed, "status": s.status}
                 file.write(json.dumps(row) + "\\n")
         return message

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import sys
+from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +13,10 @@ import pytest
 
 from configs.schema import Config
 from models.train.trainer_group.errors import GangDisagrees, StageGone
-from models.train.trainer_group.rank_spec import RankSpec, Rendezvous, read_rendezvous, write_rendezvous
 from pipeline.errors import ReplicaFailed, UsageError
 from pipeline.hosts.launcher import ProcessSpec, Resources
 from pipeline.hosts.local_launcher import LocalHandle, LocalLauncher
+from pipeline.hosts.rendezvous import CONFIG, Entry
 from pipeline.hosts.trainer_rank import exit_code
 from pipeline.record.run_directory import RunDir
 from pipeline.supervise import trainer_group as trainer_group
@@ -25,10 +26,10 @@ from pipeline.supervise.trainer_group import (
     TrainerGroup,
     check_trainer_group,
     engines_gpus,
-    rendezvous_file,
     trainer_group_gpus,
     verdict,
 )
+from transport import Node
 
 EIGHT = tuple("01234567")
 
@@ -110,14 +111,16 @@ class Told:
 
 
 RANK = """
-import json, os, pathlib, signal, sys, time
-spec = json.loads(pathlib.Path(sys.argv[1]).read_text())
-home = pathlib.Path(sys.argv[2])
-log = home / "lives"
-with log.open("a") as file:
-    file.write(f"{spec['incarnation']}.{spec['rank']} {os.environ['RANK']}/{os.environ['WORLD_SIZE']}\\n")
+import asyncio, os, pathlib, signal, sys, time
+from models.train.trainer_group.rank_spec import Rendezvous
+from pipeline.hosts.rendezvous import from_command
+from pipeline.hosts.trainer_rank import announce, find
+entry, name = from_command(sys.argv[2:])
+spec, _ = asyncio.run(find(entry, name))
+with pathlib.Path(sys.argv[1]).open("a") as file:
+    file.write(f"{spec.incarnation}.{spec.rank} {os.environ['RANK']}/{os.environ['WORLD_SIZE']}\\n")
 def up():
-    pathlib.Path(spec["rendezvous"]).write_text(json.dumps({"incarnation": spec["incarnation"], "address": "x"}))
+    asyncio.run(announce(entry, name, Rendezvous(spec.incarnation, "x")))
 """
 
 
@@ -126,16 +129,24 @@ def keep(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     """Runs a trainer group whose ranks are a few lines of Python; returns what its `Lifecycle` was told."""
 
     async def run(behaviour: str, limit: int = 3) -> Told:
+        async with AsyncExitStack() as stack:
+            return await kept_by(stack, behaviour, limit)
+
+    async def kept_by(stack: AsyncExitStack, behaviour: str, limit: int) -> Told:
         script = tmp_path / "rank.py"
         script.write_text(RANK + behaviour)
         told = Told()
         with RunDir(tmp_path / "run").open(resume=False) as rundir:
-            launcher = LocalLauncher(rundir, 2)
-            kept = TrainerGroup(config_of(train_device="cpu"), rundir, launcher, Restarts(told, limit))
+            launcher, config = LocalLauncher(rundir, 2), config_of(train_device="cpu")
+            node = await stack.enter_async_context(Node("run", "controller"))
+            topic = await node.topic_server(f"ipc://{rundir.sockets / 'topic'}")
+            topic.publish(CONFIG, msgspec.msgpack.encode(config))
+            entry = Entry("run", topic.address)
+            kept = TrainerGroup(config, rundir, launcher, Restarts(told, limit), entry, topic)
             spawn = launcher.spawn
 
             async def instead(spec: ProcessSpec, resources: Resources) -> LocalHandle:
-                argv = (sys.executable, str(script), spec.argv[-1], str(tmp_path))
+                argv = (sys.executable, str(script), str(tmp_path / "lives"), *spec.argv[3:])
                 return await spawn(msgspec.structs.replace(spec, argv=argv), resources)
 
             monkeypatch.setattr(launcher, "spawn", instead)
@@ -154,9 +165,9 @@ def keep(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
 
 async def test_one_killed_rank_ends_all_and_all_start_again(keep: Any, tmp_path: Path) -> None:
     told = await keep("""
-if spec["rank"] == 0: up()
-if spec["incarnation"] < 2:
-    if spec["rank"] == 1:
+if spec.rank == 0: up()
+if spec.incarnation < 2:
+    if spec.rank == 1:
         time.sleep(0.2)
         os.kill(os.getpid(), signal.SIGKILL)
     time.sleep(60)
@@ -189,17 +200,7 @@ async def test_ranks_that_end_well_are_not_started_again(keep: Any, tmp_path: Pa
     assert all(life.startswith("0.") for life in (tmp_path / "lives").read_text().splitlines())
 
 
-def test_the_meeting_file_is_replaced_whole(tmp_path: Path) -> None:
-    place = tmp_path / "trainer-group.json"
-    assert read_rendezvous(place) is None
-    for incarnation in range(2):
-        write_rendezvous(place, Rendezvous(incarnation, f"/sockets/trainer-group-{incarnation}.sock"))
-        assert read_rendezvous(place) == Rendezvous(incarnation, f"/sockets/trainer-group-{incarnation}.sock")
-    assert [path.name for path in tmp_path.iterdir()] == ["trainer-group.json"]
-
-
 def test_a_socket_fits_into_its_name(tmp_path: Path) -> None:
     """The kernel takes 107 bytes; the private directory of a run is short for that reason."""
     with RunDir(tmp_path / "run").open(resume=False) as rundir:
-        assert len(str(rendezvous_file(rundir).with_name("trainer group-100.sock"))) < 108
-    assert "address" in {field.name for field in msgspec.structs.fields(RankSpec)}
+        assert len(str(rundir.sockets / "trainer-group-100.sock")) < 108

@@ -55,7 +55,7 @@ def no_sevens(slice_: RolloutSlice) -> bool:
 
 
 async def short_only(slice_: RolloutSlice) -> FilterDecision:
-    longest = max(sample.n_tokens for sample in slice_.samples)
+    longest = max(sample.response_length for sample in slice_.samples)
     return FilterDecision(longest < 8, f"longest_{longest}")
 
 

@@ -24,7 +24,7 @@ from models.engines.partial import PartialOutputs
 from models.engines.protocol import GenerateOutput, GenerateRequest, MetaInfo, SamplingParams
 from models.engines.serve import EngineServer
 from models.engines.simulated import SimulatedEngine, simulated_token
-from models.weights.writer import SlotWriter
+from models.weights.shared_memory_writer import SlotWriter
 from stages.engines.stage import EnginesStage
 from stages.generate.stage import GenerateStage
 from stages.messages import PromptGroup, RolloutSlice, RouterAddress, Sample, WeightsAnnouncement
@@ -161,7 +161,9 @@ async def freeze(server: EngineServer, tokens: int) -> None:
 
 
 def token_versions(sample: Sample) -> list[int]:
-    return [run.version for run in sample.version_runs for _ in range(run.n_tokens)]
+    """Of the tokens after the prompt."""
+    versions: list[int] = sample.versions[sample.prompt_length :].tolist()
+    return versions
 
 
 def written(exchanges: list[Exchange], places: list[int], sample: Sample) -> list[int]:

@@ -77,6 +77,7 @@ def make_group(
 def make_sample(
     index: int = 0,
     *,
+    prompt: Sequence[int] = (1, 2, 3),
     n: int = 4,
     runs: Sequence[tuple[int, int]] | None = None,
     version: int = 0,
@@ -86,17 +87,19 @@ def make_sample(
     response: str = "7",
     **fields: Any,
 ) -> Sample:
-    """A finished rollout of `n` tokens; `runs` are (version, tokens)."""
+    """A finished rollout of `n` tokens after the prompt; `runs` are (version, tokens), all of them after the prompt."""
     spans = tuple(VersionRun(*run) for run in (runs if runs is not None else [(version, n)]))
     n = sum(run.n_tokens for run in spans)
+    before = len(prompt)
     return Sample(
         index=index,
         status=status,
         response=response,
-        response_ids=wire([10 * index + k for k in range(n)], Int32Array),
-        loss_mask=wire(mask if mask is not None else [1] * n, UInt8Array),
-        rollout_log_probs=wire(log_probs if log_probs is not None else [-0.5] * n, Float32Array),
-        version_runs=spans,
+        token_ids=wire([*prompt, *(10 * index + k for k in range(n))], Int32Array),
+        prompt_length=before,
+        loss_mask=wire([0] * before + list(mask if mask is not None else [1] * n), UInt8Array),
+        log_probs=wire([0.0] * before + list(log_probs if log_probs is not None else [-0.5] * n), Float32Array),
+        version_runs=(VersionRun(-1, before), *spans),
         turns=fields.pop("turns", 1),
         **fields,
     )

@@ -31,7 +31,7 @@ def advantage(found: TrainSequence) -> float:
 
 def fanned(n: int = 3) -> list[Sample]:
     """Rewards 1, 0, 0; the first rollout has `n` sequences."""
-    parts = [make_sample(0, n=2 + k, reward=1.0, segment=k, segments=n) for k in range(n)]
+    parts = [make_sample(0, n=2 + k, reward=1.0, sequence=k, sequences=n) for k in range(n)]
     return [*parts, make_sample(1, reward=0.0), make_sample(2, reward=0.0)]
 
 
@@ -51,7 +51,7 @@ def test_a_removed_sample_counts_in_the_baseline_and_is_not_trained() -> None:
 
 
 def test_what_the_estimators_over_tokens_need_is_passed_on() -> None:
-    scores = wire([-1.0, -2.0, -3.0, -4.0], Float32Array)
+    scores = wire([0.0] * 3 + [-1.0, -2.0, -3.0, -4.0], Float32Array)
     members = [
         make_sample(0, reward=0.25, raw_reward=1.0, status="truncated", teacher_log_probs=scores),
         make_sample(1, reward=None),
@@ -59,7 +59,7 @@ def test_what_the_estimators_over_tokens_need_is_passed_on() -> None:
     first, second = sequences(make_slice(0, *members), algorithm={"advantage_estimator": "reinforce_plus_plus"})
     assert (first.reward, first.truncated, second.reward, second.truncated) == (0.25, True, 0.0, False)
     assert first.teacher_log_probs is not None
-    assert first.teacher_log_probs.tolist() == [-1, -2, -3, -4]
+    assert first.teacher_log_probs.tolist() == [0, 0, 0, -1, -2, -3, -4]
     assert second.teacher_log_probs is None
     assert advantage(first) == 0.25
 
@@ -79,7 +79,7 @@ def test_one_rollout_is_enough_where_nothing_is_compared(estimator: str) -> None
 
 
 def test_a_function_of_the_users_own_replaces_the_normalisation() -> None:
-    members = [make_sample(0, n=2, reward=3.0, segment=k, segments=2) for k in range(2)]
+    members = [make_sample(0, n=2, reward=3.0, sequence=k, sequences=2) for k in range(2)]
     members += [make_sample(1, reward=1.0), make_sample(2, reward=2.0)]
     found = sequences(
         make_slice(0, *members, n_samples=3), reward={"custom_reward_post_process_path": f"{PARTS}:ranks"}

@@ -108,7 +108,7 @@ def test_supervised_groups_have_no_age() -> None:
     one = buffer(eta=0, train={"loss_type": "sft_loss"})
     one.push(group(0, version=0))
     assert one.take_old(50) == []
-    assert one.fresh(50, 0)
+    assert popped(one, step=50) == [0]
 
 
 def test_a_spare_group_waits_for_better_ones() -> None:

@@ -358,8 +358,8 @@ async def test_of_an_answer_that_fanned_out_the_last_segment_counts() -> None:
         pin(one.rig, 3)
         one.rig.applied(3)
         for group in await one.prompts(3):
-            first = make_sample(0, version=3, segment=0, segments=2)
-            await one.answer(group, first, make_sample(0, version=3, reward=0.5, segment=1, segments=2))
+            first = make_sample(0, version=3, sequence=0, sequences=2)
+            await one.answer(group, first, make_sample(0, version=3, reward=0.5, sequence=1, sequences=2))
         done = await one.result()
         assert done.complete
         assert done.metrics["eval/held"] == 0.5

@@ -60,7 +60,7 @@ def test_nonzero_std_reads_the_rewards_before_shaping() -> None:
 
 def test_nonzero_std_counts_rollouts_and_not_their_segments() -> None:
     """Two segments of one rollout are one member: no group of one is kept because it fanned out."""
-    parts = [make_sample(0, reward=1.0, segment=k, segments=2) for k in range(2)]
+    parts = [make_sample(0, reward=1.0, sequence=k, sequences=2) for k in range(2)]
     assert verdict("nonzero_std", make_slice(0, *parts, n_samples=1)) == "zero_std_1.0"
 
 
@@ -95,7 +95,7 @@ def test_length_counts_trainable_tokens_of_whole_rollouts() -> None:
     assert verdict("length:3_3", short) is None
     assert verdict("length:4_9", short) == "too_short"
     assert verdict("length:1_2", short) == "too_long"
-    fanned = make_slice(0, *(make_sample(0, n=4, segment=k, segments=3) for k in range(3)), n_samples=1)
+    fanned = make_slice(0, *(make_sample(0, n=4, sequence=k, sequences=3) for k in range(3)), n_samples=1)
     assert verdict("length:12_12", fanned) is None
 
 

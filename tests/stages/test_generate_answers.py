@@ -41,7 +41,7 @@ NEW = SampleResult()
 def test_draft_tokens_are_summed_over_the_requests_of_a_rollout() -> None:
     drafts = {"spec_num_proposed_drafts": 10, "spec_num_correct_drafts": 6}
     result = extended(ASKED, NEW, answer([1, 2], "abort", **drafts), 1.0)
-    sample = append_result(new_sample(0), extended(ASKED, result, answer([3], **drafts), 1.0))
+    sample = append_result(new_sample([], 0), extended(ASKED, result, answer([3], **drafts), 1.0))
     assert (sample.spec_proposed, sample.spec_accepted) == (20, 12)
     sample = append_result(sample, extended(ASKED, NEW, answer([3]), 1.0))  # an engine without drafts
     assert (sample.spec_proposed, sample.spec_accepted) == (20, 12)
@@ -54,9 +54,9 @@ def test_experts_of_a_continued_rollout_are_those_that_made_its_tokens(turns: in
     result = extended(ASKED, NEW, answer(first, "abort", routed_experts=experts(range(prompt + 1))), 1.0)
     again = answer(second, routed_experts=experts(range(100, 100 + prompt + len(first) + len(second) - 1)))
     if turns == 1:
-        sample = append_result(new_sample(0), extended(ASKED, result, again, 1.0))
+        sample = append_result(new_sample([], 0), extended(ASKED, result, again, 1.0))
     else:
-        sample = append_result(append_result(new_sample(0), result), extended(ASKED, NEW, again, 1.0))
+        sample = append_result(append_result(new_sample([], 0), result), extended(ASKED, NEW, again, 1.0))
     rows = np.frombuffer(sample.routed_experts, "<i4").reshape(-1, 2, 2)[:, 0, 0]
     assert rows.tolist() == [0, 1, 2, 3, 104, 105]
     assert extended(ASKED, NEW, answer(first), 1.0).routed_experts == b""
@@ -78,7 +78,7 @@ def test_what_a_lost_engine_left_is_an_aborted_response() -> None:
     assert (result.finish, result.reused_tokens, result.spent_s) == ("aborted", 3, 3.0)
     result = extended(ASKED, result, answer([4], label="0.2"), 1.0)
     assert (result.finish, result.reused_tokens) == ("stop", 3), "a finished one is no partial output"
-    sample = append_result(new_sample(0), result)
+    sample = append_result(new_sample([], 0), result)
     assert numbers(sample.response_ids) == [1, 2, 3, 4]
     assert sample.version_runs == (VersionRun(1, 3), VersionRun(2, 1))
     assert sample.fault() is None

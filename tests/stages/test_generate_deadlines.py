@@ -48,7 +48,7 @@ async def test_a_late_rollout_is_kept_as_truncated(
     assert len(log) == 1, "nothing is asked again"
     for sample in samples:
         assert (sample.status, sample.turns, sample.replaced, sample.reused_tokens) == ("truncated", 1, 0, 0)
-        assert 0 < sample.n_tokens < 100_000
+        assert 0 < sample.response_length < 100_000
         assert numbers(sample.response_ids) == written(log, [sample.index], sample)
         assert sample.fault() is None
 
@@ -80,7 +80,7 @@ async def test_the_clock_of_a_rollout_counts_all_its_turns(tmp_path: Path, monke
         late = RolloutSlice(make_group(0, 2), (make_sample(1, generate_s=10.5, status="completed"),))
         await (await world.rig.outlet("generate.return")).send(late, late.key)
         (sample,) = (await world.answer()).samples
-    assert (sample.status, sample.n_tokens, sample.turns) == ("truncated", 4, 2)
+    assert (sample.status, sample.response_length, sample.turns) == ("truncated", 4, 2)
     assert log == []
 
 
@@ -103,7 +103,7 @@ async def test_unfinished_members_are_begun_anew_with_a_fresh_seed(
     for sample in samples:
         [second] = [e for e in rest if e.outputs[0].output_ids == numbers(sample.response_ids)]
         assert numbers(sample.response_ids) == written([second], [0], sample)
-        assert (sample.status, sample.replaced, sample.n_tokens) == ("completed", 1, LENGTH)
+        assert (sample.status, sample.replaced, sample.response_length) == ("completed", 1, LENGTH)
 
 
 async def test_members_that_are_in_time_stay_and_the_rest_has_one_second_try(

@@ -51,7 +51,7 @@ async def test_samples_that_a_loop_stage_wants_leave_alone_and_come_back(
     for slice_ in done:
         (sample,) = slice_.samples
         [second] = [e for e in rest if e.request.prompts[0][3:] == first.outputs[sample.index].output_ids]
-        assert (sample.turns, sample.n_tokens) == (2, 2 * LENGTH)
+        assert (sample.turns, sample.response_length) == (2, 2 * LENGTH)
         assert numbers(sample.response_ids) == written([first, second], [sample.index, 0], sample)
 
 
@@ -93,7 +93,7 @@ async def test_tokens_of_a_tool_count_towards_the_longest_response(tmp_path: Pat
         await (await world.rig.outlet("generate.return")).send(back, back.key)
         (sample,) = (await world.answer()).samples
         assert sample.status == "truncated"
-        assert sample.n_tokens <= 64
+        assert sample.response_length <= 64
         assert sample.fault() is None
 
 
@@ -169,18 +169,18 @@ async def test_a_continued_sample_keeps_what_it_had(tmp_path: Path) -> None:
     async with generating(tmp_path, rollout={"max_turns": 3}, **ONCE) as world:
         await world.ready()
         before = msgspec.structs.replace(
-            make_sample(1, runs=[(0, 4)], turns=1, response="ab", cached_tokens=3),
-            response_ids=wire([1, 2, 3, 4], Int32Array),
-            loss_mask=wire([1, 1, 0, 0], UInt8Array),
-            rollout_log_probs=wire([-1.0, -2.0, 0.0, 0.0], Float32Array),
+            make_sample(1, runs=[(0, 2), (-1, 2)], turns=1, response="ab", cached_tokens=3),
+            token_ids=wire([8, 9, 10, 1, 2, 3, 4], Int32Array),
+            loss_mask=wire([0, 0, 0, 1, 1, 0, 0], UInt8Array),
+            log_probs=wire([0.0, 0.0, 0.0, -1.0, -2.0, 0.0, 0.0], Float32Array),
         )
         single = RolloutSlice(make_group(0, 4), (before,))
         await (await world.rig.outlet("generate.return")).send(single, single.key)
         (after,) = (await world.answer()).samples
-    assert numbers(after.response_ids)[:4] == [1, 2, 3, 4]
-    assert numbers(after.loss_mask) == [1, 1, 0, 0] + [1] * LENGTH
-    assert [float(value) for value in after.rollout_log_probs[:4]] == [-1.0, -2.0, 0.0, 0.0]
-    assert after.version_runs == (VersionRun(0, 4 + LENGTH),)
+    assert numbers(after.token_ids)[:7] == [8, 9, 10, 1, 2, 3, 4]
+    assert numbers(after.loss_mask) == [0, 0, 0, 1, 1, 0, 0] + [1] * LENGTH
+    assert after.log_probs[:7].tolist() == [0.0, 0.0, 0.0, -1.0, -2.0, 0.0, 0.0]
+    assert after.version_runs[1:] == (VersionRun(0, 2), VersionRun(-1, 2), VersionRun(0, LENGTH))
     assert (after.index, after.turns, after.status) == (1, 2, "completed")
     assert after.cached_tokens >= 3
 

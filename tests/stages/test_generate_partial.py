@@ -137,7 +137,7 @@ async def test_without_partial_rollout_a_lost_turn_starts_again(
     assert {tuple(e.request.prompts[0]) for e in log} == {tuple(PROMPT)}
     assert log[1].params.n == 2, "nothing has come of the first request, so it is sent again as it was"
     for sample in samples:
-        assert (sample.status, sample.n_tokens, sample.reused_tokens) == ("completed", LENGTH, 0)
+        assert (sample.status, sample.response_length, sample.reused_tokens) == ("completed", LENGTH, 0)
         assert numbers(sample.response_ids) == written([log[1]], [sample.index], sample)
 
 
@@ -154,7 +154,7 @@ async def test_what_is_not_streamed_is_lost_and_asked_again_together(
         samples = (await world.answer()).samples
     assert [e.params.n for e in log] == [3, 3]
     assert {e.partial for e in log} == {None}
-    assert [(s.status, s.n_tokens, s.reused_tokens) for s in samples] == [("completed", LENGTH, 0)] * 3
+    assert [(s.status, s.response_length, s.reused_tokens) for s in samples] == [("completed", LENGTH, 0)] * 3
 
 
 async def test_an_engine_that_is_lost_twice_in_one_response_leaves_three_pieces(
@@ -180,9 +180,9 @@ async def test_an_engine_that_is_lost_twice_in_one_response_leaves_three_pieces(
         await core.resume()
         (sample,) = (await world.answer()).samples
     assert len(log) == 3
-    assert (sample.status, sample.n_tokens, sample.resumed) == ("completed", LENGTH, 2)
+    assert (sample.status, sample.response_length, sample.resumed) == ("completed", LENGTH, 2)
     assert sample.reused_tokens == sum(len(e.outputs[0].output_ids) for e in log[:2])
-    assert sample.version_runs == (VersionRun(0, LENGTH),)
+    assert sample.version_runs[1:] == (VersionRun(0, LENGTH),)
     assert numbers(sample.response_ids) == written(log, [0, 0, 0], sample)
 
 
@@ -304,7 +304,7 @@ async def test_a_request_that_takes_too_long_goes_on_from_what_it_has(
         (sample,) = (await world.answer()).samples
     assert len(log) >= 3, "40 tokens of 25 ms do not fit into two times 400 ms"
     assert all(isinstance(e.error, EngineTimeout) for e in log[:-1])
-    assert (sample.status, sample.n_tokens) == ("truncated", LENGTH)
+    assert (sample.status, sample.response_length) == ("truncated", LENGTH)
     assert numbers(sample.response_ids) == written(log, [0] * len(log), sample)
     assert sample.reused_tokens == LENGTH - len(log[-1].outputs[0].output_ids)
 
@@ -325,7 +325,7 @@ async def test_an_update_before_the_loss_leaves_both_versions_named(
         await until(lambda: first.partial.tokens == core.totals().generated_tokens)  # type: ignore[union-attr]
         world.proxies[0].kill()
         (sample,) = (await world.answer()).samples
-    assert [run.version for run in sample.version_runs] == [0, 1]
+    assert sample.model_versions == (0, 1)
     assert numbers(sample.response_ids) == written(log, [0, 0], sample)
     assert list(sent_to(log, world.engines[1])) == []
     assert sample.reused_tokens == len(first.outputs[0].output_ids) > made - 1

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from models.engines.router_api import RouterClient, urls
-from stages.messages import Sample
+from stages.messages import RolloutSlice, Sample
 from tests.models.engines.real_router import router_process
 from tests.stages.engine_rig import (
     FAST_MS,
@@ -51,7 +51,7 @@ async def test_rollouts_through_the_router_are_the_engines_own(
     assert all(made), "both engines have had some"
     assert {e.url for e in log} == {router_url}
     for slice_ in slices:
-        [exchange] = [e for e in log if e.request.prompts[0] == numbers(slice_.group.prompt_ids)]
+        [exchange] = [e for e in log if e.request.prompts[0] == prompt_of(slice_)]
         for sample in slice_.samples:
             assert numbers(sample.response_ids) == written([exchange], [sample.index], sample)
             assert (sample.status, sample.turns) == ("completed", 1)
@@ -112,11 +112,16 @@ async def test_an_update_rolls_over_engines_behind_the_router(
     assert "0.0" in {e.request.extra_key for e in log}
     for slice_ in slices:
         for sample in slice_.samples:
-            chain = requests_of(log, numbers(slice_.group.prompt_ids), sample)
+            chain = requests_of(log, prompt_of(slice_), sample)
             assert numbers(sample.response_ids) == written(chain, [sample.index] + [0] * (len(chain) - 1), sample)
             assert (sample.status, sample.resumed, sample.fault()) == ("completed", len(chain) - 1, None)
-            assert [run.version for run in sample.version_runs] in ([0], [0, 1])
-    assert any(len(s.version_runs) == 2 for slice_ in slices for s in slice_.samples)
+            assert sample.model_versions in ((0,), (0, 1))
+    assert any(s.model_versions == (0, 1) for slice_ in slices for s in slice_.samples)
+
+
+def prompt_of(slice_: RolloutSlice) -> list[int]:
+    first = slice_.samples[0]
+    return numbers(first.token_ids[: first.prompt_length])
 
 
 def requests_of(log: list[Exchange], prompt: list[int], sample: Sample) -> list[Exchange]:

@@ -70,9 +70,9 @@ async def on_sglang(tmp_path: Path, server: RealServer, **rollout: Any) -> Async
 def check_exact(sample: Sample, server: RealServer) -> None:
     """Every recorded log-prob is that of the weights that are named."""
     assert sample.fault() is None
-    assert {run.version for run in sample.version_runs} <= {0}
+    assert set(sample.model_versions) <= {0}
     expected = by_one(server.model, PROMPT, numbers(sample.response_ids)).numpy()
-    assert np.abs(np.asarray(sample.rollout_log_probs) - expected).max() < TOLERANCE
+    assert np.abs(sample.log_probs[sample.prompt_length :] - expected).max() < TOLERANCE
 
 
 async def running(log: list[Exchange], tokens: int) -> Exchange:
@@ -103,7 +103,7 @@ async def test_a_lost_server_leaves_its_partial_output(
     for sample in slice_.samples:
         kept = first.outputs[sample.index].output_ids
         assert numbers(sample.response_ids)[: len(kept)] == kept != []
-        assert (sample.status, sample.n_tokens, sample.reused_tokens) == ("truncated", LONG, len(kept))
+        assert (sample.status, sample.response_length, sample.reused_tokens) == ("truncated", LONG, len(kept))
         check_exact(sample, sglang)
 
 
@@ -122,6 +122,6 @@ async def test_a_deadline_leaves_what_there_is(
     assert len(log) == 1
     for sample in samples:
         assert sample.status == "truncated"
-        assert sample.n_tokens < MOST, "no response of this length is made in that time"
-        if sample.n_tokens:
+        assert sample.response_length < MOST, "no response of this length is made in that time"
+        if sample.response_length:
             check_exact(sample, sglang)

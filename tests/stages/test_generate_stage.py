@@ -48,9 +48,10 @@ async def test_a_group_is_one_request_and_its_samples_are_the_engines(
     for sample in slice_.samples:
         assert numbers(sample.response_ids) == written([exchange], [sample.index], sample)
         assert numbers(sample.response_ids) == exchange.outputs[sample.index].output_ids
-        assert sample.version_runs == (VersionRun(0, LENGTH),)
-        assert np.allclose(sample.rollout_log_probs, simulated_log_prob(VOCABULARY))
-        assert numbers(sample.loss_mask) == [1] * LENGTH
+        assert sample.version_runs[1:] == (VersionRun(0, LENGTH),)
+        assert np.allclose(sample.log_probs[sample.prompt_length :], simulated_log_prob(VOCABULARY))
+        assert numbers(sample.token_ids[: sample.prompt_length]) == [5, 6, 7]
+        assert numbers(sample.loss_mask) == [0] * 3 + [1] * LENGTH
         assert (sample.status, sample.turns, sample.error, sample.resumed) == ("completed", 1, None, 0)
         assert sample.fault() is None
     assert len({tuple(numbers(s.response_ids)) for s in slice_.samples}) == 4, "each sample has its own noise"
@@ -82,11 +83,11 @@ async def test_an_update_during_generation_loses_no_token_and_names_each_ones_ve
     assert first.params.n == 3
     assert len(again) == (3 if mode == "abort" else 0)
     for sample in slice_.samples:
-        assert sample.version_runs == (VersionRun(0, made), VersionRun(1, LENGTH - made))
+        assert sample.version_runs[1:] == (VersionRun(0, made), VersionRun(1, LENGTH - made))
         assert sample.status == "completed"
         assert sample.resumed == (1 if mode == "abort" else 0)
         assert sample.retractions == (1 if mode == "retract" else 0)
-        assert np.allclose(sample.rollout_log_probs, simulated_log_prob(VOCABULARY))
+        assert np.allclose(sample.log_probs[sample.prompt_length :], simulated_log_prob(VOCABULARY))
         if mode == "abort":
             kept = first.outputs[sample.index].output_ids
             [rest] = [e for e in again if e.request.prompts[0] == [9, 8, *kept]]
@@ -112,8 +113,8 @@ async def test_a_response_that_is_aborted_twice_is_joined_from_three_pieces(
         await freeze(world.engines[0], tokens=core.totals().generated_tokens + 3)
         world.weights.publish(2)
         (sample,) = (await world.answer()).samples
-    assert [run.version for run in sample.version_runs] == [0, 1, 2]
-    assert (sample.n_tokens, sample.resumed, len(log)) == (LENGTH, 2, 3)
+    assert sample.model_versions == (0, 1, 2)
+    assert (sample.response_length, sample.resumed, len(log)) == (LENGTH, 2, 3)
     assert numbers(sample.response_ids) == written(log, [0, 0, 0], sample)
 
 
@@ -130,9 +131,7 @@ async def test_without_partial_rollout_an_aborted_response_starts_again(
         world.weights.publish(1)
         samples = (await world.answer()).samples
     assert [s.status for s in samples] == ["completed", "completed"]
-    assert [[run.version for run in s.version_runs] for s in samples] == [[1], [1]], (
-        "nothing of the old weights is kept"
-    )
+    assert [s.model_versions for s in samples] == [(1,), (1,)], "nothing of the old weights is kept"
     assert [s.resumed for s in samples] == [1, 1]
     assert len(log) == 3
 
@@ -174,7 +173,7 @@ async def test_what_a_dead_engine_was_asked_is_finished_by_another(
         [rest] = [e for e in sent_to(log, other) if e.request.prompts[0] == [1, 2, 3, *kept]]
         assert len(kept) >= 3
         assert sample.status == "completed"
-        assert sample.version_runs == (VersionRun(0, sample.n_tokens),)
+        assert sample.version_runs[1:] == (VersionRun(0, sample.response_length),)
         assert numbers(sample.response_ids) == written([first, rest], [sample.index, 0], sample)
 
 
@@ -264,7 +263,7 @@ async def test_budgets_cut_responses(
         await world.ready()
         await world.ask(group)
         samples = (await world.answer()).samples
-    assert [(s.status, s.n_tokens, s.fault()) for s in samples] == [("truncated", tokens, None)] * 2
+    assert [(s.status, s.response_length, s.fault()) for s in samples] == [("truncated", tokens, None)] * 2
     assert len(log) == (1 if tokens else 0)
     if log:
         assert log[0].params.temperature == (0.0 if group.purpose == "eval" else 1.0)
@@ -281,7 +280,7 @@ async def test_a_drain_has_the_engines_give_back_what_they_hold(
         world.rig.topic.publish("drain", b"interrupted")
         samples = (await world.answer()).samples
         assert [s.status for s in samples] == ["aborted", "aborted"]
-        assert all(0 < s.n_tokens < LENGTH and s.fault() is None for s in samples)
+        assert all(0 < s.response_length < LENGTH and s.fault() is None for s in samples)
         assert len(log) == 1, "nothing is resumed"
         world.rig.hubs["generate"].finish()
         assert world.task is not None
@@ -294,7 +293,7 @@ async def test_a_drain_before_any_engine_is_up_ends_the_wait(tmp_path: Path) -> 
         world.rig.topic.publish("drain", b"interrupted")
         for sample in (await world.answer()).samples:
             assert sample.status == "aborted" or "the run drains" in (sample.error or "")
-            assert sample.n_tokens == 0
+            assert sample.response_length == 0
         world.rig.hubs["generate"].finish()
         assert world.task is not None
         await world.task
@@ -351,20 +350,20 @@ def answer(reason: str | None, spans: list[tuple[str, int, int]], n: int = 4) ->
 
 def test_version_runs_are_the_engines_spans_and_neighbours_are_joined() -> None:
     first = extended(ASKED, SampleResult(), answer("abort", [("0.3", 0, 3), ("0.4", 3, 4)]), 1.0)
-    sample = append_result(new_sample(0), first)
-    assert sample.version_runs == (VersionRun(3, 3), VersionRun(4, 1))
+    sample = append_result(new_sample([4, 5], 0), first)
+    assert sample.version_runs[1:] == (VersionRun(3, 3), VersionRun(4, 1))
     assert (sample.status, sample.oldest_version) == ("aborted", 3)
     again = answer("length", [("0.4", 0, 2), ("0.6", 2, 4)])
-    one_turn = append_result(new_sample(0), extended(ASKED, first, again, 0.5))
+    one_turn = append_result(new_sample([4, 5], 0), extended(ASKED, first, again, 0.5))
     two_turns = append_result(sample, extended(ASKED, SampleResult(), again, 0.5))
     for sample in (one_turn, two_turns):
-        assert sample.version_runs == (VersionRun(3, 3), VersionRun(4, 3), VersionRun(6, 2))
-        assert (sample.status, sample.n_tokens, sample.generate_s) == ("truncated", 8, 1.5)
+        assert sample.version_runs[1:] == (VersionRun(3, 3), VersionRun(4, 3), VersionRun(6, 2))
+        assert (sample.status, sample.length, sample.response_length, sample.generate_s) == ("truncated", 10, 8, 1.5)
         assert sample.fault() is None
 
 
 @pytest.mark.parametrize(("reason", "words"), [("weird", "engine finished with weird"), (None, "no reason")])
 def test_an_unknown_end_fails_the_sample(reason: str | None, words: str) -> None:
-    sample = append_result(new_sample(0), extended(ASKED, SampleResult(), answer(reason, [("0.0", 0, 4)]), 1.0))
+    sample = append_result(new_sample([4, 5], 0), extended(ASKED, SampleResult(), answer(reason, [("0.0", 0, 4)]), 1.0))
     assert sample.status == "failed"
     assert words in (sample.error or "")

@@ -17,7 +17,7 @@ PARTS = "tests.stages.custom_parts"
 def parts(index: int, n: int, *, reward: float | None = None, **fields: Any) -> list[Sample]:
     """The segments of a rollout; the last one is graded."""
     return [
-        make_sample(index, segment=k, segments=n, reward=reward if k == n - 1 else None, response=f"{k}", **fields)
+        make_sample(index, sequence=k, sequences=n, reward=reward if k == n - 1 else None, response=f"{k}", **fields)
         for k in range(n)
     ]
 
@@ -31,7 +31,7 @@ async def test_a_rollout_that_fanned_out_is_complete_with_its_last_segment() -> 
         assert one.rig.hubs["group"].stats().settled == 0, "both rollouts are here, but not all of the first"
         await one.send(make_slice(0, first, n_samples=2))
         whole = await take(one.out)
-        assert [(s.index, s.segment) for s in whole.samples] == [(0, 0), (0, 1), (0, 2), (1, 0)]
+        assert [(s.index, s.sequence) for s in whole.samples] == [(0, 0), (0, 1), (0, 2), (1, 0)]
         assert [s.reward for s in whole.samples] == [1.0, 1.0, 1.0, 0.0]
         assert [s.is_correct for s in whole.samples] == [True, True, True, False]
         await one.rig.hubs["group"].wait_empty()
@@ -48,7 +48,10 @@ async def test_a_redelivered_rollout_that_fans_out_otherwise_is_dropped() -> Non
 
 async def test_a_rollout_with_a_failed_segment_is_no_member() -> None:
     async with desk() as one:
-        broken = [make_sample(0, segment=0, segments=2, status="failed", error="tool lost"), parts(0, 2, reward=1.0)[1]]
+        broken = [
+            make_sample(0, sequence=0, sequences=2, status="failed", error="tool lost"),
+            parts(0, 2, reward=1.0)[1],
+        ]
         await one.send(make_slice(0, *broken, *(make_sample(i, reward=float(i)) for i in (1, 2)), n_samples=3))
         assert [s.index for s in (await take(one.out)).samples] == [1, 2]
         await one.send(make_slice(1, *broken, make_sample(1, reward=1.0), n_samples=2))
@@ -82,7 +85,9 @@ async def test_a_teacher_that_scored_another_text_fails_the_group() -> None:
     async with desk() as one:
         scored = make_sample(1, reward=0.0, teacher_log_probs=wire([-1.0, -2.0], Float32Array))
         await one.send(make_slice(0, make_sample(0, reward=1.0), scored))
-        assert (await settled(one)).detail == "sample 1: the teacher scored 2 of 4 response tokens"
+        assert (await settled(one)).detail == (
+            "sample 1: arrays differ in length: ids 7, mask 7, log-probs 7, teacher log-probs 2"
+        )
 
 
 async def test_the_staleness_filter_learns_of_new_weights() -> None:

@@ -7,11 +7,12 @@ import math
 import random
 from typing import Any
 
+import msgspec
 import pytest
 
 from stages.group.filters import FilterDecision, FilterPathError, resolve_filter
 from stages.group.stage import GroupStage
-from stages.messages import RolloutSlice, Sample, Settled
+from stages.messages import RolloutSlice, Sample, Settled, VersionRun
 from tests.stages.group_rig import desk, failed, join, settled
 from tests.stages.stage_rig import (
     idle,
@@ -129,9 +130,23 @@ async def test_a_single_rollout_is_a_group_of_its_own() -> None:
 @pytest.mark.parametrize(
     ("sample", "words"),
     [
-        (make_sample(1, log_probs=[-1.0, math.nan, -1.0, -1.0]), "sample 1: a rollout log-prob is not finite"),
-        (make_sample(1, log_probs=[-1.0, -math.inf, -1.0, -1.0]), "sample 1: a rollout log-prob is not finite"),
-        (make_sample(1, mask=[1, 1]), "sample 1: arrays differ in length: ids 4, mask 2, log-probs 4"),
+        (make_sample(1, log_probs=[-1.0, math.nan, -1.0, -1.0]), "sample 1: a log-prob is not finite"),
+        (make_sample(1, log_probs=[-1.0, -math.inf, -1.0, -1.0]), "sample 1: a log-prob is not finite"),
+        (make_sample(1, mask=[1, 1]), "sample 1: arrays differ in length: ids 7, mask 5, log-probs 7"),
+        (make_sample(1, runs=[(-1, 4)]), "sample 1: a token that no weights made (version -1) has loss mask 1"),
+        (
+            make_sample(1, runs=[(0, 2), (-1, 2)], mask=[1, 1, 0, 0]),
+            "sample 1: a token that no weights made (version -1) has a log-prob; give it 0.0",
+        ),
+        (
+            msgspec.structs.replace(make_sample(1), prompt_length=4),
+            "sample 1: a token of the prompt carries a version of the weights; give it version -1",
+        ),
+        (msgspec.structs.replace(make_sample(1), prompt_length=9), "sample 1: the prompt has 9 of 7 tokens"),
+        (
+            msgspec.structs.replace(make_sample(1), version_runs=(VersionRun(-1, 3), VersionRun(0, 3))),
+            "sample 1: version runs cover 6 of 7 tokens",
+        ),
     ],
 )
 async def test_an_inconsistent_sample_fails_its_group(sample: Sample, words: str) -> None:

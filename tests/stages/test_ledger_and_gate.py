@@ -142,7 +142,7 @@ def test_over_sampling_widens_the_gate_only_while_a_filter_is_on(
         asynchrony={"max_staleness": 2},
     )
     assert over_sampling(config) == extra
-    assert StalenessGate.of(config) == StalenessGate(32, 2, 9, extra)
+    assert StalenessGate.of(config) == StalenessGate(32, 2, 9, extra, ages=loss != "sft_loss")
     assert StalenessGate.of(config).most_open == 96 + extra
 
 

@@ -120,6 +120,23 @@ async def test_open_groups_of_a_snapshot_are_submitted_again_before_new_ones() -
         assert [g.group_id for g in one.hooks.admissions] == [6, 7], "an open group is admitted once"
 
 
+async def test_open_groups_that_the_trainer_holds_are_not_asked_again() -> None:
+    snapshot = LedgerSnapshot(
+        6, 6, {"trained": 2}, (OpenGroup(2, 2), OpenGroup(3, 3), OpenGroup(4, 4), OpenGroup(5, 5))
+    )
+    config = make_config(data={"rollout_shuffle": False})
+    async with prompting(batch=2, eta=1, config=config, snapshot=snapshot, restored={2, 3, 5}) as one:
+        await one.land(1)
+        assert await one.admitted() == [4], "the places of the restored groups are taken"
+        await one.report(step_done(2, 2, 3))
+        await one.land(2)
+        assert await one.admitted() == [6, 7]
+        await one.report(Settled(5, "stale", "too old"))
+        again = await take(one.groups)
+        assert (again.group_id, again.prompt_index, again.requeued) == (8, 5, 1), "a stale one is asked once more"
+        assert one.stage.ledger.balanced()
+
+
 async def test_open_groups_that_a_drain_overtakes_are_surplus() -> None:
     snapshot = LedgerSnapshot(2, 2, {}, (OpenGroup(0, 0), OpenGroup(1, 1)))
     async with prompting(snapshot=snapshot) as one:
@@ -294,7 +311,8 @@ async def test_supervised_prompts_travel_as_rollouts_that_end_with_one_eos() -> 
         for found, ids in ((first, [7, 8, EOS]), (second, [7, EOS])):
             (sample,) = found.samples
             assert numbers(sample.response_ids) == ids
-            assert numbers(sample.loss_mask) == [1] * len(ids)
+            assert numbers(sample.token_ids[:2]) == [1, 2]
+            assert numbers(sample.loss_mask) == [0, 0] + [1] * len(ids)
             assert found.group.n_samples == 1
             assert sample.fault() is None
         await one.report(step_done(1, 0))
@@ -310,4 +328,4 @@ async def test_supervised_tokens_that_a_tool_wrote_are_not_learnt() -> None:
     ) as one:
         await idle()
         (sample,) = (await take(one.groups)).samples
-        assert numbers(sample.loss_mask) == [1, 1, 1, 1, 1, 0, 1, 1, 1]
+        assert numbers(sample.loss_mask) == [0, 0, 1, 1, 1, 1, 1, 0, 1, 1, 1]

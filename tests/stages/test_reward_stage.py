@@ -196,8 +196,8 @@ async def test_errors_may_count_as_zero() -> None:
 
 async def test_only_the_last_sequence_of_a_rollout_is_graded() -> None:
     members = (
-        make_sample(0, response="7", segment=0, segments=2),
-        make_sample(0, response="7", segment=1, segments=2),
+        make_sample(0, response="7", sequence=0, sequences=2),
+        make_sample(0, response="7", sequence=1, sequences=2),
         make_sample(1, response="7"),
     )
     async with grading(rm_type="exact") as (_, send):
@@ -229,7 +229,7 @@ async def test_long_responses_are_penalised_and_truncated_ones_masked() -> None:
 async def test_tokens_that_are_not_trained_do_not_count_as_length() -> None:
     async with grading({"rollout": {"rollout_max_response_len": 100}}, **SHAPING) as (_, send):
         tool = make_sample(0, n=100, mask=[1] * 50 + [0] * 50)
-        split = (make_sample(1, n=45, segments=2), make_sample(1, n=45, segment=1, segments=2))
+        split = (make_sample(1, n=45, sequences=2), make_sample(1, n=45, sequence=1, sequences=2))
         found = (await send(make_slice(0, tool, *split, n_samples=2)))[0].samples
         assert [s.reward for s in found] == [1.0, None, 0.5]
 
@@ -365,7 +365,7 @@ def test_when_a_group_is_whole() -> None:
     one, two = make_sample(0), make_sample(1)
     assert is_whole(make_slice(0, one, two))
     assert not is_whole(make_slice(0, one, n_samples=2))
-    first, second = make_sample(0, segments=2), make_sample(0, segment=1, segments=2)
+    first, second = make_sample(0, sequences=2), make_sample(0, sequence=1, sequences=2)
     assert not is_whole(make_slice(0, first, two, n_samples=2))
     assert is_whole(make_slice(0, first, second, two, n_samples=2))
 

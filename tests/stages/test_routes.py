@@ -138,7 +138,7 @@ async def test_the_configured_policy_chooses_among_the_engines(
         await world.ready()
         back = await world.rig.outlet("generate.return")
         for index in range(6):
-            single = RolloutSlice(make_group(7, 6, prompt=[index]), (make_sample(index),))
+            single = RolloutSlice(make_group(7, 6), (make_sample(index, prompt=[index]),))
             await back.send(single, single.key)
             await world.answer()
     assert len({exchange.url for exchange in log}) == urls
@@ -489,14 +489,14 @@ async def test_a_deadline_reaches_the_engine_behind_the_router(tmp_path: Path) -
         await world.ask(make_group(0, 1))
         (sample,) = (await world.answer()).samples
         assert sample.status == "truncated"
-        assert sample.n_tokens > 0, "its engine was asked to end it"
+        assert sample.response_length > 0, "its engine was asked to end it"
 
 
 async def test_a_drain_ends_the_wait_for_a_router(tmp_path: Path) -> None:
     async with generating(tmp_path, router={"router": "sglang"}) as world:
         await world.ask(make_group(0, 2))
         world.rig.topic.publish("drain", b"interrupted")
-        assert [s.n_tokens for s in (await world.answer()).samples] == [0, 0]
+        assert [s.response_length for s in (await world.answer()).samples] == [0, 0]
         world.rig.hubs["generate"].finish()
         assert world.task is not None
         await world.task

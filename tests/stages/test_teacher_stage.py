@@ -24,7 +24,7 @@ from models.engines.protocol import GenerateRequest, SamplingParams
 from models.engines.serve import EngineServer
 from models.engines.simulated import simulated_scores
 from models.tiny import make_tiny_checkpoint
-from stages.messages import EngineAddress, EngineEntry, Float32Array, Int32Array, RolloutSlice, Sample, UInt8Array, wire
+from stages.messages import EngineAddress, EngineEntry, Int32Array, RolloutSlice, Sample, wire
 from stages.teacher.stage import TeacherStage
 from transport.ports.inlet import Inlet
 from transport.ports.outlet import Outlet
@@ -103,10 +103,10 @@ def rollouts(*samples: Sample, metadata: dict[str, Any] | None = None, **group: 
     return RolloutSlice(made, samples)
 
 
-def by_simulation(slice_: RolloutSlice, sample: Sample, model: Path) -> list[float]:
-    ids = np.concatenate((slice_.group.prompt_ids, sample.response_ids))
-    values = simulated_scores(ids, len(slice_.group.prompt_ids), str(model), VOCABULARY)
-    return [float(value) for value in values * (sample.loss_mask != 0)]
+def by_simulation(sample: Sample, model: Path) -> list[float]:
+    prompt = sample.prompt_length
+    values = simulated_scores(sample.token_ids, prompt, str(model), VOCABULARY)
+    return [0.0] * prompt + (values * (sample.loss_mask[prompt:] != 0)).tolist()
 
 
 async def test_every_response_token_has_its_log_prob(policy: Path, tmp_path: Path) -> None:
@@ -115,8 +115,8 @@ async def test_every_response_token_has_its_log_prob(policy: Path, tmp_path: Pat
         asked = rollouts(make_sample(0, n=5), make_sample(1, n=1, status="truncated"), make_sample(2, n=9))
         for before, after in zip(asked.samples, await world.scored(asked), strict=True):
             assert after.teacher_log_probs.dtype == np.float32
-            assert after.teacher_log_probs.tolist() == pytest.approx(by_simulation(asked, before, policy), abs=1e-6)
-            assert after.rollout_log_probs.tolist() == before.rollout_log_probs.tolist()
+            assert after.teacher_log_probs.tolist() == pytest.approx(by_simulation(before, policy), abs=1e-6)
+            assert after.log_probs.tolist() == before.log_probs.tolist()
             assert (after.status, after.error) == (before.status, None)
 
 
@@ -129,10 +129,8 @@ async def test_tokens_that_are_not_trained_have_zero(
         await world.serve("teacher", policy)
         asked = rollouts(make_sample(0, n=7, mask=mask))
         [after] = await world.scored(asked)
-        assert after.teacher_log_probs.tolist() == pytest.approx(
-            by_simulation(asked, asked.samples[0], policy), abs=1e-6
-        )
-        assert (after.teacher_log_probs == 0.0).tolist() == [entry == 0 for entry in mask]
+        assert after.teacher_log_probs.tolist() == pytest.approx(by_simulation(asked.samples[0], policy), abs=1e-6)
+        assert (after.teacher_log_probs == 0.0).tolist() == [True] * 3 + [entry == 0 for entry in mask]
     [request] = sent
     last = max(index for index, entry in enumerate(mask) if entry)
     assert len(request.prompts[0]) == 3 + last + 1, "what follows the last trained token is not read"
@@ -146,7 +144,7 @@ async def test_a_sample_without_trained_tokens_asks_nobody(
     async with teaching(policy, tmp_path) as world:  # no engine is up
         masked, empty = make_sample(0, n=3, mask=[0, 0, 0]), make_sample(1, n=0)
         after = await world.scored(rollouts(masked, empty))
-        assert [sample.teacher_log_probs.tolist() for sample in after] == [[0.0, 0.0, 0.0], []]
+        assert [sample.teacher_log_probs.tolist() for sample in after] == [[0.0] * 6, [0.0] * 3]
         assert [sample.status for sample in after] == ["completed", "completed"]
     assert sent == []
 
@@ -190,9 +188,7 @@ async def test_rows_choose_their_teacher_and_the_first_has_the_others(policy: Pa
         ):
             asked = rollouts(make_sample(0, n=6), metadata=metadata)
             [after] = await world.scored(asked)
-            assert after.teacher_log_probs.tolist() == pytest.approx(
-                by_simulation(asked, asked.samples[0], model), abs=1e-6
-            )
+            assert after.teacher_log_probs.tolist() == pytest.approx(by_simulation(asked.samples[0], model), abs=1e-6)
 
 
 async def test_the_key_and_the_teachers_are_the_configurations(policy: Path, tmp_path: Path) -> None:
@@ -232,12 +228,7 @@ async def test_a_refused_sample_fails_alone_and_at_once(policy: Path, tmp_path: 
 
 
 def sample_of(ids: list[int], index: int = 1) -> Sample:
-    return msgspec.structs.replace(
-        make_sample(index, n=len(ids)),
-        response_ids=wire(ids, Int32Array),
-        loss_mask=wire([1] * len(ids), UInt8Array),
-        rollout_log_probs=wire([-0.5] * len(ids), Float32Array),
-    )
+    return msgspec.structs.replace(make_sample(index, n=len(ids)), token_ids=wire([1, 2, 3, *ids], Int32Array))
 
 
 async def test_work_waits_for_a_teacher_that_is_not_up(policy: Path, tmp_path: Path) -> None:
@@ -247,9 +238,7 @@ async def test_work_waits_for_a_teacher_that_is_not_up(policy: Path, tmp_path: P
         await world.rig.topic_until(lambda: True)
         await world.serve("teacher", policy)
         [after] = (await take(world.out)).samples
-        assert after.teacher_log_probs.tolist() == pytest.approx(
-            by_simulation(asked, asked.samples[0], policy), abs=1e-6
-        )
+        assert after.teacher_log_probs.tolist() == pytest.approx(by_simulation(asked.samples[0], policy), abs=1e-6)
 
 
 async def test_a_lost_teacher_costs_time_not_samples(policy: Path, tmp_path: Path) -> None:
@@ -266,7 +255,7 @@ async def test_a_lost_teacher_costs_time_not_samples(policy: Path, tmp_path: Pat
         await world.serve("teacher", policy, incarnation=1)
         after = (await take(world.out)).samples
         for sample, before in zip(after, asked.samples, strict=True):
-            assert sample.teacher_log_probs.tolist() == pytest.approx(by_simulation(asked, before, policy), abs=1e-6)
+            assert sample.teacher_log_probs.tolist() == pytest.approx(by_simulation(before, policy), abs=1e-6)
         assert world.stage.sampler.retries >= 2
 
 
@@ -331,7 +320,7 @@ async def rolled_out(server: EngineServer, temperature: float, n: int = 4) -> tu
     return tuple(
         msgspec.structs.replace(
             make_sample(index, n=24, log_probs=output.output_log_probs),
-            response_ids=wire(output.output_ids, Int32Array),
+            token_ids=wire([1, 2, 3, *output.output_ids], Int32Array),
         )
         for index, output in enumerate(outputs)
     )
@@ -347,10 +336,10 @@ async def test_a_teacher_that_is_the_policy_gives_a_reverse_kl_of_zero(
         await world.serve("other", other, embedded())
         samples = await rolled_out(server, temperature)
         for sample in await world.scored(rollouts(*samples)):
-            reverse_kl = sample.rollout_log_probs - sample.teacher_log_probs
+            reverse_kl = sample.log_probs - sample.teacher_log_probs
             assert float(np.abs(reverse_kl).max()) < 1e-4
         for sample in await world.scored(rollouts(*samples, metadata={"teacher": "other"})):
-            assert float(np.abs(sample.rollout_log_probs - sample.teacher_log_probs).max()) > 1e-2
+            assert float(np.abs(sample.log_probs - sample.teacher_log_probs).max()) > 1e-2
 
 
 @pytest.mark.parametrize(("config", "told"), [(simulated(), True), (embedded(), False)], ids=["simulated", "embedded"])

@@ -89,9 +89,9 @@ async def test_a_result_is_appended_with_mask_zero_and_log_prob_zero(tiny: Path)
         tool_ids = load_tokenizer(str(tiny)).encode(text)
         assert sample.response == asked + text
         assert numbers(sample.response_ids) == [20, 21, 22, 23, *tool_ids]
-        assert numbers(sample.loss_mask) == [1] * 4 + [0] * len(tool_ids)
-        assert np.asarray(sample.rollout_log_probs).tolist() == [-0.5] * 4 + [0.0] * len(tool_ids)
-        assert sample.version_runs == (VersionRun(3, 2), VersionRun(4, 2 + len(tool_ids)))
+        assert numbers(sample.loss_mask) == [0] * 3 + [1] * 4 + [0] * len(tool_ids)
+        assert np.asarray(sample.log_probs).tolist() == [0.0] * 3 + [-0.5] * 4 + [0.0] * len(tool_ids)
+        assert sample.version_runs[1:] == (VersionRun(3, 2), VersionRun(4, 2), VersionRun(-1, len(tool_ids)))
         assert sample.fault() is None
         assert (sample.index, sample.turns, sample.status) == (2, 1, "completed")
         assert stage.activity.failures == 0
@@ -153,8 +153,8 @@ def test_runs_are_joined_and_empty_ones_dropped() -> None:
     first = (VersionRun(1, 2), VersionRun(2, 1))
     assert join_runs(first, (VersionRun(2, 3), VersionRun(3, 0))) == (VersionRun(1, 2), VersionRun(2, 4))
     sample = make_sample(0, runs=[(5, 3)])
-    assert append_untrained(sample, [], "") is sample
-    assert append_untrained(sample, [1, 2], "ab").version_runs == (VersionRun(5, 5),)
+    assert append_untrained(sample, [], "").version_runs == sample.version_runs
+    assert append_untrained(sample, [1, 2], "ab").version_runs[1:] == (VersionRun(5, 3), VersionRun(-1, 2))
 
 
 EMBEDDED = EngineConfig(engine="embedded", engine_slots=32, engine_device="cpu", engine_dtype="float32")
@@ -197,21 +197,21 @@ async def test_trained_ids_are_the_engines_own_over_several_turns(
     first, *rest = log
     tokenizer = load_tokenizer(str(tiny))
     for index, sample in samples.items():
-        ids, mask = numbers(sample.response_ids), np.asarray(sample.loss_mask) > 0
+        ids, mask = numbers(sample.token_ids), np.asarray(sample.loss_mask) > 0
         answers = [first.outputs[index]]
         for exchange in sorted(rest, key=lambda e: len(e.request.prompts[0])):
-            context = exchange.request.prompts[0][len(prompt) :]
-            if context == ids[: len(context)]:
+            context = exchange.request.prompts[0]
+            if len(context) > len(prompt) and context == ids[: len(context)]:
                 answers += exchange.outputs
         assert sample.turns == len(answers) <= 3
         assert [i for i, m in zip(ids, mask, strict=True) if m] == [i for a in answers for i in a.output_ids]
         engines = [value for a in answers for value in a.output_log_probs]
-        assert np.asarray(sample.rollout_log_probs)[mask].tolist() == pytest.approx(engines)
-        assert not np.asarray(sample.rollout_log_probs)[~mask].any()
+        assert np.asarray(sample.log_probs)[mask].tolist() == pytest.approx(engines)
+        assert not np.asarray(sample.log_probs)[~mask].any()
         between = sample.response.split("{{")[1:] if len(answers) > 1 else []
         assert len(between) >= len(answers) - 1
         assert sample.fault() is None
-        assert sample.n_tokens <= 160 or sample.status == "truncated"
+        assert sample.response_length <= 160 or sample.status == "truncated"
     several = [s for s in samples.values() if s.turns > 1]
     assert several, "some rollouts have more than one turn"
     assert any(tokenizer.encode(s.response) != numbers(s.response_ids) for s in several)

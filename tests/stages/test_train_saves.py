@@ -1,12 +1,19 @@
-"""Saves that are written while the next batch trains, and a backend that has to be told of the end."""
+"""Saves: what they keep of the groups that wait, what a resumed trainer does with them, saves in the background."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
-from tests.stages.stage_rig import make_slice, take
+from models.checkpoint import CheckpointError, draft_path
+from stages.messages import CheckpointReady, RolloutSlice, Settled, StepDone
+from stages.options import TrainOptions
+from stages.prompts.ledger import LedgerSnapshot, OpenGroup
+from stages.train.saved_groups import restorable, write_groups
+from tests.stages.prompt_rig import prompting
+from tests.stages.stage_rig import idle, make_sample, make_slice, take, until
 from tests.stages.train_rig import Recorder, training
 
 
@@ -54,3 +61,193 @@ async def test_a_backend_is_told_of_the_end(tmp_path: Path, monkeypatch: pytest.
         await one.end()
         await one.stage.close()
         assert one.backend.log[-1] == "close"
+
+
+def kept(checkpoint: str) -> set[int]:
+    return set(restorable(Path(checkpoint), 2))
+
+
+async def test_a_checkpoint_keeps_the_groups_that_wait(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    saving: dict[str, object] = {"save_interval": 1}
+    async with training(tmp_path, monkeypatch, batch=2, total=3, eta=2, hold=["may_step"], checkpoint=saving) as one:
+        await one.send(*(make_slice(group_id) for group_id in range(3)))
+        await one.arrived(3)
+        one.backend.may_step.set()
+        assert (await one.report(StepDone)).groups == (0, 1)
+        assert kept((await one.report(CheckpointReady)).path) == {2}
+        await one.send(make_slice(3))
+        assert (await one.report(StepDone)).groups == (2, 3)
+        assert kept((await one.report(CheckpointReady)).path) == set(), "what is trained is in the weights"
+
+
+async def test_what_was_refused_before_a_checkpoint_is_not_in_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    saving: dict[str, object] = {"save_interval": 1}
+    async with training(tmp_path, monkeypatch, batch=1, total=3, eta=0, hold=["may_step"], checkpoint=saving) as one:
+        await one.send(make_slice(0), make_slice(1))
+        await one.arrived(2)
+        one.backend.may_step.set()
+        assert (await one.report(StepDone)).groups == (0,)
+        assert (await one.report(Settled)).group_id == 1
+        assert kept((await one.report(CheckpointReady)).path) == set()
+
+
+async def test_a_save_in_the_background_keeps_the_batch_that_trains_meanwhile(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its ledger is committed before the report of the next step: those groups are open in it, not in the weights."""
+    saving: dict[str, object] = {"save_interval": 1, "async_save": True}
+    async with training(tmp_path, monkeypatch, batch=1, total=2, eta=2, checkpoint=saving) as one:
+        await one.send(make_slice(0))
+        await one.report(StepDone)
+        one.backend.may_step.clear()
+        await one.send(make_slice(1), make_slice(2))
+        await one.arrived(3)
+        one.backend.may_step.set()
+        assert kept((await one.report(CheckpointReady)).path) == {1, 2}
+        assert (await one.report(StepDone)).groups == (1,)
+
+
+async def test_a_drain_saves_what_was_collected_even_if_nothing_was_trained_since(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    saving: dict[str, object] = {"save_interval": 1}
+    async with training(tmp_path, monkeypatch, batch=2, total=5, eta=2, checkpoint=saving) as one:
+        await one.send(make_slice(0), make_slice(1))
+        await one.report(StepDone)
+        first = await one.report(CheckpointReady)
+        assert kept(first.path) == set()
+        await one.send(make_slice(2))
+        await one.arrived(3)
+        one.rig.topic.publish("drain", b"interrupted")
+        await idle()
+        assert one.backend.log.count("save") == 1, "the controller still reads the first draft"
+        Path(first.path).rename(tmp_path / "committed")
+        second = await one.report(CheckpointReady)
+        assert (second.step, second.path) == (first.step, first.path)
+        assert kept(str(tmp_path / "committed")) == set()
+        assert kept(second.path) == {2}, "of the unfinished batch"
+        assert (await one.report(Settled)).group_id == 2, "after the checkpoint, so that a resume undoes it"
+        await one.end()
+
+
+async def test_a_drain_begins_no_further_batch_with_what_waits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with training(tmp_path, monkeypatch, batch=2, total=5, eta=9, hold=["may_step"]) as one:
+        await one.send(*(make_slice(group_id) for group_id in range(7)))
+        await one.arrived(7)
+        await until(lambda: "step" in one.backend.log)
+        one.rig.topic.publish("drain", b"interrupted")
+        await until(lambda: one.stage.groups.drained is not None)
+        one.backend.may_step.set()
+        assert (await one.report(StepDone)).groups == (0, 1), "it was being computed"
+        saved = await one.report(CheckpointReady)
+        assert (saved.step, kept(saved.path)) == (1, {2, 3, 4, 5, 6})
+        assert [(await one.report(Settled)).outcome for _ in range(5)] == ["surplus"] * 5
+        await one.end()
+
+
+async def test_a_drain_after_the_last_batch_saves_nothing_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with training(tmp_path, monkeypatch, batch=1, total=1, eta=2) as one:
+        await one.send(make_slice(0))
+        await one.report(StepDone)
+        await one.report(CheckpointReady)
+        await one.send(make_slice(1))
+        await one.report(Settled)
+        one.rig.topic.publish("drain", b"all rollout batches are trained")
+        await one.end()
+        assert one.backend.log.count("save") == 1
+
+
+def resumed(checkpoint: Path, *groups: RolloutSlice, step: int, restored: Sequence[int]) -> TrainOptions:
+    """Options of a train stage that goes on from a checkpoint with these groups."""
+    checkpoint.mkdir()
+    write_groups(checkpoint, groups)
+    return TrainOptions(step, 1, str(checkpoint), frozenset(restored))
+
+
+async def test_a_draft_that_a_killed_run_left_is_no_part_of_a_save(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    left = draft_path(tmp_path / "checkpoints", 1)
+    left.mkdir(parents=True)
+    (left / "shard").write_text("of other weights")
+    async with training(tmp_path, monkeypatch, batch=1, total=1) as one:
+        await one.send(make_slice(0))
+        await one.report(StepDone)
+        saved = Path((await one.report(CheckpointReady)).path)
+        assert saved == left
+        assert sorted(path.name for path in saved.iterdir()) == ["buffer.msgpack", "weights"]
+
+
+def aged(group_id: int, version: int) -> RolloutSlice:
+    return make_slice(group_id, *(make_sample(i, version=version, reward=float(i)) for i in range(2)))
+
+
+async def test_restored_groups_are_trained_without_being_delivered(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options = resumed(tmp_path / "old", aged(4, 3), aged(5, 2), aged(6, 3), step=3, restored=(4, 5))
+    async with training(tmp_path, monkeypatch, batch=2, total=4, eta=1, options=options) as one:
+        done = await one.report(StepDone)
+        assert (done.step, done.groups, done.staleness) == (4, (4, 5), {0: 8, 1: 8})
+        assert one.rig.hubs["train"].stats().settled == 0, "no message of a hub was needed"
+        assert kept((await one.report(CheckpointReady)).path) == set(), "group 6 was settled before the checkpoint"
+
+
+async def test_restored_groups_pass_the_gate_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    options = resumed(tmp_path / "old", aged(4, 1), aged(5, 2), step=3, restored=(4, 5))
+    async with training(tmp_path, monkeypatch, batch=2, total=4, eta=1, options=options) as one:
+        stale = await one.report(Settled)
+        assert (stale.group_id, stale.outcome) == (4, "stale")
+        await one.send(aged(7, 3))
+        assert (await one.report(StepDone)).groups == (5, 7)
+
+
+async def test_a_drained_restored_group_is_surplus_and_stays_in_its_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options = resumed(tmp_path / "old", aged(4, 3), step=3, restored=(4,))
+    async with training(tmp_path, monkeypatch, batch=2, total=9, eta=1, options=options) as one:
+        one.rig.topic.publish("drain", b"interrupted")
+        assert (await one.report(Settled)).group_id == 4
+        await one.end()
+        assert "save" not in one.backend.log, "the checkpoint that it came from holds all of this"
+        assert kept(str(tmp_path / "old")) == {4}
+
+
+async def test_a_group_that_is_promised_and_missing_ends_the_replica(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The prompt stage does not ask for it: without an error the run would wait for it for ever."""
+    options = resumed(tmp_path / "old", aged(4, 3), step=3, restored=(4, 5))
+
+    async def train() -> None:
+        async with training(tmp_path, monkeypatch, options=options):
+            pass
+
+    with pytest.raises(ExceptionGroup) as caught:
+        await train()
+    assert caught.group_contains(CheckpointError, match="holds 1 of the 2 groups that are to be restored")
+
+
+async def test_nothing_that_a_checkpoint_holds_complete_is_generated_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From the trainer's draft to the resumed prompt stage, which asks for exactly the rest."""
+    async with training(tmp_path, monkeypatch, batch=2, total=9, eta=2) as one:
+        await one.send(*(make_slice(group_id) for group_id in (0, 1, 3)))
+        await one.report(StepDone)
+        await one.arrived(3)
+        one.rig.topic.publish("drain", b"interrupted")
+        saved = await one.report(CheckpointReady)
+        await one.report(Settled)
+        await one.end()
+    ledger = LedgerSnapshot(6, 6, {"trained": 2}, tuple(OpenGroup(g, g) for g in (2, 3, 4, 5)))
+    restored = kept(saved.path) & {group.group_id for group in ledger.open}
+    assert restored == {3}
+    async with prompting(batch=2, eta=2, total=9, snapshot=ledger, restored=restored) as two:
+        await two.land(1)
+        assert await two.admitted() == [2, 4, 5, 6, 7], "requests for group 3: none"

@@ -143,7 +143,7 @@ async def test_a_group_whose_rewards_become_no_advantages_is_settled_as_failed(
         assert "one_number gave [1.0] for 2 rollouts" in failed.detail
         await one.send(make_slice(1, make_sample(0, reward=1.0)), make_slice(2, make_sample(0, reward=0.0)))
         assert (await one.report(StepDone)).groups == (1, 2)
-        assert [s.advantages.tolist() for s in one.backend.sequences] == [[1.0] * 4] * 2
+        assert [s.advantages.tolist() for s in one.backend.sequences] == [[0.0] * 3 + [1.0] * 4] * 2
 
 
 async def test_a_removed_sample_makes_its_group_no_older(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from models.weights.reader import verify
+from models.weights.shared_memory_reader import verify
 from stages.messages import CheckpointReady, RolloutSlice, Settled, StepDone
 from stages.options import TrainOptions
 from tests.stages.stage_rig import idle, make_sample, make_slice, take, until
@@ -298,15 +298,17 @@ async def test_sequences_carry_tokens_versions_and_group_relative_advantages(
     async with training(
         tmp_path, monkeypatch, batch=1, total=1, algorithm={"disable_grpo_std_normalization": True}
     ) as one:
-        good = make_sample(0, runs=[(0, 3), (1, 2)], mask=[1, 1, 0, 1, 1], reward=1.0, reward_parts={"form": 0.5})
-        await one.send(make_slice(4, good, make_sample(1, reward=0.0, status="truncated"), prompt=[8, 9]))
+        good = make_sample(
+            0, runs=[(0, 3), (1, 2)], prompt=[8, 9], mask=[1, 1, 0, 1, 1], reward=1.0, reward_parts={"form": 0.5}
+        )
+        await one.send(make_slice(4, good, make_sample(1, reward=0.0, status="truncated")))
         done = await one.report(StepDone)
         first, second = one.backend.sequences
         assert first.tokens.tolist() == [8, 9, 0, 1, 2, 3, 4]
         assert (first.response_length, first.rollout_id, second.rollout_id) == (5, 8, 9)
-        assert first.versions.tolist() == [0, 0, 0, 1, 1]
-        assert first.advantages.tolist() == [0.5, 0.5, 0.0, 0.5, 0.5]
-        assert second.advantages.tolist() == [-0.5] * 4
+        assert first.versions.tolist() == [-1, -1, 0, 0, 0, 1, 1]
+        assert first.advantages.tolist() == [0.0, 0.0, 0.5, 0.5, 0.0, 0.5, 0.5]
+        assert second.advantages.tolist() == [0.0] * 3 + [-0.5] * 4
         assert done.tokens == 8
         assert done.staleness == {0: 6, -1: 2}
         assert done.metrics["train/loss"] == 0.5
@@ -338,7 +340,7 @@ async def test_supervised_training_publishes_no_weights_and_knows_no_staleness(
         await one.send(make_slice(0, make_sample(0, version=0, reward=0.0)))
         done = await one.report(StepDone)
         assert done.groups == (0,)
-        assert one.backend.sequences[0].advantages.tolist() == [1.0] * 4
+        assert one.backend.sequences[0].advantages.tolist() == [0.0] * 3 + [1.0] * 4
         assert "export" not in one.backend.log
         assert one.rig.announced() is None
 

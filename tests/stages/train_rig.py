@@ -42,7 +42,7 @@ class Recorder:
         self.log.append("setup")
 
     def logprobs(self, sequences: Sequence[TrainSequence]) -> list[npt.NDArray[np.float32]]:
-        return [s.rollout_log_probs for s in sequences]
+        return [s.rollout_log_probs[s.prompt_length :] for s in sequences]
 
     def begin_batch(self, *, rollouts: int, steps: int, version: int = 0) -> None:
         assert self.begin.wait(30)

@@ -164,10 +164,11 @@ def test_the_messages_between_stages_travel() -> None:
         0,
         "completed",
         "r",
-        messages.wire([4, 5], messages.Int32Array),
-        messages.wire([1, 0], messages.UInt8Array),
-        messages.wire([-0.5, 0.0], messages.Float32Array),
-        (messages.VersionRun(3, 2),),
+        messages.wire([1, 4, 5], messages.Int32Array),
+        1,
+        messages.wire([0, 1, 0], messages.UInt8Array),
+        messages.wire([0.0, -0.5, 0.0], messages.Float32Array),
+        (messages.VersionRun(-1, 1), messages.VersionRun(3, 2)),
     )
     codec = Codec(messages.RolloutSlice)
     body = codec.encode(messages.RolloutSlice(group, (sample,)))

@@ -10,9 +10,9 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from difflib import get_close_matches
 from typing import Any, Final
 
+from configs.schema.did_you_mean import closest, nearest
 from models.engines.launch.environment import Installed, Option, Part
 from models.engines.launch.reserved import ROUTER_RESERVED, SERVER_RESERVED
 
@@ -105,9 +105,7 @@ def _unknown(name: str, prefix: str, program: str, installed: Installed, part: P
         cure = f"write {toml}.{positive.replace('-', '_')}=false" if option.kind == "switch" else "leave it out"
         return f"{prefix}{name} is the negative of an option, which is not passed on as a flag; {cure}"
     names = [known for option in installed.options(part) for known in option.names]
-    near = get_close_matches(name, names, n=1, cutoff=0.6)
-    longer = sorted((known for known in names if known.startswith(name)), key=len)
-    best = (near or longer or [""])[0]
+    best = closest(name, names)
     cure = f"did you mean {prefix}{best}?" if best else "see the help of that program"
     return f"{prefix}{name} is no option of {program}; {cure}"
 
@@ -127,8 +125,8 @@ def _value_fault(option: Option, value: Any) -> str | None:
         return f"is {_shown(value)}, but it takes one value, {_rule(option)}; give one"
     if _fits(option, value):
         return None
-    near = get_close_matches(str(value), option.choices, n=1, cutoff=0.6)
-    cure = f"did you mean {near[0]}?" if near else f"give for example {_example(option)}"
+    near = nearest(str(value), option.choices)
+    cure = f"did you mean {near}?" if near else f"give for example {_example(option)}"
     return f"is {_shown(value)}, but must be {_rule(option)}; {cure}"
 
 

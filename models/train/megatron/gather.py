@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from models.families.architecture import Architecture
-from models.families.rules import Weight
+from models.families.hugging_face_names import Weight
 from models.families.sharding import merge
 from models.train.errors import BackendMisuse
 from models.train.megatron.names import held_parameters

@@ -9,13 +9,13 @@ have goes to all of them; nothing is passed on that Megatron-core does not know.
 
 from __future__ import annotations
 
-import difflib
 import importlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final
 
 from configs.schema import Config
+from configs.schema.did_you_mean import nearest
 from models.train.errors import TrainConfigInvalid
 from models.train.megatron.option_fields import Field, Group, Kind, enum_members, fields_of, known_fields
 from models.train.megatron.set_by_sluice import SET_BY_SLUICE
@@ -90,8 +90,8 @@ def split_options(args: Mapping[str, Any]) -> MegatronOptions:
 def _fault(name: str, value: Any, known: Mapping[str, tuple[Group, ...]]) -> str | None:
     label = f"--megatron-{name.replace('_', '-')}"
     if name not in known:
-        near = difflib.get_close_matches(name, [one for one in known if one not in SET_BY_SLUICE], n=1, cutoff=0.6)
-        cure = f"did you mean --megatron-{near[0].replace('_', '-')}?" if near else "leave it out"
+        near = nearest(name, [one for one in known if one not in SET_BY_SLUICE])
+        cure = f"did you mean --megatron-{near.replace('_', '-')}?" if near else "leave it out"
         return (
             f"{label} is no field of the installed megatron-core's TransformerConfig, OptimizerConfig or "
             f"DistributedDataParallelConfig; {cure}"

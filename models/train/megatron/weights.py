@@ -23,8 +23,8 @@ import torch
 from torch import Tensor
 
 from models.families.architecture import Architecture
+from models.families.hugging_face_names import Weight
 from models.families.registry import architecture_of
-from models.families.rules import Weight
 from models.families.sharding import padded_vocab, part
 from models.families.source import CheckpointTensors
 from models.train.errors import CheckpointUnavailable

@@ -109,7 +109,7 @@ def rollouts_of(sequences: Sequence[TrainSequence], intake: Intake) -> list[Roll
 
 
 def _trainable(sequence: TrainSequence, newest_only: bool) -> npt.NDArray[np.int64]:
-    """Indices of the trainable response tokens; of those, the ones of the newest version if so asked for."""
+    """Indices of the trainable tokens; of those, the ones of the newest version if so asked for."""
     places: npt.NDArray[np.int64] = np.flatnonzero(sequence.loss_mask)
     if newest_only and places.size:
         versions = sequence.versions[places]
@@ -118,12 +118,11 @@ def _trainable(sequence: TrainSequence, newest_only: bool) -> npt.NDArray[np.int
 
 
 def _example(sequence: TrainSequence, trainable: npt.NDArray[np.int64], coefficient: float, version: int) -> Example:
-    prompt = len(sequence.tokens) - sequence.response_length
     teacher = sequence.teacher_log_probs
     return Example(
         tokens=sequence.tokens,
-        prompt=prompt,
-        chosen=trainable + prompt,
+        prompt=sequence.prompt_length,
+        chosen=trainable,
         rollout_log_probs=sequence.rollout_log_probs[trainable],
         advantages=sequence.advantages[trainable],
         coefficient=coefficient,
@@ -160,21 +159,26 @@ def partition(rollouts: Sequence[Rollout], parts: int, *, whole_groups: bool = F
 
 def check_sequence(sequence: TrainSequence, vocab_size: int) -> None:
     """Raise `InvalidSequence` naming the first contradiction in a sequence."""
-    name = _name(sequence)
-    response = sequence.response_length
+    name, length, prompt = _name(sequence), len(sequence.tokens), sequence.prompt_length
     for column in ("loss_mask", "rollout_log_probs", "advantages", "versions", "teacher_log_probs"):
         values = getattr(sequence, column)
-        if values is not None and len(values) != response:
+        if values is not None and len(values) != length:
             raise InvalidSequence(
-                f"{name}: {column} has {len(values)} entries for {response} response tokens; give exactly one for each"
+                f"{name}: {column} has {len(values)} entries for {length} tokens; give exactly one for each, 0 for "
+                "those of the prompt"
             )
-    prompt = len(sequence.tokens) - response
-    if prompt < 0 or (prompt == 0 and response > 0):
+    if not 0 <= prompt <= length:
+        raise InvalidSequence(f"{name}: {length} tokens with prompt_length {prompt}; a prompt is part of its sequence")
+    if prompt == 0 and length > 0:
         raise InvalidSequence(
-            f"{name}: {len(sequence.tokens)} tokens with response_length {response} leave no prompt token to predict "
-            "the first response token from; keep at least one prompt token (e.g. BOS)"
+            f"{name}: prompt_length 0 leaves no token to predict the first one from, which is never trained; "
+            "keep at least one prompt token (e.g. BOS)"
         )
-    if response and not 0 <= int(sequence.tokens.min()) <= int(sequence.tokens.max()) < vocab_size:
+    if sequence.loss_mask[:prompt].any():
+        raise InvalidSequence(
+            f"{name}: loss_mask is 1 within the first {prompt} tokens, which are its prompt; set it to 0 there"
+        )
+    if length > prompt and not 0 <= int(sequence.tokens.min()) <= int(sequence.tokens.max()) < vocab_size:
         raise InvalidSequence(
             f"{name}: token ids {int(sequence.tokens.min())} to {int(sequence.tokens.max())} do not fit the model's "
             f"vocabulary of {vocab_size}; engine and trainer must use the same checkpoint"

@@ -21,7 +21,7 @@ import logging
 import shutil
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Final
 
@@ -58,7 +58,7 @@ from models.train.trainer_group.errors import TrainerGroupClosed, TrainerGroupDi
 from models.train.trainer_group.faults import error_of
 from models.train.trainer_group.journal import CallJournal, Point, committed
 from models.train.trainer_group.link import Link, LinkLost
-from models.train.trainer_group.rank_spec import read_rendezvous
+from models.train.trainer_group.rank_spec import Rendezvous
 from models.train.trainer_group.stream import WeightStream
 
 log = logging.getLogger("sluice.train")
@@ -71,7 +71,8 @@ class TrainerGroupBackend:
     """`TrainBackend` on a trainer group.
 
     Args:
-        rendezvous: the file in which the trainer group says where it is met.
+        meeting: says where the newest incarnation of the trainer group is met, None before the first is up. Asked in
+            the thread of the caller.
         home: directory for the journal of calls; what lies there is removed.
         saves_in_background: whether `save` returns before all is on disk; `finish_save` waits for that.
         commit_wait_s: how long a restore waits for the newest save to be committed, before it takes the draft.
@@ -79,13 +80,13 @@ class TrainerGroupBackend:
 
     def __init__(
         self,
-        rendezvous: Path,
+        meeting: Callable[[], Rendezvous | None],
         home: Path,
         *,
         saves_in_background: bool = False,
         commit_wait_s: float = COMMIT_WAIT_S,
     ) -> None:
-        self._meeting, self._commit_wait_s = rendezvous, commit_wait_s
+        self._meeting, self._commit_wait_s = meeting, commit_wait_s
         self._saves_in_background = saves_in_background
         self._unfinished: Path | None = None  # a save that is being written, and that nobody can have committed
         self._journal = CallJournal(home)
@@ -252,7 +253,7 @@ class TrainerGroupBackend:
     def _join(self) -> Link:
         """Waits for an incarnation that was not met yet. Unblocked by it, or by `close`."""
         while True:
-            rendezvous = read_rendezvous(self._meeting)
+            rendezvous = self._meeting()
             if rendezvous is not None and rendezvous.incarnation > self._incarnation:
                 self._incarnation = rendezvous.incarnation
                 return Link.to(rendezvous.address)

@@ -27,7 +27,7 @@ class SequenceBytes(Struct, frozen=True, array_like=True):
     group_id: int
     rollout_id: int
     tokens: bytearray  # int32
-    response_length: int
+    prompt_length: int
     loss_mask: bytearray  # uint8
     rollout_log_probs: bytearray  # float32
     advantages: bytearray  # float32
@@ -171,7 +171,7 @@ def pack_sequences(sequences: Sequence[TrainSequence]) -> list[SequenceBytes]:
             s.group_id,
             s.rollout_id,
             _bytes(s.tokens, np.int32),
-            s.response_length,
+            s.prompt_length,
             _bytes(s.loss_mask, np.uint8),
             _bytes(s.rollout_log_probs, np.float32),
             _bytes(s.advantages, np.float32),
@@ -190,7 +190,7 @@ def unpack_sequences(packed: Sequence[SequenceBytes]) -> list[TrainSequence]:
             group_id=s.group_id,
             rollout_id=s.rollout_id,
             tokens=np.frombuffer(s.tokens, dtype=np.int32),
-            response_length=s.response_length,
+            prompt_length=s.prompt_length,
             loss_mask=np.frombuffer(s.loss_mask, dtype=np.uint8),
             rollout_log_probs=np.frombuffer(s.rollout_log_probs, dtype=np.float32),
             advantages=np.frombuffer(s.advantages, dtype=np.float32),

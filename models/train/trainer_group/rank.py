@@ -12,12 +12,11 @@ from __future__ import annotations
 
 import logging
 import socket
+from collections.abc import Callable
 from contextlib import ExitStack
 from datetime import timedelta
-from pathlib import Path
 from typing import Final
 
-import msgspec
 import torch
 from torch import distributed
 
@@ -30,7 +29,7 @@ from models.train.trainer_group.errors import GangDisagrees, StageGone
 from models.train.trainer_group.faults import DRAWN, raised
 from models.train.trainer_group.link import Link, LinkLost
 from models.train.trainer_group.member import Member, Tensors
-from models.train.trainer_group.rank_spec import RankSpec, Rendezvous, write_rendezvous
+from models.train.trainer_group.rank_spec import RankSpec, Rendezvous
 
 log = logging.getLogger("sluice.train")
 
@@ -38,9 +37,11 @@ SIGNS_PER_TIMEOUT: Final = 4
 LONGEST_SILENCE_S: Final = 30.0
 
 
-def run_rank(spec: RankSpec) -> None:
-    """Find the others, then serve the stage until it is done. An error that the stage cannot be told propagates."""
-    config = msgspec.json.decode(Path(spec.config).read_bytes(), type=Config)
+def run_rank(spec: RankSpec, config: Config, announce: Callable[[Rendezvous], None]) -> None:
+    """Find the others, then serve the stage until it is done. An error that the stage cannot be told propagates.
+
+    `announce`: called by rank 0 when the stage can be met.
+    """
     timeout_s = config.parallel.distributed_timeout_minutes * 60
     with ExitStack() as stack:
         control_group = _find_others(spec, config, timeout_s)
@@ -54,7 +55,7 @@ def run_rank(spec: RankSpec) -> None:
         server = stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
         server.bind(spec.address)
         server.listen(1)
-        write_rendezvous(Path(spec.rendezvous), Rendezvous(spec.incarnation, spec.address))
+        announce(Rendezvous(spec.incarnation, spec.address))
         Leader(
             control_group, config, server, dp_group, silence_s=min(LONGEST_SILENCE_S, timeout_s / SIGNS_PER_TIMEOUT)
         ).run()
@@ -67,7 +68,7 @@ def _find_others(spec: RankSpec, config: Config, timeout_s: float) -> ControlGro
         torch.cuda.set_device(spec.local_rank % torch.cuda.device_count())
     distributed.init_process_group(
         "cpu:gloo,cuda:nccl" if on_gpu else "gloo",
-        init_method=f"file://{spec.store}",
+        store=_store(spec, timeout_s),
         rank=spec.rank,
         world_size=spec.processes,
         timeout=timedelta(seconds=timeout_s),
@@ -76,6 +77,22 @@ def _find_others(spec: RankSpec, config: Config, timeout_s: float) -> ControlGro
     control_group = ControlGroup(gloo)
     control_group.endings(NOTHING_RAISED)  # all have come this far
     return control_group
+
+
+def _store(spec: RankSpec, timeout_s: float) -> distributed.TCPStore:
+    """Where the ranks tell each other their addresses. Rank 0 listens, at that host alone: a store left to itself
+    would listen to all networks."""
+    host, port = spec.store
+    listener = socket.create_server((host, port)).detach() if spec.rank == 0 else None  # the store owns it from now on
+    return distributed.TCPStore(
+        host,
+        port,
+        spec.processes,
+        is_master=spec.rank == 0,
+        timeout=timedelta(seconds=timeout_s),
+        wait_for_workers=False,
+        master_listen_fd=listener,
+    )
 
 
 def _make(control_group: ControlGroup, member: Member, call: Call) -> Reply:

@@ -22,6 +22,7 @@ from models.train.huggingface.models import TorchModels
 from models.train.interface import TrainSequence
 from models.train.spec import TrainSpec
 from models.train.trainer import Trainer
+from tests.models.train.sequences import behind, sequence
 
 VOCABULARY = 32
 Tensors = dict[str, torch.Tensor]
@@ -74,33 +75,10 @@ def with_rewards(sequences: list[TrainSequence], seed: int = 0) -> list[TrainSeq
             s,
             reward=reward[s.rollout_id],
             truncated=bool(s.rollout_id % 2),
-            teacher_log_probs=rng.normal(-3.0, 0.5, s.response_length).astype(np.float32),
+            teacher_log_probs=behind(s.prompt_length, rng.normal(-3.0, 0.5, s.response_length)),
         )
         for s in sequences
     ]
-
-
-def sequence(
-    *,
-    group: int = 0,
-    rollout: int = 0,
-    tokens: Any,
-    mask: Any,
-    rollout_log_probs: Any = None,
-    advantage: float = 1.0,
-    version: int = 0,
-) -> TrainSequence:
-    n = len(mask)
-    return TrainSequence(
-        group_id=group,
-        rollout_id=rollout,
-        tokens=np.asarray(tokens, dtype=np.int32),
-        response_length=n,
-        loss_mask=np.asarray(mask, dtype=np.uint8),
-        rollout_log_probs=np.asarray(np.zeros(n) if rollout_log_probs is None else rollout_log_probs, np.float32),
-        advantages=np.full(n, advantage, dtype=np.float32),
-        versions=np.full(n, version, dtype=np.int32),
-    )
 
 
 def make_backend(

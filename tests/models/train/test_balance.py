@@ -1,4 +1,4 @@
-"""Sequences assigned to shares: all of them once, equally much work, equally many micro-batches."""
+"""Sequences assigned to data-parallel ranks: all of them once, equally much work, equally many micro-batches."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ def test_shares_differ_by_no_more_than_the_costliest_sequence(sizes: list[int], 
 
 
 def test_one_long_sequence_weighs_as_much_as_many_short_ones() -> None:
-    """By number, the long one would get as many beside it as the other share has."""
-    sizes = [33] + [9] * 8
-    long, short = sorted(balance(ids_of(sizes), [1] * 9, APART, 2), key=lambda share: 0 not in share)
-    assert (long, len(short)) == ([0], 8)
+    """By number, the long one would get as many beside it as the other rank has; it is assigned first."""
+    sizes = [9] * 8 + [33]
+    long, short = sorted(balance(ids_of(sizes), [1] * 9, APART, 2), key=lambda items: 8 not in items)
+    assert (long, len(short)) == ([8], 8)
     by_number = balance(ids_of(sizes), [1] * 9, Packing(64, share_prompts=False, balance=False), 2)
     assert sorted(map(len, by_number)) == [4, 5]
 

@@ -18,6 +18,7 @@ import msgspec
 import numpy as np
 import pytest
 import torch
+from sequences import behind
 from small_trainer import make_sequences
 
 from configs.layers import build
@@ -175,7 +176,7 @@ def sampled(backend: Trainer) -> list[TrainSequence]:
     rng = np.random.default_rng(0)
     noisy = [values + rng.normal(0.0, 0.05, len(values)) for values in backend.logprobs(sequences)]
     SAMPLED[:] = [
-        dataclasses.replace(sequence, rollout_log_probs=np.where(sequence.loss_mask, values, 0.0).astype(np.float32))
+        dataclasses.replace(sequence, rollout_log_probs=behind(sequence.prompt_length, values) * sequence.loss_mask)
         for sequence, values in zip(sequences, noisy, strict=True)
     ]
     return SAMPLED

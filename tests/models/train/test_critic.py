@@ -18,14 +18,14 @@ PPO = {"advantage_estimator": "ppo", "critic_lr": 3e-3, "gamma": 0.9, "lambd": 0
 
 
 def values_of(backend, sequence, *, after: bool = False):  # type: ignore[no-untyped-def]
-    """Values before each response token (and behind the last one), one sequence at a time."""
+    """Values before each token, 0 before the first (and behind the last one), one sequence at a time."""
     critic = backend._models.critic
     ids = torch.from_numpy(sequence.tokens.astype(np.int64))[None]
     with torch.no_grad():
         hidden = critic.model.decoder(input_ids=ids, use_cache=False).last_hidden_state[0]
         values = critic.model(hidden)
-    first = len(sequence.tokens) - sequence.response_length - 1
-    return values[first:].numpy() if after else values[first:-1].numpy()
+    values = np.append(np.float32(0.0), values.numpy())
+    return values if after else values[:-1]
 
 
 def test_value_loss_golden() -> None:
@@ -170,14 +170,27 @@ def test_a_state_without_critic_is_refused(backend, sequences, weights, tmp_path
         made.load(tmp_path / "small")
 
 
-def test_a_discarded_batch_leaves_no_gradient_behind(backend, sequences) -> None:  # type: ignore[no-untyped-def]
-    made = backend(**PPO)
+def test_a_discarded_batch_leaves_no_gradient_behind(backend, sequences, monkeypatch) -> None:  # type: ignore[no-untyped-def]
+    """Its gradients are there when a step breaks off; the batch that comes next is as good as a first one."""
+    made, fresh, batch = backend(**PPO), backend(**PPO), with_rewards(sequences(1))
+    critic = made._models.critic
+
+    def breaks_off(batches):  # type: ignore[no-untyped-def]
+        type(critic).backward(critic, batches)
+        raise RuntimeError("out of memory")
+
     made.accumulate(with_rewards(sequences(0)))
-    made.flush()
+    monkeypatch.setattr(critic, "backward", breaks_off)
+    with pytest.raises(RuntimeError, match="out of memory"):
+        made.step()
+    monkeypatch.undo()
     made.discard()
-    assert all(parameter.grad is None for parameter in made._models.critic.model.parameters())
-    made.accumulate(with_rewards(sequences(1)))
-    assert made.step()["train/value_loss"] > 0
+    made.accumulate(batch)
+    fresh.accumulate(batch)
+    assert made.step() == fresh.step()
+    expected = fresh._models.critic.state_tensors()
+    for name, tensor in critic.state_tensors().items():
+        assert torch.equal(tensor, expected[name]), name
 
 
 def test_a_value_that_is_not_finite_reaches_neither_optimizer(backend, sequences, weights) -> None:  # type: ignore[no-untyped-def]

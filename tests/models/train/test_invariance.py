@@ -76,14 +76,13 @@ def test_whatever_comes_the_weights_stay_finite(tiny, seed: int, case: str, wild
     rng = np.random.default_rng(seed)
     sequences = []
     for one in make_sequences(seed % 50, groups=int(rng.integers(0, 4)), per_group=2, rewards=True):
-        keep = int(rng.integers(0, one.response_length + 1))
+        keep = one.prompt_length + int(rng.integers(0, one.response_length + 1))
         mask = (one.loss_mask[:keep] * (rng.random() < 0.8)).astype(np.uint8)
         sampler = one.rollout_log_probs[:keep] + (rng.choice([-1000.0, 0.0, 1000.0]) if wild else 0.0)
         sequences.append(
             dataclasses.replace(
                 one,
-                tokens=one.tokens[: len(one.tokens) - one.response_length + keep],
-                response_length=keep,
+                tokens=one.tokens[:keep],
                 loss_mask=mask,
                 rollout_log_probs=np.where(mask, sampler, np.nan).astype(np.float32),
                 advantages=np.where(mask, one.advantages[:keep], np.nan).astype(np.float32),

@@ -11,6 +11,7 @@ import torch
 
 from models.algorithms.modes import Correction
 from models.train.errors import BackendMisuse
+from tests.models.train.sequences import scored
 
 AGGREGATIONS = ["rollout_mean", "token_mean", "seq_mean", "constant"]
 
@@ -42,7 +43,7 @@ def reference_gradient(backend, sequences, aggregation, anchors=None):  # type: 
             ids = torch.from_numpy(m.tokens.astype(np.int64))
             logits = model(input_ids=ids[None], use_cache=False).logits[0].float() / temperature
             every = logits[:-1].log_softmax(-1).gather(-1, ids[1:, None])[:, 0]
-            theta = every[len(ids) - 1 - m.response_length :]
+            theta = torch.cat([torch.zeros(1), every])
             mask = torch.from_numpy(m.loss_mask.astype(np.float32))
             mu = torch.from_numpy(m.rollout_log_probs)
             old = theta.detach() if anchors is None else torch.from_numpy(anchors[id(m)])
@@ -123,7 +124,7 @@ def test_modes_give_the_same_gradient_without_staleness(backend, sequences, run_
         made = backend(correction=correction)
         batch = sequences()
         for item, log_probs in zip(batch, made.logprobs(batch), strict=True):
-            item.rollout_log_probs[:] = log_probs
+            item.rollout_log_probs[item.prompt_length :] = log_probs
         metrics, gradient, _ = run_step(made, [batch])
         assert metrics["train/train_rollout_logprob_abs_diff"] < 1e-5
         results.append(gradient)
@@ -148,7 +149,7 @@ def test_every_step_of_a_batch_is_anchored_on_its_first_weights(backend, sequenc
     """The gradient of each step is that of the definition, with anchors of the batch start and its own divisor."""
     batch = sequences(groups=4, per_group=4)
     made = backend(lr=3e-2, max_tokens_per_gpu=64)
-    anchors = dict(zip([id(s) for s in batch], made.logprobs(batch), strict=True))
+    anchors = dict(zip([id(s) for s in batch], scored(made, batch), strict=True))
     made.begin_batch(rollouts=16, steps=steps)
     for rollout in by_rollout(batch):
         made.accumulate(rollout)

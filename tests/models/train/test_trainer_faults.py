@@ -99,12 +99,13 @@ def test_a_batch_with_more_steps_than_rollouts(backend, one) -> None:  # type: i
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"loss_mask": np.ones(3, np.uint8)}, "loss_mask has 3 entries for 2 response tokens"),
+        ({"loss_mask": np.ones(3, np.uint8)}, "loss_mask has 3 entries for 4 tokens"),
         ({"rollout_log_probs": np.ones(1, np.float32)}, "rollout_log_probs has 1 entries"),
         ({"advantages": np.ones(0, np.float32)}, "advantages has 0 entries"),
         ({"versions": np.ones(5, np.int32)}, "versions has 5 entries"),
-        ({"tokens": np.array([3, 4], np.int32)}, "keep at least one prompt token"),
-        ({"tokens": np.array([3], np.int32)}, "leave no prompt token"),
+        ({"prompt_length": 0}, "keep at least one prompt token"),
+        ({"prompt_length": 5}, "4 tokens with prompt_length 5"),
+        ({"prompt_length": 3}, "loss_mask is 1 within the first 3 tokens, which are its prompt"),
         ({"tokens": np.array([1, 2, 3, 32], np.int32)}, "vocabulary of 32; engine and trainer"),
         ({"tokens": np.array([1, -1, 3, 4], np.int32)}, "token ids -1 to 4"),
     ],

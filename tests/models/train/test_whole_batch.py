@@ -17,6 +17,7 @@ from models.train.errors import InvalidSequence, TrainConfigInvalid, TrainStateU
 from models.train.step import batch_needs as needs_module
 from models.train.step import running_batch
 from models.train.step.batch_needs import BatchNeeds
+from tests.models.train.sequences import scored
 
 GROUPS_SEEN: list[list[tuple[int, int]]] = []
 
@@ -92,7 +93,7 @@ def test_later_steps_look_at_the_weights_of_their_own_start(
         facts = original(examples, *rest)
         for example in examples:
             sequence = by_ids[example.tokens.tobytes()]
-            (now,) = made.logprobs([sequence])
+            (now,) = scored(made, [sequence])
             np.testing.assert_allclose(example.current_log_probs, now[sequence.loss_mask > 0], atol=1e-5)
         seen.append(facts.m2po_bound)
         return facts
@@ -135,7 +136,7 @@ def test_advantages_of_tokens_reach_the_loss(
     distills = "opd_kl_coef" in fields or "use_opd" in fields
     algorithm = AlgorithmConfig(**{k: v for k, v in fields.items() if k in AlgorithmConfig.__struct_fields__})
     bypass = fields.get("use_rollout_logprobs", False)
-    students = [s.rollout_log_probs for s in batch] if bypass else made.logprobs(batch)
+    students = [s.rollout_log_probs for s in batch] if bypass else scored(made, batch)
     coefficient = fields.get("opd_kl_coef", 1.0) if distills else None
     episodes = [
         Episode(
@@ -146,7 +147,7 @@ def test_advantages_of_tokens_reach_the_loss(
             reference=ref.astype(float),
             teacher=None if s.teacher_log_probs is None else s.teacher_log_probs.astype(float),
         )
-        for s, student, ref in zip(batch, students, moved.logprobs(batch), strict=True)
+        for s, student, ref in zip(batch, students, scored(moved, batch), strict=True)
     ]
     found = batch_advantages(algorithm, episodes, opd_kl_coef=coefficient)
     handed = [
@@ -167,7 +168,7 @@ def test_advantages_of_tokens_reach_the_loss(
 def test_the_reverse_kl_is_logged_with_the_reducer_of_the_loss(backend) -> None:  # type: ignore[no-untyped-def]
     batch = make_sequences(5, rewards=True)
     made = backend(use_opd=True, loss_aggregation="token_mean")
-    students = made.logprobs(batch)
+    students = scored(made, batch)
     made.accumulate(batch)
     gaps = [(student - s.teacher_log_probs)[s.loss_mask > 0] for student, s in zip(students, batch, strict=True)]
     assert made.step()["train/opd_reverse_kl"] == pytest.approx(float(np.concatenate(gaps).mean()), abs=1e-5)
@@ -189,8 +190,8 @@ def test_distillation_names_the_sequence_that_has_no_teacher(backend) -> None:  
 def test_only_the_newest_version_is_trained(backend, one, run_step) -> None:  # type: ignore[no-untyped-def]
     tokens = [3, 4, 5, 6, 7, 8]
     mixed = one(tokens=tokens, mask=[1, 1, 0, 1, 1], rollout_log_probs=[-3.0] * 5)
-    mixed = dataclasses.replace(mixed, versions=np.array([1, 1, 9, 2, 2], dtype=np.int32))
-    dark = dataclasses.replace(mixed, loss_mask=np.array([0, 0, 0, 1, 1], dtype=np.uint8))
+    mixed = dataclasses.replace(mixed, versions=np.array([-1, 1, 1, 9, 2, 2], dtype=np.int32))
+    dark = dataclasses.replace(mixed, loss_mask=np.array([0, 0, 0, 0, 1, 1], dtype=np.uint8))
     metrics, gradient, _ = run_step(backend(mask_offpolicy_in_partial_rollout=True), [[mixed]])
     expected = run_step(backend(), [[dark]])
     assert metrics["train/trained_tokens"] == 2
@@ -219,7 +220,7 @@ def test_renormalised_steps_divide_by_what_is_left(backend, sequences, run_step,
     batch = sequences(6, dark=False)
     probe = backend()
     alive = []
-    for sequence, now in zip(batch, probe.logprobs(batch), strict=True):
+    for sequence, now in zip(batch, scored(probe, batch), strict=True):
         gap = now - sequence.rollout_log_probs
         alive.append(
             dataclasses.replace(sequence, loss_mask=(sequence.loss_mask * (gap**2 / 2 <= 0.05)).astype(np.uint8))

@@ -7,8 +7,8 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 
-from models.weights.reader import SlotManifest
-from models.weights.writer import SlotWriter
+from models.weights.shared_memory_reader import SlotManifest
+from models.weights.shared_memory_writer import SlotWriter
 
 ROOT = Path(__file__).parents[3]
 SHAPES = {"a.weight": (8, 16), "b.bias": (5,), "c.scale": (), "d.weight": (3, 7)}

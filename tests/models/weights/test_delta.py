@@ -19,8 +19,8 @@ from models.weights.delta_mirror import DeltaMirror, way_to
 from models.weights.delta_store import DeltaStore, differences, full_versions
 from models.weights.errors import DeltaError, DigestMismatch
 from models.weights.layout import TensorSpec
-from models.weights.reader import SlotManifest, SlotReader
-from models.weights.writer import SlotWriter
+from models.weights.shared_memory_reader import SlotManifest, SlotReader
+from models.weights.shared_memory_writer import SlotWriter
 from tests.models.weights.made_up import checkpoint
 
 N = 40_000

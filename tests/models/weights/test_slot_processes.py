@@ -15,20 +15,20 @@ import pytest
 import torch
 from made_up import ROOT, checkpoint, publish
 
-from models.weights import directory as slot_directory
-from models.weights.directory import DirectoryLease, choose_directory, remove_if_stale, remove_stale
+from models.weights import slots_directory as slot_directory
 from models.weights.errors import (
     SlotDirectoryError,
     SlotSpaceError,
     TornWeights,
 )
-from models.weights.reader import SlotManifest, SlotReader, verify
-from models.weights.writer import SlotWriter
+from models.weights.shared_memory_reader import SlotManifest, SlotReader, verify
+from models.weights.shared_memory_writer import SlotWriter
+from models.weights.slots_directory import DirectoryLease, choose_directory, remove_if_stale, remove_stale
 
 WRITER_PROGRAM = """
 import sys, torch, msgspec
 from pathlib import Path
-from models.weights.writer import SlotWriter
+from models.weights.shared_memory_writer import SlotWriter
 writer = SlotWriter(Path(sys.argv[1]), Path(sys.argv[2]))
 specs = [item.spec for item in writer.layout.tensors]
 for version in range(1, int(sys.argv[3]) + 1):
@@ -164,5 +164,6 @@ def test_no_room_is_an_error_before_the_first_write(tmp_path: Path, monkeypatch)
 
 
 def test_the_reader_needs_no_torch() -> None:
-    program = "import sys, models.weights.reader, models.weights.directory; sys.exit('torch' in sys.modules)"
+    modules = "models.weights.shared_memory_reader, models.weights.slots_directory"
+    program = f"import sys, {modules}; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", program], cwd=ROOT, check=False).returncode == 0

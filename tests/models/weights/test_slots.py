@@ -19,8 +19,8 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from models.tiny import make_tiny_checkpoint
-from models.weights import reader as slot_reader
-from models.weights import writer as slot_writer
+from models.weights import shared_memory_reader as slot_reader
+from models.weights import shared_memory_writer as slot_writer
 from models.weights.errors import (
     DigestMismatch,
     LayoutMismatch,
@@ -28,8 +28,8 @@ from models.weights.errors import (
     TornWeights,
 )
 from models.weights.layout import TensorSpec, checkpoint_specs, lay_out, read_layout
-from models.weights.reader import SlotManifest, SlotReader, verify
-from models.weights.writer import SlotWriter
+from models.weights.shared_memory_reader import SlotManifest, SlotReader, verify
+from models.weights.shared_memory_writer import SlotWriter
 
 
 @pytest.fixture

@@ -26,6 +26,7 @@ from models.train.huggingface.hf_files import read_hf
 from models.train.interface import TrainSequence
 from models.train.spec import TrainSpec
 from models.train.trainer import Trainer
+from tests.models.train.sequences import sequence
 
 VOCABULARY = 33  # odd: padded where it is split, and not elsewhere
 AFTER = range(2, 5)  # batches behind the save
@@ -169,15 +170,13 @@ def make_sequences(seed: int) -> list[TrainSequence]:
     for number in range(8):
         prompt, response = int(rng.integers(2, 9)), int(rng.integers(1, 14))
         out.append(
-            TrainSequence(
-                group_id=seed * 100 + number // 2,
-                rollout_id=seed * 100 + number,
-                tokens=rng.integers(1, VOCABULARY, prompt + response).astype(np.int32),
-                response_length=response,
-                loss_mask=np.ones(response, dtype=np.uint8),
-                rollout_log_probs=rng.normal(-3.4, 0.4, response).astype(np.float32),
-                advantages=np.full(response, rng.normal(), dtype=np.float32),
-                versions=np.zeros(response, dtype=np.int32),
+            sequence(
+                group=seed * 100 + number // 2,
+                rollout=seed * 100 + number,
+                tokens=rng.integers(1, VOCABULARY, prompt + response),
+                mask=np.ones(response),
+                rollout_log_probs=rng.normal(-3.4, 0.4, response),
+                advantage=rng.normal(),
                 reward=float(rng.integers(0, 4)),
             )
         )

@@ -14,8 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
+from models.families.hugging_face_names import Gated, QueryGroups
 from models.families.registry import architecture_of, read_hf_config
-from models.families.rules import Gated, QueryGroups
 from models.families.sharding import merge, padded_vocab, part
 from models.families.source import CheckpointTensors
 from models.train.errors import CheckpointUnavailable

@@ -28,6 +28,7 @@ from models.train.interface import TrainSequence
 from models.train.model_set import ModelSet
 from models.train.spec import TrainSpec
 from models.train.trainer import Trainer
+from tests.models.train.sequences import sequence
 
 VOCABULARY = 32
 STEPS = 5
@@ -128,15 +129,14 @@ def make_sequences(seed: int, count: int | None = None) -> list[TrainSequence]:
             mask = (rng.random(response) > 0.25).astype(np.uint8)
             mask[-1] = 1
             out.append(
-                TrainSequence(
-                    group_id=group,
-                    rollout_id=group * 10 + index,
-                    tokens=np.concatenate([prompt, rng.integers(1, VOCABULARY, response)]).astype(np.int32),
-                    response_length=response,
-                    loss_mask=mask,
-                    rollout_log_probs=np.where(mask, rng.normal(-3.4, 0.4, response), 0.0).astype(np.float32),
-                    advantages=np.full(response, rng.normal(), dtype=np.float32),
-                    versions=np.full(response, index % 2, dtype=np.int32),
+                sequence(
+                    group=group,
+                    rollout=group * 10 + index,
+                    tokens=np.concatenate([prompt, rng.integers(1, VOCABULARY, response)]),
+                    mask=mask,
+                    rollout_log_probs=np.where(mask, rng.normal(-3.4, 0.4, response), 0.0),
+                    advantage=rng.normal(),
+                    version=index % 2,
                     reward=float(rng.integers(0, 4)),
                     truncated=bool(index % 2),
                 )

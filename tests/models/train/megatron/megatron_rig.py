@@ -25,6 +25,7 @@ from models.algorithms.modes import resolve_correction
 from models.train.interface import TrainSequence
 from models.train.spec import TrainSpec
 from models.train.trainer import Trainer
+from tests.models.train.sequences import sequence
 
 VOCABULARY = 33  # odd: matrices are padded wherever they are split
 
@@ -143,15 +144,13 @@ def make_sequences(seed: int, *, broken: bool = False) -> list[TrainSequence]:
             response = int(rng.integers(1, 14))
             mask = (rng.random(response) > 0.25).astype(np.uint8)
             out.append(
-                TrainSequence(
-                    group_id=seed * 100 + group,
-                    rollout_id=seed * 1000 + group * 10 + index,
-                    tokens=np.concatenate([prompt, rng.integers(1, VOCABULARY, response)]).astype(np.int32),
-                    response_length=response,
-                    loss_mask=mask,
-                    rollout_log_probs=np.where(mask, rng.normal(-3.4, 0.4, response), 0.0).astype(np.float32),
-                    advantages=np.full(response, np.inf if broken else rng.normal(), dtype=np.float32),
-                    versions=np.zeros(response, dtype=np.int32),
+                sequence(
+                    group=seed * 100 + group,
+                    rollout=seed * 1000 + group * 10 + index,
+                    tokens=np.concatenate([prompt, rng.integers(1, VOCABULARY, response)]),
+                    mask=mask,
+                    rollout_log_probs=np.where(mask, rng.normal(-3.4, 0.4, response), 0.0),
+                    advantage=np.inf if broken else rng.normal(),
                     reward=float(rng.integers(0, 4)),
                     truncated=bool(index % 2),
                 )

@@ -29,14 +29,14 @@ from models.train.trainer_group.calls import (
 )
 from models.train.trainer_group.errors import TrainerGroupClosed, TrainerGroupDiverged
 from models.train.trainer_group.link import Link, LinkLost
-from models.train.trainer_group.rank_spec import Rendezvous, write_rendezvous
+from models.train.trainer_group.rank_spec import Rendezvous
 
 
 class ToldGang:
     """Replies to all calls. `die_at`: the call by whose name it dies, as often as it is named; then the next is up."""
 
     def __init__(self, home: Path) -> None:
-        self.home, self.rendezvous, self.incarnation = home, home / "trainer-group.json", -1
+        self.home, self.met, self.incarnation = home, list[Rendezvous](), -1
         self.lives: list[list[str]] = []  # the calls of each incarnation
         self.die_at: list[str] = []
         self.refuse: dict[str, Raised] = {}  # by the call as it is written down
@@ -46,6 +46,9 @@ class ToldGang:
         self.up()
         self._thread.start()
 
+    def meeting(self) -> Rendezvous | None:
+        return self.met[-1] if self.met else None
+
     def up(self) -> None:
         self.incarnation += 1
         address = str(self.home / f"s{self.incarnation}")
@@ -53,7 +56,7 @@ class ToldGang:
         self._listening.bind(address)
         self._listening.listen(1)
         self._listening.settimeout(0.05)
-        write_rendezvous(self.rendezvous, Rendezvous(self.incarnation, address))
+        self.met.append(Rendezvous(self.incarnation, address))
 
     def _live(self) -> None:
         while not self.stopped:
@@ -113,7 +116,7 @@ def commit(root: Path, step: int) -> Path:
 
 
 def made(trainer_group: ToldGang, **options: float) -> TrainerGroupBackend:
-    backend = TrainerGroupBackend(trainer_group.rendezvous, trainer_group.home / "journal", **options)  # type: ignore[arg-type]
+    backend = TrainerGroupBackend(trainer_group.meeting, trainer_group.home / "journal", **options)  # type: ignore[arg-type]
     backend.setup()
     return backend
 
@@ -229,7 +232,7 @@ def test_a_repeated_call_that_now_raises_is_not_passed_over(trainer_group: ToldG
 
 
 def test_closing_wakes_who_waits_for_a_trainer_group(tmp_path: Path) -> None:
-    backend, raised = TrainerGroupBackend(tmp_path / "trainer-group.json", tmp_path / "journal"), list[BaseException]()
+    backend, raised = TrainerGroupBackend(lambda: None, tmp_path / "journal"), list[BaseException]()
 
     def wait() -> None:
         try:
@@ -250,8 +253,7 @@ def test_closing_breaks_off_a_call_that_lasts(tmp_path: Path) -> None:
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as silent:
         silent.bind(address)
         silent.listen(1)
-        write_rendezvous(tmp_path / "trainer-group.json", Rendezvous(0, address))
-        backend = TrainerGroupBackend(tmp_path / "trainer-group.json", tmp_path / "journal")
+        backend = TrainerGroupBackend(lambda: Rendezvous(0, address), tmp_path / "journal")
 
         def wait() -> None:
             try:

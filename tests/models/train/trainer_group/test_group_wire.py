@@ -38,7 +38,7 @@ def test_every_field_of_a_sequence_arrives() -> None:
         sent[1],
         reward=2.5,
         truncated=True,
-        teacher_log_probs=rng.normal(size=sent[1].response_length).astype(np.float32),
+        teacher_log_probs=rng.normal(size=len(sent[1].tokens)).astype(np.float32),
     )
     call = decode_message(encode(Accumulate(pack_sequences(sent))))
     assert isinstance(call, Accumulate)

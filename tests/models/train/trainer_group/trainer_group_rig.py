@@ -7,6 +7,7 @@ import logging
 import multiprocessing
 import os
 import signal
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -22,7 +23,8 @@ import torch
 from configs.schema import Config
 from models.train.interface import TrainBackend, TrainSequence
 from models.train.trainer_group.backend import TrainerGroupBackend
-from models.train.trainer_group.rank_spec import RankSpec
+from models.train.trainer_group.rank_spec import RankSpec, Rendezvous
+from tests.models.train.sequences import sequence
 
 RANKS = 2
 Tensors = dict[str, torch.Tensor]
@@ -51,15 +53,14 @@ def small_sequences(seed: int, *, groups: int = 3, per_group: int = 3, vocabular
             response = int(rng.integers(2, 14))
             mask = (rng.random(response) > 0.2).astype(np.uint8)
             out.append(
-                TrainSequence(
-                    group_id=seed * 100 + group,
-                    rollout_id=(seed * 100 + group) * 10 + member,
-                    tokens=np.concatenate([prompt, rng.integers(1, vocabulary, response)]).astype(np.int32),
-                    response_length=response,
-                    loss_mask=mask,
-                    rollout_log_probs=np.where(mask, rng.normal(-3.4, 0.4, response), 0.0).astype(np.float32),
-                    advantages=np.full(response, rng.normal(), dtype=np.float32),
-                    versions=np.full(response, max(seed - 1, 0), dtype=np.int32),
+                sequence(
+                    group=seed * 100 + group,
+                    rollout=(seed * 100 + group) * 10 + member,
+                    tokens=np.concatenate([prompt, rng.integers(1, vocabulary, response)]),
+                    mask=mask,
+                    rollout_log_probs=np.where(mask, rng.normal(-3.4, 0.4, response), 0.0),
+                    advantage=rng.normal(),
+                    version=max(seed - 1, 0),
                 )
             )
     return out
@@ -82,7 +83,27 @@ def weights_of(backend: TrainBackend) -> Tensors:
     return {name: tensor.clone() for name, tensor in backend.export_weights()}
 
 
-def rank_main(path: str) -> None:
+class Meeting:
+    """Where ranks say that they are up: what the topic is to a run."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __call__(self) -> Rendezvous | None:
+        return msgspec.json.decode(self.path.read_bytes(), type=Rendezvous) if self.path.exists() else None
+
+    def announce(self, rendezvous: Rendezvous) -> None:
+        draft = self.path.with_suffix(".draft")
+        draft.write_bytes(msgspec.json.encode(rendezvous))
+        draft.replace(self.path)
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return int(server.getsockname()[1])
+
+
+def rank_main(home: str, path: str) -> None:
     """Entry point of a rank's process."""
     from models.train.trainer_group.rank import run_rank
 
@@ -92,16 +113,17 @@ def rank_main(path: str) -> None:
         os.dup2(log.fileno(), 1)
         os.dup2(log.fileno(), 2)
     logging.basicConfig(level=logging.INFO, force=True)
-    run_rank(msgspec.json.decode(Path(path).read_bytes(), type=RankSpec))
+    config = msgspec.json.decode(Path(home, "config.json").read_bytes(), type=Config)
+    spec = msgspec.json.decode(Path(path).read_bytes(), type=RankSpec)
+    run_rank(spec, config, Meeting(Path(home, "met.json")).announce)
 
 
 class Ranks:
     """Keeps a trainer group: when one rank ends, all do, and the next incarnation starts. A context manager."""
 
     def __init__(self, home: Path, config: Config) -> None:
-        self.home, self.rendezvous, self.incarnation = home, home / "trainer-group.json", -1
-        self._config = home / "config.json"
-        self._config.write_bytes(msgspec.json.encode(config))
+        self.home, self.meeting, self.incarnation = home, Meeting(home / "met.json"), -1
+        (home / "config.json").write_bytes(msgspec.json.encode(config))
         self._context = multiprocessing.get_context("forkserver")  # imports once
         self._context.set_forkserver_preload(
             ["models.train.trainer_group.rank", "transformers.models.qwen3.modeling_qwen3"]
@@ -122,7 +144,8 @@ class Ranks:
     def _keep(self) -> None:
         while not self._stopped.is_set():
             self.incarnation += 1
-            self.processes = [self._start(rank) for rank in range(RANKS)]
+            port = free_port()
+            self.processes = [self._start(rank, port) for rank in range(RANKS)]
             while not self._stopped.is_set() and not wait([one.sentinel for one in self.processes], 0.05):
                 pass
             for one in self.processes:
@@ -133,25 +156,23 @@ class Ranks:
     def _ended_well(self) -> bool:
         return all(one.exitcode in (None, 0) for one in self.processes) and not self._stopped.is_set()
 
-    def _start(self, rank: int) -> BaseProcess:
+    def _start(self, rank: int, port: int) -> BaseProcess:
         spec = RankSpec(
-            config=str(self._config),
             rank=rank,
             processes=RANKS,
             local_rank=rank,
             incarnation=self.incarnation,
-            store=str(self.home / f"store-{self.incarnation}"),
+            store=("127.0.0.1", port),
             address=str(self.home / f"socket-{self.incarnation}"),
-            rendezvous=str(self.rendezvous),
         )
         path = self.home / f"rank-{self.incarnation}-{rank}.json"
         path.write_bytes(msgspec.json.encode(spec))
-        process = self._context.Process(target=rank_main, args=(str(path),))
+        process = self._context.Process(target=rank_main, args=(str(self.home), str(path)))
         process.start()
         return process
 
     def backend(self, name: str = "journal", **options: Any) -> TrainerGroupBackend:
-        return TrainerGroupBackend(self.rendezvous, self.home / name, **options)
+        return TrainerGroupBackend(self.meeting, self.home / name, **options)
 
     def signal(self, rank: int, number: int) -> None:
         pid = self.processes[rank].pid

@@ -26,10 +26,10 @@ import numpy as np
 import torch
 from msgspec import Struct
 
-from models.weights.directory import DirectoryLease
 from models.weights.errors import LayoutMismatch, SlotSpaceError, SourceError
 from models.weights.layout import WEIGHTS_FILE, Layout, TensorRange, TensorSpec, checkpoint_specs, lay_out
-from models.weights.reader import STATE_FILE, STATE_WORDS, SlotManifest, digest_of
+from models.weights.shared_memory_reader import STATE_FILE, STATE_WORDS, SlotManifest, digest_of
+from models.weights.slots_directory import DirectoryLease
 
 SLOTS: Final = 2
 _TORCH_DTYPES: Final = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}

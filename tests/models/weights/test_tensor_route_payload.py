@@ -13,7 +13,7 @@ import torch.multiprocessing
 
 from models.weights.buckets import plan_buckets
 from models.weights.layout import TensorSpec, lay_out
-from models.weights.shared_tensors import SharedBuffer
+from models.weights.tensor_route_payload import SharedBuffer
 
 # A receiver that knows nothing of this project. It may unpickle: what it is given was written by this very test.
 RECEIVER = """

@@ -13,9 +13,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from models.weights.broadcast_group import WeightGroup, address_towards
 from models.weights.errors import GroupError
-from models.weights.group import WeightGroup, address_towards
-from models.weights.shared_tensors import SharedBuffer
+from models.weights.tensor_route_payload import SharedBuffer
 
 SPAWN = multiprocessing.get_context("spawn")
 LIMIT_S = 60.0

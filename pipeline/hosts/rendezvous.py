@@ -1,0 +1,78 @@
+"""How a started process finds its work: it is given the run, the address of the topic and its own name, no more.
+
+On the topic: `config` (the resolved configuration), `spec/<name>` (what this process is to be), and, while a replica is
+to end before its streams do, `retire/<name>`.
+
+Invariant: a specification is on the topic before its process starts, and until it has ended for good.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Final, Protocol, TypeVar
+
+import msgspec
+from msgspec import Struct
+
+from configs.schema import Config
+from transport import Node
+from transport.links.security import load_security
+
+T = TypeVar("T")
+CONFIG: Final = "config"
+WORKER_KEY: Final = "worker"  # name of the key that all started processes share
+GIVE_UP_S: Final = 30.0  # a topic or hub that is silent for so long is gone, and its run with it
+
+
+class Readable(Protocol):
+    """The reading half of a topic."""
+
+    def get(self, key: str) -> bytes | None: ...
+
+    async def wait(self, revision: int, *prefixes: str) -> int: ...
+
+
+class Entry(Struct, frozen=True):
+    """The way into a run. `keys`: directory of the keys of its addresses; none where all of them are local."""
+
+    run_id: str
+    topic: str
+    keys: str = ""
+
+    def command(self, module: str, name: str) -> tuple[str, ...]:
+        """How a process of that name is started."""
+        return (sys.executable, "-m", module, self.run_id, self.topic, name, *filter(None, [self.keys]))
+
+    def node(self, name: str) -> Node:
+        security = load_security(Path(self.keys), WORKER_KEY) if self.keys else None
+        return Node(self.run_id, name, security, give_up_s=GIVE_UP_S)
+
+
+def from_command(arguments: Sequence[str]) -> tuple[Entry, str]:
+    """The entry and the name in the arguments of a started process."""
+    run_id, topic, name, *keys = arguments
+    return Entry(run_id, topic, *keys), name
+
+
+def spec_key(name: str) -> str:
+    return f"spec/{name}"
+
+
+def retire_key(name: str) -> str:
+    return f"retire/{name}"
+
+
+async def awaited(topic: Readable, key: str) -> bytes:
+    """The value of a key. Waits until it has one."""
+    revision = 0
+    while (value := topic.get(key)) is None:
+        revision = await topic.wait(revision, key)
+    return value
+
+
+async def read(topic: Readable, name: str, kind: type[T]) -> tuple[T, Config]:
+    """What a process of that name is to be, and the configuration."""
+    spec = msgspec.msgpack.decode(await awaited(topic, spec_key(name)), type=kind)
+    return spec, msgspec.msgpack.decode(await awaited(topic, CONFIG), type=Config)

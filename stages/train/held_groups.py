@@ -1,0 +1,138 @@
+"""Complete groups in the trainer's care: from their arrival, or their return from a checkpoint, to their reported end.
+
+Invariants:
+- I2: nothing leaves for batch t that the gate does not let in (`refused`); it is settled as stale, or as surplus where
+  it is what over-sampling left of a synchronous batch.
+- A group id is held once, however often it is delivered.
+- A group is held until the message that settles it (its own, or the report of its step) is in the ledger's stream. So
+  `groups` is what a checkpoint must keep: complete, and open in the ledger that is committed with it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+
+from configs.schema import Config
+from stages.base import Activity
+from stages.messages import Outcome, RolloutSlice
+from stages.ports import Lease, Ports, Topic
+from stages.prompts.staleness_gate import StalenessGate
+from stages.rollouts import oldest_version, settlement
+from stages.train.buffer import GroupBuffer
+
+
+class HeldGroups:
+    """What arrived, what waits, and how it ends if it is not trained."""
+
+    def __init__(self, config: Config, ports: Ports, activity: Activity) -> None:
+        self.gate = StalenessGate.of(config)
+        self.drained: str | None = None  # why the run drains, if it does
+        self._ports, self._activity = ports, activity
+        self._buffer = GroupBuffer(config)
+        self._held: dict[int, Lease[RolloutSlice]] = {}
+        self._seen: set[int] = set()
+        self._arrived = asyncio.Event()
+        self._ended = False
+
+    @property
+    def groups(self) -> tuple[RolloutSlice, ...]:
+        """All that are held, those of the batch that is being collected or trained included."""
+        return tuple(lease.message for lease in self._held.values())
+
+    def ready(self, missing: int) -> bool:
+        """Whether a batch that lacks so many groups can take one now."""
+        return self._buffer.ready(missing)
+
+    def add(self, lease: Lease[RolloutSlice]) -> None:
+        """Take a group into care; one that was here before is released at once."""
+        group_id = lease.message.group.group_id
+        if group_id in self._seen:
+            lease.done()
+            return
+        self._seen.add(group_id)
+        self._held[group_id] = lease
+        self._buffer.push(lease)
+        self._arrived.set()
+
+    def put_back(self, leases: Sequence[Lease[RolloutSlice]]) -> None:
+        """Return the groups of a batch that was not trained."""
+        for lease in leases:
+            self._buffer.push(lease)
+
+    async def read(self) -> None:
+        """Waits for groups; ends with the inlet."""
+        inlet = self._ports.inlets["in"]
+        while (lease := await inlet.receive()) is not None:
+            self._activity.items_in += 1
+            self.add(lease)
+        self._ended = True
+        self._arrived.set()
+
+    async def watch_drain(self, topic: Topic) -> None:
+        """Waits for the topic `drain`; wakes whoever waits for a group. Ends then."""
+        revision = 0
+        while self.drained is None:
+            revision = await topic.wait(revision, "drain")
+            reason = topic.get("drain")
+            self.drained = None if reason is None else reason.decode()
+        self._arrived.set()
+
+    async def next(self, step: int, missing: int) -> Lease[RolloutSlice] | None:
+        """The next group for batch `step`, which lacks so many. It may be too old: ask `refused`.
+
+        Waits for an arrival. None once the inlet has ended and nothing is ready, or the run drains: what waits is kept
+        in the checkpoint then, and who stops a run need not wait until all of it is trained.
+        """
+        while self.drained is None:
+            lease = self._buffer.pop(step, missing)
+            if lease is not None or self._ended:
+                return lease
+            await self._arrival()
+        return None
+
+    async def refused(self, lease: Lease[RolloutSlice], step: int) -> bool:
+        """Whether batch `step` may not train the group; it is settled then."""
+        oldest = oldest_version(lease.message.samples)
+        if self.gate.fresh(step=step, oldest_version=oldest):
+            return False
+        detail = f"oldest token is of version {oldest}, batch {step}, bound {self.gate.max_staleness}"
+        if self.gate.max_staleness == 0 and self.gate.extra > 0:
+            await self.settle(lease, "surplus", f"over-sampled: {detail}")
+        else:
+            await self.settle(lease, "stale", detail)
+        return True
+
+    async def clear(self, step: int) -> None:
+        """Before batch `step`: what it could not take ends now, so that new prompts take its place."""
+        for lease, reason in self._buffer.take_spares():
+            await self.settle(lease, "filtered", reason)
+        for lease in self._buffer.take_old(step):
+            await self.refused(lease, step)
+
+    async def settle(self, lease: Lease[RolloutSlice], outcome: Outcome, detail: str) -> None:
+        """End a group that is not trained."""
+        slice_ = lease.message
+        await self._ports.outlets["settle"].send(settlement(slice_, outcome, detail), str(slice_.group.group_id))
+        self.release([lease])
+
+    def release(self, leases: Sequence[Lease[RolloutSlice]]) -> None:
+        """Let go of groups whose end is in the ledger's stream."""
+        for lease in leases:
+            lease.done()
+            del self._held[lease.message.group.group_id]
+
+    async def settle_rest(self) -> None:
+        """After the last batch: everything that is here or still comes is surplus. Ends with the inlet."""
+        while True:
+            rest = self._buffer.take_all()
+            for lease in rest:
+                await self.settle(lease, "surplus", self.drained or "all rollout batches are trained")
+            if not rest and self._ended:
+                return
+            if not rest:
+                await self._arrival()
+
+    async def _arrival(self) -> None:
+        self._arrived.clear()
+        await self._arrived.wait()

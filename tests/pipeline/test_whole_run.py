@@ -1,0 +1,33 @@
+"""One whole run of seconds in this process, so that the fast tests notice when a run trains nothing.
+
+Every part is the production one, apart from engine and trainer in the first: those take time instead of computing.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from launching import SIMULATED, SMALL, made_model, succeed_here
+from safetensors.torch import load_file
+
+GROUPS = 4 * 4  # --num-rollout x --rollout-batch-size
+
+
+def test_simulated_engine_and_trainer(tmp_path: Path) -> None:
+    done = succeed_here(tmp_path / "run", *SMALL, *made_model(), *SIMULATED)
+    assert done.summary["groups"]["trained"] == done.audit.outcomes["trained"] == GROUPS
+
+
+def test_embedded_engine_and_torch(tmp_path: Path) -> None:
+    """What is left behind is a model that moved, by gradients of what the engine generated with moving weights."""
+    done = succeed_here(
+        tmp_path / "run", *SMALL, *made_model(), "--save-interval", "4", "--lr", "1e-2", "--max-staleness", "1"
+    )
+    assert done.summary["groups"]["trained"] == done.audit.outcomes["trained"] == GROUPS
+    assert done.summary["weight_versions"]["last"] > 0
+    before = load_file(Path(made_model()[1]) / "model.safetensors")
+    [after] = (tmp_path / "run" / "checkpoints").glob("*/hf/model.safetensors")
+    moved = load_file(after)
+    assert before.keys() == moved.keys()
+    assert any(not torch.equal(before[name], moved[name].to(before[name].dtype)) for name in before)
