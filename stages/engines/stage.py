@@ -20,8 +20,8 @@ import contextlib
 import uuid
 from typing import Final
 
-from configs.graph import resolved_router
 from models.engines.errors import EngineError
+from models.engines.launch.routing import router_kind
 from models.weights.delta_mirror import DeltaMirror
 from stages.base import Stage, StageContext
 from stages.engine_entries import ADDRESS, addresses
@@ -43,7 +43,7 @@ class EnginesStage(Stage):
         run = uuid.uuid5(uuid.NAMESPACE_URL, str(context.run_dir.resolve())).hex[:12]
         self._mirror = DeltaMirror(f"mirror-{run}-{context.replica}", context.run_dir)
         self.watch = LoadWatch(self.config, self.engines, self.activity)
-        self.router = RouterWorkers(self.activity) if resolved_router(self.config) != "none" else None
+        self.router = RouterWorkers(self.activity) if router_kind(self.config) != "none" else None
 
     async def close(self) -> None:
         self._mirror.close()

@@ -398,7 +398,7 @@ async def test_a_rollout_that_the_turn_cuts_goes_on_from_its_tokens(tmp_path: Pa
         turn = await trainer(world.rig)
         await turn.release()
         await world.ready()
-        world.stage.dispatcher.wait_s = 0.05
+        world.stage.sampler.routes.wait_s = 0.05
         await world.ask(make_group(0, 1))
         server = world.engines[0]
         await freeze(server, 5)

@@ -9,7 +9,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from models.weights.reader import SlotReader
+from models.weights.shared_memory_reader import SlotReader
 
 from models.engines.client import EngineClient, WeightsUpdated
 from models.engines.errors import EngineRefused

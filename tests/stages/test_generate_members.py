@@ -131,7 +131,7 @@ async def test_a_member_that_an_update_aborts_goes_on_while_others_have_left(
     assert len(log) == 1 + slow
     assert [sample.index for sample in samples] == list(range(6))
     assert sorted(sample.resumed for sample in samples) == [0] * (6 - slow) + [1] * slow
-    assert {run.version for s in samples if not s.resumed for run in s.version_runs} == {0}
+    assert {version for s in samples if not s.resumed for version in s.model_versions} == {0}
 
 
 # The sampler by itself
