@@ -23,8 +23,8 @@ import msgspec
 
 from models.engines.client import EngineClient
 from models.engines.limits import RequestLimits
-from stages.engine_entries import POLICY, entries
-from stages.engines.colocation import trainers_turn
+from stages.engine_entries import ADDRESS, DIRECTORY, POLICY, entries
+from stages.engines.colocation import KEY, trainers_turn
 from stages.messages import EngineEntry, RouterAddress, RouterState
 from stages.ports import Topic
 from stages.sampling.slots import Slots
@@ -159,7 +159,7 @@ class EngineDirectory:
         """Waits for the topic; runs until cancelled."""
         revision = 0
         while True:
-            revision = await topic.wait(revision)
+            revision = await topic.wait(revision, ADDRESS, DIRECTORY, KEY, ROUTER, "drain", "scale/")
             await self._update(topic)
             self.notify()
 
