@@ -9,11 +9,11 @@ from typing import Any
 
 import msgspec
 import pytest
-from models.weights.shared_memory_reader import SlotReader
 
 from models.engines.client import EngineClient, WeightsUpdated
 from models.engines.errors import EngineRefused
 from models.engines.protocol import Load
+from models.weights.shared_memory_reader import SlotReader
 from stages.base import Activity
 from stages.engine_entries import carrying
 from stages.engines.load_watch import LoadWatch
