@@ -7,8 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-__all__ = ["ConfigError"]
-
 
 class ConfigError(Exception):
     """The configuration cannot be used. `faults`: one sentence each, in the order found, without repetition."""

@@ -11,22 +11,6 @@ from typing import Final, Literal
 
 from configs.schema import Config, StageConfig
 
-__all__ = [
-    "BUILT_IN",
-    "FOLLOWED",
-    "SINGLE",
-    "chain",
-    "engine_count",
-    "evaluates",
-    "frozen_engines",
-    "is_address",
-    "loops",
-    "path",
-    "replicas",
-    "resolved_router",
-    "stage_names",
-]
-
 BUILT_IN: Final = (
     "prompts",
     "generate",

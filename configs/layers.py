@@ -17,8 +17,6 @@ from configs.errors import ConfigError
 from configs.schema import Config, StageConfig
 from configs.schema.did_you_mean import closest
 
-__all__ = ["Layer", "Loaded", "Origin", "StageEdit", "build", "given_by_difference", "merge", "refusal", "value_at"]
-
 Origin = Literal["command line", "recipe", "preset"]
 
 _GATE = ("asynchrony.async_buffer_size", "asynchrony.update_weights_interval", "asynchrony.max_staleness")

@@ -22,21 +22,6 @@ from configs.presets import chosen_preset, fitted, preset_path
 from configs.schema import Config
 from configs.schema.did_you_mean import closest
 
-__all__ = [
-    "CONFIG_FILE",
-    "RECIPES",
-    "config_hash",
-    "dump_json",
-    "dump_toml",
-    "load",
-    "load_arguments",
-    "read_json",
-    "read_preset",
-    "read_recipe",
-    "recipe_names",
-    "recipe_path",
-]
-
 RECIPES: Final = Path(__file__).resolve().parent / "recipes"
 CONFIG_FILE: Final = "config.toml"  # in a run directory: the resolved configuration, read again by --resume
 _NOT_HASHED: Final = ("run.run_dir", "run.resume", "run.deadline_s", "run.drain_s", "run.max_restarts")
@@ -175,14 +160,6 @@ def _outside_hash(key: str) -> bool:
 
 def _plain(config: Config, key: str) -> Any:
     return msgspec.to_builtins(value_at(config, key))
-
-
-def dump_json(config: Config) -> bytes:
-    return msgspec.json.encode(config)
-
-
-def read_json(text: bytes) -> Config:
-    return msgspec.json.decode(text, type=Config)
 
 
 def dump_toml(config: Config) -> str:

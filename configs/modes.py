@@ -14,8 +14,6 @@ from msgspec import Struct
 from configs.layers import value_at
 from configs.schema import Config
 
-__all__ = ["PRESETS", "Preset", "preset_values"]
-
 
 class Preset(Struct, frozen=True):
     """`fixed`: values under dotted keys that the mode means; something else written beside it is a contradiction."""

@@ -18,8 +18,6 @@ from configs.errors import ConfigError
 from configs.layers import Layer
 from configs.schema.did_you_mean import closest
 
-__all__ = ["MODELS", "chosen_preset", "fitted", "preset_names", "preset_path"]
-
 MODELS: Final = Path(__file__).resolve().parent / "models"
 
 # Section -> the key that says whether it is used, and the values with which it is.

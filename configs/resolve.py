@@ -24,8 +24,6 @@ from configs.schema import Config
 from configs.schema.algorithm import LOSS_OF_ESTIMATOR, SAMPLER_LOSSES, WHITENED
 from configs.sources import BUILT_IN_LABEL, parse_source
 
-__all__ = ["Batch", "batch_arithmetic", "derive", "num_rollout_for", "resolve"]
-
 
 class Batch(Struct, frozen=True):
     """The four numbers of a rollout batch."""

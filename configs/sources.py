@@ -18,19 +18,6 @@ from msgspec import Struct
 from configs.schema import Config
 from configs.schema.did_you_mean import closest
 
-__all__ = [
-    "BUILT_IN_DATA",
-    "BUILT_IN_LABEL",
-    "BUILT_IN_MODELS",
-    "DataSource",
-    "checkpoint_fault",
-    "import_path_fault",
-    "known_model",
-    "model_config",
-    "parse_source",
-    "source_fault",
-]
-
 BUILT_IN_DATA: Final = (
     "arithmetic",
     "arithmetic-tools",

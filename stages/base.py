@@ -24,7 +24,7 @@ from typing import Any, ClassVar, Protocol, TypeVar
 import msgspec
 
 from configs.schema import Config
-from stages.messages import RolloutSlice
+from stages.messages import RolloutSlice, without_tokens
 from stages.options import GenerateOptions, StageOptions, TrainOptions
 from stages.ports import Inlet, Outlet, Ports
 
@@ -163,6 +163,19 @@ def failed(slice_: RolloutSlice, reason: str) -> RolloutSlice:
     return msgspec.structs.replace(slice_, samples=samples)
 
 
+async def send_slice(outlet: Outlet[RolloutSlice], slice_: RolloutSlice) -> None:
+    """Hand a slice over; one that is larger than the stream takes goes on without its tokens, its samples failed.
+
+    Without this the replica would end on the error, and the same message would end the next one that it is given to.
+    """
+    try:
+        await outlet.send(slice_, slice_.key)
+    except ValueError as error:
+        log.warning("group %d: its samples fail, for %s", slice_.group.group_id, error)
+        rest = tuple(without_tokens(sample) for sample in failed(slice_, str(error)).samples)
+        await outlet.send(msgspec.structs.replace(slice_, samples=rest), slice_.key)
+
+
 class MapStage(Stage):
     """One message in, one message out (or None: nothing), `concurrency` of them at a time.
 
@@ -196,7 +209,7 @@ class MapStage(Stage):
                         result = failed(message, f"{name}: {type(error).__name__}: {error}")
                 if result is not None:
                     with self.activity.sending():
-                        await outlet.send(result, result.key)
+                        await send_slice(outlet, result)
                     self.activity.items_out += 1
                 lease.done()
 

@@ -183,6 +183,26 @@ class Sample(Struct, frozen=True, array_like=True):
         return None
 
 
+def without_tokens(sample: Sample) -> Sample:
+    """The sample with nothing in it but what became of it: for one that failed and is too large to travel."""
+    return Sample(
+        index=sample.index,
+        status=sample.status,
+        response="",
+        token_ids=NO_IDS,
+        prompt_length=0,
+        loss_mask=wire([], UInt8Array),
+        log_probs=NO_FLOATS,
+        version_runs=(),
+        turns=sample.turns,
+        error=sample.error,
+        generate_s=sample.generate_s,
+        sequence=sample.sequence,
+        sequences=sample.sequences,
+        policy=sample.policy,
+    )
+
+
 class RolloutSlice(Struct, frozen=True, array_like=True):
     """Some or all rollouts of one group, on their way from generation to training."""
 

@@ -53,7 +53,8 @@ class Outlet(Protocol[T_contra]):
     async def send(self, message: T_contra, key: str) -> None:
         """Hand a message over.
 
-        Waits for credit and for the hub's acceptance; `key` names it for duplicate detection.
+        Waits for credit and for the hub's acceptance; `key` names it for duplicate detection. Raises ValueError, with
+        nothing sent, for a message that is larger than the stream takes.
         """
 
 

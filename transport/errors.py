@@ -50,8 +50,8 @@ class MessageError(TransportError):
     """A message that cannot be sent."""
 
 
-class MessageTooLarge(MessageError):
-    """The encoded body exceeds the stream's max_message_bytes."""
+class MessageTooLarge(MessageError, ValueError):
+    """The encoded body exceeds the stream's max_message_bytes. A ValueError too, as `stages.ports.Outlet` promises."""
 
 
 class MessageInvalid(MessageError):

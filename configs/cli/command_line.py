@@ -22,8 +22,6 @@ from configs.errors import ConfigError
 from configs.layers import Layer, StageEdit, refusal
 from configs.schema import StageConfig
 
-__all__ = ["RESERVED", "Arguments", "parse"]
-
 # Flags of the command itself; the schema may not use these names.
 RESERVED: Final = {
     "config": "recipe: a TOML file, or the name of one of the built-in recipes",

@@ -18,8 +18,6 @@ from msgspec import Meta, Struct
 from configs.schema import Config, StageConfig
 from configs.schema.did_you_mean import closest
 
-__all__ = ["SECTIONS", "Flag", "RefusedValue", "flags", "flags_by_key", "suggestion"]
-
 Kind = Literal["bool", "scalar", "list", "map", "json", "tables"]
 
 SECTIONS: Final[Mapping[str, str]] = {

@@ -18,8 +18,6 @@ from configs.cli.flags import SECTIONS, Flag, flags, show
 from configs.load import recipe_names
 from configs.presets import preset_names
 
-__all__ = ["PAGE", "render_help", "render_page", "render_tables"]
-
 PAGE: Final = Path(__file__).resolve().parent.parent.parent / "docs" / "configuration.md"
 BEGIN: Final = "<!-- begin of the generated tables: python -m configs.cli.help -->"
 END: Final = "<!-- end of the generated tables -->"

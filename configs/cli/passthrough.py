@@ -15,8 +15,6 @@ from typing import Any, Final
 
 from configs.schema.did_you_mean import nearest
 
-__all__ = ["ALIASES", "option_of", "option_value"]
-
 # Fields of Megatron-core's dataclasses whose flag in Megatron-LM has no prefix; here they are passed on.
 _MEGATRON_OPTIONS: Final = (
     "attention-backend",

@@ -13,8 +13,6 @@ from typing import Any, Final, Literal
 
 from msgspec import Struct
 
-__all__ = ["FAMILIES", "Architecture", "Latent", "Matrix", "Split", "architecture", "matrices", "vectors"]
-
 FAMILIES: Final = ("qwen2", "qwen3", "qwen3_moe", "llama", "glm4", "glm4_moe", "deepseek_v3", "kimi_k2")
 _LATENT: Final = ("deepseek_v3", "kimi_k2")
 _SHARED: Final = ("glm4_moe", *_LATENT)  # experts beside which a shared one always runs

@@ -27,8 +27,6 @@ from configs.plan.parallel_layout import Layout, layout_of, stage_layers
 from configs.plan.parameters import Share, adapter_parameters, layer_share, total_parameters
 from configs.schema import Config
 
-__all__ = ["GPU_BYTES", "RUNTIME_BYTES", "TrainerMemory", "layer_activations", "trainer_memory"]
-
 GPU_BYTES: Final = 80 * 10**9
 RUNTIME_BYTES: Final = 4 * 2**30
 

@@ -6,8 +6,6 @@ from configs.plan.memory import GPU_BYTES, RUNTIME_BYTES, TrainerMemory
 from configs.plan.parallel_layout import Layout
 from configs.plan.run_estimate import PEAK_FLOPS, UTILISATION, EngineMemory, RunEstimate
 
-__all__ = ["model_lines", "size_text"]
-
 
 def model_lines(found: RunEstimate, layout: Layout, backend: str) -> list[str]:
     """The last part of the plan; sizes are estimates."""

@@ -19,8 +19,6 @@ from configs.presets import preset_names
 from configs.resolve import resolve
 from configs.schema import Config
 
-__all__ = ["PAGE", "preset_config", "render_page", "render_tables"]
-
 PAGE: Final = Path(__file__).resolve().parent.parent.parent / "docs" / "models.md"
 BEGIN: Final = "<!-- begin of the generated tables: python -m configs.plan.model_table -->"
 END: Final = "<!-- end of the generated tables -->"

@@ -16,8 +16,6 @@ from msgspec import Struct
 
 from configs.schema import Config
 
-__all__ = ["Layout", "layout_of", "own_stages", "stage_layers", "trainer_processes"]
-
 # Options of Megatron-core that divide layers by rules of their own.
 _OWN_STAGES: Final = (
     "account_for_embedding_in_pipeline_split",

@@ -16,17 +16,6 @@ from msgspec import Struct
 
 from configs.plan.architecture import Architecture, architecture, matrices, vectors
 
-__all__ = [
-    "Share",
-    "active_parameters",
-    "adapter_parameters",
-    "forward_flops",
-    "layer_share",
-    "parameters",
-    "router_biases",
-    "total_parameters",
-]
-
 
 class Share(Struct, frozen=True):
     """Parameters by how they are divided: over tensor parallel processes, over experts' processes, not at all."""

@@ -27,8 +27,6 @@ from configs.resolve import Batch
 from configs.schema import Config
 from configs.sources import known_model, model_config
 
-__all__ = ["Edge", "Plan", "StagePlan", "make_plan", "render", "staleness_line"]
-
 
 class StagePlan(Struct, frozen=True):
     """`where`: what a replica is."""

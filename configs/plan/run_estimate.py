@@ -17,8 +17,6 @@ from configs.plan.memory import GPU_BYTES, TrainerMemory, trainer_memory
 from configs.plan.parameters import active_parameters, forward_flops, total_parameters
 from configs.schema import Config
 
-__all__ = ["PEAK_FLOPS", "UTILISATION", "EngineMemory", "RunEstimate", "Work", "estimate_run"]
-
 PEAK_FLOPS: Final = 989e12  # per second, H100 SXM, dense bfloat16 (its data sheet)
 UTILISATION: Final = 0.4  # share of it that is assumed, not measured
 STATIC_FRACTION: Final = 0.88  # of a GPU that SGLang takes for weights and KV cache, if nothing else is asked

@@ -18,19 +18,6 @@ from msgspec import Struct
 from configs.graph import replicas
 from configs.schema import Config, SimulatedEngineConfig
 
-__all__ = [
-    "Staleness",
-    "StepTime",
-    "capped_lognormal_mean",
-    "efficiency",
-    "mean_staleness",
-    "predicted_staleness",
-    "simulated_generation_s",
-    "simulated_training_s",
-    "staleness_line",
-    "step_bound_s",
-]
-
 
 class Staleness(Struct, frozen=True):
     """In weights versions. The mean lies near `mean_low` if generation is the slower side, near `mean_high` if

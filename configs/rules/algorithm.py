@@ -13,8 +13,6 @@ from configs.schema import AlgorithmConfig, Config, CriticConfig
 from configs.schema.algorithm import ESTIMATORS, GROUP_RELATIVE, KL_IN_REWARD, POLICY_LOSSES
 from configs.schema.did_you_mean import closest
 
-__all__ = ["estimator_faults", "kl_faults", "loss_faults", "name_faults", "unread_faults", "warnings"]
-
 IMPORT_PATH: Final = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
 CLIPPED_LOSSES: Final = frozenset(("ppo", "gspo", "cispo"))  # read eps_clip
 

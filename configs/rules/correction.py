@@ -9,8 +9,6 @@ from typing import Final
 from configs.schema import Config, CorrectionConfig
 from configs.schema.algorithm import SAMPLER_LOSSES
 
-__all__ = ["correction_faults", "rejection_faults", "sampling_faults", "warnings", "weight_faults"]
-
 RULE: Final = re.compile(r"(token|seq_sum|seq_mean|seq_max)_(k1|k2|k3)")
 LOGLINEAR_LOSSES: Final = frozenset(("ppo", "cispo", "kimi"))  # read the anchor token by token
 OPSM_LOSSES: Final = frozenset(("ppo", "gspo", "cispo", "kimi"))

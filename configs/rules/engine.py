@@ -15,8 +15,6 @@ from urllib.parse import urlsplit
 from configs.graph import engine_count, resolved_router
 from configs.schema import Config
 
-__all__ = ["deadline_faults", "fleet_faults", "router_faults", "update_faults", "warnings"]
-
 _ADDRESS: Final = re.compile(r"https?://[^\s/:@]+:\d{1,5}/?|https?://\[[0-9a-fA-F:]+\]:\d{1,5}/?")
 _LOOPBACK: Final = ("localhost", "127.0.0.1", "::1")
 _OWN_ROUTES: Final = ("disk", "delta")  # of the engines that are not SGLang

@@ -9,8 +9,6 @@ from pathlib import Path
 from configs.schema import Config
 from configs.sources import checkpoint_fault, import_path_fault, model_config, parse_source, source_fault
 
-__all__ = ["checkpoint_faults", "data_faults", "import_path_faults"]
-
 _NEED_LABEL = ("exact", "gsm8k", "gsm8k_flex", "contains", "boxed")
 
 

@@ -10,8 +10,6 @@ from configs.graph import BUILT_IN, FOLLOWED, SINGLE, chain, engine_count, is_ad
 from configs.schema import Config, StageConfig
 from configs.schema.did_you_mean import closest
 
-__all__ = ["device_faults", "scale_faults", "stage_faults", "tool_faults", "warnings"]
-
 _NAME = re.compile(r"[a-z][a-z0-9_-]*", re.ASCII)
 _DEVICE = re.compile(r"auto|cpu|cuda(:\d+)?", re.ASCII)
 

@@ -10,8 +10,6 @@ from configs.plan.architecture import FAMILIES, architecture
 from configs.schema import Config
 from configs.sources import BUILT_IN_MODELS, model_config
 
-__all__ = ["preset_faults", "warnings"]
-
 # Not part of what a model is made of: a checkpoint may have been extended to longer texts.
 _FREE: Final = ("max_position_embeddings",)
 # Other names of a key, by family or in general, as transformers writes it again.

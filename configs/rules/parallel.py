@@ -9,8 +9,6 @@ from configs.plan.parallel_layout import layout_of, own_stages, stage_layers
 from configs.schema import Config
 from configs.sources import known_model
 
-__all__ = ["expert_faults", "layout_faults", "model_faults", "pipeline_faults", "recompute_faults", "warnings"]
-
 _WORLD = "--actor-num-nodes x --actor-num-gpus-per-node"
 
 

@@ -11,8 +11,6 @@ from configs.rules.algorithm import IMPORT_PATH
 from configs.schema import Config
 from configs.schema.did_you_mean import closest
 
-__all__ = ["BUFFER_ORDERS", "data_order_faults", "engine_faults", "filter_faults", "frozen_names", "reward_faults"]
-
 BUFFER_ORDERS: Final = ("oldest_first", "ready_first", "priority")
 _NAME: Final = re.compile(r"[A-Za-z][\w-]*", re.ASCII)
 _URL: Final = re.compile(r"https?://[^\s/]+(/\S*)?")

@@ -8,8 +8,6 @@ from pathlib import Path
 from configs.load import CONFIG_FILE
 from configs.schema import Config
 
-__all__ = ["length_faults", "resume_faults", "staleness_faults", "warnings"]
-
 
 def length_faults(config: Config) -> Iterator[str]:
     rollout = config.rollout

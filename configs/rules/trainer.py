@@ -10,8 +10,6 @@ from configs.cli.flags import Flag, flags
 from configs.layers import value_at
 from configs.schema import Config
 
-__all__ = ["checkpoint_faults", "lora_faults", "micro_batch_faults", "section_faults", "warnings"]
-
 _OWNERS: Final = {"fsdp": "fsdp", "megatron": "megatron"}  # section -> the backend that reads it
 _PLACE: Final = re.compile(r"\{[^{}]*\}")
 

@@ -16,8 +16,6 @@ from configs.resolve import derive
 from configs.rules import algorithm, correction, engine, files, layout, model, parallel, reward, schedule, trainer
 from configs.schema import Config
 
-__all__ = ["Findings", "checked", "findings", "validate"]
-
 Check = Callable[[Config], Iterator[str]]
 
 _FAULTS: Final[tuple[Check, ...]] = (

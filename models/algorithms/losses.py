@@ -19,13 +19,11 @@ from torch import Tensor
 from configs.schema.algorithm import AlgorithmConfig
 from models.algorithms.clipping import clipped_surrogate
 from models.algorithms.gradient_losses import cispo, kimi
-from models.algorithms.policy_loss import PolicyLoss, PolicyLossFunction, clip_bounds
+from models.algorithms.policy_loss import PolicyLoss, PolicyLossFunction
 from models.algorithms.sampler_losses import aipo, dppo, m2po, topr, topr_sequence
 from models.algorithms.select import pick
 from models.algorithms.sequence_losses import gspo
 from models.algorithms.tokens import PolicyTokens, bounded_exp, log_ratio, masked
-
-__all__ = ["POLICY_LOSSES", "PolicyLoss", "PolicyLossFunction", "clip_bounds", "policy_loss_of", "ppo_clip", "sft"]
 
 
 def ppo_clip(tokens: PolicyTokens, config: AlgorithmConfig) -> PolicyLoss:

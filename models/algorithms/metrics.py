@@ -16,8 +16,6 @@ from torch import Tensor
 
 from models.algorithms.token_metrics import STALENESS_BUCKETS, STALENESS_SUMS, TokenMetrics
 
-__all__ = ["EFFECTIVE_SIZES", "LOSS_TERMS", "MetricTotals", "TokenMetrics", "effective_size"]
-
 LOSS_TERMS: Final = frozenset({"train/loss", "train/pg_loss", "train/kl_loss", "train/entropy_loss"})
 EFFECTIVE_SIZES: Final = ("ess", "ess_truncated", "ess_theta", "ess_sequence")
 

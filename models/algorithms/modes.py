@@ -74,11 +74,6 @@ class Correction:
         """Whether the mismatch with the sampler is logged of theta: where old log-probs are not the trainer's own."""
         return self.against_current or self.loglinear
 
-    @property
-    def is_off_policy_safe(self) -> bool:
-        """Whether something is done about tokens of older weights."""
-        return self.use_tis or self.mode == "bypass" or self.rejects
-
 
 def resolve_correction(config: CorrectionConfig, *, max_staleness: int, policy_loss: str = "ppo") -> Correction:
     """Fill in `policy_mode = auto` and `use_tis = None`, for a bound of `max_staleness` updates.

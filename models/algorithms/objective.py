@@ -22,9 +22,10 @@ from configs.schema.algorithm import AlgorithmConfig
 from models.algorithms.correction import ImportanceWeights, importance_weights, log_weight_of, mismatch_of
 from models.algorithms.errors import MissingColumn
 from models.algorithms.kl import kl_to_reference, sampling_ratio
-from models.algorithms.losses import PolicyLossFunction, sft
+from models.algorithms.losses import sft
 from models.algorithms.modes import Correction
 from models.algorithms.opsm import drifted_negatives
+from models.algorithms.policy_loss import PolicyLossFunction
 from models.algorithms.prox import with_old_log_probs
 from models.algorithms.rejection import rejection_of
 from models.algorithms.token_metrics import (

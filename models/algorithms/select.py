@@ -40,14 +40,6 @@ def pick(kind: str, name: str, table: Mapping[str, F]) -> F:
     return cast(F, _load(kind, name, module_name, kind))
 
 
-def provides(kind: str, name: str) -> bool:
-    """Whether the file `models/algorithms/<name>.py` exists and defines a function of this kind."""
-    module_name = f"{PACKAGE}.{name}"
-    if not name.isidentifier() or importlib.util.find_spec(module_name) is None:
-        return False
-    return callable(getattr(importlib.import_module(module_name), kind, None))
-
-
 def _load(kind: str, name: str, module_name: str, attribute: str) -> Callable[..., object]:
     try:
         module = importlib.import_module(module_name)

@@ -11,7 +11,7 @@ then, in this order: the distillation term -opd_kl_coef (log student - log teach
 Invariants:
 - no torch here, fp64 throughout, arguments are never changed;
 - masked tokens are transparent: neither gamma nor lambda is applied to them, and their advantage is exactly 0;
-- the terminal reward stands at the last trainable token, not at the last position;
+- the terminal reward stands at the last trainable token, not at the last position; a turn's at its own last one;
 - kl_t is the plain log-ratio to the reference (k1): as a reward, its expected gradient is that of the divergence, which
   the other estimators' is not;
 - whitening sees all trainable tokens of the batch, in two passes; over several processes through `Sum`.
@@ -44,7 +44,8 @@ class Episode:
 
     mask: Mask  # [T], True = trainable
     advantages: FloatArray  # [T] from the estimator of the group
-    reward: float = 0.0
+    reward: float = 0.0  # at the end
+    turn_rewards: FloatArray | None = None  # [T] at the tokens that they are for
     student: FloatArray | None = None  # [T] log-probs of the policy at the batch's start (or of the sampler)
     reference: FloatArray | None = None  # [T] log-probs
     teacher: FloatArray | None = None  # [T] log-probs
@@ -63,15 +64,23 @@ class TokenAdvantages:
 
 
 def batch_advantages(
-    config: AlgorithmConfig, episodes: Sequence[Episode], *, opd_kl_coef: float | None = None, total: Sum | None = None
+    config: AlgorithmConfig,
+    episodes: Sequence[Episode],
+    found: Sequence[TokenAdvantages] | None = None,
+    *,
+    opd_kl_coef: float | None = None,
+    total: Sum | None = None,
 ) -> list[TokenAdvantages]:
-    """Advantages of all sequences of a rollout batch.
+    """Advantages of all sequences of a rollout batch, in which each token stands in one episode only.
 
-    `opd_kl_coef`: weight of the distillation term, None = off. `total`: sums over the processes that share the batch,
-    default: there is one. With `config.normalize_advantages` unset, nothing is whitened. Raises `AlgorithmError` if a
-    sequence lacks log-probs or values that the estimator needs.
+    `found`: what the estimator says of each, where that is no matter of the episode alone. `opd_kl_coef`: weight of the
+    distillation term, None = off. `total`: sums over the processes that share the batch, default: there is one. With
+    `config.normalize_advantages` unset, nothing is whitened. Raises `AlgorithmError` if a sequence lacks log-probs or
+    values that the estimator needs.
     """
-    found = [_distilled(_estimated(config, episode), episode, opd_kl_coef) for episode in episodes]
+    if found is None:
+        found = [estimated(config, episode) for episode in episodes]
+    found = [_distilled(one, episode, opd_kl_coef) for one, episode in zip(found, episodes, strict=True)]
     if not config.normalize_advantages:
         return found
     white = whiten([one.advantages for one in found], [episode.mask for episode in episodes], total)
@@ -81,8 +90,8 @@ def batch_advantages(
     ]
 
 
-def _estimated(config: AlgorithmConfig, episode: Episode) -> TokenAdvantages:
-    """By the estimator alone, before distillation and whitening."""
+def estimated(config: AlgorithmConfig, episode: Episode) -> TokenAdvantages:
+    """By the estimator alone, before distillation and whitening. Raises `AlgorithmError`."""
     mask, estimator = episode.mask, config.advantage_estimator
     kl: FloatArray | None = None
     if estimator in KL_IN_REWARD and config.kl_coef > 0:
@@ -96,10 +105,10 @@ def _estimated(config: AlgorithmConfig, episode: Episode) -> TokenAdvantages:
     if estimator == "reinforce_plus_plus_baseline":
         return TokenAdvantages(_minus(_masked(episode.advantages, mask), config.kl_coef, kl), reward_kl=kl)
     if estimator == "reinforce_plus_plus":
-        rewards = token_rewards(episode.reward, mask, kl, kl_coef=config.kl_coef)
+        rewards = token_rewards(episode.reward, mask, kl, kl_coef=config.kl_coef, turns=episode.turn_rewards)
         return TokenAdvantages(reward_to_go(rewards, mask, gamma=config.gamma), reward_kl=kl)
     if estimator == "ppo":
-        rewards = token_rewards(episode.reward, mask, kl, kl_coef=config.kl_coef)
+        rewards = token_rewards(episode.reward, mask, kl, kl_coef=config.kl_coef, turns=episode.turn_rewards)
         values = _needed(episode.values, "advantage_estimator=ppo", "values of the critic")
         advantages, returns = gae(
             rewards, values, mask, gamma=config.gamma, lambd=config.lambd, bootstrap=episode.bootstrap
@@ -119,10 +128,25 @@ def _distilled(one: TokenAdvantages, episode: Episode, opd_kl_coef: float | None
     return TokenAdvantages(_minus(one.advantages, opd_kl_coef, reverse_kl), one.returns, one.reward_kl, reverse_kl)
 
 
-def token_rewards(reward: float, mask: Mask, kl: FloatArray | None = None, *, kl_coef: float = 0.0) -> FloatArray:
-    """r_t = -kl_coef kl_t, plus `reward` at the last trainable token; [T], zeros if no token is trainable."""
+def token_rewards(
+    reward: float,
+    mask: Mask,
+    kl: FloatArray | None = None,
+    *,
+    kl_coef: float = 0.0,
+    turns: FloatArray | None = None,
+) -> FloatArray:
+    """r_t = -kl_coef kl_t, plus `reward` at the last trainable token; [T], zeros if no token is trainable.
+
+    `turns` [T]: more rewards. One at a token that is not trained counts for the last trainable one before it; before
+    the first trainable token nothing could have earned it.
+    """
     rewards = _minus(np.zeros(len(mask)), kl_coef, kl if kl is None else _masked(kl, mask))
     trainable = np.flatnonzero(mask)
+    if turns is not None and trainable.size:
+        given = np.flatnonzero(turns)
+        place = np.searchsorted(trainable, given, side="right") - 1
+        np.add.at(rewards, trainable[place[place >= 0]], turns[given[place >= 0]])
     if trainable.size:
         rewards[trainable[-1]] += reward
     return rewards

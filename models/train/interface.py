@@ -34,6 +34,9 @@ class TrainSequence:
     reward: float = 0.0  # of its rollout: for estimators that spread it over tokens (ppo, reinforce_plus_plus)
     truncated: bool = False  # the length limit ended it
     teacher_log_probs: npt.NDArray[np.float32] | None = None  # [T], on-policy distillation
+    prefix: tuple[int, int] | None = None  # (place, n): its first n tokens are those of that sequence of its rollout
+    token_rewards: npt.NDArray[np.float32] | None = None  # [T], rewards of turns, those in its prefix included
+    turn_total: float = 0.0  # sum of the rewards of turns of its rollout, each once
 
     @property
     def response_length(self) -> int:

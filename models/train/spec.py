@@ -18,8 +18,6 @@ from models.algorithms.modes import Correction, resolve_correction
 from models.train.errors import TrainConfigInvalid
 from models.train.step.learning_rate import check_schedule
 
-__all__ = ["TrainSpec", "train_spec"]
-
 
 @dataclass(frozen=True)
 class TrainSpec:

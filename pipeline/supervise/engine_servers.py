@@ -71,7 +71,7 @@ class EngineProcess(ABC):
         self.lifecycle.engine_up(self.spec, client.base_url, incarnation, info.version)
 
 
-class EmbeddedEngineServer(EngineProcess):
+class EmbeddedOrSimulatedServer(EngineProcess):
     """Our server, embedded or simulated, as a process of its own."""
 
     slow_start = False

@@ -14,7 +14,7 @@ from configs.graph import frozen_engines, is_address, resolved_router
 from configs.schema import Config
 from pipeline.hosts.launcher import Launcher
 from pipeline.preflight.sglang import prepare_sglang
-from pipeline.supervise.engine_servers import EmbeddedEngineServer, InProcessEngine, SglangServer
+from pipeline.supervise.engine_servers import EmbeddedOrSimulatedServer, InProcessEngine, SglangServer
 from pipeline.supervise.external_servers import ExternalEngine, ExternalRouter, frozen_spec
 from pipeline.supervise.restart_server import ServerSupervisor, SupervisedServer
 from pipeline.supervise.restarts import EngineSpec, Restarts
@@ -67,7 +67,7 @@ class Servers:
         if self.in_process:
             kept += [InProcessEngine(spec, self.lifecycle) for spec in own]
         else:
-            charges += [EmbeddedEngineServer(spec, config, self.lifecycle) for spec in own]
+            charges += [EmbeddedOrSimulatedServer(spec, config, self.lifecycle) for spec in own]
         foreign = [spec for spec in self.specs if not spec.ours and not spec.external]
         router = starts_router(config)
         if foreign or router:

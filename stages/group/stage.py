@@ -163,7 +163,10 @@ class GroupStage(Stage):
             verdict = await self._judge(slice_)
             port = "out" if isinstance(verdict, RolloutSlice) else "settle"
             with self.activity.sending():
-                await ports.outlets[port].send(verdict, str(group_id))
+                try:
+                    await ports.outlets[port].send(verdict, str(group_id))
+                except ValueError as error:  # a group that is larger than a message may be
+                    await ports.outlets["settle"].send(settlement(slice_, "failed", str(error)), str(group_id))
             self.activity.items_out += port == "out"
         self._release(open_)
 

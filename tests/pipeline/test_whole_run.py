@@ -8,7 +8,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import torch
-from launching import SIMULATED, SMALL, made_model, succeed_here
+from launching import SIMULATED, SMALL, here, made_model, succeed_here
 from safetensors.torch import load_file
 
 GROUPS = 4 * 4  # --num-rollout x --rollout-batch-size
@@ -31,3 +31,30 @@ def test_embedded_engine_and_torch(tmp_path: Path) -> None:
     moved = load_file(after)
     assert before.keys() == moved.keys()
     assert any(not torch.equal(before[name], moved[name].to(before[name].dtype)) for name in before)
+
+
+STUCK = """
+import asyncio, os, signal
+from stages.base import MapStage
+
+
+class Stuck(MapStage):
+    interrupted = False
+
+    async def process(self, message):
+        if not Stuck.interrupted:  # as Ctrl-C does, once there is something to wait for
+            Stuck.interrupted = True
+            os.kill(os.getpid(), signal.SIGINT)
+        await asyncio.sleep(3600)
+"""
+STUCK_RECIPE = '[[stage]]\nname = "stuck"\npath = "stuck:Stuck"\nafter = "reward"\n'
+
+
+def test_a_drain_has_an_end(tmp_path: Path) -> None:
+    """A stage that gives nothing back holds a run up for as long as was allowed, and no longer."""
+    (tmp_path / "stuck.py").write_text(STUCK)
+    (tmp_path / "stuck.toml").write_text(STUCK_RECIPE)
+    flags = ["--config", str(tmp_path / "stuck.toml"), "--drain-s", "0.5"]
+    done = here(tmp_path / "run", *SMALL, *made_model(), *SIMULATED, *flags, cwd=tmp_path)
+    assert done.code == 1
+    assert "the drain took longer than --drain-s 0.5 with" in done.err

@@ -52,6 +52,16 @@ async def test_a_group_is_put_together_from_slices_in_any_order(seed: int, socke
         assert one.rig.hubs["group"].stats().settled == 6
 
 
+async def test_groups_that_have_left_are_remembered_up_to_a_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The newest, whose duplicates may still come; else a long run would fill the memory."""
+    monkeypatch.setattr("stages.group.stage.REMEMBERED_GROUPS", 2)
+    async with desk() as one:
+        for group_id in range(3):
+            await one.send(make_slice(group_id, make_sample(0, reward=1.0), n_samples=1))
+            await take(one.out)
+        assert list(one.stage._finished) == ["1", "2"]
+
+
 async def test_leases_are_released_only_after_the_group_has_left() -> None:
     async with desk() as one:
         await one.send(make_slice(0, make_sample(0, reward=1.0), n_samples=2))

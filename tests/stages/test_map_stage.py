@@ -196,3 +196,22 @@ def test_activity_survives_errors() -> None:
         raise ValueError("x")
     assert activity.in_flight == 0
     assert activity._state() == "starved"
+
+
+async def test_a_slice_above_the_limit_goes_on_failed_with_the_reason_and_the_replica_lives() -> None:
+    async with open_rig() as rig:
+        await rig.stream("reward", RolloutSlice, max_message_bytes=4_000)
+        ports, stage = await join(rig), Shout(make_context())
+        feed, out = await rig.outlet("shout"), await rig.inlet("reward")
+        async with running(stage, ports) as task:
+            await feed.send(make_slice(0, make_sample(0, n=2_000), make_sample(1, n=2_000)), "0")
+            await feed.send(asked(1), "1")
+            rig.hubs["shout"].finish()
+            await task
+            rig.hubs["reward"].finish()
+            found = {slice_.group.group_id: slice_.samples for slice_ in await take_all(out)}
+        assert [(s.index, s.status, s.length) for s in found[0]] == [(0, "failed", 0), (1, "failed", 0)]
+        assert all("max_message_bytes" in (s.error or "") and s.fault() is None for s in found[0])
+        assert [s.response for s in found[1]] == ["HI", "YO"]
+        stats = rig.hubs["shout"].stats()
+        assert (stats.settled, stats.redelivered, rig.letters) == (2, 0, [])

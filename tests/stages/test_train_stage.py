@@ -159,6 +159,19 @@ async def test_nothing_newer_is_announced_before_a_pinned_version_has_landed(
         await one.rig.topic_until(lambda: getattr(one.rig.announced(), "version", -1) == 2)
 
 
+@pytest.mark.parametrize("skipped", [False, True])
+async def test_leaving_out_the_first_evaluation_leaves_out_no_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, skipped: bool
+) -> None:
+    evaluation = {**EVERY, "skip_eval_before_train": skipped}
+    async with training(tmp_path, monkeypatch, batch=1, total=2, eval=evaluation) as one:
+        one.rig.applied(0)
+        one.rig.applied(0, engine=1)
+        await one.send(make_slice(0))
+        assert (await one.report(StepDone)).pinned
+        assert (one.rig.announced("weights/pinned/0") is None) is skipped
+
+
 async def test_the_slot_that_an_engine_is_reading_is_not_overwritten(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

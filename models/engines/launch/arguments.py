@@ -16,8 +16,6 @@ from msgspec import Struct
 from models.engines.launch.environment import SHIMS, Installed, Part
 from models.engines.launch.options import dashed, rendered
 
-__all__ = ["LOOPBACK", "Arguments", "Launch", "base_environment"]
-
 LOOPBACK: Final = "127.0.0.1"
 
 

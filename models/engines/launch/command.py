@@ -16,9 +16,6 @@ from models.engines.launch.arguments import LOOPBACK, Arguments, Launch, base_en
 from models.engines.launch.environment import Installed
 from models.engines.launch.errors import LaunchRefused
 from models.engines.launch.options import dashed
-from models.engines.launch.routing import router_launch
-
-__all__ = ["LOOPBACK", "ONE_MACHINE", "Launch", "Machines", "router_launch", "server_launch", "tensor_parallel"]
 
 # On a CPU the KV cache is touched page by page, so that these bounds cost memory only where they are used.
 CPU_KV_TOKENS_LEAST: Final = 16_384

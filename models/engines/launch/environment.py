@@ -24,8 +24,6 @@ from msgspec import Struct
 from configs.schema import SglangConfig
 from models.engines.launch.errors import EnvironmentBroken, EnvironmentMissing
 
-__all__ = ["CURE", "PYTHON_VARIABLE", "SHIMS", "Installed", "Option", "Part", "find_python", "probe"]
-
 Part = Literal["server", "router", "smg"]
 
 PYTHON_VARIABLE: Final = "SLUICE_SGLANG_PYTHON"

@@ -16,8 +16,6 @@ from configs.schema.did_you_mean import closest, nearest
 from models.engines.launch.environment import Installed, Option, Part
 from models.engines.launch.reserved import ROUTER_RESERVED, SERVER_RESERVED
 
-__all__ = ["dashed", "rendered", "router_faults", "server_faults"]
-
 _SIZE: Final = re.compile(r"-?\d+|\d+(\.\d+)?[kMGT]|\d+(Ki|Mi|Gi|Ti)", re.ASCII)
 _RULES: Final[Mapping[str, str]] = {
     "int": "a whole number",

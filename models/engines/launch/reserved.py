@@ -9,8 +9,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Final
 
-__all__ = ["ROUTER_RESERVED", "SERVER_RESERVED"]
-
 _CHECKPOINT = "Sluice serves the checkpoint that it trains; use --hf-checkpoint"
 _LOOPBACK = "engines answer on the loopback address only, for whoever reaches one can change its weights; leave it out"
 _PARALLEL = "it follows from --rollout-num-gpus-per-engine (divided by --sglang-pp-size); use that"

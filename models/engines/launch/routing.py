@@ -15,16 +15,6 @@ from models.engines.launch.arguments import LOOPBACK, Arguments, Launch, base_en
 from models.engines.launch.environment import Installed, Part
 from models.engines.launch.errors import EnvironmentMissing, LaunchRefused
 
-__all__ = [
-    "Policy",
-    "RouterKind",
-    "policy_of",
-    "require_router",
-    "router_kind",
-    "router_launch",
-    "router_part",
-]
-
 RouterKind = Literal["none", "sglang", "smg"]
 Policy = Literal["round_robin", "random", "power_of_two", "cache_aware", "session", "least_loaded"]
 

@@ -97,14 +97,6 @@ class Adapters:
             for part, held in (("lora_A", layer.lora_A), ("lora_B", layer.lora_B)):
                 yield f"base_model.model.{name}.{part}.weight", whole(held[_ADAPTER].weight, device)
 
-    def settings(self) -> dict[str, Any]:
-        """What `adapter_config.json` holds."""
-        found: dict[str, Any] = self._peft.to_dict()
-        return {
-            name: sorted(value) if isinstance(value, set) else getattr(value, "value", value)
-            for name, value in found.items()
-        }
-
     def write(self, directory: Path, tensors: dict[str, Tensor]) -> None:
         """An adapter's directory, as peft reads it."""
         from safetensors.torch import save_file

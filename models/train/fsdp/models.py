@@ -183,23 +183,6 @@ class FsdpModels:
             model, **common, names=list(held), tensor_of=lambda name: adapters.merged(model, held[name], device)
         )
 
-    def adapter(self) -> Iterator[tuple[str, Tensor]]:
-        """LoRA's adapters alone under peft's names, for engines that load adapters; in the first process only.
-
-        Collective, as `export`; `adapter_settings` says what they belong to. Raises `BackendMisuse` without LoRA.
-        """
-        if self.adapters is None:
-            raise BackendMisuse("there are no adapters to export: --lora-rank is 0; use export")
-        for name, tensor in self.adapters.tensors(self.model, self.device):
-            if self._mesh.first:
-                yield name, tensor
-
-    def adapter_settings(self) -> dict[str, Any]:
-        """peft's configuration of the adapters. Raises `BackendMisuse` without LoRA."""
-        if self.adapters is None:
-            raise BackendMisuse("there are no adapters: --lora-rank is 0")
-        return self.adapters.settings()
-
     # ------------------------------------------------------------------ files
 
     def save(self, directory: Path, counters: Counters) -> None:
@@ -207,7 +190,8 @@ class FsdpModels:
 
         Synchronised to disk, unless the models were made with `async_save`: then `finish_save` waits for that.
         """
-        adapter = dict(self.adapter()) if self.adapters is not None else {}
+        gathered_adapter = self.adapters.tensors(self.model, self.device) if self.adapters is not None else ()
+        adapter = {name: tensor for name, tensor in gathered_adapter if self._mesh.first}  # the first process writes it
         self._checkpoints.save(
             directory,
             self._parts(),

@@ -13,12 +13,11 @@ from megatron.core.models.gpt.gpt_model import GPTModel
 
 from models.families.architecture import Architecture
 from models.families.registry import architecture_of
-from models.train.megatron.config import padded_vocab_size, transformer_config, uses_transformer_engine
+from models.train.megatron.config import padded_vocab_size, transformer_config
 from models.train.megatron.layers import layer_submodules
+from models.train.megatron.layout import uses_transformer_engine
 from models.train.megatron.rotary import PositionRotary
 from models.train.spec import TrainSpec
-
-__all__ = ["PolicyModel", "build_gpt", "padded_vocab_size", "transformer_config"]
 
 
 class PolicyModel(GPTModel):  # type: ignore[misc]

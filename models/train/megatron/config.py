@@ -21,8 +21,6 @@ from models.train.megatron.layout import check_layout, model_dtype, on_gpu, uses
 from models.train.megatron.options import split_options
 from models.train.spec import TrainSpec
 
-__all__ = ["model_dtype", "padded_vocab_size", "transformer_config", "uses_transformer_engine"]
-
 
 def padded_vocab_size(hf_config: Mapping[str, Any], spec: TrainSpec) -> int:
     """Rows of the embedding over all tensor-parallel processes; ids from `vocab_size` on are padding.

@@ -14,8 +14,6 @@ from models.families.architecture import Architecture
 from models.train.errors import TrainConfigInvalid, UnsupportedModel
 from models.train.spec import TrainSpec
 
-__all__ = ["check_layout", "model_dtype", "on_gpu", "uses_transformer_engine"]
-
 
 def model_dtype(spec: TrainSpec) -> torch.dtype:
     """Precision of parameters and forward pass; the optimizer keeps fp32 main parameters beside bfloat16."""

@@ -15,8 +15,6 @@ from typing import Final, Literal, NamedTuple
 
 from models.train.errors import TrainConfigInvalid
 
-__all__ = ["DATACLASSES", "Field", "Group", "Kind", "enum_members", "fields_of", "known_fields"]
-
 Group = Literal["transformer", "optimizer", "ddp"]
 Name = Literal["none", "bool", "int", "float", "str", "choice", "dtype", "enum", "list", "opaque"]
 

@@ -20,8 +20,6 @@ from models.train.errors import TrainConfigInvalid
 from models.train.megatron.option_fields import Field, Group, Kind, enum_members, fields_of, known_fields
 from models.train.megatron.set_by_sluice import SET_BY_SLUICE
 
-__all__ = ["MegatronOptions", "option_faults", "preflight_faults", "split_options"]
-
 _DTYPES: Final[Mapping[str, str]] = {
     "fp32": "float32",
     "float32": "float32",

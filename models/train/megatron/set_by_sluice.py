@@ -8,8 +8,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Final
 
-__all__ = ["SET_BY_SLUICE"]
-
 # Field -> the flag of Sluice that means it.
 _FLAGS: Final[Mapping[str, str]] = {
     "adam_beta1": "--adam-beta1",

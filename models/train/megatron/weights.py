@@ -31,8 +31,6 @@ from models.train.errors import CheckpointUnavailable
 from models.train.megatron.gather import BUCKET_BYTES, export_buckets
 from models.train.megatron.names import held_parameters
 
-__all__ = ["export_hf", "load_hf"]
-
 
 def load_hf(chunks: Sequence[Any], hf_config: Mapping[str, Any], source: Path) -> None:
     """Fill the chunks of this process from the checkpoint directory `source`; nothing is communicated.

@@ -2,6 +2,7 @@
 
 Invariants:
 - a rollout's trainable tokens are counted over all its sequences, which therefore arrive in one call;
+- a token that several of its sequences show is trained once, by the first of them, with the mean of their advantages;
 - a sequence without a trainable token counts in the sizes and costs no forward pass;
 - values at masked positions are dropped here: nothing later can see them;
 - what is decided before the first backward pass of a batch is written into the examples: `old_log_probs` fills in what
@@ -18,6 +19,8 @@ import numpy as np
 import numpy.typing as npt
 
 from models.algorithms.aggregation import Aggregation, StepSize, coefficients
+from models.algorithms.shared_tokens import IntArray, averaged, owned, prefix_fault, token_numbers
+from models.algorithms.token_advantages import token_rewards
 from models.train.errors import InvalidSequence
 from models.train.interface import TrainSequence
 
@@ -42,13 +45,15 @@ class Example:
 
     tokens: npt.NDArray[np.int32]  # [T]
     prompt: int  # how many of them are the prompt
-    chosen: npt.NDArray[np.int64]  # [K] indices of the trainable tokens in `tokens`
+    chosen: IntArray  # [K] indices of the trainable tokens in `tokens`
     rollout_log_probs: Float32Array  # [K] log mu
     advantages: Float32Array  # [K]
     coefficient: float  # c of the aggregation, the same for all its tokens
     key: RolloutKey = (0, 0)
-    staleness: npt.NDArray[np.int64] | None = None  # [K]; None = all 0
+    staleness: IntArray | None = None  # [K]; None = all 0
     reward: float = 0.0
+    turn_rewards: Float32Array | None = None  # [K]
+    turn_total: float = 0.0  # of all turns of its rollout
     truncated: bool = False
     teacher_log_probs: Float32Array | None = None  # [K]
     old_log_probs: Float32Array | None = None  # [K] under the weights of the batch's start
@@ -67,57 +72,98 @@ class Example:
 
 
 @dataclass(frozen=True)
+class Branch:
+    """One sequence of a rollout whose sequences share tokens: an episode over all that it shows."""
+
+    columns: IntArray  # [K] its trainable tokens among those of the rollout's examples, in one row
+    reward: float
+    turn_rewards: Float32Array | None  # [K]
+    own: Example | None  # the example of the tokens behind its prefix; None if it trains none of them
+
+
+@dataclass(frozen=True)
 class Rollout:
-    """All sequences of one rollout."""
+    """All sequences of one rollout. An example trains the tokens of its sequence that no earlier one trains."""
 
     key: RolloutKey
     size: StepSize
     examples: tuple[Example, ...]
+    branches: tuple[Branch, ...] = ()  # if sequences share tokens; else each example is an episode
 
 
 def rollouts_of(sequences: Sequence[TrainSequence], intake: Intake) -> list[Rollout]:
     """Check sequences and group them by rollout, in order of first appearance. Raises `InvalidSequence`."""
-    by_rollout: dict[RolloutKey, list[int]] = {}
-    for index, sequence in enumerate(sequences):
+    by_rollout: dict[RolloutKey, list[TrainSequence]] = {}
+    for sequence in sequences:
         check_sequence(sequence, intake.vocab_size)
         if intake.needs_teacher and sequence.teacher_log_probs is None and sequence.loss_mask.any():
             raise InvalidSequence(
                 f"{_name(sequence)}: teacher_log_probs are missing, but on-policy distillation needs them for every "
                 "sequence; start a --frozen-engine that teaches, or leave --use-opd out"
             )
-        by_rollout.setdefault((sequence.group_id, sequence.rollout_id), []).append(index)
-    trainable = [_trainable(sequence, intake.newest_only) for sequence in sequences]
-    counts = [len(places) for places in trainable]
-    totals = [0] * len(sequences)
-    for members in by_rollout.values():
-        total = sum(counts[index] for index in members)
-        for index in members:
-            totals[index] = total
-    weights = coefficients(intake.mode, counts, totals).tolist()
-    return [
-        Rollout(
-            key=key,
-            size=StepSize(rollouts=1, sequences=len(members), tokens=totals[members[0]]),
-            examples=tuple(
-                _example(sequences[index], trainable[index], weights[index], intake.version)
-                for index in members
-                if counts[index]
-            ),
-        )
-        for key, members in by_rollout.items()
+        by_rollout.setdefault((sequence.group_id, sequence.rollout_id), []).append(sequence)
+    return [_rollout(key, members, intake) for key, members in by_rollout.items()]
+
+
+def _rollout(key: RolloutKey, members: Sequence[TrainSequence], intake: Intake) -> Rollout:
+    prefixes = [member.prefix for member in members]
+    wrong = prefix_fault([member.tokens for member in members], prefixes)
+    if wrong is not None:
+        raise InvalidSequence(f"{_name(members[0])}: {wrong}")
+    masks = [member.loss_mask > 0 for member in members]
+    chosen = [np.flatnonzero(mask) for mask in owned(masks, prefixes)]
+    if intake.newest_only:
+        chosen = [_newest(member, places) for member, places in zip(members, chosen, strict=True)]
+    counts = [len(places) for places in chosen]
+    weights = coefficients(intake.mode, counts, [sum(counts)] * len(counts)).tolist()
+    made = [
+        _example(member, places, weight, intake.version) if len(places) else None
+        for member, places, weight in zip(members, chosen, weights, strict=True)
     ]
+    examples = tuple(example for example in made if example is not None)
+    size = StepSize(rollouts=1, sequences=len(members), tokens=sum(counts))
+    branches = _branches(members, made, chosen) if any(prefixes) and examples else ()
+    return Rollout(key, size, examples, branches)
 
 
-def _trainable(sequence: TrainSequence, newest_only: bool) -> npt.NDArray[np.int64]:
-    """Indices of the trainable tokens; of those, the ones of the newest version if so asked for."""
-    places: npt.NDArray[np.int64] = np.flatnonzero(sequence.loss_mask)
-    if newest_only and places.size:
-        versions = sequence.versions[places]
-        places = places[versions == versions.max()]
-    return places
+def _newest(sequence: TrainSequence, places: IntArray) -> IntArray:
+    """Of the tokens that a sequence trains, those of the newest version among them."""
+    versions = sequence.versions[places]
+    return places[versions == versions.max()] if places.size else places
 
 
-def _example(sequence: TrainSequence, trainable: npt.NDArray[np.int64], coefficient: float, version: int) -> Example:
+def _branches(
+    members: Sequence[TrainSequence], made: Sequence[Example | None], chosen: Sequence[IntArray]
+) -> tuple[Branch, ...]:
+    """The sequences as episodes; gives each example the mean of the advantages that branches have for its tokens."""
+    numbers = token_numbers([len(member.tokens) for member in members], [member.prefix for member in members])
+    column = np.full(1 + max(int(n[-1]) for n in numbers if len(n)), -1)
+    order = np.concatenate([n[places] for n, places in zip(numbers, chosen, strict=True)])
+    column[order] = np.arange(len(order))
+    shown = [np.flatnonzero((one.loss_mask > 0) & (column[n] >= 0)) for one, n in zip(members, numbers, strict=True)]
+    columns = [column[n[places]] for n, places in zip(numbers, shown, strict=True)]
+    said = [member.advantages[places] for member, places in zip(members, shown, strict=True)]
+    means = averaged(columns, said, [len(places) for places in chosen])
+    for example, values in zip(made, means or (), strict=True):
+        if example is not None:
+            example.advantages = values.astype(np.float32)
+    return tuple(
+        Branch(at, member.reward, _turns(member, places), example)
+        for member, places, at, example in zip(members, shown, columns, made, strict=True)
+        if len(at)
+    )
+
+
+def _turns(sequence: TrainSequence, places: IntArray) -> Float32Array | None:
+    """[K] the rewards of turns, each at the last of these tokens that is not behind it."""
+    if sequence.token_rewards is None:
+        return None
+    mask = np.zeros(len(sequence.tokens), dtype=np.bool_)
+    mask[places] = True
+    return token_rewards(0.0, mask, turns=sequence.token_rewards.astype(np.float64))[places].astype(np.float32)
+
+
+def _example(sequence: TrainSequence, trainable: IntArray, coefficient: float, version: int) -> Example:
     teacher = sequence.teacher_log_probs
     return Example(
         tokens=sequence.tokens,
@@ -129,6 +175,8 @@ def _example(sequence: TrainSequence, trainable: npt.NDArray[np.int64], coeffici
         key=(sequence.group_id, sequence.rollout_id),
         staleness=np.maximum(version - sequence.versions[trainable].astype(np.int64), 0),
         reward=sequence.reward,
+        turn_rewards=_turns(sequence, trainable),
+        turn_total=sequence.turn_total,
         truncated=sequence.truncated,
         teacher_log_probs=None if teacher is None else teacher[trainable],
     )
@@ -160,7 +208,7 @@ def partition(rollouts: Sequence[Rollout], parts: int, *, whole_groups: bool = F
 def check_sequence(sequence: TrainSequence, vocab_size: int) -> None:
     """Raise `InvalidSequence` naming the first contradiction in a sequence."""
     name, length, prompt = _name(sequence), len(sequence.tokens), sequence.prompt_length
-    for column in ("loss_mask", "rollout_log_probs", "advantages", "versions", "teacher_log_probs"):
+    for column in ("loss_mask", "rollout_log_probs", "advantages", "versions", "teacher_log_probs", "token_rewards"):
         values = getattr(sequence, column)
         if values is not None and len(values) != length:
             raise InvalidSequence(

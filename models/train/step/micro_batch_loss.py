@@ -91,7 +91,7 @@ def _groups(members: Sequence[Example], device: torch.device) -> GroupColumns:
     return GroupColumns(
         group=torch.from_numpy(group.reshape(-1)).to(device),
         rollout=torch.from_numpy(rollout.reshape(-1)).to(device),
-        reward=torch.tensor([example.reward for example in members], dtype=torch.float32, device=device),
+        reward=torch.tensor([one.reward + one.turn_total for one in members], dtype=torch.float32, device=device),
         n_groups=len(groups),
         n_rollouts=len(rollouts),
     )

@@ -1,7 +1,7 @@
 """What models say of examples before the first backward pass of their batch: no gradient, done as sequences arrive.
 
 Invariants: within a batch, everything here is of the weights of its start, but for `refresh`, which is of the weights
-of a later step's start; each share is computed by its own processes, and the results are written into the examples of
+of a later step's start; each data-parallel rank computes its own, and the results are written into the examples of
 all of them.
 """
 
@@ -52,12 +52,14 @@ class OldLogProbPass:
         return Assigned(assign(ids, prompts, self._models.packing, self._models.dp_group.dp_size), list(examples))
 
     def _score(self, assigned: Assigned, score: Score, write: Write) -> None:
-        """Run one model over this process's share, and write what was found for all shares."""
+        """Run one model over this process's micro-batches, and write what was found by all."""
         dp_group = self._models.dp_group
-        found = score(micro_batches(assigned.shares, assigned.examples, dp_group.dp_rank))
-        own = [values for values in found[: len(assigned.shares[dp_group.dp_rank])]]  # without the blank ones behind
+        found = score(micro_batches(assigned.by_dp_rank, assigned.examples, dp_group.dp_rank))
+        own = [
+            values for values in found[: len(assigned.by_dp_rank[dp_group.dp_rank])]
+        ]  # without the blank ones behind
         parts = dp_group.gather_by_dp_rank(np.concatenate([np.zeros(0, np.float32), *own]))
-        for layouts, values in zip(assigned.shares, parts, strict=True):
+        for layouts, values in zip(assigned.by_dp_rank, parts, strict=True):
             members = [assigned.examples[item] for layout in layouts for item in layout.items]
             cuts = np.cumsum(token_counts(members))[:-1]
             for example, one in zip(members, np.split(values, cuts) if members else [], strict=True):
@@ -69,7 +71,9 @@ class OldLogProbPass:
             self._score(assigned, score, _set("values"))
             return
         # The value behind the end is read at the last token, which is an input only if something follows it.
-        examples = [assigned.examples[item] for share in assigned.shares for layout in share for item in layout.items]
+        examples = [
+            assigned.examples[item] for layouts in assigned.by_dp_rank for layout in layouts for item in layout.items
+        ]
         longer = [_continued(example) if example.truncated else with_ids(example) for example in examples]
         self._score(self._deal(longer), score, _set("values"))
         for example, copy in zip(examples, longer, strict=True):

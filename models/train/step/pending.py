@@ -1,7 +1,7 @@
 """Examples that wait for a full micro-batch.
 
 Invariants: what goes in comes out once; with `everything` unset, only micro-batches that nothing could be added to come
-out, one for every share at least; asking costs nothing until enough tokens have arrived to fill them.
+out, one for every data-parallel rank at least; asking costs nothing until enough tokens have arrived to fill them.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from models.train.step.examples import Example
 
 @dataclass(frozen=True)
 class Assigned:
-    """Micro-batches by share. The layouts' items index `examples`."""
+    """Micro-batches by data-parallel rank. The layouts' items index `examples`."""
 
-    shares: list[list[Layout]]
+    by_dp_rank: list[list[Layout]]
     examples: list[Example]
 
     def __bool__(self) -> bool:
-        return any(self.shares)
+        return any(self.by_dp_rank)
 
 
 class Pending:
@@ -45,33 +45,33 @@ class Pending:
         examples, self._examples, self._tokens, self._plan_at = self._examples, [], 0, 0
         return examples
 
-    def take(self, packing: Packing, shares: int, *, everything: bool) -> Assigned:
+    def take(self, packing: Packing, dp_size: int, *, everything: bool) -> Assigned:
         """Remove and return full micro-batches (or all)."""
-        due = max(self._plan_at, packing.max_tokens * shares)
+        due = max(self._plan_at, packing.max_tokens * dp_size)
         if not self._examples or (not everything and self._tokens < due):
-            return Assigned([[]] * shares, [])
+            return Assigned([[]] * dp_size, [])
         tokens = self._tokens
         examples = self.take_all()
         ids, prompts = [example.tokens for example in examples], [example.prompt for example in examples]
         if everything:
-            return Assigned(assign(ids, prompts, packing, shares), examples)
+            return Assigned(assign(ids, prompts, packing, dp_size), examples)
         layouts = plan(ids, prompts, packing)
-        full = (len(layouts) - 1) // shares * shares
+        full = (len(layouts) - 1) // dp_size * dp_size
         rest = layouts[full:]
         self.extend(examples[item] for layout in rest for item in layout.items)
         if not full:  # common prompts left room: look again when as much as fits has come
-            self._plan_at = tokens + packing.max_tokens * shares - sum(layout.padded_tokens for layout in rest)
-        return Assigned(assign_layouts(layouts[:full], packing, shares), examples)
+            self._plan_at = tokens + packing.max_tokens * dp_size - sum(layout.padded_tokens for layout in rest)
+        return Assigned(assign_layouts(layouts[:full], packing, dp_size), examples)
 
 
-def whole_groups(examples: Sequence[Example], packing: Packing, shares: int) -> Assigned:
+def whole_groups(examples: Sequence[Example], packing: Packing, dp_size: int) -> Assigned:
     """Micro-batches that hold whole groups: as many as the token budget takes, one at least."""
     ordered = sorted(examples, key=lambda example: example.key)
     place = {id(example): at for at, example in enumerate(ordered)}
     layouts = [
         layout.renumbered([place[id(example)] for example in held]) for layout, held in _whole_groups(ordered, packing)
     ]
-    return Assigned(assign_layouts(layouts, packing, shares), ordered)
+    return Assigned(assign_layouts(layouts, packing, dp_size), ordered)
 
 
 def _whole_groups(ordered: Sequence[Example], packing: Packing) -> Iterator[tuple[Layout, list[Example]]]:

@@ -43,7 +43,7 @@ class Rules:
 
 @dataclass
 class StepWork:
-    """One optimizer step, after its last backward pass. Numbers are of all shares."""
+    """One optimizer step, after its last backward pass. Numbers are of all data-parallel ranks."""
 
     size: StepSize
     totals: StepTotals
@@ -109,19 +109,19 @@ class RunningBatch:
 
     def work(self, *, everything: bool) -> None:
         """Run what is possible: full micro-batches, or all."""
-        packing, shares = self._models.packing, self._models.dp_group.dp_size
+        packing, dp_size = self._models.packing, self._models.dp_group.dp_size
         if self._needs.whole_batch and not self._completed:
-            if assigned := self._unscored.take(packing, shares, everything=everything):
+            if assigned := self._unscored.take(packing, dp_size, everything=everything):
                 self._old_log_probs.fill(assigned, self._needs)
         elif self._rules.whole_groups:
-            self._backward(whole_groups(self._pending.take_all(), packing, shares))
+            self._backward(whole_groups(self._pending.take_all(), packing, dp_size))
         else:
-            self._backward(self._pending.take(packing, shares, everything=everything))
+            self._backward(self._pending.take(packing, dp_size, everything=everything))
 
     def _backward(self, assigned: Assigned) -> None:
         if not assigned:
             return
-        own = micro_batches(assigned.shares, assigned.examples, self._models.dp_group.dp_rank)
+        own = micro_batches(assigned.by_dp_rank, assigned.examples, self._models.dp_group.dp_rank)
         if self._train_policy:
             self._models.backward(own, self._statistics, self._totals)
         if self._models.critic is not None:
@@ -145,10 +145,9 @@ class RunningBatch:
         """The batch is there: compute the last old log-probs, decide what hangs on all of it, cut it into steps."""
         self.work(everything=True)
         rules = self._rules
-        examples = [example for rollout in self._rollouts for example in rollout.examples]
         if self._needs.advantages:
             self._batch_metrics = decide_advantages(
-                examples, rules.algorithm, self._needs, opd_kl_coef=rules.opd_kl_coef
+                self._rollouts, rules.algorithm, self._needs, opd_kl_coef=rules.opd_kl_coef
             )
         self._parts = partition(self._rollouts, self._steps, whole_groups=rules.whole_groups)
         self._completed = True

@@ -38,7 +38,7 @@ class StepTotals:
             self.sequence_tokens += sum(example.input_length for example in batch.members)
 
     def combine(self, dp_group: DpGroup) -> None:
-        """Make these the totals of all shares."""
+        """Make these the totals of all data-parallel ranks."""
         own = {
             "kept": 0.0 if self.kept is None else float(self.kept),
             "micro_batches": self.micro_batches,

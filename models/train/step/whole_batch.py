@@ -11,13 +11,21 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 
 from configs.schema.algorithm import AlgorithmConfig
-from models.algorithms.token_advantages import Episode, FloatArray, TokenAdvantages, batch_advantages, moments
+from models.algorithms.shared_tokens import averaged
+from models.algorithms.token_advantages import (
+    Episode,
+    FloatArray,
+    TokenAdvantages,
+    batch_advantages,
+    estimated,
+    moments,
+)
 from models.train.step.batch_needs import BatchNeeds
-from models.train.step.examples import Example, Float32Array
+from models.train.step.examples import Example, Float32Array, Rollout
 
 
 def decide_advantages(
-    examples: Sequence[Example],
+    rollouts: Sequence[Rollout],
     algorithm: AlgorithmConfig,
     needs: BatchNeeds,
     *,
@@ -26,18 +34,61 @@ def decide_advantages(
     """Set advantages (and returns) of all examples of a batch; metrics of the batch.
 
     The policy of KL in the reward and of distillation is that of the batch's start, or the sampler where the mode
-    spends no forward pass on the former.
+    spends no forward pass on the former. Where sequences share tokens, each branch is an episode over all that it
+    shows, and a token gets the mean of what its branches say; distillation and whitening then see it once.
     """
-    found = batch_advantages(
-        algorithm,
-        [_episode(example, needs) for example in examples],
-        opd_kl_coef=opd_kl_coef,
-    )
-    for example, one in zip(examples, found, strict=True):
+    examples = [example for rollout in rollouts for example in rollout.examples]
+    episodes = [_episode(example, needs) for example in examples]
+    found: list[TokenAdvantages] = []
+    for rollout in rollouts:
+        own = episodes[len(found) : len(found) + len(rollout.examples)]
+        if rollout.branches:
+            found += _of_branches(rollout, own, algorithm)
+        else:
+            found += [estimated(algorithm, episode) for episode in own]
+    done = batch_advantages(algorithm, episodes, found, opd_kl_coef=opd_kl_coef)
+    for example, one in zip(examples, done, strict=True):
         example.advantages = one.advantages.astype(np.float32)
         example.returns = None if one.returns is None else one.returns.astype(np.float32)
         example.logged = _logged(one)
     return _value_metrics(examples) if needs.values else {}
+
+
+def _of_branches(rollout: Rollout, own: Sequence[Episode], algorithm: AlgorithmConfig) -> list[TokenAdvantages]:
+    """What the branches of a rollout say of its examples' tokens, on average. `own`: the examples as episodes."""
+    advantages = np.concatenate([episode.advantages for episode in own])
+    student = _joined([episode.student for episode in own])
+    reference = _joined([episode.reference for episode in own])
+    values = _joined([episode.values for episode in own])
+    found = [
+        estimated(
+            algorithm,
+            Episode(
+                mask=np.ones(len(at), dtype=np.bool_),
+                advantages=advantages[at],
+                reward=branch.reward,
+                turn_rewards=_double(branch.turn_rewards),
+                student=None if student is None else student[at],
+                reference=None if reference is None else reference[at],
+                values=None if values is None else values[at],
+                bootstrap=0.0 if branch.own is None else branch.own.bootstrap,
+            ),
+        )
+        for branch in rollout.branches
+        for at in [branch.columns]
+    ]
+    columns, nothing = [branch.columns for branch in rollout.branches], [None] * len(own)
+    counts = [len(example.chosen) for example in rollout.examples]
+    means = averaged(columns, [one.advantages for one in found], counts)
+    assert means is not None
+    returns: Sequence[FloatArray | None] = averaged(columns, [one.returns for one in found], counts) or nothing
+    kl: Sequence[FloatArray | None] = averaged(columns, [one.reward_kl for one in found], counts) or nothing
+    return [TokenAdvantages(*of_one) for of_one in zip(means, returns, kl, strict=True)]
+
+
+def _joined(parts: Sequence[FloatArray | None]) -> FloatArray | None:
+    present = [part for part in parts if part is not None]
+    return np.concatenate(present) if len(present) == len(parts) else None
 
 
 def logged_means(examples: Iterable[Example], denominator: float) -> dict[str, float]:
@@ -55,6 +106,7 @@ def _episode(example: Example, needs: BatchNeeds) -> Episode:
         mask=np.ones(len(example.chosen), dtype=np.bool_),
         advantages=example.advantages.astype(np.float64),
         reward=example.reward,
+        turn_rewards=_double(example.turn_rewards),
         student=_double(student),
         reference=_double(example.ref_log_probs),
         teacher=_double(example.teacher_log_probs),

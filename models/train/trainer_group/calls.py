@@ -35,6 +35,9 @@ class SequenceBytes(Struct, frozen=True, array_like=True):
     reward: float
     truncated: bool
     teacher_log_probs: bytearray | None  # float32
+    prefix: tuple[int, int] | None
+    token_rewards: bytearray | None  # float32
+    turn_total: float
 
 
 # ------------------------------------------------------------------ calls, and answers to buckets
@@ -179,6 +182,9 @@ def pack_sequences(sequences: Sequence[TrainSequence]) -> list[SequenceBytes]:
             float(s.reward),
             bool(s.truncated),
             None if s.teacher_log_probs is None else _bytes(s.teacher_log_probs, np.float32),
+            s.prefix,
+            None if s.token_rewards is None else _bytes(s.token_rewards, np.float32),
+            float(s.turn_total),
         )
         for s in sequences
     ]
@@ -198,6 +204,9 @@ def unpack_sequences(packed: Sequence[SequenceBytes]) -> list[TrainSequence]:
             reward=s.reward,
             truncated=s.truncated,
             teacher_log_probs=_optional(s.teacher_log_probs),
+            prefix=s.prefix,
+            token_rewards=_optional(s.token_rewards),
+            turn_total=s.turn_total,
         )
         for s in packed
     ]

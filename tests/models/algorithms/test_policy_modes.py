@@ -115,13 +115,6 @@ def test_agreement_with_the_resolution_of_the_configuration() -> None:
     assert compared > 1000
 
 
-def test_what_is_done_about_old_tokens() -> None:
-    assert Correction("decoupled", True).is_off_policy_safe
-    assert Correction("bypass", False).is_off_policy_safe
-    assert Correction("decoupled", False, veto=0.1).is_off_policy_safe
-    assert not Correction("onpolicy", False).is_off_policy_safe
-
-
 def test_a_wrong_rule_is_refused_when_it_is_resolved() -> None:
     with pytest.raises(InvalidRule, match="seq_max_k1"):
         resolve_correction(CorrectionConfig(rollout_rs=("seq_max_k1=0.9_1.1",)), max_staleness=1)

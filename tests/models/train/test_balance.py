@@ -13,6 +13,7 @@ from models.train.huggingface.optimizer import gradient_scale
 from models.train.packing.balance import assign, balance, micro_batches
 from models.train.packing.packing import Packing, plan
 from models.train.step.examples import Example
+from models.train.step.totals import StepTotals
 
 APART = Packing(max_tokens=64, share_prompts=False, quadratic_tokens=8)
 lengths = st.lists(st.integers(2, 40), min_size=1, max_size=25)
@@ -51,6 +52,11 @@ def test_all_shares_run_equally_often_and_blank_ones_count_for_nothing(sizes: li
     members = [example.key for batches in made for batch in batches for example in batch.members]
     assert sorted(members) == [example.key for example in examples]
     assert all(batch.rows.input_ids.size == 1 for batches in made for batch in batches if batch.blank)
+    totals = StepTotals()
+    for batches in made:
+        totals.count(batches)
+    assert totals.micro_batches == sum(not batch.blank for batches in made for batch in batches)
+    assert totals.used_tokens == totals.sequence_tokens == sum(size - 1 for size in sizes)
 
 
 @pytest.mark.parametrize(

@@ -56,7 +56,7 @@ def test_partition_is_even_complete_and_blind_to_order(count: int, parts: int, r
 
 def numbers(assigned: Assigned) -> list[int]:
     """The first ids of all sequences."""
-    items = [item for layouts in assigned.shares for layout in layouts for item in layout.items]
+    items = [item for layouts in assigned.by_dp_rank for layout in layouts for item in layout.items]
     return [int(assigned.examples[item].tokens[0]) for item in items]
 
 
@@ -75,8 +75,10 @@ def test_what_goes_in_comes_out_once_and_early_ones_are_full(
         pending.extend(example(number + offset, length) for offset, length in enumerate(call))
         number += len(call)
         assigned = pending.take(packing, shares, everything=False)
-        assert len({len(layouts) for layouts in assigned.shares}) == 1
-        assert all(one.padded_tokens <= budget or len(one.items) == 1 for layouts in assigned.shares for one in layouts)
+        assert len({len(layouts) for layouts in assigned.by_dp_rank}) == 1
+        assert all(
+            one.padded_tokens <= budget or len(one.items) == 1 for layouts in assigned.by_dp_rank for one in layouts
+        )
         out += numbers(assigned)
     out += numbers(pending.take(packing, shares, everything=True))
     assert sorted(out) == list(range(number))
@@ -98,7 +100,7 @@ def test_two_shares_get_equally_many_full_micro_batches_or_none() -> None:
     assert not pending.take(packing, 2, everything=False)
     pending.extend([example(3, 9), example(4, 9)])
     assigned = pending.take(packing, 2, everything=False)
-    assert [len(layouts) for layouts in assigned.shares] == [1, 1]
+    assert [len(layouts) for layouts in assigned.by_dp_rank] == [1, 1]
     assert sorted(numbers(assigned)) == [0, 1, 2, 3]
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -21,11 +20,11 @@ from fsdp_rig import (
     state_of,
     train,
 )
+from safetensors.torch import load_file
 from torch.nn import Linear, Sequential
 
 from configs.schema.fsdp import FsdpConfig
 from models.train.errors import (
-    BackendMisuse,
     CheckpointUnavailable,
     TrainConfigInvalid,
     UnsupportedModel,
@@ -218,21 +217,22 @@ def test_the_reference_of_lora_is_the_model_without_adapters(make: Make) -> None
     assert sum(parameter.numel() for _, parameter in models.updater.named_parameters) < 8000
 
 
-def test_adapters_alone_are_what_peft_reads(make: Make, small: Path) -> None:
+def test_adapters_alone_are_what_peft_reads(make: Make, small: Path, tmp_path: Path) -> None:
     """Put into the model that training started from, they give the exported weights."""
     from peft import LoraConfig, get_peft_model
     from peft.utils import set_peft_model_state_dict
     from transformers import AutoModelForCausalLM
 
     trainer = make(**LORA | {"lora_target_modules": ("q_proj", "down_proj")})
-    models: Any = trainer._models
     train(trainer, range(2))
-    settings = json.loads(json.dumps(models.adapter_settings()))
-    assert settings["r"] == 2
-    assert settings["target_modules"] == ["down_proj", "q_proj"]
+    trainer.save(tmp_path / "state")
+    settings = LoraConfig.from_pretrained(str(tmp_path / "state" / "adapter"))
+    assert settings.r == 2
+    assert settings.target_modules == {"down_proj", "q_proj"}
     base = AutoModelForCausalLM.from_pretrained(small, dtype=torch.float32)
-    with_adapters = get_peft_model(base, LoraConfig(**settings))
-    loaded = set_peft_model_state_dict(with_adapters, dict(models.adapter()))
+    with_adapters = get_peft_model(base, settings)
+    adapters = load_file(tmp_path / "state" / "adapter" / "adapter_model.safetensors")
+    loaded = set_peft_model_state_dict(with_adapters, adapters)
     assert not loaded.unexpected_keys
     merged = with_adapters.merge_and_unload().state_dict()
     exported = dict(trainer.export_weights())
@@ -280,11 +280,3 @@ def test_lora_refuses_what_it_cannot_do(make: Make, fields: dict[str, Any], word
         make(**LORA | fields)
     with pytest.raises(UnsupportedModel, match=r"embed_tokens of Qwen3ForCausalLM is no linear layer"):
         make(**LORA | {"lora_target_modules": ("embed_tokens",)})
-
-
-def test_there_are_no_adapters_without_lora(make: Make) -> None:
-    models: Any = make()._models
-    with pytest.raises(BackendMisuse, match="--lora-rank is 0"):
-        next(models.adapter())
-    with pytest.raises(BackendMisuse, match="--lora-rank is 0"):
-        models.adapter_settings()

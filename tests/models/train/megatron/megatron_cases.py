@@ -35,14 +35,14 @@ _TP2 = {"tensor_model_parallel_size": 2}
 _PP2 = {"pipeline_model_parallel_size": 2}
 _EXPERTS = {**_TP2, "sequence_parallel": True, "expert_model_parallel_size": 2}
 CASES = (
-    Case("one", 1, ("chunked", "broken", "supervised"), {}),
+    Case("one", 1, ("chunked", "broken", "supervised", "branches", "branches_flat"), {}),
     Case("one_plain", 1, ("five",), {**_PLAIN, "recompute_granularity": "full"}),
     Case("one_bf16", 1, ("five", "ppo"), {"train_dtype": "bfloat16"}),
     Case("tp2", 2, ("five", "five_qwen2", "ppo", "renewed", "chunked"), _TP2),
     Case("tp2_sequence", 2, ("five_deepseek", "five_glm4_moe", "ppo"), {**_TP2, "sequence_parallel": True}),
     Case("pp2", 2, ("five", "five_glm4", "broken", "ppo"), _PP2),
     Case("pp2_virtual", 2, ("five_untied",), {**_PP2, "virtual_pipeline_model_parallel_size": 2}),
-    Case("dp2", 2, ("five", "five_llama", "supervised"), {}),
+    Case("dp2", 2, ("five", "five_llama", "supervised", "branches"), {}),
     Case("dp2_overlap", 2, ("ppo", "five_untied"), _SPREAD),
     Case("ep2", 2, ("experts",), {"expert_model_parallel_size": 2}),
     Case("cp2", 2, ("five_untied", "ppo"), {"context_parallel_size": 2}),

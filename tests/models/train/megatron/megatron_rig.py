@@ -9,7 +9,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -25,6 +25,7 @@ from models.algorithms.modes import resolve_correction
 from models.train.interface import TrainSequence
 from models.train.spec import TrainSpec
 from models.train.trainer import Trainer
+from tests.models.train.branches import branched_batch
 from tests.models.train.sequences import sequence
 
 VOCABULARY = 33  # odd: matrices are padded wherever they are split
@@ -38,6 +39,7 @@ class Recipe:
     steps: int = 2
     steps_per_batch: int = 1
     broken: tuple[int, ...] = ()  # batches whose gradient is not finite
+    batches: Literal["groups", "branches", "flat"] = "groups"
     fields: dict[str, Any] = field(default_factory=dict)
 
 
@@ -64,6 +66,8 @@ RECIPES: dict[str, Recipe] = {
         },
     ),
     **{f"five_{family}": Recipe(family, 5, fields=_POLICY) for family in _FAMILIES},
+    "branches": Recipe("untied", 3, batches="branches", fields=_POLICY),
+    "branches_flat": Recipe("untied", 3, batches="flat", fields=_POLICY),
     "supervised": Recipe("untied", 2, fields={"loss_type": "sft_loss", "weight_decay": 0.1, "lr_warmup_iters": 3}),
 }
 
@@ -201,8 +205,7 @@ def train(trainer: Trainer, recipe: Recipe) -> tuple[dict[str, Any], dict[str, t
     batches = recipe.steps // recipe.steps_per_batch
     for batch in range(batches):
         trainer.begin_batch(rollouts=12, steps=recipe.steps_per_batch)
-        sequences = make_sequences(batch, broken=batch in recipe.broken)
-        for part in (sequences[:5], sequences[5:]):
+        for part in parts_of(recipe, batch):
             trainer.accumulate(part)
             trainer.flush()
         metrics += [trainer.step() for _ in range(recipe.steps_per_batch)]
@@ -212,6 +215,16 @@ def train(trainer: Trainer, recipe: Recipe) -> tuple[dict[str, Any], dict[str, t
     tensors = {f"weights/{name}": tensor for name, tensor in weights}
     tensors |= {"before": torch.from_numpy(np.concatenate(before)), "after": torch.from_numpy(np.concatenate(after))}
     return {"metrics": metrics, "names": [name for name, _ in weights]}, tensors
+
+
+def parts_of(recipe: Recipe, batch: int) -> list[list[TrainSequence]]:
+    """A batch as it is handed over: in two calls, each of whole rollouts."""
+    if recipe.batches == "groups":
+        sequences = make_sequences(batch, broken=batch in recipe.broken)
+        return [sequences[:5], sequences[5:]]
+    sequences = branched_batch(batch, VOCABULARY, as_flat=recipe.batches == "flat")
+    first = sequences[0].group_id
+    return [[s for s in sequences if (s.group_id == first) is early] for early in (True, False)]
 
 
 def write(out: Path, name: str, found: dict[str, Any], tensors: dict[str, torch.Tensor]) -> None:

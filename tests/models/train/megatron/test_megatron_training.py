@@ -21,6 +21,7 @@ from models.train.trainer import Trainer
 
 # What depends on how the shares were packed; and a threshold at 0 of a margin that is 0 but for rounding.
 LAYOUT = {"train/micro_batches", "train/padding_frac", "train/shared_prompt_frac", "train/value_clipfrac"}
+SHARED = ("branches", "branches_flat")
 Expected = dict[str, tuple[dict[str, Any], dict[str, torch.Tensor]]]
 
 
@@ -86,6 +87,20 @@ def test_every_layout_trains_as_torch_does(tmp_path: Path) -> None:
     wrong = [text for case in CASES for recipe in case.recipes for text in differences(case, recipe, out, expected)]
     assert not wrong, "\n".join(wrong[:40])
     check_expectations(expected)
+    check_branches(out)
+
+
+def check_branches(out: Path) -> None:
+    """On Megatron, rollouts that share tokens train as the flat batch that was written by hand."""
+    found, flat = (json.loads((out / f"one-{name}-0.json").read_text())["metrics"] for name in SHARED)
+    assert [one["train/loss"] for one in found] == pytest.approx([one["train/loss"] for one in flat], abs=1e-6)
+    assert [one["train/grad_norm"] for one in found] == pytest.approx(
+        [one["train/grad_norm"] for one in flat], abs=1e-6
+    )
+    branches, by_hand = (load_file(out / f"one-{name}-0.safetensors") for name in SHARED)
+    for key, tensor in by_hand.items():
+        if key.startswith("weights/"):
+            torch.testing.assert_close(branches[key], tensor, atol=1e-6, rtol=0)
 
 
 def check_expectations(expected: Expected) -> None:
