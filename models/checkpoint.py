@@ -17,7 +17,7 @@ import contextlib
 import errno
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Final
 
@@ -133,7 +133,10 @@ def read_manifest(directory: Path) -> Manifest:
 def verify_files(directory: Path, manifest: Manifest) -> None:
     """Read every listed file and compare its checksum. Raises CheckpointError naming the first that differs."""
     for name, entry in manifest.files.items():
-        found = file_xxh3(directory / name)
+        try:
+            found = file_xxh3(directory / name)
+        except OSError as error:
+            raise CheckpointError(f"{directory / name} cannot be read ({error}); use another checkpoint") from error
         if found != entry.xxh3:
             raise CheckpointError(
                 f"{directory / name} is damaged: checksum {found}, expected {entry.xxh3}; use another checkpoint"
@@ -163,6 +166,31 @@ def latest_checkpoint(root: Path) -> Path | None:
     """The newest complete checkpoint under `root` by (epoch, step), or None. A damaged one is passed over."""
     found = _complete(root)
     return found[-1] if found else None
+
+
+def resumable_checkpoint(root: Path, tell: Callable[[str], None]) -> tuple[Path, Manifest] | None:
+    """The newest checkpoint whose files are as they were written; None if none was ever completed.
+
+    `tell` hears of each damaged one that is passed over. Raises CheckpointError if all are damaged: to begin anew would
+    prune what can perhaps still be saved.
+    """
+    damaged: list[str] = []
+    for path in reversed(_complete(root, damaged)):
+        manifest = read_manifest(path)
+        try:
+            verify_files(path, manifest)
+        except CheckpointError as error:
+            damaged.append(str(error))
+            continue
+        for sentence in damaged:
+            tell(f"passed over: {sentence}")
+        return path, manifest
+    if damaged:
+        raise CheckpointError(
+            f"no checkpoint in {root} can be resumed: {'; '.join(damaged)}; restore one of them from a copy, or start "
+            "a new run in another directory"
+        )
+    return None
 
 
 def prune(root: Path, keep: int) -> list[Path]:
@@ -213,13 +241,17 @@ def _files(directory: Path) -> list[Path]:
     return sorted(path for path in directory.rglob("*") if path.is_file())
 
 
-def _complete(root: Path) -> list[Path]:
-    """Complete checkpoints under root, oldest first."""
+def _complete(root: Path, damaged: list[str] | None = None) -> list[Path]:
+    """Complete checkpoints under root, oldest first; what is wrong with the others is added to `damaged`."""
     found: list[tuple[int, int, Path]] = []
     for path in sorted(root.iterdir()) if root.is_dir() else []:
         if path.is_dir() and (not path.name.startswith(".") or _orphaned(path)):
-            with contextlib.suppress(CheckpointError):  # incomplete or damaged: not a checkpoint
+            try:
                 manifest = read_manifest(path)
+            except CheckpointError as error:
+                if damaged is not None:
+                    damaged.append(str(error))
+            else:
                 found.append((manifest.epoch, manifest.step, path))
     return [path for _, _, path in sorted(found)]
 

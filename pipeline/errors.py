@@ -7,6 +7,7 @@ import errno
 from models.algorithms.errors import AlgorithmError
 from models.checkpoint import CheckpointError
 from models.engines.errors import EngineStartError
+from models.import_path import ImportPathError
 from models.train.errors import CheckpointUnavailable, TrainConfigInvalid, TrainStateUnreadable, UnsupportedModel
 from models.weights.errors import SlotDirectoryError, SourceError
 from pipeline.observe.errors import ObserveError
@@ -27,6 +28,7 @@ USER_ERRORS: tuple[type[BaseException], ...] = (
     DataError,
     EngineStartError,
     GradingError,
+    ImportPathError,
     ObserveError,
     SecurityError,
     SlotDirectoryError,

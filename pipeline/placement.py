@@ -13,6 +13,7 @@ from typing import Any
 
 from configs.graph import engine_count, frozen_engines, is_address
 from configs.schema import Config
+from models.import_path import import_path
 from models.train.trainer_group.rank_spec import needs_trainer_group, processes_of
 from models.weights.slots_directory import choose_directory
 from pipeline.graph import Graph, Node, Stream
@@ -22,7 +23,6 @@ from pipeline.record.run_directory import RunDir
 from pipeline.stream_limits import UNBOUNDED_BYTES
 from pipeline.supervise.restarts import EngineSpec
 from pipeline.supervise.trainer_group import check_trainer_group, engines_gpus
-from stages.group.filters import import_path
 from stages.options import GenerateOptions, StageOptions, TrainOptions
 from stages.prompts.staleness_gate import StalenessGate
 

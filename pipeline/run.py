@@ -20,8 +20,8 @@ import msgspec
 from configs.load import config_hash, dump_toml
 from configs.resolve import num_rollout_for
 from configs.schema import Config
-from models.checkpoint import Manifest, latest_checkpoint, read_manifest
-from models.weights.slots_directory import remove_stale
+from models.checkpoint import Manifest, latest_checkpoint, resumable_checkpoint
+from models.weights.slots_directory import remove_if_stale, remove_stale
 from pipeline.controller import Controller
 from pipeline.errors import Interrupted, RunError, UsageError, leaf, user_error
 from pipeline.graph import build
@@ -72,7 +72,7 @@ def run(config: Config) -> int:
 
 
 def _run(config: Config, rundir: RunDir) -> int:
-    rundir.config.write_text(dump_toml(config))
+    resolved = dump_toml(config)
     check_names(config)
     check_trainer(config)
     prepare_sglang(config)  # tells what is wrong now, not after a warm start; what it learns is remembered
@@ -81,13 +81,15 @@ def _run(config: Config, rundir: RunDir) -> int:
     config = prepare(config, rundir.path / "assets")
     if config.engine.frozen_engine:
         asyncio.run(check_frozen(config, load_tokenizer(config.train.hf_checkpoint)))
-    checkpoint = latest_checkpoint(rundir.checkpoints)
-    if config.warm_start.warm_start_steps and checkpoint is None:
+    found = resumable_checkpoint(rundir.checkpoints, _tell)
+    if config.warm_start.warm_start_steps and found is None:
+        rundir.write_config(resolved)
         config = _warm_start(config, rundir)
     elif config.warm_start.warm_start_steps:
         config = _with_model(config, rundir.path / "warm_start" / "model")
-    manifest = read_manifest(checkpoint) if checkpoint is not None else None
-    with Phase(config, rundir, checkpoint, manifest, experiment) as phase:
+    phase = Phase(config, rundir, found, experiment)
+    rundir.write_config(resolved)  # what was refused has changed nothing
+    with phase:
         try:
             reason = phase.run()
         except BaseException as error:
@@ -96,6 +98,10 @@ def _run(config: Config, rundir: RunDir) -> int:
             raise
         conclude(phase.recorder, phase.config, reason)
     return 130 if reason == "interrupted" else 0
+
+
+def _tell(line: str) -> None:
+    sys.stderr.write(f"{line}\n")
 
 
 def _with_model(config: Config, model: Path) -> Config:
@@ -171,18 +177,18 @@ class Phase:
         self,
         config: Config,
         rundir: RunDir,
-        checkpoint: Path | None = None,
-        manifest: Manifest | None = None,
+        resumed: tuple[Path, Manifest] | None = None,
         experiment: str = "",
     ) -> None:
-        self.rundir, self.manifest = rundir, manifest
+        self.rundir = rundir
+        checkpoint, manifest = resumed if resumed is not None else (None, None)
+        self.checkpoint, self.manifest = checkpoint, manifest
         tokenizer = self.tokenizer = load_tokenizer(config.train.hf_checkpoint, config.data.chat_template_path)
         self.prompts = load_train_prompts(config, tokenizer=tokenizer)
         self.eos_id = tokenizer.eos_ids[0] if tokenizer.eos_ids else None
         self.config = _with_data(config, self.prompts)
         self.epoch = manifest.epoch + 1 if manifest else 0
         self.snapshot = msgspec.json.decode(manifest.ledger, type=LedgerSnapshot) if manifest else None
-        self.checkpoint = checkpoint
         self._check_data()
         self.reopened = tuple(group.group_id for group in self.snapshot.open) if self.snapshot else ()
         kept = restorable(checkpoint, config.rollout.n_samples_per_prompt) if checkpoint is not None else frozenset()
@@ -195,6 +201,13 @@ class Phase:
             experiment=experiment,
             data=self.prompts.fingerprint,
         )
+        self.graph = build(self.config)
+        self.slots = slots_directory(self.run_id, rundir, self.config.train.hf_checkpoint)
+        self.placement = self._place()
+
+    @property
+    def run_id(self) -> str:
+        return self.rundir.sockets.name.removeprefix("sluice-")
 
     def _check_data(self) -> None:
         """A resumed run must find the prompts that its cursor counts."""
@@ -216,8 +229,27 @@ class Phase:
         """Run it; return why it ended. Raises RunError."""
         import uvloop
 
-        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-            return runner.run(self._main())
+        try:
+            with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+                return runner.run(self._main())
+        finally:
+            remove_if_stale(self.slots)  # a trainer that was killed could not
+
+    def _place(self) -> Placement:
+        """Raises UsageError for what does not fit on the machine."""
+        start = self.manifest.step if self.manifest else 0
+        resume_from = str(self.checkpoint) if self.checkpoint is not None else None
+        policy = read_policy_config(Path(self.config.train.hf_checkpoint))
+        return Placement(
+            self.config,
+            self.rundir,
+            self.graph,
+            self.run_id,
+            model_path=str(self.checkpoint / "hf") if self.checkpoint is not None else self.config.train.hf_checkpoint,
+            max_context=self.config.rollout.rollout_max_context_len,
+            train=TrainOptions(start, self.epoch, resume_from, frozenset(self.restored), str(self.slots)),
+            vocab_size=policy.vocab_size if policy is not None else None,
+        )
 
     async def _main(self) -> str:
         task = asyncio.current_task()
@@ -227,31 +259,15 @@ class Phase:
             step = self.manifest.step if self.manifest else 0
             next_group = self.snapshot.next_group if self.snapshot else 0
             self.recorder.journal.write(RolledBack(step, self.epoch, next_group, self.reopened, self.restored))
-        graph = build(self.config)
-        run_id = f"{self.rundir.sockets.name.removeprefix('sluice-')}"
-        start = self.manifest.step if self.manifest else 0
-        resume_from = str(self.checkpoint) if self.checkpoint is not None else None
-        policy = read_policy_config(Path(self.config.train.hf_checkpoint))
-        slots = slots_directory(run_id, self.rundir, self.config.train.hf_checkpoint)
-        placement = Placement(
-            self.config,
-            self.rundir,
-            graph,
-            run_id,
-            model_path=str(self.checkpoint / "hf") if self.checkpoint is not None else self.config.train.hf_checkpoint,
-            max_context=self.config.rollout.rollout_max_context_len,
-            train=TrainOptions(start, self.epoch, resume_from, frozenset(self.restored), str(slots)),
-            vocab_size=policy.vocab_size if policy is not None else None,
-        )
         (self.rundir.path / "config.json").write_bytes(msgspec.json.encode(self.config))  # for people
         controller = Controller(
             self.config,
             self.rundir,
-            graph,
-            placement,
+            self.graph,
+            self.placement,
             self.prompts,
             self.recorder,
-            LocalLauncher(self.rundir, placement.computing),
+            LocalLauncher(self.rundir, self.placement.computing),
             eos_id=self.eos_id,
             encode=self.tokenizer.encode,
             snapshot=self.snapshot,
@@ -265,7 +281,7 @@ def _with_data(config: Config, prompts: PromptSet) -> Config:
     """Fill in what only the data knows: the number of rollouts of an epoch, the grader."""
     replace = msgspec.structs.replace
     for line in prompts.report.lines():
-        sys.stderr.write(f"{line}\n")
+        _tell(line)
     config = replace(config, rollout=replace(config.rollout, num_rollout=num_rollout_for(config, len(prompts))))
     supervised = config.train.loss_type == "sft_loss"
     if not supervised or config.warm_start.warm_start_steps:  # a warm start is not spent on data that fails after it
@@ -276,6 +292,6 @@ def _with_data(config: Config, prompts: PromptSet) -> Config:
     chosen = reward.custom_rm_path is not None or reward.reward_component or prompts.report.rm_types
     if reward.rm_type == "auto" and not chosen:
         grader, why = choose_auto(prompts.report.labels)
-        sys.stderr.write(f"grader {grader}: {why}\n")
+        _tell(f"grader {grader}: {why}")
         reward = replace(reward, rm_type=grader)
     return replace(config, reward=reward)

@@ -3,8 +3,7 @@
 StageError
 ├── BufferOrderError     a buffer order of the user's own gave no waiting group
 ├── FilterError          a filter cannot judge a group
-│   ├── FilterNameError  a filter that does not exist, or whose argument cannot be read
-│   └── FilterPathError  an import path that does not lead to a function
+│   └── FilterNameError  a filter that does not exist, or whose argument cannot be read
 ├── NoVerdicts           the curriculum waits for pass rates, and the grader gives none
 ├── Starved              group after group was settled without being trained
 └── UntrainableGroup     the rewards of a group do not become advantages; it ends the group, not the run
@@ -27,10 +26,6 @@ class FilterError(StageError):
 
 class FilterNameError(FilterError):
     """A filter that does not exist, or whose argument cannot be read."""
-
-
-class FilterPathError(FilterError):
-    """An import path does not lead to a function."""
 
 
 class NoVerdicts(StageError):

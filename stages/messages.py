@@ -77,6 +77,12 @@ class PromptGroup(Struct, frozen=True, array_like=True):
     requeued: int = 0
 
     @property
+    def key(self) -> str:
+        """Names the group among those of the run and of all evaluations."""
+        place = f"{self.dataset}@{self.pinned_version}:" if self.purpose == "eval" else ""
+        return f"{place}{self.group_id}"
+
+    @property
     def row_metadata(self) -> Any:
         return msgspec.json.decode(self.metadata)
 
@@ -227,11 +233,9 @@ class RolloutSlice(Struct, frozen=True, array_like=True):
     @property
     def key(self) -> str:
         """Names this slice in its stream: the same rollouts at the same turn have the same key."""
-        group = self.group
         turns = sum(sample.turns for sample in self.samples)
-        place = f"{group.dataset}@{group.pinned_version}:" if group.purpose == "eval" else ""
         members = ",".join(f"{s.index}.{s.sequence}" if s.sequences > 1 else str(s.index) for s in self.samples)
-        return f"{place}{group.group_id}/{members}/{turns}"
+        return f"{self.group.key}/{members}/{turns}"
 
 
 class Settled(Struct, frozen=True, array_like=True, tag=True):

@@ -1,13 +1,15 @@
-"""How typed messages move between stages: streams with credit and leases, and a latest-value topic.
+"""How typed messages move between stages: streams with credit and leases, a latest-value topic, bytes by name.
 
 Knows no stage and no tensor. Start at `Node`; the protocol itself is in `transport.core`, as pure state machines.
 """
 
+from transport.core.byte_transfer import Blob, Transfer
 from transport.errors import (
     AddressError,
     AddressInUse,
     AddressInvalid,
     AddressRefused,
+    BlobGone,
     DecodeError,
     LinkError,
     LinkLost,
@@ -22,6 +24,7 @@ from transport.errors import (
 )
 from transport.links.security import Security
 from transport.node import Node
+from transport.ports.byte_transfer import ByteClient, ByteServer
 from transport.ports.hub import Hub
 from transport.ports.inlet import Inlet
 from transport.ports.outlet import Outlet
@@ -33,6 +36,10 @@ __all__ = [
     "AddressInUse",
     "AddressInvalid",
     "AddressRefused",
+    "Blob",
+    "BlobGone",
+    "ByteClient",
+    "ByteServer",
     "DeadLetter",
     "DecodeError",
     "Hub",
@@ -52,6 +59,7 @@ __all__ = [
     "StreamSpec",
     "TopicClient",
     "TopicServer",
+    "Transfer",
     "TransportError",
     "UsageError",
 ]

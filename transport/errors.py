@@ -13,7 +13,8 @@
     ├── LinkError               the other side
     │   ├── LinkRefused         it answered REFUSE: protocol, run, stream or schema differ
     │   ├── LinkLost            it has been silent for longer than give_up_s
-    │   └── StreamFinished      the stream has ended, nothing more is accepted
+    │   ├── StreamFinished      the stream has ended, nothing more is accepted
+    │   └── BlobGone            the blob is not served any more, or anew
     └── UsageError              closed node or port, forked process, lease settled twice, unusable schema or spec
 
 All take one string, so that they survive being sent between processes by a runner.
@@ -76,6 +77,10 @@ class LinkLost(LinkError):
 
 class StreamFinished(LinkError):
     """The stream has ended."""
+
+
+class BlobGone(LinkError):
+    """The blob is not served (any more), or another one under its name."""
 
 
 class UsageError(TransportError):

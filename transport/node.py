@@ -24,6 +24,7 @@ from transport.errors import AddressInUse, UsageError
 from transport.links.link import Decode, Endpoint, Fabric, Link
 from transport.links.security import Security
 from transport.links.zmq_link import ZmqFabric
+from transport.ports.byte_transfer import ByteClient, ByteServer
 from transport.ports.endpoint import PeerPort
 from transport.ports.hub import Hub
 from transport.ports.inlet import Inlet
@@ -168,6 +169,21 @@ class Node:
         client = TopicClient(address, TopicClientCore(hello, give_up_s=self._give_up_s))
         client.link = fabric.connect(address, client, wire.decode_from_topic)
         await self._open(client)
+        return client
+
+    async def byte_server(self, address: str) -> ByteServer:
+        """Bind a server of bytes here; it serves nothing yet."""
+        server = ByteServer(self.run_id)
+        server.link = await self._bind(self._usable(), address, server, 0, wire.decode_to_bytes)
+        self._start(server, self._hosts)
+        return server
+
+    async def byte_client(self, address: str) -> ByteClient:
+        """A client of a byte server. Whether that is there, the first call tells."""
+        fabric = self._usable()
+        client = ByteClient(self.run_id, address, give_up_s=self._give_up_s)
+        client.link = fabric.connect(address, client, wire.decode_from_bytes)
+        self._start(client, self._peers)
         return client
 
     def _make_fabric(self) -> Fabric:

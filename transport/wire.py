@@ -1,4 +1,4 @@
-"""The control messages of a hop and of a topic: small msgpack headers, decoded by type only.
+"""The control messages of a hop, of a topic and of a byte transfer: small msgpack headers, decoded by type only.
 
 Invariants: field order is the protocol (append only, with defaults); a header never exceeds HEADER_LIMIT bytes except
 for reports whose length is bounded by a consumer's window; counters of credit are absolute, so a grant may be lost or
@@ -16,6 +16,7 @@ PROTOCOL = 1
 HEADER_LIMIT = 1 << 20
 KEY_LIMIT = 1024
 REASON_LIMIT = 4000
+CHUNK_LIMIT = 16 << 20
 
 Count = Annotated[int, Meta(ge=0, le=2**63 - 1)]
 Name = Annotated[str, Meta(max_length=KEY_LIMIT)]
@@ -198,14 +199,47 @@ class TopicAck(Struct, frozen=True, array_like=True, tag=50, gc=False):
     revision: Count
 
 
+# Byte transfer.
+
+
+class ByteAsk(Struct, frozen=True, array_like=True, tag=64, gc=False):
+    """Send me these bytes of a blob; of none, its size and generation. Complete in itself: it may be repeated."""
+
+    protocol: int
+    run_id: Name
+    number: Count
+    name: Name
+    generation: Name  # empty: of whichever there is
+    offset: Count
+    size: Annotated[int, Meta(ge=0, le=CHUNK_LIMIT)]
+
+
+class ByteChunk(Struct, frozen=True, array_like=True, tag=65, gc=False):
+    """The bytes asked for, in the next frame; fewer where the blob ends."""
+
+    number: Count
+    generation: Name
+    total: Count  # size of the blob
+    size: Count
+    checksum: Count
+
+
+class ByteRefusal(Struct, frozen=True, array_like=True, tag=66, gc=False):
+    number: Count
+    reason: Reason
+
+
 ToHub = Hello | Put | Ping | Report | Drain | Fin | FinAck
 FromHub = Welcome | Refuse | Accepted | Work | Settled | Who | End | Fin | FinAck
 ToTopic = TopicHello | TopicPut | TopicPing | Fin
 FromTopic = TopicSnapshot | TopicChange | TopicAck | Refuse | Who | FinAck
-AnyMessage = ToHub | FromHub | ToTopic | FromTopic
+FromBytes = ByteChunk | ByteRefusal
+AnyMessage = ToHub | FromHub | ToTopic | FromTopic | ByteAsk | FromBytes
 
 encode = msgspec.msgpack.Encoder().encode
 decode_to_hub = msgspec.msgpack.Decoder(ToHub).decode
 decode_from_hub = msgspec.msgpack.Decoder(FromHub).decode
 decode_to_topic = msgspec.msgpack.Decoder(ToTopic).decode
 decode_from_topic = msgspec.msgpack.Decoder(FromTopic).decode
+decode_to_bytes = msgspec.msgpack.Decoder(ByteAsk).decode
+decode_from_bytes = msgspec.msgpack.Decoder(FromBytes).decode

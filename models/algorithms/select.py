@@ -11,13 +11,13 @@ Invariant: nothing is imported before it is asked for, so that stages can choose
 
 from __future__ import annotations
 
-import importlib
 import importlib.util
 from collections.abc import Callable, Mapping
 from typing import TypeVar, cast
 
 from configs.schema.did_you_mean import did_you_mean
 from models.algorithms.errors import UnknownAlgorithm
+from models.import_path import ImportPathError, import_path
 
 F = TypeVar("F", bound=Callable[..., object])
 
@@ -28,28 +28,16 @@ def pick(kind: str, name: str, table: Mapping[str, F]) -> F:
     """The function called `name`, of the given kind. Raises `UnknownAlgorithm`."""
     if name in table:
         return table[name]
-    if ":" in name:
-        module_name, _, attribute = name.partition(":")
-        return cast(F, _load(kind, name, module_name, attribute))
-    module_name = f"{PACKAGE}.{name}"
-    if not name.isidentifier() or importlib.util.find_spec(module_name) is None:
+    path = name if ":" in name else f"{PACKAGE}.{name}:{kind}"
+    if path != name and (not name.isidentifier() or importlib.util.find_spec(f"{PACKAGE}.{name}") is None):
         raise UnknownAlgorithm(
             f"{kind} {name!r} is unknown: choose one of {', '.join(sorted(table))} "
             f"or give an import path package.module:function{did_you_mean(name, table)}"
         )
-    return cast(F, _load(kind, name, module_name, kind))
-
-
-def _load(kind: str, name: str, module_name: str, attribute: str) -> Callable[..., object]:
     try:
-        module = importlib.import_module(module_name)
-    except ImportError as error:
-        raise UnknownAlgorithm(
-            f"{kind} {name!r} cannot be imported ({error}): put the module on PYTHONPATH or correct the path"
-        ) from error
-    found = getattr(module, attribute, None)
+        found = import_path(path)
+    except ImportPathError as error:
+        raise UnknownAlgorithm(f"{kind} {name!r}: {error}") from error
     if not callable(found):
-        raise UnknownAlgorithm(
-            f"{kind} {name!r}: module {module_name} has no function {attribute!r}; define it or correct the path"
-        )
-    return cast("Callable[..., object]", found)
+        raise UnknownAlgorithm(f"{kind} {name!r}: {path!r} is no function; define it or correct the path")
+    return cast(F, found)

@@ -15,11 +15,11 @@ from typing import Any
 from msgspec import Struct
 
 from configs.schema import Config
+from models.import_path import import_path
 from pipeline.hosts.rendezvous import awaited, retire_key
 from pipeline.observe.spans import StageSpans
 from pipeline.observe.stats import STATS_PREFIX, StageStats
 from stages.base import Stage, StageContext
-from stages.group.filters import import_path
 from stages.options import StageOptions
 from stages.ports import Ports
 from transport import Inlet, Node, TopicClient

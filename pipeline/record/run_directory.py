@@ -10,7 +10,8 @@
     summary.json, learning_curve.png
     bias.json            lengths and pass rates by how groups ended: what filters and staleness select
 
-Invariant: a directory belongs to one live run (it is locked), and a finished run is never written over.
+Invariants: a directory belongs to one live run (it is locked), and a finished run is never written over; the directory
+of its sockets is locked as well, so that the next run can tell and remove what a killed one left.
 """
 
 from __future__ import annotations
@@ -18,12 +19,13 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
-import shutil
+import secrets
 import tempfile
 from pathlib import Path
 from types import TracebackType
 from typing import IO
 
+from models.weights.slots_directory import PREFIX, DirectoryLease, remove_stale
 from pipeline.errors import UsageError
 
 MIN_FREE_BYTES = 64 << 20
@@ -51,6 +53,7 @@ class RunDir:
         self.summary = self.path / "summary.json"
         self.tensorboard = self.path / "tensorboard"
         self.sockets = Path()
+        self._sockets: DirectoryLease | None = None
         self._lock: IO[str] | None = None
 
     def open(self, *, resume: bool) -> RunDir:
@@ -71,14 +74,21 @@ class RunDir:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             self._check_space()
             runtime = os.environ.get("XDG_RUNTIME_DIR")
-            self.sockets = Path(
-                tempfile.mkdtemp(prefix="sluice-", dir=runtime if runtime and Path(runtime).is_dir() else None)
-            )
+            home = Path(runtime if runtime and Path(runtime).is_dir() else tempfile.gettempdir())
+            remove_stale(home)  # what killed runs left; a live one holds the lock of its own
+            self._sockets = DirectoryLease(home / f"{PREFIX}{secrets.token_hex(4)}")
+            self.sockets = self._sockets.directory
         except BlockingIOError:
             raise UsageError(f"--run-dir {self.path} is in use by another run; choose another directory") from None
         except OSError as error:
             raise disk_error(self.path, error) from error
         return self
+
+    def write_config(self, text: str) -> None:
+        """Keep the resolved configuration. Only once nothing can refuse it: a resume reads it before its own flags."""
+        draft = self.path / f".{self.config.name}.draft"
+        draft.write_text(text)
+        draft.replace(self.config)
 
     def _check_space(self) -> None:
         probe = self.path / ".space"
@@ -89,8 +99,8 @@ class RunDir:
             probe.unlink(missing_ok=True)
 
     def close(self) -> None:
-        if self.sockets != Path():
-            shutil.rmtree(self.sockets, ignore_errors=True)
+        if self._sockets is not None:
+            self._sockets.release()
         if self._lock is not None:
             self._lock.close()
             self._lock = None

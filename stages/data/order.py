@@ -13,31 +13,15 @@ from functools import lru_cache
 import numpy as np
 import numpy.typing as npt
 
-_MASK = (1 << 64) - 1
-
-
-def mix64(value: int) -> int:
-    """The finaliser of SplitMix64 (Steele, Lea, Flood 2014): a bijection on 64-bit integers that scatters its input."""
-    value = (value + 0x9E3779B97F4A7C15) & _MASK
-    value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
-    value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & _MASK
-    return value ^ (value >> 31)
-
-
-def _mix64_array(values: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
-    """`mix64` of each element; numpy's unsigned arithmetic wraps as the mask above does."""
-    values = values + np.uint64(0x9E3779B97F4A7C15)
-    values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return values ^ (values >> np.uint64(31))
+from models.engines.noise import GOLDEN, mix64, mix_array
 
 
 # Two epochs: around an epoch's end, requeued prompts of the old one interleave with the new one.
 @lru_cache(maxsize=4)
 def _permutation(n: int, seed: int, epoch: int) -> npt.NDArray[np.int64]:
     """[n] prompt indices of one epoch: the indices sorted by a keyed hash of themselves."""
-    key = mix64(mix64(seed & _MASK) ^ epoch)
-    keys = _mix64_array(np.arange(n, dtype=np.uint64) ^ np.uint64(key))
+    key = mix64(mix64(seed) ^ epoch)
+    keys = mix_array((np.arange(n, dtype=np.uint64) ^ np.uint64(key)) + GOLDEN)
     order = np.argsort(keys, kind="stable").astype(np.int64, copy=False)
     order.flags.writeable = False
     return order

@@ -136,9 +136,9 @@ class EvaluateStage(Stage):
         """Waits for the hub's acceptance, a window of prompts at a time."""
         window = asyncio.Semaphore(SENDS_AT_ONCE)
 
-        async def send(group: PromptGroup, key: str) -> None:
+        async def send(group: PromptGroup) -> None:
             try:
-                await ports.outlets["out"].send(group, key)
+                await ports.outlets["out"].send(group, group.key)
             finally:
                 window.release()
 
@@ -147,7 +147,7 @@ class EvaluateStage(Stage):
                 for index in range(len(prompts)):
                     await window.acquire()
                     group = self._prompt_group(name, prompts, index, version)
-                    sends.create_task(send(group, f"{name}@{version}/{index}"))
+                    sends.create_task(send(group))
 
     def _prompt_group(self, name: str, prompts: PromptSet, index: int, version: int) -> PromptGroup:
         prompt = prompts.get(index)

@@ -72,7 +72,7 @@ class Requests:
             self.params(group, first, budget, len(samples)),
             token_ids=first.token_ids.tolist(),
             prompt_length=first.prompt_length,
-            session=session_key(group),
+            session=group.key,
             returning=first.response_length > 0 or first.replaced > 0,
             pinned_version=group.pinned_version,
             engine_s=None if deadline is None else deadline.left_s,
@@ -99,9 +99,3 @@ class Requests:
 def _seed(group: PromptGroup, sample: Sample) -> int:
     seed = group.seed & _SEED_BITS
     return mix(seed + sample.replaced * GOLDEN) & _SEED_BITS if sample.replaced else seed
-
-
-def session_key(group: PromptGroup) -> str:
-    """Names a group for the engines' choice: all its rollouts, with all their turns, have this key."""
-    place = f"{group.dataset}@{group.pinned_version}:" if group.purpose == "eval" else ""
-    return f"{place}{group.group_id}"

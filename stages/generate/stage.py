@@ -20,11 +20,11 @@ from typing import Final
 
 import msgspec
 
+from models.import_path import import_path
 from stages.base import LoopStage, Stage, StageContext
 from stages.generate.requests import Requests
 from stages.generate.samples import new_sample
 from stages.generate.turns import Turns
-from stages.group.filters import import_path
 from stages.messages import PromptGroup, RolloutSlice, Sample, without_prompt
 from stages.options import GenerateOptions
 from stages.ports import Inlet, Lease, Outlet, Ports

@@ -8,13 +8,13 @@ list of the group's responses, and returns a list with one of these for each.
 from __future__ import annotations
 
 import contextlib
-import importlib
 import inspect
 import re
 from collections.abc import Callable, Iterable, Mapping
 
 import msgspec
 
+from models.import_path import ImportPathError, import_path
 from stages.graders.errors import UnknownGraderError
 from stages.graders.grade import Grade, GradeRequest, as_grade, failed
 
@@ -26,19 +26,12 @@ GroupFunction = Callable[[list[str], str | None, Mapping[str, object]], object]
 
 def import_function(path: str) -> Function:
     """The grader function of an import path. Raises UnknownGraderError, also for a signature that cannot be called."""
-    module_name, _, name = path.partition(":")
     try:
-        module = importlib.import_module(module_name)
-    except Exception as error:  # the module is the user's program: whatever its import raises is reported with its type
-        raise UnknownGraderError(
-            f"grader {path!r}: importing {module_name!r} failed ({type(error).__name__}: {error}); "
-            "check the name, and that its directory is on PYTHONPATH"
-        ) from error
-    function = getattr(module, name, None)
+        function = import_path(path)
+    except ImportPathError as error:
+        raise UnknownGraderError(f"grader {path!r}: {error}") from error
     if not callable(function):
-        raise UnknownGraderError(
-            f"grader {path!r}: {module_name!r} has no function {name!r}; check the name after the colon"
-        )
+        raise UnknownGraderError(f"grader {path!r} is no function; check the name after the colon")
     if inspect.iscoroutinefunction(function):
         raise UnknownGraderError(
             f"grader {path!r} is an async function; graders run in processes, so write a plain function"

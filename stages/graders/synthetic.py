@@ -13,9 +13,9 @@ import signal
 import time
 from collections.abc import Callable
 
+from models.engines.noise import GOLDEN, mix
 from stages.graders.grade import Grade, GradeRequest
 
-_MASK = (1 << 64) - 1
 _CALL = re.compile(r"(?P<name>[a-z]+)\((?P<arguments>[^()]*)\)")
 IN_WORKER_VARIABLE = "SLUICE_GRADER_WORKER"
 
@@ -23,13 +23,8 @@ Draw = Callable[[float, float], float]
 
 
 def uniform(seed: int, stream: int) -> float:
-    """A number in [0, 1) that is a fixed function of (seed, stream): SplitMix64's finaliser, applied twice."""
-    value = (seed + 0x9E3779B97F4A7C15 * (stream + 1)) & _MASK
-    for _ in range(2):
-        value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
-        value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & _MASK
-        value ^= value >> 31
-    return (value >> 11) / (1 << 53)
+    """A number in [0, 1) that is a fixed function of (seed, stream)."""
+    return (mix(mix(seed + GOLDEN * (stream + 1))) >> 11) * 2.0**-53
 
 
 def grade_length(target: int, request: GradeRequest) -> Grade:

@@ -10,14 +10,14 @@ would otherwise have to wait for new prompts (stages/train/buffer.py).
 
 from __future__ import annotations
 
-import importlib
 import math
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 from configs.schema import FilterConfig
 from configs.schema.did_you_mean import nearest
-from stages.errors import FilterError, FilterNameError, FilterPathError
+from models.import_path import import_path
+from stages.errors import FilterError, FilterNameError
 from stages.group.filter_rules import (
     FilterDecision,
     FilterState,
@@ -36,11 +36,9 @@ __all__ = [
     "FilterDecision",
     "FilterError",
     "FilterNameError",
-    "FilterPathError",
     "FilterState",
     "GroupFilter",
     "filters_on",
-    "import_path",
     "nonzero_std",
     "parse_filters",
     "resolve_filter",
@@ -63,19 +61,6 @@ EXAMPLES = {"pass_rate": "0.1_0.9", "reward": "-0.5_0.5", "length": "16_4096", "
 def filters_on(config: FilterConfig) -> bool:
     """Whether any group may be dropped."""
     return bool(config.dynamic_sampling_filter) or config.dynamic_sampling_filter_path is not None
-
-
-def import_path(path: str) -> Any:
-    """The object at `package.module:name`."""
-    module, _, name = path.partition(":")
-    if not module or not name:
-        raise FilterPathError(f"import path {path!r} must have the form package.module:name")
-    try:
-        return getattr(importlib.import_module(module), name)
-    except (ImportError, AttributeError) as error:
-        raise FilterPathError(
-            f"import path {path!r} cannot be loaded ({error}); check that it is importable from where you start"
-        ) from error
 
 
 def parse_filters(names: Sequence[str], state: FilterState | None = None) -> list[GroupFilter]:
@@ -147,7 +132,7 @@ def _unreadable(text: str, name: str, why: str) -> FilterNameError:
 
 
 def resolve_filter(config: FilterConfig, state: FilterState | None = None) -> list[GroupFilter]:
-    """The configured chain, built-in filters first. Raises FilterNameError and FilterPathError."""
+    """The configured chain, built-in filters first. Raises FilterNameError and ImportPathError."""
     chain = parse_filters(config.dynamic_sampling_filter, state)
     if config.dynamic_sampling_filter_path:
         custom: Callable[[RolloutSlice], Any] = import_path(config.dynamic_sampling_filter_path)

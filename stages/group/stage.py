@@ -50,13 +50,6 @@ class _Open:
         return RolloutSlice(self.group, tuple(sample for parts in rollouts(samples) for sample in parts))
 
 
-def place(group: PromptGroup) -> str:
-    """Names a group among those of the run and of all evaluations."""
-    if group.purpose == "train":
-        return str(group.group_id)
-    return f"{group.dataset}@{group.pinned_version}:{group.group_id}"
-
-
 def members_needed(config: Config, n_samples: int) -> int:
     """Fewest rollouts that say anything: two where they are compared with each other, else one."""
     algorithm = config.algorithm
@@ -125,10 +118,10 @@ class GroupStage(Stage):
             await self._evaluated(slice_, ports)
             lease.done()
             return None
-        if place(group) in self._finished:
+        if group.key in self._finished:
             lease.done()
             return None
-        open_ = self._open.setdefault(place(group), _Open(group))
+        open_ = self._open.setdefault(group.key, _Open(group))
         open_.leases.append(lease)
         for sample in slice_.samples:
             open_.add(sample)
@@ -164,9 +157,9 @@ class GroupStage(Stage):
             port = "out" if isinstance(verdict, RolloutSlice) else "settle"
             with self.activity.sending():
                 try:
-                    await ports.outlets[port].send(verdict, str(group_id))
+                    await ports.outlets[port].send(verdict, slice_.group.key)
                 except ValueError as error:  # a group that is larger than a message may be
-                    await ports.outlets["settle"].send(settlement(slice_, "failed", str(error)), str(group_id))
+                    await ports.outlets["settle"].send(settlement(slice_, "failed", str(error)), slice_.group.key)
             self.activity.items_out += port == "out"
         self._release(open_)
 
@@ -196,17 +189,17 @@ class GroupStage(Stage):
         return kept
 
     async def _surplus(self, open_: _Open, settle: Outlet[Settled]) -> None:
-        if self._open.get(place(open_.group)) is not open_:
+        if self._open.get(open_.group.key) is not open_:
             return  # it leaves another way just now
         self._claim(open_)
         if open_.group.purpose == "train":
-            await settle.send(settlement(open_.slice, "surplus", self._drain or ""), str(open_.group.group_id))
+            await settle.send(settlement(open_.slice, "surplus", self._drain or ""), open_.group.key)
         self._release(open_)
 
     def _claim(self, open_: _Open) -> None:
         """Take a group out of the open ones; what still comes for it is a duplicate."""
-        del self._open[place(open_.group)]
-        self._finished[place(open_.group)] = None
+        del self._open[open_.group.key]
+        self._finished[open_.group.key] = None
         if len(self._finished) > REMEMBERED_GROUPS:
             self._finished.popitem(last=False)
 

@@ -13,7 +13,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from configs.schema import DataConfig
-from stages.data.order import PromptOrder, mix64
+from models.engines.noise import mix64
+from stages.data.order import PromptOrder
 
 WEIGHT = 0.5  # of the newest pass rate in the average: rates move as the policy learns
 
@@ -40,7 +41,7 @@ class PassRateCurriculum:
         rate = self.rates.get(index)
         if rate is None or self._low <= rate <= self._high:
             return False
-        draw = mix64(mix64(mix64(self._seed & ((1 << 64) - 1)) ^ epoch) ^ position)
+        draw = mix64(mix64(mix64(self._seed) ^ epoch) ^ position)
         return draw / 2**64 >= self._keep
 
     def next_position(self, cursor: int) -> int:

@@ -16,8 +16,8 @@ from collections.abc import Callable, Collection, Sequence
 from typing import Protocol
 
 import msgspec
-import numpy as np
 
+from models.engines.noise import GOLDEN, MIX_1, MIX_2, mix
 from stages.base import Stage, StageContext
 from stages.data.order import PromptOrder
 from stages.data.prompt_set import PreparedPrompt
@@ -26,21 +26,17 @@ from stages.errors import NoVerdicts, Starved
 from stages.messages import (
     CheckpointReady,
     EvalDone,
-    Float32Array,
     Int32Array,
     PromptGroup,
     Report,
     RolloutSlice,
-    Sample,
     Settled,
     StepDone,
-    UInt8Array,
-    VersionRun,
     wire,
-    without_prompt,
 )
 from stages.ports import Outlet, Ports
 from stages.prompts.curriculum import PassRateCurriculum
+from stages.prompts.demonstration import demonstration
 from stages.prompts.ledger import Ledger, LedgerSnapshot, OpenGroup
 from stages.prompts.staleness_gate import StalenessGate
 
@@ -73,11 +69,8 @@ class RunHooks(Protocol):
 
 
 def sampling_seed(run_seed: int, group_id: int) -> int:
-    """Seed of a group: a fixed mixing of the run's seed and the group's id (splitmix64's finaliser)."""
-    z = (run_seed * 0x9E3779B97F4A7C15 + group_id * 0xBF58476D1CE4E5B9 + 0x94D049BB133111EB) & ((1 << 64) - 1)
-    z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & ((1 << 64) - 1)
-    z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & ((1 << 64) - 1)
-    return (z ^ (z >> 31)) & _MASK
+    """Seed of a group: a fixed mixing of the run's seed and the group's id."""
+    return mix(run_seed * GOLDEN + group_id * MIX_1 + MIX_2) & _MASK
 
 
 class PromptStage(Stage):
@@ -201,37 +194,10 @@ class PromptStage(Stage):
         )
         self.activity.items_out += 1
         if self.supervised:
-            await outlet.send(self._demonstration(message, prompt), str(group.group_id))
+            shown = demonstration(message, prompt, self.steps, eos_id=self.eos_id, encode=self.encode)
+            await outlet.send(shown, message.key)
         else:
-            await outlet.send(message, str(group.group_id))
-
-    def _demonstration(self, group: PromptGroup, prompt: PreparedPrompt) -> RolloutSlice:
-        """The label as if it were a rollout: what supervised training learns."""
-        ids = prompt.label_ids.tolist()
-        if self.eos_id is not None and ids[-1:] != [self.eos_id]:
-            ids.append(self.eos_id)
-        before = len(prompt.prompt_ids)
-        mask = self._demonstration_mask(group, prompt.label or "", len(ids))
-        sample = Sample(
-            index=0,
-            status="completed",
-            response=prompt.label or "",
-            token_ids=wire([*prompt.prompt_ids.tolist(), *ids], Int32Array),
-            prompt_length=before,
-            loss_mask=wire([*([0] * before), *mask], UInt8Array),
-            log_probs=wire(np.zeros(before + len(ids)), Float32Array),
-            version_runs=(VersionRun(-1, before), VersionRun(self.steps, len(ids))),
-            reward=0.0,
-        )
-        return RolloutSlice(without_prompt(group), (sample,))
-
-    def _demonstration_mask(self, group: PromptGroup, text: str, n: int) -> np.ndarray[tuple[int], np.dtype[np.uint8]]:
-        """[n] 1 where the text is the model's own; 0 where `metadata.tool_spans` (characters) says a tool wrote it."""
-        mask = np.ones(n, dtype=np.uint8)
-        if self.encode is not None:
-            for start, end in group.row_metadata.get("tool_spans", ()):
-                mask[len(self.encode(text[:start])) : len(self.encode(text[:end]))] = 0
-        return mask
+            await outlet.send(message, message.key)
 
     async def _settle(self, ports: Ports) -> None:
         """Waits for reports; ends when the settle stream ends, after everything else has."""

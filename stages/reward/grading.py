@@ -133,12 +133,11 @@ class Grading:
             seed=(group.seed + sample.index) & 0x7FFFFFFFFFFFFFFF,
             reward_key=self.reward.reward_key if part.name == SINGLE else None,
         )
-        place = f"{group.dataset}@{group.pinned_version}/" if group.purpose == "eval" else ""
         key = None
         if _worth_keeping(part.grader):
             digest = hashlib.blake2b(sample.response.encode("utf-8", "replace"), digest_size=16).digest()
             key = (group.dataset, group.pinned_version, group.group_id, sample.index, part.grader, digest)
-        return Ask(part.name, request, group.prompt, f"{place}{group.group_id}/{sample.index}", key)
+        return Ask(part.name, request, group.prompt, f"{group.key}/{sample.index}", key)
 
     async def _answers(self, asks: Sequence[Ask]) -> list[Grade]:
         """A grade for each, in order: from the cache, the pool, or outside of the stage, all at the same time."""

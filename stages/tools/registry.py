@@ -7,11 +7,11 @@ needs no arguments.
 from __future__ import annotations
 
 import asyncio
-import importlib
 import inspect
 from collections.abc import Callable, Sequence
 
 from configs.schema.did_you_mean import nearest
+from models.import_path import ImportPathError, import_path
 from stages.tools.calculator import Calculator
 from stages.tools.calls import ToolCall, parse_call
 from stages.tools.errors import ToolCallError, UnknownToolError
@@ -48,23 +48,16 @@ async def answer_call(tools: dict[str, Tool], text: str, opening: str, closing: 
 
 
 def _import_tool(path: str) -> Tool:
-    module_name, colon, name = path.partition(":")
-    if not (module_name and colon and name):
+    if not all(path.partition(":")):
         near = nearest(path, BUILT_IN)
         guess = f"did you mean {near!r}? " if near else ""
         raise UnknownToolError(
             f"tools: {path!r} is no tool; {guess}Known: {', '.join(BUILT_IN)}, or your own as package.module:function"
         )
     try:
-        found: object = getattr(importlib.import_module(module_name), name)
-    except AttributeError:
-        raise UnknownToolError(f"tools: {module_name!r} has no {name!r}; check the name after the colon") from None
-    except Exception as error:  # the module is the user's program: whatever its import raises is reported with its type
-        raise UnknownToolError(
-            f"tools: importing {module_name!r} failed ({type(error).__name__}: {error}); "
-            "check the name, and that its directory is on PYTHONPATH"
-        ) from error
-    return _as_tool(found, path)
+        return _as_tool(import_path(path), path)
+    except ImportPathError as error:
+        raise UnknownToolError(f"tools: {error}") from error
 
 
 def _as_tool(found: object, path: str) -> Tool:

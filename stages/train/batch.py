@@ -16,9 +16,9 @@ import xxhash
 from configs.schema import Config
 from models.algorithms.advantages import advantages
 from models.algorithms.errors import InconsistentGroup, InsufficientMembers, UnknownAlgorithm
+from models.import_path import import_path
 from models.train.interface import TrainSequence
 from stages.errors import UntrainableGroup
-from stages.group.filters import import_path
 from stages.messages import RolloutSlice, Sample
 from stages.ports import Lease
 from stages.rollouts import closing, pass_rate, trained_mask

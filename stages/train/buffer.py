@@ -16,9 +16,10 @@ from operator import index as as_index
 import numpy as np
 
 from configs.schema import Config
+from models.import_path import import_path
 from stages.errors import BufferOrderError
 from stages.group.filter_rules import zero_std
-from stages.group.filters import FALLBACK, import_path
+from stages.group.filters import FALLBACK
 from stages.messages import RolloutSlice
 from stages.ports import Lease
 from stages.prompts.staleness_gate import StalenessGate

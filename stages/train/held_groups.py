@@ -113,7 +113,7 @@ class HeldGroups:
     async def settle(self, lease: Lease[RolloutSlice], outcome: Outcome, detail: str) -> None:
         """End a group that is not trained."""
         slice_ = lease.message
-        await self._ports.outlets["settle"].send(settlement(slice_, outcome, detail), str(slice_.group.group_id))
+        await self._ports.outlets["settle"].send(settlement(slice_, outcome, detail), slice_.group.key)
         self.release([lease])
 
     def release(self, leases: Sequence[Lease[RolloutSlice]]) -> None:

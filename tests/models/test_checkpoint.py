@@ -20,6 +20,7 @@ from models.checkpoint import (
     latest_checkpoint,
     prune,
     read_manifest,
+    resumable_checkpoint,
     verify_files,
     write_manifest,
 )
@@ -238,3 +239,41 @@ def test_a_partly_removed_checkpoint_is_out_of_sight(tmp_path: Path, monkeypatch
         prune(tmp_path, 1)
     assert latest_checkpoint(tmp_path) == final_path(tmp_path, 2)
     assert not final_path(tmp_path, 1).exists()
+
+
+def flip(path: Path) -> None:
+    """Another byte in the middle; the size stays."""
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 4
+    path.write_bytes(data)
+
+
+@pytest.mark.parametrize("name", ["hf/model.safetensors", "optimizer.bin", MANIFEST_FILE])
+def test_a_damaged_checkpoint_is_passed_over_aloud(tmp_path: Path, name: str) -> None:
+    good = make(tmp_path, 1)
+    flip(make(tmp_path, 2) / name)
+    told: list[str] = []
+    assert resumable_checkpoint(tmp_path, told.append) == (good, read_manifest(good))
+    assert len(told) == 1
+    assert "passed over" in told[0]
+    assert str(final_path(tmp_path, 2) / name) in told[0]
+
+
+def test_the_newest_sound_checkpoint_is_resumed_in_silence(tmp_path: Path) -> None:
+    make(tmp_path, 1)
+    newest = make(tmp_path, 2)
+    told: list[str] = []
+    assert resumable_checkpoint(tmp_path, told.append) == (newest, read_manifest(newest))
+    assert told == []
+    assert resumable_checkpoint(tmp_path / "nowhere", told.append) is None
+
+
+def test_nothing_but_damaged_checkpoints_is_an_error_and_no_new_beginning(tmp_path: Path) -> None:
+    flip(make(tmp_path, 1) / "optimizer.bin")
+    (make(tmp_path, 2) / MANIFEST_FILE).unlink()
+    before = sorted(tmp_path.rglob("*"))
+    with pytest.raises(
+        CheckpointError, match=r"can be resumed: .*2 has no manifest.*optimizer.bin is damaged.*restore"
+    ):
+        resumable_checkpoint(tmp_path, lambda line: None)
+    assert sorted(tmp_path.rglob("*")) == before

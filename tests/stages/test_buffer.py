@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from stages.errors import BufferOrderError, FilterPathError
+from models.import_path import ImportPathError
+from stages.errors import BufferOrderError
 from stages.train.buffer import GroupBuffer
 from tests.stages.lease_rig import Held
 from tests.stages.stage_rig import make_config, make_sample, make_slice
@@ -152,7 +153,7 @@ def test_a_function_that_gives_no_index_is_named(order: str, words: str) -> None
 
 
 def test_a_function_that_does_not_exist_is_refused_at_once() -> None:
-    with pytest.raises(FilterPathError, match="cannot be loaded"):
+    with pytest.raises(ImportPathError, match="check the name"):
         buffer(f"{PARTS}:nowhere")
 
 

@@ -10,7 +10,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from stages.group.filters import FilterDecision, FilterPathError, resolve_filter
+from models.import_path import ImportPathError
+from stages.group.filters import FilterDecision, resolve_filter
 from stages.group.stage import GroupStage
 from stages.messages import RolloutSlice, Sample, Settled, VersionRun
 from tests.stages.group_rig import desk, failed, join, settled
@@ -212,8 +213,8 @@ async def test_filters_let_good_groups_pass_and_judge_only_members_that_count() 
 
 
 def test_a_filter_that_cannot_be_imported_is_refused_in_words() -> None:
-    for path, words in ((f"{PARTS}:nothing", "cannot be loaded"), ("nonsense", "must have the form")):
-        with pytest.raises(FilterPathError, match=words):
+    for path, words in ((f"{PARTS}:nothing", "has no 'nothing'; check the name"), ("nonsense", "must have the form")):
+        with pytest.raises(ImportPathError, match=words):
             resolve_filter(make_config(filter={"dynamic_sampling_filter_path": path}).filter)
 
 

@@ -23,7 +23,7 @@ def body_buffer(body: Body) -> bytes | memoryview:
     """The bytes behind whatever carries a body."""
     if isinstance(body, zmq.Frame):
         return body.buffer
-    return body if isinstance(body, bytes) else b""
+    return body if isinstance(body, bytes | memoryview) else b""
 
 
 class LeaseHandle(Generic[T]):

@@ -47,6 +47,11 @@ class Net:
     letters: list[DeadLetter] = field(default_factory=list)
 
     @asynccontextmanager
+    async def node(self) -> AsyncIterator[Node]:
+        async with asyncio.timeout(LIMIT_S), self.open_node() as node:
+            yield node
+
+    @asynccontextmanager
     async def stream(
         self,
         *,
@@ -57,7 +62,7 @@ class Net:
         routing: Routing = "least_loaded",
         dedup_keys: bool = True,
     ) -> AsyncIterator[tuple[Node, Hub]]:
-        async with asyncio.timeout(LIMIT_S), self.open_node() as node:
+        async with self.node() as node:
             spec = StreamSpec(
                 "jobs",
                 self.address("jobs"),

@@ -3,25 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 
 import pytest
 
-from transport.node import Node
-from transport.testing.net import LIMIT_S, Net
+from transport.testing.net import Net
 
 
 class TopicConformance:
     """What a topic promises."""
 
-    @asynccontextmanager
-    async def _node(self, net: Net) -> AsyncIterator[Node]:
-        async with asyncio.timeout(LIMIT_S), net.open_node() as node:
-            yield node
-
     async def test_values_reach_everybody_and_late_joiners(self, net: Net) -> None:
-        async with self._node(net) as node:
+        async with net.node() as node:
             server = await node.topic_server(net.address("topic"))
             one = await node.topic(server.address, replica="one")
             two = await node.topic(server.address, replica="two")
@@ -40,7 +32,7 @@ class TopicConformance:
             assert await late.wait(0) == late.revision > 0
 
     async def test_waiting_sees_changes_after_a_revision_only(self, net: Net) -> None:
-        async with self._node(net) as node:
+        async with net.node() as node:
             server = await node.topic_server(net.address("topic"))
             client = await node.topic(server.address)
             with pytest.raises(TimeoutError):
@@ -55,7 +47,7 @@ class TopicConformance:
             assert local.result() == server.revision
 
     async def test_the_server_drops_keys(self, net: Net) -> None:
-        async with self._node(net) as node:
+        async with net.node() as node:
             server = await node.topic_server(net.address("topic"))
             server.publish("a", b"1")
             server.publish("b", b"")
@@ -70,7 +62,7 @@ class TopicConformance:
     async def test_clients_survive_a_new_server(self, net: Net) -> None:
         if not net.rebinds:
             pytest.skip("these links do not reconnect")
-        async with self._node(net) as node:
+        async with net.node() as node:
             server = await node.topic_server(net.address("topic"))
             client = await node.topic(server.address)
             await client.publish("old", b"1")
@@ -86,7 +78,7 @@ class TopicConformance:
             assert again.get("more") == b"3"
 
     async def test_a_change_wakes_those_alone_who_read_the_key(self, net: Net) -> None:
-        async with self._node(net) as node:
+        async with net.node() as node:
             server = await node.topic_server(net.address("topic"))
             client = await node.topic(server.address)
             for end in (server, client):
@@ -113,7 +105,7 @@ class TopicConformance:
                     await client.wait(client.revision)
 
     async def test_private_keys_stay_with_the_server(self, net: Net) -> None:
-        async with self._node(net) as node:
+        async with net.node() as node:
             server = await node.topic_server(net.address("topic"), private=("stats/",))
             one = await node.topic(server.address, replica="one")
             two = await node.topic(server.address, replica="two")

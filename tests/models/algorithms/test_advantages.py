@@ -126,9 +126,9 @@ def test_import_path_selects_a_function(tmp_path: Path, monkeypatch: pytest.Monk
     )
     monkeypatch.syspath_prepend(str(tmp_path))
     assert of("my_estimator:best_of", [1, 3, 2]) == [0.0, 1.0, 0.0]
-    with pytest.raises(UnknownAlgorithm, match="has no function 'worst_of'"):
+    with pytest.raises(UnknownAlgorithm, match="has no 'worst_of'"):
         of("my_estimator:worst_of", [1, 3, 2])
-    with pytest.raises(UnknownAlgorithm, match="cannot be imported"):
+    with pytest.raises(UnknownAlgorithm, match=r"importing .* failed"):
         of("no_such_module_here:f", [1, 3, 2])
 
 

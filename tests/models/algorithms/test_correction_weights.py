@@ -95,7 +95,7 @@ def test_weights_of_ones_own(f, close, tmp_path: Path, monkeypatch: pytest.Monke
         weights_of(tokens, Correction("decoupled", True, custom="my_weights:few"))
     with pytest.raises(AlgorithmError, match="returned float"):
         weights_of(tokens, Correction("decoupled", True, custom="my_weights:number"))
-    with pytest.raises(UnknownAlgorithm, match="has no function 'fewer'"):
+    with pytest.raises(UnknownAlgorithm, match="has no 'fewer'"):
         weights_of(tokens, Correction("decoupled", True, custom="my_weights:fewer"))
 
 

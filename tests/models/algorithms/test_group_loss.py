@@ -74,7 +74,7 @@ def test_a_wrong_shape_is_refused(f) -> None:  # type: ignore[no-untyped-def]
 
 def test_it_is_chosen_by_import_path() -> None:
     assert group_loss_of("models.algorithms.dpo:dpo") is dpo
-    with pytest.raises(UnknownAlgorithm, match="has no function 'ipo'"):
+    with pytest.raises(UnknownAlgorithm, match="has no 'ipo'"):
         group_loss_of("models.algorithms.dpo:ipo")
 
 

@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stages.data.order import PromptOrder, mix64
+from models.engines.noise import mix64
+from stages.data.order import PromptOrder
 
 sizes = st.integers(1, 200)
 seeds = st.integers(-(2**70), 2**70)

@@ -230,7 +230,7 @@ def test_crash_outside_of_a_worker_is_an_error() -> None:
         ("sleep:uniform(2,1)", "no distribution"),
         ("boxed_length:5", "needs a grader that reads the response"),
         ("no.such.module:f", "importing 'no.such.module' failed"),
-        ("os.path:nothing", "has no function 'nothing'"),
+        ("os.path:nothing", "has no 'nothing'; check the name after the colon"),
         ("asyncio:sleep", "is an async function"),
         ("json:dumps", "cannot be called as function\\(response, label, metadata\\)"),
     ],

@@ -1,0 +1,70 @@
+"""Resuming: what is damaged is passed over aloud, what is refused changes nothing, nothing stays in shared memory."""
+
+from __future__ import annotations
+
+import signal
+import time
+from pathlib import Path
+
+import pytest
+from launching import SIMULATED, SMALL, finish, made_model, start, succeed_here
+from test_kill import wait_for_steps
+
+import launch as program
+from models.checkpoint import final_path
+from tests.models.test_checkpoint import flip
+
+pytestmark = pytest.mark.slow
+
+
+def contents(run_dir: Path) -> dict[str, bytes]:
+    """All that a user would miss: not the lock, logs or what is fetched again."""
+    return {
+        str(p.relative_to(run_dir)): p.read_bytes() for p in run_dir.rglob("*") if p.is_file() and p.suffix != ".log"
+    }
+
+
+def test_a_refused_resume_changes_nothing_and_a_damaged_checkpoint_is_passed_over(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run_dir = tmp_path / "run"
+    succeed_here(run_dir, *SMALL, *made_model(), *SIMULATED, "--save-interval", "2")
+    before = contents(run_dir)
+    others = ["--prompt-data", "arithmetic@[0:50]"]
+    for flags, words in [(others, "the prompts are not those"), (["--custom-rm-path", "no.such:part"], "no.such")]:
+        assert program.main(["--resume", str(run_dir), "--num-rollout", "9", *flags]) == 2
+        assert words in capsys.readouterr().err
+        assert contents(run_dir) == before
+
+    weights = "hf/model.safetensors"
+    flip(final_path(run_dir / "checkpoints", 4) / weights)
+    assert program.main(["--resume", str(run_dir), "--num-rollout", "5"]) == 0
+    assert "passed over" in capsys.readouterr().err
+    assert sorted(p.name for p in (run_dir / "checkpoints").iterdir())[-1] == "step-00000005"
+
+    for checkpoint in (run_dir / "checkpoints").iterdir():
+        flip(checkpoint / weights)
+    before = contents(run_dir)
+    assert program.main(["--resume", str(run_dir), "--num-rollout", "9"]) == 2
+    assert "can be resumed" in capsys.readouterr().err
+    assert contents(run_dir) == before
+
+
+def test_a_second_ctrl_c_leaves_no_weights_in_shared_memory(tmp_path: Path) -> None:
+    run_dir, runtime = tmp_path / "run", tmp_path / "runtime"
+    runtime.mkdir()
+    slow = [*SIMULATED, "--simulated-step-s", "3"]  # the drain waits for the batch in training
+    process = start(run_dir, *SMALL, *made_model(), *slow, XDG_RUNTIME_DIR=str(runtime))
+    wait_for_steps(process, run_dir, 1)
+    (sockets,) = runtime.iterdir()
+    slots = Path("/dev/shm") / sockets.name
+    assert slots.is_dir() or (run_dir / sockets.name).is_dir()
+    process.send_signal(signal.SIGINT)
+    time.sleep(0.2)  # two signals at once are one
+    process.send_signal(signal.SIGINT)
+    done = finish(process, run_dir, 60)
+    assert done.code == 130, done.err[-2000:]
+    assert "stopped at once" in done.err
+    assert not slots.exists()
+    assert not (run_dir / sockets.name).exists()
+    assert not sockets.exists()
