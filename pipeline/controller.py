@@ -93,7 +93,8 @@ class Controller:
             topic = await node.topic_server(self.placement.topic, private=(STATS_PREFIX,))
             topic.publish(CONFIG, msgspec.msgpack.encode(self.config))
             for stream in self.graph.streams:
-                spec = stream_spec(self.config, self.gate, stream.name, self.placement.addresses[stream.name])
+                address = self.placement.addresses[stream.name]
+                spec = stream_spec(self.config, self.gate, stream.name, address, stream.routing)
                 self.hubs[stream.name] = await node.hub(spec, self._dead_letter)
             announcer = Announcer(topic, self.hubs, self.recorder)
             announcer.running(self.config, self.placement.frozen_addresses)

@@ -19,6 +19,7 @@ from itertools import pairwise
 
 from configs.graph import evaluates, loops, path, replicas
 from configs.schema import Config, StageConfig
+from transport.spec import Routing
 
 STAGES = {
     "engines": "stages.engines.stage:EnginesStage",
@@ -46,6 +47,7 @@ class Stream:
     consumer: tuple[str, str]
     producers: tuple[tuple[str, str], ...]
     feedback: bool = False
+    routing: Routing = "least_loaded"
 
 
 @dataclass(frozen=True)
@@ -89,8 +91,9 @@ def build(config: Config) -> Graph:
     chain = names[: names.index("group") + 1]
     streams = [Stream("generate", PROMPT, ("generate", "in"), (("prompts", "out"),))]
     streams += [Stream(b, SLICE, (b, "in"), ((a, "out"),)) for a, b in pairwise(chain)]
-    for name in loop_names:
-        streams.append(Stream(name, SLICE, (name, "in"), (("generate", f"loop.{name}"),), feedback=True))
+    for name in loop_names:  # turns of a rollout go to one replica, which may keep what belongs to it in a cache
+        turns = (("generate", f"loop.{name}"),)
+        streams.append(Stream(name, SLICE, (name, "in"), turns, feedback=True, routing="sticky"))
     if loop_names:
         back = tuple((name, "out") for name in loop_names)
         streams.append(Stream("generate.return", SLICE, ("generate", "return"), back, feedback=True))

@@ -15,6 +15,7 @@ from typing import Final
 from configs.schema import Config
 from stages.prompts.staleness_gate import StalenessGate
 from transport import StreamSpec
+from transport.spec import Routing
 
 UNBOUNDED_BYTES: Final = 1 << 40
 LEAST_MESSAGE_BYTES: Final = 64 << 20
@@ -24,12 +25,15 @@ TOKEN_BYTES: Final = 4 + 1 + 4 + 4 + 8
 SAMPLE_BYTES: Final = 64 << 10  # of one sample beside its tokens, and its part of the prompt's row
 
 
-def stream_spec(config: Config, gate: StalenessGate, name: str, address: str) -> StreamSpec:
+def stream_spec(
+    config: Config, gate: StalenessGate, name: str, address: str, routing: Routing = "least_loaded"
+) -> StreamSpec:
     """The stream `name`, of which every message that the gate lets out may be in one hub."""
     members = config.rollout.n_samples_per_prompt
     return StreamSpec(
         name=name,
         address=address,
+        routing=routing,
         # Twice, since a lost replica's work may come a second time before the first is released.
         capacity_items=gate.most_open * members * 2 + 10_000,
         capacity_bytes=UNBOUNDED_BYTES,

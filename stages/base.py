@@ -24,13 +24,14 @@ from typing import Any, ClassVar, Protocol, TypeVar
 import msgspec
 
 from configs.schema import Config
-from stages.messages import RolloutSlice, without_tokens
+from stages.messages import RolloutSlice, Sample, without_tokens
 from stages.options import GenerateOptions, StageOptions, TrainOptions
 from stages.ports import Inlet, Outlet, Ports
 
 log = logging.getLogger("sluice.stages")
 
 Options = TypeVar("Options", TrainOptions, GenerateOptions)
+State = TypeVar("State", bound=msgspec.Struct)
 
 
 class Spans(Protocol):
@@ -215,17 +216,29 @@ class MapStage(Stage):
 
 
 class LoopStage(MapStage):
-    """A stage on a feedback edge: takes samples from generate and returns them to it with more tokens.
+    """A stage on a feedback edge: takes rollouts from generate and returns them to it with more tokens.
 
-    Tools, agents, environments.
+    Tools, agents, environments. The slice holds all sequences of one rollout. Any replica may get any turn of it, so
+    what an episode has to remember travels in the message: `read_state`, `write_state`. A sequence that comes back with
+    `done` set has ended: no engine is asked for more, and when all have, the rollout leaves for grading.
     """
 
     @classmethod
-    def wants(cls, config: Config, message: RolloutSlice) -> bool:
-        """Whether this stage should continue the (single) sample of the slice.
+    def wants(cls, config: Config, options: Mapping[str, Any], message: RolloutSlice) -> bool:
+        """Whether this stage goes on with the rollout of the slice. `options`: those of this stage in the recipe.
 
-        Asked in the generate stage after each turn.
+        Asked in the generate stage after each turn; what it raises fails the rollout.
         """
         raise TypeError(
-            f"{cls.__name__} is used as a loop stage and must define the class method wants(config, message)"
+            f"{cls.__name__} is used as a loop stage and must define the class method wants(config, options, message)"
         )
+
+    @staticmethod
+    def read_state(sample: Sample, kind: type[State]) -> State | None:
+        """What `write_state` left, None at the first turn. Raises `msgspec.ValidationError` for another kind."""
+        return msgspec.msgpack.decode(sample.loop_state, type=kind) if sample.loop_state else None
+
+    @staticmethod
+    def write_state(sample: Sample, state: msgspec.Struct) -> Sample:
+        """The sample with a struct that whichever replica gets it next can read."""
+        return msgspec.structs.replace(sample, loop_state=msgspec.msgpack.encode(state))

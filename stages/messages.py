@@ -10,6 +10,7 @@ its tokens; every token lies in exactly one version run; a failed sample carries
 
 from __future__ import annotations
 
+import math
 from typing import Any, ClassVar, Literal, TypeVar
 
 import msgspec
@@ -92,10 +93,25 @@ def without_prompt(group: PromptGroup) -> PromptGroup:
     return msgspec.structs.replace(group, prompt_ids=NO_IDS)
 
 
+class Prefix(Struct, frozen=True, array_like=True):
+    """The first `length` tokens of a sequence are those of an earlier one of its rollout."""
+
+    sequence: int
+    length: int
+
+
+class TurnReward(Struct, frozen=True, array_like=True):
+    """What a turn earned: counted at the last token that the model made before position `end`."""
+
+    end: int
+    reward: float
+
+
 class Sample(Struct, frozen=True, array_like=True):
     """One sequence of a rollout: T tokens in the order in which the engine saw them, the prompt included.
 
-    A rollout has one sequence, or several (sub-agents, a compacted context), which share `index` and the reward.
+    A rollout has one sequence, or several (branches, sub-agents, a compacted context), which share `index` and the
+    reward.
     """
 
     index: int  # of the rollout: 0 .. n_samples - 1 inside its group
@@ -126,6 +142,10 @@ class Sample(Struct, frozen=True, array_like=True):
     spec_accepted: int = 0
     routed_experts: bytes = b""  # int32 [tokens, layers, top-k] as the engine sent it, for replay; empty if not asked
     policy: str = "policy"  # whose weights made the model tokens
+    prefix: Prefix | None = None  # what it has in common with an earlier sequence of its rollout
+    turn_rewards: tuple[TurnReward, ...] = ()  # beside the reward at the end
+    done: bool = False  # a loop stage has ended it: no engine is asked for more
+    loop_state: bytes = b""  # what a loop stage has to know at its next turn; dropped when the rollout leaves the loop
 
     @property
     def length(self) -> int:
@@ -136,6 +156,12 @@ class Sample(Struct, frozen=True, array_like=True):
     def response_length(self) -> int:
         """Tokens after the prompt, observations included."""
         return len(self.token_ids) - self.prompt_length
+
+    @property
+    def new_tokens(self) -> int:
+        """Tokens after the prompt that no earlier sequence of its rollout has."""
+        shared = 0 if self.prefix is None else self.prefix.length
+        return len(self.token_ids) - max(self.prompt_length, shared)
 
     @property
     def response_ids(self) -> npt.NDArray[np.int32]:
@@ -186,6 +212,12 @@ class Sample(Struct, frozen=True, array_like=True):
             return "a log-prob is not finite"
         if self.log_probs[~made].any():
             return "a token that no weights made (version -1) has a log-prob; give it 0.0"
+        for turn in self.turn_rewards:
+            if not (math.isfinite(turn.reward) and 0 < turn.end <= n and made[: turn.end].any()):
+                return (
+                    f"the turn that ends at {turn.end} of {n} tokens has reward {turn.reward}; it must be finite and "
+                    "stand behind a token that the model made"
+                )
         return None
 
 
@@ -223,8 +255,8 @@ class RolloutSlice(Struct, frozen=True, array_like=True):
 
     @property
     def n_tokens(self) -> int:
-        """Tokens after the prompts."""
-        return sum(s.response_length for s in self.samples)
+        """Tokens after the prompts, those that several sequences show once."""
+        return sum(s.new_tokens for s in self.samples)
 
     def ended(self, outcome: Outcome, detail: str) -> Settled:
         """The settlement of this slice's group."""

@@ -1,9 +1,10 @@
 """Rollouts of a group: the unit in which rewards are counted, however many sequences each of them has.
 
-A rollout with several sequences (sub-agents, compaction of its context) travels as several samples, which share
-`index`; the last sequence carries the rollout's reward. Pure arithmetic on messages.
+A rollout with several sequences (branches, sub-agents, compaction of its context) travels as several samples, which
+share `index`; the last sequence carries the rollout's reward. Pure arithmetic on messages.
 
-Invariants: a rollout counts once in every mean, filter and baseline; a removed sample counts there as well, but none of
+Invariants: a rollout counts once in every mean, filter and baseline, and a token that several of its sequences show
+once in every sum of tokens; a removed sample counts there as well, but none of
 its tokens is trained; a rollout is a member of its group only if all of its sequences are completed or truncated.
 """
 
@@ -15,7 +16,8 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from stages.messages import Outcome, RolloutSlice, Sample, Settled
+from models.algorithms.shared_tokens import owned, prefix_fault
+from stages.messages import Outcome, RolloutSlice, Sample, Settled, TurnReward
 
 MEMBER_STATUSES = ("completed", "truncated")
 
@@ -54,6 +56,74 @@ def _graded_as(part: Sample, last: Sample) -> Sample:
     )
 
 
+def prefixes(parts: Sequence[Sample]) -> list[tuple[int, int] | None]:
+    """What each sequence of a rollout shares with an earlier one: (which, tokens)."""
+    return [None if part.prefix is None else (part.prefix.sequence, part.prefix.length) for part in parts]
+
+
+def rollout_fault(parts: Sequence[Sample]) -> str | None:
+    """What is inconsistent in the sequences of a rollout, in one sentence, or None."""
+    for part in parts:
+        wrong = part.fault()
+        if wrong is not None:
+            return wrong
+    if [part.sequence for part in parts] != list(range(parts[0].sequences)):
+        return f"it has sequences {[part.sequence for part in parts]} of {parts[0].sequences}; each must be there once"
+    wrong = prefix_fault([part.token_ids for part in parts], prefixes(parts))
+    if wrong is not None:
+        return wrong
+    for part in parts:
+        if part.prefix is None:
+            continue
+        n, other = part.prefix.length, parts[part.prefix.sequence]
+        if not np.array_equal(part.loss_mask[:n], other.loss_mask[:n]):
+            return f"the first {n} entries of the loss mask of sequence {part.sequence} are not those of its prefix"
+        if not np.array_equal(part.versions[:n], other.versions[:n]):
+            return f"the versions of the first {n} tokens of sequence {part.sequence} are not those of its prefix"
+        if not {turn for turn in part.turn_rewards if turn.end <= n} <= set(other.turn_rewards):
+            return (
+                f"sequence {part.sequence} has a turn reward within its prefix that sequence {other.sequence} has not"
+            )
+    return None
+
+
+def own_turns(part: Sample) -> list[TurnReward]:
+    """Rewards of turns behind its prefix; those before are the other sequence's."""
+    shared = 0 if part.prefix is None else part.prefix.length
+    return [turn for turn in part.turn_rewards if turn.end > shared]
+
+
+def turn_total(parts: Iterable[Sample]) -> float:
+    """Sum of the rewards of all turns of a rollout, each once."""
+    return sum(turn.reward for part in parts for turn in own_turns(part))
+
+
+def token_rewards(parts: Sequence[Sample]) -> list[npt.NDArray[np.float32] | None]:
+    """[T] for each sequence of a rollout: rewards of turns, those of its prefix included; None if it has none."""
+    turns: list[list[TurnReward]] = []
+    found: list[npt.NDArray[np.float32] | None] = []
+    for part in parts:
+        before = part.prefix
+        shared = [] if before is None else [one for one in turns[before.sequence] if one.end <= before.length]
+        turns.append([*shared, *own_turns(part)])
+        rewards = np.zeros(part.length, dtype=np.float32)
+        made = part.versions >= 0
+        for turn in turns[-1]:
+            rewards[np.flatnonzero(made[: turn.end])[-1]] += turn.reward
+        found.append(rewards if turns[-1] else None)
+    return found
+
+
+def rollout_return(parts: Sequence[Sample]) -> float:
+    """What a rollout is trained by: its reward at the end, shaped, and the rewards of all its turns."""
+    return (parts[-1].reward or 0.0) + turn_total(parts)
+
+
+def raw_returns(samples: Iterable[Sample]) -> npt.NDArray[np.float64]:
+    """[n] the same before shaping: what filters judge by."""
+    return np.array([raw_reward(parts[-1]) + turn_total(parts) for parts in rollouts(samples)], dtype=np.float64)
+
+
 def raw_reward(sample: Sample) -> float:
     """The grader's reward before shaping; 0 where nothing graded."""
     value = sample.reward if sample.raw_reward is None else sample.raw_reward
@@ -77,10 +147,20 @@ def pass_rate(samples: Iterable[Sample]) -> float | None:
 
 
 def trained_mask(sample: Sample) -> npt.NDArray[np.uint8]:
-    """[T] 1 where a token is trained; all 0 in a removed sample."""
+    """[T] 1 where a token is trained, here or in another sequence that shows it; all 0 in a removed sample."""
     if sample.remove_sample:
         return np.zeros(sample.length, dtype=np.uint8)
     return np.array(sample.loss_mask, dtype=np.uint8)
+
+
+def trained_masks(parts: Sequence[Sample]) -> list[npt.NDArray[np.bool_]]:
+    """[T] for each sequence of a rollout: the tokens that are trained with it, each token of the rollout once."""
+    return owned([trained_mask(part) > 0 for part in parts], prefixes(parts))
+
+
+def trainable_tokens(parts: Sequence[Sample]) -> int:
+    """Tokens of a rollout that the policy made and that may be trained, removed samples included, each once."""
+    return sum(int(np.count_nonzero(mask)) for mask in owned([part.loss_mask > 0 for part in parts], prefixes(parts)))
 
 
 def oldest_version(samples: Iterable[Sample]) -> int | None:

@@ -25,7 +25,9 @@ from stages.evaluate.pass_rate import estimates
 from stages.messages import EvalDone, Int32Array, PromptGroup, RolloutSlice, Sample, wire
 from stages.ports import Lease, Ports
 from stages.prompts.stage import sampling_seed
+from stages.rollouts import rollouts
 
+Rollout = tuple[Sample, ...]  # its sequences
 SENDS_AT_ONCE = 64
 EVAL_BASE = 1 << 40  # evaluation groups are numbered from here, apart from the ledger's dense ids
 
@@ -45,7 +47,7 @@ class EvaluateStage(Stage):
         super().__init__(context)
         self.released = -1
         self._drain = False
-        self._answers: dict[int, dict[tuple[str, int, int], Sample]] = {}  # by version; (data set, prompt, sample)
+        self._answers: dict[int, dict[tuple[str, int, int], Rollout]] = {}  # by version; (data set, prompt, sample)
         self._held: dict[int, list[Lease[RolloutSlice]]] = {}  # until the result is in the ledger's stream
         self._changed = asyncio.Event()
 
@@ -73,9 +75,9 @@ class EvaluateStage(Stage):
                 lease.done()
                 continue
             answers = self._answers.setdefault(group.pinned_version, {})
-            for sample in lease.message.samples:
-                if sample.sequence == sample.sequences - 1:  # of a rollout with several, the graded end
-                    answers.setdefault((group.dataset, group.prompt_index, sample.index), sample)
+            for parts in rollouts(lease.message.samples):
+                if parts[-1].sequence == parts[-1].sequences - 1:  # the graded end is here
+                    answers.setdefault((group.dataset, group.prompt_index, parts[0].index), parts)
             self._held.setdefault(group.pinned_version, []).append(lease)
             self._changed.set()
 
@@ -172,9 +174,9 @@ class EvaluateStage(Stage):
         complete = True
         for name, prompts in self.sets.items():
             answers = self._answers.get(version, {})
-            samples = [sample for (dataset, _, _), sample in answers.items() if dataset == name]
+            given = [parts for (dataset, _, _), parts in answers.items() if dataset == name]
             n = len(prompts) * self.config.eval.n_samples_per_eval_prompt
-            pure = [s for s in samples if all(made == version for made in s.model_versions)]
+            pure = [parts[-1] for parts in given if _is_of(parts, version)]
             complete &= len(pure) == n
             if not pure:
                 continue
@@ -182,18 +184,23 @@ class EvaluateStage(Stage):
             metrics[f"eval/{name}-truncated_ratio"] = sum(s.status == "truncated" for s in pure) / len(pure)
             metrics[f"eval/{name}-failed_ratio"] = sum(s.status == "failed" for s in pure) / len(pure)
             metrics[f"eval/{name}-response_len"] = sum(s.response_length for s in pure) / len(pure)
-            metrics[f"eval/{name}-mixed_versions"] = float(len(samples) - len(pure))
+            metrics[f"eval/{name}-mixed_versions"] = float(len(given) - len(pure))
             for estimate, value in estimates(_by_prompt(answers, name, version)).items():
                 metrics[f"eval/{name}-{estimate}"] = value
         return metrics, complete
 
 
-def _by_prompt(answers: Mapping[tuple[str, int, int], Sample], name: str, version: int) -> list[list[Sample]]:
+def _is_of(parts: Rollout, version: int) -> bool:
+    """Whether the model made all of a rollout with these weights."""
+    return all(made == version for part in parts for made in part.model_versions)
+
+
+def _by_prompt(answers: Mapping[tuple[str, int, int], Rollout], name: str, version: int) -> list[list[Sample]]:
     """The answers of the version to each prompt of a data set; a failed one counts as wrong."""
     found: dict[int, list[Sample]] = {}
-    for (dataset, prompt, _), sample in answers.items():
-        if dataset == name and all(made == version for made in sample.model_versions):
-            found.setdefault(prompt, []).append(sample)
+    for (dataset, prompt, _), parts in answers.items():
+        if dataset == name and _is_of(parts, version):
+            found.setdefault(prompt, []).append(parts[-1])
     judged = any(sample.is_correct is not None for samples in found.values() for sample in samples)
     if not judged:
         return list(found.values())

@@ -15,9 +15,9 @@ import msgspec
 from configs.schema import Config
 from models.engines.noise import GOLDEN, mix, sample_seed
 from models.engines.protocol import SamplingParams
-from stages.generate.samples import new_sample
 from stages.messages import PromptGroup, Sample
 from stages.sampling.requests import SampleRequest
+from stages.sequences import new_sample
 
 _SEED_BITS: Final = 0x7FFFFFFF
 
@@ -90,7 +90,7 @@ class Requests:
 
         One that has been through a loop stage is never begun anew: what the stage did would be done twice.
         """
-        if deadline.of_group and sample.replaced == 0 and sample.turns == 0:
+        if deadline.of_group and sample.replaced == 0 and sample.turns == 0 and sample.sequences == 1:
             fresh = new_sample(sample.token_ids[: sample.prompt_length], sample.index)
             return msgspec.structs.replace(fresh, replaced=1, reused_tokens=sample.reused_tokens)
         return msgspec.structs.replace(sample, status="truncated")
@@ -98,4 +98,5 @@ class Requests:
 
 def _seed(group: PromptGroup, sample: Sample) -> int:
     seed = group.seed & _SEED_BITS
-    return mix(seed + sample.replaced * GOLDEN) & _SEED_BITS if sample.replaced else seed
+    again = 2 * sample.sequence + sample.replaced  # sequences of a rollout that share tokens must not go on alike
+    return mix(seed + again * GOLDEN) & _SEED_BITS if again else seed

@@ -6,16 +6,14 @@ version are one run.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Final
 
 import msgspec
 import numpy as np
-import numpy.typing as npt
 
-from stages.messages import Float32Array, Int32Array, Sample, Status, UInt8Array, VersionRun, wire
+from stages.messages import Float32Array, Int32Array, Sample, Status, UInt8Array, wire
 from stages.sampling.results import Finish, SampleResult
-from stages.tools.stage import join_runs
+from stages.sequences import join_runs
 
 STATUS_OF: Final[dict[Finish, Status]] = {
     "stop": "completed",
@@ -23,38 +21,6 @@ STATUS_OF: Final[dict[Finish, Status]] = {
     "aborted": "aborted",
     "failed": "failed",
 }
-
-
-def new_sample(prompt: Sequence[int] | npt.NDArray[np.int32], index: int) -> Sample:
-    """A rollout before its first turn: the prompt, and nothing after it."""
-    n = len(prompt)
-    return Sample(
-        index=index,
-        status="pending",
-        response="",
-        token_ids=wire(prompt, Int32Array),
-        prompt_length=n,
-        loss_mask=wire(np.zeros(n), UInt8Array),
-        log_probs=wire(np.zeros(n), Float32Array),
-        version_runs=join_runs((VersionRun(-1, n),), ()),
-    )
-
-
-def cut(sample: Sample, length: int) -> Sample:
-    """The first tokens, the prompt at least: for a sample whose last ones, which nothing of ours made, are too many."""
-    length = max(length, sample.prompt_length)
-    runs: list[VersionRun] = []
-    left = length
-    for run in sample.version_runs:
-        runs.append(VersionRun(run.version, min(run.n_tokens, left)))
-        left -= runs[-1].n_tokens
-    return msgspec.structs.replace(
-        sample,
-        token_ids=wire(sample.token_ids[:length], Int32Array),
-        loss_mask=wire(sample.loss_mask[:length], UInt8Array),
-        log_probs=wire(sample.log_probs[:length], Float32Array),
-        version_runs=join_runs(tuple(runs), ()),
-    )
 
 
 def append_result(sample: Sample, result: SampleResult) -> Sample:

@@ -1,8 +1,8 @@
 """The generate stage: has engines continue rollouts, and hands each on when it has ended its turn.
 
 It is a client of the engines like any other (stages/sampling/sampler.py): a replica owns nothing, and may start, move
-and die at any time. A single-turn rollout leaves through `out`; one that a loop stage wants leaves alone through that
-loop's edge and comes back through the inlet `return`, which no prompt can fill, to any replica.
+and die at any time. A rollout that a loop stage wants leaves alone through that loop's edge (stages/generate/loops.py)
+and comes back through the inlet `return`, which no prompt can fill, to any replica; the others leave through `out`.
 
 Invariants:
 - token ids, log-probs and versions are the engine's; nothing is tokenised twice, no version is stamped here;
@@ -14,21 +14,23 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
 
 import msgspec
 
-from models.import_path import import_path
-from stages.base import LoopStage, Stage, StageContext
+from stages.base import Stage, StageContext, send_slice
+from stages.generate.loops import Loops
 from stages.generate.requests import Requests
-from stages.generate.samples import new_sample
 from stages.generate.turns import Turns
 from stages.messages import PromptGroup, RolloutSlice, Sample, without_prompt
 from stages.options import GenerateOptions
 from stages.ports import Inlet, Lease, Outlet, Ports
+from stages.rollouts import rollouts
 from stages.sampling.sampler import Sampler
+from stages.sequences import new_sample
 
 # How long a member that has ended waits for others of its group. A slice is one message, and costs each stage behind
 # this one about the same with one member as with all; what a quarter of a second does to a rollout of many is little.
@@ -58,10 +60,7 @@ class GenerateStage(Stage):
 
     async def setup(self) -> None:
         context = self.context
-        self._loops: list[tuple[str, type[LoopStage]]] = []
-        for entry in context.loops:
-            name, _, path = entry.partition("=")
-            self._loops.append((name, import_path(path)))
+        self.loops = Loops(self.config, context.loops)
         vocab_size = self.options.vocab_size
         if vocab_size is None and self.config.engine.engine == "sglang":
             vocab_size = vocabulary(self.config.train.hf_checkpoint)
@@ -106,56 +105,64 @@ class GenerateStage(Stage):
         self.activity.items_in += 1
         with self.span("generate", group=group.group_id, detail=f"turn {samples[0].turns + 1}"):
             async with asyncio.TaskGroup() as tasks:
-                leaving = _Leaving(self, group, ports, tasks)
+                leaving = _Leaving(self, group, samples, ports, tasks)
                 with self.activity.working():
-                    if any(s.status != "failed" for s in samples):
-                        await self.turns.take(group, samples, leaving.put)
-                    else:  # a loop stage has failed it
-                        for sample in samples:
+                    asked = tuple(filter(self.loops.takes_turn, samples))
+                    for sample in samples:  # a loop stage has ended or failed the others
+                        if not self.loops.takes_turn(sample):
                             leaving.put(sample)
+                    if asked:
+                        await self.turns.take(group, asked, leaving.put)
                 leaving.all_here.set()
             self.activity.tokens += leaving.tokens - sum(s.length for s in samples)
         lease.done()
 
-    def loop_of(self, single: RolloutSlice) -> str | None:
-        """The loop stage that goes on with a sample, if one does."""
-        (sample,) = single.samples
-        if sample.status == "failed" or sample.turns >= self.rollout.max_turns:
-            return None
-        return next((name for name, stage in self._loops if stage.wants(self.config, single)), None)
-
     async def emit(self, outlet: Outlet[RolloutSlice], slice_: RolloutSlice) -> None:
         with self.activity.working(), self.activity.sending():
-            await outlet.send(slice_, slice_.key)
+            await send_slice(outlet, slice_)
 
 
 class _Leaving:
-    """The samples of one lease on their way out: alone into a loop, else with those that end at the same time."""
+    """The rollouts of one lease on their way out: alone into a loop, else with those that end at the same time."""
 
-    def __init__(self, stage: GenerateStage, group: PromptGroup, ports: Ports, tasks: asyncio.TaskGroup) -> None:
+    def __init__(
+        self,
+        stage: GenerateStage,
+        group: PromptGroup,
+        samples: Sequence[Sample],
+        ports: Ports,
+        tasks: asyncio.TaskGroup,
+    ) -> None:
         self.stage, self.group, self.ports, self._tasks = stage, group, ports, tasks
         self.all_here = asyncio.Event()
         self.tokens = 0
-        self._waiting: list[Sample] = []
+        self._missing = Counter(sample.index for sample in samples)  # sequences by rollout
+        self._here: dict[int, list[Sample]] = {}
+        self._ended: list[RolloutSlice] = []
 
     def put(self, sample: Sample) -> None:
-        """A sample has ended its turn."""
+        """A sequence has ended its turn. Those of one rollout leave together."""
         self.tokens += sample.length
-        single = RolloutSlice(self.group, (sample,))
-        loop = self.stage.loop_of(single)
-        if loop is not None:
-            self._tasks.create_task(self.stage.emit(self.ports.outlets[f"loop.{loop}"], single))
+        self._here.setdefault(sample.index, []).append(sample)
+        self._missing[sample.index] -= 1
+        if self._missing[sample.index]:
             return
-        if not self._waiting:
+        [parts] = rollouts(self._here.pop(sample.index))
+        port, slice_ = self.stage.loops.next(self.group, parts)
+        if port != "out":
+            self._tasks.create_task(self.stage.emit(self.ports.outlets[port], slice_))
+            return
+        if not self._ended:
             self._tasks.create_task(self._flush())
-        self._waiting.append(sample)
+        self._ended.append(slice_)
 
     async def _flush(self) -> None:
         """Send what has come together. Waits for the last member, or until the first has waited long enough."""
         with contextlib.suppress(TimeoutError):  # then without the rest
             async with asyncio.timeout(MEMBER_LINGER_S):
                 await self.all_here.wait()
-        samples: Sequence[Sample] = sorted(self._waiting, key=lambda sample: (sample.index, sample.sequence))
-        self._waiting.clear()
-        await self.stage.emit(self.ports.outlets["out"], RolloutSlice(self.group, tuple(samples)))
+        ended = sorted(self._ended, key=lambda slice_: slice_.samples[0].index)
+        self._ended.clear()
+        rest = RolloutSlice(ended[0].group, tuple(sample for slice_ in ended for sample in slice_.samples))
+        await self.stage.emit(self.ports.outlets["out"], rest)
         self.stage.activity.items_out += 1

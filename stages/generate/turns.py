@@ -13,10 +13,11 @@ import msgspec
 
 from stages.base import Activity
 from stages.generate.requests import Deadline, Requests
-from stages.generate.samples import append_result, cut
+from stages.generate.samples import append_result
 from stages.messages import PromptGroup, Sample
 from stages.sampling.results import OUT_OF_TIME
 from stages.sampling.sampler import Sampler
+from stages.sequences import cut
 
 Ended = Callable[[Sample], None]
 
@@ -36,7 +37,7 @@ class Turns:
             ended(msgspec.structs.replace(sample, turns=sample.turns + 1))
 
         async with asyncio.TaskGroup() as tasks:
-            if all(s.turns == 0 and s.response_length == 0 for s in samples):
+            if all(s.turns == 0 and s.response_length == 0 and s.sequences == 1 for s in samples):
                 tasks.create_task(self._ask(group, samples, done))
             else:
                 for sample in samples:

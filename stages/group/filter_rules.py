@@ -1,8 +1,8 @@
 """The built-in group filters: each says of one complete group whether it is worth an optimizer step.
 
-Invariants: the unit is the rollout, never the sequence; rewards are the grader's, before any shaping, because a length
-penalty gives an all-wrong group a spread that teaches nothing; a rule changes nothing, and what it knows beyond the
-group is in `FilterState`, which the group stage keeps.
+Invariants: the unit is the rollout, never the sequence; rewards are those of the grader and of the turns, before any
+shaping, because a length penalty gives an all-wrong group a spread that teaches nothing; a rule changes nothing, and
+what it knows beyond the group is in `FilterState`, which the group stage keeps.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from msgspec import Struct
 
 from stages.errors import FilterError
 from stages.messages import PromptGroup, RolloutSlice
-from stages.rollouts import closing, oldest_version, pass_rate, raw_rewards, rollouts, trained_mask
+from stages.rollouts import closing, oldest_version, pass_rate, raw_returns, rollouts, trained_masks
 
 ZERO_STD = 1e-6  # rewards closer than this are equal: sums of floats are noisy
 
@@ -48,7 +48,7 @@ class FilterState:
 
 def zero_std(slice_: RolloutSlice) -> str | None:
     """`zero_std_<mean>` if the raw rewards are all equal (population std <= 1e-6), or there are fewer than two."""
-    rewards = raw_rewards(slice_.samples)
+    rewards = raw_returns(slice_.samples)
     if len(rewards) >= 2 and float(rewards.std()) > ZERO_STD:
         return None
     return f"zero_std_{float(rewards.mean()) if len(rewards) else 0.0:.1f}"
@@ -77,14 +77,14 @@ def pass_rate_rule(low: float, high: float) -> GroupFilter:
 
 def reward_rule(low: float, high: float) -> GroupFilter:
     """Keep groups whose mean raw reward lies within the bounds."""
-    return lambda slice_: _within(float(raw_rewards(slice_.samples).mean()), low, high, "reward_low", "reward_high")
+    return lambda slice_: _within(float(raw_returns(slice_.samples).mean()), low, high, "reward_low", "reward_high")
 
 
 def length_rule(shortest: float, longest: float) -> GroupFilter:
     """Keep groups whose rollouts have this many trainable tokens on average, all their sequences together."""
 
     def rule(slice_: RolloutSlice) -> FilterDecision:
-        tokens = [sum(int(np.count_nonzero(trained_mask(s))) for s in parts) for parts in rollouts(slice_.samples)]
+        tokens = [sum(map(np.count_nonzero, trained_masks(parts))) for parts in rollouts(slice_.samples)]
         return _within(sum(tokens) / max(len(tokens), 1), shortest, longest, "too_short", "too_long")
 
     return rule

@@ -22,7 +22,7 @@ from stages.group.filters import FilterDecision, FilterState, GroupFilter, resol
 from stages.messages import PromptGroup, RolloutSlice, Sample, Settled, WeightsAnnouncement
 from stages.ports import Lease, Outlet, Ports, Topic
 from stages.reward.grading import Grading
-from stages.rollouts import closing, counting, rollouts, settlement
+from stages.rollouts import closing, counting, rollout_fault, rollouts, settlement
 
 REMEMBERED_GROUPS = 100_000
 
@@ -166,10 +166,10 @@ class GroupStage(Stage):
     async def _judge(self, slice_: RolloutSlice) -> RolloutSlice | Settled:
         """The slice of counting members, or how the group ends."""
         members = counting(slice_.samples)
-        for sample in members:
-            wrong = sample.fault()
+        for parts in rollouts(members):
+            wrong = rollout_fault(parts)
             if wrong is not None:
-                return settlement(slice_, "failed", f"sample {sample.index}: {wrong}")
+                return settlement(slice_, "failed", f"sample {parts[0].index}: {wrong}")
         here, wanted = len(closing(members)), len(closing(slice_.samples))
         if here < members_needed(self.config, slice_.group.n_samples):
             errors = sorted({s.error or s.status for s in slice_.samples if s.status not in ("completed", "truncated")})

@@ -37,6 +37,7 @@ from stages.graders.selection import SINGLE, Row, Selection, outside
 from stages.graders.shaping import Overlong, shaped
 from stages.messages import PromptGroup, RolloutSlice, Sample
 from stages.ports import Topic
+from stages.rollouts import MEMBER_STATUSES, rollouts, trainable_tokens
 
 log = logging.getLogger("sluice.grading")
 
@@ -204,9 +205,8 @@ class Grading:
     def _settled(self, slice_: RolloutSlice, grades: dict[tuple[int, int], Grade], grader: str) -> RolloutSlice:
         """The slice with what the grades say, shaped."""
         training = slice_.group.purpose == "train"
-        lengths: Counter[int] = Counter()
-        for sample in slice_.samples:
-            lengths[sample.index] += sample.trainable_tokens
+        whole = [parts for parts in rollouts(slice_.samples) if all(part.status in MEMBER_STATUSES for part in parts)]
+        lengths = {parts[0].index: trainable_tokens(parts) for parts in whole}
         samples: list[Sample] = []
         for sample in slice_.samples:
             grade = grades.get((sample.index, sample.sequence))
@@ -214,7 +214,7 @@ class Grading:
                 sample = self._with_grade(sample, grade, grader)
             if training and sample.status in ("completed", "truncated"):
                 mask = self.reward.mask_truncated
-                sample = shaped(sample, self._overlong, lengths[sample.index], mask_truncated=mask)
+                sample = shaped(sample, self._overlong, lengths.get(sample.index, 0), mask_truncated=mask)
             samples.append(sample)
         if self.observed.due():
             self.activity.extra.update(self.observed.figures())

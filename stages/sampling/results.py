@@ -16,7 +16,7 @@ from models.engines.protocol import GenerateOutput
 from stages.engine_entries import POLICY
 from stages.messages import VersionRun
 from stages.sampling.requests import SampleRequest
-from stages.tools.stage import join_runs
+from stages.sequences import join_runs
 
 Finish = Literal["pending", "stop", "length", "aborted", "failed"]
 FINISH_OF: Final[dict[str, Finish]] = {"stop": "stop", "length": "length", "abort": "aborted"}

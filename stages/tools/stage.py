@@ -6,42 +6,17 @@ are kept as they are: nothing is tokenised twice.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping
+from typing import Any
 
 import msgspec
-import numpy as np
 
 from configs.schema import Config
 from stages.base import LoopStage, StageContext
 from stages.data.tokenizer import load_tokenizer
-from stages.messages import Float32Array, Int32Array, RolloutSlice, Sample, UInt8Array, VersionRun, wire
+from stages.messages import RolloutSlice, Sample
+from stages.sequences import append_untrained
 from stages.tools.registry import answer_call, resolve_tools
-
-
-def append_untrained(sample: Sample, ids: Sequence[int], text: str) -> Sample:
-    """The sample with tokens after it that the policy did not make (mask 0, log-prob 0.0, version -1)."""
-    n = len(ids)
-    return msgspec.structs.replace(
-        sample,
-        response=sample.response + text,
-        token_ids=wire(np.concatenate([sample.token_ids, ids]), Int32Array),
-        loss_mask=wire(np.concatenate([sample.loss_mask, np.zeros(n)]), UInt8Array),
-        log_probs=wire(np.concatenate([sample.log_probs, np.zeros(n)]), Float32Array),
-        version_runs=join_runs(sample.version_runs, (VersionRun(-1, n),)),
-    )
-
-
-def join_runs(first: tuple[VersionRun, ...], second: tuple[VersionRun, ...]) -> tuple[VersionRun, ...]:
-    """Concatenate version runs, merging neighbours of one version."""
-    joined: list[VersionRun] = []
-    for run in (*first, *second):
-        if run.n_tokens == 0:
-            continue
-        if joined and joined[-1].version == run.version:
-            joined[-1] = VersionRun(run.version, joined[-1].n_tokens + run.n_tokens)
-        else:
-            joined.append(run)
-    return tuple(joined)
 
 
 class ToolStage(LoopStage):
@@ -52,20 +27,22 @@ class ToolStage(LoopStage):
         self.settings = context.config.tools
 
     @classmethod
-    def wants(cls, config: Config, message: RolloutSlice) -> bool:
-        settings = config.tools
-        if not settings.tools or len(message.samples) != 1:
-            return False
-        sample = message.samples[0]
-        return sample.status == "completed" and sample.response.rstrip().endswith(settings.tool_call_close)
+    def wants(cls, config: Config, options: Mapping[str, Any], message: RolloutSlice) -> bool:
+        return bool(config.tools.tools) and any(_calls(config, sample) for sample in message.samples)
 
     async def setup(self) -> None:
         self._tools = resolve_tools(self.settings.tools)
         self._tokenizer = load_tokenizer(self.config.train.hf_checkpoint)
 
     async def process(self, message: RolloutSlice) -> RolloutSlice:
-        (sample,) = message.samples
-        with self.span("tool", group=message.group.group_id, sample=sample.index):
+        samples = [await self._answered(message.group.group_id, sample) for sample in message.samples]
+        return msgspec.structs.replace(message, samples=tuple(samples))
+
+    async def _answered(self, group_id: int, sample: Sample) -> Sample:
+        """The sample behind the result of its call. One of several sequences that calls nothing has ended."""
+        if not _calls(self.config, sample):
+            return msgspec.structs.replace(sample, done=True)
+        with self.span("tool", group=group_id, sample=sample.index):
             result = await answer_call(
                 self._tools,
                 sample.response,
@@ -75,5 +52,13 @@ class ToolStage(LoopStage):
             )
         self.activity.failures += result.startswith("error: ")
         text = self.settings.tool_result_template.replace("{result}", result)
-        sample = append_untrained(sample, self._tokenizer.encode(text), text)
-        return msgspec.structs.replace(message, samples=(sample,))
+        return append_untrained(sample, self._tokenizer.encode(text), text)
+
+
+def _calls(config: Config, sample: Sample) -> bool:
+    """Whether the last turn of a sample ended in a call."""
+    return (
+        sample.status == "completed"
+        and not sample.done
+        and sample.response.rstrip().endswith(config.tools.tool_call_close)
+    )

@@ -1,7 +1,8 @@
 """One rollout batch in training: which groups it holds, and what the trainer is given of each.
 
 Invariants: `staleness` counts exactly the tokens that were trained on, by (batch number - version of the token); a
-rollout enters its group's baseline once, whatever number of sequences it has, and all of them get its advantage.
+rollout enters its group's baseline once, whatever number of sequences it has, and all of them get its advantage; its
+return is its reward at the end plus the rewards of its turns.
 """
 
 from __future__ import annotations
@@ -21,7 +22,16 @@ from models.train.interface import TrainSequence
 from stages.errors import UntrainableGroup
 from stages.messages import RolloutSlice, Sample
 from stages.ports import Lease
-from stages.rollouts import closing, pass_rate, trained_mask
+from stages.rollouts import (
+    pass_rate,
+    prefixes,
+    rollout_return,
+    rollouts,
+    token_rewards,
+    trained_mask,
+    trained_masks,
+    turn_total,
+)
 from stages.train.batch_metrics import batch_metrics
 
 PostProcess = Callable[[list[float], Sequence[Sample]], Sequence[float]]
@@ -29,31 +39,33 @@ PostProcess = Callable[[list[float], Sequence[Sample]], Sequence[float]]
 
 def slice_sequences(config: Config, slice_: RolloutSlice) -> list[TrainSequence]:
     """The sequences of one complete group with their advantages, as the trainer takes them. Raises UntrainableGroup."""
-    values = _sequence_values(config, slice_)
+    members = rollouts(slice_.samples)
+    values = _rollout_values(config, members)
     group = slice_.group
     sequences = []
-    for sample, value in zip(slice_.samples, values, strict=True):
-        mask = trained_mask(sample)
-        sequences.append(
-            TrainSequence(
-                group_id=group.group_id,
-                rollout_id=group.group_id * group.n_samples + sample.index,
-                tokens=np.array(sample.token_ids, dtype=np.int32),
-                prompt_length=sample.prompt_length,
-                loss_mask=mask,
-                rollout_log_probs=np.array(sample.log_probs, dtype=np.float32),
-                advantages=(float(value) * mask).astype(np.float32),
-                versions=sample.versions,
-                reward=_reward(sample),
-                truncated=sample.status == "truncated",
-                teacher_log_probs=_teacher(sample),
+    for parts, value in zip(members, values, strict=True):
+        total = turn_total(parts)
+        for sample, prefix, rewards in zip(parts, prefixes(parts), token_rewards(parts), strict=True):
+            mask = trained_mask(sample)
+            sequences.append(
+                TrainSequence(
+                    group_id=group.group_id,
+                    rollout_id=group.group_id * group.n_samples + sample.index,
+                    tokens=np.array(sample.token_ids, dtype=np.int32),
+                    prompt_length=sample.prompt_length,
+                    loss_mask=mask,
+                    rollout_log_probs=np.array(sample.log_probs, dtype=np.float32),
+                    advantages=(float(value) * mask).astype(np.float32),
+                    versions=sample.versions,
+                    reward=sample.reward or 0.0,
+                    truncated=sample.status == "truncated",
+                    teacher_log_probs=_teacher(sample),
+                    prefix=prefix,
+                    token_rewards=rewards,
+                    turn_total=total,
+                )
             )
-        )
     return sequences
-
-
-def _reward(sample: Sample) -> float:
-    return 0.0 if sample.reward is None else sample.reward
 
 
 def _teacher(sample: Sample) -> npt.NDArray[np.float32] | None:
@@ -61,21 +73,20 @@ def _teacher(sample: Sample) -> npt.NDArray[np.float32] | None:
     return np.array(scored, dtype=np.float32) if len(scored) else None
 
 
-def _sequence_values(config: Config, slice_: RolloutSlice) -> npt.NDArray[np.float64]:
-    """[S] the advantage of each sequence's tokens."""
-    samples = slice_.samples
+def _rollout_values(config: Config, members: Sequence[Sequence[Sample]]) -> npt.NDArray[np.float64]:
+    """[n] the advantage of each rollout's tokens."""
     if config.train.loss_type == "sft_loss":
-        return np.ones(len(samples))
+        return np.ones(len(members))
     path = config.reward.custom_reward_post_process_path
     if path is not None:
-        return _post_processed(import_path(path), path, slice_)
+        return _post_processed(import_path(path), path, members)
     algorithm = config.algorithm
     estimator = algorithm.advantage_estimator
     try:
         values = advantages(
             estimator,
-            [_reward(sample) for sample in samples],
-            [sample.index for sample in samples],
+            [rollout_return(parts) for parts in members],
+            [parts[0].index for parts in members],
             normalize_std=not algorithm.disable_grpo_std_normalization,
             normalize=not algorithm.disable_rewards_normalization,
         )
@@ -92,11 +103,11 @@ def _sequence_values(config: Config, slice_: RolloutSlice) -> npt.NDArray[np.flo
     return values
 
 
-def _post_processed(function: PostProcess, path: str, slice_: RolloutSlice) -> npt.NDArray[np.float64]:
-    """What the user's function makes of the rewards of the rollouts, one number each, copied to their sequences."""
-    members = closing(slice_.samples)
+def _post_processed(function: PostProcess, path: str, members: Sequence[Sequence[Sample]]) -> npt.NDArray[np.float64]:
+    """What the user's function makes of the returns of the rollouts, one number each."""
     try:
-        values = np.asarray(function([_reward(sample) for sample in members], members), dtype=np.float64)
+        found = function([rollout_return(parts) for parts in members], [parts[-1] for parts in members])
+        values = np.asarray(found, dtype=np.float64)
     except Exception as error:
         raise UntrainableGroup(
             f"--custom-reward-post-process-path {path} raised {type(error).__name__}: {error}"
@@ -106,8 +117,7 @@ def _post_processed(function: PostProcess, path: str, slice_: RolloutSlice) -> n
             f"--custom-reward-post-process-path {path} gave {values.tolist()!r:.200} for {len(members)} rollouts; it "
             "must return one finite number for each"
         )
-    by_index = dict(zip((sample.index for sample in members), values.tolist(), strict=True))
-    return np.array([by_index[sample.index] for sample in slice_.samples])
+    return values
 
 
 class Batch:
@@ -131,11 +141,11 @@ class Batch:
             self.sequences[lease.message.group.group_id] = sequences
         self.pending += 1
         counts: Counter[int] = Counter(self.staleness)
-        for sample in lease.message.samples:
-            trained = sample.versions[trained_mask(sample) > 0]
-            self.trained_tokens += len(trained)
-            versions, n = np.unique(self.step - trained, return_counts=True)
-            counts.update(dict(zip(versions.tolist(), n.tolist(), strict=True)))
+        for parts in rollouts(lease.message.samples):
+            for sample, mask in zip(parts, trained_masks(parts), strict=True):
+                versions, n = np.unique(self.step - sample.versions[mask], return_counts=True)
+                self.trained_tokens += int(n.sum())
+                counts.update(dict(zip(versions.tolist(), n.tolist(), strict=True)))
         self.staleness = dict(counts)
 
     @property
@@ -154,9 +164,10 @@ class Batch:
         for lease in sorted(self.leases, key=lambda one: one.message.group.group_id):
             group = lease.message.group
             digest.update(f"{group.group_id}:{group.prompt_index}".encode())
-            for sample in lease.message.samples:
-                digest.update(np.ascontiguousarray(sample.token_ids).tobytes())
-                digest.update(np.ascontiguousarray(trained_mask(sample)).tobytes())
+            for parts in rollouts(lease.message.samples):
+                for sample, mask in zip(parts, trained_masks(parts), strict=True):
+                    digest.update(np.ascontiguousarray(sample.token_ids).tobytes())
+                    digest.update(mask.astype(np.uint8).tobytes())
         return digest.hexdigest()
 
     def metrics(self) -> dict[str, float]:

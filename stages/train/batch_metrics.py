@@ -15,7 +15,7 @@ from configs.schema import Config
 from stages.evaluate.pass_rate import estimates
 from stages.group.filter_rules import zero_std
 from stages.messages import RolloutSlice, Sample
-from stages.rollouts import closing, oldest_version, raw_reward, raw_rewards, rollouts, trained_mask
+from stages.rollouts import closing, oldest_version, raw_reward, raw_rewards, rollout_return, rollouts, trained_masks
 
 Rollout = tuple[Sample, ...]
 
@@ -50,7 +50,7 @@ def _share(found: Iterable[bool]) -> float:
 
 
 def _reward_metrics(members: Sequence[Rollout]) -> dict[str, float]:
-    rewards = np.array([parts[-1].reward if parts[-1].reward is not None else 0.0 for parts in members])
+    rewards = np.array([rollout_return(parts) for parts in members])
     raw = np.array([raw_reward(parts[-1]) for parts in members])
     metrics = {
         "train/reward_mean": float(rewards.mean()),
@@ -65,8 +65,8 @@ def _reward_metrics(members: Sequence[Rollout]) -> dict[str, float]:
 
 
 def _length_metrics(members: Sequence[Rollout]) -> dict[str, float]:
-    lengths = np.array([sum(s.response_length for s in parts) for parts in members])
-    trained = np.array([sum(int(np.count_nonzero(trained_mask(s))) for s in parts) for parts in members])
+    lengths = np.array([sum(s.new_tokens for s in parts) for parts in members])
+    trained = np.array([sum(map(np.count_nonzero, trained_masks(parts))) for parts in members])
     metrics: dict[str, float] = {}
     for statistic, value in _spread(lengths).items():
         metrics[f"rollout/response_len/{statistic}"] = value
@@ -124,7 +124,7 @@ def _group_metrics(slices: Sequence[RolloutSlice]) -> dict[str, float]:
         metrics[f"passrate/{estimate}"] = value
     sources: dict[str, list[float]] = {}
     for slice_ in slices:
-        bucket = length_bucket(sum(s.response_length for s in slice_.samples) / max(len(closing(slice_.samples)), 1))
+        bucket = length_bucket(slice_.n_tokens / max(len(closing(slice_.samples)), 1))
         metrics[f"rollout/group_len/{bucket}"] = metrics.get(f"rollout/group_len/{bucket}", 0.0) + 1.0
         name = source_name(slice_)
         if name is not None:

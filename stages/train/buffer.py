@@ -23,7 +23,7 @@ from stages.group.filters import FALLBACK
 from stages.messages import RolloutSlice
 from stages.ports import Lease
 from stages.prompts.staleness_gate import StalenessGate
-from stages.rollouts import closing, oldest_version
+from stages.rollouts import oldest_version, rollout_return, rollouts
 
 OrderFunction = Callable[[Sequence[RolloutSlice], int], int]
 
@@ -58,7 +58,7 @@ class GroupBuffer:
     def push(self, lease: Lease[RolloutSlice]) -> None:
         slice_ = lease.message
         self._arrivals += 1
-        rewards = np.array([s.reward if s.reward is not None else 0.0 for s in closing(slice_.samples)])
+        rewards = np.array([rollout_return(parts) for parts in rollouts(slice_.samples)])
         waiting = Waiting(
             lease,
             self._arrivals,

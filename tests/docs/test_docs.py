@@ -155,11 +155,20 @@ class WithTokenizer(AskAgain):
         self.config = CONFIG
 
 message = a_slice(n_tokens=3)
-assert AskAgain.wants(CONFIG, message)
+assert AskAgain.wants(CONFIG, {}, message)
 (result,) = asyncio.run(run_stage(WithTokenizer, [message]))
 (sample,) = result.samples
 assert sample.response == "xxx10+0="
 assert sample.response_length == 8 and sample.trainable_tokens == 3
+assert sample.fault() is None
+
+assert Game.wants(CONFIG, {}, message)
+for turn in range(3):
+    assert not message.samples[0].done
+    (message,) = asyncio.run(run_stage(Game, [message], moves=3))
+(sample,) = message.samples
+assert sample.done and sample.reward == 1.0 and [one.reward for one in sample.turn_rewards] == [0.1] * 3
+assert sample.response == "xxx" + "your move" * 2
 assert sample.fault() is None
 """
 

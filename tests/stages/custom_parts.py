@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import msgspec
 
 from configs.schema import Config
 from stages.base import LoopStage, MapStage
 from stages.group.filters import FilterDecision
-from stages.messages import RolloutSlice, Sample
+from stages.messages import Prefix, RolloutSlice, Sample, TurnReward
+from stages.sequences import append_untrained, as_rollout, branch, new_sample
+
+SHARED = 2  # tokens of the first turn that the branch of `Agents` keeps
 
 
 class Shout(MapStage):
@@ -29,7 +33,7 @@ class Once(LoopStage):
     """A loop stage that wants each sample once."""
 
     @classmethod
-    def wants(cls, config: Config, message: RolloutSlice) -> bool:
+    def wants(cls, config: Config, options: Mapping[str, Any], message: RolloutSlice) -> bool:
         return message.samples[0].turns == 1
 
     async def process(self, message: RolloutSlice) -> RolloutSlice:
@@ -102,3 +106,54 @@ def best_of_group(responses: list[str], label: str | None, metadata: Mapping[str
 def no_numbers(rewards: Sequence[float], *, normalize_std: bool) -> list[float]:
     """An advantage estimator that divides nothing by nothing."""
     return [float("nan")] * len(rewards)
+
+
+class Round(msgspec.Struct):
+    """What an episode of `Game` remembers."""
+
+    number: int
+    replicas: tuple[str, ...]
+
+
+class Game(LoopStage):
+    """An environment with a state: each turn earns 0.25, and after `options.rounds` of them it is won."""
+
+    @classmethod
+    def wants(cls, config: Config, options: Mapping[str, Any], message: RolloutSlice) -> bool:
+        if options.get("broken"):
+            raise ZeroDivisionError("no such game")
+        return bool(options["rounds"] > 0)
+
+    async def process(self, message: RolloutSlice) -> RolloutSlice:
+        (sample,) = message.samples
+        before = self.read_state(sample, Round) or Round(0, ())
+        after = Round(before.number + 1, (*before.replicas, self.context.replica))
+        turns = (*sample.turn_rewards, TurnReward(sample.length, 0.25))
+        sample = append_untrained(sample, [5, 6], f"[{after.number}]")
+        if after.number == self.context.options["rounds"]:
+            sample = msgspec.structs.replace(sample, done=True, reward=1.0, error=",".join(after.replicas))
+        sample = msgspec.structs.replace(self.write_state(sample, after), turn_rewards=turns)
+        return msgspec.structs.replace(message, samples=(sample,))
+
+
+class Agents(LoopStage):
+    """After the first turn: a branch of it, a compaction of its context and two sub-agents go on; it has ended."""
+
+    @classmethod
+    def wants(cls, config: Config, options: Mapping[str, Any], message: RolloutSlice) -> bool:
+        return len(message.samples) == 1
+
+    async def process(self, message: RolloutSlice) -> RolloutSlice:
+        (trunk,) = message.samples
+        trunk = msgspec.structs.replace(trunk, done=True, turn_rewards=(TurnReward(trunk.length, 0.5),))
+        shared = trunk.prompt_length + SHARED
+        parts = as_rollout(
+            trunk,
+            append_untrained(branch(trunk, shared), [9], "again"),
+            new_sample([3, 4], trunk.index),
+            new_sample([7, 8, 9], trunk.index),
+            new_sample([7, 8, 9], trunk.index),
+        )
+        if trunk.index == message.group.row_metadata.get("liar", -1):
+            parts = (*parts[:1], msgspec.structs.replace(parts[1], prefix=Prefix(4, shared)), *parts[2:])
+        return msgspec.structs.replace(message, samples=parts)

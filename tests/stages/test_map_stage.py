@@ -165,7 +165,7 @@ async def test_a_bug_of_the_stage_itself_ends_the_replica() -> None:
 
 def test_a_loop_stage_must_say_what_it_wants() -> None:
     with pytest.raises(TypeError, match=r"Forgetful is used as a loop stage and must define the class method wants"):
-        Forgetful.wants(Config(), make_slice(0))
+        Forgetful.wants(Config(), {}, make_slice(0))
 
 
 def test_activity_accounts_for_each_moment_once(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,8 +16,9 @@ from configs.schema.engine import EngineConfig
 from models.tiny import make_tiny_checkpoint
 from stages.data.tokenizer import load_tokenizer
 from stages.messages import RolloutSlice, Sample, VersionRun
+from stages.sequences import append_untrained, join_runs
 from stages.tools.errors import UnknownToolError
-from stages.tools.stage import ToolStage, append_untrained, join_runs
+from stages.tools.stage import ToolStage
 from tests.stages.engine_rig import generating, record_exchanges, tensors_of
 from tests.stages.stage_rig import (
     make_config,
@@ -139,8 +140,8 @@ async def test_a_result_with_braces_goes_through_the_template_as_it_is(tiny: Pat
     ],
 )
 def test_a_completed_sample_that_ends_in_a_call_is_wanted(sample: Sample, wanted: bool) -> None:
-    assert ToolStage.wants(tool_config("calculator"), make_slice(0, sample)) is wanted
-    assert not ToolStage.wants(Config(), make_slice(0, sample)), "no tools are configured"
+    assert ToolStage.wants(tool_config("calculator"), {}, make_slice(0, sample)) is wanted
+    assert not ToolStage.wants(Config(), {}, make_slice(0, sample)), "no tools are configured"
 
 
 async def test_an_unknown_tool_is_refused_before_the_stage_runs(tiny: Path) -> None:

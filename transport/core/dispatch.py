@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from transport.core.routing import least_loaded, next_sticky
+from transport.core.routing import least_loaded, sticky
 
 if TYPE_CHECKING:
     from transport.core.custody import Custody, Item
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 class Dispatch:
     def __init__(self, spec: StreamSpec, custody: Custody, consumers: dict[str, ConsumerPeer]) -> None:
         self._spec = spec
+        self._route = sticky if spec.routing == "sticky" else least_loaded
         self._custody = custody
         self._consumers = consumers
         self._ward: ConsumerPeer | None = None
@@ -34,17 +35,13 @@ class Dispatch:
             open_to = [peer for peer in self._consumers.values() if peer is not self._ward]
             if not open_to:
                 return
-            pair = next_sticky(self._custody, open_to) if self._spec.routing == "sticky" else self._next_least(open_to)
+            pair = self._next(open_to)
             if pair is None:
                 return
             yield pair
 
     def abandon(self, peer: ConsumerPeer) -> None:
-        """The consumer takes nothing more: its backlog goes back, in order."""
-        while peer.backlog:
-            item = peer.backlog.pop()
-            if item.state == "queued":
-                self._custody.put_back(item)
+        """The consumer takes nothing more."""
         if peer is self._ward:
             self._ward = self.alone = None
 
@@ -59,13 +56,13 @@ class Dispatch:
     def deadline(self) -> float | None:
         return self._ward_until if self._ward is not None else None
 
-    def _next_least(self, consumers: list[ConsumerPeer]) -> tuple[Item, ConsumerPeer] | None:
+    def _next(self, consumers: list[ConsumerPeer]) -> tuple[Item, ConsumerPeer] | None:
         if not any(peer.accepts(0) for peer in consumers):
             return None
         item = self._custody.next_ready()
         if item is None:
             return None
-        peer = least_loaded(item, consumers)
+        peer = self._route(item, consumers)
         if peer is None:
             self._custody.put_back(item)
             return None

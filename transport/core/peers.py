@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import deque
 from dataclasses import dataclass, field
 
 from transport.core.credit import SendCredit
@@ -35,7 +34,6 @@ class ProducerPeer(Peer):
 class ConsumerPeer(Peer):
     credit: SendCredit = field(default_factory=SendCredit)
     held: dict[int, Item] = field(default_factory=dict)
-    backlog: deque[Item] = field(default_factory=deque)  # sticky items that wait for this consumer
     to_settle: list[int] = field(default_factory=list)
     beat: bool = False  # answer with how far deliveries have gone
     draining: bool = False

@@ -1,8 +1,8 @@
-"""Which consumer gets an item: the least loaded, or the one that its key prefix belongs to.
+"""Which consumer gets an item: the least loaded, or the one that its key belongs to.
 
-Sticky routing uses rendezvous hashing over the replicas: no table, and a replica that comes or goes moves only its own
-share of the prefixes. Items of a full consumer wait in its backlog; a consumer with nothing to do takes the
-newest of the longest backlog, since a lost cache costs less than an idle replica.
+Sticky routing is a hint that keeps a consumer's caches warm, never a promise: it uses rendezvous hashing over the
+consumers that have room, so there is no table, a replica that comes or goes moves only its own share of the keys, and a
+full one is passed over, since a lost cache costs less than an idle replica.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Collection
 
 import xxhash
 
-from transport.core.custody import Custody, Item
+from transport.core.custody import Item
 from transport.core.peers import ConsumerPeer
 
 
@@ -27,51 +27,12 @@ def least_loaded(item: Item, consumers: Collection[ConsumerPeer]) -> ConsumerPee
     return best
 
 
-def home(item: Item, consumers: Collection[ConsumerPeer]) -> ConsumerPeer | None:
-    """The consumer that the text before the key's first '/' belongs to; another one after a failure there."""
-    prefix = item.key.partition("/")[0]
-    candidates = [peer for peer in consumers if peer.connected and not peer.draining]
-    if item.failures and len(candidates) > 1:
-        candidates = [peer for peer in candidates if peer is not item.last]
-    if not candidates:
-        return None
-    return max(
-        candidates, key=lambda peer: (xxhash.xxh3_64_intdigest(f"{prefix}\0{peer.replica}".encode()), peer.incarnation)
-    )
+def sticky(item: Item, consumers: Collection[ConsumerPeer]) -> ConsumerPeer | None:
+    """The one, of those with room, that the key's text before its last '/' belongs to; another one after a failure."""
+    prefix = item.key.rpartition("/")[0] or item.key
 
+    def rank(peer: ConsumerPeer) -> tuple[bool, int, str]:
+        failed = item.failures > 0 and peer is item.last
+        return not failed, xxhash.xxh3_64_intdigest(f"{prefix}\0{peer.replica}".encode()), peer.incarnation
 
-def next_sticky(custody: Custody, consumers: Collection[ConsumerPeer]) -> tuple[Item, ConsumerPeer] | None:
-    """Sort ready items into their homes until one can be delivered; else serve backlogs, else let an idle one help."""
-    for peer in consumers:
-        while peer.backlog:
-            if peer.backlog[0].state != "queued":
-                peer.backlog.popleft()
-            elif peer.accepts(peer.backlog[0].size):
-                return peer.backlog.popleft(), peer
-            else:
-                break
-    while (item := custody.next_ready()) is not None:
-        owner = home(item, consumers)
-        if owner is None:
-            custody.put_back(item)
-            return None
-        if owner.accepts(item.size) and not owner.backlog:
-            return item, owner
-        owner.backlog.append(item)
-    return _help_out(consumers)
-
-
-def _help_out(consumers: Collection[ConsumerPeer]) -> tuple[Item, ConsumerPeer] | None:
-    idle = [peer for peer in consumers if not peer.held and not peer.backlog]
-    if not idle:
-        return None
-    busiest = max(consumers, key=lambda peer: len(peer.backlog))
-    while busiest.backlog:
-        item = busiest.backlog.pop()
-        if item.state == "queued":
-            taker = least_loaded(item, idle)
-            if taker is None:
-                busiest.backlog.append(item)
-                return None
-            return item, taker
-    return None
+    return max((peer for peer in consumers if peer.accepts(item.size)), key=rank, default=None)

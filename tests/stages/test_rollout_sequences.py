@@ -1,0 +1,277 @@
+"""Rollouts of several sequences and episodes that end: from loop stages through grading and grouping to the trainer."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+import torch
+
+from configs.schema import EngineConfig
+from models.tiny import make_tiny_checkpoint
+from stages.group.stage import GroupStage
+from stages.messages import Int32Array as Ids
+from stages.messages import Prefix, RolloutSlice, Sample, Settled, TurnReward, wire
+from stages.reward.stage import RewardStage
+from stages.rollouts import raw_returns, rollout_fault, token_rewards, trained_masks
+from stages.sequences import append_untrained, as_rollout, branch
+from stages.train.batch import Batch, slice_sequences
+from tests.models.train.small_trainer import make_backend, train_step
+from tests.stages.custom_parts import SHARED, Agents, Game
+from tests.stages.engine_rig import LENGTH, generating, record_exchanges, tensors_of
+from tests.stages.stage_rig import (
+    REPORT,
+    make_config,
+    make_context,
+    make_group,
+    make_sample,
+    make_slice,
+    numbers,
+    running,
+    take,
+)
+
+PARTS = "tests.stages.custom_parts"
+BACK: dict[str, Any] = {"inlets": {"return": ("generate.return", RolloutSlice)}}
+
+
+def recipe(name: str, path: str, **options: Any) -> dict[str, Any]:
+    """A loop stage of the user's own, as a configuration and as generate is told of it."""
+    return {
+        **BACK,
+        "outlets": {f"loop.{name}": (name, RolloutSlice)},
+        "loops": (f"{name}={PARTS}:{path}",),
+        "stage": ({"name": name, "path": f"{PARTS}:{path}", "loop": "generate", "options": options},),
+    }
+
+
+# ---------------------------------------------------------------------- loops
+
+
+async def test_an_episode_ends_when_its_environment_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two replicas of an environment with a state; whichever takes a turn finds it in the message."""
+    log = record_exchanges(monkeypatch)
+    async with generating(tmp_path, rollout={"max_turns": 9}, **recipe("game", "Game", rounds=3)) as world:
+        await world.ready()
+        stages = [Game(make_context(replica=f"game-{i}", options={"rounds": 3})) for i in range(2)]
+        ports = [
+            await world.rig.ports({"in": "game"}, {"out": "generate.return"}, replica=f"game-{i}", window_items=1)
+            for i in range(2)
+        ]
+        async with running(stages[0], ports[0]), running(stages[1], ports[1]):
+            await world.ask(make_group(0, 8))
+            samples = [sample for _ in range(8) for sample in (await world.answer()).samples]
+    assert len(log) == 1 + 8 * 2, "after the winning turn no engine is asked for another"
+    assert {sample.turns for sample in samples} == {3}
+    for sample in samples:
+        assert sample.response.endswith("[1][2][3]"), "the state went on wherever the turn before was taken"
+        assert (sample.status, sample.reward, sample.loop_state) == ("completed", 1.0, b"")
+        assert [turn.reward for turn in sample.turn_rewards] == [0.25] * 3
+        assert sample.trainable_tokens == 3 * LENGTH
+        assert sample.fault() is None
+    assert len({replica for sample in samples for replica in (sample.error or "").split(",")}) == 2
+
+
+async def test_what_wants_raises_fails_its_sample_alone(tmp_path: Path) -> None:
+    async with generating(tmp_path, rollout={"max_turns": 9}, **recipe("game", "Game", broken=True)) as world:
+        await world.ready()
+        await world.ask(make_group(0, 2))
+        samples = (await world.answer()).samples
+        assert [s.status for s in samples] == ["failed"] * 2
+        assert {s.error for s in samples} == {"Game.wants: ZeroDivisionError: no such game"}
+        await world.ask(make_group(1, 1))
+        assert (await world.answer()).group.group_id == 1, "the replica goes on"
+
+
+async def test_wants_is_given_the_options_of_its_stage(tmp_path: Path) -> None:
+    async with generating(tmp_path, rollout={"max_turns": 9}, **recipe("game", "Game", rounds=0)) as world:
+        await world.ready()
+        await world.ask(make_group(0, 2))
+        assert [s.status for s in (await world.answer()).samples] == ["completed"] * 2
+        assert world.rig.hubs["game"].stats().accepted == 0
+
+
+# ---------------------------------------------------------------------- from a loop to the trainer
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("tiny") / "tiny"
+    return make_tiny_checkpoint(path, tokenizer="arithmetic", hidden_size=32, num_layers=2, intermediate_size=64)
+
+
+async def test_a_branch_a_compaction_and_sub_agents_are_trained_once(
+    tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Through generate, reward, group and its filter: the gradient is that of the flat batch."""
+    log = record_exchanges(monkeypatch)
+    async with generating(
+        tmp_path,
+        engine=EngineConfig(engine="embedded", engine_slots=32, engine_device="cpu", engine_dtype="float32"),
+        model=tiny,
+        tensors=tensors_of([tiny]),
+        rollout={"max_turns": 9, "rollout_max_response_len": 6},
+        **recipe("agents", "Agents"),
+    ) as world:
+        config = make_config(
+            reward={"rm_type": "length:3"}, filter={"dynamic_sampling_filter": ("nonzero_std", "length:8_999")}
+        )
+        for name, schema in (
+            ("made", RolloutSlice),
+            ("group", RolloutSlice),
+            ("train", RolloutSlice),
+            ("settle", REPORT),
+        ):
+            await world.rig.stream(name, schema)
+        loop = await world.rig.ports({"in": "agents"}, {"out": "generate.return"}, replica="agents-0")
+        reward = await world.rig.ports({"in": "made"}, {"out": "group"}, replica="reward-0")
+        group = await world.rig.ports({"in": "group"}, {"out": "train", "settle": "settle"}, replica="group-0")
+        made, trained = await world.rig.outlet("made"), await world.rig.inlet("train")
+        async with (
+            running(Agents(make_context()), loop),
+            running(RewardStage(make_context(config)), reward),
+            running(GroupStage(make_context(config)), group),
+        ):
+            await world.ready()
+            await world.ask(make_group(0, 4, prompt=[11, 12, 13], seed=3, metadata='{"liar": 1}'))
+            indices: set[int] = set()
+            while len(indices) < 4:
+                part = await world.answer()
+                indices |= {sample.index for sample in part.samples}
+                await made.send(part, part.key)
+            slice_: RolloutSlice = await take(trained)
+    assert sorted({s.index for s in slice_.samples}) == [0, 2, 3], "the rollout that contradicts itself is no member"
+    assert len(log) == 1 + 4 * 4, "the trunk has ended: four sequences of each rollout go on"
+    one = [s for s in slice_.samples if s.index == 0]
+    assert [s.sequence for s in one] == [0, 1, 2, 3, 4]
+    assert one[1].prefix == Prefix(0, 3 + SHARED)
+    assert numbers(one[1].token_ids[: 3 + SHARED]) == numbers(one[0].token_ids[: 3 + SHARED])
+    assert numbers(one[3].token_ids) != numbers(one[4].token_ids), "equal prompts, each with its own noise"
+    branched = slice_sequences(config, slice_)
+    flat = []
+    for sequence in branched:
+        mask = sequence.loss_mask.copy()
+        mask[: 3 + SHARED] *= sequence.prefix is None
+        flat.append(dataclasses.replace(sequence, loss_mask=mask, prefix=None))
+    found = train_step(make_backend(tiny), [branched])
+    expected = train_step(make_backend(tiny), [flat])
+    tokens = sum(int(s.loss_mask.sum()) for s in slice_.samples) - SHARED * 3
+    assert found[0]["train/trained_tokens"] == expected[0]["train/trained_tokens"] == tokens
+    assert found[0]["train/loss"] == pytest.approx(expected[0]["train/loss"], abs=1e-6)
+    for name, value in expected[1].items():
+        torch.testing.assert_close(found[1][name], value, atol=1e-6, rtol=1e-6)
+    batch = Batch(config, 0)
+    batch.add(Kept(slice_))  # type: ignore[arg-type]
+    assert batch.trained_tokens == sum(batch.staleness.values()) == tokens
+    assert batch.metrics()["rollout/effective_response_len/mean"] == tokens / 3
+
+
+@dataclasses.dataclass
+class Kept:
+    message: RolloutSlice
+
+
+# ---------------------------------------------------------------------- counted once
+
+
+def branched(reward: float = 1.0, **changes: Any) -> tuple[Sample, ...]:
+    """Trunk: 4 tokens of the model, their turn earns 0.5. Branch: 2 of them, an observation, 3 more that earn 0.25."""
+    trunk = make_sample(0, n=4, turn_rewards=(TurnReward(7, 0.5), TurnReward(4, 0.125)))
+    head = append_untrained(branch(trunk, 5), [9], "o")
+    other = make_sample(
+        0,
+        runs=[(0, 2), (-1, 1), (0, 3)],
+        mask=[1, 1, 0, 1, 1, 1],
+        log_probs=[-0.5] * 2 + [0.0] + [-0.5] * 3,
+        prefix=head.prefix,
+        turn_rewards=(TurnReward(9, 0.25),),
+        reward=reward,
+    )
+    fields = {"token_ids": wire([*numbers(head.token_ids), 1, 2, 3], Ids), **changes}
+    return as_rollout(trunk, msgspec.structs.replace(other, **fields))
+
+
+def test_rewards_of_turns_stand_at_the_last_token_of_the_model_and_count_once() -> None:
+    parts = branched()
+    assert rollout_fault(parts) is None
+    trunk, other = token_rewards(parts)
+    assert trunk is not None
+    assert other is not None
+    assert trunk.tolist() == [0, 0, 0, 0.125, 0, 0, 0.5]
+    assert other.tolist() == [0, 0, 0, 0.125, 0, 0, 0, 0, 0.25], "the prefix has the first turn alone"
+    assert raw_returns(parts).tolist() == [1.0 + 0.5 + 0.125 + 0.25]
+    assert [mask.sum() for mask in trained_masks(parts)] == [4, 3]
+    repeated = branched(turn_rewards=(TurnReward(4, 0.125), TurnReward(9, 0.25)))
+    assert rollout_fault(repeated) is None, "a branch may repeat what its prefix earned"
+    assert raw_returns(repeated).tolist() == raw_returns(parts).tolist()
+
+
+def test_the_return_of_a_rollout_is_what_its_group_is_compared_by() -> None:
+    """Returns 1.875 and 0.875: mean 1.375, and each is 0.5 away from it."""
+    slice_ = make_slice(0, *branched(), make_sample(1, reward=0.875), n_samples=2)
+    config = make_config(algorithm={"disable_grpo_std_normalization": True})
+    samples = tuple(msgspec.structs.replace(s, reward=1.0) if s.index == 0 else s for s in slice_.samples)
+    found = slice_sequences(config, msgspec.structs.replace(slice_, samples=samples))
+    assert [sorted(set(s.advantages[s.loss_mask > 0].tolist())) for s in found] == [[0.5], [0.5], [-0.5]]
+    assert [s.reward for s in found] == [1.0, 1.0, 0.875]
+    assert [s.turn_total for s in found] == [0.875, 0.875, 0.0]
+    assert [s.prefix for s in found] == [None, (0, 5), None]
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        (
+            {"prefix": Prefix(1, 5)},
+            "the prefix of sequence 1 names sequence 1; it must name an earlier one of its rollout",
+        ),
+        ({"prefix": Prefix(0, 8)}, "the prefix of sequence 1 has 8 tokens, but the sequences have 9 and 7"),
+        ({"prefix": Prefix(0, 6)}, "the first 6 tokens of sequence 1 are not those of sequence 0, its prefix"),
+        (
+            {"turn_rewards": (TurnReward(5, 1.0),)},
+            "sequence 1 has a turn reward within its prefix that sequence 0 has not",
+        ),
+        (
+            {"turn_rewards": (TurnReward(3, 1.0),)},
+            "the turn that ends at 3 of 9 tokens has reward 1.0",
+        ),
+        ({"turn_rewards": (TurnReward(9, float("nan")),)}, "has reward nan"),
+    ],
+)
+async def test_a_rollout_that_contradicts_itself_fails_its_group(changes: dict[str, Any], words: str) -> None:
+    found = rollout_fault(branched(**changes))
+    assert found is not None
+    assert words in found
+    mask = branched()[1].loss_mask.copy()
+    mask[4] = 0
+    assert rollout_fault(branched(loss_mask=mask)) == (
+        "the first 5 entries of the loss mask of sequence 1 are not those of its prefix"
+    )
+    assert rollout_fault(branched()[1:]) == "it has sequences [1] of 2; each must be there once"
+
+
+async def test_the_group_stage_says_why(tmp_path: Path) -> None:
+    from tests.stages.test_group_stage import desk, settled
+
+    async with desk() as one:
+        await one.send(make_slice(0, *branched(prefix=Prefix(0, 6)), make_sample(1, reward=0.0), n_samples=2))
+        report = await settled(one)
+        assert isinstance(report, Settled)
+        assert report.outcome == "failed"
+        assert report.detail == "sample 0: the first 6 tokens of sequence 1 are not those of sequence 0, its prefix"
+
+
+def test_equal_batches_have_equal_hashes_and_a_prefix_counts() -> None:
+    def hashed(*samples: Sample) -> str:
+        batch = Batch(make_config(), 0)
+        batch.add(Kept(make_slice(0, *samples)))  # type: ignore[arg-type]
+        return batch.token_hash()
+
+    assert hashed(*branched()) == hashed(*branched())
+    assert hashed(*branched()) != hashed(*branched(prefix=None)), "the shared tokens would be trained twice"
+    assert hashed(make_sample(0)) != hashed(make_sample(0, prompt=(1, 2, 4)))
+    assert np.isfinite(branched()[0].log_probs).all()
