@@ -30,6 +30,7 @@ from aiohttp import web
 from bench.weights_model import Versions
 from configs.schema import Config
 from configs.schema.engine import EngineConfig
+from configs.schema.rollout import RolloutConfig
 from configs.schema.update import UpdateConfig
 from models.engines.client import EngineClient
 from models.engines.launch.command import server_launch
@@ -40,8 +41,9 @@ from models.weights.delta_store import DeltaStore
 from models.weights.layout import read_layout
 from models.weights.shared_memory_writer import SlotWriter
 from stages.base import Activity
-from stages.engines.engine_link import EngineLink
-from stages.messages import Applied, EngineAddress, WeightsAnnouncement
+from stages.engine_entries import KEYS, carrying
+from stages.engines.engine_control import EngineControl
+from stages.messages import EngineAddress, EngineEntry, WeightsAnnouncement
 from stages.ports import Topic
 from transport import Node
 
@@ -154,10 +156,10 @@ class Recorder:
 
 @dataclass
 class Fleet:
-    """Links with their engines, and the trainer's side."""
+    """Engines under control, and the trainer's side."""
 
     topic: Topic
-    links: list[EngineLink]
+    engines: int
     slots: SlotWriter
     deltas: DeltaStore
     versions: Versions
@@ -177,9 +179,9 @@ class Fleet:
         started = loop.time()
         announcement = await asyncio.to_thread(self._write, route)
         await self.topic.publish("weights", msgspec.msgpack.encode(announcement))
-        applied = await self._landed()
+        entries = await self._landed()
         landed_s = loop.time() - started
-        return landed_s, sum(a.stall_s for a in applied) / len(applied)
+        return landed_s, sum(entry.stall_s for entry in entries) / len(entries)
 
     def _write(self, route: str) -> WeightsAnnouncement:
         manifest = self.slots.write(self.version, 0, self.versions.tensors(self.version))
@@ -191,22 +193,22 @@ class Fleet:
             0, self.version, manifest.path, manifest.digest, manifest.generation, False, route, delta
         )
 
-    async def _landed(self) -> list[Applied]:
-        """Waits for the report of every engine; unblocked by the last one."""
+    async def _landed(self) -> list[EngineEntry]:
+        """Waits for the entry of every engine; unblocked by the last one."""
         revision = 0
         async with asyncio.timeout(LIMIT_S):
             while True:
-                applied = [msgspec.msgpack.decode(v, type=Applied) for v in self.topic.items("applied/").values()]
-                if len(applied) == len(self.links) and all(a.version >= self.version for a in applied):
-                    return applied
-                revision = await self.topic.wait(revision)
+                entries = list(carrying(self.topic).values())
+                if len(entries) == self.engines and all(entry.version >= self.version for entry in entries):
+                    return entries
+                revision = await self.topic.wait(revision, *KEYS)
 
 
 class _NoSpans:
     def add(
         self, name: str, start_s: float, dur_s: float, *, group: int = -1, sample: int = -1, detail: str = ""
     ) -> None:
-        """The benchmark takes its figures from the reports."""
+        """The benchmark takes its figures from the directory."""
 
 
 @asynccontextmanager
@@ -220,34 +222,26 @@ async def fleet(kind: Kind, versions: Versions, engines: int, bucket_bytes: int,
         slots = stack.enter_context(SlotWriter(Path("/dev/shm", f"sluice-bench-{os.getpid()}"), versions.path))
         mirror = DeltaMirror(f"bench-mirror-{os.getpid()}", root)
         stack.callback(mirror.close)
-        links = [
-            EngineLink(
-                f"engine-{index}",
-                owner=True,
-                pause_mode="in_place",
-                timeout_s=LIMIT_S,
-                activity=Activity(),
-                spans=_NoSpans(),
-                changed=asyncio.Event(),
-                update=UpdateConfig(update_weight_buffer_size=bucket_bytes),
-                mirror=mirror,
-            )
-            for index in range(engines)
+        config = Config(
+            engine=EngineConfig(pause_generation_mode="in_place"),
+            rollout=RolloutConfig(request_timeout_secs=LIMIT_S),
+            update=UpdateConfig(update_weight_buffer_size=bucket_bytes),
+        )
+        controls = [
+            EngineControl(f"engine-{index}", config, Activity(), _NoSpans(), mirror) for index in range(engines)
         ]
-        one = Fleet(topic, links, slots, DeltaStore(root / "deltas"), versions)
-        for link in links:
+        one = Fleet(topic, engines, slots, DeltaStore(root / "deltas"), versions)
+        for control in controls:
             url = await stack.enter_async_context(_recording(one) if kind == "recorder" else _serving(versions, root))
-            await topic.publish(f"engine/{link.name}", msgspec.msgpack.encode(EngineAddress(link.name, url, 0)))
+            server.publish(f"engine/{control.name}", msgspec.msgpack.encode(EngineAddress(control.name, url, 0)))
         async with asyncio.TaskGroup() as tasks:
             following = [
-                tasks.create_task(link.follow(await node.topic(server.address, replica=link.name))) for link in links
+                tasks.create_task(control.follow(await node.topic(server.address, replica=control.name)))
+                for control in controls
             ]
             yield one
             for task in following:
                 task.cancel()
-        for link in links:
-            if link.client is not None:
-                await link.client.close()
 
 
 @asynccontextmanager

@@ -11,11 +11,23 @@ from typing import Final, Literal
 
 from configs.schema import Config, StageConfig
 
-BUILT_IN: Final = ("prompts", "generate", "engine", "tools", "reward", "teacher", "group", "train", "evaluate")
+BUILT_IN: Final = (
+    "prompts",
+    "generate",
+    "engine",
+    "engines",
+    "tools",
+    "reward",
+    "teacher",
+    "group",
+    "train",
+    "evaluate",
+)
 FOLLOWED: Final = ("generate", "reward", "teacher")  # built-in stages behind which a custom stage may stand
 
 # Stages of which there is one, with the reason.
 SINGLE: Final[Mapping[str, str]] = {
+    "engines": "it is the single owner of the engines (--scale engine=N says how many of those there are)",
     "prompts": "it is the single writer of the ledger",
     "group": "it joins the rollouts of a group, which must meet in one place",
     "train": "it is the single writer of the weights and their version",
@@ -110,7 +122,7 @@ def replicas(config: Config) -> dict[str, int]:
     """Replicas of each stage that this run has; `--scale` outranks `replicas` in the stage's own table."""
     names = [*path(config), *loops(config)]
     if "generate" in names:
-        names.append("engine")
+        names += ["engine", "engines"]
     if evaluates(config):
         names.append("evaluate")
     own = {stage.name: stage.replicas for stage in config.stage}

@@ -6,8 +6,8 @@ stages/prompts/stage.py (admission and settlement), stages/generate/stage.py and
 Life and death
 1. Hubs and topic listen before any replica starts; the prompt stage admits once engines carry published weights.
 2. The ledger decides the end: all batches trained, or a drain (Ctrl-C, deadline); then nothing is open.
-3. Streams end in order (feedback first, the settle stream last), replicas end with their inlets, then engines are
-  stopped.
+3. Streams end in order (feedback first, the settle stream last), replicas end with their inlets, the engines stage
+  when it is told; then engines are stopped.
 4. A drain has a deadline; when it passes, the error says what was left and where.
 
 Invariant: nothing is left running when `run` returns.
@@ -40,6 +40,7 @@ from pipeline.supervise.dead_letters import DeadLetters
 from pipeline.supervise.restarts import Lifecycle
 from pipeline.supervise.runner import ProcessRunner, Runner, TaskRunner
 from stages.base import StageContext
+from stages.engines.stage import END
 from stages.ports import Ports
 from stages.prompts.ledger import LedgerSnapshot
 from stages.prompts.stage import Prompts, PromptStage
@@ -179,6 +180,7 @@ class Controller:
                         await self.hubs[stream.name].wait_empty()
         except TimeoutError:
             raise DrainTimeout(f"the streams did not empty within --drain-s {limit_s:g}; {self._left()}") from None
+        topic.publish(END, b"")  # of the engines stage, which has no stream: nobody asks an engine any more
         await asyncio.wait({replicas}, timeout=limit_s)  # unlike a timeout, this leaves the runner alone
         if not replicas.done():
             raise DrainTimeout(f"{', '.join(runner.alive())} did not end within --drain-s {limit_s:g}; {self._left()}")

@@ -6,7 +6,8 @@ faults.
                   |  v  loop stages (tools, agents): own inlet back into generate                       v
                evaluate  <------------------------------------------------------------------------ evaluate
 
-Every stream has one consuming stage and is named `<stage>` or `<stage>.<inlet>`; every stage reports to `settle`.
+Every stream has one consuming stage and is named `<stage>` or `<stage>.<inlet>`. The engines stage stands beside the
+flow: it has no stream, and the others know the engines from what it publishes.
 
 Invariant: the only cycles are the ones through a loop stage or the evaluation, which have inlets of their own.
 """
@@ -21,6 +22,7 @@ from configs.schema import Config, StageConfig
 from transport.spec import Routing
 
 STAGES = {
+    "engines": "stages.engines.stage:EnginesStage",
     "generate": "stages.generate.stage:GenerateStage",
     "tools": "stages.tools.stage:ToolStage",
     "reward": "stages.reward.stage:RewardStage",
@@ -97,7 +99,7 @@ def build(config: Config) -> Graph:
         streams.append(Stream("generate.return", SLICE, ("generate", "return"), back, feedback=True))
     streams.append(Stream("train", SLICE, ("train", "in"), (("group", "out"),)))
     reporters = [("group", "settle"), ("train", "settle")]
-    nodes = [*names, *loop_names]
+    nodes = ["engines", *names, *loop_names]  # of no stream: it holds the engines that the others ask
     if evaluates(config):
         nodes.append("evaluate")
         streams.append(Stream("generate.eval", PROMPT, ("generate", "eval"), (("evaluate", "out"),), feedback=True))

@@ -65,7 +65,7 @@ class Placement:
         )
         self.built_in: dict[str, StageOptions] = {
             "train": train,
-            "generate": GenerateOptions(len(self.engines), max_context or 1 << 30, vocab_size),
+            "generate": GenerateOptions(max_context or 1 << 30, vocab_size),
         }
 
     @property
@@ -76,8 +76,8 @@ class Placement:
 
     def replicas(self, graph: Graph) -> list[ReplicaSpec]:
         """One specification per replica, in the order in which they are started: the slow ones first."""
-        order = {"train": 0, "generate": 1}
-        nodes = sorted(graph.nodes, key=lambda node: order.get(node.name, 2))
+        order = {"train": 0, "engines": 1, "generate": 2}
+        nodes = sorted(graph.nodes, key=lambda node: order.get(node.name, 3))
         return [self.replica(graph, node, i, node.replicas) for node in nodes for i in range(node.replicas)]
 
     def replica(self, graph: Graph, node: Node, index: int, count: int) -> ReplicaSpec:
@@ -107,9 +107,11 @@ class Placement:
             items = max(4096, gate.most_open * rollout.n_samples_per_prompt * 4)
             size = UNBOUNDED_BYTES
         elif node.name == "generate":
-            per_replica = max(1, math.ceil(len(self.engines) / node.replicas)) * rollout.server_concurrency
-            members = 1 if stream.name == "generate.return" else rollout.n_samples_per_prompt
-            items = max(2, per_replica // members + 1)
+            slots = math.ceil(max(1, len(self.engines)) * rollout.server_concurrency / node.replicas)
+            members = rollout.n_samples_per_prompt
+            # A group is leased until its slowest member has ended, and by then most of its slots are others': twice as
+            # many groups as there are slots for keep them all in use.
+            items = 1 + (slots if stream.name == "generate.return" else max(1, 2 * slots // members))
         return PortSpec(stream.name, self.addresses[stream.name], stream.schema, items, size)
 
 

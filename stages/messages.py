@@ -341,6 +341,7 @@ class EngineAddress(Struct, frozen=True):
     engine: str
     url: str
     incarnation: int
+    policy: str = "policy"  # whose weights it serves; a frozen model has its own name
 
 
 class EngineEntry(Struct, frozen=True):
@@ -370,22 +371,27 @@ class EngineEntry(Struct, frozen=True):
         return None if self.version < 0 else f"{self.epoch}.{self.version}"
 
 
-class Applied(Struct, frozen=True):
-    """Topic value `applied/<engine>`: the weights that an engine reported after an update."""
-
-    engine: str
-    epoch: int
-    version: int
-    fetching: int = -1  # version being read from its slot just now
-    update_s: float = 0.0
-    stall_s: float = 0.0
-    checksum: str = ""  # over the engine's tensors, if asked for
-    url: str = ""  # of the engine that reported
-
-
 class RouterAddress(Struct, frozen=True):
     """Topic value `router`: where the router in front of the engines listens; `incarnation` as for an engine."""
 
     kind: str  # sglang or smg
     url: str
     incarnation: int
+
+
+class RouterState(Struct, frozen=True):
+    """Topic value `router_state`: what the engines stage says of the router. It belongs to one incarnation of it."""
+
+    kind: str
+    url: str
+    incarnation: int
+    up: bool = False  # it has a healthy worker that serves a request: requests may be sent through it
+    split: bool = False  # prefill and decode are apart: no engine can serve a request alone
+
+
+class Complaint(Struct, frozen=True):
+    """Topic value `complaint/<engine>`: why the supervisor should start this incarnation of an engine anew."""
+
+    engine: str
+    incarnation: int
+    reason: str

@@ -19,9 +19,8 @@ class TrainOptions(Struct, frozen=True, tag="train"):
 
 
 class GenerateOptions(Struct, frozen=True, tag="generate"):
-    """What a replica has to know of model and engines before it meets any."""
+    """What a replica has to know of the model before it asks for anything."""
 
-    engines: int = 1
     max_context: int = 1 << 30
     vocab_size: int | None = None
 

@@ -28,6 +28,8 @@ def engine_faults(config: Config) -> Iterator[str]:
         name, separator, place = text.partition("=")
         if not separator or not place or not _NAME.fullmatch(name):
             yield f"--frozen-engine {text!r} must have the form name=CHECKPOINT or name=http://host:port; write it so"
+        elif name == "policy":
+            yield f"--frozen-engine {text!r} takes the name of the policy that this run trains; choose another name"
     for name, count in Counter(names).items():
         if count > 1:
             yield f"--frozen-engine names {name!r} {count} times, but names must differ; rename all but one"

@@ -1,4 +1,4 @@
-"""How weights reach the engines. Owner: `models/weights` and `stages/engines/engine_link`."""
+"""How weights reach the engines. Owner: `models/weights` and `stages/engines/engine_control`."""
 
 from __future__ import annotations
 
@@ -25,6 +25,14 @@ class UpdateConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
     update_weight_delta_dir: Annotated[
         str | None, Meta(description="directory of the delta route that trainer and engines share; default: in the run")
     ] = None
+    update_weight_max_failures: Annotated[
+        int,
+        Meta(
+            ge=1,
+            description="failures in a row after which an engine that takes no weights is started anew; one that runs "
+            "already counts as away for a while, one in this process ends the run",
+        ),
+    ] = 5
     check_weight_update_equal: Annotated[
         bool, Meta(description="after an update, compare the engines' tensor checksums with each other")
     ] = False

@@ -75,7 +75,7 @@ class Completion:
     stop_strings: tuple[str, ...]
     skip_special: bool
     trim_stop: bool
-    stream: bool
+    stream: bool  # its progress is wanted, not only its end
     extra_key: str
     score_from: int  # prompt tokens behind this position are scored, -1 for none
     stream_interval: int = 1  # new tokens that are worth a chunk; the first token is one at once

@@ -40,10 +40,11 @@ _TOP_DEFAULTS: Final = GenerateRequest()
 
 class Intake:
     """Turns requests into completions. `draw_seed` gives the seed of a request that brings none, `stream_interval` the
-    tokens of a chunk of one that does not say."""
+    tokens of a chunk of one that does not say; 0: a stream of it has one chunk for each response, when that has ended.
+    """
 
     def __init__(
-        self, facts: EngineFacts, text: TextCodec, draw_seed: Callable[[], int], stream_interval: int = 1
+        self, facts: EngineFacts, text: TextCodec, draw_seed: Callable[[], int], stream_interval: int = 0
     ) -> None:
         self._facts = facts
         self._stream_interval = stream_interval
@@ -124,6 +125,7 @@ class Intake:
         seed = params.sampling_seed if params.sampling_seed is not None else self._draw_seed()
         group = next(self._groups)
         score_from = self._score_from(request, len(prompt))
+        interval = params.stream_interval or self._stream_interval
         return [
             Completion(
                 rid=rid if params.n == 1 else f"{rid}_{sample}",
@@ -139,8 +141,8 @@ class Intake:
                 stop_strings=strings,
                 skip_special=params.skip_special_tokens,
                 trim_stop=not params.no_stop_trim,
-                stream=request.stream,
-                stream_interval=params.stream_interval or self._stream_interval,
+                stream=request.stream and interval > 0,
+                stream_interval=max(interval, 1),
                 extra_key=request.extra_key or "",
                 score_from=score_from,
                 score_temperature=request.input_logprob_temperature or 1.0,

@@ -15,6 +15,7 @@ Invariants:
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -96,6 +97,7 @@ class _Sample:
     foreign: bool = False  # a chunk had another label
     finish: FinishReason | None = None
     last: bytes = b""
+    whole: GenerateOutput | None = None  # the finished response, decoded once
 
     @property
     def tokens(self) -> int:
@@ -145,6 +147,11 @@ class _Sample:
     def finished(self, index: int, early_boundary: bool) -> GenerateOutput:
         """The whole response. One whose label changed, by an engine that reports no spans, counts as aborted at the end
         of what is certain: whoever sent it goes on from there."""
+        if self.whole is None:
+            self.whole = self._finished(index, early_boundary)
+        return self.whole
+
+    def _finished(self, index: int, early_boundary: bool) -> GenerateOutput:
         if self.spans is not None or not self.foreign:
             return self._with_spans(_join(self.parts, self.last, index), early_boundary)
         output = _join(self.sure, self.last, index)
@@ -166,10 +173,14 @@ class PartialOutputs:
     `sent_label`: what the weights were called on every engine that the request could go to when it was sent, if that
     is known. Then only chunks with this label are certain. Without it the label of a sample's first chunk is taken;
     that is wrong if an update lands within the milliseconds between the first token and the chunk that brings it.
+    `ended` is told of each sample that has finished, at once, while others go on; not of one that the engine rejected,
+    for that is an error of the whole call.
     """
 
-    def __init__(self, sent_label: str | None = None) -> None:
-        self.sent_label = sent_label
+    def __init__(
+        self, sent_label: str | None = None, ended: Callable[[int, GenerateOutput], None] | None = None
+    ) -> None:
+        self.sent_label, self._ended = sent_label, ended
         self.last_s = time.monotonic()  # when something arrived last, at first when the request was sent
         self.chunks = 0
         self._samples: list[_Sample] = []
@@ -213,8 +224,11 @@ class PartialOutputs:
             return head.error
         if not 0 <= head.index < len(self._samples):
             raise StreamBroken(f"a chunk is of sample {head.index}, and {len(self._samples)} were asked for")
-        self._samples[head.index].take(raw, head, self.sent_label)
+        sample, reason = self._samples[head.index], head.meta_info.finish_reason
+        sample.take(raw, head, self.sent_label)
         self.chunks += 1
+        if self._ended is not None and reason is not None and reason.status_code is None:
+            self._ended(head.index, sample.finished(head.index, self._early_boundary))
         return None
 
     def rejection(self) -> FinishReason | None:

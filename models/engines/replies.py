@@ -80,7 +80,7 @@ class Chunks:
         count = min(len(c.output_ids), len(c.log_probs))
         if ended:
             [chunk] = outputs([c], self._codec, label, self._log_probs)
-        elif count - self._sent >= (c.stream_interval if self._sent else 1):
+        elif c.stream and count - self._sent >= (c.stream_interval if self._sent else 1):
             text = self._codec.decode(c.output_ids[:count], c.skip_special)
             text = text.rstrip(_HALF)  # the rest of the character is still to come
             chunk = output(c, text, label, self._log_probs, count)

@@ -46,8 +46,8 @@ class EngineServer:
 
     `seed` gives the noise of requests without a sampling seed. `port` 0 takes any free port, and replaces
     `config.engine_port`, which is the first port of all engines of a run. `stream_interval` is the number of tokens of
-    a streamed chunk, unless a request says its own; with `incremental_streaming` a chunk holds only what is new. Raises
-    `EngineStartError` on entry.
+    a streamed chunk, unless a request says its own; with 0 each response is one chunk, sent when it has ended. With
+    `incremental_streaming` a chunk holds only what is new. Raises `EngineStartError` on entry.
     """
 
     def __init__(
@@ -60,7 +60,7 @@ class EngineServer:
         port: int = 0,
         host: str = "127.0.0.1",
         weight_version: str = DEFAULT_LABEL,
-        stream_interval: int = 1,
+        stream_interval: int = 0,
         incremental_streaming: bool = False,
     ) -> None:
         self._config, self._model_path = config, model_path
@@ -207,7 +207,7 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--max-context-len", type=int, help="longest prompt plus response, tokens")
     parser.add_argument("--weight-version", default=DEFAULT_LABEL, help="label of the first weights")
     parser.add_argument("--seed", type=int, default=0, help="noise of requests without a sampling seed")
-    parser.add_argument("--stream-interval", type=int, default=1, help="tokens of a chunk of a streamed response")
+    parser.add_argument("--stream-interval", type=int, default=0, help="tokens of a chunk; 0: only at a response's end")
     parser.add_argument(
         "--incremental-streaming-output", action="store_true", help="a chunk holds what is new, not all so far"
     )

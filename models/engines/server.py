@@ -32,10 +32,10 @@ _RATE_WINDOW_S = 0.5
 
 class EngineApp:
     """Routes of one engine. Lives in one event loop. `stream_interval` and `incremental` say how it streams: tokens of
-    a chunk, and whether a chunk holds only what is new."""
+    a chunk (0: a response is sent when it has ended), and whether a chunk holds only what is new."""
 
     def __init__(
-        self, core: EngineCore, codec: TextCodec, seed: int, *, stream_interval: int = 1, incremental: bool = False
+        self, core: EngineCore, codec: TextCodec, seed: int, *, stream_interval: int = 0, incremental: bool = False
     ) -> None:
         self._core, self._codec = core, codec
         self._stream_interval, self._incremental = stream_interval, incremental
@@ -105,14 +105,15 @@ class EngineApp:
     async def _stream(self, http: web.Request, request: GenerateRequest, reply: replies.Reply) -> web.StreamResponse:
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
         await response.prepare(http)
-        async for chunk in self._chunks(request, reply):
-            await response.write(b"data: " + chunk + b"\n\n")
+        async for chunks in self._chunks(request, reply):
+            await response.write(b"".join(b"data: " + chunk + b"\n\n" for chunk in chunks))
         await response.write(b"data: [DONE]\n\n")
         await response.write_eof()
         return response
 
-    async def _chunks(self, request: GenerateRequest, reply: replies.Reply) -> AsyncIterator[bytes]:
-        """Chunks of all completions as they grow. Waits for news of any; ends when all have finished."""
+    async def _chunks(self, request: GenerateRequest, reply: replies.Reply) -> AsyncIterator[list[bytes]]:
+        """Chunks of all completions as they grow, those of one step of the engine together. Waits for news of any; ends
+        when all have finished."""
         growing = [
             replies.Chunks(
                 completion, index, self._codec, log_probs=request.return_logprob, incremental=self._incremental
@@ -122,13 +123,16 @@ class EngineApp:
         more = True
         while more:
             more = await reply.progress()
+            due: list[bytes] = []
             for chunks in tuple(growing):
                 ended = chunks.completion.finish is not None and id(chunks.completion) not in self._open
                 if ended:
                     growing.remove(chunks)
                 chunk = chunks.next(self._core.label, ended)
                 if chunk is not None:
-                    yield self._encoder.encode(chunk)
+                    due.append(self._encoder.encode(chunk))
+            if due:
+                yield due
 
     async def _health(self, http: web.Request) -> web.Response:
         return web.Response(status=200 if self.failure is None else 503)

@@ -6,14 +6,12 @@ import asyncio
 import time
 from collections.abc import Mapping
 
-import msgspec
-
 from configs.schema import Config
 from pipeline.observe.prometheus import Facts
 from pipeline.observe.table import open_display
 from pipeline.record.recorder import Recorder
 from pipeline.supervise.announce import read_fleet
-from stages.messages import EngineAddress
+from stages.engine_entries import addresses
 from stages.prompts.stage import PromptStage
 from transport import Hub, TopicServer
 
@@ -74,10 +72,7 @@ class Monitor:
     def _watch_engines(self) -> None:
         """An engine keeps its place when its address goes: it is lost, not gone."""
         self._engines = dict.fromkeys(self._engines)
-        for kind, prefix in (("engine/", ""), ("frozen/", "frozen-")):
-            for value in self.topic.items(kind).values():
-                address = msgspec.msgpack.decode(value, type=EngineAddress)
-                self._engines[prefix + address.engine] = address.url
+        self._engines |= {name: address.url for name, address in addresses(self.topic).items()}
 
     def _router_metrics(self) -> str | None:
         """Where the router last was; one that the user started himself has its metrics where only he knows."""

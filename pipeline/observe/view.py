@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 
 from pipeline.observe.stats import COUNTERS, EngineRow, LedgerCounts, RunSnapshot, StageRow, StageStats
 
-IDLE = "/idle"  # end of the name under which a generate replica tells an engine's idle share
+IDLE = "/idle"  # end of the name under which the engines stage tells an engine's idle share
 
 
 @dataclass
@@ -209,7 +209,7 @@ class RunView:
         """The engines that generate, lost ones among them, in the order of their numbers."""
         idle: dict[str, float] = {}
         for key, replica in self._replicas.items():
-            if key[0] == "generate":
+            if key[0] == "engines":
                 idle |= {n.removesuffix(IDLE): v for n, v in replica.newest.extra.items() if n.endswith(IDLE)}
         return tuple(
             EngineRow(

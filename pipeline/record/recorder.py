@@ -27,7 +27,8 @@ from pipeline.record.journal import Admitted, Committed, Ended, Journal, Stepped
 from pipeline.record.run_directory import RunDir
 from pipeline.record.save_hf import save_hf
 from pipeline.supervise.outage import consequence
-from stages.messages import Applied, CheckpointReady, EvalDone, Settled, StepDone
+from stages.engine_entries import POLICY, addresses, carrying
+from stages.messages import CheckpointReady, EvalDone, Settled, StepDone
 from stages.prompts.ledger import Ledger, LedgerSnapshot, OpenGroup
 from transport import TopicServer
 
@@ -41,13 +42,13 @@ def scores(report: EvalDone) -> list[tuple[str, int, float]]:
     return [(name.removeprefix("eval/"), report.version, report.metrics[name]) for name in names]
 
 
-def _applied(topic: TopicServer, engine: str) -> tuple[int, float] | None:
-    """(version, seconds of the update) that an engine's owner reported last."""
-    value = topic.get(f"applied/{engine}")
-    if value is None:
-        return None
-    applied = msgspec.msgpack.decode(value, type=Applied)
-    return applied.version, applied.update_s
+def _engines(topic: TopicServer) -> dict[str, tuple[int, float] | None]:
+    """(version, seconds of the newest update) of each engine that has an address, None before its first weights."""
+    carried = carrying(topic)
+    return {
+        name: (carried[name].version, carried[name].update_s) if name in carried else None
+        for name in addresses(topic, POLICY)
+    }
 
 
 class Recorder:
@@ -213,12 +214,7 @@ class Recorder:
         self.view.ledger(self.counts())
         self.view.gate(self.ledger.open, capacity)
         self.view.version(version)
-        self.view.engines(
-            {
-                name.removeprefix("engine/"): _applied(topic, name.removeprefix("engine/"))
-                for name in topic.items("engine/")
-            }
-        )
+        self.view.engines(_engines(topic))
 
     def eval_points(self) -> list[tuple[str, int, float]]:
         """(data set, version, score) of every complete evaluation, in order."""

@@ -66,7 +66,7 @@ def existing(path: Path) -> Path | None:
 def busy_seconds(recorder: Recorder, config: Config) -> dict[str, tuple[float, int]]:
     """Busy seconds and capacity by stage. A generate replica only waits: its engines' own account takes its place."""
     busy = dict(recorder.view.busy_s())
-    engine_s = recorder.view.extra("generate", "engine_busy_s")
+    engine_s = recorder.view.extra("engines", "engine_busy_s")
     if engine_s > 0:
         busy["generate"] = (engine_s, engine_count(config))
     return busy

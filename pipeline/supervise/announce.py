@@ -22,7 +22,8 @@ from pipeline.record.recorder import Recorder
 from pipeline.record.run_directory import RunDir
 from pipeline.supervise.outage import consequence
 from pipeline.supervise.restarts import EngineSpec
-from stages.messages import Applied, EngineAddress, RouterAddress
+from stages.engine_entries import POLICY, carrying
+from stages.messages import Complaint, EngineAddress, RouterAddress
 from transport import Hub, TopicServer
 
 log = logging.getLogger("sluice.controller")
@@ -63,7 +64,8 @@ class Announcer:
         """Publish what was found to run already: frozen engines by name, and a router of the user's own. From then on
         each is watched, and dropped while it is away."""
         for name, url in frozen.items():
-            self.topic.publish(f"frozen/{name}", msgspec.msgpack.encode(EngineAddress(name, url, 0)))
+            value = msgspec.msgpack.encode(EngineAddress(f"frozen-{name}", url, 0, name))
+            self.topic.publish(f"engine/frozen-{name}", value)
         router, address = resolved_router(config), config.router.router_address
         if router != "none" and address is not None:
             self.router_up(router, address.rstrip("/"), 0, "", "")
@@ -73,12 +75,10 @@ class Announcer:
         self.recorder.lost(stage, name, why)
         for hub in self.hubs.values():
             hub.peer_lost(name)
-        if stage == "engine":
+        if stage in ("engine", "frozen"):
             self._drop_engine(name)
-        elif stage == "frozen":
-            self.topic.drop(f"frozen/{name.removeprefix('frozen-')}")
         elif stage == "router":
-            self.topic.drop("router")
+            self._drop_router()
         self.topic.drop(STATS_PREFIX + name)
 
     def retired(self, stage: str, name: str) -> None:
@@ -91,20 +91,17 @@ class Announcer:
         self.recorder.say(f"{name} has ended, {stage} is scaled down")
 
     def engine_up(self, spec: EngineSpec, url: str, incarnation: int, version: str) -> None:
-        address = EngineAddress(spec.frozen or spec.name, url, incarnation)
-        self.topic.publish(spec.topic, msgspec.msgpack.encode(address))
+        address = EngineAddress(spec.name, url, incarnation, spec.frozen or POLICY)
+        self.topic.publish(f"engine/{spec.name}", msgspec.msgpack.encode(address))
         kind = _kind(version) if spec.external else spec.config.engine
         self._remember(spec.name, ServerInfo(kind, url, incarnation, version, spec.kind))
 
     def engine_away(self, spec: EngineSpec, why: str) -> None:
-        if spec.frozen:
-            self.topic.drop(spec.topic)
-        else:
-            self._drop_engine(spec.name)
+        self._drop_engine(spec.name)
         self._away(spec.name, spec.external, why, spec.kind)
 
     def router_away(self, url: str, why: str) -> None:
-        self.topic.drop("router")
+        self._drop_router()
         self._away("router", url, why, "router")
 
     def router_up(self, kind: str, url: str, incarnation: int, version: str, metrics: str) -> None:
@@ -112,8 +109,13 @@ class Announcer:
         self._remember("router", ServerInfo(kind, url, incarnation, version, "router", metrics))
 
     def loading(self, name: str) -> bool:
-        value = self.topic.get(f"applied/{name}")
-        return value is None or msgspec.msgpack.decode(value, type=Applied).fetching >= 0
+        entry = carrying(self.topic).get(name)
+        return entry is None or entry.fetching >= 0
+
+    def complaint(self, name: str, incarnation: int) -> str | None:
+        value = self.topic.get(f"complaint/{name}")
+        complaint = None if value is None else msgspec.msgpack.decode(value, type=Complaint)
+        return complaint.reason if complaint is not None and complaint.incarnation == incarnation else None
 
     def say(self, line: str) -> None:
         self.recorder.say(line)
@@ -124,8 +126,12 @@ class Announcer:
         self.recorder.say(f"{name}: {url} is lost after {why}; {what}")
 
     def _drop_engine(self, name: str) -> None:
-        for kind in ("engine", "applied", "device"):
+        for kind in ("engine", "directory", "device", "complaint"):
             self.topic.drop(f"{kind}/{name}")
+
+    def _drop_router(self) -> None:
+        for key in ("router", "router_state"):
+            self.topic.drop(key)
 
     def _remember(self, name: str, facts: ServerInfo) -> None:
         self._fleet[name] = facts

@@ -7,6 +7,7 @@ for it where it runs; nothing here asks an engine to generate.
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import sys
 from abc import ABC, abstractmethod
@@ -20,7 +21,7 @@ from models.engines.client import EngineClient
 from models.engines.launch.command import server_launch
 from models.engines.launch.environment import Installed
 from models.engines.serve import EngineServer
-from pipeline.errors import UsageError
+from pipeline.errors import ReplicaFailed, UsageError
 from pipeline.hosts.free_port import PortInUse
 from pipeline.hosts.launcher import Handle, Launcher, ProcessSpec, Resources
 from pipeline.supervise.health_probe import HealthProbe, HttpProbe, SchedulerProbe
@@ -30,6 +31,7 @@ from pipeline.supervise.restarts import EngineSpec, Kind, Lifecycle
 # SGLang looks for SIGTERM every 5 s, then has its schedulers give their GPU memory back. On a CPU there is nothing to
 # give back, and nothing is written: it may be killed.
 GPU_GRACE_S: Final = 20.0
+HEED_S: Final = 0.5  # between two looks for a complaint
 
 
 class EngineProcess(ABC):
@@ -131,7 +133,8 @@ class InProcessEngine:
         self.spec, self.lifecycle = spec, lifecycle
 
     async def run(self) -> None:
-        """Waits for its crash, which raises EngineError; unblocked by cancellation."""
+        """Waits for its crash, which raises EngineError, or for a complaint; unblocked by cancellation. Raises
+        ReplicaFailed for the latter, since a thread cannot be ended and started anew."""
         spec = self.spec
         server = EngineServer(
             spec.config, spec.model_path, max_context_len=spec.max_context, seed=spec.seed, port=spec.port
@@ -140,4 +143,8 @@ class InProcessEngine:
             async with EngineClient(server.url) as client:
                 info = await client.server_info()
             self.lifecycle.engine_up(spec, server.url, 0, info.version)
-            await server.wait()
+            async with asyncio.TaskGroup() as tasks:
+                tasks.create_task(server.wait())
+                while (why := self.lifecycle.complaint(spec.name, 0)) is None:  # noqa: ASYNC110  (a look at the topic)
+                    await asyncio.sleep(HEED_S)
+                raise ReplicaFailed(f"{spec.name}: {why}; an engine in this process cannot be started anew")

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+from functools import partial
 from pathlib import Path
 from typing import Final
 
@@ -101,7 +102,8 @@ class ExternalEngine:
                 look = first  # it has no /server_info
             while True:
                 self.lifecycle.engine_up(self.spec, self.url, incarnation, version)
-                self.lifecycle.engine_away(self.spec, await until("lost", account, look, interval_s))
+                complaint = partial(self.lifecycle.complaint, self.spec.name, incarnation)
+                self.lifecycle.engine_away(self.spec, await until("lost", account, look, interval_s, complaint))
                 version = await self._return(client, first, account)
                 incarnation += 1
                 self.lifecycle.say(f"{self.spec.name}: {self.url} answers again")

@@ -73,13 +73,23 @@ class HealthProbe(Protocol):
     async def __call__(self) -> str | None: ...
 
 
-async def until(change: Change, account: HealthTracker, look: HealthProbe, interval_s: float) -> str:
+async def until(
+    change: Change,
+    account: HealthTracker,
+    look: HealthProbe,
+    interval_s: float,
+    complaint: Callable[[], str | None] = lambda: None,
+) -> str:
     """HealthProbe every `interval_s` seconds until the account says `change`; return why.
 
-    Waits for the clock and for each look; unblocked by that change alone, or by cancellation.
+    Waits for the clock and for each look; unblocked by that change, by a complaint of the engines stage about an engine
+    that answers and yet takes no weights, or by cancellation.
     """
     while True:
         await asyncio.sleep(interval_s)
+        if (why := complaint()) is not None:
+            account.mark_down()
+            return why
         if account.saw(await look()) == change:
             return account.why if change == "lost" else ""
 

@@ -12,6 +12,8 @@ def consequence(config: Config, kind: str) -> str:
     """What follows while one of a kind (engine, frozen, router, or the name of a stage) is away."""
     if kind == "router":
         return "new requests wait for it, those it had go on at the engines directly"
+    if kind == "engines":
+        return "the engines go on with the weights that they have until it is back"
     if kind == "frozen":
         return "what is asked of it waits until it is back"
     there = engine_count(config) if kind == "engine" else replicas(config).get(kind, 1)

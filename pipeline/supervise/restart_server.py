@@ -11,6 +11,7 @@ import asyncio
 import itertools
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from functools import partial
 from typing import Final, Protocol
 
 from msgspec import Struct
@@ -113,7 +114,8 @@ class ServerSupervisor:
             process.serving()
             account = HealthTracker(health.rollout_health_check_failures)
             look = self.server.look(client, process)
-            return await until("lost", account, look, health.rollout_health_check_interval)
+            complaint = partial(self.lifecycle.complaint, self.server.name, incarnation)
+            return await until("lost", account, look, health.rollout_health_check_interval, complaint)
 
     async def _arrival(self, start: StartCommand, process: Handle, incarnation: int) -> None:
         """Waits until it serves, at most `rollout_health_check_first_wait` seconds."""

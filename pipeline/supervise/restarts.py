@@ -25,7 +25,7 @@ Kind = Literal["engine", "frozen", "router"]
 
 
 class EngineSpec(Struct, frozen=True):
-    """One engine. `frozen`: the name under which stages ask it, for an engine that gets no new weights.
+    """One engine. `frozen`: the name of its policy, for an engine that gets no new weights.
 
     `external`: the address of one that runs already, which is watched and never started or ended. `gpus`: those that
     it may see, as CUDA_VISIBLE_DEVICES names them; empty = as the environment says.
@@ -40,11 +40,6 @@ class EngineSpec(Struct, frozen=True):
     frozen: str = ""
     external: str = ""
     gpus: tuple[str, ...] = ()
-
-    @property
-    def topic(self) -> str:
-        """Under which its address is published. What generates watches `engine/` alone."""
-        return f"frozen/{self.frozen}" if self.frozen else f"engine/{self.name}"
 
     @property
     def kind(self) -> Kind:
@@ -79,6 +74,9 @@ class Lifecycle(Protocol):
 
     def loading(self, name: str) -> bool:
         """Whether an engine has no published weights yet or loads some now, so that it may be slow to answer."""
+
+    def complaint(self, name: str, incarnation: int) -> str | None:
+        """Why the engines stage wants this incarnation of an engine replaced, None if it does not."""
 
     def say(self, line: str) -> None:
         """A line for the user."""

@@ -4,20 +4,20 @@ A synchronous run generates a batch, trains it, publishes, generates again; the 
 `--colocate` they do not hold memory at the same time either:
 
 1. The batch is complete. The trainer publishes `device` = (train, turn) and waits.
-2. The owner of each engine waits for an evaluation that holds its version, stops it (requests in flight answer with
-   what they have), waits until nothing runs, has it give back the memory of cache and weights, and reports
+2. The engines stage waits for an evaluation that holds an engine's version, stops the engine (requests in flight answer
+   with what they have), waits until nothing runs, has it give back the memory of cache and weights, and reports
    `device/<engine>`.
 3. All engines that the topic names have reported: the trainer takes its own state back to the device and trains.
 4. New weights lie in a slot and are announced: the trainer moves its state to the host, and publishes `device` =
    (engine, turn).
-5. Each owner takes the memory of the weights back, updates, takes the cache's, lets the engine go on.
+5. The engines stage takes the memory of the weights back, updates, takes the cache's, lets the engine go on.
 
 Invariants:
 - the trainer computes only while every engine with an address has given its memory back, in this very turn: what an
   engine gave back in an earlier one it may have taken since;
 - an engine whose memory was given back generates nothing before it has new weights;
 - an engine that comes up in the trainer's turn gives its memory back before it gets weights;
-- what is away is told with the engine's incarnation, so that an owner that takes over knows it.
+- what is away is told with the engine's incarnation, so that an engines stage that was started anew knows it.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from models.engines.client import EngineClient
 from models.engines.errors import EngineUnreachable
 from models.engines.memory import MemoryTag
 from models.engines.update_client import UpdateClient
-from stages.messages import EngineAddress
+from stages.engine_entries import ADDRESS, POLICY, addresses
 from stages.ports import Topic
 
 log = logging.getLogger("sluice.colocation")
@@ -90,7 +90,7 @@ def trainers_turn(topic: Topic) -> bool:
 
 
 class MemoryKeeper:
-    """What one engine has given back, for its owner. An engine that nobody asks to is never touched."""
+    """What one engine has given back. An engine that nobody asks to is never touched."""
 
     def __init__(self, engine: str) -> None:
         self.engine = engine
@@ -99,7 +99,7 @@ class MemoryKeeper:
         self._turn = -1  # of the last report
 
     def attach(self, topic: Topic, incarnation: int) -> None:
-        """Begin with an engine, perhaps in the place of another owner."""
+        """Begin with an engine, perhaps with what an earlier life of the engines stage had it give back."""
         self._incarnation = incarnation
         report = read_memory(topic, self.engine)
         mine = report is not None and report.incarnation == incarnation
@@ -132,7 +132,7 @@ class MemoryKeeper:
 
 
 def read_memory(topic: Topic, engine: str) -> EngineMemory | None:
-    """What the engine's owner reported last."""
+    """What was reported of the engine last."""
     value = topic.get(f"{KEY}/{engine}")
     return None if value is None else msgspec.msgpack.decode(value, type=EngineMemory)
 
@@ -172,8 +172,8 @@ class TrainerTurn:
     async def acquire(self) -> None:
         """Take the devices: call it when the batch is complete, before anything is computed.
 
-        Waits until every engine with an address has given its memory back; unblocked by the owners' reports, or by the
-        loss of an engine. There is no time limit: without the memory the step would fail.
+        Waits until every engine with an address has given its memory back; unblocked by the reports, or by the loss
+        of an engine. There is no time limit: without the memory the step would fail.
         """
         if not self.on:
             return
@@ -187,7 +187,7 @@ class TrainerTurn:
                 log.warning("waiting since %.0f s for the memory of %s", now - started, ", ".join(missing))
             with contextlib.suppress(TimeoutError):  # the loop looks again
                 async with asyncio.timeout(1.0):
-                    revision = await self.topic.wait(revision)
+                    revision = await self.topic.wait(revision, ADDRESS, f"{KEY}/")
         if not self._loaded:
             await self._hook("onload")
             self._loaded = True
@@ -205,12 +205,12 @@ class TrainerTurn:
     def _missing(self) -> list[str]:
         """Engines that still hold memory."""
         found = []
-        for value in self.topic.items("engine/").values():
-            address = msgspec.msgpack.decode(value, type=EngineAddress)
+        # By address, not by entry: one that has just come up holds memory before anything else is known of it.
+        for address in addresses(self.topic, POLICY).values():
             report = read_memory(self.topic, address.engine)
             if report is None or not report.empty(address.incarnation, self._turn):
                 found.append(address.engine)
-        return sorted(found)
+        return found
 
     async def _publish(self, owner: Literal["train", "engine"]) -> None:
         """Also over what a trainer that was lost in its turn had left there."""

@@ -1,8 +1,6 @@
 """Looks at the engines' loads: how long they have computed, and how many samples may be in flight at each.
 
-Without a router every engine has slots of its own. Behind one nobody knows who gets a request, so that a replica has
-slots for its share of the whole directory: what the engines that it watches can bear on average, times the engines that
-serve, over the replicas.
+The limit is one number for all clients together and travels in the engine's directory entry; clients divide it.
 
 Invariant: an engine that is being updated is not judged; its queue grows because it stands still.
 """
@@ -11,117 +9,81 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import math
 import time
-from collections.abc import Sequence
-from typing import Final
+from collections.abc import Mapping
 
 from configs.schema import Config
 from models.engines.errors import EngineError
 from models.engines.protocol import Load
 from stages.base import Activity
-from stages.engines.engine_link import EngineLink
+from stages.engine_entries import POLICY, RETRACTED
+from stages.engines.concurrency_limit import CALM_USAGE, Limit, Reading
+from stages.engines.engine_control import EngineControl
 from stages.engines.idle_time import IdleMeter
-from stages.sampling.concurrency_limit import CALM_USAGE, Limit, Reading, Slots
-from stages.sampling.engine_directory import EngineDirectory
+from stages.ports import Topic
 
 LOADS_INTERVAL_S = 2.0
-ROUTER: Final = "router"
 
 
 class LoadWatch:
-    """Slots by engine (or of the router), with limits that follow the loads of `links`."""
+    """The loads of `engines`, which is looked at afresh each time."""
 
-    def __init__(
-        self,
-        config: Config,
-        links: Sequence[EngineLink],
-        directory: EngineDirectory,
-        activity: Activity,
-        *,
-        routed: bool,
-        replicas: int,
-        sharers: int,
-    ) -> None:
-        """`sharers`: replicas that send to the same engine without a router between them."""
-        self.links, self.directory, self.activity = links, directory, activity
-        self.routed, self.replicas, self.sharers = routed, replicas, 1 if routed else sharers
+    def __init__(self, config: Config, engines: Mapping[str, EngineControl], activity: Activity) -> None:
+        self.engines, self.activity = engines, activity
         self.adaptive = config.rollout.adaptive_concurrency
         # Pausing retracts in this mode: a retraction then says nothing about room.
         self.heeds_retractions = config.engine.pause_generation_mode != "retract"
-        most = config.rollout.server_concurrency
-        self.limits = {link.name: Limit(math.ceil(most / self.sharers)) for link in links}
-        self.slots = {ROUTER: Slots(most)} if routed else {n: Slots(limit.value) for n, limit in self.limits.items()}
-        self._retractions = 0
+        self.most = config.rollout.server_concurrency
+        self.limits: dict[str, Limit] = {}
+        self._retracted = 0
         self._busy_s: dict[str, float] = {}
-        self._idle = {link.name: IdleMeter() for link in links}
+        self._idle: dict[str, IdleMeter] = {}
 
-    def of(self, name: str) -> Slots:
-        """The slots that a request to this engine takes."""
-        return self.slots[ROUTER if self.routed else name]
-
-    def note_retractions(self, n: int) -> None:
-        """An answer told of `n` retractions."""
-        self._retractions += n
-
-    async def run(self) -> None:
+    async def run(self, topic: Topic) -> None:
         """Waits for the clock; runs until cancelled."""
         while True:
             await asyncio.sleep(LOADS_INTERVAL_S)
-            await self.look()
+            await self.look(topic)
 
-    async def look(self) -> None:
-        """Ask every engine once, and set the limits."""
-        retractions, self._retractions = self._retractions, 0
+    async def look(self, topic: Topic) -> None:
+        """Ask every engine once, and publish the limits that changed."""
+        retractions = self._retractions(topic)
         async with asyncio.TaskGroup() as tasks:
-            for link in self.links:
-                tasks.create_task(self._ask(link, retractions if self.heeds_retractions else 0))
-        self._share()
+            for control in self.engines.values():
+                if control.entry.policy == POLICY:
+                    tasks.create_task(self._ask(topic, control, retractions if self.heeds_retractions else 0))
         extra = self.activity.extra
         extra["engine_busy_s"] = max(sum(self._busy_s.values()), extra.get("engine_busy_s", 0.0))
-        extra["in_flight_limit"] = float(sum(slots.limit for slots in self.slots.values()))
-        extra["in_flight_samples"] = float(sum(slots.taken for slots in self.slots.values()))
+        extra["in_flight_limit"] = float(sum(limit.value for limit in self.limits.values()))
         extra["limit_cuts"] = float(sum(limit.cuts for limit in self.limits.values()))
 
-    async def _ask(self, link: EngineLink, retractions: int) -> None:
-        limit = self.limits[link.name]
-        if not link.ready.is_set() or link.client is None:
+    def _retractions(self, topic: Topic) -> int:
+        """Since the look before. Only the answers tell of them, so the clients count."""
+        before, self._retracted = self._retracted, sum(int(value) for value in topic.items(RETRACTED).values())
+        return max(0, self._retracted - before)  # a client that was started anew counts from nothing
+
+    async def _ask(self, topic: Topic, control: EngineControl, retractions: int) -> None:
+        limit = self.limits.setdefault(control.name, Limit(self.most))
+        idle = self._idle.setdefault(control.name, IdleMeter())
+        client = control.client
+        if client is None or not control.serving:
             limit.restart()
-            self._idle[link.name].forget()
-            self.activity.extra.pop(f"{link.name}/idle", None)
-            if not self.routed:
-                self.slots[link.name].wake_all()  # who waits for this engine must choose another
+            idle.forget()
+            self.activity.extra.pop(f"{control.name}/idle", None)
             return
         loads: list[Load] = []
         with contextlib.suppress(EngineError):  # an engine that is down says nothing
-            loads = await link.client.loads()
-        if not loads:
+            loads = await client.loads()
+        if not loads or control.client is not client:
             return
-        if link.owner:
-            busy_s = self._busy_s[link.name] = sum(load.busy_s for load in loads)
-            idle = self._idle[link.name].saw(time.monotonic(), busy_s, sum(load.num_running_reqs for load in loads))
-            if idle is not None:
-                self.activity.extra[f"{link.name}/idle"] = idle
-        engine = self.directory.engines.get(link.name)
-        if not self.adaptive or engine is None or engine.updating:
-            return
-        reading = Reading.of(loads)
-        if reading.usage >= CALM_USAGE:  # elsewhere there was room
-            reading = Reading.of(loads, retractions)
-        in_flight = sum(load.num_running_reqs + load.num_waiting_reqs for load in loads)
-        limit.observe(reading, math.ceil(in_flight / self.sharers))
-
-    def _share(self) -> None:
-        if not self.routed:
-            for name, limit in self.limits.items():
-                self.slots[name].limit = limit.value
-            return
-        ready = [self.limits[link.name].value for link in self.links if link.ready.is_set()]
-        bearable = ready or [limit.value for limit in self.limits.values()]
-        directory = max(len(self.directory.serving), 1)
-        self.slots[ROUTER].limit = max(1, math.ceil(directory * sum(bearable) / len(bearable) / self.replicas))
-
-    def drain(self) -> None:
-        """Let everybody go who waits for a slot: nothing is asked any more."""
-        for slots in self.slots.values():
-            slots.wake_all()
+        busy_s = self._busy_s[control.name] = sum(load.busy_s for load in loads)
+        share = idle.saw(time.monotonic(), busy_s, sum(load.num_running_reqs for load in loads))
+        if share is not None:
+            self.activity.extra[f"{control.name}/idle"] = share
+        if self.adaptive and control.entry.state == "serving":
+            reading = Reading.of(loads)
+            if reading.usage >= CALM_USAGE:  # elsewhere there was room
+                reading = Reading.of(loads, retractions)
+            limit.observe(reading, sum(load.num_running_reqs + load.num_waiting_reqs for load in loads))
+        if limit.value != control.entry.limit:
+            await control.publish(topic, limit=limit.value)

@@ -1,8 +1,7 @@
 """Keeps the router's list of workers: the engines that carry this run's weights, and no others.
 
-The owner of an engine adds it when its link is ready and removes it when the link is not; what no `engine/*` key of the
-topic names is removed by whoever sees it. Every replica looks at the list, for it must know whether the router has
-anybody to send to.
+The engine directory on the topic says which those are, so that an engines stage that was started anew changes nothing
+at the router. Whether the router has anybody to send to is published as `router_state`.
 
 Invariants:
 - nothing is asked twice while it may be under way: adding takes seconds, and a second POST would bring a worker back
@@ -16,20 +15,21 @@ Invariants:
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import time
 from collections.abc import Sequence
+
+import msgspec
 
 from models.engines.client import EngineClient
 from models.engines.errors import EngineError
 from models.engines.router_api import REGULAR, Role, RouterClient, RouterWorker, urls
 from stages.base import Activity
-from stages.engines.engine_link import EngineLink
-from stages.messages import RouterAddress
-from stages.sampling.engine_directory import EngineDirectory
+from stages.engine_entries import POLICY, addresses, carrying
+from stages.messages import RouterAddress, RouterState
+from stages.ports import Topic
 
-log = logging.getLogger("sluice.router_members")
+log = logging.getLogger("sluice.router_workers")
 
 LOOK_INTERVAL_S = 1.0
 LONGEST_PAUSE_S = 5.0
@@ -38,19 +38,13 @@ SPLIT = ("prefill", "decode")
 STRANGE_LOOKS = 2  # looks in a row at a worker that nobody knows, before it is removed
 
 
-class RouterMembers:
-    """The router as a replica sees it; `up` while it has a healthy worker that the topic knows."""
+class RouterWorkers:
+    """The router of the run; `state.up` while it has a healthy worker that the directory knows."""
 
-    def __init__(
-        self, links: Sequence[EngineLink], directory: EngineDirectory, activity: Activity, changed: asyncio.Event
-    ) -> None:
-        self.links, self.directory, self.activity, self.changed = links, directory, activity, changed
-        self.up = False
-        self.split = False  # prefill and decode are apart: no engine can serve a request alone
-        self.client: EngineClient | None = None  # for /generate
+    def __init__(self, activity: Activity) -> None:
+        self.activity = activity
+        self.state: RouterState | None = None  # as it was published last; None while there is no router
         self._api: RouterClient | None = None
-        self._address: RouterAddress | None = None
-        self._look = asyncio.Event()
         self._added: set[str] = set()
         self._adding: dict[str, float] = {}  # address -> when to ask again
         self._removing: dict[str, float] = {}
@@ -58,44 +52,34 @@ class RouterMembers:
         self._roles: dict[str, Role] = {}  # address -> what it was when it was listed, or says that it is
         self._failing = False
 
-    async def run(self) -> None:
-        """Waits for the clock or for `suspect`; runs until cancelled."""
+    async def run(self, topic: Topic) -> None:
+        """Waits for the clock; runs until cancelled."""
         pause_s = LOOK_INTERVAL_S
-        while True:
-            self._look.clear()
-            try:
-                await self.look()
-                pause_s, self._failing = LOOK_INTERVAL_S, False
-            except EngineError as error:
-                self._set(up=False)
-                if not self._failing:
-                    log.warning("the router's list of workers: %s", error)
-                self._failing = True
-                pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
-            with contextlib.suppress(TimeoutError):  # then it is time to look
-                async with asyncio.timeout(pause_s):
-                    await self._look.wait()
+        try:
+            while True:
+                try:
+                    await self.look(topic)
+                    pause_s, self._failing = LOOK_INTERVAL_S, False
+                except EngineError as error:
+                    await self._publish(topic, up=False)
+                    if not self._failing:
+                        log.warning("the router's list of workers: %s", error)
+                    self._failing = True
+                    pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
+                await asyncio.sleep(pause_s)
+        finally:
+            if self._api is not None:
+                await self._api.close()
 
-    def suspect(self) -> None:
-        """A request was lost through the router: it counts as down until a look finds it well."""
-        self.up = False
-        self._look.set()
-
-    async def close(self) -> None:
-        if self.client is not None:
-            await self.client.close()
-        if self._api is not None:
-            await self._api.close()
-        self.client, self._api = None, None
-
-    async def look(self) -> None:
+    async def look(self, topic: Topic) -> None:
         """Compare the list with what it should be, once. Raises the router's errors."""
-        await self._attach()
+        await self._attach(topic)
         api = self._api
         if api is None:
             return
         workers = await api.workers()
-        listed, wanted, now = urls(workers), self._wanted(), time.monotonic()
+        listed, wanted, now = urls(workers), _wanted(topic), time.monotonic()
+        known = frozenset(address.url.rstrip("/") for address in addresses(topic, POLICY).values())
         self._adding = {url: t for url, t in self._adding.items() if t > now and url in wanted - listed}
         self._removing = {url: t for url, t in self._removing.items() if t > now and url in listed}
         self._added |= wanted & listed
@@ -106,65 +90,68 @@ class RouterMembers:
             self._added.add(url)
             if await api.add(url, role):  # else the router has not yet forgotten it: at the next look
                 self._adding[url] = now + UNDER_WAY_S
-        for worker in self._unwanted(workers, wanted):
+        for worker in self._unwanted(workers, known, wanted):
             log.info("removing %s from the router", worker.url)
             self._removing[worker.url.rstrip("/")] = now + UNDER_WAY_S
             await api.remove(worker)
         self._added &= wanted | listed
-        healthy = [w for w in workers if w.is_healthy and w.url.rstrip("/") in self._known()]
+        healthy = [worker for worker in workers if worker.is_healthy and worker.url.rstrip("/") in known]
         self.activity.extra["router_workers"] = float(len(healthy))
         roles = {worker.worker_type for worker in workers if worker.is_healthy}
-        self.split = self.split or not roles.isdisjoint(SPLIT)
-        self._set(up=bool(healthy) and (roles.issuperset(SPLIT) or not self.split))
+        split = (self.state is not None and self.state.split) or not roles.isdisjoint(SPLIT)
+        await self._publish(topic, up=bool(healthy) and (roles.issuperset(SPLIT) or not split), split=split)
 
     async def _role(self, url: str) -> Role:
         """What the engine was to the router, else what it says itself."""
         if url not in self._roles:
-            [client] = {link.client for link in self.links if link.client is not None and link.client.base_url == url}
             try:
-                info = await client.server_info()
+                async with EngineClient(url) as client:
+                    info = await client.server_info()
             except EngineError:
                 return Role()  # of one that is just lost
             mode, port = info.disaggregation_mode, info.disaggregation_bootstrap_port
             self._roles[url] = Role(mode, port if mode == "prefill" else None) if mode in SPLIT else Role()
         return self._roles[url]
 
-    def _wanted(self) -> frozenset[str]:
-        """Addresses of the engines of this replica that carry published weights."""
-        ready = [link.client for link in self.links if link.owner and link.ready.is_set() and link.client is not None]
-        return frozenset(client.base_url for client in ready)
-
-    def _known(self) -> frozenset[str]:
-        return frozenset(engine.address.url.rstrip("/") for engine in self.directory.engines.values())
-
-    def _unwanted(self, workers: Sequence[RouterWorker], wanted: frozenset[str]) -> list[RouterWorker]:
-        """Workers to remove now: ours that are not ready, and those that were strangers for some looks."""
-        owned = {link.name for link in self.links if link.owner}
-        mine = {e.address.url.rstrip("/") for name, e in self.directory.engines.items() if name in owned} | self._added
+    def _unwanted(
+        self, workers: Sequence[RouterWorker], known: frozenset[str], wanted: frozenset[str]
+    ) -> list[RouterWorker]:
+        """Workers to remove now: ours that may not be served, and those that were strangers for some looks."""
         plain = [worker for worker in workers if worker.worker_type == REGULAR]
-        strangers = urls(plain) - self._known() - wanted
+        strangers = urls(plain) - known
         self._strange = {url: self._strange.get(url, 0) + 1 for url in strangers}
-        gone = {url for url, looks in self._strange.items() if looks >= STRANGE_LOOKS} if owned else set()
-        doomed = ((mine - wanted) | gone) - self._removing.keys()
+        gone = {url for url, looks in self._strange.items() if looks >= STRANGE_LOOKS}
+        doomed = ((known | self._added) - wanted | gone) - self._removing.keys()
         return [worker for worker in workers if worker.url.rstrip("/") in doomed]
 
-    async def _attach(self) -> None:
+    async def _attach(self, topic: Topic) -> None:
         """Take the newest router. Without an address there is none."""
-        address = self.directory.router
-        if address == self._address:
+        value = topic.get("router")
+        address = msgspec.msgpack.decode(value, type=RouterAddress) if value is not None else None
+        fresh = None if address is None else RouterState(address.kind, address.url, address.incarnation)
+        if fresh == (None if self.state is None else msgspec.structs.replace(self.state, up=False, split=False)):
             return
-        await self.close()
-        self._address = address
+        if self._api is not None:
+            await self._api.close()
+            self._api = None
         for asked in (self._adding, self._removing, self._strange, self._roles):
             asked.clear()
-        self.split = False
         self._added.clear()
-        self._set(up=False)
-        if address is not None:
-            self._api = RouterClient(address.url)
-            self.client = EngineClient(address.url, timeout_s=self.directory.timeout_s)
+        self.state = fresh
+        if fresh is not None:
+            self._api = RouterClient(fresh.url)
 
-    def _set(self, *, up: bool) -> None:
-        if up != self.up:
-            self.up = up
-            self.changed.set()
+    async def _publish(self, topic: Topic, **changes: bool) -> None:
+        """Tell of the router what has changed."""
+        if self.state is None:
+            return
+        self.state = msgspec.structs.replace(self.state, **changes)
+        value = msgspec.msgpack.encode(self.state)
+        if topic.get("router_state") != value:
+            await topic.publish("router_state", value)
+
+
+def _wanted(topic: Topic) -> frozenset[str]:
+    """Addresses of the engines that take requests with this run's weights."""
+    served = [entry for entry in carrying(topic).values() if entry.state in ("serving", "updating")]
+    return frozenset(entry.url.rstrip("/") for entry in served)

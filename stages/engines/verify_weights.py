@@ -10,7 +10,7 @@ import asyncio
 
 from models.engines.client import EngineClient
 from models.weights.errors import NotVerified
-from stages.engines.weight_barrier import reports
+from stages.engine_entries import carrying
 from stages.messages import WeightsAnnouncement
 from stages.ports import Topic
 
@@ -40,7 +40,7 @@ async def check_label(engine: str, client: EngineClient, label: str) -> None:
 
 def check_equal(topic: Topic, engine: str, announcement: WeightsAnnouncement, checksum: str) -> None:
     """Raise ChecksumDiffers if another engine reported another checksum for the same version."""
-    for other in reports(topic):
+    for other in carrying(topic).values():
         same = (other.epoch, other.version) == (announcement.epoch, announcement.version)
         if same and other.engine != engine and other.checksum and other.checksum != checksum:
             raise ChecksumDiffers(

@@ -20,8 +20,9 @@ import msgspec
 
 from stages.base import Stage, StageContext
 from stages.data.prompt_set import PromptSet
+from stages.engine_entries import KEYS, carrying
 from stages.evaluate.pass_rate import estimates
-from stages.messages import Applied, EvalDone, Int32Array, PromptGroup, RolloutSlice, Sample, wire
+from stages.messages import EvalDone, Int32Array, PromptGroup, RolloutSlice, Sample, wire
 from stages.ports import Lease, Ports
 from stages.prompts.stage import sampling_seed
 from stages.rollouts import rollouts
@@ -84,15 +85,15 @@ class EvaluateStage(Stage):
         """Waits for a pinned version (topic `weights/pinned/<version>`) to land, oldest first; runs until cancelled."""
         revision = 0
         while True:
-            revision = await ports.topic.wait(revision, "weights/pinned/", "applied/", "eval/released", "drain")
+            revision = await ports.topic.wait(revision, "weights/pinned/", "eval/released", "drain", *KEYS)
             if ports.topic.get("drain") is not None:
                 self._drain = True
                 self._changed.set()
             self.released = max(self.released, int(ports.topic.get("eval/released") or b"-1"))
             pinned = sorted(int(key.rsplit("/", 1)[1]) for key in ports.topic.items("weights/pinned/"))
             for version in [v for v in pinned if v > self.released]:
-                applied = [msgspec.msgpack.decode(v, type=Applied) for v in ports.topic.items("applied/").values()]
-                if not self._drain and not (applied and all(a.version >= version for a in applied)):
+                carried = [entry.version for entry in carrying(ports.topic).values()]
+                if not self._drain and not (carried and min(carried) >= version):
                     break
                 await self._evaluate(ports, version)
 

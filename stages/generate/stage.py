@@ -1,40 +1,40 @@
-"""The generate stage: asks engines for rollouts, continues what was aborted, hands tool calls to the loop stages.
+"""The generate stage: has engines continue rollouts, and hands each on when it has ended its turn.
 
-A single-turn group is one request with n samples and leaves as one slice. A rollout that a loop stage wants leaves
-alone through that loop's edge (stages/generate/loops.py) and comes back through the inlet `return`, which no prompt can
-fill. Where a request goes is told in stages/sampling/dispatch.py, what becomes of one that is lost or late in
-stages/generate/turn.py.
+It is a client of the engines like any other (stages/sampling/sampler.py): a replica owns nothing, and may start, move
+and die at any time. A rollout that a loop stage wants leaves alone through that loop's edge (stages/generate/loops.py)
+and comes back through the inlet `return`, which no prompt can fill, to any replica; the others leave through `out`.
 
 Invariants:
-- Token ids, log-probs and versions are the engine's; nothing is tokenised twice, no version is stamped here.
-- An engine's partial output is never thrown away while `partial_rollout` is on: the next request continues from it.
-- The leases of a replica are its concurrency: an inlet's window bounds the requests in flight.
+- token ids, log-probs and versions are the engine's; nothing is tokenised twice, no version is stamped here;
+- members of a group that end together leave as one slice, and a slow one keeps nobody waiting for long;
+- the leases of a replica bound the groups that it has in work; slots at the engines bound the samples in flight.
 """
 
 from __future__ import annotations
 
 import asyncio
-import uuid
+import contextlib
+from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Final
 
 import msgspec
 
-from models.engines.errors import EngineError
-from models.weights.delta_mirror import DeltaMirror
 from stages.base import Stage, StageContext, send_slice
-from stages.engines.engine_link import EngineLink
 from stages.generate.loops import Loops
-from stages.generate.turn import Turns
+from stages.generate.requests import Requests
+from stages.generate.turns import Turns
 from stages.messages import PromptGroup, RolloutSlice, Sample, without_prompt
 from stages.options import GenerateOptions
-from stages.ports import Inlet, Lease, Ports
+from stages.ports import Inlet, Lease, Outlet, Ports
 from stages.rollouts import rollouts
-from stages.sampling.append_output import VersionLabelError, append_output, label_version
-from stages.sampling.dispatch import Dispatcher
-from stages.sampling.requests import Requests
+from stages.sampling.sampler import Sampler
 from stages.sequences import new_sample
 
-__all__ = ["GenerateStage", "VersionLabelError", "append_output", "label_version", "new_sample"]
+# How long a member that has ended waits for others of its group. A slice is one message, and costs each stage behind
+# this one about the same with one member as with all; what a quarter of a second does to a rollout of many is little.
+MEMBER_LINGER_S: Final = 0.25
 
 
 class _Shape(msgspec.Struct):
@@ -51,95 +51,42 @@ def vocabulary(checkpoint: str | None) -> int | None:
 
 
 class GenerateStage(Stage):
-    """One replica: a client of its share of the engines, or of all behind the router."""
+    """One replica."""
 
     def __init__(self, context: StageContext) -> None:
         super().__init__(context)
         self.rollout = context.config.rollout
         self.options = context.given(GenerateOptions)
-        self._drain = False
-        self._changed = asyncio.Event()  # an engine or the router came or went, or the run drains
 
     async def setup(self) -> None:
-        self.loops = Loops(self.config, self.context.loops)
         context = self.context
-        engines = self.options.engines
-        mine = [e for e in range(engines) if e % context.replicas == context.index]
-        owner = bool(mine)
-        # Made when it is first needed, by the delta route alone.
-        self._mirror = DeltaMirror(f"mirror-{context.replica}-{uuid.uuid4().hex[:12]}", context.run_dir)
-        self.links = [
-            EngineLink(
-                f"engine-{e}",
-                owner=owner,
-                pause_mode=self.config.engine.pause_generation_mode,
-                timeout_s=self.rollout.request_timeout_secs,
-                activity=self.activity,
-                spans=context.spans,
-                changed=self._changed,
-                update=self.config.update,
-                mirror=self._mirror,
-            )
-            for e in (mine or [context.index % engines])
-        ]
+        self.loops = Loops(self.config, context.loops)
         vocab_size = self.options.vocab_size
         if vocab_size is None and self.config.engine.engine == "sglang":
             vocab_size = vocabulary(self.config.train.hf_checkpoint)
-        self.dispatcher = Dispatcher(
+        self.sampler = Sampler(
             self.config,
-            self.links,
-            self.activity,
-            self._changed,
+            replica=context.replica,
             index=context.index,
             replicas=context.replicas,
-            engines=engines,
+            stage="generate",
             vocab_size=vocab_size,
+            extra=self.activity.extra,
         )
-        requests = Requests(self.config, self.options.max_context)
-        self.turns = Turns(self.config, requests, self.dispatcher, self.activity, context.replica)
+        self.turns = Turns(Requests(self.config, self.options.max_context), self.sampler, self.activity)
 
     async def close(self) -> None:
-        for link in self.links:
-            if link.client is not None:
-                await link.client.close()
-        await self.dispatcher.close()
-        self._mirror.close()
+        await self.sampler.close()
 
     async def run(self, ports: Ports) -> None:
         async with asyncio.TaskGroup() as tasks:
-            background = [tasks.create_task(link.follow(ports.topic)) for link in self.links]
-            background.append(tasks.create_task(self.dispatcher.directory.follow(ports.topic)))
-            background.append(tasks.create_task(self.dispatcher.watch.run()))
-            if self.dispatcher.members is not None:
-                background.append(tasks.create_task(self.dispatcher.members.run()))
-            background.append(tasks.create_task(self._watch_drain(ports)))
-            await self._any_ready()
+            follower = tasks.create_task(self.sampler.follow(ports.topic))
+            await self.sampler.ready()
             async with asyncio.TaskGroup() as pumps:
                 for name in ("in", "eval", "return"):
                     if name in ports.inlets:
                         pumps.create_task(self._pump(ports.inlets[name], ports))
-            for task in background:
-                task.cancel()
-
-    async def _any_ready(self) -> None:
-        """Waits for the first engine that carries published weights and can be sent to, or for a drain."""
-        while not self._drain and not self.dispatcher.ready():
-            self._changed.clear()
-            await self._changed.wait()
-
-    async def _watch_drain(self, ports: Ports) -> None:
-        """Waits for the topic `drain`, then has the engines give back what they hold."""
-        revision = 0
-        while not self._drain:
-            revision = await ports.topic.wait(revision)
-            self._drain = ports.topic.get("drain") is not None
-        self.dispatcher.drain()
-        for link in self.links:
-            if link.client is not None:
-                try:
-                    await link.client.abort()
-                except EngineError:
-                    continue  # an engine that is down holds nothing
+            follower.cancel()
 
     async def _pump(self, inlet: Inlet[PromptGroup | RolloutSlice], ports: Ports) -> None:
         """Waits for work; ends with the inlet, after what it started."""
@@ -148,6 +95,7 @@ class GenerateStage(Stage):
                 tasks.create_task(self._serve(lease, ports))
 
     async def _serve(self, lease: Lease[PromptGroup | RolloutSlice], ports: Ports) -> None:
+        """One turn of the samples of a lease, which is released when all of them are in the next hub's custody."""
         message = lease.message
         if isinstance(message, RolloutSlice):
             group, samples = message.group, message.samples
@@ -155,30 +103,66 @@ class GenerateStage(Stage):
             group = without_prompt(message)
             samples = tuple(new_sample(message.prompt_ids, index) for index in range(message.n_samples))
         self.activity.items_in += 1
-        before = sum(s.length for s in samples)
-        with (
-            self.activity.working(),
-            self.span("generate", group=group.group_id, detail=f"turn {samples[0].turns + 1}"),
-        ):
-            asked = tuple(filter(self.loops.takes_turn, samples))  # a loop stage may have ended or failed the others
-            after = {(s.index, s.sequence): s for s in samples}
-            for sample in await self.turns.take(group, asked) if asked else ():
-                after[sample.index, sample.sequence] = sample
-            self.activity.tokens += sum(s.length for s in after.values()) - before
-            with self.activity.sending():
-                await self._emit(group, list(after.values()), ports)
+        with self.span("generate", group=group.group_id, detail=f"turn {samples[0].turns + 1}"):
+            async with asyncio.TaskGroup() as tasks:
+                leaving = _Leaving(self, group, samples, ports, tasks)
+                with self.activity.working():
+                    asked = tuple(filter(self.loops.takes_turn, samples))
+                    for sample in samples:  # a loop stage has ended or failed the others
+                        if not self.loops.takes_turn(sample):
+                            leaving.put(sample)
+                    if asked:
+                        await self.turns.take(group, asked, leaving.put)
+                leaving.all_here.set()
+            self.activity.tokens += leaving.tokens - sum(s.length for s in samples)
         lease.done()
 
-    async def _emit(self, group: PromptGroup, samples: list[Sample], ports: Ports) -> None:
-        """Rollouts that have ended together to `out`; each one that a loop stage wants alone to that loop."""
-        ended: list[RolloutSlice] = []
-        for parts in rollouts(samples):
-            port, slice_ = self.loops.next(group, parts)
-            if port == "out":
-                ended.append(slice_)
-            else:
-                await send_slice(ports.outlets[port], slice_)
-        if ended:
-            rest = RolloutSlice(ended[0].group, tuple(sample for slice_ in ended for sample in slice_.samples))
-            await send_slice(ports.outlets["out"], rest)
-            self.activity.items_out += 1
+    async def emit(self, outlet: Outlet[RolloutSlice], slice_: RolloutSlice) -> None:
+        with self.activity.working(), self.activity.sending():
+            await send_slice(outlet, slice_)
+
+
+class _Leaving:
+    """The rollouts of one lease on their way out: alone into a loop, else with those that end at the same time."""
+
+    def __init__(
+        self,
+        stage: GenerateStage,
+        group: PromptGroup,
+        samples: Sequence[Sample],
+        ports: Ports,
+        tasks: asyncio.TaskGroup,
+    ) -> None:
+        self.stage, self.group, self.ports, self._tasks = stage, group, ports, tasks
+        self.all_here = asyncio.Event()
+        self.tokens = 0
+        self._missing = Counter(sample.index for sample in samples)  # sequences by rollout
+        self._here: dict[int, list[Sample]] = {}
+        self._ended: list[RolloutSlice] = []
+
+    def put(self, sample: Sample) -> None:
+        """A sequence has ended its turn. Those of one rollout leave together."""
+        self.tokens += sample.length
+        self._here.setdefault(sample.index, []).append(sample)
+        self._missing[sample.index] -= 1
+        if self._missing[sample.index]:
+            return
+        [parts] = rollouts(self._here.pop(sample.index))
+        port, slice_ = self.stage.loops.next(self.group, parts)
+        if port != "out":
+            self._tasks.create_task(self.stage.emit(self.ports.outlets[port], slice_))
+            return
+        if not self._ended:
+            self._tasks.create_task(self._flush())
+        self._ended.append(slice_)
+
+    async def _flush(self) -> None:
+        """Send what has come together. Waits for the last member, or until the first has waited long enough."""
+        with contextlib.suppress(TimeoutError):  # then without the rest
+            async with asyncio.timeout(MEMBER_LINGER_S):
+                await self.all_here.wait()
+        ended = sorted(self._ended, key=lambda slice_: slice_.samples[0].index)
+        self._ended.clear()
+        rest = RolloutSlice(ended[0].group, tuple(sample for slice_ in ended for sample in slice_.samples))
+        await self.stage.emit(self.ports.outlets["out"], rest)
+        self.stage.activity.items_out += 1

@@ -13,17 +13,16 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import Final
 
-from models.engines.client import EngineClient
-from models.engines.errors import EngineAborted, EngineError, EngineProtocolError, EngineTimeout, EngineUnreachable
-from models.engines.protocol import GenerateOutput, GenerateRequest, SamplingParams
+from models.engines.errors import EngineTimeout, EngineUnreachable
+from models.engines.protocol import SamplingParams
 from stages.graders.errors import UnknownGraderError
 from stages.graders.grade import Grade, clean, failed
 from stages.ports import Topic
-from stages.sampling.frozen_engines import FrozenEngines
+from stages.sampling.requests import SampleRequest
+from stages.sampling.sampler import Sampler
 
 DEFAULT_TEMPLATE: Final = """\
 You grade the answer of a language model. Judge only whether it is right and complete; its style, its length and what it
@@ -111,7 +110,7 @@ class Judge:
 
     def __init__(
         self,
-        names: Sequence[str],
+        sampler: Sampler,
         template: str,
         *,
         concurrency: int,
@@ -119,56 +118,42 @@ class Judge:
         retries: int,
         max_tokens: int,
     ) -> None:
-        self.engines = FrozenEngines(names, deadline_s=timeout_s)
-        self.template, self.retries, self.max_tokens = template, retries, max_tokens
+        self.sampler, self.template = sampler, template
+        self.timeout_s, self.retries, self.max_tokens = timeout_s, retries, max_tokens
         self.unparsed = 0
         self._places = asyncio.Semaphore(concurrency)
 
     async def follow(self, topic: Topic) -> None:
         """Waits for the engines' addresses; runs until cancelled."""
-        await self.engines.follow(topic)
+        await self.sampler.follow(topic)
 
     async def close(self) -> None:
-        await self.engines.close()
+        await self.sampler.close()
 
     async def grade(self, name: str, prompt: str, response: str, label: str | None, seed: int) -> Grade:
         """One score in 0..1. Waits for a place, for the engine to be up, and for its answer."""
         text = fill(self.template, prompt, response, label)
         reason, timed_out = "", False
         for attempt in range(self.retries + 1):
-            try:
-                async with self._places:
-                    output = await self.engines.ask(name, _question(self._request(text, seed, attempt)))
-            except (EngineUnreachable, EngineTimeout, EngineAborted) as error:
-                reason, timed_out = str(error), isinstance(error, EngineTimeout)
+            async with self._places:
+                (answer,) = await self.sampler.sample(self._request(name, text, seed, attempt))
+            if isinstance(answer.error, (EngineUnreachable, EngineTimeout)):
+                reason, timed_out = str(answer.error), isinstance(answer.error, EngineTimeout)
                 continue
-            except EngineError as error:  # a refusal or a broken protocol: the same again next time
-                return failed(f"judge {name!r}: {error}")
-            finish = output.meta_info.finish_reason
-            if (score := parse_score(output.text, cut=finish is not None and finish.type == "length")) is not None:
+            if answer.error is not None:  # a refusal or a broken protocol: the same again next time
+                return failed(f"judge {name!r}: {answer.error}")
+            if (score := parse_score(answer.text, cut=answer.finish == "length")) is not None:
                 return Grade(score)
             self.unparsed += 1
             timed_out = False
-            reason = f"no line 'Score: X' with X in 0..1 in its answer, which ends {clean(output.text[-80:])!r}"
+            reason = f"no line 'Score: X' with X in 0..1 in its answer, which ends {clean(answer.text[-80:])!r}"
         tries = "" if self.retries == 0 else f", in {self.retries + 1} tries"
         return failed(f"judge {name!r}: {reason}{tries}", "timeout" if timed_out else "error")
 
-    def _request(self, text: str, seed: int, attempt: int) -> GenerateRequest:
+    def _request(self, name: str, text: str, seed: int, attempt: int) -> SampleRequest:
         params = SamplingParams(
             temperature=RETRY_TEMPERATURE if attempt else 0.0,
             max_new_tokens=self.max_tokens,
             sampling_seed=(seed + attempt) & 0x7FFFFFFF,
         )
-        return GenerateRequest(text=text, sampling_params=params)
-
-
-def _question(request: GenerateRequest) -> Callable[[EngineClient], Awaitable[GenerateOutput]]:
-    async def ask(client: EngineClient) -> GenerateOutput:
-        outputs = await client.generate(request)
-        if len(outputs) != 1:
-            raise EngineProtocolError(client.base_url, f"{len(outputs)} answers came for one question")
-        if outputs[0].aborted:
-            raise EngineAborted(client.base_url, "the answer is not complete")
-        return outputs[0]
-
-    return ask
+        return SampleRequest(params, text=text, policy=name, deadline_s=self.timeout_s, log_probs=False)

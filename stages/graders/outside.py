@@ -18,7 +18,7 @@ class Outside:
     """Makes the clients at their first use, or at `open` where the configuration names them."""
 
     def __init__(self, config: Config) -> None:
-        self._config = config.reward
+        self._whole, self._config = config, config.reward
         self._names = tuple(entry.partition("=")[0] for entry in config.engine.frozen_engine)
         self._remote: RemoteReward | None = None
         self._judge: Judge | None = None
@@ -27,10 +27,12 @@ class Outside:
         """Raises UnknownGraderError if the judge's prompt cannot be used."""
         if self._names or self._config.judge_engine is not None:
             from stages.graders.judge import Judge, load_template
+            from stages.sampling.sampler import Sampler
 
             named = () if self._config.judge_engine is None else (self._config.judge_engine,)
+            policies = tuple(dict.fromkeys((*named, *self._names)))
             self._judge = Judge(
-                tuple(dict.fromkeys((*named, *self._names))),
+                Sampler(self._whole, replica="judge", policies=policies),
                 load_template(self._config.judge_prompt_path),
                 concurrency=self._config.rm_concurrency,
                 timeout_s=self._config.rm_timeout_s,

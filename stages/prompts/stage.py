@@ -21,9 +21,9 @@ from models.engines.noise import GOLDEN, MIX_1, MIX_2, mix
 from stages.base import Stage, StageContext
 from stages.data.order import PromptOrder
 from stages.data.prompt_set import PreparedPrompt
+from stages.engine_entries import KEYS, carrying
 from stages.errors import NoVerdicts, Starved
 from stages.messages import (
-    Applied,
     CheckpointReady,
     EvalDone,
     Int32Array,
@@ -142,9 +142,8 @@ class PromptStage(Stage):
         """Waits for a change of the topic; runs until cancelled."""
         revision = 0
         while True:
-            revision = await ports.topic.wait(revision, "applied/")
-            applied = [msgspec.msgpack.decode(v, type=Applied) for v in ports.topic.items("applied/").values()]
-            version = min((a.version for a in applied), default=-1)
+            revision = await ports.topic.wait(revision, *KEYS)
+            version = min((entry.version for entry in carrying(ports.topic).values()), default=-1)
             if version != self.version:
                 self.version = version
                 self._wake.set()

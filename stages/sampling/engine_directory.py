@@ -1,32 +1,38 @@
-"""The engines and the router as the topic tells of them: addresses, weights applied, who is being updated.
+"""The engines and the router as a client of them sees them: what the topic says of each, and a connection to it.
 
-Every replica sees all engines, whoever owns them. A request that is under way at an engine whose address is taken back
-(the supervisor gave it up) is ended at once; its sender goes on elsewhere.
+Everybody who asks engines reads the same entries (stages/engine_entries.py), so that no table says who asks which. A
+request that is under way at an engine whose address is taken back (the supervisor gave it up) is ended at once; its
+sender goes on elsewhere.
 
 Invariants:
-- an engine may serve if it has an address and its owner has reported weights of this run for it;
-- `settled` names weights only while every engine that may serve has exactly these and none is fetching others.
+- a target is one incarnation of an engine: its slots, its connections and what is in flight there end with it;
+- an engine of the policy may serve only with weights of this run;
+- `settled` names weights only while every engine that may serve has exactly these and none is taking others.
 """
 
 from __future__ import annotations
 
 import asyncio
-import logging
+import math
+import time
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import TypeVar
+from typing import Final
 
 import msgspec
-from msgspec import Struct
 
 from models.engines.client import EngineClient
-from stages.engines.colocation import trainers_turn
-from stages.messages import Applied, EngineAddress, RouterAddress
+from models.engines.limits import RequestLimits
+from stages.engine_entries import ADDRESS, DIRECTORY, POLICY, entries
+from stages.engines.colocation import KEY, trainers_turn
+from stages.messages import EngineEntry, RouterAddress, RouterState
 from stages.ports import Topic
+from stages.sampling.slots import Slots
 
-log = logging.getLogger("sluice.directory")
-
-T = TypeVar("T", bound=Struct)
+ROUTER: Final = "router"
+UNBOUNDED: Final = 1 << 30
+PROBE_S: Final = 3.0  # for a look at an engine's health before a lost request goes there
+LOOK_S: Final = 1.0  # between looks while no engine answers
 
 
 class InFlightRequest:
@@ -65,104 +71,184 @@ class InFlightRequest:
                 self._scope.reschedule(0.0)
 
 
-@dataclass
-class Engine:
-    """One engine of the run."""
+class CachedHealth:
+    """Whether a server answers, asked once for all who wait to know: hundreds of lost requests ask together."""
+
+    def __init__(self, client: EngineClient) -> None:
+        self._client = client
+        self._asked_s = -math.inf
+        self._well = False
+        self._asking = asyncio.Lock()
+
+    async def answers_now(self) -> bool:
+        """Waits for the server's answer, or for a time limit."""
+        async with self._asking:
+            if time.monotonic() - self._asked_s > LOOK_S:
+                try:
+                    async with asyncio.timeout(PROBE_S):
+                        self._well = await self._client.health()
+                except TimeoutError:
+                    self._well = False
+                self._asked_s = time.monotonic()
+            return self._well
+
+    def forget(self) -> None:
+        self._asked_s = -math.inf
+
+
+@dataclass(eq=False)
+class Target:
+    """What requests are sent to: one incarnation of an engine, or of the router (which has no entry)."""
 
     name: str
-    address: EngineAddress
-    applied: Applied | None = None
+    incarnation: int
+    client: EngineClient
+    slots: Slots
+    entry: EngineEntry | None = None
     flights: set[InFlightRequest] = field(default_factory=set)
-    own_client: EngineClient | None = None
+    in_flight: int = 0  # samples
+
+    def __post_init__(self) -> None:
+        self.health = CachedHealth(self.client)
+        self.suspected = False  # a request was lost there, and it has not answered since
 
     @property
-    def label(self) -> str | None:
-        """What its weights are called, if its owner has reported any."""
-        applied = self.applied
-        return None if applied is None or applied.version < 0 else f"{applied.epoch}.{applied.version}"
+    def serves(self) -> bool:
+        entry = self.entry
+        if entry is None or entry.state not in ("serving", "updating"):
+            return False
+        return entry.policy != POLICY or entry.label is not None
 
     @property
-    def updating(self) -> bool:
-        return self.applied is not None and self.applied.fetching >= 0
+    def settled(self) -> bool:
+        """Whether what its entry says of its weights is true for what is sent there now."""
+        entry = self.entry
+        return entry is not None and entry.state == "serving" and entry.fetching < 0
 
 
 class EngineDirectory:
-    """All engines by name, and the router. `changed` is set whenever anything here changes."""
+    """All engines by name, and the router, as one of `replicas` clients of the same kind sees them.
 
-    def __init__(self, *, timeout_s: float, changed: asyncio.Event) -> None:
-        self.timeout_s, self.changed = timeout_s, changed
-        self.engines: dict[str, Engine] = {}
-        self.router: RouterAddress | None = None
-        self.router_flights: set[InFlightRequest] = set()
+    Without a router each engine has slots; behind one nobody knows who gets a request, and the router has slots for
+    all. A client's slots are its share of what the engines bear. Frozen engines have other clients, of which nobody
+    knows the number: who asks them bounds itself.
+    """
+
+    def __init__(
+        self,
+        *,
+        timeout_s: float,
+        concurrency: int,
+        replicas: int = 1,
+        stage: str = "",
+        vocab_size: int | None = None,
+    ) -> None:
+        """`concurrency`: samples in flight at an engine that has not said what it bears. `stage`: the topic tells under
+        `scale/<stage>` how many clients there are, if that changes."""
+        self.timeout_s, self.concurrency, self.stage = timeout_s, concurrency, stage
+        self.limits = RequestLimits(vocab_size)
+        self.engines: dict[str, Target] = {}
+        self.router: Target | None = None
+        self.state: RouterState | None = None
+        self.draining = False
         self.trainers_turn = False  # the engines stand still until the trainer has done its batch
+        self._replicas = replicas
+        self._changed = asyncio.Event()
 
     async def follow(self, topic: Topic) -> None:
         """Waits for the topic; runs until cancelled."""
         revision = 0
         while True:
-            revision = await topic.wait(revision)
+            revision = await topic.wait(revision, ADDRESS, DIRECTORY, KEY, ROUTER, "drain", "scale/")
             await self._update(topic)
-            self.changed.set()
+            self.notify()
+
+    def changed(self) -> asyncio.Event:
+        """Is set at the next change. Take it before looking: what changes between look and wait is then not missed."""
+        return self._changed
+
+    def notify(self) -> None:
+        self._changed.set()
+        self._changed = asyncio.Event()
 
     async def close(self) -> None:
-        """Close the connections that were opened here."""
-        for engine in self.engines.values():
-            await _close(engine)
+        """Close all connections; requests in flight are aborted by their servers."""
+        for target in self.engines.values():
+            await target.client.close()
+        if self.router is not None:
+            await self.router.client.close()
 
-    @property
-    def serving(self) -> list[Engine]:
-        """Engines that may serve, in the order of their names."""
-        return sorted((e for e in self.engines.values() if e.label is not None), key=lambda e: e.name)
+    def serving(self, policy: str = POLICY) -> list[Target]:
+        """Engines that may serve a policy, in the order of their names."""
+        found = [t for t in self.engines.values() if t.serves and t.entry is not None and t.entry.policy == policy]
+        return sorted(found, key=lambda target: target.name)
 
-    def settled(self, names: Iterable[str] | None = None) -> str | None:
-        """The one label of all engines that may serve (or of those named), None while it is not one."""
-        engines = self.serving if names is None else [e for n in names if (e := self.engines.get(n)) is not None]
-        labels = {engine.label for engine in engines}
-        return labels.pop() if len(labels) == 1 and not any(engine.updating for engine in engines) else None
-
-    def state(self) -> str:
-        """Which engine has which weights, in a word that changes with any of it."""
-        return ",".join(f"{e.name}={e.label}" for e in self.serving)
-
-    def client(self, name: str) -> EngineClient:
-        """A client of the engine, opened at the first call and closed with its address."""
-        engine = self.engines[name]
-        if engine.own_client is None:
-            engine.own_client = EngineClient(engine.address.url, timeout_s=self.timeout_s)
-        return engine.own_client
+    def settled(self, targets: Iterable[Target]) -> str | None:
+        """The one label of all these engines, None while it is not one."""
+        targets = list(targets)
+        labels = {target.entry.label for target in targets if target.entry is not None}
+        return labels.pop() if len(labels) == 1 and all(target.settled for target in targets) else None
 
     async def _update(self, topic: Topic) -> None:
-        addresses = _decoded(topic, "engine/", EngineAddress)
-        applied = _decoded(topic, "applied/", Applied)
-        for name, engine in list(self.engines.items()):
-            if addresses.get(name) != engine.address:
-                del self.engines[name]
-                for flight in tuple(engine.flights):
-                    flight.end(f"{name} was taken out of service")
-                await _close(engine)
-        for name, address in addresses.items():
-            if name not in self.engines:
-                self.engines[name] = Engine(name, address)
-            report = applied.get(name)
-            stale = report is not None and report.url and report.url.rstrip("/") != address.url.rstrip("/")
-            self.engines[name].applied = None if stale else report
+        """Take what the topic says now."""
+        self.draining = topic.get("drain") is not None
         self.trainers_turn = trainers_turn(topic)
-        value = topic.get("router")
-        router = msgspec.msgpack.decode(value, type=RouterAddress) if value is not None else None
-        if router != self.router:
-            for flight in tuple(self.router_flights):
-                flight.end("the router was taken out of service")
-            self.router = router
+        if self.stage and (scaled := topic.get(f"scale/{self.stage}")) is not None:
+            self._replicas = max(1, int(scaled))
+        found = entries(topic)
+        for name, target in list(self.engines.items()):
+            if name not in found or found[name].incarnation != target.incarnation:
+                del self.engines[name]
+                await _end(target)
+        for name, entry in found.items():
+            if name not in self.engines:
+                self.engines[name] = self._target(name, entry.url, entry.incarnation)
+            self.engines[name].entry = entry
+        await self._update_router(topic)
+        self._share()
+
+    async def _update_router(self, topic: Topic) -> None:
+        value, told = topic.get("router"), topic.get("router_state")
+        address = None if value is None else msgspec.msgpack.decode(value, type=RouterAddress)
+        state = None if told is None else msgspec.msgpack.decode(told, type=RouterState)
+        if address is None or (state is not None and state.incarnation != address.incarnation):
+            state = None  # it is older than the process that listens there
+        target, self.state = self.router, state
+        if target is not None and (address is None or address.incarnation != target.incarnation):
+            self.router = None
+            await _end(target)
+        if self.router is None and address is not None:
+            self.router = self._target(ROUTER, address.url, address.incarnation)
+
+    def _target(self, name: str, url: str, incarnation: int) -> Target:
+        limits = self.limits
+        client = EngineClient(
+            url, timeout_s=self.timeout_s, vocab_size=limits.vocab_size, context_length=limits.context_length
+        )
+        return Target(name, incarnation, client, Slots(self.concurrency))
+
+    def _share(self) -> None:
+        """Give each target its slots; who waits for an engine that is away must choose another."""
+        total = 0
+        for target in self.engines.values():
+            entry = target.entry
+            if entry is None or entry.policy != POLICY:
+                target.slots.limit = UNBOUNDED
+            elif target.serves and not self.draining:
+                limit = entry.limit or self.concurrency
+                target.slots.limit = math.ceil(limit / self._replicas)
+                total += limit
+            else:
+                target.slots.wake_all()
+        if self.router is not None:
+            self.router.slots.limit = max(1, math.ceil((total or self.concurrency) / self._replicas))
+            if self.draining or self.state is None or not self.state.up:
+                self.router.slots.wake_all()
 
 
-async def _close(engine: Engine) -> None:
-    if engine.own_client is not None:
-        await engine.own_client.close()
-        engine.own_client = None
-
-
-def _decoded(topic: Topic, prefix: str, kind: type[T]) -> dict[str, T]:
-    """Values below a prefix, by the rest of their keys."""
-    return {
-        key.removeprefix(prefix): msgspec.msgpack.decode(value, type=kind) for key, value in topic.items(prefix).items()
-    }
+async def _end(target: Target) -> None:
+    """The process is given up: who asks it, or waits for a slot there, goes elsewhere."""
+    for flight in tuple(target.flights):
+        flight.end(f"{'the router' if target.name == ROUTER else target.name} was taken out of service")
+    target.slots.wake_all()
+    await target.client.close()

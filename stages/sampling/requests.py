@@ -1,91 +1,56 @@
-"""What a rollout asks of an engine, and until when: sampling parameters, seeds, budgets, deadlines. Pure.
+"""What a caller may ask of engines: a sampled answer, or log-probs of tokens that are there. No engine is named in it.
 
-Invariants: the seed of sample i is the same in a joint request and when it goes on alone; a rollout that is begun anew
-draws from a seed of its own; no request asks for more tokens than the sample has left.
+Invariant: a request says whose weights it wants (`policy`), never which engine: it may be answered by several, one
+after the other.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Final
 
-import msgspec
+import numpy as np
+import numpy.typing as npt
 
-from configs.schema import Config
-from models.engines.noise import GOLDEN, mix, sample_seed
 from models.engines.protocol import SamplingParams
-from stages.messages import PromptGroup, Sample
-from stages.sequences import new_sample
-
-_SEED_BITS: Final = 0x7FFFFFFF
+from stages.engine_entries import POLICY
 
 
 @dataclass(frozen=True)
-class Deadline:
-    """How long an engine may still work on a rollout, seconds, and which limit says so."""
+class SampleRequest:
+    """`params.n` answers to one context, the members of the request. A partial answer that the caller has already is
+    part of `token_ids`.
 
-    left_s: float
-    of_group: bool
+    With `engine_s` a member is given back as it is when engines have worked on it for so long; waiting for one does not
+    count. With `deadline_s` the whole call, waiting included, fails at that time, and until then is sent again as often
+    as it is lost; without, losses are counted.
+    """
 
+    params: SamplingParams  # max_new_tokens and sampling_seed are those of the request, whatever pieces it comes in
+    token_ids: Sequence[int] = ()
+    text: str = ""  # instead of token ids, for an engine to tokenise
+    prompt_length: int = 0  # tokens that all requests of a prompt have in common; 0: all
+    policy: str = POLICY
+    session: str = ""  # requests of one session go to one engine, where the policy of routing heeds it
+    returning: bool = False  # it has been here before, and goes before those that have not
+    log_probs: bool = True
+    pinned_version: int = -1  # engines with this version come first
+    priority: int | None = None  # in the engine's queue
+    engine_s: float | None = None
+    deadline_s: float | None = None
 
-class Requests:
-    """The requests of one configuration. `max_context`: most tokens of prompt and response."""
-
-    def __init__(self, config: Config, max_context: int) -> None:
-        self.config, self.rollout, self.max_context = config, config.rollout, max_context
-
-    def budget(self, group: PromptGroup, sample: Sample) -> int:
-        """Tokens that the sample may still get; below 0 if it has too many."""
-        longest = self.rollout.rollout_max_response_len
-        if group.purpose == "eval" and self.config.eval.eval_max_response_len is not None:
-            longest = self.config.eval.eval_max_response_len
-        return min(longest, self.max_context - sample.prompt_length) - sample.response_length
-
-    def params(self, group: PromptGroup, sample: Sample, budget: int, n: int) -> SamplingParams:
-        """Sampling parameters of a request for `n` samples, of which `sample` is the first."""
-        evaluating = group.purpose == "eval"
-        stop = list(self.rollout.rollout_stop)
-        if self.config.tools.tools:
-            stop.append(self.config.tools.tool_call_close)
-        return SamplingParams(
-            temperature=self.config.eval.eval_temperature if evaluating else self.rollout.rollout_temperature,
-            top_p=1.0 if evaluating else self.rollout.rollout_top_p,
-            top_k=-1 if evaluating else self.rollout.rollout_top_k,
-            max_new_tokens=budget,
-            stop=stop or None,
-            stop_token_ids=list(self.rollout.rollout_stop_token_ids) or None,
-            skip_special_tokens=self.rollout.rollout_skip_special_tokens,
-            no_stop_trim=True,
-            n=n,
-            # sample i of a joint request draws from sample_seed(seed, i), and so it does when it continues alone
-            sampling_seed=sample_seed(_seed(group, sample), sample.index if n == 1 else 0),
-        )
-
-    def deadline(self, group: PromptGroup, sample: Sample) -> Deadline | None:
-        """The limit that ends first; a rollout's clock runs while an engine works on it."""
-        limits = [Deadline(limit - sample.generate_s, False) for limit in [self.rollout.sample_deadline_secs] if limit]
-        if self.rollout.group_deadline_secs is not None and group.purpose == "train":
-            limits.append(Deadline(self.rollout.group_deadline_secs - sample.generate_s, True))
-        return min(limits, key=lambda limit: limit.left_s, default=None)
-
-    def stopped(self, sample: Sample, deadline: Deadline) -> Sample:
-        """What becomes of a rollout whose time is over: begun anew once, else kept as truncated.
-
-        One that has been through a loop stage is never begun anew: what the stage did would be done twice.
-        """
-        if deadline.of_group and sample.replaced == 0 and sample.turns == 0 and sample.sequences == 1:
-            fresh = new_sample(sample.token_ids[: sample.prompt_length], sample.index)
-            return msgspec.structs.replace(fresh, replaced=1, reused_tokens=sample.reused_tokens)
-        return msgspec.structs.replace(sample, status="truncated")
+    @property
+    def n(self) -> int:
+        return self.params.n
 
 
-def _seed(group: PromptGroup, sample: Sample) -> int:
-    seed = group.seed & _SEED_BITS
-    again = 2 * sample.sequence + sample.replaced  # sequences of a rollout that share tokens must not go on alike
-    return mix(seed + again * GOLDEN) & _SEED_BITS if again else seed
+@dataclass(frozen=True)
+class ScoreRequest:
+    """Log-probs of `token_ids[start:]`, each given all tokens before it, of log_softmax(logits / temperature)."""
 
-
-def session_key(group: PromptGroup) -> str:
-    """Names a group for the engines' choice: all its rollouts, with all their turns, have this key."""
-    place = f"{group.dataset}@{group.pinned_version}:" if group.purpose == "eval" else ""
-    return f"{place}{group.group_id}"
+    token_ids: npt.NDArray[np.int32]
+    start: int
+    temperature: float = 1.0
+    policy: str = POLICY
+    session: str = ""
+    deadline_s: float | None = None

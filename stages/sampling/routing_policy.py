@@ -39,9 +39,10 @@ class Ranking:
     def __init__(self, policy: Policy, seed: int) -> None:
         self.policy = policy
         self._random = random.Random(seed)
-        self._turn = seed  # replicas begin at different engines
+        # Replicas begin at different engines: none knows of the others' requests, and at first all loads are equal.
+        self._turn = self._first = seed
         self._rank: Callable[[Choice], Sequence[str]] = {
-            "least_loaded": _least_loaded,
+            "least_loaded": self._least_loaded,
             "round_robin": self._round_robin,
             "random": self._shuffled,
             "power_of_two": self._power_of_two,
@@ -59,16 +60,17 @@ class Ranking:
         self._turn += 1
         return names[first:] + names[:first]
 
+    def _least_loaded(self, choice: Choice) -> Sequence[str]:
+        names = choice.names
+        first = self._first % len(names) if names else 0
+        return sorted(names[first:] + names[:first], key=lambda name: choice.loads[name])
+
     def _shuffled(self, choice: Choice) -> Sequence[str]:
         return self._random.sample(choice.names, len(choice.names))
 
     def _power_of_two(self, choice: Choice) -> Sequence[str]:
         drawn = self._shuffled(choice)
         return sorted(drawn[:2], key=lambda name: choice.loads[name]) + list(drawn[2:])
-
-
-def _least_loaded(choice: Choice) -> Sequence[str]:
-    return sorted(choice.names, key=lambda name: choice.loads[name])
 
 
 def _session(choice: Choice) -> Sequence[str]:

@@ -17,14 +17,15 @@ import logging
 
 import msgspec
 import numpy as np
+import numpy.typing as npt
 
-from models.engines.client import EngineClient
 from models.engines.errors import EngineError
 from stages.base import MapStage, StageContext
 from stages.data.tokenizer import load_tokenizer
 from stages.messages import Float32Array, PromptGroup, RolloutSlice, Sample, wire
 from stages.ports import Ports
-from stages.sampling.frozen_engines import FrozenEngines
+from stages.sampling.requests import ScoreRequest
+from stages.sampling.sampler import Sampler
 
 log = logging.getLogger("sluice.teacher")
 
@@ -44,17 +45,21 @@ class TeacherStage(MapStage):
         super().__init__(context)
         self.teachers = teachers(context)
         self.temperature = context.config.rollout.rollout_temperature
-        self.engines = FrozenEngines(self.teachers, deadline_s=context.config.rollout.request_timeout_secs)
 
     async def setup(self) -> None:
-        self.engines.vocab_size = load_tokenizer(self.config.train.hf_checkpoint).vocab_size
+        self.sampler = Sampler(
+            self.config,
+            replica=self.context.replica,
+            policies=self.teachers,
+            vocab_size=load_tokenizer(self.config.train.hf_checkpoint).vocab_size,
+        )
 
     async def close(self) -> None:
-        await self.engines.close()
+        await self.sampler.close()
 
     async def run(self, ports: Ports) -> None:
         async with asyncio.TaskGroup() as tasks:
-            background = [tasks.create_task(self.engines.follow(ports.topic))]
+            background = [tasks.create_task(self.sampler.follow(ports.topic))]
             if self.temperature != 1.0:
                 background += [tasks.create_task(self._probe(name)) for name in self.teachers]
             await super().run(ports)
@@ -67,7 +72,7 @@ class TeacherStage(MapStage):
             return message
         async with asyncio.TaskGroup() as tasks:
             scored = [tasks.create_task(self._scored(group, sample)) for sample in message.samples]
-        self.activity.extra["teacher_retries"] = float(self.engines.retries)
+        self.activity.extra["teacher_retries"] = float(self.sampler.retries)
         return msgspec.structs.replace(message, samples=tuple(task.result() for task in scored))
 
     async def _scored(self, group: PromptGroup, sample: Sample) -> Sample:
@@ -99,20 +104,22 @@ class TeacherStage(MapStage):
             return wire(found, Float32Array)
         first, end = int(trained[0]), int(trained[-1]) + 1
         ids = sample.token_ids[:end]
-
-        async def question(client: EngineClient) -> np.ndarray[tuple[int], np.dtype[np.float32]]:
-            return await client.score(ids, first, temperature=self.temperature)
-
-        found[first:end] = await self.engines.ask(name, question)
+        found[first:end] = await self._log_probs(name, ids, first, self.temperature)
         found[sample.loss_mask == 0] = 0.0
         return wire(found, Float32Array)
 
+    async def _log_probs(
+        self, name: str, ids: npt.NDArray[np.int32], start: int, temperature: float
+    ) -> npt.NDArray[np.float32]:
+        deadline_s = self.config.rollout.request_timeout_secs
+        return await self.sampler.score(ScoreRequest(ids, start, temperature, policy=name, deadline_s=deadline_s))
+
     async def _probe(self, name: str) -> None:
         """Say once if a teacher scores at temperature 1 although the policy samples at another one."""
-        ids, start = [1, 2, 3, 4], 1
+        ids = np.array([1, 2, 3, 4], dtype=np.int32)
         try:
-            raw = await self.engines.ask(name, lambda client: client.score(ids, start))
-            asked = await self.engines.ask(name, lambda client: client.score(ids, start, temperature=self.temperature))
+            raw = await self._log_probs(name, ids, 1, 1.0)
+            asked = await self._log_probs(name, ids, 1, self.temperature)
         except EngineError as error:
             log.warning("teacher %s could not be asked how it scores: %s", name, error)
             return

@@ -158,7 +158,7 @@ def test_a_circle_of_custom_stages_is_left_out_and_ends() -> None:
 def test_replicas() -> None:
     config = resolved("--scale", "reward=3", "engine=2", "--tools", "calculator", f"stage={stages(('a', 'reward'))}")
     assert replicas(config) == {
-        "prompts": 1, "generate": 1, "reward": 3, "a": 1, "group": 1, "train": 1, "tools": 1, "engine": 2
+        "prompts": 1, "generate": 1, "reward": 3, "a": 1, "group": 1, "train": 1, "tools": 1, "engine": 2, "engines": 1
     }  # fmt: skip
     assert replicas(resolved("--loss-type", "sft_loss")) == {"prompts": 1, "train": 1}
     assert resolved("--scale", "a=4").run.scale == {"a": 4}
@@ -174,8 +174,8 @@ def test_the_plan_as_text() -> None:
     assert "evaluate -> generate ... group -> evaluate" in text
     assert "group, train, evaluate -> prompts" in text
     assert "generate <-> engine x2" in text
-    # controller, generate, 2 reward + 2 x 3 graders, 2 judge, group, train, tools, evaluate, 2 engines
-    assert plan.processes == 1 + 1 + 2 + 6 + 2 + 1 + 1 + 1 + 1 + 2
+    # controller, generate, 2 reward + 2 x 3 graders, 2 judge, group, train, tools, evaluate, 2 engines, engines stage
+    assert plan.processes == 1 + 1 + 2 + 6 + 2 + 1 + 1 + 1 + 1 + 2 + 1
     assert "= 256 rollouts = global_batch_size 256 x num_steps_per_rollout 1" in text
     assert "2,560 rollouts and 10 steps in all" in text
     assert "process and 3 grader processes each" in text

@@ -56,6 +56,7 @@ class Told:
         self.events: list[tuple[str, ...]] = []
         self.lines: list[str] = []
         self.is_loading = False
+        self.complaints: dict[tuple[str, int], str] = {}
 
     def lost(self, stage: str, name: str, why: str) -> None:
         self.events.append(("lost", stage, name, why))
@@ -74,6 +75,9 @@ class Told:
 
     def loading(self, name: str) -> bool:
         return self.is_loading
+
+    def complaint(self, name: str, incarnation: int) -> str | None:
+        return self.complaints.get((name, incarnation))
 
     def say(self, line: str) -> None:
         self.lines.append(line)

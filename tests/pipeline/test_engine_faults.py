@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 from launching import ROOT, SIMULATED, SMALL, environment, finish, made_model, start
-from test_kill import alive, kill, steps_done, wait_for_steps
+from test_kill import alive, kill, steps_done, wait_for_steps, wait_until
 
 from pipeline.hosts.process_group import living
 from pipeline.supervise.announce import ServerInfo
@@ -32,14 +32,6 @@ QUICK_LOOKS = [
 def fleet(run_dir: Path) -> dict[str, ServerInfo]:
     content = json.loads((run_dir / "replicas" / "fleet.json").read_text())
     return {name: ServerInfo(**facts) for name, facts in content.items()}
-
-
-def wait_until(process: subprocess.Popen[str], met: Callable[[], bool], what: str, timeout_s: float = 90) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not met():
-        assert time.monotonic() < deadline, f"not within {timeout_s:g} s: {what}"
-        assert process.poll() is None, f"the run ended before: {what}"
-        time.sleep(0.05)
 
 
 def started_again(run_dir: Path, name: str, incarnation: int) -> Callable[[], bool]:

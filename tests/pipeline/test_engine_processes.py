@@ -98,6 +98,37 @@ class Kept:
             await self.launcher.stop_all()
 
 
+# ------------------------------------------------------------------ the engines stage's word
+
+
+async def test_an_engine_that_takes_no_weights_is_started_anew_and_its_next_life_is_not_blamed(
+    rundir: RunDir, fake: Path
+) -> None:
+    kept = Kept(rundir, fake)
+    async with kept.running():
+        await kept.told.until("up")
+        first = kept.pid
+        kept.told.complaints["engine-0", 0] = "5 failures in a row: no room for them"
+        assert await kept.told.until("lost") == ("lost", "engine", "engine-0", "5 failures in a row: no room for them")
+        assert gone(first)
+        assert (await kept.told.until("up", 2))[3] == "1"
+        await asyncio.sleep(3 * kept.config.health.rollout_health_check_interval)
+    assert [event[0] for event in kept.told.events] == ["up", "lost", "up"]
+
+
+async def test_engines_that_take_no_weights_end_the_run_when_the_budget_of_restarts_is_spent(
+    rundir: RunDir, fake: Path
+) -> None:
+    kept = Kept(rundir, fake, restarts=1)
+    for incarnation in range(3):
+        kept.told.complaints["engine-0", incarnation] = "5 failures in a row: no room for them"
+    try:
+        with pytest.raises(ReplicaFailed, match=r"engine-0 ended 2 times .*, last with 5 failures in a row: no room"):
+            await kept.keeper.run()
+    finally:
+        await kept.launcher.stop_all()
+
+
 # ------------------------------------------------------------------ the account of looks
 
 

@@ -9,6 +9,7 @@ import signal
 from collections.abc import AsyncIterator, Callable, Coroutine
 from pathlib import Path
 
+import msgspec
 import pytest
 from fake_servers import FAKE, Told, configured, eventually, outside
 from msgspec.structs import replace
@@ -25,6 +26,8 @@ from pipeline.supervise.external_servers import ExternalEngine, ExternalRouter, 
 from pipeline.supervise.outage import consequence
 from pipeline.supervise.restarts import EngineSpec, Restarts
 from pipeline.supervise.servers import Servers
+from stages.engine_entries import addresses
+from stages.messages import Complaint
 from transport.links.memory import MemoryNetwork, MemoryNode
 
 
@@ -77,6 +80,20 @@ async def test_an_external_engine_is_dropped_while_it_is_away_and_taken_back(fak
     assert left_out == [
         f"engine-0: http://127.0.0.1:{port} is back, but it serves a Other, the policy is a Tiny; it is left out"
     ]
+
+
+async def test_an_external_engine_that_takes_no_weights_counts_as_away_and_is_tried_again(
+    fake: Path, policy: Path
+) -> None:
+    told = Told()
+    with held_port() as port:
+        async with outside(fake, port) as process, watched(external(told, port, policy).run):
+            await told.until("up")
+            told.complaints["engine-0", 0] = "5 failures in a row: no room for them"
+            assert (await told.until("away"))[2] == "5 failures in a row: no room for them"
+            assert (await told.until("up", 2))[3] == "1"
+            assert process.returncode is None, "it is not ours to end"
+    assert any("answers again" in line for line in told.lines)
 
 
 async def test_an_external_engine_of_another_model_is_refused(fake: Path, policy: Path) -> None:
@@ -179,7 +196,7 @@ async def test_what_was_given_by_address_is_watched_by_the_fleet(tmp_path: Path)
         servers = Servers(config, [], LocalLauncher(rundir), restarts)
         engine, router = await servers._kept()
     assert isinstance(engine, ExternalEngine)
-    assert (engine.spec.topic, engine.url) == ("frozen/judge", "http://j:1")
+    assert (engine.spec.name, engine.spec.frozen, engine.url) == ("frozen-judge", "judge", "http://j:1")
     assert isinstance(router, ExternalRouter)
     assert (router.kind, router.url) == ("smg", "http://r:2")
 
@@ -197,14 +214,21 @@ async def test_what_is_away_leaves_the_topic_and_the_words_say_what_follows(tmp_
             spec = frozen_spec(config, "judge", "http://j:1")
             announcer.engine_up(spec, "http://j:1", 0, "0.5.23")
             announcer.router_up("smg", "http://r:2", 0, "", "")
-            assert sorted(topic.items("")) == ["frozen/judge", "router"]
+            assert sorted(topic.items("")) == ["engine/frozen-judge", "router"]
+            assert addresses(topic, "judge")["frozen-judge"].url == "http://j:1"
             assert read_fleet(rundir)["frozen-judge"].role == "frozen"
             announcer.engine_away(spec, "2 failed health checks in a row (refused)")
+            topic.publish("router_state", b"")
             announcer.router_away("http://r:2", "a failed health check (refused)")
             assert sorted(topic.items("")) == []
             engine = EngineSpec("engine-0", config.engine, "", None, 0, 0, external="http://e:3")
             announcer.engine_up(engine, "http://e:3", 0, "0.5.23")
-            for kind in ("applied", "device"):
+            assert list(addresses(topic, "policy")) == ["engine-0"]
+            complaint = Complaint("engine-0", 0, "5 failures in a row")
+            topic.publish("complaint/engine-0", msgspec.msgpack.encode(complaint))
+            assert announcer.complaint("engine-0", 0) == "5 failures in a row"
+            assert announcer.complaint("engine-0", 1) is None, "a later life is not blamed"
+            for kind in ("directory", "device"):
                 topic.publish(f"{kind}/engine-0", b"")
             announcer.engine_away(engine, "a failed health check (refused)")
             assert sorted(topic.items("")) == []
@@ -228,6 +252,7 @@ async def test_what_is_away_leaves_the_topic_and_the_words_say_what_follows(tmp_
         ({"generate": 2}, "generate", "its work goes to others"),
         ({"generate": 1}, "generate", "its work waits until it is back"),
         ({"engine": 2}, "frozen", "what is asked of it waits until it is back"),
+        ({"engine": 2}, "engines", "the engines go on with the weights that they have until it is back"),
     ],
 )
 def test_work_goes_to_others_only_where_there_are_others(scale: dict[str, int], kind: str, words: str) -> None:

@@ -129,18 +129,18 @@ def test_frozen_engines_are_placed_beside_those_that_generate(policy: Path, tmp_
         policy, "t=one", "far=http://localhost:1", "j=two", engine={"engine_port": 7000}, run={"scale": {"engine": 2}}
     )
     placement = placed(config, tmp_path)
-    assert [(spec.name, spec.topic, spec.port) for spec in placement.engines] == [
-        ("engine-0", "engine/engine-0", 7000),
-        ("engine-1", "engine/engine-1", 7001),
+    assert [(spec.name, spec.frozen, spec.port) for spec in placement.engines] == [
+        ("engine-0", "", 7000),
+        ("engine-1", "", 7001),
     ]
-    assert [(spec.name, spec.topic, spec.model_path, spec.max_context) for spec in placement.frozen] == [
-        ("frozen-t", "frozen/t", "one", 77),
-        ("frozen-j", "frozen/j", "two", 77),
+    assert [(spec.name, spec.frozen, spec.model_path, spec.max_context) for spec in placement.frozen] == [
+        ("frozen-t", "t", "one", 77),
+        ("frozen-j", "j", "two", 77),
     ]
     assert not {spec.port for spec in placement.frozen} & {7000, 7001}
     assert placement.frozen_addresses == {"far": "http://localhost:1"}
     [generate] = [spec for spec in placement.replicas(build(config)) if spec.stage == "generate"]
-    assert generate.built_in == GenerateOptions(engines=2, max_context=77)
+    assert generate.built_in == GenerateOptions(max_context=77)
 
 
 def test_a_supervised_phase_starts_none(policy: Path, tmp_path: Path) -> None:

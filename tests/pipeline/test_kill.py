@@ -5,7 +5,9 @@ from __future__ import annotations
 import os
 import random
 import signal
+import subprocess
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -37,6 +39,14 @@ def wait_for_steps(process: object, run_dir: Path, steps: int, timeout_s: float 
         time.sleep(0.02)
 
 
+def wait_until(process: subprocess.Popen[str], met: Callable[[], bool], what: str, timeout_s: float = 90) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not met():
+        assert time.monotonic() < deadline, f"not within {timeout_s:g} s: {what}"
+        assert process.poll() is None, f"the run ended before: {what}"
+        time.sleep(0.05)
+
+
 def kill(run_dir: Path, replica: str, number: int = signal.SIGKILL) -> None:
     os.kill(int((run_dir / "replicas" / f"{replica}.pid").read_text()), number)
 
@@ -63,6 +73,31 @@ def test_killed_replicas_lose_nothing(tmp_path: Path, seed: int, backends: list[
     events = read_journal(tmp_path / "run" / "ledger.jsonl")
     trained = [e.group for e in events if isinstance(e, Ended) and e.outcome == "trained"]
     assert len(trained) == len(set(trained)) == 28 * 4
+
+
+def pids(run_dir: Path, *names: str) -> list[int]:
+    return [int((run_dir / "replicas" / f"{name}.pid").read_text()) for name in names]
+
+
+def test_engines_outlive_their_stage(tmp_path: Path) -> None:
+    """Killed again and again, also in the middle of updates: engines keep their processes, nothing is lost."""
+    run_dir, engines = tmp_path / "run", ("engine-0", "engine-1")
+    flags = [*SMALL, *made_model(), *SIMULATED, "--scale", "engine=2", "--scale", "generate=2", "--num-rollout", "30"]
+    process = start(run_dir, *flags, "--max-restarts", "20")
+    wait_for_steps(process, run_dir, 2)
+    before, kills = pids(run_dir, *engines), 4
+    for i in range(kills):
+        [old] = pids(run_dir, "engines-0")
+        kill(run_dir, "engines-0")
+        wait_until(process, lambda old=old: pids(run_dir, "engines-0") != [old], "the stage is started anew")
+        wait_for_steps(process, run_dir, 6 + 5 * i)  # gate and engines move on
+    assert pids(run_dir, *engines) == before
+    done = finish(process, run_dir)
+    assert done.code == 0, done.err[-3000:]
+    done.check_books()
+    assert (done.summary["groups"]["trained"], done.summary["groups"]["failed"]) == (120, 0)
+    assert done.summary["restarts"] == {"engines-0": kills}
+    assert "goes on with weights 0." in (run_dir / "logs" / "engines-0.log").read_text()
 
 
 def test_a_replica_that_never_comes_up_ends_the_run_with_its_reason(tmp_path: Path) -> None:

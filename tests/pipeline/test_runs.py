@@ -132,7 +132,7 @@ def check_log_probs_of_first_version(run_dir: Path, rows: list[dict[str, Any]]) 
     model = AutoModelForCausalLM.from_pretrained(run_dir / "warm_start" / "model").eval()
     checked = 0
     for row in rows:
-        if any(version != 0 for version, _ in row["runs"]):
+        if any(version > 0 for version, _ in row["runs"]):
             continue
         ids = torch.tensor([row["prompt"] + row["ids"]])
         with torch.no_grad():

@@ -25,12 +25,14 @@ from models.engines.protocol import GenerateOutput, GenerateRequest, MetaInfo, S
 from models.engines.serve import EngineServer
 from models.engines.simulated import SimulatedEngine, simulated_token
 from models.weights.shared_memory_writer import SlotWriter
+from stages.engines.stage import EnginesStage
 from stages.generate.stage import GenerateStage
 from stages.messages import PromptGroup, RolloutSlice, RouterAddress, Sample, WeightsAnnouncement
 from stages.options import GenerateOptions
+from stages.ports import Ports, Topic
 from tests.models.weights.made_up import checkpoint, values
 from tests.stages.faults import FaultProxy
-from tests.stages.stage_rig import Rig, make_config, make_context, open_rig, running, take
+from tests.stages.stage_rig import Rig, make_config, make_context, open_rig, running, take, until
 from transport.ports.inlet import Inlet
 from transport.ports.outlet import Outlet
 
@@ -82,8 +84,20 @@ class Weights:
         return announcement
 
     async def landed(self, version: int, *, engine: int = 0) -> None:
-        """Wait for the report of an engine's owner."""
-        await self.rig.topic_until(lambda: getattr(self.rig.read_applied(engine), "version", -1) >= version)
+        """Wait for the engine to serve the version."""
+        await self.rig.topic_until(lambda: served(self.rig, engine) and carried(self.rig, engine) >= version)
+
+
+def served(rig: Rig, engine: int = 0) -> bool:
+    """Whether requests are sent to the engine."""
+    entry = rig.entry(engine)
+    return entry is not None and entry.state in ("serving", "updating")
+
+
+def carried(rig: Rig, engine: int = 0) -> int:
+    """The version that the engine carries, -1 for none."""
+    entry = rig.entry(engine)
+    return -1 if entry is None else entry.version
 
 
 @dataclass
@@ -172,11 +186,13 @@ def written(exchanges: list[Exchange], places: list[int], sample: Sample) -> lis
 
 @dataclass
 class World:
-    """A generate stage among its engines."""
+    """Replicas of the generate stage, the engines stage and its engines."""
 
     rig: Rig
     stack: AsyncExitStack
-    stage: GenerateStage
+    stages: list[GenerateStage]
+    owner: EnginesStage
+    owner_topic: Topic
     weights: Weights
     engine_config: EngineConfig
     model: str
@@ -185,10 +201,25 @@ class World:
     engines: list[EngineServer] = field(default_factory=list)
     proxies: list[FaultProxy] = field(default_factory=list)
     proxied: bool = False
-    task: asyncio.Task[None] | None = None
+    stream_interval: int = 0  # of the servers
+    tasks: list[asyncio.Task[None]] = field(default_factory=list)
+
+    @property
+    def stage(self) -> GenerateStage:
+        return self.stages[0]
+
+    @property
+    def task(self) -> asyncio.Task[None]:
+        return self.tasks[0]
+
+    def serving(self) -> list[str]:
+        """Engines that the first replica would send to."""
+        return [target.name for target in self.stage.sampler.directory.serving()]
 
     async def start_engine(self, index: int = 0, incarnation: int = 0) -> EngineServer:
-        server = EngineServer(self.engine_config, self.model, max_context_len=None, seed=index)
+        server = EngineServer(
+            self.engine_config, self.model, max_context_len=None, seed=index, stream_interval=self.stream_interval
+        )
         await self.stack.enter_async_context(server)
         self.engines.append(server)
         url = server.url
@@ -200,8 +231,7 @@ class World:
 
     def lose(self, index: int) -> None:
         """What the supervisor does when it gives an engine up."""
-        for key in (f"engine/engine-{index}", f"applied/engine-{index}"):
-            self.rig.topic.drop(key)
+        self.rig.lose_engine(index)
 
     def router_at(self, url: str, *, kind: str = "sglang", incarnation: int = 0) -> None:
         self.rig.topic.publish("router", msgspec.msgpack.encode(RouterAddress(kind, url, incarnation)))
@@ -217,11 +247,20 @@ class World:
         assert isinstance(found, RolloutSlice)
         return found
 
+    async def whole(self, n: int) -> list[Sample]:
+        """The samples of a group, in as many slices as they may come."""
+        samples: list[Sample] = []
+        while len(samples) < n:
+            samples += (await self.answer()).samples
+        return sorted(samples, key=lambda sample: sample.index)
+
     async def ready(self) -> None:
-        """Version 0 is everywhere."""
+        """Version 0 is everywhere, and everybody knows it."""
         self.weights.publish(0)
         for index in range(len(self.engines)):
             await self.weights.landed(0, engine=index)
+        for stage in self.stages:
+            await until(lambda stage=stage: len(stage.sampler.directory.serving()) == len(self.engines))  # type: ignore[misc]
 
 
 @asynccontextmanager
@@ -240,13 +279,12 @@ async def generating(
     loops: tuple[str, ...] = (),
     streamed: bool = False,
     proxied: bool = False,
-    replica: int = 0,
     replicas: int = 1,
     **sections: Any,
 ) -> AsyncIterator[World]:
-    """The stage at work, `start` of its engines up (all by default) and no weights published.
+    """The stages at work, `start` of the engines up (all by default) and no weights published.
 
-    With `streamed` it takes the engines for SGLang's, and has every answer streamed.
+    With `streamed` they take the engines for SGLang's, and have every answer streamed token by token.
     """
     engine = engine or simulated()
     source = model or checkpoint(tmp_path / "source")
@@ -258,39 +296,51 @@ async def generating(
     config = make_config(engine={"pause_generation_mode": mode, "engine": kind}, **sections)
     async with AsyncExitStack() as stack:
         rig = await stack.enter_async_context(open_rig())
-        ports = await rig.join(
-            {"in": ("generate", PromptGroup), **(inlets or {})},
-            {"out": ("reward", RolloutSlice), **(outlets or {})},
-            window_items=window_items,
-        )
         weights = Weights(rig, tmp_path / "slots", source, tensors)
         stack.callback(weights.slots.close)
-        stage = GenerateStage(
-            make_context(
+        stages, ports = [], []
+        for index in range(replicas):
+            replica = f"stage-{index}"
+            ports.append(
+                await rig.join(
+                    {"in": ("generate", PromptGroup), **(inlets or {})},
+                    {"out": ("reward", RolloutSlice), **(outlets or {})},
+                    window_items=window_items,
+                    replica=replica,
+                )
+            )
+            context = make_context(
                 config,
                 tmp_path,
-                built_in=GenerateOptions(engines=engines, **(options or {})),
+                built_in=GenerateOptions(**(options or {})),
                 loops=loops,
-                index=replica,
+                index=index,
                 replicas=replicas,
+                replica=replica,
             )
-        )
+            stages.append(GenerateStage(context))
+        owner = EnginesStage(make_context(config, bare, replica="engines-0"))
+        topic = await rig.node.topic(rig.topic.address, replica="engines-0")
         world = World(
             rig,
             stack,
-            stage,
+            stages,
+            owner,
+            topic,
             weights,
             engine,
             str(model or bare),
             await rig.outlet("generate"),
             await rig.inlet("reward"),
             proxied=proxied,
+            stream_interval=int(streamed),
         )
         for index in range(engines if start is None else start):
             await world.start_engine(index)
-        async with running(stage, ports) as task:
-            world.task = task
-            yield world
+        await stack.enter_async_context(running(owner, Ports("engines-0", {}, {}, topic)))
+        for stage, port in zip(stages, ports, strict=True):
+            world.tasks.append(await stack.enter_async_context(running(stage, port)))
+        yield world
 
 
 def tensors_of(paths: list[Path]) -> Callable[[int], Mapping[str, torch.Tensor]]:

@@ -19,9 +19,10 @@ import numpy as np
 
 from configs.schema import Config
 from stages.base import Stage, StageContext
+from stages.engine_entries import addresses, entries
 from stages.messages import (
-    Applied,
     EngineAddress,
+    EngineEntry,
     Float32Array,
     Int32Array,
     PromptGroup,
@@ -172,18 +173,33 @@ class Rig:
             **options,
         )
 
-    def applied(self, version: int, *, engine: int = 0, fetching: int = -1) -> None:
-        """Report as the owner of an engine does."""
-        value = Applied(f"engine-{engine}", 0, version, fetching)
-        self.topic.publish(f"applied/engine-{engine}", msgspec.msgpack.encode(value))
+    def applied(self, version: int, *, engine: int = 0, fetching: int = -1, **fields: Any) -> None:
+        """Say what an engine carries, as the engines stage does; the engine gets an address if it has none."""
+        name = f"engine-{engine}"
+        if name not in addresses(self.topic):
+            self.engine_at(f"http://{name}", engine=engine)
+        address = addresses(self.topic)[name]
+        values: dict[str, Any] = {
+            "state": "serving" if fetching < 0 else "updating",
+            "incarnation": address.incarnation,
+            "limit": 512,
+            **fields,
+        }
+        entry = EngineEntry(name, address.url, epoch=0, version=version, fetching=fetching, **values)
+        self.topic.publish(f"directory/{name}", msgspec.msgpack.encode(entry))
 
-    def read_applied(self, engine: int = 0) -> Applied | None:
-        value = self.topic.get(f"applied/engine-{engine}")
-        return None if value is None else msgspec.msgpack.decode(value, type=Applied)
+    def entry(self, engine: int = 0) -> EngineEntry | None:
+        """What counts of an engine just now."""
+        return entries(self.topic).get(f"engine-{engine}")
 
     def engine_at(self, url: str, *, engine: int = 0, incarnation: int = 0) -> None:
         address = EngineAddress(f"engine-{engine}", url, incarnation)
         self.topic.publish(f"engine/engine-{engine}", msgspec.msgpack.encode(address))
+
+    def lose_engine(self, engine: int = 0) -> None:
+        """What the supervisor does when an engine is lost."""
+        for kind in ("engine", "directory", "device"):
+            self.topic.drop(f"{kind}/engine-{engine}")
 
     def announced(self, key: str = "weights") -> WeightsAnnouncement | None:
         value = self.topic.get(key)

@@ -19,15 +19,15 @@ from models.engines.errors import EngineRefused
 from models.engines.memory import MemoryTag
 from models.engines.serve import EngineServer
 from stages.engines.colocation import (
-    Device,
     MemoryKeeper,
     TrainerTurn,
     colocated,
     holder,
     read_memory,
 )
+from stages.messages import EngineAddress
 from tests.stages.engine_rig import SLOW_MS, core_of, freeze, generating, simulated, token_versions
-from tests.stages.link_rig import Fleet, fleet
+from tests.stages.fleet_rig import Fleet, fleet
 from tests.stages.stage_rig import TOPIC, Rig, idle, make_config, make_group, until
 
 COLOCATED = make_config(asynchrony={"colocate": True, "max_staleness": 0})
@@ -89,7 +89,7 @@ def control_calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[str, s
 async def test_engines_give_their_memory_back_for_the_trainers_turn_and_take_it_with_new_weights(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async with fleet(tmp_path, monkeypatch, 2) as one:
+    async with fleet(tmp_path, monkeypatch) as one:
         for index in range(2):
             await one.engine(index)
         backend = Backend(seen=lambda: [away(server) == GONE for server in one.servers])
@@ -98,7 +98,7 @@ async def test_engines_give_their_memory_back_for_the_trainers_turn_and_take_it_
         with control_calls(monkeypatch) as calls:
             await turn.acquire()
             assert [away(server) for server in one.servers] == [GONE, GONE]
-            assert not any(link.ready.is_set() for link in one.links), "nothing is sent there"
+            assert not any(one.served(index) for index in range(2)), "nothing is sent there"
             one.weights.publish(1)
             await idle()
             assert one.labels() == ["0.0", "0.0"], "announced, but it is not their turn"
@@ -123,7 +123,7 @@ async def test_engines_give_their_memory_back_for_the_trainers_turn_and_take_it_
             await handed_over(one, turn, version)
         assert one.labels() == ["0.3", "0.3"]
         assert [core_of(server).totals().memory_releases for server in one.servers] == [3, 3]
-        assert [link.failures for link in one.links] == [0, 0]
+        assert [one.failures(index) for index in range(2)] == [0, 0]
 
 
 async def test_without_the_flag_nothing_is_asked_and_nothing_told(
@@ -137,7 +137,7 @@ async def test_without_the_flag_nothing_is_asked_and_nothing_told(
         await turn.acquire()
         assert backend.calls == []
         assert one.rig.topic.get("device") is None
-        assert (away(one.servers[0]), one.links[0].ready.is_set()) == (set(), True)
+        assert (away(one.servers[0]), one.served()) == (set(), True)
 
 
 def test_which_runs_take_turns() -> None:
@@ -169,7 +169,7 @@ async def test_an_evaluation_keeps_its_engines_until_it_is_over(
         acquiring = tasks.create_task(turn.acquire())
         await idle()
         assert not acquiring.done()
-        assert one.links[0].ready.is_set(), "the evaluation goes on"
+        assert one.served(), "the evaluation goes on"
         one.rig.topic.publish("eval/released", b"0")
         await acquiring
         assert away(one.servers[0]) == GONE
@@ -179,7 +179,7 @@ async def test_an_engine_that_is_lost_is_not_waited_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr("stages.engines.colocation.PATIENCE_S", -1.0)
-    async with fleet(tmp_path, monkeypatch, 2) as one, asyncio.TaskGroup() as tasks:
+    async with fleet(tmp_path, monkeypatch) as one, asyncio.TaskGroup() as tasks:
         for index in range(2):
             await one.engine(index)
         turn = await trainer(one.rig)
@@ -189,9 +189,24 @@ async def test_an_engine_that_is_lost_is_not_waited_for(
         await until(lambda: away(one.servers[0]) == GONE)
         await until(lambda: any("for the memory of engine-1" in record.message for record in caplog.records))
         assert not acquiring.done()
-        one.rig.topic.drop("engine/engine-1")
-        one.rig.topic.drop("applied/engine-1")
+        one.rig.lose_engine(1)
         await acquiring
+
+
+async def test_frozen_engines_keep_their_memory_and_are_not_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with fleet(tmp_path, monkeypatch) as one:
+        server = await one.engine(0)
+        judge = await one.stack.enter_async_context(
+            EngineServer(simulated(), str(one.bare), max_context_len=None, seed=9)
+        )
+        address = EngineAddress("frozen-judge", judge.url, 0, "judge")
+        one.rig.topic.publish("engine/frozen-judge", msgspec.msgpack.encode(address))
+        turn = await trainer(one.rig)
+        await handed_over(one, turn, 0)
+        await turn.acquire()
+        assert (away(server), away(judge)) == (GONE, set())
 
 
 async def test_an_engine_that_comes_up_in_the_trainers_turn_gives_its_memory_back_first(
@@ -208,14 +223,14 @@ async def test_an_engine_that_comes_up_in_the_trainers_turn_gives_its_memory_bac
         one.weights.publish(1)
         await turn.release()
         await until(lambda: core_of(again).label == "0.1")
-        await one.links[0].ready.wait()
+        await one.landed(1)
         assert away(again) == set()
 
 
 async def test_what_was_given_back_in_an_earlier_turn_does_not_count(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """An owner that never took the memory again reports for each turn, and asks the engine only once."""
+    """An engine that never took the memory again is reported for each turn, and asked only once."""
     async with fleet(tmp_path, monkeypatch) as one:
         await one.engine(0)
         turn = await trainer(one.rig)
@@ -237,7 +252,7 @@ async def test_what_was_given_back_in_an_earlier_turn_does_not_count(
         monkeypatch.setattr(EngineClient, "call", call)
         one.weights.publish(1)
         await turn.release()
-        await until(lambda: one.links[0].failures > 0)
+        await until(lambda: one.failures() > 0)
         await turn.acquire()
         assert core_of(one.servers[0]).totals().memory_releases == 1
         refusing = False
@@ -290,10 +305,10 @@ async def test_giving_back_is_tried_again(tmp_path: Path, monkeypatch: pytest.Mo
         monkeypatch.setattr(EngineClient, "pause", pause)
         await turn.acquire()
         assert tries == ["abort"] * 3
-        assert (away(server), one.links[0].failures) == (GONE, 2)
+        assert (away(server), one.failures()) == (GONE, 2)
 
 
-async def test_an_owner_that_takes_over_knows_what_is_away(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_keeper_that_takes_over_knows_what_is_away(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async with fleet(tmp_path, monkeypatch) as one:
         server = await one.engine(0)
         turn = await trainer(one.rig)
@@ -314,7 +329,7 @@ async def test_an_owner_that_takes_over_knows_what_is_away(tmp_path: Path, monke
         assert not msgspec.structs.replace(report, away=("weights",)).empty(0, turn._turn)
 
 
-async def test_an_owner_waits_until_nothing_runs_and_gives_nothing_back_before(
+async def test_the_stage_waits_until_nothing_runs_and_gives_nothing_back_before(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr("stages.engines.colocation.IDLE_LIMIT_S", 0.0)
@@ -336,7 +351,7 @@ async def test_an_owner_waits_until_nothing_runs_and_gives_nothing_back_before(
 
         monkeypatch.setattr(EngineClient, "call", call)
         acquiring = tasks.create_task(turn.acquire())
-        await until(lambda: one.links[0].failures > 1)
+        await until(lambda: one.failures() > 1)
         assert (away(server), acquiring.done()) == (set(), False)
         running = 0
         await acquiring
@@ -344,18 +359,21 @@ async def test_an_owner_waits_until_nothing_runs_and_gives_nothing_back_before(
     assert any("1 requests run 0 s after a pause" in record.message for record in caplog.records)
 
 
-async def test_a_link_that_does_not_own_its_engine_is_down_in_the_trainers_turn(
+async def test_a_stage_that_is_started_anew_in_the_trainers_turn_goes_on_with_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async with fleet(tmp_path, monkeypatch, owner=False) as one:
-        await one.engine(0)
-        one.weights.publish(0)
-        one.rig.applied(0)
-        await one.links[0].ready.wait()
-        one.rig.topic.publish("device", msgspec.msgpack.encode(Device("train", 1)))
-        await until(lambda: not one.links[0].ready.is_set())
-        one.rig.topic.publish("device", msgspec.msgpack.encode(Device("engine", 2)))
-        await one.links[0].ready.wait()
+    async with fleet(tmp_path, monkeypatch) as one:
+        server = await one.engine(0)
+        turn = await trainer(one.rig)
+        await handed_over(one, turn, 0)
+        await turn.acquire()
+        await one.lose_stage()
+        await one.start_stage()
+        await idle()
+        assert (away(server), one.served()) == (GONE, False)
+        assert core_of(server).totals().memory_releases == 1, "it knows what is away, and asks for nothing twice"
+        await handed_over(one, turn, 1)
+        assert (away(server), core_of(server).paused, one.labels()) == (set(), False, ["0.1"])
 
 
 async def test_a_trainer_that_was_lost_in_its_turn_is_taken_over(
@@ -380,7 +398,7 @@ async def test_a_rollout_that_the_turn_cuts_goes_on_from_its_tokens(tmp_path: Pa
         turn = await trainer(world.rig)
         await turn.release()
         await world.ready()
-        world.stage.dispatcher.wait_s = 0.05
+        world.stage.sampler.routes.wait_s = 0.05
         await world.ask(make_group(0, 1))
         server = world.engines[0]
         await freeze(server, 5)

@@ -9,9 +9,11 @@ import numpy as np
 import pytest
 
 from models.engines.errors import EngineProtocolError
-from models.engines.protocol import FinishReason, GenerateOutput, MetaInfo, VersionSpan
+from models.engines.protocol import FinishReason, GenerateOutput, MetaInfo, SamplingParams, VersionSpan
+from stages.generate.samples import append_result
 from stages.messages import VersionRun
-from stages.sampling.append_output import append_output, append_saved
+from stages.sampling.requests import SampleRequest
+from stages.sampling.results import SampleResult, extended, with_saved
 from stages.sequences import new_sample
 from stages.train.batch_metrics import batch_metrics
 from tests.stages.stage_rig import make_config, make_sample, make_slice, numbers
@@ -33,42 +35,59 @@ def answer(ids: list[int], reason: str | None = "stop", *, label: str = "0.1", *
     return GenerateOutput(text="x" * len(ids), output_ids=ids, meta_info=msgspec.convert(values, MetaInfo))
 
 
+ASKED = SampleRequest(SamplingParams(), [1])
+NEW = SampleResult()
+
+
 def test_draft_tokens_are_summed_over_the_requests_of_a_rollout() -> None:
     drafts = {"spec_num_proposed_drafts": 10, "spec_num_correct_drafts": 6}
-    sample = append_output(new_sample([], 0), answer([1, 2], "abort", **drafts), 1.0)
-    sample = append_output(sample, answer([3], **drafts), 1.0)
+    result = extended(ASKED, NEW, answer([1, 2], "abort", **drafts), 1.0)
+    sample = append_result(new_sample([], 0), extended(ASKED, result, answer([3], **drafts), 1.0))
     assert (sample.spec_proposed, sample.spec_accepted) == (20, 12)
-    sample = append_output(sample, answer([3]), 1.0)  # an engine without drafts
+    sample = append_result(sample, extended(ASKED, NEW, answer([3]), 1.0))  # an engine without drafts
     assert (sample.spec_proposed, sample.spec_accepted) == (20, 12)
 
 
-def test_experts_of_a_continued_rollout_are_those_that_made_its_tokens() -> None:
+@pytest.mark.parametrize("turns", [1, 2])
+def test_experts_of_a_continued_rollout_are_those_that_made_its_tokens(turns: int) -> None:
     """Each answer tells the choices from the prompt on; of a repeated token the first choice counts."""
     prompt, first, second = 3, [1, 2], [3, 4]
-    sample = append_output(new_sample([], 0), answer(first, "abort", routed_experts=experts(range(prompt + 1))), 1.0)
-    again = experts(range(100, 100 + prompt + len(first) + len(second) - 1))
-    sample = append_output(sample, answer(second, routed_experts=again), 1.0)
+    result = extended(ASKED, NEW, answer(first, "abort", routed_experts=experts(range(prompt + 1))), 1.0)
+    again = answer(second, routed_experts=experts(range(100, 100 + prompt + len(first) + len(second) - 1)))
+    if turns == 1:
+        sample = append_result(new_sample([], 0), extended(ASKED, result, again, 1.0))
+    else:
+        sample = append_result(append_result(new_sample([], 0), result), extended(ASKED, NEW, again, 1.0))
     rows = np.frombuffer(sample.routed_experts, "<i4").reshape(-1, 2, 2)[:, 0, 0]
     assert rows.tolist() == [0, 1, 2, 3, 104, 105]
-    assert append_output(new_sample([], 0), answer(first), 1.0).routed_experts == b""
+    assert extended(ASKED, NEW, answer(first), 1.0).routed_experts == b""
 
 
 def test_experts_that_are_no_base64_are_told() -> None:
-    with pytest.raises(EngineProtocolError, match="routed_experts is not base64"):
-        append_output(new_sample([], 0), answer([1], routed_experts="%%"), 1.0)
+    result = extended(ASKED, NEW, answer([1], routed_experts="%%"), 1.0)
+    assert isinstance(result.error, EngineProtocolError)
+    assert "routed_experts is not base64" in str(result.error)
+    assert (result.finish, result.token_ids) == ("failed", ())
 
 
 def test_what_a_lost_engine_left_is_an_aborted_response() -> None:
-    sample = append_saved(new_sample([], 0), answer([1, 2, 3], None), 2.0)
-    assert (sample.status, sample.reused_tokens, sample.generate_s) == ("aborted", 3, 2.0)
-    assert sample.version_runs == (VersionRun(1, 3),)
-    sample = append_saved(sample, None, 1.0)
-    assert (sample.status, sample.reused_tokens, sample.generate_s) == ("aborted", 3, 3.0)
-    sample = append_saved(sample, answer([4], label="0.2"), 1.0)
-    assert (sample.status, sample.reused_tokens) == ("completed", 3), "a finished one is no partial output"
+    result = with_saved(ASKED, NEW, answer([1, 2, 3], None), 2.0, lost=True)
+    assert (result.finish, result.reused_tokens, result.spent_s) == ("aborted", 3, 2.0)
+    assert result.runs == (VersionRun(1, 3),)
+    assert with_saved(ASKED, NEW, answer([1, 2, 3], None), 2.0, lost=False).reused_tokens == 0, "it was given back"
+    result = with_saved(ASKED, result, None, 1.0, lost=True)
+    assert (result.finish, result.reused_tokens, result.spent_s) == ("aborted", 3, 3.0)
+    result = extended(ASKED, result, answer([4], label="0.2"), 1.0)
+    assert (result.finish, result.reused_tokens) == ("stop", 3), "a finished one is no partial output"
+    sample = append_result(new_sample([], 0), result)
     assert numbers(sample.response_ids) == [1, 2, 3, 4]
     assert sample.version_runs == (VersionRun(1, 3), VersionRun(2, 1))
     assert sample.fault() is None
+
+
+def test_labels_of_a_frozen_model_are_no_versions() -> None:
+    frozen = SampleRequest(SamplingParams(), [1], policy="judge")
+    assert extended(frozen, NEW, answer([1, 2], label="default"), 1.0).runs == (VersionRun(-1, 2),)
 
 
 def test_a_batch_tells_of_reuse_replacement_and_drafts() -> None:

@@ -54,7 +54,7 @@ async def test_a_late_rollout_is_kept_as_truncated(
 
 
 async def test_a_hung_engine_cannot_keep_a_late_rollout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("stages.generate.turn.STOP_GRACE_S", 0.05)
+    monkeypatch.setattr("stages.sampling.attempt.STOP_GRACE_S", 0.05)
     log = record_exchanges(monkeypatch)
     deadline = {**LONG, "sample_deadline_secs": 0.3}
     async with generating(tmp_path, engine=ENDLESS, streamed=True, proxied=True, rollout=deadline) as world:
@@ -117,7 +117,7 @@ async def test_members_that_are_in_time_stay_and_the_rest_has_one_second_try(
         await world.ask(make_group(0, 8))
         await until(lambda: core_of(world.engines[0]).schedule.running > 0)
         core_of(world.engines[0]).schedule._writer._config = ENDLESS.simulated
-        samples = (await world.answer()).samples
+        samples = await world.whole(8)
         late = int(world.extra("deadline_replaced"))
         assert world.extra("deadline_truncated") == late
     assert 0 < late < 8

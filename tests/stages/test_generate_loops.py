@@ -9,12 +9,14 @@ from typing import Any
 import msgspec
 import pytest
 
+from models.engines import replies
 from models.engines.client import EngineClient
+from models.engines.core import Completion
 from models.engines.protocol import GenerateOutput, GenerateRequest
 from stages.messages import Float32Array, Int32Array, RolloutSlice, UInt8Array, VersionRun, wire
 from stages.sequences import append_untrained
 from tests.stages.custom_parts import Failing
-from tests.stages.engine_rig import LENGTH, core_of, generating, record_exchanges, simulated, written
+from tests.stages.engine_rig import LENGTH, World, core_of, generating, record_exchanges, simulated, written
 from tests.stages.stage_rig import make_context, make_group, make_sample, numbers, running, take, until
 
 BACK = {"return": ("generate.return", RolloutSlice)}
@@ -114,12 +116,13 @@ async def test_continued_samples_of_a_group_never_share_their_noise(
 async def test_a_broken_answer_fails_its_samples_only(
     fault: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """As an engine breaks it that does not stream."""
     original = EngineClient.generate
 
     async def generate(client: EngineClient, request: GenerateRequest, **options: Any) -> list[GenerateOutput]:
-        outputs = await original(client, request, **options)
         if request.prompts[0] != [6, 6, 6]:
-            return outputs
+            return await original(client, request, **options)
+        outputs = await original(client, request)
         if fault == "an answer is missing":
             return outputs[:-1]
         meta = outputs[0].meta_info
@@ -129,11 +132,36 @@ async def test_a_broken_answer_fails_its_samples_only(
 
     monkeypatch.setattr(EngineClient, "generate", generate)
     async with generating(tmp_path) as world:
-        await world.ready()
-        await world.ask(make_group(0, 2, prompt=[6, 6, 6]))
-        assert "failed" in [s.status for s in (await world.answer()).samples]
-        await world.ask(make_group(1, 2))
-        assert [s.status for s in (await world.answer()).samples] == ["completed", "completed"]
+        await broken_then_well(world)
+
+
+async def test_a_broken_event_fails_its_sample_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The log-probs of one member of a stream are no numbers."""
+    original = replies.output
+
+    def output(completion: Completion, *args: Any) -> GenerateOutput:
+        made = original(completion, *args)
+        if completion.prompt.tolist() != [6, 6, 6] or completion.sample:
+            return made
+        entries = [(None, token, None) for token in made.output_ids]
+        return msgspec.structs.replace(
+            made, meta_info=msgspec.structs.replace(made.meta_info, output_token_logprobs=entries)
+        )
+
+    monkeypatch.setattr(replies, "output", output)
+    async with generating(tmp_path) as world:
+        assert await broken_then_well(world) == ["failed", "completed"]
+
+
+async def broken_then_well(world: World) -> list[str]:
+    """What becomes of a group whose answer is broken; the next one is well."""
+    await world.ready()
+    await world.ask(make_group(0, 2, prompt=[6, 6, 6]))
+    broken = [sample.status for sample in (await world.answer()).samples]
+    assert "failed" in broken
+    await world.ask(make_group(1, 2))
+    assert [s.status for s in (await world.answer()).samples] == ["completed", "completed"]
+    return broken
 
 
 async def test_a_continued_sample_keeps_what_it_had(tmp_path: Path) -> None:

@@ -106,15 +106,15 @@ async def test_members_that_had_finished_are_kept_whole(tmp_path: Path, monkeypa
         await until(lambda: partial.tokens == core.totals().generated_tokens)
         core_of(world.engines[1]).schedule.config = simulated(FAST_MS).simulated
         world.proxies[0].kill()
-        slice_ = await world.answer()
+        samples = await world.whole(6)
     first, *rest = log
     assert len(rest) == 6 - ended
-    whole = [s for s in slice_.samples if finished(first.outputs[s.index])]
+    whole = [s for s in samples if finished(first.outputs[s.index])]
     assert len(whole) == ended
     for sample in whole:
         assert numbers(sample.response_ids) == first.outputs[sample.index].output_ids
         assert (sample.status, sample.resumed, sample.reused_tokens) == ("completed", 0, 0)
-    for sample in (s for s in slice_.samples if s not in whole):
+    for sample in (s for s in samples if s not in whole):
         kept = first.outputs[sample.index].output_ids
         assert numbers(sample.response_ids)[: len(kept)] == kept
         assert (sample.status, sample.resumed, sample.reused_tokens) == ("completed", 1, len(kept))
@@ -189,7 +189,7 @@ async def test_an_engine_that_is_lost_twice_in_one_response_leaves_three_pieces(
 async def test_retries_of_a_turn_are_bounded_and_the_sample_fails_in_words(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("stages.generate.turn.asyncio.sleep", _no_sleep)
+    monkeypatch.setattr("stages.sampling.losses.FIRST_PAUSE_S", 0.0)
     log = record_exchanges(monkeypatch)
     async with generating(tmp_path, rollout={"max_retries": 2}, **SLOW) as world:
         await world.ready()
@@ -201,10 +201,6 @@ async def test_retries_of_a_turn_are_bounded_and_the_sample_fails_in_words(
     for sample in samples:
         assert sample.status == "failed"
         assert "answered 503: out of order" in (sample.error or "")
-
-
-async def _no_sleep(seconds: float) -> None:
-    return None
 
 
 async def test_a_token_that_would_end_a_server_is_never_sent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -247,7 +243,7 @@ async def test_a_lost_request_waits_for_the_engine_to_come_back_and_wastes_no_re
         await idle()
         assert len(log) == 1, "an engine that does not answer is asked nothing"
         world.lose(0)
-        await until(lambda: not world.stage.links[0].ready.is_set())
+        await until(lambda: not world.serving())
         again = await world.start_engine(0, incarnation=1)
         core_of(again).schedule.config = simulated(FAST_MS).simulated
         samples = (await world.answer()).samples
@@ -283,7 +279,6 @@ async def test_many_lost_requests_look_at_an_engines_health_together(
     log = record_exchanges(monkeypatch)
     async with generating(tmp_path, engines=2, **SLOW) as world:
         await world.ready()
-        await until(lambda: all(link.ready.is_set() for link in world.stage.links))
         for group_id in range(10):
             await world.ask(make_group(group_id, 4))
         await until(lambda: len(log) == 10)

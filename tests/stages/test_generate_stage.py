@@ -9,10 +9,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from models.engines.protocol import FinishReason, GenerateOutput, MetaInfo, VersionSpan
+from models.engines.protocol import FinishReason, GenerateOutput, MetaInfo, SamplingParams, VersionSpan
 from models.engines.simulated import simulated_log_prob
-from stages.generate.stage import VersionLabelError, append_output, label_version, new_sample
+from stages.generate.samples import append_result
 from stages.messages import PromptGroup, VersionRun
+from stages.sampling.requests import SampleRequest
+from stages.sampling.results import SampleResult, VersionLabelError, extended, label_version
+from stages.sequences import new_sample
 from tests.stages.engine_rig import (
     LENGTH,
     SLOW_MS,
@@ -160,8 +163,7 @@ async def test_what_a_dead_engine_was_asked_is_finished_by_another(
         await world.ask(make_group(0, 3))
         await freeze(doomed, tokens=9)
         await doomed.__aexit__(None, None, None)
-        for key in ("engine/engine-0", "applied/engine-0"):  # what the supervisor does
-            world.rig.topic.drop(key)
+        world.lose(0)
         slice_ = await world.answer()
         await world.rig.hubs["generate"].wait_empty()
     first = log[0]
@@ -195,7 +197,7 @@ async def test_without_any_engine_the_samples_fail_in_words_and_the_stage_goes_o
         assert world.engines[0].url in (failed[0].error or "")
         await world.start_engine(0, incarnation=1)
         await until(lambda: world.engines[1].core is not None and world.engines[1].core.label == "0.0")
-        await until(lambda: world.stage.links[0].ready.is_set())
+        await until(lambda: bool(world.serving()))
         await world.ask(make_group(1, 2))
         assert [s.status for s in (await world.answer()).samples] == ["completed", "completed"]
 
@@ -206,9 +208,8 @@ async def test_an_engine_that_comes_back_gets_the_newest_weights_before_it_serve
         world.weights.publish(1)
         await world.weights.landed(1)
         await world.engines[0].__aexit__(None, None, None)
-        world.rig.topic.drop("engine/engine-0")
-        world.rig.topic.drop("applied/engine-0")
-        await until(lambda: not world.stage.links[0].ready.is_set())
+        world.lose(0)
+        await until(lambda: not world.serving())
         await world.ask(make_group(0, 2))
         again = await world.start_engine(0, incarnation=1)
         assert core_of(again).label == "default"
@@ -330,6 +331,9 @@ async def test_a_stage_that_is_killed_gives_its_prompts_back_and_aborts_its_requ
         assert world.rig.hubs["reward"].stats().accepted == 0
 
 
+ASKED = SampleRequest(SamplingParams(), [1])
+
+
 def answer(reason: str | None, spans: list[tuple[str, int, int]], n: int = 4) -> GenerateOutput:
     return GenerateOutput(
         text="x" * n,
@@ -346,17 +350,21 @@ def answer(reason: str | None, spans: list[tuple[str, int, int]], n: int = 4) ->
 
 
 def test_version_runs_are_the_engines_spans_and_neighbours_are_joined() -> None:
-    sample = append_output(new_sample([4, 5], 0), answer("abort", [("0.3", 0, 3), ("0.4", 3, 4)]), 1.0)
+    first = extended(ASKED, SampleResult(), answer("abort", [("0.3", 0, 3), ("0.4", 3, 4)]), 1.0)
+    sample = append_result(new_sample([4, 5], 0), first)
     assert sample.version_runs[1:] == (VersionRun(3, 3), VersionRun(4, 1))
     assert (sample.status, sample.oldest_version) == ("aborted", 3)
-    sample = append_output(sample, answer("length", [("0.4", 0, 2), ("0.6", 2, 4)]), 0.5)
-    assert sample.version_runs[1:] == (VersionRun(3, 3), VersionRun(4, 3), VersionRun(6, 2))
-    assert (sample.status, sample.length, sample.response_length, sample.generate_s) == ("truncated", 10, 8, 1.5)
-    assert sample.fault() is None
+    again = answer("length", [("0.4", 0, 2), ("0.6", 2, 4)])
+    one_turn = append_result(new_sample([4, 5], 0), extended(ASKED, first, again, 0.5))
+    two_turns = append_result(sample, extended(ASKED, SampleResult(), again, 0.5))
+    for sample in (one_turn, two_turns):
+        assert sample.version_runs[1:] == (VersionRun(3, 3), VersionRun(4, 3), VersionRun(6, 2))
+        assert (sample.status, sample.length, sample.response_length, sample.generate_s) == ("truncated", 10, 8, 1.5)
+        assert sample.fault() is None
 
 
 @pytest.mark.parametrize(("reason", "words"), [("weird", "engine finished with weird"), (None, "no reason")])
 def test_an_unknown_end_fails_the_sample(reason: str | None, words: str) -> None:
-    sample = append_output(new_sample([4, 5], 0), answer(reason, [("0.0", 0, 4)]), 1.0)
+    sample = append_result(new_sample([4, 5], 0), extended(ASKED, SampleResult(), answer(reason, [("0.0", 0, 4)]), 1.0))
     assert sample.status == "failed"
     assert words in (sample.error or "")

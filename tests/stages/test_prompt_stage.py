@@ -78,8 +78,20 @@ async def test_an_engine_that_dies_no_longer_holds_the_gate() -> None:
         await one.report(step_done(1, 0))
         await one.land(1)
         assert await one.admitted() == []
-        one.rig.topic.drop("applied/engine-1")
+        one.rig.lose_engine(1)
         assert await one.admitted() == [1]
+
+
+async def test_what_is_said_of_a_process_that_has_died_does_not_count_for_the_gate() -> None:
+    """The entry of an engine's last life arrives after the engine was started anew."""
+    async with prompting(batch=1, eta=0) as one:
+        await one.land(0)
+        assert await one.admitted() == [0]
+        await one.report(step_done(1, 0))
+        one.rig.engine_at("http://again", engine=1, incarnation=1)
+        one.rig.applied(0, engine=1, incarnation=0)
+        await one.land(1)
+        assert await one.admitted() == [1], "nobody carries version 0 any more"
 
 
 async def test_messages_carry_what_was_asked_and_a_seed_of_their_own() -> None:

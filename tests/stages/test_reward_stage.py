@@ -19,7 +19,7 @@ from stages.base import Activity
 from stages.graders.errors import UnknownGraderError
 from stages.graders.observed import GradeCache, Observed, percentile
 from stages.graders.pool import Grade
-from stages.messages import EngineAddress, RolloutSlice
+from stages.messages import EngineAddress, EngineEntry, RolloutSlice
 from stages.reward.grading import Grading, is_whole
 from stages.reward.stage import RewardStage
 from tests.stages.stage_rig import make_config, make_context, make_sample, make_slice, open_rig, running, take
@@ -423,9 +423,12 @@ async def test_grader_processes_that_cannot_start_are_said_in_words(monkeypatch:
 async def test_a_judge_is_found_through_the_topic() -> None:
     answer = {"text": "fine\nScore: 0.25", "meta_info": {"id": "1", "finish_reason": {"type": "stop"}}}
     async with answering("/generate", answer) as (url, asked):
-        address = msgspec.msgpack.encode(EngineAddress("strict", url, 0))
+        topic = {
+            "engine/strict": msgspec.msgpack.encode(EngineAddress("strict", url, 0, "strict")),
+            "directory/strict": msgspec.msgpack.encode(EngineEntry("strict", url, 0, "strict", "serving")),
+        }
         sections = {"engine": {"frozen_engine": [f"strict={url}"]}}
-        async with grading(sections, {"frozen/strict": address}, rm_type="judge", judge_engine="strict") as (_, send):
+        async with grading(sections, topic, rm_type="judge", judge_engine="strict") as (_, send):
             (sample,) = (await send(said(0, "Score: 1")))[0].samples
             assert sample.reward == 0.25
         assert "Score: 1" in asked[0]["text"]

@@ -24,7 +24,7 @@ from models.engines.protocol import GenerateRequest, SamplingParams
 from models.engines.serve import EngineServer
 from models.engines.simulated import simulated_scores
 from models.tiny import make_tiny_checkpoint
-from stages.messages import EngineAddress, Int32Array, RolloutSlice, Sample, wire
+from stages.messages import EngineAddress, EngineEntry, Int32Array, RolloutSlice, Sample, wire
 from stages.teacher.stage import TeacherStage
 from transport.ports.inlet import Inlet
 from transport.ports.outlet import Outlet
@@ -59,8 +59,11 @@ class World:
         return server
 
     def announce(self, name: str, url: str, incarnation: int = 0) -> None:
-        value = msgspec.msgpack.encode(EngineAddress(name, url, incarnation))
-        self.rig.topic.publish(f"frozen/{name}", value)
+        """As supervisor and engines stage do."""
+        address = EngineAddress(name, url, incarnation, name)
+        entry = EngineEntry(name, url, incarnation, name, "serving")
+        self.rig.topic.publish(f"engine/{name}", msgspec.msgpack.encode(address))
+        self.rig.topic.publish(f"directory/{name}", msgspec.msgpack.encode(entry))
 
     async def send(self, slice_: RolloutSlice) -> None:
         await self.prompts.send(slice_, slice_.key)
@@ -221,7 +224,7 @@ async def test_a_refused_sample_fails_alone_and_at_once(policy: Path, tmp_path: 
         assert "teacher teacher: EngineRefused" in str(after[1].error)
         assert "longer than the model's context length" in str(after[1].error)
         assert "5000, outside the vocabulary of 264 tokens" in str(after[2].error)
-        assert world.stage.engines.retries == 0
+        assert world.stage.sampler.retries == 0
 
 
 def sample_of(ids: list[int], index: int = 1) -> Sample:
@@ -248,12 +251,12 @@ async def test_a_lost_teacher_costs_time_not_samples(policy: Path, tmp_path: Pat
         await world.send(asked)
         while first.core.load().num_waiting_reqs < 2:  # noqa: ASYNC110 - looks from outside
             await asyncio.sleep(0.002)
-        world.rig.topic.drop("frozen/teacher")
+        world.rig.topic.drop("engine/teacher")
         await world.serve("teacher", policy, incarnation=1)
         after = (await take(world.out)).samples
         for sample, before in zip(after, asked.samples, strict=True):
             assert sample.teacher_log_probs.tolist() == pytest.approx(by_simulation(before, policy), abs=1e-6)
-        assert world.stage.engines.retries >= 2
+        assert world.stage.sampler.retries >= 2
 
 
 async def test_a_teacher_at_an_address_may_come_late(policy: Path, tmp_path: Path) -> None:
@@ -264,7 +267,7 @@ async def test_a_teacher_at_an_address_may_come_late(policy: Path, tmp_path: Pat
         await server.__aexit__(None, None, None)
         asked = rollouts(make_sample(0, n=4))
         await world.send(asked)
-        while not world.stage.engines.retries:  # noqa: ASYNC110 - looks from outside
+        while not world.stage.sampler.retries:  # noqa: ASYNC110 - looks from outside
             await asyncio.sleep(0.002)
         late = EngineServer(simulated(), str(policy), max_context_len=None, seed=0, port=port)
         await world.stack.enter_async_context(late)

@@ -196,7 +196,7 @@ async def test_the_death_of_a_reader_frees_its_slot(tmp_path: Path, monkeypatch:
         await one.report(StepDone)
         await idle()
         assert one.backend.log.count("export") == 2
-        one.rig.topic.drop("applied/engine-0")
+        one.rig.lose_engine(0)
         await one.rig.topic_until(lambda: getattr(one.rig.announced(), "version", -1) == 2)
 
 

@@ -25,7 +25,7 @@ from stages.engines.weight_routes import DiskRoute, TensorRoute, WeightRoute
 from stages.messages import WeightsAnnouncement
 from stages.train.publish_weights import WeightPublisher
 from tests.sglang_server import ON_SGLANG, RealServer
-from tests.stages.link_rig import Fleet, fleet
+from tests.stages.fleet_rig import Fleet, fleet
 from tests.stages.stage_rig import make_config, until
 
 pytestmark = ON_SGLANG
@@ -102,7 +102,7 @@ async def test_after_an_update_the_engine_is_the_published_model(
             publish(one, publisher, version, values)
             await one.landed(version)
             assert (await client.model_info()).weight_version == f"0.{version}"
-        report = one.report()
+        report = one.entry()
         assert report.checksum == wanted
         assert report.url == sglang.url
         ids, log_probs = await greedy(client)
@@ -113,10 +113,10 @@ async def test_after_an_update_the_engine_is_the_published_model(
         # The engine is started anew: it carries other weights again, and catches up before it is ready.
         await client.update_weights_from_disk(str(sglang.model), "from its checkpoint")
         one.rig.engine_at(sglang.url, incarnation=1)
-        await until(lambda: not one.links[0].ready.is_set())
-        await one.links[0].ready.wait()
+        await until(lambda: not one.served())
+        await one.landed(1)
         assert await UpdateClient(client).checksum() == wanted
-        assert one.links[0].failures == 0
+        assert one.failures() == 0
 
 
 async def test_a_broken_group_leaves_the_engine_paused_and_is_made_again(
@@ -141,10 +141,10 @@ async def test_a_broken_group_leaves_the_engine_paused_and_is_made_again(
 
         monkeypatch.setattr(WeightGroup, "broadcast", broadcast)
         publish(one, publisher, 1, tensors(sglang.other))
-        await until(lambda: one.links[0].failures > 0)
-        assert not one.links[0].ready.is_set()
+        await until(lambda: one.failures() > 0)
+        assert not one.served()
         assert not await client.ready(), "a mixture of weights must not generate"
-        assert one.report().version == 0
+        assert one.entry().version == 0
         broken = False
         await one.landed(1)
         assert len(groups) > 1, "a group that failed is of no use"
@@ -176,8 +176,8 @@ async def test_a_slot_that_is_torn_between_two_buckets_is_never_served(
 
         monkeypatch.setattr(UpdateClient, name, update)
         publish(one, publisher, 1, {name: tensor + 1 for name, tensor in tensors(sglang.model).items()})
-        await until(lambda: one.links[0].failures > 0)
-        assert not one.links[0].ready.is_set()
+        await until(lambda: one.failures() > 0)
+        assert not one.served()
         assert not await client.ready()
         publish(one, publisher, 4, tensors(sglang.other))
         await one.landed(4)
@@ -202,8 +202,8 @@ async def test_an_engine_that_dies_in_an_update_is_reported_and_another_takes_it
 
         monkeypatch.setattr(UpdateClient, "update_from_distributed", update)
         publish(one, publisher, 1, tensors(sglang.other))
-        await until(lambda: one.links[0].failures > 1)
-        assert not one.links[0].ready.is_set()
+        await until(lambda: one.failures() > 1)
+        assert not one.served()
         leave = False
         await one.landed(1)
 

@@ -73,7 +73,7 @@ async def test_a_killed_engine_leaves_what_it_streamed(process) -> None:  # type
     child, ready = process
     partial = PartialOutputs()
     async with EngineClient(str(ready["url"])) as client:
-        request = ask([1, 2, 3], n=2, max_new_tokens=100_000)
+        request = ask([1, 2, 3], n=2, max_new_tokens=100_000, stream_interval=1)
         task = asyncio.ensure_future(client.generate(request, partial=partial))
 
         async def streamed() -> bool:

@@ -27,6 +27,7 @@ from pipeline.observe.errors import EndpointError
 from pipeline.observe.exposition import Family, read, write
 from pipeline.observe.monitor import Monitor
 from pipeline.observe.prometheus import Facts, endpoint, families, joined
+from pipeline.observe.stats import StageStats
 from pipeline.supervise.announce import FLEET_FILE, ServerInfo
 from stages.messages import EngineAddress
 
@@ -53,6 +54,7 @@ def checked(text: str) -> dict[str, float]:
 
 def facts(engines: dict[str, str | None] | None = None, router: str | None = None) -> Facts:
     view = made_up_run()
+    view.stage(StageStats(stage="engines", replica="engines-0", unix_s=T0 + 20, extra={"engine-0/idle": 0.25}))
     view.engines({"engine-0": (4, 1.5), "engine-2": None})
     return Facts(view.snapshot(T0 + 20), view.staleness, {"generate-0": 2}, 1, engines or {}, router)
 
@@ -191,7 +193,7 @@ async def test_a_port_in_use_is_one_sentence_with_the_cure() -> None:
 def test_an_engine_that_is_lost_keeps_its_place(tmp_path: Path) -> None:
     """So that it is told to be down; one that comes back has its new address. The router's metrics have their own."""
     engine = {"engine/engine-0": msgspec.msgpack.encode(EngineAddress("engine-0", "http://a", 0))}
-    teacher = {"frozen/t": msgspec.msgpack.encode(EngineAddress("t", "http://t", 0))}
+    teacher = {"engine/frozen-t": msgspec.msgpack.encode(EngineAddress("frozen-t", "http://t", 0, "t"))}
     known = dict(engine | teacher)
     topic = SimpleNamespace(items=lambda prefix: {k: v for k, v in known.items() if k.startswith(prefix)})
     recorder = SimpleNamespace(view=made_up_run(), restarts={}, dead_letters=[], rundir=SimpleNamespace(specs=tmp_path))

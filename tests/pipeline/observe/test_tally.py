@@ -16,7 +16,7 @@ from pipeline.record.group_outcomes import MOST_REASONS, GroupOutcomes
 from pipeline.record.recorder import Recorder
 from pipeline.record.report import summarise
 from pipeline.record.run_directory import RunDir
-from stages.messages import Applied, Settled, StepDone
+from stages.messages import EngineAddress, EngineEntry, Settled, StepDone
 from tests.stages.stage_rig import make_config
 from transport.links.memory import MemoryNetwork, MemoryNode
 
@@ -144,10 +144,13 @@ async def test_the_recorder_tells_of_the_weights_on_their_way(recorder: Recorder
         topic = await node.topic_server("topic")
         topic.publish("stats/train-0", StageStats(stage="train", replica="train-0", unix_s=1.0, extra=extra).encode())
         for i, update_s in enumerate((0.25, 0.75)):
-            topic.publish(f"engine/engine-{i}", b"")
-            applied = Applied(f"engine-{i}", 0, 1, update_s=update_s)
-            topic.publish(f"applied/engine-{i}", msgspec.msgpack.encode(applied))
-        topic.publish("engine/engine-2", b"")
+            entry = EngineEntry(f"engine-{i}", "", 0, state="serving", epoch=0, version=1, update_s=update_s)
+            topic.publish(f"directory/engine-{i}", msgspec.msgpack.encode(entry))
+        for i in range(3):
+            address = EngineAddress(f"engine-{i}", "", 0)
+            topic.publish(f"engine/engine-{i}", msgspec.msgpack.encode(address))
+        judge = EngineAddress("frozen-judge", "", 0, "judge")
+        topic.publish("engine/frozen-judge", msgspec.msgpack.encode(judge))
         recorder.observe(topic, {}, 0, 1)
     await recorder.step(step(2, 2))
     rows = recorder.view.engine_rows()

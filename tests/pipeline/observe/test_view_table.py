@@ -41,7 +41,7 @@ def made_up_run() -> RunView:
                     tokens=second * 1000,
                     in_flight=4,
                     failures=i,
-                    extra={"queue_depth": 3.0, f"engine-{i}/idle": 0.25},
+                    extra={"queue_depth": 3.0},
                 )
             )
     for step in range(1, 5):
@@ -243,7 +243,7 @@ def with_engines(count: int) -> RunView:
     view = made_up_run()
     for i in range(count):  # the newest reports: they outrank those of the made-up run
         extra = {f"engine-{i}/idle": i / 16}
-        view.stage(StageStats(stage="generate", replica=f"owner-{i}", unix_s=T0 + 20, extra=extra))
+        view.stage(StageStats(stage="engines", replica=f"engines-{i}", unix_s=T0 + 20, extra=extra))
     view.engines({f"engine-{i}": (4, 0.25 + i) for i in range(count)})
     return view
 

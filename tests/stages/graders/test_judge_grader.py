@@ -21,8 +21,9 @@ from models.tiny import make_tiny_checkpoint
 from stages.graders.errors import UnknownGraderError
 from stages.graders.grade import Grade
 from stages.graders.judge import DEFAULT_TEMPLATE, RETRY_TEMPERATURE, Judge, fill, load_template, parse_score
-from stages.messages import EngineAddress
-from tests.stages.stage_rig import open_rig
+from stages.messages import EngineAddress, EngineEntry
+from stages.sampling.sampler import Sampler
+from tests.stages.stage_rig import Rig, make_config, open_rig
 
 
 @pytest.mark.parametrize(
@@ -114,6 +115,20 @@ class FakeEngine:
         answer = self.answers.pop(0) if len(self.answers) > 1 else self.answers[0]
         return web.Response(body=answer.body, status=answer.status, headers=answer.headers)
 
+    async def health(self, request: web.Request) -> web.Response:
+        return web.Response()
+
+
+def asking() -> Sampler:
+    return Sampler(make_config(), replica="judge", policies=("strict",))
+
+
+def announce(rig: Rig, url: str) -> None:
+    """As supervisor and engines stage do."""
+    address, entry = EngineAddress("strict", url, 0, "strict"), EngineEntry("strict", url, 0, "strict", "serving")
+    rig.topic.publish("engine/strict", msgspec.msgpack.encode(address))
+    rig.topic.publish("directory/strict", msgspec.msgpack.encode(entry))
+
 
 @asynccontextmanager
 async def judging(*answers: web.Response, **options: Any) -> AsyncIterator[tuple[Judge, FakeEngine]]:
@@ -121,16 +136,16 @@ async def judging(*answers: web.Response, **options: Any) -> AsyncIterator[tuple
     engine = FakeEngine(answers)
     application = web.Application(client_max_size=1 << 30)
     application.router.add_post("/generate", engine.handle)
+    application.router.add_get("/health", engine.health)
     runner = web.AppRunner(application, shutdown_timeout=0.1)
     await runner.setup()
     await web.TCPSite(runner, "127.0.0.1", 0).start()
     settings: dict[str, Any] = {"concurrency": 4, "timeout_s": 20.0, "retries": 2, "max_tokens": 64, **options}
-    judge = Judge(("strict",), settings.pop("template", DEFAULT_TEMPLATE), **settings)
+    judge = Judge(asking(), settings.pop("template", DEFAULT_TEMPLATE), **settings)
     async with open_rig() as rig, asyncio.TaskGroup() as tasks:
         topic = await rig.node.topic(rig.topic.address, replica="judge")
         follower = tasks.create_task(judge.follow(topic))
-        address = EngineAddress("strict", f"http://127.0.0.1:{runner.addresses[0][1]}", 0)
-        rig.topic.publish("frozen/strict", msgspec.msgpack.encode(address))
+        announce(rig, f"http://127.0.0.1:{runner.addresses[0][1]}")
         try:
             yield judge, engine
         finally:
@@ -186,7 +201,7 @@ async def test_a_refusal_fails_at_once_and_an_outage_is_asked_again() -> None:
 
 
 async def test_a_judge_that_is_not_up_is_an_error_in_words() -> None:
-    judge = Judge(("strict",), DEFAULT_TEMPLATE, concurrency=1, timeout_s=0.05, retries=0, max_tokens=8)
+    judge = Judge(asking(), DEFAULT_TEMPLATE, concurrency=1, timeout_s=0.05, retries=0, max_tokens=8)
     grade = await judge.grade("strict", "?", "2", None, seed=7)
     assert "it was not up within 0.05 s" in (grade.error or "")
     unknown = (await judge.grade("other", "?", "2", None, seed=7)).error or ""
@@ -199,12 +214,12 @@ async def test_a_real_engine_takes_the_question(tmp_path: Path) -> None:
     """The embedded engine with a model that never learned to judge: it answers, and the answer has no score."""
     checkpoint = tmp_path / "tiny"
     make_tiny_checkpoint(checkpoint, tokenizer="arithmetic", seed=0)
-    judge = Judge(("strict",), "{response}", concurrency=2, timeout_s=60, retries=1, max_tokens=4)
+    judge = Judge(asking(), "{response}", concurrency=2, timeout_s=60, retries=1, max_tokens=4)
     config = EngineConfig(engine="embedded", engine_device="cpu")
     server = EngineServer(config, str(checkpoint), max_context_len=None, seed=0)
     async with server, open_rig() as rig, asyncio.TaskGroup() as tasks:
         follower = tasks.create_task(judge.follow(await rig.node.topic(rig.topic.address, replica="judge")))
-        rig.topic.publish("frozen/strict", msgspec.msgpack.encode(EngineAddress("strict", server.url, 0)))
+        announce(rig, server.url)
         grade = await judge.grade("strict", "", "1+1=", None, seed=7)
         assert "no line 'Score: X'" in (grade.error or "")
         assert judge.unparsed == 2

@@ -15,15 +15,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from models.engines.errors import RequestNotSent
+from models.engines.exchange import Exchange
 from models.engines.launch.routing import Policy
-from stages.base import Activity
-from stages.messages import Applied, RolloutSlice
-from stages.sampling.dispatch import Dispatcher, RouteRequest
-from stages.sampling.requests import Requests
+from stages.generate.requests import Requests
+from stages.generate.stage import GenerateStage
+from stages.messages import RolloutSlice, RouterState
+from stages.sampling.engine_directory import EngineDirectory
+from stages.sampling.routes import RouteRequest, Routes
 from stages.sampling.routing_policy import CROWDED, Choice, Ranking
+from stages.sampling.slots import Slots
 from tests.stages.engine_rig import (
     FAST_MS,
-    LENGTH,
     SLOW_MS,
     World,
     core_of,
@@ -31,10 +33,9 @@ from tests.stages.engine_rig import (
     generating,
     record_exchanges,
     simulated,
-    token_versions,
 )
 from tests.stages.faults import FakeRouter
-from tests.stages.stage_rig import idle, make_config, make_group, make_sample, numbers, until
+from tests.stages.stage_rig import idle, make_config, make_context, make_group, make_sample, numbers, running, until
 
 POLICIES: tuple[Policy, ...] = (
     "least_loaded",
@@ -135,7 +136,6 @@ async def test_the_configured_policy_chooses_among_the_engines(
         loops=("once=tests.stages.custom_parts:Once",),
     ) as world:
         await world.ready()
-        await until(lambda: all(link.ready.is_set() for link in world.stage.links))
         back = await world.rig.outlet("generate.return")
         for index in range(6):
             single = RolloutSlice(make_group(7, 6), (make_sample(index, prompt=[index]),))
@@ -150,7 +150,6 @@ async def test_an_engine_gets_no_more_samples_than_it_has_slots(
     log = record_exchanges(monkeypatch)
     async with generating(tmp_path, engines=2, rollout={"server_concurrency": 4}) as world:
         await world.ready()
-        await until(lambda: all(link.ready.is_set() for link in world.stage.links))
         for server in world.engines:
             await core_of(server).pause("in_place")
         for group_id in range(5):
@@ -158,14 +157,22 @@ async def test_an_engine_gets_no_more_samples_than_it_has_slots(
         await until(lambda: len(log) == 4)
         await idle()
         assert [core_of(server).schedule.waiting for server in world.engines] == [4, 4]
-        assert [link.in_flight for link in world.stage.links] == [4, 4]
+        assert in_flight(world) == [4, 4]
         for server in world.engines:
             await core_of(server).resume()
         assert {(await world.answer()).group.group_id for _ in range(5)} == set(range(5))
-        assert [link.in_flight for link in world.stage.links] == [0, 0]
+        await until(lambda: in_flight(world) == [0, 0])
 
 
-async def test_a_full_cache_lowers_the_slots_and_the_statistics_say_so(tmp_path: Path) -> None:
+def in_flight(world: World) -> list[int]:
+    return [target.in_flight for target in world.stage.sampler.directory.serving()]
+
+
+def slots_of(world: World, name: str = "engine-0") -> Slots:
+    return world.stage.sampler.directory.engines[name].slots
+
+
+async def test_a_full_cache_lowers_the_slots(tmp_path: Path) -> None:
     config = simulated(SLOW_MS)
     tight = msgspec.structs.replace(config, simulated=msgspec.structs.replace(config.simulated, kv_tokens=340))
     async with generating(
@@ -173,43 +180,168 @@ async def test_a_full_cache_lowers_the_slots_and_the_statistics_say_so(tmp_path:
     ) as world:
         await world.ready()
         await world.ask(make_group(0, 16, prompt=range(16)))
-        watch = world.stage.dispatcher.watch
+        watch, topic = world.owner.watch, world.owner_topic
         core = core_of(world.engines[0])
         await until(lambda: core.load().token_usage > 0.95)
-        await watch.look()
-        assert 1 <= watch.limits["engine-0"].value < 16
-        assert watch.of("engine-0").limit == watch.limits["engine-0"].value
-        assert (world.extra("limit_cuts"), world.extra("in_flight_limit")) == (1, watch.limits["engine-0"].value)
+        await watch.look(topic)
+        lowered = watch.limits["engine-0"].value
+        assert 1 <= lowered < 16
+        await until(lambda: slots_of(world).limit == lowered)
         core.schedule.config = simulated(FAST_MS).simulated
         await world.answer()
         for _ in range(64):
-            await watch.look()
-        assert watch.of("engine-0").limit == 32
+            await watch.look(topic)
+        await until(lambda: slots_of(world).limit == 32)
 
 
-async def test_a_fixed_limit_stays(tmp_path: Path) -> None:
-    async with generating(tmp_path, rollout={"server_concurrency": 32, "adaptive_concurrency": False}) as world:
+async def test_retractions_that_answers_tell_of_reach_the_owner_of_the_limit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("stages.sampling.sampler.REPORT_INTERVAL_S", 0.01)
+    async with generating(tmp_path, engine=simulated(SLOW_MS), pause_mode="retract") as world:
         await world.ready()
-        watch = world.stage.dispatcher.watch
-        watch.note_retractions(5)
-        monopoly = core_of(world.engines[0])
-        monopoly.schedule._kv = 1_000_000  # full
-        await watch.look()
-        assert watch.of("engine-0").limit == 32
+        await world.ask(make_group(0, 3))
+        await freeze(world.engines[0], tokens=6)
+        world.weights.publish(1)
+        assert [s.retractions for s in (await world.answer()).samples] == [1, 1, 1]
+        await until(lambda: world.rig.topic.get("retracted/stage-0") == b"3")
 
 
-async def test_the_statistics_say_how_idle_each_engine_is(tmp_path: Path) -> None:
-    async with generating(tmp_path, engines=2, start=1) as world:
+# Several replicas
+
+
+async def test_a_clients_slots_are_its_share_and_follow_the_number_of_replicas(tmp_path: Path) -> None:
+    async with generating(tmp_path, engines=2, replicas=3, rollout={"server_concurrency": 32}) as world:
         await world.ready()
-        await world.stage.links[0].ready.wait()
-        watch = world.stage.dispatcher.watch
-        await watch.look()
-        await watch.look()
-        assert world.stage.activity.extra["engine-0/idle"] == 1.0
-        assert "engine-1/idle" not in world.stage.activity.extra, "nobody can ask it"
-        world.stage.links[0].ready.clear()
-        await watch.look()
-        assert "engine-0/idle" not in world.stage.activity.extra
+        assert [slots_of(world, name).limit for name in world.serving()] == [11, 11], "a third, rounded up"
+        world.rig.topic.publish("scale/generate", b"4")
+        await until(lambda: slots_of(world).limit == 8)
+
+
+async def test_replicas_do_not_all_begin_at_the_same_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """None knows of the others' requests, so that the first of each would meet at the first engine by name."""
+    log = record_exchanges(monkeypatch)
+    async with generating(tmp_path, engines=3, replicas=3, window_items=1) as world:
+        await world.ready()
+        for server in world.engines:
+            await core_of(server).pause("in_place")
+        for group_id in range(3):
+            await world.ask(make_group(group_id, 2))
+        await until(lambda: len(log) == 3)
+        assert {exchange.url for exchange in log} == engine_urls(world)
+        for server in world.engines:
+            await core_of(server).resume()
+
+
+async def test_all_turns_of_a_session_meet_at_one_engine_whichever_replica_has_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And at another one when that is away."""
+    log = record_exchanges(monkeypatch)
+    async with generating(
+        tmp_path,
+        engines=4,
+        replicas=3,
+        window_items=1,
+        router={"router": "none", "router_policy": "session"},
+        rollout={"max_turns": 2},
+        inlets={"return": ("generate.return", RolloutSlice)},
+        outlets={"loop.once": ("once", RolloutSlice)},
+        loops=("once=tests.stages.custom_parts:Once",),
+    ) as world:
+        await world.ready()
+        back = await world.rig.outlet("generate.return")
+
+        async def engines_of(group_id: int) -> set[str]:
+            """Who is asked for six turns of a session, which the replicas have to share: each has room for one."""
+            before = len(log)
+            for server in world.engines:
+                await core_of(server).pause("in_place")
+            for index in range(6):
+                single = RolloutSlice(make_group(group_id, 6), (make_sample(index),))
+                await back.send(single, single.key)
+            await until(lambda: len(log) >= before + 3)
+            clients = {str(exchange.request.rid).rpartition("-")[0].rpartition("-")[0] for exchange in log[before:]}
+            assert clients == {"stage-0", "stage-1", "stage-2"}
+            for server in world.engines:
+                await core_of(server).resume()
+            for _ in range(6):
+                await world.answer()
+            return {exchange.url for exchange in log[before:]}
+
+        homes = [await engines_of(group_id) for group_id in range(3)]
+        assert [len(urls) for urls in homes] == [1, 1, 1]
+        [home] = homes[0]
+        world.lose([server.url for server in world.engines].index(home))
+        await until(lambda: all(len(stage.sampler.directory.serving()) == 3 for stage in world.stages))
+        [other] = await engines_of(3)
+        assert other != home
+
+
+async def test_a_session_goes_on_elsewhere_with_its_partial_output(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    log = record_exchanges(monkeypatch)
+    async with generating(
+        tmp_path,
+        engines=3,
+        replicas=3,
+        streamed=True,
+        proxied=True,
+        engine=simulated(SLOW_MS),
+        router={"router": "none", "router_policy": "session"},
+    ) as world:
+        await world.ready()
+        await world.ask(make_group(0, 2))
+        await until(lambda: len(log) == 1)
+        [home] = [i for i, proxy in enumerate(world.proxies) if proxy.url == log[0].url]
+        for index, server in enumerate(world.engines):
+            if index != home:
+                core_of(server).schedule.config = simulated(FAST_MS).simulated
+        await freeze(world.engines[home], tokens=6)
+        partial = log[0].partial
+        assert partial is not None
+        await until(lambda: partial.tokens == core_of(world.engines[home]).totals().generated_tokens)
+        world.proxies[home].kill()
+        world.lose(home)
+        slice_ = await world.answer()
+    first, *rest = log
+    assert len({exchange.url for exchange in rest}) == 1, "the next engine in the session's own order"
+    for sample in slice_.samples:
+        kept = first.outputs[sample.index].output_ids
+        assert (sample.status, sample.reused_tokens) == ("completed", len(kept))
+        assert numbers(sample.response_ids)[: len(kept)] == kept
+        assert kept
+
+
+async def test_a_replica_comes_and_goes_and_no_engine_is_touched(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All that a replica ever asks of an engine is /generate."""
+    monkeypatch.setattr("stages.engines.load_watch.LOADS_INTERVAL_S", 1000.0)
+    calls: list[str] = []
+    original = Exchange._answer
+
+    def answer(exchange: Exchange, method: str, path: str, *args: Any) -> Any:
+        calls.append(path)
+        return original(exchange, method, path, *args)
+
+    async with generating(tmp_path, engines=2, replicas=2, window_items=1) as world:
+        await world.ready()
+        monkeypatch.setattr(Exchange, "_answer", answer)
+        world.tasks[1].cancel()
+        await asyncio.wait([world.tasks[1]])
+        world.rig.hubs["generate"].peer_lost("stage-1")
+        again = GenerateStage(make_context(world.stage.config, tmp_path, index=1, replicas=2, replica="stage-1"))
+        ports = await world.rig.ports({"in": "generate"}, {"out": "reward"}, replica="stage-1b", window_items=1)
+        async with running(again, ports):
+            for group_id in range(8):
+                await world.ask(make_group(group_id, 2))
+            slices = [await world.answer() for _ in range(8)]
+        assert [s.status for slice_ in slices for s in slice_.samples] == ["completed"] * 16
+        assert again.activity.items_out > 0
+        assert set(calls) == {"/generate"}
+        assert len(calls) == 8
 
 
 # Behind a router
@@ -269,9 +401,13 @@ async def test_no_prefix_is_shared_while_the_engines_differ(
 ) -> None:
     log = record_exchanges(monkeypatch)
     async with routed(tmp_path) as (world, _):
-        report = Applied("engine-1", 0, 1) if difference == "versions" else Applied("engine-1", 0, 0, fetching=1)
-        world.rig.topic.publish("applied/engine-1", msgspec.msgpack.encode(report))
-        await until(lambda: world.stage.dispatcher.directory.settled() is None)
+        entry = world.rig.entry(1)
+        assert entry is not None
+        other = {"version": 1} if difference == "versions" else {"fetching": 1, "state": "updating"}
+        value = msgspec.msgpack.encode(msgspec.structs.replace(entry, **other))
+        world.rig.topic.publish("directory/engine-1", value)
+        directory = world.stage.sampler.directory
+        await until(lambda: directory.settled(directory.serving()) is None)
         for group_id in range(3):
             await world.ask(make_group(group_id, 2, prompt=[5]))
             await world.answer()
@@ -306,25 +442,6 @@ async def test_a_field_that_the_router_loses_makes_a_request_go_directly(
         assert Counter(exchange.url for exchange in log) == dict.fromkeys(engine_urls(world), 2), "round robin here too"
 
 
-async def test_every_replica_sends_to_all_engines_and_owns_its_share(tmp_path: Path) -> None:
-    """The second replica's own engine is down; it works on with the first one's, and keeps its hands off that one."""
-    async with (
-        FakeRouter() as router,
-        generating(
-            tmp_path, engines=2, start=1, replica=1, replicas=2, router={"router": "sglang"}, rollout={"max_retries": 0}
-        ) as world,
-    ):
-        router.workers[world.engines[0].url] = True  # by its owner
-        world.router_at(router.url)
-        assert [link.name for link in world.stage.links] == ["engine-1"]
-        await core_of(world.engines[0]).relabel("0.3")
-        world.rig.applied(3)
-        await world.ask(make_group(0, 2))
-        slice_ = await world.answer()
-        assert [token_versions(s) for s in slice_.samples] == [[3] * LENGTH] * 2
-        assert (router.posts, router.deletes) == ([], [])
-
-
 async def test_a_worker_that_dies_behind_the_router_leaves_its_part_to_another(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -353,7 +470,7 @@ async def test_the_routers_death_only_delays(tmp_path: Path, monkeypatch: pytest
     log = record_exchanges(monkeypatch)
     async with routed(tmp_path, rollout={"max_retries": 1}) as (world, router):
         router.broken = True
-        await until(lambda: not world.stage.dispatcher.ready())
+        await until(lambda: not world.stage.sampler.routes.ready())
         await world.ask(make_group(0, 2))
         await idle()
         assert log == []
@@ -387,13 +504,15 @@ async def test_a_drain_ends_the_wait_for_a_router(tmp_path: Path) -> None:
 
 def test_where_prefill_and_decode_are_apart_the_router_serves_also_what_was_lost() -> None:
     config = make_config(router={"router": "sglang"}, engine={"engine": "sglang"})
-    dispatcher = Dispatcher(config, [], Activity(), asyncio.Event(), index=0, replicas=1, engines=2)
-    assert dispatcher.members is not None
+    directory = EngineDirectory(timeout_s=1.0, concurrency=1)
+    directory.state = RouterState("sglang", "http://router", 0, up=True)
+    routes = Routes(config, directory, index=0)
     lost, direct = RouteRequest("k", b"p", 1, again=True), RouteRequest("k", b"p", 1, direct=True)
-    assert dispatcher._alone(lost)
-    assert dispatcher._alone(direct)
-    assert not dispatcher._alone(RouteRequest("k", b"p", 1))
-    dispatcher.members.split = True
-    assert not dispatcher._alone(lost)
+    assert routes._alone(lost)
+    assert routes._alone(direct)
+    assert not routes._alone(RouteRequest("k", b"p", 1))
+    directory.state = msgspec.structs.replace(directory.state, split=True)
+    assert not routes._alone(lost)
     with pytest.raises(RequestNotSent, match=r"the router drops a field of it, .* use --router smg"):
-        dispatcher._alone(direct)
+        routes._alone(direct)
+    assert routes._alone(RouteRequest("k", b"p", 1, policy="judge")), "a frozen model is behind no router"

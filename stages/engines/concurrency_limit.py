@@ -1,20 +1,15 @@
-"""How many samples may be in flight at an engine: slots with an order, and a limit that follows the engine's load.
+"""How many samples may be in flight at an engine, all clients together: a limit that follows the engine's load.
 
 The limit is additive-increase, multiplicative-decrease. It is cut when the KV cache is nearly full, when requests were
 retracted for want of room, or when the engine's queue keeps growing; else it grows back to `--server-concurrency`.
 
 Invariants:
 - 1 <= limit <= most, and one look changes it by one step only;
-- no cut before the last one has had its effect: what is in flight must have come down to the limit;
-- slots are granted in order, samples that go on (with tokens, and often a cache, behind them) before fresh ones; a
-  request for more than the limit is granted alone, so nothing waits for ever;
-- a turn that waits in a tool stage holds no slot.
+- no cut before the last one has had its effect: what is in flight must have come down to the limit.
 """
 
 from __future__ import annotations
 
-import asyncio
-from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
@@ -69,65 +64,3 @@ class Limit:
     def restart(self) -> None:
         """The engine is a new one."""
         self.value, self._waiting, self._longer = self.most, 0, 0
-
-
-class Slots:
-    """`limit` slots; samples take them in the order in which they asked."""
-
-    def __init__(self, limit: int) -> None:
-        self.taken = 0
-        self._limit = limit
-        self._queues: tuple[deque[_Waiter], deque[_Waiter]] = (deque(), deque())
-
-    @property
-    def limit(self) -> int:
-        return self._limit
-
-    @limit.setter
-    def limit(self, value: int) -> None:
-        self._limit = value
-        self._grant()
-
-    @property
-    def queued(self) -> int:
-        """Samples that wait."""
-        return sum(waiter.n for queue in self._queues for waiter in queue)
-
-    async def take(self, n: int, *, goes_on: bool) -> None:
-        """Waits for `n` slots; unblocked when those before it have theirs and there is room, or by `wake_all`."""
-        waiter = _Waiter(n, asyncio.get_running_loop().create_future())
-        self._queues[0 if goes_on else 1].append(waiter)
-        self._grant()
-        try:
-            await waiter.granted
-        except asyncio.CancelledError:
-            if waiter.granted.done() and not waiter.granted.cancelled():
-                self.release(n)
-            else:
-                self._queues[0 if goes_on else 1].remove(waiter)
-                self._grant()
-            raise
-
-    def release(self, n: int) -> None:
-        self.taken -= n
-        self._grant()
-
-    def wake_all(self) -> None:
-        """Grant what is asked, whatever the limit: the engine is gone or the run drains, and who waits must look."""
-        self._grant(unbounded=True)
-
-    def _grant(self, unbounded: bool = False) -> None:
-        for queue in self._queues:
-            while queue:
-                fits = self.taken == 0 or self.taken + queue[0].n <= self._limit
-                if not fits and not unbounded:
-                    return
-                waiter = queue.popleft()
-                self.taken += waiter.n
-                waiter.granted.set_result(None)
-
-
-@dataclass(eq=False)
-class _Waiter:
-    n: int
-    granted: asyncio.Future[None]

@@ -5,92 +5,93 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from typing import Any
 
 import msgspec
 import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestServer
 
-from models.engines.client import EngineClient
 from models.engines.errors import EngineUnreachable
 from models.engines.router_api import Role, RouterClient
 from stages.base import Activity
-from stages.engines.engine_link import EngineLink
-from stages.engines.router_workers import STRANGE_LOOKS, UNDER_WAY_S, RouterMembers
-from stages.messages import Applied, EngineAddress, RouterAddress
-from stages.sampling.engine_directory import Engine, EngineDirectory
+from stages.engines.router_workers import STRANGE_LOOKS, UNDER_WAY_S, RouterWorkers
+from stages.messages import EngineAddress, EngineEntry, RouterAddress, RouterState
+from stages.ports import Topic
 from tests.stages.faults import FakeRouter
-from tests.stages.stage_rig import SpanLog, idle, until
+from tests.stages.stage_rig import Rig, idle, open_rig, until
 
 OWN, OTHER = "http://127.0.0.1:1", "http://127.0.0.1:2"
 
 
 @dataclass
 class Post:
-    """A replica that owns `engine-0`, beside the owner of `engine-1`."""
+    """The topic with two engines, and the router's list of workers."""
 
-    directory: EngineDirectory
-    members: RouterMembers
-    link: EngineLink
+    rig: Rig
+    topic: Topic
+    members: RouterWorkers
     router: FakeRouter
-    changed: asyncio.Event = field(default_factory=asyncio.Event)
+
+    @property
+    def up(self) -> bool:
+        value = self.rig.topic.get("router_state")
+        return value is not None and msgspec.msgpack.decode(value, type=RouterState).up
+
+    @property
+    def split(self) -> bool:
+        return self.members.state is not None and self.members.state.split
+
+    async def look(self) -> None:
+        await idle()  # what was published is seen
+        await self.members.look(self.topic)
 
     async def looks(self, count: int = 2) -> None:
         for _ in range(count):
-            await self.members.look()
+            await self.look()
 
-    def engine(self, index: int, url: str, *, version: int | None = 0, incarnation: int = 0) -> None:
-        applied = None if version is None else Applied(f"engine-{index}", 0, version)
-        address = EngineAddress(f"engine-{index}", url, incarnation)
-        self.directory.engines[f"engine-{index}"] = Engine(f"engine-{index}", address, applied)
+    def engine(self, index: int, url: str, *, version: int = 0, incarnation: int = 0, **fields: Any) -> None:
+        self.rig.engine_at(url, engine=index, incarnation=incarnation)
+        self.rig.applied(version, engine=index, **fields)
 
     def attach(self, url: str = OWN, *, ready: bool = True) -> None:
-        """What the link does when its engine is announced and has its weights."""
-        self.engine(0, url)
-        self.link.client = EngineClient(url)
-        if ready:
-            self.link.ready.set()
+        """What the supervisor and the control of `engine-0` tell when it is up and has its weights."""
+        self.engine(0, url, version=0 if ready else -1, state="serving" if ready else "loading")
+
+    def may_not_be_served(self) -> None:
+        """Its update has failed half-way."""
+        self.rig.applied(0, state="loading")
 
     def route(self, incarnation: int = 0, url: str = "") -> None:
-        self.directory.router = RouterAddress("sglang", url or self.router.url, incarnation)
+        address = RouterAddress("sglang", url or self.router.url, incarnation)
+        self.rig.topic.publish("router", msgspec.msgpack.encode(address))
 
 
 @asynccontextmanager
-async def posted(*, owner: bool = True, kind: str = "sglang") -> AsyncIterator[Post]:
-    changed = asyncio.Event()
-    directory = EngineDirectory(timeout_s=5.0, changed=changed)
-    activity = Activity()
-    link = EngineLink(
-        "engine-0",
-        owner=owner,
-        pause_mode="in_place",
-        timeout_s=5.0,
-        activity=activity,
-        spans=SpanLog(),
-        changed=changed,
-    )
-    async with asyncio.timeout(30), FakeRouter(kind=kind) as router:
-        post = Post(directory, RouterMembers([link], directory, activity, changed), link, router, changed)
+async def posted(*, kind: str = "sglang") -> AsyncIterator[Post]:
+    async with open_rig() as rig, FakeRouter(kind=kind) as router:
+        topic = await rig.node.topic(rig.topic.address, replica="engines-0")
+        post = Post(rig, topic, RouterWorkers(Activity()), router)
         yield post
-        await post.members.close()
+        if post.members._api is not None:
+            await post.members._api.close()
 
 
 async def test_an_engine_is_added_once_it_carries_weights() -> None:
     async with posted() as post:
         post.route()
         post.attach(ready=False)
-        await post.members.look()
-        assert (post.router.posts, post.members.up) == ([], False)
-        post.link.ready.set()
-        await post.members.look()
+        await post.look()
+        assert (post.router.posts, post.up) == ([], False)
+        post.attach()
+        await post.look()
         assert post.router.posts == [OWN]
-        await post.members.look()
-        assert post.members.up
-        assert post.changed.is_set(), "who waits for the router is told"
+        await post.look()
+        assert post.up
         assert post.members.activity.extra["router_workers"] == 1
         for _ in range(3):
-            await post.members.look()
+            await post.look()
         assert post.router.posts == [OWN]
 
 
@@ -104,10 +105,10 @@ async def test_an_addition_under_way_is_not_asked_again_until_it_takes_too_long(
         post.attach()
         post.router.adds = False
         for _ in range(4):
-            await post.members.look()
+            await post.look()
         assert post.router.posts == [OWN]
         now += UNDER_WAY_S + 1.0
-        await post.members.look()
+        await post.look()
         assert post.router.posts == [OWN, OWN]
 
 
@@ -116,9 +117,9 @@ async def test_a_worker_that_the_router_has_not_forgotten_is_added_at_a_later_lo
         post.route()
         post.attach()
         post.router.conflict.add(OWN)
-        await post.members.look()
+        await post.look()
         post.router.conflict.clear()
-        await post.members.look()
+        await post.look()
         assert post.router.workers == {OWN: True}
 
 
@@ -127,16 +128,16 @@ async def test_an_engine_whose_weights_may_not_be_served_is_taken_out_and_comes_
         post.route()
         post.attach()
         for _ in range(2):
-            await post.members.look()
-        post.link.ready.clear()
-        await post.members.look()
+            await post.look()
+        post.may_not_be_served()
+        await post.look()
         assert post.router.workers == {}
-        await post.members.look()
-        assert not post.members.up
-        post.link.ready.set()
+        await post.look()
+        assert not post.up
+        post.attach()
         for _ in range(2):
-            await post.members.look()
-        assert post.members.up
+            await post.look()
+        assert post.up
         assert post.router.deletes == [OWN]
 
 
@@ -145,19 +146,19 @@ async def test_a_worker_that_lingers_is_removed_once_and_added_after_it_has_gone
         post.route()
         post.attach()
         for _ in range(2):
-            await post.members.look()
+            await post.look()
         post.router.lingering.add(OWN)
-        post.link.ready.clear()
+        post.may_not_be_served()
         for _ in range(3):
-            await post.members.look()
+            await post.look()
         assert post.router.deletes == [OWN]
-        post.link.ready.set()
-        await post.members.look()
-        assert (post.router.posts, post.members.up) == ([OWN], False), "it is listed still, and gets nothing"
+        post.attach()
+        await post.look()
+        assert (post.router.posts, post.up) == ([OWN], False), "it is listed still, and gets nothing"
         post.router.workers.clear()
         for _ in range(2):
-            await post.members.look()
-        assert (post.router.posts, post.members.up) == ([OWN, OWN], True)
+            await post.look()
+        assert (post.router.posts, post.up) == ([OWN, OWN], True)
 
 
 async def test_a_lost_engine_is_taken_out_at_once() -> None:
@@ -166,51 +167,62 @@ async def test_a_lost_engine_is_taken_out_at_once() -> None:
         post.route()
         post.attach()
         for _ in range(2):
-            await post.members.look()
-        post.directory.engines.clear()
-        post.link.client = None
-        post.link.ready.clear()
-        await post.members.look()
+            await post.look()
+        post.rig.lose_engine(0)
+        await post.look()
         assert post.router.deletes == [OWN]
         post.attach("http://127.0.0.1:3")
         for _ in range(2):
-            await post.members.look()
+            await post.look()
         assert post.router.workers == {"http://127.0.0.1:3": True}
 
 
-async def test_engines_of_other_replicas_are_left_alone() -> None:
+async def test_an_engines_stage_that_was_started_anew_changes_nothing_at_the_router() -> None:
     async with posted() as post:
         post.route()
         post.attach()
         post.engine(1, OTHER)
-        post.router.workers[OTHER] = True
+        await post.looks(3)
+        before = list(post.router.posts)
+        again = RouterWorkers(Activity())
         for _ in range(STRANGE_LOOKS + 2):
-            await post.members.look()
-        post.directory.engines["engine-1"].applied = None  # being started anew, by the same address
-        for _ in range(STRANGE_LOOKS + 2):
-            await post.members.look()
+            await again.look(post.topic)
+            assert post.up, "also for its clients it is what it was"
         assert post.router.workers == {OWN: True, OTHER: True}
-        assert post.router.deletes == []
+        assert (post.router.posts, post.router.deletes) == (before, [])
+        assert again._api is not None
+        await again._api.close()
 
 
-@pytest.mark.parametrize("owner", [True, False])
-async def test_a_worker_that_nobody_knows_is_removed_by_an_owner_after_a_second_look(owner: bool) -> None:
-    async with posted(owner=owner) as post:
+async def test_frozen_engines_are_none_of_the_routers() -> None:
+    async with posted() as post:
+        post.route()
+        value = msgspec.msgpack.encode(EngineAddress("frozen-judge", OTHER, 0, "judge"))
+        post.rig.topic.publish("engine/frozen-judge", value)
+        entry = EngineEntry("frozen-judge", OTHER, 0, "judge", "serving", version=0)
+        post.rig.topic.publish("directory/frozen-judge", msgspec.msgpack.encode(entry))
+        post.attach()
+        await post.looks()
+        assert post.router.workers == {OWN: True}
+
+
+async def test_a_worker_that_nobody_knows_is_removed_after_a_second_look() -> None:
+    async with posted() as post:
         post.route()
         post.attach()
         post.router.workers["http://stranger:80"] = True
-        await post.members.look()
+        await post.look()
         assert post.router.deletes == [], "its key may be on the way"
-        await post.members.look()
-        assert post.router.deletes == (["http://stranger:80"] if owner else [])
+        await post.look()
+        assert post.router.deletes == ["http://stranger:80"]
 
 
 async def test_strangers_do_not_make_the_router_count_as_up() -> None:
     async with posted() as post:
         post.route()
         post.router.workers["http://stranger:80"] = True
-        await post.members.look()
-        assert not post.members.up
+        await post.look()
+        assert not post.up
 
 
 async def test_a_new_router_gets_everything_again() -> None:
@@ -218,18 +230,17 @@ async def test_a_new_router_gets_everything_again() -> None:
         post.route()
         post.attach()
         for _ in range(2):
-            await post.members.look()
-        first = post.members.client
+            await post.look()
         post.route(1, again.url)
-        await post.members.look()
-        assert not post.members.up
-        await post.members.look()
+        await post.look()
+        assert not post.up
+        await post.look()
         assert again.workers == {OWN: True}
-        assert post.members.up
-        assert post.members.client is not first
-        post.directory.router = None
-        await post.members.look()
-        assert (post.members.up, post.members.client) == (False, None)
+        assert post.up
+        for key in ("router", "router_state"):  # as the supervisor does
+            post.rig.topic.drop(key)
+        await post.look()
+        assert (post.up, post.members.state) == (False, None)
 
 
 async def test_a_broken_router_is_told_once_and_looked_at_again(
@@ -250,28 +261,12 @@ async def test_a_broken_router_is_told_once_and_looked_at_again(
         post.route()
         post.attach()
         post.router.broken = True
-        running = tasks.create_task(post.members.run())
+        running = tasks.create_task(post.members.run(post.topic))
         await until(lambda: looks >= 4)
-        assert not post.members.up
+        assert not post.up
         assert len([r for r in caplog.records if "the router's list of workers" in r.message]) == 1
         post.router.broken = False
-        await until(lambda: post.members.up)
-        running.cancel()
-
-
-async def test_a_lost_request_makes_the_router_prove_itself(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("stages.engines.router_workers.LOOK_INTERVAL_S", 1000.0)
-    async with posted() as post, asyncio.TaskGroup() as tasks:
-        post.route()
-        post.attach()
-        for _ in range(2):
-            await post.members.look()
-        running = tasks.create_task(post.members.run())
-        await until(lambda: post.members.up)
-        await idle()
-        post.members.suspect()
-        assert not post.members.up
-        await until(lambda: post.members.up)  # without waiting for the clock
+        await until(lambda: post.up)
         running.cancel()
 
 
@@ -280,7 +275,7 @@ async def test_errors_of_a_look_are_the_callers() -> None:
         post.route()
         post.router.broken = True
         with pytest.raises(EngineUnreachable, match="answered 500"):
-            await post.members.look()
+            await post.look()
 
 
 PREFILL = {"worker_type": "prefill", "bootstrap_port": 8998}
@@ -296,7 +291,7 @@ async def test_a_worker_that_was_taken_out_comes_back_in_its_role() -> None:
         post.engine(1, OTHER)
         await post.looks()
         assert post.router.workers == {OTHER: True}, "its weights are nobody's yet"
-        post.link.ready.set()
+        post.attach()
         await post.looks()
         assert post.router.roles[OWN] == PREFILL
         assert post.router.workers == {OWN: True, OTHER: True}
@@ -310,10 +305,10 @@ async def test_a_router_whose_prefill_and_decode_are_apart_is_up_with_both_only(
         post.attach()
         post.engine(1, OTHER)
         await post.looks()
-        assert (post.members.up, post.members.split) == (True, True)
+        assert (post.up, post.split) == (True, True)
         post.router.workers[OTHER] = False
         await post.looks()
-        assert (post.members.up, post.members.split) == (False, True), "half of the pair serves nothing"
+        assert (post.up, post.split) == (False, True), "half of the pair serves nothing"
 
 
 async def test_strangers_with_a_role_are_left_alone() -> None:
@@ -357,19 +352,19 @@ async def test_smg_that_has_not_forgotten_a_worker_gets_it_again_when_it_has() -
         post.route()
         post.attach()
         await post.looks()
-        assert post.members.up
+        assert post.up
         post.router.lingering.add(OWN)
-        post.link.ready.clear()
+        post.may_not_be_served()
         await post.looks()
         assert post.router.workers == {OWN: False}
-        assert not post.members.up
-        post.link.ready.set()
+        assert not post.up
+        post.attach()
         await post.looks(3)
-        assert (post.router.posts, post.members.up) == ([OWN], False), "listed: nothing to ask for"
+        assert (post.router.posts, post.up) == ([OWN], False), "listed: nothing to ask for"
         original = post.members._api
         assert original is not None
         assert not await original.add(OWN), "and it would be refused"
         post.router.workers.clear()
         await post.looks()
-        assert (post.router.posts[-1], post.members.up) == (OWN, True)
+        assert (post.router.posts[-1], post.up) == (OWN, True)
         assert post.router.deletes == [OWN]

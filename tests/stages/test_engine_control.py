@@ -10,30 +10,27 @@ import pytest
 from models.engines.client import EngineClient, WeightsUpdated
 from models.engines.errors import EngineRefused
 from models.engines.protocol import PauseMode
-from stages.generate.stage import GenerateStage
-from stages.options import GenerateOptions
-from tests.stages.engine_rig import core_of, generating
-from tests.stages.link_rig import fleet
-from tests.stages.stage_rig import idle, make_context, make_group, until
+from tests.stages.engine_rig import core_of
+from tests.stages.fleet_rig import fleet
+from tests.stages.stage_rig import idle, until
 
 
-async def test_an_engine_is_ready_after_its_first_update_and_its_owner_reports_each(
+async def test_an_engine_is_served_after_its_first_update_and_its_entry_tells_of_each(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with fleet(tmp_path, monkeypatch) as one:
         await one.engine(0)
         await idle()
-        assert not one.links[0].ready.is_set()
+        assert not one.served()
         for version in range(4):
             one.weights.publish(version)
             await one.landed(version)
             assert one.labels() == [f"0.{version}"]
-            assert one.links[0].ready.is_set()
+            assert one.served()
             assert not core_of(one.servers[0]).paused
-            report = one.report()
+            report = one.entry()
             assert (report.engine, report.epoch, report.version, report.fetching) == ("engine-0", 0, version, -1)
-        assert one.links[0].updates == 4
-        assert one.changed.is_set()
+        assert one.control().updates == 4
 
 
 async def test_only_the_newest_of_several_announcements_is_applied(
@@ -44,7 +41,7 @@ async def test_only_the_newest_of_several_announcements_is_applied(
         one.weights.publish(1)
         await one.engine(0)
         await one.landed(1)
-        assert one.links[0].updates == 1
+        assert one.control().updates == 1
 
 
 async def test_an_older_announcement_is_not_applied(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -57,7 +54,7 @@ async def test_an_older_announcement_is_not_applied(tmp_path: Path, monkeypatch:
         one.weights.announce(old)
         await idle()
         assert one.labels() == ["0.1"]
-        assert (one.report().version, one.report().fetching) == (1, -1)
+        assert (one.entry().version, one.entry().fetching) == (1, -1)
 
 
 @pytest.mark.parametrize("release", ["eval/released", "drain"])
@@ -72,14 +69,14 @@ async def test_a_pinned_version_is_held_until_it_is_released(
         one.rig.topic.publish("eval/released", b"0")
         await idle()
         assert one.labels() == ["0.1"]
-        assert (one.report().version, one.report().fetching) == (1, -1), "not even the slot is read"
+        assert (one.entry().version, one.entry().fetching) == (1, -1), "not even the slot is read"
         one.rig.topic.publish(release, b"1")
         await one.landed(2)
         assert one.labels() == ["0.2"]
 
 
 async def test_updates_roll_over_the_engines_in_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    async with fleet(tmp_path, monkeypatch, 2) as one:
+    async with fleet(tmp_path, monkeypatch) as one:
         for index in range(2):
             await one.engine(index)
         one.weights.publish(0)
@@ -107,24 +104,23 @@ async def test_updates_roll_over_the_engines_in_order(tmp_path: Path, monkeypatc
         await loading.wait()
         await idle()
         assert paused == [one.servers[0].url], "engine-1 goes on while engine-0 stands still"
-        assert one.report(0).fetching == 1
-        assert one.report(1).fetching == -1
+        assert one.entry(0).fetching == 1
+        assert one.entry(1).fetching == -1
         go.set()
         await one.landed(1, engine=1)
-        assert one.report(0).version == 1
+        assert one.entry(0).version == 1
         assert paused == [server.url for server in one.servers]
 
 
 async def test_an_engine_does_not_wait_for_one_that_died(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    async with fleet(tmp_path, monkeypatch, 2) as one:
+    async with fleet(tmp_path, monkeypatch) as one:
         for index in range(2):
             await one.engine(index)
         one.weights.publish(0)
         await one.landed(0)
         await one.landed(0, engine=1)
         await one.servers[0].__aexit__(None, None, None)
-        one.rig.topic.drop("engine/engine-0")
-        one.rig.topic.drop("applied/engine-0")
+        one.rig.lose_engine(0)
         one.weights.publish(1)
         await one.landed(1, engine=1)
 
@@ -153,17 +149,17 @@ async def test_a_torn_slot_is_never_served(when: str, tmp_path: Path, monkeypatc
             one.weights.write(2)
             one.weights.write(3)
         one.weights.announce(first)
-        await until(lambda: one.links[0].failures > 0)
-        assert one.links[0].ready.is_set() == (when == "before")
+        await until(lambda: one.failures() > 0)
+        assert one.served() == (when == "before")
         if when == "during":
             assert core_of(server).paused, "the torn weights are loaded, so nothing may run"
         else:
             assert loads == [], "not even loaded: the engine goes on with the weights it has"
             assert not core_of(server).paused
-        assert one.report().version == 0
+        assert one.entry().version == 0
         one.weights.publish(4)
         await one.landed(4)
-        assert one.links[0].ready.is_set()
+        assert one.served()
         assert not core_of(server).paused
         assert one.labels() == ["0.4"]
 
@@ -181,7 +177,7 @@ async def test_bytes_that_are_not_the_announced_ones_are_never_loaded(
             file.seek(-1, 2)
             file.write(b"\x55")
         one.weights.announce(announcement)
-        await until(lambda: one.links[0].failures > 0)
+        await until(lambda: one.failures() > 0)
         assert one.labels() == ["0.0"]
         one.weights.publish(2)
         await one.landed(2)
@@ -207,7 +203,7 @@ async def test_an_update_that_the_engine_refuses_is_tried_again(
         one.weights.publish(0)
         await one.landed(0)
         assert tries == ["0.0"] * 3
-        assert one.links[0].ready.is_set()
+        assert one.served()
 
 
 async def test_an_engine_that_names_other_weights_than_it_was_given_is_not_ready(
@@ -230,8 +226,8 @@ async def test_an_engine_that_names_other_weights_than_it_was_given_is_not_ready
         one.weights.publish(0)
         await until(lambda: core_of(server).label == "another")
         await idle()
-        assert not one.links[0].ready.is_set()
-        assert one.rig.read_applied() is None
+        assert not one.served()
+        assert one.entry().version == -1
         lie = False
         await one.landed(0)
 
@@ -260,21 +256,6 @@ async def test_the_configured_mode_is_what_the_engine_is_asked_for(
     assert asked == [mode, flush]
 
 
-async def test_a_link_that_does_not_own_its_engine_waits_for_the_owners_report(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    async with fleet(tmp_path, monkeypatch, owner=False) as one:
-        server = await one.engine(0)
-        one.weights.publish(0)
-        await idle()
-        assert not one.links[0].ready.is_set()
-        assert core_of(server).label == "default", "only the owner updates"
-        one.rig.applied(0)
-        await one.links[0].ready.wait()
-        assert one.links[0].current is not None
-        assert one.links[0].current.label == "0.0"
-
-
 async def test_a_new_address_takes_the_place_of_the_old_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async with fleet(tmp_path, monkeypatch) as one:
         await one.engine(0)
@@ -282,46 +263,31 @@ async def test_a_new_address_takes_the_place_of_the_old_one(tmp_path: Path, monk
         await one.landed(0)
         again = await one.engine(0, incarnation=1)
         await until(lambda: core_of(again).label == "0.0")
-        await one.links[0].ready.wait()
-        assert one.links[0].client is not None
-        assert one.links[0].client.base_url == again.url
-
-
-@pytest.mark.parametrize(
-    ("index", "engines", "mine"),
-    [
-        (0, 3, [("engine-0", True), ("engine-2", True)]),
-        (1, 3, [("engine-1", True)]),
-        (1, 1, [("engine-0", False)]),  # a replica beyond the number of engines shares one that it does not own
-    ],
-)
-async def test_each_engine_has_one_owner_among_two_replicas(
-    index: int, engines: int, mine: list[tuple[str, bool]]
-) -> None:
-    stage = GenerateStage(make_context(index=index, replicas=2, built_in=GenerateOptions(engines=engines)))
-    await stage.setup()
-    assert [(link.name, link.owner) for link in stage.links] == mine
-    await stage.close()
+        await one.landed(0)
+        assert (one.entry().incarnation, one.entry().url) == (1, again.url)
+        client = one.control().client
+        assert client is not None
+        assert client.base_url == again.url
 
 
 async def test_a_stall_is_accounted_for_while_the_engine_stands_still(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async with generating(tmp_path) as world:
-        await world.ready()
+    async with fleet(tmp_path, monkeypatch) as one:
+        await one.engine(0)
+        one.weights.publish(0)
+        await one.landed(0)
         seen: list[str] = []
         original = EngineClient.update_weights_from_disk
 
         async def update(
             client: EngineClient, path: str, label: str | None, flush_cache: bool = True
         ) -> WeightsUpdated:
-            seen.append(world.stage.activity._state())
+            seen.append(one.stage.activity._state())
             return await original(client, path, label, flush_cache)
 
         monkeypatch.setattr(EngineClient, "update_weights_from_disk", update)
-        world.weights.publish(1)
-        await world.weights.landed(1)
+        one.weights.publish(1)
+        await one.landed(1)
         assert seen == ["stalled"]
-        await world.ask(make_group(0, 1))
-        await world.answer()
-        assert world.stage.activity._state() in ("starved", "blocked")
+        assert one.stage.activity._state() == "starved"

@@ -1,0 +1,52 @@
+"""The engine directory on the topic, as everybody reads it: gate, evaluation, trainer, clients of engines, recorder.
+
+Two keys tell of one engine. `engine/<engine>` is its address: the supervisor publishes it when the process serves, with
+an incarnation that rises at each start, and drops it when the process is lost. `directory/<engine>` is its entry: the
+engines stage publishes what that process carries and whether it takes requests.
+
+Invariant: an entry counts only while its incarnation is the one of the newest address. The two come from different
+processes, so an entry may arrive after the process that it speaks of has died; read by its name alone it would have
+requests sent to an engine that no longer has these weights, and the gate would count a version that nobody carries.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Final, Protocol
+
+import msgspec
+
+from stages.messages import EngineAddress, EngineEntry
+
+ADDRESS: Final = "engine/"
+DIRECTORY: Final = "directory/"
+RETRACTED: Final = "retracted/"  # topic `retracted/<client>`: how often its requests were retracted, as a number
+KEYS: Final = (ADDRESS, DIRECTORY)  # what to wait for: an entry begins and ceases to count with its address
+POLICY: Final = "policy"  # the policy that the run trains; every frozen model has its own name
+
+
+class Values(Protocol):
+    """The reading half of a topic; its server and its clients both have it."""
+
+    def items(self, prefix: str) -> Mapping[str, bytes]: ...
+
+
+def addresses(topic: Values, policy: str | None = None) -> dict[str, EngineAddress]:
+    """Where engines listen just now, by the engine's name; of one policy, or of all."""
+    decoder = msgspec.msgpack.Decoder(EngineAddress)
+    found = {key.removeprefix(ADDRESS): decoder.decode(value) for key, value in topic.items(ADDRESS).items()}
+    return {name: address for name, address in sorted(found.items()) if policy in (None, address.policy)}
+
+
+def entries(topic: Values, policy: str | None = None) -> dict[str, EngineEntry]:
+    """What is known of the engines that have an address, by the engine's name; of one policy, or of all."""
+    decoder = msgspec.msgpack.Decoder(EngineEntry)
+    current = addresses(topic, policy)
+    found = {key.removeprefix(DIRECTORY): value for key, value in topic.items(DIRECTORY).items()}
+    decoded = {name: decoder.decode(found[name]) for name in current if name in found}
+    return {name: entry for name, entry in decoded.items() if entry.incarnation == current[name].incarnation}
+
+
+def carrying(topic: Values) -> dict[str, EngineEntry]:
+    """The entries of engines that carry weights of this run. One that has none yet holds nobody up."""
+    return {name: entry for name, entry in entries(topic, POLICY).items() if entry.version >= 0}

@@ -1,0 +1,102 @@
+"""What a rollout asks of an engine, and until when: sampling parameters, seeds, budgets, deadlines. Pure.
+
+Invariants: the seed of sample i is the same in a joint request and when it goes on alone; a rollout that is begun anew
+draws from a seed of its own; no request asks for more tokens than the sample has left.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final
+
+import msgspec
+
+from configs.schema import Config
+from models.engines.noise import GOLDEN, mix, sample_seed
+from models.engines.protocol import SamplingParams
+from stages.messages import PromptGroup, Sample
+from stages.sampling.requests import SampleRequest
+from stages.sequences import new_sample
+
+_SEED_BITS: Final = 0x7FFFFFFF
+
+
+@dataclass(frozen=True)
+class Deadline:
+    """How long an engine may still work on a rollout, seconds, and which limit says so."""
+
+    left_s: float
+    of_group: bool
+
+
+class Requests:
+    """The requests of one configuration. `max_context`: most tokens of prompt and response."""
+
+    def __init__(self, config: Config, max_context: int) -> None:
+        self.config, self.rollout, self.max_context = config, config.rollout, max_context
+
+    def budget(self, group: PromptGroup, sample: Sample) -> int:
+        """Tokens that the sample may still get; below 0 if it has too many."""
+        longest = self.rollout.rollout_max_response_len
+        if group.purpose == "eval" and self.config.eval.eval_max_response_len is not None:
+            longest = self.config.eval.eval_max_response_len
+        return min(longest, self.max_context - sample.prompt_length) - sample.response_length
+
+    def params(self, group: PromptGroup, sample: Sample, budget: int, n: int) -> SamplingParams:
+        """Sampling parameters of a request for `n` samples, of which `sample` is the first."""
+        evaluating = group.purpose == "eval"
+        stop = list(self.rollout.rollout_stop)
+        if self.config.tools.tools:
+            stop.append(self.config.tools.tool_call_close)
+        return SamplingParams(
+            temperature=self.config.eval.eval_temperature if evaluating else self.rollout.rollout_temperature,
+            top_p=1.0 if evaluating else self.rollout.rollout_top_p,
+            top_k=-1 if evaluating else self.rollout.rollout_top_k,
+            max_new_tokens=budget,
+            stop=stop or None,
+            stop_token_ids=list(self.rollout.rollout_stop_token_ids) or None,
+            skip_special_tokens=self.rollout.rollout_skip_special_tokens,
+            no_stop_trim=True,
+            n=n,
+            # sample i of a joint request draws from sample_seed(seed, i), and so it does when it continues alone
+            sampling_seed=sample_seed(_seed(group, sample), sample.index if n == 1 else 0),
+        )
+
+    def of(
+        self, group: PromptGroup, samples: Sequence[Sample], budget: int, deadline: Deadline | None
+    ) -> SampleRequest:
+        """One request for samples that share their tokens so far."""
+        first = samples[0]
+        return SampleRequest(
+            self.params(group, first, budget, len(samples)),
+            token_ids=first.token_ids.tolist(),
+            prompt_length=first.prompt_length,
+            session=group.key,
+            returning=first.response_length > 0 or first.replaced > 0,
+            pinned_version=group.pinned_version,
+            engine_s=None if deadline is None else deadline.left_s,
+        )
+
+    def deadline(self, group: PromptGroup, sample: Sample) -> Deadline | None:
+        """The limit that ends first; a rollout's clock runs while an engine works on it."""
+        limits = [Deadline(limit - sample.generate_s, False) for limit in [self.rollout.sample_deadline_secs] if limit]
+        if self.rollout.group_deadline_secs is not None and group.purpose == "train":
+            limits.append(Deadline(self.rollout.group_deadline_secs - sample.generate_s, True))
+        return min(limits, key=lambda limit: limit.left_s, default=None)
+
+    def stopped(self, sample: Sample, deadline: Deadline) -> Sample:
+        """What becomes of a rollout whose time is over: begun anew once, else kept as truncated.
+
+        One that has been through a loop stage is never begun anew: what the stage did would be done twice.
+        """
+        if deadline.of_group and sample.replaced == 0 and sample.turns == 0 and sample.sequences == 1:
+            fresh = new_sample(sample.token_ids[: sample.prompt_length], sample.index)
+            return msgspec.structs.replace(fresh, replaced=1, reused_tokens=sample.reused_tokens)
+        return msgspec.structs.replace(sample, status="truncated")
+
+
+def _seed(group: PromptGroup, sample: Sample) -> int:
+    seed = group.seed & _SEED_BITS
+    again = 2 * sample.sequence + sample.replaced  # sequences of a rollout that share tokens must not go on alike
+    return mix(seed + again * GOLDEN) & _SEED_BITS if again else seed

@@ -1,0 +1,48 @@
+"""From engines' answers to a sample: what a result brings, put behind what the sample has. Pure.
+
+Invariants: token ids, log-probs and versions are the engine's; arrays keep equal length; neighbouring runs of one
+version are one run.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+import msgspec
+import numpy as np
+
+from stages.messages import Float32Array, Int32Array, Sample, Status, UInt8Array, wire
+from stages.sampling.results import Finish, SampleResult
+from stages.sequences import join_runs
+
+STATUS_OF: Final[dict[Finish, Status]] = {
+    "stop": "completed",
+    "length": "truncated",
+    "aborted": "aborted",
+    "failed": "failed",
+}
+
+
+def append_result(sample: Sample, result: SampleResult) -> Sample:
+    """The sample with what engines made of it in one turn. Status: stop -> completed, length -> truncated."""
+    ids = result.token_ids
+    error = None if result.error is None else f"{type(result.error).__name__}: {result.error}"
+    return msgspec.structs.replace(
+        sample,
+        status=STATUS_OF[result.finish],
+        error=error,
+        response=sample.response + result.text,
+        token_ids=wire(np.concatenate([sample.token_ids, ids]), Int32Array),
+        loss_mask=wire(np.concatenate([sample.loss_mask, np.ones(len(ids))]), UInt8Array),
+        log_probs=wire(np.concatenate([sample.log_probs, result.log_probs]), Float32Array),
+        version_runs=join_runs(sample.version_runs, result.runs),
+        cached_tokens=sample.cached_tokens + result.cached_tokens,
+        retractions=sample.retractions + result.retractions,
+        resumed=sample.resumed + result.resumed,
+        reused_tokens=sample.reused_tokens + result.reused_tokens,
+        generate_s=sample.generate_s + result.spent_s,
+        spec_proposed=sample.spec_proposed + result.spec_proposed,
+        spec_accepted=sample.spec_accepted + result.spec_accepted,
+        # A turn's experts begin with the first token of its context; what earlier turns said of those made the tokens.
+        routed_experts=sample.routed_experts + result.routed_experts[len(sample.routed_experts) :],
+    )

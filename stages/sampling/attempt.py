@@ -1,0 +1,166 @@
+"""One request at one engine: sent, ended by its deadline, and what it brought each of its members.
+
+Invariants: a member gives its slot back when it ends, whatever the others do; of a member that did not end only what is
+certain is kept; an attempt has an error if it left members for another one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Final
+
+from models.engines.client import EngineClient
+from models.engines.errors import EngineError, EngineTimeout, EngineUnreachable
+from models.engines.partial import PartialOutputs
+from models.engines.protocol import GenerateOutput, GenerateRequest
+from stages.sampling.requests import SampleRequest
+from stages.sampling.results import OUT_OF_TIME, Finish, SampleResult, extended, failed, with_saved
+from stages.sampling.routes import Route
+
+STOP_GRACE_S: Final = 5.0  # for the answer to a request that was aborted at a deadline
+
+
+@dataclass
+class Attempt:
+    """One request for the members of `had`, which have the same tokens so far."""
+
+    request: SampleRequest
+    had: list[SampleResult]
+    ended: Callable[[int, SampleResult], None]  # told of each member that ends, by its place in `had`
+    keeps_partial: bool
+    error: Exception | None = None
+    reused: int = 0  # tokens saved of a request that was lost
+    retractions: int = 0
+    _release: Callable[[], None] = lambda: None
+    _started: float = 0.0
+    _stopped: bool = False  # by us, at the deadline
+    _open: dict[int, SampleResult] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._open = dict(enumerate(self.had))
+
+    @property
+    def left(self) -> dict[int, SampleResult]:
+        """Members that have not ended, with what is kept of them."""
+        return self._open
+
+    def end_all(self, finish: Finish, reason: str = "") -> None:
+        """Give every member that is left back as it is."""
+        for place, result in list(self._open.items()):
+            self._settle(place, replace(result, finish=finish, reason=reason))
+
+    async def run(
+        self,
+        route: Route,
+        wire: GenerateRequest,
+        *,
+        streamed: bool,
+        tokens_come: bool,
+        left_s: float | None,
+        late_s: float | None,
+        workers: Sequence[EngineClient],
+    ) -> None:
+        """Waits for the answer; unblocked by it, by the loss of the engine, or by a deadline.
+
+        Args:
+            streamed: members are told of as they end.
+            tokens_come: the stream brings tokens before that.
+            left_s: engines may still work on the members, seconds.
+            late_s: the caller still waits, seconds.
+            workers: the engines that may hold the request.
+        """
+        self._started, self._release = time.perf_counter(), route.release
+        partial = PartialOutputs(route.label, self._land) if streamed else None
+        outputs: list[GenerateOutput] | None = None
+        async with asyncio.TaskGroup() as tasks:
+            timer = None
+            if left_s is not None:
+                waits = wire.samples == 1 or not tokens_come
+                timer = tasks.create_task(self._end_at(left_s, route, str(wire.rid), workers if waits else ()))
+            try:
+                async with asyncio.timeout(late_s), route.flight:
+                    outputs = await route.client.generate(wire, partial=partial, headers=route.headers)
+            except TimeoutError:
+                self.error = EngineTimeout(route.client.base_url, self.request.deadline_s or 0.0)
+            except (EngineError, ValueError) as error:
+                self.error = error
+            finally:
+                if timer is not None:
+                    timer.cancel()
+        if outputs is not None:
+            self._land_all(outputs)
+            return
+        if self.error is None and not self._stopped:
+            self.error = EngineUnreachable(route.client.base_url, route.flight.why)
+        self._save(partial.certain() if partial is not None else [])
+        if self._stopped:
+            self.error = None
+            self.end_all("aborted", OUT_OF_TIME)
+
+    async def _end_at(self, left_s: float, route: Route, rid: str, workers: Sequence[EngineClient]) -> None:
+        """Waits for the deadline, then has the engine give back what it has; failing that, closes the connection.
+
+        SGLang gives each sample of a joint request an id of its own, so that it cannot be aborted by the request's: of
+        one that is streamed, what has arrived is kept.
+        """
+        await asyncio.sleep(left_s)
+        self._stopped = True
+        if workers:
+            with contextlib.suppress(TimeoutError):  # it has not answered
+                async with asyncio.timeout(STOP_GRACE_S), asyncio.TaskGroup() as tasks:
+                    for client in workers:
+                        tasks.create_task(_abort(client, rid))
+                    await asyncio.Event().wait()  # for the answer, whose arrival cancels this
+        route.flight.end("its deadline passed")
+
+    def _land(self, place: int, output: GenerateOutput) -> None:
+        """The engine has ended a member."""
+        if place not in self._open:
+            return  # the end of the stream tells again of those that ended before
+        had = self._open[place]
+        result = extended(self.request, had, output, self._spent_s)
+        if result.finish == "aborted" and self._stopped:
+            result = replace(result, reason=OUT_OF_TIME)
+        self._settle(place, result)
+
+    def _land_all(self, outputs: Sequence[GenerateOutput]) -> None:
+        if len(outputs) != len(self.had):
+            error = ValueError(f"the engine sent {len(outputs)} answers for {len(self.had)} samples")
+            for place, result in list(self._open.items()):
+                self._settle(place, failed(result, error))
+        for place, output in enumerate(outputs):
+            self._land(place, output)
+
+    def _save(self, saved: Sequence[GenerateOutput | None]) -> None:
+        """Keep what is left of a request that was lost or stopped. A member that had ended in it is whole."""
+        for place, had in list(self._open.items()):
+            output = saved[place] if saved else None
+            if output is not None and output.meta_info.finish_reason is not None:
+                self._land(place, output)
+                continue
+            if not self._stopped and not self.keeps_partial:
+                output = None
+            kept = with_saved(self.request, had, output, self._spent_s, lost=not self._stopped)
+            self.reused += kept.reused_tokens - had.reused_tokens
+            self._open[place] = kept
+            if kept.finish == "failed":
+                self._settle(place, kept)
+
+    def _settle(self, place: int, result: SampleResult) -> None:
+        self.retractions += result.retractions - self.had[place].retractions
+        del self._open[place]
+        self._release()
+        self.ended(place, result)
+
+    @property
+    def _spent_s(self) -> float:
+        return time.perf_counter() - self._started
+
+
+async def _abort(client: EngineClient, rid: str) -> None:
+    with contextlib.suppress(EngineError):  # an engine that is down holds nothing
+        await client.abort(rid)

@@ -1,0 +1,130 @@
+"""From engines' answers to one result: tokens, log-probs and versions of the pieces joined. Pure.
+
+Invariants: token ids, log-probs and versions are the engine's; all have one length; neighbouring runs of one version
+are one run.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+from dataclasses import dataclass, replace
+from typing import Final, Literal
+
+from models.engines.errors import EngineProtocolError
+from models.engines.protocol import GenerateOutput
+from stages.engine_entries import POLICY
+from stages.messages import VersionRun
+from stages.sampling.requests import SampleRequest
+from stages.sequences import join_runs
+
+Finish = Literal["pending", "stop", "length", "aborted", "failed"]
+FINISH_OF: Final[dict[str, Finish]] = {"stop": "stop", "length": "length", "abort": "aborted"}
+OUT_OF_TIME: Final = "engines have worked on it for engine_s"
+DRAINED: Final = "the run drains"
+
+
+class VersionLabelError(Exception):
+    """An engine named weights that this run did not publish."""
+
+
+def label_version(label: str) -> int:
+    """`epoch.version` -> version."""
+    _, separator, version = label.partition(".")
+    if not separator or not version.isdigit():
+        raise VersionLabelError(
+            f"weights label {label!r} is not of the form epoch.version; was the engine updated by someone else?"
+        )
+    return int(version)
+
+
+@dataclass(frozen=True)
+class SampleResult:
+    """One member of a request, in the end or so far. What is summed counts all pieces that it was made in."""
+
+    finish: Finish = "pending"
+    token_ids: tuple[int, ...] = ()  # [R]
+    log_probs: tuple[float, ...] = ()  # [R], or empty if they were not asked for
+    runs: tuple[VersionRun, ...] = ()  # over all R tokens; version -1 of weights that never change
+    text: str = ""
+    reason: str = ""  # why it was aborted
+    error: Exception | None = None  # why it failed
+    cached_tokens: int = 0
+    retractions: int = 0
+    resumed: int = 0  # times that another request went on with it
+    reused_tokens: int = 0  # saved from requests that were lost
+    spec_proposed: int = 0
+    spec_accepted: int = 0
+    routed_experts: bytes = b""  # of all tokens but the last, from the first of the context on
+    spent_s: float = 0.0  # engines worked on it
+
+
+def failed(had: SampleResult, error: Exception) -> SampleResult:
+    return replace(had, finish="failed", error=error)
+
+
+def extended(request: SampleRequest, had: SampleResult, output: GenerateOutput, spent_s: float) -> SampleResult:
+    """The result with one answer after it; failed, without the answer, if that is not what was asked for."""
+    reason = output.meta_info.finish_reason
+    finish = FINISH_OF.get(reason.type if reason else "")
+    if finish is not None:
+        return _appended(request, had, output, spent_s, finish)
+    error = EngineProtocolError(output.meta_info.id, f"engine finished with {reason.type if reason else 'no reason'}")
+    return failed(_appended(request, had, output, spent_s, "failed"), error)
+
+
+def with_saved(
+    request: SampleRequest, had: SampleResult, output: GenerateOutput | None, spent_s: float, *, lost: bool
+) -> SampleResult:
+    """The result with what there is of an answer that did not end: aborted. `lost`: its engine did not give it back."""
+    if output is None:
+        return replace(had, finish="aborted", spent_s=had.spent_s + spent_s)
+    kept = _appended(request, had, output, spent_s, "aborted")
+    return replace(kept, reused_tokens=had.reused_tokens + len(kept.token_ids) - len(had.token_ids)) if lost else kept
+
+
+def _appended(
+    request: SampleRequest, had: SampleResult, output: GenerateOutput, spent_s: float, finish: Finish
+) -> SampleResult:
+    meta, ids = output.meta_info, output.output_ids
+    named = request.policy == POLICY  # weights that never change are called as their checkpoint is
+    spent_s += had.spent_s
+    try:
+        runs = tuple(
+            VersionRun(label_version(span.version) if named else -1, span.end - span.start)
+            for span in output.version_spans
+        )
+        log_probs = (*had.log_probs, *output.output_log_probs) if request.log_probs else ()
+        experts = _joined_experts(had.routed_experts, output)
+    except (EngineProtocolError, VersionLabelError, ValueError) as error:
+        return failed(replace(had, spent_s=spent_s), error)
+    return replace(
+        had,
+        finish=finish,
+        token_ids=(*had.token_ids, *ids),
+        log_probs=log_probs,
+        runs=join_runs(had.runs, runs),
+        text=had.text + output.text,
+        cached_tokens=had.cached_tokens + (meta.cached_tokens or 0),
+        retractions=had.retractions + (meta.num_retractions or 0),
+        spec_proposed=had.spec_proposed + (meta.spec_num_proposed_drafts or 0),
+        spec_accepted=had.spec_accepted + (meta.spec_num_correct_drafts or 0),
+        routed_experts=experts,
+        spent_s=spent_s,
+    )
+
+
+def _joined_experts(had: bytes, output: GenerateOutput) -> bytes:
+    """Choices of experts for all tokens but the last, from the first of the context on.
+
+    Every answer begins with its context, and so repeats what is known already; of that, the first choice counts, for it
+    made the tokens.
+    """
+    sent = output.meta_info.routed_experts
+    if not sent:
+        return had
+    try:
+        experts = base64.b64decode(sent, validate=True)
+    except binascii.Error as error:
+        raise EngineProtocolError(output.meta_info.id, f"routed_experts is not base64: {error}") from error
+    return had + experts[len(had) :]

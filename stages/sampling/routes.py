@@ -1,0 +1,244 @@
+"""Where a request goes: through the router to any engine, or directly to one that the policy of routing chooses.
+
+Sessions are hashed over the engine directory (rendezvous hashing), which is the same everywhere: a returning turn finds
+the engine that has its prefix from whichever client it is sent, without a table. That is a hint; an engine that is away
+is passed over.
+
+Invariants:
+- only engines that may serve get requests, and only while there is a slot for the samples;
+- a request that was lost goes on at an engine that has just answered a look at its health, rather not at the one that
+  lost it, and never through the router: nobody can tell the router whom to avoid. Where prefill and decode are apart
+  there is no other way;
+- `Route.label` names the weights that the request will meet, or is None when that is not certain.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Final
+
+from configs.schema import Config
+from models.engines.client import EngineClient
+from models.engines.errors import EngineError, EngineUnreachable, RequestNotSent
+from models.engines.launch.routing import policy_of, router_kind
+from models.engines.protocol import GenerateRequest
+from models.engines.router_api import ROUTING_KEY_HEADER, lost_fields
+from stages.engine_entries import POLICY
+from stages.sampling.engine_directory import LOOK_S, ROUTER, EngineDirectory, InFlightRequest, Target
+from stages.sampling.routing_policy import Choice, Ranking
+
+ENGINE_WAIT_S: Final = 120.0  # how long a request without a deadline waits for any engine to come (back) up
+
+
+@dataclass(frozen=True)
+class RouteRequest:
+    """What a request wants of the place that it goes to."""
+
+    key: str  # of its session: requests of one key belong together
+    prompt: bytes  # token ids of the prompt
+    n: int  # samples
+    policy: str = POLICY
+    goes_on: bool = False  # it has tokens already, or comes back from a tool
+    direct: bool = False  # the router would lose a field of it
+    again: bool = False  # it was lost before
+    lost: str = ""  # by this engine, if it is known
+    pinned_version: int = -1
+    deadline: float | None = None  # of the whole call, by the monotonic clock
+    deadline_s: float | None = None  # which was so many seconds at its beginning
+
+
+@dataclass
+class Route:
+    """A place for one request, with its slots taken."""
+
+    target: Target
+    label: str | None  # of the weights on every engine that may get it, if it is one label
+    held: int  # slots
+    headers: Mapping[str, str] | None = None
+    flight: InFlightRequest = field(default_factory=InFlightRequest)
+
+    @property
+    def client(self) -> EngineClient:
+        return self.target.client
+
+    def release(self, n: int = 1) -> None:
+        """Give slots back, each of them once."""
+        n = min(n, self.held)
+        self.held -= n
+        self.target.in_flight -= n
+        self.target.slots.release(n)
+
+
+class Routes:
+    """Chooses for one client."""
+
+    def __init__(self, config: Config, directory: EngineDirectory, *, index: int) -> None:
+        self.config, self.directory = config, directory
+        self.kind = router_kind(config)
+        self.routed = self.kind != "none"
+        self.ranking = Ranking(policy_of(config), seed=index)
+        sglang = config.engine.engine == "sglang"
+        self.wait_s = max(ENGINE_WAIT_S, config.health.rollout_health_check_first_wait if sglang else 0.0)
+        self._early: bool | None = None if sglang else False  # whether versions' boundaries come a token early
+
+    def ready(self, policy: str = POLICY) -> bool:
+        """True if a request could be sent now."""
+        if self.routed and policy == POLICY:
+            state = self.directory.state
+            return state is not None and state.up and bool(self.directory.serving())
+        return bool(self.directory.serving(policy))
+
+    def lost_fields(self, request: GenerateRequest) -> tuple[str, ...]:
+        """Fields of the request that would not pass the router."""
+        if not self.routed:
+            return ()
+        return lost_fields(self.directory.state.kind if self.directory.state is not None else self.kind, request)
+
+    @asynccontextmanager
+    async def place(self, need: RouteRequest) -> AsyncIterator[Route]:
+        """A place with slots for the request. Waits for an engine and for its slots; unblocked by either, by a drain or
+        by a time limit. Raises `EngineUnreachable` for the last two."""
+        route = await self._take(need)
+        target = route.target
+        target.flights.add(route.flight)
+        try:
+            yield route
+        finally:
+            target.flights.discard(route.flight)
+            route.release(route.held)
+
+    def lost(self, target: Target) -> None:
+        """A request was lost there: nobody is sent there again before it has answered a look at its health."""
+        target.suspected = True
+        target.health.forget()
+
+    def workers(self, route: Route) -> list[EngineClient]:
+        """Clients of the engines that may hold a request of this route, for control calls: a router passes none on."""
+        return [t.client for t in self.directory.serving()] if route.target.name == ROUTER else [route.client]
+
+    async def _take(self, need: RouteRequest) -> Route:
+        # By the first choice; a second one, after a wait for slots that came to nothing, waits no longer.
+        deadline = time.monotonic() + self.wait_s if need.deadline is None else need.deadline
+        while True:
+            target = await self._choose(need, deadline)
+            await target.slots.take(need.n, goes_on=need.goes_on)
+            target.in_flight += need.n
+            route = Route(target, None, need.n)
+            if (need.policy != POLICY or not self.directory.draining) and self._stands(target, need):
+                # Asked only now, for slots may have taken their time. An engine's entry says `updating` before its
+                # weights change; a client that has not heard of it yet names old weights for a moment, as does every
+                # request that is in flight while they change.
+                route.label = self._label(target)
+                if target.name == ROUTER and self.ranking.policy == "session":
+                    route.headers = {ROUTING_KEY_HEADER: need.key}
+                return route
+            route.release(need.n)
+
+    async def _choose(self, need: RouteRequest, deadline: float) -> Target:
+        """Waits for a place that is up; unblocked by any change, or by the deadline, which a trainer that has the
+        engines' devices puts off."""
+        directory = self.directory
+        while (left := deadline - time.monotonic()) > 0:
+            if need.deadline is None and directory.trainers_turn:
+                deadline = time.monotonic() + self.wait_s
+            changed = directory.changed()  # before looking
+            if need.policy == POLICY and directory.draining:
+                break
+            target = await self._router(need) or await self._engine(need)
+            if target is not None:
+                return target
+            if directory.draining:  # a frozen engine is asked to the end, but not waited for
+                break
+            with contextlib.suppress(TimeoutError):  # the loop looks again
+                async with asyncio.timeout(min(left, LOOK_S)):
+                    await changed.wait()
+        raise EngineUnreachable(*self._nobody(need))
+
+    def _nobody(self, need: RouteRequest) -> tuple[str, str]:
+        """Who was waited for, and why in vain."""
+        ours = need.policy == POLICY
+        wait_s = self.wait_s if need.deadline_s is None else need.deadline_s
+        log = "logs/engine-*.log" if ours else f"logs/frozen-{need.policy}.log"
+        why = "the run drains" if self.directory.draining else f"it was not up within {wait_s:g} s; see {log}"
+        return "the engines" if ours else need.policy, why
+
+    async def _router(self, need: RouteRequest) -> Target | None:
+        """The router, if the request may go through it and it has somebody to send it to."""
+        target = self.directory.router
+        if target is None or self._alone(need) or not self.ready() or not await self._well(target, need):
+            return None
+        return target if await self._prepare(target.client) else None
+
+    def _alone(self, need: RouteRequest) -> bool:
+        """Whether one engine is to serve the request. Raises `RequestNotSent` for one that nobody can serve."""
+        if not self.routed or need.policy != POLICY:
+            return True
+        if self.directory.state is None or not self.directory.state.split:
+            return need.direct or need.again
+        if need.direct:
+            raise RequestNotSent(
+                self.directory.state.url,
+                "the router drops a field of it, and where prefill and decode are apart no engine serves it alone; use "
+                "--router smg, which keeps the field, or engines that do both",
+            )
+        return False
+
+    async def _engine(self, need: RouteRequest) -> Target | None:
+        """The engine that the policy ranks first; of those that answer, if the request was lost before."""
+        if not self._alone(need):
+            return None
+        targets = {target.name: target for target in self.directory.serving(need.policy)}
+        loads = {name: self._load(target) for name, target in targets.items()}
+        ranked = [targets[name] for name in self.ranking.rank(Choice(need.key, need.prompt, need.n, loads))]
+        for target in sorted(ranked, key=lambda target: _misgiving(target, need)):
+            if not await self._well(target, need):
+                continue
+            if need.policy != POLICY or await self._prepare(target.client):
+                return target
+        return None
+
+    async def _well(self, target: Target, need: RouteRequest) -> bool:
+        """Whether a request may be sent there. One that was lost before, or that comes after one which was lost there,
+        asks first: until the supervisor has noticed, a dead engine has the least load of all."""
+        if need.again or target.suspected:
+            target.suspected = not await target.health.answers_now()
+            return not target.suspected
+        return True
+
+    def _load(self, target: Target) -> int:
+        return target.in_flight + (0 if self.routed else target.slots.queued)
+
+    async def _prepare(self, client: EngineClient) -> bool:
+        """Have the client know what all clients of these engines must know. False if no engine could be asked."""
+        if self._early is None:
+            asked = next(iter(self.directory.serving()), None)
+            if asked is None:
+                return False
+            try:
+                self._early = await asked.client.has_early_boundaries(self.config.engine.pause_generation_mode)
+            except EngineError:
+                return False  # asked again at the next look
+        client.early_boundary = self._early
+        return True
+
+    def _stands(self, target: Target, need: RouteRequest) -> bool:
+        """True if the place is still what it was when it was chosen: slots may take their time."""
+        if target.name == ROUTER:
+            return self.directory.router is target and self.ready()
+        return any(target is other for other in self.directory.serving(need.policy))
+
+    def _label(self, target: Target) -> str | None:
+        """The weights that a request sent there now will meet."""
+        return self.directory.settled(self.directory.serving() if target.name == ROUTER else [target])
+
+
+def _misgiving(target: Target, need: RouteRequest) -> tuple[bool, bool]:
+    """What speaks against an engine before its place in the ranking: it lost the request, or has other weights than the
+    caller can use."""
+    version = target.entry.version if target.entry is not None else -1
+    return target.name == need.lost, need.pinned_version >= 0 and version != need.pinned_version

@@ -1,0 +1,389 @@
+"""The one way to ask engines: `stream` and `sample` for answers, `score` for log-probs of tokens that are there.
+
+Generation, evaluation, teachers, judges and whoever asks next name a policy; which engine answers, and what becomes of
+a request that is lost, late or cut up by an update, is settled in here. A request for n answers is one HTTP request, of
+which each member is handed on as it ends; whatever breaks it up (an abort for an update, a lost engine), each member
+that has not ended then goes on alone, from what it has.
+
+Invariants:
+- a token is in a result once: of a lost request only the certain prefix is kept, and the next request begins after it;
+- a member that ended in a broken stream is whole and is not asked again;
+- a lost request is sent again at most `--max-retries` times, or until its deadline if it has one; a request that timed
+  out but brought tokens is no loss;
+- a member that cannot be generated fails alone, with the reason: nothing is raised for it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import uuid
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from typing import Final
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from configs.schema import Config
+from models.engines.errors import EngineError, EngineTimeout, EngineUnreachable
+from models.engines.noise import sample_seed
+from models.engines.protocol import GenerateRequest
+from stages.engine_entries import POLICY, RETRACTED
+from stages.ports import Topic
+from stages.sampling.attempt import Attempt
+from stages.sampling.engine_directory import EngineDirectory
+from stages.sampling.losses import LOSSES, Losses, UnknownPolicy
+from stages.sampling.requests import SampleRequest, ScoreRequest
+from stages.sampling.results import DRAINED, OUT_OF_TIME, SampleResult, failed
+from stages.sampling.routes import Route, RouteRequest, Routes
+
+log = logging.getLogger("sluice.sampler")
+
+REPORT_INTERVAL_S: Final = 1.0
+
+Emit = Callable[[int, SampleResult], None]
+
+
+class Members:
+    """The members of a request, in the order in which they end."""
+
+    def __init__(self, n: int) -> None:
+        self.left = n
+        self._ended: asyncio.Queue[tuple[int, SampleResult]] = asyncio.Queue()
+
+    def put(self, index: int, result: SampleResult) -> None:
+        self._ended.put_nowait((index, result))
+
+    def __aiter__(self) -> Members:
+        return self
+
+    async def __anext__(self) -> tuple[int, SampleResult]:
+        if not self.left:
+            raise StopAsyncIteration
+        found = await self._ended.get()
+        self.left -= 1
+        return found
+
+
+class Sampler:
+    """A client of all engines of the run, one of `replicas` of its kind. `follow` it beside its use."""
+
+    def __init__(
+        self,
+        config: Config,
+        *,
+        replica: str,
+        index: int = 0,
+        replicas: int = 1,
+        stage: str = "",
+        policies: Sequence[str] = (POLICY,),
+        vocab_size: int | None = None,
+        extra: dict[str, float] | None = None,
+    ) -> None:
+        """
+        Args:
+            replica: names this client to the engines and in statistics.
+            stage: of which the topic tells how many replicas there are.
+            policies: names that may be asked for.
+            vocab_size: token ids from this on are refused before they are sent, for they end a real SGLang.
+            extra: where to count what was lost and saved.
+        """
+        self.rollout, self.replica, self.policies = config.rollout, replica, tuple(policies)
+        self.directory = EngineDirectory(
+            timeout_s=config.rollout.request_timeout_secs,
+            concurrency=config.rollout.server_concurrency,
+            replicas=replicas,
+            stage=stage,
+            vocab_size=vocab_size,
+        )
+        self.routes = Routes(config, self.directory, index=index)
+        self.extra = {} if extra is None else extra
+        self.retries = self.retractions = 0
+        # SGLang 0.5.23 aborts the id of every stream again two seconds after its end: no id may come twice, also not
+        # from a client that was started anew or from another run on the same engines.
+        self._origin = f"{replica}-{uuid.uuid4().hex[:8]}"
+        self._serial = itertools.count()
+        sglang = config.engine.engine == "sglang"
+        # Tokens as they are made, so that they survive their engine. Ours would pay too much for it on a CPU: they tell
+        # of a member when it has ended, and only to requests of several is that worth a stream.
+        self._tokens_come = sglang and config.health.stream_interval > 0
+        self._ends_come = not sglang
+
+    @property
+    def draining(self) -> bool:
+        """Nothing is sent to the policy's engines any more."""
+        return self.directory.draining
+
+    async def follow(self, topic: Topic) -> None:
+        """Waits for the topic, and tells it how often requests were retracted; runs until cancelled."""
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(self.directory.follow(topic))
+            tasks.create_task(self._report(topic))
+
+    async def ready(self) -> None:
+        """Waits for the first engine that carries published weights and can be sent to, or for a drain."""
+        while not (self.draining or self.routes.ready()):
+            changed = self.directory.changed()
+            if not (self.draining or self.routes.ready()):
+                await changed.wait()
+
+    async def close(self) -> None:
+        await self.directory.close()
+
+    # ------------------------------------------------------------------ what is asked
+
+    @asynccontextmanager
+    async def stream(self, request: SampleRequest) -> AsyncIterator[Members]:
+        """The members of the request as they end, to iterate over inside the block. Leaving it ends the rest."""
+        members = Members(request.n)
+        async with asyncio.TaskGroup() as tasks:
+            task = tasks.create_task(self._answer(request, members.put))
+            yield members
+            if members.left:
+                task.cancel()
+
+    async def sample(self, request: SampleRequest) -> tuple[SampleResult, ...]:
+        """All members, in their order."""
+        async with self.stream(request) as members:
+            found = {index: result async for index, result in members}
+        return tuple(found[index] for index in range(request.n))
+
+    async def score(self, request: ScoreRequest) -> npt.NDArray[np.float32]:
+        """[n - start] log-probs. Raises the engine's error: there is nothing that could be kept."""
+        if request.policy not in self.policies:
+            raise UnknownPolicy(request.policy, self.policies)
+        losses = Losses.until(request.deadline_s)
+        need = RouteRequest(request.session, request.token_ids.tobytes(), 1, request.policy, goes_on=True)
+        while True:
+            try:
+                return await self._score(request, self._again(need, losses, request.deadline_s), losses)
+            except EngineError as error:
+                if not await self._survives(request, losses, error, progress=False):
+                    raise
+
+    async def _score(self, request: ScoreRequest, need: RouteRequest, losses: Losses) -> npt.NDArray[np.float32]:
+        async with self.routes.place(need) as route:
+            try:
+                async with asyncio.timeout(losses.left_s), route.flight:
+                    return await route.client.score(request.token_ids, request.start, temperature=request.temperature)
+            except TimeoutError:
+                raise EngineTimeout(route.client.base_url, request.deadline_s or 0.0) from None
+            except LOSSES:
+                self._lost(route, losses)
+                raise
+            self._lost(route, losses)
+            raise EngineUnreachable(route.client.base_url, route.flight.why)
+
+    # ------------------------------------------------------------------ members, together and alone
+
+    async def _answer(self, request: SampleRequest, emit: Emit) -> None:
+        """Have each member emitted once."""
+        losses = Losses.until(request.deadline_s)
+        none: list[SampleResult] = [SampleResult()] * request.n
+        if request.policy not in self.policies:
+            for index, result in enumerate(none):
+                emit(index, failed(result, UnknownPolicy(request.policy, self.policies)))
+            return
+        async with asyncio.TaskGroup() as tasks:
+
+            def go_on(index: int, result: SampleResult) -> None:
+                tasks.create_task(self._alone(request, index, result, losses.copy(), emit))
+
+            if request.n == 1:
+                go_on(0, none[0])
+            else:
+                await self._together(request, none, losses, emit, go_on)
+
+    async def _together(
+        self, request: SampleRequest, results: list[SampleResult], losses: Losses, emit: Emit, go_on: Emit
+    ) -> None:
+        """One request for all; sent again as it is while nothing at all has come of it. What an update aborted goes on
+        at once, whatever the others do."""
+
+        def ended(index: int, result: SampleResult) -> None:
+            (go_on if goes_on(result) else emit)(index, result)
+
+        while True:
+            attempt = await self._ask(request, 0, results, losses, ended)
+            if attempt.error is None:
+                return
+            left = attempt.left
+            if not await self._survives(request, losses, attempt.error, progress=False):
+                for index, result in left.items():
+                    emit(index, failed(result, attempt.error))
+                return
+            if len(left) < request.n or any(result.token_ids for result in left.values()):
+                for index, result in left.items():
+                    go_on(index, result)
+                return
+            results = list(left.values())
+
+    async def _alone(
+        self, request: SampleRequest, index: int, result: SampleResult, losses: Losses, emit: Emit
+    ) -> None:
+        """Requests for one member until it has ended."""
+        while True:
+            if result.finish == "aborted" and not self._drains(request):
+                result = self._from_where(request, result)
+            ended: list[SampleResult] = []
+
+            def take(_: int, result: SampleResult, ended: list[SampleResult] = ended) -> None:
+                ended.append(result)
+
+            had = len(result.token_ids)
+            attempt = await self._ask(request, index, [result], losses, take)
+            if attempt.error is not None and not ended:
+                [result] = attempt.left.values()
+                progress = len(result.token_ids) > had
+                if not await self._survives(request, losses, attempt.error, progress=progress):
+                    ended.append(failed(result, attempt.error))
+            elif goes_on(ended[0]):
+                [result] = ended
+                continue
+            if ended:
+                emit(index, ended[0])
+                return
+
+    def _from_where(self, request: SampleRequest, result: SampleResult) -> SampleResult:
+        """What an aborted member goes on from: its partial output, or the beginning of the request. The tokens of a
+        text are the engine's to know, so that none can be put behind it."""
+        kept = result
+        if not self.rollout.partial_rollout or request.text:
+            kept = SampleResult("aborted", resumed=result.resumed, spent_s=result.spent_s)
+        return replace(kept, resumed=result.resumed + 1)
+
+    # ------------------------------------------------------------------ one request
+
+    async def _ask(
+        self, request: SampleRequest, index: int, results: Sequence[SampleResult], losses: Losses, ended: Emit
+    ) -> Attempt:
+        """One request for members that have the same tokens so far, the first of them `index`. `ended` is told of each
+        that ends; the others are in the attempt, with its error."""
+        attempt = Attempt(request, list(results), ended, self.rollout.partial_rollout)
+        first = results[0]
+        left_s = None if request.engine_s is None else request.engine_s - max(r.spent_s for r in results)
+        budget = request.params.max_new_tokens or 0
+        if self._drains(request):
+            attempt.end_all("aborted", DRAINED)
+        elif left_s is not None and left_s <= 0:
+            attempt.end_all("aborted", OUT_OF_TIME)
+        elif len(first.token_ids) >= budget > 0:
+            attempt.end_all("length")
+        else:
+            try:
+                await self._send(attempt, self._wire(request, index, len(results), first), losses, left_s)
+            except EngineError as error:  # no place for it
+                attempt.error = error
+        return attempt
+
+    def _wire(self, request: SampleRequest, index: int, n: int, first: SampleResult) -> GenerateRequest:
+        """The request as the engine gets it. A member that goes on alone draws what it would have drawn among all."""
+        params = request.params
+        spent = len(first.token_ids)
+        budget = None if params.max_new_tokens is None else params.max_new_tokens - spent
+        seed = params.sampling_seed
+        if n == 1 and seed is not None:
+            seed = sample_seed(seed, index)
+        return GenerateRequest(
+            rid=f"{self._origin}-{next(self._serial):09d}",
+            input_ids=None if request.text else [*request.token_ids, *first.token_ids],
+            text=request.text or None,
+            sampling_params=msgspec.structs.replace(params, n=n, max_new_tokens=budget, sampling_seed=seed),
+            return_logprob=request.log_probs,
+            priority=request.priority,
+        )
+
+    async def _send(self, attempt: Attempt, wire: GenerateRequest, losses: Losses, left_s: float | None) -> None:
+        """Take a place, send, and have the attempt told how it ended. Raises what keeps it from being sent."""
+        request = attempt.request
+        ours = request.policy == POLICY
+        prompt = np.asarray(request.token_ids[: request.prompt_length or None], dtype=np.int32).tobytes()
+        need = RouteRequest(
+            key=request.session,
+            prompt=prompt or request.text.encode(),
+            n=wire.samples,
+            policy=request.policy,
+            goes_on=request.returning or attempt.had[0].finish == "aborted",
+            direct=ours and bool(self.routes.lost_fields(wire)),
+            pinned_version=request.pinned_version,
+        )
+        async with self.routes.place(self._again(need, losses, request.deadline_s)) as route:
+            if ours:
+                # The engine's prefix cache is keyed by this: what one version computed must not serve another. Of
+                # weights that are not certain to be one version, nothing may be cached under a name used twice.
+                wire = msgspec.structs.replace(wire, extra_key=route.label or f"{wire.rid}~")
+            self._note(route)
+            await attempt.run(
+                route,
+                wire,
+                streamed=ours and (self._tokens_come or (self._ends_come and wire.samples > 1)),
+                tokens_come=self._tokens_come,
+                left_s=left_s,
+                late_s=losses.left_s,
+                workers=self.routes.workers(route),
+            )
+        self.retractions += attempt.retractions if ours else 0
+        self._add("reused_tokens", attempt.reused)
+        if isinstance(attempt.error, LOSSES):
+            self._lost(route, losses)
+
+    # ------------------------------------------------------------------ losses
+
+    def _again(self, need: RouteRequest, losses: Losses, deadline_s: float | None) -> RouteRequest:
+        """What is wanted of the next place after the losses so far."""
+        return replace(
+            need, again=losses.count > 0, lost=losses.engine, deadline=losses.deadline, deadline_s=deadline_s
+        )
+
+    def _lost(self, route: Route, losses: Losses) -> None:
+        losses.engine = route.target.name
+        self.routes.lost(route.target)
+
+    async def _survives(
+        self, request: SampleRequest | ScoreRequest, losses: Losses, error: Exception, *, progress: bool
+    ) -> bool:
+        """Whether the call goes on after a failed request; if so, waits a little, longer each time."""
+        if not losses.count_in(error, progress=progress):
+            return False
+        if self.draining:
+            return self._drains(request)  # the next try gives back what there is
+        if not losses.may_go_on(self.rollout.max_retries):
+            return False
+        self.retries += 1
+        self._add("engine_retries", 1)
+        log.info("a request is sent again: %s", error)
+        await asyncio.sleep(losses.pause_s)
+        return True
+
+    def _drains(self, request: SampleRequest | ScoreRequest) -> bool:
+        """In a drain the policy is asked nothing more; frozen engines still serve what was generated before it."""
+        return self.draining and request.policy == POLICY
+
+    # ------------------------------------------------------------------ statistics
+
+    def _add(self, name: str, n: float) -> None:
+        self.extra[name] = self.extra.get(name, 0.0) + n
+
+    def _note(self, route: Route) -> None:
+        router = self.directory.router
+        targets = [router] if self.routes.routed and router is not None else self.directory.serving()
+        self.extra["in_flight_limit"] = float(sum(target.slots.limit for target in targets))
+        self.extra["in_flight_samples"] = float(sum(target.slots.taken for target in targets))
+
+    async def _report(self, topic: Topic) -> None:
+        """Waits for the clock. Only answers tell of retractions, and the engines' limit follows them."""
+        told = 0
+        while True:
+            await asyncio.sleep(REPORT_INTERVAL_S)
+            if self.retractions != told:
+                told = self.retractions
+                await topic.publish(f"{RETRACTED}{self.replica}", str(told).encode())
+
+
+def goes_on(result: SampleResult) -> bool:
+    """Whether a member that an engine gave back is to be continued: it was aborted, and not by us."""
+    return result.finish == "aborted" and not result.reason

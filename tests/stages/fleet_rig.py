@@ -1,0 +1,115 @@
+"""The engines stage with engine servers, and the trainer's side of the weights."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from configs.schema import Config
+from configs.schema.update import UpdateConfig
+from models.engines.protocol import PauseMode
+from models.engines.serve import EngineServer
+from stages.engines.engine_control import EngineControl
+from stages.engines.stage import EnginesStage
+from stages.messages import EngineEntry
+from stages.ports import Ports
+from tests.models.weights.made_up import checkpoint
+from tests.stages.engine_rig import Weights, core_of, served, simulated
+from tests.stages.stage_rig import Rig, make_config, make_context, open_rig, until
+
+PATIENT = 1_000_000  # failures in a row: a test that wants none of the supervisor's help
+
+
+@dataclass
+class Fleet:
+    """An engines stage at work, and the engines that were started."""
+
+    rig: Rig
+    config: Config
+    weights: Weights
+    stack: AsyncExitStack
+    tasks: asyncio.TaskGroup
+    bare: Path
+    stage: EnginesStage = field(init=False)
+    running: asyncio.Task[None] = field(init=False)
+    servers: list[EngineServer] = field(default_factory=list)
+    lives: int = 0
+
+    async def start_stage(self) -> None:
+        """A stage that knows nothing but the topic."""
+        self.stage = EnginesStage(make_context(self.config, self.bare, replica="engines-0"))
+        topic = await self.rig.node.topic(self.rig.topic.address, replica=f"engines-{self.lives}")
+        self.lives += 1
+        self.running = self.tasks.create_task(self.stage.run(Ports("engines-0", {}, {}, topic)))
+
+    async def lose_stage(self) -> None:
+        self.running.cancel()
+        await asyncio.wait((self.running,))
+        await self.stage.close()
+
+    async def engine(self, index: int, *, incarnation: int = 0) -> EngineServer:
+        server = EngineServer(simulated(), str(self.bare), max_context_len=None, seed=index)
+        await self.stack.enter_async_context(server)
+        self.servers.append(server)
+        self.rig.engine_at(server.url, engine=index, incarnation=incarnation)
+        await self.known(index)
+        return server
+
+    async def known(self, index: int = 0) -> None:
+        """Wait until the stage controls the engine's newest incarnation."""
+        await self.rig.topic_until(lambda: self.rig.entry(index) is not None)
+
+    def control(self, engine: int = 0) -> EngineControl:
+        return self.stage.engines[f"engine-{engine}"]
+
+    def failures(self, engine: int = 0) -> int:
+        control = self.stage.engines.get(f"engine-{engine}")
+        return 0 if control is None else control.failures
+
+    def served(self, engine: int = 0) -> bool:
+        return served(self.rig, engine)
+
+    async def landed(self, version: int, *, engine: int = 0) -> None:
+        """The engine serves the version."""
+        await self.weights.landed(version, engine=engine)
+        await until(lambda: self.control(engine).serving)
+
+    def labels(self) -> list[str]:
+        return [core_of(server).label for server in self.servers]
+
+    def entry(self, engine: int = 0) -> EngineEntry:
+        found = self.rig.entry(engine)
+        assert found is not None
+        return found
+
+
+@asynccontextmanager
+async def fleet(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    *,
+    mode: PauseMode = "in_place",
+    source: Path | None = None,
+    update: UpdateConfig | None = None,
+    max_failures: int = PATIENT,
+) -> AsyncIterator[Fleet]:
+    """A stage that follows a topic; `source` is what the trainer's slots are laid out for."""
+    monkeypatch.setattr("stages.engines.engine_control.RETRY_S", 0.01)
+    (tmp_path / "bare").mkdir()
+    config = make_config(engine={"pause_generation_mode": mode, "engine": "simulated"}, router={"router": "none"})
+    update = msgspec.structs.replace(update or UpdateConfig(), update_weight_max_failures=max_failures)
+    async with AsyncExitStack() as stack:
+        rig = await stack.enter_async_context(open_rig())
+        weights = Weights(rig, tmp_path / "slots", source or checkpoint(tmp_path / "source"))
+        stack.callback(weights.slots.close)
+        async with asyncio.TaskGroup() as tasks:
+            one = Fleet(rig, msgspec.structs.replace(config, update=update), weights, stack, tasks, tmp_path / "bare")
+            await one.start_stage()
+            yield one
+            await one.lose_stage()
