@@ -157,6 +157,17 @@ def test_the_unit_of_rollout_metrics_is_the_rollout() -> None:
     assert metrics["rollout/zero_std_frac"] == 0.5, "the second group has one member"
 
 
+def test_what_no_weights_made_makes_no_rollout_mixed_and_no_older() -> None:
+    observed = make_sample(0, runs=[(5, 2), (-1, 1), (5, 1)], mask=[1, 1, 0, 1], reward=1.0)
+    mixed = make_sample(1, runs=[(4, 2), (-1, 1), (5, 1)], mask=[1, 1, 0, 1])
+    batch = batch_of(make_slice(0, observed, mixed))
+    assert batch.staleness == {1: 4, 2: 2}
+    metrics = batch.metrics()
+    assert metrics["rollout/mixed_version_ratio"] == 0.5
+    assert metrics["staleness/start_mean"] == 1.5
+    assert metrics["staleness/sample_max"] == 1.5
+
+
 def test_raw_and_shaped_rewards_are_told_apart() -> None:
     members = [make_sample(i, reward=-0.5, raw_reward=float(i)) for i in range(2)]
     metrics = batch_of(make_slice(0, *members)).metrics()

@@ -353,7 +353,7 @@ async def test_pass_at_k_comes_from_the_verdicts_and_a_failed_answer_is_wrong() 
         assert metrics["eval/held-mean@4"] == pytest.approx(1.25 / 3)
 
 
-async def test_of_an_answer_that_fanned_out_the_last_segment_counts() -> None:
+async def test_of_an_answer_with_several_sequences_the_last_one_counts() -> None:
     async with desk() as one:
         pin(one.rig, 3)
         one.rig.applied(3)
@@ -364,3 +364,16 @@ async def test_of_an_answer_that_fanned_out_the_last_segment_counts() -> None:
         assert done.complete
         assert done.metrics["eval/held"] == 0.5
         assert done.metrics["eval/held-best@1"] == 0.5
+
+
+async def test_every_sequence_of_an_answer_is_of_the_version() -> None:
+    """A sub-agent that other weights made spoils its answer; what no weights made is of no version."""
+    async with desk() as one:
+        pin(one.rig, 3)
+        one.rig.applied(3)
+        for number, group in enumerate(await one.prompts(3)):
+            first = make_sample(0, runs=[(2 if number == 0 else 3, 2), (-1, 2)], mask=[1, 1, 0, 0], sequences=2)
+            await one.answer(group, first, make_sample(0, version=3, reward=0.5, sequence=1, sequences=2))
+        done = await one.result()
+        assert not done.complete
+        assert done.metrics["eval/held-mixed_versions"] == 1.0

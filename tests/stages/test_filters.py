@@ -58,8 +58,8 @@ def test_nonzero_std_reads_the_rewards_before_shaping() -> None:
     assert verdict("nonzero_std", make_slice(0, *shaped_alike)) is None
 
 
-def test_nonzero_std_counts_rollouts_and_not_their_segments() -> None:
-    """Two segments of one rollout are one member: no group of one is kept because it fanned out."""
+def test_nonzero_std_counts_rollouts_and_not_their_sequences() -> None:
+    """Two sequences of one rollout are one member: no group of one is kept because it has several."""
     parts = [make_sample(0, reward=1.0, sequence=k, sequences=2) for k in range(2)]
     assert verdict("nonzero_std", make_slice(0, *parts, n_samples=1)) == "zero_std_1.0"
 

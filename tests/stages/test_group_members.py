@@ -15,14 +15,14 @@ PARTS = "tests.stages.custom_parts"
 
 
 def parts(index: int, n: int, *, reward: float | None = None, **fields: Any) -> list[Sample]:
-    """The segments of a rollout; the last one is graded."""
+    """The sequences of a rollout; the last one is graded."""
     return [
         make_sample(index, sequence=k, sequences=n, reward=reward if k == n - 1 else None, response=f"{k}", **fields)
         for k in range(n)
     ]
 
 
-async def test_a_rollout_that_fanned_out_is_complete_with_its_last_segment() -> None:
+async def test_a_rollout_with_several_sequences_is_complete_with_its_last_sequence() -> None:
     async with desk() as one:
         first, second, third = parts(0, 3, reward=1.0, is_correct=True)
         await one.send(make_slice(0, second, make_sample(1, reward=0.0, is_correct=False), n_samples=2))
@@ -46,7 +46,7 @@ async def test_a_redelivered_rollout_that_fans_out_otherwise_is_dropped() -> Non
         assert [s.reward for s in (await take(one.out)).samples] == [1.0, 1.0, 0.0]
 
 
-async def test_a_rollout_with_a_failed_segment_is_no_member() -> None:
+async def test_a_rollout_with_a_failed_sequence_is_no_member() -> None:
     async with desk() as one:
         broken = [
             make_sample(0, sequence=0, sequences=2, status="failed", error="tool lost"),
@@ -60,7 +60,7 @@ async def test_a_rollout_with_a_failed_segment_is_no_member() -> None:
         assert report.reward == 1.0, "both rollouts were graded, and each counts once"
 
 
-async def test_segments_do_not_count_twice_in_what_is_reported() -> None:
+async def test_sequences_do_not_count_twice_in_what_is_reported() -> None:
     async with desk(make_config(filter={"dynamic_sampling_filter": ("reward:0.9_1",)})) as one:
         members = [*parts(0, 3, reward=1.0, is_correct=True), make_sample(1, reward=0.0, is_correct=False)]
         await one.send(make_slice(0, *members, n_samples=2))

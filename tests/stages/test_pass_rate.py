@@ -73,7 +73,7 @@ def test_rewards_without_verdicts_give_best_at_k() -> None:
     assert found == pytest.approx({"best@1": 0.4, "best@2": 3.6 / 6, "best@4": 0.8, "mean@4": 0.4})
 
 
-def test_segments_of_a_rollout_are_one_draw() -> None:
+def test_sequences_of_a_rollout_are_one_draw() -> None:
     group = [make_sample(0, is_correct=True, reward=1.0, sequence=k, sequences=3) for k in range(3)]
     group.append(make_sample(1, is_correct=False, reward=0.0))
     assert estimates([group]) == {"pass@1": 0.5, "pass@2": 1.0, "mean@2": 0.5}

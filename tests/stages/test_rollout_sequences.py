@@ -63,8 +63,10 @@ async def test_an_episode_ends_when_its_environment_says_so(tmp_path: Path, monk
             for i in range(2)
         ]
         async with running(stages[0], ports[0]), running(stages[1], ports[1]):
-            await world.ask(make_group(0, 8))
-            samples = [sample for _ in range(8) for sample in (await world.answer()).samples]
+            await world.ask(make_group(0, 8, tools="[{}]"))
+            slices = [await world.answer() for _ in range(8)]
+            samples = [sample for slice_ in slices for sample in slice_.samples]
+    assert {(len(s.group.prompt_ids), s.group.tools) for s in slices} == {(0, "[]")}, "nobody behind reads them"
     assert len(log) == 1 + 8 * 2, "after the winning turn no engine is asked for another"
     assert {sample.turns for sample in samples} == {3}
     for sample in samples:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -18,6 +19,7 @@ from configs.schema.algorithm import AlgorithmConfig
 from models.algorithms.shared_tokens import prefix_fault
 from models.algorithms.token_advantages import gae
 from models.train.errors import InvalidSequence
+from models.train.interface import TrainSequence
 from models.train.step.batch_needs import BatchNeeds
 from models.train.step.examples import Example, Intake, Rollout, rollouts_of
 from models.train.step.whole_batch import decide_advantages
@@ -25,7 +27,7 @@ from models.train.step.whole_batch import decide_advantages
 VOCABULARY = 32
 
 
-def trunk_and_branch() -> list:  # type: ignore[type-arg]
+def trunk_and_branch() -> list[TrainSequence]:
     """prompt p; trunk a b c; branch a b | d e."""
     writer = Writer(np.random.default_rng(0), VOCABULARY)
     writer.begin([7]).tokens += writer.write(3)
@@ -150,15 +152,35 @@ def test_the_reward_of_a_turn_stands_at_its_last_trained_token() -> None:
 # ---------------------------------------------------------------------- models
 
 
-@pytest.mark.parametrize("aggregation", ["rollout_mean", "token_mean", "seq_mean", "constant"])
-def test_branches_train_as_the_flat_batch_does(backend, run_step, aggregation: str) -> None:  # type: ignore[no-untyped-def]
-    fields = {"loss_aggregation": aggregation, "clip_grad": 0.0, "use_tis": True, "entropy_coef": 0.01}
-    metrics, gradient, _ = run_step(backend(**fields), [branched_batch(3, VOCABULARY)])
-    expected, flat_gradient, _ = run_step(backend(**fields), [branched_batch(3, VOCABULARY, as_flat=True)])
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"loss_aggregation": "rollout_mean", "use_tis": True, "entropy_coef": 0.01},
+        {"loss_aggregation": "token_mean"},
+        {"loss_aggregation": "seq_mean"},
+        {"loss_aggregation": "constant"},
+        {"use_opd": True, "opd_kl_coef": 0.5, "normalize_advantages": True},
+        {"mask_offpolicy_in_partial_rollout": True},
+        {"rollout_rs": ("token_k2=0.05",), "use_tis": True, "renormalize_after_rejection": True},
+    ],
+)
+def test_branches_train_as_the_flat_batch_does(backend, run_step, fields: dict[str, Any]) -> None:  # type: ignore[no-untyped-def]
+    branched, by_hand = taught(branched_batch(3, VOCABULARY)), taught(branched_batch(3, VOCABULARY, as_flat=True))
+    metrics, gradient, _ = run_step(backend(**fields, clip_grad=0.0), [branched])
+    expected, flat_gradient, _ = run_step(backend(**fields, clip_grad=0.0), [by_hand])
     assert metrics["train/trained_tokens"] == expected["train/trained_tokens"]
     assert metrics["train/loss"] == pytest.approx(expected["train/loss"], abs=1e-6)
     for name, value in flat_gradient.items():
         torch.testing.assert_close(gradient[name], value, atol=1e-6, rtol=1e-6)
+
+
+def taught(sequences: list[TrainSequence]) -> list[TrainSequence]:
+    """Every sequence has log-probs of its own from the teacher, also of the tokens that it shares."""
+    rng = np.random.default_rng(1)
+    return [
+        dataclasses.replace(s, teacher_log_probs=rng.normal(-3.0, 0.5, len(s.tokens)).astype(np.float32))
+        for s in sequences
+    ]
 
 
 @pytest.mark.parametrize("estimator", ["ppo", "reinforce_plus_plus"])
