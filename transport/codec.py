@@ -1,15 +1,22 @@
-"""Bodies: one typed msgpack message each, arrays as raw little-endian `bin`, checked by an xxh3 digest.
+"""Bodies: one typed msgpack message each, arrays as raw little-endian bytes, checked by an xxh3 digest.
+
+A body is one frame, the msgpack, followed by a frame for each extra in it.
 
 Invariants:
 - Only typed decoders exist here; nothing on a wire chooses its own type. A schema containing `Any` is refused.
 - An array type is any numpy.ndarray subclass with a class attribute `wire_dtype`, such as "<i4". It travels as its
   bytes and comes back as a read-only, aligned view of that subclass: dtype and byte order belong to the schema.
+- An extra type is any numpy.ndarray subclass with `wire_frame = True`: for what is large, rare, or of a shape that the
+  schema does not know (images, choices of experts). Each value travels as a frame of its own, of any number type and
+  shape, and is copied neither into the msgpack nor out of it; so nobody may write to it once it is sent.
 - Whatever is wrong with a body surfaces as DecodeError from `Codec.decode`, and nowhere else.
 """
 
 from __future__ import annotations
 
 import hashlib
+import math
+from collections.abc import Sequence
 from typing import Any, Generic, TypeVar, cast
 
 import msgspec
@@ -20,6 +27,8 @@ from transport.errors import DecodeError, MessageInvalid, UsageError
 
 T = TypeVar("T")
 Buffer = bytes | memoryview
+Frames = tuple[Buffer, ...]  # of one body: the msgpack, then its extras
+NUMBERS = frozenset(np.dtype(code).newbyteorder("<").str for code in "?bBhHiIqQefd")  # of extras
 
 # All that a hostile or damaged body can raise. UnicodeDecodeError is a ValueError and no MsgspecError.
 DECODE_FAILURES = (msgspec.MsgspecError, ValueError, RecursionError, MemoryError, TypeError, OverflowError)
@@ -32,7 +41,16 @@ def is_wire_array(kind: object) -> bool:
     )
 
 
-def _encode_array(value: Any) -> memoryview | bytes:
+def is_extra(kind: object) -> bool:
+    """Whether values of the type travel as frames of their own."""
+    return isinstance(kind, type) and issubclass(kind, np.ndarray) and getattr(kind, "wire_frame", False) is True
+
+
+def _raw(array: Any) -> Buffer:
+    return np.ascontiguousarray(array).reshape(-1).view(np.uint8).data if array.size else b""
+
+
+def _encode_array(value: Any) -> Buffer:
     kind = type(value)
     if not is_wire_array(kind):
         raise TypeError(f"{kind.__name__} has no wire form; use builtins, structs or arrays with a wire_dtype")
@@ -41,7 +59,23 @@ def _encode_array(value: Any) -> memoryview | bytes:
             f"{kind.__name__} must be one-dimensional of dtype {kind.wire_dtype}, this one is {value.ndim}-dimensional "
             f"of {value.dtype}; convert it before sending"
         )
-    return np.ascontiguousarray(value).view(np.uint8).data if value.size else b""
+    return _raw(value)
+
+
+def _decode_extra(kind: type, value: Any, frames: Sequence[Buffer]) -> Any:
+    """The extra whose place in the msgpack is `[frame, dtype, shape]`: a view of its frame."""
+    place, name, shape = msgspec.convert(value, tuple[int, str, tuple[int, ...]])
+    if not 0 < place < len(frames):
+        raise ValueError(f"an extra lies in frame {place} of a body of {len(frames)}")
+    if name not in NUMBERS:
+        raise ValueError(f"an extra is of {name[:40]!r}, which is no number type")
+    dtype, frame = np.dtype(name), frames[place]
+    if min(shape, default=0) < 0 or math.prod(shape) * dtype.itemsize != len(frame):
+        raise ValueError(f"a frame of {len(frame)} bytes is no {kind.__name__} of {name} and shape {shape}")
+    array = np.frombuffer(frame, dtype) if frame else np.empty(0, dtype)
+    array = array if array.flags.aligned else array.copy()  # small frames may lie anywhere in what was received
+    array.flags.writeable = False
+    return array.reshape(shape).view(kind)
 
 
 def _decode_array(kind: type, value: Any) -> Any:
@@ -55,9 +89,19 @@ def _decode_array(kind: type, value: Any) -> Any:
     return np.frombuffer(value, dtype=dtype).view(kind)
 
 
-def checksum(body: Buffer) -> int:
-    """xxh3 of the body, 63 bits so that it fits a signed msgpack integer."""
-    return xxhash.xxh3_64_intdigest(body) >> 1
+def checksum(*frames: Buffer) -> int:
+    """xxh3 of the frames one after the other, 63 bits so that it fits a signed msgpack integer."""
+    if len(frames) == 1:
+        return xxhash.xxh3_64_intdigest(frames[0]) >> 1
+    digest = xxhash.xxh3_64()
+    for frame in frames:
+        digest.update(frame)
+    return digest.intdigest() >> 1
+
+
+def total(frames: Frames) -> int:
+    """Bytes of a body."""
+    return sum(map(len, frames))
 
 
 def _describe(info: msgspec.inspect.Type, seen: list[type]) -> str:
@@ -75,6 +119,8 @@ def _describe(info: msgspec.inspect.Type, seen: list[type]) -> str:
     if isinstance(info, kinds.UnionType):
         return "|".join(sorted(_describe(part, seen) for part in info.types))
     if isinstance(info, kinds.CustomType):
+        if is_extra(info.cls):
+            return f"{info.cls.__name__}<frame>"
         if not is_wire_array(info.cls):
             raise UsageError(f"a schema contains {info.cls.__name__}, which has no wire form; give it a wire_dtype")
         return f"{info.cls.__name__}<{cast(Any, info.cls).wire_dtype}>"
@@ -96,9 +142,10 @@ class Codec(Generic[T]):
     """Encoder and decoder of one schema: a struct, a tagged union of structs, or builtins."""
 
     def __init__(self, schema: type[T]) -> None:
-        self._encoder = msgspec.msgpack.Encoder(enc_hook=_encode_array)
+        self._frames: list[Buffer] = []  # extras of the message that is being encoded, or all frames of one decoded
+        self._encoder = msgspec.msgpack.Encoder(enc_hook=self._encode_custom)
         try:
-            self._decoder: msgspec.msgpack.Decoder[T] = msgspec.msgpack.Decoder(schema, dec_hook=_decode_array)
+            self._decoder: msgspec.msgpack.Decoder[T] = msgspec.msgpack.Decoder(schema, dec_hook=self._decode_custom)
             info = msgspec.inspect.type_info(schema)
         except TypeError as error:
             raise UsageError(
@@ -109,27 +156,47 @@ class Codec(Generic[T]):
         self.name = "|".join(sorted(_short_name(part) for part in parts))
         self.hash = hashlib.sha256(_describe(info, []).encode()).hexdigest()[:16]
 
-    def encode(self, message: T) -> bytes:
+    def encode(self, message: T) -> Frames:
         """Encode, or raise MessageInvalid. The outer type is checked, so that a stranger fails here and not afar."""
         if self._accepts and not isinstance(message, self._accepts):
             raise MessageInvalid(
                 f"a {type(message).__name__} was sent where {self.name} is declared; send the declared type"
             )
+        self._frames = []
         try:
-            return self._encoder.encode(message)
+            body = self._encoder.encode(message)
+            return (body, *self._frames)
         except (TypeError, ValueError, OverflowError, RecursionError, msgspec.MsgspecError) as error:
             raise MessageInvalid(f"a {type(message).__name__} does not encode: {error}") from error
+        finally:
+            self._frames = []
 
-    def decode(self, body: Buffer, size: int, digest: int) -> T:
+    def decode(self, frames: Frames, size: int, digest: int) -> T:
         """Check size and digest, then decode; raise DecodeError for everything that is wrong with a body."""
-        if len(body) != size:
-            raise DecodeError(f"body has {len(body)} bytes, its header says {size}")
-        if checksum(body) != digest:
+        if total(frames) != size:
+            raise DecodeError(f"body has {total(frames)} bytes, its header says {size}")
+        if checksum(*frames) != digest:
             raise DecodeError(f"checksum of {size} bytes differs from the header's: the body was damaged on its way")
+        self._frames = list(frames)
         try:
-            return self._decoder.decode(body)
+            return self._decoder.decode(frames[0])
         except DECODE_FAILURES as error:
             raise DecodeError(f"not a {self.name}: {type(error).__name__}: {error}") from error
+        finally:
+            self._frames = []
+
+    def _encode_custom(self, value: Any) -> Any:
+        if not is_extra(type(value)):
+            return _encode_array(value)
+        if value.dtype.str not in NUMBERS:
+            raise TypeError(
+                f"an extra holds little-endian numbers, this one {value.dtype.str}; convert it before sending"
+            )
+        self._frames.append(_raw(value))
+        return len(self._frames), value.dtype.str, value.shape
+
+    def _decode_custom(self, kind: type, value: Any) -> Any:
+        return _decode_extra(kind, value, self._frames) if is_extra(kind) else _decode_array(kind, value)
 
 
 def _short_name(info: msgspec.inspect.Type) -> str:

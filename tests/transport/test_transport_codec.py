@@ -64,9 +64,9 @@ CODEC = Codec(Tree)
 @settings(max_examples=100, deadline=None)
 @given(st.lists(leaves, max_size=4), st.none() | st.text())
 def test_round_trip_is_bit_exact(parts: list[Leaf], note: str | None) -> None:
-    body = CODEC.encode(Tree(tuple(parts), note))
+    (body,) = CODEC.encode(Tree(tuple(parts), note))
     for buffer in (body, memoryview(body)):
-        tree = CODEC.decode(buffer, len(body), checksum(body))
+        tree = CODEC.decode((buffer,), len(body), checksum(body))
         assert tree.note == note
         assert len(tree.leaves) == len(parts)
         for got, sent in zip(tree.leaves, parts, strict=True):
@@ -81,18 +81,18 @@ def test_round_trip_is_bit_exact(parts: list[Leaf], note: str | None) -> None:
 @given(st.binary(max_size=200))
 def test_any_bytes_decode_or_raise_one_error(body: bytes) -> None:
     with contextlib.suppress(DecodeError):
-        CODEC.decode(body, len(body), checksum(body))
+        CODEC.decode((body,), len(body), checksum(body))
 
 
 @settings(max_examples=200, deadline=None)
 @given(st.data())
 def test_every_flipped_bit_is_found(data: st.DataObject) -> None:
-    body = bytearray(CODEC.encode(Tree((Leaf(ints([1, 2]), floats([0.5]), "x"),))))
+    body = bytearray(*CODEC.encode(Tree((Leaf(ints([1, 2]), floats([0.5]), "x"),))))
     digest = checksum(bytes(body))
     bit = data.draw(st.integers(0, 8 * len(body) - 1))
     body[bit // 8] ^= 1 << bit % 8
     with pytest.raises(DecodeError, match="checksum of"):
-        CODEC.decode(bytes(body), len(body), digest)
+        CODEC.decode((bytes(body),), len(body), digest)
 
 
 @pytest.mark.parametrize(
@@ -107,25 +107,25 @@ def test_every_flipped_bit_is_found(data: st.DataObject) -> None:
 )
 def test_what_is_wrong_is_said(body: bytes, words: str) -> None:
     with pytest.raises(DecodeError, match=words):
-        CODEC.decode(body, len(body), checksum(body))
+        CODEC.decode((body,), len(body), checksum(body))
 
 
 def test_deep_nesting_is_an_error_and_no_crash() -> None:
     body = b"\x92\x90" + b"\x91" * 200_000
     with pytest.raises(DecodeError):
-        CODEC.decode(body, len(body), checksum(body))
+        CODEC.decode((body,), len(body), checksum(body))
     with pytest.raises((msgspec.MsgspecError, RecursionError)):
         wire.decode_to_hub(b"\x91" * 200_000)
 
 
 def test_a_wrong_length_is_named() -> None:
     with pytest.raises(DecodeError, match="body has 3 bytes, its header says 4"):
-        CODEC.decode(b"abc", 4, checksum(b"abc"))
+        CODEC.decode((b"abc",), 4, checksum(b"abc"))
 
 
 def test_old_readers_survive_new_writers() -> None:
-    body = Codec(Grown).encode(Grown((), "n", 9))
-    assert CODEC.decode(body, len(body), checksum(body)) == Tree((), "n")
+    (body,) = Codec(Grown).encode(Grown((), "n", 9))
+    assert CODEC.decode((body,), len(body), checksum(body)) == Tree((), "n")
     assert Codec(Grown).hash != CODEC.hash
 
 
@@ -135,8 +135,8 @@ def test_wrong_arrays_are_refused_before_sending() -> None:
     with pytest.raises(MessageInvalid, match="2-dimensional"):
         CODEC.encode(Tree((Leaf(np.zeros((2, 2), "<i4").view(Ints), floats([]), "x"),)))
     strided = np.arange(10, dtype="<i4")[::2].view(Ints)
-    body = CODEC.encode(Tree((Leaf(strided, floats([]), "x"),)))
-    assert CODEC.decode(body, len(body), checksum(body)).leaves[0].ids.tolist() == [0, 2, 4, 6, 8]
+    (body,) = CODEC.encode(Tree((Leaf(strided, floats([]), "x"),)))
+    assert CODEC.decode((body,), len(body), checksum(body)).leaves[0].ids.tolist() == [0, 2, 4, 6, 8]
 
 
 def test_untyped_schemas_are_refused() -> None:
@@ -171,16 +171,16 @@ def test_the_messages_between_stages_travel() -> None:
         (messages.VersionRun(-1, 1), messages.VersionRun(3, 2)),
     )
     codec = Codec(messages.RolloutSlice)
-    body = codec.encode(messages.RolloutSlice(group, (sample,)))
-    got = codec.decode(body, len(body), checksum(body))
+    (body,) = codec.encode(messages.RolloutSlice(group, (sample,)))
+    got = codec.decode((body,), len(body), checksum(body))
     assert got.samples[0].fault() is None
     assert got.samples[0].oldest_version == 3
     assert got.group.prompt_ids.tolist() == [1, 2, 3]
     union: Any = messages.Report
     reports: Codec[Any] = Codec(union)
     for report in (messages.Settled(1, "trained"), messages.StepDone(1, 1, (1, 2), {"a": 1.0}, 10)):
-        body = reports.encode(report)
-        assert reports.decode(body, len(body), checksum(body)) == report
+        (body,) = reports.encode(report)
+        assert reports.decode((body,), len(body), checksum(body)) == report
 
 
 @settings(max_examples=300, deadline=None)
@@ -195,17 +195,17 @@ def test_hostile_headers_raise_only_what_links_catch(header: bytes) -> None:
 
 def test_without_the_checksum_damage_would_pass(monkeypatch: pytest.MonkeyPatch) -> None:
     """The mutant that skips the digest: content changes and nobody notices."""
-    body = bytearray(CODEC.encode(Tree((Leaf(ints([1, 2]), floats([]), "x"),))))
+    body = bytearray(*CODEC.encode(Tree((Leaf(ints([1, 2]), floats([]), "x"),))))
     digest = checksum(bytes(body))
     body[body.index(b"\x01\x00\x00\x00")] = 9
     with pytest.raises(DecodeError):
-        CODEC.decode(bytes(body), len(body), digest)
-    monkeypatch.setattr("transport.codec.checksum", lambda buffer: digest)
-    assert CODEC.decode(bytes(body), len(body), digest).leaves[0].ids.tolist() == [9, 2]
+        CODEC.decode((bytes(body),), len(body), digest)
+    monkeypatch.setattr("transport.codec.checksum", lambda *frames: digest)
+    assert CODEC.decode((bytes(body),), len(body), digest).leaves[0].ids.tolist() == [9, 2]
 
 
 def test_catching_msgspec_errors_alone_would_let_a_stage_crash(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("transport.codec.DECODE_FAILURES", (msgspec.MsgspecError,))
     body = b"\x92\x90\xa2\xff\xfe"
     with pytest.raises(UnicodeDecodeError):
-        CODEC.decode(body, len(body), checksum(body))
+        CODEC.decode((body,), len(body), checksum(body))

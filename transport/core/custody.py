@@ -28,7 +28,7 @@ SUSPECT_DEATHS = 2
 SUSPECT_LOSSES = 3
 KEYS_REMEMBERED = 1 << 17
 
-Body = object  # opaque here: bytes in the tests, a zmq frame in the shell
+Body = object  # opaque here: bytes in the tests, a zmq frame or a tuple of frames in the shell
 
 
 @dataclass(slots=True, eq=False)

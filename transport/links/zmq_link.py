@@ -27,7 +27,7 @@ from transport.links import address as addresses
 from transport.links.address import Address
 from transport.links.link import Decode, Endpoint, Link
 from transport.links.security import ZAP_ADDRESS, Security, zap_reply
-from transport.wire import HEADER_LIMIT, AnyMessage, encode
+from transport.wire import HEADER_LIMIT, AnyMessage, Put, Work, encode
 
 COPY_BELOW = 64 << 10  # bytes; smaller bodies are cheaper to copy than to track
 MESSAGE_FUSE = 100_000  # high-water mark: never reached while credit is respected
@@ -172,9 +172,12 @@ class ZmqLink(Link):
         if self._socket.get(zmq.RCVMORE):
             small = getattr(message, "size", 0) < COPY_BELOW
             body = self._socket.recv(copy=True) if small else self._socket.recv(copy=False)
+            more: list[Body] = []
             while self._socket.get(zmq.RCVMORE):
-                self._socket.recv()
-                message = None
+                more.append(self._socket.recv(copy=True) if small else self._socket.recv(copy=False))
+            if more:
+                body = (body, *more)
+                message = message if isinstance(message, Put | Work) else None  # nothing else carries extras
         if message is None:
             self.endpoint.on_malformed(route, header)
         else:
@@ -227,7 +230,10 @@ class ZmqLink(Link):
             self._socket.send(encode(message), zmq.NOBLOCK)
         else:
             self._socket.send(encode(message), SEND_MORE)
-            self._socket.send(body, zmq.NOBLOCK, copy=isinstance(body, bytes) and len(body) < COPY_BELOW)
+            frames = body if isinstance(body, tuple) else (body,)
+            for place, frame in enumerate(frames, 1):
+                cheap = not isinstance(frame, zmq.Frame) and len(frame) < COPY_BELOW
+                self._socket.send(frame, SEND_MORE if place < len(frames) else zmq.NOBLOCK, copy=cheap)
 
 
 class ZmqFabric:

@@ -8,10 +8,11 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import cast
 
+from transport.codec import total
 from transport.core.custody import Body
 from transport.core.hub import HubCore, Send
 from transport.ports.endpoint import CorePort
-from transport.ports.inlet import body_buffer
+from transport.ports.inlet import body_frames
 from transport.spec import DeadLetter, HubStats
 from transport.wire import AnyMessage, Put, ToHub, encode
 
@@ -69,7 +70,7 @@ class Hub(CorePort):
 
     def on_message(self, route: bytes, message: AnyMessage, body: Body) -> None:
         size = message.size if isinstance(message, Put) else 0
-        if isinstance(message, Put) and (body is None or len(cast(bytes, body)) != size):
+        if isinstance(message, Put) and (body is None or total(body_frames(body)) != size):
             self.core.malformed += 1
             if self.core.knows(route):  # strangers are only counted, so that they cannot flood the callback
                 reason = f"body is not of the {size} bytes that its header says"
@@ -91,7 +92,7 @@ class Hub(CorePort):
         self._send_all(now, self.core.flush(now))
         letters, self.core.custody.letters = self.core.custody.letters, []
         for letter, body in letters:
-            self._on_dead_letter(replace(letter, body=bytes(body_buffer(body))))
+            self._on_dead_letter(replace(letter, body=b"".join(body_frames(body))))
         if not self.core.custody.items:
             self._wake_empty()
         if self.core.closing and self.core.peerless:
@@ -114,7 +115,7 @@ class Hub(CorePort):
             self.link.wake()
 
     def _quarantine(self, key: str, header: bytes, body: Body, reason: str) -> None:
-        letter = DeadLetter(self.core.spec.name, key, header, bytes(body_buffer(body)), f"quarantined: {reason}")
+        letter = DeadLetter(self.core.spec.name, key, header, b"".join(body_frames(body)), f"quarantined: {reason}")
         self._on_dead_letter(letter)
 
     def _wake_empty(self) -> None:

@@ -9,7 +9,7 @@ from typing import Generic, TypeVar, cast
 
 import zmq
 
-from transport.codec import Codec
+from transport.codec import Buffer, Codec, Frames
 from transport.core.consumer import ConsumerCore, Delivery, Verdict
 from transport.core.custody import Body
 from transport.errors import DecodeError, UsageError
@@ -19,11 +19,15 @@ from transport.wire import AnyMessage, FromHub
 T = TypeVar("T")
 
 
-def body_buffer(body: Body) -> bytes | memoryview:
-    """The bytes behind whatever carries a body."""
-    if isinstance(body, zmq.Frame):
-        return body.buffer
-    return body if isinstance(body, bytes | memoryview) else b""
+def body_frames(body: Body) -> Frames:
+    """The bytes behind whatever carries a body: one frame, or a tuple of them."""
+    frames = body if isinstance(body, tuple) else (body,)
+    return tuple(frame.buffer if isinstance(frame, zmq.Frame) else frame or b"" for frame in frames)
+
+
+def body_buffer(body: Body) -> Buffer:
+    """The bytes of a body of one frame."""
+    return body_frames(body)[0]
 
 
 class LeaseHandle(Generic[T]):
@@ -146,7 +150,7 @@ class Inlet(PeerPort, Generic[T]):
         self.link.wake()
         work = delivery.work
         try:
-            message = self._codec.decode(body_buffer(delivery.body), work.size, work.checksum)
+            message = self._codec.decode(body_frames(delivery.body), work.size, work.checksum)
         except DecodeError as error:
             self.quarantined += 1
             self.settle(delivery, "poison", f"quarantined at {self.session.hello.replica}: {error}")

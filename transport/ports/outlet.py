@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 from typing import Generic, TypeVar, cast
 
-from transport.codec import Codec, checksum
+from transport.codec import Codec, checksum, total
 from transport.core.custody import Body
 from transport.core.producer import Parcel, ProducerCore
 from transport.errors import MessageInvalid, MessageTooLarge, UsageError
@@ -41,14 +41,14 @@ class Outlet(PeerPort, Generic[T]):
             raise fault
         if not key or len(key) > KEY_LIMIT:
             raise MessageInvalid(f"key {key[:40]!r} has {len(key)} characters; use 1 to {KEY_LIMIT}")
-        body = self._codec.encode(message)
-        limit = self.session.max_message_bytes
-        if len(body) > limit:
+        frames = self._codec.encode(message)
+        size, limit = total(frames), self.session.max_message_bytes
+        if size > limit:
             raise MessageTooLarge(
-                f"message {key!r} has {len(body)} bytes, max_message_bytes of stream {self._stream!r} is {limit}; "
+                f"message {key!r} has {size} bytes, max_message_bytes of stream {self._stream!r} is {limit}; "
                 f"raise it or send less"
             )
-        parcel = self.core.offer(key, len(body), checksum(body), body)
+        parcel = self.core.offer(key, size, checksum(*frames), frames)
         accepted: asyncio.Future[None] = self.loop.create_future()
         self._senders[parcel] = accepted
         self.link.wake()

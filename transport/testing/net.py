@@ -23,10 +23,15 @@ class Int32s(np.ndarray[Any, np.dtype[Any]]):
     wire_dtype: ClassVar[str] = "<i4"
 
 
+class Extra(np.ndarray[Any, np.dtype[Any]]):
+    wire_frame: ClassVar[bool] = True
+
+
 class Job(msgspec.Struct, frozen=True, array_like=True):
     number: int
     text: str = ""
     tokens: Int32s | None = None
+    extras: dict[str, Extra] = {}
 
 
 class Ping(msgspec.Struct, frozen=True, array_like=True, tag=True):
