@@ -37,6 +37,15 @@ class UInt8Array(WireArray):
     wire_dtype: ClassVar[str] = "|u1"
 
 
+class Extra(np.ndarray[Any, np.dtype[Any]]):
+    """An array of any number type and shape beside the tokens: an image, the choices of experts.
+
+    It travels as a frame of its own, uncopied: do not write to it once its sample is sent. Read-only after decoding.
+    """
+
+    wire_frame: ClassVar[bool] = True
+
+
 A = TypeVar("A", bound=WireArray)
 
 NO_FLOATS = np.empty(0, dtype="<f4").view(Float32Array)
@@ -146,6 +155,7 @@ class Sample(Struct, frozen=True, array_like=True):
     turn_rewards: tuple[TurnReward, ...] = ()  # beside the reward at the end
     done: bool = False  # a loop stage has ended it: no engine is asked for more
     loop_state: bytes = b""  # what a loop stage has to know at its next turn; dropped when the rollout leaves the loop
+    extras: dict[str, Extra] = {}  # by name; kept as they are from stage to stage
 
     @property
     def length(self) -> int:

@@ -72,7 +72,7 @@ def _decode_extra(kind: type, value: Any, frames: Sequence[Buffer]) -> Any:
     dtype, frame = np.dtype(name), frames[place]
     if min(shape, default=0) < 0 or math.prod(shape) * dtype.itemsize != len(frame):
         raise ValueError(f"a frame of {len(frame)} bytes is no {kind.__name__} of {name} and shape {shape}")
-    array = np.frombuffer(frame, dtype) if frame else np.empty(0, dtype)
+    array = np.frombuffer(frame, dtype)
     array = array if array.flags.aligned else array.copy()  # small frames may lie anywhere in what was received
     array.flags.writeable = False
     return array.reshape(shape).view(kind)

@@ -15,14 +15,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from struct import Struct as Layout
 from struct import error as LayoutError
-from typing import BinaryIO, Final, get_args
+from typing import Any, BinaryIO, Final, get_args
 
 import msgspec
 import numpy as np
 import xxhash
 
 from models.checkpoint import CheckpointError, explain_disk_errors
-from stages.messages import RolloutSlice
+from stages.messages import Extra, RolloutSlice, WireArray
 
 BUFFER_FILE: Final = "buffer.msgpack"
 _RECORD: Final = Layout("<qqQ")  # group id, rollouts wanted, bytes of the message
@@ -44,10 +44,21 @@ def fingerprint(kind: type[msgspec.Struct]) -> bytes:
 
 
 _FORMAT: Final = fingerprint(RolloutSlice)
-_encoder = msgspec.msgpack.Encoder(enc_hook=lambda array: array.tobytes())
-_decoder = msgspec.msgpack.Decoder(
-    RolloutSlice, dec_hook=lambda kind, data: np.frombuffer(data, dtype=kind.wire_dtype).view(kind)
-)
+
+
+def _encode_array(array: WireArray | Extra) -> Any:
+    return array.tobytes() if isinstance(array, WireArray) else (array.dtype.str, array.shape, array.tobytes())
+
+
+def _decode_array(kind: type[WireArray | Extra], value: Any) -> Any:
+    if issubclass(kind, WireArray):
+        return np.frombuffer(value, dtype=kind.wire_dtype).view(kind)
+    dtype, shape, data = value
+    return np.frombuffer(data, dtype=dtype).reshape(shape).view(kind)
+
+
+_encoder = msgspec.msgpack.Encoder(enc_hook=_encode_array)
+_decoder = msgspec.msgpack.Decoder(RolloutSlice, dec_hook=_decode_array)
 
 
 @dataclass(frozen=True)

@@ -8,12 +8,13 @@ import random
 from typing import Any
 
 import msgspec
+import numpy as np
 import pytest
 
 from models.import_path import ImportPathError
 from stages.group.filters import FilterDecision, resolve_filter
 from stages.group.stage import GroupStage
-from stages.messages import RolloutSlice, Sample, Settled, VersionRun
+from stages.messages import Extra, RolloutSlice, Sample, Settled, VersionRun
 from tests.stages.group_rig import desk, failed, join, settled
 from tests.stages.stage_rig import (
     idle,
@@ -72,6 +73,17 @@ async def test_leases_are_released_only_after_the_group_has_left() -> None:
         await take(one.out)
         await one.rig.hubs["group"].wait_empty()
         assert one.rig.hubs["group"].stats().settled == 2
+
+
+async def test_extras_of_the_members_pass_through_the_join() -> None:
+    image = np.arange(12, dtype="<u2").reshape(3, 4).view(Extra)
+    async with desk() as one:
+        await one.send(make_slice(0, make_sample(0, reward=1.0, extras={"image": image}), n_samples=2))
+        await one.send(make_slice(0, make_sample(1, reward=0.0), n_samples=2))
+        whole = await take(one.out)
+        assert [list(sample.extras) for sample in whole.samples] == [["image"], []]
+        got = whole.samples[0].extras["image"]
+        assert (type(got), got.dtype, got.tolist()) == (Extra, image.dtype, image.tolist())
 
 
 async def test_what_a_killed_replica_held_is_put_together_by_the_next() -> None:

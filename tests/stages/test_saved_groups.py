@@ -5,10 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 
 import msgspec
+import numpy as np
 import pytest
 
 from models.checkpoint import CheckpointError
-from stages.messages import Float32Array, RolloutSlice, wire
+from stages.messages import Extra, Float32Array, RolloutSlice, wire
 from stages.train import saved_groups
 from stages.train.saved_groups import BUFFER_FILE, read_groups, restorable, write_groups
 from tests.stages.stage_rig import make_sample, make_slice
@@ -29,6 +30,7 @@ def groups(*ids: int, n_samples: int = 2) -> list[RolloutSlice]:
                     reward_parts={"form": 0.25},
                     teacher_log_probs=wire([-1.5] * (6 + index), Float32Array),
                     routed_experts=bytes(range(group_id)),
+                    extras={"image": np.arange(group_id * 6, dtype="<u2").reshape(3, 2, -1).view(Extra)},
                 )
                 for index in range(n_samples)
             ),
