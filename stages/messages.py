@@ -11,51 +11,22 @@ its tokens; every token lies in exactly one version run; a failed sample carries
 from __future__ import annotations
 
 import math
-from typing import Any, ClassVar, Literal, TypeVar
+from typing import Any, Literal
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
 from msgspec import Struct
 
-
-class WireArray(np.ndarray[Any, np.dtype[Any]]):
-    """One-dimensional array that travels as raw little-endian bytes of `wire_dtype`. Read-only after decoding."""
-
-    wire_dtype: ClassVar[str]
-
-
-class Int32Array(WireArray):
-    wire_dtype: ClassVar[str] = "<i4"
-
-
-class Float32Array(WireArray):
-    wire_dtype: ClassVar[str] = "<f4"
-
-
-class UInt8Array(WireArray):
-    wire_dtype: ClassVar[str] = "|u1"
-
-
-class Extra(np.ndarray[Any, np.dtype[Any]]):
-    """An array of any number type and shape beside the tokens: an image, the choices of experts.
-
-    It travels as a frame of its own, uncopied: do not write to it once its sample is sent. Read-only after decoding.
-    """
-
-    wire_frame: ClassVar[bool] = True
-
-
-A = TypeVar("A", bound=WireArray)
-
-NO_FLOATS = np.empty(0, dtype="<f4").view(Float32Array)
-NO_IDS = np.empty(0, dtype="<i4").view(Int32Array)
-
-
-def wire(values: Any, kind: type[A]) -> A:
-    """Copy any sequence of numbers into a contiguous wire array of the kind."""
-    return np.ascontiguousarray(values, dtype=kind.wire_dtype).view(kind)
-
+# Whoever writes a stage finds the fields' types here too.
+from stages.arrays import NO_FLOATS as NO_FLOATS
+from stages.arrays import NO_IDS as NO_IDS
+from stages.arrays import Extra as Extra
+from stages.arrays import Float32Array as Float32Array
+from stages.arrays import Int32Array as Int32Array
+from stages.arrays import UInt8Array as UInt8Array
+from stages.arrays import WireArray as WireArray
+from stages.arrays import wire as wire
 
 Status = Literal["pending", "completed", "truncated", "aborted", "failed"]
 Outcome = Literal["trained", "filtered", "stale", "failed", "surplus"]

@@ -1,0 +1,49 @@
+"""The arrays that messages carry: of one number type and dimension, or, as extras, of any.
+
+Invariants: nobody writes to an array of a message; byte order is little-endian. How they travel, the transport says,
+which knows them by `wire_dtype` and `wire_frame` (transport/codec.py).
+"""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar, TypeVar
+
+import numpy as np
+
+
+class WireArray(np.ndarray[Any, np.dtype[Any]]):
+    """One-dimensional array that travels as raw little-endian bytes of `wire_dtype`. Read-only after decoding."""
+
+    wire_dtype: ClassVar[str]
+
+
+class Int32Array(WireArray):
+    wire_dtype: ClassVar[str] = "<i4"
+
+
+class Float32Array(WireArray):
+    wire_dtype: ClassVar[str] = "<f4"
+
+
+class UInt8Array(WireArray):
+    wire_dtype: ClassVar[str] = "|u1"
+
+
+class Extra(np.ndarray[Any, np.dtype[Any]]):
+    """An array of any number type and shape beside the tokens: an image, the choices of experts.
+
+    It travels as a frame of its own, uncopied: do not write to it once its sample is sent. Read-only after decoding.
+    """
+
+    wire_frame: ClassVar[bool] = True
+
+
+A = TypeVar("A", bound=WireArray)
+
+NO_FLOATS = np.empty(0, dtype="<f4").view(Float32Array)
+NO_IDS = np.empty(0, dtype="<i4").view(Int32Array)
+
+
+def wire(values: Any, kind: type[A]) -> A:
+    """Copy any sequence of numbers into a contiguous wire array of the kind."""
+    return np.ascontiguousarray(values, dtype=kind.wire_dtype).view(kind)
