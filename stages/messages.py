@@ -120,7 +120,6 @@ class Sample(Struct, frozen=True, array_like=True):
     replaced: int = 0  # times begun anew because its group's deadline passed
     spec_proposed: int = 0  # speculative decoding: draft tokens proposed, and accepted
     spec_accepted: int = 0
-    routed_experts: bytes = b""  # int32 [tokens, layers, top-k] as the engine sent it, for replay; empty if not asked
     policy: str = "policy"  # whose weights made the model tokens
     prefix: Prefix | None = None  # what it has in common with an earlier sequence of its rollout
     turn_rewards: tuple[TurnReward, ...] = ()  # beside the reward at the end

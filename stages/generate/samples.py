@@ -11,10 +11,11 @@ from typing import Final
 import msgspec
 import numpy as np
 
-from stages.messages import Float32Array, Int32Array, Sample, Status, UInt8Array, wire
+from stages.messages import NO_IDS, Extra, Float32Array, Int32Array, Sample, Status, UInt8Array, wire
 from stages.sampling.results import Finish, SampleResult
 from stages.sequences import join_runs
 
+EXPERTS: Final = "routed_experts"  # among the extras, if the engine was asked for them
 STATUS_OF: Final[dict[Finish, Status]] = {
     "stop": "completed",
     "length": "truncated",
@@ -43,6 +44,16 @@ def append_result(sample: Sample, result: SampleResult) -> Sample:
         generate_s=sample.generate_s + result.spent_s,
         spec_proposed=sample.spec_proposed + result.spec_proposed,
         spec_accepted=sample.spec_accepted + result.spec_accepted,
-        # A turn's experts begin with the first token of its context; what earlier turns said of those made the tokens.
-        routed_experts=sample.routed_experts + result.routed_experts[len(sample.routed_experts) :],
+        extras=_with_experts(sample.extras, result.routed_experts),
     )
+
+
+def _with_experts(extras: dict[str, Extra], experts: bytes) -> dict[str, Extra]:
+    """The choices of experts, int32 of tokens x layers x top-k, in which each token of the context is told once.
+
+    A turn's experts begin with the first token of its context; what earlier turns said of those made the tokens.
+    """
+    if not experts:
+        return extras
+    had, told = extras.get(EXPERTS, NO_IDS), np.frombuffer(experts, dtype="<i4")
+    return {**extras, EXPERTS: np.concatenate([had, told[len(had) :]]).view(Extra)}

@@ -127,4 +127,6 @@ def _joined_experts(had: bytes, output: GenerateOutput) -> bytes:
         experts = base64.b64decode(sent, validate=True)
     except binascii.Error as error:
         raise EngineProtocolError(output.meta_info.id, f"routed_experts is not base64: {error}") from error
+    if len(experts) % 4:
+        raise EngineProtocolError(output.meta_info.id, f"routed_experts has {len(experts)} bytes, which are no int32")
     return had + experts[len(had) :]

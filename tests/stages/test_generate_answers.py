@@ -58,15 +58,17 @@ def test_experts_of_a_continued_rollout_are_those_that_made_its_tokens(turns: in
         sample = append_result(new_sample([], 0), extended(ASKED, result, again, 1.0))
     else:
         sample = append_result(append_result(new_sample([], 0), result), extended(ASKED, NEW, again, 1.0))
-    rows = np.frombuffer(sample.routed_experts, "<i4").reshape(-1, 2, 2)[:, 0, 0]
+    rows = sample.extras["routed_experts"].reshape(-1, 2, 2)[:, 0, 0]
     assert rows.tolist() == [0, 1, 2, 3, 104, 105]
-    assert extended(ASKED, NEW, answer(first), 1.0).routed_experts == b""
+    assert sample.extras["routed_experts"].dtype == np.int32
+    assert append_result(new_sample([], 0), extended(ASKED, NEW, answer(first), 1.0)).extras == {}
 
 
-def test_experts_that_are_no_base64_are_told() -> None:
-    result = extended(ASKED, NEW, answer([1], routed_experts="%%"), 1.0)
+@pytest.mark.parametrize(("sent", "words"), [("%%", "is not base64"), ("AAAAAAA=", "has 5 bytes, which are no int32")])
+def test_experts_that_are_no_base64_of_numbers_are_told(sent: str, words: str) -> None:
+    result = extended(ASKED, NEW, answer([1], routed_experts=sent), 1.0)
     assert isinstance(result.error, EngineProtocolError)
-    assert "routed_experts is not base64" in str(result.error)
+    assert f"routed_experts {words}" in str(result.error)
     assert (result.finish, result.token_ids) == ("failed", ())
 
 

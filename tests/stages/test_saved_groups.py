@@ -29,7 +29,6 @@ def groups(*ids: int, n_samples: int = 2) -> list[RolloutSlice]:
                     reward=group_id / 7,
                     reward_parts={"form": 0.25},
                     teacher_log_probs=wire([-1.5] * (6 + index), Float32Array),
-                    routed_experts=bytes(range(group_id)),
                     extras={"image": np.arange(group_id * 6, dtype="<u2").reshape(3, 2, -1).view(Extra)},
                 )
                 for index in range(n_samples)
