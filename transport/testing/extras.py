@@ -33,15 +33,11 @@ class ExtrasConformance:
             lease = await first.receive()
             assert lease is not None
             check(lease.message)
-            lease.retry("once more")
-            again = await first.receive()
-            assert again is not None
-            assert again.attempt == 2
-            check(again.message)
             await first.close(blame=True)
             second = await node.inlet(hub.address, "jobs", Job, replica="second")
             last = await second.receive()
             assert last is not None
+            assert last.attempt == 2
             check(last.message)
             check(lease.message)  # its own frames are kept as long as somebody looks at them
             forward = await node.outlet(hub.address, "jobs", Job)
