@@ -29,7 +29,7 @@ from models.train.trainer_group.rank_spec import (
 )
 from pipeline.errors import EXIT_DISK_FULL, ReplicaFailed, UsageError
 from pipeline.hosts.gpus import slices, trainers_gpu, visible_gpus
-from pipeline.hosts.launcher import Handle, Launcher, ProcessSpec, Resources, ending
+from pipeline.hosts.launcher import Handle, Launcher, Resources, ending
 from pipeline.hosts.rendezvous import Entry, spec_key
 from pipeline.record.run_directory import RunDir
 from pipeline.supervise.restart_server import POLL_S, STARTS_WITHOUT_SERVING, Waiting
@@ -144,6 +144,7 @@ class TrainerGroup:
             await asyncio.wait(ends, timeout=END_S if ended_well else NOTICE_S)
             loss = verdict(codes)
             arrival.cancel()
+            self._came_up = self._came_up or self._met() >= incarnation  # since the last look
             for process in running:
                 await process.kill()
         return loss
@@ -159,8 +160,7 @@ class TrainerGroup:
             address=str(self._rundir.sockets / f"trainer-group-{incarnation}.sock"),
         )
         self._topic.publish(spec_key(name), msgspec.msgpack.encode(spec))
-        argv = self._entry.command("pipeline.hosts.trainer_rank", name)
-        process = ProcessSpec(name, argv, self._rank_environment(rank), sweep=True)
+        process = self._entry.process("pipeline.hosts.trainer_rank", name, env=self._rank_environment(rank), sweep=True)
         return await self._launcher.spawn(process, Resources(self._gpus))
 
     def _rank_environment(self, rank: int) -> dict[str, str]:
