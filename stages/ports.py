@@ -1,7 +1,7 @@
 """What a stage may ask of the world: the ports' Protocols. `transport` implements them; no stage imports it.
 
 Invariants:
-- `receive` hands out a lease, never a bare message: until `done`, `retry` or `poison` is called the hub still owns the
+- `receive` hands out a lease, never a bare message: until `done` or `poison` is called the hub still owns the
   message, and hands it to another replica when this one is lost.
 - `send` returns when the hub has taken custody. A stage therefore calls `done` on its input only after its last `send`.
 - The topic is level-triggered: it holds the newest value of each key, and a late joiner sees them all.
@@ -35,9 +35,6 @@ class Lease(Protocol[T_co]):
 
     def done(self) -> None:
         """Release the message for good. Never blocks; acknowledgements travel in batches."""
-
-    def retry(self, reason: str) -> None:
-        """Hand the message back for another delivery."""
 
     def poison(self, reason: str) -> None:
         """Refuse the message for good: the hub dead-letters it with the reason."""

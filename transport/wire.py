@@ -25,11 +25,11 @@ Role = Literal["producer", "consumer"]
 
 
 class Refusal(Struct, frozen=True, array_like=True, gc=False):
-    """A verdict other than done: `retry` is blamed, `poison` dead-letters, `returned` is nobody's fault."""
+    """A verdict other than done: `poison` dead-letters, `returned` is nobody's fault."""
 
     id: Count
     attempt: Count
-    kind: Literal["retry", "poison", "returned"]
+    kind: Literal["poison", "returned"]
     reason: Reason = ""
 
 

@@ -72,9 +72,6 @@ class RestoredLease:
     def done(self) -> None:
         """Nothing to release."""
 
-    def retry(self, reason: str) -> None:
-        """Nobody could deliver it again."""
-
     def poison(self, reason: str) -> None:
         """Nobody keeps it."""
 

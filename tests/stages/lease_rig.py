@@ -19,8 +19,5 @@ class Held:
     def done(self) -> None:
         self.ends.append("done")
 
-    def retry(self, reason: str) -> None:
-        self.ends.append("retry")
-
     def poison(self, reason: str) -> None:
         self.ends.append("poison")

@@ -28,7 +28,7 @@ SCENARIOS = {
     "unsupervised deaths": Scenario(consumer_deaths=3, producer_deaths=1, supervised=0.0),
     "frozen": Scenario(freezes=2, cuts=2),
     "leaving": Scenario(leaves=3, max_attempts=1),
-    "killer": Scenario(killers=1, poisons=2, retries=0.1, consumer_deaths=1, concurrency=3),
+    "killer": Scenario(killers=1, poisons=2, consumer_deaths=1, concurrency=3),
     "regenerated": Scenario(regenerated=10, producer_deaths=1),
     "new hub": Scenario(hub_restarts=2, cuts=1),
     "sticky": Scenario(routing="sticky", consumer_deaths=2, leaves=1, cuts=1),
@@ -37,7 +37,7 @@ SCENARIOS = {
     "slow work": Scenario(work_s=4.0, items=15),
     "everything": Scenario(
         drop=0.02, duplicate=0.02, reorder=True, consumer_deaths=2, producer_deaths=1, cuts=3, leaves=1, poisons=1,
-        retries=0.05, regenerated=3,
+        regenerated=3,
     ),
 }  # fmt: skip
 
@@ -133,10 +133,10 @@ original_accepted = ProducerCore._accepted
 @mutant("leases of a dead consumer are kept", Scenario(consumer_deaths=2))
 def leases_kept(patch: pytest.MonkeyPatch) -> Rules:
     class ServerSupervisor(HubCore):
-        def _leave(self, now: float, peer: Any, *, blame: bool, how: str = "failed") -> None:
+        def _leave(self, peer: Any, *, blame: bool, how: str = "failed") -> None:
             if hasattr(peer, "held"):
                 peer.held = {}
-            super()._leave(now, peer, blame=blame, how=how)
+            super()._leave(peer, blame=blame, how=how)
 
     return Rules(hub=ServerSupervisor)
 
@@ -168,10 +168,10 @@ def no_renewal(patch: pytest.MonkeyPatch) -> Rules:
 @mutant("everything leased is blamed", Scenario(killers=1, max_attempts=1, concurrency=1, items=80, work_s=0.2))
 def blame_all(patch: pytest.MonkeyPatch) -> Rules:
     class Unjust(HubCore):
-        def _leave(self, now: float, peer: Any, *, blame: bool, how: str = "failed") -> None:
+        def _leave(self, peer: Any, *, blame: bool, how: str = "failed") -> None:
             for item in getattr(peer, "held", {}).values():
                 item.started = True
-            super()._leave(now, peer, blame=blame, how=how)
+            super()._leave(peer, blame=blame, how=how)
 
     return Rules(hub=Unjust)
 
@@ -192,9 +192,9 @@ def no_solitude(patch: pytest.MonkeyPatch) -> Rules:
 def no_bound(patch: pytest.MonkeyPatch) -> Rules:
     original = Custody.fail
 
-    def fail(self: Custody, item: Item, now: float, reason: str, *, died: bool) -> None:
-        item.failures = 0
-        original(self, item, now, reason, died=died)
+    def fail(self: Custody, item: Item, reason: str) -> None:
+        self.spec = structs.replace(self.spec, max_attempts=1 << 30)
+        original(self, item, reason)
 
     patch.setattr(Custody, "fail", fail)
     return Rules()

@@ -21,6 +21,7 @@ from transport import (
     AddressInUse,
     AddressInvalid,
     AddressRefused,
+    BlobGone,
     DeadLetter,
     LinkLost,
     LinkRefused,
@@ -28,6 +29,7 @@ from transport import (
     Security,
     SecurityError,
     StreamSpec,
+    Transfer,
     UsageError,
     wire,
 )
@@ -319,3 +321,34 @@ async def test_an_error_in_an_owner_task_ends_the_node(run_dir: Path) -> None:
         await run()
     assert isinstance(raised.value.exceptions[0], RuntimeError)
     assert "callback is broken" in str(raised.value.exceptions[0])
+
+
+async def test_bytes_go_to_holders_of_a_key_alone(run_dir: Path) -> None:
+    create_keys(run_dir / "keys", ["worker"])
+    create_keys(run_dir / "stranger", [])
+    security = load_security(run_dir / "keys")
+    stranger = load_security(run_dir / "stranger").own
+    async with asyncio.timeout(20), Node("run", "server", security) as node:
+        server = await node.byte_server("tcp://127.0.0.1:0")
+        blob = server.serve("weights/1", b"secret")
+        async with Node("run", "w", Security(stranger, security.own.public), give_up_s=5) as intruder:
+            client = await intruder.byte_client(server.address)
+            with pytest.raises(LinkRefused, match=r"refused this node: its allow-list does not contain .* add the key"):
+                await client.stat("weights/1")
+        async with Node("run", "w", give_up_s=0.5) as plain:
+            client = await plain.byte_client(server.address)
+            with pytest.raises(LinkLost, match=r"silent for give_up_s=0\.5 while 'weights/1' was fetched"):
+                await client.stat("weights/1")
+        assert (server.chunks, server.malformed) == (0, 0), "nothing of theirs was decoded"
+        async with Node("other", "w", load_security(run_dir / "keys", "worker")) as other:
+            client = await other.byte_client(server.address)
+            with pytest.raises(BlobGone, match=r"asked by run 'other'.* this byte server is of run 'run'"):
+                await client.stat("weights/1")
+        async with Node("run", "w", load_security(run_dir / "keys", "worker")) as worker:
+            client = await worker.byte_client(server.address)
+            buffer = bytearray(blob.size)
+            await client.fetch(Transfer(blob, memoryview(buffer)))
+        assert (bytes(buffer), server.chunks) == (b"secret", 1)
+    async with Node("run", "node") as node:
+        with pytest.raises(AddressRefused, match=r"will not bind tcp://.* without keys: .* give the node Security"):
+            await node.byte_server("tcp://0.0.0.0:0")

@@ -53,7 +53,6 @@ class Scenario:
     regenerated: int = 0  # messages sent once more by another producer under the same key
     killers: int = 0  # messages that kill whoever executes them
     poisons: int = 0
-    retries: float = 0.0
     supervised: float = 0.7  # deaths that the supervisor sees
     gather: int = 0  # a consumer answers only when it has started so many
     patience_s: float = 300.0
@@ -112,7 +111,6 @@ class World:
         self.offered: set[str] = set()
         self.accepted: set[str] = set()
         self.done: Counter[str] = Counter()
-        self.retried: Counter[str] = Counter()
         self.kills: Counter[str] = Counter()
         self.letters: Counter[str] = Counter()
         self.doubt: set[str] = set()  # accepted by a hub that died
@@ -284,9 +282,6 @@ class World:
         host.working.remove(delivery)
         if key in self.poisons:
             host.core.settle(delivery, "poison", "bad")
-        elif self.retried[key] < 2 and self.rng.random() < self.s.retries:
-            self.retried[key] += 1
-            host.core.settle(delivery, "retry", "later")
         else:
             self.done[key] += 1
             host.core.settle(delivery, "done")
@@ -305,7 +300,7 @@ class World:
         self._routes.pop(route, None)
         self._last_words.add(route)
         if supervised:
-            self.at(0.03, lambda: (self.hub.peer_lost(self.now, host.name), self._flush_hub()))
+            self.at(0.03, lambda: (self.hub.peer_lost(host.name), self._flush_hub()))
         elif self.rng.random() < 0.5:
             self.at(0.01, lambda: (self.hub.on_unreachable(self.now, route), self._flush_hub()))
         self.at(0.1, lambda: self._rebirth(host))

@@ -18,7 +18,7 @@ from transport.core.custody import Body
 from transport.core.session import Session
 from transport.wire import REASON_LIMIT, Drain, End, FromHub, Hello, Refusal, Report, Settled, ToHub, Welcome, Work
 
-Verdict = Literal["done", "retry", "poison", "returned"]
+Verdict = Literal["done", "poison", "returned"]
 
 
 @dataclass(slots=True, eq=False)

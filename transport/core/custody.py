@@ -1,7 +1,7 @@
 """What a hub holds: every accepted message, from ACCEPTED to its one verdict.
 
 Invariants:
-- accepted == settled + dead + in custody (queued, delayed or leased), at all times.
+- accepted == settled + dead + in custody (queued or leased), at all times.
 - The first verdict wins; a later one changes nothing but a counter.
 - Only an item that was started at the time of its failure is blamed; after `max_attempts` failures it is dead.
 - An item is a suspect once it was started in two replicas that died, or merely held by three (the news of its start
@@ -10,7 +10,6 @@ Invariants:
 
 from __future__ import annotations
 
-import heapq
 from collections import deque
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
@@ -22,8 +21,6 @@ from transport.wire import Work, encode
 if TYPE_CHECKING:
     from transport.core.peers import ConsumerPeer
 
-RETRY_DELAY_S = 0.02  # doubles with each failure
-RETRY_DELAY_LIMIT_S = 5.0
 SUSPECT_DEATHS = 2
 SUSPECT_LOSSES = 3
 KEYS_REMEMBERED = 1 << 17
@@ -39,10 +36,9 @@ class Item:
     checksum: int
     body: Body
     attempt: int = 0  # deliveries so far
-    failures: int = 0
-    deaths: int = 0  # replicas that died while executing it
+    failures: int = 0  # replicas that died, or left with an error, while executing it
     losses: int = 0  # replicas that died while holding it unstarted, as far as was known
-    state: Literal["queued", "delayed", "leased", "gone"] = "queued"
+    state: Literal["queued", "leased", "gone"] = "queued"
     started: bool = False
     serial: int = 0  # of its newest delivery
     holder: ConsumerPeer | None = None
@@ -59,7 +55,6 @@ class Custody:
     ready: deque[Item] = field(default_factory=deque)
     again: deque[Item] = field(default_factory=deque)  # redeliveries go first
     suspects: deque[Item] = field(default_factory=deque)
-    delayed: list[tuple[float, int]] = field(default_factory=list)
     letters: list[tuple[DeadLetter, Body]] = field(default_factory=list)
     keys: KeyMemory = field(init=False)
     held_bytes: int = 0
@@ -129,20 +124,15 @@ class Custody:
         item.suspect = item.suspect or item.losses >= SUSPECT_LOSSES
         self._queue(item)
 
-    def fail(self, item: Item, now: float, reason: str, *, died: bool) -> None:
-        """Blame one failed execution on the item: redeliver, after a delay if it asked for it, or bury it."""
+    def fail(self, item: Item, reason: str) -> None:
+        """Blame the death of its holder on the item: redeliver it, or bury it."""
         self.release(item)
         item.failures += 1
-        item.deaths += died
         if item.failures >= self.spec.max_attempts:
             self.bury(item, f"{reason} (failed {item.failures} of max_attempts={self.spec.max_attempts})")
-        elif died:
-            item.suspect = item.suspect or item.deaths >= SUSPECT_DEATHS
-            self._queue(item)
         else:
-            item.state = "delayed"
-            delay_s = min(RETRY_DELAY_LIMIT_S, RETRY_DELAY_S * 2.0 ** (item.failures - 1))
-            heapq.heappush(self.delayed, (now + delay_s, item.id))
+            item.suspect = item.suspect or item.failures >= SUSPECT_DEATHS
+            self._queue(item)
 
     def bury(self, item: Item, reason: str) -> None:
         """Dead-letter. The key is forgotten: sending the message anew is a decision, not an accident."""
@@ -152,13 +142,6 @@ class Custody:
         self.dead += 1
         self.keys.forget(item.key)
         self.letters.append((DeadLetter(self.spec.name, item.key, header, b"", reason), body))
-
-    def wake_delayed(self, now: float) -> None:
-        while self.delayed and self.delayed[0][0] <= now:
-            item = self.items.get(heapq.heappop(self.delayed)[1])
-            if item is not None and item.state == "delayed":
-                item.state = "queued"
-                self._queue(item)
 
     def next_ready(self) -> Item | None:
         """Oldest item to deliver, redeliveries first. Settled ones are skipped. The item is taken off the queue."""

@@ -92,7 +92,7 @@ class HubCore:
         peer.silent_at = now + self.spec.lease_s
         peer.connected = True
         if isinstance(message, Fin | FinAck):
-            self._leave(now, peer, blame=isinstance(message, Fin) and message.blame)
+            self._leave(peer, blame=isinstance(message, Fin) and message.blame)
             if isinstance(message, Fin):
                 self._out.append(Send(route, FinAck()))
         elif isinstance(peer, ProducerPeer):
@@ -103,7 +103,7 @@ class HubCore:
             else:
                 self.malformed += 1
         elif isinstance(message, Report):
-            self._report(now, peer, message)
+            self._report(peer, message)
         elif isinstance(message, Drain):
             peer.draining = True
             self.dispatch.abandon(peer)
@@ -121,21 +121,20 @@ class HubCore:
                 self.dispatch.abandon(peer)
 
     def on_timer(self, now: float) -> None:
-        """Expire leases and graces, wake what was delayed."""
+        """Expire leases and graces."""
         for peer in self._peers():
             if peer.silent_at <= now:
-                self._lose(now, peer, "lost its link" if not peer.connected else "was silent for a lease")
-        self.custody.wake_delayed(now)
+                self._lose(peer, "lost its link" if not peer.connected else "was silent for a lease")
         self.dispatch.on_timer(now)
         self._wake_at = None
         for peer in self._peers():
             self._note(peer.silent_at)
 
-    def peer_lost(self, now: float, replica: str) -> None:
+    def peer_lost(self, replica: str) -> None:
         """The supervisor saw the replica die: do not wait for its lease."""
         for peer in self._peers():
             if peer.replica == replica:
-                self._lose(now, peer, "died")
+                self._lose(peer, "died")
 
     def finish(self) -> None:
         """Send END as soon as nothing is in custody any more."""
@@ -170,7 +169,7 @@ class HubCore:
 
     def deadline(self) -> float | None:
         """When on_timer wants to be called; may be early, is never late."""
-        times = [self._wake_at, self.dispatch.deadline(), self.custody.delayed[0][0] if self.custody.delayed else None]
+        times = [self._wake_at, self.dispatch.deadline()]
         return min((time for time in times if time is not None), default=None)
 
     @property
@@ -264,7 +263,7 @@ class HubCore:
 
     # Consumers.
 
-    def _report(self, now: float, peer: ConsumerPeer, report: Report) -> None:
+    def _report(self, peer: ConsumerPeer, report: Report) -> None:
         if report.epoch != self.epoch:
             return
         current = report.session == peer.session
@@ -277,7 +276,7 @@ class HubCore:
             self.custody.settle(item_id)
             peer.to_settle.append(item_id)
         for refusal in report.refused:
-            self._refused(now, peer, refusal.id, refusal.kind, refusal.reason)
+            self._refused(peer, refusal.id, refusal.kind, refusal.reason)
             peer.to_settle.append(refusal.id)
         if current and report.held is not None:
             peer.beat = True
@@ -286,17 +285,14 @@ class HubCore:
                 if item.serial <= report.seen and item.id not in kept:
                     self.custody.requeue(item)  # it never arrived
 
-    def _refused(self, now: float, peer: ConsumerPeer, item_id: int, kind: str, reason: str) -> None:
+    def _refused(self, peer: ConsumerPeer, item_id: int, kind: str, reason: str) -> None:
         item = self.custody.items.get(item_id)
         if item is None:
             self.custody.duplicates += 1
         elif kind == "poison":
             self.custody.bury(item, reason)
         elif item.holder is peer:
-            if kind == "retry":
-                self.custody.fail(item, now, reason, died=False)
-            else:
-                self.custody.requeue(item)
+            self.custody.requeue(item)
 
     # Coming and going.
 
@@ -358,10 +354,10 @@ class HubCore:
             return f"stream {name!r} already has {MAX_PEERS} peers, its limit; check for a reconnect loop"
         return None
 
-    def _lose(self, now: float, peer: ProducerPeer | ConsumerPeer, how: str) -> None:
-        self._leave(now, peer, blame=True, how=how)
+    def _lose(self, peer: ProducerPeer | ConsumerPeer, how: str) -> None:
+        self._leave(peer, blame=True, how=how)
 
-    def _leave(self, now: float, peer: ProducerPeer | ConsumerPeer, *, blame: bool, how: str = "failed") -> None:
+    def _leave(self, peer: ProducerPeer | ConsumerPeer, *, blame: bool, how: str = "failed") -> None:
         """Forget a peer; what it held is delivered to others, and blamed if it had been started."""
         self._routes.pop(peer.route, None)
         if isinstance(peer, ProducerPeer):
@@ -376,7 +372,7 @@ class HubCore:
         self.dispatch.abandon(peer)
         for item in list(peer.held.values()):
             if blame and (item.started or item is alone):
-                self.custody.fail(item, now, f"replica {peer.replica!r} {how} while executing it", died=True)
+                self.custody.fail(item, f"replica {peer.replica!r} {how} while executing it")
             else:
                 self.custody.requeue(item, died=blame)
 

@@ -16,7 +16,7 @@ from transport.core.peers import ConsumerPeer
 
 
 def least_loaded(item: Item, consumers: Collection[ConsumerPeer]) -> ConsumerPeer | None:
-    """Fewest held, then most free credit; another one than it failed at, if there is any with room."""
+    """Fewest held, then most free credit; another one than had it before, if there is any with room."""
     best: ConsumerPeer | None = None
     best_rank = (True, 0, 0)
     for peer in consumers:
@@ -28,11 +28,10 @@ def least_loaded(item: Item, consumers: Collection[ConsumerPeer]) -> ConsumerPee
 
 
 def sticky(item: Item, consumers: Collection[ConsumerPeer]) -> ConsumerPeer | None:
-    """The one, of those with room, that the key's text before its last '/' belongs to; another one after a failure."""
+    """The one, of those with room, that the key's text before its last '/' belongs to."""
     prefix = item.key.rpartition("/")[0] or item.key
 
-    def rank(peer: ConsumerPeer) -> tuple[bool, int, str]:
-        failed = item.failures > 0 and peer is item.last
-        return not failed, xxhash.xxh3_64_intdigest(f"{prefix}\0{peer.replica}".encode()), peer.incarnation
+    def rank(peer: ConsumerPeer) -> tuple[int, str]:
+        return xxhash.xxh3_64_intdigest(f"{prefix}\0{peer.replica}".encode()), peer.incarnation
 
     return max((peer for peer in consumers if peer.accepts(item.size)), key=rank, default=None)

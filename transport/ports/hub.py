@@ -44,7 +44,7 @@ class Hub(CorePort):
 
     def peer_lost(self, replica: str) -> None:
         """The replica's process is known to be dead: release its leases and credit now."""
-        self.core.peer_lost(self.loop.time(), replica)
+        self.core.peer_lost(replica)
         self.link.wake()
 
     async def wait_empty(self) -> None:

@@ -50,10 +50,6 @@ class LeaseHandle(Generic[T]):
         """Release the message for good. Travels with the next batch; repeated until the hub confirms."""
         self._inlet.settle(self._delivery, "done")
 
-    def retry(self, reason: str) -> None:
-        """Hand back for another delivery, after a short delay; counts as one failed attempt."""
-        self._inlet.settle(self._delivery, "retry", reason)
-
     def poison(self, reason: str) -> None:
         """Refuse for good: the hub dead-letters it."""
         self._inlet.settle(self._delivery, "poison", reason)

@@ -86,22 +86,21 @@ class StreamConformance:
                 assert await take_all(slow) == [0, 1, 2]
             assert taking.result() == list(range(3, 20))
 
-    async def test_retry_is_delivered_again_then_dead_lettered(self, net: Net) -> None:
+    async def test_what_failed_is_delivered_again_then_dead_lettered(self, net: Net) -> None:
         async with net.stream(max_attempts=3) as (node, hub):
-            first = await node.inlet(hub.address, "jobs", Job, window_items=1, replica="one")
-            second = await node.inlet(hub.address, "jobs", Job, window_items=1, replica="two")
             await send_jobs(node, hub, range(1))
             attempts = []
-            for inlet in (first, second, first):  # another replica is preferred after a failure
+            for name in ("one", "two", "three"):
+                inlet = await node.inlet(hub.address, "jobs", Job, window_items=1, replica=name)
                 lease = await inlet.receive()
                 assert lease is not None
                 attempts.append(lease.attempt)
-                lease.retry("out of luck")
+                await inlet.close(blame=True)
             await hub.wait_empty()
             assert attempts == [1, 2, 3]
         [letter] = net.letters
         assert letter.key == "0/0"
-        assert letter.reason == "out of luck (failed 3 of max_attempts=3)"
+        assert letter.reason == "replica 'three' failed while executing it (failed 3 of max_attempts=3)"
 
     async def test_poison_is_dead_lettered_at_once_with_its_body(self, net: Net) -> None:
         async with net.stream() as (node, hub):
@@ -330,7 +329,7 @@ class StreamConformance:
             assert lease is not None
             lease.done()
             with pytest.raises(UsageError, match="'0/0' was settled before; give each lease exactly one verdict"):
-                lease.retry("again")
+                lease.poison("again")
 
     async def test_leaving_with_an_error_blames_and_does_not_hang(self, net: Net) -> None:
         async def fail() -> None:
