@@ -1,13 +1,22 @@
-"""The graph of stages as names: the built-in path, loops, custom stages in their places, replicas.
+"""The graph of stages as names: the built-in path, loops, custom stages in their places, replicas, streams.
+
+    prompts -> generate -> [custom after generate] -> reward -> [custom after reward] -> (teacher) -> group -> train
+                  ^  |                                                                                  |
+                  |  v  loop stages (tools, agents): own inlet back into generate                       v
+               evaluate  <------------------------------------------------------------------------ evaluate
 
 Invariants: pure; custom stages follow `after` from one to the next, those with the same `after` in the order of the
-recipe; the order given here is the one in which a group passes the stages.
+recipe; the order given here is the one in which a group passes the stages; the only cycles are the ones through a loop
+stage or the evaluation, which have inlets of their own.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from itertools import pairwise
 from typing import Final, Literal
+
+from msgspec import Struct
 
 from configs.schema import Config, StageConfig
 
@@ -33,6 +42,21 @@ SINGLE: Final[Mapping[str, str]] = {
     "train": "it is the single writer of the weights and their version",
     "evaluate": "it joins the answers of one version, which must meet in one place",
 }
+
+PROMPT: Final = "stages.messages:PromptGroup"
+SLICE: Final = "stages.messages:RolloutSlice"
+REPORT: Final = "stages.messages:Report"
+
+
+class Stream(Struct, frozen=True):
+    """One edge: `producers` (stage, outlet) put messages of `schema` in, `consumer` (stage, inlet) takes them."""
+
+    name: str  # of its consumer, as `<stage>` or `<stage>.<inlet>`
+    schema: str  # import path
+    consumer: tuple[str, str]
+    producers: tuple[tuple[str, str], ...]
+    feedback: bool = False
+    routing: Literal["least_loaded", "sticky"] = "least_loaded"
 
 
 def chain(config: Config, head: str, passed: frozenset[str] = frozenset()) -> tuple[StageConfig, ...]:
@@ -128,3 +152,24 @@ def replicas(config: Config) -> dict[str, int]:
     own = {stage.name: stage.replicas for stage in config.stage}
     counts = {name: config.run.scale.get(name, own.get(name, 1)) for name in names}
     return {**counts, "engine": engine_count(config)} if "engine" in counts else counts
+
+
+def streams(config: Config) -> tuple[Stream, ...]:
+    """All edges of the graph, those of the path first. Every stream has one consuming stage."""
+    order = path(config)
+    reporters = [name for name in order if name in ("group", "train")]
+    found = [
+        Stream(name, PROMPT if name == "generate" else SLICE, (name, "in"), ((before, "out"),))
+        for before, name in pairwise(order)
+    ]
+    for name in loops(config):  # turns of a rollout go to one replica, which may keep what belongs to it in a cache
+        turns = (("generate", f"loop.{name}"),)
+        found.append(Stream(name, SLICE, (name, "in"), turns, feedback=True, routing="sticky"))
+    if back := tuple((name, "out") for name in loops(config)):
+        found.append(Stream("generate.return", SLICE, ("generate", "return"), back, feedback=True))
+    if evaluates(config):
+        found.append(Stream("generate.eval", PROMPT, ("generate", "eval"), (("evaluate", "out"),), feedback=True))
+        found.append(Stream("evaluate", SLICE, ("evaluate", "in"), (("group", "eval"),)))
+        reporters.append("evaluate")
+    settle = tuple((name, "settle") for name in reporters)
+    return (*found, Stream("settle", REPORT, ("prompts", "settle"), settle))

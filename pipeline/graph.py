@@ -1,25 +1,15 @@
-"""The graph of a run: which stages there are, which streams join them. Pure; configs.rules.validate has listed its
-faults.
+"""The graph of a run: the stages of configs/graph.py with their classes, and who is joined to which stream. Pure;
+configs.rules.validate has listed its faults.
 
-    prompts -> generate -> [custom after generate] -> reward -> [custom after reward] -> (teacher) -> group -> train
-                  ^  |                                                                                  |
-                  |  v  loop stages (tools, agents): own inlet back into generate                       v
-               evaluate  <------------------------------------------------------------------------ evaluate
-
-Every stream has one consuming stage and is named `<stage>` or `<stage>.<inlet>`. The engines stage stands beside the
-flow: it has no stream, and the others know the engines from what it publishes.
-
-Invariant: the only cycles are the ones through a loop stage or the evaluation, which have inlets of their own.
+The engines stage stands beside the flow: it has no stream, and the others know the engines from what it publishes.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from itertools import pairwise
 
-from configs.graph import evaluates, loops, path, replicas
+from configs.graph import Stream, evaluates, loops, path, replicas, streams
 from configs.schema import Config, StageConfig
-from transport.spec import Routing
 
 STAGES = {
     "engines": "stages.engines.stage:EnginesStage",
@@ -33,21 +23,6 @@ STAGES = {
 }
 # Slices in work at once, where it is not the usual number: a teacher answers late and a multi-turn sample comes alone.
 CONCURRENCY = {"teacher": 32}
-SLICE = "stages.messages:RolloutSlice"
-PROMPT = "stages.messages:PromptGroup"
-REPORT = "stages.messages:Report"
-
-
-@dataclass(frozen=True)
-class Stream:
-    """One edge: `producers` (stage, outlet) put messages of `schema` in, `consumer` (stage, inlet) takes them."""
-
-    name: str
-    schema: str
-    consumer: tuple[str, str]
-    producers: tuple[tuple[str, str], ...]
-    feedback: bool = False
-    routing: Routing = "least_loaded"
 
 
 @dataclass(frozen=True)
@@ -85,34 +60,14 @@ class Graph:
 def build(config: Config) -> Graph:
     """The graph that a checked configuration describes."""
     names = [name for name in path(config) if name != "prompts"]
-    if names == ["train"]:
-        return _supervised()
-    loop_names = list(loops(config))
-    chain = names[: names.index("group") + 1]
-    streams = [Stream("generate", PROMPT, ("generate", "in"), (("prompts", "out"),))]
-    streams += [Stream(b, SLICE, (b, "in"), ((a, "out"),)) for a, b in pairwise(chain)]
-    for name in loop_names:  # turns of a rollout go to one replica, which may keep what belongs to it in a cache
-        turns = (("generate", f"loop.{name}"),)
-        streams.append(Stream(name, SLICE, (name, "in"), turns, feedback=True, routing="sticky"))
-    if loop_names:
-        back = tuple((name, "out") for name in loop_names)
-        streams.append(Stream("generate.return", SLICE, ("generate", "return"), back, feedback=True))
-    streams.append(Stream("train", SLICE, ("train", "in"), (("group", "out"),)))
-    reporters = [("group", "settle"), ("train", "settle")]
-    nodes = ["engines", *names, *loop_names]  # of no stream: it holds the engines that the others ask
-    if evaluates(config):
-        nodes.append("evaluate")
-        streams.append(Stream("generate.eval", PROMPT, ("generate", "eval"), (("evaluate", "out"),), feedback=True))
-        streams.append(Stream("evaluate", SLICE, ("evaluate", "in"), (("group", "eval"),)))
-        reporters.append(("evaluate", "settle"))
-    streams.append(Stream("settle", REPORT, ("prompts", "settle"), tuple(reporters)))
-
+    engines = ["engines"] if "generate" in names else []  # of no stream: it holds the engines that the others ask
+    nodes = [*engines, *names, *loops(config), *(["evaluate"] if evaluates(config) else [])]
     customs = {stage.name: stage for stage in config.stage}
     counts = replicas(config)
     return Graph(
         nodes=tuple(_node(name, customs.get(name), counts[name]) for name in nodes),
-        streams=tuple(streams),
-        loops=tuple(f"{name}={customs[name].path if name in customs else STAGES[name]}" for name in loop_names),
+        streams=streams(config),
+        loops=tuple(f"{name}={customs[name].path if name in customs else STAGES[name]}" for name in loops(config)),
     )
 
 
@@ -120,15 +75,3 @@ def _node(name: str, custom: StageConfig | None, count: int) -> Node:
     if custom is None:
         return Node(name, STAGES[name], count, CONCURRENCY.get(name, Node.concurrency))
     return Node(name, custom.path, count, custom.concurrency, dict(custom.options))
-
-
-def _supervised() -> Graph:
-    """Supervised training is the same machine without engines: prompts -> train."""
-    return Graph(
-        nodes=(Node("train", STAGES["train"]),),
-        streams=(
-            Stream("train", SLICE, ("train", "in"), (("prompts", "out"),)),
-            Stream("settle", REPORT, ("prompts", "settle"), (("train", "settle"),)),
-        ),
-        loops=(),
-    )

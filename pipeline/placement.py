@@ -11,12 +11,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from configs.graph import engine_count, frozen_engines, is_address
+from configs.graph import Stream, engine_count, frozen_engines, is_address
 from configs.schema import Config
 from models.import_path import import_path
 from models.train.trainer_group.rank_spec import needs_trainer_group, processes_of
 from models.weights.slots_directory import choose_directory
-from pipeline.graph import Graph, Node, Stream
+from pipeline.graph import Graph, Node
 from pipeline.hosts.gpus import visible_gpus
 from pipeline.hosts.replica import PortSpec, ReplicaSpec
 from pipeline.record.run_directory import RunDir

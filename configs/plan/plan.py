@@ -6,11 +6,9 @@ loaded or started.
 
 from __future__ import annotations
 
-from itertools import pairwise
-
 from msgspec import Struct
 
-from configs.graph import evaluates, frozen_engines, is_address, loops, path, replicas, resolved_router
+from configs.graph import Stream, frozen_engines, is_address, path, replicas, resolved_router, streams
 from configs.load import config_hash
 from configs.plan.model import model_lines, size_text
 from configs.plan.parallel_layout import Layout, layout_of, trainer_processes
@@ -46,15 +44,6 @@ class FrozenPlan(Struct, frozen=True):
     nbytes: int | None = None  # estimate, where its config.json is at hand
 
 
-class Edge(Struct, frozen=True):
-    """A stream between two stages. A feedback edge has an inlet of its own."""
-
-    source: str
-    target: str
-    carries: str
-    feedback: bool = False
-
-
 class Plan(Struct, frozen=True):
     mode: str
     runner: str
@@ -65,7 +54,7 @@ class Plan(Struct, frozen=True):
     rollouts: int | None  # rollout batches; None: follows from num_epoch and the data
     epochs: int | None
     stages: tuple[StagePlan, ...]
-    edges: tuple[Edge, ...]
+    streams: tuple[Stream, ...]
     processes: int
     batch: Batch
     tokens_per_batch: int  # at most
@@ -106,7 +95,7 @@ def make_plan(config: Config, *, generation_s: float | None = None, training_s: 
         rollouts=rollout.num_rollout,
         epochs=rollout.num_epoch if rollout.num_rollout is None else None,
         stages=stages,
-        edges=_edges(config),
+        streams=streams(config),
         processes=_processes(config, stages) + (started if _own_processes(config) else 0),
         batch=batch,
         tokens_per_batch=batch.rollouts * rollout.rollout_max_response_len,
@@ -191,23 +180,6 @@ def _processes(config: Config, stages: tuple[StagePlan, ...]) -> int:
     return 1 + graders + router + trainer_group + servers
 
 
-def _edges(config: Config) -> tuple[Edge, ...]:
-    order = path(config)
-    edges = [
-        Edge(source, target, "PromptGroup" if source == "prompts" and target == "generate" else "RolloutSlice")
-        for source, target in pairwise(order)
-    ]
-    for name in loops(config):
-        edges.append(Edge("generate", name, "RolloutSlice", feedback=True))
-        edges.append(Edge(name, "generate", "RolloutSlice", feedback=True))
-    if evaluates(config):
-        edges.append(Edge("evaluate", "generate", "PromptGroup", feedback=True))
-        edges.append(Edge("group", "evaluate", "RolloutSlice"))
-    reporters = [name for name in ("group", "train") if name in order] + (["evaluate"] if evaluates(config) else [])
-    edges += [Edge(name, "prompts", "Report", feedback=True) for name in reporters]
-    return tuple(edges)
-
-
 def render(plan: Plan) -> str:
     """The plan as text."""
     blocks = [_head(plan), _graph(plan), _placement(plan), _arithmetic(plan), _bounds(plan), _model(plan)]
@@ -225,11 +197,12 @@ def _head(plan: Plan) -> list[str]:
 def _graph(plan: Plan) -> list[str]:
     counts = {stage.name: stage.replicas for stage in plan.stages}
     label = {name: f"{name} x{count}" if count > 1 else name for name, count in counts.items()}
-    main = [edge for edge in plan.edges if not edge.feedback and edge.target != "evaluate"]
-    lines = ["stages", "  " + " -> ".join([label["prompts"], *(label[edge.target] for edge in main)])]
-    for edge in plan.edges:
-        if edge.feedback and edge.source == "generate":
-            lines.append(f"  generate -> {label[edge.target]} -> generate   (loop, inlets of its own)")
+    forward = [s.consumer[0] for s in plan.streams if not s.feedback]
+    main = [label[name] for name in forward if name not in ("evaluate", "prompts")]
+    lines = ["stages", "  " + " -> ".join([label["prompts"], *main])]
+    for stream in plan.streams:
+        if stream.feedback and stream.producers[0][0] == "generate":
+            lines.append(f"  generate -> {label[stream.consumer[0]]} -> generate   (loop, inlets of its own)")
     if "evaluate" in label:
         lines.append("  evaluate -> generate ... group -> evaluate   (held-out prompts, one pinned version)")
     if "engine" in label:
@@ -238,7 +211,7 @@ def _graph(plan: Plan) -> list[str]:
         lines.append("  train -> weights -> engine   (by version)")
     if "teacher" in label:
         lines.append("  teacher <-> frozen engines   (HTTP)")
-    reporters = ", ".join(edge.source for edge in plan.edges if edge.carries == "Report")
+    reporters = ", ".join(name for s in plan.streams if s.name == "settle" for name, _ in s.producers)
     lines.append(f"  {reporters} -> prompts   (every group settled once)")
     return lines
 
