@@ -87,12 +87,13 @@ def check_model_generates(run_dir: Path) -> None:
 def test_sync_trains_the_same_batches_on_every_runner(tmp_path: Path) -> None:
     flags = [*SMALL, *made_model(), "--mode", "sync", "--deterministic", "--dynamic-sampling-filter", "nonzero_std"]
     batches = []
-    for runner in (succeed, succeed_here):
-        done = runner(tmp_path / runner.__name__, *flags, "--num-rollout", "5")
+    for runner, replicas in ((succeed, 1), (succeed_here, 1), (succeed_here, 3)):
+        scale = ("--scale", f"generate={replicas}", "--num-rollout", "5")
+        done = runner(tmp_path / f"{runner.__name__}-{replicas}", *flags, *scale)
         assert done.summary["staleness"]["max"] == 0
         batches.append(done.audit.batches)
         assert len(done.audit.batches) == 5
-    assert batches[0] == batches[1]
+    assert batches[0] == batches[1] == batches[2]
     other = succeed_here(tmp_path / "seed", *flags, "--num-rollout", "1", "--seed", "9")
     assert other.audit.batches[1] != batches[0][1], "the hash must see the tokens"
 
