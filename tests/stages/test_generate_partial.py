@@ -10,6 +10,7 @@ import pytest
 
 from models.engines.client import EngineClient
 from models.engines.errors import EngineTimeout
+from models.engines.noise import sample_seed
 from models.engines.protocol import GenerateOutput
 from stages.messages import Sample, VersionRun
 from tests.stages.engine_rig import (
@@ -51,6 +52,7 @@ def check_continued(sample: Sample, first: Exchange, rest: list[Exchange]) -> No
     kept = first.outputs[sample.index].output_ids
     [second] = [e for e in rest if e.request.prompts[0] == [*PROMPT, *kept]]
     assert len(kept) >= 3
+    assert second.params.sampling_seed == sample_seed(first.params.sampling_seed or 0, sample.index), "its own noise"
     assert (second.params.n, second.params.max_new_tokens) == (1, (first.params.max_new_tokens or 0) - len(kept))
     assert numbers(sample.response_ids) == written([first, second], [sample.index, 0], sample)
     assert (sample.status, sample.reused_tokens, sample.resumed) == ("completed", len(kept), 1)
