@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from models.engines.noise import sample_seed
 from models.engines.router_api import RouterClient, urls
 from stages.messages import RolloutSlice, Sample
 from tests.models.engines.real_router import router_process
@@ -80,11 +81,11 @@ async def test_an_engine_that_dies_behind_the_router_is_replaced_and_its_part_is
             kept = log[0].outputs[sample.index].output_ids
             assert (sample.status, sample.reused_tokens) == ("completed", len(kept))
             assert numbers(sample.response_ids)[: len(kept)] == kept != []
+        async with RouterClient(router_url) as router:
+            await _listed(router, world.proxies[1].url)
         await world.ask(make_group(1, 2))
         assert [s.status for s in (await world.answer()).samples] == ["completed"] * 2
         assert log[-1].url == router_url, "the new engine serves through the router"
-        async with RouterClient(router_url) as router:
-            await _listed(router, world.proxies[1].url)
 
 
 async def _listed(router: RouterClient, url: str) -> None:
@@ -112,7 +113,7 @@ async def test_an_update_rolls_over_engines_behind_the_router(
     assert "0.0" in {e.request.extra_key for e in log}
     for slice_ in slices:
         for sample in slice_.samples:
-            chain = requests_of(log, prompt_of(slice_), sample)
+            chain = requests_of(log, slice_, sample)
             assert numbers(sample.response_ids) == written(chain, [sample.index] + [0] * (len(chain) - 1), sample)
             assert (sample.status, sample.resumed, sample.fault()) == ("completed", len(chain) - 1, None)
             assert sample.model_versions in ((0,), (0, 1))
@@ -124,14 +125,14 @@ def prompt_of(slice_: RolloutSlice) -> list[int]:
     return numbers(first.token_ids[: first.prompt_length])
 
 
-def requests_of(log: list[Exchange], prompt: list[int], sample: Sample) -> list[Exchange]:
+def requests_of(log: list[Exchange], slice_: RolloutSlice, sample: Sample) -> list[Exchange]:
     """The requests that made a sample: the joint one, then each that goes on where the last one ended."""
     chain: list[Exchange] = []
-    tokens = prompt
+    tokens = prompt_of(slice_)
     for exchange in log:
         joint = exchange.params.n > 1
-        member = int(str(exchange.request.rid).rsplit("-", 2)[1])
-        if exchange.request.prompts[0] == tokens and (joint or (chain and member == sample.index)):
+        own = exchange.params.sampling_seed == sample_seed(slice_.group.seed, sample.index)
+        if exchange.request.prompts[0] == tokens and (joint or (chain and own)):
             chain.append(exchange)  # one that was ended before its first token has no output, and is asked again
             tokens = [*tokens, *exchange.outputs[sample.index if joint else 0].output_ids]
     return chain

@@ -89,7 +89,7 @@ class Mesh:
         self.context: Any | None = None  # the group that shares the tokens of this process's sequences
         if sizes.context > 1:
             shape = (sizes.dp_size, sizes.context)
-            self.context = init_device_mesh(device.type, shape, mesh_dim_names=("dp", "cp")).get_group("context")
+            self.context = init_device_mesh(device.type, shape, mesh_dim_names=("dp", "cp")).get_group("cp")
         self.dp_group: DpGroup = DistributedDpGroup(
             dp_rank=self.rank // sizes.context,
             dp_size=sizes.dp_size,

@@ -94,7 +94,7 @@ def test_the_server_reads_its_command_lines_as_they_are_meant(installed: Install
         run=replace(Config().run, deterministic=True),
     )
     gpus = replace(installed, cuda=True)
-    gpu = server_launch(on_gpus, gpus, model_path="/m", port=1, max_context=None, seed=7, gpus=tuple(range(8)))
+    gpu = server_launch(on_gpus, gpus, model_path="/m", port=1, max_context=None, seed=7)
     of_cpu, of_gpu = parsed([cpu, gpu], "sglang.srt.server_args", "ServerArgs")
     expected = {
         "model_path": str(tmp_path),
