@@ -27,7 +27,8 @@ from configs.schema import Config
 from pipeline.errors import DrainTimeout
 from pipeline.graph import Graph
 from pipeline.hosts.launcher import Launcher
-from pipeline.hosts.rendezvous import CONFIG
+from pipeline.hosts.other_host import publish_files
+from pipeline.hosts.rendezvous import CONFIG, Keys, make_keys
 from pipeline.observe.monitor import Monitor
 from pipeline.observe.prometheus import endpoint
 from pipeline.observe.stats import STATS_PREFIX
@@ -46,6 +47,7 @@ from stages.prompts.ledger import LedgerSnapshot
 from stages.prompts.stage import Prompts, PromptStage
 from stages.prompts.staleness_gate import StalenessGate
 from transport import Hub, Node, TopicServer
+from transport.links.security import load_security
 
 log = logging.getLogger("sluice.controller")
 
@@ -89,17 +91,21 @@ class Controller:
 
     async def run(self) -> None:
         """Run to the end. Raises RunError (or an error of the prompt stage) with everything stopped."""
-        async with Node(self.placement.run_id, "controller") as node:
+        keys = make_keys(self.rundir.sockets / "keys") if self.launcher.controller else None
+        async with Node(self.placement.run_id, "controller", load_security(keys[0]) if keys else None) as node:
             topic = await node.topic_server(self.placement.topic, private=(STATS_PREFIX,))
             topic.publish(CONFIG, msgspec.msgpack.encode(self.config))
+            if keys is not None:
+                publish_files(topic, self.config.train.hf_checkpoint)
             dead_letters = DeadLetters(topic, self.recorder, self.stage.close_groups)
             for stream in self.graph.streams:
                 address = self.placement.addresses[stream.name]
                 spec = stream_spec(self.config, self.gate, stream.name, address, stream.routing)
-                self.hubs[stream.name] = await node.hub(spec, dead_letters)
+                hub = self.hubs[stream.name] = await node.hub(spec, dead_letters)
+                self.placement.addresses[stream.name] = hub.address
             announcer = Announcer(topic, self.hubs, self.recorder)
             announcer.running(self.config, self.placement.frozen_addresses)
-            runner = self._runner(node, topic, announcer)
+            runner = self._runner(node, topic, announcer, keys)
             monitor = Monitor(self.config, self.stage, self.recorder, self.hubs, topic)
             observe = self.config.observe
             served = endpoint(observe.prometheus_host, observe.prometheus_port, monitor.facts)
@@ -107,17 +113,17 @@ class Controller:
                 async with served, asyncio.TaskGroup() as tasks:
                     background = [tasks.create_task(monitor.run()), tasks.create_task(self._deadline())]
                     replicas = tasks.create_task(runner.run())
-                    stage = tasks.create_task(self.stage.run(await self._ports(node)))
+                    stage = tasks.create_task(self.stage.run(await self._ports(node, topic.address)))
                     await self._until_completed(replicas)
                     await self._end(topic, runner, replicas, stage)
                     for task in background:
                         task.cancel()
 
-    def _runner(self, node: Node, topic: TopicServer, lifecycle: Lifecycle) -> Runner:
+    def _runner(self, node: Node, topic: TopicServer, lifecycle: Lifecycle, keys: Keys) -> Runner:
         kind = TaskRunner if self.config.run.runner == "inprocess" else ProcessRunner
-        return kind(self.config, self.rundir, self.graph, self.placement, node, topic, self.launcher, lifecycle)
+        return kind(self.config, self.rundir, self.graph, self.placement, node, topic, self.launcher, lifecycle, keys)
 
-    async def _ports(self, node: Node) -> Ports:
+    async def _ports(self, node: Node, topic: str) -> Ports:
         out = self.graph.outlets("prompts")["out"]
         schemas = self.placement.schemas
         return Ports(
@@ -130,7 +136,7 @@ class Controller:
             outlets={
                 "out": await node.outlet(self.hubs[out.name].address, out.name, schemas[out.name], replica="prompts-0")
             },
-            topic=await node.topic(self.placement.topic, replica="prompts-0"),
+            topic=await node.topic(topic, replica="prompts-0"),
         )
 
     async def _until_completed(self, replicas: asyncio.Task[None]) -> None:

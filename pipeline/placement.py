@@ -43,18 +43,22 @@ class Placement:
         max_context: int | None,
         train: TrainOptions,
         vocab_size: int | None,
+        host: str | None = None,
     ) -> None:
-        """Raises UsageError for what does not fit on one machine."""
+        """`host`: of the controller, for processes on others. Raises UsageError for what does not fit on one."""
         check_trainer_group(config)
-        self.config, self.rundir, self.run_id = config, rundir, run_id
-        local, sockets = config.run.runner == "local", rundir.sockets
-        self.addresses = {
-            stream.name: f"ipc://{sockets / f'{i}.sock'}" if local else f"inproc://{run_id}-{stream.name}"
-            for i, stream in enumerate(graph.streams)
-        }
+        self.config, self.rundir, self.run_id, self.host = config, rundir, run_id, host or ""
+        in_process, remote = config.run.runner == "inprocess", f"tcp://{host}:0"
+
+        def address(place: str, *, tasks: bool) -> str:
+            if host is not None:
+                return remote
+            return f"inproc://{run_id}-{place}" if tasks else f"ipc://{rundir.sockets / place}.sock"
+
+        # Where they are bound: with port 0, what they report is where they are found.
+        self.addresses = {s.name: address(str(i), tasks=in_process) for i, s in enumerate(graph.streams)}
         # Ranks are processes beside the tasks of one process too, and have their work from the topic.
-        reached = local or needs_trainer_group(config)
-        self.topic = f"ipc://{sockets / 'topic.sock'}" if reached else f"inproc://{run_id}-topic"
+        self.topic = address("topic", tasks=in_process and not needs_trainer_group(config))
         self.schemas: dict[str, Any] = {s.name: import_path(s.schema) for s in graph.streams}
         has_engines = any(n.name == "generate" for n in graph.nodes)
         places = frozen_engines(config) if has_engines else {}
@@ -67,12 +71,6 @@ class Placement:
             "train": train,
             "generate": GenerateOptions(max_context or 1 << 30, vocab_size),
         }
-
-    @property
-    def computing(self) -> int:
-        """Processes that compute most of the time, and so share the processors."""
-        ranks = processes_of(self.config.parallel) if needs_trainer_group(self.config) else 1
-        return len(self.engines) + len(self.frozen) + ranks
 
     def replicas(self, graph: Graph) -> list[ReplicaSpec]:
         """One specification per replica, in the order in which they are started: the slow ones first."""
@@ -96,6 +94,7 @@ class Placement:
             options=node.options,
             built_in=self.built_in.get(node.name),
             trace=self.config.observe.trace,
+            host=self.host if node.name == "train" else "",
         )
 
     def _port(self, stream: Stream, node: Node) -> PortSpec:
@@ -113,6 +112,15 @@ class Placement:
             # many groups as there are slots for keep them all in use.
             items = 1 + (slots if stream.name == "generate.return" else max(1, 2 * slots // members))
         return PortSpec(stream.name, self.addresses[stream.name], stream.schema, items, size)
+
+
+def computing(config: Config, graph: Graph) -> int:
+    """Processes that compute most of the time, and so share the processors."""
+    ranks = processes_of(config.parallel) if needs_trainer_group(config) else 1
+    if not any(node.name == "generate" for node in graph.nodes):
+        return ranks
+    frozen = [place for place in frozen_engines(config).values() if not is_address(place)]
+    return engine_count(config) + len(frozen) + ranks
 
 
 def _engines(

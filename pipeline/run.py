@@ -13,6 +13,7 @@ import os
 import shutil
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
@@ -25,9 +26,10 @@ from models.weights.slots_directory import remove_if_stale, remove_stale
 from pipeline.controller import Controller
 from pipeline.errors import Interrupted, RunError, UsageError, leaf, user_error
 from pipeline.graph import build
+from pipeline.hosts.launcher import Launcher
 from pipeline.hosts.local_launcher import LocalLauncher
 from pipeline.observe.summary import write_summary
-from pipeline.placement import Placement, slots_directory
+from pipeline.placement import Placement, computing, slots_directory
 from pipeline.preflight.builtin_assets import prepare
 from pipeline.preflight.frozen_engines import check_frozen
 from pipeline.preflight.names import check_graders, check_names, check_trainer
@@ -45,15 +47,17 @@ from stages.options import TrainOptions
 from stages.prompts.ledger import LedgerSnapshot
 from stages.train.saved_groups import restorable
 
+Launchers = Callable[[RunDir, int], Launcher]  # where processes run, of so many that share the processors
 
-def run(config: Config) -> int:
+
+def run(config: Config, launchers: Launchers = LocalLauncher) -> int:
     """Run to the end; return the exit code: 0 done, 130 interrupted. Raises RunError with one sentence for the user."""
     if os.getcwd() not in sys.path:
         sys.path.append(os.getcwd())  # graders, filters, tools and stages of the user's own, as in the workers
     directory = Path(config.run.resume or config.run.run_dir or time.strftime("runs/%Y%m%d-%H%M%S"))
     try:
         with RunDir(directory).open(resume=config.run.resume is not None) as rundir:
-            return _run(config, rundir)
+            return _run(config, rundir, launchers)
     except RunError:
         raise
     except asyncio.CancelledError:
@@ -71,7 +75,7 @@ def run(config: Config) -> int:
         raise UsageError(sentence) from error
 
 
-def _run(config: Config, rundir: RunDir) -> int:
+def _run(config: Config, rundir: RunDir, launchers: Launchers) -> int:
     resolved = dump_toml(config)
     check_names(config)
     check_trainer(config)
@@ -84,10 +88,10 @@ def _run(config: Config, rundir: RunDir) -> int:
     found = resumable_checkpoint(rundir.checkpoints, _tell)
     if config.warm_start.warm_start_steps and found is None:
         rundir.write_config(resolved)
-        config = _warm_start(config, rundir)
+        config = _warm_start(config, rundir, launchers)
     elif config.warm_start.warm_start_steps:
         config = _with_model(config, rundir.path / "warm_start" / "model")
-    phase = Phase(config, rundir, found, experiment)
+    phase = Phase(config, rundir, launchers, found, experiment)
     rundir.write_config(resolved)  # what was refused has changed nothing
     with phase:
         try:
@@ -116,13 +120,13 @@ def _with_model(config: Config, model: Path) -> Config:
     )
 
 
-def _warm_start(config: Config, rundir: RunDir) -> Config:
+def _warm_start(config: Config, rundir: RunDir, launchers: Launchers) -> Config:
     """Supervised training on prompt + label; returns the configuration with its model as the starting point."""
     home = rundir.path / "warm_start"
     model = home / "model"
     if not model.is_dir():
         shutil.rmtree(home, ignore_errors=True)
-        with RunDir(home).open(resume=False) as phase_dir, Phase(_supervised(config), phase_dir) as phase:
+        with RunDir(home).open(resume=False) as phase_dir, Phase(_supervised(config), phase_dir, launchers) as phase:
             reason = phase.run()
             if reason != "finished":
                 raise Interrupted(f"{reason} in the warm start; start it again with --resume {rundir.path}")
@@ -177,6 +181,7 @@ class Phase:
         self,
         config: Config,
         rundir: RunDir,
+        launchers: Launchers,
         resumed: tuple[Path, Manifest] | None = None,
         experiment: str = "",
     ) -> None:
@@ -203,6 +208,7 @@ class Phase:
         )
         self.graph = build(self.config)
         self.slots = slots_directory(self.run_id, rundir, self.config.train.hf_checkpoint)
+        self.launcher = launchers(rundir, computing(self.config, self.graph))
         self.placement = self._place()
 
     @property
@@ -249,6 +255,7 @@ class Phase:
             max_context=self.config.rollout.rollout_max_context_len,
             train=TrainOptions(start, self.epoch, resume_from, frozenset(self.restored), str(self.slots)),
             vocab_size=policy.vocab_size if policy is not None else None,
+            host=self.launcher.controller,
         )
 
     async def _main(self) -> str:
@@ -267,7 +274,7 @@ class Phase:
             self.placement,
             self.prompts,
             self.recorder,
-            LocalLauncher(self.rundir, self.placement.computing),
+            self.launcher,
             eos_id=self.eos_id,
             encode=self.tokenizer.encode,
             snapshot=self.snapshot,

@@ -10,8 +10,11 @@ Invariants:
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Protocol, TypeVar
+
+from stages.messages import WeightsAnnouncement
 
 T_co = TypeVar("T_co", covariant=True)
 T_contra = TypeVar("T_contra", contravariant=True)
@@ -73,6 +76,30 @@ class Topic(Protocol):
         seen here, for the next call. Without prefixes: any key. Name what you read, for each wake-up costs time."""
 
 
+class WeightsSource(Protocol):
+    """Published weights, on whichever host they are wanted."""
+
+    async def offer(self, slot: Path) -> None:
+        """Let other hosts fetch what this directory holds, now and after each time that it is written anew."""
+
+    async def local(self, announcement: WeightsAnnouncement) -> WeightsAnnouncement:
+        """The same announcement with a path that lies on this host.
+
+        Waits until all bytes are here. Raises WeightsError if they are not those that were announced: ask again with
+        the newest announcement.
+        """
+
+
+class SameHost:
+    """All on one host, where a slot is used as it lies."""
+
+    async def offer(self, slot: Path) -> None:
+        """Nobody is elsewhere."""
+
+    async def local(self, announcement: WeightsAnnouncement) -> WeightsAnnouncement:
+        return announcement
+
+
 @dataclass(frozen=True)
 class Ports:
     """All that a stage is connected to. Names are fixed by the graph: `in`, `out`, `settle`, ..."""
@@ -81,3 +108,4 @@ class Ports:
     inlets: Mapping[str, Inlet[Any]]
     outlets: Mapping[str, Outlet[Any]]
     topic: Topic
+    weights: WeightsSource = field(default_factory=SameHost)

@@ -38,6 +38,8 @@ class ProcessSpec(Struct, frozen=True):
         env: variables beside those that processes of the run have anyway.
         ours: whether it is a program of this project; another one gets the environment of the host as it is.
         grace_s: time that it gets at the end to finish by itself; 0 = it needs none.
+        files: files and directories that it reads, which lie at the same path on its host: a launcher for other hosts
+            brings those that do not.
         sweep: whether what it leaves behind is ended with it in any case. Else that is left to itself, such as
             Python's resource tracker, which tidies up after its process.
     """
@@ -48,6 +50,7 @@ class ProcessSpec(Struct, frozen=True):
     ours: bool = True
     grace_s: float = STOP_GRACE_S
     sweep: bool = False
+    files: tuple[str, ...] = ()
 
 
 class ProcessState(Struct, frozen=True):
@@ -88,6 +91,11 @@ class Handle(Protocol):
 
 class Launcher(Protocol):
     """Where processes run. A name may be spawned again once its process has ended."""
+
+    @property
+    def controller(self) -> str | None:
+        """The controller's host as processes on other hosts reach it; None: there are none, all meet in a private
+        directory of this one."""
 
     async def spawn(self, spec: ProcessSpec, resources: Resources = ANYTHING) -> Handle: ...
 

@@ -103,6 +103,8 @@ class LocalHandle:
 class LocalLauncher:
     """Implements `Launcher`. `processes`: how many share the processors, for the number of threads of each."""
 
+    controller: str | None = None
+
     def __init__(self, rundir: RunDir, processes: int = 1) -> None:
         self.rundir = rundir
         self._environment = child_environment(processes)

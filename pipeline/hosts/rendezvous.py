@@ -8,8 +8,9 @@ Invariant: a specification is on the topic before its process starts, and until 
 
 from __future__ import annotations
 
+import shutil
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Final, Protocol, TypeVar
 
@@ -17,10 +18,12 @@ import msgspec
 from msgspec import Struct
 
 from configs.schema import Config
+from pipeline.hosts.launcher import ProcessSpec
 from transport import Node
-from transport.links.security import load_security
+from transport.links.security import create_keys, load_security
 
 T = TypeVar("T")
+Keys = tuple[Path, Path] | None  # as `make_keys` returns them; None where all addresses are local
 CONFIG: Final = "config"
 WORKER_KEY: Final = "worker"  # name of the key that all started processes share
 GIVE_UP_S: Final = 30.0  # a topic or hub that is silent for so long is gone, and its run with it
@@ -35,18 +38,22 @@ class Readable(Protocol):
 
 
 class Entry(Struct, frozen=True):
-    """The way into a run. `keys`: directory of the keys of its addresses; none where all of them are local."""
+    """The way into a run. `keys`: directory of the keys of its addresses; none where all of them are local. What binds
+    addresses itself has the server's key there."""
 
     run_id: str
     topic: str
     keys: str = ""
 
-    def command(self, module: str, name: str) -> tuple[str, ...]:
+    def process(self, module: str, name: str, *, env: Mapping[str, str] = {}, sweep: bool = False) -> ProcessSpec:
         """How a process of that name is started."""
-        return (sys.executable, "-m", module, self.run_id, self.topic, name, *filter(None, [self.keys]))
+        keys = tuple(filter(None, [self.keys]))
+        argv = (sys.executable, "-m", module, self.run_id, self.topic, name, *keys)
+        return ProcessSpec(name, argv, env, sweep=sweep, files=keys)
 
     def node(self, name: str) -> Node:
-        security = load_security(Path(self.keys), WORKER_KEY) if self.keys else None
+        serves = Path(self.keys, "server.key").exists()
+        security = load_security(Path(self.keys), "server" if serves else WORKER_KEY) if self.keys else None
         return Node(self.run_id, name, security, give_up_s=GIVE_UP_S)
 
 
@@ -54,6 +61,16 @@ def from_command(arguments: Sequence[str]) -> tuple[Entry, str]:
     """The entry and the name in the arguments of a started process."""
     run_id, topic, name, *keys = arguments
     return Entry(run_id, topic, *keys), name
+
+
+def make_keys(directory: Path) -> tuple[Path, Path]:
+    """Directories of new keys of a run: of what binds on the controller's host, and of all other processes."""
+    serving, worker = directory / "server", directory / "worker"
+    create_keys(serving, [WORKER_KEY])
+    worker.mkdir(mode=0o700)
+    for file in (f"{WORKER_KEY}.key", "server.pub"):
+        shutil.copy2(serving / file, worker)
+    return serving, worker
 
 
 def spec_key(name: str) -> str:

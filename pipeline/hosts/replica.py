@@ -7,6 +7,7 @@ process both come here.
 from __future__ import annotations
 
 import asyncio
+import secrets
 import time
 from collections.abc import Collection
 from pathlib import Path
@@ -17,6 +18,7 @@ from msgspec import Struct
 from configs.schema import Config
 from models.import_path import import_path
 from pipeline.hosts.rendezvous import awaited, retire_key
+from pipeline.hosts.weights_source import FetchedWeights, OfferedWeights
 from pipeline.observe.spans import StageSpans
 from pipeline.observe.stats import STATS_PREFIX, StageStats
 from stages.base import Stage, StageContext
@@ -51,6 +53,7 @@ class ReplicaSpec(Struct, frozen=True):
     options: dict[str, Any] = {}  # of a custom stage, as the user wrote them
     built_in: StageOptions | None = None
     trace: bool = True
+    host: str = ""  # under which other hosts reach what it binds; empty: there are none
 
 
 async def run_replica(spec: ReplicaSpec, node: Node, topic: TopicClient, config: Config) -> None:
@@ -92,13 +95,18 @@ async def _serve(stage: Stage, spec: ReplicaSpec, node: Node, topic: TopicClient
         )
         for name, port in spec.inlets.items()
     }
-    ports = Ports(spec.replica, inlets, outlets, topic)
+    fetched = FetchedWeights(node, topic, f"{spec.replica}-{secrets.token_hex(4)}", Path(spec.run_dir))
+    weights = OfferedWeights(node, topic, spec.host) if spec.host else fetched
+    ports = Ports(spec.replica, inlets, outlets, topic, weights)
     async with asyncio.TaskGroup() as tasks:
         beside = [
             tasks.create_task(_publish_stats(stage, spec, ports)),
             tasks.create_task(_retire(spec, topic, inlets.values())),
         ]
-        await stage.run(ports)
+        try:
+            await stage.run(ports)
+        finally:
+            fetched.close()
         for task in beside:
             task.cancel()
     await ports.topic.publish(STATS_PREFIX + spec.replica, _stats(stage, spec))

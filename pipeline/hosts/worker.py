@@ -10,7 +10,10 @@ from __future__ import annotations
 import logging
 import sys
 
+import msgspec
+
 from pipeline.errors import EXIT_DISK_FULL, disk_full, leaf, user_error
+from pipeline.hosts.other_host import settled
 from pipeline.hosts.rendezvous import Entry, from_command, read
 from pipeline.hosts.replica import ReplicaSpec, run_replica
 
@@ -19,7 +22,8 @@ async def work(entry: Entry, name: str) -> None:
     async with entry.node(name) as node:
         topic = await node.topic(entry.topic)
         spec, config = await read(topic, name, ReplicaSpec)
-        await run_replica(spec, node, topic, config)
+        with settled(topic, spec.run_dir, config) as (run_dir, config_here):
+            await run_replica(msgspec.structs.replace(spec, run_dir=run_dir), node, topic, config_here)
 
 
 def main(argv: list[str]) -> int:

@@ -89,7 +89,7 @@ class EmbeddedOrSimulatedServer(EngineProcess):
         ]
         if spec.max_context:
             argv += ["--max-context-len", str(spec.max_context)]
-        return ProcessSpec(self.name, tuple(argv), sweep=True), f"http://{host}:{port}"
+        return ProcessSpec(self.name, tuple(argv), sweep=True, files=(spec.model_path,)), f"http://{host}:{port}"
 
     def look(self, client: EngineClient, process: Handle) -> HealthProbe:
         return HttpProbe(client, self.config.health.rollout_health_check_timeout)
@@ -116,7 +116,10 @@ class SglangServer(EngineProcess):
             host=host,
         )
         grace_s = GPU_GRACE_S if self.installed.cuda else 0.0
-        return ProcessSpec(self.name, launch.argv, launch.env, ours=False, grace_s=grace_s, sweep=True), launch.url
+        process = ProcessSpec(
+            self.name, launch.argv, launch.env, ours=False, grace_s=grace_s, sweep=True, files=(spec.model_path,)
+        )
+        return process, launch.url
 
     def look(self, client: EngineClient, process: Handle) -> HealthProbe:
         timeout_s = self.config.health.rollout_health_check_timeout

@@ -22,8 +22,8 @@ from configs.schema import Config
 from models.train.trainer_group.rank_spec import needs_trainer_group
 from pipeline.errors import EXIT_DISK_FULL, ReplicaFailed, UsageError
 from pipeline.graph import Graph
-from pipeline.hosts.launcher import Handle, Launcher, ProcessSpec, ending
-from pipeline.hosts.rendezvous import Entry, retire_key, spec_key
+from pipeline.hosts.launcher import Handle, Launcher, ending
+from pipeline.hosts.rendezvous import Entry, Keys, retire_key, spec_key
 from pipeline.hosts.replica import ReplicaSpec, run_replica
 from pipeline.placement import Placement
 from pipeline.record.run_directory import RunDir
@@ -50,10 +50,13 @@ class Runner(ABC):
         topic: TopicServer,
         launcher: Launcher,
         lifecycle: Lifecycle,
+        keys: Keys = None,
     ) -> None:
         self.config, self.rundir, self.graph, self.placement = config, rundir, graph, placement
         self.node, self.topic, self.launcher, self.lifecycle = node, topic, launcher, lifecycle
-        self.entry = Entry(placement.run_id, topic.address)
+        serving, worker = keys or ("", "")
+        self.entry = Entry(placement.run_id, topic.address, str(worker))
+        self.serving = Entry(placement.run_id, topic.address, str(serving))  # for what binds addresses itself
         self._restarts = Restarts(lifecycle, config.run.max_restarts)
         engines = [*placement.engines, *placement.frozen]
         self._beside: list[Supervised] = [
@@ -144,7 +147,8 @@ class ProcessRunner(Runner):
     async def _keep(self, spec: ReplicaSpec) -> None:
         """Waits for the process to end; starts it again unless it ended well, or may not be."""
         self.topic.publish(spec_key(spec.replica), msgspec.msgpack.encode(spec))
-        process = ProcessSpec(spec.replica, self.entry.command("pipeline.hosts.worker", spec.replica))
+        entry = self.serving if spec.host else self.entry
+        process = entry.process("pipeline.hosts.worker", spec.replica)
         while True:
             handle = await self.launcher.spawn(process)
             code = await handle.wait()

@@ -29,7 +29,7 @@ from models.train.trainer_group.rank_spec import (
 )
 from pipeline.errors import EXIT_DISK_FULL, ReplicaFailed, UsageError
 from pipeline.hosts.gpus import slices, trainers_gpu, visible_gpus
-from pipeline.hosts.launcher import Handle, Launcher, ProcessSpec, Resources, ending
+from pipeline.hosts.launcher import Handle, Launcher, Resources, ending
 from pipeline.hosts.rendezvous import Entry, spec_key
 from pipeline.record.run_directory import RunDir
 from pipeline.supervise.restart_server import POLL_S, STARTS_WITHOUT_SERVING, Waiting
@@ -159,8 +159,7 @@ class TrainerGroup:
             address=str(self._rundir.sockets / f"trainer-group-{incarnation}.sock"),
         )
         self._topic.publish(spec_key(name), msgspec.msgpack.encode(spec))
-        argv = self._entry.command("pipeline.hosts.trainer_rank", name)
-        process = ProcessSpec(name, argv, self._rank_environment(rank), sweep=True)
+        process = self._entry.process("pipeline.hosts.trainer_rank", name, env=self._rank_environment(rank), sweep=True)
         return await self._launcher.spawn(process, Resources(self._gpus))
 
     def _rank_environment(self, rank: int) -> dict[str, str]:

@@ -21,7 +21,7 @@ from stages.data.errors import TokenizerError
 if TYPE_CHECKING:
     import tokenizers
 
-_FILES = (
+CHECKPOINT_FILES = (  # of a checkpoint, all that a tokenizer needs, and what tells models apart
     "tokenizer*",
     "*.jinja",
     "special_tokens_map.json",
@@ -61,7 +61,7 @@ class Tokenizer(Protocol):
 
 def load_tokenizer(checkpoint: str, chat_template_path: str | None = None) -> Tokenizer:
     """The tokenizer of a checkpoint directory, or of a hub id. Raises TokenizerError."""
-    directory = locate(checkpoint, _FILES)
+    directory = locate(checkpoint, CHECKPOINT_FILES)
     config = _read_json(directory / "tokenizer_config.json")
     template = find_template(directory, config, chat_template_path)
     eos_ids = set(_declared_eos(directory))

@@ -42,7 +42,7 @@ from stages.engines.weight_barrier import await_turn
 from stages.engines.weight_routes import WeightRoutes
 from stages.engines.weight_transfer import Transfer
 from stages.messages import Complaint, EngineAddress, EngineEntry, WeightsAnnouncement
-from stages.ports import Topic
+from stages.ports import SameHost, Topic, WeightsSource
 
 log = logging.getLogger("sluice.engines")
 
@@ -54,7 +54,13 @@ class EngineControl:
     """One engine of the topic, through all its incarnations."""
 
     def __init__(
-        self, name: str, config: Config, activity: Activity, spans: Spans, mirror: DeltaMirror | None = None
+        self,
+        name: str,
+        config: Config,
+        activity: Activity,
+        spans: Spans,
+        mirror: DeltaMirror | None = None,
+        weights: WeightsSource | None = None,
     ) -> None:
         self.name, self.config, self.activity, self.spans = name, config, activity, spans
         self.update, self.pause_mode = config.update, config.engine.pause_generation_mode
@@ -64,6 +70,7 @@ class EngineControl:
         self.memory = MemoryKeeper(name)
         self.updates = self.failures = 0
         self._routes = WeightRoutes(name, self.update, mirror)
+        self._weights = weights or SameHost()
         self._in_full = False  # what it carries is in doubt: the next update rests on none of it
         self._in_a_row = 0  # failures since the last success
         self._paused = False
@@ -228,8 +235,9 @@ class EngineControl:
         # Told before the slot is opened. The trainer then waits before it overwrites the slot, and no client names the
         # weights that its request will meet: from here on they may change at any moment.
         await self.publish(topic, state="updating" if served else "loading", fetching=announcement.version)
-        route = self._routes.choose(announcement, in_full=self._in_full)
-        async with route.open(client, announcement) as transfer:
+        here = await self._weights.local(announcement)
+        route = self._routes.choose(here, in_full=self._in_full)
+        async with route.open(client, here) as transfer:
             with self.activity.stalled() if served else contextlib.nullcontext():
                 paused = time.perf_counter()
                 self._paused = True  # even if the call fails: it may have been heard

@@ -58,7 +58,9 @@ class EnginesStage(Stage):
             revision, aborted = 0, False
             while topic.get(END) is None:
                 for name in addresses(topic).keys() - self.engines.keys():
-                    control = EngineControl(name, self.config, self.activity, self.context.spans, self._mirror)
+                    control = EngineControl(
+                        name, self.config, self.activity, self.context.spans, self._mirror, ports.weights
+                    )
                     self.engines[name] = control
                     background.append(tasks.create_task(control.follow(topic)))
                 if topic.get("drain") is not None and not aborted:

@@ -19,7 +19,7 @@ from configs.schema import Config
 from models.weights.delta_store import DeltaStore, Published
 from models.weights.shared_memory_reader import SlotManifest
 from stages.messages import WeightsAnnouncement
-from stages.ports import Topic
+from stages.ports import Topic, WeightsSource
 
 if TYPE_CHECKING:
     import torch
@@ -58,8 +58,9 @@ class WeightPublisher:
             published.path if published is not None else "",
         )
 
-    async def announce(self, topic: Topic, announcement: WeightsAnnouncement) -> None:
+    async def announce(self, topic: Topic, weights: WeightsSource, announcement: WeightsAnnouncement) -> None:
         """Tell the engines. A pinned version is also found under its own key, by who comes late to its evaluation."""
+        await weights.offer(Path(announcement.path))
         value = msgspec.msgpack.encode(announcement)
         if announcement.pinned:
             await topic.publish(f"weights/pinned/{announcement.version}", value)

@@ -289,7 +289,7 @@ class TrainStage(Stage):
             announcement = await self._in_torch(
                 lambda: weights.write(self.steps, self.epoch, self.backend.export_weights(), pinned=pinned)
             )
-        await weights.announce(ports.topic, announcement)
+        await weights.announce(ports.topic, ports.weights, announcement)
         await self.turn.release()
         self._pinned = self.steps if pinned else self._pinned
         self.activity.extra["publish_s"] = time.perf_counter() - clock

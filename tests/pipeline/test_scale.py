@@ -15,6 +15,7 @@ from launching import here as run_here
 import launch as program
 from pipeline.controller import Controller
 from pipeline.errors import UsageError
+from pipeline.hosts.rendezvous import Keys
 from pipeline.record.journal import Stepped, audit, read_journal
 from pipeline.supervise.restarts import Lifecycle
 from pipeline.supervise.runner import Runner
@@ -68,8 +69,8 @@ def scaled(monkeypatch: pytest.MonkeyPatch, run_dir: Path, script: Script, run: 
     scaling = Scaling(run_dir)
     make, tasks = Controller._runner, list[asyncio.Task[None]]()
 
-    def made(self: Controller, node: Node, topic: TopicServer, lifecycle: Lifecycle) -> Runner:
-        scaling.controller, scaling.runner = self, make(self, node, topic, lifecycle)
+    def made(self: Controller, node: Node, topic: TopicServer, lifecycle: Lifecycle, keys: Keys) -> Runner:
+        scaling.controller, scaling.runner = self, make(self, node, topic, lifecycle, keys)
         tasks.append(asyncio.ensure_future(scaling.follow(script)))
         return scaling.runner
 

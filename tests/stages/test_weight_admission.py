@@ -21,6 +21,7 @@ from models.tiny import make_tiny_checkpoint
 from models.weights.delta_store import differences, full_versions
 from models.weights.errors import SourceError
 from stages.engines.weight_barrier import await_landing
+from stages.ports import SameHost
 from stages.train.publish_weights import WeightPublisher
 from tests.models.weights.made_up import checkpoint, values
 from tests.stages.engine_rig import core_of
@@ -78,7 +79,8 @@ async def test_differences_reach_an_embedded_engine(tmp_path: Path, monkeypatch:
         for version in range(3):
             tensors = {name: tensor * (1 + 1e-6 * version) for name, tensor in first.items()}
             announcement = publisher.write(version, 0, iter(tensors.items()), pinned=False)
-            await publisher.announce(await one.rig.node.topic("topic", replica="trainer"), announcement)
+            topic = await one.rig.node.topic("topic", replica="trainer")
+            await publisher.announce(topic, SameHost(), announcement)
             await one.landed(version)
         assert server.core is not None
         found = await server.core.checksums()
