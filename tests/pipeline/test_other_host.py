@@ -3,16 +3,26 @@
 from __future__ import annotations
 
 import functools
+import json
+import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import msgspec
 import pytest
-from launching import SMALL, made_model
+from launching import SIMULATED, SMALL, finish, made_model, start, succeed_here
 from namespace_launcher import NamespaceLauncher, NamespacesRefused, OtherHost, hidden
+from scripted_run import Scripted, scripted
+from test_kill import kill, steps_done, wait_for_steps
 
 import launch as program
 import pipeline.run
+from pipeline.hosts.weights_source import SOURCE, WeightsServer
 from pipeline.record.journal import Audit, audit
+from stages.messages import RolloutSlice
+from transport import AddressRefused, LinkError, Node
+from transport.links.security import create_keys, load_security
 
 pytestmark = pytest.mark.slow
 
@@ -26,9 +36,15 @@ def host(tmp_path: Path) -> Iterator[OtherHost]:
         pytest.skip(f"this machine has no namespaces for a second host: {refused}")
 
 
-def run_over(host: OtherHost, monkeypatch: pytest.MonkeyPatch, run_dir: Path, *flags: str) -> Audit:
+@pytest.fixture
+def over(host: OtherHost, monkeypatch: pytest.MonkeyPatch) -> OtherHost:
+    """Runs of this process place their processes on the other host."""
     launchers = functools.partial(NamespaceLauncher, host)
     monkeypatch.setattr(pipeline.run, "run", functools.partial(pipeline.run.run, launchers=launchers))
+    return host
+
+
+def books_of(run_dir: Path, *flags: str) -> Audit:
     assert program.main(["--run-dir", str(run_dir), *flags]) == 0
     books = audit(run_dir / "ledger.jsonl")
     assert books.open == 0
@@ -36,10 +52,70 @@ def run_over(host: OtherHost, monkeypatch: pytest.MonkeyPatch, run_dir: Path, *f
     return books
 
 
-def test_weights_arrive_where_no_file_of_the_trainer_is_seen(
-    host: OtherHost, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    books = run_over(host, monkeypatch, tmp_path / "run", *SMALL, *made_model(), "--num-rollout", "6")
+def test_weights_arrive_where_no_file_of_the_trainer_is_seen(over: OtherHost, tmp_path: Path) -> None:
+    books = books_of(tmp_path / "run", *SMALL, *made_model(), "--num-rollout", "6")
     assert books.outcomes["trained"] == 24
-    log = (tmp_path / "run" / "logs" / "generate-0.log").read_text()
-    assert "version 0: fetched" in log
+    logs = "".join(path.read_text() for path in (tmp_path / "run" / "logs").glob("[eg]*.log"))
+    assert all(f"version {version}: fetched" in logs for version in (0, 1))
+    trace = {path.name.partition("-")[0] for path in (tmp_path / "run" / "trace").iterdir()}
+    assert "train" in trace
+    assert not trace & {"generate", "reward"}, "the run directory is the other host's own"
+
+
+def test_who_has_no_key_gets_nothing(over: OtherHost, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def script(run: Scripted) -> None:
+        await run.until(lambda: run.runner.topic.get(SOURCE) is not None)
+        topic, train = run.runner.topic.address, run.controller.hubs["train"].address
+        weights = msgspec.msgpack.decode(run.runner.topic.get(SOURCE) or b"", type=WeightsServer)
+        bound = [topic, weights.address, *(hub.address for hub in run.controller.hubs.values())]
+        assert all(address.startswith(f"tcp://{over.here}:") for address in bound)
+        assert run.keys is not None
+        create_keys(tmp_path / "made", ["worker"])  # of the thief's own; what the run's server is called, anybody knows
+        (tmp_path / "made" / "server.pub").write_text(load_security(run.keys[0]).server_public)
+        for security in (load_security(tmp_path / "made", "worker"), None):
+            async with Node(run.runner.entry.run_id, "thief", security, give_up_s=1.0, close_s=0.1) as node:
+                with pytest.raises((LinkError, AddressRefused)):
+                    await node.topic(topic)
+                with pytest.raises((LinkError, AddressRefused)):
+                    await node.outlet(train, "train", RolloutSlice)
+                with pytest.raises((LinkError, AddressRefused)):
+                    await (await node.byte_client(weights.address)).stat(weights.files[0])
+
+    flags = [*SMALL, *made_model(), *SIMULATED, "--num-rollout", "4000"]
+    scripted(monkeypatch, tmp_path / "run", script, lambda place: program.main(["--run-dir", str(place), *flags]))
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_sync_trains_the_same_batches_there_though_a_replica_is_killed(
+    over: OtherHost, tmp_path: Path, replicas: int
+) -> None:
+    flags = [*SMALL, *made_model(), "--mode", "sync", "--deterministic", "--num-rollout", "8"]
+    alone = succeed_here(tmp_path / "alone", *flags).audit.batches
+    assert len(alone) == 8
+    flags += ["--scale", f"generate={replicas}", "--scale", f"engine={replicas}"]
+
+    def murder() -> None:
+        deadline = time.monotonic() + 120
+        while steps_done(tmp_path / "run") < 2 and time.monotonic() < deadline:
+            time.sleep(0.02)
+        kill(tmp_path / "run", "generate-0")
+
+    murderer = threading.Thread(target=murder)
+    murderer.start()
+    try:
+        assert books_of(tmp_path / "run", *flags).batches == alone
+    finally:
+        murderer.join()
+    assert json.loads((tmp_path / "run" / "summary.json").read_text())["restarts"] == {"generate-0": 1}
+
+
+@pytest.mark.parametrize("replicas", [2])
+def test_sync_trains_the_same_batches_here_though_a_replica_is_killed(tmp_path: Path, replicas: int) -> None:
+    flags = [*SMALL, *made_model(), "--mode", "sync", "--deterministic", "--num-rollout", "8"]
+    alone = succeed_here(tmp_path / "alone", *flags).audit.batches
+    process = start(tmp_path / "run", *flags, "--scale", f"generate={replicas}", "--scale", f"engine={replicas}")
+    wait_for_steps(process, tmp_path / "run", 2)
+    kill(tmp_path / "run", "generate-0")
+    done = finish(process, tmp_path / "run")
+    assert done.code == 0, done.err[-3000:]
+    assert done.audit.batches == alone

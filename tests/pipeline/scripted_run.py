@@ -1,0 +1,80 @@
+"""Runs with a script beside their controller: what it does to them, when it wants."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+import pytest
+
+from pipeline.controller import Controller
+from pipeline.hosts.rendezvous import Keys
+from pipeline.record.journal import Stepped, audit, read_journal
+from pipeline.supervise.restarts import Lifecycle
+from pipeline.supervise.runner import Runner
+from transport import Node, TopicServer
+
+Script = Callable[["Scripted"], Awaitable[None]]
+
+
+class Scripted:
+    """A run beside whose controller a script is followed; with its end the run drains."""
+
+    def __init__(self, run_dir: Path) -> None:
+        self.run_dir = run_dir
+        self.runner: Runner
+        self.controller: Controller
+        self.keys: Keys = None
+
+    async def follow(self, script: Script) -> None:
+        try:
+            await script(self)
+        finally:
+            self.controller.stage.drain("the script has ended")
+
+    def generating(self) -> list[str]:
+        return [name for name in self.runner.alive() if name.startswith("generate-")]
+
+    async def steps(self, count: int) -> None:
+        """Wait until so many batches more have been trained."""
+        goal = self._done() + count
+        await self.until(lambda: self._done() >= goal)
+
+    def _done(self) -> int:
+        return sum(isinstance(event, Stepped) for event in read_journal(self.run_dir / "ledger.jsonl"))
+
+    async def until(self, condition: Callable[[], bool]) -> None:
+        async with asyncio.timeout(60):
+            while not condition():  # noqa: ASYNC110  (a journal announces nothing)
+                await asyncio.sleep(0.02)
+
+    def answered(self, replica: str) -> int:
+        """Slices that a replica has passed on, as it told last."""
+        told = self.controller.recorder.view._replicas.get(("generate", replica))
+        return told.newest.items_out if told is not None else 0
+
+    def kill(self, replica: str, number: int) -> None:
+        os.kill(int((self.run_dir / "replicas" / f"{replica}.pid").read_text()), number)
+
+
+def scripted(monkeypatch: pytest.MonkeyPatch, run_dir: Path, script: Script, run: Callable[[Path], int]) -> Scripted:
+    """The run that the script was told of. Fails with what the script failed with."""
+    run_ = Scripted(run_dir)
+    make, tasks = Controller._runner, list[asyncio.Task[None]]()
+
+    def made(self: Controller, node: Node, topic: TopicServer, lifecycle: Lifecycle, keys: Keys) -> Runner:
+        run_.controller, run_.keys = self, keys
+        run_.runner = make(self, node, topic, lifecycle, keys)
+        tasks.append(asyncio.ensure_future(run_.follow(script)))
+        return run_.runner
+
+    monkeypatch.setattr(Controller, "_runner", made)
+    code = run(run_dir)
+    tasks[0].result()
+    assert code == 0
+    books = audit(run_dir / "ledger.jsonl")
+    assert books.open == 0
+    assert books.twice == ()
+    return run_
