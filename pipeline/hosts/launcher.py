@@ -105,8 +105,6 @@ class Launcher(Protocol):
     def held_port(self, name: str, port: int = 0) -> AbstractContextManager[int]:
         """A port there for that process, kept from others for the time of the block. Raises PortInUse."""
 
-    def alive(self, name: str) -> bool: ...
-
     async def stop_all(self) -> None:
         """Ask every process to end, wait at most its grace, then kill it and what it left behind."""
 

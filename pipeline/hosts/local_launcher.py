@@ -108,16 +108,13 @@ class LocalLauncher:
     def __init__(self, rundir: RunDir, processes: int = 1) -> None:
         self.rundir = rundir
         self._environment = child_environment(processes)
-        self._handles: dict[str, LocalHandle] = {}
+        self.handles: dict[str, LocalHandle] = {}
 
     def address(self, name: str) -> str:
         return HOST
 
     def held_port(self, name: str, port: int = 0) -> AbstractContextManager[int]:
         return held_port(port)
-
-    def alive(self, name: str) -> bool:
-        return name in self._handles and self._handles[name].alive
 
     async def spawn(self, spec: ProcessSpec, resources: Resources = ANYTHING) -> LocalHandle:
         env = {**(self._environment if spec.ours else os.environ), **spec.env}
@@ -135,13 +132,13 @@ class LocalLauncher:
                 env=env,
                 start_new_session=True,  # Ctrl-C is for the controller
             )
-        handle = self._handles[spec.name] = LocalHandle(spec, process, path, start)
+        handle = self.handles[spec.name] = LocalHandle(spec, process, path, start)
         (self.rundir.specs / f"{spec.name}.pid").write_text(str(process.pid))
         return handle
 
     async def stop_all(self) -> None:
         async with asyncio.TaskGroup() as tasks:
-            for handle in self._handles.values():
+            for handle in self.handles.values():
                 if handle.alive:
                     tasks.create_task(handle.stop())
 

@@ -51,10 +51,11 @@ def settled(topic: TopicClient, run_dir: str, config: Config) -> Iterator[tuple[
         yield run_dir, config
         return
     with tempfile.TemporaryDirectory(prefix="sluice-host-", ignore_cleanup_errors=True) as home:
-        if not Path(config.train.hf_checkpoint).is_dir():
+        files = topic.items(FILES)  # none of a checkpoint that every host finds by its name on the hub
+        if files and not Path(config.train.hf_checkpoint).is_dir():
             checkpoint = Path(home, "checkpoint")
             checkpoint.mkdir()
-            for key, value in topic.items(FILES).items():
+            for key, value in files.items():
                 (checkpoint / key.removeprefix(FILES)).write_bytes(value)
             config = msgspec.structs.replace(
                 config, train=msgspec.structs.replace(config.train, hf_checkpoint=str(checkpoint))

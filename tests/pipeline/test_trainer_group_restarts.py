@@ -155,7 +155,7 @@ def keep(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
                 async with asyncio.timeout(60):
                     await kept.run()
             finally:
-                alive = [name for name in ("train-rank-0", "train-rank-1") if launcher.alive(name)]
+                alive = [name for name, rank in launcher.handles.items() if rank.alive]
                 await launcher.stop_all()
             assert not alive, "a rank outlived its trainer group"
         return told
