@@ -13,7 +13,7 @@ from models.weights.errors import WeightsError
 from models.weights.shared_memory_reader import SlotReader
 from models.weights.shared_memory_writer import SlotWriter
 from pipeline.hosts import weights_source
-from pipeline.hosts.weights_source import FetchedWeights, OfferedWeights
+from pipeline.hosts.weights_source import SOURCE, FetchedWeights, OfferedWeights
 from stages.messages import WeightsAnnouncement
 from tests.models.weights.made_up import checkpoint, values
 from transport import ByteServer, Node
@@ -46,13 +46,13 @@ async def hosts(
         fetched = FetchedWeights(away, await away.topic(topic.address), "copies-of-a-test", tmp_path)
         original = offered.offer
 
-        async def offer(slot: Path) -> None:
+        async def as_of_its_host(slot: Path) -> None:
             with monkeypatch.context() as patch:
                 if apart:
                     patch.setattr(weights_source, "host_id", lambda: "the trainer's")
                 await original(slot)
 
-        monkeypatch.setattr(offered, "offer", offer)
+        monkeypatch.setattr(offered, "offer", as_of_its_host)
         try:
             yield offered, fetched
         finally:
@@ -60,11 +60,18 @@ async def hosts(
 
 
 async def fetch(offered: OfferedWeights, fetched: FetchedWeights, one: WeightsAnnouncement) -> WeightsAnnouncement:
-    await offered.offer(Path(one.path))
+    """As over a topic: an announcement comes after the offer of its slot."""
+    await offer(offered, fetched, one)
+    return await fetched.local(one)
+
+
+async def offer(offered: OfferedWeights, fetched: FetchedWeights, one: WeightsAnnouncement) -> None:
+    slot, topic = Path(one.path), fetched._topic
+    await offered.offer(slot)
+    revision = 0
     async with asyncio.timeout(20):
-        while (found := await fetched.local(one)) is one:  # noqa: ASYNC110  (the topic tells of the server soon)
-            await asyncio.sleep(0.01)
-    return found
+        while f"{slot.name}/".encode() not in (topic.get(SOURCE) or b""):
+            revision = await topic.wait(revision, SOURCE)
 
 
 async def test_a_version_is_fetched_once_for_all_engines(
@@ -88,8 +95,7 @@ async def test_on_the_trainers_host_a_slot_is_used_as_it_lies(
 ) -> None:
     async with hosts(tmp_path, monkeypatch, apart=False) as (offered, fetched):
         one = write(slots, 0)
-        await offered.offer(Path(one.path))
-        await asyncio.sleep(0.1)
+        await offer(offered, fetched, one)
         assert await fetched.local(one) is one
         assert await offered.local(one) is one
         assert offered._server is not None
@@ -103,7 +109,7 @@ async def test_a_slot_that_is_overwritten_meanwhile_is_refused(
         old = write(slots, 0)
         await fetch(offered, fetched, old)
         old = write(slots, 1)
-        await offered.offer(Path(old.path))
+        await offer(offered, fetched, old)
         write(slots, 2)
         newest = write(slots, 3)  # in the place of version 1
         assert newest.path == old.path
@@ -119,7 +125,7 @@ async def test_a_trainer_that_is_gone_is_an_error_of_the_update(
     async with hosts(tmp_path, monkeypatch) as (offered, fetched):
         await fetch(offered, fetched, write(slots, 0))
         second = write(slots, 1)
-        await offered.offer(Path(second.path))
+        await offer(offered, fetched, second)
         server = offered._server
         assert isinstance(server, ByteServer)
         await server.close()
