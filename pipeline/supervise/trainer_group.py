@@ -144,6 +144,7 @@ class TrainerGroup:
             await asyncio.wait(ends, timeout=END_S if ended_well else NOTICE_S)
             loss = verdict(codes)
             arrival.cancel()
+            self._came_up = self._came_up or self._met() >= incarnation  # since the last look
             for process in running:
                 await process.kill()
         return loss
