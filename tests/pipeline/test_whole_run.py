@@ -20,7 +20,7 @@ def test_simulated_engine_and_trainer(tmp_path: Path) -> None:
 
 
 def test_embedded_engine_and_torch(tmp_path: Path) -> None:
-    """What is left behind is a model that moved, by gradients of what the engine generated with moving weights."""
+    """What is left behind is a model that moved, by gradients of what the engine made while its weights moved."""
     done = succeed_here(
         tmp_path / "run", *SMALL, *made_model(), "--save-interval", "4", "--lr", "1e-2", "--max-staleness", "1"
     )
