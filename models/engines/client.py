@@ -11,8 +11,7 @@ Invariants:
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from types import TracebackType
-from typing import Final, TypeVar
+from typing import Final
 
 import msgspec
 import numpy as np
@@ -23,11 +22,10 @@ from models.engines.errors import (
     EngineAborted,
     EngineProtocolError,
     EngineRefused,
-    EngineTimeout,
     EngineUnreachable,
     RequestNotSent,
 )
-from models.engines.exchange import Exchange
+from models.engines.http_client import HttpClient, T
 from models.engines.limits import RequestLimits
 from models.engines.partial import PartialOutputs, StreamBroken
 from models.engines.protocol import (
@@ -50,7 +48,6 @@ from models.engines.protocol import (
 )
 from models.engines.spans import with_spans
 
-T = TypeVar("T")
 # SGLang's words for "the weights did change, the cache was not emptied", sent with status 400.
 _UPDATED_BUT_NOT_FLUSHED: Final = "Weights were updated"
 
@@ -62,12 +59,12 @@ class WeightsUpdated(Struct, frozen=True):
     cache_flushed: bool
 
 
-class EngineClient:
-    """Talks to one engine at `base_url` ("http://host:port").
+class EngineClient(HttpClient):
+    """Talks to one engine at `base_url`.
 
     `timeout_s` bounds a whole `generate` call, pauses included; `control_timeout_s` every other call.
-    `max_connections` = 0 sets no bound. `vocab_size` and `context_length` (tokens), where known, refuse what the engine
-    cannot serve before it is sent: a real SGLang scheduler dies of a token id that it does not have.
+    `vocab_size` and `context_length` (tokens), where known, refuse what the engine cannot serve before it is sent: a
+    real SGLang scheduler dies of a token id that it does not have.
     `early_boundary` moves the versions' boundaries in every response one token on; see `has_early_boundaries`.
     """
 
@@ -78,40 +75,16 @@ class EngineClient:
         timeout_s: float = 3600.0,
         control_timeout_s: float = 120.0,
         connect_timeout_s: float = 10.0,
-        max_connections: int = 0,
-        keepalive_s: float = 4.0,  # below the 5 s after which SGLang's server closes an idle connection
         vocab_size: int | None = None,
         context_length: int | None = None,
         early_boundary: bool = False,
         api_key: str | None = None,
     ) -> None:
-        self.base_url = base_url.rstrip("/")
+        super().__init__(base_url, connect_timeout_s=connect_timeout_s, api_key=api_key)
         self.limits = RequestLimits(vocab_size, context_length)
         self.early_boundary = early_boundary
         self._timeout_s = timeout_s
         self._control_timeout_s = control_timeout_s
-        self._connect_timeout_s = connect_timeout_s
-        self._exchange = Exchange(
-            self.base_url,
-            connect_timeout_s=connect_timeout_s,
-            max_connections=max_connections,
-            keepalive_s=keepalive_s,
-            headers={"Authorization": f"Bearer {api_key}"} if api_key else {},
-        )
-        self._decode_one = msgspec.json.Decoder(GenerateOutput)
-        self._decode_many = msgspec.json.Decoder(list[GenerateOutput])
-
-    async def __aenter__(self) -> EngineClient:
-        return self
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        await self.close()
-
-    async def close(self) -> None:
-        """Close all connections; requests in flight are aborted by the server."""
-        await self._exchange.close()
 
     async def generate(
         self,
@@ -135,10 +108,10 @@ class EngineClient:
         if partial is not None:
             return await self._streamed(request, partial, headers)
         body = await self.call("POST", "/generate", request, self._timeout_s, headers)
-        try:
-            outputs = self._decode_many.decode(body) if body[:1] == b"[" else [self._decode_one.decode(body)]
-        except msgspec.MsgspecError as error:
-            raise self._broken("/generate", body, error) from error
+        if body[:1] == b"[":
+            outputs = self.decode("/generate", body, list[GenerateOutput])
+        else:
+            outputs = [self.decode("/generate", body, GenerateOutput)]
         return [with_spans(output, output.version_spans, self.early_boundary) for output in outputs]
 
     async def _streamed(
@@ -146,7 +119,7 @@ class EngineClient:
     ) -> list[GenerateOutput]:
         partial.begin(request.samples, self.early_boundary)
         streamed = msgspec.structs.replace(request, stream=True)
-        await self._exchange.stream("/generate", streamed, self._timeout_s, headers, partial)
+        await self.stream("/generate", streamed, self._timeout_s, headers, partial)
         rejection = partial.rejection()
         if rejection is not None:  # what would have been the status of an answer that is not streamed
             status, words = rejection.status_code or 500, rejection.message or "no reason was given"
@@ -231,16 +204,25 @@ class EngineClient:
         kept its cache says so with status 400: that is a success here, with `cache_flushed=False`.
         """
         request = UpdateWeightsRequest(model_path=path, weight_version=version_label, flush_cache=flush_cache)
+        updated = await self.update("/update_weights_from_disk", request, self._control_timeout_s, flush_cache)
+        if flush_cache and not updated.cache_flushed and version_label is not None:
+            # The server's own note of the label was left out with the 200.
+            rename = UpdateVersionRequest(new_version=version_label, abort_all_requests=False)
+            await self.call("POST", "/update_weight_version", rename, self._control_timeout_s)
+        return updated
+
+    async def update(
+        self, path: str, payload: Struct | dict[str, str], timeout_s: float, flush_cache: bool = False
+    ) -> WeightsUpdated:
+        """One call of a weight update. That the weights changed and the cache was kept is a success here, although it
+        comes with status 400. Raises `EngineRefused`."""
         try:
-            body = await self.call("POST", "/update_weights_from_disk", request, self._control_timeout_s)
+            body = await self.call("POST", path, payload, timeout_s)
         except EngineRefused as error:
-            if not (error.status == 400 and error.reason.startswith(_UPDATED_BUT_NOT_FLUSHED)):
-                raise
-            if version_label is not None:  # the server's own note of the label was left out with the 200
-                rename = UpdateVersionRequest(new_version=version_label, abort_all_requests=False)
-                await self.call("POST", "/update_weight_version", rename, self._control_timeout_s)
-            return WeightsUpdated(message=error.reason, cache_flushed=False)
-        answer = self._decode("/update_weights_from_disk", body, UpdateAnswer)
+            if error.status == 400 and error.reason.startswith(_UPDATED_BUT_NOT_FLUSHED):
+                return WeightsUpdated(message=error.reason, cache_flushed=False)
+            raise
+        answer = self.decode(path, body, UpdateAnswer)
         if not answer.success:
             raise EngineRefused(self.base_url, 200, answer.message)
         return WeightsUpdated(message=answer.message, cache_flushed=flush_cache)
@@ -272,48 +254,17 @@ class EngineClient:
         """Load by data-parallel rank."""
         return (await self._get("/v1/loads", Loads)).loads
 
-    async def health(self) -> bool:
-        """True if the engine answers and says that it is well; False if nothing answers."""
-        return await self._is_ok("/health")
-
     async def ready(self) -> bool:
         """True if the engine takes requests now; False while it is paused or gone."""
-        return await self._is_ok("/ready")
+        return await self.is_ok("/ready")
 
     async def weights_checker(self) -> list[Mapping[str, str]]:
         """Checksum by tensor name, for each rank."""
         body = await self.call("POST", "/weights_checker", CheckerRequest(), self._control_timeout_s)
-        answer = self._decode("/weights_checker", body, CheckerAnswer)
+        answer = self.decode("/weights_checker", body, CheckerAnswer)
         if not answer.success:
             raise EngineRefused(self.base_url, 200, answer.message)
         return [rank.checksums for rank in answer.ranks]
 
-    async def _is_ok(self, path: str) -> bool:
-        try:
-            await self.call("GET", path, None, self._connect_timeout_s)
-        except (EngineUnreachable, EngineTimeout, EngineRefused):
-            return False
-        return True
-
     async def _get(self, path: str, kind: type[T]) -> T:
-        return self._decode(path, await self.call("GET", path, None, self._control_timeout_s), kind)
-
-    def _decode(self, path: str, body: bytes, kind: type[T]) -> T:
-        try:
-            return msgspec.json.decode(body, type=kind)
-        except msgspec.MsgspecError as error:
-            raise self._broken(path, body, error) from error
-
-    def _broken(self, path: str, body: bytes, error: Exception) -> EngineProtocolError:
-        return EngineProtocolError(self.base_url, f"{path} answered {body[:200]!r}, which does not decode: {error}")
-
-    async def call(
-        self,
-        method: str,
-        path: str,
-        payload: Struct | dict[str, str] | None,
-        timeout_s: float,
-        headers: Mapping[str, str] | None = None,
-    ) -> bytes:
-        """One HTTP exchange. Waits for the answer; unblocked by it, by the timeout or by a lost connection."""
-        return await self._exchange.call(method, path, payload, timeout_s, headers)
+        return self.decode(path, await self.call("GET", path, None, self._control_timeout_s), kind)

@@ -17,37 +17,42 @@ Invariant: every error survives pickling (they cross process and actor borders),
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 
 class EngineError(Exception):
     """Base of all errors of the engines."""
 
 
-class EngineUnreachable(EngineError):
-    """The engine cannot be talked to, or failed on its side. `retryable` errors may be sent to another replica."""
+class _AboutEngine(EngineError):
+    """Of one engine, for a reason; `words` stand between the two."""
 
-    retryable = True
+    words: ClassVar[str]
 
     def __init__(self, url: str, reason: str) -> None:
         super().__init__(url, reason)
-        self.url = url
-        self.reason = reason
+        self.url, self.reason = url, reason
 
     def __str__(self) -> str:
-        return f"engine {self.url} cannot be reached: {self.reason}"
+        return f"engine {self.url} {self.words}: {self.reason}"
 
 
-class EngineAborted(EngineError):
+class EngineUnreachable(_AboutEngine):
+    """The engine cannot be talked to, or failed on its side."""
+
+    words = "cannot be reached"
+
+
+class EngineAborted(_AboutEngine):
     """A request was ended before its time by somebody else, with nothing of use in its answer."""
 
-    retryable = True
+    words = "aborted the request"
 
-    def __init__(self, url: str, reason: str) -> None:
-        super().__init__(url, reason)
-        self.url = url
-        self.reason = reason
 
-    def __str__(self) -> str:
-        return f"engine {self.url} aborted the request: {self.reason}"
+class EngineProtocolError(_AboutEngine):
+    """The engine answered something that is not of the protocol."""
+
+    words = "broke the protocol"
 
 
 class EngineTimeout(EngineError):
@@ -86,18 +91,6 @@ class RequestNotSent(EngineRefused, ValueError):
 
     def __str__(self) -> str:
         return f"the request is not sent to engine {self.url}: {self.reason}"
-
-
-class EngineProtocolError(EngineError):
-    """The engine answered something that is not of the protocol."""
-
-    def __init__(self, url: str, reason: str) -> None:
-        super().__init__(url, reason)
-        self.url = url
-        self.reason = reason
-
-    def __str__(self) -> str:
-        return f"engine {self.url} broke the protocol: {self.reason}"
 
 
 class EngineServerError(EngineError):

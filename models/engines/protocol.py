@@ -317,6 +317,7 @@ class ServerInfo(Struct, frozen=True, kw_only=True):
     incremental_streaming_output: bool | None = None
     stream_interval: int | None = None
     tp_size: int | None = 1
+    pp_size: int | None = 1
     dp_size: int | None = 1
     disaggregation_mode: str = "null"  # or prefill, decode
     disaggregation_bootstrap_port: int | None = None

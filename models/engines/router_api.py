@@ -11,17 +11,13 @@ may stay listed for a second: whoever keeps the list looks again.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from types import TracebackType
-from typing import Final, TypeVar
+from typing import Final
 
-import msgspec
 from msgspec import Struct
 
-from models.engines.client import EngineClient
-from models.engines.errors import EngineProtocolError, EngineRefused
+from models.engines.errors import EngineRefused
+from models.engines.http_client import HttpClient
 from models.engines.protocol import GenerateRequest, SamplingParams
-
-T = TypeVar("T")
 
 ROUTING_KEY_HEADER: Final = "X-SMG-Routing-Key"  # requests of one key go to one engine, with the right policy
 REGULAR: Final = "regular"  # worker type of an engine that does everything
@@ -30,41 +26,22 @@ NOT_FOUND: Final = 404
 
 
 class RouterTraits(Struct, frozen=True):
-    """What one kind of router does with the body of a request."""
+    """Fields of a request's body that one kind of router does not pass on."""
 
-    kind: str
-    kept: frozenset[str] | None  # top-level fields that arrive; None: all but those dropped, also unknown ones
-    dropped: frozenset[str]
+    dropped: frozenset[str]  # at the top
     dropped_sampling: frozenset[str]
 
 
 TRAITS: Final = {
     "sglang": RouterTraits(
-        kind="sglang",
-        kept=frozenset(
-            {
-                "input_ids",
-                "text",
-                "rid",
-                "sampling_params",
-                "return_logprob",
-                "logprob_start_len",
-                "top_logprobs_num",
-                "token_ids_logprob",
-                "stream",
-                "extra_key",
-                "priority",
-                "return_hidden_states",
-            }
+        dropped=frozenset(
+            {"routing_key", "return_routed_experts", "routed_experts_start_len", "input_logprob_temperature"}
         ),
-        dropped=frozenset({"routing_key", "return_routed_experts", "routed_experts_start_len"}),
         dropped_sampling=frozenset(
             {"stop_regex", "spaces_between_special_tokens", "stream_interval", "logit_bias", "custom_params"}
         ),
     ),
     "smg": RouterTraits(
-        kind="smg",
-        kept=None,
         dropped=frozenset(),
         dropped_sampling=frozenset({"stop_regex", "spaces_between_special_tokens", "stream_interval", "logit_bias"}),
     ),
@@ -74,11 +51,7 @@ TRAITS: Final = {
 def lost_fields(kind: str, request: GenerateRequest) -> tuple[str, ...]:
     """Names of the fields that are set in the request and that a router of this kind would not pass on."""
     traits = TRAITS[kind]
-    lost = [
-        name
-        for name in _set_fields(request)
-        if name in traits.dropped or (traits.kept is not None and name not in traits.kept)
-    ]
+    lost = [name for name in _set_fields(request) if name in traits.dropped]
     params = request.sampling_params
     for one in params if isinstance(params, list) else [params]:
         lost += [f"sampling_params.{name}" for name in _set_fields(one) if name in traits.dropped_sampling]
@@ -124,65 +97,39 @@ class _Accepted(Struct, frozen=True):
     worker_id: str = ""
 
 
-class RouterClient:
-    """Worker API of the router at `base_url`. Raises the errors of `EngineClient`."""
+class RouterClient(HttpClient):
+    """Worker API of the router at `base_url`. Raises the errors of `EngineClient`. A router that is well may have no
+    worker."""
 
     def __init__(self, base_url: str, *, timeout_s: float = 10.0) -> None:
-        self._http = EngineClient(base_url, control_timeout_s=timeout_s, connect_timeout_s=timeout_s)
+        super().__init__(base_url, connect_timeout_s=timeout_s)
         self._timeout_s = timeout_s
-
-    @property
-    def base_url(self) -> str:
-        return self._http.base_url
-
-    async def __aenter__(self) -> RouterClient:
-        return self
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        await self.close()
-
-    async def close(self) -> None:
-        await self._http.close()
 
     async def workers(self) -> list[RouterWorker]:
         """All workers, also those that are being removed (not healthy then)."""
-        body = await self._http.call("GET", "/workers", None, self._timeout_s)
-        return list(self._decode(body, _Workers).workers)
+        body = await self.call("GET", "/workers", None, self._timeout_s)
+        return list(self.decode("/workers", body or b"{}", _Workers).workers)
 
     async def add(self, url: str, role: Role | None = None) -> bool:
         """Ask for a worker; it is listed seconds later. False if the router still has one at this address."""
         role = role or Role()
         new = _NewWorker(url=url, worker_type=role.worker_type, bootstrap_port=role.bootstrap_port)
         try:
-            body = await self._http.call("POST", "/workers", new, self._timeout_s)
+            body = await self.call("POST", "/workers", new, self._timeout_s)
         except EngineRefused as error:
             if error.status == CONFLICT:
                 return False
             raise
-        self._decode(body, _Accepted)
+        self.decode("/workers", body or b"{}", _Accepted)
         return True
 
     async def remove(self, worker: RouterWorker) -> None:
         """Have a worker taken out; new requests go elsewhere at once. No error if it has gone."""
         try:
-            await self._http.call("DELETE", f"/workers/{worker.id}", None, self._timeout_s)
+            await self.call("DELETE", f"/workers/{worker.id}", None, self._timeout_s)
         except EngineRefused as error:
             if error.status != NOT_FOUND:
                 raise
-
-    async def health(self) -> bool:
-        """True if the router answers; it may have no worker."""
-        return await self._http.health()
-
-    def _decode(self, body: bytes, kind: type[T]) -> T:
-        try:
-            return msgspec.json.decode(body or b"{}", type=kind)
-        except msgspec.MsgspecError as error:
-            raise EngineProtocolError(
-                self.base_url, f"/workers answered {body[:200]!r}, which does not decode: {error}"
-            ) from error
 
 
 def urls(workers: Sequence[RouterWorker], *, healthy: bool = False) -> frozenset[str]:

@@ -7,20 +7,16 @@ that updated the weights but kept its cache says so with status 400, which is a 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Final, TypeVar
+from typing import Final
 
 import msgspec
 import xxhash
 from msgspec import Struct
 
 from models.engines.client import EngineClient, WeightsUpdated
-from models.engines.errors import EngineProtocolError, EngineRefused
+from models.engines.errors import EngineRefused
 from models.engines.memory import ALL_TAGS, MemoryRequest, MemoryTag
-from models.engines.protocol import UpdateAnswer
 
-T = TypeVar("T")
-
-_UPDATED_BUT_NOT_FLUSHED: Final = "Weights were updated"
 _ALREADY_OPEN: Final = "already"  # both SGLang and our engines use the word
 _NO_BODY: Final[dict[str, str]] = {}
 
@@ -56,15 +52,6 @@ class _FromTensor(Struct, frozen=True, kw_only=True):
     abort_all_requests: bool = False
 
 
-class Ranks(Struct, frozen=True, kw_only=True):
-    """The part of GET /server_info that a weight group needs."""
-
-    device: str | None = "cpu"
-    tp_size: int | None = 1
-    pp_size: int | None = 1
-    dp_size: int | None = 1
-
-
 class UpdateClient:
     """Weight-update calls over an engine's client. `timeout_s` bounds each call."""
 
@@ -84,11 +71,6 @@ class UpdateClient:
     async def end(self) -> None:
         """Close the bracket. Raises EngineRefused if none is open."""
         await self._update("/end_weight_update", _NO_BODY)
-
-    async def ranks(self) -> Ranks:
-        """How many ranks the engine has, and on what."""
-        body = await self.client.call("GET", "/server_info", None, self.timeout_s)
-        return self._decode("/server_info", body, Ranks)
 
     async def init_group(self, name: str, address: str, port: int, world_size: int, backend: str) -> None:
         """Have all ranks of the engine join a group as ranks 1 .. world_size - 1. Waits until they have met rank 0."""
@@ -138,21 +120,4 @@ class UpdateClient:
         await self.client.call("POST", "/resume_memory_occupation", MemoryRequest([*tags]), self.timeout_s)
 
     async def _update(self, path: str, payload: Struct | dict[str, str], flush_cache: bool = False) -> WeightsUpdated:
-        try:
-            body = await self.client.call("POST", path, payload, self.timeout_s)
-        except EngineRefused as error:
-            if error.status == 400 and error.reason.startswith(_UPDATED_BUT_NOT_FLUSHED):
-                return WeightsUpdated(message=error.reason, cache_flushed=False)
-            raise
-        answer = self._decode(path, body, UpdateAnswer)
-        if not answer.success:
-            raise EngineRefused(self.client.base_url, 200, answer.message)
-        return WeightsUpdated(message=answer.message, cache_flushed=flush_cache)
-
-    def _decode(self, path: str, body: bytes, kind: type[T]) -> T:
-        try:
-            return msgspec.json.decode(body, type=kind)
-        except msgspec.MsgspecError as error:
-            raise EngineProtocolError(
-                self.client.base_url, f"{path} answered {body[:200]!r}, which does not decode: {error}"
-            ) from error
+        return await self.client.update(path, payload, self.timeout_s, flush_cache)

@@ -20,7 +20,6 @@ class Architecture:
     with ("": none is needed); a name that neither a rule nor one of these knows is refused.
     """
 
-    family: str
     model_type: str
     transformer: Mapping[str, Any]
     vocab_size: int
@@ -29,11 +28,14 @@ class Architecture:
     rope: Rope
     rules: tuple[Rule, ...]
     moe_layers: tuple[bool, ...]  # by layer: whether it has experts
-    experts: int = 0
     latent_attention: bool = False  # MLA
     latent_norm_eps: float | None = None  # of the norms inside MLA, if not that of the others
     sandwich_norms: bool = False  # norms after attention and after the MLP too
     left_out: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def experts(self) -> int:
+        return int(self.transformer.get("num_moe_experts") or 0)
 
     @property
     def layers(self) -> int:

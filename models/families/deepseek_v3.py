@@ -6,6 +6,7 @@ Kimi K2 and Moonlight are the same architecture in other sizes; Moonlight has no
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from models.families import parts
@@ -34,31 +35,21 @@ def deepseek_v3(config: Mapping[str, Any]) -> Architecture:
         topk_method=("noaux_tc",),
         moe_layer_freq=(1,),
     )
-    rotated = int(need(config, "qk_rope_head_dim"))
-    rope = read_rope(config, head_width=rotated)
-    tied = bool(config.get("tie_word_embeddings", False))
-    return Architecture(
-        family="deepseek_v3",
-        model_type=str(config["model_type"]),
-        transformer=_transformer(config, rope),
-        vocab_size=int(need(config, "vocab_size")),
-        max_length=int(need(config, "max_position_embeddings")),
-        tied=tied,
+    rope = read_rope(config, head_width=int(need(config, "qk_rope_head_dim")))
+    rules = (
+        *_attention(config),
+        *parts.mlp(dense_only=True),
+        *parts.experts(router_bias=True, shared=bool(config.get("n_shared_experts"))),
+    )
+    found = parts.decoder(
+        config,
+        _transformer(config, rope),
+        rules,
         rope=rope,
-        rules=(
-            *parts.embedding(),
-            *parts.norms(),
-            *_attention(config),
-            *parts.mlp(dense_only=True),
-            *parts.experts(router_bias=True, shared=bool(config.get("n_shared_experts"))),
-            *parts.head(tied=tied),
-        ),
         moe_layers=dense_before(config),
-        experts=int(need(config, "n_routed_experts")),
-        latent_attention=True,
-        latent_norm_eps=_LATENT_NORM_EPS,
         left_out=prediction_layers(config),
     )
+    return replace(found, latent_attention=True, latent_norm_eps=_LATENT_NORM_EPS)
 
 
 def _transformer(config: Mapping[str, Any], rope: Rope) -> dict[str, Any]:

@@ -7,12 +7,13 @@ has norms after attention and after the MLP too (sandwich norms).
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from models.families import parts
 from models.families.architecture import Architecture
 from models.families.hugging_face_names import Rule, whole
-from models.families.reading import check_keys, need
+from models.families.reading import check_keys
 from models.families.rope import read_rope
 
 
@@ -25,35 +26,17 @@ def glm4(config: Mapping[str, Any]) -> Architecture:
         ),
         Rule(parts.OWN + "post_mlp_layernorm.weight", whole(parts.LAYER + "post_mlp_layernorm.weight")),
     )
-    return _architecture(config, "glm4", after)
+    return replace(_architecture(config, after), sandwich_norms=True)
 
 
 def glm(config: Mapping[str, Any]) -> Architecture:
     """Of `config.json`, without them. Raises `UnsupportedModel`."""
-    return _architecture(config, "glm", ())
+    return _architecture(config, ())
 
 
-def _architecture(config: Mapping[str, Any], family: str, norms_after: tuple[Rule, ...]) -> Architecture:
+def _architecture(config: Mapping[str, Any], norms_after: tuple[Rule, ...]) -> Architecture:
     check_keys(config, parts.COMMON_KEYS | {"partial_rotary_factor"})
     bias = bool(config.get("attention_bias", True))
-    fields = parts.transformer(config, qkv_bias=bias) | {"rotary_interleaved": True}
-    tied = bool(config.get("tie_word_embeddings", False))
-    return Architecture(
-        family=family,
-        model_type=str(config["model_type"]),
-        transformer=fields,
-        vocab_size=int(need(config, "vocab_size")),
-        max_length=int(need(config, "max_position_embeddings")),
-        tied=tied,
-        rope=read_rope(config, head_width=parts.head_width(config), partial=0.5, interleaved=True),
-        rules=(
-            *parts.embedding(),
-            *parts.norms(),
-            *norms_after,
-            *parts.attention(config, qkv_bias=bias),
-            *parts.mlp(fused=True),
-            *parts.head(tied=tied),
-        ),
-        moe_layers=(False,) * fields["num_layers"],
-        sandwich_norms=bool(norms_after),
-    )
+    rope = read_rope(config, head_width=parts.head_width(config), partial=0.5, interleaved=True)
+    rules = (*norms_after, *parts.attention(config, qkv_bias=bias), *parts.mlp(fused=True))
+    return parts.decoder(config, parts.transformer(config, qkv_bias=bias), rules, rope=rope)

@@ -7,7 +7,7 @@ from typing import Any
 
 from models.families import parts
 from models.families.architecture import Architecture
-from models.families.reading import check_keys, need, renamed
+from models.families.reading import check_keys, renamed
 from models.families.rope import read_rope
 from models.families.routing import dense_before, prediction_layers, sigmoid_routing
 
@@ -18,24 +18,12 @@ def glm4_moe(config: Mapping[str, Any]) -> Architecture:
     check_keys(config, parts.COMMON_KEYS | parts.MOE_KEYS | {"partial_rotary_factor", "use_qk_norm"})
     bias, qk_norm = bool(config.get("attention_bias", False)), bool(config.get("use_qk_norm", False))
     fields = parts.transformer(config, qkv_bias=bias, qk_norm=qk_norm) | sigmoid_routing(config)
-    tied = bool(config.get("tie_word_embeddings", False))
-    return Architecture(
-        family="glm4_moe",
-        model_type=str(config["model_type"]),
-        transformer=fields,
-        vocab_size=int(need(config, "vocab_size")),
-        max_length=int(need(config, "max_position_embeddings")),
-        tied=tied,
-        rope=read_rope(config, head_width=parts.head_width(config), partial=0.5),
-        rules=(
-            *parts.embedding(),
-            *parts.norms(),
-            *parts.attention(config, qkv_bias=bias, qk_norm=qk_norm),
-            *parts.mlp(dense_only=True),
-            *parts.experts(router_bias=True, shared=bool(config.get("n_shared_experts"))),
-            *parts.head(tied=tied),
-        ),
-        moe_layers=dense_before(config),
-        experts=fields["num_moe_experts"],
-        left_out=prediction_layers(config),
+    rules = (
+        *parts.attention(config, qkv_bias=bias, qk_norm=qk_norm),
+        *parts.mlp(dense_only=True),
+        *parts.experts(router_bias=True, shared=bool(config.get("n_shared_experts"))),
+    )
+    rope = read_rope(config, head_width=parts.head_width(config), partial=0.5)
+    return parts.decoder(
+        config, fields, rules, rope=rope, moe_layers=dense_before(config), left_out=prediction_layers(config)
     )

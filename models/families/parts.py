@@ -1,12 +1,15 @@
-"""What families share: the rules of attention, MLP and experts, and the common fields of a transformer."""
+"""What families share: a decoder with its embedding, norms and head, the rules of attention, MLP and experts, and the
+common fields of a transformer."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any
 
+from models.families.architecture import Architecture
 from models.families.hugging_face_names import Gated, Layers, Piece, QueryGroups, Rule, whole
 from models.families.reading import need
+from models.families.rope import Rope, read_rope
 
 LAYER = "model.layers.{layer}."
 OWN = "decoder.layers.{layer}."
@@ -54,26 +57,41 @@ def transformer(config: Mapping[str, Any], *, qkv_bias: bool = False, qk_norm: b
     }
 
 
-def embedding() -> tuple[Rule, ...]:
-    """First rule of every family."""
-    return (
-        Rule("embedding.word_embeddings.weight", whole("model.embed_tokens.weight"), split="vocabulary", layers="once"),
-    )
-
-
-def head(*, tied: bool) -> tuple[Rule, ...]:
-    """Last rules of every family. A tied output layer has no tensor of its own."""
-    final = Rule("decoder.final_layernorm.weight", whole("model.norm.weight"), layers="once")
-    if tied:
-        return (final,)
-    return (final, Rule("output_layer.weight", whole("lm_head.weight"), split="vocabulary", layers="once"))
-
-
-def norms() -> tuple[Rule, ...]:
-    """The two norms before attention and before the MLP."""
-    return (
-        Rule(OWN + "input_layernorm.weight", whole(LAYER + "input_layernorm.weight")),
-        Rule(OWN + "pre_mlp_layernorm.weight", whole(LAYER + "post_attention_layernorm.weight")),
+def decoder(
+    config: Mapping[str, Any],
+    fields: Mapping[str, Any],
+    layer_rules: tuple[Rule, ...],
+    *,
+    rope: Rope | None = None,
+    moe_layers: tuple[bool, ...] | None = None,
+    left_out: Mapping[str, str] | None = None,
+) -> Architecture:
+    """The model of a `config.json`. `layer_rules`: of a layer, but for the norms before attention and MLP; `rope`:
+    default: that of the file, over whole heads; `moe_layers`: default: none has experts."""
+    tied = bool(config.get("tie_word_embeddings", False))
+    head = Rule("output_layer.weight", whole("lm_head.weight"), split="vocabulary", layers="once")
+    return Architecture(
+        model_type=str(config["model_type"]),
+        transformer=fields,
+        vocab_size=int(need(config, "vocab_size")),
+        max_length=int(need(config, "max_position_embeddings")),
+        tied=tied,
+        rope=rope or read_rope(config, head_width=head_width(config)),
+        rules=(
+            Rule(
+                "embedding.word_embeddings.weight",
+                whole("model.embed_tokens.weight"),
+                split="vocabulary",
+                layers="once",
+            ),
+            Rule(OWN + "input_layernorm.weight", whole(LAYER + "input_layernorm.weight")),
+            Rule(OWN + "pre_mlp_layernorm.weight", whole(LAYER + "post_attention_layernorm.weight")),
+            *layer_rules,
+            Rule("decoder.final_layernorm.weight", whole("model.norm.weight"), layers="once"),
+            *(() if tied else (head,)),  # a tied output layer has no tensor of its own
+        ),
+        moe_layers=moe_layers or (False,) * fields["num_layers"],
+        left_out=left_out or {},
     )
 
 

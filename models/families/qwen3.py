@@ -7,9 +7,7 @@ from typing import Any
 
 from models.families import parts
 from models.families.architecture import Architecture
-from models.families.hugging_face_names import Rule
 from models.families.reading import check_keys, need, renamed
-from models.families.rope import read_rope
 
 _MOE_KEYS = frozenset(
     """
@@ -21,8 +19,8 @@ _MOE_KEYS = frozenset(
 def qwen3(config: Mapping[str, Any]) -> Architecture:
     """Of `config.json`, dense. Raises `UnsupportedModel`."""
     check_keys(config, parts.COMMON_KEYS, attention_bias=(False,))
-    fields = parts.transformer(config, qk_norm=True)
-    return _architecture(config, "qwen3", fields, parts.mlp(), moe_layers=(False,) * fields["num_layers"])
+    rules = (*parts.attention(config, qk_norm=True), *parts.mlp())
+    return parts.decoder(config, parts.transformer(config, qk_norm=True), rules)
 
 
 def qwen3_moe(config: Mapping[str, Any]) -> Architecture:
@@ -43,35 +41,5 @@ def qwen3_moe(config: Mapping[str, Any]) -> Architecture:
         # The weights are a softmax over the chosen experts if they are normalised, else over all of them.
         "moe_router_pre_softmax": not config.get("norm_topk_prob", False),
     }
-    rules = (*parts.mlp(dense_only=True), *parts.experts())
-    return _architecture(config, "qwen3_moe", fields, rules, moe_layers=moe_layers, experts=experts)
-
-
-def _architecture(
-    config: Mapping[str, Any],
-    family: str,
-    fields: dict[str, Any],
-    mlp: tuple[Rule, ...],
-    *,
-    moe_layers: tuple[bool, ...],
-    experts: int = 0,
-) -> Architecture:
-    tied = bool(config.get("tie_word_embeddings", False))
-    return Architecture(
-        family=family,
-        model_type=str(config["model_type"]),
-        transformer=fields,
-        vocab_size=int(need(config, "vocab_size")),
-        max_length=int(need(config, "max_position_embeddings")),
-        tied=tied,
-        rope=read_rope(config, head_width=parts.head_width(config)),
-        rules=(
-            *parts.embedding(),
-            *parts.norms(),
-            *parts.attention(config, qk_norm=True),
-            *mlp,
-            *parts.head(tied=tied),
-        ),
-        moe_layers=moe_layers,
-        experts=experts,
-    )
+    rules = (*parts.attention(config, qk_norm=True), *parts.mlp(dense_only=True), *parts.experts())
+    return parts.decoder(config, fields, rules, moe_layers=moe_layers)

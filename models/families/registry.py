@@ -12,8 +12,7 @@ from models.families.architecture import Architecture
 from models.families.deepseek_v3 import deepseek_v3
 from models.families.glm4 import glm, glm4
 from models.families.glm4_moe import glm4_moe
-from models.families.llama import llama
-from models.families.qwen2 import qwen2
+from models.families.llama import llama, qwen2
 from models.families.qwen3 import qwen3, qwen3_moe
 from models.train.errors import CheckpointUnavailable, UnsupportedModel
 

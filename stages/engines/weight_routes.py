@@ -25,7 +25,8 @@ from typing import TYPE_CHECKING, Protocol
 from configs.schema.update import UpdateConfig
 from models.engines.client import EngineClient
 from models.engines.errors import EngineError
-from models.engines.update_client import Ranks, UpdateClient
+from models.engines.protocol import ServerInfo
+from models.engines.update_client import UpdateClient
 from models.weights.delta_mirror import DeltaMirror
 from models.weights.errors import DeltaError, DigestMismatch, RouteUnfit
 from models.weights.shared_memory_reader import SlotReader
@@ -73,7 +74,7 @@ class TensorRoute:
     @contextlib.asynccontextmanager
     async def open(self, client: EngineClient, announcement: WeightsAnnouncement) -> AsyncIterator[Transfer]:
         update = UpdateClient(client)
-        ranks = await update.ranks()
+        ranks = await client.server_info()
         _check_ranks("tensor", client, ranks)
         async with _verified(announcement) as slot:
             yield await asyncio.to_thread(
@@ -113,7 +114,7 @@ class DistributedRoute:
             return self._group, self._update
         await self._leave()
         update = UpdateClient(client)
-        ranks = await update.ranks()
+        ranks = await client.server_info()
         _check_ranks("distributed", client, ranks)
         self._device = _device(ranks)
         from models.weights.broadcast_group import WeightGroup, address_towards  # torch
@@ -215,11 +216,11 @@ async def _verified(announcement: WeightsAnnouncement) -> AsyncIterator[SlotRead
         reader.__exit__(None, None, None)
 
 
-def _device(ranks: Ranks) -> str:
+def _device(ranks: ServerInfo) -> str:
     return "cuda" if (ranks.device or "cpu").startswith("cuda") else "cpu"
 
 
-def _check_ranks(route: str, client: EngineClient, ranks: Ranks) -> None:
+def _check_ranks(route: str, client: EngineClient, ranks: ServerInfo) -> None:
     if (ranks.dp_size or 1) > 1 or (ranks.pp_size or 1) > 1:
         raise RouteUnfit(
             f"engine {client.base_url} has dp_size={ranks.dp_size}, pp_size={ranks.pp_size}: the route {route} reaches "

@@ -176,10 +176,8 @@ class FakeRouter:
             return web.json_response({"error": {"message": "No available workers"}}, status=503)
         url = healthy[len(self.requests) % len(healthy)]
         body = await request.json()
-        traits = TRAITS[self.kind]
-        for name in list(body):
-            if name in traits.dropped or (traits.kept is not None and name not in traits.kept):
-                del body[name]
+        for name in TRAITS[self.kind].dropped:
+            body.pop(name, None)
         self.requests.append((url, body, dict(request.headers)))
         async with self._session.post(f"{url}/generate", json=body) as upstream:
             response = web.StreamResponse(status=upstream.status, headers={"Content-Type": upstream.content_type})

@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from models.engines.errors import RequestNotSent
-from models.engines.exchange import Exchange
+from models.engines.http_client import HttpClient
 from models.engines.launch.routing import Policy
 from stages.generate.requests import Requests
 from stages.generate.stage import GenerateStage
@@ -320,15 +320,15 @@ async def test_a_replica_comes_and_goes_and_no_engine_is_touched(
     """All that a replica ever asks of an engine is /generate."""
     monkeypatch.setattr("stages.engines.load_watch.LOADS_INTERVAL_S", 1000.0)
     calls: list[str] = []
-    original = Exchange._answer
+    original = HttpClient._answer
 
-    def answer(exchange: Exchange, method: str, path: str, *args: Any) -> Any:
+    def answer(client: HttpClient, method: str, path: str, *args: Any) -> Any:
         calls.append(path)
-        return original(exchange, method, path, *args)
+        return original(client, method, path, *args)
 
     async with generating(tmp_path, engines=2, replicas=2, window_items=1) as world:
         await world.ready()
-        monkeypatch.setattr(Exchange, "_answer", answer)
+        monkeypatch.setattr(HttpClient, "_answer", answer)
         world.tasks[1].cancel()
         await asyncio.wait([world.tasks[1]])
         world.rig.hubs["generate"].peer_lost("stage-1")

@@ -222,20 +222,20 @@ async def test_errors_of_the_router_are_those_of_an_engine() -> None:
 
 
 async def test_an_answer_that_is_no_list_of_workers_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def call(client: EngineClient, *args: object) -> bytes:
+    async def call(client: RouterClient, *args: object) -> bytes:
         return b'{"workers": [3]}'
 
-    monkeypatch.setattr(EngineClient, "call", call)
+    monkeypatch.setattr(RouterClient, "call", call)
     async with RouterClient("http://r") as router:
         with pytest.raises(EngineProtocolError, match=r"/workers answered .*, which does not decode"):
             await router.workers()
 
 
 async def test_a_refusal_to_remove_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def call(client: EngineClient, *args: object) -> bytes:
+    async def call(client: RouterClient, *args: object) -> bytes:
         raise EngineRefused("http://r", 400, "no such id")
 
-    monkeypatch.setattr(EngineClient, "call", call)
+    monkeypatch.setattr(RouterClient, "call", call)
     async with RouterClient("http://r") as router:
         with pytest.raises(EngineRefused, match="no such id"):
             await router.remove(RouterWorker("1", "http://e"))

@@ -1,4 +1,4 @@
-"""HTTP exchanges with one server, whole or streamed, with its failures as `EngineError`.
+"""HTTP exchanges with one server (an engine, a router), whole or streamed, with its failures as `EngineError`.
 
 Invariants: nothing is sent twice; whoever is cancelled in an exchange closes its connection, by which the server learns
 of it; every failure of the transport has one of the types of `models.engines.errors`.
@@ -9,7 +9,8 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager
-from typing import Final
+from types import TracebackType
+from typing import Final, Self, TypeVar
 
 import aiohttp
 import msgspec
@@ -19,27 +20,27 @@ from models.engines.errors import EngineError, EngineProtocolError, EngineRefuse
 from models.engines.partial import DONE, EventLines, PartialOutputs, StreamBroken
 from models.engines.protocol import ErrorBody, ErrorDetail, error_words
 
+T = TypeVar("T")
 _JSON_HEADERS: Final = {"Content-Type": "application/json"}
+_KEEPALIVE_S: Final = 4.0  # below the 5 s after which SGLang's server closes an idle connection
 
 
-class Exchange:
-    """Connections to `base_url`. Times in seconds; `max_connections` = 0 sets no bound."""
+class HttpClient:
+    """Connections to `base_url` ("http://host:port"). Their number has no bound."""
 
-    def __init__(
-        self,
-        base_url: str,
-        *,
-        connect_timeout_s: float,
-        max_connections: int,
-        keepalive_s: float,
-        headers: Mapping[str, str],
-    ) -> None:
-        self.base_url = base_url
+    def __init__(self, base_url: str, *, connect_timeout_s: float, api_key: str | None = None) -> None:
+        self.base_url = base_url.rstrip("/")
         self._connect_timeout_s = connect_timeout_s
-        self._max_connections = max_connections
-        self._keepalive_s = keepalive_s
-        self._headers = dict(headers)
+        self._headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
         self._session: aiohttp.ClientSession | None = None
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.close()
 
     async def close(self) -> None:
         """Close all connections; requests in flight are aborted by the server."""
@@ -59,6 +60,27 @@ class Exchange:
         connection."""
         async with self._answer(method, path, payload, timeout_s, headers) as response:
             return await response.read()
+
+    async def health(self) -> bool:
+        """True if the server answers and says that it is well; False if nothing answers."""
+        return await self.is_ok("/health")
+
+    async def is_ok(self, path: str) -> bool:
+        """True if a GET is answered with success within the time of a connection."""
+        try:
+            await self.call("GET", path, None, self._connect_timeout_s)
+        except (EngineUnreachable, EngineTimeout, EngineRefused):
+            return False
+        return True
+
+    def decode(self, path: str, body: bytes, kind: type[T]) -> T:
+        """The JSON that `path` answered. Raises `EngineProtocolError`."""
+        try:
+            return msgspec.json.decode(body, type=kind)
+        except msgspec.MsgspecError as error:
+            raise EngineProtocolError(
+                self.base_url, f"{path} answered {body[:200]!r}, which does not decode: {error}"
+            ) from error
 
     async def stream(
         self, path: str, payload: Struct, timeout_s: float, headers: Mapping[str, str] | None, partial: PartialOutputs
@@ -140,7 +162,7 @@ class Exchange:
     def _open(self) -> aiohttp.ClientSession:
         """The session is made at the first call, for it belongs to the event loop that runs then."""
         if self._session is None:
-            connector = aiohttp.TCPConnector(limit=self._max_connections, keepalive_timeout=self._keepalive_s)
+            connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEEPALIVE_S)
             self._session = aiohttp.ClientSession(connector=connector, headers=self._headers, auto_decompress=True)
         return self._session
 
