@@ -11,7 +11,7 @@ from collections.abc import Iterable
 
 from configs.schema import Config
 from models.algorithms.rules import parse_rules
-from models.train.megatron.options import preflight_faults
+from models.train.megatron.options import option_faults
 from pipeline.errors import UsageError
 from stages.graders.registry import find_grader, is_import_path, refusal
 from stages.graders.selection import Selection, outside
@@ -22,8 +22,7 @@ AUTO = "auto"  # decided when the labels are known
 
 def check_trainer(config: Config) -> None:
     """What the chosen framework needs is installed and knows its options. Raises UsageError."""
-    faults = preflight_faults(config)
-    if faults:
+    if config.train.train_backend == "megatron" and (faults := option_faults(config.megatron.megatron_args)):
         raise UsageError("; ".join(faults))
 
 

@@ -21,9 +21,11 @@ pytest.importorskip("megatron.core.package_info")
 
 from models.train.errors import TrainConfigInvalid
 from models.train.megatron import option_fields
-from models.train.megatron.option_fields import DATACLASSES, Kind, fields_of, known_fields
-from models.train.megatron.options import MegatronOptions, option_faults, preflight_faults, split_options
+from models.train.megatron.option_fields import DATACLASSES, fields_of, known_fields
+from models.train.megatron.options import MegatronOptions, option_faults, split_options
 from models.train.megatron.set_by_sluice import SET_BY_SLUICE
+from pipeline.errors import UsageError
+from pipeline.preflight.names import check_trainer
 
 ROOT = Path(__file__).resolve().parents[2]
 OWN = {flag.name for flag in flags() if flag.name is not None}
@@ -105,10 +107,11 @@ def test_refusals(argv: list[str], words: str) -> None:
 
 def test_before_a_run_starts() -> None:
     wrong = MegatronConfig(megatron_args={"bucket_size": "x"})
-    assert preflight_faults(Config(megatron=wrong)) == (), "another backend"
+    check_trainer(Config(megatron=wrong))  # another backend
     backend = TrainConfig(train_backend="megatron")
-    assert preflight_faults(Config(train=backend)) == ()
-    assert len(preflight_faults(Config(train=backend, megatron=wrong))) == 1
+    check_trainer(Config(train=backend))
+    with pytest.raises(UsageError, match="--megatron-bucket-size is x"):
+        check_trainer(Config(train=backend, megatron=wrong))
 
 
 def test_all_faults_at_once() -> None:
@@ -117,11 +120,15 @@ def test_all_faults_at_once() -> None:
 
 
 def test_flags_that_are_named_instead_exist() -> None:
-    assert set(SET_BY_SLUICE) <= set(known_fields())
-    for text in SET_BY_SLUICE.values():
-        for word in text.split():
+    for field in known_fields():
+        for word in SET_BY_SLUICE.get(field, "").split():
             if word.startswith("--"):
-                assert word.strip(",;.").removeprefix("--") in OWN, text
+                assert word.strip(",;.").removeprefix("--") in OWN, field
+
+
+def test_no_entry_names_a_field_that_is_none() -> None:
+    own = {*MegatronConfig.__struct_fields__, *TrainConfig.__struct_fields__}
+    assert set(SET_BY_SLUICE) - own <= set(known_fields())
 
 
 def test_every_option_of_our_own_section_is_refused_under_its_long_name() -> None:
@@ -148,18 +155,23 @@ def test_nothing_of_megatron_is_imported() -> None:
     assert found.stdout.strip() == "[]"
 
 
-def kinds_of(annotation: str) -> tuple[Kind, ...]:
-    return tuple(option_fields._kinds(ast.parse(annotation, mode="eval").body))
+def rules_of(annotation: str) -> list[str]:
+    return [kind.rule for kind in option_fields._kinds(ast.parse(annotation, mode="eval").body)]
 
 
 def test_annotations() -> None:
-    assert kinds_of("Optional[int]") == (Kind("int"), Kind("none"))
-    assert kinds_of("int | None") == (Kind("int"), Kind("none"))
-    assert kinds_of("Union[int, List[str]]") == (Kind("int"), Kind("list", items=(Kind("str"),)))
-    assert kinds_of("Literal['a', 'b']") == (Kind("choice", choices=("a", "b")),)
-    assert kinds_of("Tuple[int, int]") == (Kind("list", items=(Kind("int"),)),)
-    assert kinds_of("Callable[[int], int]") == (Kind("opaque"),)
-    assert kinds_of("'Optional[torch.dtype]'") == (Kind("dtype"), Kind("none"))
+    assert rules_of("Optional[int]") == ["a whole number", "none"]
+    assert rules_of("int | None") == ["a whole number", "none"]
+    assert rules_of("Union[int, List[str]]") == ["a whole number", "a list of text"]
+    assert rules_of("Literal['a', 'b']") == ["a or b"]
+    assert rules_of("Tuple[int, int]") == ["a list of a whole number"]
+    assert rules_of("Callable[[int], int]") == []
+    assert rules_of("'Optional[torch.dtype]'") == ["fp32, bf16, fp16 or fp8", "none"]
+
+
+def test_what_may_be_none_may_be_null_in_a_recipe() -> None:
+    assert split_options({"fp8": None}).transformer == {"fp8": None}
+    assert len(option_faults({"fp8_margin": None})) == 1
 
 
 @pytest.mark.parametrize("name", ALIASES)

@@ -10,25 +10,16 @@ have goes to all of them; nothing is passed on that Megatron-core does not know.
 from __future__ import annotations
 
 import importlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Final
+from typing import Any
 
-from configs.schema import Config
+import msgspec
+
 from configs.schema.did_you_mean import nearest
 from models.train.errors import TrainConfigInvalid
-from models.train.megatron.option_fields import Field, Group, Kind, enum_members, fields_of, known_fields
+from models.train.megatron.option_fields import DTYPE, DTYPES, NONE, Group, Kind, fields_of, known_fields
 from models.train.megatron.set_by_sluice import SET_BY_SLUICE
-
-_DTYPES: Final[Mapping[str, str]] = {
-    "fp32": "float32",
-    "float32": "float32",
-    "bf16": "bfloat16",
-    "bfloat16": "bfloat16",
-    "fp16": "float16",
-    "float16": "float16",
-    "fp8": "uint8",  # how Megatron-core stores optimizer moments in eight bits
-}
 
 
 @dataclass(frozen=True)
@@ -48,7 +39,9 @@ class _Refused(Exception):
 
 
 def option_faults(args: Mapping[str, Any]) -> tuple[str, ...]:
-    """What is wrong with `--megatron-<option>`, one sentence each; nothing of Megatron-core is imported.
+    """What is wrong with `--megatron-<option>`, one sentence each.
+
+    To be asked before anything is started: takes milliseconds, imports nothing of torch or Megatron-core.
 
     `args`: the value of `megatron.megatron_args`. Without megatron-core that is the one fault, also for no options.
     """
@@ -57,14 +50,6 @@ def option_faults(args: Mapping[str, Any]) -> tuple[str, ...]:
         return tuple(fault for name, value in args.items() if (fault := _fault(name, value, known)) is not None)
     except TrainConfigInvalid as error:
         return (str(error),)
-
-
-def preflight_faults(config: Config) -> tuple[str, ...]:
-    """What only the installed megatron-core can say about a configuration; nothing for the other backends.
-
-    To be asked before anything is started: takes milliseconds, imports nothing of torch or Megatron-core.
-    """
-    return option_faults(config.megatron.megatron_args) if config.train.train_backend == "megatron" else ()
 
 
 def split_options(args: Mapping[str, Any]) -> MegatronOptions:
@@ -80,8 +65,7 @@ def split_options(args: Mapping[str, Any]) -> MegatronOptions:
     options: dict[Group, dict[str, Any]] = {"transformer": {}, "optimizer": {}, "ddp": {}}
     for name, groups in known_fields().items():
         for group in groups if name in args else ():
-            kind, value = _convert(fields_of(group)[name], args[name])
-            options[group][name] = _real(kind, value)
+            options[group][name] = _real(*_convert(fields_of(group)[name], args[name]))
     return MegatronOptions(**options)
 
 
@@ -98,105 +82,55 @@ def _fault(name: str, value: Any, known: Mapping[str, tuple[Group, ...]]) -> str
     if name in SET_BY_SLUICE:
         return f"{label} is {shown}, but {SET_BY_SLUICE[name]}"
     for group in known[name]:
-        found = fields_of(group)[name]
-        if all(kind.name in ("opaque", "none") for kind in found.kinds):
+        kinds = fields_of(group)[name]
+        if not set(kinds) - {NONE}:
             return f"{label} is {shown}, but that field takes an object of Python, not text; leave it out"
         try:
-            _convert(found, value)
+            _convert(kinds, value)
         except _Refused as refused:
             return f"{label} is {shown}, but {refused}"
     return None
 
 
-def _convert(known: Field, value: Any) -> tuple[Kind, Any]:
-    """The first alternative of the field's type that takes the value, with the value in its type."""
-    for kind in sorted(known.kinds, key=_last):
-        taken, converted = _as_kind(kind, value)
-        if taken:
-            return kind, converted
-    rule = " or ".join(str(kind) for kind in known.kinds if kind.name != "opaque")
-    raise _Refused(f"must be {rule}; give for example {_example(known)}")
+def _convert(kinds: tuple[Kind, ...], value: Any) -> tuple[Kind, Any]:
+    """The alternative of the field's type that takes the value, with the value in its type."""
+    for reading in _readings(value):
+        for kind in kinds:
+            try:
+                return kind, msgspec.convert(reading, kind.type)
+            except msgspec.ValidationError:
+                continue
+    raise _Refused(f"must be {' or '.join(kind.rule for kind in kinds)}; give for example {kinds[0].example}")
 
 
-def _as_kind(kind: Kind, value: Any) -> tuple[bool, Any]:
-    """Whether the alternative takes the value, and what it then is."""
-    if kind.name == "list":
-        items = value if isinstance(value, list | tuple) else [value]
-        found = [_first(kind.items, item) for item in items]
-        return all(taken for taken, _ in found), [item for _, item in found]
-    if isinstance(value, bool):
-        return kind.name == "bool", value
-    if isinstance(value, int | float):
-        whole = isinstance(value, int)
-        if kind.name == "int":
-            return whole, value
-        return kind.name == "float", float(value)
-    return _from_text(kind, value) if isinstance(value, str) else (False, None)
+def _readings(value: Any) -> Iterator[Any]:
+    """What a value may mean, the likeliest first: text as what it spells and as itself, an item as a list of one."""
+    if isinstance(value, list | tuple):
+        yield [_spelt(item) for item in value]
+        yield value
+    else:
+        yield from (_spelt(value), value, [_spelt(value)], [value])
 
 
-def _last(kind: Kind) -> int:
-    """Text takes any text, and a list any single item: they are tried when nothing else fits."""
-    return {"str": 1, "list": 2}.get(kind.name, 0)
-
-
-def _first(kinds: tuple[Kind, ...], value: Any) -> tuple[bool, Any]:
-    for kind in sorted(kinds, key=_last):
-        taken, converted = _as_kind(kind, value)
-        if taken:
-            return True, converted
-    return False, None
-
-
-def _from_text(kind: Kind, text: str) -> tuple[bool, Any]:
-    match kind.name:
-        case "none":
-            return text == "none", None
-        case "bool":
-            return text in ("true", "false"), text == "true"
-        case "int" | "float":
-            number = _number(text)
-            fits = number is not None and (kind.name == "float" or isinstance(number, int))
-            return fits, float(number) if fits and number is not None and kind.name == "float" else number
-        case "choice":
-            return text in kind.choices, text
-        case "dtype":
-            return text in _DTYPES, text
-        case "enum":
-            return text in enum_members(kind.enum), text
-        case "str":
-            return True, text
-    return False, None
-
-
-def _number(text: str) -> int | float | None:
+def _spelt(value: Any) -> Any:
+    """What a text spells in a dataclass's type."""
+    if not isinstance(value, str):
+        return value
+    words = {"true": True, "false": False, "none": None}
+    if value in words:
+        return words[value]
     for read in (int, float):
         try:
-            return read(text)
+            return read(value)
         except ValueError:
             continue
-    return None
-
-
-def _example(known: Field) -> str:
-    for kind in known.kinds:
-        match kind.name:
-            case "choice":
-                return kind.choices[0]
-            case "enum":
-                return enum_members(kind.enum)[0]
-            case "dtype":
-                return "bf16"
-            case "bool":
-                return "true"
-            case "int" | "float":
-                return "1"
-    return "text"
+    return value
 
 
 def _real(kind: Kind, value: Any) -> Any:
     """What the dataclass wants in place of a name: a dtype of torch, a member of an enum."""
-    if kind.name == "dtype" and value is not None:
-        return getattr(importlib.import_module("torch"), _DTYPES[value])
-    if kind.name == "enum":
-        return getattr(importlib.import_module("megatron.core.transformer.enums"), kind.enum)[value]
+    if kind.stands_for == DTYPE:
+        return getattr(importlib.import_module("torch"), DTYPES[value])
+    if kind.stands_for:
+        return getattr(importlib.import_module("megatron.core.transformer.enums"), kind.stands_for)[value]
     return value

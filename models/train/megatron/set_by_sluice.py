@@ -8,41 +8,21 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Final
 
+from configs.schema.megatron import MegatronConfig
+from configs.schema.train import TrainConfig
+
+_OWN: Final = (*MegatronConfig.__struct_fields__, *TrainConfig.__struct_fields__)
 # Field -> the flag of Sluice that means it.
 _FLAGS: Final[Mapping[str, str]] = {
-    "adam_beta1": "--adam-beta1",
-    "adam_beta2": "--adam-beta2",
-    "adam_eps": "--adam-eps",
+    **{name: f"--{name.replace('_', '-')}" for name in _OWN},
     "bf16": "--train-dtype bfloat16",
-    "clip_grad": "--clip-grad",
-    "context_parallel_size": "--context-parallel-size",
-    "expert_model_parallel_size": "--expert-model-parallel-size",
-    "expert_tensor_parallel_size": "--expert-tensor-parallel-size",
     "fp16": "--train-dtype bfloat16",
-    "lr": "--lr",
-    "min_lr": "--min-lr",
-    "moe_grouped_gemm": "--moe-grouped-gemm",
-    "moe_token_dispatcher_type": "--moe-token-dispatcher-type",
     "num_layers_in_first_pipeline_stage": "--decoder-first-pipeline-num-layers",
     "num_layers_in_last_pipeline_stage": "--decoder-last-pipeline-num-layers",
-    "optimizer_cpu_offload": "--optimizer-cpu-offload",
-    "optimizer_offload_fraction": "--optimizer-offload-fraction",
-    "overlap_grad_reduce": "--overlap-grad-reduce",
-    "overlap_param_gather": "--overlap-param-gather",
     "params_dtype": "--train-dtype",
     "pipeline_dtype": "--train-dtype",
-    "pipeline_model_parallel_size": "--pipeline-model-parallel-size",
-    "recompute_granularity": "--recompute-granularity",
-    "recompute_method": "--recompute-method",
-    "recompute_num_layers": "--recompute-num-layers",
-    "sequence_parallel": "--sequence-parallel",
-    "tensor_model_parallel_size": "--tensor-model-parallel-size",
-    "transformer_impl": "--transformer-impl",
     "use_custom_fsdp": "--train-backend fsdp",
-    "use_distributed_optimizer": "--use-distributed-optimizer",
     "use_megatron_fsdp": "--train-backend fsdp",
-    "virtual_pipeline_model_parallel_size": "--virtual-pipeline-model-parallel-size",
-    "weight_decay": "--weight-decay",
 }
 
 # What the model is, which only its config.json says.
