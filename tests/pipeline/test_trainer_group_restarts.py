@@ -12,7 +12,7 @@ import msgspec
 import pytest
 
 from configs.schema import Config
-from models.train.trainer_group.errors import GangDisagrees, StageGone
+from models.train.trainer_group.errors import RanksDisagree, StageGone
 from pipeline.errors import ReplicaFailed, UsageError
 from pipeline.hosts.launcher import ProcessSpec, Resources
 from pipeline.hosts.local_launcher import LocalHandle, LocalLauncher
@@ -62,7 +62,7 @@ def test_the_rank_that_was_lost_first(codes: dict[int, int], lost: Loss | None) 
 
 def test_what_a_rank_ends_with() -> None:
     assert exit_code(StageGone("x")) == 3
-    assert exit_code(GangDisagrees("x")) == 1
+    assert exit_code(RanksDisagree("x")) == 1
     assert exit_code(OSError(28, "No space left on device")) == 28
     assert exit_code(ValueError("x")) == 1
 

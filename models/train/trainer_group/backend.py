@@ -23,7 +23,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Final
+from typing import Final, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -52,7 +52,6 @@ from models.train.trainer_group.calls import (
     Step,
     decode_reply,
     encode,
-    pack_sequences,
 )
 from models.train.trainer_group.errors import TrainerGroupClosed, TrainerGroupDiverged
 from models.train.trainer_group.faults import error_of
@@ -65,6 +64,7 @@ log = logging.getLogger("sluice.train")
 
 POLL_S: Final = 0.05
 COMMIT_WAIT_S: Final = 120.0
+T = TypeVar("T")
 
 
 class TrainerGroupBackend:
@@ -108,9 +108,9 @@ class TrainerGroupBackend:
 
     def logprobs(self, sequences: Sequence[TrainSequence]) -> list[npt.NDArray[np.float32]]:
         """Log-probs [R] of each sequence's response tokens under the current weights, temperature applied."""
-        reply = self._ask(LogProbs(pack_sequences(sequences)))
+        reply = self._ask(LogProbs(list(sequences)))
         assert isinstance(reply, Arrays)
-        return [np.frombuffer(bytearray(one), dtype=np.float32) for one in reply.float32]
+        return reply.float32
 
     def begin_batch(self, *, rollouts: int, steps: int, version: int = 0) -> None:
         """As `Trainer.begin_batch`."""
@@ -119,7 +119,7 @@ class TrainerGroupBackend:
 
     def accumulate(self, sequences: Sequence[TrainSequence]) -> None:
         """As `Trainer.accumulate`."""
-        self._ask(Accumulate(pack_sequences(sequences)))
+        self._ask(Accumulate(list(sequences)))
 
     def flush(self) -> None:
         """As `Trainer.flush`."""
@@ -201,19 +201,9 @@ class TrainerGroupBackend:
 
         `half_made`: a directory that an interrupted call leaves to be removed before it is made again.
         """
-        data, lost = encode(call), False
+        data = encode(call)
         with self._calling:
-            while True:
-                try:
-                    link = self._joined()
-                    self._give_up_export()
-                    if lost and half_made is not None:
-                        shutil.rmtree(half_made, ignore_errors=True)
-                    reply = decode_reply(link.ask(data))
-                    break
-                except LinkLost as loss:
-                    lost = True
-                    self._say_lost(type(call).__name__, loss)
+            reply = self._made_good(type(call).__name__, lambda link: decode_reply(link.ask(data)), half_made)
             if isinstance(reply, Raised):
                 raise error_of(reply)
             if isinstance(call, CHANGE_STATE):
@@ -222,14 +212,22 @@ class TrainerGroupBackend:
 
     def _start_export(self) -> WeightStream:
         with self._calling:
-            while True:
-                try:
-                    link = self._joined()
-                    self._give_up_export()
-                    self._stream = WeightStream(link, self._reader, self._calling)
-                    return self._stream
-                except LinkLost as loss:
-                    self._say_lost("Export", loss)
+            self._stream = self._made_good("Export", lambda link: WeightStream(link, self._reader, self._calling))
+            return self._stream
+
+    def _made_good(self, doing: str, attempt: Callable[[Link], T], half_made: Path | None = None) -> T:
+        """Attempt it on a trainer group that is where the last call left it, again after each loss."""
+        lost = False
+        while True:
+            try:
+                link = self._joined()
+                self._give_up_export()
+                if lost and half_made is not None:
+                    shutil.rmtree(half_made, ignore_errors=True)
+                return attempt(link)
+            except LinkLost as loss:
+                lost = True
+                self._say_lost(doing, loss)
 
     def _give_up_export(self) -> None:
         if self._stream is not None:

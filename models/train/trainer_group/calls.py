@@ -8,8 +8,7 @@ answered by `GoOn` or `Stop`; nothing that is decoded can run code.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, Final
+from typing import Any, Final, get_args
 
 import msgspec
 import numpy as np
@@ -18,37 +17,15 @@ from msgspec import Struct
 
 from models.train.interface import TrainSequence
 
-Float32Array = npt.NDArray[np.float32]
-
-
-class SequenceBytes(Struct, frozen=True, array_like=True):
-    """A `TrainSequence` on its way. Arrays are writable after decoding, as they were before."""
-
-    group_id: int
-    rollout_id: int
-    tokens: bytearray  # int32
-    prompt_length: int
-    loss_mask: bytearray  # uint8
-    rollout_log_probs: bytearray  # float32
-    advantages: bytearray  # float32
-    versions: bytearray  # int32
-    reward: float
-    truncated: bool
-    teacher_log_probs: bytearray | None  # float32
-    prefix: tuple[int, int] | None
-    token_rewards: bytearray | None  # float32
-    turn_total: float
-
-
 # ------------------------------------------------------------------ calls, and answers to buckets
 
 
 class Setup(Struct, frozen=True, tag=True):
-    pass
+    """Build the trainer, and load its models."""
 
 
 class LogProbs(Struct, frozen=True, tag=True):
-    sequences: list[SequenceBytes]
+    sequences: list[TrainSequence]
 
 
 class BeginBatch(Struct, frozen=True, tag=True):
@@ -58,23 +35,23 @@ class BeginBatch(Struct, frozen=True, tag=True):
 
 
 class Accumulate(Struct, frozen=True, tag=True):
-    sequences: list[SequenceBytes]
+    sequences: list[TrainSequence]
 
 
 class Flush(Struct, frozen=True, tag=True):
-    pass
+    """As `Trainer.flush`."""
 
 
 class Step(Struct, frozen=True, tag=True):
-    pass
+    """As `Trainer.step`; replied to with `Metrics`."""
 
 
 class Discard(Struct, frozen=True, tag=True):
-    pass
+    """As `Trainer.discard`."""
 
 
 class Export(Struct, frozen=True, tag=True):
-    pass
+    """Send the current weights, bucket by bucket."""
 
 
 class Save(Struct, frozen=True, tag=True):
@@ -118,7 +95,7 @@ class Metrics(Struct, frozen=True, tag=True):
 
 
 class Arrays(Struct, frozen=True, tag=True):
-    float32: list[bytes]
+    float32: list[npt.NDArray[np.float32]]
 
 
 class Raised(Struct, frozen=True, tag=True):
@@ -146,12 +123,26 @@ class Bucket(Struct, frozen=True, tag=True):
 Reply = Done | Metrics | Arrays | Raised
 FromRank = Reply | Bucket
 
-_to_rank: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(Call | Answer)
-_replies: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(FromRank)
+
+def _of_numpy(value: Any) -> Any:
+    """An array as its dtype and bytes, a number as Python's."""
+    return value.item() if isinstance(value, np.generic) else (value.dtype.str, value.tobytes())
+
+
+def _as_numpy(kind: Any, value: tuple[str, bytes]) -> npt.NDArray[Any]:
+    """The array as its field declares it, `npt.NDArray[np.int32]`. Writable, as it was before."""
+    dtype, data = value
+    _shape, declared = get_args(kind)
+    return np.frombuffer(data, dtype=dtype).astype(*get_args(declared))
+
+
+_encoder = msgspec.msgpack.Encoder(enc_hook=_of_numpy)
+_to_rank: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(Call | Answer, dec_hook=_as_numpy)
+_replies: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(FromRank, dec_hook=_as_numpy)
 
 
 def encode(message: Call | Answer | FromRank) -> bytes:
-    return msgspec.msgpack.encode(message)
+    return _encoder.encode(message)
 
 
 def decode_message(data: bytes) -> Call | Answer:
@@ -163,58 +154,3 @@ def decode_message(data: bytes) -> Call | Answer:
 def decode_reply(data: bytes) -> FromRank:
     reply: FromRank = _replies.decode(data)
     return reply
-
-
-# ------------------------------------------------------------------ sequences
-
-
-def pack_sequences(sequences: Sequence[TrainSequence]) -> list[SequenceBytes]:
-    return [
-        SequenceBytes(
-            s.group_id,
-            s.rollout_id,
-            _bytes(s.tokens, np.int32),
-            s.prompt_length,
-            _bytes(s.loss_mask, np.uint8),
-            _bytes(s.rollout_log_probs, np.float32),
-            _bytes(s.advantages, np.float32),
-            _bytes(s.versions, np.int32),
-            float(s.reward),
-            bool(s.truncated),
-            None if s.teacher_log_probs is None else _bytes(s.teacher_log_probs, np.float32),
-            s.prefix,
-            None if s.token_rewards is None else _bytes(s.token_rewards, np.float32),
-            float(s.turn_total),
-        )
-        for s in sequences
-    ]
-
-
-def unpack_sequences(packed: Sequence[SequenceBytes]) -> list[TrainSequence]:
-    return [
-        TrainSequence(
-            group_id=s.group_id,
-            rollout_id=s.rollout_id,
-            tokens=np.frombuffer(s.tokens, dtype=np.int32),
-            prompt_length=s.prompt_length,
-            loss_mask=np.frombuffer(s.loss_mask, dtype=np.uint8),
-            rollout_log_probs=np.frombuffer(s.rollout_log_probs, dtype=np.float32),
-            advantages=np.frombuffer(s.advantages, dtype=np.float32),
-            versions=np.frombuffer(s.versions, dtype=np.int32),
-            reward=s.reward,
-            truncated=s.truncated,
-            teacher_log_probs=_optional(s.teacher_log_probs),
-            prefix=s.prefix,
-            token_rewards=_optional(s.token_rewards),
-            turn_total=s.turn_total,
-        )
-        for s in packed
-    ]
-
-
-def _bytes(array: npt.NDArray[Any], dtype: type[np.generic]) -> bytearray:
-    return bytearray(np.ascontiguousarray(array, dtype=dtype).data)
-
-
-def _optional(data: bytearray | None) -> Float32Array | None:
-    return None if data is None else np.frombuffer(data, dtype=np.float32)

@@ -2,9 +2,9 @@
 
 TrainerGroupError
 ├── TrainerGroupClosed      the backend was closed while it waited
-├── GangDisagrees   ranks went different ways
+├── RanksDisagree           ranks went different ways
 ├── TrainerGroupDiverged    a repeated call went another way than the first time
-└── StageGone       the train stage ended without ending its trainer group
+└── StageGone               the train stage ended without ending its trainer group
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ class TrainerGroupClosed(TrainerGroupError):
     """The backend was closed while it waited for its trainer group."""
 
 
-class GangDisagrees(TrainerGroupError):
+class RanksDisagree(TrainerGroupError):
     """Some ranks raised an error and others did not: their states differ from now on."""
 
 

@@ -1,4 +1,4 @@
-"""A stream socket that carries whole messages: 8 bytes of length, then the bytes. Blocking, for one reader at a time.
+"""A connection that carries whole messages. Blocking, for one reader at a time.
 
 Invariant: whatever breaks the connection shows as `LinkLost`, and once it has, the link stays lost.
 """
@@ -6,13 +6,9 @@ Invariant: whatever breaks the connection shows as `LinkLost`, and once it has, 
 from __future__ import annotations
 
 import contextlib
-import select
+import os
 import socket
-import struct
-from typing import Final
-
-_LENGTH: Final = struct.Struct("<Q")
-_CHUNK: Final = 1 << 20
+from multiprocessing.connection import Connection
 
 
 class LinkLost(ConnectionError):
@@ -20,10 +16,11 @@ class LinkLost(ConnectionError):
 
 
 class Link:
-    """One end of a connection."""
+    """One end of a connection. Only bytes are sent: `Connection` would also unpickle."""
 
     def __init__(self, connected: socket.socket) -> None:
-        self._socket = connected
+        """Takes over a blocking socket."""
+        self._connection = Connection(connected.detach())
 
     @classmethod
     def to(cls, address: str) -> Link:
@@ -39,15 +36,18 @@ class Link:
     def send(self, data: bytes) -> None:
         """Waits until the system has taken the message over. Raises LinkLost."""
         try:
-            self._socket.sendall(_LENGTH.pack(len(data)))
-            self._socket.sendall(data)
+            self._connection.send_bytes(data)
         except OSError as error:
             raise LinkLost(f"the connection broke ({error})") from error
 
     def receive(self) -> bytes:
         """Waits for a message. Raises LinkLost."""
-        (length,) = _LENGTH.unpack(self._exactly(_LENGTH.size))
-        return bytes(self._exactly(length))
+        try:
+            return self._connection.recv_bytes()
+        except EOFError as error:
+            raise LinkLost("the other end closed the connection") from error
+        except OSError as error:
+            raise LinkLost(f"the connection broke ({error})") from error
 
     def ask(self, data: bytes) -> bytes:
         """Send, and wait for what comes back. Raises LinkLost."""
@@ -56,28 +56,13 @@ class Link:
 
     def readable(self, timeout_s: float) -> bool:
         """Whether a message, or the end, has come within that time."""
-        looking = select.poll()
-        looking.register(self._socket, select.POLLIN)
-        return bool(looking.poll(timeout_s * 1000))
+        return self._connection.poll(timeout_s)
 
     def break_off(self) -> None:
         """End the connection; whoever waits here, in any thread, is told so."""
-        with contextlib.suppress(OSError):  # it has ended already
-            self._socket.shutdown(socket.SHUT_RDWR)
+        with contextlib.suppress(OSError), socket.socket(fileno=os.dup(self._connection.fileno())) as same:
+            same.shutdown(socket.SHUT_RDWR)  # has no effect if it has ended already
 
     def close(self) -> None:
         self.break_off()
-        self._socket.close()
-
-    def _exactly(self, size: int) -> bytearray:
-        data = bytearray(size)
-        view, at = memoryview(data), 0
-        while at < size:
-            try:
-                count = self._socket.recv_into(view[at : at + _CHUNK])
-            except OSError as error:
-                raise LinkLost(f"the connection broke ({error})") from error
-            if count == 0:
-                raise LinkLost("the other end closed the connection")
-            at += count
-        return data
+        self._connection.close()

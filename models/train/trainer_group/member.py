@@ -34,7 +34,6 @@ from models.train.trainer_group.calls import (
     Save,
     Setup,
     Step,
-    unpack_sequences,
 )
 
 Tensors = Iterator[tuple[str, torch.Tensor]]
@@ -80,7 +79,7 @@ class Member:
             case BeginBatch(rollouts, steps, version):
                 trainer.begin_batch(rollouts=rollouts, steps=steps, version=version)
             case Accumulate(sequences):
-                trainer.accumulate(unpack_sequences(sequences))
+                trainer.accumulate(sequences)
             case Flush():
                 trainer.flush()
             case Step():
@@ -88,7 +87,7 @@ class Member:
             case Discard():
                 trainer.discard()
             case LogProbs(sequences):
-                return Arrays([one.tobytes() for one in trainer.logprobs(unpack_sequences(sequences))])
+                return Arrays(trainer.logprobs(sequences))
             case Export():
                 return Done(complete=self._send_weights(trainer.export_weights()))
             case Save(directory):

@@ -15,6 +15,7 @@ import socket
 from collections.abc import Callable
 from contextlib import ExitStack
 from datetime import timedelta
+from functools import partial
 from typing import Final
 
 import torch
@@ -25,10 +26,10 @@ from models.train.dp_group import DistributedDpGroup
 from models.train.trainer_group.buckets import WeightSender
 from models.train.trainer_group.calls import Call, Done, End, GoOn, Raised, Reply, Stop, decode_message, encode
 from models.train.trainer_group.control_group import NO_SAY, NOTHING_RAISED, ControlGroup, ending_of
-from models.train.trainer_group.errors import GangDisagrees, StageGone
+from models.train.trainer_group.errors import RanksDisagree, StageGone
 from models.train.trainer_group.faults import DRAWN, raised
 from models.train.trainer_group.link import Link, LinkLost
-from models.train.trainer_group.member import Member, Tensors
+from models.train.trainer_group.member import Member
 from models.train.trainer_group.rank_spec import RankSpec, Rendezvous
 
 log = logging.getLogger("sluice.train")
@@ -50,15 +51,17 @@ def run_rank(spec: RankSpec, config: Config, announce: Callable[[Rendezvous], No
             dp_rank=spec.rank, dp_size=spec.processes, is_mp_src_rank=True, gloo=control_group.gloo
         )
         if not control_group.leads:
-            Follower(control_group, Member(config, dp_group, leads=False)).run()
+            _follow(control_group, Member(config, dp_group, leads=False))
             return
         server = stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
         server.bind(spec.address)
         server.listen(1)
         announce(Rendezvous(spec.incarnation, spec.address))
-        Leader(
-            control_group, config, server, dp_group, silence_s=min(LONGEST_SILENCE_S, timeout_s / SIGNS_PER_TIMEOUT)
-        ).run()
+        silence_s = min(LONGEST_SILENCE_S, timeout_s / SIGNS_PER_TIMEOUT)
+        link = _meet(control_group, server, silence_s)
+        sender = WeightSender(config.update.update_weight_buffer_size, silence_s)
+        member = Member(config, dp_group, leads=True, send_weights=partial(sender.send, link))
+        _lead(control_group, member, link, silence_s)
 
 
 def _find_others(spec: RankSpec, config: Config, timeout_s: float) -> ControlGroup:
@@ -96,7 +99,7 @@ def _store(spec: RankSpec, timeout_s: float) -> distributed.TCPStore:
 
 
 def _make(control_group: ControlGroup, member: Member, call: Call) -> Reply:
-    """Make a call with all others; what rank 0 replies. Raises GangDisagrees, and what is no drawn error."""
+    """Make a call with all others; what rank 0 replies. Raises RanksDisagree, and what is no drawn error."""
     reply: Reply = Done()
     own = NO_SAY
     if member.takes_part(call):
@@ -107,85 +110,59 @@ def _make(control_group: ControlGroup, member: Member, call: Call) -> Reply:
     endings = [ending for ending in control_group.endings(own) if ending != NO_SAY]
     if len(set(endings)) != 1:
         said = f"{reply.name}: {reply.text}" if isinstance(reply, Raised) else "nothing"
-        raise GangDisagrees(f"{type(call).__name__}: this rank raised {said}, and others did not")
+        raise RanksDisagree(f"{type(call).__name__}: this rank raised {said}, and others did not")
     return reply
 
 
-class Follower:
-    """A rank beside the first."""
-
-    def __init__(self, control_group: ControlGroup, member: Member) -> None:
-        self._team, self._member = control_group, member
-
-    def run(self) -> None:
-        """Waits for calls; ends with the last."""
-        while True:
-            call = decode_message(self._team.hear())
-            assert not isinstance(call, GoOn | Stop)
-            _make(self._team, self._member, call)
-            if isinstance(call, End):
-                return
+def _follow(control_group: ControlGroup, member: Member) -> None:
+    """A rank beside the first. Waits for calls; ends with the last."""
+    while True:
+        call = decode_message(control_group.hear())
+        assert not isinstance(call, GoOn | Stop)
+        _make(control_group, member, call)
+        if isinstance(call, End):
+            return
 
 
-class Leader:
-    """Rank 0."""
-
-    def __init__(
-        self,
-        control_group: ControlGroup,
-        config: Config,
-        server: socket.socket,
-        dp_group: DistributedDpGroup,
-        *,
-        silence_s: float,
-    ) -> None:
-        self._team, self._server, self._silence_s = control_group, server, silence_s
-        self._sender = WeightSender(config.update.update_weight_buffer_size, silence_s)
-        self._member = Member(config, dp_group, leads=True, send_weights=self._send_weights)
-        self._link: Link | None = None
-        self._stage_gone = False
-
-    def run(self) -> None:
-        """Waits for the stage, then for its calls; ends with its last. Raises StageGone if it goes without one."""
-        self._link = self._meet()
-        while True:
-            data, call = self._next(self._link)
-            self._team.tell(data)
-            reply = _make(self._team, self._member, call)
-            try:
-                self._link.send(encode(reply))
-            except LinkLost:
-                log.warning("the train stage is gone; its last reply is left unsaid")
-            if isinstance(call, End):
-                break
-        if self._stage_gone:
+def _lead(control_group: ControlGroup, member: Member, link: Link, silence_s: float) -> None:
+    """Rank 0. Waits for the stage's calls; ends with its last. Raises StageGone if it goes without one."""
+    while True:
+        received = _next_call(control_group, link, silence_s)
+        data, call = received or (encode(End()), End())
+        control_group.tell(data)
+        reply = _make(control_group, member, call)
+        if received is None:
             raise StageGone("the train stage ended without ending its trainer group")
+        try:
+            link.send(encode(reply))
+        except LinkLost:
+            log.warning("the train stage is gone; its last reply is left unsaid")
+        if isinstance(call, End):
+            return
 
-    def _meet(self) -> Link:
-        self._server.settimeout(self._silence_s)
-        while True:
-            try:
-                connected, _ = self._server.accept()
-            except TimeoutError:
-                self._team.sign_of_life()
-                continue
-            connected.settimeout(None)
-            return Link(connected)
 
-    def _next(self, link: Link) -> tuple[bytes, Call]:
-        """The stage's next call, as it came and decoded; `End` if it is gone. Signs of life go out meanwhile."""
-        while True:
-            while not link.readable(self._silence_s):
-                self._team.sign_of_life()
-            try:
-                data = link.receive()
-            except LinkLost:
-                self._stage_gone = True
-                return encode(End()), End()
-            call = decode_message(data)
-            if not isinstance(call, GoOn | Stop):  # late answers to an export that has ended
-                return data, call
+def _meet(control_group: ControlGroup, server: socket.socket, silence_s: float) -> Link:
+    """Waits for the stage. Signs of life go out meanwhile."""
+    server.settimeout(silence_s)
+    while True:
+        try:
+            connected, _ = server.accept()
+        except TimeoutError:
+            control_group.sign_of_life()
+            continue
+        connected.settimeout(None)
+        return Link(connected)
 
-    def _send_weights(self, tensors: Tensors) -> bool:
-        assert self._link is not None
-        return self._sender.send(self._link, tensors)
+
+def _next_call(control_group: ControlGroup, link: Link, silence_s: float) -> tuple[bytes, Call] | None:
+    """The stage's next call, as it came and decoded; None if it is gone. Signs of life go out meanwhile."""
+    while True:
+        while not link.readable(silence_s):
+            control_group.sign_of_life()
+        try:
+            data = link.receive()
+        except LinkLost:
+            return None
+        call = decode_message(data)
+        if not isinstance(call, GoOn | Stop):  # late answers to an export that has ended
+            return data, call
