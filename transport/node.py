@@ -12,7 +12,7 @@ import os
 import secrets
 from collections.abc import Callable
 from types import TracebackType
-from typing import Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from transport import wire
 from transport.codec import Codec
@@ -222,7 +222,7 @@ class Node:
         ports.append(port)
         self._tasks.create_task(port.link.run(), name=f"link {port.link.address}")
 
-    async def _open(self, port: PeerPort) -> None:
+    async def _open(self, port: PeerPort[Any]) -> None:
         self._start(port, self._peers)  # type: ignore[arg-type]
         try:
             await port.opened()

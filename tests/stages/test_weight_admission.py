@@ -222,6 +222,7 @@ async def test_at_most_so_many_engines_stand_still(
 ) -> None:
     still: set[str] = set()
     most = 0
+    full = asyncio.Event()
     original_pause, original_resume = EngineClient.pause, EngineClient.resume
 
     async def pause(client: EngineClient, mode: PauseMode) -> None:
@@ -229,7 +230,11 @@ async def test_at_most_so_many_engines_stand_still(
         await original_pause(client, mode)
         still.add(client.base_url)
         most = max(most, len(still))
-        await idle()  # the others have every chance to come in
+        if most >= rolling:
+            full.set()
+        async with asyncio.timeout(30):  # on a busy machine too, as many stand still as may
+            await full.wait()
+        await idle()  # one too many has every chance to come in
 
     async def resume(client: EngineClient) -> None:
         still.discard(client.base_url)

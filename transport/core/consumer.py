@@ -15,7 +15,7 @@ from typing import Literal
 
 from transport.core.credit import ReceiveWindow
 from transport.core.custody import Body
-from transport.core.session import Session
+from transport.core.session import PeerCore
 from transport.wire import REASON_LIMIT, Drain, End, FromHub, Hello, Refusal, Report, Settled, ToHub, Welcome, Work
 
 Verdict = Literal["done", "poison", "returned"]
@@ -31,9 +31,9 @@ class Delivery:
     orphan: bool = False
 
 
-class ConsumerCore:
+class ConsumerCore(PeerCore):
     def __init__(self, hello: Hello, window_items: int, window_bytes: int, *, give_up_s: float | None = None) -> None:
-        self.session = Session(hello, give_up_s)
+        super().__init__(hello, give_up_s)
         self.window = ReceiveWindow(window_items, window_bytes)
         self.ready: deque[Delivery] = deque()
         self.held: dict[int, Delivery] = {}
@@ -44,12 +44,6 @@ class ConsumerCore:
         self._verdicts: dict[int, Refusal | None] = {}  # unconfirmed; None is done
         self._fresh: list[int] = []  # verdicts not yet reported at all
         self._started: list[int] = []
-
-    def start(self, now: float) -> None:
-        self.session.start(now)
-
-    def on_link_up(self, now: float) -> None:
-        self.session.say_hello(now)
 
     def on_message(self, now: float, message: FromHub, body: Body = None) -> None:
         if isinstance(message, Work):
@@ -64,9 +58,6 @@ class ConsumerCore:
             changed = self.session.on_message(now, message)
             if isinstance(message, Welcome):
                 self._welcome(now, message, changed, message.session != session)
-
-    def on_timer(self, now: float) -> None:
-        self.session.on_timer(now)
 
     def take(self) -> Delivery | None:
         """Hand the next delivery to the application: from now on it is blamed if this replica dies."""
@@ -117,9 +108,6 @@ class ConsumerCore:
             self._report()
         self.urgent = False
         return self.session.flush()
-
-    def deadline(self) -> float | None:
-        return self.session.deadline()
 
     def _report(self, *, beat: bool = False) -> None:
         if self.session.epoch is None:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from transport.core.credit import SendCredit
 from transport.core.custody import Body
-from transport.core.session import Session
+from transport.core.session import PeerCore
 from transport.wire import Accepted, FromHub, Hello, Ping, Put, ToHub, Welcome
 
 
@@ -27,9 +27,9 @@ class Parcel:
     accepted: bool = False
 
 
-class ProducerCore:
+class ProducerCore(PeerCore):
     def __init__(self, hello: Hello, *, give_up_s: float | None = None) -> None:
-        self.session = Session(hello, give_up_s)
+        super().__init__(hello, give_up_s)
         self.credit = SendCredit()
         self.waiting: deque[Parcel] = deque()
         self.unaccepted: dict[int, Parcel] = {}
@@ -37,11 +37,9 @@ class ProducerCore:
         self._next_seq = 1
         self._quiet_beats = 0
 
-    def start(self, now: float) -> None:
-        self.session.start(now)
-
     def on_link_up(self, now: float) -> None:
-        self._hello(now)
+        self._low_seq()
+        super().on_link_up(now)
 
     def offer(self, key: str, size: int, checksum: int, body: Body) -> Parcel:
         parcel = Parcel(key, size, checksum, body)
@@ -67,7 +65,7 @@ class ProducerCore:
 
     def on_timer(self, now: float) -> None:
         self._low_seq()
-        self.session.on_timer(now)
+        super().on_timer(now)
 
     def fin(self, now: float) -> None:
         self.session.fin(now)
@@ -82,16 +80,9 @@ class ProducerCore:
             self._pump()
         return self.session.flush()
 
-    def deadline(self) -> float | None:
-        return self.session.deadline()
-
     @property
     def idle(self) -> bool:
         return not self.waiting and not self.unaccepted
-
-    def _hello(self, now: float) -> None:
-        self._low_seq()
-        self.session.say_hello(now)
 
     def _low_seq(self) -> None:
         low = min(self.unaccepted, default=0) or min((p.seq for p in self.waiting if p.seq), default=self._next_seq)

@@ -16,6 +16,25 @@ BEAT_LIMIT_S = 5.0
 State = Literal["new", "greeting", "open", "leaving", "left"]
 
 
+class PeerCore:
+    """What the protocol cores of all peers share: each has a session, whose timer is theirs."""
+
+    def __init__(self, hello: Hello, give_up_s: float | None) -> None:
+        self.session = Session(hello, give_up_s)
+
+    def start(self, now: float) -> None:
+        self.session.start(now)
+
+    def on_link_up(self, now: float) -> None:
+        self.session.say_hello(now)
+
+    def on_timer(self, now: float) -> None:
+        self.session.on_timer(now)
+
+    def deadline(self) -> float | None:
+        return self.session.deadline()
+
+
 class Session:
     """One peer's relation to its hub, across reconnects and hub restarts."""
 

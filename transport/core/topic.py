@@ -14,7 +14,7 @@ from collections.abc import Mapping
 import msgspec
 
 from transport.core.custody import Body
-from transport.core.session import Session
+from transport.core.session import PeerCore
 from transport.wire import (
     PROTOCOL,
     Fin,
@@ -155,24 +155,18 @@ class TopicServerCore:
             self._newest.popitem(last=False)
 
 
-class TopicClientCore:
+class TopicClientCore(PeerCore):
     """The revision of `entries` is local: it rises whenever anything changed here, also across servers."""
 
     def __init__(self, hello: TopicHello, *, give_up_s: float | None = None) -> None:
         stand_in = Hello(hello.protocol, hello.run_id, "", "consumer", hello.replica, hello.incarnation, "", "")
-        self.session = Session(stand_in, give_up_s)
+        super().__init__(stand_in, give_up_s)
         self.entries = Entries()
         self.waiting: deque[tuple[TopicPut, bytes]] = deque()  # published here, not yet acknowledged
         self._hello = hello
         self._number = 0
         self._server_revision = 0
         self._out: list[tuple[ToTopic, Body]] = []
-
-    def start(self, now: float) -> None:
-        self.session.start(now)
-
-    def on_link_up(self, now: float) -> None:
-        self.session.say_hello(now)
 
     def publish(self, key: str, value: bytes) -> int:
         """Queue a publication; returns its number, which is acknowledged later."""
@@ -196,9 +190,6 @@ class TopicClientCore:
         else:
             self.session.on_message(now, message)
 
-    def on_timer(self, now: float) -> None:
-        self.session.on_timer(now)
-
     def fin(self, now: float) -> None:
         self.session.fin(now)
 
@@ -212,9 +203,6 @@ class TopicClientCore:
                 self._out.append((message, None))
         out, self._out = self._out, []
         return out
-
-    def deadline(self) -> float | None:
-        return self.session.deadline()
 
     def _snapshot(self, now: float, message: TopicSnapshot, body: bytes) -> None:
         newcomer = self.session.state == "greeting"

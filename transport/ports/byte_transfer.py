@@ -101,12 +101,6 @@ class ByteServer(CorePort):
     def flush(self, now: float) -> None:
         """Answers are sent at once."""
 
-    def core_timer(self, now: float) -> None:
-        """Nothing is ever due."""
-
-    def core_deadline(self) -> float | None:
-        return None
-
     def _refusal(self, ask: ByteAsk, source: _Source | None) -> str:
         if (ask.protocol, ask.run_id) != (PROTOCOL, self._run_id):
             return (

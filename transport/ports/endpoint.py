@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 from abc import ABC, abstractmethod
+from typing import Generic, TypeVar
 
 from transport.core.custody import Body
-from transport.core.session import Session
+from transport.core.session import PeerCore
 from transport.errors import LinkError, LinkLost, LinkRefused, StreamFinished, UsageError
 from transport.links.link import Link
 from transport.wire import Hello, ToHub, TopicHello, ToTopic
+
+C = TypeVar("C", bound=PeerCore)
 
 
 class CorePort(ABC):
@@ -87,28 +91,29 @@ class CorePort(ABC):
     def flush(self, now: float) -> None:
         """Send what the core has due, and wake local waiters."""
 
-    @abstractmethod
-    def core_timer(self, now: float) -> None: ...
+    def core_timer(self, now: float) -> None:  # noqa: B027
+        """What the core does at its deadline. Topic and byte servers have none: their clients ask again."""
 
-    @abstractmethod
-    def core_deadline(self) -> float | None: ...
+    def core_deadline(self) -> float | None:
+        return None
 
 
-class PeerPort(CorePort):
+class PeerPort(CorePort, Generic[C]):
     """A port whose core has a session with a hub or topic server."""
 
-    def __init__(self, address: str, name: str, session: Session) -> None:
+    def __init__(self, address: str, name: str, core: C) -> None:
         super().__init__()
         self.address = address
         self.name = name  # for messages: "inlet of stream 'x'"
-        self.session = session
+        self.core = core
+        self.session = core.session
         self._opened = asyncio.Event()
         self._left = asyncio.Event()
 
     def on_link_up(self) -> None:
         super().on_link_up()
         if self.link_ups > 1:  # the first connection is greeted by `opened`, and may have been welcomed by now
-            self.core_link_up(self.loop.time())
+            self.core.on_link_up(self.loop.time())
 
     def send_all(self, out: list[tuple[ToHub, Body]] | list[tuple[ToTopic, Body]]) -> None:
         for message, body in out:
@@ -142,7 +147,7 @@ class PeerPort(CorePort):
 
     async def opened(self) -> None:
         """Wait for the welcome. Unblocked by it, by a refusal, or by give_up_s."""
-        self.core_start(self.loop.time())
+        self.core.start(self.loop.time())
         self.link.wake()
         await self._opened.wait()
         fault = self.fault()
@@ -154,8 +159,16 @@ class PeerPort(CorePort):
         self.link.wake()
         await self._left.wait()
 
-    @abstractmethod
-    def core_start(self, now: float) -> None: ...
+    async def leave(self, timeout_s: float) -> None:
+        """Send the goodbye that the core has ready, wait `timeout_s` at most for its answer, and shut."""
+        self.flush(self.loop.time())
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s):
+                await self.left()
+        self.shut(1000)
 
-    @abstractmethod
-    def core_link_up(self, now: float) -> None: ...
+    def core_timer(self, now: float) -> None:
+        self.core.on_timer(now)
+
+    def core_deadline(self) -> float | None:
+        return self.core.deadline()

@@ -55,12 +55,11 @@ class LeaseHandle(Generic[T]):
         self._inlet.settle(self._delivery, "poison", reason)
 
 
-class Inlet(PeerPort, Generic[T]):
+class Inlet(PeerPort[ConsumerCore], Generic[T]):
     """Made by `Node.inlet`. Safe to be used by several tasks of one loop."""
 
     def __init__(self, address: str, stream: str, core: ConsumerCore, codec: Codec[T]) -> None:
-        super().__init__(address, f"inlet of stream {stream!r}", core.session)
-        self.core = core
+        super().__init__(address, f"inlet of stream {stream!r}", core)
         self.quarantined = 0
         self._codec = codec
         self._waiters: deque[asyncio.Future[None]] = deque()
@@ -107,11 +106,7 @@ class Inlet(PeerPort, Generic[T]):
         if self.closed:
             return
         self.core.fin(self.loop.time(), blame=blame)
-        self.flush(self.loop.time())
-        with contextlib.suppress(TimeoutError):  # the hub may be gone; then the lease settles it
-            async with asyncio.timeout(timeout_s):
-                await self.left()
-        self.shut(1000)
+        await self.leave(timeout_s)  # if the hub is gone, the lease settles it
         self._wake_waiters()
 
     # Driven by the owner task.
@@ -127,18 +122,6 @@ class Inlet(PeerPort, Generic[T]):
                 self._wake_waiters()
             else:
                 self._wake_waiters(len(self.core.ready))
-
-    def core_start(self, now: float) -> None:
-        self.core.start(now)
-
-    def core_link_up(self, now: float) -> None:
-        self.core.on_link_up(now)
-
-    def core_timer(self, now: float) -> None:
-        self.core.on_timer(now)
-
-    def core_deadline(self) -> float | None:
-        return self.core.deadline()
 
     def _open_lease(self, delivery: Delivery) -> LeaseHandle[T] | None:
         if self.core.urgent:

@@ -16,12 +16,11 @@ from transport.wire import KEY_LIMIT, AnyMessage, FromHub
 T = TypeVar("T")
 
 
-class Outlet(PeerPort, Generic[T]):
+class Outlet(PeerPort[ProducerCore], Generic[T]):
     """Made by `Node.outlet`. Safe to be used by several tasks of one loop; messages leave in the order of the calls."""
 
     def __init__(self, address: str, stream: str, core: ProducerCore, codec: Codec[T]) -> None:
-        super().__init__(address, f"outlet of stream {stream!r}", core.session)
-        self.core = core
+        super().__init__(address, f"outlet of stream {stream!r}", core)
         self._stream = stream
         self._codec = codec
         self._senders: dict[Parcel, asyncio.Future[None]] = {}
@@ -92,18 +91,6 @@ class Outlet(PeerPort, Generic[T]):
             if fault is not None:
                 self._fail_senders(fault)
         self._note_idle()
-
-    def core_start(self, now: float) -> None:
-        self.core.start(now)
-
-    def core_link_up(self, now: float) -> None:
-        self.core.on_link_up(now)
-
-    def core_timer(self, now: float) -> None:
-        self.core.on_timer(now)
-
-    def core_deadline(self) -> float | None:
-        return self.core.deadline()
 
     def _note_idle(self) -> None:
         if self.core.idle:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 from collections.abc import Callable, Mapping
 from typing import cast
 
@@ -121,23 +120,16 @@ class TopicServer(CorePort):
             if not self.link.send(route, message, body):
                 self.core.on_unreachable(route)
 
-    def core_timer(self, now: float) -> None:
-        """A topic server has no timers: clients ping."""
-
-    def core_deadline(self) -> float | None:
-        return None
-
     def _check_usable(self) -> None:
         if self.closed:
             raise UsageError(f"the topic at {self.address} is closed; wait inside `async with Node`")
 
 
-class TopicClient(PeerPort):
+class TopicClient(PeerPort[TopicClientCore]):
     """Made by `Node.topic`; satisfies the stages' Topic."""
 
     def __init__(self, address: str, core: TopicClientCore) -> None:
-        super().__init__(address, "topic", core.session)
-        self.core = core
+        super().__init__(address, "topic", core)
         self._waiters = Waiters(core.entries)
         self._publishers: dict[int, asyncio.Future[None]] = {}
 
@@ -173,11 +165,7 @@ class TopicClient(PeerPort):
         if self.closed:
             return
         self.core.fin(self.loop.time())
-        self.flush(self.loop.time())
-        with contextlib.suppress(TimeoutError):  # the server may be gone; nothing here is owed to it
-            async with asyncio.timeout(timeout_s):
-                await self.left()
-        self.shut(1000)
+        await self.leave(timeout_s)  # if the server is gone, nothing here is owed to it
         self._fail(UsageError(f"the topic at {self.address} was closed while publishing"))
 
     # Driven by the owner task.
@@ -197,18 +185,6 @@ class TopicClient(PeerPort):
             self._fail(fault)
         else:
             self._waiters.wake()
-
-    def core_start(self, now: float) -> None:
-        self.core.start(now)
-
-    def core_link_up(self, now: float) -> None:
-        self.core.on_link_up(now)
-
-    def core_timer(self, now: float) -> None:
-        self.core.on_timer(now)
-
-    def core_deadline(self) -> float | None:
-        return self.core.deadline()
 
     def _check_usable(self) -> None:
         if self.closed or self.session.leaving:
