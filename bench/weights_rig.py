@@ -15,7 +15,7 @@ import socket
 import subprocess
 import threading
 from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from contextlib import AsyncExitStack, asynccontextmanager, closing, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
@@ -189,9 +189,7 @@ class Fleet:
         if route == "delta":
             published = self.deltas.publish(manifest)
             delta, self.delta_ratio = published.path, published.ratio
-        return WeightsAnnouncement(
-            0, self.version, manifest.path, manifest.digest, manifest.generation, False, route, delta
-        )
+        return WeightsAnnouncement(**msgspec.structs.asdict(manifest), transport=route, delta=delta)
 
     async def _landed(self) -> list[EngineEntry]:
         """Waits for the entry of every engine; unblocked by the last one."""
@@ -219,7 +217,7 @@ async def fleet(kind: Kind, versions: Versions, engines: int, bucket_bytes: int,
         node = await stack.enter_async_context(Node("bench", "weights"))
         server = await node.topic_server("inproc://topic")
         topic = await node.topic(server.address, replica="trainer")
-        slots = stack.enter_context(SlotWriter(Path("/dev/shm", f"sluice-bench-{os.getpid()}"), versions.path))
+        slots = stack.enter_context(closing(SlotWriter(Path("/dev/shm", f"sluice-bench-{os.getpid()}"), versions.path)))
         mirror = DeltaMirror(f"bench-mirror-{os.getpid()}", root)
         stack.callback(mirror.close)
         config = Config(

@@ -18,6 +18,8 @@ import numpy as np
 import numpy.typing as npt
 from msgspec import Struct
 
+from models.weights.shared_memory_reader import SlotManifest
+
 # Whoever writes a stage finds the fields' types here too.
 from stages.arrays import NO_FLOATS as NO_FLOATS
 from stages.arrays import NO_IDS as NO_IDS
@@ -297,22 +299,12 @@ class EvalDone(Struct, frozen=True, array_like=True, tag=True):
 Report = Settled | StepDone | CheckpointReady | EvalDone
 
 
-class WeightsAnnouncement(Struct, frozen=True):
+class WeightsAnnouncement(SlotManifest, frozen=True):
     """Topic value `weights`: the newest weights and where they lie."""
 
-    epoch: int  # rises by one at each resume
-    version: int  # rollout batches trained
-    path: str  # Hugging Face directory in shared memory
-    digest: str  # xxh3 of the tensor bytes
-    generation: int  # even counter of the slot
     pinned: bool = False  # an evaluation needs this version: apply no other until it is released
     transport: str = "disk"  # route to the engines: disk, distributed, tensor, delta
     delta: str = ""  # delta route: manifest of this version's difference
-
-    @property
-    def label(self) -> str:
-        """What an engine calls these weights; never used twice with other content."""
-        return f"{self.epoch}.{self.version}"
 
 
 class EngineAddress(Struct, frozen=True):

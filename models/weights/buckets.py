@@ -13,10 +13,9 @@ from typing import Final
 
 from msgspec import Struct
 
-from models.weights.errors import SourceError
 from models.weights.layout import Layout, TensorRange
 
-# safetensors' names of element types, and torch's
+# safetensors' names of the element types that slots hold, and torch's
 TORCH_NAMES: Final[Mapping[str, str]] = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 
 
@@ -46,15 +45,10 @@ class Bucket(Struct, frozen=True):
 
 
 def plan_buckets(layout: Layout, limit: int) -> list[Bucket]:
-    """Cut a layout into buckets of at most `limit` bytes. Raises SourceError for an element type no engine takes."""
+    """Cut a slot's layout into buckets of at most `limit` bytes."""
     buckets: list[Bucket] = []
     held: list[TensorRange] = []
     for item in layout.tensors:
-        if item.spec.dtype not in TORCH_NAMES:
-            raise SourceError(
-                f"tensor {item.spec.name!r} has dtype {item.spec.dtype}; buckets carry {', '.join(TORCH_NAMES)}: "
-                "use --update-weight-transport disk"
-            )
         if held and item.end - held[0].start > limit:
             buckets.append(Bucket(tuple(held), held[0].start, held[-1].end))
             held = []

@@ -63,16 +63,11 @@ class TensorSource(Protocol):
     def tensors(self) -> Iterator[tuple[TensorSpec, Bytes]]: ...
 
 
-class DeltaWritten(Struct, frozen=True):
-    """A difference on disk. `ratio` is full bytes by file bytes: 4 means a quarter of the traffic."""
+class Published(Struct, frozen=True):
+    """What was written for one version. `ratio`: bytes of the weights by bytes that a follower reads."""
 
     path: str
-    nbytes: int
-    file_bytes: int
-
-    @property
-    def ratio(self) -> float:
-        return self.nbytes / max(1, self.file_bytes)
+    ratio: float
 
 
 def compress(base: Bytes, new: Bytes, element: int) -> list[bytes]:
@@ -114,7 +109,7 @@ def restore(base: Bytes, chunks: list[bytes], element: int) -> Bytes:
 
 def write_delta(
     path: Path, base: TensorSource, new: TensorSource, *, labels: tuple[str, str], digests: tuple[str, str]
-) -> DeltaWritten:
+) -> Published:
     """Write the difference of two open slots of the same layout; `labels` and `digests` are (base's, new's).
 
     The file appears whole (written beside, then renamed). It is not synced: after a crash of the machine the run begins
@@ -145,7 +140,7 @@ def write_delta(
         raise DeltaError(f"{path}: base and result do not hold the same tensors; publish the full weights") from error
     finally:
         draft.unlink(missing_ok=True)
-    return DeltaWritten(str(path), nbytes, path.stat().st_size)
+    return Published(str(path), nbytes / max(1, path.stat().st_size))
 
 
 def read_header(path: Path) -> DeltaHeader:

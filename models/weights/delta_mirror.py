@@ -28,7 +28,7 @@ from models.weights.delta import Bytes, apply_delta, read_header
 from models.weights.delta_store import Label, differences, full_versions, text_of
 from models.weights.errors import DeltaError, DigestMismatch, SourceError
 from models.weights.layout import WEIGHTS_FILE, TensorSpec, read_layout
-from models.weights.shared_memory_reader import SlotClaim, SlotManifest, SlotReader
+from models.weights.shared_memory_reader import SlotManifest, SlotReader
 from models.weights.slots_directory import choose_directory
 
 if TYPE_CHECKING:
@@ -80,7 +80,7 @@ class DeltaMirror:
         self._returned = asyncio.Condition()
 
     @contextlib.asynccontextmanager
-    async def lent(self, claim: SlotClaim, source: Path, *, anew: bool = False) -> AsyncIterator[SlotManifest]:
+    async def lent(self, claim: SlotManifest, source: Path, *, anew: bool = False) -> AsyncIterator[SlotManifest]:
         """The announced version in a local slot, which stays as it is inside the block.
 
         `source`: the directory of differences. `anew`: begin with full weights, whatever lies here. Waits for others
@@ -102,7 +102,7 @@ class DeltaMirror:
             self._slots.close()
         self._slots = self._held = None
 
-    async def _reach(self, claim: SlotClaim, source: Path, anew: bool) -> SlotManifest:
+    async def _reach(self, claim: SlotManifest, source: Path, anew: bool) -> SlotManifest:
         held = self._held
         if held is not None and not anew and _label(held) == _label(claim) and held.digest == claim.digest:
             return held
@@ -116,7 +116,7 @@ class DeltaMirror:
         start, steps = way_to(_label(claim), None, source)
         return await self._walk(claim, source, start, steps)
 
-    async def _walk(self, claim: SlotClaim, source: Path, start: Label | None, steps: list[Path]) -> SlotManifest:
+    async def _walk(self, claim: SlotManifest, source: Path, start: Label | None, steps: list[Path]) -> SlotManifest:
         if start is not None:
             await self._step(partial(self._take_full, start, source))
         for step in steps:
@@ -125,7 +125,7 @@ class DeltaMirror:
         if self._held.digest != claim.digest:
             held, self._held = self._held, None
             raise DigestMismatch(
-                f"{source}: version {text_of(_label(claim))} was put together with digest {held.digest}, announced was "
+                f"{source}: version {claim.label} was put together with digest {held.digest}, announced was "
                 f"{claim.digest}; the next try begins with full weights"
             )
         return self._held
@@ -160,18 +160,17 @@ class DeltaMirror:
         if header.base_digest != held.digest:
             raise DeltaError(
                 f"{path} leads on from digest {header.base_digest}, here lies {held.digest} as version "
-                f"{text_of(_label(held))}; take the full weights"
+                f"{held.label}; take the full weights"
             )
         epoch, _, version = header.label.partition(".")
-        with SlotReader(held) as base:
-            new = slots.write(int(version), int(epoch), _as_torch(apply_delta(path, base)))
+        new = slots.write(int(version), int(epoch), _as_torch(apply_delta(path, SlotReader(held))))
         if new.digest != header.digest:
             self._held = None  # both slots are of no use as a base now: one is older, one is wrong
             raise DeltaError(f"{path} gave digest {new.digest} instead of {header.digest}; take the full weights")
         self._held = new
 
 
-def _label(claim: SlotClaim) -> Label:
+def _label(claim: SlotManifest) -> Label:
     return claim.epoch, claim.version
 
 
@@ -182,9 +181,8 @@ def _tensors_of(directory: Path) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def _as_torch(tensors: Iterator[tuple[TensorSpec, Bytes]]) -> Iterator[tuple[str, torch.Tensor]]:
-    import torch
+    from models.weights.tensor_view import tensor_view  # torch
 
     for spec, data in tensors:
-        dtype = getattr(torch, TORCH_NAMES[spec.dtype])
         own = data if data.flags.writeable else data.copy()  # torch warns of memory that it must not write
-        yield spec.name, torch.from_numpy(own).view(dtype).view(spec.shape) if len(own) else torch.empty(spec.shape)
+        yield spec.name, tensor_view(own, TORCH_NAMES[spec.dtype], spec.shape)

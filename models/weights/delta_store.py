@@ -20,9 +20,7 @@ import shutil
 from pathlib import Path
 from typing import Final
 
-from msgspec import Struct
-
-from models.weights.delta import DeltaWritten, write_delta
+from models.weights.delta import Published, write_delta
 from models.weights.errors import WeightsError
 from models.weights.shared_memory_reader import SlotManifest, SlotReader
 
@@ -34,13 +32,6 @@ _DELTA: Final = re.compile(r"(\d+)\.(\d+)-from-(\d+)\.(\d+)\.delta$")
 _STATE_FILES: Final = ("slot.state", "owner.pid")
 
 Label = tuple[int, int]  # epoch, version
-
-
-class Published(Struct, frozen=True):
-    """What was written for one version. `ratio`: bytes of the weights by bytes that a follower reads."""
-
-    path: str
-    ratio: float
 
 
 def text_of(label: Label) -> str:
@@ -84,16 +75,14 @@ class DeltaStore:
         self._since_full += 1
         self._last = manifest
         self._retain()
-        if written is None:
-            return Published(str(full), 1.0)
-        return Published(written.path, written.ratio)
+        return written or Published(str(full), 1.0)
 
-    def _difference(self, base: SlotManifest, new: SlotManifest) -> DeltaWritten | None:
-        labels = text_of((base.epoch, base.version)), text_of((new.epoch, new.version))
+    def _difference(self, base: SlotManifest, new: SlotManifest) -> Published | None:
+        labels = base.label, new.label
         path = self.directory / f"{labels[1]}-from-{labels[0]}.delta"
         try:
-            with SlotReader(base) as old, SlotReader(new) as slot:
-                written = write_delta(path, old, slot, labels=labels, digests=(base.digest, new.digest))
+            digests = base.digest, new.digest
+            written = write_delta(path, SlotReader(base), SlotReader(new), labels=labels, digests=digests)
         except WeightsError as error:
             log.warning("no difference from %s to %s, the full weights are written: %s", *labels, error)
             return None
@@ -103,8 +92,8 @@ class DeltaStore:
         return written
 
     def _full(self, manifest: SlotManifest) -> Path:
-        label = text_of((manifest.epoch, manifest.version))
-        path, draft = self.directory / f"full-{label}", self.directory / f".full-{label}"
+        path = self.directory / f"full-{manifest.label}"
+        draft = path.with_name(f".{path.name}")
         _remove(draft)
         _remove(path)
         shutil.copytree(manifest.path, draft, ignore=shutil.ignore_patterns(*_STATE_FILES))

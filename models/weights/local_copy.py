@@ -15,11 +15,11 @@ from pathlib import Path
 import msgspec
 import numpy as np
 
-from models.weights.layout import WEIGHTS_FILE
-from models.weights.shared_memory_reader import STATE_FILE, STATE_WORDS, SlotManifest, SlotReader
+from models.weights.shared_memory_reader import STATE_FILE, SlotManifest, SlotReader
 from models.weights.slots_directory import DirectoryLease
 
 COPIES = 2
+BEING_WRITTEN = 1  # as any odd generation
 
 
 class LocalCopies:
@@ -34,7 +34,11 @@ class LocalCopies:
     def find(self, original: SlotManifest) -> SlotManifest | None:
         """The copy of a slot as it was announced, if there is one."""
         for copy in self._held:
-            if copy is not None and msgspec.structs.replace(copy, path=original.path) == original:
+            if copy is not None and (copy.label, copy.digest, copy.generation) == (
+                original.label,
+                original.digest,
+                original.generation,
+            ):
                 return copy
         return None
 
@@ -43,7 +47,7 @@ class LocalCopies:
         self._held[self._next] = None
         directory = self._lease.directory / f"copy-{self._next}"
         directory.mkdir(mode=0o700, exist_ok=True)
-        _mark(directory, [1])
+        _mark(directory, BEING_WRITTEN)
         return directory
 
     def finish(self, original: SlotManifest) -> SlotManifest:
@@ -51,15 +55,11 @@ class LocalCopies:
         and leaves it invalid: the original was overwritten while it was fetched, or the bytes are others."""
         directory = self._lease.directory / f"copy-{self._next}"
         copy = msgspec.structs.replace(original, path=str(directory))
-        nbytes = (directory / WEIGHTS_FILE).stat().st_size
-        digest = int(original.digest, 16)
-        words = [original.generation, original.epoch, original.version, nbytes, digest >> 64, digest & (1 << 64) - 1]
-        _mark(directory, words)
+        _mark(directory, original.generation)
         try:
-            with SlotReader(copy):
-                pass
+            SlotReader(copy)
         except BaseException:
-            _mark(directory, [1])
+            _mark(directory, BEING_WRITTEN)
             raise
         self._held[self._next], self._next = copy, (self._next + 1) % COPIES
         return copy
@@ -68,10 +68,7 @@ class LocalCopies:
         self._lease.release()
 
 
-def _mark(directory: Path, words: list[int]) -> None:
-    """Write the state of a copy; an odd generation says that it is being written."""
-    state = np.zeros(STATE_WORDS, dtype=np.uint64)
-    state[: len(words)] = words
+def _mark(directory: Path, generation: int) -> None:
     place = directory / STATE_FILE
     with place.open("r+b" if place.exists() else "wb") as file:  # in place: readers have it mapped
-        file.write(state.tobytes())
+        file.write(np.uint64(generation).tobytes())

@@ -18,21 +18,21 @@ import os
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
-from types import TracebackType
-from typing import Final, Literal
+from typing import Final
 
 import msgspec
 import numpy as np
 import torch
 from msgspec import Struct
 
+from models.weights.buckets import TORCH_NAMES
 from models.weights.errors import LayoutMismatch, SlotSpaceError, SourceError
-from models.weights.layout import WEIGHTS_FILE, Layout, TensorRange, TensorSpec, checkpoint_specs, lay_out
-from models.weights.shared_memory_reader import STATE_FILE, STATE_WORDS, SlotManifest, digest_of
+from models.weights.layout import WEIGHTS_FILE, Layout, TensorSpec, checkpoint_specs, lay_out
+from models.weights.shared_memory_reader import STATE_FILE, SlotManifest, digest_of
 from models.weights.slots_directory import DirectoryLease
+from models.weights.tensor_view import tensor_view
 
 SLOTS: Final = 2
-_TORCH_DTYPES: Final = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 _WEIGHT_SUFFIXES: Final = {".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack"}
 
 
@@ -47,27 +47,23 @@ class _Slot:
         self.path = directory
         weights, state = directory / WEIGHTS_FILE, directory / STATE_FILE
         _allocate(weights, layout.file_bytes)
-        _allocate(state, STATE_WORDS * 8)
+        _allocate(state, 8)
         self._map = _map(weights)
         self._map[: layout.data_start] = layout.header
         self.state = np.frombuffer(_map(state), dtype=np.uint64)
         self.data = np.frombuffer(self._map, dtype=np.uint8, offset=layout.data_start)
-        self.tensors = {item.spec.name: self._view(item) for item in layout.tensors}
-
-    def _view(self, item: TensorRange) -> torch.Tensor:
-        dtype = _TORCH_DTYPES[item.spec.dtype]
-        if item.start == item.end:
-            return torch.empty(item.spec.shape, dtype=dtype)
-        count = item.spec.nbytes // dtype.itemsize
-        return torch.frombuffer(self._map, dtype=dtype, count=count, offset=item.start).view(item.spec.shape)
+        self.tensors = {
+            item.spec.name: tensor_view(self._map, TORCH_NAMES[item.spec.dtype], item.spec.shape, item.start)
+            for item in layout.tensors
+        }
 
     def begin(self) -> None:
         """Make the counter odd. A slot whose last write failed is odd already and moves to the next odd number."""
         counter = int(self.state[0])
         self.state[0] = counter + 2 if counter % 2 else counter + 1
 
-    def finish(self, epoch: int, version: int, digest: str) -> int:
-        self.state[1:6] = (epoch, version, self.data.nbytes, int(digest[:16], 16), int(digest[16:], 16))
+    def finish(self) -> int:
+        """The new generation."""
         self.state[0] += np.uint64(1)
         return int(self.state[0])
 
@@ -78,21 +74,13 @@ class SlotWriter:
     Args:
         directory: where the slots go, e.g. from `choose_directory`; created 0700, removed by `close`.
         source_checkpoint: Hugging Face directory whose tensors (names, shapes), configuration and tokenizer the slots
-            take over.
-        dtype: element type of the slots; "source" keeps that of each source tensor. Written tensors are cast to it.
+            take over, and to whose types written tensors are cast.
 
     Raises SourceError, SlotDirectoryError, SlotSpaceError.
     """
 
-    def __init__(
-        self,
-        directory: Path,
-        source_checkpoint: Path,
-        *,
-        dtype: Literal["source", "float32", "bfloat16"] = "source",
-    ) -> None:
-        self._dtype = dtype
-        self.layout = lay_out(_slot_specs(source_checkpoint, dtype))
+    def __init__(self, directory: Path, source_checkpoint: Path) -> None:
+        self.layout = lay_out(_slot_specs(source_checkpoint))
         self._tied = _tied_names(source_checkpoint) - {item.spec.name for item in self.layout.tensors}
         self._lease = DirectoryLease(directory)
         self._next = 0
@@ -101,14 +89,6 @@ class SlotWriter:
         except BaseException:
             self._lease.release()
             raise
-
-    def __enter__(self) -> SlotWriter:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
     @property
     def next_path(self) -> Path:
@@ -143,11 +123,9 @@ class SlotWriter:
                 "export exactly the names of the source checkpoint"
             )
         digest = digest_of(slot.data)
-        generation = slot.finish(epoch, version, digest)
+        manifest = SlotManifest(epoch, version, str(slot.path), digest, slot.finish())
         self._next = (self._next + 1) % SLOTS
-        return SlotManifest(
-            path=str(slot.path), version=version, epoch=epoch, digest=digest, generation=generation, nbytes=self.nbytes
-        )
+        return manifest
 
     def close(self) -> None:
         """Remove the directory. Memory goes back once the last reader has dropped its mapping. May be called twice."""
@@ -160,8 +138,6 @@ class SlotWriter:
             for file in sorted(source.iterdir()):
                 if file.is_file() and not _holds_weights(file):
                     shutil.copyfile(file, path / file.name)
-            if self._dtype != "source":
-                _declare_dtype(path / "config.json", self._dtype)
             return _Slot(path, self.layout)
         except OSError as error:
             if error.errno in (errno.ENOSPC, errno.ENOMEM, errno.EDQUOT):
@@ -188,13 +164,12 @@ def _target(slot: _Slot, name: str, tensor: torch.Tensor, seen: set[str], versio
     return target
 
 
-def _slot_specs(source: Path, dtype: str) -> list[TensorSpec]:
-    code = {"source": None, "float32": "F32", "bfloat16": "BF16"}[dtype]
-    specs = [msgspec.structs.replace(spec, dtype=code or spec.dtype) for spec in checkpoint_specs(source)]
+def _slot_specs(source: Path) -> tuple[TensorSpec, ...]:
+    specs = checkpoint_specs(source)
     for spec in specs:
-        if spec.dtype not in _TORCH_DTYPES:
+        if spec.dtype not in TORCH_NAMES:
             raise SourceError(
-                f"{source}: tensor {spec.name!r} has dtype {spec.dtype}; slots hold {', '.join(_TORCH_DTYPES)}: use a "
+                f"{source}: tensor {spec.name!r} has dtype {spec.dtype}; slots hold {', '.join(TORCH_NAMES)}: use a "
                 "checkpoint that is not quantised"
             )
     return specs
@@ -207,14 +182,6 @@ def _tied_names(source: Path) -> set[str]:
         raise SourceError(f"{source} has no config.json; give a Hugging Face checkpoint directory")
     tied = msgspec.json.decode(path.read_bytes(), type=_ModelConfig).tie_word_embeddings
     return {"lm_head.weight"} if tied else set()
-
-
-def _declare_dtype(config: Path, dtype: str) -> None:
-    """Say in the configuration what the slot holds: loaders cast to the type that they read there."""
-    fields = msgspec.json.decode(config.read_bytes(), type=dict[str, msgspec.Raw])
-    fields.pop("torch_dtype", None)  # the older name of the same entry
-    fields["dtype"] = msgspec.Raw(msgspec.json.encode(dtype))
-    config.write_bytes(msgspec.json.format(msgspec.json.encode(fields), indent=2))
 
 
 def _holds_weights(file: Path) -> bool:

@@ -88,17 +88,9 @@ class FetchedWeights:
         if server is None or server.host == host_id() or followed:
             return announcement
         async with self._turn:
-            original = SlotManifest(
-                path=announcement.path,
-                version=announcement.version,
-                epoch=announcement.epoch,
-                digest=announcement.digest,
-                generation=announcement.generation,
-                nbytes=0,
-            )
-            copy = self._copies.find(original) if self._copies is not None else None
+            copy = self._copies.find(announcement) if self._copies is not None else None
             try:
-                copy = copy or await self._fetch(server, original)
+                copy = copy or await self._fetch(server, announcement)
             except TransportError as error:
                 raise TornWeights(
                     f"version {announcement.version} could not be fetched from {server.address}: {error}"

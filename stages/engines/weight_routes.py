@@ -58,8 +58,8 @@ class DiskRoute:
 
     @contextlib.asynccontextmanager
     async def open(self, client: EngineClient, announcement: WeightsAnnouncement) -> AsyncIterator[Transfer]:
-        async with _verified(announcement) as slot:
-            yield DiskTransfer(client, announcement.path, announcement.label, slot.check)
+        slot = await asyncio.to_thread(SlotReader, announcement)
+        yield DiskTransfer(client, announcement.path, announcement.label, slot.check)
 
     async def close(self) -> None:
         """Nothing is held."""
@@ -76,10 +76,10 @@ class TensorRoute:
         update = UpdateClient(client)
         ranks = await client.server_info()
         _check_ranks("tensor", client, ranks)
-        async with _verified(announcement) as slot:
-            yield await asyncio.to_thread(
-                TensorTransfer, update, announcement.label, slot, self.bucket_bytes, ranks.tp_size or 1, _device(ranks)
-            )
+        slot = await asyncio.to_thread(SlotReader, announcement)
+        yield await asyncio.to_thread(
+            TensorTransfer, update, announcement.label, slot, self.bucket_bytes, ranks.tp_size or 1, _device(ranks)
+        )
 
     async def close(self) -> None:
         """Nothing is held."""
@@ -96,14 +96,14 @@ class DistributedRoute:
 
     @contextlib.asynccontextmanager
     async def open(self, client: EngineClient, announcement: WeightsAnnouncement) -> AsyncIterator[Transfer]:
-        async with _verified(announcement) as slot:
-            group, update = await self._joined(client)
-            transfer = GroupTransfer(update, announcement.label, slot, self.bucket_bytes, group, self._device)
-            try:
-                yield transfer
-            except BaseException:
-                await self._leave()  # whatever it was, the two ends may be at different broadcasts now
-                raise
+        slot = await asyncio.to_thread(SlotReader, announcement)
+        group, update = await self._joined(client)
+        transfer = GroupTransfer(update, announcement.label, slot, self.bucket_bytes, group, self._device)
+        try:
+            yield transfer
+        except BaseException:
+            await self._leave()  # whatever it was, the two ends may be at different broadcasts now
+            raise
 
     async def close(self) -> None:
         await self._leave()
@@ -204,16 +204,6 @@ class WeightRoutes:
         if name == "delta":
             return DeltaRoute(self._mirror)
         raise RouteUnfit(f"weights are announced by transport {name!r}; known are disk, distributed, tensor, delta")
-
-
-@contextlib.asynccontextmanager
-async def _verified(announcement: WeightsAnnouncement) -> AsyncIterator[SlotReader]:
-    """The announced slot, read through once for its digest."""
-    reader = await asyncio.to_thread(SlotReader(announcement).__enter__)
-    try:
-        yield reader
-    finally:
-        reader.__exit__(None, None, None)
 
 
 def _device(ranks: ServerInfo) -> str:

@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from configs.schema import Config
-from models.weights.delta_store import DeltaStore, Published
+from models.weights.delta import Published
+from models.weights.delta_store import DeltaStore
 from models.weights.shared_memory_reader import SlotManifest
 from stages.messages import WeightsAnnouncement
 from stages.ports import Topic, WeightsSource
@@ -48,14 +49,10 @@ class WeightPublisher:
         manifest = self._slots.write(version, epoch, tensors)
         published = self._difference(manifest)
         return WeightsAnnouncement(
-            epoch,
-            version,
-            str(manifest.path),
-            manifest.digest,
-            manifest.generation,
-            pinned,
-            "disk" if self.transport == "delta" and published is None else self.transport,
-            published.path if published is not None else "",
+            **msgspec.structs.asdict(manifest),
+            pinned=pinned,
+            transport="disk" if self.transport == "delta" and published is None else self.transport,
+            delta=published.path if published is not None else "",
         )
 
     async def announce(self, topic: Topic, weights: WeightsSource, announcement: WeightsAnnouncement) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, closing
 from pathlib import Path
 
 import pytest
@@ -21,7 +21,7 @@ from transport import ByteServer, Node
 
 @pytest.fixture
 def slots(tmp_path: Path) -> Iterator[SlotWriter]:
-    with SlotWriter(tmp_path / "slots", checkpoint(tmp_path / "source")) as writer:
+    with closing(SlotWriter(tmp_path / "slots", checkpoint(tmp_path / "source"))) as writer:
         yield writer
 
 
@@ -31,8 +31,8 @@ def write(slots: SlotWriter, version: int) -> WeightsAnnouncement:
 
 
 def contents(announcement: WeightsAnnouncement) -> list[bytes]:
-    with SlotReader(announcement) as slot:
-        return [data.tobytes() for _, data in slot.tensors()]
+    slot = SlotReader(announcement)
+    return [data.tobytes() for _, data in slot.tensors()]
 
 
 @asynccontextmanager

@@ -73,7 +73,7 @@ class Weights:
     def write(self, version: int, *, pinned: bool = False) -> WeightsAnnouncement:
         """Fill the older slot; nothing is announced yet."""
         manifest = self.slots.write(version, 0, iter(self.tensors(version).items()))
-        return WeightsAnnouncement(0, version, manifest.path, manifest.digest, manifest.generation, pinned)
+        return WeightsAnnouncement(**msgspec.structs.asdict(manifest), pinned=pinned)
 
     def announce(self, announcement: WeightsAnnouncement) -> None:
         self.rig.topic.publish("weights", msgspec.msgpack.encode(announcement))

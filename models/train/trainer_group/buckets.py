@@ -10,6 +10,7 @@ sees are views of a piece, valid until it answers.
 from __future__ import annotations
 
 import contextlib
+import math
 import mmap
 import os
 from collections import deque
@@ -20,6 +21,7 @@ import torch
 
 from models.train.trainer_group.calls import Bucket, GoOn, TensorPlace, decode_message, encode
 from models.train.trainer_group.link import Link, LinkLost
+from models.weights.tensor_view import tensor_view
 
 PIECES: Final = 2
 _ALIGNMENT: Final = 64
@@ -157,21 +159,12 @@ class WeightReader:
 
 
 def _view(memory: mmap.mmap, place: TensorPlace) -> torch.Tensor:
-    dtype: Any = getattr(torch, place.dtype)
-    count = 1
-    for size in place.shape:
-        count *= size
-    if count == 0:
-        return torch.empty(place.shape, dtype=dtype)
-    return torch.frombuffer(memory, dtype=dtype, count=count, offset=place.start).view(place.shape)
+    return tensor_view(memory, place.dtype, place.shape, place.start)
 
 
 def _nbytes(place: TensorPlace) -> int:
     dtype: Any = getattr(torch, place.dtype)
-    count: int = dtype.itemsize
-    for size in place.shape:
-        count *= size
-    return count
+    return int(dtype.itemsize) * math.prod(place.shape)
 
 
 def _aligned(place: int) -> int:

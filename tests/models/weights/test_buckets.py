@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from itertools import pairwise
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from models.weights.buckets import TORCH_NAMES, plan_buckets
-from models.weights.errors import SourceError
 from models.weights.layout import ELEMENT_BYTES, TensorSpec, lay_out
 
 SHAPES = st.lists(st.integers(0, 9), max_size=3).map(tuple)
@@ -31,9 +29,3 @@ def test_buckets_are_the_file_end_to_end_and_aligned(tensors: list[tuple[str, tu
             assert (item.start - bucket.start) % ELEMENT_BYTES[item.spec.dtype] == 0
     for bucket, after in pairwise(buckets):
         assert after.tensors[0].end - bucket.start > limit, "another tensor would have fitted"
-
-
-def test_an_element_type_that_torch_cannot_name_is_refused() -> None:
-    layout = lay_out([TensorSpec("a", "F8_E4M3", (4,))])
-    with pytest.raises(SourceError, match="use --update-weight-transport disk"):
-        plan_buckets(layout, 100)

@@ -60,7 +60,6 @@ def test_a_file_holds_what_changed_and_says_from_where(tmp_path: Path) -> None:
     header = read_header(tmp_path / "d")
     assert (header.base, header.base_digest, header.label, header.digest) == ("0.1", "b", "0.2", "r")
     assert [len(item.chunks) for item in header.tensors] == [0, 1]
-    assert done.nbytes == 8 * N
     assert done.ratio > 4, "of four bytes at most one has changed"
     restored = dict(apply_delta(tmp_path / "d", base))
     for (_, wanted), found in zip(new.tensors(), restored.values(), strict=True):
@@ -132,8 +131,8 @@ async def take(mirror: DeltaMirror, trainer: Trainer, manifest: SlotManifest, *,
         loaded = load_file(Path(found.path) / "model.safetensors")
         for name, tensor in trainer.values(manifest.version).items():
             assert torch.equal(loaded[name], tensor)
-        with SlotReader(found):
-            assert found.digest == manifest.digest
+        SlotReader(found)
+        assert found.digest == manifest.digest
         return found
 
 
@@ -207,7 +206,7 @@ async def test_without_any_way_the_error_says_so(trainer: Trainer, mirror: Delta
 async def test_bytes_of_another_digest_are_not_handed_out(trainer: Trainer, mirror: DeltaMirror) -> None:
     await take(mirror, trainer, trainer.publish(0))
     manifest = trainer.publish(1)
-    lie = SlotManifest(manifest.path, 1, 0, "0" * 32, manifest.generation, manifest.nbytes)
+    lie = SlotManifest(0, 1, manifest.path, "0" * 32, manifest.generation)
     with pytest.raises(DigestMismatch, match="announced was 0000"):
         await take(mirror, trainer, lie)
     await take(mirror, trainer, manifest)
@@ -220,8 +219,7 @@ async def test_a_slot_that_somebody_loads_from_is_not_overwritten(trainer: Train
         third = asyncio.ensure_future(take(mirror, trainer, trainer.publish(2)))
         done, _ = await asyncio.wait([third], timeout=0.2)
         assert not done, "version 2 would go where version 0 is being read"
-        with SlotReader(held):
-            pass
+        SlotReader(held)
     await third
 
 

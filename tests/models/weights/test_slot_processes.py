@@ -8,6 +8,7 @@ import shutil
 import signal
 import subprocess
 import sys
+from contextlib import closing
 from pathlib import Path
 
 import numpy as np
@@ -21,7 +22,7 @@ from models.weights.errors import (
     SlotSpaceError,
     TornWeights,
 )
-from models.weights.shared_memory_reader import SlotManifest, SlotReader, verify
+from models.weights.shared_memory_reader import SlotManifest, SlotReader
 from models.weights.shared_memory_writer import SlotWriter
 from models.weights.slots_directory import DirectoryLease, choose_directory, remove_if_stale, remove_stale
 
@@ -66,9 +67,9 @@ def test_a_reader_beside_a_writer_that_never_waits_accepts_only_whole_versions(t
                 if claim is None:
                     continue
                 try:
-                    with SlotReader(claim) as slot:
-                        copies = [data.copy().view(np.float32) for _, data in slot.tensors()]
-                        slot.check()
+                    slot = SlotReader(claim)
+                    copies = [data.copy().view(np.float32) for _, data in slot.tensors()]
+                    slot.check()
                 except TornWeights:
                     torn += 1
                 else:
@@ -96,15 +97,15 @@ def test_a_killed_owners_directory_is_removed_and_a_live_ones_is_not(tmp_path: P
         assert remove_stale(tmp_path) == []
         with pytest.raises(SlotDirectoryError, match=f"in use by process {process.pid}"):
             SlotWriter(slots, source)
-        verify(manifest)
+        SlotReader(manifest)
     finally:
         process.send_signal(signal.SIGKILL)
         process.communicate()
     assert slots.exists()
-    verify(manifest)  # what a dead writer published stays whole
+    SlotReader(manifest)  # what a dead writer published stays whole
     assert remove_stale(tmp_path) == [slots]
     with pytest.raises(TornWeights, match=r"slot\.state is gone"):
-        verify(manifest)
+        SlotReader(manifest)
 
 
 def test_a_dead_runs_directory_is_taken_over(tmp_path: Path) -> None:
@@ -114,13 +115,13 @@ def test_a_dead_runs_directory_is_taken_over(tmp_path: Path) -> None:
     process.stdout.readline()
     process.kill()
     process.communicate()
-    with SlotWriter(tmp_path / "slots", source) as writer:
-        verify(publish(writer, 5))
+    with closing(SlotWriter(tmp_path / "slots", source)) as writer:
+        SlotReader(publish(writer, 5))
 
 
 def test_the_directory_is_private_and_removed_on_close(tmp_path: Path) -> None:
     source = checkpoint(tmp_path / "source")
-    with SlotWriter(tmp_path / "slots", source) as writer:
+    with closing(SlotWriter(tmp_path / "slots", source)) as writer:
         publish(writer, 1)
         for path in (tmp_path / "slots", tmp_path / "slots" / "slot-0"):
             assert path.stat().st_mode & 0o777 == 0o700

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterator
+from contextlib import closing
 from itertools import pairwise
 from pathlib import Path
 
@@ -28,13 +29,13 @@ from models.weights.errors import (
     TornWeights,
 )
 from models.weights.layout import TensorSpec, checkpoint_specs, lay_out, read_layout
-from models.weights.shared_memory_reader import SlotManifest, SlotReader, verify
+from models.weights.shared_memory_reader import SlotManifest, SlotReader
 from models.weights.shared_memory_writer import SlotWriter
 
 
 @pytest.fixture
 def writer(tmp_path: Path) -> Iterator[SlotWriter]:
-    with SlotWriter(tmp_path / "slots", checkpoint(tmp_path / "source")) as made:
+    with closing(SlotWriter(tmp_path / "slots", checkpoint(tmp_path / "source"))) as made:
         yield made
 
 
@@ -45,13 +46,13 @@ def test_slots_alternate_and_the_last_two_versions_are_readable(writer: SlotWrit
     assert all(a.path != b.path for a, b in pairwise(manifests))
     assert str(writer.next_path) == manifests[3].path
     for manifest in manifests[3:]:
-        verify(manifest)
+        SlotReader(manifest)
         loaded = load_file(Path(manifest.path) / "model.safetensors")
         assert loaded.keys() == SHAPES.keys()
         assert all((tensor == manifest.version).all() for tensor in loaded.values())
     for manifest in manifests[:3]:
         with pytest.raises(TornWeights, match="holds generation"):
-            verify(manifest)
+            SlotReader(manifest)
 
 
 def test_the_file_is_mapped_once_and_never_reallocated(writer: SlotWriter) -> None:
@@ -71,11 +72,11 @@ def test_a_slot_is_a_hugging_face_directory_that_transformers_loads(tmp_path: Pa
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.mul_(1.5)
-    with SlotWriter(tmp_path / "slots", source) as writer:
+    with closing(SlotWriter(tmp_path / "slots", source)) as writer:
         # state_dict yields the tied lm_head, which the checkpoint does not store
         assert "lm_head.weight" in model.state_dict()
         manifest = writer.write(1, 0, iter(model.state_dict().items()))
-        verify(manifest)
+        SlotReader(manifest)
         again = AutoModelForCausalLM.from_pretrained(manifest.path)
         assert len(AutoTokenizer.from_pretrained(manifest.path)) == 264
         for (name, left), (_, right) in zip(model.state_dict().items(), again.state_dict().items(), strict=True):
@@ -98,21 +99,21 @@ def test_any_tensors_come_back_bit_equal(tmp_path_factory, shapes, seed, order) 
     path = tmp_path_factory.mktemp("any")
     generator = torch.Generator().manual_seed(seed)
     tensors = {f"t{i}": torch.randn(shape, generator=generator).to(dtype) for i, (shape, dtype) in enumerate(shapes)}
-    with SlotWriter(path / "slots", checkpoint(path / "source", tensors)) as writer:
+    with closing(SlotWriter(path / "slots", checkpoint(path / "source", tensors))) as writer:
         items = list(tensors.items())
         order.shuffle(items)
         manifest = writer.write(1, 0, iter(items))
-        verify(manifest)
+        SlotReader(manifest)
         loaded = load_file(Path(manifest.path) / "model.safetensors")
-        with SlotReader(manifest) as slot:
-            raw = {spec.name: (spec, bytes(data)) for spec, data in slot.tensors()}
-            slot.check()
+        slot = SlotReader(manifest)
+        raw = {spec.name: (spec, bytes(data)) for spec, data in slot.tensors()}
+        slot.check()
         for name, tensor in tensors.items():
             assert loaded[name].dtype == tensor.dtype
             assert torch.equal(loaded[name], tensor)
             assert raw[name][0].shape == tuple(tensor.shape)
             assert raw[name][1] == tensor.contiguous().view(-1).view(torch.uint8).numpy().tobytes()
-        assert manifest.nbytes == sum(tensor.nbytes for tensor in tensors.values())
+        assert writer.nbytes == sum(tensor.nbytes for tensor in tensors.values())
 
 
 @given(
@@ -129,15 +130,12 @@ def test_layout_covers_the_data_exactly_and_aligns_every_tensor(items) -> None:
     assert position == layout.file_bytes
 
 
-def test_values_are_cast_to_the_slots_dtype(tmp_path: Path) -> None:
-    source = checkpoint(tmp_path / "source")
-    (source / "config.json").write_text('{"torch_dtype": "float32", "vocab_size": 8}')
-    with SlotWriter(tmp_path / "slots", source, dtype="bfloat16") as writer:
+def test_values_are_cast_to_the_types_of_the_source(tmp_path: Path) -> None:
+    source = checkpoint(tmp_path / "source", {name: value.bfloat16() for name, value in values(0).items()})
+    with closing(SlotWriter(tmp_path / "slots", source)) as writer:
         third = {name: torch.full(shape, 1 / 3) for name, shape in SHAPES.items()}
         manifest = writer.write(1, 0, iter(third.items()))
         loaded = load_file(Path(manifest.path) / "model.safetensors")
-        config = json.loads((Path(manifest.path) / "config.json").read_text())
-    assert config == {"vocab_size": 8, "dtype": "bfloat16"}
     assert all(tensor.dtype == torch.bfloat16 for tensor in loaded.values())
     assert float(loaded["c.scale"]) == float(torch.tensor(1 / 3).bfloat16())
 
@@ -151,10 +149,10 @@ def test_sharded_checkpoints_are_read_through_their_index(tmp_path: Path) -> Non
     index = {"weight_map": {name: f"model-{i // 2}.safetensors" for i, name in enumerate(names)}}
     (source / "model.safetensors.index.json").write_text(json.dumps(index))
     assert {spec.name for spec in checkpoint_specs(source)} == set(SHAPES)
-    with SlotWriter(tmp_path / "slots", source) as writer:
+    with closing(SlotWriter(tmp_path / "slots", source)) as writer:
         manifest = publish(writer, 1)
         assert sorted(os.listdir(manifest.path)) == ["config.json", "model.safetensors", "slot.state", "tokenizer.json"]
-        verify(manifest)
+        SlotReader(manifest)
     (source / "model-1.safetensors").unlink()
     with pytest.raises(SourceError, match=r"names model-1\.safetensors, which is missing"):
         checkpoint_specs(source)
@@ -170,9 +168,9 @@ def test_a_slot_being_overwritten_is_torn_for_its_readers_and_the_newest_is_not(
     def tensors() -> Iterator[tuple[str, torch.Tensor]]:
         for name, tensor in values(3).items():
             yield name, tensor
-            verify(newest)
+            SlotReader(newest)
             with pytest.raises(TornWeights, match="is being written"):
-                verify(old)
+                SlotReader(old)
             seen.append(name)
 
     writer.write(3, 0, tensors())
@@ -182,12 +180,12 @@ def test_a_slot_being_overwritten_is_torn_for_its_readers_and_the_newest_is_not(
 def test_a_copy_taken_while_the_slot_changed_is_refused(writer: SlotWriter) -> None:
     old = publish(writer, 1)
     publish(writer, 2)
-    with SlotReader(old) as slot:
-        copied = [data.copy() for _, data in slot.tensors()]
+    slot = SlotReader(old)
+    copied = [data.copy() for _, data in slot.tensors()]
+    slot.check()
+    publish(writer, 3)
+    with pytest.raises(TornWeights, match="discard what was read"):
         slot.check()
-        publish(writer, 3)
-        with pytest.raises(TornWeights, match="discard what was read"):
-            slot.check()
     assert copied[0].view(np.float32)[0] == 1.0
 
 
@@ -200,14 +198,14 @@ def test_a_failed_write_leaves_the_newest_in_place_and_its_own_slot_torn(writer:
 
     with pytest.raises(ConnectionError):
         writer.write(3, 0, broken())
-    verify(second)
+    SlotReader(second)
     with pytest.raises(TornWeights):
-        verify(first)
+        SlotReader(first)
     third = publish(writer, 3)
     assert third.path == first.path
     assert third.generation == 6  # 2 published, 3 failed, 5 written again
-    verify(second)
-    verify(third)
+    SlotReader(second)
+    SlotReader(third)
 
 
 @pytest.mark.parametrize(
@@ -231,7 +229,7 @@ def test_damage_is_found_by_the_digest(writer: SlotWriter) -> None:
     manifest = publish(writer, 1)
     flip(manifest)
     with pytest.raises(DigestMismatch, match=f"announced was {manifest.digest}"):
-        verify(manifest)
+        SlotReader(manifest)
 
 
 def flip(manifest: SlotManifest) -> None:
@@ -246,33 +244,33 @@ def flip(manifest: SlotManifest) -> None:
 
 
 def damage_is_refused(path: Path) -> bool:
-    with SlotWriter(path / "slots", checkpoint(path / "source")) as writer:
+    with closing(SlotWriter(path / "slots", checkpoint(path / "source"))) as writer:
         manifest = publish(writer, 1)
         flip(manifest)
-        return refused(lambda: verify(manifest), DigestMismatch)
+        return refused(lambda: SlotReader(manifest), DigestMismatch)
 
 
 def torn_copy_is_refused(path: Path) -> bool:
-    with SlotWriter(path / "slots", checkpoint(path / "source")) as writer:
+    with closing(SlotWriter(path / "slots", checkpoint(path / "source"))) as writer:
         old = publish(writer, 1)
         publish(writer, 2)
 
         def copy() -> None:
-            with SlotReader(old) as slot:
-                publish(writer, 3)
-                slot.check()
+            slot = SlotReader(old)
+            publish(writer, 3)
+            slot.check()
 
         return refused(copy, TornWeights)
 
 
 def newest_stays_readable(path: Path) -> bool:
-    with SlotWriter(path / "slots", checkpoint(path / "source")) as writer:
+    with closing(SlotWriter(path / "slots", checkpoint(path / "source"))) as writer:
         newest = publish(writer, 1)
         answers: list[bool] = []
 
         def tensors() -> Iterator[tuple[str, torch.Tensor]]:
             for item in values(2).items():
-                answers.append(not refused(lambda: verify(newest), TornWeights, DigestMismatch))
+                answers.append(not refused(lambda: SlotReader(newest), TornWeights, DigestMismatch))
                 yield item
 
         writer.write(2, 0, tensors())
