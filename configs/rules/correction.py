@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
 from typing import Final
 
 from configs.schema import Config, CorrectionConfig
 from configs.schema.algorithm import SAMPLER_LOSSES
+from configs.schema.rejection import InvalidRule, parse_rule
 
-RULE: Final = re.compile(r"(token|seq_sum|seq_mean|seq_max)_(k1|k2|k3)")
 LOGLINEAR_LOSSES: Final = frozenset(("ppo", "cispo", "kimi"))  # read the anchor token by token
 OPSM_LOSSES: Final = frozenset(("ppo", "gspo", "cispo", "kimi"))
 _DEFAULT: Final = CorrectionConfig()
@@ -178,9 +177,10 @@ def weight_faults(config: Config) -> Iterator[str]:
 def rejection_faults(config: Config) -> Iterator[str]:
     correction = config.correction
     for text in correction.rollout_rs:
-        fault = _rule_fault(text)
-        if fault is not None:
-            yield f"--rollout-rs {text!r} {fault}"
+        try:
+            parse_rule(text)
+        except InvalidRule as error:
+            yield str(error)
     names = [text.partition("=")[0] for text in correction.rollout_rs]
     for name in dict.fromkeys(names):
         if names.count(name) > 1:
@@ -192,32 +192,6 @@ def rejection_faults(config: Config) -> Iterator[str]:
         ):
             if used:
                 yield f"{label} has no rule to act on; add --rollout-rs or --rs-veto, or leave it out"
-
-
-def _rule_fault(text: str) -> str | None:
-    """What is wrong with RULE=BOUND, in words that follow it."""
-    rule, separator, bound = text.partition("=")
-    matched = RULE.fullmatch(rule)
-    if matched is None or not separator:
-        return (
-            "is no rejection rule; write for example seq_mean_k1=0.99_1.01 or token_k3=0.05, with one of token, "
-            "seq_sum, seq_mean, seq_max and one of k1, k2, k3"
-        )
-    level, kind = matched.groups()
-    if level == "seq_max" and kind == "k1":
-        return (
-            "does not exist: the largest signed log-ratio says nothing of the other side; use seq_max_k2 or seq_max_k3"
-        )
-    numbers = bound.split("_")
-    try:
-        values = [float(number) for number in numbers]
-    except ValueError:
-        values = []
-    if kind == "k1" and not (len(values) == 2 and 0 < values[0] < values[1]):
-        return f"needs two bounds of the ratio mu / old, the lower one first; write for example {rule}=0.99_1.01"
-    if kind != "k1" and not (len(values) == 1 and values[0] > 0):
-        return f"needs one upper bound above 0; write for example {rule}=0.05"
-    return None
 
 
 def sampling_faults(config: Config) -> Iterator[str]:

@@ -71,10 +71,10 @@ def mismatch_of(tokens: PolicyTokens, correction: Correction) -> Tensor:
 
 def importance_weights(tokens: PolicyTokens, correction: Correction, log_weight: Tensor) -> ImportanceWeights:
     """Bounded weights [N] from D [N]. Raises `UnknownAlgorithm` or `AlgorithmError` for a wrong custom function."""
-    exponent = spread(log_weight, tokens, correction.level)
+    exponent = spread(log_weight, tokens, correction.tis_level)
     raw = bounded_exp(exponent)
-    if correction.custom is not None:
-        weight = _custom(correction.custom, log_weight, tokens)
+    if correction.custom_tis_function_path is not None:
+        weight = _custom(correction.custom_tis_function_path, log_weight, tokens)
     else:
         weight = _bounded(raw, log_weight, tokens, correction)
     weight = torch.where(tokens.mask, weight, torch.ones_like(weight))
@@ -92,20 +92,20 @@ def spread(log_weight: Tensor, tokens: PolicyTokens, level: WeightLevel) -> Tens
 def upper_bound(tokens: PolicyTokens, correction: Correction) -> Tensor:
     """1 + (high - 1) decay^s of each token s versions old, [N] or a scalar."""
     like = tokens.rollout_log_probs
-    if correction.clip_decay == 1.0 or tokens.staleness is None or correction.level != "token":
-        return torch.full((), correction.high, dtype=like.dtype, device=like.device)
-    decay = torch.full((), correction.clip_decay, dtype=like.dtype, device=like.device)
-    return 1.0 + (correction.high - 1.0) * decay ** tokens.staleness.clamp(min=0).to(like.dtype)
+    if correction.tis_clip_decay == 1.0 or tokens.staleness is None or correction.tis_level != "token":
+        return torch.full((), correction.tis_clip, dtype=like.dtype, device=like.device)
+    decay = torch.full((), correction.tis_clip_decay, dtype=like.dtype, device=like.device)
+    return 1.0 + (correction.tis_clip - 1.0) * decay ** tokens.staleness.clamp(min=0).to(like.dtype)
 
 
 def _bounded(raw: Tensor, log_weight: Tensor, tokens: PolicyTokens, correction: Correction) -> Tensor:
     high = upper_bound(tokens, correction)
     if correction.tis_mode == "icepop":
-        return torch.where((raw < correction.low) | (raw > high), torch.zeros_like(raw), raw)
-    weight = torch.minimum(raw.clamp(min=correction.low), high)
+        return torch.where((raw < correction.tis_clip_low) | (raw > high), torch.zeros_like(raw), raw)
+    weight = torch.minimum(raw.clamp(min=correction.tis_clip_low), high)
     if correction.tis_mode == "seq_mask":
         geometric = bounded_exp(spread(log_weight, tokens, "geometric"))
-        outside = (geometric < correction.seq_low) | (geometric > correction.seq_high)
+        outside = (geometric < correction.tis_seq_low) | (geometric > correction.tis_seq_high)
         weight = torch.where(outside, torch.zeros_like(weight), weight)
     return weight
 

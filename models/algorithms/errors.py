@@ -3,7 +3,6 @@
 AlgorithmError
 ├── InsufficientMembers   a group too small for its estimator
 ├── InconsistentGroup     rewards of one group that contradict one another
-├── InvalidRule           a rejection rule that cannot be read
 ├── MissingColumn         a term of the loss is on and its input was not given
 └── UnknownAlgorithm      a name or import path that leads nowhere
 """
@@ -21,10 +20,6 @@ class InsufficientMembers(AlgorithmError):
 
 class InconsistentGroup(AlgorithmError):
     """Lengths or rewards of one group contradict one another, or a reward is not finite."""
-
-
-class InvalidRule(AlgorithmError):
-    """A rejection rule is unknown, does not exist, or its bounds cannot be read."""
 
 
 class MissingColumn(AlgorithmError):

@@ -83,6 +83,6 @@ def sampling_ratio(tokens: PolicyTokens, correction: Correction, weight: Tensor)
     most the upper bound of the weights. `tokens.old_log_probs` are those of the mode.
     """
     ratio = bounded_exp(log_ratio(tokens.log_probs, tokens.old_log_probs, tokens.mask))
-    if correction.mode == "bypass":
-        return ratio.clamp(max=correction.high)
-    return ratio * weight if correction.mode == "decoupled" else ratio
+    if correction.policy_mode == "bypass":
+        return ratio.clamp(max=correction.tis_clip)
+    return ratio * weight if correction.policy_mode == "decoupled" else ratio

@@ -74,7 +74,7 @@ def policy_objective(
     if not rejection.none:
         # What is not a number passes no test and fails none: it goes on, for the step to be refused.
         pg_loss = torch.where(delta.isnan(), delta, masked(pg_loss, rejection.kept))
-        if correction.renormalize and tokens.kept_scale is not None:
+        if correction.renormalize_after_rejection and tokens.kept_scale is not None:
             pg_loss = pg_loss * tokens.kept_scale[tokens.sequence].to(pg_loss.dtype)
     means["train/pg_loss"] = pg_loss
     loss, terms = _with_regularisers(pg_loss, tokens, config, correction, weights)

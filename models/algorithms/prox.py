@@ -27,7 +27,7 @@ from models.algorithms.tokens import PolicyTokens, log_ratio
 def with_old_log_probs(tokens: PolicyTokens, correction: Correction) -> PolicyTokens:
     """The tokens with the `old_log_probs` that belong to the mode, whatever was there in bypass and
     log-linear mode."""
-    if correction.mode == "bypass":
+    if correction.policy_mode == "bypass":
         return dataclasses.replace(tokens, old_log_probs=tokens.rollout_log_probs)
     if correction.loglinear:
         return dataclasses.replace(tokens, old_log_probs=loglinear_old_log_probs(tokens, correction.prox_alpha))

@@ -18,9 +18,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from configs.schema.rejection import RejectionRule, RuleKind
 from models.algorithms.correction import log_weight_of
 from models.algorithms.modes import Correction
-from models.algorithms.rules import RejectionRule, RuleKind
 from models.algorithms.tokens import PolicyTokens, bounded_exp, sequence_max, sequence_mean, sequence_sum
 
 VETO = "veto"
@@ -57,8 +57,8 @@ def rejection_of(tokens: PolicyTokens, correction: Correction, log_weight: Tenso
             sequences[rule.name] = failed & live
             failed = failed[tokens.sequence]
         removed[rule.name] = failed & tokens.mask
-    if correction.veto is not None:
-        wild = (delta < math.log(correction.veto)) & tokens.mask
+    if correction.rs_veto is not None:
+        wild = (delta < math.log(correction.rs_veto)) & tokens.mask
         sequences[VETO] = sequence_max(wild.to(delta.dtype), tokens) > 0
         removed[VETO] = sequences[VETO][tokens.sequence] & tokens.mask
     failed_sequences = torch.zeros_like(live)

@@ -39,12 +39,18 @@ def needs(algorithm: AlgorithmConfig, correction: Correction, *, fanned_out: boo
     """
     if algorithm.policy_loss == "m2po":
         return "current"
-    normalises = correction.use_tis and correction.batch_normalize
-    counts = correction.rejects and (correction.renormalize or (fanned_out and correction.rs_unit == "rollout"))
+    normalises = correction.use_tis and correction.tis_batch_normalize
+    counts = correction.rejects and (
+        correction.renormalize_after_rejection or (fanned_out and correction.rs_unit == "rollout")
+    )
     if not (normalises or counts):
         return "none"
     # A function of the user's own may read any column.
-    theta = correction.against_current or correction.loglinear or (normalises and correction.custom is not None)
+    theta = (
+        correction.against_current
+        or correction.loglinear
+        or (normalises and correction.custom_tis_function_path is not None)
+    )
     return "current" if theta else "old"
 
 
@@ -54,7 +60,7 @@ def step_statistics(tokens: PolicyTokens, algorithm: AlgorithmConfig, correction
         bound, mean = math.inf, 1.0
         if algorithm.policy_loss == "m2po":
             bound = m2po_bound(squared_log_ratio(tokens)[tokens.mask], algorithm.m2po_threshold)
-        if correction.use_tis and correction.batch_normalize:
+        if correction.use_tis and correction.tis_batch_normalize:
             mean = _weight_mean(with_old_log_probs(tokens, correction), correction)
     return StepStatistics(weight_mean=mean, m2po_bound=bound)
 
@@ -122,7 +128,7 @@ def _weight_mean(tokens: PolicyTokens, correction: Correction) -> float:
     live = counts > 0
     if not bool(live.any()):
         return 1.0
-    if correction.level == "token":
+    if correction.tis_level == "token":
         mean = float(weight[tokens.mask].mean())
     else:
         mean = float((sequence_sum(weight, tokens)[live] / counts[live]).mean())

@@ -6,7 +6,6 @@ from dataclasses import dataclass, field
 
 from configs.schema import Config
 from configs.schema.algorithm import AlgorithmConfig
-from configs.schema.correction import CorrectionConfig
 from configs.schema.critic import CriticConfig
 from configs.schema.distill import DistillConfig
 from configs.schema.fsdp import FsdpConfig, LoraConfig
@@ -14,7 +13,7 @@ from configs.schema.megatron import MegatronConfig
 from configs.schema.parallel import ParallelConfig
 from configs.schema.train import TrainConfig
 from models.algorithms.group_loss import GroupLossFunction, group_loss_of
-from models.algorithms.modes import Correction, resolve_correction
+from models.algorithms.modes import Correction, correction_of
 from models.train.errors import TrainConfigInvalid
 from models.train.step.learning_rate import check_schedule
 
@@ -22,16 +21,15 @@ from models.train.step.learning_rate import check_schedule
 @dataclass(frozen=True)
 class TrainSpec:
     """`temperature`: of the rollouts; `max_response_len`: tokens, the constant of `constant` aggregation;
-    `total_steps`: optimizer steps of the run, needed by a decaying learning rate; `correction`: the resolved policy
-    mode, default: resolved from `off_policy` as if samples may be stale.
+    `total_steps`: optimizer steps of the run, needed by a decaying learning rate; `correction`: default: as if samples
+    may be stale.
 
     Raises `TrainConfigInvalid`, `UnknownAlgorithm`.
     """
 
     train: TrainConfig
     algorithm: AlgorithmConfig
-    correction: Correction | None = None
-    off_policy: CorrectionConfig = field(default_factory=CorrectionConfig)
+    correction: Correction = field(default_factory=lambda: Correction("decoupled", True))
     critic: CriticConfig = field(default_factory=CriticConfig)
     distill: DistillConfig = field(default_factory=DistillConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
@@ -55,10 +53,6 @@ class TrainSpec:
         return self.train.loss_type == "sft_loss"
 
     @property
-    def policy_mode(self) -> Correction:
-        return resolve_correction(self.off_policy, max_staleness=1) if self.correction is None else self.correction
-
-    @property
     def scoring_temperature(self) -> float:
         """What logits are divided by."""
         return 1.0 if self.supervised else self.temperature
@@ -75,12 +69,7 @@ def train_spec(config: Config, total_batches: int) -> TrainSpec:
     return TrainSpec(
         train=config.train,
         algorithm=config.algorithm,
-        correction=resolve_correction(
-            config.correction,
-            max_staleness=config.asynchrony.max_staleness or 0,
-            policy_loss=config.algorithm.policy_loss,
-        ),
-        off_policy=config.correction,
+        correction=correction_of(config.correction),
         critic=config.critic,
         distill=config.distill,
         parallel=config.parallel,

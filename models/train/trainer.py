@@ -45,7 +45,7 @@ class Trainer:
         reinforced = spec.train.loss_type == "policy_loss"
         self._rules = Rules(
             algorithm=spec.algorithm,
-            correction=spec.policy_mode,
+            correction=spec.correction,
             aggregation="token_mean" if spec.supervised else spec.algorithm.loss_aggregation,
             opd_kl_coef=opd_coefficient(spec.algorithm, spec.distill) if reinforced else None,
             whole_groups=spec.train.loss_type == "custom_loss",
@@ -133,7 +133,7 @@ class Trainer:
             mode=self._rules.aggregation,
             vocab_size=self._models.vocab_size,
             version=self._version,
-            newest_only=self._spec.off_policy.mask_offpolicy_in_partial_rollout,
+            newest_only=self._spec.correction.mask_offpolicy_in_partial_rollout,
             needs_teacher=self._rules.opd_kl_coef is not None,
         )
         self._batch.add(rollouts_of(sequences, intake))
@@ -174,7 +174,7 @@ class Trainer:
             self._counters.empty_steps += 1
             return self._models.refuse()
         staleness = work.staleness_sum / work.size.tokens
-        scale = 1.0 / (1.0 + self._spec.off_policy.staleness_lr_decay * staleness)
+        scale = 1.0 / (1.0 + self._spec.correction.staleness_lr_decay * staleness)
         result = self._models.update(divisor, lr_scale=scale)
         self._counters.skipped_steps += not result.applied
         return result

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Iterable
 
 from configs.schema import Config
-from models.algorithms.rules import parse_rules
+from configs.schema.rejection import parse_rules
 from models.train.megatron.options import option_faults
 from pipeline.errors import UsageError
 from stages.graders.registry import find_grader, is_import_path, refusal

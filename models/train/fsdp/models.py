@@ -86,7 +86,7 @@ class FsdpModels:
         context.check(packing)
         self.vocab_size = vocab_size  # that all models know
         self.packing = with_budget(packing, train, spec.parallel)
-        self._numerator = PolicyNumerator(algorithm, spec.policy_mode, sft=spec.supervised, group_loss=spec.group_loss)
+        self._numerator = PolicyNumerator(algorithm, spec.correction, sft=spec.supervised, group_loss=spec.group_loss)
         self.updater = ShardedUpdater(self.model, train, spec.total_steps, self._mesh)
         self._checkpoints = Checkpoints(self._mesh, asynchronous=async_save)
 

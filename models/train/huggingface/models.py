@@ -78,7 +78,7 @@ class TorchModels:
             self.critic = Critic(spec.critic, train, device=self.device, autocast_dtype=self.precision, seed=seed)
             packing = packing.both(self.critic.packing)
             self.vocab_size = min(self.vocab_size, self.critic.vocab_size)
-        self._numerator = PolicyNumerator(algorithm, spec.policy_mode, sft=spec.supervised, group_loss=spec.group_loss)
+        self._numerator = PolicyNumerator(algorithm, spec.correction, sft=spec.supervised, group_loss=spec.group_loss)
         self.packing = with_budget(packing, train, spec.parallel)
         self.updater = Updater(self.model, train, spec.total_steps)
 

@@ -71,7 +71,7 @@ class MegatronModels:
         if uses_critic(spec.algorithm, spec.train.loss_type):
             packing = self._add_critic(packing)
         self._numerator = PolicyNumerator(
-            spec.algorithm, spec.policy_mode, sft=spec.supervised, group_loss=spec.group_loss
+            spec.algorithm, spec.correction, sft=spec.supervised, group_loss=spec.group_loss
         )
         packing = with_budget(packing, spec.train, spec.parallel)
         # The budget is that of one process; context-parallel ones share a row.

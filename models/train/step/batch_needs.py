@@ -66,7 +66,7 @@ def batch_needs(
     several = steps > 1 or reference_apart
     if loss_type == "sft_loss":
         return BatchNeeds(whole_batch=several)
-    recomputes = correction.mode != "bypass" and not correction.loglinear
+    recomputes = correction.policy_mode != "bypass" and not correction.loglinear
     if loss_type == "custom_loss":  # its groups stay together, which only the whole batch shows
         return BatchNeeds(whole_batch=True, old_log_probs=recomputes and steps > 1)
     opd = opd_coefficient(algorithm, distill) is not None

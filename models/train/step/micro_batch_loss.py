@@ -63,7 +63,7 @@ class PolicyNumerator:
         tokens = policy_tokens(
             members,
             log_probs,
-            bypass=self._correction.mode == "bypass",
+            bypass=self._correction.policy_mode == "bypass",
             device=device,
             statistics=statistics,
             entropy=entropy,

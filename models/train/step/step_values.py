@@ -39,7 +39,7 @@ def write_step_statistics(
         tokens = replace(tokens, rejected=rejected)
         for example, value in zip(examples, rejected.tolist(), strict=True):
             example.rejected = value
-    if correction.rejects and correction.renormalize:
+    if correction.rejects and correction.renormalize_after_rejection:
         scale = kept_scale(tokens, rollout, aggregation, correction)
         for example, factor in zip(examples, scale.tolist(), strict=True):
             example.kept_scale = factor
@@ -51,7 +51,7 @@ def _tokens_of_step(examples: Sequence[Example], correction: Correction) -> tupl
     sampler = [example.rollout_log_probs for example in examples]
     current = [e.rollout_log_probs if e.current_log_probs is None else e.current_log_probs for e in examples]
     old = [c if e.old_log_probs is None else e.old_log_probs for e, c in zip(examples, current, strict=True)]
-    used = sampler if correction.mode == "bypass" else old
+    used = sampler if correction.policy_mode == "bypass" else old
     stale = [np.zeros(len(e.chosen), np.int64) if e.staleness is None else e.staleness for e in examples]
     counts = token_counts(examples)
     keys = np.array([e.key for e in examples], dtype=np.int64).reshape(-1, 2)

@@ -162,7 +162,7 @@ def test_permutation(values: list[float], random: object) -> None:
 def test_stages_can_call_it_without_torch() -> None:
     code = (
         "import sys\n"
-        "import models.algorithms.advantages, models.algorithms.modes, models.algorithms.rules\n"
+        "import models.algorithms.advantages, models.algorithms.modes\n"
         "import models.algorithms.aggregation\n"
         "models.algorithms.advantages.advantages('grpo', [1, 0], [0, 1])\n"
         "assert 'torch' not in sys.modules\n"

@@ -28,12 +28,12 @@ def weights_of(tokens: PolicyTokens, correction: Correction) -> ImportanceWeight
 
 
 def test_older_tokens_have_the_tighter_bound(f, close) -> None:  # type: ignore[no-untyped-def]
-    correction = Correction("decoupled", True, low=0.0, high=3.0, clip_decay=0.5)
+    correction = Correction("decoupled", True, tis_clip_low=0.0, tis_clip=3.0, tis_clip_decay=0.5)
     far = f.tokens(old_log_probs=f.mu + 5.0, staleness=STALENESS)
     bounds = [1 + 2 * 0.5**age for age in STALENESS.tolist()]
     bounds[2] = 1.0  # masked
     close(weights_of(far, correction).weight, bounds)
-    ice = Correction("decoupled", True, low=0.0, high=3.0, clip_decay=0.5, tis_mode="icepop")
+    ice = Correction("decoupled", True, tis_clip_low=0.0, tis_clip=3.0, tis_clip_decay=0.5, tis_mode="icepop")
     near = f.tokens(old_log_probs=f.mu + math.log(1.6), staleness=STALENESS)
     close(weights_of(near, ice).weight, [1.6, 1.6, 1, 0, 0, 1.6, 1.6, 0])  # bounds 3, 2, 1.5, 1.25, 1.125
     # Without ages, and without decay, the bound is the same for all.
@@ -48,7 +48,7 @@ def test_sums_are_made_before_anything_is_clamped(f) -> None:  # type: ignore[no
     old[4] += math.log(1.5)
     tokens = f.tokens(old_log_probs=old)
     for level, expected in (("sequence", 1.5), ("geometric", 1.5**0.25)):
-        weights = weights_of(tokens, Correction("decoupled", True, level=level, high=9.0))  # type: ignore[arg-type]
+        weights = weights_of(tokens, Correction("decoupled", True, tis_level=level, tis_clip=9.0))  # type: ignore[arg-type]
         assert weights.weight[:5].tolist() == pytest.approx([expected, expected, 1.0, expected, expected])
         assert not weights.truncated.any()
 
@@ -57,19 +57,19 @@ def test_masked_tokens_are_no_part_of_a_sequence_statistic(f) -> None:  # type: 
     old = f.old.clone()
     old[2] = -500.0
     for level in ("sequence", "geometric"):
-        correction = Correction("decoupled", True, level=level)  # type: ignore[arg-type]
+        correction = Correction("decoupled", True, tis_level=level)  # type: ignore[arg-type]
         moved, straight = weights_of(f.tokens(old_log_probs=old), correction), weights_of(f.tokens(), correction)
         assert torch.equal(moved.weight, straight.weight)
 
 
 def test_weights_against_the_current_policy(f, close) -> None:  # type: ignore[no-untyped-def]
-    current = Correction("decoupled", True, high=1.2, ratio="current")
+    current = Correction("decoupled", True, tis_clip=1.2, correction_ratio="current")
     rho = [1.2, 0.778801, 1, 0.904837, 0.980199, 1.2, 1.2, 0.272532]
     close(weights_of(f.tokens(), current).weight, rho)
 
 
 def test_batch_normalised_weights_have_mean_one(f) -> None:  # type: ignore[no-untyped-def]
-    correction = Correction("decoupled", True, high=1.2, batch_normalize=True)
+    correction = Correction("decoupled", True, tis_clip=1.2, tis_batch_normalize=True)
     statistics = step_statistics(f.tokens(), PPO, correction)
     loss = policy_objective(f.tokens(statistics=statistics), PPO, correction, ppo_clip).loss
     plain = ppo_clip(f.tokens(), PPO).loss
@@ -86,17 +86,17 @@ def test_weights_of_ones_own(f, close, tmp_path: Path, monkeypatch: pytest.Monke
     )
     monkeypatch.syspath_prepend(str(tmp_path))
     tokens = f.tokens(f.theta.clone().requires_grad_())
-    weights = weights_of(tokens, Correction("decoupled", True, custom="my_weights:root"))
+    weights = weights_of(tokens, Correction("decoupled", True, custom_tis_function_path="my_weights:root"))
     expected = (0.5 * (f.old - f.mu)).exp()
     expected[2] = 1.0
     close(weights.weight, expected.tolist())
     assert not weights.weight.requires_grad
     with pytest.raises(AlgorithmError, match=r"'my_weights:few' returned \[2\]: return one weight for each of the 8"):
-        weights_of(tokens, Correction("decoupled", True, custom="my_weights:few"))
+        weights_of(tokens, Correction("decoupled", True, custom_tis_function_path="my_weights:few"))
     with pytest.raises(AlgorithmError, match="returned float"):
-        weights_of(tokens, Correction("decoupled", True, custom="my_weights:number"))
+        weights_of(tokens, Correction("decoupled", True, custom_tis_function_path="my_weights:number"))
     with pytest.raises(UnknownAlgorithm, match="has no 'fewer'"):
-        weights_of(tokens, Correction("decoupled", True, custom="my_weights:fewer"))
+        weights_of(tokens, Correction("decoupled", True, custom_tis_function_path="my_weights:fewer"))
 
 
 def test_alpha_of_both_conventions() -> None:
@@ -144,7 +144,7 @@ def test_only_drifted_negative_responses_are_masked(f) -> None:  # type: ignore[
 
 @pytest.mark.parametrize("loss", ["ppo", "gspo", "cispo", "kimi"])
 def test_the_weight_multiplies_what_is_clipped_already(f, loss: str) -> None:  # type: ignore[no-untyped-def]
-    correction = Correction("decoupled", True, high=1.2)
+    correction = Correction("decoupled", True, tis_clip=1.2)
     config = AlgorithmConfig(policy_loss=loss)
     whole = policy_objective(f.tokens(), config, correction, policy_loss_of(loss)).loss
     torch.testing.assert_close(

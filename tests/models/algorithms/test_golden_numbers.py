@@ -16,16 +16,17 @@ from torch import Tensor
 
 from configs.schema.algorithm import AlgorithmConfig
 from configs.schema.correction import CorrectionConfig
+from configs.schema.rejection import RejectionRule
 from models.algorithms.correction import importance_weights, log_weight_of
 from models.algorithms.kl import kl_to_reference, sampling_ratio
 from models.algorithms.losses import policy_loss_of
-from models.algorithms.modes import Correction, resolve_correction
+from models.algorithms.modes import Correction
 from models.algorithms.objective import policy_objective
 from models.algorithms.prox import alpha, with_old_log_probs
 from models.algorithms.rejection import rejection_of, statistic
-from models.algorithms.rules import RejectionRule
 from models.algorithms.step_statistics import kept_scale, needs, step_statistics
 from models.algorithms.tokens import PolicyTokens
+from tests.models.corrections import corrected
 
 GOLDEN = json.loads((Path(__file__).parent / "golden" / "fixture_f.json").read_text())
 MODES = ("rollout_mean", "token_mean", "constant")
@@ -39,7 +40,7 @@ def flat(values: list[list[float | None]]) -> list[float]:
 
 def correction_of(values: dict[str, Any], loss: str) -> Correction:
     config = CorrectionConfig(**{k: tuple(v) if isinstance(v, list) else v for k, v in values.items()})
-    return resolve_correction(config, max_staleness=0, policy_loss=loss)
+    return corrected(config, max_staleness=0, policy_loss=loss)
 
 
 def prepared(f, case: dict[str, Any], theta: Tensor, aggregation: str):  # type: ignore[no-untyped-def]
@@ -51,7 +52,7 @@ def prepared(f, case: dict[str, Any], theta: Tensor, aggregation: str):  # type:
     if needs(algorithm, correction) != "none":
         step = f.tokens(theta.detach(), **columns)
         columns["statistics"] = step_statistics(step, algorithm, correction)
-        if correction.renormalize:
+        if correction.renormalize_after_rejection:
             columns["kept_scale"] = kept_scale(step, torch.tensor([7, 3]), aggregation, correction)
     return f.tokens(theta, **columns), algorithm, correction
 

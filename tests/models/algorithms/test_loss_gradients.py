@@ -16,7 +16,6 @@ from configs.schema.algorithm import AlgorithmConfig
 from models.algorithms.losses import policy_loss_of
 from models.algorithms.modes import Correction
 from models.algorithms.objective import policy_objective
-from models.algorithms.rules import parse_rules
 from models.algorithms.step_statistics import step_statistics
 
 STEP = 1e-6
@@ -96,15 +95,15 @@ def test_every_loss(f, name: str) -> None:  # type: ignore[no-untyped-def]
 
 CORRECTIONS = {
     "on-policy": ON_POLICY,
-    "token": Correction("decoupled", True, low=0.1, high=1.2),
-    "sequence": Correction("decoupled", True, level="sequence"),
-    "geometric": Correction("decoupled", True, level="geometric"),
-    "icepop": Correction("decoupled", True, low=0.75, high=1.3, tis_mode="icepop"),
+    "token": Correction("decoupled", True, tis_clip_low=0.1, tis_clip=1.2),
+    "sequence": Correction("decoupled", True, tis_level="sequence"),
+    "geometric": Correction("decoupled", True, tis_level="geometric"),
+    "icepop": Correction("decoupled", True, tis_clip_low=0.75, tis_clip=1.3, tis_mode="icepop"),
     "seq_mask": Correction("decoupled", True, tis_mode="seq_mask"),
-    "decay": Correction("decoupled", True, high=1.5, clip_decay=0.5),
-    "batch-normalised": Correction("decoupled", True, high=1.2, batch_normalize=True),
-    "rejection": Correction("decoupled", True, rules=parse_rules(["token_k1=0.8_1.25"])),
-    "veto": Correction("decoupled", False, veto=0.75),
+    "decay": Correction("decoupled", True, tis_clip=1.5, tis_clip_decay=0.5),
+    "batch-normalised": Correction("decoupled", True, tis_clip=1.2, tis_batch_normalize=True),
+    "rejection": Correction("decoupled", True, rollout_rs=("token_k1=0.8_1.25",)),
+    "veto": Correction("decoupled", False, rs_veto=0.75),
     "opsm": Correction("onpolicy", False, use_opsm=True, opsm_delta=0.03),
 }
 
@@ -146,7 +145,7 @@ def test_corrections_scale_the_gradient_and_have_none(f, loss: str, name: str) -
 @pytest.mark.parametrize(
     "correction",
     [ON_POLICY, BYPASS, CORRECTIONS["token"], CORRECTIONS["geometric"]],
-    ids=lambda c: f"{c.mode}-{c.level}",
+    ids=lambda c: f"{c.policy_mode}-{c.tis_level}",
 )
 def test_unbiased_kl_keeps_the_gradient_of_its_ratio(f, kind: str, correction: Correction) -> None:  # type: ignore[no-untyped-def]
     config = AlgorithmConfig(
@@ -163,13 +162,13 @@ def test_unbiased_kl_keeps_the_gradient_of_its_ratio(f, kind: str, correction: C
     assert theta.grad is not None
     torch.testing.assert_close(theta.grad, central_differences(f, value), atol=1e-7, rtol=1e-6)
     difference = f.theta - f.ref
-    sampler = f.old if correction.mode == "onpolicy" else f.mu
+    sampler = f.old if correction.policy_mode == "onpolicy" else f.mu
     by_hand = (f.theta - sampler).exp()
-    if correction.mode == "bypass":
-        by_hand = by_hand.clamp(max=correction.high)
-    elif correction.mode == "decoupled":
+    if correction.policy_mode == "bypass":
+        by_hand = by_hand.clamp(max=correction.tis_clip)
+    elif correction.policy_mode == "decoupled":
         deltas = f.old - f.mu
-        if correction.level == "geometric":
+        if correction.tis_level == "geometric":
             means = [(deltas * f.mask)[:5].sum() / 4, deltas[5:].mean()]
             weight = torch.cat([means[0].exp().repeat(5), means[1].exp().repeat(3)])
         else:
@@ -181,7 +180,7 @@ def test_unbiased_kl_keeps_the_gradient_of_its_ratio(f, kind: str, correction: C
 
 
 def test_the_log_linear_anchor_is_detached(f) -> None:  # type: ignore[no-untyped-def]
-    correction = Correction("decoupled", True, high=2.0, prox="loglinear")
+    correction = Correction("decoupled", True, tis_clip=2.0, prox="loglinear")
     config = LOSSES["kimi"]
     theta = f.theta.clone().requires_grad_()
     tokens = f.tokens(theta, staleness=STALENESS)

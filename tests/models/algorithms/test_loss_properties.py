@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
+import msgspec
 import pytest
 import torch
 from hypothesis import given, settings
@@ -17,7 +18,6 @@ from models.algorithms.metrics import MetricTotals
 from models.algorithms.modes import Correction
 from models.algorithms.objective import Objective, policy_objective
 from models.algorithms.policy_loss import clip_bounds
-from models.algorithms.rules import parse_rules
 from models.algorithms.step_statistics import kept_scale, rejected_siblings, step_statistics
 from models.algorithms.tokens import PolicyTokens
 
@@ -28,21 +28,41 @@ CONFIGS = {
     name: AlgorithmConfig(policy_loss=name, use_kl_loss=True, kl_loss_coef=0.05, use_unbiased_kl=name == "aipo")
     for name in POLICY_LOSSES
 } | {"ppo": CLIPPED}
-TIS = Correction("decoupled", True, low=0.1, high=1.5)
+TIS = Correction("decoupled", True, tis_clip_low=0.1, tis_clip=1.5)
 ON_POLICY = Correction("onpolicy", False)
 BYPASS = Correction("bypass", False)
-RULES = parse_rules(["seq_mean_k1=0.5_2", "token_k3=1.5", "seq_max_k2=4"])
+RULES = (
+    "seq_mean_k1=0.5_2",
+    "token_k3=1.5",
+    "seq_max_k2=4",
+)
 CORRECTIONS = [
     TIS,
     ON_POLICY,
     BYPASS,
-    Correction("decoupled", True, level="sequence", batch_normalize=True),
-    Correction("decoupled", True, low=0.3, high=3.0, tis_mode="icepop", clip_decay=0.7, batch_normalize=True),
-    Correction("decoupled", True, tis_mode="seq_mask", seq_low=0.5, seq_high=2.0),
-    Correction("decoupled", True, ratio="current", rules=RULES, veto=1e-2),
-    Correction("decoupled", False, rules=RULES, renormalize=True, rs_unit="rollout", use_opsm=True, opsm_delta=0.1),
-    Correction("decoupled", True, prox="loglinear", prox_alpha="areal", rules=RULES),
-    Correction("bypass", False, rules=RULES, use_opsm=True),
+    Correction("decoupled", True, tis_level="sequence", tis_batch_normalize=True),
+    Correction(
+        "decoupled",
+        True,
+        tis_clip_low=0.3,
+        tis_clip=3.0,
+        tis_mode="icepop",
+        tis_clip_decay=0.7,
+        tis_batch_normalize=True,
+    ),
+    Correction("decoupled", True, tis_mode="seq_mask", tis_seq_low=0.5, tis_seq_high=2.0),
+    Correction("decoupled", True, correction_ratio="current", rollout_rs=RULES, rs_veto=1e-2),
+    Correction(
+        "decoupled",
+        False,
+        rollout_rs=RULES,
+        renormalize_after_rejection=True,
+        rs_unit="rollout",
+        use_opsm=True,
+        opsm_delta=0.1,
+    ),
+    Correction("decoupled", True, prox="loglinear", prox_alpha="areal", rollout_rs=RULES),
+    Correction("bypass", False, rollout_rs=RULES, use_opsm=True),
 ]
 COLUMNS = ("log_probs", "old_log_probs", "rollout_log_probs", "advantages", "mask", "ref_log_probs", "staleness")
 
@@ -239,15 +259,15 @@ def test_huge_log_ratios_stay_finite(case: Case, column: str, shift: float) -> N
 @given(token_sets(), st.floats(0, 1), st.floats(1, 5))
 def test_weights_keep_their_bounds(tokens: PolicyTokens, low: float, high: float) -> None:
     for level in ("token", "sequence", "geometric"):
-        clip = Correction("decoupled", True, low=low, high=high, level=level)  # type: ignore[arg-type]
+        clip = Correction("decoupled", True, tis_clip_low=low, tis_clip=high, tis_level=level)  # type: ignore[arg-type]
         weights = importance_weights(tokens, clip, log_weight_of(tokens, clip))
         assert ((weights.weight >= low) & (weights.weight <= high)).all()
         assert torch.equal(weights.weight[~weights.truncated], weights.raw[~weights.truncated])
-    ice = dataclasses.replace(clip, tis_mode="icepop", level="token")
+    ice = msgspec.structs.replace(clip, tis_mode="icepop", tis_level="token")
     weights = importance_weights(tokens, ice, log_weight_of(tokens, ice))
     inside = (weights.weight >= low) & (weights.weight <= high)
     assert (inside | (weights.weight == 0)).all()
-    aged = dataclasses.replace(clip, clip_decay=0.5, level="token")
+    aged = msgspec.structs.replace(clip, tis_clip_decay=0.5, tis_level="token")
     weight = importance_weights(tokens, aged, log_weight_of(tokens, aged)).weight
     assert tokens.staleness is not None
     assert (weight <= torch.clamp(1 + (high - 1) * 0.5 ** tokens.staleness.double(), min=low) + 1e-12)[
@@ -305,7 +325,7 @@ def test_modes_agree_where_nothing_is_stale(loss: str, tokens: PolicyTokens) -> 
 @given(token_sets(), st.sampled_from(["next_version", "areal"]))
 def test_the_log_linear_anchor_splits_rho_in_two(tokens: PolicyTokens, kind: str) -> None:
     """Weight times ratio is theta / mu for any alpha, where nothing is clipped."""
-    correction = Correction("decoupled", True, high=1e9, prox="loglinear", prox_alpha=kind)  # type: ignore[arg-type]
+    correction = Correction("decoupled", True, tis_clip=1e9, prox="loglinear", prox_alpha=kind)  # type: ignore[arg-type]
     wide = AlgorithmConfig(policy_loss="ppo", eps_clip=0.999999, eps_clip_high=1e9)
     loss = loss_of(tokens, correction, wide)
     rho = (tokens.log_probs - tokens.rollout_log_probs).exp()
@@ -326,8 +346,8 @@ def test_nan_at_a_trained_token_is_never_hidden(f, loss: str, column: str) -> No
         tokens = f.tokens(staleness=torch.tensor([1, 1, 1, 0, 0, 2, 2, 2]), **{column: values})
         for correction in corrections_of(loss):
             read = {"log_probs", "advantages"}
-            read |= {"rollout_log_probs"} if correction.mode != "onpolicy" else {"old_log_probs"}
-            read |= {"old_log_probs"} if correction.mode == "decoupled" and not correction.loglinear else set()
+            read |= {"rollout_log_probs"} if correction.policy_mode != "onpolicy" else {"old_log_probs"}
+            read |= {"old_log_probs"} if correction.policy_mode == "decoupled" and not correction.loglinear else set()
             if column in read:
                 whole = with_statistics(tokens, CONFIGS[loss], correction)
                 loss_here = loss_of(whole, correction, CONFIGS[loss])[index]

@@ -78,7 +78,7 @@ def test_every_name_of_the_configuration_is_built() -> None:
 
 
 def test_decoupled_weight_multiplies_the_clipped_term_and_is_detached(f, close, clip_higher) -> None:  # type: ignore[no-untyped-def]
-    correction = Correction(mode="decoupled", use_tis=True, low=0.0, high=1.2)
+    correction = Correction(policy_mode="decoupled", use_tis=True, tis_clip_low=0.0, tis_clip=1.2)
     loss, gradient = f.loss_and_gradient(
         lambda tokens: policy_objective(tokens, clip_higher, correction, ppo_clip).loss
     )
@@ -92,7 +92,7 @@ def test_decoupled_weight_multiplies_the_clipped_term_and_is_detached(f, close, 
 
 def test_bypass_ratio_is_against_the_sampler(f, close, ppo) -> None:  # type: ignore[no-untyped-def]
     # Whatever stands in the place of the anchor.
-    loss = policy_objective(f.tokens(), ppo, Correction(mode="bypass", use_tis=False), ppo_clip).loss
+    loss = policy_objective(f.tokens(), ppo, Correction(policy_mode="bypass", use_tis=False), ppo_clip).loss
     rho = [1.648721, 0.778801, 0, 0.904837, 0.980199, 1.221403, 2.459603, 0.272532]
     expected = [max(-r * a, -min(max(r, 0.8), 1.2) * a) for r, a in zip(rho, f.advantages.tolist(), strict=True)]
     expected[2] = 0
@@ -152,7 +152,7 @@ def test_sft(f, close) -> None:  # type: ignore[no-untyped-def]
 def test_terms_of_the_objective_add_up(f, close, on_policy) -> None:  # type: ignore[no-untyped-def]
     config = AlgorithmConfig(use_kl_loss=True, kl_loss_coef=0.1, kl_loss_type="k2", entropy_coef=0.01)
     entropy = torch.linspace(0.1, 0.8, 8, dtype=torch.float64)
-    correction = Correction(mode="decoupled", use_tis=True, high=1.2)
+    correction = Correction(policy_mode="decoupled", use_tis=True, tis_clip=1.2)
     loss = policy_objective(f.tokens(entropy=entropy), config, correction, ppo_clip).loss
     weight = weights_of(f.tokens(), correction).weight
     kl = kl_to_reference("k2", f.theta, f.ref, f.mask)

@@ -14,7 +14,7 @@ from models.algorithms.modes import Correction
 from models.algorithms.objective import policy_objective
 from models.algorithms.tokens import PolicyTokens
 
-TIS = Correction(mode="decoupled", use_tis=True, high=1.2)
+TIS = Correction(policy_mode="decoupled", use_tis=True, tis_clip=1.2)
 
 
 def metrics(f, config, correction: Correction, mode: str) -> dict[str, float]:  # type: ignore[no-untyped-def]
@@ -59,10 +59,10 @@ def test_golden_rollout_mean(f, clip_higher) -> None:  # type: ignore[no-untyped
 
 
 def test_mismatch_is_logged_in_every_mode(f, clip_higher) -> None:  # type: ignore[no-untyped-def]
-    found = metrics(f, clip_higher, Correction(mode="onpolicy", use_tis=False), "token_mean")
+    found = metrics(f, clip_higher, Correction(policy_mode="onpolicy", use_tis=False), "token_mean")
     assert found["train/train_rollout_logprob_abs_diff"] == pytest.approx(0.185714, abs=1e-6)
     assert "train/tis" not in found
-    bypass = metrics(f, clip_higher, Correction(mode="bypass", use_tis=False), "token_mean")
+    bypass = metrics(f, clip_higher, Correction(policy_mode="bypass", use_tis=False), "token_mean")
     theta_minus_mu = ((f.theta - f.mu).abs() * f.mask).sum() / 7  # the anchor is mu itself there
     assert bypass["train/train_rollout_logprob_abs_diff"] == pytest.approx(float(theta_minus_mu), abs=1e-6)
 
@@ -118,7 +118,7 @@ def test_masking_of_drifted_responses_is_told(f, clip_higher) -> None:  # type: 
 
 
 def test_weights_of_whole_sequences_in_the_metrics(f, clip_higher) -> None:  # type: ignore[no-untyped-def]
-    found = metrics(f, clip_higher, Correction("decoupled", True, level="sequence", high=0.9), "token_mean")
+    found = metrics(f, clip_higher, Correction("decoupled", True, tis_level="sequence", tis_clip=0.9), "token_mean")
     first, second = math.exp(-0.25), math.exp(-0.05)
     assert found["train/tis"] == pytest.approx((4 * first + 3 * second) / 7)
     assert found["train/tis_clipfrac"] == pytest.approx(3 / 7)
@@ -173,7 +173,7 @@ def test_rows_without_a_trainable_token_weigh_nothing(f, clip_higher) -> None:  
     assert found.result(7.0) == pytest.approx(metrics(f, clip_higher, TIS, "token_mean"))
     dark = MetricTotals()
     tokens = f.tokens(mask=torch.zeros(8, dtype=torch.bool))
-    vetoing = Correction("decoupled", True, veto=0.5)
+    vetoing = Correction("decoupled", True, rs_veto=0.5)
     dark.add(policy_objective(tokens, clip_higher, vetoing, ppo_clip).metrics, weights * 0)
     assert dark.result(1.0)["correction/all_rejected"] == 0.0  # there was nothing to reject
 

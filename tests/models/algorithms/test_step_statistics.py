@@ -11,14 +11,13 @@ from hypothesis import strategies as st
 
 from configs.schema.algorithm import AlgorithmConfig
 from models.algorithms.modes import Correction
-from models.algorithms.rules import parse_rules
 from models.algorithms.step_statistics import m2po_bound, needs, squared_log_ratio, step_statistics
 from models.algorithms.tokens import StepStatistics
 
 PPO = AlgorithmConfig(policy_loss="ppo")
 M2PO = AlgorithmConfig(policy_loss="m2po", m2po_threshold=0.05)
 TIS = Correction("decoupled", True)
-RULES = parse_rules(["seq_mean_k1=0.9_1.1"])
+RULES = ("seq_mean_k1=0.9_1.1",)
 
 
 @pytest.mark.parametrize(
@@ -27,16 +26,20 @@ RULES = parse_rules(["seq_mean_k1=0.9_1.1"])
         (PPO, TIS, "none"),
         (PPO, Correction("bypass", False), "none"),
         (M2PO, Correction("bypass", False), "current"),
-        (PPO, Correction("decoupled", True, batch_normalize=True), "old"),
-        (PPO, Correction("decoupled", False, batch_normalize=True), "none"),
-        (PPO, Correction("decoupled", True, batch_normalize=True, ratio="current"), "current"),
-        (PPO, Correction("decoupled", True, batch_normalize=True, prox="loglinear"), "current"),
-        (PPO, Correction("decoupled", True, batch_normalize=True, custom="my.weights:f"), "current"),
-        (PPO, Correction("decoupled", True, rules=RULES), "none"),
-        (PPO, Correction("decoupled", True, rules=RULES, rs_unit="rollout"), "old"),
-        (PPO, Correction("bypass", False, rules=RULES, rs_unit="rollout"), "current"),
-        (PPO, Correction("decoupled", True, rs_unit="rollout", renormalize=True), "none"),
-        (PPO, Correction("decoupled", True, veto=0.1, renormalize=True), "old"),
+        (PPO, Correction("decoupled", True, tis_batch_normalize=True), "old"),
+        (PPO, Correction("decoupled", False, tis_batch_normalize=True), "none"),
+        (PPO, Correction("decoupled", True, tis_batch_normalize=True, correction_ratio="current"), "current"),
+        (PPO, Correction("decoupled", True, tis_batch_normalize=True, prox="loglinear"), "current"),
+        (
+            PPO,
+            Correction("decoupled", True, tis_batch_normalize=True, custom_tis_function_path="my.weights:f"),
+            "current",
+        ),
+        (PPO, Correction("decoupled", True, rollout_rs=RULES), "none"),
+        (PPO, Correction("decoupled", True, rollout_rs=RULES, rs_unit="rollout"), "old"),
+        (PPO, Correction("bypass", False, rollout_rs=RULES, rs_unit="rollout"), "current"),
+        (PPO, Correction("decoupled", True, rs_unit="rollout", renormalize_after_rejection=True), "none"),
+        (PPO, Correction("decoupled", True, rs_veto=0.1, renormalize_after_rejection=True), "old"),
     ],
 )
 def test_needs(algorithm: AlgorithmConfig, correction: Correction, expected: str) -> None:
@@ -44,7 +47,7 @@ def test_needs(algorithm: AlgorithmConfig, correction: Correction, expected: str
 
 
 def test_siblings_are_needed_only_where_rollouts_fan_out() -> None:
-    correction = Correction("decoupled", True, rules=RULES, rs_unit="rollout")
+    correction = Correction("decoupled", True, rollout_rs=RULES, rs_unit="rollout")
     assert needs(PPO, correction, fanned_out=False) == "none"
 
 
@@ -53,7 +56,7 @@ def test_nothing_asked_for_gives_neutral_statistics(f) -> None:  # type: ignore[
 
 
 def test_mean_of_sequence_weights_is_over_sequences(f) -> None:  # type: ignore[no-untyped-def]
-    correction = Correction("decoupled", True, level="sequence", batch_normalize=True)
+    correction = Correction("decoupled", True, tis_level="sequence", tis_batch_normalize=True)
     expected = (math.exp(-0.25) + math.exp(-0.05)) / 2
     assert step_statistics(f.tokens(), PPO, correction).weight_mean == pytest.approx(expected)
     # A row without a trainable token does not enter it.
@@ -62,10 +65,12 @@ def test_mean_of_sequence_weights_is_over_sequences(f) -> None:  # type: ignore[
 
 
 def test_weights_that_are_all_zero_are_not_normalised(f) -> None:  # type: ignore[no-untyped-def]
-    correction = Correction("decoupled", True, low=5.0, high=6.0, tis_mode="icepop", batch_normalize=True)
+    correction = Correction(
+        "decoupled", True, tis_clip_low=5.0, tis_clip=6.0, tis_mode="icepop", tis_batch_normalize=True
+    )
     assert step_statistics(f.tokens(), PPO, correction).weight_mean == 1.0
     dark = f.tokens(mask=torch.zeros(8, dtype=torch.bool))
-    assert step_statistics(dark, PPO, Correction("decoupled", True, batch_normalize=True)).weight_mean == 1.0
+    assert step_statistics(dark, PPO, Correction("decoupled", True, tis_batch_normalize=True)).weight_mean == 1.0
 
 
 def test_m2po_golden(f, close) -> None:  # type: ignore[no-untyped-def]

@@ -16,12 +16,13 @@ from configs.schema.critic import CriticConfig
 from configs.schema.distill import DistillConfig
 from configs.schema.parallel import ParallelConfig
 from configs.schema.train import TrainConfig
-from models.algorithms.modes import Correction, resolve_correction
+from models.algorithms.modes import Correction
 from models.train.dp_group import DpGroup
 from models.train.huggingface.models import TorchModels
 from models.train.interface import TrainSequence
 from models.train.spec import TrainSpec
 from models.train.trainer import Trainer
+from tests.models.corrections import corrected
 from tests.models.train.sequences import behind, sequence
 
 VOCABULARY = 32
@@ -101,7 +102,7 @@ def make_backend(
     off_policy, critic = CorrectionConfig(**take(CorrectionConfig)), CriticConfig(**take(CriticConfig))
     distill, parallel = DistillConfig(**take(DistillConfig)), ParallelConfig(**take(ParallelConfig))
     algorithm = AlgorithmConfig(**fields)
-    resolved = resolve_correction(off_policy, max_staleness=staleness, policy_loss=algorithm.policy_loss)
+    resolved = corrected(off_policy, max_staleness=staleness, policy_loss=algorithm.policy_loss)
     spec = TrainSpec(
         train,
         algorithm,
@@ -110,7 +111,6 @@ def make_backend(
         seed=0,
         total_steps=total_steps,
         correction=correction or resolved,
-        off_policy=off_policy,
         critic=critic,
         distill=distill,
         parallel=parallel,

@@ -6,7 +6,9 @@ import sys
 from types import SimpleNamespace
 
 import pytest
+from msgspec.structs import replace
 
+from configs.resolve import resolve
 from configs.schema import CheckpointConfig, Config, TrainConfig
 from models.train.build import build_member
 from models.train.dp_group import Alone
@@ -30,8 +32,8 @@ def test_background_saves_are_asked_for_and_waited_for(
             asked.append("finished")
 
     monkeypatch.setitem(sys.modules, f"models.train.{backend}.models", SimpleNamespace(**{name: Models}))
-    train = TrainConfig(train_backend=backend)  # type: ignore[arg-type]
-    trainer = build_member(Config(train=train, checkpoint=CheckpointConfig(async_save=async_save)), 1, Alone())
+    config = resolve(Config(train=TrainConfig(train_backend=backend)))  # type: ignore[arg-type]
+    trainer = build_member(replace(config, checkpoint=CheckpointConfig(async_save=async_save)), 1, Alone())
     trainer.setup()
     trainer.finish_save()
     assert asked == [async_save, "finished"]

@@ -117,9 +117,9 @@ def test_small_budgets_work_while_sequences_arrive(backend, sequences) -> None: 
 def test_modes_give_the_same_gradient_without_staleness(backend, sequences, run_step) -> None:  # type: ignore[no-untyped-def]
     results = []
     for correction in (
-        Correction(mode="decoupled", use_tis=True),
-        Correction(mode="bypass", use_tis=False),
-        Correction(mode="onpolicy", use_tis=False),
+        Correction(policy_mode="decoupled", use_tis=True),
+        Correction(policy_mode="bypass", use_tis=False),
+        Correction(policy_mode="onpolicy", use_tis=False),
     ):
         made = backend(correction=correction)
         batch = sequences()

@@ -361,11 +361,11 @@ def test_preferences_are_learned(backend) -> None:  # type: ignore[no-untyped-de
 def test_needs_are_none_for_plain_off_policy_training() -> None:
     from configs.schema.correction import CorrectionConfig
     from configs.schema.distill import DistillConfig
-    from models.algorithms.modes import resolve_correction
+    from tests.models.corrections import corrected
 
     found = needs_module.batch_needs(
         AlgorithmConfig(),
-        resolve_correction(CorrectionConfig(), max_staleness=2),
+        corrected(CorrectionConfig(), max_staleness=2),
         DistillConfig(),
         loss_type="policy_loss",
         steps=1,

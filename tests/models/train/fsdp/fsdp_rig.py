@@ -20,7 +20,6 @@ from configs.schema.correction import CorrectionConfig
 from configs.schema.critic import CriticConfig
 from configs.schema.fsdp import FsdpConfig, LoraConfig
 from configs.schema.train import TrainConfig
-from models.algorithms.modes import resolve_correction
 from models.train.fsdp.gathering import whole
 from models.train.fsdp.models import FsdpModels
 from models.train.huggingface.models import TorchModels
@@ -28,6 +27,7 @@ from models.train.interface import TrainSequence
 from models.train.model_set import ModelSet
 from models.train.spec import TrainSpec
 from models.train.trainer import Trainer
+from tests.models.corrections import corrected
 from tests.models.train.sequences import sequence
 
 VOCABULARY = 32
@@ -165,8 +165,7 @@ def make_trainer(
             temperature=0.9,
             max_response_len=16,
             seed=0,
-            correction=resolve_correction(off_policy, max_staleness=1, policy_loss=algorithm.policy_loss),
-            off_policy=off_policy,
+            correction=corrected(off_policy, policy_loss=algorithm.policy_loss),
             critic=critic,
             fsdp=fsdp if sharded else FsdpConfig(),
             lora=lora,

@@ -21,10 +21,10 @@ from configs.schema.critic import CriticConfig
 from configs.schema.megatron import MegatronConfig
 from configs.schema.parallel import ParallelConfig
 from configs.schema.train import TrainConfig
-from models.algorithms.modes import resolve_correction
 from models.train.interface import TrainSequence
 from models.train.spec import TrainSpec
 from models.train.trainer import Trainer
+from tests.models.corrections import corrected
 from tests.models.train.branches import branched_batch
 from tests.models.train.sequences import sequence
 
@@ -186,8 +186,7 @@ def make_spec(recipe: Recipe, models: Path, layout: dict[str, Any] | None = None
     return TrainSpec(
         options,
         algorithm,
-        correction=resolve_correction(off_policy, max_staleness=1, policy_loss=algorithm.policy_loss),
-        off_policy=off_policy,
+        correction=corrected(off_policy, policy_loss=algorithm.policy_loss),
         critic=critic,
         parallel=ParallelConfig(),
         megatron=MegatronConfig(**extra),

@@ -37,6 +37,7 @@ def small_config(checkpoint: Path, *, timeout_s: float = 60.0, bucket_bytes: int
     return replace(
         config,
         train=replace(config.train, **fields),
+        correction=replace(config.correction, policy_mode="decoupled", use_tis=True),
         rollout=replace(config.rollout, num_rollout=4, rollout_max_response_len=16),
         parallel=replace(config.parallel, actor_num_gpus_per_node=RANKS, distributed_timeout_minutes=timeout_s / 60),
         update=replace(config.update, update_weight_buffer_size=bucket_bytes),

@@ -1,4 +1,4 @@
-"""Rejection rules as written in the configuration: RULE=BOUND or RULE=LOW_HIGH, read into numbers.
+"""Rejection rules as written behind `--rollout-rs`: RULE=BOUND or RULE=LOW_HIGH, read into numbers.
 
 A rule is a level (token, seq_sum, seq_mean, seq_max) and a statistic of D = log old - log mu:
 
@@ -6,18 +6,16 @@ A rule is a level (token, seq_sum, seq_mean, seq_max) and a statistic of D = log
     k2  D^2 / 2        one upper bound
     k3  exp(D) - 1 - D one upper bound
 
-Invariant: no torch here, so that the configuration can be resolved in any process.
+Invariant: no torch here; read by the check of the configuration and by the loss alike, so that both refuse the same.
 """
 
 from __future__ import annotations
 
 import math
 import re
-from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Final, Literal, cast
-
-from models.algorithms.errors import InvalidRule
 
 RuleLevel = Literal["token", "seq_sum", "seq_mean", "seq_max"]
 RuleKind = Literal["k1", "k2", "k3"]
@@ -57,14 +55,14 @@ class RejectionRule:
         return self.level != "token"
 
 
-def parse_rules(texts: Sequence[str]) -> tuple[RejectionRule, ...]:
+class InvalidRule(ValueError):
+    """A rejection rule is unknown, does not exist, or its bounds cannot be read."""
+
+
+@cache
+def parse_rules(texts: tuple[str, ...]) -> tuple[RejectionRule, ...]:
     """The rules of `--rollout-rs`; all of them must pass. Raises `InvalidRule`."""
-    rules = tuple(parse_rule(text) for text in texts)
-    names = [rule.name for rule in rules]
-    twice = next((name for name in names if names.count(name) > 1), None)
-    if twice is not None:
-        raise InvalidRule(f"rejection rule {twice} is given twice: keep the tighter of the two")
-    return rules
+    return tuple(map(parse_rule, texts))
 
 
 def parse_rule(text: str) -> RejectionRule:
@@ -73,25 +71,25 @@ def parse_rule(text: str) -> RejectionRule:
     matched = _NAME.fullmatch(name)
     if matched is None or not separator:
         raise InvalidRule(
-            f"rejection rule {text!r} is unknown: write {{token,seq_sum,seq_mean,seq_max}}_{{k1,k2,k3}}=BOUND, "
-            "for example seq_mean_k1=0.99_1.01 or token_k3=0.05"
+            f"--rollout-rs {text!r} is no rejection rule; write for example seq_mean_k1=0.99_1.01 or token_k3=0.05, "
+            "with one of token, seq_sum, seq_mean, seq_max and one of k1, k2, k3"
         )
     level, kind = cast("RuleLevel", matched[1]), cast("RuleKind", matched[2])
     if level == "seq_max" and kind == "k1":
         raise InvalidRule(
-            f"rejection rule {text!r} does not exist: the largest signed log-ratio says nothing of the other side; "
-            "use seq_max_k2 or seq_max_k3"
+            f"--rollout-rs {text!r} does not exist: the largest signed log-ratio says nothing of the other side; use "
+            "seq_max_k2 or seq_max_k3"
         )
     values = _numbers(bound)
     if kind == "k1":
         if not (len(values) == 2 and 0 < values[0] < values[1]):
             raise InvalidRule(
-                f"rejection rule {text!r} needs two bounds of the ratio mu / old, the lower one first: write for "
-                f"example {name}=0.99_1.01"
+                f"--rollout-rs {text!r} needs two bounds of the ratio mu / old, the lower one first; write for example "
+                f"{name}=0.99_1.01"
             )
         return RejectionRule(level, kind, math.log(values[0]), math.log(values[1]))
     if not (len(values) == 1 and values[0] > 0):
-        raise InvalidRule(f"rejection rule {text!r} needs one upper bound above 0: write for example {name}=0.05")
+        raise InvalidRule(f"--rollout-rs {text!r} needs one upper bound above 0; write for example {name}=0.05")
     return RejectionRule(level, kind, -math.inf, values[0])
 
 
