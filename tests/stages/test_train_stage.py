@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from models.weights.shared_memory_reader import verify
+from models.weights.shared_memory_reader import SlotReader
 from stages.messages import CheckpointReady, RolloutSlice, Settled, StepDone
 from stages.options import TrainOptions
 from tests.stages.stage_rig import idle, make_sample, make_slice, take, until
@@ -108,7 +108,7 @@ async def test_a_version_is_announced_only_when_its_slot_is_complete(
         first = one.rig.announced()
         assert first is not None
         assert (first.version, first.label, first.pinned) == (0, "0.0", False)
-        verify(first)
+        SlotReader(first)
         one.backend.may_export.clear()
         await one.send(make_slice(0))
         await one.report(StepDone)
@@ -120,8 +120,8 @@ async def test_a_version_is_announced_only_when_its_slot_is_complete(
         second = one.rig.announced()
         assert second is not None
         assert (second.version, second.path != first.path) == (1, True)
-        verify(second)
-        verify(first)  # the version before is still whole
+        SlotReader(second)
+        SlotReader(first)  # the version before is still whole
 
 
 async def test_weights_are_published_every_so_many_batches_and_at_the_end(
