@@ -15,7 +15,7 @@ from msgspec import Struct
 from configs.cli.flags import Flag, flags, flags_by_key, show
 from configs.errors import ConfigError
 from configs.schema import Config, StageConfig
-from configs.schema.did_you_mean import closest
+from configs.schema.did_you_mean import cure
 
 Origin = Literal["command line", "recipe", "preset"]
 
@@ -109,15 +109,14 @@ def refusal(flag: Flag, label: str, value: object, rule: str) -> str:
     """One sentence: key, value, rule, cure."""
     shown = repr(value) if isinstance(value, str) else show(value)
     if flag.choices and isinstance(value, str):
-        best = closest(value, flag.choices)
-        cure = f"did you mean {best}?" if best else f"choose for example {flag.choices[0]}"
+        hint = cure(value, flag.choices, f"choose for example {flag.choices[0]}")
     elif flag.kind in ("list", "tables", "json"):
-        cure = "see docs/configuration.md for an example"
+        hint = "see docs/configuration.md for an example"
     elif flag.kind == "bool":
-        cure = f"write --{flag.name} or --no-{flag.name}" if flag.name else "write true or false"
+        hint = f"write --{flag.name} or --no-{flag.name}" if flag.name else "write true or false"
     else:
-        cure = f"give for example {flag.example()}"
-    return f"{label} is {shown}, but {rule}; {cure}"
+        hint = f"give for example {flag.example()}"
+    return f"{label} is {shown}, but {rule}; {hint}"
 
 
 def _forget(values: dict[str, Any], given: dict[str, str], keys: Iterable[str]) -> None:

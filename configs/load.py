@@ -20,7 +20,7 @@ from configs.errors import ConfigError
 from configs.layers import Layer, Loaded, Origin, merge, refusal, value_at
 from configs.presets import chosen_preset, fitted, preset_path
 from configs.schema import Config
-from configs.schema.did_you_mean import closest
+from configs.schema.did_you_mean import cure
 
 RECIPES: Final = Path(__file__).resolve().parent / "recipes"
 CONFIG_FILE: Final = "config.toml"  # in a run directory: the resolved configuration, read again by --resume
@@ -74,9 +74,9 @@ def recipe_path(name: str) -> Path:
     built_in = RECIPES / f"{path.name.removesuffix('.toml')}.toml"
     if path.parent == Path() and built_in.is_file():
         return built_in
-    best = closest(path.name.removesuffix(".toml"), recipe_names())
-    cure = f"did you mean --config {best}?" if best else f"choose a file, or one of {', '.join(recipe_names())}"
-    raise ConfigError(f"--config is {name!r}, but there is no such file or recipe; {cure}")
+    otherwise = f"choose a file, or one of {', '.join(recipe_names())}"
+    hint = cure(path.name.removesuffix(".toml"), recipe_names(), otherwise, form="--config {}")
+    raise ConfigError(f"--config is {name!r}, but there is no such file or recipe; {hint}")
 
 
 def read_recipe(name: str) -> Layer:
@@ -137,13 +137,11 @@ def _unknown(key: str, value: Any, file: str) -> str:
     if home is not None:
         return f"{key} in {file} is no key, but {home} is; put {name} under [{home.rpartition('.')[0]}]"
     if isinstance(value, dict) and not section:
-        best = closest(name, {known.partition(".")[0] for known in flags_by_key()})
-        return f"[{key}] in {file} is no section; " + (
-            f"did you mean [{best}]?" if best else "see docs/configuration.md for the sections"
-        )
-    best = closest(key, flags_by_key())
-    cure = f"did you mean {best}?" if best else "see docs/configuration.md for the keys"
-    return f"{key} in {file} is no key of the configuration; {cure}"
+        sections = {known.partition(".")[0] for known in flags_by_key()}
+        hint = cure(name, sections, "see docs/configuration.md for the sections", form="[{}]")
+        return f"[{key}] in {file} is no section; {hint}"
+    hint = cure(key, flags_by_key(), "see docs/configuration.md for the keys")
+    return f"{key} in {file} is no key of the configuration; {hint}"
 
 
 def config_hash(config: Config) -> str:

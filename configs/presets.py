@@ -16,7 +16,7 @@ from typing import Any, Final
 from configs.cli.flags import flags_by_key
 from configs.errors import ConfigError
 from configs.layers import Layer
-from configs.schema.did_you_mean import closest
+from configs.schema.did_you_mean import cure
 
 MODELS: Final = Path(__file__).resolve().parent / "models"
 
@@ -42,9 +42,8 @@ def preset_path(name: str) -> Path:
     """The file of a preset. Raises `ConfigError`."""
     if name in preset_names():
         return MODELS / f"{name}.toml"
-    best = closest(name.lower(), preset_names())
-    cure = f"did you mean --model {best}?" if best else f"choose one of {', '.join(preset_names())}"
-    raise ConfigError(f"--model is {name!r}, but there is no such preset; {cure}")
+    hint = cure(name.lower(), preset_names(), form="--model {}")
+    raise ConfigError(f"--model is {name!r}, but there is no such preset; {hint}")
 
 
 def chosen_preset(layers: Sequence[Layer]) -> str | None:

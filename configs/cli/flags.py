@@ -16,7 +16,7 @@ import msgspec
 from msgspec import Meta, Struct
 
 from configs.schema import Config, StageConfig
-from configs.schema.did_you_mean import closest
+from configs.schema.did_you_mean import cure
 
 Kind = Literal["bool", "scalar", "list", "map", "json", "tables"]
 
@@ -173,8 +173,7 @@ def stage_tables(value: Any) -> tuple[StageConfig, ...]:
 
 def suggestion(word: str, known: Iterable[str], prefix: str = "") -> str:
     """'did you mean --x?' for the nearest known name, else where to look."""
-    best = closest(word, known)
-    return f"did you mean {prefix}{best}?" if best else f"{prefix}{word} resembles no known name; see --help"
+    return cure(word, known, f"{prefix}{word} resembles no known name; see --help", form=f"{prefix}{{}}")
 
 
 @cache

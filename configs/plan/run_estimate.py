@@ -1,7 +1,7 @@
 """Memory and work of a whole run: the trainer's processes, one engine, the weight store, operations of a batch. Pure.
 
 A rollout batch costs, for each token: forward (1) and backward (2) passes, one more forward pass where activations are
-recomputed, one for the anchor's log-probs and one for the reference, where there are any.
+recomputed, one for the old log-probs and one for the reference, where there are any.
 """
 
 from __future__ import annotations
@@ -147,10 +147,10 @@ def _recomputed(config: Config) -> int:
 
 
 def _scored(config: Config) -> int:
-    """Forward passes before the update: of the anchor, of the reference."""
+    """Forward passes before the update: for the old log-probs, of the reference."""
     if config.train.loss_type == "sft_loss":
         return 0
     correction, algorithm = config.correction, config.algorithm
-    anchor = correction.policy_mode == "decoupled" and correction.prox == "recompute"
+    old = correction.policy_mode == "decoupled" and correction.prox == "recompute"
     reference = algorithm.use_kl_loss or algorithm.kl_coef > 0
-    return int(anchor) + int(reference)
+    return int(old) + int(reference)

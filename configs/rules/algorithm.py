@@ -1,7 +1,4 @@
-"""Estimators, losses, KL and critic: names that exist, and options that the chosen ones really read.
-
-An option that would do nothing is a fault, not a silence: the user believes that it trains something else.
-"""
+"""Estimators, losses and KL: names that exist, and choices that fit together."""
 
 from __future__ import annotations
 
@@ -9,24 +6,26 @@ import re
 from collections.abc import Iterator
 from typing import Final
 
-from configs.schema import AlgorithmConfig, Config, CriticConfig
+from configs.schema import AlgorithmConfig, Config
 from configs.schema.algorithm import ESTIMATORS, GROUP_RELATIVE, KL_IN_REWARD, POLICY_LOSSES
-from configs.schema.did_you_mean import closest
+from configs.schema.did_you_mean import cure
 
 IMPORT_PATH: Final = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
+BUFFER_ORDERS: Final = ("oldest_first", "ready_first", "priority")
 CLIPPED_LOSSES: Final = frozenset(("ppo", "gspo", "cispo"))  # read eps_clip
 
 
 def name_faults(config: Config) -> Iterator[str]:
+    """What is chosen by a name or an import path."""
     algorithm = config.algorithm
     for label, name, known in (
         ("--advantage-estimator", algorithm.advantage_estimator, ESTIMATORS),
         ("--policy-loss", algorithm.policy_loss, ("auto", *POLICY_LOSSES)),
+        ("--buffer-order", config.asynchrony.buffer_order, BUFFER_ORDERS),
     ):
         if name not in known and not IMPORT_PATH.fullmatch(name):
-            best = closest(name, known)
-            cure = f"did you mean {best}?" if best else f"choose one of {', '.join(known)}"
-            yield f"{label} is {name!r}, which is neither known nor an import path package.module:function; {cure}"
+            hint = cure(name, known)
+            yield f"{label} is {name!r}, which is neither known nor an import path package.module:function; {hint}"
 
 
 def estimator_faults(config: Config) -> Iterator[str]:
@@ -63,52 +62,12 @@ def estimator_faults(config: Config) -> Iterator[str]:
         )
 
 
-def unread_faults(config: Config) -> Iterator[str]:
-    """Options that are set although nothing reads them."""
-    if config.train.loss_type == "sft_loss":
-        return
-    algorithm, default = config.algorithm, AlgorithmConfig()
-    estimator, loss = algorithm.advantage_estimator, algorithm.policy_loss
-    custom_loss, own_loss = config.train.loss_type == "custom_loss", ":" in loss
-    critic = estimator == "ppo"
-    returns = estimator in ("ppo", "reinforce_plus_plus")
-    for name, read, readers in (
-        ("gamma", returns, "--advantage-estimator ppo or reinforce_plus_plus"),
-        ("lambd", critic, "--advantage-estimator ppo"),
-        ("bootstrap_truncated", critic, "--advantage-estimator ppo"),
-        ("eps_clip_c", loss == "ppo" or own_loss, "--policy-loss ppo"),
-        ("dppo_threshold", loss == "dppo" or own_loss, "--policy-loss dppo"),
-        ("dppo_kl_coef", loss == "dppo" or own_loss, "--policy-loss dppo"),
-        ("aipo_clip", loss == "aipo" or own_loss, "--policy-loss aipo"),
-        ("m2po_threshold", loss == "m2po" or own_loss, "--policy-loss m2po"),
-        ("kimi_tau", loss == "kimi" or own_loss, "--policy-loss kimi"),
-        ("custom_loss_function_path", custom_loss, "--loss-type custom_loss"),
-        ("use_unbiased_kl", algorithm.use_kl_loss, "--use-kl-loss"),
-        ("ref_update_interval", algorithm.use_kl_loss or algorithm.kl_coef > 0, "--use-kl-loss or --kl-coef"),
-    ):
-        value = getattr(algorithm, name)
-        if value != getattr(default, name) and not read:
-            yield f"--{name.replace('_', '-')} is {value}, but only {readers} reads it; choose that, or leave it out"
-    empty = CriticConfig(critic_load=config.critic.critic_load)
-    if not critic and config.critic != empty:
-        changed = next(n for n in CriticConfig.__struct_fields__ if getattr(config.critic, n) != getattr(empty, n))
-        yield (
-            f"--{changed.replace('_', '-')} is {getattr(config.critic, changed)}, but only --advantage-estimator ppo "
-            "has a critic; choose that, or leave it out"
-        )
-
-
 def kl_faults(config: Config) -> Iterator[str]:
     algorithm = config.algorithm
     if algorithm.use_kl_loss and algorithm.kl_loss_coef == 0:
         yield (
             "--kl-loss-coef is 0, but --use-kl-loss pays for a reference forward pass; set --kl-loss-coef above 0, for "
             "example 0.001, or leave --use-kl-loss out"
-        )
-    if algorithm.kl_loss_coef > 0 and not algorithm.use_kl_loss:
-        yield (
-            f"--kl-loss-coef is {algorithm.kl_loss_coef:g}, but does nothing without --use-kl-loss; add "
-            "--use-kl-loss, or leave --kl-loss-coef out"
         )
     if algorithm.kl_coef > 0 and algorithm.advantage_estimator not in KL_IN_REWARD:
         yield (
@@ -124,8 +83,8 @@ def kl_faults(config: Config) -> Iterator[str]:
 
 
 def loss_faults(config: Config) -> Iterator[str]:
-    algorithm, train = config.algorithm, config.train
-    if train.loss_type == "custom_loss":
+    algorithm = config.algorithm
+    if config.train.loss_type == "custom_loss":
         if algorithm.custom_loss_function_path is None:
             yield (
                 "--loss-type is custom_loss, but there is no loss; give --custom-loss-function-path, for example "
@@ -139,8 +98,6 @@ def loss_faults(config: Config) -> Iterator[str]:
         ):
             if used:
                 yield f"{label} with --loss-type custom_loss: a loss of your own does not read it; leave it out"
-    if train.min_lr > train.lr:
-        yield f"--min-lr is {train.min_lr:g}, but must not be above --lr {train.lr:g}; lower it, for example to 0"
     if algorithm.policy_loss in ("ppo", "gspo") and algorithm.eps_clip >= 1:
         yield (
             f"--eps-clip is {algorithm.eps_clip:g}, but the ratio's lower bound 1 - eps_clip must stay above 0; set it "

@@ -9,7 +9,7 @@ from configs.schema import Config, CorrectionConfig
 from configs.schema.algorithm import SAMPLER_LOSSES
 from configs.schema.rejection import InvalidRule, parse_rule
 
-LOGLINEAR_LOSSES: Final = frozenset(("ppo", "cispo", "kimi"))  # read the anchor token by token
+LOGLINEAR_LOSSES: Final = frozenset(("ppo", "cispo", "kimi"))  # read the old log-probs token by token
 OPSM_LOSSES: Final = frozenset(("ppo", "gspo", "cispo", "kimi"))
 _DEFAULT: Final = CorrectionConfig()
 _WEIGHT_OPTIONS: Final = (
@@ -32,7 +32,7 @@ def rejects(correction: CorrectionConfig) -> bool:
 
 
 def correction_faults(config: Config) -> Iterator[str]:
-    """Which policy anchors the ratio, and that the sampler is corrected for exactly once."""
+    """Which policy the ratio is to, and that the sampler is corrected for exactly once."""
     if config.train.loss_type == "sft_loss":
         return
     if config.train.loss_type == "custom_loss":
@@ -48,7 +48,7 @@ def correction_faults(config: Config) -> Iterator[str]:
             )
         elif mode != "bypass":
             yield (
-                f"--policy-mode is {mode}, but --policy-loss {loss} is anchored on the sampler (bypass); leave "
+                f"--policy-mode is {mode}, but --policy-loss {loss} has its ratio to the sampler (bypass); leave "
                 "--policy-mode out"
             )
     elif tis and bypass:
@@ -66,11 +66,11 @@ def correction_faults(config: Config) -> Iterator[str]:
         yield "--policy-mode is onpolicy, but --use-rollout-logprobs means bypass; leave one of them out"
     elif mode == "onpolicy" and rejects(correction):
         yield (
-            "--policy-mode is onpolicy, but --rollout-rs and --rs-veto compare the anchor with the sampler, which "
-            "needs decoupled; leave --policy-mode or the rules out"
+            "--policy-mode is onpolicy, but --rollout-rs and --rs-veto compare the old log-probs with the sampler's, "
+            "which needs decoupled; leave --policy-mode or the rules out"
         )
     yield from _uncorrected(config)
-    yield from _anchor_faults(config)
+    yield from _old_policy_faults(config)
 
 
 def _stale(config: Config) -> bool:
@@ -108,48 +108,35 @@ def _custom_loss(config: Config) -> Iterator[str]:
         )
 
 
-def _anchor_faults(config: Config) -> Iterator[str]:
+def _old_policy_faults(config: Config) -> Iterator[str]:
     correction, loss = config.correction, config.algorithm.policy_loss
     if correction.prox == "loglinear":
         if correction.policy_mode != "decoupled":
             yield (
-                f"--prox loglinear interpolates the anchor of decoupled mode, but the mode is "
+                f"--prox loglinear interpolates the old log-probs of decoupled mode, but the mode is "
                 f"{correction.policy_mode}; add --use-tis, or leave --prox out"
             )
         elif loss not in LOGLINEAR_LOSSES:
             yield (
-                f"--prox loglinear with --policy-loss {loss}: the anchor differs from token to token by its age, and a "
-                f"ratio of whole responses to it has no meaning; choose one of {', '.join(sorted(LOGLINEAR_LOSSES))}"
+                f"--prox loglinear with --policy-loss {loss}: the old policy differs from token to token by its age, "
+                f"and a ratio of whole responses to it has no meaning; choose one of "
+                f"{', '.join(sorted(LOGLINEAR_LOSSES))}"
             )
         elif correction.correction_ratio == "current":
             yield (
-                "--correction-ratio current with --prox loglinear counts the step from the anchor to the current "
+                "--correction-ratio current with --prox loglinear counts the step from the old to the current "
                 "policy twice; leave one of them out"
             )
-    elif correction.prox_alpha != _DEFAULT.prox_alpha:
-        yield "--prox-alpha is read only by --prox loglinear; add that, or leave --prox-alpha out"
     if correction.use_opsm and loss not in OPSM_LOSSES:
         yield (
             f"--use-opsm with --policy-loss {loss}: it masks whole responses of a clipped ratio loss; choose one of "
             f"{', '.join(sorted(OPSM_LOSSES))}, or leave --use-opsm out"
         )
-    if not correction.use_opsm and correction.opsm_delta != _DEFAULT.opsm_delta:
-        yield "--opsm-delta is read only with --use-opsm; add that, or leave --opsm-delta out"
 
 
 def weight_faults(config: Config) -> Iterator[str]:
-    """Bounds and kinds of the importance weight."""
+    """Kinds of the importance weight."""
     correction = config.correction
-    if correction.tis_clip_low > correction.tis_clip:
-        yield (
-            f"--tis-clip-low is {correction.tis_clip_low:g}, but must not be above --tis-clip "
-            f"{correction.tis_clip:g}; lower it, for example to 0"
-        )
-    if correction.tis_seq_low > correction.tis_seq_high:
-        yield (
-            f"--tis-seq-low is {correction.tis_seq_low:g}, but must not be above --tis-seq-high "
-            f"{correction.tis_seq_high:g}; lower it"
-        )
     if correction.tis_level != "token":
         for label, used in (
             (f"--tis-mode {correction.tis_mode}", correction.tis_mode != "clip"),
@@ -165,13 +152,6 @@ def weight_faults(config: Config) -> Iterator[str]:
             "--tis-batch-normalize with --tis-level geometric: a geometric mean is no importance weight whose mean "
             "should be 1; leave one of them out"
         )
-    if correction.tis_mode != "seq_mask" and (correction.tis_seq_low, correction.tis_seq_high) != (
-        _DEFAULT.tis_seq_low,
-        _DEFAULT.tis_seq_high,
-    ):
-        yield "--tis-seq-low and --tis-seq-high are read only by --tis-mode seq_mask; add that, or leave them out"
-    if correction.custom_tis_function_path is not None and not correction.use_tis:
-        yield "--custom-tis-function-path is read only with --use-tis; add that, or leave it out"
 
 
 def rejection_faults(config: Config) -> Iterator[str]:
@@ -185,13 +165,6 @@ def rejection_faults(config: Config) -> Iterator[str]:
     for name in dict.fromkeys(names):
         if names.count(name) > 1:
             yield f"--rollout-rs has {name} {names.count(name)} times, but one bound must hold; leave the others out"
-    if not rejects(correction):
-        for label, used in (
-            ("--rs-unit rollout", correction.rs_unit != _DEFAULT.rs_unit),
-            ("--renormalize-after-rejection", correction.renormalize_after_rejection),
-        ):
-            if used:
-                yield f"{label} has no rule to act on; add --rollout-rs or --rs-veto, or leave it out"
 
 
 def sampling_faults(config: Config) -> Iterator[str]:

@@ -83,11 +83,6 @@ def update_faults(config: Config) -> Iterator[str]:
             f"--update-weight-transport is {update.update_weight_transport}, but the {engine} engine takes weights by "
             f"{' and '.join(_OWN_ROUTES)} only; choose one of these, or --engine sglang"
         )
-    if update.update_weight_delta_dir is not None and update.update_weight_transport != "delta":
-        yield (
-            "--update-weight-delta-dir is read only with --update-weight-transport delta, but that is "
-            f"{update.update_weight_transport}; add it, or leave the directory out"
-        )
 
 
 def deadline_faults(config: Config) -> Iterator[str]:

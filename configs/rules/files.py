@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Final
 
 from configs.schema import Config
 from configs.sources import checkpoint_fault, import_path_fault, model_config, parse_source, source_fault
 
+_PLACE: Final = re.compile(r"\{[^{}]*\}")
 _NEED_LABEL = ("exact", "gsm8k", "gsm8k_flex", "contains", "boxed")
 
 
@@ -111,3 +114,29 @@ def import_path_faults(config: Config) -> Iterator[str]:
     for stage in config.stage:
         if fault := import_path_fault(f"stage.{stage.name}.path", stage.path, "my_project.stages:Judge"):
             yield fault
+
+
+def save_faults(config: Config) -> Iterator[str]:
+    """Copies of checkpoints in Hugging Face format."""
+    checkpoint, backend = config.checkpoint, config.train.train_backend
+    target = checkpoint.save_hf
+    if target is None:
+        return
+    if backend == "simulated":
+        yield "--save-hf writes weights, but --train-backend simulated has none; leave it out"
+    unknown = sorted(set(_PLACE.findall(target)) - {"{step}"})
+    if unknown:
+        yield f"--save-hf is {target!r}, but the only name in braces is {{step}}, not {unknown[0]}; write {{step}}"
+
+
+def warnings(config: Config) -> Iterator[str]:
+    checkpoint = config.checkpoint
+    if checkpoint.save_interval is None:
+        for label, given in (("--async-save", checkpoint.async_save), ("--save-hf", checkpoint.save_hf is not None)):
+            if given:
+                yield f"{label} has no effect: the run writes no checkpoints; add --save-interval"
+    elif checkpoint.save_hf is not None and "{step}" not in checkpoint.save_hf:
+        yield (
+            f"--save-hf {checkpoint.save_hf} has no {{step}} in it: each checkpoint replaces the weights of the one "
+            "before"
+        )

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 from configs.graph import BUILT_IN, FOLLOWED, SINGLE, chain, engine_count, is_address, replicas, stage_names
 from configs.schema import Config, StageConfig
-from configs.schema.did_you_mean import closest
+from configs.schema.did_you_mean import cure
 
 _NAME = re.compile(r"[a-z][a-z0-9_-]*", re.ASCII)
 _DEVICE = re.compile(r"auto|cpu|cuda(:\d+)?", re.ASCII)
@@ -17,9 +17,8 @@ _DEVICE = re.compile(r"auto|cpu|cuda(:\d+)?", re.ASCII)
 def scale_faults(config: Config) -> Iterator[str]:
     for name, count in config.run.scale.items():
         if name not in stage_names(config):
-            best = closest(name, stage_names(config))
-            cure = f"did you mean {best}?" if best else f"the stages are {', '.join(stage_names(config))}"
-            yield f"--scale {name}={count} names no stage; {cure}"
+            hint = cure(name, stage_names(config), f"the stages are {', '.join(stage_names(config))}")
+            yield f"--scale {name}={count} names no stage; {hint}"
         elif count < 1:
             yield f"--scale {name}={count} leaves no replica, but each stage needs at least one; set {name}=1"
         elif name in SINGLE and count > 1:
@@ -71,11 +70,12 @@ def _place_faults(stage: StageConfig, config: Config) -> Iterator[str]:
     after = str(stage.after)
     own = [other.name for other in config.stage if other.after is not None and other.name != stage.name]
     allowed = (*FOLLOWED, *own)
-    if after not in allowed:
-        best = closest(after, allowed) if after not in BUILT_IN else None
-        cure = f"did you mean {best}?" if best else f"choose one of {', '.join(allowed)}"
-        what = "is no place for a custom stage" if after in BUILT_IN else "is no stage"
-        yield f"{key}.after is {after!r}, which {what}; {cure}"
+    if after in allowed:
+        return
+    if after in BUILT_IN:
+        yield f"{key}.after is {after!r}, which is no place for a custom stage; choose one of {', '.join(allowed)}"
+    else:
+        yield f"{key}.after is {after!r}, which is no stage; {cure(after, allowed)}"
 
 
 def tool_faults(config: Config) -> Iterator[str]:

@@ -1,4 +1,5 @@
-"""How the trainer's processes divide a model: sizes against the processes, against each other, against the model."""
+"""How the trainer's processes divide a model: sizes against the processes, against each other, against the model; and
+adapters, which one backend trains."""
 
 from __future__ import annotations
 
@@ -67,11 +68,6 @@ def _overlap_faults(config: Config) -> Iterator[str]:
         yield (
             "--overlap-param-gather gathers what the distributed optimizer has spread, while gradients are reduced; "
             "it needs --use-distributed-optimizer and --overlap-grad-reduce: set both, or leave it out"
-        )
-    if megatron.optimizer_offload_fraction != 1.0 and not megatron.optimizer_cpu_offload:
-        yield (
-            f"--optimizer-offload-fraction is {megatron.optimizer_offload_fraction:g}, but is read only with "
-            "--optimizer-cpu-offload; add that, or leave the fraction out"
         )
 
 
@@ -202,17 +198,27 @@ def recompute_faults(config: Config) -> Iterator[str]:
         yield (
             "--recompute-activations means --recompute-granularity selective, but that is full; leave one of them out"
         )
-    if granularity == "full":
-        return
-    for label, value in (
-        ("--recompute-method", megatron.recompute_method),
-        ("--recompute-num-layers", megatron.recompute_num_layers),
-    ):
-        if value is not None:
-            yield (
-                f"{label} is {value}, but is read only with --recompute-granularity full, and that is "
-                f"{granularity or 'none'}; set it to full, or leave {label} out"
-            )
+
+
+def lora_faults(config: Config) -> Iterator[str]:
+    """Adapters are trained by one backend."""
+    backend, lora = config.train.train_backend, config.lora
+    if lora.lora_rank and backend != "fsdp":
+        why = {
+            "torch": "which trains all weights (fsdp does it in one process too)",
+            "megatron": "whose layers get no adapters",
+        }.get(backend, "which trains nothing")
+        yield (
+            f"--lora-rank is {lora.lora_rank}, but --train-backend is {backend}, {why}; use --train-backend fsdp, or "
+            "leave --lora-rank out"
+        )
+    if lora.lora_rank and config.algorithm.ref_update_interval is not None:
+        yield (
+            f"--ref-update-interval is {config.algorithm.ref_update_interval}, but with --lora-rank {lora.lora_rank} "
+            "the reference is the model without adapters, which no update changes; leave --ref-update-interval out"
+        )
+    if lora.lora_rank and not lora.lora_target_modules:
+        yield "--lora-target-modules is empty, but adapters need a place; write all-linear, or names such as q_proj"
 
 
 def warnings(config: Config) -> Iterator[str]:
@@ -233,6 +239,8 @@ def warnings(config: Config) -> Iterator[str]:
             f"--global-batch-size {size} is less than the {layout.data} data-parallel shares of the trainer: some of "
             "its processes have nothing to do"
         )
+    if backend == "megatron" and config.train.attn_implementation != "auto":
+        yield "--attn-implementation has no effect: --train-backend megatron has attention of its own"
 
 
 def _divisor(number: int, wanted: int) -> int:

@@ -7,11 +7,9 @@ from collections import Counter
 from collections.abc import Iterator
 from typing import Final
 
-from configs.rules.algorithm import IMPORT_PATH
 from configs.schema import Config
-from configs.schema.did_you_mean import closest
+from configs.schema.did_you_mean import cure
 
-BUFFER_ORDERS: Final = ("oldest_first", "ready_first", "priority")
 _NAME: Final = re.compile(r"[A-Za-z][\w-]*", re.ASCII)
 _URL: Final = re.compile(r"https?://[^\s/]+(/\S*)?")
 
@@ -40,17 +38,12 @@ def engine_faults(config: Config) -> Iterator[str]:
         for teacher in distill.opd_teacher:
             if names and teacher not in names:
                 yield f"--opd-teacher {teacher!r} is no frozen engine; {_choose(teacher, names)}"
-    elif not distill.use_opd and distill.opd_teacher:
-        yield "--opd-teacher is read only with --use-opd; add that, or leave it out"
     if reward.judge_engine is not None and reward.judge_engine not in names:
         yield f"--judge-engine {reward.judge_engine!r} is no frozen engine; {_choose(reward.judge_engine, names)}"
 
 
 def _choose(word: str, names: tuple[str, ...]) -> str:
-    best = closest(word, names)
-    if best:
-        return f"did you mean {best}?"
-    return f"choose one of {', '.join(names)}" if names else f"add --frozen-engine {word}=PATH"
+    return cure(word, names) if names else f"add --frozen-engine {word}=PATH"
 
 
 def reward_faults(config: Config) -> Iterator[str]:
@@ -113,12 +106,6 @@ def _is_number(text: str) -> bool:
 
 def filter_faults(config: Config) -> Iterator[str]:
     filters = config.filter
-    on = bool(filters.dynamic_sampling_filter) or filters.dynamic_sampling_filter_path is not None
-    if filters.over_sampling_batch_size is not None and not on:
-        yield (
-            f"--over-sampling-batch-size is {filters.over_sampling_batch_size}, but no group is ever filtered; add "
-            "--dynamic-sampling-filter nonzero_std, or leave it out"
-        )
     wanted, batch = filters.over_sampling_batch_size, config.rollout.rollout_batch_size
     if wanted is not None and wanted < batch:
         yield (
@@ -135,23 +122,3 @@ def filter_faults(config: Config) -> Iterator[str]:
             "--dynamic-sampling-filter nonzero_std drops what nonzero_std_fallback would keep for a batch that is "
             "short; leave one of them out"
         )
-
-
-def data_order_faults(config: Config) -> Iterator[str]:
-    """Which prompts come, and which groups are trained first."""
-    data, order = config.data, config.asynchrony.buffer_order
-    if order not in BUFFER_ORDERS and not IMPORT_PATH.fullmatch(order):
-        best = closest(order, BUFFER_ORDERS)
-        cure = f"did you mean {best}?" if best else f"choose one of {', '.join(BUFFER_ORDERS)}"
-        yield f"--buffer-order is {order!r}, which is neither known nor an import path package.module:function; {cure}"
-    if data.curriculum == "pass_rate" and data.curriculum_low > data.curriculum_high:
-        yield (
-            f"--curriculum-low is {data.curriculum_low:g}, but must not be above --curriculum-high "
-            f"{data.curriculum_high:g}; lower it"
-        )
-    if data.curriculum == "none" and (data.curriculum_low, data.curriculum_high, data.curriculum_keep) != (
-        0.1,
-        0.9,
-        0.25,
-    ):
-        yield "--curriculum-low, --curriculum-high and --curriculum-keep need --curriculum pass_rate; add it"

@@ -13,7 +13,7 @@ from msgspec import Struct
 
 from configs.errors import ConfigError
 from configs.resolve import derive
-from configs.rules import algorithm, correction, engine, files, layout, model, parallel, reward, schedule, trainer
+from configs.rules import algorithm, correction, engine, files, layout, model, parallel, reward, schedule, unread
 from configs.schema import Config
 
 Check = Callable[[Config], Iterator[str]]
@@ -25,7 +25,6 @@ _FAULTS: Final[tuple[Check, ...]] = (
     algorithm.name_faults,
     algorithm.estimator_faults,
     algorithm.loss_faults,
-    algorithm.unread_faults,
     algorithm.kl_faults,
     correction.correction_faults,
     correction.weight_faults,
@@ -34,7 +33,6 @@ _FAULTS: Final[tuple[Check, ...]] = (
     reward.engine_faults,
     reward.reward_faults,
     reward.filter_faults,
-    reward.data_order_faults,
     files.data_faults,
     files.checkpoint_faults,
     files.import_path_faults,
@@ -47,15 +45,15 @@ _FAULTS: Final[tuple[Check, ...]] = (
     engine.update_faults,
     engine.deadline_faults,
     model.preset_faults,
-    trainer.section_faults,
-    trainer.lora_faults,
-    trainer.micro_batch_faults,
-    trainer.checkpoint_faults,
+    files.save_faults,
     parallel.layout_faults,
     parallel.pipeline_faults,
     parallel.expert_faults,
     parallel.model_faults,
     parallel.recompute_faults,
+    parallel.lora_faults,
+    unread.unread_faults,
+    unread.bound_faults,
 )
 _WARNINGS: Final[tuple[Check, ...]] = (
     schedule.warnings,
@@ -64,7 +62,7 @@ _WARNINGS: Final[tuple[Check, ...]] = (
     layout.warnings,
     engine.warnings,
     model.warnings,
-    trainer.warnings,
+    files.warnings,
     parallel.warnings,
 )
 

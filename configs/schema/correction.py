@@ -1,4 +1,5 @@
-"""What is done about tokens that another policy sampled: three policies, mu (sampler), old (anchor), theta (current).
+"""What is done about tokens that another policy sampled. Three policies: mu (sampler), old (centre of the trust
+region), theta (current).
 
 Owner: `models/algorithms`.
 """
@@ -14,8 +15,8 @@ class CorrectionConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     policy_mode: Annotated[
         Literal["auto", "decoupled", "bypass", "onpolicy"],
         Meta(
-            description="anchor of the PPO ratio: decoupled = trainer's old log-probs, weighted by TIS; bypass = the "
-            "engine's log-probs; onpolicy = no correction (max staleness 0 only); auto = decoupled if TIS or a "
+            description="old log-probs of the PPO ratio: decoupled = the trainer's own, weighted by TIS; bypass = the "
+            "engine's; onpolicy = no correction (max staleness 0 only); auto = decoupled if TIS or a "
             "rejection rule is on, bypass with --use-rollout-logprobs, else onpolicy"
         ),
     ] = "auto"
@@ -73,7 +74,9 @@ class CorrectionConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     ] = False
     prox: Annotated[
         Literal["recompute", "loglinear"],
-        Meta(description="anchor in decoupled mode: a forward pass, or interpolated between mu and theta (A-3PO)"),
+        Meta(
+            description="old log-probs in decoupled mode: a forward pass, or interpolated between mu and theta (A-3PO)"
+        ),
     ] = "recompute"
     prox_alpha: Annotated[
         Literal["next_version", "areal"],

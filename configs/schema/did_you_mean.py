@@ -23,6 +23,14 @@ def closest(word: str, known: Iterable[str]) -> str | None:
     return nearest(word, names) or min(longer, key=len, default=None)
 
 
+def cure(word: str, known: Iterable[str], otherwise: str = "", *, form: str = "{}") -> str:
+    """The end of a sentence: "did you mean x?", else `otherwise`, by default "choose one of x, y, z". `form`: how a
+    name is written."""
+    names = list(known)
+    best = closest(word, names)
+    return f"did you mean {form.format(best)}?" if best else otherwise or f"choose one of {', '.join(names)}"
+
+
 def did_you_mean(word: str, known: Iterable[str], cutoff: float = 0.6, otherwise: str = "") -> str:
     """The end of a sentence: "; did you mean 'x'?", or `otherwise`."""
     near = nearest(word, known, cutoff)

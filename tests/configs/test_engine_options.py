@@ -199,7 +199,10 @@ def test_right_combinations_pass() -> None:
             ["--engine", "embedded", "--update-weight-transport", "distributed"],
             "but the embedded engine takes weights by",
         ),
-        (["--update-weight-delta-dir", "/d"], "is read only with --update-weight-transport delta, but that is disk"),
+        (
+            ["--update-weight-delta-dir", "/d"],
+            "--update-weight-delta-dir is /d, but only --update-weight-transport delta reads it",
+        ),
         (
             ["--group-deadline-secs", "9", "--sample-deadline-secs", "9"],
             "--group-deadline-secs is 9, but must be less than --sample-deadline-secs 9, which would end each rollout",

@@ -79,7 +79,7 @@ SP = "--sequence-parallel"
             ["2", "--overlap-param-gather", "--overlap-grad-reduce", "--no-use-distributed-optimizer"],
             "--overlap-param-gather gathers what the distributed optimizer has spread",
         ),
-        (["1", "--optimizer-offload-fraction", "0.5"], "is 0.5, but is read only with --optimizer-cpu-offload"),
+        (["1", "--optimizer-offload-fraction", "0.5"], "is 0.5, but only --optimizer-cpu-offload reads it"),
         (
             ["1", "--virtual-pipeline-model-parallel-size", "2"],
             "--virtual-pipeline-model-parallel-size is 2, but interleaves pipeline stages, and "
@@ -106,8 +106,8 @@ SP = "--sequence-parallel"
             ["1", "--recompute-activations", "--recompute-granularity", "full"],
             "--recompute-activations means --recompute-granularity selective, but that is full",
         ),
-        (["1", "--recompute-method", "block"], "--recompute-method is block, but is read only with --recompute-gran"),
-        (["1", "--recompute-num-layers", "2"], "and that is none; set it to full, or leave --recompute-num-layers out"),
+        (["1", "--recompute-method", "block"], "is block, but only --recompute-granularity full reads it"),
+        (["1", "--recompute-num-layers", "2"], "is 2, but only --recompute-granularity full reads it"),
     ],
 )  # fmt: skip
 def test_refusals_of_a_dense_model(dense: tuple[str, ...], argv: list[str], words: str) -> None:
@@ -199,20 +199,19 @@ def test_options_of_recomputation_follow_from_each_other(dense: tuple[str, ...])
     [
         (
             ["--fsdp-shard-size", "2"],
-            "--fsdp-shard-size is read only by --train-backend fsdp, but that is torch; add --train-backend fsdp, or "
-            "leave it out",
+            "--fsdp-shard-size is 2, but only --train-backend fsdp reads it; choose that, or leave it out",
         ),
         (
             ["--train-backend", "megatron", "--fsdp-cpu-offload", "--fsdp-compile"],
-            "--fsdp-cpu-offload, --fsdp-compile are read only by --train-backend fsdp, but that is megatron",
+            "--fsdp-compile is true, but only --train-backend fsdp reads it",
         ),
         (
             ["--tensor-model-parallel-size", "2", "--megatron-moe-permute-fusion"],
-            "--tensor-model-parallel-size, --megatron-moe-permute-fusion are read only by --train-backend megatron",
+            '{"moe_permute_fusion":true}, but only --train-backend megatron reads it',
         ),
         (
             ["--train-backend", "simulated", "--actor-num-gpus-per-node", "4"],
-            "--actor-num-gpus-per-node is of no use to --train-backend simulated",
+            "--actor-num-gpus-per-node is 4, but only --train-backend torch, fsdp or megatron reads it",
         ),
         (
             ["--train-backend", "fsdp", "--actor-num-gpus-per-node", "6", "--fsdp-shard-size", "4"],
@@ -232,7 +231,7 @@ def test_options_of_recomputation_follow_from_each_other(dense: tuple[str, ...])
         (["--lora-rank", "8", "--train-backend", "simulated"], "is simulated, which trains nothing; use"),
         (
             ["--train-backend", "fsdp", "--lora-alpha", "8", "--lora-target-modules", "q_proj"],
-            "--lora-alpha and --lora-target-modules shape LoRA's adapters, but --lora-rank is 0",
+            "--lora-target-modules is q_proj, but only --lora-rank above 0 reads it",
         ),
         (
             ["--train-backend", "fsdp", "--lora-rank", "8", "--use-kl-loss", "--kl-loss-coef", "1",
@@ -244,8 +243,8 @@ def test_options_of_recomputation_follow_from_each_other(dense: tuple[str, ...])
              "--attn-implementation", "eager"],
             "--attn-implementation is eager, but --fsdp-context-parallel-size 2 needs attention whose mask",
         ),
-        (["--micro-batch-size", "4"], "but micro-batches are filled up to --max-tokens-per-gpu 16384; add --no-use-"),
-        (["--async-save", "--save-interval", "1"], "but --train-backend is torch, which writes whole ones; choose"),
+        (["--micro-batch-size", "4"], "is 4, but only --no-use-dynamic-batch-size reads it"),
+        (["--async-save", "--save-interval", "1"], "but only --train-backend fsdp or megatron reads it"),
         (["--save-hf", "out/{stepp}", "--save-interval", "1"], "the only name in braces is {step}, not {stepp}"),
         (["--save-hf", "o", "--train-backend", "simulated"], "--save-hf writes weights, but --train-backend simulated"),
     ],

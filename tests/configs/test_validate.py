@@ -65,7 +65,7 @@ def test_the_base_is_right() -> None:
         (["--rollout-top-k", "20", "--policy-mode", "bypass"], "their ratio is no importance weight"),
         (["--rollout-top-k", "0"], "--rollout-top-k is 0, but would keep no token"),
         (["--use-kl-loss"], "--kl-loss-coef is 0, but --use-kl-loss pays for a reference forward pass"),
-        (["--kl-loss-coef", "0.1"], "--kl-loss-coef is 0.1, but does nothing without --use-kl-loss"),
+        (["--kl-loss-coef", "0.1"], "--kl-loss-coef is 0.1, but only --use-kl-loss reads it"),
         (["--tis-clip-low", "3"], "--tis-clip-low is 3, but must not be above --tis-clip 2"),
         (["--min-lr", "1", "--lr", "0.5"], "--min-lr is 1, but must not be above --lr 0.5"),
         (["--use-tis", "--use-rollout-logprobs"], "--use-tis and --use-rollout-logprobs are both on"),

@@ -12,7 +12,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final
 
-from configs.schema.did_you_mean import closest, nearest
+from configs.schema.did_you_mean import cure, nearest
 from models.engines.launch.environment import Installed, Option, Part
 from models.engines.launch.reserved import ROUTER_RESERVED, SERVER_RESERVED
 
@@ -100,12 +100,11 @@ def _unknown(name: str, prefix: str, program: str, installed: Installed, part: P
     option = installed.option(part, positive) if positive != name else None
     if option is not None:
         toml = "sglang.sglang_args" if part == "server" else "router.router_args"
-        cure = f"write {toml}.{positive.replace('-', '_')}=false" if option.kind == "switch" else "leave it out"
-        return f"{prefix}{name} is the negative of an option, which is not passed on as a flag; {cure}"
+        hint = f"write {toml}.{positive.replace('-', '_')}=false" if option.kind == "switch" else "leave it out"
+        return f"{prefix}{name} is the negative of an option, which is not passed on as a flag; {hint}"
     names = [known for option in installed.options(part) for known in option.names]
-    best = closest(name, names)
-    cure = f"did you mean {prefix}{best}?" if best else "see the help of that program"
-    return f"{prefix}{name} is no option of {program}; {cure}"
+    hint = cure(name, names, "see the help of that program", form=f"{prefix}{{}}")
+    return f"{prefix}{name} is no option of {program}; {hint}"
 
 
 def _value_fault(option: Option, value: Any) -> str | None:
@@ -124,8 +123,8 @@ def _value_fault(option: Option, value: Any) -> str | None:
     if _fits(option, value):
         return None
     near = nearest(str(value), option.choices)
-    cure = f"did you mean {near}?" if near else f"give for example {_example(option)}"
-    return f"is {_shown(value)}, but must be {_rule(option)}; {cure}"
+    hint = f"did you mean {near}?" if near else f"give for example {_example(option)}"
+    return f"is {_shown(value)}, but must be {_rule(option)}; {hint}"
 
 
 def _fits(option: Option, value: Any) -> bool:
