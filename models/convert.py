@@ -222,7 +222,7 @@ def _write_megatron(loaded: Loaded, out: Path) -> None:
         layout=parallel_layout(),
         megatron_core=megatron.core.__version__,
     )
-    plan.write(state, loaded.rank, torch.distributed.get_world_size())
+    plan.write(state)
     torch.distributed.barrier()
 
 

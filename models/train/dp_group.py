@@ -99,7 +99,7 @@ class DistributedDpGroup:
         self._data_group = data_group
         self.processes: int = torch.distributed.get_world_size()
         mine = torch.tensor([dp_rank if is_mp_src_rank else -1])
-        dp_ranks = [int(one.item()) for one in self._all_gather(mine)]  # by process; -1: not a source rank
+        dp_ranks = [int(one.item()) for one in _all_gather(mine, gloo)]  # by process; -1: not a source rank
         if sorted(one for one in dp_ranks if one >= 0) != list(range(dp_size)):
             raise ValueError(
                 f"the processes hand in results of data-parallel ranks {dp_ranks}; each of {dp_size} needs one process"
@@ -108,12 +108,13 @@ class DistributedDpGroup:
 
     def gather_by_dp_rank(self, array: Float32Array) -> list[Float32Array]:
         """By data-parallel rank."""
-        parts = self._gather_bytes(array.astype(np.float32, copy=False).tobytes() if self.is_mp_src_rank else b"")
+        own = array.astype(np.float32, copy=False).tobytes() if self.is_mp_src_rank else b""
+        parts = gather_bytes(own, self._gloo)
         return [np.frombuffer(parts[rank], dtype=np.float32) for rank in self._sources]
 
     def merge(self, numbers: Mapping[str, float], *, largest: bool = False) -> dict[str, float]:
         """Sums or maxima, in the order of data-parallel ranks."""
-        parts = self._gather_bytes(json.dumps(dict(numbers)).encode() if self.is_mp_src_rank else b"")
+        parts = gather_bytes(json.dumps(dict(numbers)).encode() if self.is_mp_src_rank else b"", self._gloo)
         out: dict[str, float] = {}
         for rank in self._sources:
             for name, value in json.loads(parts[rank]).items():
@@ -144,17 +145,19 @@ class DistributedDpGroup:
         for tensor, part in zip(bucket, flat.split([tensor.numel() for tensor in bucket]), strict=True):
             tensor.copy_(part.view_as(tensor))
 
-    def _gather_bytes(self, data: bytes) -> list[bytes]:
-        """Of all processes, by rank. Padded to the longest on the way."""
-        lengths = [int(one.item()) for one in self._all_gather(torch.tensor([len(data)]))]
-        padded = np.zeros(max(lengths), dtype=np.uint8)
-        padded[: len(data)] = np.frombuffer(data, dtype=np.uint8)
-        if not padded.size:
-            return [b""] * self.processes
-        parts = self._all_gather(torch.from_numpy(padded))
-        return [part.numpy()[:size].tobytes() for part, size in zip(parts, lengths, strict=True)]
 
-    def _all_gather(self, own: Tensor) -> list[Tensor]:
-        parts = [torch.empty_like(own) for _ in range(self.processes)]
-        torch.distributed.all_gather(parts, own, group=self._gloo)
-        return parts
+def gather_bytes(data: bytes, group: Any | None) -> list[bytes]:
+    """Of all processes of a group on the CPU, by rank. Padded to the longest on the way; collective."""
+    lengths = [int(one.item()) for one in _all_gather(torch.tensor([len(data)]), group)]
+    padded = np.zeros(max(lengths), dtype=np.uint8)
+    padded[: len(data)] = np.frombuffer(data, dtype=np.uint8)
+    if not padded.size:
+        return [b"" for _ in lengths]
+    parts = _all_gather(torch.from_numpy(padded), group)
+    return [part.numpy()[:size].tobytes() for part, size in zip(parts, lengths, strict=True)]
+
+
+def _all_gather(own: Tensor, group: Any | None) -> list[Tensor]:
+    parts = [torch.empty_like(own) for _ in range(torch.distributed.get_world_size(group))]
+    torch.distributed.all_gather(parts, own, group=group)
+    return parts

@@ -17,6 +17,7 @@ from __future__ import annotations
 import dataclasses
 import shutil
 import weakref
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +31,6 @@ from models.train.megatron.checkpoint_files import (
     Index,
     MegatronState,
     ModelCounters,
-    Saving,
     read_state,
     torch_metadata,
 )
@@ -38,7 +38,8 @@ from models.train.megatron.checkpoint_tensors import REFERENCE, Held, Saved
 from models.train.megatron.checkpoint_writing import Plan
 from models.train.model_set import Counters
 
-_saving: weakref.WeakKeyDictionary[Any, Saving] = weakref.WeakKeyDictionary()
+_writer = ThreadPoolExecutor(1, "checkpoint")  # its thread outlives the main one
+_saving: weakref.WeakKeyDictionary[Any, Future[None]] = weakref.WeakKeyDictionary()
 
 
 def save(models: Saved, directory: Path, counters: Counters, *, asynchronous: bool = False) -> None:
@@ -50,7 +51,7 @@ def save(models: Saved, directory: Path, counters: Counters, *, asynchronous: bo
     files are written before in either case. Raises `OSError` in all processes if one cannot write.
     """
     finish(models)
-    rank, world = torch.distributed.get_rank(), torch.distributed.get_world_size()
+    rank = torch.distributed.get_rank()
     files = directory / STATE_DIR
     error: Exception | None = None
     try:
@@ -64,12 +65,12 @@ def save(models: Saved, directory: Path, counters: Counters, *, asynchronous: bo
     _write_hf(models, directory / MODEL_DIR)
     held = Held(models)
     state = _state_of(models, held, counters)
-    plan = Plan(files)
+    plan = Plan(files, models.saving_group)
     plan.prepare(held.to_save())
     plan.add(f"random-{rank:05d}.safetensors", _random())
     if asynchronous:
         plan.copy(held.live())
-    _saving[models] = Saving(lambda: plan.write(state, rank, world))
+    _saving[models] = _writer.submit(plan.write, state)
     if not asynchronous:
         finish(models)
 
@@ -79,14 +80,8 @@ def finish(models: Saved) -> None:
     saving = _saving.pop(models, None)
     if saving is None:
         return
-    saving.wait()
-    _raise_together(saving.error, OSError("another process could not write its part of a checkpoint"))
-
-
-def saving(models: Saved) -> bool:
-    """Whether this process still writes a state."""
-    found = _saving.get(models)
-    return found is not None and found.running
+    error = saving.exception()
+    _raise_together(error, OSError("another process could not write its part of a checkpoint"))
 
 
 def load(models: Saved, directory: Path) -> Counters:
@@ -228,7 +223,7 @@ def _first_line(error: BaseException) -> str:
     return next(iter(str(error).strip().splitlines()), type(error).__name__)
 
 
-def _raise_together(error: Exception | None, otherwise: Exception) -> None:
+def _raise_together(error: BaseException | None, otherwise: Exception) -> None:
     """Raise in all processes if there is an error in one; collective. `otherwise`: where it is in another."""
     failed = torch.tensor([error is not None], dtype=torch.uint8)
     torch.distributed.all_reduce(failed, op=torch.distributed.ReduceOp.MAX)

@@ -9,15 +9,12 @@
 Invariants:
 - `state.json` is written last, when the files of all processes are on disk: a directory without it is incomplete;
 - nothing that could run code is read: the index is JSON, tensors are read with `weights_only`;
-- processes agree by files, not by collectives, so that a state can be completed while the next batch trains.
+- processes agree over a group of their own, so that a state can be completed while the next batch trains.
 """
 
 from __future__ import annotations
 
-import contextlib
-import threading
-import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
 
@@ -25,6 +22,7 @@ import msgspec
 import torch
 from msgspec import Struct
 
+from models.train.dp_group import gather_bytes
 from models.train.errors import TrainStateUnreadable
 from models.train.huggingface.hf_files import sync, sync_tree
 from models.train.huggingface.state_files import MODEL_DIR, TRAINER_DIR
@@ -33,8 +31,6 @@ STATE_DIR: Final = "megatron"
 STATE: Final = "state.json"
 INDEX: Final = "index.json"
 FORMAT_VERSION: Final = 1
-_STALLED_S: Final = 1800.0  # without a sign of another process
-_POLL_S: Final = 0.02
 
 
 class ModelCounters(Struct, frozen=True):
@@ -90,93 +86,18 @@ class Written(Struct, frozen=True):
 # ---------------------------------------------------------------------- writing
 
 
-class Saving:
-    """A state on its way to disk, as one process sees it."""
-
-    def __init__(self, write: Callable[[], None]) -> None:
-        """`write`: runs in a thread that outlives the main one, and leaves its failure behind."""
-        self._write = write
-        self.error: Exception | None = None
-        self._thread = threading.Thread(target=self._run, name="checkpoint", daemon=False)
-        self._thread.start()
-
-    def _run(self) -> None:
-        try:
-            self._write()
-        except Exception as error:  # handed to the next call of `wait`, in the thread that trains
-            self.error = error
-
-    @property
-    def running(self) -> bool:
-        return self._thread.is_alive()
-
-    def wait(self) -> None:
-        """Return once this process has written its part. What failed is in `error`."""
-        self._thread.join()
-
-
-def begin(directory: Path, rank: int) -> None:
-    """Announce that this process is going to write. All do before the first one collects."""
-    _announced(directory, rank).touch()
-
-
-def give_up(directory: Path, rank: int, error: Exception) -> None:
-    """Tell the first process that this one failed, also when the disk is full: taking a file away needs no room."""
-    with contextlib.suppress(OSError):
-        mark(directory, rank, Written(error=f"{type(error).__name__}: {error}"))
-    _announced(directory, rank).unlink()
-
-
-def mark(directory: Path, rank: int, written: Written) -> None:
-    """Tell the first process that this one is done."""
-    path = _mark(directory, rank)
-    aside = path.with_suffix(".part")
-    aside.write_bytes(msgspec.json.encode(written))
-    aside.replace(path)
-
-
-def collect(directory: Path, world: int) -> list[Written]:
-    """Wait for the marks of all processes. Raises `OSError` if one failed or shows no sign of life for 30 minutes."""
-    found: dict[int, Written] = {}
-    seen_s, pause_s = time.monotonic(), _POLL_S
-    while True:
-        there = {path.name for path in directory.iterdir()}
-        for rank in range(world):
-            path = _mark(directory, rank)
-            if rank in found:
-                continue
-            if path.name in there:
-                found[rank] = msgspec.json.decode(path.read_bytes(), type=Written)
-                seen_s, pause_s = time.monotonic(), _POLL_S
-            elif _announced(directory, rank).name not in there and not path.exists():
-                found[rank] = Written(error="it could not write, not even why")
-        if len(found) == world:
-            break
-        if time.monotonic() - seen_s > _STALLED_S:
-            missing = sorted(set(range(world)) - found.keys())
-            raise OSError(f"processes {missing} did not write their part of {directory} within {_STALLED_S:.0f} s")
-        time.sleep(pause_s)
-        pause_s = min(1.0, 1.5 * pause_s)
-    errors = [f"process {rank}: {one.error}" for rank, one in sorted(found.items()) if one.error is not None]
+def written_by_all(own: Written, group: Any | None) -> list[Written]:
+    """What every process of the group says, by rank; collective. Raises `OSError` in all if one failed."""
+    found = [msgspec.json.decode(one, type=Written) for one in gather_bytes(msgspec.json.encode(own), group)]
+    errors = [f"process {rank}: {one.error}" for rank, one in enumerate(found) if one.error is not None]
     if errors:
-        raise OSError(f"{directory} is incomplete; {'; '.join(errors)}")
-    return [found[rank] for rank in range(world)]
+        raise OSError(f"a checkpoint is incomplete; {'; '.join(errors)}")
+    return found
 
 
-def _mark(directory: Path, rank: int) -> Path:
-    return directory / f".written-{rank:05d}.json"
-
-
-def _announced(directory: Path, rank: int) -> Path:
-    return directory / f".writing-{rank:05d}"
-
-
-def complete(directory: Path, state: MegatronState, index: Index, world: int) -> None:
-    """Write what makes a state of files, the first process, after all have marked theirs."""
+def complete(directory: Path, state: MegatronState, index: Index) -> None:
+    """Write what makes a state of files, the first process, after all have written theirs."""
     (directory / INDEX).write_bytes(msgspec.json.encode(index))
-    for rank in range(world):
-        _mark(directory, rank).unlink()
-        _announced(directory, rank).unlink()
     sizes = {file.name: file.stat().st_size for file in sorted(directory.iterdir())}
     sync_tree(directory)
     aside = directory / f".{STATE}.part"

@@ -46,6 +46,10 @@ class Saved(Protocol):
     @property
     def spec(self) -> Any: ...
 
+    @property
+    def saving_group(self) -> Any:
+        """A group of all processes on the CPU, which nothing else uses."""
+
     def export(self) -> Iterator[tuple[str, Tensor]]: ...
 
 

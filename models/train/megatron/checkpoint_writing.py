@@ -2,7 +2,7 @@
 
 Megatron's own asynchronous writer is not used: it forks a process from one that has threads, starts a manager by spawn
 (which hangs without an `if __name__ == "__main__"` guard in the script, and fails in a daemonic process) and needs a
-collective to complete. Here a thread writes, and the files of all processes are completed by the first one's.
+collective to complete, which waits for training. Here a thread writes, and agrees with those of the others.
 """
 
 from __future__ import annotations
@@ -16,23 +16,15 @@ import torch
 from torch import Tensor
 
 from models.train.huggingface.hf_files import write_tensors
-from models.train.megatron.checkpoint_files import (
-    MegatronState,
-    Written,
-    begin,
-    collect,
-    complete,
-    give_up,
-    index_of,
-    mark,
-)
+from models.train.megatron.checkpoint_files import MegatronState, Written, complete, index_of, written_by_all
 
 
 class Plan:
     """What this process writes, and in the first one, what all do."""
 
-    def __init__(self, directory: Path) -> None:
-        self._directory = directory
+    def __init__(self, directory: Path, group: Any | None = None) -> None:
+        """`group`: over which `write` agrees, on the CPU; None = the default one."""
+        self._directory, self._group = directory, group
         self._writer: Any = None
         self._metadata: Any = None
         self._own: dict[str, dict[str, Tensor]] = {}
@@ -51,7 +43,6 @@ class Plan:
             def _get_save_and_finalize_callbacks(self, writer: Any, planned: Any) -> None:
                 self.made = writer, planned[1]
 
-        begin(self._directory, torch.distributed.get_rank())
         strategy = Strategy("torch_dist", 1, thread_count=1)
         sharded, _ = save_preprocess(tensors)
         group = ps.get_data_parallel_group(with_context_parallel=True)
@@ -79,30 +70,35 @@ class Plan:
             for path, name, (data, tensors) in self._writer.write_buckets
         ]
 
-    def write(self, state: MegatronState, rank: int, world: int) -> None:
-        """Write this process's part, and in the first one, what makes the files of all a state."""
+    def write(self, state: MegatronState) -> None:
+        """Write this process's part, and in the first one, what makes the files of all a state; collective.
+
+        Raises `OSError` in all processes if one cannot write its part.
+        """
+        failure: Exception | None = None
         try:
-            self._write_own()
-            results = [result for bucket in self._writer.write_buckets for result in self._write_bucket(bucket)]
-            places = [
-                (one.index.fqn, tuple(one.index.offset), stored.relative_path, stored.offset, stored.length)
-                for one in results
-                for stored in (one.storage_data,)
-            ]
-        except Exception as error:
-            give_up(self._directory, rank, error)
-            raise
+            own = Written(self._write_part())
+        except Exception as error:  # raised again once the others know
+            failure, own = error, Written(error=f"{type(error).__name__}: {error}")
         finally:
             self._writer.write_buckets = []
-        mark(self._directory, rank, Written(places))
-        if rank == 0:
-            written = collect(self._directory, world)
+        try:
+            written = written_by_all(own, self._group)
+        except OSError as told:
+            raise failure or told from None
+        if torch.distributed.get_rank() == 0:
             self._write_for_others(written)
-            complete(self._directory, state, index_of(self._metadata.state_dict_metadata, written), world)
+            complete(self._directory, state, index_of(self._metadata.state_dict_metadata, written))
 
-    def _write_own(self) -> None:
+    def _write_part(self) -> list[tuple[str, tuple[int, ...], str, int, int]]:
         for name, tensors in self._own.items():
             write_tensors(self._directory / name, tensors)
+        return [
+            (one.index.fqn, tuple(one.index.offset), stored.relative_path, stored.offset, stored.length)
+            for bucket in self._writer.write_buckets
+            for one in self._write_bucket(bucket)
+            for stored in (one.storage_data,)
+        ]
 
     def _write_bucket(self, bucket: Any) -> list[Any]:
         from torch.distributed.checkpoint.filesystem import SerializationFormat, _write_item

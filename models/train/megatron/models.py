@@ -13,6 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from models.algorithms.tokens import StepStatistics
@@ -58,6 +59,7 @@ class MegatronModels:
         self.spec = spec
         self.sizes = build_layout(spec)
         self.dp_group = build_dp_group(spec)
+        self.saving_group = torch.distributed.new_group(backend="gloo")
         self.device = pick_device(spec.train.train_device)
         source = read_source(spec.train.hf_checkpoint, "hf_checkpoint")
         self.hf_config = source.config

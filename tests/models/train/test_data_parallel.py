@@ -6,6 +6,7 @@ import json
 import multiprocessing
 import os
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -14,6 +15,7 @@ import torch
 from safetensors.torch import load_file
 from sharded_trainer import CASES, run, train
 
+from models.train import dp_group
 from models.train.dp_group import Alone, DistributedDpGroup
 
 # What depends on how the shares were packed; and a threshold at 0 of a margin that is 0 but for rounding.
@@ -76,33 +78,41 @@ def test_shares_make_the_update_of_the_whole(tiny: Path, tmp_path: Path, monkeyp
 
 
 def test_one_process_alone_is_its_own_sum() -> None:
-    dp_group = Alone()
-    assert [part.tolist() for part in dp_group.gather_by_dp_rank(np.array([1, 2], dtype=np.float32))] == [[1, 2]]
-    assert dp_group.merge({"a": 1.0}) == {"a": 1.0}
+    group = Alone()
+    assert [part.tolist() for part in group.gather_by_dp_rank(np.array([1, 2], dtype=np.float32))] == [[1, 2]]
+    assert group.merge({"a": 1.0}) == {"a": 1.0}
     layer = torch.nn.Linear(2, 1)
-    dp_group.all_reduce_gradients(list(layer.parameters()))
+    group.all_reduce_gradients(list(layer.parameters()))
     assert layer.weight.grad is None
 
 
-class Trio(DistributedDpGroup):
+Trio = Callable[[bytes, bytes], DistributedDpGroup]
+
+
+@pytest.fixture
+def trio(monkeypatch: pytest.MonkeyPatch) -> Trio:
     """The second of three processes; the first two are one data-parallel rank, whose results the first hands in."""
 
-    def __init__(self, first: bytes, third: bytes) -> None:
-        self.processes, self.dp_rank, self.dp_size, self.is_mp_src_rank = 3, 0, 2, False
-        self._others, self._sources = (first, third), [0, 2]
+    def made(first: bytes, third: bytes) -> DistributedDpGroup:
+        def gathered(data: bytes, _group: object) -> list[bytes]:
+            assert data == b""  # only source ranks send anything
+            return [first, data, third]
 
-    def _gather_bytes(self, data: bytes) -> list[bytes]:
-        assert data == b""  # only source ranks send anything
-        return [self._others[0], data, self._others[1]]
+        monkeypatch.setattr(torch.distributed, "get_world_size", lambda group=None: 3)
+        monkeypatch.setattr(dp_group, "_all_gather", lambda own, group: [torch.tensor([n]) for n in (0, -1, 1)])
+        monkeypatch.setattr(dp_group, "gather_bytes", gathered)
+        return DistributedDpGroup(dp_rank=0, dp_size=2, is_mp_src_rank=False)
 
-
-def test_names_that_a_share_lacks_are_merged_all_the_same() -> None:
-    dp_group = Trio(b'{"a": 2.0, "b": 5.0}', b'{"a": 1.0}')
-    assert dp_group.merge({"a": 100.0}) == {"a": 3.0, "b": 5.0}
-    assert dp_group.merge({"a": 100.0}, largest=True) == {"a": 2.0, "b": 5.0}
+    return made
 
 
-def test_what_a_process_does_not_speak_for_is_left_out() -> None:
+def test_names_that_a_share_lacks_are_merged_all_the_same(trio: Trio) -> None:
+    group = trio(b'{"a": 2.0, "b": 5.0}', b'{"a": 1.0}')
+    assert group.merge({"a": 100.0}) == {"a": 3.0, "b": 5.0}
+    assert group.merge({"a": 100.0}, largest=True) == {"a": 2.0, "b": 5.0}
+
+
+def test_what_a_process_does_not_speak_for_is_left_out(trio: Trio) -> None:
     one, two = np.array([1.5], dtype=np.float32), np.array([2.5, 3.5], dtype=np.float32)
-    found = Trio(one.tobytes(), two.tobytes()).gather_by_dp_rank(np.array([9.0], dtype=np.float32))
+    found = trio(one.tobytes(), two.tobytes()).gather_by_dp_rank(np.array([9.0], dtype=np.float32))
     assert [part.tolist() for part in found] == [[1.5], [2.5, 3.5]]
