@@ -7,7 +7,7 @@ all of it durable and renames.
 Invariants:
 - the manifest is written last and carries its own checksum; a directory without a valid one is not a checkpoint;
 - model state and the ids of consumed groups are committed by the same rename;
-- order of durability: files, manifest, directory, rename, parent directory;
+- order of durability: files and manifest, directory, rename, parent directory;
 - whatever fails, the checkpoints that were complete before still are.
 """
 
@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import hashlib
 import os
 import shutil
 from collections.abc import Callable, Iterator
@@ -25,9 +26,10 @@ import msgspec
 import xxhash
 from msgspec import Struct
 
+from models.disk import sync, sync_tree
+
 MANIFEST_FILE: Final = "manifest.json"
 FORMAT_VERSION: Final = 1
-_CHUNK: Final = 1 << 20
 _REPLACED: Final = ".replaced"
 
 
@@ -151,15 +153,9 @@ def commit_directory(draft: Path, final: Path) -> None:
     """
     read_manifest(draft)
     with explain_disk_errors(final, remove=draft):
-        for path in _files(draft):
-            if path != draft / MANIFEST_FILE:
-                _sync(path)
-        _sync(draft / MANIFEST_FILE)
-        for folder in sorted((path for path in draft.rglob("*") if path.is_dir()), reverse=True):
-            _sync(folder)
-        _sync(draft)
+        sync_tree(draft)
         _swap(draft, final)
-        _sync(final.parent)
+        sync(final.parent)
 
 
 def latest_checkpoint(root: Path) -> Path | None:
@@ -230,11 +226,8 @@ def explain_disk_errors(path: Path, *, remove: Path | None = None) -> Iterator[N
 
 def file_xxh3(path: Path) -> str:
     """xxh3_128 of a file, as 32 hexadecimal digits."""
-    state = xxhash.xxh3_128()
     with path.open("rb") as file:
-        while chunk := file.read(_CHUNK):
-            state.update(chunk)
-    return state.hexdigest()
+        return hashlib.file_digest(file, xxhash.xxh3_128).hexdigest()
 
 
 def _files(directory: Path) -> list[Path]:
@@ -275,11 +268,3 @@ def _swap(draft: Path, final: Path) -> None:
             os.rename(aside, final)
         raise
     shutil.rmtree(aside, ignore_errors=True)
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -15,7 +15,6 @@ Invariant: a conversion there and back returns the same names, dtypes, shapes an
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import json
 import os
 import sys
@@ -55,13 +54,13 @@ class Loaded:
 def hf_to_megatron(hf: Path, out: Path, sizes: dict[str, int] | None = None) -> None:
     """Convert, and write the checksums of what was read. Raises `TrainError`."""
     _must_be_new(out)
-    with _processes(sizes) as start:
+    with _processes():
         from models.train.huggingface.hf_files import checksums
         from models.train.huggingface.state_files import copy_tokenizer
         from models.train.megatron.weights import load_hf
 
         source = checksums(hf)
-        loaded = start(hf, {name: one.partition(":")[0] for name, one in source.items()})
+        loaded = _build(hf, sizes, source)
         load_hf([loaded.chunk], loaded.hf_config, hf)
         _write_megatron(loaded, out)
         found = _checksums(loaded)
@@ -78,10 +77,8 @@ def megatron_to_hf(megatron: Path, out: Path, hf: Path | None = None, sizes: dic
     from models.train.huggingface.hf_files import write_hf
 
     _must_be_new(out)
-    source = _settings_of(megatron) if hf is None else hf
-    with _processes(sizes) as start:
-        loaded = start(source, _stored_dtypes(megatron))
-        _read_megatron(loaded, megatron)
+    source = hf or _settings_of(megatron)
+    with _converted(megatron, source, sizes) as loaded:
         write_hf(out, loaded.export(), source, writes=loaded.rank == 0)
 
 
@@ -92,17 +89,11 @@ def verify(megatron: Path, hf: Path | None = None, sizes: dict[str, int] | None 
     """
     from models.train.huggingface.hf_files import checksums
 
-    source = _settings_of(megatron) if hf is None else hf
-    if hf is not None:
-        wanted = checksums(hf)
-    else:
-        path = megatron / CHECKSUMS
-        if not path.is_file():
-            raise CheckpointUnavailable(f"{path} does not exist; give --hf DIR to compare with")
-        wanted = json.loads(path.read_text())
-    with _processes(sizes) as start:
-        loaded = start(source, _stored_dtypes(megatron))
-        _read_megatron(loaded, megatron)
+    source = hf or _settings_of(megatron)
+    wanted = _stored_checksums(megatron) if hf is None else checksums(hf)
+    if not wanted:
+        raise CheckpointUnavailable(f"{megatron / CHECKSUMS} does not exist; give --hf DIR to compare with")
+    with _converted(megatron, source, sizes) as loaded:
         found = _checksums(loaded)
         return [] if loaded.rank else _differences(wanted, found, loaded.hf_config)
 
@@ -131,8 +122,8 @@ def _checksums(loaded: Loaded) -> dict[str, str]:
 
 
 @contextmanager
-def _processes(sizes: dict[str, int] | None) -> Iterator[Any]:
-    """The parallel layout, of one process or of torchrun's; yields what builds a model from a directory's config."""
+def _processes() -> Iterator[None]:
+    """One process, or torchrun's."""
     os.environ["CUDA_VISIBLE_DEVICES"] = ""  # nothing is computed; the host has the memory
     import torch
 
@@ -141,19 +132,26 @@ def _processes(sizes: dict[str, int] | None) -> Iterator[Any]:
         method = "env://" if world > 1 else f"file://{scratch}/rendezvous"
         torch.distributed.init_process_group("gloo", init_method=method, rank=rank, world_size=world)
         try:
-            yield lambda source, dtypes=None: _build(source, sizes or {}, rank, dtypes or {})
+            yield
         finally:
-            _destroy_layout()
+            if "megatron.core.parallel_state" in sys.modules:  # its groups, if they were built
+                sys.modules["megatron.core.parallel_state"].destroy_model_parallel()
             torch.distributed.destroy_process_group()
 
 
-def _destroy_layout() -> None:
-    """Megatron's groups, if they were built, before the processes part."""
-    if "megatron.core.parallel_state" in sys.modules:
-        sys.modules["megatron.core.parallel_state"].destroy_model_parallel()
+@contextmanager
+def _converted(megatron: Path, source: Path, sizes: dict[str, int] | None) -> Iterator[Loaded]:
+    """The model of a Megatron directory, whose configuration is in `source`."""
+    with _processes():
+        loaded = _build(source, sizes, _stored_checksums(megatron))
+        _read_megatron(loaded, megatron)
+        yield loaded
 
 
-def _build(source: Path, sizes: dict[str, int], rank: int, dtypes: dict[str, str]) -> Loaded:
+def _build(source: Path, sizes: dict[str, int] | None, checksums: dict[str, str]) -> Loaded:
+    """The parallel layout, and this process's part of a model without its weights. `checksums`: of its tensors."""
+    import torch
+
     from configs.schema.algorithm import AlgorithmConfig
     from configs.schema.megatron import MegatronConfig
     from configs.schema.train import TrainConfig
@@ -168,16 +166,17 @@ def _build(source: Path, sizes: dict[str, int], rank: int, dtypes: dict[str, str
             f"dtype={stored!r} in {source}/config.json: float32 and bfloat16 are converted to the bit; convert the "
             "checkpoint to one of them first"
         )
+    tensor, pipeline, expert = ((sizes or {}).get(name, 1) for name in _SIZES)
     spec = TrainSpec(
         train=TrainConfig(train_device="cpu", train_dtype="bfloat16" if stored == "bfloat16" else "float32"),
         algorithm=AlgorithmConfig(),
         megatron=MegatronConfig(
             transformer_impl="local",
-            tensor_model_parallel_size=sizes.get("tensor_model_parallel_size", 1),
-            sequence_parallel=sizes.get("tensor_model_parallel_size", 1) > 1,
-            pipeline_model_parallel_size=sizes.get("pipeline_model_parallel_size", 1),
-            expert_model_parallel_size=sizes.get("expert_model_parallel_size", 1),
-            expert_tensor_parallel_size=1 if sizes.get("expert_model_parallel_size", 1) > 1 else None,
+            tensor_model_parallel_size=tensor,
+            sequence_parallel=tensor > 1,
+            pipeline_model_parallel_size=pipeline,
+            expert_model_parallel_size=expert,
+            expert_tensor_parallel_size=1 if expert > 1 else None,
         ),
     )
     build_layout(spec)
@@ -188,7 +187,8 @@ def _build(source: Path, sizes: dict[str, int], rank: int, dtypes: dict[str, str
     chunk = build_gpt(
         hf_config, spec, pre_process=ps.is_pipeline_first_stage(), post_process=ps.is_pipeline_last_stage()
     )
-    return Loaded(chunk, hf_config, rank, dtypes)
+    dtypes = {name: one.partition(":")[0] for name, one in checksums.items()}
+    return Loaded(chunk, hf_config, torch.distributed.get_rank(), dtypes)
 
 
 def _sharded(loaded: Loaded) -> dict[str, Any]:
@@ -213,38 +213,19 @@ def _write_megatron(loaded: Loaded, out: Path) -> None:
     torch.distributed.barrier()
     plan = Plan(files)
     plan.prepare(_sharded(loaded))
-    state = MegatronState(
-        models={},
-        batches=0,
-        steps=0,
-        skipped_steps=0,
-        empty_steps=0,
-        layout=parallel_layout(),
-        megatron_core=megatron.core.__version__,
-    )
-    plan.write(state)
+    plan.write(MegatronState(models={}, layout=parallel_layout(), megatron_core=megatron.core.__version__))
     torch.distributed.barrier()
 
 
 def _read_megatron(loaded: Loaded, directory: Path) -> None:
     """Fill the chunk; collective. Raises `TrainStateUnreadable`."""
-    import torch
-
     from models.train.megatron.checkpoint import read_tensors
     from models.train.megatron.checkpoint_files import read_state
+    from models.train.megatron.checkpoint_tensors import empty_weights, put_weights
 
     _state, index = read_state(directory)
-    held = _sharded(loaded)["weights"]
-    # Reading changes what it is given: the chunk's own tensors stay out of it.
-    empty = {
-        model: {key: dataclasses.replace(one, data=torch.empty_like(one.data)) for key, one in tensors.items()}
-        for model, tensors in held.items()
-    }
-    found = read_tensors(directory, index, {"weights": empty})["weights"]
-    with torch.no_grad():
-        for model, tensors in held.items():
-            for key, one in tensors.items():
-                one.data.copy_(found[model][key])
+    weights = _sharded(loaded)["weights"]
+    put_weights(weights, read_tensors(directory, index, {"weights": empty_weights(weights)})["weights"])
 
 
 # ---------------------------------------------------------------------- directories and command line
@@ -260,12 +241,11 @@ def _settings_of(megatron: Path) -> Path:
     )
 
 
-def _stored_dtypes(megatron: Path) -> dict[str, str]:
+def _stored_checksums(megatron: Path) -> dict[str, str]:
     """Of the tensors that a directory was converted from, if it says."""
     path = megatron / CHECKSUMS
-    if not path.is_file():
-        return {}
-    return {name: str(value).partition(":")[0] for name, value in json.loads(path.read_text()).items()}
+    found: dict[str, str] = json.loads(path.read_text()) if path.is_file() else {}
+    return found
 
 
 def _must_be_new(out: Path) -> None:

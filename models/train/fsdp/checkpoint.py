@@ -27,10 +27,11 @@ import torch.distributed.checkpoint as dcp
 from msgspec import Struct
 from torch import Tensor
 
+from models.disk import sync, sync_tree
 from models.train.errors import TrainStateUnreadable
 from models.train.fsdp.mesh import Mesh
 from models.train.fsdp.updates import ShardedUpdater, local
-from models.train.huggingface.hf_files import sync, sync_tree, write_hf
+from models.train.huggingface.hf_files import write_hf
 from models.train.huggingface.state_files import MODEL_DIR
 from models.train.model_set import Counters
 

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import errno
 import json
-import os
 import shutil
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
@@ -23,6 +22,7 @@ from typing import Any, Final
 
 import torch
 
+from models.disk import sync, sync_tree
 from models.train.errors import CheckpointUnavailable
 from models.train.huggingface.state_files import copy_tokenizer
 
@@ -252,23 +252,3 @@ def checksum(tensor: torch.Tensor) -> str:
 def checksums(directory: Path) -> dict[str, str]:
     """Of every weight of a checkpoint, by name, however it is cut into files. Raises `CheckpointUnavailable`."""
     return {name: checksum(tensor) for name, tensor in read_hf(directory)}
-
-
-# -------------------------------------------------------------------------- disk
-
-
-def sync(path: Path) -> None:
-    """fsync of a file or of a directory's entries."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def sync_tree(directory: Path) -> None:
-    """fsync of everything below, files before the directories that name them."""
-    for root, _, files in os.walk(directory, topdown=False):
-        for name in files:
-            sync(Path(root) / name)
-        sync(Path(root))

@@ -19,7 +19,7 @@ import shutil
 import weakref
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -34,15 +34,18 @@ from models.train.megatron.checkpoint_files import (
     read_state,
     torch_metadata,
 )
-from models.train.megatron.checkpoint_tensors import REFERENCE, Held, Saved
+from models.train.megatron.checkpoint_tensors import REFERENCE, Held
 from models.train.megatron.checkpoint_writing import Plan
 from models.train.model_set import Counters
 
+if TYPE_CHECKING:
+    from models.train.megatron.models import MegatronModels
+
 _writer = ThreadPoolExecutor(1, "checkpoint")  # its thread outlives the main one
-_saving: weakref.WeakKeyDictionary[Any, Future[None]] = weakref.WeakKeyDictionary()
+_saving: weakref.WeakKeyDictionary[MegatronModels, Future[None]] = weakref.WeakKeyDictionary()
 
 
-def save(models: Saved, directory: Path, counters: Counters, *, asynchronous: bool = False) -> None:
+def save(models: MegatronModels, directory: Path, counters: Counters, *, asynchronous: bool = False) -> None:
     """Write the policy in Hugging Face format to `directory/hf`, and all else to `directory/megatron`; collective.
 
     The parameters are those of the last update (with overlap_param_gather they have been gathered).
@@ -75,7 +78,7 @@ def save(models: Saved, directory: Path, counters: Counters, *, asynchronous: bo
         finish(models)
 
 
-def finish(models: Saved) -> None:
+def finish(models: MegatronModels) -> None:
     """Wait until a save that was begun is complete; collective. Raises `OSError` in all processes if one failed."""
     saving = _saving.pop(models, None)
     if saving is None:
@@ -84,7 +87,7 @@ def finish(models: Saved) -> None:
     _raise_together(error, OSError("another process could not write its part of a checkpoint"))
 
 
-def load(models: Saved, directory: Path) -> Counters:
+def load(models: MegatronModels, directory: Path) -> Counters:
     """Restore what `save` wrote in any layout, and return its counters; collective.
 
     Raises `TrainStateUnreadable` in all processes, then nothing is changed.
@@ -106,7 +109,7 @@ def load(models: Saved, directory: Path) -> Counters:
     return Counters(state.batches, state.steps, state.skipped_steps, state.empty_steps)
 
 
-def _state_of(models: Saved, held: Held, counters: Counters) -> MegatronState:
+def _state_of(models: MegatronModels, held: Held, counters: Counters) -> MegatronState:
     import megatron.core
 
     return MegatronState(
@@ -132,7 +135,7 @@ def parallel_layout() -> dict[str, int]:
     }
 
 
-def _write_hf(models: Saved, directory: Path) -> None:
+def _write_hf(models: MegatronModels, directory: Path) -> None:
     """The weights, by the first process; the others take part in gathering them, also when it fails."""
     tensors = models.export()
     error: Exception | None = None

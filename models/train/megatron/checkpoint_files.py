@@ -22,9 +22,9 @@ import msgspec
 import torch
 from msgspec import Struct
 
+from models.disk import sync, sync_tree
 from models.train.dp_group import gather_bytes
 from models.train.errors import TrainStateUnreadable
-from models.train.huggingface.hf_files import sync, sync_tree
 from models.train.huggingface.state_files import MODEL_DIR, TRAINER_DIR
 
 STATE_DIR: Final = "megatron"
@@ -45,10 +45,10 @@ class MegatronState(Struct, frozen=True, kw_only=True):
 
     models: dict[str, ModelCounters]  # policy, critic
     parts: tuple[str, ...] = ()  # further tensors: reference
-    batches: int
-    steps: int
-    skipped_steps: int
-    empty_steps: int
+    batches: int = 0
+    steps: int = 0
+    skipped_steps: int = 0
+    empty_steps: int = 0
     layout: dict[str, int]
     megatron_core: str
     sizes: dict[str, int] = {}  # bytes of each file

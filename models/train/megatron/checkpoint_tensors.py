@@ -8,56 +8,30 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator
-from typing import Any, Final, Protocol
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 from torch import Tensor
 
 from models.train.megatron.checkpoint_files import MegatronState
-from models.train.megatron.optimizer_state import OptimizerState, replicas
+from models.train.megatron.optimizer_state import OptimizerState, on_host, owned_by
+
+if TYPE_CHECKING:
+    from models.train.megatron.models import MegatronModels
+    from models.train.megatron.optimizer import TrainedChunks
 
 POLICY: Final = "policy"
 CRITIC: Final = "critic"
 REFERENCE: Final = "reference"
 
-
-class Trained(Protocol):
-    """A model with its optimizer: the chunks of this process, without their wrappers, and updates made."""
-
-    chunks: list[Any]
-    optimizer: Any
-    updates: int
-
-
-class Saved(Protocol):
-    """What a training state is made of."""
-
-    @property
-    def policy(self) -> Trained: ...
-
-    @property
-    def critic(self) -> Any:
-        """None, or what has a `Trained` as `trained`."""
-
-    @property
-    def reference(self) -> Any:
-        """None, or what has `renewed`, `state_tensors` and `load_state_tensors` by `<chunk>.<parameter>`."""
-
-    @property
-    def spec(self) -> Any: ...
-
-    @property
-    def saving_group(self) -> Any:
-        """A group of all processes on the CPU, which nothing else uses."""
-
-    def export(self) -> Iterator[tuple[str, Tensor]]: ...
+Weights = dict[str, dict[str, Any]]  # by model and name: `model_weights`
 
 
 class Held:
     """The tensors of all models, with their places in the whole."""
 
-    def __init__(self, models: Saved) -> None:
-        self.trained: dict[str, Trained] = {POLICY: models.policy}
+    def __init__(self, models: MegatronModels) -> None:
+        self.trained: dict[str, TrainedChunks] = {POLICY: models.policy}
         if models.critic is not None:
             self.trained[CRITIC] = models.critic.trained
         reference = models.reference
@@ -74,20 +48,14 @@ class Held:
 
     def to_load(self) -> dict[str, Any]:
         return {
-            "weights": {
-                name: {key: dataclasses.replace(one, data=_empty(one.data)) for key, one in tensors.items()}
-                for name, tensors in self._weights.items()
-            },
+            "weights": empty_weights(self._weights),
             "state": {name: state.to_load() for name, state in self.states.items()},
             REFERENCE: dict(self._reference(empty=True)),
         }
 
     def put(self, loaded: dict[str, Any], state: MegatronState) -> None:
         """Change the models, their optimizers and their counters."""
-        with torch.no_grad():
-            for name, tensors in self._weights.items():
-                for key, one in tensors.items():
-                    one.data.copy_(loaded["weights"][name][key])
+        put_weights(self._weights, loaded["weights"])
         for name, trained in self.trained.items():
             self.states[name].put(loaded["state"][name], state.models[name].adam_steps)
             trained.updates = state.models[name].updates
@@ -110,10 +78,9 @@ class Held:
         for place, (name, tensor) in enumerate(self.reference.state_tensors().items()):
             number, _, within = name.partition(".")
             one = sharded[id(live[int(number)][within])]
-            fields: dict[str, Any] = {"key": f"{REFERENCE}.{one.key}", "data": _empty(tensor) if empty else tensor}
-            owner = place % replicas(one)
-            fields["replica_id"] = (*one.replica_id[:-1], (one.replica_id[-1] - owner) % replicas(one))
-            yield name, dataclasses.replace(one, **fields)
+            data = on_host(tensor) if empty else tensor
+            key = f"{REFERENCE}.{one.key}"
+            yield name, dataclasses.replace(one, key=key, data=data, replica_id=owned_by(one, place))
 
 
 def model_weights(chunks: list[Any], model: str) -> dict[str, Any]:
@@ -145,5 +112,17 @@ def _format() -> dict[str, Any]:
     }
 
 
-def _empty(tensor: Tensor) -> Tensor:
-    return torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
+def empty_weights(weights: Weights) -> Weights:
+    """The same places, with tensors on the host to read into: reading changes what it is given."""
+    return {
+        model: {key: dataclasses.replace(one, data=on_host(one.data)) for key, one in tensors.items()}
+        for model, tensors in weights.items()
+    }
+
+
+def put_weights(weights: Weights, loaded: dict[str, dict[str, Tensor]]) -> None:
+    """Change the live tensors to what was read into `empty_weights`."""
+    with torch.no_grad():
+        for model, tensors in weights.items():
+            for key, one in tensors.items():
+                one.data.copy_(loaded[model][key])

@@ -104,16 +104,13 @@ class _PlainPart:
 
     def to_save(self) -> Iterator[tuple[str, Any]]:
         for place, (sharded, main) in enumerate(self._pairs):
-            owner = place % replicas(sharded)
-            replica = (*sharded.replica_id[:-1], (sharded.replica_id[-1] - owner) % replicas(sharded))
             for name, tensor in self._tensors(sharded, main):
-                yield f"{place}.{name}", _entry(sharded, name, tensor, replica)
+                yield f"{place}.{name}", _entry(sharded, name, tensor, owned_by(sharded, place))
 
     def to_load(self) -> Iterator[tuple[str, Any]]:
         for place, (sharded, main) in enumerate(self._pairs):
             for name, tensor in self._tensors(sharded, main):
-                empty = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
-                yield f"{place}.{name}", _entry(sharded, name, empty, sharded.replica_id)
+                yield f"{place}.{name}", _entry(sharded, name, on_host(tensor), sharded.replica_id)
 
     def put(self, loaded: Mapping[str, Tensor]) -> None:
         for place, (sharded, main) in enumerate(self._pairs):
@@ -137,13 +134,23 @@ def _pairs(optimizer: Any) -> Iterator[tuple[Tensor, Tensor]]:
     yield from ((one, one) for group in optimizer.fp32_from_fp32_groups for one in group)
 
 
-def replicas(sharded: Any) -> int:
-    """Data-parallel processes that hold the same weight; experts have fewer. `replica_id` ends with their number."""
+def owned_by(sharded: Any, place: int) -> tuple[int, ...]:
+    """The `replica_id` of a weight, so that the data-parallel processes that hold it write such tensors in turns.
+
+    Experts are held by fewer. The number of the process among them is last.
+    """
     from megatron.core import parallel_state as ps
 
     if getattr(sharded.data, "allreduce", True):
-        return int(ps.get_data_parallel_world_size(with_context_parallel=True))
-    return int(ps.get_expert_data_parallel_world_size())
+        count = int(ps.get_data_parallel_world_size(with_context_parallel=True))
+    else:
+        count = int(ps.get_expert_data_parallel_world_size())
+    return (*sharded.replica_id[:-1], (sharded.replica_id[-1] - place % count) % count)
+
+
+def on_host(tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    """An empty tensor of the same shape and, unless given, type."""
+    return torch.empty(tensor.shape, dtype=dtype or tensor.dtype, device="cpu")
 
 
 class _DistributedPart:
@@ -177,8 +184,7 @@ class _DistributedPart:
             if parameter not in here:
                 continue
             for name in MOMENTS if parameter.dtype == torch.float32 else (*MOMENTS, MAIN):
-                empty = torch.empty(parameter.shape, dtype=torch.float32, device="cpu")
-                yield f"{place}.{name}", _entry(sharded, name, empty, sharded.replica_id)
+                yield f"{place}.{name}", _entry(sharded, name, on_host(parameter, torch.float32), sharded.replica_id)
 
     def put(self, loaded: Mapping[str, Tensor]) -> None:
         places = {parameter: place for place, parameter in enumerate(self._sharded)}
