@@ -27,7 +27,6 @@ from models.engines.errors import (
 )
 from models.engines.http_client import HttpClient, T
 from models.engines.limits import RequestLimits
-from models.engines.partial import PartialOutputs, StreamBroken
 from models.engines.protocol import (
     AbortRequest,
     CheckerAnswer,
@@ -47,6 +46,7 @@ from models.engines.protocol import (
     UpdateWeightsRequest,
 )
 from models.engines.spans import with_spans
+from models.engines.streamed import PartialOutputs, StreamBroken
 
 # SGLang's words for "the weights did change, the cache was not emptied", sent with status 400.
 _UPDATED_BUT_NOT_FLUSHED: Final = "Weights were updated"

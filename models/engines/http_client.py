@@ -17,8 +17,8 @@ import msgspec
 from msgspec import Struct
 
 from models.engines.errors import EngineError, EngineProtocolError, EngineRefused, EngineTimeout, EngineUnreachable
-from models.engines.partial import DONE, EventLines, PartialOutputs, StreamBroken
 from models.engines.protocol import ErrorBody, ErrorDetail, error_words
+from models.engines.streamed import DONE, EventLines, PartialOutputs, StreamBroken
 
 T = TypeVar("T")
 _JSON_HEADERS: Final = {"Content-Type": "application/json"}

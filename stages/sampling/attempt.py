@@ -15,10 +15,10 @@ from typing import Final
 
 from models.engines.client import EngineClient
 from models.engines.errors import EngineError, EngineTimeout, EngineUnreachable
-from models.engines.partial import PartialOutputs
-from models.engines.protocol import GenerateOutput, GenerateRequest
+from models.engines.protocol import GenerateOutput, GenerateRequest, LogprobEntry
+from models.engines.streamed import PartialOutputs
 from stages.sampling.requests import SampleRequest
-from stages.sampling.results import OUT_OF_TIME, Finish, SampleResult, extended, failed, with_saved
+from stages.sampling.results import OUT_OF_TIME, Chunk, Finish, SampleResult, extended, failed, with_saved
 from stages.sampling.routes import Route
 
 STOP_GRACE_S: Final = 5.0  # for the answer to a request that was aborted at a deadline
@@ -32,6 +32,7 @@ class Attempt:
     had: list[SampleResult]
     ended: Callable[[int, SampleResult], None]  # told of each member that ends, by its place in `had`
     keeps_partial: bool
+    grew: Callable[[int, Chunk], None] | None = None  # told of tokens as they come, by the member's place
     error: Exception | None = None
     reused: int = 0  # tokens saved of a request that was lost
     retractions: int = 0
@@ -74,7 +75,7 @@ class Attempt:
             workers: the engines that may hold the request.
         """
         self._started, self._release = time.perf_counter(), route.release
-        partial = PartialOutputs(route.label, self._land) if streamed else None
+        partial = PartialOutputs(route.label, self._land, self.grew and self._grow) if streamed else None
         outputs: list[GenerateOutput] | None = None
         async with asyncio.TaskGroup() as tasks:
             timer = None
@@ -116,6 +117,10 @@ class Attempt:
                         tasks.create_task(_abort(client, rid))
                     await asyncio.Event().wait()  # for the answer, whose arrival cancels this
         route.flight.end("its deadline passed")
+
+    def _grow(self, place: int, entries: Sequence[LogprobEntry]) -> None:
+        if self.grew is not None and place in self._open:
+            self.grew(place, Chunk(tuple(e[1] for e in entries), tuple(e[0] or 0.0 for e in entries)))
 
     def _land(self, place: int, output: GenerateOutput) -> None:
         """The engine has ended a member."""

@@ -59,6 +59,14 @@ class SampleResult:
     spent_s: float = 0.0  # engines worked on it
 
 
+@dataclass(frozen=True)
+class Chunk:
+    """Further tokens of a member. They stay: whatever becomes of its engine, they are in its result."""
+
+    token_ids: tuple[int, ...]
+    log_probs: tuple[float, ...]  # zeros if they were not asked for
+
+
 def failed(had: SampleResult, error: Exception) -> SampleResult:
     return replace(had, finish="failed", error=error)
 

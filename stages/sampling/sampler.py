@@ -1,16 +1,10 @@
-"""The one way to ask engines: `stream` and `sample` for answers, `score` for log-probs of tokens that are there.
+"""The one way to ask engines: `sample`, `stream` and `chunks` for answers, `score` for log-probs of given tokens.
 
 Generation, evaluation, teachers, judges and whoever asks next name a policy; which engine answers, and what becomes of
-a request that is lost, late or cut up by an update, is settled in here. A request for n answers is one HTTP request, of
-which each member is handed on as it ends; whatever breaks it up (an abort for an update, a lost engine), each member
-that has not ended then goes on alone, from what it has.
+a request that is lost, late or cut up by an update (stages/sampling/partial_rollouts.py), is settled in here.
 
-Invariants:
-- a token is in a result once: of a lost request only the certain prefix is kept, and the next request begins after it;
-- a member that ended in a broken stream is whole and is not asked again;
-- a lost request is sent again at most `--max-retries` times, or until its deadline if it has one; a request that timed
-  out but brought tokens is no loss;
-- a member that cannot be generated fails alone, with the reason: nothing is raised for it.
+Invariant: a lost request is sent again at most `--max-retries` times, or until its deadline if it has one; a request
+that timed out but brought tokens is no loss.
 """
 
 from __future__ import annotations
@@ -19,10 +13,10 @@ import asyncio
 import itertools
 import logging
 import uuid
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
-from typing import Final
+from typing import Final, Generic, TypeVar
 
 import msgspec
 import numpy as np
@@ -37,36 +31,37 @@ from stages.ports import Topic
 from stages.sampling.attempt import Attempt
 from stages.sampling.engine_directory import EngineDirectory
 from stages.sampling.losses import LOSSES, Losses, UnknownPolicy
+from stages.sampling.partial_rollouts import Call, Emit, PartialRollouts
 from stages.sampling.requests import SampleRequest, ScoreRequest
-from stages.sampling.results import DRAINED, OUT_OF_TIME, SampleResult, failed
+from stages.sampling.results import DRAINED, OUT_OF_TIME, Chunk, SampleResult, failed
 from stages.sampling.routes import Route, RouteRequest, Routes
 
 log = logging.getLogger("sluice.sampler")
 
 REPORT_INTERVAL_S: Final = 1.0
 
-Emit = Callable[[int, SampleResult], None]
+T = TypeVar("T", SampleResult, SampleResult | Chunk)
 
 
-class Members:
-    """The members of a request, in the order in which they end."""
+class Members(Generic[T]):
+    """The members of a request, in the order in which they end; with chunks, what comes of them before that too."""
 
     def __init__(self, n: int) -> None:
         self.left = n
-        self._ended: asyncio.Queue[tuple[int, SampleResult]] = asyncio.Queue()
+        self._queue: asyncio.Queue[tuple[int, T]] = asyncio.Queue()
 
-    def put(self, index: int, result: SampleResult) -> None:
-        self._ended.put_nowait((index, result))
+    def put(self, index: int, item: T) -> None:
+        self._queue.put_nowait((index, item))
 
-    def __aiter__(self) -> Members:
+    def __aiter__(self) -> Members[T]:
         return self
 
-    async def __anext__(self) -> tuple[int, SampleResult]:
+    async def __anext__(self) -> tuple[int, T]:
         if not self.left:
             raise StopAsyncIteration
-        found = await self._ended.get()
-        self.left -= 1
-        return found
+        index, item = await self._queue.get()
+        self.left -= isinstance(item, SampleResult)
+        return index, item
 
 
 class Sampler:
@@ -137,14 +132,26 @@ class Sampler:
     # ------------------------------------------------------------------ what is asked
 
     @asynccontextmanager
-    async def stream(self, request: SampleRequest) -> AsyncIterator[Members]:
+    async def stream(self, request: SampleRequest) -> AsyncIterator[Members[SampleResult]]:
         """The members of the request as they end, to iterate over inside the block. Leaving it ends the rest."""
-        members = Members(request.n)
-        async with asyncio.TaskGroup() as tasks:
-            task = tasks.create_task(self._answer(request, members.put))
+        members = Members[SampleResult](request.n)
+        async with self._answering(Call(request, Losses.until(request.deadline_s), members.put), members):
             yield members
-            if members.left:
-                task.cancel()
+
+    @asynccontextmanager
+    async def chunks(self, request: SampleRequest) -> AsyncIterator[Members[SampleResult | Chunk]]:
+        """As `stream`, with the tokens of each member as they come, `stream_interval` of its parameters at a time
+        (default 1), before its result, which has all of them. Tokens whose version is not certain yet come with the
+        result alone. Raises ValueError for a text: behind tokens that were told of, only tokens can be continued.
+        """
+        if request.text:
+            raise ValueError("chunks of a text cannot be continued at another engine; give its token ids")
+        interval = request.params.stream_interval or 1
+        params = msgspec.structs.replace(request.params, stream_interval=interval)
+        members = Members[SampleResult | Chunk](request.n)
+        call = Call(replace(request, params=params), Losses.until(request.deadline_s), members.put, members.put)
+        async with self._answering(call, members):
+            yield members
 
     async def sample(self, request: SampleRequest) -> tuple[SampleResult, ...]:
         """All members, in their order."""
@@ -162,7 +169,7 @@ class Sampler:
             try:
                 return await self._score(request, self._again(need, losses, request.deadline_s), losses)
             except EngineError as error:
-                if not await self._survives(request, losses, error, progress=False):
+                if not await self.survives(request, losses, error, progress=False):
                     raise
 
     async def _score(self, request: ScoreRequest, need: RouteRequest, losses: Losses) -> npt.NDArray[np.float32]:
@@ -178,96 +185,32 @@ class Sampler:
             self._lost(route, losses)
             raise EngineUnreachable(route.client.base_url, route.flight.why)
 
-    # ------------------------------------------------------------------ members, together and alone
-
-    async def _answer(self, request: SampleRequest, emit: Emit) -> None:
-        """Have each member emitted once."""
-        losses = Losses.until(request.deadline_s)
-        none: list[SampleResult] = [SampleResult()] * request.n
-        if request.policy not in self.policies:
-            for index, result in enumerate(none):
-                emit(index, failed(result, UnknownPolicy(request.policy, self.policies)))
-            return
-        async with asyncio.TaskGroup() as tasks:
-
-            def go_on(index: int, result: SampleResult) -> None:
-                tasks.create_task(self._alone(request, index, result, losses.copy(), emit))
-
-            if request.n == 1:
-                go_on(0, none[0])
-            else:
-                await self._together(request, none, losses, emit, go_on)
-
-    async def _together(
-        self, request: SampleRequest, results: list[SampleResult], losses: Losses, emit: Emit, go_on: Emit
-    ) -> None:
-        """One request for all; sent again as it is while nothing at all has come of it. What an update aborted goes on
-        at once, whatever the others do."""
-
-        def ended(index: int, result: SampleResult) -> None:
-            (go_on if goes_on(result) else emit)(index, result)
-
-        while True:
-            attempt = await self._ask(request, 0, results, losses, ended)
-            if attempt.error is None:
-                return
-            left = attempt.left
-            if not await self._survives(request, losses, attempt.error, progress=False):
-                for index, result in left.items():
-                    emit(index, failed(result, attempt.error))
-                return
-            if len(left) < request.n or any(result.token_ids for result in left.values()):
-                for index, result in left.items():
-                    go_on(index, result)
-                return
-            results = list(left.values())
-
-    async def _alone(
-        self, request: SampleRequest, index: int, result: SampleResult, losses: Losses, emit: Emit
-    ) -> None:
-        """Requests for one member until it has ended."""
-        while True:
-            if result.finish == "aborted" and not self._drains(request):
-                result = self._from_where(request, result)
-            ended: list[SampleResult] = []
-
-            def take(_: int, result: SampleResult, ended: list[SampleResult] = ended) -> None:
-                ended.append(result)
-
-            had = len(result.token_ids)
-            attempt = await self._ask(request, index, [result], losses, take)
-            if attempt.error is not None and not ended:
-                [result] = attempt.left.values()
-                progress = len(result.token_ids) > had
-                if not await self._survives(request, losses, attempt.error, progress=progress):
-                    ended.append(failed(result, attempt.error))
-            elif goes_on(ended[0]):
-                [result] = ended
-                continue
-            if ended:
-                emit(index, ended[0])
-                return
-
-    def _from_where(self, request: SampleRequest, result: SampleResult) -> SampleResult:
-        """What an aborted member goes on from: its partial output, or the beginning of the request. The tokens of a
-        text are the engine's to know, so that none can be put behind it."""
-        kept = result
-        if not self.rollout.partial_rollout or request.text:
-            kept = SampleResult("aborted", resumed=result.resumed, spent_s=result.spent_s)
-        return replace(kept, resumed=result.resumed + 1)
-
     # ------------------------------------------------------------------ one request
 
-    async def _ask(
-        self, request: SampleRequest, index: int, results: Sequence[SampleResult], losses: Losses, ended: Emit
-    ) -> Attempt:
+    @asynccontextmanager
+    async def _answering(self, call: Call, members: Members[T]) -> AsyncIterator[None]:
+        if call.request.policy not in self.policies:
+            for index in range(call.request.n):
+                call.emit(index, failed(SampleResult(), UnknownPolicy(call.request.policy, self.policies)))
+            yield
+            return
+        async with asyncio.TaskGroup() as tasks:
+            task = tasks.create_task(PartialRollouts(self, keeps_partial=self.rollout.partial_rollout).answer(call))
+            yield
+            if members.left:
+                task.cancel()
+
+    async def ask(self, call: Call, index: int, results: Sequence[SampleResult], ended: Emit) -> Attempt:
         """One request for members that have the same tokens so far, the first of them `index`. `ended` is told of each
         that ends; the others are in the attempt, with its error."""
-        attempt = Attempt(request, list(results), ended, self.rollout.partial_rollout)
+        request, tell = call.request, call.tell
+        attempt = Attempt(request, list(results), ended, self.rollout.partial_rollout or tell is not None)
+        if tell is not None:
+            attempt.grew = lambda place, chunk: tell(index + place, chunk)
         first = results[0]
         left_s = None if request.engine_s is None else request.engine_s - max(r.spent_s for r in results)
         budget = request.params.max_new_tokens or 0
-        if self._drains(request):
+        if self.drains(request):
             attempt.end_all("aborted", DRAINED)
         elif left_s is not None and left_s <= 0:
             attempt.end_all("aborted", OUT_OF_TIME)
@@ -275,7 +218,7 @@ class Sampler:
             attempt.end_all("length")
         else:
             try:
-                await self._send(attempt, self._wire(request, index, len(results), first), losses, left_s)
+                await self._send(attempt, self._wire(request, index, len(results), first), call.losses, left_s)
             except EngineError as error:  # no place for it
                 attempt.error = error
         return attempt
@@ -300,7 +243,7 @@ class Sampler:
     async def _send(self, attempt: Attempt, wire: GenerateRequest, losses: Losses, left_s: float | None) -> None:
         """Take a place, send, and have the attempt told how it ended. Raises what keeps it from being sent."""
         request = attempt.request
-        ours = request.policy == POLICY
+        ours, told = request.policy == POLICY, attempt.grew is not None
         prompt = np.asarray(request.token_ids[: request.prompt_length or None], dtype=np.int32).tobytes()
         need = RouteRequest(
             key=request.session,
@@ -320,8 +263,8 @@ class Sampler:
             await attempt.run(
                 route,
                 wire,
-                streamed=ours and (self._tokens_come or (self._ends_come and wire.samples > 1)),
-                tokens_come=self._tokens_come,
+                streamed=told or (ours and (self._tokens_come or (self._ends_come and wire.samples > 1))),
+                tokens_come=told or self._tokens_come,
                 left_s=left_s,
                 late_s=losses.left_s,
                 workers=self.routes.workers(route),
@@ -343,14 +286,14 @@ class Sampler:
         losses.engine = route.target.name
         self.routes.lost(route.target)
 
-    async def _survives(
+    async def survives(
         self, request: SampleRequest | ScoreRequest, losses: Losses, error: Exception, *, progress: bool
     ) -> bool:
         """Whether the call goes on after a failed request; if so, waits a little, longer each time."""
         if not losses.count_in(error, progress=progress):
             return False
         if self.draining:
-            return self._drains(request)  # the next try gives back what there is
+            return self.drains(request)  # the next try gives back what there is
         if not losses.may_go_on(self.rollout.max_retries):
             return False
         self.retries += 1
@@ -359,7 +302,7 @@ class Sampler:
         await asyncio.sleep(losses.pause_s)
         return True
 
-    def _drains(self, request: SampleRequest | ScoreRequest) -> bool:
+    def drains(self, request: SampleRequest | ScoreRequest) -> bool:
         """In a drain the policy is asked nothing more; frozen engines still serve what was generated before it."""
         return self.draining and request.policy == POLICY
 
@@ -382,8 +325,3 @@ class Sampler:
             if self.retractions != told:
                 told = self.retractions
                 await topic.publish(f"{RETRACTED}{self.replica}", str(told).encode())
-
-
-def goes_on(result: SampleResult) -> bool:
-    """Whether a member that an engine gave back is to be continued: it was aborted, and not by us."""
-    return result.finish == "aborted" and not result.reason

@@ -20,10 +20,10 @@ import torch
 from configs.schema.engine import EngineConfig, SimulatedEngineConfig
 from models.engines.client import EngineClient
 from models.engines.noise import sample_seed
-from models.engines.partial import PartialOutputs
 from models.engines.protocol import GenerateOutput, GenerateRequest, MetaInfo, SamplingParams
 from models.engines.serve import EngineServer
 from models.engines.simulated import SimulatedEngine, simulated_token
+from models.engines.streamed import PartialOutputs
 from models.weights.shared_memory_writer import SlotWriter
 from stages.engines.stage import EnginesStage
 from stages.generate.stage import GenerateStage

@@ -19,6 +19,8 @@ from models.engines.client import EngineClient
 from models.engines.protocol import SamplingParams
 from stages.generate.requests import Requests
 from stages.messages import Sample
+from stages.sampling.requests import SampleRequest
+from stages.sampling.results import SampleResult
 from tests.models.engines.forward_reference import by_one
 from tests.sglang_server import ON_SGLANG, RealServer
 from tests.stages.engine_rig import Exchange, World, generating, record_exchanges, tensors_of
@@ -105,6 +107,30 @@ async def test_a_lost_server_leaves_its_partial_output(
         assert numbers(sample.response_ids)[: len(kept)] == kept != []
         assert (sample.status, sample.response_length, sample.reused_tokens) == ("truncated", LONG, len(kept))
         check_exact(sample, sglang)
+
+
+async def test_tokens_are_told_as_they_come_and_outlive_their_server(
+    sglang: RealServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    log = record_exchanges(monkeypatch)
+    told: list[int] = []
+    result: SampleResult | None = None
+    params = SamplingParams(max_new_tokens=LONG, ignore_eos=True, stream_interval=4)
+    request = SampleRequest(params, PROMPT)
+    async with on_sglang(tmp_path, sglang) as world, world.stage.sampler.chunks(request) as members:
+        async for _, item in members:
+            if isinstance(item, SampleResult):
+                result = item
+                continue
+            told += item.token_ids
+            if len(told) >= 40 and len(log) == 1:
+                lost = next(index for index, proxy in enumerate(world.proxies) if proxy.url == log[0].url)
+                world.proxies[lost].kill()
+                world.lose(lost)
+    assert result is not None
+    assert (len(result.token_ids), result.resumed) == (LONG, 1)
+    assert told == list(result.token_ids)
+    assert np.abs(by_one(sglang.model, PROMPT, told).numpy() - result.log_probs).max() < TOLERANCE
 
 
 @pytest.mark.parametrize("n", [1, 3])

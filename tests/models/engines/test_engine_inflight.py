@@ -15,9 +15,9 @@ import pytest
 import torch
 
 from models.engines.client import EngineClient
-from models.engines.partial import PartialOutputs
 from models.engines.protocol import EXPECTED_SGLANG, PauseMode, VersionSpan
 from models.engines.serve import EngineServer
+from models.engines.streamed import PartialOutputs
 from tests.models.engines.conftest import REAL
 from tests.models.engines.forward_reference import by_one, by_spans
 from tests.models.engines.harness import EMBEDDED, Capabilities, Target, ask, until

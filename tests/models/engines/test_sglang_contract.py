@@ -17,8 +17,8 @@ import pytest
 import torch
 
 from models.engines.client import EngineClient
-from models.engines.partial import PartialOutputs
 from models.engines.protocol import EXPECTED_SGLANG, GenerateOutput, GenerateRequest, VersionSpan
+from models.engines.streamed import PartialOutputs
 from tests.models.engines.conftest import REAL
 from tests.models.engines.forward_reference import by_one
 from tests.models.engines.harness import Target, ask, generating, idle, post, until

@@ -98,6 +98,7 @@ class _Sample:
     finish: FinishReason | None = None
     last: bytes = b""
     whole: GenerateOutput | None = None  # the finished response, decoded once
+    told: int = 0  # certain tokens that `news` has given out
 
     @property
     def tokens(self) -> int:
@@ -135,6 +136,23 @@ class _Sample:
             return True
         self.foreign = self.foreign or meta.weight_version != self.label
         return self.spans is None and not self.foreign
+
+    def news(self) -> list[LogprobEntry]:
+        """The certain tokens since the last call. Each chunk is decoded once, those before it are not looked at."""
+        new: list[Part] = []
+        for raw, total in reversed(self.sure):
+            if total <= self.told:
+                break
+            new.append((raw, total))
+        found: list[LogprobEntry] = []
+        for raw, total in reversed(new):
+            chunk = _decode_chunk(raw)
+            ids = chunk.output_ids
+            start = self.told if len(ids) >= total else 0  # else it holds only what is new
+            entries = chunk.meta_info.output_token_logprobs or [(None, token, None) for token in ids]
+            found += entries[start : start + total - self.told]
+            self.told = total
+        return found
 
     def certain(self, index: int, early_boundary: bool) -> GenerateOutput | None:
         """The certain tokens as an unfinished response, None without any; a finished response whole."""
@@ -174,13 +192,16 @@ class PartialOutputs:
     is known. Then only chunks with this label are certain. Without it the label of a sample's first chunk is taken;
     that is wrong if an update lands within the milliseconds between the first token and the chunk that brings it.
     `ended` is told of each sample that has finished, at once, while others go on; not of one that the engine rejected,
-    for that is an error of the whole call.
+    for that is an error of the whole call. `grew` is told of certain tokens (log-prob, id, text) as they come.
     """
 
     def __init__(
-        self, sent_label: str | None = None, ended: Callable[[int, GenerateOutput], None] | None = None
+        self,
+        sent_label: str | None = None,
+        ended: Callable[[int, GenerateOutput], None] | None = None,
+        grew: Callable[[int, list[LogprobEntry]], None] | None = None,
     ) -> None:
-        self.sent_label, self._ended = sent_label, ended
+        self.sent_label, self._ended, self._grew = sent_label, ended, grew
         self.last_s = time.monotonic()  # when something arrived last, at first when the request was sent
         self.chunks = 0
         self._samples: list[_Sample] = []
@@ -227,6 +248,8 @@ class PartialOutputs:
         sample, reason = self._samples[head.index], head.meta_info.finish_reason
         sample.take(raw, head, self.sent_label)
         self.chunks += 1
+        if self._grew is not None and (news := sample.news()):
+            self._grew(head.index, news)
         if self._ended is not None and reason is not None and reason.status_code is None:
             self._ended(head.index, sample.finished(head.index, self._early_boundary))
         return None

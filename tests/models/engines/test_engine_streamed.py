@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 
 from models.engines.client import EngineClient
 from models.engines.errors import EngineProtocolError, EngineRefused, EngineTimeout, EngineUnreachable
-from models.engines.partial import EventLines, PartialOutputs, StreamBroken
 from models.engines.protocol import GenerateOutput, GenerateRequest, SamplingParams, VersionSpan
+from models.engines.streamed import EventLines, PartialOutputs, StreamBroken
 
 FINISH = {"type": "length", "length": 0}
 ABORT = {"type": "abort", "message": "Abort in waiting queue"}
@@ -324,7 +324,7 @@ async def test_a_connection_serves_one_stream_after_another(streamed) -> None:  
 
 def test_nothing_is_decoded_twice(monkeypatch: pytest.MonkeyPatch) -> None:
     """A cumulative stream is decoded once, at its end, whatever its length; one of news chunk by chunk, once each."""
-    from models.engines import partial as module
+    from models.engines import streamed as module
 
     decoded: list[int] = []
     original = module._decode_chunk
