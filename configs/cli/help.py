@@ -19,9 +19,7 @@ from configs.load import recipe_names
 from configs.presets import preset_names
 
 PAGE: Final = Path(__file__).resolve().parent.parent.parent / "docs" / "configuration.md"
-BEGIN: Final = "<!-- begin of the generated tables: python -m configs.cli.help -->"
 END: Final = "<!-- end of the generated tables -->"
-
 USAGE: Final = "usage: python launch.py [--config RECIPE] [--flag value ...] [section.key=value ...]"
 _COLUMN = 34
 
@@ -63,12 +61,18 @@ def render_tables() -> str:
 
 
 def render_page(page: str) -> str:
-    """The page with its tables made anew. Raises ValueError if the page lacks the two marks."""
-    head, begin, rest = page.partition(BEGIN)
+    """The page with its tables made anew. Raises ValueError if it lacks the two marks."""
+    return with_tables(page, "configs.cli.help", render_tables())
+
+
+def with_tables(page: str, module: str, tables: str) -> str:
+    """A page of the documentation with the tables that a module makes. Raises ValueError if it lacks the two marks."""
+    mark = f"<!-- begin of the generated tables: python -m {module} -->"
+    head, begin, rest = page.partition(mark)
     _, end, tail = rest.partition(END)
     if not (begin and end):
-        raise ValueError(f"{PAGE.name} lacks the marks {BEGIN!r} and {END!r}, between which the tables stand; add them")
-    return f"{head}{BEGIN}\n\n{render_tables()}\n{END}{tail}"
+        raise ValueError(f"the page lacks the marks {mark!r} and {END!r}, between which the tables stand; add them")
+    return f"{head}{mark}\n\n{tables}\n{END}{tail}"
 
 
 def _entry(usage: str, text: str, columns: int) -> Iterator[str]:

@@ -54,7 +54,6 @@ class Architecture(Struct, frozen=True, kw_only=True):
     active_experts: int = 0
     expert_ffn: int = 0
     shared_ffn: int = 0
-    router_bias: bool = False
     sparse: tuple[bool, ...] = ()
     norms: int = 2
     positions: int | None = None
@@ -158,7 +157,6 @@ def _with_experts(shape: Architecture, model: Mapping[str, Any]) -> Architecture
         active_experts=int(model["num_experts_per_tok"]) if count else 0,
         expert_ffn=width,
         shared_ffn=int(model.get("n_shared_experts") or 0) * width if shared else 0,
-        router_bias=shared and count > 0,
         sparse=sparse,
     )
 

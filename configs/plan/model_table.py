@@ -11,6 +11,7 @@ from functools import cache
 from pathlib import Path
 from typing import Final
 
+from configs.cli.help import with_tables
 from configs.load import load
 from configs.plan.architecture import Architecture, architecture
 from configs.plan.parallel_layout import layout_of
@@ -20,8 +21,6 @@ from configs.resolve import resolve
 from configs.schema import Config
 
 PAGE: Final = Path(__file__).resolve().parent.parent.parent / "docs" / "models.md"
-BEGIN: Final = "<!-- begin of the generated tables: python -m configs.plan.model_table -->"
-END: Final = "<!-- end of the generated tables -->"
 # The run that the tables are about.
 RUN: Final = ("--prompt-data", "arithmetic", "--num-rollout", "1", "--rollout-max-response-len", "8192")
 
@@ -50,12 +49,8 @@ def render_tables() -> str:
 
 
 def render_page(page: str) -> str:
-    """The page with its tables made anew. Raises ValueError if the page lacks the two marks."""
-    head, begin, rest = page.partition(BEGIN)
-    _, end, tail = rest.partition(END)
-    if not (begin and end):
-        raise ValueError(f"{PAGE.name} lacks the marks {BEGIN!r} and {END!r}, between which the tables stand; add them")
-    return f"{head}{BEGIN}\n\n{render_tables()}\n{END}{tail}"
+    """The page with its tables made anew. Raises ValueError if it lacks the two marks."""
+    return with_tables(page, "configs.plan.model_table", render_tables())
 
 
 def _size(name: str) -> tuple[int, str]:

@@ -47,14 +47,9 @@ def layer_share(shape: Architecture, layer: int) -> Share:
 
 
 def total_parameters(shape: Architecture) -> int:
-    """All parameters that are trained; the routers' biases are not, and are counted by `router_biases`."""
+    """All parameters that are trained: the biases by which routers balance their experts are not."""
     embeddings = shape.vocabulary * shape.hidden * (1 if shape.tied else 2)
     return embeddings + shape.hidden + sum(layer_share(shape, layer).total for layer in range(shape.layers))
-
-
-def router_biases(shape: Architecture) -> int:
-    """Elements of the biases by which routers balance their experts: buffers, stored but not trained."""
-    return shape.experts * sum(shape.sparse) if shape.router_bias else 0
 
 
 def active_parameters(shape: Architecture) -> int:

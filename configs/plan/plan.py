@@ -8,20 +8,12 @@ from __future__ import annotations
 
 from msgspec import Struct
 
-from configs.graph import Stream, frozen_engines, is_address, path, replicas, resolved_router, streams
+from configs.graph import frozen_engines, is_address, path, replicas, resolved_router, streams
 from configs.load import config_hash
 from configs.plan.model import model_lines, size_text
-from configs.plan.parallel_layout import Layout, layout_of, trainer_processes
+from configs.plan.parallel_layout import layout_of, trainer_processes
 from configs.plan.run_estimate import RunEstimate, estimate_run
-from configs.plan.staleness import (
-    Staleness,
-    StepTime,
-    predicted_staleness,
-    simulated_generation_s,
-    simulated_training_s,
-    staleness_line,
-)
-from configs.resolve import Batch
+from configs.plan.staleness import predicted_staleness, simulated_times, staleness_line
 from configs.schema import Config
 from configs.sources import known_model, model_config
 
@@ -32,7 +24,6 @@ class StagePlan(Struct, frozen=True):
     name: str
     replicas: int
     where: str
-    custom: bool = False
 
 
 class FrozenPlan(Struct, frozen=True):
@@ -45,68 +36,27 @@ class FrozenPlan(Struct, frozen=True):
 
 
 class Plan(Struct, frozen=True):
-    mode: str
-    runner: str
-    engine: str
-    model: str
-    run_dir: str
-    config_hash: str
-    rollouts: int | None  # rollout batches; None: follows from num_epoch and the data
-    epochs: int | None
+    """What follows from a resolved configuration."""
+
+    config: Config
     stages: tuple[StagePlan, ...]
-    streams: tuple[Stream, ...]
     processes: int
-    batch: Batch
-    tokens_per_batch: int  # at most
-    staleness: Staleness
-    staleness_text: str
-    step: StepTime
-    layout: Layout
-    backend: str
     estimate: RunEstimate | None
-    frozen: tuple[FrozenPlan, ...] = ()
-    router: str = ""  # what it is; empty: none
+    frozen: tuple[FrozenPlan, ...]
 
 
-def make_plan(config: Config, *, generation_s: float | None = None, training_s: float | None = None) -> Plan:
-    """Plan a resolved configuration. Seconds per rollout batch may be given where they are known from measurement."""
-    rollout = config.rollout
-    batch = Batch(
-        rollout.rollout_batch_size,
-        rollout.n_samples_per_prompt,
-        config.train.global_batch_size or 0,
-        config.train.num_steps_per_rollout or 0,
-    )
-    if generation_s is None and config.engine.engine == "simulated":
-        generation_s = simulated_generation_s(config)
-    if training_s is None and config.train.train_backend == "simulated":
-        training_s = simulated_training_s(config)
+def make_plan(config: Config) -> Plan:
+    """Plan a resolved configuration."""
     model = known_model(config)
     stages = _stages(config)
     frozen = tuple(_frozen(config, name, place) for name, place in frozen_engines(config).items())
     started = sum(engine.started for engine in frozen)
     return Plan(
-        mode=config.run.mode,
-        runner=config.run.runner,
-        engine=config.engine.engine,
-        model=config.train.hf_checkpoint,
-        run_dir=config.run.run_dir or "",
-        config_hash=config_hash(config),
-        rollouts=rollout.num_rollout,
-        epochs=rollout.num_epoch if rollout.num_rollout is None else None,
+        config=config,
         stages=stages,
-        streams=streams(config),
         processes=_processes(config, stages) + (started if _own_processes(config) else 0),
-        batch=batch,
-        tokens_per_batch=batch.rollouts * rollout.rollout_max_response_len,
-        staleness=predicted_staleness(config),
-        staleness_text=staleness_line(config),
-        step=StepTime(generation_s, training_s),
-        layout=layout_of(config),
-        backend=config.train.train_backend,
         estimate=estimate_run(config, model) if model is not None else None,
         frozen=frozen,
-        router=_router(config),
     )
 
 
@@ -133,7 +83,9 @@ def _stages(config: Config) -> tuple[StagePlan, ...]:
             where += f" and a trainer group of {trainer_group} process{several} ({layout_of(config)})"
         if name == "reward" and graders:
             where += f" and {graders} grader process{'es' if graders > 1 else ''} each"
-        found.append(StagePlan(name, count, where, name in own))
+        if name in own:
+            where += " (custom stage)"
+        found.append(StagePlan(name, count, where))
     return tuple(found)
 
 
@@ -187,43 +139,46 @@ def render(plan: Plan) -> str:
 
 
 def _head(plan: Plan) -> list[str]:
-    length = f"{plan.rollouts} rollout batches" if plan.rollouts is not None else f"{plan.epochs} epochs of the prompts"
+    config, rollout = plan.config, plan.config.rollout
+    batches, epochs = f"{rollout.num_rollout} rollout batches", f"{rollout.num_epoch} epochs of the prompts"
     return [
-        f"mode {plan.mode}, {length}, model {plan.model}, engine {plan.engine}",
-        f"run directory {plan.run_dir}, configuration {plan.config_hash}",
+        f"mode {config.run.mode}, {batches if rollout.num_rollout is not None else epochs}, model "
+        f"{config.train.hf_checkpoint}, engine {config.engine.engine}",
+        f"run directory {config.run.run_dir}, configuration {config_hash(config)}",
     ]
 
 
 def _graph(plan: Plan) -> list[str]:
+    edges = streams(plan.config)
     counts = {stage.name: stage.replicas for stage in plan.stages}
     label = {name: f"{name} x{count}" if count > 1 else name for name, count in counts.items()}
-    forward = [s.consumer[0] for s in plan.streams if not s.feedback]
+    forward = [s.consumer[0] for s in edges if not s.feedback]
     main = [label[name] for name in forward if name not in ("evaluate", "prompts")]
     lines = ["stages", "  " + " -> ".join([label["prompts"], *main])]
-    for stream in plan.streams:
+    for stream in edges:
         if stream.feedback and stream.producers[0][0] == "generate":
             lines.append(f"  generate -> {label[stream.consumer[0]]} -> generate   (loop, inlets of its own)")
     if "evaluate" in label:
         lines.append("  evaluate -> generate ... group -> evaluate   (held-out prompts, one pinned version)")
     if "engine" in label:
-        router = "router <-> " if plan.router else ""
+        router = "router <-> " if _router(plan.config) else ""
         lines.append(f"  generate <-> {router}{label['engine']}   (HTTP)")
         lines.append("  train -> weights -> engine   (by version)")
     if "teacher" in label:
         lines.append("  teacher <-> frozen engines   (HTTP)")
-    reporters = ", ".join(name for s in plan.streams if s.name == "settle" for name, _ in s.producers)
+    reporters = ", ".join(name for s in edges if s.name == "settle" for name, _ in s.producers)
     lines.append(f"  {reporters} -> prompts   (every group settled once)")
     return lines
 
 
 def _placement(plan: Plan) -> list[str]:
-    lines = [f"placement: runner {plan.runner}, {plan.processes} process{'es' if plan.processes > 1 else ''}"]
+    several = "es" if plan.processes > 1 else ""
+    lines = [f"placement: runner {plan.config.run.runner}, {plan.processes} process{several}"]
     for stage in plan.stages:
-        kind = f"{stage.where} (custom stage)" if stage.custom else stage.where
-        lines.append(f"  {stage.name:<12} x{stage.replicas:<3} {kind}")
-    if plan.router:
-        lines.append(f"  {'router':<12} x1   {plan.router}")
-    server = "process" if plan.runner == "local" or plan.engine == "sglang" else "thread"
+        lines.append(f"  {stage.name:<12} x{stage.replicas:<3} {stage.where}")
+    if router := _router(plan.config):
+        lines.append(f"  {'router':<12} x1   {router}")
+    server = "process" if _own_processes(plan.config) else "thread"
     for engine in plan.frozen:
         where = f"{server} with an HTTP server, weights of" if engine.started else "not started here, asked at"
         lines.append(f"  frozen-{engine.name:<5} x1   {where} {engine.place}")
@@ -231,47 +186,44 @@ def _placement(plan: Plan) -> list[str]:
 
 
 def _arithmetic(plan: Plan) -> list[str]:
-    b = plan.batch
+    rollout, train = plan.config.rollout, plan.config.train
+    rollouts, steps = rollout.rollout_batch_size * rollout.n_samples_per_prompt, train.num_steps_per_rollout or 0
     lines = [
         "batch",
-        f"  rollout_batch_size {b.rollout_batch_size} x n_samples_per_prompt {b.n_samples_per_prompt} = {b.rollouts} "
-        f"rollouts = global_batch_size {b.global_batch_size} x num_steps_per_rollout {b.num_steps_per_rollout}",
-        f"  at most {plan.tokens_per_batch:,} response tokens per rollout batch",
+        f"  rollout_batch_size {rollout.rollout_batch_size} x n_samples_per_prompt {rollout.n_samples_per_prompt} = "
+        f"{rollouts} rollouts = global_batch_size {train.global_batch_size} x num_steps_per_rollout {steps}",
+        f"  at most {rollouts * rollout.rollout_max_response_len:,} response tokens per rollout batch",
     ]
-    if plan.rollouts is not None:
-        lines.append(
-            f"  {plan.rollouts * b.rollouts:,} rollouts and {plan.rollouts * b.num_steps_per_rollout:,} steps in all"
-        )
+    if (batches := rollout.num_rollout) is not None:
+        lines.append(f"  {batches * rollouts:,} rollouts and {batches * steps:,} steps in all")
     return lines
 
 
 def _bounds(plan: Plan) -> list[str]:
-    stale, step = plan.staleness, plan.step
-    lines = ["asynchrony", f"  {plan.staleness_text}"]
+    stale, times = predicted_staleness(plan.config), simulated_times(plan.config)
+    lines = ["asynchrony", f"  {staleness_line(plan.config)}"]
     if stale.bound:
         lines.append(
             f"  smallest useful bound with these engine slots: {stale.useful} (chosen: {stale.bound}); above it only "
             "staleness grows"
         )
-    known = [
-        f"{name} {value:.3g} s"
-        for name, value in (("generation", step.generation_s), ("training", step.training_s))
-        if value is not None
-    ]
+    known = ", ".join(f"{name} {seconds:.3g} s" for name, seconds in times.items())
     lines.append("  step time bound = max(generation, training) per batch; efficiency = bound / measured step time")
-    if step.bound_s is not None:
-        lines.append(f"  {', '.join(known)}: no step can take less than {step.bound_s:.3g} s")
-    elif known:
-        lines.append(f"  {known[0]}: no step can take less; the other side is measured during the run")
+    if len(times) == 2:
+        lines.append(f"  {known}: no step can take less than {max(times.values()):.3g} s")
+    elif times:
+        lines.append(f"  {known}: no step can take less; the other side is measured during the run")
     return lines
 
 
 def _model(plan: Plan) -> list[str]:
+    train = plan.config.train
     if plan.estimate is None:
-        return [f"memory: not estimated, for {plan.model} has no local config.json of a known shape; --model names one"]
+        name = train.hf_checkpoint
+        return [f"memory: not estimated, for {name} has no local config.json of a known shape; --model names one"]
     frozen = [
         f"  frozen-{engine.name:<11} {size_text(engine.nbytes)}   weights + KV cache"
         for engine in plan.frozen
         if engine.nbytes is not None
     ]
-    return [*model_lines(plan.estimate, plan.layout, plan.backend), *frozen]
+    return [*model_lines(plan.estimate, layout_of(plan.config), train.train_backend), *frozen]

@@ -16,7 +16,7 @@ import math
 from msgspec import Struct
 
 from configs.graph import replicas
-from configs.schema import Config, SimulatedEngineConfig
+from configs.schema import Config
 
 
 class Staleness(Struct, frozen=True):
@@ -75,27 +75,14 @@ def staleness_line(config: Config) -> str:
     return line
 
 
-def step_bound_s(generation_s: float, training_s: float) -> float:
-    """Shortest possible time per rollout batch, seconds, with generation and training on resources of their own."""
-    return max(generation_s, training_s)
-
-
-def efficiency(generation_s: float, training_s: float, measured_s: float) -> float:
-    """Share of the bound that a measured step time reaches (1 = nothing is lost)."""
-    return step_bound_s(generation_s, training_s) / measured_s
-
-
-class StepTime(Struct, frozen=True):
-    """Seconds per rollout batch by component, where known."""
-
-    generation_s: float | None
-    training_s: float | None
-
-    @property
-    def bound_s(self) -> float | None:
-        if self.generation_s is None or self.training_s is None:
-            return None
-        return step_bound_s(self.generation_s, self.training_s)
+def simulated_times(config: Config) -> dict[str, float]:
+    """Seconds per rollout batch of the sides that are simulated; those of the others are measured during the run."""
+    times = {}
+    if config.engine.engine == "simulated":
+        times["generation"] = simulated_generation_s(config)
+    if config.train.train_backend == "simulated":
+        times["training"] = config.train.simulated_step_s * (config.train.num_steps_per_rollout or 1)
+    return times
 
 
 def simulated_generation_s(config: Config) -> float:
@@ -110,17 +97,9 @@ def simulated_generation_s(config: Config) -> float:
     admitted = math.ceil(rollouts * (bound + 1) / engines)
     running = min(config.engine.engine_slots, rollout.server_concurrency, admitted)
     step_s = (model.a_ms + model.c_ms * running) / 1000 * model.time_scale
-    return rollouts * response_tokens(model, rollout.rollout_max_response_len) / (running * engines) * step_s
-
-
-def simulated_training_s(config: Config) -> float:
-    """Seconds that the simulated trainer needs per rollout batch: W_t / c_t."""
-    return config.train.simulated_step_s * (config.train.num_steps_per_rollout or 1)
-
-
-def response_tokens(model: SimulatedEngineConfig, limit: int) -> float:
-    """Mean response of the simulated engine, tokens, cut at its cap and at `--rollout-max-response-len`."""
-    return capped_lognormal_mean(model.length_mean, model.length_sigma, min(model.length_cap, limit))
+    longest = min(model.length_cap, rollout.rollout_max_response_len)
+    tokens = rollouts * capped_lognormal_mean(model.length_mean, model.length_sigma, longest)
+    return tokens / (running * engines) * step_s
 
 
 def capped_lognormal_mean(mean: float, sigma: float, cap: float) -> float:

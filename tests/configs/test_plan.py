@@ -18,10 +18,10 @@ from configs.plan.plan import make_plan, render
 from configs.plan.run_estimate import estimate_run
 from configs.plan.staleness import (
     capped_lognormal_mean,
-    efficiency,
     mean_staleness,
     predicted_staleness,
     simulated_generation_s,
+    simulated_times,
     staleness_line,
 )
 from configs.resolve import resolve
@@ -130,13 +130,12 @@ def test_time_of_a_simulated_batch() -> None:
 
 
 def test_the_bound_of_a_step() -> None:
-    plan = make_plan(resolved(), generation_s=3.0, training_s=4.0)
-    assert plan.step.bound_s == 4.0
-    assert "no step can take less than 4 s" in render(plan)
-    assert efficiency(3.0, 4.0, 5.0) == 0.8
-    assert make_plan(resolved()).step.bound_s is None
-    simulated = resolved("--train-backend", "simulated", "--simulated-step-s", "2", "--num-steps-per-rollout", "4")
-    assert make_plan(simulated, generation_s=3.0).step.bound_s == 8.0
+    trainer = ["--train-backend", "simulated", "--simulated-step-s", "2", "--num-steps-per-rollout", "4"]
+    assert simulated_times(resolved()) == {}
+    assert simulated_times(resolved(*trainer)) == {"training": 8.0}
+    both = resolved(*trainer, "--engine", "simulated", "engine.simulated.a_ms=0", "engine.simulated.c_ms=0")
+    assert simulated_times(both) == {"generation": 0.0, "training": 8.0}
+    assert "generation 0 s, training 8 s: no step can take less than 8 s" in render(make_plan(both))
     assert "the other side is measured during the run" in render(make_plan(resolved("--engine", "simulated")))
 
 
