@@ -112,19 +112,6 @@ def engine_count(config: Config) -> int:
     return config.run.scale.get("engine", 1)
 
 
-def resolved_router(config: Config) -> Literal["none", "sglang", "smg"]:
-    """Which router stands in front of the engines that generate. Supervised training has neither.
-
-    With `--router-address` it is one that runs already; of a kind that nothing names it is taken for sglang-router.
-    """
-    if config.train.loss_type == "sft_loss":
-        return "none"
-    router = config.router
-    if router.router != "auto":
-        return router.router
-    return "sglang" if config.engine.engine == "sglang" or router.router_address is not None else "none"
-
-
 def frozen_engines(config: Config) -> dict[str, str]:
     """Name -> checkpoint or address of the engines whose weights never change. Supervised training asks none."""
     if config.train.loss_type == "sft_loss":

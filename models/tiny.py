@@ -113,6 +113,8 @@ def make_tiny_checkpoint(
     )
     recipe.check()
     directory = Path(directory)
+    if directory.is_dir() and not any(directory.iterdir()):
+        directory.rmdir()  # an empty directory, e.g. one made by the caller, is no checkpoint and no conflict
     if directory.exists():
         return _reuse(directory, recipe)
     directory.parent.mkdir(parents=True, exist_ok=True)
@@ -129,16 +131,8 @@ def make_tiny_checkpoint(
     return directory
 
 
-def build_tokenizer(kind: TokenizerKind) -> PreTrainedTokenizerFast:
-    """The tokenizer of a tiny checkpoint, without a model or a directory."""
-    return _byte_tokenizer() if kind == "bytes" else _arithmetic_tokenizer()
-
-
 def _reuse(directory: Path, recipe: TinyRecipe) -> Path:
-    if not directory.is_dir() or not any(directory.iterdir()):
-        if directory.is_dir():
-            directory.rmdir()  # an empty directory, e.g. one made by the caller, is no checkpoint and no conflict
-            return make_tiny_checkpoint(directory, **_arguments(recipe))
+    if not directory.is_dir():
         raise TinyCheckpointError(f"{directory} is a file; a tiny checkpoint needs a directory: choose another path")
     path = directory / RECIPE_FILE
     if not path.is_file():
@@ -156,12 +150,6 @@ def _reuse(directory: Path, recipe: TinyRecipe) -> Path:
             f"{directory} holds another tiny checkpoint: {', '.join(different)}; choose another path or remove it"
         )
     return directory
-
-
-def _arguments(recipe: TinyRecipe) -> dict[str, Any]:
-    values = msgspec.structs.asdict(recipe)
-    del values["format_version"]
-    return values
 
 
 def _write(draft: Path, recipe: TinyRecipe) -> None:
@@ -217,49 +205,31 @@ def _model_config(recipe: TinyRecipe, tokenizer: PreTrainedTokenizerFast) -> Any
     return kinds[recipe.architecture](**shape)
 
 
-def _byte_tokenizer() -> PreTrainedTokenizerFast:
-    """Byte-level BPE without merges: id = byte value, so any text has exactly as many ids as UTF-8 bytes."""
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
+def build_tokenizer(kind: TokenizerKind) -> PreTrainedTokenizerFast:
+    """The tokenizer of a tiny checkpoint, without a model or a directory: byte-level BPE without merges.
 
-    vocabulary = {symbol: byte for byte, symbol in enumerate(_byte_symbols())}
-    core = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
-    core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    core.decoder = decoders.ByteLevel()
-    core.add_special_tokens(["<|pad|>", "<|bos|>", "<|eos|>", *_RESERVED])
-    return PreTrainedTokenizerFast(
-        tokenizer_object=core,
-        pad_token="<|pad|>",
-        bos_token="<|bos|>",
-        eos_token="<|eos|>",
-        chat_template=CHAT_TEMPLATE,
-        clean_up_tokenization_spaces=False,
-    )
-
-
-def _arithmetic_tokenizer() -> PreTrainedTokenizerFast:
-    """One id per character; a byte outside the alphabet becomes `<unk>` (with "qwen2", transformers drops it).
-
-    Byte-level like the other one, so that transformers' Qwen2Tokenizer reads spaces from the same file alike.
+    bytes: id = byte value, so any text has exactly as many ids as UTF-8 bytes. arithmetic: one id per character; a byte
+    outside the alphabet becomes `<unk>` (with "qwen2", transformers drops it). It is byte-level like the other one, so
+    that transformers' Qwen2Tokenizer reads spaces from the same file alike.
     """
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
-    vocabulary = {"<pad>": 0}
     symbols = _byte_symbols()
-    symbols[ord("\n")] = "\n"  # a special token is matched in the raw text, before bytes become symbols
-    vocabulary.update({symbols[ord(character)]: index + 1 for index, character in enumerate(ARITHMETIC_CHARACTERS)})
-    vocabulary["<unk>"] = len(vocabulary)
-    core = Tokenizer(models.BPE(vocab=vocabulary, merges=[], unk_token="<unk>"))
+    named: dict[str, Any] = {"pad_token": "<|pad|>", "bos_token": "<|bos|>", "eos_token": "<|eos|>"}
+    if kind == "bytes":
+        core = Tokenizer(models.BPE(vocab={symbol: byte for byte, symbol in enumerate(symbols)}, merges=[]))
+        core.add_special_tokens([*named.values(), *_RESERVED])
+        named["chat_template"] = CHAT_TEMPLATE
+    else:
+        symbols[ord("\n")] = "\n"  # a special token is matched in the raw text, before bytes become symbols
+        known = ["<pad>", *(symbols[ord(character)] for character in ARITHMETIC_CHARACTERS), "<unk>"]
+        vocabulary = {symbol: index for index, symbol in enumerate(known)}
+        core = Tokenizer(models.BPE(vocab=vocabulary, merges=[], unk_token="<unk>"))
+        named = {"pad_token": "<pad>", "eos_token": "\n", "unk_token": "<unk>"}
     core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     core.decoder = decoders.ByteLevel()
-    return PreTrainedTokenizerFast(
-        tokenizer_object=core,
-        pad_token="<pad>",
-        eos_token="\n",
-        unk_token="<unk>",
-        clean_up_tokenization_spaces=False,
-    )
+    return PreTrainedTokenizerFast(tokenizer_object=core, clean_up_tokenization_spaces=False, **named)
 
 
 def _byte_symbols() -> list[str]:

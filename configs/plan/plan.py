@@ -8,13 +8,14 @@ from __future__ import annotations
 
 from msgspec import Struct
 
-from configs.graph import frozen_engines, is_address, path, replicas, resolved_router, streams
+from configs.graph import frozen_engines, is_address, path, replicas, streams
 from configs.load import config_hash
 from configs.plan.model import model_lines, size_text
 from configs.plan.parallel_layout import layout_of, trainer_processes
 from configs.plan.run_estimate import RunEstimate, estimate_run
 from configs.plan.staleness import predicted_staleness, simulated_times, staleness_line
 from configs.schema import Config
+from configs.schema.router import router_kind
 from configs.sources import known_model, model_config
 
 
@@ -107,7 +108,7 @@ def _engine(config: Config) -> str:
 
 def _router(config: Config) -> str:
     """What the router in front of the engines is; empty if there is none."""
-    kind, address = resolved_router(config), config.router.router_address
+    kind, address = router_kind(config), config.router.router_address
     if kind == "none":
         return ""
     name = "smg" if kind == "smg" else "sglang-router"
@@ -117,7 +118,7 @@ def _router(config: Config) -> str:
 def _processes(config: Config, stages: tuple[StagePlan, ...]) -> int:
     """The controller, and what it starts. A server of SGLang counts as one, though it starts more itself."""
     graders = sum(stage.replicas * config.reward.reward_workers for stage in stages if stage.name == "reward")
-    router = 1 if resolved_router(config) != "none" and config.router.router_address is None else 0
+    router = 1 if router_kind(config) != "none" and config.router.router_address is None else 0
     trainer_group = trainer_processes(config) if "train" in path(config) else 0
     elsewhere = {"prompts"} | ({"engine"} if config.sglang.rollout_external_engine_addrs else set())
     if config.run.runner == "local":

@@ -12,8 +12,9 @@ from collections.abc import Iterator
 from typing import Final
 from urllib.parse import urlsplit
 
-from configs.graph import engine_count, resolved_router
+from configs.graph import engine_count
 from configs.schema import Config
+from configs.schema.router import router_kind
 
 _ADDRESS: Final = re.compile(r"https?://[^\s/:@]+:\d{1,5}/?|https?://\[[0-9a-fA-F:]+\]:\d{1,5}/?")
 _LOOPBACK: Final = ("localhost", "127.0.0.1", "::1")
@@ -67,7 +68,7 @@ def router_faults(config: Config) -> Iterator[str]:
         yield from _addresses("--router-address", (router.router_address,))
         if router.router == "none":
             yield "--router is none, but --router-address names one; leave one of them out"
-    kind = resolved_router(config)
+    kind = router_kind(config)
     if router.router_policy == "least_loaded" and kind != "none":
         yield (
             f"--router-policy is least_loaded, which the generate stage alone can do, but a router ({kind}) stands in "
@@ -96,7 +97,7 @@ def deadline_faults(config: Config) -> Iterator[str]:
 
 
 def warnings(config: Config) -> Iterator[str]:
-    sglang, router, kind = config.sglang, config.router, resolved_router(config)
+    sglang, router, kind = config.sglang, config.router, router_kind(config)
     external = sglang.rollout_external_engine_addrs
     unread = sorted(sglang.sglang_args)
     if unread and config.engine.engine != "sglang":

@@ -3,9 +3,12 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from msgspec import Meta, Struct
+
+if TYPE_CHECKING:
+    from configs.schema import Config
 
 
 class RouterConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -31,3 +34,16 @@ class RouterConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
         dict[str, Any],
         Meta(description="options of the router by name; on the command line --router-<option> value"),
     ] = {}
+
+
+def router_kind(config: Config) -> Literal["none", "sglang", "smg"]:
+    """Which router stands in front of the engines that generate, with `auto` decided. Supervised training has neither.
+
+    With `--router-address` it is one that runs already; of a kind that nothing names it is taken for sglang-router.
+    """
+    router = config.router
+    if config.train.loss_type == "sft_loss":
+        return "none"
+    if router.router != "auto":
+        return router.router
+    return "sglang" if config.engine.engine == "sglang" or router.router_address is not None else "none"

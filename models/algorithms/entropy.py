@@ -28,12 +28,6 @@ def token_log_probs(
         return chosen, _entropy(scaled, log_normaliser)
 
 
-def entropy_of(logits: Tensor, *, temperature: float = 1.0) -> Tensor:
-    """Entropy [N] in nats of softmax(`logits` [N, V] / temperature) over the full vocabulary; differentiable."""
-    scaled = (logits if logits.dtype == torch.float64 else logits.float()) / temperature
-    return _entropy(scaled, scaled.logsumexp(dim=-1))
-
-
 def _entropy(scaled: Tensor, log_normaliser: Tensor) -> Tensor:
     probabilities = (scaled - log_normaliser.unsqueeze(-1)).exp()
     # A logit of -inf has probability 0 and contributes 0, not 0 * inf.

@@ -212,7 +212,7 @@ class EngineClient(HttpClient):
         return updated
 
     async def update(
-        self, path: str, payload: Struct | dict[str, str], timeout_s: float, flush_cache: bool = False
+        self, path: str, payload: Struct | Mapping[str, object], timeout_s: float, flush_cache: bool = False
     ) -> WeightsUpdated:
         """One call of a weight update. That the weights changed and the cache was kept is a success here, although it
         comes with status 400. Raises `EngineRefused`."""

@@ -108,6 +108,10 @@ class Completion:
         if not self.span_starts or self.span_starts[-1][0] != label:
             self.span_starts.append((label, start))
 
+    def refuse(self, why: str) -> None:
+        """End the response that an engine never took, since it has stopped."""
+        self.close(FinishReason(type="abort", message=why, status_code=503))
+
     def close(self, reason: FinishReason) -> None:
         """End the response; its outputs must be complete by now."""
         self.finished_s = time.monotonic()
@@ -162,6 +166,24 @@ class Totals:
 
 
 Deliver = Callable[[Sequence[Completion]], None]
+
+
+def nowhere(completions: Sequence[Completion]) -> None:
+    """Deliveries before the start: there are none."""
+
+
+def load_of(facts: EngineFacts, totals: Totals, *, running: int, waiting: int, used_tokens: int) -> Load:
+    """What an engine says of its load."""
+    return Load(
+        num_running_reqs=running,
+        num_waiting_reqs=waiting,
+        num_used_tokens=used_tokens,
+        max_total_num_tokens=facts.kv_tokens,
+        max_running_requests=facts.slots,
+        token_usage=used_tokens / facts.kv_tokens,
+        cache_hit_rate=totals.cache_hit_rate,
+        busy_s=totals.busy_s,
+    )
 
 
 class EngineCore(Protocol):

@@ -52,7 +52,7 @@ class HttpClient:
         self,
         method: str,
         path: str,
-        payload: Struct | dict[str, str] | None,
+        payload: Struct | Mapping[str, object] | None,
         timeout_s: float,
         headers: Mapping[str, str] | None = None,
     ) -> bytes:
@@ -122,7 +122,7 @@ class HttpClient:
         self,
         method: str,
         path: str,
-        payload: Struct | dict[str, str] | None,
+        payload: Struct | Mapping[str, object] | None,
         timeout_s: float,
         headers: Mapping[str, str] | None,
     ) -> AsyncIterator[aiohttp.ClientResponse]:

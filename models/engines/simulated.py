@@ -18,19 +18,11 @@ from pathlib import Path
 from typing import Any, Final
 
 from configs.schema.engine import EngineConfig
-from models.engines.core import Completion, Deliver, EngineFacts, Totals
+from models.engines.core import Completion, Deliver, EngineFacts, Totals, load_of, nowhere
 from models.engines.errors import EngineServerError
 from models.engines.memory import MemoryAccount, MemoryTag
-from models.engines.protocol import DEFAULT_LABEL, FinishReason, Load, PauseMode
-from models.engines.simulated_policy import (
-    simulated_length,
-    simulated_log_prob,
-    simulated_scores,
-    simulated_token,
-)
+from models.engines.protocol import DEFAULT_LABEL, Load, PauseMode
 from models.engines.simulated_schedule import Schedule
-
-__all__ = ["SimulatedEngine", "simulated_length", "simulated_log_prob", "simulated_scores", "simulated_token"]
 
 _UNBOUNDED: Final = 1 << 20  # context length if neither the configuration nor a checkpoint bounds it, tokens
 
@@ -66,7 +58,7 @@ class SimulatedEngine:
         self._updating = asyncio.Lock()
         self._memory = MemoryAccount()
         self._stopped = False
-        self._deliver: Deliver = _nowhere
+        self._deliver: Deliver = nowhere
 
     @property
     def facts(self) -> EngineFacts:
@@ -94,7 +86,7 @@ class SimulatedEngine:
     def submit(self, completions: Sequence[Completion]) -> None:
         if self._stopped:
             for completion in completions:
-                completion.close(FinishReason(type="abort", message="the engine has stopped", status_code=503))
+                completion.refuse("the engine has stopped")
             self._deliver(completions)
             return
         self.schedule.submit(self._now, completions)
@@ -159,15 +151,12 @@ class SimulatedEngine:
         self.schedule.advance(self._now)
         self._pump()
         schedule = self.schedule
-        return Load(
-            num_running_reqs=schedule.running,
-            num_waiting_reqs=schedule.waiting,
-            num_used_tokens=schedule.used_tokens,
-            max_total_num_tokens=self._facts.kv_tokens,
-            max_running_requests=self._facts.slots,
-            token_usage=schedule.used_tokens / self._facts.kv_tokens,
-            cache_hit_rate=schedule.totals.cache_hit_rate,
-            busy_s=schedule.totals.busy_s,
+        return load_of(
+            self._facts,
+            schedule.totals,
+            running=schedule.running,
+            waiting=schedule.waiting,
+            used_tokens=schedule.used_tokens,
         )
 
     def totals(self) -> Totals:
@@ -211,7 +200,3 @@ def _read_config(directory: Path) -> dict[str, Any]:
     path = directory / "config.json"
     loaded: dict[str, Any] = json.loads(path.read_text()) if path.is_file() else {}
     return loaded
-
-
-def _nowhere(completions: Sequence[Completion]) -> None:
-    """Deliveries before the start: there are none."""

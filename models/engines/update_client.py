@@ -6,50 +6,17 @@ that updated the weights but kept its cache says so with status 400, which is a 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Final
 
 import msgspec
 import xxhash
-from msgspec import Struct
 
 from models.engines.client import EngineClient, WeightsUpdated
 from models.engines.errors import EngineRefused
 from models.engines.memory import ALL_TAGS, MemoryRequest, MemoryTag
 
 _ALREADY_OPEN: Final = "already"  # both SGLang and our engines use the word
-_NO_BODY: Final[dict[str, str]] = {}
-
-
-class _InitGroup(Struct, frozen=True):
-    master_address: str
-    master_port: int
-    rank_offset: int
-    world_size: int
-    group_name: str
-    backend: str
-
-
-class _GroupName(Struct, frozen=True):
-    group_name: str
-
-
-class _FromDistributed(Struct, frozen=True, kw_only=True):
-    names: list[str]
-    dtypes: list[str]
-    shapes: list[list[int]]
-    group_name: str
-    weight_version: str | None
-    flush_cache: bool
-    load_format: str = "flattened_bucket"
-    abort_all_requests: bool = False
-
-
-class _FromTensor(Struct, frozen=True, kw_only=True):
-    serialized_named_tensors: list[str]
-    weight_version: str | None
-    flush_cache: bool
-    abort_all_requests: bool = False
 
 
 class UpdateClient:
@@ -61,24 +28,32 @@ class UpdateClient:
     async def begin(self) -> None:
         """Open the bracket that tensor and group updates must be in. One that a broken update left open is closed."""
         try:
-            await self._update("/begin_weight_update", _NO_BODY)
+            await self._update("/begin_weight_update", {})
         except EngineRefused as error:
             if _ALREADY_OPEN not in error.reason:
                 raise
             await self.end()
-            await self._update("/begin_weight_update", _NO_BODY)
+            await self._update("/begin_weight_update", {})
 
     async def end(self) -> None:
         """Close the bracket. Raises EngineRefused if none is open."""
-        await self._update("/end_weight_update", _NO_BODY)
+        await self._update("/end_weight_update", {})
 
     async def init_group(self, name: str, address: str, port: int, world_size: int, backend: str) -> None:
         """Have all ranks of the engine join a group as ranks 1 .. world_size - 1. Waits until they have met rank 0."""
-        await self._update("/init_weights_update_group", _InitGroup(address, port, 1, world_size, name, backend))
+        request = {
+            "master_address": address,
+            "master_port": port,
+            "rank_offset": 1,
+            "world_size": world_size,
+            "group_name": name,
+            "backend": backend,
+        }
+        await self._update("/init_weights_update_group", request)
 
     async def destroy_group(self, name: str) -> None:
         """Have the engine leave a group. Raises EngineRefused if it is in none of that name."""
-        await self._update("/destroy_weights_update_group", _GroupName(name))
+        await self._update("/destroy_weights_update_group", {"group_name": name})
 
     async def update_from_distributed(
         self,
@@ -91,14 +66,26 @@ class UpdateClient:
         flush_cache: bool,
     ) -> WeightsUpdated:
         """Receive one broadcast: the tensors' bytes end to end. Waits for it; unblocked by its end or its failure."""
-        request = _FromDistributed(
-            names=names, dtypes=dtypes, shapes=shapes, group_name=group, weight_version=label, flush_cache=flush_cache
-        )
+        request = {
+            "names": names,
+            "dtypes": dtypes,
+            "shapes": shapes,
+            "group_name": group,
+            "weight_version": label,
+            "flush_cache": flush_cache,
+            "load_format": "flattened_bucket",
+            "abort_all_requests": False,
+        }
         return await self._update("/update_weights_from_distributed", request, flush_cache)
 
     async def update_from_tensor(self, payloads: list[str], *, label: str | None, flush_cache: bool) -> WeightsUpdated:
         """Load tensors from shared memory; one payload for each tensor-parallel rank."""
-        request = _FromTensor(serialized_named_tensors=payloads, weight_version=label, flush_cache=flush_cache)
+        request = {
+            "serialized_named_tensors": payloads,
+            "weight_version": label,
+            "flush_cache": flush_cache,
+            "abort_all_requests": False,
+        }
         return await self._update("/update_weights_from_tensor", request, flush_cache)
 
     async def checksum(self) -> str:
@@ -119,5 +106,5 @@ class UpdateClient:
         """Take the memory again. What was in it is undefined: update the weights before anything is generated."""
         await self.client.call("POST", "/resume_memory_occupation", MemoryRequest([*tags]), self.timeout_s)
 
-    async def _update(self, path: str, payload: Struct | dict[str, str], flush_cache: bool = False) -> WeightsUpdated:
+    async def _update(self, path: str, payload: Mapping[str, object], flush_cache: bool = False) -> WeightsUpdated:
         return await self.client.update(path, payload, self.timeout_s, flush_cache)

@@ -13,8 +13,9 @@ from pathlib import Path
 from msgspec import Struct
 
 import pipeline
-from configs.graph import engine_count, frozen_engines, is_address, resolved_router
+from configs.graph import engine_count, frozen_engines, is_address
 from configs.schema import Config
+from configs.schema.router import router_kind
 from models.engines.launch.command import tensor_parallel
 from models.engines.launch.environment import Installed, Part, find_python, probe
 from models.engines.launch.errors import LaunchError
@@ -42,7 +43,7 @@ def parts(config: Config) -> tuple[Part, ...]:
     own = engine_count(config) > 0 and not config.sglang.rollout_external_engine_addrs
     frozen = any(not is_address(place) for place in frozen_engines(config).values())
     server = config.engine.engine == "sglang" and (own or frozen)
-    kind = resolved_router(config) if config.router.router_address is None else "none"
+    kind = router_kind(config) if config.router.router_address is None else "none"
     found: list[Part] = ["server"] if server else []
     if kind != "none":
         found.append("smg" if kind == "smg" else "router")

@@ -6,8 +6,9 @@ import sys
 from pathlib import Path
 from statistics import fmean
 
-from configs.graph import engine_count, resolved_router
+from configs.graph import engine_count
 from configs.schema import Config
+from configs.schema.router import router_kind
 from models.checkpoint import latest_checkpoint
 from pipeline.observe.perfetto import merge
 from pipeline.observe.plot import plot_metrics_file
@@ -91,7 +92,7 @@ def engines_of(recorder: Recorder, config: Config) -> EngineSummary:
 def router_of(recorder: Recorder, config: Config) -> RouterSummary:
     """The router in front of them."""
     facts = read_fleet(recorder.rundir).get("router")
-    return RouterSummary(resolved_router(config), facts.version if facts is not None else "")
+    return RouterSummary(router_kind(config), facts.version if facts is not None else "")
 
 
 def summarise(recorder: Recorder, config: Config, reason: str) -> RunSummary:

@@ -15,8 +15,8 @@ from pathlib import Path
 import msgspec
 from msgspec import Struct
 
-from configs.graph import resolved_router
 from configs.schema import Config
+from configs.schema.router import router_kind
 from pipeline.observe.stats import STATS_PREFIX, StageStats
 from pipeline.record.recorder import Recorder
 from pipeline.record.run_directory import RunDir
@@ -66,7 +66,7 @@ class Announcer:
         for name, url in frozen.items():
             value = msgspec.msgpack.encode(EngineAddress(f"frozen-{name}", url, 0, name))
             self.topic.publish(f"engine/frozen-{name}", value)
-        router, address = resolved_router(config), config.router.router_address
+        router, address = router_kind(config), config.router.router_address
         if router != "none" and address is not None:
             self.router_up(router, address.rstrip("/"), 0, "", "")
 

@@ -10,8 +10,9 @@ import asyncio
 from collections.abc import Sequence
 from typing import Protocol
 
-from configs.graph import frozen_engines, is_address, resolved_router
+from configs.graph import frozen_engines, is_address
 from configs.schema import Config
+from configs.schema.router import router_kind
 from pipeline.hosts.launcher import Launcher
 from pipeline.preflight.sglang import prepare_sglang
 from pipeline.supervise.engine_servers import EmbeddedOrSimulatedServer, InProcessEngine, SglangServer
@@ -29,7 +30,7 @@ class Supervised(Protocol):
 
 def starts_router(config: Config) -> bool:
     """Whether this run has a router process of its own."""
-    return resolved_router(config) != "none" and config.router.router_address is None
+    return router_kind(config) != "none" and config.router.router_address is None
 
 
 class Servers:
@@ -74,7 +75,7 @@ class Servers:
             # In a thread: it may have to run SGLang's imports, which take seconds.
             installed = (await asyncio.to_thread(prepare_sglang, config, warn=False)).installed
             charges += [SglangServer(spec, config, installed, self.lifecycle) for spec in foreign]
-            kind = resolved_router(config)
+            kind = router_kind(config)
             if router and kind != "none":
                 charges.append(RouterServer(kind, config, installed, self.lifecycle))
         kept += [ServerSupervisor(server, self.launcher, self.restarts, health) for server in charges]
@@ -88,7 +89,7 @@ class Servers:
             for name, place in frozen_engines(config).items()
             if is_address(place)
         ]
-        kind, address = resolved_router(config), config.router.router_address
+        kind, address = router_kind(config), config.router.router_address
         if kind != "none" and address is not None:
             kept.append(ExternalRouter(kind, address, self.lifecycle, health))
         return kept

@@ -20,8 +20,8 @@ import contextlib
 import uuid
 from typing import Final
 
+from configs.schema.router import router_kind
 from models.engines.errors import EngineError
-from models.engines.launch.routing import router_kind
 from models.weights.delta_mirror import DeltaMirror
 from stages.base import Stage, StageContext
 from stages.engine_entries import ADDRESS, addresses

@@ -16,8 +16,8 @@ import msgspec
 import pytest
 from fake_servers import Told, eventually, gone
 
-from configs.graph import resolved_router
 from configs.schema import Config
+from configs.schema.router import router_kind
 from pipeline.errors import ReplicaFailed, UsageError
 from pipeline.hosts import die_with_parent as die_with_parent
 from pipeline.hosts.free_port import PortInUse, held_port
@@ -210,7 +210,7 @@ def test_which_router_stands_before_the_engines() -> None:
         config = Config()
         values = {**msgspec.to_builtins(config), "router": router}
         values["engine"]["engine"], values["train"]["loss_type"] = engine, loss
-        return resolved_router(msgspec.convert(values, type=Config))
+        return router_kind(msgspec.convert(values, type=Config))
 
     assert resolved() == "none"
     assert resolved("sglang") == "sglang"

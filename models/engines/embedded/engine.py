@@ -22,7 +22,7 @@ from typing import Final, TypeVar
 import torch
 
 from configs.schema.engine import EngineConfig
-from models.engines.core import Completion, Deliver, EngineFacts, Totals
+from models.engines.core import Completion, Deliver, EngineFacts, Totals, load_of, nowhere
 from models.engines.embedded.kv_cache import KVCache
 from models.engines.embedded.slots import SlotTable
 from models.engines.embedded.spec import ModelSpec
@@ -31,7 +31,7 @@ from models.engines.embedded.transformer import Transformer
 from models.engines.embedded.weights import LiveWeights
 from models.engines.errors import EngineServerError, EngineStartError, WeightsRefused
 from models.engines.memory import MemoryAccount, MemoryTag
-from models.engines.protocol import DEFAULT_LABEL, FinishReason, Load, PauseMode
+from models.engines.protocol import DEFAULT_LABEL, Load, PauseMode
 from models.engines.text import TextCodec
 
 T = TypeVar("T")
@@ -88,7 +88,7 @@ class EmbeddedEngine:
         self._after_drain: list[Callable[[], None]] = []
         self._stopping = False
         self._dead: str | None = None
-        self._deliver: Deliver = _nowhere
+        self._deliver: Deliver = nowhere
         self._on_crash: Callable[[BaseException], None] = _ignore
         self._thread = threading.Thread(target=self._work, name="embedded-engine", daemon=True)
 
@@ -118,7 +118,7 @@ class EmbeddedEngine:
     def submit(self, completions: Sequence[Completion]) -> None:
         if not self._send(lambda: self.stepper.submit(completions)):
             for completion in completions:
-                completion.close(FinishReason(type="abort", message=self._dead or "engine stopped", status_code=503))
+                completion.refuse(self._dead or "engine stopped")
             self._deliver(completions)
 
     def cancel(self, completions: Sequence[Completion]) -> None:
@@ -214,8 +214,7 @@ class EmbeddedEngine:
             self.stepper.holding = True
             self._after_drain.append(lambda: _resolve(answer, change))
 
-        if not self._send(arrange):
-            raise EngineServerError(self._dead or "the engine has stopped")
+        await self._ask(arrange)
         await asyncio.wrap_future(answer)
 
     def _work(self) -> None:
@@ -241,9 +240,9 @@ class EmbeddedEngine:
         with self._wake:
             while not (self._commands or self._stopping or self.stepper.has_work or self._change_is_due):
                 self._wake.wait()
-            commands, self._commands = self._commands, []
             if self._stopping:
-                return False
+                return False  # what was asked meanwhile is answered at the end
+            commands, self._commands = self._commands, []
         for command in commands:
             command()
         if self._change_is_due:
@@ -266,25 +265,23 @@ class EmbeddedEngine:
             self._deliver(progressed)
 
     def _measure(self) -> Load:
-        stepper, facts = self.stepper, self._facts
-        used = stepper.used_tokens
-        return Load(
-            num_running_reqs=stepper.running,
-            num_waiting_reqs=stepper.waiting,
-            num_used_tokens=used,
-            max_total_num_tokens=facts.kv_tokens,
-            max_running_requests=facts.slots,
-            token_usage=used / facts.kv_tokens,
-            cache_hit_rate=stepper.totals.cache_hit_rate,
-            busy_s=stepper.totals.busy_s,
+        stepper = self.stepper
+        return load_of(
+            self._facts,
+            stepper.totals,
+            running=stepper.running,
+            waiting=stepper.waiting,
+            used_tokens=stepper.used_tokens,
         )
 
     def _die(self, reason: str) -> None:
         with self._wake:
             self._dead = reason
             commands, self._commands = self._commands, []
-        for command in (*commands, *self._after_drain):
+        for command in commands:
             command()  # submissions must reach the stepper to be ended; questions are answered as always
+        for change in self._after_drain:  # those that came with the last commands, too
+            change()
         self.stepper.cancel_all()
         self._hand_out()
 
@@ -296,10 +293,6 @@ def _resolve(answer: Future[T], question: Callable[[], T]) -> None:
         answer.set_result(question())
     except Exception as error:
         answer.set_exception(error)
-
-
-def _nowhere(completions: Sequence[Completion]) -> None:
-    """Deliveries before the start: there are none."""
 
 
 def _ignore(error: BaseException) -> None:

@@ -6,8 +6,8 @@ rotary embeddings) is refused here by name, so that a served model never differs
 
 from __future__ import annotations
 
+import contextlib
 import json
-import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -15,6 +15,8 @@ from typing import Any, Final
 import torch
 
 from models.engines.errors import EngineStartError
+from models.families.rope import read_rope
+from models.train.errors import UnsupportedModel
 
 ARCHITECTURES: Final = {"LlamaForCausalLM": "llama", "Qwen2ForCausalLM": "qwen2", "Qwen3ForCausalLM": "qwen3"}
 
@@ -80,7 +82,7 @@ class ModelSpec:
             o_bias=family != "qwen2" and attention_bias,
             mlp_bias=family == "llama" and bool(config.get("mlp_bias", False)),
             qk_norm=family == "qwen3",
-            inverse_frequencies=_inverse_frequencies(_rope(config), head_dim, directory),
+            inverse_frequencies=_inverse_frequencies(config, head_dim, directory),
             eos_ids=_eos_ids(config, directory),
         )
 
@@ -104,38 +106,17 @@ def _refuse_unsupported(config: dict[str, Any], directory: Path) -> None:
             )
 
 
-def _rope(config: dict[str, Any]) -> dict[str, Any]:
-    """Rotary parameters in one form: transformers 5 nests theta, transformers 4 keeps it beside `rope_scaling`."""
-    rope = dict(config.get("rope_scaling") or {})
-    rope.update(config.get("rope_parameters") or {})
-    rope.setdefault("rope_theta", config.get("rope_theta", 10_000.0))
-    rope.setdefault("rope_type", rope.get("type", "default"))
-    return rope
-
-
-def _inverse_frequencies(rope: dict[str, Any], head_dim: int, directory: Path) -> tuple[float, ...]:
-    kind = rope["rope_type"]
-    if kind not in ("default", "linear", "llama3") or rope.get("partial_rotary_factor", 1.0) != 1.0:
+def _inverse_frequencies(config: dict[str, Any], head_dim: int, directory: Path) -> tuple[float, ...]:
+    rope = None
+    with contextlib.suppress(UnsupportedModel):
+        rope = read_rope(config, head_width=head_dim)
+    if rope is None or rope.kind not in ("default", "linear", "llama3") or rope.dim != head_dim:
+        given = config.get("rope_parameters") or config.get("rope_scaling")
         raise EngineStartError(
-            f"rope_parameters={rope} of {directory}: the embedded engine computes default, linear and llama3 rotary "
+            f"rope_parameters={given} of {directory}: the embedded engine computes default, linear and llama3 rotary "
             "embeddings over whole heads; serve this model with SGLang"
         )
-    exponents = torch.arange(0, head_dim, 2, dtype=torch.int64).float() / head_dim
-    base = 1.0 / (float(rope["rope_theta"]) ** exponents)
-    if kind == "linear":
-        base = base / float(rope["factor"])
-    elif kind == "llama3":
-        base = _llama3(base, rope)
-    return tuple(base.tolist())
-
-
-def _llama3(base: torch.Tensor, rope: dict[str, Any]) -> torch.Tensor:
-    """Llama 3.1's stretching: long wavelengths by `factor`, short ones not at all, a linear blend between."""
-    factor, low, high = float(rope["factor"]), float(rope["low_freq_factor"]), float(rope["high_freq_factor"])
-    original = float(rope["original_max_position_embeddings"])
-    wavelength = 2.0 * math.pi / base
-    blend = ((original / wavelength - low) / (high - low)).clamp(0.0, 1.0)
-    return (1.0 - blend) * base / factor + blend * base
+    return tuple(rope.frequencies().tolist())
 
 
 def _eos_ids(config: dict[str, Any], directory: Path) -> frozenset[int]:

@@ -24,7 +24,7 @@ class Launch(Struct, frozen=True):
 
     argv: tuple[str, ...]
     env: dict[str, str]
-    url: str  # empty where the process answers no HTTP: the further machines of one engine
+    url: str
 
 
 class Arguments:

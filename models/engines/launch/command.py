@@ -9,8 +9,6 @@ from __future__ import annotations
 
 from typing import Final
 
-from msgspec import Struct
-
 from configs.schema import Config
 from models.engines.launch.arguments import LOOPBACK, Arguments, Launch, base_environment
 from models.engines.launch.environment import Installed
@@ -27,17 +25,6 @@ CPU_MEMORY_FRACTION: Final = 0.3
 _PIPELINE: Final = ("pp-size", "pipeline-parallel-size")
 
 
-class Machines(Struct, frozen=True, kw_only=True):
-    """The place of this process in an engine that spans several machines."""
-
-    count: int = 1
-    rank: int = 0
-    init_address: str = ""  # host:port where the ranks meet, on the machine of rank 0
-
-
-ONE_MACHINE: Final = Machines()
-
-
 def server_launch(
     config: Config,
     installed: Installed,
@@ -46,7 +33,6 @@ def server_launch(
     port: int,
     max_context: int | None,
     seed: int,
-    machines: Machines = ONE_MACHINE,
     host: str = LOOPBACK,
 ) -> Launch:
     """The server of one engine.
@@ -69,14 +55,17 @@ def server_launch(
         given.offer("incremental-streaming-output")
     if not config.engine.prefix_cache:
         given.offer("disable-radix-cache")
-    _parallel(given, config, machines)
+    given.give("tp-size", tensor_parallel(config, installed))
     if installed.cuda:
         _on_gpu(given, config)
     else:
         _on_cpu(given, config, max_context)
     given.pass_on(config.sglang.sglang_args)
-    url = f"http://{host}:{port}" if machines.rank == 0 else ""
-    return Launch((installed.python, "-m", "sglang.launch_server", *given.argv), base_environment(installed), url)
+    return Launch(
+        (installed.python, "-m", "sglang.launch_server", *given.argv),
+        base_environment(installed),
+        f"http://{host}:{port}",
+    )
 
 
 def tensor_parallel(config: Config, installed: Installed) -> int:
@@ -95,15 +84,6 @@ def tensor_parallel(config: Config, installed: Installed) -> int:
             f"--sglang-pp-size is {stages}, but must divide --rollout-num-gpus-per-engine {gpus}; choose a divisor"
         )
     return gpus // stages
-
-
-def _parallel(given: Arguments, config: Config, machines: Machines) -> None:
-    """Ranks and machines of one engine."""
-    given.give("tp-size", tensor_parallel(config, given.installed))
-    if machines.count > 1:
-        given.give("nnodes", machines.count)
-        given.give("node-rank", machines.rank)
-        given.give("dist-init-addr", machines.init_address)
 
 
 def _on_gpu(given: Arguments, config: Config) -> None:

@@ -12,7 +12,7 @@ from typing import Final
 _CHECKPOINT = "Sluice serves the checkpoint that it trains; use --hf-checkpoint"
 _LOOPBACK = "engines answer on the loopback address only, for whoever reaches one can change its weights; leave it out"
 _PARALLEL = "it follows from --rollout-num-gpus-per-engine (divided by --sglang-pp-size); use that"
-_NODES = "Sluice places an engine that spans machines itself; leave it out"
+_NODES = "an engine that Sluice starts stays on one machine; leave it out"
 _PROTOCOL = "the generate stage speaks plain HTTP with JSON; leave it out"
 _KEYS = "Sluice sends no key, and the loopback address is the boundary of trust; leave it out"
 _VERSION = "versions of the weights are the trainer's to give; leave it out"

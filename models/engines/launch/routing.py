@@ -11,11 +11,11 @@ import math
 from typing import Final, Literal
 
 from configs.schema import Config
+from configs.schema.router import router_kind
 from models.engines.launch.arguments import LOOPBACK, Arguments, Launch, base_environment
 from models.engines.launch.environment import Installed, Part
 from models.engines.launch.errors import EnvironmentMissing, LaunchRefused
 
-RouterKind = Literal["none", "sglang", "smg"]
 Policy = Literal["round_robin", "random", "power_of_two", "cache_aware", "session", "least_loaded"]
 
 # Beyond the generate stage's own deadline of a request, so that it is always the generate stage that ends one.
@@ -25,16 +25,6 @@ BREAKER_OPEN_S: Final = 5
 
 _MODULE: Final = {"router": "sglang_router.launch_router", "smg": "smg.launch_router"}
 _NAMES: Final = {"session": "manual"}  # ours -> theirs, where they differ
-
-
-def router_kind(config: Config) -> RouterKind:
-    """Which router this run has, with `auto` decided. An address names a router of somebody else's: still its kind."""
-    router = config.router
-    if config.train.loss_type == "sft_loss" or router.router == "none":
-        return "none"
-    if router.router == "auto":
-        return "sglang" if config.engine.engine == "sglang" or router.router_address is not None else "none"
-    return router.router
 
 
 def policy_of(config: Config) -> Policy:

@@ -10,7 +10,7 @@ import torch
 from configs.schema import algorithm as schema
 from configs.schema.algorithm import SAMPLER_LOSSES, AlgorithmConfig
 from models.algorithms.correction import ImportanceWeights, importance_weights, log_weight_of
-from models.algorithms.entropy import entropy_of, token_log_probs
+from models.algorithms.entropy import token_log_probs
 from models.algorithms.errors import AlgorithmError, UnknownAlgorithm
 from models.algorithms.kl import k3, kl_to_reference, kl_values, low_var_kl
 from models.algorithms.losses import POLICY_LOSSES, policy_loss_of, ppo_clip, sft
@@ -121,12 +121,18 @@ def test_unknown_kl_is_refused(f) -> None:  # type: ignore[no-untyped-def]
         kl_to_reference("k4", f.theta, f.ref, f.mask)
 
 
+def entropies(logits: torch.Tensor, temperature: float = 1.0) -> torch.Tensor:
+    found = token_log_probs(logits, torch.zeros(1, dtype=torch.int64), temperature=temperature, entropy="value")[1]
+    assert found is not None
+    return found
+
+
 def test_entropy_with_temperature() -> None:
     logits = torch.tensor([[0.7, 0.2, 0.1]], dtype=torch.float64).log()
-    assert float(entropy_of(logits)) == pytest.approx(0.801819, abs=1e-6)
-    assert float(entropy_of(logits, temperature=0.5)) == pytest.approx(0.354829, abs=1e-6)
+    assert float(entropies(logits)) == pytest.approx(0.801819, abs=1e-6)
+    assert float(entropies(logits, 0.5)) == pytest.approx(0.354829, abs=1e-6)
     minus_infinity = torch.tensor([[0.0, float("-inf"), 0.0]], dtype=torch.float64)
-    assert float(entropy_of(minus_infinity)) == pytest.approx(math.log(2))
+    assert float(entropies(minus_infinity)) == pytest.approx(math.log(2))
 
 
 def test_entropy_keeps_its_graph_only_when_asked() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import threading
 from collections.abc import Callable
 from pathlib import Path
 
@@ -188,3 +190,22 @@ def test_two_updates_without_a_token_between_leave_one_span(checkpoints: Checkpo
         bench.stepper.resume()
     [completion] = bench.finish()
     assert [(span.version, span.start, span.end) for span in completion.spans] == [("w1", 0, 4), ("w3", 4, 20)]
+
+
+async def test_what_is_asked_of_an_engine_that_ends_is_answered(checkpoints: Checkpoints) -> None:
+    bench = Bench(checkpoints())
+    engine, delivered, busy = bench.engine, list[Completion](), threading.Event()
+    engine.start(delivered.extend, lambda error: None)
+    engine._send(lambda: bool(busy.wait(10)))
+    asked = bench.make([1, 2, 3])
+    engine.submit(asked)
+    update = asyncio.create_task(engine.update_weights(str(checkpoints()), "late", False))
+    await asyncio.sleep(0)
+    end = asyncio.create_task(engine.stop())
+    await asyncio.sleep(0)
+    busy.set()
+    async with asyncio.timeout(10):
+        await asyncio.gather(end, update)
+    assert delivered == asked
+    assert asked[0].finish is not None
+    assert asked[0].finish.type == "abort"

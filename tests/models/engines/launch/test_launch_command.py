@@ -12,10 +12,11 @@ from msgspec.structs import replace
 from configs.schema import Config, EngineConfig, HealthConfig, RouterConfig, RunConfig, SglangConfig, ToolsConfig
 from configs.schema.asynchrony import AsyncConfig
 from configs.schema.rollout import RolloutConfig
-from models.engines.launch.command import Launch, Machines, server_launch
+from configs.schema.router import router_kind
+from models.engines.launch.command import Launch, server_launch
 from models.engines.launch.environment import SHIMS, Installed, probe
 from models.engines.launch.errors import EnvironmentMissing, LaunchRefused
-from models.engines.launch.routing import policy_of, router_kind, router_launch
+from models.engines.launch.routing import policy_of, router_launch
 from tests.models.engines.launch.fake_environment import FakeEnvironment
 
 SGLANG = Config(engine=EngineConfig(engine="sglang"))
@@ -93,15 +94,6 @@ def test_a_server_on_gpus(gpu: Installed) -> None:
         assert absent not in given, absent
     assert launch.env["PYTHONPATH"] == ""  # nothing of ours, and no stand-in for the kernels
     assert "SGLANG_USE_CPU_ENGINE" not in launch.env
-
-
-def test_each_machine_of_an_engine(gpu: Installed) -> None:
-    config = replace(SGLANG, sglang=SglangConfig(rollout_num_gpus_per_engine=16))
-    second = server(config, gpu, machines=Machines(count=2, rank=1, init_address="10.0.0.1:5000"), host="10.0.0.2")
-    given = values(second)
-    assert (given["nnodes"], given["node-rank"], given["dist-init-addr"]) == ("2", "1", "10.0.0.1:5000")
-    assert (given["tp-size"], given["host"]) == ("16", "10.0.0.2")
-    assert second.url == ""  # only rank 0 answers
 
 
 @pytest.mark.parametrize(
