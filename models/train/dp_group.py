@@ -158,6 +158,8 @@ def gather_bytes(data: bytes, group: Any | None) -> list[bytes]:
 
 
 def _all_gather(own: Tensor, group: Any | None) -> list[Tensor]:
-    parts = [torch.empty_like(own) for _ in range(torch.distributed.get_world_size(group))]
-    torch.distributed.all_gather(parts, own, group=group)
+    """Called on the group itself: what a thread still writes goes on when the process has destroyed its groups."""
+    group = torch.distributed.group.WORLD if group is None else group
+    parts = [torch.empty_like(own) for _ in range(group.size())]
+    group.allgather([parts], [own]).wait()
     return parts

@@ -25,6 +25,7 @@ class Plan:
     def __init__(self, directory: Path, group: Any | None = None) -> None:
         """`group`: over which `write` agrees, on the CPU; None = the default one."""
         self._directory, self._group = directory, group
+        self._first = torch.distributed.get_rank() == 0
         self._writer: Any = None
         self._metadata: Any = None
         self._own: dict[str, dict[str, Tensor]] = {}
@@ -86,7 +87,7 @@ class Plan:
             written = written_by_all(own, self._group)
         except OSError as told:
             raise failure or told from None
-        if torch.distributed.get_rank() == 0:
+        if self._first:
             self._write_for_others(written)
             complete(self._directory, state, index_of(self._metadata.state_dict_metadata, written))
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import threading
+import time
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
@@ -310,6 +311,7 @@ def meet_random(models: Path, states: Path) -> None:
     from megatron.core.tensor_parallel import get_cuda_rng_tracker
 
     from models.train.megatron import checkpoint
+    from models.train.megatron.checkpoint_writing import Plan
 
     trainer = make_trainer(Run("random", DP), models)
     before = {name: state.clone() for name, state in get_cuda_rng_tracker().get_states().items()}
@@ -326,6 +328,14 @@ def meet_random(models: Path, states: Path) -> None:
     inner = trainer._models.optimizer.chained_optimizers[0].optimizer
     assert {float(state["step"]) for state in inner.state.values()} == {0.0}
     assert all(not state["exp_avg"].any() for state in inner.state.values())
+    write = Plan.write
+
+    def late(*args: Any) -> None:
+        while torch.distributed.is_initialized():
+            time.sleep(0.01)
+        write(*args)
+
+    Plan.write = late  # type: ignore[method-assign]
     checkpoint.save(trainer._models, states / "last", trainer._counters, asynchronous=True)  # the process ends
 
 
