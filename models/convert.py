@@ -55,8 +55,7 @@ def hf_to_megatron(hf: Path, out: Path, sizes: dict[str, int] | None = None) -> 
     """Convert, and write the checksums of what was read. Raises `TrainError`."""
     _must_be_new(out)
     with _processes():
-        from models.train.huggingface.hf_files import checksums
-        from models.train.huggingface.state_files import copy_tokenizer
+        from models.train.huggingface.hf_files import checksums, copy_tokenizer
         from models.train.megatron.weights import load_hf
 
         source = checksums(hf)

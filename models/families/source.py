@@ -69,7 +69,15 @@ class CheckpointTensors:
         found: Tensor = view[min(first, size) : max(min(last, size), min(first, size))]
         return found
 
+    def whole(self, name: str) -> Tensor:
+        """All of a tensor."""
+        found: Tensor = self._file_of(name).get_tensor(name)
+        return found
+
     def _slice(self, name: str) -> Any:
+        return self._file_of(name).get_slice(name)
+
+    def _file_of(self, name: str) -> Any:
         from safetensors import safe_open
 
         path = self._files.get(name)
@@ -82,7 +90,7 @@ class CheckpointTensors:
                 self._open[path] = self._stack.enter_context(safe_open(path, framework="pt"))
             except Exception as error:
                 raise CheckpointUnavailable(f"{path} cannot be read ({error}); download it again") from error
-        return self._open[path].get_slice(name)
+        return self._open[path]
 
     def _close(self) -> None:
         self._open.clear()
@@ -100,18 +108,26 @@ def _span(start: int, stop: int, index: int, parts: int, name: str) -> slice:
 
 
 def _files_by_name(directory: Path) -> dict[str, Path]:
-    from safetensors import safe_open
+    from safetensors import SafetensorError, safe_open
 
-    index = directory / _INDEX
-    if index.is_file():
-        found = json.loads(index.read_text())["weight_map"]
-        return {name: directory / file for name, file in found.items()}
-    names: dict[str, Path] = {}
-    for path in sorted(directory.glob("*.safetensors")):
-        with safe_open(path, framework="pt") as file:
-            names |= dict.fromkeys(file.keys(), path)
+    index, names = directory / _INDEX, dict[str, Path]()
+    try:
+        if index.is_file():
+            found = json.loads(index.read_text())["weight_map"]
+            names = {name: directory / file for name, file in found.items()}
+        else:
+            for path in sorted(directory.glob("*.safetensors")):
+                with safe_open(path, framework="pt") as file:
+                    names |= dict.fromkeys(file.keys(), path)
+    except (OSError, ValueError, KeyError, AttributeError, SafetensorError) as error:
+        raise CheckpointUnavailable(
+            f"{directory} cannot be read ({type(error).__name__}: {error}); fetch the checkpoint again"
+        ) from error
     if not names:
         raise CheckpointUnavailable(
             f"{directory} holds no *.safetensors; give a directory in Hugging Face format whose weights are safetensors"
         )
+    missing = sorted({path.name for path in names.values() if not path.is_file()})
+    if missing:
+        raise CheckpointUnavailable(f"{directory} lacks {', '.join(missing)}; give a complete checkpoint")
     return names

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
@@ -26,30 +26,22 @@ Float32Array = npt.NDArray[np.float32]
 _BUCKET_ELEMENTS: Final = 1 << 24  # of gradients that travel together
 
 
-class DpGroup(Protocol):
-    """The processes of one trainer."""
+class DpGroup:
+    """The processes of one trainer; here: this one alone."""
 
-    @property
-    def processes(self) -> int:
-        """How many processes there are."""
-
-    @property
-    def is_mp_src_rank(self) -> bool:
-        """Whether this process hands in its data-parallel rank's results: of the last stage, rank 0 of the others."""
-
-    @property
-    def dp_rank(self) -> int:
-        """The data-parallel rank: which part of the micro-batches this process computes, from 0 on."""
-
-    @property
-    def dp_size(self) -> int:
-        """How many data-parallel ranks there are."""
+    processes: int = 1  # how many there are
+    dp_rank: int = 0  # the data-parallel rank: which part of the micro-batches this process computes
+    dp_size: int = 1  # how many data-parallel ranks there are
+    # Whether this process hands in its data-parallel rank's results: of the last stage, rank 0 of the others.
+    is_mp_src_rank: bool = True
 
     def gather_by_dp_rank(self, array: Float32Array) -> list[Float32Array]:
         """One-dimensional arrays of the source ranks, by data-parallel rank; lengths may differ."""
+        return [array]
 
     def merge(self, numbers: Mapping[str, float], *, largest: bool = False) -> dict[str, float]:
         """Sums (or maxima) by name over data-parallel ranks; one may lack names, e.g. where it had nothing to do."""
+        return dict(numbers)
 
     def all_reduce_gradients(self, parameters: Sequence[torch.nn.Parameter]) -> None:
         """Replace each gradient by the sum over data-parallel ranks; one that none of them has stays absent.
@@ -58,27 +50,7 @@ class DpGroup(Protocol):
         """
 
 
-class Alone:
-    """One process."""
-
-    processes = 1
-    is_mp_src_rank = True
-    dp_rank = 0
-    dp_size = 1
-
-    def gather_by_dp_rank(self, array: Float32Array) -> list[Float32Array]:
-        """The array itself."""
-        return [array]
-
-    def merge(self, numbers: Mapping[str, float], *, largest: bool = False) -> dict[str, float]:
-        """The numbers themselves."""
-        return dict(numbers)
-
-    def all_reduce_gradients(self, parameters: Sequence[torch.nn.Parameter]) -> None:
-        """Nothing: the sum over one process."""
-
-
-class DistributedDpGroup:
+class DistributedDpGroup(DpGroup):
     """All processes of torch.distributed's default group, by a gloo group over them.
 
     `gloo`: a group of all processes for numbers, on the CPU, whatever the tensors travel by. `data_group`: those that

@@ -1,7 +1,7 @@
 """The framework seam: what a trainer asks of the models it trains, whatever holds their tensors.
 
-Three implementations: `torch_models` (every process holds all), `fsdp` (sharded), `megatron` (tensor, pipeline, expert
-parallel). The trainer above decides what a step is; these compute it.
+Implementations: `huggingface` (every process holds all, or, with `fsdp`, its shards) and `megatron` (tensor, pipeline,
+expert parallel). The trainer above decides what a step is; these compute it.
 
 Invariants:
 - every method is collective over the dp_group, called with the same arguments but for the micro-batches, which are this

@@ -12,9 +12,11 @@ from configs.schema.fsdp import FsdpConfig, LoraConfig
 from configs.schema.megatron import MegatronConfig
 from configs.schema.parallel import ParallelConfig
 from configs.schema.train import TrainConfig
+from models.algorithms.aggregation import Aggregation
 from models.algorithms.group_loss import GroupLossFunction, group_loss_of
 from models.algorithms.modes import Correction, correction_of
 from models.train.errors import TrainConfigInvalid
+from models.train.step.batch_needs import opd_coefficient
 from models.train.step.learning_rate import check_schedule
 
 
@@ -43,7 +45,7 @@ class TrainSpec:
 
     def __post_init__(self) -> None:
         check_schedule(self.train, self.total_steps)
-        if self.train.loss_type == "custom_loss" and self.algorithm.custom_loss_function_path is None:
+        if self.whole_groups and self.algorithm.custom_loss_function_path is None:
             raise TrainConfigInvalid(
                 "loss_type=custom_loss needs a function; set --custom-loss-function-path package.module:function"
             )
@@ -51,6 +53,21 @@ class TrainSpec:
     @property
     def supervised(self) -> bool:
         return self.train.loss_type == "sft_loss"
+
+    @property
+    def aggregation(self) -> Aggregation:
+        """Of the loss."""
+        return "token_mean" if self.supervised else self.algorithm.loss_aggregation
+
+    @property
+    def opd_kl_coef(self) -> float | None:
+        """Weight of the distillation term; None if it is off."""
+        return opd_coefficient(self.algorithm, self.distill) if self.train.loss_type == "policy_loss" else None
+
+    @property
+    def whole_groups(self) -> bool:
+        """A loss of one's own sees each group in one micro-batch."""
+        return self.train.loss_type == "custom_loss"
 
     @property
     def scoring_temperature(self) -> float:
@@ -61,7 +78,7 @@ class TrainSpec:
     def group_loss(self) -> GroupLossFunction | None:
         """The user's own loss, imported. Raises `UnknownAlgorithm`."""
         path = self.algorithm.custom_loss_function_path
-        return group_loss_of(path) if self.train.loss_type == "custom_loss" and path is not None else None
+        return group_loss_of(path) if self.whole_groups and path is not None else None
 
 
 def train_spec(config: Config, total_batches: int) -> TrainSpec:

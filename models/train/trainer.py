@@ -29,10 +29,10 @@ from models.train.huggingface.optimizer import UpdateResult
 from models.train.interface import TrainSequence
 from models.train.model_set import Counters, ModelSet, Movable
 from models.train.spec import TrainSpec
-from models.train.step.batch_needs import batch_needs, critic_only, opd_coefficient
+from models.train.step.batch_needs import batch_needs, critic_only
 from models.train.step.examples import Example, Intake, check_sequence, rollouts_of
 from models.train.step.old_log_probs import OldLogProbPass
-from models.train.step.running_batch import Rules, RunningBatch, StepWork
+from models.train.step.running_batch import RunningBatch, StepWork
 
 
 class Trainer:
@@ -42,15 +42,6 @@ class Trainer:
         """`models`: loads all models of the configuration. Raises `UnknownAlgorithm`."""
         self._spec = spec
         self._make_models = models
-        reinforced = spec.train.loss_type == "policy_loss"
-        self._rules = Rules(
-            algorithm=spec.algorithm,
-            correction=spec.correction,
-            aggregation="token_mean" if spec.supervised else spec.algorithm.loss_aggregation,
-            opd_kl_coef=opd_coefficient(spec.algorithm, spec.distill) if reinforced else None,
-            whole_groups=spec.train.loss_type == "custom_loss",
-            bootstrap=spec.algorithm.bootstrap_truncated,
-        )
         self._counters = Counters()
         self._steps_per_batch = 1
         self._version = 0
@@ -105,7 +96,7 @@ class Trainer:
         spec, models = self._spec, self._models
         needed = batch_needs(
             spec.algorithm,
-            self._rules.correction,
+            spec.correction,
             spec.distill,
             loss_type=spec.train.loss_type,
             steps=self._steps_per_batch,
@@ -115,9 +106,7 @@ class Trainer:
         if critic_alone:
             needed = critic_only(needed, spec.algorithm, spec.distill)
         self._trains_policy = not critic_alone
-        self._batch = RunningBatch(
-            models, self._rules, needed, steps=self._steps_per_batch, train_policy=self._trains_policy
-        )
+        self._batch = RunningBatch(models, spec, needed, steps=self._steps_per_batch, train_policy=self._trains_policy)
 
     def accumulate(self, sequences: Sequence[TrainSequence]) -> None:
         """Take sequences into the running batch; work is done at once whenever the token budget is full.
@@ -130,11 +119,11 @@ class Trainer:
                 f"call step() {self._batch.steps_due} more times first"
             )
         intake = Intake(
-            mode=self._rules.aggregation,
+            mode=self._spec.aggregation,
             vocab_size=self._models.vocab_size,
             version=self._version,
             newest_only=self._spec.correction.mask_offpolicy_in_partial_rollout,
-            needs_teacher=self._rules.opd_kl_coef is not None,
+            needs_teacher=self._spec.opd_kl_coef is not None,
         )
         self._batch.add(rollouts_of(sequences, intake))
         self._batch.work(everything=False)
@@ -148,7 +137,7 @@ class Trainer:
     def step(self) -> dict[str, float]:
         """Finish the running optimizer step; return its metrics."""
         work = self._batch.run_step()
-        mode, longest = self._rules.aggregation, self._spec.max_response_len
+        mode, longest = self._spec.aggregation, self._spec.max_response_len
         divisor = denominator(mode, work.size, max_response_len=longest)
         mean_divisor = denominator(metric_mode(mode), work.size, max_response_len=longest)
         metrics = work.totals.result(mean_divisor, loss_denominator=divisor)
@@ -169,7 +158,7 @@ class Trainer:
         if not self._trains_policy:
             metrics["train/critic_only"] = 1.0
             return self._models.refuse()
-        rejected = self._rules.correction.rejects and work.size.tokens > 0 and work.kept == 0
+        rejected = self._spec.correction.rejects and work.size.tokens > 0 and work.kept == 0
         if rejected or work.size.tokens == 0:
             self._counters.empty_steps += 1
             return self._models.refuse()

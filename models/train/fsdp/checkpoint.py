@@ -14,11 +14,13 @@ Invariants:
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 import msgspec
 import torch
@@ -30,19 +32,14 @@ from torch import Tensor
 from models.disk import sync, sync_tree
 from models.train.errors import TrainStateUnreadable
 from models.train.fsdp.mesh import Mesh
-from models.train.fsdp.updates import ShardedUpdater, local
 from models.train.huggingface.hf_files import write_hf
+from models.train.huggingface.parts import STEP, StateParts, check_format, random_state, restore_random_state
 from models.train.huggingface.state_files import MODEL_DIR
 from models.train.model_set import Counters
 
 FORMAT_VERSION: Final = 1
 STATE: Final = Path("fsdp/state.json")
 SHARDS: Final = Path("fsdp/shards")
-_WEIGHTS: Final = "weights/"
-_MOMENTS: Final = "optimizer/"
-_STEP: Final = "step"  # of each parameter; kept as one element, since a file of shards has no scalars
-
-Parts = Mapping[str, tuple[dict[str, Tensor], ShardedUpdater | None]]
 
 
 class FsdpState(Struct, frozen=True, kw_only=True):
@@ -71,7 +68,7 @@ class Checkpoints:
     def save(
         self,
         directory: Path,
-        parts: Parts,
+        parts: StateParts,
         counters: Counters,
         *,
         weights: Iterator[tuple[str, Tensor]],
@@ -87,36 +84,38 @@ class Checkpoints:
             shutil.rmtree(directory / SHARDS, ignore_errors=True)
             (directory / SHARDS).mkdir(parents=True)
         self._mesh.barrier()
-        tensors = _tensors(parts) | _random_state(self._mesh)
+        tensors = {name: _of_shards(name, tensor) for name, tensor in parts.tensors().items()}
+        tensors |= {f"rng/{self._mesh.rank}/{kind}": one for kind, one in random_state(self._mesh.device).items()}
         state = FsdpState(
             counters=asdict(counters),
-            updates={name: updater.updates for name, (_, updater) in parts.items() if updater is not None},
+            updates=parts.updates,
             parts=tuple(parts),
             world=self._mesh.sizes.world,
             files={},
         )
         writer = dcp.HuggingFaceStorageWriter(str(directory / SHARDS), save_distributed=True)
-        if self._thread is None:
-            first = self._mesh.first
-            failure = _failure_of(lambda: write_hf(directory / MODEL_DIR, weights, source, writes=first))
-            for _ in weights:  # the others gather to the end, whatever became of the first
-                pass
-            self._raise_together(failure)
-            dcp.save(tensors, storage_writer=writer, process_group=self._group)
-            self._raise_together(_failure_of(lambda: self._complete(directory, state, finish)))
-            return
-        # What the thread writes later is copied now: the next step changes the shards.
-        copies = [(name, tensor.to("cpu", copy=True)) for name, tensor in weights]
-        written = dcp.async_save(tensors, storage_writer=writer, process_group=self._group)
+        if self._thread is not None:
+            # What the thread writes later is copied now: the next step changes the shards.
+            weights = iter([(name, tensor.to("cpu", copy=True)) for name, tensor in weights])
+            write_shards = dcp.async_save(tensors, storage_writer=writer, process_group=self._group).result
+        else:
+            write_shards = partial(dcp.save, tensors, storage_writer=writer, process_group=self._group)
 
         def complete() -> None:
-            failure = _failure_of(lambda: write_hf(directory / MODEL_DIR, copies, source, writes=self._mesh.first))
-            written.result()  # returns when all processes have written
+            failure = _failure_of(lambda: write_hf(directory / MODEL_DIR, weights, source, writes=self._mesh.first))
+            for _ in weights:  # the others gather to the end, whatever became of the first
+                pass
+            write_shards()  # returns when all processes have written
             if failure is not None:
                 raise failure
-            self._complete(directory, state, finish)
+            if self._mesh.first:
+                finish()
+                _complete(directory, state)
 
-        self._pending = self._thread.submit(complete)
+        if self._thread is not None:
+            self._pending = self._thread.submit(complete)
+        else:
+            self._raise_together(_failure_of(complete))
 
     def _raise_together(self, failure: Exception | None) -> None:
         """Collective: raise what went wrong here, or that something did elsewhere."""
@@ -125,17 +124,6 @@ class Checkpoints:
             raise failure
         if failed:
             raise OSError("another process could not write its part of the checkpoint; its message says why")
-
-    def _complete(self, directory: Path, state: FsdpState, finish: Callable[[], None]) -> None:
-        """In the first process, once all have written: everything else, and the state file behind it."""
-        if not self._mesh.first:
-            return
-        finish()
-        files = {file.name: file.stat().st_size for file in sorted((directory / SHARDS).iterdir())}
-        sync_tree(directory)
-        (directory / STATE).write_bytes(msgspec.json.encode(msgspec.structs.replace(state, files=files)))
-        sync(directory / STATE)
-        sync((directory / STATE).parent)
 
     def finish(self) -> None:
         """Wait until the last save is on disk, in all processes. Raises what went wrong in any of them."""
@@ -146,53 +134,45 @@ class Checkpoints:
 
     # ------------------------------------------------------------------ loading
 
-    def load(self, directory: Path, parts: Parts) -> Counters:
+    def load(self, directory: Path, parts: StateParts) -> Counters:
         """Collective. Raises `TrainStateUnreadable` in all processes, then nothing is changed."""
+        self.finish()
         with self._together(directory):
             state = _read_state(directory)
             reader = dcp.HuggingFaceStorageReader(str(directory / SHARDS))
-            saved = _shapes_of(reader)
-            _check(directory, state, saved, parts)
-        tensors = _destinations(saved, parts, self._rng_name(state))
+            saved = reader.read_metadata().state_dict_metadata
+            parts.check(directory, state.parts, {name: entry.size for name, entry in saved.items()})
+        # The random state of this process, or, where there are more processes than before, of one of those.
+        rng = f"rng/{self._mesh.rank % state.world}/"
+        random = {
+            name: torch.empty(entry.size, dtype=entry.properties.dtype)
+            for name, entry in saved.items()
+            if name.startswith(rng)
+        }
+        tensors = _destinations(saved, parts) | random
         with self._together(directory):
             dcp.load(tensors, storage_reader=reader, process_group=self._group)
-        for name, (weights, updater) in parts.items():
-            _restore_weights(f"{name}/{_WEIGHTS}", weights, tensors)
-            if updater is not None:
-                _restore_optimizer(f"{name}/{_MOMENTS}", updater, tensors)
-                updater.updates = state.updates[name]
-        rng = self._rng_name(state)
-        torch.set_rng_state(tensors[f"{rng}/cpu"])
-        if f"{rng}/cuda" in tensors and self._mesh.device.type == "cuda":
-            torch.cuda.set_rng_state(tensors[f"{rng}/cuda"], self._mesh.device)
+        parts.restore(tensors, state.updates)
+        restore_random_state({name.removeprefix(rng): tensors[name] for name in random}, self._mesh.device)
         return Counters(**state.counters)
 
-    def _rng_name(self, state: FsdpState) -> str:
-        """The random state of this process, or, where there are more processes than before, of one of those."""
-        return f"rng/{self._mesh.rank % state.world}"
-
-    def _together(self, directory: Path) -> _Together:
-        return _Together(directory, self._mesh)
-
-
-class _Together:
-    """A block that ends in all processes as `TrainStateUnreadable` if it fails in one of them."""
-
-    def __init__(self, directory: Path, mesh: Mesh) -> None:
-        self._directory, self._mesh = directory, mesh
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
-        failed = self._mesh.anywhere(error is not None)
-        if isinstance(error, TrainStateUnreadable) or not failed:
-            return
-        cause = "another process could not read it" if error is None else f"{type(error).__name__}: {error}"
-        raise TrainStateUnreadable(
-            f"{self._directory} holds no complete state of sharded training ({cause.splitlines()[0]}); resume from "
-            "another checkpoint"
-        ) from error
+    @contextmanager
+    def _together(self, directory: Path) -> Iterator[None]:
+        """A block that ends in all processes as `TrainStateUnreadable` if it fails in one of them."""
+        failure: BaseException | None = None
+        try:
+            yield
+        except BaseException as error:  # torch's CheckpointException is no Exception
+            failure = error
+        failed = self._mesh.anywhere(failure is not None)
+        if isinstance(failure, TrainStateUnreadable):
+            raise failure
+        if failed:
+            cause = f"{type(failure).__name__}: {failure}" if failure else "another process could not read it"
+            raise TrainStateUnreadable(
+                f"{directory} holds no complete state of sharded training ({cause.splitlines()[0]}); resume from "
+                "another checkpoint"
+            ) from failure
 
 
 def _failure_of(attempt: Callable[[], object]) -> Exception | None:
@@ -204,31 +184,23 @@ def _failure_of(attempt: Callable[[], object]) -> Exception | None:
     return None
 
 
-def _tensors(parts: Parts) -> dict[str, Tensor]:
-    out: dict[str, Tensor] = {}
-    for part, (weights, updater) in parts.items():
-        out |= {f"{part}/{_WEIGHTS}{name}": tensor for name, tensor in weights.items()}
-        if updater is None:
-            continue
-        for name, tensor in updater.state_tensors().items():
-            out[f"{part}/{_MOMENTS}{name}"] = tensor.cpu().reshape(1) if tensor.ndim == 0 else tensor
-    return out
+def _complete(directory: Path, state: FsdpState) -> None:
+    """Once all else is written: the state file behind it."""
+    files = {file.name: file.stat().st_size for file in sorted((directory / SHARDS).iterdir())}
+    sync_tree(directory)
+    (directory / STATE).write_bytes(msgspec.json.encode(msgspec.structs.replace(state, files=files)))
+    sync(directory / STATE)
+    sync((directory / STATE).parent)
 
 
-def _random_state(mesh: Mesh) -> dict[str, Tensor]:
-    out = {f"rng/{mesh.rank}/cpu": torch.get_rng_state()}
-    if mesh.device.type == "cuda":
-        out[f"rng/{mesh.rank}/cuda"] = torch.cuda.get_rng_state(mesh.device)
-    return out
+def _of_shards(name: str, tensor: Tensor) -> Tensor:
+    """A scalar as one element: a file of shards has no scalars."""
+    return tensor.cpu().reshape(1) if tensor.ndim == 0 and name.endswith(f"/{STEP}") else tensor
 
 
 def _read_state(directory: Path) -> FsdpState:
     state = msgspec.json.decode((directory / STATE).read_bytes(), type=FsdpState)
-    if state.format_version != FORMAT_VERSION:
-        raise TrainStateUnreadable(
-            f"{directory} has format version {state.format_version}, this program reads {FORMAT_VERSION}; "
-            "resume with the program version that wrote it"
-        )
+    check_format(directory, state.format_version, FORMAT_VERSION)
     found = {file.name: file.stat().st_size for file in (directory / SHARDS).iterdir()}
     wrong = [name for name, size in state.files.items() if found.get(name) != size]
     if wrong:
@@ -239,72 +211,13 @@ def _read_state(directory: Path) -> FsdpState:
     return state
 
 
-def _shapes_of(reader: dcp.HuggingFaceStorageReader) -> dict[str, tuple[torch.Size, torch.dtype]]:
-    return {
-        name: (entry.size, entry.properties.dtype) for name, entry in reader.read_metadata().state_dict_metadata.items()
-    }
-
-
-def _check(directory: Path, state: FsdpState, saved: Mapping[str, tuple[torch.Size, Any]], parts: Parts) -> None:
-    for part, (weights, updater) in parts.items():
-        if part not in state.parts:
-            raise TrainStateUnreadable(
-                f"{directory} holds no {part}, which this run needs: it was saved by a run with other options; resume "
-                "with those, or start a new run from its weights"
-            )
-        start = f"{part}/{_WEIGHTS}"
-        found = {name.removeprefix(start): tuple(entry[0]) for name, entry in saved.items() if name.startswith(start)}
-        if found != {name: tuple(tensor.shape) for name, tensor in weights.items()}:
-            raise TrainStateUnreadable(
-                f"the {part} in {directory} has other names or shapes than this one; resume with the --hf-checkpoint, "
-                "the --lora-* and the other options that the run was started with"
-            )
-        if updater is None:
-            continue
-        start = f"{part}/{_MOMENTS}"
-        shapes = {name: tuple(parameter.shape) for name, parameter in updater.named_parameters}
-        for key, (shape, _) in saved.items():
-            name, _, entry = key.removeprefix(start).rpartition("/")
-            wanted = (1,) if entry == _STEP else shapes.get(name)
-            if key.startswith(start) and (name not in shapes or tuple(shape) != wanted):
-                raise TrainStateUnreadable(
-                    f"optimizer state {entry!r} of {name!r} in {directory} is of another model; resume with the "
-                    "options that the run was started with"
-                )
-
-
-def _destinations(saved: Mapping[str, tuple[torch.Size, torch.dtype]], parts: Parts, rng: str) -> dict[str, Tensor]:
+def _destinations(saved: Iterable[str], parts: StateParts) -> dict[str, Tensor]:
     """Empty tensors for what is to be read, in the shards of this run."""
     out: dict[str, Tensor] = {}
-    for part, (weights, updater) in parts.items():
-        out |= {f"{part}/{_WEIGHTS}{name}": torch.empty_like(tensor) for name, tensor in weights.items()}
-        if updater is None:
-            continue
-        for name, parameter in updater.named_parameters:
-            start = f"{part}/{_MOMENTS}{name}/"
+    for name, part in parts.items():
+        out |= {f"{name}/weights/{key}": torch.empty_like(tensor) for key, tensor in part.weights.items()}
+        for parameter, tensor in part.updater.named_parameters if part.updater is not None else ():
+            start = f"{name}/optimizer/{parameter}/"
             for key in [key for key in saved if key.startswith(start)]:
-                step = key == start + _STEP
-                out[key] = torch.empty(1) if step else torch.empty_like(parameter.detach())
-    for key, (shape, dtype) in saved.items():
-        if key.startswith(rng + "/"):
-            out[key] = torch.empty(shape, dtype=dtype)
+                out[key] = torch.empty(1) if key == start + STEP else torch.empty_like(tensor.detach())
     return out
-
-
-def _restore_weights(start: str, weights: Mapping[str, Tensor], tensors: Mapping[str, Tensor]) -> None:
-    with torch.no_grad():
-        for name, tensor in weights.items():
-            local(tensor).copy_(local(tensors[start + name]))
-
-
-def _restore_optimizer(start: str, updater: ShardedUpdater, tensors: Mapping[str, Tensor]) -> None:
-    parameters = dict(updater.named_parameters)
-    updater.optimizer.state.clear()
-    for key, tensor in tensors.items():
-        if not key.startswith(start):
-            continue
-        name, _, entry = key.removeprefix(start).rpartition("/")
-        parameter = parameters[name]
-        # Each parameter has a step of its own: the optimizer counts it up once per parameter.
-        value = tensor.reshape(()).to(local(parameter).device, copy=True) if entry == _STEP else tensor
-        updater.optimizer.state[parameter][entry] = value

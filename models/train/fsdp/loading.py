@@ -1,115 +1,188 @@
-"""Loading one Hugging Face model into shards: one process reads it, each process keeps its part.
+"""Models in shards: one process reads a checkpoint, each process keeps its part.
 
 The first process loads the checkpoint on its CPU, finds out what the model allows, and sends it layer by layer. Every
 process builds the architecture without memory, receives one layer at a time and shards it before the next one comes.
 
-Invariants: no process but the first holds more than its shards and one layer (or what belongs to no layer); tied
-weights stay one parameter; what the first process cannot load, no process waits for.
+Invariants:
+- no process but the first holds more than its shards and one layer (or what belongs to no layer); tied weights stay one
+  parameter; what the first process cannot load, no process waits for;
+- every decoder layer is a unit of its own, what is left over belongs to the root;
+- parameters are fp32 shards; the forward pass gathers them in the precision of the policy; gradients are reduced in
+  fp32, and summed over all processes, never averaged: the step's denominator divides them;
+- outside forward and backward passes every parameter is sharded, so that no gathered copy outlives an update.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import asdict
 from typing import Any
 
 import msgspec
 import torch
 import torch.distributed as dist
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
-from configs.schema.train import TrainConfig
 from models.train import errors
 from models.train.errors import TrainError, UnsupportedModel
-from models.train.fsdp.wrap import Sharding, decoder_layers
-from models.train.huggingface.loading import FLASH_ATTENTION, LoadedModel, enable_checkpointing, load_model
+from models.train.fsdp.mesh import Mesh
+from models.train.huggingface.context import ContextParallel
+from models.train.huggingface.loading import (
+    FLASH_ATTENTION,
+    FLASH_PACKING,
+    LoadedModel,
+    attention_of,
+    disable_dropout,
+    enable_checkpointing,
+    load_model,
+)
+from models.train.huggingface.placement import MakeRoot, PlacedModel, Placement, Prepare
+from models.train.huggingface.scoring import Passes
+from models.train.packing.balance import MicroBatch
 from models.train.packing.packing import Packing
-
-MakeRoot = Callable[[Any], torch.nn.Module]
-Prepare = Callable[[Any], None]
+from models.train.spec import TrainSpec
 
 
-@dataclass(frozen=True)
-class ShardedModel:
-    """A model in shards."""
+class Shards(Placement):
+    """Each process holds its part of each model."""
 
-    model: Any  # the Hugging Face module; its parameters are DTensors
-    root: torch.nn.Module  # its forward pass gathers
-    vocab_size: int
-    packing: Packing  # without a budget
-    converts: bool  # checkpoints store some of its weights in another form, sorted by name
+    def __init__(self, spec: TrainSpec, mesh: Mesh) -> None:
+        super().__init__(spec, mesh.dp_group)
+        self.mesh, self.device, self.first = mesh, mesh.device, mesh.first
+        # Parameters are gathered in the precision of the forward pass.
+        self.passes = Passes(mesh.device, None, self.precision or torch.float32, ContextParallel(mesh.context))
 
-
-def load_sharded(
-    source: str,
-    key: str,
-    train: TrainConfig,
-    sharding: Sharding,
-    make_root: MakeRoot,
-    *,
-    seed: int,
-    frozen: bool = False,
-    prepare: Prepare | None = None,
-    precise: Callable[[torch.nn.Module], list[torch.nn.Module]] = lambda _: [],
-) -> ShardedModel:
-    """Collective. `prepare`: changes a model before it is sharded (adapters); `precise`: modules that compute in fp32.
-
-    Raises in every process what the first one meets: `CheckpointUnavailable`, `UnsupportedModel`.
-    """
-    mesh = sharding.mesh
-    full, header = _read(source, key, train, sharding, seed, prepare) if mesh.first else (None, {})
-    header = json.loads(mesh.send(json.dumps(header).encode()))
-    if "error" in header:
-        raise getattr(errors, header["error"])(header["text"])
-    model = _skeleton(header["config"], header["attention"])
-    if prepare is not None:
-        with torch.device("meta"):
-            prepare(model)
-    if frozen:
-        model.eval().requires_grad_(False)
-    elif train.gradient_checkpointing:
-        enable_checkpointing(model)
-    if full is not None:
-        model._weight_conversions = getattr(full.model, "_weight_conversions", None)
-    root = make_root(model)
-    filler = _Filler(model, root, full, sharding)
-    for layer in decoder_layers(model):
-        filler.fill(layer)
-        if sharding.compiled:
-            layer.compile()
-        sharding.apply(layer, keep=not frozen)
-    filler.fill(root)
-    for module in precise(root):
-        sharding.apply(module, precise=True)
-    sharding.apply(root, root=True)
-    return ShardedModel(model, root, header["vocab_size"], Packing(**header["packing"]), header["converts"])
-
-
-def _read(
-    source: str, key: str, train: TrainConfig, sharding: Sharding, seed: int, prepare: Prepare | None
-) -> tuple[LoadedModel | None, dict[str, Any]]:
-    """In the first process: the model on the CPU, and what the others need to know of it."""
-    flash = _wants_flash(train, sharding)
-    # FlashAttention has no CPU kernel: what the model allows is found with another attention.
-    probed = msgspec.structs.replace(train, attn_implementation="auto") if flash else train
-    try:
-        loaded = load_model(source, key, probed, torch.device("cpu"), seed=seed)
-        config = loaded.model.config.to_json_string(use_diff=False)
-        _compare(loaded.model, _skeleton(config, loaded.model.config._attn_implementation))
+    def load(
+        self,
+        source: str,
+        key: str,
+        make_root: MakeRoot,
+        *,
+        frozen: bool = False,
+        prepare: Prepare | None = None,
+        precise: Callable[[Any], list[torch.nn.Module]] = lambda _: [],
+    ) -> PlacedModel:
+        """Raises in every process what the first one meets: `CheckpointUnavailable`, `UnsupportedModel`."""
+        full, header = self._read(source, key, prepare) if self.first else (None, {})
+        header = json.loads(self.mesh.send(json.dumps(header).encode()))
+        if "error" in header:
+            raise getattr(errors, header["error"])(header["text"])
+        model = _skeleton(header["config"], header["attention"])
         if prepare is not None:
-            with torch.random.fork_rng(devices=[]):
-                torch.manual_seed(seed)
-                prepare(loaded.model)
-    except TrainError as error:
-        return None, {"error": type(error).__name__, "text": str(error)}
-    packing = Packing(max_tokens=1, share_prompts=False, single_row=True) if flash else loaded.packing
-    return loaded, {
-        "config": config,
-        "attention": FLASH_ATTENTION if flash else loaded.model.config._attn_implementation,
-        "vocab_size": loaded.vocab_size,
-        "packing": asdict(packing),
-        "converts": _converts(loaded.model),
-    }
+            with torch.device("meta"):
+                prepare(model)
+        if frozen:
+            model.eval().requires_grad_(False)
+        elif self.spec.train.gradient_checkpointing:
+            enable_checkpointing(model)
+        if full is not None:
+            model._weight_conversions = getattr(full.model, "_weight_conversions", None)
+        root = make_root(model)
+        filler = _Filler(model, root, full, self.device, self.precision)
+        for layer in _decoder_layers(model):
+            filler.fill(layer)
+            if self.spec.fsdp.fsdp_compile:
+                layer.compile()
+            self._shard(layer, keep=not frozen)
+        filler.fill(root)
+        for module in precise(root):
+            self._shard(module, precise=True)
+        self._shard(root, root=True)
+        return PlacedModel(model, header["vocab_size"], Packing(**header["packing"]), header["converts"], root)
+
+    def _read(self, source: str, key: str, prepare: Prepare | None) -> tuple[LoadedModel | None, dict[str, Any]]:
+        """In the first process: the model on the CPU, and what the others need to know of it."""
+        train, seed = self.spec.train, self.spec.seed
+        flash = self._wants_flash()
+        # FlashAttention has no CPU kernel: what the model allows is found with another attention.
+        probed = msgspec.structs.replace(train, attn_implementation="auto") if flash else train
+        try:
+            loaded = load_model(source, key, probed, torch.device("cpu"), seed=seed)
+            config = loaded.model.config.to_json_string(use_diff=False)
+            _compare(loaded.model, _skeleton(config, loaded.model.config._attn_implementation))
+            if prepare is not None:
+                with torch.random.fork_rng(devices=[]):
+                    torch.manual_seed(seed)
+                    prepare(loaded.model)
+        except TrainError as error:
+            return None, {"error": type(error).__name__, "text": str(error)}
+        return loaded, {
+            "config": config,
+            "attention": FLASH_ATTENTION if flash else loaded.model.config._attn_implementation,
+            "vocab_size": loaded.vocab_size,
+            "packing": asdict(FLASH_PACKING if flash else loaded.packing),
+            "converts": loaded.converts,
+        }
+
+    def _wants_flash(self) -> bool:
+        train, context = self.spec.train, self.mesh.sizes.context
+        if self.device.type != "cuda" or (context > 1 and train.attn_implementation == "auto"):
+            return False  # it takes no mask
+        return attention_of(train, self.device) == FLASH_ATTENTION
+
+    def _shard(self, module: torch.nn.Module, *, root: bool = False, precise: bool = False, keep: bool = True) -> None:
+        """Shard what no submodule has sharded before.
+
+        `precise`: compute in fp32 whatever the run's precision; `keep`: as the configuration says, parameters may stay
+        gathered after the forward pass, which is of no use where no backward pass follows.
+        """
+        config = self.spec.fsdp
+        # On a CPU there is nowhere to offload to.
+        offloads = config.fsdp_cpu_offload and self.device.type != "cpu"
+        fully_shard(
+            module,
+            mesh=self.mesh.parameters,
+            # The head is needed again as soon as the forward pass ends.
+            reshard_after_forward=False if root else config.fsdp_reshard_after_forward or not keep,
+            mp_policy=MixedPrecisionPolicy(
+                param_dtype=None if precise else self.precision,
+                reduce_dtype=torch.float32,
+                cast_forward_inputs=not precise,
+            ),
+            offload_policy=CPUOffloadPolicy() if offloads else OffloadPolicy(),
+        )
+        assert isinstance(module, FSDPModule)
+        module.set_gradient_divide_factor(1.0)
+        # Without it, a factor becomes a reduction that gloo does not have.
+        module.set_force_sum_reduction_for_comms(True)
+
+    def runs(self, batches: Sequence[MicroBatch]) -> Sequence[MicroBatch]:
+        """All: passes are collective."""
+        return batches
+
+    def give_back(self, model: PlacedModel) -> None:
+        """What a backward pass would have given back."""
+        for module in model.root.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()
+
+    def sum_gradients(self, parameters: Iterable[torch.nn.Parameter]) -> None:
+        """Nothing: FSDP2 reduces them."""
+
+    def sum_over_shards(self, value: float) -> float:
+        """Over all processes, each copy of the model once."""
+        return self.mesh.sum_over_shards(value)
+
+
+def _decoder_layers(model: Any) -> list[torch.nn.Module]:
+    """The modules that are gathered one at a time, in the order of the forward pass. Raises `UnsupportedModel`."""
+    whole = set(getattr(model, "_no_split_modules", None) or ())
+    lists = [
+        list(module)
+        for module in model.base_model.modules()
+        if isinstance(module, torch.nn.ModuleList) and len(module) and (not whole or type(module[0]).__name__ in whole)
+    ]
+    layers = max(lists, key=_elements, default=[])
+    if not layers:
+        raise UnsupportedModel(
+            f"{type(model).__name__} has no list of decoder layers to shard; use --train-backend torch"
+        )
+    return layers
+
+
+def _elements(layers: list[torch.nn.Module]) -> int:
+    return sum(parameter.numel() for layer in layers for parameter in layer.parameters())
 
 
 def _compare(model: Any, skeleton: Any) -> None:
@@ -123,26 +196,6 @@ def _compare(model: Any, skeleton: Any) -> None:
         )
 
 
-def _wants_flash(train: TrainConfig, sharding: Sharding) -> bool:
-    if sharding.mesh.device.type != "cuda":
-        return False
-    if sharding.mesh.sizes.context > 1 and train.attn_implementation == "auto":
-        return False  # it takes no mask
-    if train.attn_implementation != "auto":
-        return train.attn_implementation == FLASH_ATTENTION
-    from transformers.utils import is_flash_attn_2_available
-
-    return sharding.precision is not None and bool(is_flash_attn_2_available())
-
-
-def _converts(model: Any) -> bool:
-    from transformers.conversion_mapping import get_model_conversion_mapping
-
-    if getattr(model, "_weight_conversions", None) is not None:
-        return True
-    return bool(get_model_conversion_mapping(model, add_legacy=False))
-
-
 def _skeleton(config_json: str, attention: str) -> Any:
     """The architecture, without memory."""
     from transformers import AutoConfig, AutoModelForCausalLM
@@ -151,11 +204,7 @@ def _skeleton(config_json: str, attention: str) -> Any:
     config = AutoConfig.for_model(fields.pop("model_type"), **fields)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation=attention)
-    for module in model.modules():
-        if isinstance(module, torch.nn.Dropout):
-            module.p = 0.0
-        if isinstance(getattr(module, "attention_dropout", None), float):
-            module.attention_dropout = 0.0
+    disable_dropout(model)
     model.train()
     return model
 
@@ -163,9 +212,15 @@ def _skeleton(config_json: str, attention: str) -> Any:
 class _Filler:
     """Gives parameters and buffers their memory, and what the first process has in them."""
 
-    def __init__(self, model: Any, root: torch.nn.Module, full: LoadedModel | None, sharding: Sharding) -> None:
-        self._device = sharding.mesh.device
-        self._sharding = sharding
+    def __init__(
+        self,
+        model: Any,
+        root: torch.nn.Module,
+        full: LoadedModel | None,
+        device: torch.device,
+        precision: torch.dtype | None,
+    ) -> None:
+        self._device, self._precision = device, precision
         self._names = {id(tensor): name for name, tensor in _tensors(model)}
         self._full = dict(_tensors(full.model)) if full is not None else {}
         self._holders: dict[int, list[tuple[torch.nn.Module, str]]] = {}
@@ -198,8 +253,8 @@ class _Filler:
     def _received(self, tensor: torch.Tensor, trained: bool) -> torch.Tensor:
         dtype = tensor.dtype
         # What is never trained needs no master copy in fp32.
-        if isinstance(tensor, torch.nn.Parameter) and not trained and self._sharding.precision is not None:
-            dtype = self._sharding.precision
+        if isinstance(tensor, torch.nn.Parameter) and not trained and self._precision is not None:
+            dtype = self._precision
         name = self._names[id(tensor)]
         if self._full:
             source = self._full.pop(name)

@@ -16,21 +16,22 @@ from __future__ import annotations
 import errno
 import json
 import shutil
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, Final
 
 import torch
 
 from models.disk import sync, sync_tree
+from models.families.source import CheckpointTensors
 from models.train.errors import CheckpointUnavailable
-from models.train.huggingface.state_files import copy_tokenizer
 
 MAX_SHARD_BYTES: Final = 5_000_000_000
 WEIGHTS: Final = "model.safetensors"
 INDEX: Final = "model.safetensors.index.json"
 CONFIG: Final = "config.json"
 _STAGED: Final = "staged-for-hf"
+_WEIGHT_SUFFIXES: Final = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".index.json")
 
 
 def write_hf(
@@ -169,6 +170,19 @@ def _copy_settings(directory: Path, source: Path | str, dtypes: Mapping[torch.dt
     aside.replace(directory / CONFIG)
 
 
+def copy_tokenizer(source: str, target: Path) -> None:
+    """Put the tokenizer of `source` beside a model: files of a directory as they are, else through transformers."""
+    path = Path(source).expanduser()
+    if not path.is_dir():
+        from transformers import AutoTokenizer
+
+        AutoTokenizer.from_pretrained(source).save_pretrained(target)
+        return
+    for file in sorted(path.iterdir()):
+        if file.is_file() and not file.name.endswith(_WEIGHT_SUFFIXES) and not (target / file.name).exists():
+            shutil.copyfile(file, target / file.name)
+
+
 def _hub_configuration(source: str, directory: Path, aside: Path) -> None:
     """`config.json` as it is on the hub, and the generation configuration if there is one."""
     from transformers import GenerationConfig
@@ -203,43 +217,6 @@ def _true_of(config: dict[str, Any], dtypes: Mapping[torch.dtype, int]) -> dict[
 # -------------------------------------------------------------------------- reading
 
 
-def weight_files(directory: Path) -> list[Path]:
-    """The safetensors files of a checkpoint, in order. Raises `CheckpointUnavailable`."""
-    index = directory / INDEX
-    try:
-        if index.is_file():
-            names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
-            files = [directory / name for name in names]
-        else:
-            files = [directory / WEIGHTS]
-        missing = [file.name for file in files if not file.is_file()]
-    except (OSError, ValueError, KeyError, AttributeError) as error:
-        raise CheckpointUnavailable(
-            f"{index} cannot be read ({type(error).__name__}: {error}); fetch the checkpoint again"
-        ) from error
-    if missing:
-        raise CheckpointUnavailable(
-            f"{directory} lacks {', '.join(missing)}; give a complete checkpoint in safetensors format"
-        )
-    return files
-
-
-def read_hf(directory: Path) -> Iterator[tuple[str, torch.Tensor]]:
-    """(name, tensor) of a checkpoint, file by file, by name within each; mapped, read when used.
-
-    Raises `CheckpointUnavailable`.
-    """
-    from safetensors import SafetensorError, safe_open
-
-    for file in weight_files(directory):
-        try:
-            with safe_open(file, framework="pt") as stored:
-                for name in sorted(stored.keys()):
-                    yield name, stored.get_tensor(name)
-        except (OSError, SafetensorError) as error:
-            raise CheckpointUnavailable(f"{file} cannot be read ({error}); fetch the checkpoint again") from error
-
-
 def checksum(tensor: torch.Tensor) -> str:
     """`<dtype>:<shape>:<xxh3-128 of the bytes>`, equal exactly if the tensors are bit-identical."""
     import xxhash
@@ -251,4 +228,5 @@ def checksum(tensor: torch.Tensor) -> str:
 
 def checksums(directory: Path) -> dict[str, str]:
     """Of every weight of a checkpoint, by name, however it is cut into files. Raises `CheckpointUnavailable`."""
-    return {name: checksum(tensor) for name, tensor in read_hf(directory)}
+    with CheckpointTensors(directory) as stored:
+        return {name: checksum(stored.whole(name)) for name in stored}

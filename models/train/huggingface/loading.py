@@ -15,12 +15,14 @@ import numpy.typing as npt
 import torch
 
 from configs.schema.train import TrainConfig
-from models.train.errors import CheckpointUnavailable, TrainConfigInvalid, TrainStateUnreadable, UnsupportedModel
-from models.train.huggingface.scoring import Scorer, output_head
+from models.train.errors import CheckpointUnavailable, TrainConfigInvalid, UnsupportedModel
+from models.train.huggingface.hf_weights import converts
+from models.train.huggingface.scoring import Backbone, Passes, output_head
 from models.train.packing.packing import Layout, Packing, Unit
 from models.train.packing.rows import pack_rows
 
 FLASH_ATTENTION: Final = "flash_attention_2"
+FLASH_PACKING: Final = Packing(max_tokens=1, share_prompts=False, single_row=True)
 _PROBE_TOKENS: Final = 5
 
 
@@ -31,6 +33,7 @@ class LoadedModel:
     model: Any
     vocab_size: int
     packing: Packing  # what its attention allows; the token budget is the caller's
+    converts: bool  # checkpoints store some of its weights in another form, sorted by name
 
 
 def pick_device(name: str) -> torch.device:
@@ -60,22 +63,24 @@ def load_model(checkpoint: str, key: str, train: TrainConfig, device: torch.devi
 
     Raises `CheckpointUnavailable` if it cannot be had, `UnsupportedModel` if its logits cannot be taken apart.
     """
-    attention = _attention(train, device)
+    attention = attention_of(train, device)
     # Parts that a checkpoint lacks are initialised by this seed, without touching the caller's random stream.
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = _from_pretrained(checkpoint, key, attention, auto=train.attn_implementation == "auto")
-    _disable_dropout(model)
+    disable_dropout(model)
     model.to(device)
     check_head(model, device)
     return LoadedModel(
         model=model,
         vocab_size=int(model.get_input_embeddings().weight.shape[0]),
         packing=find_packing(model, device),
+        converts=converts(model),
     )
 
 
-def _attention(train: TrainConfig, device: torch.device) -> str:
+def attention_of(train: TrainConfig, device: torch.device) -> str:
+    """The attention that is asked for, or the best that there is on this device for the precision of the run."""
     if train.attn_implementation != "auto":
         return train.attn_implementation
     if autocast_dtype(train.train_dtype, device) is None or device.type != "cuda":
@@ -110,12 +115,12 @@ def _from_pretrained(checkpoint: str, key: str, attention: str, *, auto: bool) -
         if auto and attention != "eager" and "attention" in str(error).lower():
             return _from_pretrained(checkpoint, key, "eager", auto=False)
         raise CheckpointUnavailable(
-            f"{key}={checkpoint!r} cannot be loaded as a causal language model ({_first_line(error)}); "
+            f"{key}={checkpoint!r} cannot be loaded as a causal language model ({first_line(error)}); "
             "give a checkpoint that AutoModelForCausalLM accepts, and check --attn-implementation"
         ) from error
     except OSError as error:
         raise CheckpointUnavailable(
-            f"{key}={checkpoint!r} is no directory here and could not be fetched from the hub ({_first_line(error)}); "
+            f"{key}={checkpoint!r} is no directory here and could not be fetched from the hub ({first_line(error)}); "
             "give an existing directory, or download the model first"
         ) from error
 
@@ -127,29 +132,13 @@ def enable_checkpointing(model: Any) -> None:
     enable({"use_reentrant": False})
 
 
-def load_weights(model: Any, directory: Path) -> None:
-    """Overwrite the weights of `model` in place with those of a saved one. Raises `TrainStateUnreadable`."""
-    from transformers import AutoModelForCausalLM
-
-    try:
-        saved = AutoModelForCausalLM.from_pretrained(str(directory), dtype=torch.float32).state_dict()
-        # Compared first: a refused state must not leave half of its weights behind.
-        expected = {name: tensor.shape for name, tensor in model.state_dict().items()}
-        if expected != {name: tensor.shape for name, tensor in saved.items()}:
-            raise ValueError("its tensors have other names or shapes")
-        model.load_state_dict(saved)
-    except (OSError, ValueError) as error:
-        raise TrainStateUnreadable(
-            f"{directory} does not hold the weights of this model ({_first_line(error)}); "
-            "resume from another checkpoint"
-        ) from error
-
-
-def _first_line(error: Exception) -> str:
+def first_line(error: Exception) -> str:
+    """Of what an error says: the rest is often advice for another caller."""
     return next(iter(str(error).strip().splitlines()), type(error).__name__)
 
 
-def _disable_dropout(model: torch.nn.Module) -> None:
+def disable_dropout(model: torch.nn.Module) -> None:
+    """In all modules, also in attention."""
     for module in model.modules():
         if isinstance(module, torch.nn.Dropout):
             module.p = 0.0
@@ -160,9 +149,7 @@ def _disable_dropout(model: torch.nn.Module) -> None:
 def check_head(model: Any, device: torch.device) -> None:
     """Compare the model's own logits with those of `output_head` on a few tokens; raise `UnsupportedModel`."""
     ids = torch.arange(_PROBE_TOKENS, device=device).remainder(model.get_input_embeddings().weight.shape[0])[None]
-    precision = torch.bfloat16 if device.type == "cuda" else None
-    scorer = Scorer(model, device=device, autocast_dtype=precision, temperature=1.0, chunk_tokens=_PROBE_TOKENS)
-    with torch.no_grad(), scorer.autocast():
+    with torch.no_grad(), torch.autocast(device.type, dtype=torch.bfloat16, enabled=device.type == "cuda"):
         whole = model(input_ids=ids, use_cache=False).logits.float()
         parts = output_head(model)(model.base_model(input_ids=ids, use_cache=False).last_hidden_state).float()
     if not torch.allclose(whole, parts, rtol=1e-2, atol=1e-2 * float(whole.abs().max())):
@@ -181,8 +168,8 @@ def find_packing(model: Any, device: torch.device) -> Packing:
     text = model.config.get_text_config()
     attention = getattr(model.config, "_attn_implementation", "eager")
     if attention == FLASH_ATTENTION:
-        return Packing(max_tokens=1, share_prompts=False, single_row=True)
-    scorer = Scorer(model, device=device, autocast_dtype=None, temperature=1.0, chunk_tokens=1024)
+        return FLASH_PACKING
+    backbone = Backbone(model, Passes(device))
     vocabulary = int(model.get_input_embeddings().weight.shape[0])
     one = np.arange(2 * _PROBE_TOKENS, dtype=np.int32) % vocabulary
     two = np.concatenate([one[:_PROBE_TOKENS], (one[_PROBE_TOKENS:] + 7) % vocabulary]).astype(np.int32)
@@ -190,7 +177,7 @@ def find_packing(model: Any, device: torch.device) -> Packing:
     apart = Layout(((Unit((0,), 0, size), Unit((1,), 0, size)),), 2 * size)
     shared = Layout(((Unit((0, 1), _PROBE_TOKENS, 2 * size - _PROBE_TOKENS),),), 2 * size - _PROBE_TOKENS)
     # transformers marks recurrent architectures; the trial finds those that it does not mark.
-    pack = not getattr(model, "_is_stateful", False) and _agrees(scorer, apart, [one, two], first=1)
+    pack = not getattr(model, "_is_stateful", False) and _agrees(backbone, apart, [one, two], first=1)
     windows = set(getattr(text, "layer_types", None) or ()) - {"full_attention"} or any(
         getattr(text, name, None) for name in ("sliding_window", "attention_chunk_size")
     )
@@ -198,20 +185,20 @@ def find_packing(model: Any, device: torch.device) -> Packing:
         pack
         and not windows
         and attention in ("sdpa", "eager")
-        and _agrees(scorer, shared, [one, two], first=_PROBE_TOKENS)
+        and _agrees(backbone, shared, [one, two], first=_PROBE_TOKENS)
     )
     # Attention with a mask runs at about half the speed of the dense layers, whose cost is 6 * hidden per token.
     return Packing(max_tokens=1, pack=pack, share_prompts=share, quadratic_tokens=3 * int(text.hidden_size))
 
 
-def _agrees(scorer: Scorer, layout: Layout, tokens: list[npt.NDArray[np.int32]], *, first: int) -> bool:
+def _agrees(backbone: Backbone, layout: Layout, tokens: list[npt.NDArray[np.int32]], *, first: int) -> bool:
     """Whether hidden states, from token `first` on, are those of each sequence in a row of its own."""
     chosen = [np.arange(first, len(ids), dtype=np.int64) for ids in tokens]
     with torch.no_grad():
         try:
-            found = scorer.chosen_hidden(pack_rows(layout, tokens, chosen))
+            found = backbone.chosen_hidden(pack_rows(layout, tokens, chosen))
         except (TypeError, ValueError, RuntimeError):
             return False  # the architecture takes no position ids, or no mask of this shape
         single = [Layout(((Unit((item,), 0, len(tokens[item]) - 1),),), len(tokens[item]) - 1) for item in layout.items]
-        alone = torch.cat([scorer.chosen_hidden(pack_rows(one, tokens, chosen)) for one in single])
+        alone = torch.cat([backbone.chosen_hidden(pack_rows(one, tokens, chosen)) for one in single])
     return bool(torch.allclose(found, alone, rtol=1e-4, atol=1e-4 * float(alone.abs().max())))

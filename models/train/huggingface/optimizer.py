@@ -2,6 +2,8 @@
 
 Invariants:
 - gradients arrive as sums of numerators; they are divided by the step's denominator here, once;
+- with sharded parameters, each process updates its shards; the norm of the gradient is that of all shards together, so
+  that all processes clip alike, and refuse together;
 - a gradient that is not finite changes neither parameters nor optimizer state;
 - the learning rate depends only on the number of updates made, and on the factor that the caller gives.
 """
@@ -9,13 +11,13 @@ Invariants:
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 
 from configs.schema.train import TrainConfig
-from models.train.errors import TrainStateUnreadable
+from models.train.huggingface.hf_weights import local
 from models.train.step.learning_rate import learning_rate
 
 
@@ -31,9 +33,17 @@ class UpdateResult:
 class Updater:
     """AdamW with warm-up, decay and gradient clipping (arXiv:1711.05101)."""
 
-    def __init__(self, model: torch.nn.Module, train: TrainConfig, total_steps: int | None) -> None:
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        train: TrainConfig,
+        total_steps: int | None,
+        sum_over_shards: Callable[[float], float] = float,
+    ) -> None:
+        """`sum_over_shards`: of one number per shard of the model; default: this process holds all of it."""
         self._train = train
         self._total_steps = total_steps
+        self._sum_over_shards = sum_over_shards
         self.named_parameters = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
         # Norms and biases are not pulled to zero: their scale is not a measure of complexity.
         matrices = [p for _, p in self.named_parameters if p.ndim > 1]
@@ -54,11 +64,11 @@ class Updater:
     def apply(self, denominator: float, *, lr_scale: float = 1.0) -> UpdateResult:
         """Divide the summed gradients by `denominator`, clip, update; or refuse. Clears the gradients either way.
 
-        `lr_scale`: factor of this update's learning rate.
+        Gradients are complete sums over all processes. `lr_scale`: factor of this update's learning rate.
         """
         lr = learning_rate(self.updates, self._train, self._total_steps) * lr_scale
-        gradients = self._gradients()
-        norm = self._norm(gradients) / denominator
+        gradients = [local(p.grad) for _, p in self.named_parameters if p.grad is not None]
+        norm = math.sqrt(self._sum_over_shards(_sum_of_squares(gradients))) / denominator
         if not gradients or not math.isfinite(norm):
             self.clear()
             return UpdateResult(applied=False, grad_norm=norm, lr=lr)
@@ -69,14 +79,6 @@ class Updater:
         self.updates += 1
         self.clear()
         return UpdateResult(applied=True, grad_norm=norm, lr=lr)
-
-    def _gradients(self) -> list[torch.Tensor]:
-        """What this process holds of the gradient."""
-        return [p.grad for _, p in self.named_parameters if p.grad is not None]
-
-    def _norm(self, gradients: list[torch.Tensor]) -> float:
-        """Euclidean norm of the whole gradient."""
-        return math.sqrt(sum_of_squares(gradients))
 
     def refuse(self) -> UpdateResult:
         """Make no update: there is nothing to learn from."""
@@ -97,27 +99,6 @@ class Updater:
                 out[f"{name}/{entry}"] = value.detach()
         return out
 
-    def check_state_tensors(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Raise `TrainStateUnreadable` unless every tensor belongs to a parameter, moments in its shape."""
-        shapes = {name: parameter.shape for name, parameter in self.named_parameters}
-        for key, value in tensors.items():
-            name, _, entry = key.rpartition("/")
-            if name not in shapes or (value.ndim > 0 and value.shape != shapes[name]):
-                raise TrainStateUnreadable(
-                    f"optimizer state {entry!r} of {name!r} {tuple(value.shape)} is of another model; "
-                    "resume with the checkpoint and options that the run was started with"
-                )
-
-    def load_state_tensors(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Restore what `state_tensors` gave."""
-        self.check_state_tensors(tensors)
-        parameters = dict(self.named_parameters)
-        self.optimizer.state.clear()
-        for key, value in tensors.items():
-            name, _, entry = key.rpartition("/")
-            parameter = parameters[name]
-            self.optimizer.state[parameter][entry] = value.to(parameter.device).clone()
-
 
 def gradient_scale(norm: float, denominator: float, clip_grad: float) -> float:
     """What summed gradients are multiplied by: divided by the step's denominator, and clipped to `clip_grad` (0: not).
@@ -128,7 +109,7 @@ def gradient_scale(norm: float, denominator: float, clip_grad: float) -> float:
     return (clip_grad / norm if clipped else 1.0) / denominator
 
 
-def sum_of_squares(gradients: list[torch.Tensor]) -> float:
+def _sum_of_squares(gradients: list[torch.Tensor]) -> float:
     """Over all gradients; summed in fp64 so that many parameters do not overflow."""
     if not gradients:
         return 0.0

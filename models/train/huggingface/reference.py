@@ -1,76 +1,66 @@
-"""The reference policy: frozen, or renewed from the policy every so many rollout batches.
+"""The reference policy: a frozen second model, or the policy with its adapters off.
 
-Invariant: it is never trained; with `ref_update_interval` it is part of the checkpoint, since no other file holds it.
+Invariants: it is never trained; with `ref_update_interval` it is part of the checkpoint, since no other file holds it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from contextlib import nullcontext
 
 import torch
 from torch import Tensor
 
-from configs.schema.train import TrainConfig
-from models.train.errors import TrainConfigInvalid, TrainStateUnreadable
-from models.train.huggingface.loading import LoadedModel, load_model
+from models.train.errors import TrainConfigInvalid
+from models.train.huggingface.hf_weights import local, model_tensors
+from models.train.huggingface.lora import Adapters
+from models.train.huggingface.placement import PlacedModel, Placement
+from models.train.packing.rows import PackedRows
 
 
 class Reference:
-    """A second model beside the policy."""
+    """What the policy is compared with."""
 
-    def __init__(self, train: TrainConfig, *, device: torch.device, seed: int, renewed_from: Any | None = None) -> None:
-        """`renewed_from`: the policy, if the reference is to become it from time to time.
-
-        Raises `CheckpointUnavailable`, `UnsupportedModel`, `TrainConfigInvalid` if the policy has other weights.
-        """
-        source = train.ref_load or train.hf_checkpoint
-        key = "ref_load" if train.ref_load else "hf_checkpoint"
-        self.loaded: LoadedModel = load_model(source, key, train, device, seed=seed)
-        self.loaded.model.eval().requires_grad_(False)
-        self._policy = renewed_from
-        if renewed_from is not None and _shapes(renewed_from) != _shapes(self.loaded.model):
+    def __init__(self, placement: Placement, policy: PlacedModel, adapters: Adapters | None) -> None:
+        """Collective. Raises `CheckpointUnavailable`, `UnsupportedModel`, `TrainConfigInvalid`."""
+        train, interval = placement.spec.train, placement.spec.algorithm.ref_update_interval
+        if adapters is not None and interval:
             raise TrainConfigInvalid(
-                f"ref_update_interval is set, but the reference {source!r} has other weights than the policy, which "
-                "it cannot become; leave --ref-update-interval or --ref-load out"
+                f"ref_update_interval={interval} with lora_rank={placement.spec.lora.lora_rank}: the reference of LoRA "
+                "is the model without adapters, which no update changes; leave --ref-update-interval out"
             )
+        self._policy = policy
+        self.renewed = bool(interval)  # becomes the policy from time to time
+        own = adapters is None or train.ref_load not in (None, train.hf_checkpoint)
+        self._adapters = None if own else adapters
+        self.placed = policy
+        if own:
+            source, key = train.ref_load or train.hf_checkpoint, "ref_load" if train.ref_load else "hf_checkpoint"
+            self.placed = placement.load(source, key, placement.scorer, frozen=True)
+            if self.renewed and _shapes(policy) != _shapes(self.placed):
+                raise TrainConfigInvalid(
+                    f"ref_update_interval is set, but the reference {source!r} has other weights than the policy, "
+                    "which it cannot become; leave --ref-update-interval or --ref-load out"
+                )
 
-    @property
-    def renewed(self) -> bool:
-        """Whether it becomes the policy from time to time."""
-        return self._policy is not None
+    def score(self, rows: PackedRows) -> Tensor:
+        """Log-probs [N] of the chosen tokens, without gradient."""
+        with torch.no_grad(), nullcontext() if self._adapters is None else self._adapters.disabled(self.placed.model):
+            found: Tensor = self.placed.root(rows)[0]
+        return found
 
     def renew(self) -> None:
-        """Become the policy as it is now."""
-        if self._policy is not None:
-            self.load_state_tensors(_tensors(self._policy))
-
-    def state_tensors(self) -> dict[str, Tensor]:
-        """Its weights. Those of a reference that is never renewed are in its checkpoint anyway."""
-        return _tensors(self.loaded.model)
-
-    def check_state_tensors(self, tensors: Mapping[str, Tensor]) -> None:
-        """Raise `TrainStateUnreadable` unless the tensors are those of this model."""
-        if _shapes(self.loaded.model) != {name: tuple(tensor.shape) for name, tensor in tensors.items()}:
-            raise TrainStateUnreadable(
-                "the saved reference has other names or shapes than this one; resume with the --ref-load that the run "
-                "was started with"
-            )
-
-    def load_state_tensors(self, tensors: Mapping[str, Tensor]) -> None:
-        """Restore what `state_tensors` gave. Raises `TrainStateUnreadable`, then nothing is changed."""
-        self.check_state_tensors(tensors)
+        """Become the policy as it is now, unless it never does."""
+        if not self.renewed:
+            return
+        own = self.tensors()
         with torch.no_grad():
-            for name, tensor in _tensors(self.loaded.model).items():
-                tensor.copy_(tensors[name])
+            for name, tensor in model_tensors(self._policy.model).items():
+                local(own[name]).copy_(local(tensor))
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Its weights."""
+        return model_tensors(self.placed.model)
 
 
-def _tensors(model: Any) -> dict[str, Tensor]:
-    """Parameters, each shared one once, and what else a checkpoint would hold."""
-    kept = model.state_dict()
-    found = {name: parameter.detach() for name, parameter in model.named_parameters()}
-    return found | {name: buffer for name, buffer in model.named_buffers() if name in kept}
-
-
-def _shapes(model: Any) -> dict[str, tuple[int, ...]]:
-    return {name: tuple(tensor.shape) for name, tensor in _tensors(model).items()}
+def _shapes(placed: PlacedModel) -> dict[str, tuple[int, ...]]:
+    return {name: tuple(tensor.shape) for name, tensor in model_tensors(placed.model).items()}

@@ -12,7 +12,8 @@ Invariants:
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -22,6 +23,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from models.algorithms.entropy import token_log_probs
+from models.train.huggingface.context import ContextParallel, Part
 from models.train.packing.rows import PackedRows, attention_allowed
 
 Head = Callable[[Tensor], Tensor]
@@ -48,30 +50,31 @@ def output_head(model: Any) -> Head:
     return head
 
 
+@dataclass(frozen=True)
+class Passes:
+    """How forward passes run in this process."""
+
+    device: torch.device
+    autocast_dtype: torch.dtype | None = None
+    mask_dtype: torch.dtype = torch.float32  # of additive attention masks
+    context: ContextParallel = field(default_factory=lambda: ContextParallel(None))  # who shares the tokens of a row
+
+
 class Backbone(torch.nn.Module):  # type: ignore[misc]
     """Last hidden states of chosen tokens under one model. Whose module the decoder is, subclasses decide."""
 
-    def __init__(
-        self,
-        model: Any,
-        *,
-        device: torch.device,
-        autocast_dtype: torch.dtype | None,
-        mask_dtype: torch.dtype | None = None,
-    ) -> None:
-        """`mask_dtype`: of additive attention masks, where it is not the precision of autocast."""
+    def __init__(self, model: Any, passes: Passes) -> None:
+        """Raises `UnsupportedModel`."""
         super().__init__()
+        passes.context.prepare(model)
         self._config = model.config
         self._decoder_unregistered = (model.base_model,)
-        self._device = device
-        self._autocast_dtype = autocast_dtype
-        self._mask_dtype = mask_dtype or autocast_dtype or torch.float32
+        self._passes, self._context = passes, passes.context
 
     def autocast(self) -> AbstractContextManager[Any]:
         """The precision context of the forward pass."""
-        if self._autocast_dtype is None:
-            return nullcontext()
-        context: AbstractContextManager[Any] = torch.autocast(self._device.type, dtype=self._autocast_dtype)
+        device, dtype = self._passes.device, self._passes.autocast_dtype
+        context: AbstractContextManager[Any] = torch.autocast(device.type, dtype=dtype, enabled=dtype is not None)
         return context
 
     def chosen_hidden(self, rows: PackedRows) -> Tensor:
@@ -82,6 +85,12 @@ class Backbone(torch.nn.Module):  # type: ignore[misc]
         if rows.unit is not None and rows.branch is not None:
             inputs["attention_mask"] = attention_allowed(rows.unit, rows.branch)
         return self.hidden_at(inputs, rows.source)
+
+    def own_hidden(self, part: Part) -> Tensor:
+        """Last hidden states [n, H] that predict this process's tokens."""
+        if part.source is None or part.columns is None:
+            return self.chosen_hidden(part.rows)
+        return self.hidden_at(self._context.inputs(part.rows, part.columns), part.source)
 
     def hidden_at(self, inputs: Mapping[str, npt.NDArray[Any]], source: npt.NDArray[np.int64]) -> Tensor:
         """Last hidden states [n, H] at the flat positions `source` [n] of the decoder's inputs [B, L].
@@ -101,27 +110,18 @@ class Backbone(torch.nn.Module):  # type: ignore[misc]
         mask = self._to_device(allowed)
         if str(getattr(self._config, "_attn_implementation", "eager")).startswith("sdpa"):
             return mask
-        dtype = self._mask_dtype
+        dtype = self._passes.mask_dtype
         return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill(~mask, torch.finfo(dtype).min)
 
     def _to_device(self, array: Any) -> Tensor:
-        return torch.from_numpy(array).to(self._device, non_blocking=True)
+        return torch.from_numpy(array).to(self._passes.device, non_blocking=True)
 
 
 class Scorer(Backbone):
     """Log-probs and entropies of chosen tokens under one model, which is its only submodule."""
 
-    def __init__(
-        self,
-        model: Any,
-        *,
-        device: torch.device,
-        autocast_dtype: torch.dtype | None,
-        temperature: float,
-        chunk_tokens: int,
-        mask_dtype: torch.dtype | None = None,
-    ) -> None:
-        super().__init__(model, device=device, autocast_dtype=autocast_dtype, mask_dtype=mask_dtype)
+    def __init__(self, model: Any, passes: Passes, *, temperature: float, chunk_tokens: int) -> None:
+        super().__init__(model, passes)
         self.model = model
         self._head = output_head(model)
         self._temperature = temperature
@@ -132,9 +132,14 @@ class Scorer(Backbone):
 
         `entropy`: "value" without a graph, "graph" with one.
         """
+        part = self._context.part(rows)
         with self.autocast():
-            chosen = self.chosen_hidden(rows)
-            return self.scores(chosen, self._to_device(rows.targets), entropy)
+            chosen = self.own_hidden(part)
+            log_probs, entropies = self.scores(chosen, self._to_device(part.targets), entropy)
+        return (
+            self._context.joined(log_probs, part),
+            None if entropies is None else self._context.joined(entropies, part),
+        )
 
     def scores(self, chosen: Tensor, targets: Tensor, entropy: str) -> tuple[Tensor, Tensor | None]:
         """Log-probs [N] and entropies [N] of `targets` [N], from the hidden states [N, H] that predict them."""

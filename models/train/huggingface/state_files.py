@@ -5,28 +5,41 @@
     directory/trainer/<part>.safetensors     critic, reference that is renewed
     directory/trainer/state.json             counters
 
-Invariants: no pickle; every file and directory is fsync'd before `save_state` returns; `state.json` is written last,
-so that a directory without it is incomplete.
+Invariants: no pickle; every file and directory is fsync'd before `save_state` returns; `state.json` is written last, so
+that a directory without it is incomplete; loading checks everything that it can before it changes anything.
 """
 
 from __future__ import annotations
 
-import os
-import shutil
-from collections.abc import Mapping
+import dataclasses
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 import msgspec
 import torch
 from msgspec import Struct
+from torch import Tensor
 
+from models.disk import sync
 from models.train.errors import TrainStateUnreadable
+from models.train.huggingface.hf_files import write_hf, write_tensors
+from models.train.huggingface.hf_weights import model_tensors
+from models.train.huggingface.parts import StatePart, StateParts, check_format, random_state, restore_random_state
+from models.train.model_set import Counters
 
 MODEL_DIR: Final = "hf"
 TRAINER_DIR: Final = "trainer"
 FORMAT_VERSION: Final = 1
-_WEIGHT_SUFFIXES: Final = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".index.json")
+_STATE: Final = f"{TRAINER_DIR}/state.json"
+# Part -> its file, and what the names of the file's tensors begin with, which the file leaves out.
+_FILES: Final = {
+    "policy": ("optimizer", "policy/optimizer/"),
+    "critic": ("critic", "critic/"),
+    "reference": ("reference", "reference/weights/"),
+}
+_RNG: Final = "policy/optimizer/rng/"
+_CRITIC_UPDATES: Final = "critic/updates"
 
 
 class TrainerState(Struct, frozen=True, kw_only=True):
@@ -37,110 +50,86 @@ class TrainerState(Struct, frozen=True, kw_only=True):
     skipped_steps: int
     empty_steps: int
     batches: int = 0
-    parts: tuple[str, ...] = ()  # further files of tensors
+    parts: tuple[str, ...] = ()  # beside the policy
     format_version: int = FORMAT_VERSION
 
 
 def save_state(
     directory: Path,
-    model: Any,
-    tensors: dict[str, torch.Tensor],
-    state: TrainerState,
-    tokenizer_source: str,
-    parts: Mapping[str, dict[str, torch.Tensor]] | None = None,
+    parts: StateParts,
+    counters: Counters,
+    *,
+    weights: Iterable[tuple[str, Tensor]],
+    source: str,
+    device: torch.device,
 ) -> None:
-    """Write all of it. `tokenizer_source`: directory or hub id whose tokenizer goes beside the model.
-
-    `parts`: further tensors by the name of their file.
+    """Write all of it. `weights`: those that are trained, for `hf`; `source`: whose configuration and tokenizer go
+    beside them; `device`: whose random state is kept. Raises `OSError`.
     """
-    parts = parts or {}
-    state = msgspec.structs.replace(state, parts=tuple(parts))
-
-    hf, trainer = directory / MODEL_DIR, directory / TRAINER_DIR
-    hf.mkdir(parents=True, exist_ok=True)
+    trainer = directory / TRAINER_DIR
     trainer.mkdir(parents=True, exist_ok=True)
-    (trainer / "state.json").unlink(missing_ok=True)
-    model.save_pretrained(hf)
-    copy_tokenizer(tokenizer_source, hf)
-    for part, content in {"optimizer": tensors, **parts}.items():
-        _save_tensors(content, trainer / f"{part}.safetensors")
-    _sync_tree(directory)
-    (trainer / "state.json").write_bytes(msgspec.json.encode(state))
-    _sync(trainer / "state.json")
-    _sync(trainer)
+    (directory / _STATE).unlink(missing_ok=True)
+    write_hf(directory / MODEL_DIR, weights, source)
+    tensors, updates = _in_files(parts).tensors(), parts.updates
+    tensors |= {_RNG + name: state for name, state in random_state(device).items()}
+    if "critic" in parts:
+        tensors[_CRITIC_UPDATES] = torch.tensor(updates["critic"])
+    for part in parts:
+        file, start = _FILES[part]
+        own = {name.removeprefix(start): one for name, one in tensors.items() if name.startswith(start)}
+        host = {name: tensor.detach().cpu().contiguous() for name, tensor in own.items()}
+        write_tensors(trainer / f"{file}.safetensors", host)
+    beside = tuple(part for part in parts if part != "policy")
+    state = TrainerState(updates=updates["policy"], parts=beside, **dataclasses.asdict(counters))
+    (directory / _STATE).write_bytes(msgspec.json.encode(state))
+    sync(directory / _STATE)
+    sync(trainer)
+    sync(directory)
 
 
-def load_state(directory: Path) -> tuple[dict[str, torch.Tensor], TrainerState]:
-    """Optimizer tensors and counters. Raises `TrainStateUnreadable`."""
-    try:
-        state = msgspec.json.decode((directory / TRAINER_DIR / "state.json").read_bytes(), type=TrainerState)
-    except (OSError, msgspec.DecodeError) as error:
-        raise _incomplete(directory, error) from error
-    tensors = _load_tensors(directory, "optimizer")
-    if state.format_version != FORMAT_VERSION:
-        raise TrainStateUnreadable(
-            f"{directory} has format version {state.format_version}, this program reads {FORMAT_VERSION}; "
-            "resume with the program version that wrote it"
-        )
-    return tensors, state
-
-
-def load_part(directory: Path, state: TrainerState, part: str) -> dict[str, torch.Tensor]:
-    """Further tensors that `save_state` was given. Raises `TrainStateUnreadable`."""
-    if part not in state.parts:
-        raise TrainStateUnreadable(
-            f"{directory} holds no {part}, which this run needs: it was saved by a run with other options; resume "
-            "with those, or start a new run from its weights"
-        )
-    return _load_tensors(directory, part)
-
-
-def _save_tensors(tensors: Mapping[str, torch.Tensor], path: Path) -> None:
-    from safetensors.torch import save_file
-
-    save_file({name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}, path)
-
-
-def _load_tensors(directory: Path, part: str) -> dict[str, torch.Tensor]:
+def load_state(directory: Path, parts: StateParts, device: torch.device) -> Counters:
+    """Restore what `save_state` wrote. Raises `TrainStateUnreadable`, then nothing is changed."""
     from safetensors import SafetensorError
+
+    try:
+        state = msgspec.json.decode((directory / _STATE).read_bytes(), type=TrainerState)
+        check_format(directory, state.format_version, FORMAT_VERSION)
+        present = ("policy", *state.parts)
+        tensors = _read(directory, [part for part in parts if part in present])
+        rng = {name.removeprefix(_RNG): tensors.pop(name) for name in list(tensors) if name.startswith(_RNG)}
+        updates = {"policy": state.updates}
+        if _CRITIC_UPDATES in tensors:
+            updates["critic"] = int(tensors.pop(_CRITIC_UPDATES))
+    except (OSError, ValueError, SafetensorError) as error:
+        raise TrainStateUnreadable(
+            f"{directory} holds no complete training state ({error}); resume from another checkpoint"
+        ) from error
+    in_files = _in_files(parts)
+    in_files.check(directory, present, {name: tensor.shape for name, tensor in tensors.items()})
+    in_files.restore(tensors, updates)
+    restore_random_state(rng, device)
+    return Counters(state.batches, state.steps, state.skipped_steps, state.empty_steps)
+
+
+def _in_files(parts: StateParts) -> StateParts:
+    """Of the critic, what is trained: the rest is in the checkpoint that it started from."""
+    out = StateParts(parts)
+    if (critic := parts.get("critic")) is not None and critic.updater is not None:
+        trained = {name for name, _ in critic.updater.named_parameters}
+        weights = {name: tensor for name, tensor in critic.weights.items() if name in trained}
+        out["critic"] = StatePart(weights, critic.updater)
+    return out
+
+
+def _read(directory: Path, parts: Iterable[str]) -> dict[str, Tensor]:
+    """Tensors of these parts' files, and the policy's weights."""
     from safetensors.torch import load_file
+    from transformers import AutoModelForCausalLM
 
-    try:
-        tensors: dict[str, torch.Tensor] = load_file(directory / TRAINER_DIR / f"{part}.safetensors")
-    except (OSError, SafetensorError) as error:
-        raise _incomplete(directory, error) from error
-    return tensors
-
-
-def _incomplete(directory: Path, error: Exception) -> TrainStateUnreadable:
-    return TrainStateUnreadable(
-        f"{directory} holds no complete training state ({error}); resume from another checkpoint"
-    )
-
-
-def copy_tokenizer(source: str, target: Path) -> None:
-    """Put the tokenizer of `source` beside a model: files of a directory as they are, else through transformers."""
-    path = Path(source).expanduser()
-    if not path.is_dir():
-        from transformers import AutoTokenizer
-
-        AutoTokenizer.from_pretrained(source).save_pretrained(target)
-        return
-    for file in sorted(path.iterdir()):
-        if file.is_file() and not file.name.endswith(_WEIGHT_SUFFIXES) and not (target / file.name).exists():
-            shutil.copyfile(file, target / file.name)
-
-
-def _sync_tree(directory: Path) -> None:
-    for root, _, files in os.walk(directory):
-        for name in files:
-            _sync(Path(root) / name)
-        _sync(Path(root))
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+    out: dict[str, Tensor] = {}
+    for part in parts:
+        file, start = _FILES[part]
+        stored = load_file(directory / TRAINER_DIR / f"{file}.safetensors")
+        out |= {start + name: tensor for name, tensor in stored.items()}
+    model = AutoModelForCausalLM.from_pretrained(str(directory / MODEL_DIR), dtype=torch.float32)
+    return out | {f"policy/weights/{name}": tensor for name, tensor in model_tensors(model).items()}

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
@@ -93,12 +93,3 @@ def blank(examples: Sequence[Example]) -> MicroBatch:
     ids, at = shortest.tokens[:2], np.array([1], dtype=np.int64)
     (layout,) = plan([ids], [1], Packing(max_tokens=1))
     return MicroBatch(pack_rows(layout, [ids], [at]), layout, ())
-
-
-def with_ids(example: Example, tokens: Ids | None = None, chosen: npt.NDArray[np.int64] | None = None) -> Example:
-    """A copy to be scored, with other ids and chosen tokens if they are given."""
-    return replace(
-        example,
-        tokens=example.tokens if tokens is None else tokens,
-        chosen=example.chosen if chosen is None else chosen,
-    )

@@ -112,14 +112,11 @@ def plan(tokens: Sequence[npt.NDArray[np.int32]], prompts: Sequence[int], packin
 
     `prompts[i]`: how many ids of sequence i are its prompt (at least 1, fewer than all).
     """
-    layouts = _plan(tokens, prompts, packing)
-    if packing.row_multiple == 1:
-        return layouts
-    return [replace(layout, row_length=_rounded_up(layout.row_length, packing.row_multiple)) for layout in layouts]
-
-
-def _rounded_up(length: int, multiple: int) -> int:
-    return -(-length // multiple) * multiple
+    multiple = packing.row_multiple
+    return [
+        replace(layout, row_length=-(-layout.row_length // multiple) * multiple)
+        for layout in _plan(tokens, prompts, packing)
+    ]
 
 
 def _plan(tokens: Sequence[npt.NDArray[np.int32]], prompts: Sequence[int], packing: Packing) -> list[Layout]:

@@ -87,16 +87,15 @@ def pack_rows(
     )
 
 
-def attention_allowed(unit: Int64Array, branch: Int64Array) -> npt.NDArray[np.bool_]:
+def attention_allowed(unit: Int64Array, branch: Int64Array, columns: slice = slice(None)) -> npt.NDArray[np.bool_]:
     """Who sees whom, [B, 1, L, L]: earlier tokens of the same unit, of its prompt or of the same branch.
 
-    Padding sees earlier padding, so that no row of the mask is empty.
+    `columns`: of the tokens that see. Padding sees earlier padding, so that no row of the mask is empty.
     """
-    length = unit.shape[1]
-    same_unit = unit[:, :, None] == unit[:, None, :]
-    same_path = (branch[:, None, :] == 0) | (branch[:, :, None] == branch[:, None, :])
-    causal = np.tril(np.ones((length, length), dtype=np.bool_))
-    allowed: npt.NDArray[np.bool_] = (same_unit & same_path & causal)[:, None]
+    places = np.arange(unit.shape[1])
+    same_unit = unit[:, columns, None] == unit[:, None, :]
+    same_path = (branch[:, None, :] == 0) | (branch[:, columns, None] == branch[:, None, :])
+    allowed: npt.NDArray[np.bool_] = (same_unit & same_path & (places[columns, None] >= places))[:, None]
     return allowed
 
 

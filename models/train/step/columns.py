@@ -83,6 +83,13 @@ def policy_tokens(
     )
 
 
+def rollout_numbers(examples: Sequence[Example]) -> tuple[Tensor, int]:
+    """The rollout [S] of each example, counted from 0, and how many there are."""
+    keys = np.array([example.key for example in examples], dtype=np.int64).reshape(-1, 2)
+    rollouts, rollout = np.unique(keys, axis=0, return_inverse=True)
+    return torch.from_numpy(rollout.reshape(-1)), len(rollouts)
+
+
 def _scale(examples: Sequence[Example], device: torch.device) -> Tensor | None:
     scales = [example.kept_scale for example in examples]
     return None if all(scale == 1.0 for scale in scales) else torch.tensor(scales, dtype=torch.float32, device=device)

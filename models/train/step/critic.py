@@ -11,9 +11,8 @@ the factor 1/2).
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Final
 
 import msgspec
 import torch
@@ -21,20 +20,10 @@ from torch import Tensor
 
 from configs.schema.critic import CriticConfig
 from configs.schema.train import TrainConfig
-from models.train.dp_group import DpGroup, Float32Array
-from models.train.errors import TrainStateUnreadable
-from models.train.huggingface.loading import enable_checkpointing, load_model
-from models.train.huggingface.optimizer import Updater, UpdateResult
-from models.train.huggingface.scoring import Backbone
-from models.train.packing.balance import MicroBatch
-from models.train.packing.packing import Packing
-from models.train.packing.rows import PackedRows
+from models.train.dp_group import DpGroup
+from models.train.huggingface.optimizer import UpdateResult
 from models.train.step.columns import float_column, weight_column
 from models.train.step.examples import Example
-
-_UPDATES: Final = "updates"
-_WEIGHTS: Final = "weights/"
-_MOMENTS: Final = "optimizer/"
 
 
 @dataclass(frozen=True)
@@ -113,94 +102,3 @@ def critic_train_config(config: CriticConfig, train: TrainConfig) -> TrainConfig
     return msgspec.structs.replace(
         train, lr=config.critic_lr, lr_warmup_iters=config.critic_lr_warmup_iters, lr_decay_style="constant"
     )
-
-
-class Critic:
-    """The value model with its optimizer, all of it in this process."""
-
-    def __init__(
-        self,
-        config: CriticConfig,
-        train: TrainConfig,
-        *,
-        device: torch.device,
-        autocast_dtype: torch.dtype | None,
-        seed: int,
-    ) -> None:
-        """Loads the backbone. Raises `CheckpointUnavailable`, `UnsupportedModel`."""
-        source = config.critic_load or train.hf_checkpoint
-        key = "critic_load" if config.critic_load else "hf_checkpoint"
-        loaded = load_model(source, key, train, device, seed=seed)
-        if train.gradient_checkpointing:
-            enable_checkpointing(loaded.model)
-        loaded.model.train()
-        self.packing: Packing = loaded.packing  # without a budget
-        self.vocab_size = loaded.vocab_size
-        self._backbone = Backbone(loaded.model, device=device, autocast_dtype=autocast_dtype)
-        hidden = int(loaded.model.config.get_text_config().hidden_size)
-        self.model = ValueModel(loaded.model.base_model, hidden, seed=seed).to(device)
-        self._numerator = ValueNumerator(config.value_clip)
-        self.updater = Updater(self.model, critic_train_config(config, train), None)
-
-    def values_of(self, rows: PackedRows) -> Tensor:
-        """V [N] before each chosen token; differentiable."""
-        with self._backbone.autocast():
-            hidden = self._backbone.chosen_hidden(rows)
-        result: Tensor = self.model(hidden)
-        return result
-
-    def values(self, batches: Sequence[MicroBatch]) -> list[Float32Array]:
-        """V before each chosen token, one array [N] per micro-batch."""
-        with torch.no_grad():
-            return [self.values_of(batch.rows).cpu().numpy() for batch in batches if not batch.blank]
-
-    def backward(self, batches: Sequence[MicroBatch]) -> None:
-        """Add the gradient of the micro-batches' numerators, and their sums."""
-        for batch in batches:
-            if not batch.blank:
-                self._numerator(batch.members, self.values_of(batch.rows)).backward()
-
-    def update(
-        self, loss_denominator: float, mean_denominator: float, dp_group: DpGroup
-    ) -> tuple[UpdateResult, dict[str, float]]:
-        """Make the update, or refuse it, and start the next step; metrics of this one."""
-        dp_group.all_reduce_gradients([parameter for _, parameter in self.updater.named_parameters])
-        result = self.updater.apply(loss_denominator)
-        return result, self._numerator.metrics(result, loss_denominator, mean_denominator, dp_group)
-
-    def discard(self) -> None:
-        """Forget the gradients and sums of the running step."""
-        self.updater.clear()
-        self._numerator.begin_step()
-
-    # ------------------------------------------------------------------ files
-
-    def state_tensors(self) -> dict[str, Tensor]:
-        """Weights, moments and the number of updates."""
-        out = {f"{_WEIGHTS}{name}": parameter.detach() for name, parameter in self.model.named_parameters()}
-        out |= {f"{_MOMENTS}{name}": tensor for name, tensor in self.updater.state_tensors().items()}
-        return out | {_UPDATES: torch.tensor(self.updater.updates)}
-
-    def check_state_tensors(self, tensors: Mapping[str, Tensor]) -> None:
-        """Raise `TrainStateUnreadable` unless the tensors are those of this critic."""
-        own = {f"{_WEIGHTS}{name}": tuple(p.shape) for name, p in self.model.named_parameters()}
-        saved = {name: tuple(tensor.shape) for name, tensor in tensors.items() if name.startswith(_WEIGHTS)}
-        if own != saved or _UPDATES not in tensors:
-            raise TrainStateUnreadable(
-                "the saved critic has other names or shapes than this one; resume with the --critic-load and the "
-                "options that the run was started with"
-            )
-        self.updater.check_state_tensors(_moments(tensors))
-
-    def load_state_tensors(self, tensors: Mapping[str, Tensor]) -> None:
-        """Restore what `state_tensors` gave. Raises `TrainStateUnreadable`, then nothing is changed."""
-        self.check_state_tensors(tensors)
-        with torch.no_grad():
-            for name, parameter in self.model.named_parameters():
-                parameter.copy_(tensors[f"{_WEIGHTS}{name}"])
-        self.updater.load_state_tensors(_moments(tensors))
-        self.updater.updates = int(tensors[_UPDATES])
-
-
-def _moments(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    return {name.removeprefix(_MOMENTS): tensor for name, tensor in tensors.items() if name.startswith(_MOMENTS)}

@@ -18,7 +18,7 @@ from models.algorithms.losses import policy_loss_of
 from models.algorithms.modes import Correction
 from models.algorithms.objective import Objective, policy_objective, sft_objective
 from models.algorithms.tokens import PolicyTokens, StepStatistics
-from models.train.step.columns import policy_tokens, weight_column
+from models.train.step.columns import policy_tokens, rollout_numbers, weight_column
 from models.train.step.examples import Example
 from models.train.step.totals import StepTotals
 
@@ -85,13 +85,12 @@ class PolicyNumerator:
 
 
 def _groups(members: Sequence[Example], device: torch.device) -> GroupColumns:
-    keys = np.array([example.key for example in members], dtype=np.int64)
-    groups, group = np.unique(keys[:, 0], return_inverse=True)
-    rollouts, rollout = np.unique(keys, axis=0, return_inverse=True)
+    groups, group = np.unique([example.key[0] for example in members], return_inverse=True)
+    rollout, n_rollouts = rollout_numbers(members)
     return GroupColumns(
-        group=torch.from_numpy(group.reshape(-1)).to(device),
-        rollout=torch.from_numpy(rollout.reshape(-1)).to(device),
+        group=torch.from_numpy(group).to(device),
+        rollout=rollout.to(device),
         reward=torch.tensor([one.reward + one.turn_total for one in members], dtype=torch.float32, device=device),
         n_groups=len(groups),
-        n_rollouts=len(rollouts),
+        n_rollouts=n_rollouts,
     )

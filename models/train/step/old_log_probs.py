@@ -8,13 +8,14 @@ all of them.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
 from models.train.dp_group import Float32Array
 from models.train.model_set import ModelSet
-from models.train.packing.balance import MicroBatch, assign, micro_batches, with_ids
+from models.train.packing.balance import MicroBatch, assign, micro_batches
 from models.train.step.batch_needs import BatchNeeds
 from models.train.step.columns import token_counts
 from models.train.step.examples import Example
@@ -55,9 +56,7 @@ class OldLogProbPass:
         """Run one model over this process's micro-batches, and write what was found by all."""
         dp_group = self._models.dp_group
         found = score(micro_batches(assigned.by_dp_rank, assigned.examples, dp_group.dp_rank))
-        own = [
-            values for values in found[: len(assigned.by_dp_rank[dp_group.dp_rank])]
-        ]  # without the blank ones behind
+        own = found[: len(assigned.by_dp_rank[dp_group.dp_rank])]  # without the blank ones behind
         parts = dp_group.gather_by_dp_rank(np.concatenate([np.zeros(0, np.float32), *own]))
         for layouts, values in zip(assigned.by_dp_rank, parts, strict=True):
             members = [assigned.examples[item] for layout in layouts for item in layout.items]
@@ -74,7 +73,7 @@ class OldLogProbPass:
         examples = [
             assigned.examples[item] for layouts in assigned.by_dp_rank for layout in layouts for item in layout.items
         ]
-        longer = [_continued(example) if example.truncated else with_ids(example) for example in examples]
+        longer = [_continued(example) if example.truncated else replace(example) for example in examples]
         self._score(self._deal(longer), score, _set("values"))
         for example, copy in zip(examples, longer, strict=True):
             assert copy.values is not None
@@ -86,7 +85,8 @@ class OldLogProbPass:
 def _continued(example: Example) -> Example:
     """The example with a token behind its end, whose value is that of the end."""
     end = len(example.tokens)
-    return with_ids(example, np.append(example.tokens, np.int32(0)), np.append(example.chosen, end))
+    longer = np.append(example.tokens, np.int32(0))
+    return replace(example, tokens=longer, chosen=np.append(example.chosen, end))
 
 
 def _set(field: str) -> Write:

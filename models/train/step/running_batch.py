@@ -13,13 +13,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from configs.schema.algorithm import AlgorithmConfig
-from models.algorithms.aggregation import Aggregation, StepSize
-from models.algorithms.modes import Correction
+from models.algorithms.aggregation import StepSize
 from models.algorithms.tokens import StepStatistics
 from models.train.errors import BackendMisuse
 from models.train.model_set import ModelSet
 from models.train.packing.balance import micro_batches
+from models.train.spec import TrainSpec
 from models.train.step.batch_needs import BatchNeeds
 from models.train.step.examples import Example, Rollout, RolloutKey, partition, total_size
 from models.train.step.old_log_probs import OldLogProbPass
@@ -27,18 +26,6 @@ from models.train.step.pending import Assigned, Pending, whole_groups
 from models.train.step.step_values import write_step_statistics
 from models.train.step.totals import StepTotals
 from models.train.step.whole_batch import decide_advantages, logged_means
-
-
-@dataclass(frozen=True)
-class Rules:
-    """What a batch is trained by."""
-
-    algorithm: AlgorithmConfig
-    correction: Correction
-    aggregation: Aggregation
-    opd_kl_coef: float | None
-    whole_groups: bool  # a loss of one's own sees each group in one micro-batch
-    bootstrap: bool = False  # truncated sequences end with the critic's value, not with 0
 
 
 @dataclass
@@ -55,11 +42,11 @@ class RunningBatch:
     """A rollout batch from its first sequence to its last optimizer step."""
 
     def __init__(
-        self, models: ModelSet, rules: Rules, needs: BatchNeeds, *, steps: int, train_policy: bool = True
+        self, models: ModelSet, spec: TrainSpec, needs: BatchNeeds, *, steps: int, train_policy: bool = True
     ) -> None:
         self._models = models
-        self._old_log_probs = OldLogProbPass(models, bootstrap=rules.bootstrap)
-        self._rules = rules
+        self._old_log_probs = OldLogProbPass(models, bootstrap=spec.algorithm.bootstrap_truncated)
+        self._spec = spec
         self._needs = needs
         self._steps = steps
         self._train_policy = train_policy
@@ -113,7 +100,7 @@ class RunningBatch:
         if self._needs.whole_batch and not self._completed:
             if assigned := self._unscored.take(packing, dp_size, everything=everything):
                 self._old_log_probs.fill(assigned, self._needs)
-        elif self._rules.whole_groups:
+        elif self._spec.whole_groups:
             self._backward(whole_groups(self._pending.take_all(), packing, dp_size))
         else:
             self._backward(self._pending.take(packing, dp_size, everything=everything))
@@ -144,17 +131,17 @@ class RunningBatch:
     def _complete(self) -> None:
         """The batch is there: compute the last old log-probs, decide what hangs on all of it, cut it into steps."""
         self.work(everything=True)
-        rules = self._rules
+        spec = self._spec
         if self._needs.advantages:
             self._batch_metrics = decide_advantages(
-                self._rollouts, rules.algorithm, self._needs, opd_kl_coef=rules.opd_kl_coef
+                self._rollouts, spec.algorithm, self._needs, opd_kl_coef=spec.opd_kl_coef
             )
-        self._parts = partition(self._rollouts, self._steps, whole_groups=rules.whole_groups)
+        self._parts = partition(self._rollouts, self._steps, whole_groups=spec.whole_groups)
         self._completed = True
 
     def _next_part(self) -> None:
         """Make the next part of the batch the running step, and establish its statistics."""
-        rules = self._rules
+        spec = self._spec
         self._begin_step(total_size(self._parts[0]))
         self._examples = [example for rollout in self._parts[0] for example in rollout.examples]
         self._take(self._examples)
@@ -162,7 +149,7 @@ class RunningBatch:
             return
         if self._needs.statistics == "current" and not self._first:
             self._old_log_probs.refresh(self._examples)
-        self._statistics = write_step_statistics(self._examples, rules.algorithm, rules.correction, rules.aggregation)
+        self._statistics = write_step_statistics(self._examples, spec.algorithm, spec.correction, spec.aggregation)
 
     def decided_metrics(self, mean_denominator: float) -> dict[str, float]:
         """Metrics of what was decided for the batch, for the running step."""

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 from safetensors.torch import save_file
-from small_trainer import make_backend, make_sequences, train_step
+from small_trainer import make_backend, make_sequences, state_of, train_step
 
 from models.train.dp_group import DistributedDpGroup, DpGroup
 from models.train.interface import TrainSequence
@@ -83,7 +83,7 @@ def train(checkpoint: Path, out: Path, rank: int, dp_group: DpGroup | None) -> N
             tensors |= {f"gradient/{step}/{key}": value for key, value in gradient.items()}
         tensors |= {f"weights/{key}": value for key, value in weights.items()}
         if backend._models.critic is not None:
-            tensors |= {f"critic/{key}": value for key, value in backend._models.critic.state_tensors().items()}
+            tensors |= state_of(backend, "critic")
         save_file({key: value.contiguous() for key, value in tensors.items()}, out / f"{name}-{rank}.safetensors")
         (out / f"{name}-{rank}.json").write_text(json.dumps(metrics))
 

@@ -142,5 +142,11 @@ def train_step(backend: Trainer, calls: Sequence[Sequence[TrainSequence]], *, fl
     return metrics, gradient, weights_of(backend)
 
 
+def state_of(backend: Trainer, part: str) -> Tensors:
+    """What a checkpoint would hold of a part; live tensors."""
+    models: Any = backend._models
+    return {name: one for name, one in models.parts().tensors().items() if name.startswith(f"{part}/")}
+
+
 def weights_of(backend: Trainer) -> dict[str, torch.Tensor]:
     return {name: tensor.clone() for name, tensor in backend.export_weights()}

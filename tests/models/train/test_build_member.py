@@ -11,7 +11,7 @@ from msgspec.structs import replace
 from configs.resolve import resolve
 from configs.schema import CheckpointConfig, Config, TrainConfig
 from models.train.build import build_member
-from models.train.dp_group import Alone
+from models.train.dp_group import DpGroup
 
 
 @pytest.mark.parametrize("async_save", [False, True])
@@ -33,7 +33,7 @@ def test_background_saves_are_asked_for_and_waited_for(
 
     monkeypatch.setitem(sys.modules, f"models.train.{backend}.models", SimpleNamespace(**{name: Models}))
     config = resolve(Config(train=TrainConfig(train_backend=backend)))  # type: ignore[arg-type]
-    trainer = build_member(replace(config, checkpoint=CheckpointConfig(async_save=async_save)), 1, Alone())
+    trainer = build_member(replace(config, checkpoint=CheckpointConfig(async_save=async_save)), 1, DpGroup())
     trainer.setup()
     trainer.finish_save()
     assert asked == [async_save, "finished"]

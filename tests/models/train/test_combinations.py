@@ -28,10 +28,8 @@ from configs.schema import Config, CorrectionConfig
 from configs.schema.algorithm import ESTIMATORS, POLICY_LOSSES, AlgorithmConfig
 from models.tiny import make_tiny_checkpoint
 from models.train.build import build_backend
-from models.train.huggingface import loading, reference
-from models.train.huggingface import models as torch_models
+from models.train.huggingface import loading, placement
 from models.train.interface import TrainSequence
-from models.train.step import critic
 from models.train.trainer import Trainer
 
 Options = dict[str, Any]
@@ -134,8 +132,7 @@ def quick_loading(monkeypatch: pytest.MonkeyPatch) -> None:
             loaded[source] = loading.load_model(source, key, train, device, seed=seed)
         return copy.deepcopy(loaded[source])
 
-    for module in (critic, torch_models, reference):
-        monkeypatch.setattr(module, "load_model", load)
+    monkeypatch.setattr(placement, "load_model", load)
 
 
 def configured(checkpoint: Path, algorithm: Options, correction: Options, **other: Any) -> tuple[Config, list[str]]:

@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 from sharded_trainer import CASES, run, train
 
 from models.train import dp_group
-from models.train.dp_group import Alone, DistributedDpGroup
+from models.train.dp_group import DistributedDpGroup, DpGroup
 
 # What depends on how the shares were packed; and a threshold at 0 of a margin that is 0 but for rounding.
 LAYOUT = {"train/micro_batches", "train/padding_frac", "train/shared_prompt_frac", "custom/accuracy"}
@@ -78,7 +78,7 @@ def test_shares_make_the_update_of_the_whole(tiny: Path, tmp_path: Path, monkeyp
 
 
 def test_one_process_alone_is_its_own_sum() -> None:
-    group = Alone()
+    group = DpGroup()
     assert [part.tolist() for part in group.gather_by_dp_rank(np.array([1, 2], dtype=np.float32))] == [[1, 2]]
     assert group.merge({"a": 1.0}) == {"a": 1.0}
     layer = torch.nn.Linear(2, 1)

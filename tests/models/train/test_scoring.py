@@ -14,7 +14,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from configs.schema.train import TrainConfig
 from models.tiny import make_tiny_checkpoint
 from models.train.huggingface.loading import load_model
-from models.train.huggingface.scoring import Scorer
+from models.train.huggingface.scoring import Passes, Scorer
 from models.train.packing.packing import Layout, Unit
 from models.train.packing.rows import pack_rows
 
@@ -49,7 +49,7 @@ def test_packed_log_probs_are_those_of_each_sequence_alone(
     with torch.no_grad():
         for parameter in loaded.model.parameters():
             parameter.mul_(3.0)
-    score = Scorer(loaded.model, device=device, autocast_dtype=None, temperature=0.7, chunk_tokens=16)
+    score = Scorer(loaded.model, Passes(device), temperature=0.7, chunk_tokens=16)
     rng = np.random.default_rng(1)
     prompt = rng.integers(0, 256, 6)
     sizes = [17, 8, 12, 6, 1, 3, 9, 5]  # the first four share a prompt of 6; the fourth has one response token
@@ -117,7 +117,7 @@ def test_chunks_of_the_head_change_nothing(chunk: int, entropy: str) -> None:
     rows = pack_rows(Layout(((Unit((0,), 0, 37),),), 37), [ids], [np.arange(1, 38)])
     results = []
     for size in (chunk, 1000):
-        score = Scorer(model, device=torch.device("cpu"), autocast_dtype=None, temperature=0.7, chunk_tokens=size)
+        score = Scorer(model, Passes(torch.device("cpu")), temperature=0.7, chunk_tokens=size)
         log_probs, entropies = score(rows, entropy=entropy)
         assert (entropies is None) == (entropy == "none")
         loss = log_probs.sum()
@@ -148,7 +148,7 @@ def test_logits_never_exceed_a_chunk() -> None:
     model = Model()
     ids = np.arange(38, dtype=np.int32) % 11
     rows = pack_rows(Layout(((Unit((0,), 0, 37),),), 37), [ids], [np.arange(1, 38)])
-    score = Scorer(model, device=torch.device("cpu"), autocast_dtype=None, temperature=1.0, chunk_tokens=7)
+    score = Scorer(model, Passes(torch.device("cpu")), temperature=1.0, chunk_tokens=7)
     with Widest():
         log_probs, entropies = score(rows, entropy="value")
         (log_probs.sum() + 0.0).backward()
@@ -195,7 +195,7 @@ def test_one_chunk_of_logits_lives_at_a_time(entropy: str) -> None:
         model = Model()
         ids = np.arange(tokens + 1, dtype=np.int32) % 11
         rows = pack_rows(Layout(((Unit((0,), 0, tokens),),), tokens), [ids], [np.arange(1, tokens + 1)])
-        score = Scorer(model, device=torch.device("cpu"), autocast_dtype=None, temperature=0.7, chunk_tokens=7)
+        score = Scorer(model, Passes(torch.device("cpu")), temperature=0.7, chunk_tokens=7)
         living = LivingLogits()
         with living.watch:
             log_probs, entropies = score(rows, entropy=entropy)

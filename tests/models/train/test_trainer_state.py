@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import shutil
 from pathlib import Path
@@ -12,7 +13,7 @@ from safetensors import safe_open
 
 from models.tiny import make_tiny_checkpoint
 from models.train.errors import BackendMisuse, TrainStateUnreadable
-from models.train.huggingface.hf_weights import hf_tensors
+from models.train.huggingface.hf_weights import converts, hf_tensors
 
 SCHEDULE = {"lr_decay_style": "cosine", "lr_warmup_iters": 2, "min_lr": 1e-5, "lr": 1e-2, "weight_decay": 0.1}
 
@@ -96,10 +97,10 @@ def test_fused_experts_are_exported_one_by_one(tmp_path: Path) -> None:
     model = AutoModelForCausalLM.from_config(config)
     model.save_pretrained(tmp_path / "moe")
     with safe_open(tmp_path / "moe/model.safetensors", framework="pt") as stored:
-        exported = dict(hf_tensors(model))
+        exported = dict(hf_tensors(model, device=model.device, dtype=None, sort=converts(model)))
         assert sorted(exported) == sorted(stored.keys())
         assert all(torch.equal(tensor, stored.get_tensor(name)) for name, tensor in exported.items())
-    half = dict(hf_tensors(model, torch.bfloat16))
+    half = dict(hf_tensors(model, device=model.device, dtype=torch.bfloat16, sort=False))
     assert {tensor.dtype for tensor in half.values()} == {torch.bfloat16}
 
 
@@ -140,9 +141,26 @@ def test_state_of_another_model_is_refused_and_changes_nothing(  # type: ignore[
     stranger.save(tmp_path / "state")
     made = backend()
     before = weights(made)
-    with pytest.raises(TrainStateUnreadable, match=r"another model|weights of this model"):
+    with pytest.raises(TrainStateUnreadable, match="has other names or shapes"):
         made.load(tmp_path / "state")
     assert all(torch.equal(tensor, before[name]) for name, tensor in weights(made).items())
+
+
+def test_a_full_disk_is_an_error_of_the_system(backend, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:  # type: ignore[no-untyped-def]
+    import safetensors.torch
+
+    save = safetensors.torch.save_file
+
+    def full(tensors: dict[str, torch.Tensor], path: Path, **more: object) -> None:
+        if path.name == "optimizer.safetensors":
+            raise safetensors.SafetensorError("I/O error: No space left on device (os error 28)")
+        save(tensors, path, **more)
+
+    monkeypatch.setattr(safetensors.torch, "save_file", full)
+    with pytest.raises(OSError, match="No space left") as caught:
+        backend().save(tmp_path / "state")
+    assert caught.value.errno == errno.ENOSPC
+    assert not (tmp_path / "state/trainer/state.json").exists()
 
 
 def test_saving_again_replaces_the_state(backend, sequences, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]

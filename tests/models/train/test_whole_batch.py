@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from small_trainer import make_sequences, with_rewards
+from small_trainer import make_sequences, state_of, with_rewards
 
 from configs.schema.algorithm import AlgorithmConfig
 from models.algorithms.token_advantages import Episode, batch_advantages
@@ -269,15 +269,14 @@ def test_the_reference_becomes_the_policy_every_so_many_batches(backend, sequenc
     made.save(tmp_path / "state")
     resumed = backend(**options)
     resumed.load(tmp_path / "state")
-    for name, tensor in made._models.reference.state_tensors().items():
-        assert torch.equal(tensor, resumed._models.reference.state_tensors()[name])
+    for name, tensor in state_of(made, "reference").items():
+        assert torch.equal(tensor, state_of(resumed, "reference")[name])
     expected = kl()
     assert expected > 1e-6
     made = resumed
     assert kl() == expected
-    same(
-        made._models.reference.state_tensors(), dict(made._models.model.named_parameters()), atol=0.0
-    )  # the sixth batch
+    renewed = {name.removeprefix("reference/weights/"): one for name, one in state_of(made, "reference").items()}
+    same(renewed, dict(made._models.model.named_parameters()), atol=0.0)  # the sixth batch
 
 
 def test_a_renewed_reference_belongs_to_the_checkpoint(backend, sequences, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]

@@ -22,8 +22,8 @@ from configs.schema.algorithm import AlgorithmConfig
 from configs.schema.critic import CriticConfig
 from configs.schema.megatron import MegatronConfig
 from configs.schema.train import TrainConfig
+from models.families.source import CheckpointTensors
 from models.train.errors import TrainStateUnreadable
-from models.train.huggingface.hf_files import read_hf
 from models.train.interface import TrainSequence
 from models.train.spec import TrainSpec
 from models.train.trainer import Trainer
@@ -373,7 +373,8 @@ def meet_others(states: Path) -> None:
     from megatron.core import dist_checkpointing
 
     tensors = dist_checkpointing.load_plain_tensors(str(states / "experts" / "megatron"))
-    hf = {name: tensor for name, tensor in read_hf(states / "experts" / "hf")}
+    with CheckpointTensors(states / "experts" / "hf") as stored:
+        hf = {name: stored.whole(name) for name in stored}
     assert torch.equal(tensors["decoder.final_layernorm.weight"], hf["model.norm.weight"])
     assert tensors["optimizer.state.exp_avg.decoder.final_layernorm.weight"].abs().max() > 0
 

@@ -11,6 +11,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from models.families.source import CheckpointTensors
 from models.train.errors import CheckpointUnavailable
 from models.train.huggingface import hf_files
 from models.train.huggingface.hf_files import (
@@ -19,8 +20,6 @@ from models.train.huggingface.hf_files import (
     WEIGHTS,
     checksum,
     checksums,
-    read_hf,
-    weight_files,
     write_hf,
 )
 
@@ -44,6 +43,11 @@ def tensors(count: int = 5) -> dict[str, torch.Tensor]:
     return {f"layer.{number}.weight": torch.randn((8, 4), generator=generator) for number in range(count)}  # 128 bytes
 
 
+def stored(directory: Path) -> dict[str, torch.Tensor]:
+    with CheckpointTensors(directory) as found:
+        return {name: found.whole(name) for name in found}
+
+
 def test_what_fits_is_one_file_beside_the_settings_of_the_source(source: Path, tmp_path: Path) -> None:
     written = tensors()
     total = write_hf(tmp_path / "out", iter(written.items()), source)
@@ -56,7 +60,7 @@ def test_what_fits_is_one_file_beside_the_settings_of_the_source(source: Path, t
         "tokenizer_config.json",
         "chat_template.jinja",
     }
-    found = dict(read_hf(tmp_path / "out"))
+    found = stored(tmp_path / "out")
     assert found.keys() == written.keys()
     assert all(torch.equal(found[name], tensor) for name, tensor in written.items())
 
@@ -67,10 +71,11 @@ def test_files_hold_no_more_than_asked_and_the_index_names_every_weight(source: 
     index = json.loads((out / INDEX).read_text())
     assert index["metadata"]["total_size"] == 7 * 128
     assert index["weight_map"].keys() == written.keys()
-    files = weight_files(out)
-    assert [file.name for file in files] == [f"model-0000{n}-of-00004.safetensors" for n in (1, 2, 3, 4)]
+    assert sorted(file.name for file in out.glob("*.safetensors")) == [
+        f"model-0000{n}-of-00004.safetensors" for n in (1, 2, 3, 4)
+    ]
     assert not (out / WEIGHTS).exists()
-    assert all(torch.equal(tensor, written[name]) for name, tensor in read_hf(out))
+    assert all(torch.equal(tensor, written[name]) for name, tensor in stored(out).items())
     # However it is cut, it is the same checkpoint.
     write_hf(tmp_path / "whole", iter(written.items()), source)
     assert checksums(out) == checksums(tmp_path / "whole")
@@ -105,7 +110,7 @@ def test_views_and_names_of_the_same_memory_are_written_each(source: Path, tmp_p
         "nothing": torch.empty((0, 3)),
     }
     write_hf(tmp_path / "out", iter(written.items()), source)
-    found = dict(read_hf(tmp_path / "out"))
+    found = stored(tmp_path / "out")
     assert found.keys() == written.keys()
     for name, tensor in written.items():
         assert found[name].dtype == tensor.dtype
@@ -192,9 +197,9 @@ def test_what_is_missing_or_damaged_is_named(source: Path, tmp_path: Path) -> No
         checksums(out)
     (out / INDEX).write_text("{")
     with pytest.raises(CheckpointUnavailable, match="cannot be read"):
-        weight_files(out)
-    with pytest.raises(CheckpointUnavailable, match=r"lacks model\.safetensors"):
-        weight_files(tmp_path)
+        checksums(out)
+    with pytest.raises(CheckpointUnavailable, match=r"holds no \*\.safetensors"):
+        checksums(tmp_path)
     save_file(tensors(), tmp_path / WEIGHTS)
     (tmp_path / WEIGHTS).write_bytes((tmp_path / WEIGHTS).read_bytes()[:-100])
     with pytest.raises(CheckpointUnavailable, match="cannot be read"):

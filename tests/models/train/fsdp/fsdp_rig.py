@@ -20,8 +20,8 @@ from configs.schema.correction import CorrectionConfig
 from configs.schema.critic import CriticConfig
 from configs.schema.fsdp import FsdpConfig, LoraConfig
 from configs.schema.train import TrainConfig
-from models.train.fsdp.gathering import whole
 from models.train.fsdp.models import FsdpModels
+from models.train.huggingface.hf_weights import whole
 from models.train.huggingface.models import TorchModels
 from models.train.interface import TrainSequence
 from models.train.model_set import ModelSet

@@ -29,11 +29,11 @@ from models.train.errors import (
     TrainConfigInvalid,
     UnsupportedModel,
 )
-from models.train.fsdp.context import ContextParallel
-from models.train.fsdp.gathering import buckets
 from models.train.fsdp.loading import _compare
 from models.train.fsdp.mesh import sizes_of
 from models.train.fsdp.models import FsdpModels
+from models.train.huggingface.context import ContextParallel
+from models.train.huggingface.hf_weights import buckets
 from models.train.huggingface.models import TorchModels
 from models.train.packing.packing import Layout, Packing, Unit
 from models.train.packing.rows import attention_allowed, pack_rows

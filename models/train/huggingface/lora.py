@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, Final
 
@@ -17,8 +18,8 @@ from torch import Tensor
 
 from configs.schema.fsdp import LoraConfig
 from models.train.errors import TrainConfigInvalid, UnsupportedModel
-from models.train.fsdp.gathering import whole
-from models.train.huggingface.hf_weights import stored_names
+from models.train.huggingface.hf_weights import stored_names, whole
+from models.train.huggingface.loading import first_line
 
 _BASE: Final = ".base_layer"
 _ADAPTER: Final = "default"
@@ -52,7 +53,7 @@ class Adapters:
             inject_adapter_in_model(self._peft, model)
         except ValueError as error:
             raise TrainConfigInvalid(
-                f"lora_target_modules={list(targets)} do not fit {type(model).__name__} ({_first_line(error)}); "
+                f"lora_target_modules={list(targets)} do not fit {type(model).__name__} ({first_line(error)}); "
                 "name its linear modules, or set --lora-target-modules all-linear"
             ) from error
         for name, layer in self._layers(model).items():
@@ -83,7 +84,7 @@ class Adapters:
 
     def merged(self, model: Any, name: str, device: torch.device) -> Tensor:
         """The whole weight called `name` in memory, with its adapter. Collective."""
-        weight = whole(_find(model, name), device)
+        weight = whole(attrgetter(name)(model), device)
         module, _, kind = name.rpartition(_BASE + ".")
         if not module or kind != "weight":
             return weight
@@ -133,16 +134,6 @@ def _all_linear(model: Any) -> list[str]:
 
 def _end(name: str) -> str:
     return name.rpartition(".")[2]
-
-
-def _first_line(error: Exception) -> str:
-    return next(iter(str(error).strip().splitlines()), type(error).__name__)
-
-
-def _find(model: Any, name: str) -> Tensor:
-    module, _, last = name.rpartition(".")
-    found: Tensor = getattr(model.get_submodule(module), last)
-    return found
 
 
 def adapters_of(config: LoraConfig, checkpoint: str) -> Adapters | None:

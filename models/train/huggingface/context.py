@@ -22,9 +22,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from models.train.errors import UnsupportedModel
-from models.train.huggingface.scoring import Backbone
 from models.train.packing.packing import Packing
-from models.train.packing.rows import Int64Array, PackedRows
+from models.train.packing.rows import Int64Array, PackedRows, attention_allowed
 
 ATTENTION: Final = "sdpa_gathered"
 
@@ -87,12 +86,6 @@ class ContextParallel:
             row[own] * run + local[own],
         )
 
-    def run(self, backbone: Backbone, part: Part) -> Tensor:
-        """Last hidden states [n, H] that predict this process's tokens."""
-        if part.source is None or part.columns is None:
-            return backbone.chosen_hidden(part.rows)
-        return backbone.hidden_at(self.inputs(part.rows, part.columns), part.source)
-
     def joined(self, values: Tensor, part: Part) -> Tensor:
         """[N] out of the [n] of each process. The gradient passes to this process's own."""
         if part.source is None:
@@ -119,17 +112,8 @@ class ContextParallel:
         return {
             "input_ids": np.ascontiguousarray(ids[:, columns]),
             "position_ids": np.ascontiguousarray(positions[:, columns]),
-            "attention_mask": _allowed(unit, branch, columns),
+            "attention_mask": attention_allowed(unit, branch, columns),
         }
-
-
-def _allowed(unit: Int64Array, branch: Int64Array, columns: slice) -> npt.NDArray[np.bool_]:
-    """The columns' part of `rows.attention_allowed`; the whole of it would be larger by the number of processes."""
-    places = np.arange(unit.shape[1])
-    same_unit = unit[:, columns, None] == unit[:, None, :]
-    same_path = (branch[:, None, :] == 0) | (branch[:, columns, None] == branch[:, None, :])
-    allowed: npt.NDArray[np.bool_] = (same_unit & same_path & (places[columns, None] >= places))[:, None]
-    return allowed
 
 
 def _register(group: Any) -> None:
