@@ -33,18 +33,12 @@ from models.algorithms.select import pick
 FloatArray = npt.NDArray[np.float64]
 
 STD_EPSILON: Final = 1e-6
-MEMBER_STATUSES: Final = frozenset({"completed", "truncated"})
 
 
 class Estimator(Protocol):
     """Advantages [n] of the n rollouts of one group from their rewards [n]."""
 
     def __call__(self, rewards: FloatArray, *, normalize_std: bool) -> FloatArray: ...
-
-
-def is_member(status: str) -> bool:
-    """Whether a rollout of this status counts in its group and is trained: completed and truncated ones do."""
-    return status in MEMBER_STATUSES
 
 
 def advantages(
@@ -57,7 +51,7 @@ def advantages(
 ) -> FloatArray:
     """Advantages [S] of the S sequences of one group.
 
-    `rewards` [S] and `rollout_ids` [S] describe the counting members only (see `is_member`); sequences of one rollout
+    `rewards` [S] and `rollout_ids` [S] describe the members that completed or were truncated; sequences of one rollout
     share its id and its reward. `normalize_std=False` leaves out GRPO's division by the standard deviation;
     `normalize=False` leaves out the baseline as well and gives the rewards as they are, from any estimator but
     on_policy_distillation and import paths, and for a single rollout, too.

@@ -71,7 +71,7 @@ def group_objective(
     means["train/loss"] = loss
     if tokens.entropy is not None:
         means["train/entropy_loss"] = masked(tokens.entropy.detach(), tokens.mask)
-    return Objective(loss=loss, metrics=TokenMetrics(means=means, sums={}, maxima={}), kept=tokens.mask)
+    return Objective(loss=loss, metrics=TokenMetrics(means), kept=tokens.mask)
 
 
 def _per_token(what: str, values: Tensor, tokens: PolicyTokens) -> Tensor:

@@ -80,7 +80,7 @@ def policy_objective(
     loss, terms = _with_regularisers(pg_loss, tokens, config, correction, weights)
     mismatch = mismatch_of(tokens, correction)
     metrics = joined(
-        TokenMetrics(means={**means, **terms, "train/loss": loss}, sums=advantage_sums(tokens), maxima={}),
+        TokenMetrics({**means, **terms, "train/loss": loss}, advantage_sums(tokens)),
         mismatch_metrics(tokens, mismatch, weights),
         rejection_metrics(rejection, tokens),
         staleness_sums(tokens, mismatch, policy),
@@ -123,4 +123,4 @@ def sft_objective(tokens: PolicyTokens) -> Objective:
     means = {"train/loss": loss}
     if tokens.entropy is not None:
         means["train/entropy_loss"] = masked(tokens.entropy, tokens.mask)
-    return Objective(loss=loss, metrics=TokenMetrics(means=means, sums={}, maxima={}), kept=tokens.mask)
+    return Objective(loss=loss, metrics=TokenMetrics(means), kept=tokens.mask)

@@ -8,7 +8,7 @@ before rejection and before truncation; tensors that are logged are never change
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Final
 
 import torch
@@ -28,21 +28,18 @@ STALENESS_SUMS: Final = ("n", "w", "ww", "clipped", "distance")
 class TokenMetrics:
     """Ingredients from one micro-batch. What is logged of them carries no gradient."""
 
-    means: Mapping[str, Tensor]  # [N] each: become sum of c m v / D
-    sums: Mapping[str, Tensor]  # scalars: added over the step
-    maxima: Mapping[str, Tensor]  # scalars: largest over the step
+    means: Mapping[str, Tensor] = field(default_factory=dict)  # [N] each: become sum of c m v / D
+    sums: Mapping[str, Tensor] = field(default_factory=dict)  # scalars: added over the step
+    maxima: Mapping[str, Tensor] = field(default_factory=dict)  # scalars: largest over the step
 
 
 def joined(*parts: TokenMetrics) -> TokenMetrics:
     """All of them as one."""
-    means: dict[str, Tensor] = {}
-    sums: dict[str, Tensor] = {}
-    maxima: dict[str, Tensor] = {}
-    for part in parts:
-        means.update(part.means)
-        sums.update(part.sums)
-        maxima.update(part.maxima)
-    return TokenMetrics(means=means, sums=sums, maxima=maxima)
+    return TokenMetrics(
+        means={name: value for part in parts for name, value in part.means.items()},
+        sums={name: value for part in parts for name, value in part.sums.items()},
+        maxima={name: value for part in parts for name, value in part.maxima.items()},
+    )
 
 
 def clip_metrics(policy: PolicyLoss) -> dict[str, Tensor]:
@@ -103,13 +100,13 @@ def rejection_metrics(rejection: Rejection, tokens: PolicyTokens) -> TokenMetric
     if not rejection.none:
         means["train/mask_fraction"] = (tokens.mask & ~rejection.kept).to(dtype)
         sums["kept"] = rejection.kept.sum()
-    return TokenMetrics(means=means, sums=sums, maxima={})
+    return TokenMetrics(means, sums)
 
 
 def staleness_sums(tokens: PolicyTokens, delta: Tensor, policy: PolicyLoss) -> TokenMetrics:
     """By how many versions old the tokens are, `staleness/<sum>/<bucket>`: the sums of `STALENESS_SUMS`."""
     if tokens.staleness is None:
-        return TokenMetrics(means={}, sums={}, maxima={})
+        return TokenMetrics()
     starts = torch.tensor(BUCKET_STARTS, device=tokens.staleness.device)
     bucket = torch.bucketize(tokens.staleness, starts, right=True)
     raw = bounded_exp(delta)
@@ -119,7 +116,7 @@ def staleness_sums(tokens: PolicyTokens, delta: Tensor, policy: PolicyLoss) -> T
     table = torch.zeros(len(STALENESS_SUMS), len(STALENESS_BUCKETS), dtype=values.dtype, device=values.device)
     numbers = table.index_add(1, bucket, values).flatten().unbind()
     names = [f"staleness/{sum_}/{where}" for sum_ in STALENESS_SUMS for where in STALENESS_BUCKETS]
-    return TokenMetrics(means={}, sums=dict(zip(names, numbers, strict=True)), maxima={})
+    return TokenMetrics(sums=dict(zip(names, numbers, strict=True)))
 
 
 def advantage_sums(tokens: PolicyTokens) -> dict[str, Tensor]:

@@ -36,7 +36,6 @@ from models.engines.protocol import (
     Load,
     Loads,
     ModelInfo,
-    Models,
     PauseMode,
     PauseRequest,
     SamplingParams,
@@ -227,23 +226,11 @@ class EngineClient(HttpClient):
             raise EngineRefused(self.base_url, 200, answer.message)
         return WeightsUpdated(message=answer.message, cache_flushed=flush_cache)
 
-    async def flush_cache(self) -> None:
-        """Empty the prefix cache. Raises `EngineRefused` while requests are running."""
-        await self.call("POST", "/flush_cache", {}, self._control_timeout_s)
-
     async def model_info(self) -> ModelInfo:
         return await self._get("/model_info", ModelInfo)
 
     async def server_info(self) -> ServerInfo:
         return await self._get("/server_info", ServerInfo)
-
-    async def context_length(self) -> int | None:
-        """Longest prompt plus response, in tokens; asked once, and a limit of what is sent from then on. From
-        /v1/models: SGLang's server information names only what was set by hand."""
-        if self.limits.context_length is None:
-            cards = (await self._get("/v1/models", Models)).data
-            self.limits.context_length = cards[0].max_model_len if cards else None
-        return self.limits.context_length
 
     async def has_early_boundaries(self, mode: PauseMode) -> bool:
         """True if this engine reports a version's boundary one token early after a pause in `mode`: what

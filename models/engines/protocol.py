@@ -10,12 +10,8 @@ Invariants:
 
 from __future__ import annotations
 
-import base64
 from typing import Any, Literal
 
-import msgspec
-import numpy as np
-import numpy.typing as npt
 from msgspec import Struct, field
 
 PauseMode = Literal["abort", "retract", "in_place"]
@@ -149,26 +145,6 @@ class MetaInfo(Struct, frozen=True, kw_only=True):
     queue_time: float | None = None
     first_token_latency: float | None = None
     decode_throughput: float | None = None
-
-    @property
-    def expert_bytes(self) -> bytes:
-        """`routed_experts` without its base64: little-endian int32, as an envelope carries it; empty if not sent."""
-        return base64.b64decode(self.routed_experts, validate=True) if self.routed_experts else b""
-
-    def experts(self, layers: int, top_k: int) -> npt.NDArray[np.int32] | None:
-        """[tokens, layers, top_k] the experts that each token went through; None if the engine did not send them.
-
-        The shape is the model's to know. Raises ValueError if the entries do not fill it.
-        """
-        if not self.routed_experts:
-            return None
-        entries = np.frombuffer(self.expert_bytes, dtype="<i4")
-        if len(entries) % (layers * top_k):
-            raise ValueError(
-                f"routed_experts of response {self.id} has {len(entries)} entries, which is no multiple of "
-                f"layers={layers} times top_k={top_k}; take both from the config.json of the served model"
-            )
-        return entries.reshape(-1, layers, top_k)
 
 
 class GenerateOutput(Struct, frozen=True, kw_only=True):
@@ -323,19 +299,6 @@ class ServerInfo(Struct, frozen=True, kw_only=True):
     disaggregation_bootstrap_port: int | None = None
 
 
-class ModelCard(Struct, frozen=True, kw_only=True):
-    """One served model. `max_model_len` = longest prompt plus response, tokens."""
-
-    id: str = ""
-    max_model_len: int | None = None
-
-
-class Models(Struct, frozen=True, kw_only=True):
-    """GET /v1/models."""
-
-    data: list[ModelCard] = []
-
-
 class Load(Struct, frozen=True, kw_only=True):
     """Load of one data-parallel rank. Counts of requests and tokens; `gen_throughput` in tokens/s."""
 
@@ -380,6 +343,3 @@ class ErrorBody(Struct, frozen=True, kw_only=True):
 def error_words(error: ErrorDetail | str) -> str:
     """What an `error` says, in either shape."""
     return error.message if isinstance(error, ErrorDetail) else error
-
-
-encode = msgspec.json.encode

@@ -49,7 +49,7 @@ class CheckpointTensors:
         self, piece: Piece, expert: int | None = None, dimension: int | None = None, index: int = 0, parts: int = 1
     ) -> Tensor:
         """Part `index` of `parts` equal parts of a piece, along `dimension`; None: the whole piece."""
-        view = self._slice(piece.name)
+        view = self.slice(piece.name)
         shape = view.get_shape()
         leading: tuple[Any, ...] = ()
         if piece.stacked:
@@ -64,7 +64,7 @@ class CheckpointTensors:
 
     def rows(self, name: str, first: int, last: int) -> Tensor:
         """Rows `first` up to `last`, as far as there are."""
-        view = self._slice(name)
+        view = self.slice(name)
         size = view.get_shape()[0]
         found: Tensor = view[min(first, size) : max(min(last, size), min(first, size))]
         return found
@@ -74,7 +74,8 @@ class CheckpointTensors:
         found: Tensor = self._file_of(name).get_tensor(name)
         return found
 
-    def _slice(self, name: str) -> Any:
+    def slice(self, name: str) -> Any:
+        """What safetensors knows of a tensor, of which rows are read when they are asked for."""
         return self._file_of(name).get_slice(name)
 
     def _file_of(self, name: str) -> Any:

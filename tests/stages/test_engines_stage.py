@@ -13,7 +13,7 @@ import pytest
 from models.engines.client import EngineClient, WeightsUpdated
 from models.engines.errors import EngineRefused
 from models.engines.protocol import Load
-from models.weights.shared_memory_reader import SlotReader
+from models.weights.shared_memory_reader import SlotManifest, SlotReader
 from stages.base import Activity
 from stages.engine_entries import carrying
 from stages.engines.load_watch import LoadWatch
@@ -62,12 +62,12 @@ async def test_nothing_is_said_of_an_engine_that_died_while_its_slot_was_verifie
 ) -> None:
     """Its supervisor drops what was known of it; the failed update must not bring that back."""
     go, reading = threading.Event(), threading.Event()
-    original = SlotReader.__enter__
+    original = SlotReader.__init__
 
-    def enter(self: SlotReader) -> SlotReader:
+    def read(self: SlotReader, claim: SlotManifest) -> None:
         reading.set()
         go.wait()
-        return original(self)
+        original(self, claim)
 
     async with fleet(tmp_path, monkeypatch) as one:
         for index in range(2):
@@ -75,7 +75,7 @@ async def test_nothing_is_said_of_an_engine_that_died_while_its_slot_was_verifie
         one.weights.publish(0)
         for index in range(2):
             await one.landed(0, engine=index)
-        monkeypatch.setattr(SlotReader, "__enter__", enter)
+        monkeypatch.setattr(SlotReader, "__init__", read)
         one.weights.publish(1)
         await until(reading.is_set)
         assert one.entry(0).fetching == 1

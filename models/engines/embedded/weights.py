@@ -10,18 +10,18 @@ Invariants:
 
 from __future__ import annotations
 
-import json
-from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 import torch
 import xxhash
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 
 from models.engines.embedded.spec import ModelSpec
 from models.engines.errors import WeightsRefused
+from models.families.source import CheckpointTensors
+from models.train.errors import CheckpointUnavailable
 
 _FLOATS: Final = ("F32", "BF16", "F16", "F64")
 _SHOWN: Final = 3  # names listed in a refusal
@@ -60,18 +60,17 @@ class LiveWeights:
 
     def load(self, directory: Path) -> None:
         """Copy a checkpoint (one file or a sharded index) into the live tensors. Raises `WeightsRefused`."""
-        with ExitStack() as stack:
-            try:
-                paths = _files(directory)
-                opened = {path: stack.enter_context(_open(path)) for path in sorted(set(paths.values()))}
-                files = {name: opened[path] for name, path in paths.items()}
-                self._check(directory, files)
+        try:
+            with CheckpointTensors(directory) as tensors:
+                self._check(directory, tensors)
                 for name, live in self.names.items():
-                    live.copy_(files[name].get_tensor(name))
+                    live.copy_(tensors.whole(name))
                 for spread, norm in self._derived:
                     spread.copy_(norm.expand_as(spread))
-            except (SafetensorError, OSError) as error:
-                raise WeightsRefused(f"model_path={directory} cannot be read: {error}; write it again") from error
+        except CheckpointUnavailable as error:
+            raise WeightsRefused(f"model_path={directory}: {error}") from error
+        except (SafetensorError, OSError) as error:
+            raise WeightsRefused(f"model_path={directory} cannot be read: {error}; write it again") from error
 
     def free(self) -> None:
         """Give the memory back; names, shapes and views stay. Until `allocate` no tensor may be touched."""
@@ -95,15 +94,15 @@ class LiveWeights:
             for name, tensor in self.names.items()
         }
 
-    def _check(self, directory: Path, files: dict[str, Any]) -> None:
-        ignored = {name for name in files if name.endswith("rotary_emb.inv_freq")}
+    def _check(self, directory: Path, tensors: CheckpointTensors) -> None:
+        ignored = {name for name in tensors if name.endswith("rotary_emb.inv_freq")}
         if self._tied:
             ignored.add("lm_head.weight")
-        missing = sorted(self.names.keys() - files.keys())
-        unknown = sorted(files.keys() - self.names.keys() - ignored)
+        missing = sorted(self.names.keys() - tensors.keys())
+        unknown = sorted(tensors.keys() - self.names.keys() - ignored)
         faults = [f"missing {name}" for name in missing] + [f"unknown {name}" for name in unknown]
-        for name in self.names.keys() & files.keys():
-            part = files[name].get_slice(name)
+        for name in self.names.keys() & tensors.keys():
+            part = tensors.slice(name)
             expected, found = list(self.names[name].shape), part.get_shape()
             if found != expected:
                 faults.append(f"{name} has shape {found}, served is {expected}")
@@ -155,23 +154,3 @@ class LiveWeights:
             self.names[f"{prefix}{part}.{kind}"] = tensor[start : start + rows]
             start += rows
         return tensor
-
-
-def _open(path: Path) -> Any:
-    return safe_open(str(path), framework="pt", device="cpu")
-
-
-def _files(directory: Path) -> dict[str, Path]:
-    """File of each tensor. Raises `WeightsRefused` if the directory holds no safetensors checkpoint."""
-    index = directory / "model.safetensors.index.json"
-    if index.is_file():
-        table: dict[str, str] = json.loads(index.read_text())["weight_map"]
-        return {name: directory / file for name, file in table.items()}
-    single = directory / "model.safetensors"
-    if not single.is_file():
-        raise WeightsRefused(
-            f"model_path={directory} has neither model.safetensors nor model.safetensors.index.json; "
-            "give the directory of a saved checkpoint"
-        )
-    with _open(single) as file:
-        return {name: single for name in file.keys()}  # noqa: SIM118 - not a dictionary, has no __iter__

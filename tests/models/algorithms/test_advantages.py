@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from configs.schema.algorithm import ESTIMATORS, GROUP_RELATIVE
 from models.algorithms import advantages as module
-from models.algorithms.advantages import advantages, is_member
+from models.algorithms.advantages import advantages
 from models.algorithms.errors import InconsistentGroup, InsufficientMembers, UnknownAlgorithm
 
 rewards = st.lists(st.floats(-10, 10).map(lambda x: round(x, 3)), min_size=2, max_size=9)
@@ -103,16 +103,6 @@ def test_contradictions_are_refused() -> None:
         advantages("grpo", [1, 2], [1, 1, 2])
     with pytest.raises(InconsistentGroup, match="reward nan is not finite"):
         advantages("grpo", [1, float("nan")], [1, 2])
-
-
-def test_membership() -> None:
-    assert [is_member(s) for s in ("completed", "truncated", "aborted", "failed", "pending")] == [
-        True,
-        True,
-        False,
-        False,
-        False,
-    ]
 
 
 def test_unknown_name_is_refused_with_a_hint() -> None:

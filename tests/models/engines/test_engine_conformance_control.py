@@ -100,13 +100,13 @@ async def test_flush_is_refused_while_something_runs(target: Target) -> None:
         await generating(client)
         await client.pause("in_place")
         with pytest.raises(EngineRefused, match="Flush cache failed") as refused:
-            await client.flush_cache()
+            await client.call("POST", "/flush_cache", {}, 10.0)
         assert refused.value.status == 400
         await client.abort()
         await client.resume()
         await task
     await until(lambda: idle(target))
-    await client.flush_cache()
+    await client.call("POST", "/flush_cache", {}, 10.0)
 
 
 async def test_update_without_pause_waits_and_finishes_on_old_weights(target: Target) -> None:

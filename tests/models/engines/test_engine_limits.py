@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 import math
 
 import numpy as np
@@ -107,13 +106,3 @@ def test_spans_end_with_the_tokens() -> None:
     filled = with_spans(output, [VersionSpan("a", 0, 2), VersionSpan("b", 2, 9), VersionSpan("c", 9, 9)])
     assert filled.version_spans == [VersionSpan("a", 0, 2), VersionSpan("b", 2, 3)]
     assert filled.meta_info.weight_version == "b"
-
-
-def test_routed_experts_are_numbers_by_token_layer_and_choice() -> None:
-    experts = np.arange(24, dtype="<i4").reshape(3, 4, 2)
-    encoded = base64.b64encode(experts.tobytes()).decode()
-    meta = MetaInfo(id="r", routed_experts=encoded)
-    assert np.array_equal(meta.experts(layers=4, top_k=2), experts)  # type: ignore[arg-type]
-    assert MetaInfo(id="r").experts(layers=4, top_k=2) is None
-    with pytest.raises(ValueError, match=r"24 entries.* layers=5 times top_k=2"):
-        meta.experts(layers=5, top_k=2)

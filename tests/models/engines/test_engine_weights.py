@@ -84,7 +84,7 @@ def test_a_head_beside_tied_embeddings_is_ignored(checkpoints: Checkpoints, tmp_
         ("shape", r"model\.norm\.weight has shape \[7\], served is \[96\]"),
         ("dtype", r"model\.norm\.weight has dtype I32, expected one of F32"),
         ("torn", r"cannot be read"),
-        ("empty", r"has neither model\.safetensors nor model\.safetensors\.index\.json"),
+        ("empty", r"holds no \*\.safetensors; give a directory in Hugging Face format"),
     ],
 )
 def test_what_does_not_fit_is_refused_and_changes_nothing(
