@@ -19,7 +19,7 @@ import asyncio
 import contextlib
 import logging
 import signal
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator
 
 import msgspec
 
@@ -40,7 +40,7 @@ from pipeline.supervise.announce import Announcer
 from pipeline.supervise.dead_letters import DeadLetters
 from pipeline.supervise.restarts import Lifecycle
 from pipeline.supervise.runner import ProcessRunner, Runner, TaskRunner
-from stages.base import StageContext
+from stages.base import StageContext, beside
 from stages.engines.stage import END
 from stages.ports import Ports
 from stages.prompts.ledger import LedgerSnapshot
@@ -110,14 +110,11 @@ class Controller:
             observe = self.config.observe
             served = endpoint(observe.prometheus_host, observe.prometheus_port, monitor.facts)
             with self._signals(), monitor:
-                async with served, asyncio.TaskGroup() as tasks:
-                    background = [tasks.create_task(monitor.run()), tasks.create_task(self._deadline())]
+                async with served, beside(monitor.run(), self._deadline()), asyncio.TaskGroup() as tasks:
                     replicas = tasks.create_task(runner.run())
                     stage = tasks.create_task(self.stage.run(await self._ports(node, topic.address)))
                     await self._until_completed(replicas)
                     await self._end(topic, runner, replicas, stage)
-                    for task in background:
-                        task.cancel()
 
     def _runner(self, node: Node, topic: TopicServer, lifecycle: Lifecycle, keys: Keys) -> Runner:
         kind = TaskRunner if self.config.run.runner == "inprocess" else ProcessRunner
@@ -201,8 +198,17 @@ class Controller:
         self.reason = f"--deadline-s {self.config.run.deadline_s:g} passed"
         self.stage.drain(self.reason)
 
-    def _signals(self) -> _Signals:
-        return _Signals({signal.SIGINT: self._interrupt, signal.SIGTERM: self._interrupt})
+    @contextlib.contextmanager
+    def _signals(self) -> Iterator[None]:
+        """Signal handlers for the time of a `with` block."""
+        loop, signals = asyncio.get_running_loop(), (signal.SIGINT, signal.SIGTERM)
+        for number in signals:
+            loop.add_signal_handler(number, self._interrupt)
+        try:
+            yield
+        finally:
+            for number in signals:
+                loop.remove_signal_handler(number)
 
     def _interrupt(self) -> None:
         self._interrupts += 1
@@ -220,20 +226,3 @@ def cancel_main_task() -> None:
     for task in asyncio.all_tasks():
         if task.get_name() == "sluice-main":
             task.cancel("stopped at once")
-
-
-class _Signals:
-    """Signal handlers for the time of a `with` block."""
-
-    def __init__(self, handlers: Mapping[signal.Signals, object]) -> None:
-        self.handlers = handlers
-
-    def __enter__(self) -> None:
-        loop = asyncio.get_running_loop()
-        for number, handler in self.handlers.items():
-            loop.add_signal_handler(number, handler)  # type: ignore[arg-type]
-
-    def __exit__(self, *_: object) -> None:
-        loop = asyncio.get_running_loop()
-        for number in self.handlers:
-            loop.remove_signal_handler(number)

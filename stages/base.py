@@ -15,8 +15,8 @@ import asyncio
 import logging
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Coroutine, Iterator, Mapping
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, Protocol, TypeVar
@@ -156,6 +156,16 @@ class Stage(ABC):
             self.context.spans.add(
                 name, start_s, time.perf_counter() - clock, group=group, sample=sample, detail=detail
             )
+
+
+@asynccontextmanager
+async def beside(*work: Coroutine[Any, Any, None]) -> AsyncIterator[None]:
+    """Run coroutines beside the block, and cancel those that are left at its end. An error of one ends all."""
+    async with asyncio.TaskGroup() as tasks:
+        running = [tasks.create_task(one) for one in work]
+        yield
+        for task in running:
+            task.cancel()
 
 
 def failed(slice_: RolloutSlice, reason: str) -> RolloutSlice:

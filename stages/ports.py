@@ -14,8 +14,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
+import msgspec
+
 from stages.messages import WeightsAnnouncement
 
+T = TypeVar("T")
 T_co = TypeVar("T_co", covariant=True)
 T_contra = TypeVar("T_contra", contravariant=True)
 
@@ -71,6 +74,18 @@ class Topic(Protocol):
     async def wait(self, revision: int, *prefixes: str) -> int:
         """Wait until a key below one of the prefixes changed after `revision` (0 at first); return the newest revision
         seen here, for the next call. Without prefixes: any key. Name what you read, for each wake-up costs time."""
+
+
+class Readable(Protocol):
+    """The reading half of a topic; its server and its clients both have it."""
+
+    def get(self, key: str) -> bytes | None: ...
+
+
+def read_value(topic: Readable, key: str, kind: type[T]) -> T | None:
+    """The value of a key as the struct that it is; None where the topic has none."""
+    value = topic.get(key)
+    return None if value is None else msgspec.msgpack.decode(value, type=kind)
 
 
 class WeightsSource(Protocol):

@@ -19,9 +19,9 @@ from configs.schema import Config
 from models.import_path import import_path
 from pipeline.hosts.rendezvous import awaited, retire_key
 from pipeline.hosts.weights_source import FetchedWeights, OfferedWeights
-from pipeline.observe.spans import StageSpans
 from pipeline.observe.stats import STATS_PREFIX, StageStats
-from stages.base import Stage, StageContext
+from pipeline.observe.trace import TraceWriter
+from stages.base import Stage, StageContext, beside
 from stages.options import StageOptions
 from stages.ports import Ports
 from transport import Inlet, Node, TopicClient
@@ -58,7 +58,7 @@ class ReplicaSpec(Struct, frozen=True):
 
 async def run_replica(spec: ReplicaSpec, node: Node, topic: TopicClient, config: Config) -> None:
     """Run one replica until its inlets end, or it is retired. Errors of the stage propagate."""
-    with StageSpans(Path(spec.run_dir) / "trace", spec.stage, spec.replica, enabled=spec.trace) as spans:
+    with TraceWriter(Path(spec.run_dir, "trace"), spec.replica, stage=spec.stage, enabled=spec.trace) as spans:
         context = StageContext(
             config=config,
             run_dir=Path(spec.run_dir),
@@ -98,17 +98,11 @@ async def _serve(stage: Stage, spec: ReplicaSpec, node: Node, topic: TopicClient
     fetched = FetchedWeights(node, topic, f"{spec.replica}-{secrets.token_hex(4)}", Path(spec.run_dir))
     weights = OfferedWeights(node, topic, spec.host) if spec.host else fetched
     ports = Ports(spec.replica, inlets, outlets, topic, weights)
-    async with asyncio.TaskGroup() as tasks:
-        beside = [
-            tasks.create_task(_publish_stats(stage, spec, ports)),
-            tasks.create_task(_retire(spec, topic, inlets.values())),
-        ]
+    async with beside(_publish_stats(stage, spec, ports), _retire(spec, topic, inlets.values())):
         try:
             await stage.run(ports)
         finally:
             fetched.close()
-        for task in beside:
-            task.cancel()
     await ports.topic.publish(STATS_PREFIX + spec.replica, _stats(stage, spec))
 
 

@@ -25,6 +25,7 @@ from models.weights.shared_memory_reader import STATE_FILE, SlotManifest
 from models.weights.slots_directory import choose_directory
 from pipeline.hosts.other_host import host_id
 from stages.messages import WeightsAnnouncement
+from stages.ports import read_value
 from transport import ByteClient, ByteServer, Node, TopicClient, Transfer, TransportError
 
 log = logging.getLogger("sluice.weights_source")
@@ -82,8 +83,7 @@ class FetchedWeights:
 
     async def local(self, announcement: WeightsAnnouncement) -> WeightsAnnouncement:
         """See the Protocol. Waits for the copy."""
-        value = self._topic.get(SOURCE)
-        server = None if value is None else msgspec.msgpack.decode(value, type=WeightsServer)
+        server = read_value(self._topic, SOURCE, WeightsServer)
         followed = announcement.delta and Path(announcement.delta).exists()  # put together from a directory seen here
         if server is None or server.host == host_id() or followed:
             return announcement

@@ -12,9 +12,9 @@ from __future__ import annotations
 import math
 import os
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Final, Protocol
+from typing import TYPE_CHECKING, Final
 
 import msgspec
 
@@ -28,16 +28,6 @@ TENSORBOARD_DIRECTORY: Final = "tensorboard"
 _RESERVED: Final = ("step", "wall_s", "trained_tokens", "nonfinite")
 
 
-class MetricsWriter(Protocol):
-    """Takes one row of scalars per step. Several rows of one step are allowed (an evaluation beside the training)."""
-
-    def write(self, step: int, values: Mapping[str, float], *, wall_s: float, trained_tokens: int) -> None:
-        """Record values at a step. `wall_s` counts from the start of the run, resumed parts included."""
-
-    def close(self) -> None:
-        """Flush and close. May be called twice."""
-
-
 class JsonlMetrics:
     """`{"step":12,"wall_s":3.4,"trained_tokens":5600,"train/loss":0.1,...}`, one line per call, in `metrics.jsonl`.
 
@@ -46,7 +36,7 @@ class JsonlMetrics:
         resume_step: keep only rows up to this step (what `--resume` passes); None keeps all.
     """
 
-    def __init__(self, path: Path, *, resume_step: int | None = None) -> None:
+    def __init__(self, path: Path, resume_step: int | None = None) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         if path.exists():
             _repair(path, resume_step)
@@ -89,7 +79,7 @@ class TensorBoardMetrics:
     A resumed run marks its start, so that TensorBoard hides the rows after `resume_step`.
     """
 
-    def __init__(self, directory: Path, *, resume_step: int | None = None) -> None:
+    def __init__(self, directory: Path, resume_step: int | None = None) -> None:
         from tensorboard.compat.proto import event_pb2
         from tensorboard.compat.proto.summary_pb2 import Summary
         from tensorboard.summary.writer.event_file_writer import EventFileWriter
@@ -122,33 +112,32 @@ class TensorBoardMetrics:
         self._writer.add_event(event)
 
 
-class MetricsFan:
-    """Writes every row to several writers."""
+class Metrics:
+    """The metrics of a run: always JSONL, TensorBoard on request.
 
-    def __init__(self, writers: Sequence[MetricsWriter]) -> None:
-        self._writers = tuple(writers)
+    Takes one row of scalars per step. Several rows of one step are allowed (an evaluation beside the training).
+    """
+
+    def __init__(self, run_dir: Path, *, tensorboard: bool, resume_step: int | None = None) -> None:
+        self._writers: list[JsonlMetrics | TensorBoardMetrics] = [JsonlMetrics(run_dir / METRICS_FILE, resume_step)]
+        if tensorboard:
+            self._writers.append(TensorBoardMetrics(run_dir / TENSORBOARD_DIRECTORY, resume_step))
 
     def write(self, step: int, values: Mapping[str, float], *, wall_s: float, trained_tokens: int) -> None:
+        """Record values at a step. `wall_s` counts from the start of the run, resumed parts included."""
         for writer in self._writers:
             writer.write(step, values, wall_s=wall_s, trained_tokens=trained_tokens)
 
     def close(self) -> None:
+        """Flush and close. May be called twice."""
         for writer in self._writers:
             writer.close()
-
-
-def open_metrics(run_dir: Path, *, tensorboard: bool, resume_step: int | None = None) -> MetricsFan:
-    """The writers of a run: always JSONL, TensorBoard on request."""
-    writers: list[MetricsWriter] = [JsonlMetrics(run_dir / METRICS_FILE, resume_step=resume_step)]
-    if tensorboard:
-        writers.append(TensorBoardMetrics(run_dir / TENSORBOARD_DIRECTORY, resume_step=resume_step))
-    return MetricsFan(writers)
 
 
 def read_metrics(path: Path) -> Iterator[dict[str, float]]:
     """Rows of a JSONL metrics file, finite values only. Stops before a torn last line; raises MetricsError for a bad
     line elsewhere."""
-    for row in _rows(path):
+    for _, row in _rows(path):
         values = msgspec.json.decode(row, type=dict[str, float | dict[str, str] | None])
         yield {name: value for name, value in values.items() if isinstance(value, float)}
 
@@ -157,23 +146,24 @@ class _Row(msgspec.Struct):
     step: int
 
 
-def _rows(path: Path) -> Iterator[bytes]:
+def _rows(path: Path) -> Iterator[tuple[int, bytes]]:
+    """Step and line of each row, up to a torn last line."""
     with path.open("rb") as file:
         for number, line in enumerate(file, start=1):
             if not line.endswith(b"\n"):
                 return
             try:
-                msgspec.json.decode(line, type=_Row)
+                row = msgspec.json.decode(line, type=_Row)
             except (msgspec.MsgspecError, UnicodeDecodeError) as error:
                 raise MetricsError(
                     f"{path}, line {number} is no metrics row ({error}); remove the line or choose another --run-dir"
                 ) from error
-            yield line
+            yield row.step, line
 
 
 def _repair(path: Path, resume_step: int | None) -> None:
     """Cut off a torn last line, and rows after the resumed step. The file is replaced whole, or left alone."""
-    kept = list(_kept(_rows(path), resume_step))
+    kept = [line for step, line in _rows(path) if resume_step is None or step <= resume_step]
     if sum(map(len, kept)) == path.stat().st_size:
         return
     draft = path.with_name(f".{path.name}.draft")
@@ -182,9 +172,3 @@ def _repair(path: Path, resume_step: int | None) -> None:
         file.flush()
         os.fsync(file.fileno())
     draft.replace(path)
-
-
-def _kept(rows: Iterable[bytes], resume_step: int | None) -> Iterator[bytes]:
-    for row in rows:
-        if resume_step is None or msgspec.json.decode(row, type=_Row).step <= resume_step:
-            yield row

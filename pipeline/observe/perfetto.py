@@ -5,7 +5,7 @@ spans of a lane never overlap unless one encloses the other (the format requires
 sample from replica to replica; a group-level span (prompt, training) belongs to every sample of its group, and the
 arrow of each sample begins and ends there.
 
-Source: "Trace Event Format" (Chromium): phases X, C, M and s/t/f.
+Source: "Trace Event Format" (Chromium): phases X, M and s/t/f.
 """
 
 from __future__ import annotations
@@ -20,16 +20,13 @@ import msgspec
 from msgspec import Struct
 
 from pipeline.observe.errors import TraceError
-from pipeline.observe.trace import NO_GROUP, NO_SAMPLE, Counter, Dropped, Span, read_records
-
-Args = dict[str, float | int | str]
+from pipeline.observe.trace import NO_GROUP, NO_SAMPLE, Span, read_records
 
 
 class MergeReport(Struct, frozen=True):
     """What a merge put into its file and what it left out."""
 
     spans: int
-    counters: int
     arrows: int
     replicas: int
     kept_one_group_in: int  # 1 = all
@@ -46,7 +43,7 @@ class _Event(Struct, omit_defaults=True):
     cat: str = ""
     id: int | None = None
     bp: str = ""
-    args: Args = {}
+    args: dict[str, int | str] = {}
 
 
 class _Placed(Struct):
@@ -62,22 +59,19 @@ def merge(trace_dir: Path, out: Path, *, max_events: int = 400_000) -> MergeRepo
     """
     stride, kept = _select(trace_dir, max_events)
     spans: list[Span] = []
-    counters: list[Counter] = []
     dropped = 0
     for record in read_records(trace_dir):
         if isinstance(record, Span):
             if record.group_id == NO_GROUP or record.group_id in kept:
                 spans.append(record)
-        elif isinstance(record, Counter):
-            counters.append(record)
         else:
             dropped += record.records
-    origin_s = min([span.start_s for span in spans] + [counter.at_s for counter in counters])
-    pids, names = _processes(spans, counters)
+    origin_s = min(span.start_s for span in spans)
+    pids, names = _processes(spans)
     placed = _lanes(spans, pids)
     arrows = list(_arrows(placed, origin_s))
-    report = MergeReport(len(spans), len(counters), len(arrows), len(pids), stride, dropped)
-    events = _events(placed, counters, arrows, pids, names, origin_s)
+    report = MergeReport(len(spans), len(arrows), len(pids), stride, dropped)
+    events = _events(placed, arrows, pids, names, origin_s)
     _write(out, events, report)
     return report
 
@@ -87,8 +81,8 @@ def _select(trace_dir: Path, max_events: int) -> tuple[int, set[int]]:
     total = 0
     groups: set[int] = set()
     for record in read_records(trace_dir):
-        total += not isinstance(record, Dropped)
         if isinstance(record, Span):
+            total += 1
             groups.add(record.group_id)
     if total == 0:
         raise TraceError(f"{trace_dir} holds no trace records; was the run started with tracing off?")
@@ -97,7 +91,7 @@ def _select(trace_dir: Path, max_events: int) -> tuple[int, set[int]]:
     return stride, set(sorted(groups)[::stride])
 
 
-def _processes(spans: list[Span], counters: list[Counter]) -> tuple[dict[str, int], dict[str, str]]:
+def _processes(spans: list[Span]) -> tuple[dict[str, int], dict[str, str]]:
     """Process number and title of each replica: stages in order of their first span of a group, replicas by name."""
     first: dict[str, float] = {}
     stage_of: dict[str, str] = {}
@@ -105,10 +99,8 @@ def _processes(spans: list[Span], counters: list[Counter]) -> tuple[dict[str, in
         if span.group_id != NO_GROUP:
             first[span.stage] = min(first.get(span.stage, span.start_s), span.start_s)
         stage_of.setdefault(span.replica, span.stage)
-    for counter in counters:
-        stage_of.setdefault(counter.replica, "")
     order = sorted(stage_of, key=lambda replica: (first.get(stage_of[replica], float("inf")), replica))
-    titles = {replica: f"{stage_of[replica]}: {replica}" if stage_of[replica] else replica for replica in order}
+    titles = {replica: f"{stage_of[replica]}: {replica}" for replica in order}
     return {replica: index + 1 for index, replica in enumerate(order)}, titles
 
 
@@ -176,7 +168,6 @@ def _arrows(placed: list[_Placed], origin_s: float) -> Iterator[_Event]:
 
 def _events(
     placed: list[_Placed],
-    counters: list[Counter],
     arrows: list[_Event],
     pids: dict[str, int],
     titles: dict[str, str],
@@ -189,7 +180,7 @@ def _events(
         yield _Event(name="thread_name", ph="M", pid=pid, tid=tid, args={"name": f"lane {tid}"})
     for item in placed:
         span = item.span
-        args = dict(span.args)
+        args: dict[str, int | str] = {"detail": span.detail} if span.detail else {}
         if span.group_id != NO_GROUP:
             args["group_id"] = span.group_id
         if span.sample != NO_SAMPLE:
@@ -203,14 +194,6 @@ def _events(
             ts=_us(span.start_s - origin_s),
             dur=_us(span.dur_s),
             args=args,
-        )
-    for counter in sorted(counters, key=lambda counter: counter.at_s):
-        yield _Event(
-            name=counter.name,
-            ph="C",
-            pid=pids[counter.replica],
-            ts=_us(counter.at_s - origin_s),
-            args={"value": counter.value},
         )
     yield from arrows
 

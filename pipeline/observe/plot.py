@@ -16,7 +16,6 @@ from pipeline.observe.metrics import read_metrics
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-LEARNING_CURVE_FILE: Final = "learning_curve.png"
 _INK, _GRID = "#1f2933", "#d9dee3"
 _REWARD, _MAX, _MEAN = "#1f77b4", "#e0a458", "#7a5195"
 _EVALS: Final = ("#d1495b", "#2a9d5c", "#8d6a9f", "#c77d1e")

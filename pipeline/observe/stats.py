@@ -33,7 +33,6 @@ class StageStats(Struct, frozen=True):
     tokens: int = 0
     in_flight: int = 0  # now
     extra: dict[str, float] = {}
-    started_s: float = 0.0  # unix time; another value means that the replica was restarted and counts from zero
 
     def encode(self) -> bytes:
         """The bytes of the topic value."""

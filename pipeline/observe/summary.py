@@ -19,8 +19,9 @@ from msgspec import Struct
 from pipeline.observe.errors import SummaryError
 from pipeline.observe.stats import LedgerCounts
 from pipeline.observe.table import duration, number, quantity
+from pipeline.record.whole_file import write_json
+from stages.train.batch_metrics import quantile
 
-SUMMARY_FILE: Final = "summary.json"
 PACKAGES: Final = (
     "torch",
     "transformers",
@@ -140,22 +141,8 @@ def summarise_staleness(histogram: Mapping[int, int], bound: int | None) -> Stal
     if total == 0:
         return StalenessSummary(bound=bound)
     mean = sum(lag * count for lag, count in histogram.items()) / total
-    covered = 0
-    p99 = 0
-    for lag in sorted(histogram):
-        covered += histogram[lag]
-        p99 = lag
-        if covered >= 0.99 * total:
-            break
     largest = max(lag for lag, count in histogram.items() if count)
-    return StalenessSummary(mean=round(mean, 6), p99=p99, max=largest, bound=bound)
-
-
-def staleness_metrics(histogram: Mapping[int, int]) -> dict[str, float]:
-    """The step metrics `staleness/mean`, `/p99` and `/max` of a histogram of trained tokens; nothing if it is empty."""
-    found = summarise_staleness(histogram, None)
-    values = {"mean": found.mean, "p99": found.p99, "max": found.max}
-    return {f"staleness/{name}": float(value) for name, value in values.items() if value is not None}
+    return StalenessSummary(mean=round(mean, 6), p99=quantile(histogram, 0.99), max=largest, bound=bound)
 
 
 def summarise_reward(rewards: Sequence[float]) -> RewardSummary:
@@ -201,12 +188,6 @@ def efficiency_vs_bound(busy_s: Mapping[str, tuple[float, int]], wall_s: float) 
     return max(shares) / wall_s
 
 
-def wasted_share(trained: int, wasted: int) -> float:
-    """From token counts of settled groups."""
-    total = trained + wasted
-    return wasted / total if total else 0.0
-
-
 def package_versions() -> dict[str, str]:
     """Versions of Python and of the installed packages that decide what a run computes."""
     found = {"python": platform.python_version()}
@@ -217,9 +198,7 @@ def package_versions() -> dict[str, str]:
 def write_summary(path: Path, summary: RunSummary) -> None:
     """Write the summary, indented, whole or not at all."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    draft = path.with_name(f".{path.name}.draft")
-    draft.write_bytes(msgspec.json.format(msgspec.json.encode(summary), indent=2) + b"\n")
-    draft.replace(path)
+    write_json(path, summary)
 
 
 def read_summary(path: Path) -> RunSummary:

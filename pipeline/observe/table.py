@@ -10,8 +10,7 @@ import math
 from collections import deque
 from collections.abc import Sequence
 from statistics import fmean
-from types import TracebackType
-from typing import Final, Protocol
+from typing import Final
 
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
@@ -27,22 +26,6 @@ _NOTES: Final = 5
 _MOST_ENGINES: Final = 4  # that are shown one by one
 
 
-class RunDisplay(Protocol):
-    """What shows a run to its user."""
-
-    def __enter__(self) -> RunDisplay: ...
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None: ...
-
-    def update(self, snapshot: RunSnapshot) -> None:
-        """Show the newest state. Called a few times per second; cheap."""
-
-    def note(self, message: str) -> None:
-        """Show one line about something that happened: an evaluation, a checkpoint, a restart."""
-
-
 class LiveTable:
     """The table, redrawn in place."""
 
@@ -56,16 +39,16 @@ class LiveTable:
         self._live.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._live.stop()
 
     def update(self, snapshot: RunSnapshot) -> None:
+        """Show the newest state. Called a few times per second; cheap."""
         self._snapshot = snapshot
         self._draw()
 
     def note(self, message: str) -> None:
+        """Show one line about something that happened: an evaluation, a checkpoint, a restart."""
         self._notes.append(message)
         self._draw()
 
@@ -85,10 +68,8 @@ class PlainLog:
     def __enter__(self) -> PlainLog:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        return None
+    def __exit__(self, *_: object) -> None:
+        """The terminal was never taken."""
 
     def update(self, snapshot: RunSnapshot) -> None:
         due = snapshot.step // self._every > self._shown // self._every or snapshot.step == snapshot.total_steps
@@ -103,7 +84,7 @@ class PlainLog:
         self._console.print(text, markup=False, highlight=False, soft_wrap=True)
 
 
-def open_display(live: bool | None, *, log_interval: int, console: Console | None = None) -> RunDisplay:
+def open_display(live: bool | None, *, log_interval: int, console: Console | None = None) -> LiveTable | PlainLog:
     """The live table if asked for, or if nothing was asked and the output is a terminal; else plain lines."""
     console = console or Console()
     if live if live is not None else console.is_terminal:
@@ -278,13 +259,8 @@ def quantity(value: float) -> str:
             scaled = value / scale
             if float(scaled).is_integer() and not unit:
                 return f"{int(scaled)}"
-            return (
-                f"{scaled:.2f}{unit}"
-                if scaled < 1
-                else f"{scaled:.1f}{unit}"
-                if scaled < 100
-                else f"{scaled:.0f}{unit}"
-            )
+            decimals = 2 if scaled < 1 else 1 if scaled < 100 else 0
+            return f"{scaled:.{decimals}f}{unit}"
     return "-"
 
 

@@ -1,7 +1,7 @@
 """Spans of every sample in every stage: written per process, merged into one file for Perfetto or chrome://tracing.
 
 Each process appends to `trace/<replica>.jsonl`, one record per line. `merge` makes one Chrome trace of them: a process
-per replica, spans in lanes, arrows that follow one sample of a group from stage to stage, counters.
+per replica, spans in lanes, arrows that follow one sample of a group from stage to stage.
 
 Invariants:
 - times are unix seconds, so processes of one machine agree; the merged trace counts microseconds from its first
@@ -18,12 +18,11 @@ import re
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Final
+from typing import BinaryIO, Final
 
 import msgspec
 from msgspec import Struct
 
-TRACE_DIRECTORY: Final = "trace"
 NO_GROUP: Final = -1
 NO_SAMPLE: Final = -1
 _FLUSH_BYTES: Final = 64 * 1024
@@ -40,16 +39,7 @@ class Span(Struct, frozen=True, tag="span", omit_defaults=True):
     dur_s: float
     group_id: int = NO_GROUP
     sample: int = NO_SAMPLE
-    args: dict[str, float | int | str] = {}
-
-
-class Counter(Struct, frozen=True, tag="counter", omit_defaults=True):
-    """A value from `at_s` (unix time) on: the weights version, a queue's depth."""
-
-    name: str
-    replica: str
-    at_s: float
-    value: float
+    detail: str = ""
 
 
 class Dropped(Struct, frozen=True, tag="dropped", omit_defaults=True):
@@ -59,61 +49,70 @@ class Dropped(Struct, frozen=True, tag="dropped", omit_defaults=True):
     records: int
 
 
-Record = Span | Counter | Dropped
+Record = Span | Dropped
 
 
 class TraceWriter:
-    """Appends the spans of one replica to its file; buffered, so a span costs about a microsecond.
+    """Appends the spans of one replica to its file; buffered, so a span costs about a microsecond. A context manager.
+
+    It is what a stage calls `Spans` (stages/base.py).
 
     Args:
         directory: the run's trace directory.
         replica: names the file and the process in the merged trace.
         max_bytes: size at which writing stops.
+        enabled: without it nothing is written, not even a file.
     """
 
-    def __init__(self, directory: Path, replica: str, *, stage: str = "", max_bytes: int = 32 << 20) -> None:
-        directory.mkdir(parents=True, exist_ok=True)
+    def __init__(
+        self, directory: Path, replica: str, *, stage: str = "", max_bytes: int = 32 << 20, enabled: bool = True
+    ) -> None:
         self.path = directory / f"{re.sub(r'[^A-Za-z0-9._-]', '_', replica)}.jsonl"
         self._replica = replica
         self._stage = stage
         self._max_bytes = max_bytes
-        self._file = self.path.open("ab", buffering=0)
-        self._written = self._file.tell()
+        self._file: BinaryIO | None = None
+        self._written = 0
+        if enabled:
+            directory.mkdir(parents=True, exist_ok=True)
+            self._file = self.path.open("ab", buffering=0)
+            self._written = self._file.tell()
         self._buffer = bytearray()
         self._flushed_s = time.monotonic()
         self._encoder = msgspec.json.Encoder()
         self.dropped = 0
 
-    def span(
+    def __enter__(self) -> TraceWriter:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def add(
         self,
         name: str,
-        *,
         start_s: float,
         dur_s: float,
-        group_id: int = NO_GROUP,
+        *,
+        group: int = NO_GROUP,
         sample: int = NO_SAMPLE,
-        stage: str | None = None,
-        args: dict[str, float | int | str] | None = None,
+        detail: str = "",
     ) -> None:
         """Record finished work. `start_s` is unix time."""
-        self._add(Span(name, stage or self._stage, self._replica, start_s, dur_s, group_id, sample, args or {}))
-
-    @contextlib.contextmanager
-    def measure(self, name: str, *, group_id: int = NO_GROUP, sample: int = NO_SAMPLE) -> Iterator[None]:
-        """Record the body as a span, also if it raises."""
-        start_s, start = time.time(), time.perf_counter()
-        try:
-            yield
-        finally:
-            self.span(name, start_s=start_s, dur_s=time.perf_counter() - start, group_id=group_id, sample=sample)
-
-    def counter(self, name: str, value: float, *, at_s: float | None = None) -> None:
-        """Record that a value changed."""
-        self._add(Counter(name, self._replica, time.time() if at_s is None else at_s, value))
+        if self._file is None:
+            return
+        line = self._encoder.encode(Span(name, self._stage, self._replica, start_s, dur_s, group, sample, detail))
+        if self._written + len(self._buffer) + len(line) + 1 > self._max_bytes:
+            self.dropped += 1
+            return
+        self._buffer += line
+        self._buffer += b"\n"
+        if len(self._buffer) >= _FLUSH_BYTES or time.monotonic() - self._flushed_s >= _FLUSH_S:
+            self.flush()
 
     def flush(self) -> None:
         """Hand the buffer to the kernel. A disk that fails ends the trace, not the run: the rest counts as dropped."""
-        if self._buffer:
+        if self._buffer and self._file is not None:
             try:
                 self._file.write(self._buffer)
                 self._written += len(self._buffer)
@@ -125,22 +124,13 @@ class TraceWriter:
 
     def close(self) -> None:
         """Flush, note what was dropped, close. May be called twice."""
-        if self._file.closed:
+        if self._file is None:
             return
         if self.dropped and self._max_bytes:
             self._buffer += self._encoder.encode(Dropped(self._replica, self.dropped)) + b"\n"
         self.flush()
         self._file.close()
-
-    def _add(self, record: Record) -> None:
-        line = self._encoder.encode(record)
-        if self._written + len(self._buffer) + len(line) + 1 > self._max_bytes:
-            self.dropped += 1
-            return
-        self._buffer += line
-        self._buffer += b"\n"
-        if len(self._buffer) >= _FLUSH_BYTES or time.monotonic() - self._flushed_s >= _FLUSH_S:
-            self.flush()
+        self._file = None
 
 
 def read_records(directory: Path) -> Iterator[Record]:

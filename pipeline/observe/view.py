@@ -2,8 +2,7 @@
 
 Invariants:
 - reports are cumulative, so a lost or repeated one changes no total; a report older than the newest is ignored;
-- a counter that falls, or another start time, means that the replica was restarted: its earlier work stays in the
-  totals;
+- a counter that falls means that the replica was restarted: its earlier work stays in the totals;
 - nothing here reads a clock: times come with the calls, so a snapshot is a function of what was fed in.
 """
 
@@ -35,7 +34,7 @@ class _Replica:
         if stats.unix_s < self.newest.unix_s:
             return
         fallen = any(getattr(stats, name) < getattr(self.newest, name) for name in COUNTERS)
-        if fallen or stats.started_s != self.newest.started_s:
+        if fallen:
             self.base = self.total()
             self.restarts += 1
         self.newest = stats
@@ -82,12 +81,14 @@ class RunView:
         self._order = list(stages)
         self._replicas: dict[tuple[str, str], _Replica] = {}
         self._retired: set[tuple[str, str]] = set()
-        self._queues: dict[str, int] = {}
+        self.queues: dict[str, int] = {}  # messages waiting in front of a stage
         self._restarts: dict[str, int] = {}
-        self._ledger = LedgerCounts()
-        self._gate: tuple[int, int | None] = (0, None)
+        self.ledger = LedgerCounts()
+        self.gate: tuple[int, int | None] = (0, None)  # groups that are out, and how many may be
         self._steps: deque[tuple[float, int, int]] = deque()  # (time, step, trained tokens)
-        self._step, self._version, self._trained_tokens, self._wasted_tokens = first_step, 0, 0, 0
+        self.version = 0  # of the weights that all engines carry
+        self.wasted_tokens = 0  # generated for groups that were not trained
+        self._step, self._trained_tokens = first_step, 0
         self._rewards: deque[float] = deque(maxlen=20)
         self._evals: dict[str, tuple[int, float]] = {}
         self._up: frozenset[str] = frozenset()
@@ -113,22 +114,6 @@ class RunView:
         """The supervisor restarted a replica of the stage."""
         self._restarts[stage] = self._restarts.get(stage, 0) + 1
 
-    def queue(self, stage: str, depth: int) -> None:
-        """Messages waiting in front of a stage."""
-        self._queues[stage] = depth
-
-    def ledger(self, counts: LedgerCounts) -> None:
-        """Newest counts of the ledger."""
-        self._ledger = counts
-
-    def gate(self, open_groups: int, capacity: int | None) -> None:
-        """Groups that are out, and how many may be."""
-        self._gate = (open_groups, capacity)
-
-    def version(self, version: int) -> None:
-        """Weights that all engines carry."""
-        self._version = version
-
     def engines(self, reports: Mapping[str, tuple[int, float] | None]) -> None:
         """The engines that have an address: (version, seconds of the newest update), None before the first.
 
@@ -136,10 +121,6 @@ class RunView:
         """
         self._engines = {**dict.fromkeys(self._engines), **reports}
         self._up = frozenset(reports)
-
-    def wasted(self, tokens: int) -> None:
-        """Tokens were generated for a group that was not trained."""
-        self._wasted_tokens += tokens
 
     def step(
         self, step: int, *, at_s: float, metrics: Mapping[str, float], tokens: int, staleness: Mapping[int, int]
@@ -177,7 +158,7 @@ class RunView:
         """The run at `now_s`."""
         total = sum(self.staleness.values())
         weighted = sum(lag * count for lag, count in self.staleness.items())
-        generated = self._trained_tokens + self._wasted_tokens
+        generated = self._trained_tokens + self.wasted_tokens
         rows = tuple(self._row(stage) for stage in self._order)
         busiest = max(((row.stage, row.busy) for row in rows if row.replicas), key=lambda pair: pair[1], default=None)
         return RunSnapshot(
@@ -186,11 +167,11 @@ class RunView:
             total_steps=self._total_steps,
             elapsed_s=now_s - self._started_s,
             eta_s=self._eta_s(now_s),
-            version=self._version,
-            gate_open=self._gate[0],
-            gate_capacity=self._gate[1],
+            version=self.version,
+            gate_open=self.gate[0],
+            gate_capacity=self.gate[1],
             stages=rows,
-            ledger=self._ledger,
+            ledger=self.ledger,
             reward_mean=self._rewards[-1] if self._rewards else None,
             reward_recent=sum(self._rewards) / len(self._rewards) if self._rewards else None,
             evals=dict(self._evals),
@@ -199,8 +180,8 @@ class RunView:
             staleness_bound=self._bound,
             trained_tokens=self._trained_tokens,
             trained_tokens_per_s=self._token_rate(),
-            wasted_tokens=self._wasted_tokens,
-            wasted_share=self._wasted_tokens / generated if generated else 0.0,
+            wasted_tokens=self.wasted_tokens,
+            wasted_share=self.wasted_tokens / generated if generated else 0.0,
             busiest=busiest,
             engines=self.engine_rows(),
         )
@@ -233,7 +214,7 @@ class RunView:
         def share(name: str) -> float:
             return min(1.0, summed(name) / len(alive)) if alive else 0.0
 
-        queue = self._queues.get(stage, int(sum(r.newest.extra.get("queue_depth", 0.0) for r in alive)))
+        queue = self.queues.get(stage, int(sum(r.newest.extra.get("queue_depth", 0.0) for r in alive)))
         return StageRow(
             stage=stage,
             replicas=len(alive),

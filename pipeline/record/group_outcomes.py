@@ -15,9 +15,9 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import TypeVar
 
-import msgspec
 from msgspec import Struct
 
+from pipeline.record.whole_file import write_json
 from stages.messages import Settled, StepDone
 from stages.train.batch_metrics import length_bucket
 
@@ -155,7 +155,7 @@ class GroupOutcomes:
             )
             for outcome, f in sorted(self.by_outcome.items())
         }
-        path.write_bytes(msgspec.json.format(msgspec.json.encode(lines), indent=2) + b"\n")
+        write_json(path, lines)
 
 
 def _mean(total: float, n: int) -> float | None:

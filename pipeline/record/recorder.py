@@ -18,9 +18,9 @@ import msgspec
 from configs.graph import loops, path
 from configs.schema import Config
 from models.checkpoint import Manifest, commit_directory, final_path, prune, write_manifest
-from pipeline.observe.metrics import MetricsFan, open_metrics
-from pipeline.observe.spans import StageSpans
+from pipeline.observe.metrics import Metrics
 from pipeline.observe.stats import STATS_PREFIX, LedgerCounts, StageStats
+from pipeline.observe.trace import TraceWriter
 from pipeline.observe.view import RunView
 from pipeline.record.group_outcomes import GroupOutcomes
 from pipeline.record.journal import Admitted, Committed, Ended, Journal, Stepped
@@ -91,10 +91,10 @@ class Recorder:
 
     def __enter__(self) -> Recorder:
         self.journal = Journal(self.rundir.ledger)
-        self.metrics: MetricsFan = open_metrics(
+        self.metrics = Metrics(
             self.rundir.path, tensorboard=self.config.observe.use_tensorboard, resume_step=self._resume_step
         )
-        self.spans = StageSpans(self.rundir.trace, "prompts", "prompts-0", enabled=self.config.observe.trace)
+        self.spans = TraceWriter(self.rundir.trace, "prompts-0", stage="prompts", enabled=self.config.observe.trace)
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -124,7 +124,7 @@ class Recorder:
         for _, report in groups:
             self.group_outcomes.settled(report)
             if report.outcome != "trained":
-                self.view.wasted(report.tokens)
+                self.view.wasted_tokens += report.tokens
 
     async def step(self, report: StepDone) -> None:
         now = time.monotonic()
@@ -209,11 +209,10 @@ class Recorder:
         """Bring the view up to date from the topic."""
         for value in topic.items(STATS_PREFIX).values():
             self.view.stage(StageStats.decode(value))
-        for stage, depth in queues.items():
-            self.view.queue(stage, depth)
-        self.view.ledger(self.counts())
-        self.view.gate(self.ledger.open, capacity)
-        self.view.version(version)
+        self.view.queues = dict(queues)
+        self.view.ledger = self.counts()
+        self.view.gate = (self.ledger.open, capacity)
+        self.view.version = version
         self.view.engines(_engines(topic))
 
     def eval_points(self) -> list[tuple[str, int, float]]:

@@ -24,7 +24,6 @@ from pipeline.observe.summary import (
     summarise_evals,
     summarise_reward,
     summarise_staleness,
-    wasted_share,
     write_summary,
 )
 from pipeline.record.recorder import Recorder
@@ -97,11 +96,10 @@ def router_of(recorder: Recorder, config: Config) -> RouterSummary:
 
 def summarise(recorder: Recorder, config: Config, reason: str) -> RunSummary:
     """The figures of a finished phase."""
-    view, ledger = recorder.view, recorder.ledger
+    view = recorder.view
     snapshot = view.snapshot(recorder.last_step_s)
     training_s = recorder.last_step_s - (recorder.training_started or recorder.started)
-    wasted = sum(n for outcome, n in ledger.tokens.items() if outcome != "trained")
-    trained = snapshot.trained_tokens
+    trained, wasted = snapshot.trained_tokens, snapshot.wasted_tokens
     versions = recorder.versions
     return RunSummary(
         mode=config.run.mode,
@@ -116,7 +114,7 @@ def summarise(recorder: Recorder, config: Config, reason: str) -> RunSummary:
         generated_tokens_per_s=round((trained + wasted) / training_s, 1) if training_s > 0 else 0.0,
         efficiency_vs_bound=efficiency_vs_bound(busy_seconds(recorder, config), training_s),
         wasted_tokens=wasted,
-        wasted_share=wasted_share(trained, wasted),
+        wasted_share=snapshot.wasted_share,
         weight_versions=WeightVersions(
             first=min(versions, default=0),
             last=max(versions, default=0),

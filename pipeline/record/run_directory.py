@@ -22,11 +22,11 @@ import os
 import secrets
 import tempfile
 from pathlib import Path
-from types import TracebackType
 from typing import IO
 
 from models.weights.slots_directory import PREFIX, DirectoryLease, remove_stale
 from pipeline.errors import UsageError
+from pipeline.record.whole_file import write_whole
 
 MIN_FREE_BYTES = 64 << 20
 
@@ -86,9 +86,7 @@ class RunDir:
 
     def write_config(self, text: str) -> None:
         """Keep the resolved configuration. Only once nothing can refuse it: a resume reads it before its own flags."""
-        draft = self.path / f".{self.config.name}.draft"
-        draft.write_text(text)
-        draft.replace(self.config)
+        write_whole(self.config, text.encode())
 
     def _check_space(self) -> None:
         probe = self.path / ".space"
@@ -108,7 +106,5 @@ class RunDir:
     def __enter__(self) -> RunDir:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()

@@ -20,10 +20,12 @@ from configs.schema.router import router_kind
 from pipeline.observe.stats import STATS_PREFIX, StageStats
 from pipeline.record.recorder import Recorder
 from pipeline.record.run_directory import RunDir
+from pipeline.record.whole_file import write_json
 from pipeline.supervise.outage import consequence
 from pipeline.supervise.restarts import EngineSpec
 from stages.engine_entries import POLICY, carrying
 from stages.messages import Complaint, EngineAddress, RouterAddress
+from stages.ports import read_value
 from transport import Hub, TopicServer
 
 log = logging.getLogger("sluice.controller")
@@ -113,8 +115,7 @@ class Announcer:
         return entry is None or entry.fetching >= 0
 
     def complaint(self, name: str, incarnation: int) -> str | None:
-        value = self.topic.get(f"complaint/{name}")
-        complaint = None if value is None else msgspec.msgpack.decode(value, type=Complaint)
+        complaint = read_value(self.topic, f"complaint/{name}", Complaint)
         return complaint.reason if complaint is not None and complaint.incarnation == incarnation else None
 
     def say(self, line: str) -> None:
@@ -135,9 +136,7 @@ class Announcer:
 
     def _remember(self, name: str, facts: ServerInfo) -> None:
         self._fleet[name] = facts
-        draft = _file(self.recorder.rundir).with_suffix(".draft")
-        draft.write_bytes(msgspec.json.format(msgspec.json.encode(self._fleet), indent=2) + b"\n")
-        draft.replace(_file(self.recorder.rundir))
+        write_json(_file(self.recorder.rundir), self._fleet)
 
 
 def _kind(version: str) -> str:

@@ -30,6 +30,7 @@ from pipeline.record.run_directory import RunDir
 from pipeline.supervise.restarts import Lifecycle, Restarts
 from pipeline.supervise.servers import Servers, Supervised
 from pipeline.supervise.trainer_group import TrainerGroup
+from stages.base import beside
 from transport import Node, TopicServer
 
 NOT_RESTARTED = ("train",)
@@ -82,14 +83,11 @@ class Runner(ABC):
     async def run(self) -> None:
         """Start everything; wait until all replicas have ended. An error of any of them propagates."""
         try:
-            async with asyncio.TaskGroup() as everything:
-                beside = [everything.create_task(one.run()) for one in self._beside]
+            async with beside(*(one.run() for one in self._beside)):
                 async with asyncio.TaskGroup() as self._replicas:
                     for spec in self.placement.replicas(self.graph):
                         self._start(spec)
                 self._replicas = None
-                for task in beside:
-                    task.cancel()
         finally:
             await self.launcher.stop_all()
 

@@ -34,6 +34,7 @@ from pipeline.hosts.rendezvous import Entry, spec_key
 from pipeline.record.run_directory import RunDir
 from pipeline.supervise.restart_server import POLL_S, STARTS_WITHOUT_SERVING, Waiting
 from pipeline.supervise.restarts import Restarts
+from stages.ports import read_value
 from transport import TopicServer
 
 TRAINER_GROUP: Final = "trainer-group"  # the name under which its restarts are counted
@@ -188,8 +189,8 @@ class TrainerGroup:
             )
 
     def _met(self) -> int:
-        value = self._topic.get(MEETING)
-        return -1 if value is None else msgspec.msgpack.decode(value, type=Rendezvous).incarnation
+        met = read_value(self._topic, MEETING, Rendezvous)
+        return -1 if met is None else met.incarnation
 
     async def _after(self, loss: Loss, incarnation: int, process: Handle) -> None:
         """Tell the loss and wait out the backoff, or give up. Raises ReplicaFailed or UsageError."""

@@ -38,7 +38,7 @@ from models.engines.errors import EngineUnreachable
 from models.engines.memory import MemoryTag
 from models.engines.update_client import UpdateClient
 from stages.engine_entries import ADDRESS, POLICY, addresses
-from stages.ports import Topic
+from stages.ports import Topic, read_value
 
 log = logging.getLogger("sluice.colocation")
 
@@ -80,8 +80,7 @@ def colocated(config: Config) -> bool:
 
 def holder(topic: Topic) -> Device:
     """Whose turn it is. Where nothing is said, the engines'."""
-    value = topic.get(KEY)
-    return Device("engine", 0) if value is None else msgspec.msgpack.decode(value, type=Device)
+    return read_value(topic, KEY, Device) or Device("engine", 0)
 
 
 def trainers_turn(topic: Topic) -> bool:
@@ -133,8 +132,7 @@ class MemoryKeeper:
 
 def read_memory(topic: Topic, engine: str) -> EngineMemory | None:
     """What was reported of the engine last."""
-    value = topic.get(f"{KEY}/{engine}")
-    return None if value is None else msgspec.msgpack.decode(value, type=EngineMemory)
+    return read_value(topic, f"{KEY}/{engine}", EngineMemory)
 
 
 async def _until_idle(client: EngineClient) -> None:

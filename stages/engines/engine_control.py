@@ -42,7 +42,7 @@ from stages.engines.weight_barrier import await_turn
 from stages.engines.weight_routes import WeightRoutes
 from stages.engines.weight_transfer import Transfer
 from stages.messages import Complaint, EngineAddress, EngineEntry, WeightsAnnouncement
-from stages.ports import SameHost, Topic, WeightsSource
+from stages.ports import SameHost, Topic, WeightsSource, read_value
 
 log = logging.getLogger("sluice.engines")
 
@@ -162,11 +162,9 @@ class EngineControl:
 
     def _due(self, topic: Topic) -> WeightsAnnouncement | None:
         """The announcement that should be applied now, if any."""
-        value = topic.get("weights")
-        if value is None or trainers_turn(topic):
+        newest, mine = read_value(topic, "weights", WeightsAnnouncement), self.current
+        if newest is None or trainers_turn(topic):
             return None
-        newest = msgspec.msgpack.decode(value, type=WeightsAnnouncement)
-        mine = self.current
         if mine is None:
             return newest
         if (newest.epoch, newest.version) <= (mine.epoch, mine.version):

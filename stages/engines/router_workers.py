@@ -27,7 +27,7 @@ from models.engines.router_api import REGULAR, Role, RouterClient, RouterWorker,
 from stages.base import Activity
 from stages.engine_entries import POLICY, addresses, carrying
 from stages.messages import RouterAddress, RouterState
-from stages.ports import Topic
+from stages.ports import Topic, read_value
 
 log = logging.getLogger("sluice.router_workers")
 
@@ -126,8 +126,7 @@ class RouterWorkers:
 
     async def _attach(self, topic: Topic) -> None:
         """Take the newest router. Without an address there is none."""
-        value = topic.get("router")
-        address = msgspec.msgpack.decode(value, type=RouterAddress) if value is not None else None
+        address = read_value(topic, "router", RouterAddress)
         fresh = None if address is None else RouterState(address.kind, address.url, address.incarnation)
         if fresh == (None if self.state is None else msgspec.structs.replace(self.state, up=False, split=False)):
             return

@@ -18,7 +18,7 @@ from pathlib import Path
 
 import msgspec
 
-from stages.base import Stage, StageContext
+from stages.base import Stage, StageContext, beside
 from stages.data.prompt_set import PromptSet
 from stages.engine_entries import KEYS, carrying
 from stages.evaluate.pass_rate import estimates
@@ -60,11 +60,8 @@ class EvaluateStage(Stage):
         }
 
     async def run(self, ports: Ports) -> None:
-        async with asyncio.TaskGroup() as tasks:
-            reader = tasks.create_task(self._collect(ports))
-            pins = tasks.create_task(self._follow_pins(ports))
-            await reader
-            pins.cancel()
+        async with beside(self._follow_pins(ports)):
+            await self._collect(ports)
 
     async def _collect(self, ports: Ports) -> None:
         """Waits for evaluated rollouts; ends with the inlet."""
@@ -101,10 +98,8 @@ class EvaluateStage(Stage):
         started = time.monotonic()
         wanted = sum(len(prompts) for prompts in self.sets.values()) * self.config.eval.n_samples_per_eval_prompt
         with self.activity.working(), self.span("evaluate", detail=f"version {version}"):
-            async with asyncio.TaskGroup() as tasks:
-                sender = tasks.create_task(self._send_all(ports, version))
+            async with beside(self._send_all(ports, version)):
                 late = await self._await_results(ports, version, wanted, started)
-                sender.cancel()
         metrics, complete = self._score(version)
         metrics["eval/time_s"] = time.monotonic() - started
         detail = (

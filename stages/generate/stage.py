@@ -21,7 +21,7 @@ from typing import Final
 
 import msgspec
 
-from stages.base import Stage, StageContext, send_slice
+from stages.base import Stage, StageContext, beside, send_slice
 from stages.generate.loops import Loops
 from stages.generate.requests import Requests
 from stages.generate.turns import Turns
@@ -79,14 +79,12 @@ class GenerateStage(Stage):
         await self.sampler.close()
 
     async def run(self, ports: Ports) -> None:
-        async with asyncio.TaskGroup() as tasks:
-            follower = tasks.create_task(self.sampler.follow(ports.topic))
+        async with beside(self.sampler.follow(ports.topic)):
             await self.sampler.ready()
             async with asyncio.TaskGroup() as pumps:
                 for name in ("in", "eval", "return"):
                     if name in ports.inlets:
                         pumps.create_task(self._pump(ports.inlets[name], ports))
-            follower.cancel()
 
     async def _pump(self, inlet: Inlet[PromptGroup | RolloutSlice], ports: Ports) -> None:
         """Waits for work; ends with the inlet, after what it started."""

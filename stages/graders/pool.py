@@ -17,7 +17,6 @@ from collections import deque
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from functools import lru_cache
-from types import TracebackType
 
 from msgspec import Struct
 
@@ -81,9 +80,7 @@ class GraderPool:
         self._open = True
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         self._open = False
         ending = [*self._idle, *self._busy]
         self._idle.clear()

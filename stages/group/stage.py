@@ -17,11 +17,11 @@ import msgspec
 
 from configs.schema import Config
 from configs.schema.algorithm import ESTIMATORS, GROUP_RELATIVE
-from stages.base import Stage
+from stages.base import Stage, beside
 from stages.errors import FilterError
 from stages.group.filters import FilterDecision, FilterState, GroupFilter, resolve_filter
 from stages.messages import PromptGroup, RolloutSlice, Sample, Settled, WeightsAnnouncement
-from stages.ports import Lease, Outlet, Ports, Topic
+from stages.ports import Lease, Outlet, Ports, Topic, read_value
 from stages.reward.grading import Grading
 from stages.rollouts import closing, counting, rollout_fault, rollouts, settlement
 
@@ -79,13 +79,9 @@ class GroupStage(Stage):
             await self._grading.close()
 
     async def run(self, ports: Ports) -> None:
-        async with asyncio.TaskGroup() as tasks:
-            background = [tasks.create_task(self._watch_topic(ports))]
-            if self._grading is not None:
-                background.append(tasks.create_task(self._grading.follow(ports.topic)))
+        judges = [] if self._grading is None else [self._grading.follow(ports.topic)]
+        async with beside(self._watch_topic(ports), *judges):
             await self._join(ports)
-            for task in background:
-                task.cancel()
 
     async def _watch_topic(self, ports: Ports) -> None:
         """Waits for `dead` (drops groups that lost a member for good) and `drain` (settles what is incomplete as
@@ -233,5 +229,5 @@ async def _decide(filter_: GroupFilter, slice_: RolloutSlice) -> FilterDecision:
 
 def newest_version(topic: Topic) -> int:
     """Version of the newest published weights, 0 before the first."""
-    value = topic.get("weights")
-    return 0 if value is None else msgspec.msgpack.decode(value, type=WeightsAnnouncement).version
+    newest = read_value(topic, "weights", WeightsAnnouncement)
+    return 0 if newest is None else newest.version

@@ -18,7 +18,7 @@ from typing import Protocol
 import msgspec
 
 from models.engines.noise import GOLDEN, MIX_1, MIX_2, mix
-from stages.base import Stage, StageContext
+from stages.base import Stage, StageContext, beside
 from stages.data.order import PromptOrder
 from stages.data.prompt_set import PreparedPrompt
 from stages.engine_entries import KEYS, carrying
@@ -131,12 +131,8 @@ class PromptStage(Stage):
             self._wake.set()
 
     async def run(self, ports: Ports) -> None:
-        async with asyncio.TaskGroup() as tasks:
-            watch = tasks.create_task(self._watch_engines(ports))
-            admit = tasks.create_task(self._admit(ports))
+        async with beside(self._watch_engines(ports), self._admit(ports)):
             await self._settle(ports)
-            watch.cancel()
-            admit.cancel()
 
     async def _watch_engines(self, ports: Ports) -> None:
         """Waits for a change of the topic; runs until cancelled."""

@@ -5,9 +5,7 @@ Invariant: a grader that raises, hangs or dies fails its sample, with the reason
 
 from __future__ import annotations
 
-import asyncio
-
-from stages.base import MapStage, StageContext
+from stages.base import MapStage, StageContext, beside
 from stages.messages import RolloutSlice
 from stages.ports import Ports
 from stages.reward.grading import Grading
@@ -30,10 +28,8 @@ class RewardStage(MapStage):
         await self._grading.close()
 
     async def run(self, ports: Ports) -> None:
-        async with asyncio.TaskGroup() as tasks:
-            follower = tasks.create_task(self._grading.follow(ports.topic))
+        async with beside(self._grading.follow(ports.topic)):
             await super().run(ports)
-            follower.cancel()
 
     async def process(self, message: RolloutSlice) -> RolloutSlice:
         return await self._grading.grade(message)

@@ -19,14 +19,12 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Final
 
-import msgspec
-
 from models.engines.client import EngineClient
 from models.engines.limits import RequestLimits
 from stages.engine_entries import ADDRESS, DIRECTORY, POLICY, entries
 from stages.engines.colocation import KEY, trainers_turn
 from stages.messages import EngineEntry, RouterAddress, RouterState
-from stages.ports import Topic
+from stages.ports import Topic, read_value
 from stages.sampling.slots import Slots
 
 ROUTER: Final = "router"
@@ -208,9 +206,8 @@ class EngineDirectory:
         self._share()
 
     async def _update_router(self, topic: Topic) -> None:
-        value, told = topic.get("router"), topic.get("router_state")
-        address = None if value is None else msgspec.msgpack.decode(value, type=RouterAddress)
-        state = None if told is None else msgspec.msgpack.decode(told, type=RouterState)
+        address = read_value(topic, "router", RouterAddress)
+        state = read_value(topic, "router_state", RouterState)
         if address is None or (state is not None and state.incarnation != address.incarnation):
             state = None  # it is older than the process that listens there
         target, self.state = self.router, state

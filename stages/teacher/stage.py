@@ -20,7 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from models.engines.errors import EngineError
-from stages.base import MapStage, StageContext
+from stages.base import MapStage, StageContext, beside
 from stages.data.tokenizer import load_tokenizer
 from stages.messages import Float32Array, PromptGroup, RolloutSlice, Sample, wire
 from stages.ports import Ports
@@ -58,13 +58,9 @@ class TeacherStage(MapStage):
         await self.sampler.close()
 
     async def run(self, ports: Ports) -> None:
-        async with asyncio.TaskGroup() as tasks:
-            background = [tasks.create_task(self.sampler.follow(ports.topic))]
-            if self.temperature != 1.0:
-                background += [tasks.create_task(self._probe(name)) for name in self.teachers]
+        probed = () if self.temperature == 1.0 else self.teachers
+        async with beside(self.sampler.follow(ports.topic), *map(self._probe, probed)):
             await super().run(ports)
-            for task in background:
-                task.cancel()
 
     async def process(self, message: RolloutSlice) -> RolloutSlice:
         group = message.group

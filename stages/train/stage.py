@@ -24,16 +24,14 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, ParamSpec, TypeVar
 
-import msgspec
-
 from models.train.trainer_group.rank_spec import MEETING, Rendezvous, needs_trainer_group
-from stages.base import Stage, StageContext
+from stages.base import Stage, StageContext, beside
 from stages.engines.colocation import TrainerTurn
 from stages.engines.weight_barrier import await_landing
 from stages.errors import UntrainableGroup
 from stages.messages import CheckpointReady, RolloutSlice, StepDone
 from stages.options import TrainOptions
-from stages.ports import Lease, Ports, Topic
+from stages.ports import Lease, Ports, Topic, read_value
 from stages.train.batch import Batch, slice_sequences
 from stages.train.checkpoints import Checkpoints
 from stages.train.held_groups import HeldGroups
@@ -85,12 +83,8 @@ class TrainStage(Stage):
         if needs_trainer_group(self.config):
             from models.train.trainer_group.backend import TrainerGroupBackend
 
-            def meeting() -> Rendezvous | None:
-                value = topic.get(MEETING)
-                return None if value is None else msgspec.msgpack.decode(value, type=Rendezvous)
-
             return TrainerGroupBackend(
-                meeting,
+                partial(read_value, topic, MEETING, Rendezvous),
                 self.context.run_dir / "trainer_group",
                 saves_in_background=self.config.checkpoint.async_save,
             )
@@ -119,19 +113,15 @@ class TrainStage(Stage):
             timed=self._timed,
             report=partial(self._report, ports),
         )
-        async with asyncio.TaskGroup() as tasks:
+        async with beside(self.groups.watch_drain(ports.topic), self.groups.read()):
             self.turn = TrainerTurn(self.config, ports.topic, self._in_torch, self.backend)
             await self._report(ports, StepDone(self.steps, self.steps, (), {}, 0, pinned=self._evaluates(self.steps)))
             await self._publish(ports, first=True)
-            watch = tasks.create_task(self.groups.watch_drain(ports.topic))
-            reader = tasks.create_task(self.groups.read())
             while self.steps < self.total and await self._train_batch(ports):
                 pass
             await self._save_interrupted()
             await self.checkpoints.finish()
             await self.groups.settle_rest()
-            await reader
-            watch.cancel()
 
     async def _restore(self) -> None:
         """Take back the groups that the checkpoint kept, as far as the controller left them to this stage."""

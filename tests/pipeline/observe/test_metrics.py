@@ -14,7 +14,7 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from pipeline.observe.errors import MetricsError
-from pipeline.observe.metrics import JsonlMetrics, TensorBoardMetrics, open_metrics, read_metrics
+from pipeline.observe.metrics import JsonlMetrics, Metrics, TensorBoardMetrics, read_metrics
 
 ROOT = Path(__file__).parents[3]
 
@@ -95,7 +95,7 @@ def test_a_damaged_line_in_the_middle_is_named(tmp_path: Path) -> None:
 
 
 def test_tensorboard_reads_the_same_values(tmp_path: Path) -> None:
-    fan = open_metrics(tmp_path, tensorboard=True)
+    fan = Metrics(tmp_path, tensorboard=True)
     for step in range(1, 4):
         loss = math.nan if step == 2 else step / 8
         fan.write(step, {"train/loss": loss}, wall_s=step * 2.0, trained_tokens=step * 10)
@@ -135,8 +135,8 @@ def test_no_torch_and_no_tensorboard_at_import_and_no_torch_in_use(tmp_path: Pat
         "import pipeline.observe.view, pipeline.observe.table, pipeline.observe.plot\n"
         "heavy = {'torch', 'tensorboard', 'matplotlib', 'tensorflow', 'zmq'} & set(sys.modules)\n"
         "assert not heavy, heavy\n"
-        "from pipeline.observe.metrics import open_metrics\n"
-        "fan = open_metrics(Path(sys.argv[1]), tensorboard=True)\n"
+        "from pipeline.observe.metrics import Metrics\n"
+        "fan = Metrics(Path(sys.argv[1]), tensorboard=True)\n"
         "fan.write(1, {'a': 1.0}, wall_s=0, trained_tokens=0)\nfan.close()\n"
         "assert not {'torch', 'tensorflow'} & set(sys.modules)\n"
     )
