@@ -103,9 +103,7 @@ class Controller:
                 spec = stream_spec(self.config, self.gate, stream.name, address, stream.routing)
                 hub = self.hubs[stream.name] = await node.hub(spec, dead_letters)
                 self.placement.addresses[stream.name] = hub.address
-            announcer = Announcer(topic, self.hubs, self.recorder)
-            announcer.running(self.config, self.placement.frozen_addresses)
-            runner = self._runner(node, topic, announcer, keys)
+            runner = self._runner(node, topic, Announcer(topic, self.hubs, self.recorder), keys)
             monitor = Monitor(self.config, self.stage, self.recorder, self.hubs, topic)
             observe = self.config.observe
             served = endpoint(observe.prometheus_host, observe.prometheus_port, monitor.facts)

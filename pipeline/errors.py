@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+from pathlib import Path
 
 from models.algorithms.errors import AlgorithmError
 from models.checkpoint import CheckpointError
@@ -17,7 +18,8 @@ from stages.graders.errors import GradingError
 from stages.tools.errors import ToolError
 from transport.errors import AddressError, SecurityError
 
-EXIT_DISK_FULL = 28  # of a worker whose log may have no room for the reason
+EXIT_USER_ERROR = 2  # of a started process whose user made a mistake
+EXIT_DISK_FULL = 28  # of one whose log may have no room for the reason
 
 # Errors whose sentence is written for the user: they name the value, the rule and the cure.
 USER_ERRORS: tuple[type[BaseException], ...] = (
@@ -85,3 +87,18 @@ def user_error(error: BaseException) -> str | None:
     if disk_full(error):
         return f"there is no space left on the disk ({error}); free some, or choose another --run-dir"
     return str(error) if isinstance(error, USER_ERRORS) else None
+
+
+def exit_code(error: BaseException) -> int:
+    """How a started process ends with an error: what its supervisor learns of it."""
+    if disk_full(error):
+        return EXIT_DISK_FULL
+    return EXIT_USER_ERROR if user_error(error) is not None else 1
+
+
+def check_repeatable(name: str, code: int, words: str, run_dir: Path) -> None:
+    """Raise UsageError for an end that another start would only repeat."""
+    if code == EXIT_DISK_FULL:
+        raise UsageError(f"there is no space left for {run_dir}; free some, or choose another --run-dir")
+    if code == EXIT_USER_ERROR:
+        raise UsageError(f"{name}: {words}")

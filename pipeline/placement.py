@@ -62,11 +62,8 @@ class Placement:
         self.schemas: dict[str, Any] = {s.name: import_path(s.schema) for s in graph.streams}
         has_engines = any(n.name == "generate" for n in graph.nodes)
         places = frozen_engines(config) if has_engines else {}
-        self.frozen_addresses = {name: place for name, place in places.items() if is_address(place)}
-        checkpoints = {name: place for name, place in places.items() if name not in self.frozen_addresses}
-        self.engines, self.frozen = _engines(
-            config, engine_count(config) * has_engines, model_path, max_context, checkpoints
-        )
+        count = engine_count(config) if has_engines else 0
+        self.engines, self.frozen = _engines(config, count, model_path, max_context, places)
         self.built_in: dict[str, StageOptions] = {
             "train": train,
             "generate": GenerateOptions(max_context or 1 << 30, vocab_size),
@@ -126,11 +123,13 @@ def computing(config: Config, graph: Graph) -> int:
 def _engines(
     config: Config, count: int, model_path: str, max_context: int | None, frozen: Mapping[str, str]
 ) -> tuple[list[EngineSpec], list[EngineSpec]]:
-    """The engines that generate, and the frozen ones of `frozen` (name -> checkpoint), with their ports and GPUs."""
+    """The engines that generate, and the frozen ones of `frozen` (name -> checkpoint or address), with their ports and
+    GPUs."""
     addresses = config.sglang.rollout_external_engine_addrs
     started = 0 if addresses else count
     port, settings, seed = config.engine.engine_port, config.engine, config.run.seed
-    gpus: tuple[tuple[str, ...], ...] = ((),) * (started + len(frozen))
+    checkpoints = {name: place for name, place in frozen.items() if not is_address(place)}
+    gpus: tuple[tuple[str, ...], ...] = ((),) * (started + len(checkpoints))
     if settings.engine == "sglang" and gpus:
         gpus = engines_gpus(config, visible_gpus(), len(gpus))
     engines = [
@@ -139,8 +138,12 @@ def _engines(
     ]
     for i, address in enumerate(addresses[:count]):
         engines.append(EngineSpec(f"engine-{i}", settings, model_path, max_context, 0, seed, external=address))
-    kept = []
-    for i, (name, checkpoint) in enumerate(frozen.items(), started):
+    kept = [
+        EngineSpec(f"frozen-{name}", settings, "", None, 0, 0, frozen=name, external=place)
+        for name, place in frozen.items()
+        if name not in checkpoints
+    ]
+    for i, (name, checkpoint) in enumerate(checkpoints.items(), started):
         where = port + i if port else 0
         kept.append(
             EngineSpec(f"frozen-{name}", settings, checkpoint, max_context, where, seed, frozen=name, gpus=gpus[i])

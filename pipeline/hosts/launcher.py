@@ -82,11 +82,11 @@ class Handle(Protocol):
     def state(self) -> ProcessState | None:
         """None where that cannot be seen."""
 
-    def last_words(self) -> str:
+    def last_line(self) -> str:
         """The last line that it printed in this life."""
 
     def last_error(self) -> str:
-        """The last line in which it named an exception, else its last words."""
+        """The last line in which it named an exception, else its last line."""
 
 
 class Launcher(Protocol):

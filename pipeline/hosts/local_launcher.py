@@ -83,8 +83,8 @@ class LocalHandle:
         if self.spec.sweep or not ended:
             await self._kill_group()
 
-    def last_words(self) -> str:
-        return last_words(self.log, self._log_start)
+    def last_line(self) -> str:
+        return last_line(self.log, self._log_start)
 
     def last_error(self) -> str:
         return last_error(self.log, self._log_start)
@@ -143,25 +143,25 @@ class LocalLauncher:
                     tasks.create_task(handle.stop())
 
 
-def last_words(log: Path, start: int = 0) -> str:
+def last_line(log: Path, start: int = 0) -> str:
     """The last line of a log, from byte `start` on, that says something."""
     lines = _lines(log, start)[-50:]
     return lines[-1].split(": ", 1)[-1][:500] if lines else "no output"
 
 
 def last_error(log: Path, start: int = 0) -> str:
-    """The last line of a log that names an exception; without one its last words.
+    """The last line of a log that names an exception; without one the last line.
 
     Servers of several processes say at the very end only that a child has failed.
     """
     for line in reversed(_lines(log, start)):
         if _ERROR.match(line):
             return line[:500]
-    return last_words(log, start)
+    return last_line(log, start)
 
 
 def _lines(log: Path, start: int) -> list[str]:
-    with contextlib.suppress(OSError), log.open("rb") as file:  # no log, no words
+    with contextlib.suppress(OSError), log.open("rb") as file:  # no log, no lines
         end = file.seek(0, os.SEEK_END)
         file.seek(max(start, end - _TAIL_BYTES))
         text = file.read().decode(errors="replace")

@@ -17,7 +17,7 @@ import msgspec
 from configs.schema import Config
 from models.train.trainer_group.errors import StageGone
 from models.train.trainer_group.rank_spec import EXIT_STAGE_GONE, MEETING, RankSpec, Rendezvous
-from pipeline.errors import EXIT_DISK_FULL, disk_full, leaf, user_error
+from pipeline.errors import exit_code, leaf
 from pipeline.hosts.rendezvous import Entry, from_command, read
 
 
@@ -45,17 +45,9 @@ def main(argv: list[str]) -> int:
         logging.exception("%s failed", name)
         logging.error("%s: %s", type(cause).__name__, cause)
         logging.shutdown()
-        os._exit(exit_code(cause))  # at once: threads of a broken process group may wait for ever
+        code = EXIT_STAGE_GONE if isinstance(cause, StageGone) else exit_code(cause)
+        os._exit(code)  # at once: threads of a broken process group may wait for ever
     return 0
-
-
-def exit_code(error: BaseException) -> int:
-    """What the trainer group's keeper learns of an error."""
-    if isinstance(error, StageGone):
-        return EXIT_STAGE_GONE
-    if disk_full(error):
-        return EXIT_DISK_FULL
-    return 2 if user_error(error) is not None else 1
 
 
 if __name__ == "__main__":

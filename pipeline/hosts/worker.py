@@ -12,7 +12,7 @@ import sys
 
 import msgspec
 
-from pipeline.errors import EXIT_DISK_FULL, disk_full, leaf, user_error
+from pipeline.errors import exit_code, leaf
 from pipeline.hosts.other_host import settled
 from pipeline.hosts.rendezvous import Entry, from_command, read
 from pipeline.hosts.replica import ReplicaSpec, run_replica
@@ -37,9 +37,7 @@ def main(argv: list[str]) -> int:
         cause = leaf(error)
         logging.exception("%s failed", name)
         logging.error("%s: %s", type(cause).__name__, cause)
-        if disk_full(cause):
-            return EXIT_DISK_FULL
-        return 2 if user_error(cause) is not None else 1
+        return exit_code(cause)
     return 0
 
 

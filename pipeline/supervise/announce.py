@@ -15,8 +15,6 @@ from pathlib import Path
 import msgspec
 from msgspec import Struct
 
-from configs.schema import Config
-from configs.schema.router import router_kind
 from pipeline.observe.stats import STATS_PREFIX, StageStats
 from pipeline.record.recorder import Recorder
 from pipeline.record.run_directory import RunDir
@@ -61,16 +59,6 @@ class Announcer:
         self.topic, self.hubs, self.recorder = topic, hubs, recorder
         self._fleet: dict[str, ServerInfo] = {}
         _file(recorder.rundir).unlink(missing_ok=True)  # of the run that is resumed
-
-    def running(self, config: Config, frozen: Mapping[str, str]) -> None:
-        """Publish what was found to run already: frozen engines by name, and a router of the user's own. From then on
-        each is watched, and dropped while it is away."""
-        for name, url in frozen.items():
-            value = msgspec.msgpack.encode(EngineAddress(f"frozen-{name}", url, 0, name))
-            self.topic.publish(f"engine/frozen-{name}", value)
-        router, address = router_kind(config), config.router.router_address
-        if router != "none" and address is not None:
-            self.router_up(router, address.rstrip("/"), 0, "", "")
 
     def lost(self, stage: str, name: str, why: str) -> None:
         log.warning("%s ended with %s; %s", name, why, consequence(self.config, stage))

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import sys
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Iterator
 from typing import Final
 
@@ -25,8 +25,8 @@ from pipeline.errors import ReplicaFailed, UsageError
 from pipeline.hosts.free_port import PortInUse
 from pipeline.hosts.launcher import Handle, Launcher, ProcessSpec, Resources
 from pipeline.supervise.health_probe import HealthProbe, HttpProbe, SchedulerProbe
-from pipeline.supervise.restart_server import StartCommand
-from pipeline.supervise.restarts import EngineSpec, Kind, Lifecycle
+from pipeline.supervise.restart_server import StartCommand, SupervisedServer
+from pipeline.supervise.restarts import EngineSpec, Lifecycle
 
 # SGLang looks for SIGTERM every 5 s, then has its schedulers give their GPU memory back. On a CPU there is nothing to
 # give back, and nothing is written: it may be killed.
@@ -34,19 +34,12 @@ GPU_GRACE_S: Final = 20.0
 HEED_S: Final = 0.5  # between two looks for a complaint
 
 
-class EngineProcess(ABC):
+class EngineProcess(SupervisedServer):
     """What our servers and SGLang's have in common."""
 
-    def __init__(self, spec: EngineSpec, config: Config, lifecycle: Lifecycle) -> None:
-        self.spec, self.config, self.lifecycle = spec, config, lifecycle
-
-    @property
-    def name(self) -> str:
-        return self.spec.name
-
-    @property
-    def kind(self) -> Kind:
-        return self.spec.kind
+    def __init__(self, spec: EngineSpec, lifecycle: Lifecycle) -> None:
+        self.spec, self.lifecycle = spec, lifecycle
+        self.name, self.kind = spec.name, spec.kind
 
     @contextlib.contextmanager
     def start_command(self, incarnation: int, launcher: Launcher) -> Iterator[StartCommand]:
@@ -74,8 +67,6 @@ class EngineProcess(ABC):
 class EmbeddedOrSimulatedServer(EngineProcess):
     """Our server, embedded or simulated, as a process of its own."""
 
-    slow_start = False
-
     def _process(self, incarnation: int, host: str, port: int) -> tuple[ProcessSpec, str]:
         spec = self.spec
         argv = [
@@ -91,9 +82,6 @@ class EmbeddedOrSimulatedServer(EngineProcess):
             argv += ["--max-context-len", str(spec.max_context)]
         return ProcessSpec(self.name, tuple(argv), sweep=True, files=(spec.model_path,)), f"http://{host}:{port}"
 
-    def look(self, client: EngineClient, process: Handle) -> HealthProbe:
-        return HttpProbe(client, self.config.health.rollout_health_check_timeout)
-
 
 class SglangServer(EngineProcess):
     """A real SGLang server in its own environment."""
@@ -101,8 +89,8 @@ class SglangServer(EngineProcess):
     slow_start = True
 
     def __init__(self, spec: EngineSpec, config: Config, installed: Installed, lifecycle: Lifecycle) -> None:
-        super().__init__(spec, config, lifecycle)
-        self.installed = installed
+        super().__init__(spec, lifecycle)
+        self.config, self.installed = config, installed
 
     def _process(self, incarnation: int, host: str, port: int) -> tuple[ProcessSpec, str]:
         spec = self.spec
@@ -121,9 +109,8 @@ class SglangServer(EngineProcess):
         )
         return process, launch.url
 
-    def look(self, client: EngineClient, process: Handle) -> HealthProbe:
-        timeout_s = self.config.health.rollout_health_check_timeout
-        return SchedulerProbe(HttpProbe(client, timeout_s), process, self._slow)
+    def look(self, first: HttpProbe, process: Handle) -> HealthProbe:
+        return SchedulerProbe(first, process, self._slow)
 
     def _slow(self) -> bool:
         return self.kind == "engine" and self.lifecycle.loading(self.name)

@@ -17,7 +17,6 @@ from typing import Final
 import msgspec
 from msgspec import Struct
 
-from configs.schema import Config
 from configs.schema.health import HealthConfig
 from models.engines.client import EngineClient
 from models.engines.errors import EngineError
@@ -65,11 +64,6 @@ def differs(policy: PolicyConfig, info: ModelInfo, theirs: PolicyConfig | None) 
         if ours is not None and other is not None and ours != other:
             return f"its {name} is {other}, the policy's is {ours}"
     return None
-
-
-def frozen_spec(config: Config, name: str, address: str) -> EngineSpec:
-    """A frozen engine that runs already."""
-    return EngineSpec(f"frozen-{name}", config.engine, "", None, 0, 0, frozen=name, external=address)
 
 
 class ExternalEngine:

@@ -2,24 +2,25 @@
 
 Invariants: it is announced only once it serves, with an incarnation that rises; a process that hangs is ended with its
 whole group before its loss is told, so that no request is answered twice; a server that never came up is tried twice,
-then its last words end the run, for more tries would say the same.
+then its error ends the run, for more tries would give the same.
 """
 
 from __future__ import annotations
 
 import asyncio
 import itertools
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from functools import partial
-from typing import Final, Protocol
+from typing import ClassVar, Final
 
 from msgspec import Struct
 
 from configs.schema.health import HealthConfig
 from models.engines.client import EngineClient
 from models.engines.errors import EngineError
-from pipeline.errors import ReplicaFailed, UsageError
+from pipeline.errors import EXIT_USER_ERROR, ReplicaFailed, UsageError
 from pipeline.hosts.launcher import ANYTHING, Handle, Launcher, ProcessSpec, Resources, ending
 from pipeline.supervise.health_probe import HealthProbe, HealthTracker, HttpProbe, until
 from pipeline.supervise.restarts import Kind, Lifecycle, Restarts
@@ -28,7 +29,6 @@ POLL_S: Final = 0.05
 SLOW_POLL_S: Final = 0.3  # each look leaves a line in the log of a server that loads
 POLL_TIMEOUT_S: Final = 5.0
 FIRST_WORD_S: Final = 10.0  # after which the user is told that it still loads; then after twice as long, and so on
-EXIT_USER_ERROR: Final = 2
 END_NOTICE_S: Final = 0.2
 STARTS_WITHOUT_SERVING: Final = 2
 
@@ -41,25 +41,22 @@ class StartCommand(Struct, frozen=True):
     resources: Resources = ANYTHING
 
 
-class SupervisedServer(Protocol):
+class SupervisedServer(ABC):
     """A server that is kept."""
 
-    @property
-    def name(self) -> str: ...
+    name: str
+    kind: Kind
+    slow_start: ClassVar[bool] = False  # whether its coming up is worth a line for the user in any case
 
-    @property
-    def kind(self) -> Kind: ...
-
-    @property
-    def slow_start(self) -> bool:
-        """Whether its coming up is worth a line for the user in any case."""
-
+    @abstractmethod
     def start_command(self, incarnation: int, launcher: Launcher) -> AbstractContextManager[StartCommand]:
         """How to start it. What the start needs, such as a port, is held for the time of the `with` block."""
 
-    def look(self, client: EngineClient, process: Handle) -> HealthProbe:
-        """How its health is seen."""
+    def look(self, first: HttpProbe, process: Handle) -> HealthProbe:
+        """How its health is seen; `first`: the look at its `/health`."""
+        return first
 
+    @abstractmethod
     async def up(self, client: EngineClient, incarnation: int) -> None:
         """Announce it. Raises UsageError if it is not what was asked for."""
 
@@ -113,7 +110,7 @@ class ServerSupervisor:
             self._served = True
             process.serving()
             account = HealthTracker(health.rollout_health_check_failures)
-            look = self.server.look(client, process)
+            look = self.server.look(HttpProbe(client, health.rollout_health_check_timeout), process)
             complaint = partial(self.lifecycle.complaint, self.server.name, incarnation)
             return await until("lost", account, look, health.rollout_health_check_interval, complaint)
 

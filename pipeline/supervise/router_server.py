@@ -14,31 +14,22 @@ from configs.schema import Config
 from models.engines.client import EngineClient
 from models.engines.launch.environment import Installed
 from models.engines.launch.routing import router_launch
-from pipeline.hosts.launcher import Handle, Launcher, ProcessSpec
-from pipeline.supervise.health_probe import HealthProbe, HttpProbe
-from pipeline.supervise.restart_server import StartCommand
+from pipeline.hosts.launcher import Launcher, ProcessSpec
+from pipeline.supervise.restart_server import StartCommand, SupervisedServer
 from pipeline.supervise.restarts import Kind, Lifecycle
 
 RouterKind = Literal["sglang", "smg"]
 
 
-class RouterServer:
+class RouterServer(SupervisedServer):
     """sglang-router or smg. Its `/health` is its own: it says 200 without any worker."""
 
     name = "router"
-    slow_start = False
+    kind: Kind = "router"
 
     def __init__(self, kind: RouterKind, config: Config, installed: Installed, lifecycle: Lifecycle) -> None:
         self.router, self.config, self.installed, self.lifecycle = kind, config, installed, lifecycle
         self._metrics = ""
-
-    @property
-    def kind(self) -> Kind:
-        return "router"
-
-    @property
-    def version(self) -> str:
-        return (self.installed.smg if self.router == "smg" else self.installed.router) or ""
 
     @contextlib.contextmanager
     def start_command(self, incarnation: int, launcher: Launcher) -> Iterator[StartCommand]:
@@ -50,11 +41,9 @@ class RouterServer:
             argv = tuple(without_sglang(launch.argv))
             yield StartCommand(ProcessSpec(name, argv, launch.env, ours=False, sweep=True), launch.url)
 
-    def look(self, client: EngineClient, process: Handle) -> HealthProbe:
-        return HttpProbe(client, self.config.health.rollout_health_check_timeout)
-
     async def up(self, client: EngineClient, incarnation: int) -> None:
-        self.lifecycle.router_up(self.router, client.base_url, incarnation, self.version, self._metrics)
+        version = self.installed.smg if self.router == "smg" else self.installed.router
+        self.lifecycle.router_up(self.router, client.base_url, incarnation, version or "", self._metrics)
 
 
 def without_sglang(argv: Sequence[str]) -> list[str]:

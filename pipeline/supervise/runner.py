@@ -20,7 +20,7 @@ import msgspec
 from configs.graph import SINGLE
 from configs.schema import Config
 from models.train.trainer_group.rank_spec import needs_trainer_group
-from pipeline.errors import EXIT_DISK_FULL, ReplicaFailed, UsageError
+from pipeline.errors import ReplicaFailed, UsageError, check_repeatable
 from pipeline.graph import Graph
 from pipeline.hosts.launcher import Handle, Launcher, ending
 from pipeline.hosts.rendezvous import Entry, Keys, retire_key, spec_key
@@ -28,7 +28,7 @@ from pipeline.hosts.replica import ReplicaSpec, run_replica
 from pipeline.placement import Placement
 from pipeline.record.run_directory import RunDir
 from pipeline.supervise.restarts import Lifecycle, Restarts
-from pipeline.supervise.servers import Servers, Supervised
+from pipeline.supervise.servers import run_servers
 from pipeline.supervise.trainer_group import TrainerGroup
 from stages.base import beside
 from transport import Node, TopicServer
@@ -59,13 +59,9 @@ class Runner(ABC):
         self.entry = Entry(placement.run_id, topic.address, str(worker))
         self.serving = Entry(placement.run_id, topic.address, str(serving))  # for what binds addresses itself
         self._restarts = Restarts(lifecycle, config.run.max_restarts)
-        engines = [*placement.engines, *placement.frozen]
-        self._beside: list[Supervised] = [
-            Servers(config, engines, launcher, self._restarts, in_process=self.in_process)
-        ]
+        self._group: TrainerGroup | None = None
         if needs_trainer_group(config):
-            group = TrainerGroup(config, rundir, launcher, self._restarts, self.entry, topic)
-            self._beside.append(group)
+            self._group = TrainerGroup(config, rundir, launcher, self._restarts, self.entry, topic)
         self._replicas: asyncio.TaskGroup | None = None  # while it runs
         self._running: dict[str, ReplicaSpec] = {}
         self._retiring: set[str] = set()
@@ -83,7 +79,10 @@ class Runner(ABC):
     async def run(self) -> None:
         """Start everything; wait until all replicas have ended. An error of any of them propagates."""
         try:
-            async with beside(*(one.run() for one in self._beside)):
+            engines = [*self.placement.engines, *self.placement.frozen]
+            servers = run_servers(self.config, engines, self.launcher, self._restarts, in_process=self.in_process)
+            ranks = [] if self._group is None else [self._group.run()]
+            async with beside(servers, *ranks):
                 async with asyncio.TaskGroup() as self._replicas:
                     for spec in self.placement.replicas(self.graph):
                         self._start(spec)
@@ -157,11 +156,8 @@ class ProcessRunner(Runner):
 
     async def _again(self, spec: ReplicaSpec, code: int, process: Handle) -> None:
         """Report the loss and wait out the backoff, or give up. Raises ReplicaFailed or UsageError."""
-        why, words = ending(code), process.last_words()
-        if code == EXIT_DISK_FULL:
-            raise UsageError(f"there is no space left for {self.rundir.path}; free some, or choose another --run-dir")
-        if code == 2:
-            raise UsageError(f"{spec.replica}: {words}")
+        why, words = ending(code), process.last_line()
+        check_repeatable(spec.replica, code, words, self.rundir.path)
         if spec.stage in NOT_RESTARTED:
             said = "" if code < 0 else f": {words}"
             raise ReplicaFailed(

@@ -3,7 +3,7 @@
 Invariants:
 - before an incarnation starts, every process of the one before has ended: a socket, a file or a GPU has one user;
 - the loss is told with the rank that was lost first, not with those that noticed;
-- a trainer group that never came up is started twice, then its last words end the run; a user's mistake ends it at
+- a trainer group that never came up is started twice, then its error ends the run; a user's mistake ends it at
   once.
 """
 
@@ -27,7 +27,7 @@ from models.train.trainer_group.rank_spec import (
     needs_trainer_group,
     processes_of,
 )
-from pipeline.errors import EXIT_DISK_FULL, ReplicaFailed, UsageError
+from pipeline.errors import EXIT_DISK_FULL, EXIT_USER_ERROR, ReplicaFailed, UsageError, check_repeatable
 from pipeline.hosts.gpus import slices, trainers_gpu, visible_gpus
 from pipeline.hosts.launcher import Handle, Launcher, Resources, ending
 from pipeline.hosts.rendezvous import Entry, spec_key
@@ -68,7 +68,7 @@ def verdict(codes: Mapping[int, int]) -> Loss | None:
     A rank that was killed, or made the user's mistake, comes before one that failed: it failed of the other's end.
     """
     failed = [Loss(rank, code) for rank, code in codes.items() if code]
-    certain = [loss for loss in failed if loss.code < 0 or loss.code in (2, EXIT_DISK_FULL)]
+    certain = [loss for loss in failed if loss.code < 0 or loss.code in (EXIT_USER_ERROR, EXIT_DISK_FULL)]
     return next(iter([*certain, *failed]), None)
 
 
@@ -105,8 +105,7 @@ class TrainerGroup:
     def __init__(
         self, config: Config, rundir: RunDir, launcher: Launcher, restarts: Restarts, entry: Entry, topic: TopicServer
     ) -> None:
-        """Raises UsageError."""
-        check_trainer_group(config)
+        """Raises UsageError for too few GPUs."""
         self._config, self._rundir, self._launcher, self._restarts = config, rundir, launcher, restarts
         self._entry, self._topic = entry, topic
         self._count = processes_of(config.parallel)
@@ -194,14 +193,10 @@ class TrainerGroup:
 
     async def _after(self, loss: Loss, incarnation: int, process: Handle) -> None:
         """Tell the loss and wait out the backoff, or give up. Raises ReplicaFailed or UsageError."""
-        name = _name(loss.rank)
         if loss.code == EXIT_STAGE_GONE:
             await asyncio.sleep(STAGE_GONE_S)
         log, words = process.log, process.last_error()
-        if loss.code == EXIT_DISK_FULL:
-            raise UsageError(f"there is no space left for {self._rundir.path}; free some, or choose another --run-dir")
-        if loss.code == 2:
-            raise UsageError(f"{name}: {words}")
+        check_repeatable(_name(loss.rank), loss.code, words, self._rundir.path)
         why = f"{ending(loss.code)} of rank {loss.rank}"
         if not self._came_up and incarnation + 1 >= STARTS_WITHOUT_SERVING:
             raise ReplicaFailed(

@@ -23,7 +23,7 @@ from pipeline.hosts.launcher import Handle, Launcher, ProcessSpec, ProcessState
 from pipeline.hosts.local_launcher import LocalLauncher
 from pipeline.record.run_directory import RunDir
 from pipeline.supervise.health_probe import HealthProbe, HealthTracker, HttpProbe, SchedulerProbe
-from pipeline.supervise.restart_server import ServerSupervisor, StartCommand
+from pipeline.supervise.restart_server import ServerSupervisor, StartCommand, SupervisedServer
 from pipeline.supervise.restarts import EngineSpec, Kind, Restarts
 
 
@@ -40,7 +40,7 @@ def fake(tmp_path: Path) -> Path:
     return path
 
 
-class FakeCharge:
+class FakeCharge(SupervisedServer):
     """The fake server, kept like SGLang's."""
 
     name, slow_start = "engine-0", True
@@ -58,9 +58,8 @@ class FakeCharge:
             process = ProcessSpec(self.name, argv, ours=False, grace_s=0.0, sweep=True)
             yield StartCommand(process, f"http://{launcher.address(self.name)}:{port}")
 
-    def look(self, client: EngineClient, process: Handle) -> HealthProbe:
-        timeout_s = self.config.health.rollout_health_check_timeout
-        return SchedulerProbe(HttpProbe(client, timeout_s), process, lambda: self.told.loading(self.name))
+    def look(self, first: HttpProbe, process: Handle) -> HealthProbe:
+        return SchedulerProbe(first, process, lambda: self.told.loading(self.name))
 
     async def up(self, client: EngineClient, incarnation: int) -> None:
         info = await client.server_info()

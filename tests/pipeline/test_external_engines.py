@@ -22,10 +22,10 @@ from pipeline.hosts.local_launcher import LocalLauncher
 from pipeline.record.recorder import Recorder
 from pipeline.record.run_directory import RunDir
 from pipeline.supervise.announce import Announcer, read_fleet
-from pipeline.supervise.external_servers import ExternalEngine, ExternalRouter, PolicyConfig, differs, frozen_spec
+from pipeline.supervise.external_servers import ExternalEngine, ExternalRouter, PolicyConfig, differs
 from pipeline.supervise.outage import consequence
 from pipeline.supervise.restarts import EngineSpec, Restarts
-from pipeline.supervise.servers import Servers
+from pipeline.supervise.servers import keepers
 from stages.engine_entries import addresses
 from stages.messages import Complaint
 from transport.links.memory import MemoryNetwork, MemoryNode
@@ -42,6 +42,10 @@ def external(told: Told, port: int, model: Path, **health: float) -> ExternalEng
     config = configured(**health)
     spec = EngineSpec("engine-0", config.engine, str(model), None, 0, 0, external=f"http://127.0.0.1:{port}")
     return ExternalEngine(spec, told, config.health)
+
+
+def frozen_spec(config: Config, name: str, address: str) -> EngineSpec:
+    return EngineSpec(f"frozen-{name}", config.engine, "", None, 0, 0, frozen=name, external=address)
 
 
 @pytest.fixture
@@ -193,8 +197,8 @@ async def test_what_was_given_by_address_is_watched_by_the_fleet(tmp_path: Path)
     config = with_addresses(configured())
     restarts = Restarts(Told(), 0)
     with RunDir(tmp_path / "run").open(resume=False) as rundir:
-        servers = Servers(config, [], LocalLauncher(rundir), restarts)
-        engine, router = await servers._kept()
+        specs = [frozen_spec(config, "judge", "http://j:1")]
+        engine, router = await keepers(config, specs, LocalLauncher(rundir), restarts, in_process=False)
     assert isinstance(engine, ExternalEngine)
     assert (engine.spec.name, engine.spec.frozen, engine.url) == ("frozen-judge", "judge", "http://j:1")
     assert isinstance(router, ExternalRouter)
@@ -210,7 +214,6 @@ async def test_what_is_away_leaves_the_topic_and_the_words_say_what_follows(tmp_
             recorder = Recorder(config, rundir)
             recorder.lines = lines.append
             announcer = Announcer(topic, {}, recorder)
-            announcer.running(config, {"judge": "http://j:1"})
             spec = frozen_spec(config, "judge", "http://j:1")
             announcer.engine_up(spec, "http://j:1", 0, "0.5.23")
             announcer.router_up("smg", "http://r:2", 0, "", "")

@@ -133,16 +133,17 @@ def test_frozen_engines_are_placed_beside_those_that_generate(policy: Path, tmp_
         ("engine-0", "", 7000),
         ("engine-1", "", 7001),
     ]
-    assert [(spec.name, spec.frozen, spec.model_path, spec.max_context) for spec in placement.frozen] == [
+    running, *started = placement.frozen
+    assert (running.name, running.frozen, running.external) == ("frozen-far", "far", "http://localhost:1")
+    assert [(spec.name, spec.frozen, spec.model_path, spec.max_context) for spec in started] == [
         ("frozen-t", "t", "one", 77),
         ("frozen-j", "j", "two", 77),
     ]
     assert not {spec.port for spec in placement.frozen} & {7000, 7001}
-    assert placement.frozen_addresses == {"far": "http://localhost:1"}
     [generate] = [spec for spec in placement.replicas(build(config)) if spec.stage == "generate"]
     assert generate.built_in == GenerateOptions(max_context=77)
 
 
 def test_a_supervised_phase_starts_none(policy: Path, tmp_path: Path) -> None:
     placement = placed(make(policy, "t=one", train={"loss_type": "sft_loss"}), tmp_path)
-    assert (placement.frozen, placement.frozen_addresses) == ([], {})
+    assert placement.frozen == []

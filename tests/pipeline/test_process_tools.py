@@ -1,4 +1,4 @@
-"""What keeps servers: processes and their groups, ports, GPUs, last words, the choice of a router."""
+"""What keeps servers: processes and their groups, ports, GPUs, last lines, the choice of a router."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ async def test_a_program_sees_the_gpus_that_it_was_given_and_only_ours_find_the_
         spec = ProcessSpec(name, (sys.executable, "-c", tell), {"ONE": "1"}, ours=ours)
         process = await launcher.spawn(spec, Resources(gpus=("4", "GPU-5")))
         assert await process.wait() == 0
-        said[name] = process.last_words()
+        said[name] = process.last_line()
     assert said["foreign"] == "4,GPU-5 elsewhere 1"
     assert said["ours"].startswith(f"4,GPU-5 {Path(__file__).parents[2]}{os.pathsep}")
 
@@ -167,7 +167,7 @@ def test_a_held_port_is_given_to_nobody_but_the_server_that_names_it() -> None:
             assert other != port
 
 
-def test_the_last_words_are_those_of_the_error(tmp_path: Path) -> None:
+def test_the_last_line_are_those_of_the_error(tmp_path: Path) -> None:
     log = tmp_path / "log"
     log.write_text("OSError: of an earlier life\n")
     start = log.stat().st_size
