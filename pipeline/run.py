@@ -189,7 +189,7 @@ class Phase:
         checkpoint, manifest = resumed if resumed is not None else (None, None)
         self.checkpoint, self.manifest = checkpoint, manifest
         tokenizer = self.tokenizer = load_tokenizer(config.train.hf_checkpoint, config.data.chat_template_path)
-        self.prompts = load_train_prompts(config, tokenizer=tokenizer)
+        self.prompts = load_train_prompts(config, tokenizer)
         self.eos_id = tokenizer.eos_ids[0] if tokenizer.eos_ids else None
         self.config = _with_data(config, self.prompts)
         self.epoch = manifest.epoch + 1 if manifest else 0

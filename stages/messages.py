@@ -146,11 +146,6 @@ class Sample(Struct, frozen=True, array_like=True):
         return len(self.token_ids) - max(self.prompt_length, shared)
 
     @property
-    def response_ids(self) -> npt.NDArray[np.int32]:
-        """[T - prompt_length] a view of the tokens after the prompt."""
-        return self.token_ids[self.prompt_length :]
-
-    @property
     def trainable_tokens(self) -> int:
         return int(np.count_nonzero(self.loss_mask))
 
@@ -230,19 +225,9 @@ class RolloutSlice(Struct, frozen=True, array_like=True):
     samples: tuple[Sample, ...]
 
     @property
-    def reward(self) -> float | None:
-        """Mean reward of the graded rollouts."""
-        rewards = [s.reward for s in self.samples if s.reward is not None]
-        return sum(rewards) / len(rewards) if rewards else None
-
-    @property
     def n_tokens(self) -> int:
         """Tokens after the prompts, those that several sequences show once."""
         return sum(s.new_tokens for s in self.samples)
-
-    def ended(self, outcome: Outcome, detail: str) -> Settled:
-        """The settlement of this slice's group."""
-        return Settled(self.group.group_id, outcome, detail, tokens=self.n_tokens, reward=self.reward)
 
     @property
     def key(self) -> str:

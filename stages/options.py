@@ -22,7 +22,7 @@ class GenerateOptions(Struct, frozen=True, tag="generate"):
     """What a replica has to know of the model before it asks for anything."""
 
     max_context: int = 1 << 30
-    vocab_size: int | None = None
+    vocab_size: int | None = None  # a real SGLang server ends with all its requests when it is sent another token id
 
 
 StageOptions = TrainOptions | GenerateOptions

@@ -172,8 +172,11 @@ def oldest_version(samples: Iterable[Sample]) -> int | None:
 def settlement(slice_: RolloutSlice, outcome: Outcome, detail: str) -> Settled:
     """How a group ends without being trained: tokens of all its samples, mean raw reward and pass rate by rollout."""
     graded = [raw_reward(s) for s in closing(slice_.samples) if s.reward is not None or s.raw_reward is not None]
-    return msgspec.structs.replace(
-        slice_.ended(outcome, detail),
+    return Settled(
+        slice_.group.group_id,
+        outcome,
+        detail,
+        tokens=slice_.n_tokens,
         reward=mean(graded),
         pass_rate=pass_rate(slice_.samples),
     )

@@ -45,9 +45,13 @@ def main(argv: list[str]) -> int:
         logging.exception("%s failed", name)
         logging.error("%s: %s", type(cause).__name__, cause)
         logging.shutdown()
-        code = EXIT_STAGE_GONE if isinstance(cause, StageGone) else exit_code(cause)
-        os._exit(code)  # at once: threads of a broken process group may wait for ever
+        os._exit(rank_exit_code(cause))  # at once: threads of a broken process group may wait for ever
     return 0
+
+
+def rank_exit_code(error: BaseException) -> int:
+    """What the supervisor of the trainer group learns of an error."""
+    return EXIT_STAGE_GONE if isinstance(error, StageGone) else exit_code(error)
 
 
 if __name__ == "__main__":

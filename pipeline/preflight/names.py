@@ -13,7 +13,7 @@ from configs.schema import Config
 from configs.schema.rejection import parse_rules
 from models.train.megatron.options import option_faults
 from pipeline.errors import UsageError
-from stages.graders.registry import find_grader, is_import_path, refusal
+from stages.graders.registry import listed_grader, refusal
 from stages.graders.selection import Selection, outside
 from stages.group.filters import parse_filters
 
@@ -52,6 +52,5 @@ def check_graders(config: Config, names: Iterable[str]) -> None:
 
 
 def _needs_process(name: str) -> bool:
-    if outside(name) is not None:
-        return False
-    return is_import_path(name) or not find_grader(name).in_stage
+    found = listed_grader(name)
+    return outside(name) is None and (found is None or not found.in_stage)

@@ -23,8 +23,6 @@ from models.engines.launch.options import dashed, router_faults, server_faults
 from models.engines.launch.routing import require_router
 from pipeline.errors import UsageError
 
-__all__ = ["SglangSetup", "parts", "prepare_sglang", "warnings"]
-
 ROOT = Path(pipeline.__file__).parent.parent
 
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 from configs.graph import engine_count, replicas
 from configs.schema import Config
 
-__all__ = ["consequence"]
-
 
 def consequence(config: Config, kind: str) -> str:
     """What follows while one of a kind (engine, frozen, router, or the name of a stage) is away."""

@@ -1,46 +1,49 @@
-"""The prompt sets that a configuration asks for: one for training, one for each held-out file.
-
-`checkpoint` is the directory of the tokenizer, where it is not the one that the configuration names.
-"""
+"""The prompt sets that a configuration asks for: one for training, one for each held-out file."""
 
 from __future__ import annotations
+
+from collections.abc import Mapping
 
 import msgspec
 
 from configs.schema import Config
+from configs.schema.data import DataConfig
 from stages.data.prompt_set import PromptSet
+from stages.data.rows import Message
 from stages.data.tokenizer import Tokenizer, load_tokenizer
 from stages.tools.registry import resolve_tools
 
 
-def load_train_prompts(config: Config, checkpoint: str | None = None, tokenizer: Tokenizer | None = None) -> PromptSet:
+def load_train_prompts(config: Config, tokenizer: Tokenizer) -> PromptSet:
     """The prompts of `--prompt-data`. Raises DataError."""
-    return _load(config, config.data.prompt_data, checkpoint, tokenizer, config.train.loss_type == "sft_loss")
+    return _load(config, config.data, tokenizer, tokenize_labels=config.train.loss_type == "sft_loss")
 
 
-def load_eval_prompts(
-    config: Config, path: str, checkpoint: str | None = None, tokenizer: Tokenizer | None = None
-) -> PromptSet:
+def load_eval_prompts(config: Config, path: str) -> PromptSet:
     """The prompts of one held-out file, `path[@[a:b]]`, read with the keys of evaluation. Raises DataError."""
     data = msgspec.structs.replace(
         config.data,
+        prompt_data=(path,),
         input_key=config.eval.eval_input_key or config.data.input_key,
         label_key=config.eval.eval_label_key or config.data.label_key,
     )
-    return _load(msgspec.structs.replace(config, data=data), (path,), checkpoint, tokenizer, False)
+    return _load(config, data, load_tokenizer(config.train.hf_checkpoint, data.chat_template_path))
 
 
-def _load(
-    config: Config, paths: tuple[str, ...], checkpoint: str | None, tokenizer: Tokenizer | None, labels: bool
-) -> PromptSet:
-    if tokenizer is None:
-        tokenizer = load_tokenizer(checkpoint or config.train.hf_checkpoint, config.data.chat_template_path)
+def _load(config: Config, data: DataConfig, tokenizer: Tokenizer, *, tokenize_labels: bool = False) -> PromptSet:
+    """Plain text gets special tokens (BOS), a rendered chat has its own."""
     context = config.rollout.rollout_max_context_len
-    return PromptSet.open(
-        config.data,
-        tokenizer,
-        paths=paths,
+
+    def render(messages: list[Message], offered: list[Mapping[str, object]]) -> str:
+        return tokenizer.apply_chat_template(messages, offered or None, **data.apply_chat_template_kwargs)
+
+    return PromptSet.load(
+        data.prompt_data,
+        data,
+        lambda text: tokenizer.encode(text, add_special_tokens=True),
+        render if tokenizer.has_chat_template else None,
+        tokenize_rendered=tokenizer.encode,
         tools=[tool.schema for tool in resolve_tools(config.tools.tools).values()],
         max_prompt_tokens=None if context is None else context - 1,
-        tokenize_labels=labels,
+        tokenize_labels=tokenize_labels,
     )

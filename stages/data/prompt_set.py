@@ -8,6 +8,7 @@ gives the same prompt each time; `fingerprint` changes when a usable row changes
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 
 import msgspec
 import numpy as np
@@ -19,8 +20,7 @@ from stages.data.errors import DataError, EmptyDataError, RowError
 from stages.data.report import BadRow, LoadReport, SourceCount
 from stages.data.rows import BadValue, Message, PromptRow, RowKeys, missing_key, parse_row
 from stages.data.sources import Source, open_source
-from stages.data.tokenizer import Tokenizer
-from stages.messages import Int32Array, wire
+from stages.messages import NO_IDS, Int32Array, wire
 
 Tokenize = Callable[[str], Sequence[int]]
 Render = Callable[[list[Message], list[Mapping[str, object]]], str]
@@ -28,9 +28,6 @@ Render = Callable[[list[Message], list[Mapping[str, object]]], str]
 _LABEL_SAMPLES = 256
 # Tokens kept, 4 bytes each. Epochs visit prompts cyclically: then keeping the first ones is as good as any eviction.
 _CACHED_TOKENS = 64 * 1024 * 1024
-
-
-_NO_IDS = wire((), Int32Array)
 
 
 class PreparedPrompt(Struct, frozen=True):
@@ -41,11 +38,11 @@ class PreparedPrompt(Struct, frozen=True):
     label: str | None
     metadata: str  # JSON object
     tools: str  # JSON list: the run's tools, then the row's own
-    label_ids: Int32Array = _NO_IDS  # [L], filled where labels are what is learnt
+    label_ids: Int32Array = NO_IDS  # [L], filled where labels are what is learnt
 
 
 class PromptSet:
-    """All usable prompts of the given files; build it with `load` or `open`."""
+    """All usable prompts of the given files; build it with `load`."""
 
     def __init__(self, prepare: _Preparer, keys: RowKeys, sources: Sequence[Source], need_labels: bool) -> None:
         self.report = LoadReport()
@@ -58,34 +55,6 @@ class PromptSet:
         self._row_of = np.empty(0, np.int64)  # [len] row in that source
         self._cache: dict[int, PreparedPrompt] = {}
         self._cached_tokens = 0
-
-    @classmethod
-    def open(
-        cls,
-        config: DataConfig,
-        tokenizer: Tokenizer,
-        *,
-        paths: Sequence[str] | None = None,
-        tools: Sequence[Mapping[str, object]] = (),
-        max_prompt_tokens: int | None = None,
-        tokenize_labels: bool = False,
-    ) -> PromptSet:
-        """`load` with a tokenizer. Plain text gets special tokens (BOS), a rendered chat has its own."""
-        kwargs = config.apply_chat_template_kwargs
-
-        def render(messages: list[Message], offered: list[Mapping[str, object]]) -> str:
-            return tokenizer.apply_chat_template(messages, offered or None, **kwargs)
-
-        return cls.load(
-            config.prompt_data if paths is None else paths,
-            config,
-            lambda text: tokenizer.encode(text, add_special_tokens=True),
-            render if tokenizer.has_chat_template else None,
-            tokenize_rendered=tokenizer.encode,
-            tools=tools,
-            max_prompt_tokens=max_prompt_tokens,
-            tokenize_labels=tokenize_labels,
-        )
 
     @classmethod
     def load(
@@ -213,43 +182,35 @@ class PromptSet:
             )
 
 
+@dataclass(frozen=True)
 class _Preparer:
     """Renders and tokenises checked rows."""
 
-    def __init__(
-        self,
-        wrap_text: bool,
-        tokenize: Tokenize,
-        tokenize_rendered: Tokenize,
-        render: Render | None,
-        tools: Sequence[Mapping[str, object]],
-        tokenize_labels: bool,
-    ) -> None:
-        self._tokenize_labels = tokenize_labels
-        self._wrap_text = wrap_text
-        self._tokenize = tokenize
-        self._tokenize_rendered = tokenize_rendered
-        self._render = render
-        self._tools = tuple(tools)
+    wrap_text: bool
+    tokenize: Tokenize
+    tokenize_rendered: Tokenize
+    render: Render | None
+    tools: Sequence[Mapping[str, object]]
+    tokenize_labels: bool
 
     def __call__(self, row: PromptRow) -> PreparedPrompt:
         """Raises BadValue if the template refuses the messages or no token comes out."""
-        tools: list[Mapping[str, object]] = [*self._tools]
+        tools: list[Mapping[str, object]] = [*self.tools]
         if row.tools != "[]":
             tools.extend(msgspec.json.decode(row.tools))
-        if isinstance(row.prompt, str) and not self._wrap_text:
-            text, ids = row.prompt, self._tokenize(row.prompt)
+        if isinstance(row.prompt, str) and not self.wrap_text:
+            text, ids = row.prompt, self.tokenize(row.prompt)
         else:
             text = self._rendered(row.prompt, tools)
-            ids = self._tokenize_rendered(text)
+            ids = self.tokenize_rendered(text)
         if not len(ids):
             raise BadValue("empty prompt", "the prompt has no tokens")
-        encoded_tools = row.tools if not self._tools else msgspec.json.encode(tools).decode()
-        label_ids = _frozen(self._tokenize_rendered(row.label or "")) if self._tokenize_labels else _NO_IDS
+        encoded_tools = row.tools if not self.tools else msgspec.json.encode(tools).decode()
+        label_ids = _frozen(self.tokenize_rendered(row.label or "")) if self.tokenize_labels else NO_IDS
         return PreparedPrompt(text, _frozen(ids), row.label, row.metadata, encoded_tools, label_ids)
 
     def _rendered(self, prompt: str | list[Message], tools: list[Mapping[str, object]]) -> str:
-        if self._render is None:
+        if self.render is None:
             raise BadValue(
                 "template",
                 "the prompt is a list of chat messages, but the tokenizer has no chat template; "
@@ -257,7 +218,7 @@ class _Preparer:
             )
         messages: list[Message] = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
         try:
-            return self._render(messages, tools)
+            return self.render(messages, tools)
         except Exception as error:  # a template is a program of the checkpoint: whatever it raises concerns this row
             raise BadValue(
                 "template", f"the chat template refuses the messages ({type(error).__name__}: {error})"

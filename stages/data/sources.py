@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Protocol
 
@@ -154,38 +154,19 @@ class JsonLines:
         return int(self._lines[index])
 
 
-class ArrowTable:
-    """Rows of a pyarrow Table, decoded one at a time, without the nulls that stand for absent fields of structs."""
+class Table:
+    """Rows of a table, read one at a time, without the nulls that stand for absent fields of structs."""
 
-    def __init__(self, file: str, table: object, columns: Sequence[str]) -> None:
+    def __init__(self, file: str, columns: Sequence[str], rows: int, read: Callable[[int], dict[str, object]]) -> None:
         self.file = file
         self.columns: Sequence[str] | None = tuple(columns)
-        self._table = table
-        self._arrays = {name: table.column(name) for name in table.column_names}  # type: ignore[attr-defined]
+        self._rows, self._read = rows, read
 
     def __len__(self) -> int:
-        return int(self._table.num_rows)  # type: ignore[attr-defined]
+        return self._rows
 
     def row(self, index: int) -> object:
-        return without_nulls({name: array[index].as_py() for name, array in self._arrays.items()})
-
-    def line(self, index: int) -> int:
-        return index + 1
-
-
-class DatasetRows:
-    """Rows of a `datasets.Dataset` on disk, memory-mapped by that library."""
-
-    def __init__(self, file: str, dataset: object, columns: Sequence[str]) -> None:
-        self.file = file
-        self.columns: Sequence[str] | None = tuple(columns)
-        self._dataset = dataset
-
-    def __len__(self) -> int:
-        return len(self._dataset)  # type: ignore[arg-type]
-
-    def row(self, index: int) -> object:
-        return without_nulls(dict(self._dataset[index]))  # type: ignore[index]
+        return without_nulls(self._read(index))
 
     def line(self, index: int) -> int:
         return index + 1
@@ -215,7 +196,8 @@ def open_parquet(file: str, path: Path, keys: Sequence[str]) -> Source:
     if not table.column_names:
         # A table without columns has no rows: keep one column, so that the missing key is reported and not emptiness.
         table = parquet.read_table(path, columns=columns[:1])
-    return ArrowTable(file, table, columns)
+    arrays = {name: table.column(name) for name in table.column_names}
+    return Table(file, columns, table.num_rows, lambda index: {n: array[index].as_py() for n, array in arrays.items()})
 
 
 def open_dataset(file: str, path: Path, keys: Sequence[str]) -> Source:
@@ -243,5 +225,5 @@ def open_dataset(file: str, path: Path, keys: Sequence[str]) -> Source:
     except Exception as error:  # the library raises many kinds; all of them mean that the directory is unusable
         raise SourceError(f"prompt_data {file!r} cannot be loaded as a dataset directory ({error})") from error
     columns = list(dataset.column_names)
-    wanted = [key for key in keys if key in columns]
-    return DatasetRows(file, dataset.select_columns(wanted or columns[:1]), columns)
+    chosen = dataset.select_columns([key for key in keys if key in columns] or columns[:1])
+    return Table(file, columns, len(chosen), lambda index: dict(chosen[index]))

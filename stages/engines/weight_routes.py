@@ -17,10 +17,11 @@ import contextlib
 import logging
 import tempfile
 import uuid
+from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator
 from contextlib import AbstractAsyncContextManager
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from configs.schema.update import UpdateConfig
 from models.engines.client import EngineClient
@@ -42,18 +43,19 @@ GROUP_TIMEOUT_S = 120.0  # to meet, and for one broadcast
 FAREWELL_S = 2.0  # for telling an engine that its group ends
 
 
-class WeightRoute(Protocol):
+class WeightRoute(ABC):
     """How one engine gets announced weights."""
 
+    @abstractmethod
     def open(self, client: EngineClient, announcement: WeightsAnnouncement) -> AbstractAsyncContextManager[Transfer]:
         """Prepare what can be prepared while the engine generates. Raises WeightsError or EngineError: the engine is
         as it was."""
 
-    async def close(self) -> None:
+    async def close(self) -> None:  # noqa: B027  (most hold nothing)
         """Give back what is held between updates. May be called twice."""
 
 
-class DiskRoute:
+class DiskRoute(WeightRoute):
     """The engine loads the slot, a Hugging Face directory in shared memory."""
 
     @contextlib.asynccontextmanager
@@ -61,11 +63,8 @@ class DiskRoute:
         slot = await asyncio.to_thread(SlotReader, announcement)
         yield DiskTransfer(client, announcement.path, announcement.label, slot.check)
 
-    async def close(self) -> None:
-        """Nothing is held."""
 
-
-class TensorRoute:
+class TensorRoute(WeightRoute):
     """This process hands the slot over bucket by bucket, in shared memory or as a CUDA handle. Same machine only."""
 
     def __init__(self, bucket_bytes: int) -> None:
@@ -81,11 +80,8 @@ class TensorRoute:
             TensorTransfer, update, announcement.label, slot, self.bucket_bytes, ranks.tp_size or 1, _device(ranks)
         )
 
-    async def close(self) -> None:
-        """Nothing is held."""
 
-
-class DistributedRoute:
+class DistributedRoute(WeightRoute):
     """This process broadcasts the slot, bucket by bucket, to a group of itself and the engine's ranks."""
 
     def __init__(self, engine: str, bucket_bytes: int, timeout_s: float) -> None:
@@ -144,7 +140,7 @@ class DistributedRoute:
                 await update.destroy_group(group.name)
 
 
-class DeltaRoute:
+class DeltaRoute(WeightRoute):
     """The version is put together beside the engine from compressed differences; the engine loads it from there."""
 
     def __init__(self, mirror: DeltaMirror | None, *, anew: bool = False) -> None:

@@ -12,6 +12,7 @@ import asyncio
 import contextlib
 import threading
 from collections.abc import Callable, Coroutine
+from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import numpy as np
@@ -124,30 +125,21 @@ async def together(blocking: Callable[[], None], call: Coroutine[Any, Any, T]) -
     Waits for both; unblocked by the first error, which is raised. The blocking half has a thread of its own that does
     not hold the process up at its end: gloo cannot be interrupted, only timed out.
     """
-    loop = asyncio.get_running_loop()
-    ended: asyncio.Future[None] = loop.create_future()
-
-    def settle(error: Exception | None) -> None:
-        if ended.done():
-            return  # nobody waits any more
-        if error is None:
-            ended.set_result(None)
-        else:
-            ended.set_exception(error)
+    ended: Future[None] = Future()
+    ended.set_running_or_notify_cancel()  # it cannot be interrupted
 
     def work() -> None:
-        error: Exception | None = None
         try:
             blocking()
-        except Exception as caught:
-            error = caught
-        with contextlib.suppress(RuntimeError):  # the loop has ended meanwhile
-            loop.call_soon_threadsafe(settle, error)
+        except Exception as error:
+            ended.set_exception(error)
+        else:
+            ended.set_result(None)
 
     threading.Thread(target=work, name="weights", daemon=True).start()
     try:
         async with asyncio.TaskGroup() as tasks:
-            tasks.create_task(_wait(ended))
+            tasks.create_task(_wait(asyncio.wrap_future(ended)))
             answer = tasks.create_task(call)
     except BaseExceptionGroup as group:
         raise group.exceptions[0] from None

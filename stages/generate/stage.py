@@ -16,10 +16,7 @@ import asyncio
 import contextlib
 from collections import Counter
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Final
-
-import msgspec
 
 from stages.base import Stage, StageContext, beside, send_slice
 from stages.generate.loops import Loops
@@ -37,19 +34,6 @@ from stages.sequences import new_sample
 MEMBER_LINGER_S: Final = 0.25
 
 
-class _Shape(msgspec.Struct):
-    vocab_size: int | None = None
-
-
-def vocabulary(checkpoint: str | None) -> int | None:
-    """Tokens that the model knows, from the checkpoint's config.json; None if that does not say.
-
-    A real SGLang server ends with all its requests when it is sent another token id.
-    """
-    path = Path(checkpoint or "") / "config.json"
-    return msgspec.json.decode(path.read_bytes(), type=_Shape).vocab_size if path.is_file() else None
-
-
 class GenerateStage(Stage):
     """One replica."""
 
@@ -61,16 +45,13 @@ class GenerateStage(Stage):
     async def setup(self) -> None:
         context = self.context
         self.loops = Loops(self.config, context.loops)
-        vocab_size = self.options.vocab_size
-        if vocab_size is None and self.config.engine.engine == "sglang":
-            vocab_size = vocabulary(self.config.train.hf_checkpoint)
         self.sampler = Sampler(
             self.config,
             replica=context.replica,
             index=context.index,
             replicas=context.replicas,
             stage="generate",
-            vocab_size=vocab_size,
+            vocab_size=self.options.vocab_size,
             extra=self.activity.extra,
         )
         self.turns = Turns(Requests(self.config, self.options.max_context), self.sampler, self.activity)

@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 from stages.graders.errors import UnknownGraderError
 from stages.graders.grade import Grade, failed
@@ -53,24 +52,19 @@ def parse_components(texts: Sequence[str]) -> tuple[Component, ...]:
     return tuple(found.values())
 
 
-def combined(components: Sequence[Component], grades: Mapping[str, Grade]) -> Grade:
-    """The weighted sum of the components' scores. `grades` is by the components' names, one for each and no other.
+def combined(components: Sequence[Component], grades: Sequence[Grade]) -> Grade:
+    """The weighted sum of the components' scores, of which there is one grade for each.
 
     `is_correct` and `extracted` are those of the first component that says whether the response is right.
     """
-    unknown = sorted(grades.keys() - {component.name for component in components})
-    if unknown:
-        raise UnknownGraderError(
-            f"a grade came for {unknown[0]!r}, which has no weight; add --reward-component {unknown[0]}=GRADER@WEIGHT"
-        )
     score, parts = 0.0, {}
     correct: bool | None = None
     extracted: str | None = None
     timed_out = False
-    for component in components:
-        grade = grades[component.name]
+    for component, grade in zip(components, grades, strict=True):
         if grade.error is not None:
-            return failed(f"component {component.name!r}: {grade.error}", _failure(grade))
+            reason = f"component {component.name!r}: {grade.error}"
+            return failed(reason, "timeout" if grade.status == "timeout" else "error")
         timed_out |= grade.status == "timeout"
         score += component.weight * grade.score
         parts[component.name] = grade.score
@@ -92,7 +86,3 @@ def picked(grade: Grade, key: str | None, grader: str) -> Grade:
     score = grade.parts[key]
     parts = {"score": grade.score, **grade.parts}
     return Grade(score, grade.is_correct, parts, grade.extracted, status=grade.status)
-
-
-def _failure(grade: Grade) -> Literal["timeout", "error"]:
-    return "timeout" if grade.status == "timeout" else "error"

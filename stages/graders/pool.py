@@ -16,16 +16,13 @@ import asyncio
 from collections import deque
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
-from functools import lru_cache
 
 from msgspec import Struct
 
 from stages.graders.errors import PoolError, UnknownGraderError
 from stages.graders.grade import Grade, GradeRequest, failed
 from stages.graders.process import ChunkResult, Fault, GraderProcess
-from stages.graders.registry import find_grader, grade_request, is_import_path
-
-__all__ = ["Grade", "GradeRequest", "GraderPool", "PoolStats"]
+from stages.graders.registry import find_grader, grade_request, is_import_path, listed_grader, refusal
 
 CHUNK = 32
 RECYCLE_AFTER = 1000  # items of graders that are not cheap built-in ones: libraries keep growing caches
@@ -189,9 +186,9 @@ class GraderPool:
         """The grade of an item that ended a process, or None if it is to be tried again."""
         if fault.kind == "timeout":
             self.stats.timeouts += 1
-            wrong = _wrong_score(item.grader) if fault.busy else None
-            if wrong is not None:
-                return Grade(wrong, False, status="timeout")
+            grader = listed_grader(item.grader)  # an overrun of the user's own is not the text's fault
+            if fault.busy and grader is not None and grader.wrong is not None:
+                return Grade(grader.wrong, False, status="timeout")
         else:
             self.stats.crashes += 1
         if attempts <= self._retries:
@@ -252,35 +249,16 @@ def _wear(graded: list[GradeRequest]) -> int:
     return sum(_leaves_traces(item.grader) for item in graded)
 
 
-@lru_cache(maxsize=256)
 def _leaves_traces(grader: str) -> bool:
-    if is_import_path(grader):
-        return True  # not imported here
-    try:
-        return not find_grader(grader).in_stage
-    except UnknownGraderError:
-        return False
-
-
-@lru_cache(maxsize=256)
-def _wrong_score(grader: str) -> float | None:
-    """What a response scores whose text makes the grader overrun; None if that fails the sample."""
-    if is_import_path(grader):
-        return None
-    try:
-        return find_grader(grader).wrong
-    except UnknownGraderError:
-        return None
+    found = listed_grader(grader)
+    return is_import_path(grader) if found is None else not found.in_stage
 
 
 def _grade_in_stage(item: GradeRequest) -> Grade:
-    try:
-        grader = find_grader(item.grader) if not is_import_path(item.grader) else None
-    except UnknownGraderError as error:
-        return failed(str(error))
-    if grader is None or not grader.in_stage:
-        return failed(_needs_process(item.grader))
-    return grade_request(item)
+    grader = listed_grader(item.grader)
+    if grader is not None and grader.in_stage:
+        return grade_request(item)
+    return failed(refusal(item.grader) or _needs_process(item.grader))
 
 
 def _needs_process(grader: str) -> str:

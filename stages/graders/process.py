@@ -15,7 +15,6 @@ import socket
 import subprocess
 import sys
 import time
-from collections import deque
 from typing import Literal
 
 from msgspec import Struct
@@ -48,59 +47,20 @@ class ChunkResult(Struct, frozen=True):
     seconds: float
 
 
-class _Frames(asyncio.Protocol):
-    """Cuts the byte stream into frames; `next` waits for one, and is unblocked by a frame or the end of the stream."""
-
-    def __init__(self) -> None:
-        self._buffer = bytearray()
-        self._ready: deque[bytes] = deque()
-        self._waiter: asyncio.Future[None] | None = None
-        self.closed = False
-
-    def data_received(self, data: bytes) -> None:
-        self._buffer += data
-        while len(self._buffer) >= LENGTH.size:
-            end = LENGTH.size + LENGTH.unpack_from(self._buffer)[0]
-            if len(self._buffer) < end:
-                break
-            self._ready.append(bytes(self._buffer[LENGTH.size : end]))
-            del self._buffer[:end]
-        if self._ready:
-            self._wake()
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        self.closed = True
-        self._wake()
-
-    def _wake(self) -> None:
-        if self._waiter is not None and not self._waiter.done():
-            self._waiter.set_result(None)
-
-    async def next(self, timeout_s: float) -> bytes | None:
-        """The next frame, None at the end of the stream. Raises TimeoutError."""
-        while not self._ready:
-            if self.closed:
-                return None
-            self._waiter = asyncio.get_running_loop().create_future()
-            try:
-                async with asyncio.timeout(timeout_s):
-                    await self._waiter
-            except TimeoutError:
-                if not self._ready:  # else a frame came in the same turn of the loop: it wins
-                    raise
-        return self._ready.popleft()
-
-
 class GraderProcess:
     """A running worker. `start` makes one."""
 
     def __init__(
-        self, process: subprocess.Popen[bytes], transport: asyncio.Transport, frames: _Frames, shared: mmap.mmap
+        self,
+        process: subprocess.Popen[bytes],
+        reader: asyncio.StreamReader,
+        writer: asyncio.StreamWriter,
+        shared: mmap.mmap,
     ) -> None:
         self.served = 0  # items that count towards recycling; kept by the pool
         self._process = process
-        self._transport = transport
-        self._frames = frames
+        self._reader, self._writer = reader, writer
+        self._size: int | None = None  # of a frame whose length has come
         self._shared = shared
         self._progress = memoryview(shared).cast("q")
         self._retired = False
@@ -109,12 +69,10 @@ class GraderProcess:
     async def start(cls, memory_bytes: int) -> GraderProcess:
         """Start a process and wait until it is ready. Raises PoolError."""
         process, ours, shared = _spawn(memory_bytes)
-        loop = asyncio.get_running_loop()
-        ours.setblocking(False)
-        transport, frames = await loop.create_connection(_Frames, sock=ours)
-        worker = cls(process, transport, frames, shared)
+        reader, writer = await asyncio.open_connection(sock=ours)
+        worker = cls(process, reader, writer, shared)
         try:
-            ready = await frames.next(LOAD_LIMIT_S)
+            ready = await worker._next(LOAD_LIMIT_S)
         except BaseException:
             await worker.kill()
             raise
@@ -128,12 +86,25 @@ class GraderProcess:
 
     @property
     def usable(self) -> bool:
-        return not self._retired and not self._frames.closed
+        broken = self._reader.at_eof() or self._reader.exception() is not None
+        return not self._retired and not broken
+
+    async def _next(self, timeout_s: float) -> bytes | None:
+        """The next frame, None at the end of the stream. Raises TimeoutError: what has come by then is kept."""
+        try:
+            async with asyncio.timeout(timeout_s):
+                if self._size is None:
+                    (self._size,) = LENGTH.unpack(await self._reader.readexactly(LENGTH.size))
+                data = await self._reader.readexactly(self._size)
+        except (asyncio.IncompleteReadError, ConnectionError):
+            return None
+        self._size = None
+        return data
 
     async def check(self, grader: str) -> str | None:
         """Why the grader cannot be used here, or None. Raises TimeoutError after the time to import it."""
-        self._transport.write(frame(Work([], check=grader)))
-        data = await self._frames.next(LOAD_LIMIT_S)
+        self._writer.write(frame(Work([], check=grader)))
+        data = await self._next(LOAD_LIMIT_S)
         if data is None:
             return f"the grader process ended while importing {grader!r} ({await self._post_mortem()})"
         return decode_reply(data).grades[0].error
@@ -141,13 +112,13 @@ class GraderProcess:
     async def grade(self, items: list[GradeRequest], deadline_s: float) -> ChunkResult:
         """Grade a chunk. A crash or an overrun kills the process and blames the item that was being worked on."""
         sent_ns = time.monotonic_ns()
-        self._transport.write(work_frame(items))
+        self._writer.write(work_frame(items))
         grades: list[Grade] = []
         while True:
             # Never longer than a deadline: a process that is importing now may begin with its item at any time.
             wait_s = min(deadline_s, max(0.0, self._standing(sent_ns, deadline_s)[1]))
             try:
-                data = await self._frames.next(wait_s)
+                data = await self._next(wait_s)
             except TimeoutError:
                 position, remaining_s = self._standing(sent_ns, deadline_s)
                 if remaining_s > 0:
@@ -199,7 +170,7 @@ class GraderProcess:
     async def kill(self, grace_s: float = 0.0) -> None:
         """End the process (and what it started) and reap it. `grace_s`: let it end by itself first."""
         self._retired = True
-        self._transport.close()
+        self._writer.close()
         for _ in range(int(grace_s / _POLL_S)):
             if self._ended():
                 break

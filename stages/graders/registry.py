@@ -10,7 +10,7 @@ of a grader is a failed grade with its type and text.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from functools import lru_cache, partial
 
 import msgspec
@@ -141,6 +141,15 @@ def is_import_path(name: str) -> bool:
     return not known and IMPORT_PATH.fullmatch(name) is not None
 
 
+@lru_cache(maxsize=256)
+def listed_grader(name: str) -> Grader | None:
+    """The grader of a name of the table; None for the user's own, which is not imported here, and for no grader."""
+    try:
+        return None if is_import_path(name) else find_grader(name)
+    except UnknownGraderError:
+        return None
+
+
 def _find_custom(name: str, base: str) -> Grader:
     _check_form(name, base)
     return Grader(partial(grade_custom, import_function(name)), in_stage=False)
@@ -175,15 +184,6 @@ def refusal(name: str) -> str | None:
     except UnknownGraderError as error:
         return str(error)
     return None
-
-
-def unknown_graders(names: Iterable[str]) -> list[str]:
-    """The names that are no graders, each once, in order; `refusal` says why.
-
-    For a scan of all rows' `rm_type` before anything starts. Import paths are checked in form only: their modules are
-    imported in grader processes, by `GraderPool.check`.
-    """
-    return [name for name in dict.fromkeys(names) if refusal(name) is not None]
 
 
 def grade_request(request: GradeRequest) -> Grade:

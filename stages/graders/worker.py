@@ -9,11 +9,9 @@ what graders print goes to the error output; its address space is limited.
 
 from __future__ import annotations
 
-import ctypes
 import mmap
 import os
 import resource
-import signal
 import socket
 import sys
 import time
@@ -21,18 +19,18 @@ import time
 from stages.graders.errors import UnknownGraderError
 from stages.graders.frames import IDLE, LENGTH, LOADING, PROGRESS_BYTES, Reply, Work, decode_work, frame
 from stages.graders.grade import Grade, failed
+from stages.graders.jail.lockdown import bound, die_with
 from stages.graders.registry import find_grader, grade_request
 
-_PR_SET_PDEATHSIG = 1
 _FLUSH_NS = 5_000_000
 
 
 def main(arguments: list[str]) -> int:
     """Serve until the socket closes. Returns the exit status."""
     socket_fd, progress_fd, parent, memory_bytes = (int(argument) for argument in arguments)
-    _die_with(parent)
+    die_with(parent)
     if memory_bytes:
-        _limit_memory(memory_bytes)
+        bound(resource.RLIMIT_AS, memory_bytes)
     os.dup2(2, 1)
     for descriptor in (socket_fd, progress_fd):
         os.set_inheritable(descriptor, False)  # what a grader starts must not keep the socket open
@@ -42,24 +40,10 @@ def main(arguments: list[str]) -> int:
     return 0
 
 
-def _limit_memory(memory_bytes: int) -> None:
-    """Limit the address space, to less where this process was started with a lower limit."""
-    hard = resource.getrlimit(resource.RLIMIT_AS)[1]
-    limit = memory_bytes if hard == resource.RLIM_INFINITY else min(memory_bytes, hard)
-    resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
-
-
-def _die_with(parent: int) -> None:
-    """Ask the kernel for SIGKILL at the parent's death; if it died before, leave now."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    if os.getppid() != parent:
-        sys.exit(0)
-
-
 class _Server:
     def __init__(self, link: socket.socket, progress: memoryview[int]) -> None:
         self._link = link
+        self._input = open(link.fileno(), "rb", closefd=False)  # noqa: SIM115  (as long as the process)
         self._progress = progress
         self._known: set[str] = set()
 
@@ -115,22 +99,14 @@ class _Server:
         self._link.sendall(frame(reply))
 
     def _receive(self) -> bytes | None:
-        header = self._read(LENGTH.size)
-        return None if header is None else self._read(LENGTH.unpack(header)[0])
-
-    def _read(self, size: int) -> bytes | None:
-        buffer = bytearray(size)
-        view = memoryview(buffer)
-        filled = 0
-        while filled < size:
-            try:
-                count = self._link.recv_into(view[filled:])
-            except ConnectionResetError:
-                return None  # the pool's process was killed
-            if count == 0:
-                return None
-            filled += count
-        return bytes(buffer)
+        """The next frame; None once the pool has closed its end, or was killed."""
+        try:
+            header = self._input.read(LENGTH.size)
+            size = LENGTH.unpack(header)[0] if len(header) == LENGTH.size else 0
+            data = self._input.read(size)
+        except ConnectionResetError:
+            return None
+        return data if size and len(data) == size else None
 
 
 def _checked(grader: str) -> Grade:

@@ -17,7 +17,7 @@ from typing import Any
 from configs.schema import FilterConfig
 from configs.schema.did_you_mean import nearest
 from models.import_path import import_path
-from stages.errors import FilterError, FilterNameError
+from stages.errors import FilterNameError
 from stages.group.filter_rules import (
     FilterDecision,
     FilterState,
@@ -31,18 +31,6 @@ from stages.group.filter_rules import (
     staleness_rule,
 )
 from stages.messages import RolloutSlice
-
-__all__ = [
-    "FilterDecision",
-    "FilterError",
-    "FilterNameError",
-    "FilterState",
-    "GroupFilter",
-    "filters_on",
-    "nonzero_std",
-    "parse_filters",
-    "resolve_filter",
-]
 
 FALLBACK = "nonzero_std_fallback"
 FORMS = {  # what is written after the name

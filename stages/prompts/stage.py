@@ -40,8 +40,6 @@ from stages.prompts.demonstration import demonstration
 from stages.prompts.ledger import Ledger, LedgerSnapshot, OpenGroup
 from stages.prompts.staleness_gate import StalenessGate
 
-__all__ = ["PromptStage", "Prompts", "RunHooks", "Starved", "sampling_seed"]
-
 _MASK = (1 << 63) - 1
 
 

@@ -32,7 +32,7 @@ from stages.graders.grade import Grade, GradeRequest, failed
 from stages.graders.observed import CacheKey, GradeCache, Observed
 from stages.graders.outside import Outside
 from stages.graders.pool import GraderPool
-from stages.graders.registry import find_grader, is_import_path
+from stages.graders.registry import is_import_path, listed_grader
 from stages.graders.selection import SINGLE, Row, Selection, outside
 from stages.graders.shaping import Overlong, shaped
 from stages.messages import PromptGroup, RolloutSlice, Sample
@@ -122,7 +122,7 @@ class Grading:
     def _merged(self, components: Sequence[Component], answers: Sequence[Grade]) -> Grade:
         if not self._selection.components:
             return picked(answers[0], self.reward.reward_key, components[0].grader)
-        return combined(components, {part.name: answer for part, answer in zip(components, answers, strict=True)})
+        return combined(components, answers)
 
     def _ask(self, group: PromptGroup, sample: Sample, part: Component) -> Ask:
         request = GradeRequest(
@@ -237,10 +237,8 @@ def _worth_keeping(grader: str) -> bool:
     """Whether a grade is worth a place in the cache: it costs something, and the grader does not draw it."""
     if outside(grader) is not None or is_import_path(grader):
         return True
-    try:
-        return not find_grader(grader).in_stage and grader.partition(":")[0] not in _DRAWN
-    except UnknownGraderError:
-        return False
+    found = listed_grader(grader)
+    return found is not None and not found.in_stage and grader.partition(":")[0] not in _DRAWN
 
 
 def _with_members(metadata: str, slice_: RolloutSlice) -> str:

@@ -45,7 +45,7 @@ class Tap(MapStage):
     async def process(self, message):
         with open(self.context.run_dir / "tap.jsonl", "a") as file:
             for s in message.samples:
-                row = {"group": message.group.group_id, "index": s.index, "ids": s.response_ids.tolist(),
+                row = {"group": message.group.group_id, "index": s.index, "ids": s.token_ids[s.prompt_length:].tolist(),
                        "log_probs": s.log_probs[s.prompt_length:].tolist(),
                        "prompt": s.token_ids[:s.prompt_length].tolist(),
                        "runs": [[r.version, r.n_tokens] for r in s.version_runs[1:]], "reused": s.reused_tokens,

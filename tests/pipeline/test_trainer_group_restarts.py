@@ -17,7 +17,7 @@ from pipeline.errors import ReplicaFailed, UsageError
 from pipeline.hosts.launcher import ProcessSpec, Resources
 from pipeline.hosts.local_launcher import LocalHandle, LocalLauncher
 from pipeline.hosts.rendezvous import CONFIG, Entry
-from pipeline.hosts.trainer_rank import exit_code
+from pipeline.hosts.trainer_rank import rank_exit_code
 from pipeline.record.run_directory import RunDir
 from pipeline.supervise import trainer_group as trainer_group
 from pipeline.supervise.restarts import Restarts
@@ -61,10 +61,10 @@ def test_the_rank_that_was_lost_first(codes: dict[int, int], lost: Loss | None) 
 
 
 def test_what_a_rank_ends_with() -> None:
-    assert exit_code(StageGone("x")) == 3
-    assert exit_code(RanksDisagree("x")) == 1
-    assert exit_code(OSError(28, "No space left on device")) == 28
-    assert exit_code(ValueError("x")) == 1
+    assert rank_exit_code(StageGone("x")) == 3
+    assert rank_exit_code(RanksDisagree("x")) == 1
+    assert rank_exit_code(OSError(28, "No space left on device")) == 28
+    assert rank_exit_code(ValueError("x")) == 1
 
 
 def test_ranks_take_the_first_gpus_and_engines_the_others() -> None:

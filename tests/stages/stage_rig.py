@@ -60,6 +60,11 @@ def numbers(array: Sequence[int] | np.ndarray[Any, Any]) -> list[int]:
     return [int(value) for value in array]
 
 
+def response_ids(sample: Sample) -> list[int]:
+    """Tokens after the prompt."""
+    return numbers(sample.token_ids[sample.prompt_length :])
+
+
 def make_group(
     group_id: int = 0, n_samples: int = 1, *, prompt: Sequence[int] = (1, 2, 3), **fields: Any
 ) -> PromptGroup:

@@ -16,7 +16,7 @@ from stages.sampling.requests import SampleRequest
 from stages.sampling.results import SampleResult, extended, with_saved
 from stages.sequences import new_sample
 from stages.train.batch_metrics import batch_metrics
-from tests.stages.stage_rig import make_config, make_sample, make_slice, numbers
+from tests.stages.stage_rig import make_config, make_sample, make_slice, response_ids
 
 
 def experts(rows: range) -> str:
@@ -82,7 +82,7 @@ def test_what_a_lost_engine_left_is_an_aborted_response() -> None:
     result = extended(ASKED, result, answer([4], label="0.2"), 1.0)
     assert (result.finish, result.reused_tokens) == ("stop", 3), "a finished one is no partial output"
     sample = append_result(new_sample([], 0), result)
-    assert numbers(sample.response_ids) == [1, 2, 3, 4]
+    assert response_ids(sample) == [1, 2, 3, 4]
     assert sample.version_runs == (VersionRun(1, 3), VersionRun(2, 1))
     assert sample.fault() is None
 

@@ -18,7 +18,7 @@ from tests.stages.engine_rig import (
     simulated,
     written,
 )
-from tests.stages.stage_rig import make_group, make_sample, numbers, take, until
+from tests.stages.stage_rig import make_group, make_sample, response_ids, take, until
 
 STEP_MS = 20.0  # a response of this many steps never ends by itself
 ENDLESS = simulated(STEP_MS, length=1_000_000)
@@ -49,7 +49,7 @@ async def test_a_late_rollout_is_kept_as_truncated(
     for sample in samples:
         assert (sample.status, sample.turns, sample.replaced, sample.reused_tokens) == ("truncated", 1, 0, 0)
         assert 0 < sample.response_length < 100_000
-        assert numbers(sample.response_ids) == written(log, [sample.index], sample)
+        assert response_ids(sample) == written(log, [sample.index], sample)
         assert sample.fault() is None
 
 
@@ -64,7 +64,7 @@ async def test_a_hung_engine_cannot_keep_a_late_rollout(tmp_path: Path, monkeypa
         world.proxies[0].stall()
         (sample,) = (await world.answer()).samples
     assert (sample.status, len(log)) == ("truncated", 1)
-    assert numbers(sample.response_ids) == log[0].outputs[0].output_ids != []
+    assert response_ids(sample) == log[0].outputs[0].output_ids != []
 
 
 async def test_the_clock_of_a_rollout_counts_all_its_turns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -101,8 +101,8 @@ async def test_unfinished_members_are_begun_anew_with_a_fresh_seed(
     assert len({e.params.sampling_seed for e in log}) == 4, "each begins with a seed that nobody had"
     assert first.params.n == 3
     for sample in samples:
-        [second] = [e for e in rest if e.outputs[0].output_ids == numbers(sample.response_ids)]
-        assert numbers(sample.response_ids) == written([second], [0], sample)
+        [second] = [e for e in rest if e.outputs[0].output_ids == response_ids(sample)]
+        assert response_ids(sample) == written([second], [0], sample)
         assert (sample.status, sample.replaced, sample.response_length) == ("completed", 1, LENGTH)
 
 
@@ -126,7 +126,7 @@ async def test_members_that_are_in_time_stay_and_the_rest_has_one_second_try(
         sorted((s.status, s.replaced) for s in samples) == [("completed", 0)] * (8 - late) + [("truncated", 1)] * late
     )
     for sample in (s for s in samples if s.replaced == 0):
-        assert numbers(sample.response_ids) == log[0].outputs[sample.index].output_ids
+        assert response_ids(sample) == log[0].outputs[sample.index].output_ids
 
 
 @pytest.mark.parametrize("case", ["evaluation", "second turn"])

@@ -17,7 +17,7 @@ from stages.messages import Float32Array, Int32Array, RolloutSlice, UInt8Array, 
 from stages.sequences import append_untrained
 from tests.stages.custom_parts import Failing
 from tests.stages.engine_rig import LENGTH, World, core_of, generating, record_exchanges, simulated, written
-from tests.stages.stage_rig import make_context, make_group, make_sample, numbers, running, take, until
+from tests.stages.stage_rig import make_context, make_group, make_sample, numbers, response_ids, running, take, until
 
 BACK = {"return": ("generate.return", RolloutSlice)}
 ONCE: dict[str, Any] = {
@@ -52,7 +52,7 @@ async def test_samples_that_a_loop_stage_wants_leave_alone_and_come_back(
         (sample,) = slice_.samples
         [second] = [e for e in rest if e.request.prompts[0][3:] == first.outputs[sample.index].output_ids]
         assert (sample.turns, sample.response_length) == (2, 2 * LENGTH)
-        assert numbers(sample.response_ids) == written([first, second], [sample.index, 0], sample)
+        assert response_ids(sample) == written([first, second], [sample.index, 0], sample)
 
 
 async def test_max_turns_ends_the_loop(tmp_path: Path) -> None:

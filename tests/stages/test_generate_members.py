@@ -26,7 +26,7 @@ from tests.stages.engine_rig import (
     tensors_of,
     token_versions,
 )
-from tests.stages.stage_rig import idle, make_group, until
+from tests.stages.stage_rig import idle, make_group, response_ids, until
 
 
 def uneven() -> EngineConfig:
@@ -113,7 +113,7 @@ async def test_a_real_engine_tells_of_each_member_when_it_has_ended(
     assert exchange.partial is not None
     assert exchange.partial.chunks == 8
     for sample, output in zip(samples, exchange.outputs, strict=True):
-        assert [int(token) for token in sample.response_ids] == output.output_ids
+        assert response_ids(sample) == output.output_ids
         assert token_versions(sample) == [0] * len(output.output_ids)
         assert sample.fault() is None
 

@@ -14,7 +14,7 @@ from models.engines.embedded.engine import EmbeddedEngine
 from models.engines.serve import EngineServer
 from models.tiny import make_tiny_checkpoint
 from tests.stages.engine_rig import generating, tensors_of
-from tests.stages.stage_rig import make_group, numbers
+from tests.stages.stage_rig import make_group, response_ids
 
 EMBEDDED = EngineConfig(engine="embedded", engine_slots=16, engine_device="cpu", engine_dtype="float32")
 SHAPE = {"hidden_size": 32, "num_layers": 2, "intermediate_size": 64, "max_position_embeddings": 256}
@@ -88,7 +88,7 @@ async def test_log_probs_around_two_updates_are_those_of_the_weights_that_are_na
         assert [run.version for run in runs] == [0, 1, 2]
         assert sum(run.n_tokens for run in runs) == sample.response_length
         assert runs[0].n_tokens == steps[0] + 1, "the first step prefills and decodes: two tokens"
-        ids, recorded = numbers(sample.response_ids), sample.log_probs[sample.prompt_length :]
+        ids, recorded = response_ids(sample), sample.log_probs[sample.prompt_length :]
         by_version = [np.abs(recorded - reference(path, PROMPT, ids, temperature)) for path in checkpoints]
         start = 0
         for run, away in zip(runs, by_version, strict=True):

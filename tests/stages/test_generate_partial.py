@@ -27,7 +27,7 @@ from tests.stages.engine_rig import (
     simulated,
     written,
 )
-from tests.stages.stage_rig import idle, make_group, numbers, until
+from tests.stages.stage_rig import idle, make_group, response_ids, until
 
 PROMPT = [1, 2, 3]
 SLOW: dict[str, Any] = {"streamed": True, "proxied": True, "engine": simulated(SLOW_MS)}
@@ -54,7 +54,7 @@ def check_continued(sample: Sample, first: Exchange, rest: list[Exchange]) -> No
     assert len(kept) >= 3
     assert second.params.sampling_seed == sample_seed(first.params.sampling_seed or 0, sample.index), "its own noise"
     assert (second.params.n, second.params.max_new_tokens) == (1, (first.params.max_new_tokens or 0) - len(kept))
-    assert numbers(sample.response_ids) == written([first, second], [sample.index, 0], sample)
+    assert response_ids(sample) == written([first, second], [sample.index, 0], sample)
     assert (sample.status, sample.reused_tokens, sample.resumed) == ("completed", len(kept), 1)
     assert sample.fault() is None
 
@@ -114,11 +114,11 @@ async def test_members_that_had_finished_are_kept_whole(tmp_path: Path, monkeypa
     whole = [s for s in samples if finished(first.outputs[s.index])]
     assert len(whole) == ended
     for sample in whole:
-        assert numbers(sample.response_ids) == first.outputs[sample.index].output_ids
+        assert response_ids(sample) == first.outputs[sample.index].output_ids
         assert (sample.status, sample.resumed, sample.reused_tokens) == ("completed", 0, 0)
     for sample in (s for s in samples if s not in whole):
         kept = first.outputs[sample.index].output_ids
-        assert numbers(sample.response_ids)[: len(kept)] == kept
+        assert response_ids(sample)[: len(kept)] == kept
         assert (sample.status, sample.resumed, sample.reused_tokens) == ("completed", 1, len(kept))
 
 
@@ -140,7 +140,7 @@ async def test_without_partial_rollout_a_lost_turn_starts_again(
     assert log[1].params.n == 2, "nothing has come of the first request, so it is sent again as it was"
     for sample in samples:
         assert (sample.status, sample.response_length, sample.reused_tokens) == ("completed", LENGTH, 0)
-        assert numbers(sample.response_ids) == written([log[1]], [sample.index], sample)
+        assert response_ids(sample) == written([log[1]], [sample.index], sample)
 
 
 async def test_what_is_not_streamed_is_lost_and_asked_again_together(
@@ -185,7 +185,7 @@ async def test_an_engine_that_is_lost_twice_in_one_response_leaves_three_pieces(
     assert (sample.status, sample.response_length, sample.resumed) == ("completed", LENGTH, 2)
     assert sample.reused_tokens == sum(len(e.outputs[0].output_ids) for e in log[:2])
     assert sample.version_runs[1:] == (VersionRun(0, LENGTH),)
-    assert numbers(sample.response_ids) == written(log, [0, 0, 0], sample)
+    assert response_ids(sample) == written(log, [0, 0, 0], sample)
 
 
 async def test_retries_of_a_turn_are_bounded_and_the_sample_fails_in_words(
@@ -207,9 +207,7 @@ async def test_retries_of_a_turn_are_bounded_and_the_sample_fails_in_words(
 
 async def test_a_token_that_would_end_a_server_is_never_sent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     log = record_exchanges(monkeypatch)
-    (tmp_path / "policy").mkdir()
-    (tmp_path / "policy" / "config.json").write_text('{"vocab_size": 300, "hidden_size": 8}')
-    async with generating(tmp_path, train={"hf_checkpoint": str(tmp_path / "policy")}, **SLOW) as world:
+    async with generating(tmp_path, options={"vocab_size": 300}, **SLOW) as world:
         await world.ready()
         core = core_of(world.engines[0])
         await world.ask(make_group(0, 2, prompt=[1, 300]))
@@ -307,7 +305,7 @@ async def test_a_request_that_takes_too_long_goes_on_from_what_it_has(
     assert len(log) >= 3, "40 tokens of 25 ms do not fit into two times 400 ms"
     assert all(isinstance(e.error, EngineTimeout) for e in log[:-1])
     assert (sample.status, sample.response_length) == ("truncated", LENGTH)
-    assert numbers(sample.response_ids) == written(log, [0] * len(log), sample)
+    assert response_ids(sample) == written(log, [0] * len(log), sample)
     assert sample.reused_tokens == LENGTH - len(log[-1].outputs[0].output_ids)
 
 
@@ -328,6 +326,6 @@ async def test_an_update_before_the_loss_leaves_both_versions_named(
         world.proxies[0].kill()
         (sample,) = (await world.answer()).samples
     assert sample.model_versions == (0, 1)
-    assert numbers(sample.response_ids) == written(log, [0, 0], sample)
+    assert response_ids(sample) == written(log, [0, 0], sample)
     assert list(sent_to(log, world.engines[1])) == []
     assert sample.reused_tokens == len(first.outputs[0].output_ids) > made - 1

@@ -24,7 +24,7 @@ from tests.stages.engine_rig import (
     simulated,
     written,
 )
-from tests.stages.stage_rig import make_group, numbers, until
+from tests.stages.stage_rig import make_group, numbers, response_ids, until
 
 pytestmark = pytest.mark.slow
 
@@ -54,7 +54,7 @@ async def test_rollouts_through_the_router_are_the_engines_own(
     for slice_ in slices:
         [exchange] = [e for e in log if e.request.prompts[0] == prompt_of(slice_)]
         for sample in slice_.samples:
-            assert numbers(sample.response_ids) == written([exchange], [sample.index], sample)
+            assert response_ids(sample) == written([exchange], [sample.index], sample)
             assert (sample.status, sample.turns) == ("completed", 1)
 
 
@@ -80,7 +80,7 @@ async def test_an_engine_that_dies_behind_the_router_is_replaced_and_its_part_is
         for sample in slice_.samples:
             kept = log[0].outputs[sample.index].output_ids
             assert (sample.status, sample.reused_tokens) == ("completed", len(kept))
-            assert numbers(sample.response_ids)[: len(kept)] == kept != []
+            assert response_ids(sample)[: len(kept)] == kept != []
         async with RouterClient(router_url) as router:
             await _listed(router, world.proxies[1].url)
         await world.ask(make_group(1, 2))
@@ -114,7 +114,7 @@ async def test_an_update_rolls_over_engines_behind_the_router(
     for slice_ in slices:
         for sample in slice_.samples:
             chain = requests_of(log, slice_, sample)
-            assert numbers(sample.response_ids) == written(chain, [sample.index] + [0] * (len(chain) - 1), sample)
+            assert response_ids(sample) == written(chain, [sample.index] + [0] * (len(chain) - 1), sample)
             assert (sample.status, sample.resumed, sample.fault()) == ("completed", len(chain) - 1, None)
             assert sample.model_versions in ((0,), (0, 1))
     assert any(s.model_versions == (0, 1) for slice_ in slices for s in slice_.samples)

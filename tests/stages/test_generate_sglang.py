@@ -25,7 +25,7 @@ from tests.models.engines.forward_reference import by_one
 from tests.sglang_server import ON_SGLANG, RealServer
 from tests.stages.engine_rig import Exchange, World, generating, record_exchanges, tensors_of
 from tests.stages.faults import FaultProxy
-from tests.stages.stage_rig import make_group, numbers, until
+from tests.stages.stage_rig import make_group, response_ids, until
 
 pytestmark = ON_SGLANG
 
@@ -73,7 +73,7 @@ def check_exact(sample: Sample, server: RealServer) -> None:
     """Every recorded log-prob is that of the weights that are named."""
     assert sample.fault() is None
     assert set(sample.model_versions) <= {0}
-    expected = by_one(server.model, PROMPT, numbers(sample.response_ids)).numpy()
+    expected = by_one(server.model, PROMPT, response_ids(sample)).numpy()
     assert np.abs(sample.log_probs[sample.prompt_length :] - expected).max() < TOLERANCE
 
 
@@ -104,7 +104,7 @@ async def test_a_lost_server_leaves_its_partial_output(
     assert len(rest) == 3, [(e.request.rid, e.error, [len(o.output_ids) for o in e.outputs]) for e in log]
     for sample in slice_.samples:
         kept = first.outputs[sample.index].output_ids
-        assert numbers(sample.response_ids)[: len(kept)] == kept != []
+        assert response_ids(sample)[: len(kept)] == kept != []
         assert (sample.status, sample.response_length, sample.reused_tokens) == ("truncated", LONG, len(kept))
         check_exact(sample, sglang)
 

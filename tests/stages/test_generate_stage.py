@@ -29,7 +29,7 @@ from tests.stages.engine_rig import (
     token_versions,
     written,
 )
-from tests.stages.stage_rig import idle, make_group, numbers, until
+from tests.stages.stage_rig import idle, make_group, numbers, response_ids, until
 
 
 async def test_a_group_is_one_request_and_its_samples_are_the_engines(
@@ -47,15 +47,15 @@ async def test_a_group_is_one_request_and_its_samples_are_the_engines(
     assert exchange.request.extra_key == "0.0"
     assert [s.index for s in slice_.samples] == [0, 1, 2, 3]
     for sample in slice_.samples:
-        assert numbers(sample.response_ids) == written([exchange], [sample.index], sample)
-        assert numbers(sample.response_ids) == exchange.outputs[sample.index].output_ids
+        assert response_ids(sample) == written([exchange], [sample.index], sample)
+        assert response_ids(sample) == exchange.outputs[sample.index].output_ids
         assert sample.version_runs[1:] == (VersionRun(0, LENGTH),)
         assert np.allclose(sample.log_probs[sample.prompt_length :], simulated_log_prob(VOCABULARY))
         assert numbers(sample.token_ids[: sample.prompt_length]) == [5, 6, 7]
         assert numbers(sample.loss_mask) == [0] * 3 + [1] * LENGTH
         assert (sample.status, sample.turns, sample.error, sample.resumed) == ("completed", 1, None, 0)
         assert sample.fault() is None
-    assert len({tuple(numbers(s.response_ids)) for s in slice_.samples}) == 4, "each sample has its own noise"
+    assert len({tuple(response_ids(s)) for s in slice_.samples}) == 4, "each sample has its own noise"
 
 
 async def test_nothing_is_asked_before_weights_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -94,9 +94,9 @@ async def test_an_update_during_generation_loses_no_token_and_names_each_ones_ve
             [rest] = [e for e in again if e.request.prompts[0] == [9, 8, *kept]]
             assert len(kept) == made
             assert rest.params.max_new_tokens == (first.params.max_new_tokens or 0) - made
-            assert numbers(sample.response_ids) == written([first, rest], [sample.index, 0], sample)
+            assert response_ids(sample) == written([first, rest], [sample.index, 0], sample)
         else:
-            assert numbers(sample.response_ids) == written([first], [sample.index], sample)
+            assert response_ids(sample) == written([first], [sample.index], sample)
 
 
 async def test_a_response_that_is_aborted_twice_is_joined_from_three_pieces(
@@ -116,7 +116,7 @@ async def test_a_response_that_is_aborted_twice_is_joined_from_three_pieces(
         (sample,) = (await world.answer()).samples
     assert sample.model_versions == (0, 1, 2)
     assert (sample.response_length, sample.resumed, len(log)) == (LENGTH, 2, 3)
-    assert numbers(sample.response_ids) == written(log, [0, 0, 0], sample)
+    assert response_ids(sample) == written(log, [0, 0, 0], sample)
 
 
 async def test_without_partial_rollout_an_aborted_response_starts_again(
@@ -175,7 +175,7 @@ async def test_what_a_dead_engine_was_asked_is_finished_by_another(
         assert len(kept) >= 3
         assert sample.status == "completed"
         assert sample.version_runs[1:] == (VersionRun(0, sample.response_length),)
-        assert numbers(sample.response_ids) == written([first, rest], [sample.index, 0], sample)
+        assert response_ids(sample) == written([first, rest], [sample.index, 0], sample)
 
 
 async def test_a_lost_connection_is_tried_elsewhere(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from stages.prompts.ledger import LedgerSnapshot, OpenGroup
 from stages.prompts.stage import sampling_seed
 from stages.prompts.staleness_gate import StalenessGate
 from tests.stages.prompt_rig import Rows, prompting, step_done
-from tests.stages.stage_rig import idle, make_config, numbers, take
+from tests.stages.stage_rig import idle, make_config, numbers, response_ids, take
 
 
 async def test_the_gate_follows_the_formula_and_frees_only_when_weights_have_landed() -> None:
@@ -310,7 +310,7 @@ async def test_supervised_prompts_travel_as_rollouts_that_end_with_one_eos() -> 
         first, second = await take(one.groups), await take(one.groups)
         for found, ids in ((first, [7, 8, EOS]), (second, [7, EOS])):
             (sample,) = found.samples
-            assert numbers(sample.response_ids) == ids
+            assert response_ids(sample) == ids
             assert numbers(sample.token_ids[:2]) == [1, 2]
             assert numbers(sample.loss_mask) == [0, 0] + [1] * len(ids)
             assert found.group.n_samples == 1

@@ -35,7 +35,16 @@ from tests.stages.engine_rig import (
     simulated,
 )
 from tests.stages.faults import FakeRouter
-from tests.stages.stage_rig import idle, make_config, make_context, make_group, make_sample, numbers, running, until
+from tests.stages.stage_rig import (
+    idle,
+    make_config,
+    make_context,
+    make_group,
+    make_sample,
+    response_ids,
+    running,
+    until,
+)
 
 POLICIES: tuple[Policy, ...] = (
     "least_loaded",
@@ -310,7 +319,7 @@ async def test_a_session_goes_on_elsewhere_with_its_partial_output(
     for sample in slice_.samples:
         kept = first.outputs[sample.index].output_ids
         assert (sample.status, sample.reused_tokens) == ("completed", len(kept))
-        assert numbers(sample.response_ids)[: len(kept)] == kept
+        assert response_ids(sample)[: len(kept)] == kept
         assert kept
 
 
@@ -462,7 +471,7 @@ async def test_a_worker_that_dies_behind_the_router_leaves_its_part_to_another(
     for sample in slice_.samples:
         kept = first.outputs[sample.index].output_ids
         assert (sample.status, sample.reused_tokens) == ("completed", len(kept))
-        assert numbers(sample.response_ids)[: len(kept)] == kept
+        assert response_ids(sample)[: len(kept)] == kept
         assert kept
 
 

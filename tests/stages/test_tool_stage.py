@@ -28,6 +28,7 @@ from tests.stages.stage_rig import (
     make_slice,
     numbers,
     open_rig,
+    response_ids,
     running,
     take,
 )
@@ -89,7 +90,7 @@ async def test_a_result_is_appended_with_mask_zero_and_log_prob_zero(tiny: Path)
         text = "<tool_response>42</tool_response>"
         tool_ids = load_tokenizer(str(tiny)).encode(text)
         assert sample.response == asked + text
-        assert numbers(sample.response_ids) == [20, 21, 22, 23, *tool_ids]
+        assert response_ids(sample) == [20, 21, 22, 23, *tool_ids]
         assert numbers(sample.loss_mask) == [0] * 3 + [1] * 4 + [0] * len(tool_ids)
         assert np.asarray(sample.log_probs).tolist() == [0.0] * 3 + [-0.5] * 4 + [0.0] * len(tool_ids)
         assert sample.version_runs[1:] == (VersionRun(3, 2), VersionRun(4, 2), VersionRun(-1, len(tool_ids)))
@@ -215,4 +216,4 @@ async def test_trained_ids_are_the_engines_own_over_several_turns(
         assert sample.response_length <= 160 or sample.status == "truncated"
     several = [s for s in samples.values() if s.turns > 1]
     assert several, "some rollouts have more than one turn"
-    assert any(tokenizer.encode(s.response) != numbers(s.response_ids) for s in several)
+    assert any(tokenizer.encode(s.response) != response_ids(s) for s in several)

@@ -99,9 +99,14 @@ def limit(cpu_s: int, memory_bytes: int, file_bytes: int) -> None:
         (resource.RLIMIT_CORE, 0),
         (resource.RLIMIT_MEMLOCK, 0),
     ):
-        hard = resource.getrlimit(kind)[1]
-        bound = value if hard == resource.RLIM_INFINITY else min(value, hard)
-        resource.setrlimit(kind, (bound, bound))
+        bound(kind, value)
+
+
+def bound(kind: int, value: int) -> None:
+    """A hard limit of this process, or the lower one that it was started with."""
+    hard = resource.getrlimit(kind)[1]
+    most = value if hard == resource.RLIM_INFINITY else min(value, hard)
+    resource.setrlimit(kind, (most, most))
 
 
 def lock_down(read: Iterable[str], write: Iterable[str]) -> tuple[str, ...]:

@@ -10,9 +10,10 @@ from typing import Any
 
 import pytest
 
+from configs.schema import Config
 from configs.schema.data import DataConfig
 from stages.data.errors import TokenizerError
-from stages.data.prompt_set import PromptSet
+from stages.data.load import load_train_prompts
 from stages.data.tokenizer import LightTokenizer, TransformersTokenizer, load_tokenizer
 
 TEMPLATE = """{%- if tools %}TOOLS {{ tools | tojson }}
@@ -124,7 +125,7 @@ def test_prompts_with_a_real_tokenizer(tmp_path: Path) -> None:
     data.write_text("".join(json.dumps(row) + "\n" for row in rows))
     tokenizer = load_tokenizer(str(path))
     config = DataConfig(prompt_data=(str(data),), rollout_max_prompt_len=1000)
-    prompts = PromptSet.open(config, tokenizer)
+    prompts = load_train_prompts(Config(data=config), tokenizer)
     assert prompts.get(0).prompt_ids[0] == 256  # text gets the BOS
     assert prompts.get(1).prompt_ids[0] == 257  # a rendered chat has only what its template writes
     assert tokenizer.decode(prompts.get(1).prompt_ids.tolist(), False) == prompts.get(1).prompt
