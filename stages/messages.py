@@ -146,10 +146,6 @@ class Sample(Struct, frozen=True, array_like=True):
         return len(self.token_ids) - max(self.prompt_length, shared)
 
     @property
-    def trainable_tokens(self) -> int:
-        return int(np.count_nonzero(self.loss_mask))
-
-    @property
     def versions(self) -> npt.NDArray[np.int32]:
         """[T] version of each token, -1 where no weights of this run made it."""
         runs = self.version_runs

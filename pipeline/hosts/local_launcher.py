@@ -13,13 +13,14 @@ import os
 import re
 import signal
 import sys
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 
 import pipeline
 from pipeline.hosts import die_with_parent as die_with_parent
 from pipeline.hosts.free_port import HOST, held_port
-from pipeline.hosts.launcher import ANYTHING, STOP_GRACE_S, ProcessSpec, ProcessState, Resources
+from pipeline.hosts.launcher import STOP_GRACE_S, ProcessSpec, ProcessState
 from pipeline.hosts.process_group import group_state, kill_group, living, remove, shared_files
 from pipeline.record.run_directory import RunDir
 
@@ -84,7 +85,7 @@ class LocalHandle:
             await self._kill_group()
 
     def last_line(self) -> str:
-        return last_line(self.log, self._log_start)
+        return _last_line(_lines(self.log, self._log_start))
 
     def last_error(self) -> str:
         return last_error(self.log, self._log_start)
@@ -116,10 +117,10 @@ class LocalLauncher:
     def held_port(self, name: str, port: int = 0) -> AbstractContextManager[int]:
         return held_port(port)
 
-    async def spawn(self, spec: ProcessSpec, resources: Resources = ANYTHING) -> LocalHandle:
+    async def spawn(self, spec: ProcessSpec) -> LocalHandle:
         env = {**(self._environment if spec.ours else os.environ), **spec.env}
-        if resources.gpus:
-            env["CUDA_VISIBLE_DEVICES"] = ",".join(resources.gpus)
+        if spec.gpus:
+            env["CUDA_VISIBLE_DEVICES"] = ",".join(spec.gpus)
         path = self.rundir.logs / f"{spec.name}.log"
         with path.open("ab") as log:
             start = log.tell()
@@ -143,21 +144,17 @@ class LocalLauncher:
                     tasks.create_task(handle.stop())
 
 
-def last_line(log: Path, start: int = 0) -> str:
-    """The last line of a log, from byte `start` on, that says something."""
-    lines = _lines(log, start)[-50:]
-    return lines[-1].split(": ", 1)[-1][:500] if lines else "no output"
-
-
 def last_error(log: Path, start: int = 0) -> str:
     """The last line of a log that names an exception; without one the last line.
 
     Servers of several processes say at the very end only that a child has failed.
     """
-    for line in reversed(_lines(log, start)):
-        if _ERROR.match(line):
-            return line[:500]
-    return last_line(log, start)
+    lines = _lines(log, start)
+    return next((line[:500] for line in reversed(lines) if _ERROR.match(line)), _last_line(lines))
+
+
+def _last_line(lines: Sequence[str]) -> str:
+    return lines[-1].split(": ", 1)[-1][:500] if lines else "no output"
 
 
 def _lines(log: Path, start: int) -> list[str]:

@@ -12,14 +12,14 @@ import shutil
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Final, Protocol, TypeVar
+from typing import Final, TypeVar
 
 import msgspec
 from msgspec import Struct
 
 from configs.schema import Config
 from pipeline.hosts.launcher import ProcessSpec
-from transport import Node
+from transport import Node, TopicClient
 from transport.links.security import create_keys, load_security
 
 T = TypeVar("T")
@@ -27,14 +27,6 @@ Keys = tuple[Path, Path] | None  # as `make_keys` returns them; None where all a
 CONFIG: Final = "config"
 WORKER_KEY: Final = "worker"  # name of the key that all started processes share
 GIVE_UP_S: Final = 30.0  # a topic or hub that is silent for so long is gone, and its run with it
-
-
-class Readable(Protocol):
-    """The reading half of a topic."""
-
-    def get(self, key: str) -> bytes | None: ...
-
-    async def wait(self, revision: int, *prefixes: str) -> int: ...
 
 
 class Entry(Struct, frozen=True):
@@ -81,7 +73,7 @@ def retire_key(name: str) -> str:
     return f"retire/{name}"
 
 
-async def awaited(topic: Readable, key: str) -> bytes:
+async def awaited(topic: TopicClient, key: str) -> bytes:
     """The value of a key. Waits until it has one."""
     revision = 0
     while (value := topic.get(key)) is None:
@@ -89,7 +81,7 @@ async def awaited(topic: Readable, key: str) -> bytes:
     return value
 
 
-async def read(topic: Readable, name: str, kind: type[T]) -> tuple[T, Config]:
+async def read(topic: TopicClient, name: str, kind: type[T]) -> tuple[T, Config]:
     """What a process of that name is to be, and the configuration."""
     spec = msgspec.msgpack.decode(await awaited(topic, spec_key(name)), type=kind)
     return spec, msgspec.msgpack.decode(await awaited(topic, CONFIG), type=Config)

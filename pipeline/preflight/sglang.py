@@ -10,8 +10,6 @@ import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from msgspec import Struct
-
 import pipeline
 from configs.graph import engine_count, frozen_engines, is_address
 from configs.schema import Config
@@ -24,14 +22,6 @@ from models.engines.launch.routing import require_router
 from pipeline.errors import UsageError
 
 ROOT = Path(pipeline.__file__).parent.parent
-
-
-class SglangSetup(Struct, frozen=True):
-    """What this run takes from the environment of SGLang. `versions` is for summary.json; empty if it takes nothing."""
-
-    python: Path
-    installed: Installed
-    versions: dict[str, str]
 
 
 def parts(config: Config) -> tuple[Part, ...]:
@@ -48,19 +38,18 @@ def parts(config: Config) -> tuple[Part, ...]:
     return tuple(found)
 
 
-def prepare_sglang(config: Config, *, warn: bool = True) -> SglangSetup:
+def prepare_sglang(config: Config, *, warn: bool = True) -> Installed:
     """Find the environment, ask what it holds, check the options that are passed on; with `warn` tell what is unwise.
 
-    A run that starts nothing of SGLang asks nothing, and gets a setup without versions. Blocks for 0.1 s, or for the
+    A run that starts nothing of SGLang asks nothing, and gets an account without versions. Blocks for 0.1 s, or for the
     5 to 15 s of SGLang's imports after an installation. Raises UsageError that tells every fault, or what is missing.
     """
     wanted = parts(config)
     if not wanted:
         nothing = find_python(config.sglang, ROOT) if config.sglang.sglang_python else Path()
-        return SglangSetup(nothing, Installed(python=str(nothing), python_version=""), {})
+        return Installed(python=str(nothing), python_version="")
     try:
-        python = find_python(config.sglang, ROOT)
-        installed = probe(python, wanted)
+        installed = probe(find_python(config.sglang, ROOT), wanted)
         faults = [*_faults(config, installed, wanted)]
         if faults:
             raise UsageError(faults[0] if len(faults) == 1 else _listed(faults))
@@ -68,7 +57,7 @@ def prepare_sglang(config: Config, *, warn: bool = True) -> SglangSetup:
         raise UsageError(str(error)) from error
     for line in warnings(config, installed) if warn and "server" in wanted else ():
         sys.stderr.write(f"warning: {line}\n")
-    return SglangSetup(python, installed, _versions(installed, wanted))
+    return installed
 
 
 def warnings(config: Config, installed: Installed) -> Iterator[str]:
@@ -98,14 +87,3 @@ def _faults(config: Config, installed: Installed, wanted: Sequence[Part]) -> Ite
 
 def _listed(faults: Sequence[str]) -> str:
     return "\n".join([f"{len(faults)} options cannot be passed on:", *(f"  - {fault}" for fault in faults)])
-
-
-def _versions(installed: Installed, wanted: Sequence[Part]) -> dict[str, str]:
-    found: dict[str, str | None] = {}
-    if "server" in wanted:
-        found |= {"sglang": installed.sglang, "sglang_torch": installed.torch}
-    if "router" in wanted:
-        found["sglang-router"] = installed.router
-    if "smg" in wanted:
-        found["smg"] = installed.smg
-    return {name: version for name, version in found.items() if version is not None}

@@ -21,7 +21,7 @@ from configs.schema.health import HealthConfig
 from models.engines.client import EngineClient
 from models.engines.errors import EngineError
 from pipeline.errors import EXIT_USER_ERROR, ReplicaFailed, UsageError
-from pipeline.hosts.launcher import ANYTHING, Handle, Launcher, ProcessSpec, Resources, ending
+from pipeline.hosts.launcher import Handle, Launcher, ProcessSpec, ending
 from pipeline.supervise.health_probe import HealthProbe, HealthTracker, HttpProbe, until
 from pipeline.supervise.restarts import Kind, Lifecycle, Restarts
 
@@ -38,7 +38,6 @@ class StartCommand(Struct, frozen=True):
 
     process: ProcessSpec
     url: str
-    resources: Resources = ANYTHING
 
 
 class SupervisedServer(ABC):
@@ -83,7 +82,7 @@ class ServerSupervisor:
     async def _live(self, incarnation: int) -> tuple[str, Handle]:
         """One life. Waits for the process's end or for a verdict of its health; returns what it ended with."""
         with self.server.start_command(incarnation, self.launcher) as start:
-            process = await self.launcher.spawn(start.process, start.resources)
+            process = await self.launcher.spawn(start.process)
             async with asyncio.TaskGroup() as tasks:
                 ended = tasks.create_task(process.wait())
                 serving = tasks.create_task(self._serve(start, process, incarnation))

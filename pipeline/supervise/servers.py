@@ -59,7 +59,7 @@ async def keepers(
     foreign = [spec for spec in specs if not spec.ours and not spec.external]
     if foreign or (router != "none" and address is None):
         # In a thread: it may have to run SGLang's imports, which take seconds.
-        installed = (await asyncio.to_thread(prepare_sglang, config, warn=False)).installed
+        installed = await asyncio.to_thread(prepare_sglang, config, warn=False)
         charges += [SglangServer(spec, config, installed, lifecycle) for spec in foreign]
         if router != "none" and address is None:
             charges.append(RouterServer(router, config, installed, lifecycle))

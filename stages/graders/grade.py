@@ -11,7 +11,6 @@ import math
 from collections.abc import Mapping
 from typing import Literal
 
-import msgspec
 from msgspec import Struct
 
 EXTRACTED_CHARS = 1024
@@ -59,16 +58,6 @@ def clean(text: str) -> str:
     if text.isascii():
         return text
     return text.encode("utf-8", "replace").decode("utf-8")
-
-
-def text_of(value: object) -> str | None:
-    """Labels and responses are text; a number, list or object that strayed here is written as JSON."""
-    if value is None or isinstance(value, str):
-        return value
-    try:
-        return msgspec.json.encode(value).decode()
-    except (TypeError, ValueError, RecursionError):
-        return str(value)
 
 
 def as_grade(value: object, key: str | None = None) -> Grade:

@@ -120,7 +120,6 @@ class Judge:
     ) -> None:
         self.sampler, self.template = sampler, template
         self.timeout_s, self.retries, self.max_tokens = timeout_s, retries, max_tokens
-        self.unparsed = 0
         self._places = asyncio.Semaphore(concurrency)
 
     async def follow(self, topic: Topic) -> None:
@@ -144,7 +143,6 @@ class Judge:
                 return failed(f"judge {name!r}: {answer.error}")
             if (score := parse_score(answer.text, cut=answer.finish == "length")) is not None:
                 return Grade(score)
-            self.unparsed += 1
             timed_out = False
             reason = f"no line 'Score: X' with X in 0..1 in its answer, which ends {clean(answer.text[-80:])!r}"
         tries = "" if self.retries == 0 else f", in {self.retries + 1} tries"

@@ -74,6 +74,3 @@ class GradeCache:
         self._grades.move_to_end(key)
         while len(self._grades) > self._size:
             self._grades.popitem(last=False)
-
-    def __len__(self) -> int:
-        return len(self._grades)

@@ -17,8 +17,6 @@ from collections import deque
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 
-from msgspec import Struct
-
 from stages.graders.errors import PoolError, UnknownGraderError
 from stages.graders.grade import Grade, GradeRequest, failed
 from stages.graders.process import ChunkResult, Fault, GraderProcess
@@ -30,18 +28,6 @@ MEMORY_BYTES = 8 << 30
 _CHUNK_S = 0.02
 _START_ATTEMPTS = 3
 _YIELD_EVERY = 128
-
-
-class PoolStats(Struct):
-    """What happened since the pool was opened."""
-
-    graded: int = 0
-    failed: int = 0  # grades with an error
-    timeouts: int = 0  # items that overran their deadline, counted at each attempt
-    crashes: int = 0  # processes that died while grading
-    retries: int = 0
-    started: int = 0  # processes
-    recycled: int = 0
 
 
 class GraderPool:
@@ -60,7 +46,6 @@ class GraderPool:
         recycle_after: int = RECYCLE_AFTER,
         memory_bytes: int = MEMORY_BYTES,
     ) -> None:
-        self.stats = PoolStats()
         self._workers = workers
         self._deadline_s = deadline_s
         self._retries = retries
@@ -116,10 +101,7 @@ class GraderPool:
             else:
                 chunks = [range(start, min(start + size, len(items))) for start in starts]
                 await self._grade_chunks(items, chunks, results)
-        grades = [grade if grade is not None else failed("the grader gave no grade") for grade in results]
-        self.stats.graded += len(grades)
-        self.stats.failed += sum(grade.error is not None for grade in grades)
-        return grades
+        return [grade if grade is not None else failed("the grader gave no grade") for grade in results]
 
     async def _grade_chunks(
         self, items: Sequence[GradeRequest], chunks: Sequence[range], results: list[Grade | None]
@@ -185,14 +167,10 @@ class GraderPool:
     def _blame(self, fault: Fault, attempts: int, item: GradeRequest) -> Grade | None:
         """The grade of an item that ended a process, or None if it is to be tried again."""
         if fault.kind == "timeout":
-            self.stats.timeouts += 1
             grader = listed_grader(item.grader)  # an overrun of the user's own is not the text's fault
             if fault.busy and grader is not None and grader.wrong is not None:
                 return Grade(grader.wrong, False, status="timeout")
-        else:
-            self.stats.crashes += 1
         if attempts <= self._retries:
-            self.stats.retries += 1
             return None
         tries = "" if attempts == 1 else f", in {attempts} attempts"
         return failed(fault.reason + tries, "timeout" if fault.kind == "timeout" else "error")
@@ -219,7 +197,6 @@ class GraderPool:
                 if clean and self._open and worker.usable and worker.served < self._recycle_after:
                     self._idle.append(worker)
                 else:
-                    self.stats.recycled += clean and worker.served >= self._recycle_after
                     await worker.kill()
 
     def _take_idle(self) -> GraderProcess | None:
@@ -234,13 +211,10 @@ class GraderPool:
             if not self._open:
                 raise PoolError("the grader pool was closed while grading")
             try:
-                worker = await GraderProcess.start(self._memory_bytes)
+                return await GraderProcess.start(self._memory_bytes)
             except PoolError:
                 if attempt == _START_ATTEMPTS:
                     raise
-            else:
-                self.stats.started += 1
-                return worker
         raise PoolError("no grader process could be started")
 
 

@@ -1,16 +1,15 @@
-"""From the name of a grader to a function, and the one entry point `grade`.
+"""From the name of a grader to a function, and the one entry point `grade_request`.
 
 A name is `name` or `name:argument`, a `boxed_` in front takes the last box of the response first, and
 `package.module:function` is the user's own. A grader is a file of this package and one line of the table below.
 
-Invariants: a name is refused before anything is graded with it; `grade` raises nothing for a bad sample: an exception
-of a grader is a failed grade with its type and text.
+Invariants: a name is refused before anything is graded with it; `grade_request` raises nothing for a bad sample: an
+exception of a grader is a failed grade with its type and text.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from functools import lru_cache, partial
 
 import msgspec
@@ -27,7 +26,7 @@ from stages.graders.errors import UnknownGraderError
 from stages.graders.exact import grade_contains, grade_contains_label, grade_exact
 from stages.graders.format import format_grader
 from stages.graders.gpqa import grade_gpqa
-from stages.graders.grade import Grade, GradeRequest, failed, text_of
+from stages.graders.grade import Grade, GradeRequest, failed
 from stages.graders.gsm8k import grade_gsm8k, grade_gsm8k_flex
 from stages.graders.ifeval import grade_ifeval
 from stages.graders.mathematics import grade_hendrycks, grade_strict, grade_verify, math_grader, symbolic
@@ -195,25 +194,3 @@ def grade_request(request: GradeRequest) -> Grade:
         return grader.run(request)
     except (Exception, SystemExit) as error:  # a grader is somebody's program; the sample fails with what it said
         return failed(f"{type(error).__name__}: {error}")
-
-
-def grade(
-    name: str,
-    response: str | None,
-    label: object,
-    metadata: Mapping[str, object] | None = None,
-    *,
-    n_tokens: int = 0,
-    seed: int = 0,
-) -> Grade:
-    """Grade one response, for callers outside a pool. None as the response counts as empty text."""
-    return grade_request(
-        GradeRequest(
-            name,
-            text_of(response) or "",
-            text_of(label),
-            msgspec.json.encode(metadata or {}).decode(),
-            n_tokens,
-            seed,
-        )
-    )

@@ -96,7 +96,6 @@ class RemoteReward:
         jitter: Callable[[], float] = random.random,
     ) -> None:
         self.url, self.timeout_s, self.retries, self.reward_key = url, timeout_s, retries, reward_key
-        self.tries = self.timeouts = 0
         self._places = asyncio.Semaphore(concurrency)
         self._concurrency = concurrency
         self._sleep, self._jitter = sleep, jitter
@@ -136,7 +135,6 @@ class RemoteReward:
 
     async def _try(self, url: str, body: bytes, key: str) -> Grade | _Fault:
         """One exchange, with one deadline for all of it."""
-        self.tries += 1
         headers = {"Content-Type": "application/json", "Idempotency-Key": key}
         try:
             async with asyncio.timeout(self.timeout_s):
@@ -144,7 +142,6 @@ class RemoteReward:
                     text = await _read(response.content)
                     status, after_s = response.status, retry_after(response.headers.get("Retry-After"))
         except TimeoutError:
-            self.timeouts += 1
             return _Fault(f"no answer within {self.timeout_s:g} s (--rm-timeout-s)", timeout=True)
         except aiohttp.InvalidURL:
             return _Fault("this is no address; write --rm-url http://host:port/path", again=False)

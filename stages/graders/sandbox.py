@@ -70,27 +70,12 @@ class Limits(Struct, frozen=True):
 
 
 class CaseResult(Struct, frozen=True):
-    """How a case went. `value`: what a call returned (JSON), or the token of a check that ended."""
+    """How a case went. `value`: what a call returned (JSON), the token of a check that ended, or why programs cannot be
+    isolated here."""
 
-    how: Literal["ok", "failed", "timeout", "output"]
+    how: Literal["ok", "failed", "timeout", "output", "isolation"]
     stdout: str = ""
     value: str = ""
-
-
-class _Job(Struct, frozen=True):
-    program: str
-    cases: Sequence[Case]
-    directory: str
-    case_s: float
-    total_s: float
-    memory_bytes: int
-    output_bytes: int
-
-
-class _Answer(Struct, frozen=True):
-    how: Literal["ok", "failed", "timeout", "output", "isolation"]
-    stdout: str
-    value: str
 
 
 def run_cases(program: str, cases: Sequence[Case], limits: Limits) -> list[CaseResult]:
@@ -101,17 +86,17 @@ def run_cases(program: str, cases: Sequence[Case], limits: Limits) -> list[CaseR
     _sweep()
     directory = tempfile.mkdtemp(prefix=f"{_PREFIX}-{_namespace()}-{os.getpid()}-")
     try:
-        job = _Job(program, cases, directory, limits.case_s, limits.total_s, limits.memory_bytes, limits.output_bytes)
-        answers = _ask(msgspec.json.encode(job), limits.total_s + _GRACE_S)
+        job = {"program": program, "cases": cases, "directory": directory, **msgspec.structs.asdict(limits)}
+        results = _ask(msgspec.json.encode(job), limits.total_s + _GRACE_S)
     finally:
         shutil.rmtree(directory, ignore_errors=True)
-    broken = next((answer for answer in answers if answer.how == "isolation"), None)
+    broken = next((result for result in results if result.how == "isolation"), None)
     if broken is not None:
         raise SandboxError(f"programs cannot be isolated on this machine ({broken.value}), so none is run")
-    return [CaseResult(answer.how, answer.stdout, answer.value) for answer in answers if answer.how != "isolation"]
+    return results
 
 
-def _ask(job: bytes, timeout_s: float) -> list[_Answer]:
+def _ask(job: bytes, timeout_s: float) -> list[CaseResult]:
     command = _PROGRAM.format(root=str(_ROOT), parent=os.getpid())
     with subprocess.Popen(
         [sys.executable, "-P", "-s", "-S", "-X", "utf8", "-c", command],
@@ -130,7 +115,7 @@ def _ask(job: bytes, timeout_s: float) -> list[_Answer]:
             process.kill()
             raise
     try:
-        return msgspec.json.decode(said, type=list[_Answer])
+        return msgspec.json.decode(said, type=list[CaseResult])
     except msgspec.MsgspecError as error:
         words = complaint.decode(errors="replace").strip()[-300:]
         raise SandboxError(f"the jail ended with code {process.returncode} and no result: {words}") from error

@@ -1,7 +1,8 @@
 """The ledger: every admitted group is settled exactly once. Pure arithmetic, single writer.
 
-Invariant I1: `admitted == settled + open` after every call; a group has one terminal state; a second settlement of the
-same group changes nothing and is counted as a duplicate; a settlement of an unknown group is an error.
+Invariant I1: `admitted` is the sum of `counts` and `open` after every call; a group has one terminal state; a second
+settlement of the same group changes nothing and is counted as a duplicate; a settlement of an unknown group is an
+error.
 """
 
 from __future__ import annotations
@@ -62,10 +63,6 @@ class Ledger:
         return len(self._open)
 
     @property
-    def settled(self) -> int:
-        return sum(self.counts.values())
-
-    @property
     def trained(self) -> int:
         return self.counts["trained"]
 
@@ -94,10 +91,6 @@ class Ledger:
         self.counts[outcome] += 1
         self.tokens[outcome] += tokens
         return self._open.pop(group_id)
-
-    def balanced(self) -> bool:
-        """I1."""
-        return self.admitted == self.settled + self.open
 
     def snapshot(self) -> LedgerSnapshot:
         return LedgerSnapshot(

@@ -49,7 +49,6 @@ _DRAWN = ("random", "sleep", "crash")  # graders that draw, or that are there to
 class Ask:
     """One grader and one response."""
 
-    component: str
     request: GradeRequest
     prompt: str
     sample_id: str
@@ -138,7 +137,7 @@ class Grading:
         if _worth_keeping(part.grader):
             digest = hashlib.blake2b(sample.response.encode("utf-8", "replace"), digest_size=16).digest()
             key = (group.dataset, group.pinned_version, group.group_id, sample.index, part.grader, digest)
-        return Ask(part.name, request, group.prompt, f"{group.key}/{sample.index}", key)
+        return Ask(request, group.prompt, f"{group.key}/{sample.index}", key)
 
     async def _answers(self, asks: Sequence[Ask]) -> list[Grade]:
         """A grade for each, in order: from the cache, the pool, or outside of the stage, all at the same time."""

@@ -10,8 +10,10 @@ from __future__ import annotations
 
 import ast
 import math
+import operator
 from collections.abc import Callable
 from fractions import Fraction
+from typing import Any
 
 from stages.tools.errors import ToolCallError
 
@@ -90,7 +92,7 @@ def _value(node: ast.expr, depth: int) -> Number:
         case ast.UnaryOp(op=ast.UAdd(), operand=operand):
             return _value(operand, depth + 1)
         case ast.BinOp(left=left, op=op, right=right) if type(op) in _OPERATIONS:
-            return _OPERATIONS[type(op)](*_operands(left, right, depth))
+            return _computed(op, *_operands(left, right, depth))
     raise ToolCallError(_refusal(node))
 
 
@@ -140,31 +142,11 @@ def _finite(value: float) -> float:
     return value
 
 
-def _add(first: Number, second: Number) -> Number:
-    return _checked(first + second)
-
-
-def _subtract(first: Number, second: Number) -> Number:
-    return _checked(first - second)
-
-
-def _multiply(first: Number, second: Number) -> Number:
-    return _checked(first * second)
-
-
-def _divide(first: Number, second: Number) -> Number:
-    _refuse_zero(second)
-    return _checked(first / second)
-
-
-def _floor_divide(first: Number, second: Number) -> Number:
-    _refuse_zero(second)
-    return _checked(Fraction(first // second) if isinstance(first, Fraction) else first // second)
-
-
-def _remainder(first: Number, second: Number) -> Number:
-    _refuse_zero(second)
-    return _checked(first % second)
+def _computed(op: ast.operator, first: Number, second: Number) -> Number:
+    if second == 0 and isinstance(op, ast.Div | ast.FloorDiv | ast.Mod):
+        raise ToolCallError("division by zero")
+    value = _OPERATIONS[type(op)](first, second)
+    return _finite(value) if isinstance(value, float) else _bounded(Fraction(value))
 
 
 def _power(base: Number, exponent: Number) -> Number:
@@ -175,7 +157,7 @@ def _power(base: Number, exponent: Number) -> Number:
             raise ToolCallError("the power is too large")
         if abs(exponent.numerator) > MAX_BITS and base != 0:
             return Fraction(1) if base == 1 or exponent.numerator % 2 == 0 else Fraction(-1)
-        return _checked(Fraction(base**exponent.numerator))
+        return Fraction(base**exponent.numerator)
     if base < 0:
         raise ToolCallError("a negative number has no real power with a fractional exponent")
     try:
@@ -184,21 +166,12 @@ def _power(base: Number, exponent: Number) -> Number:
         raise ToolCallError("the power is too large") from None
 
 
-def _checked(value: Number) -> Number:
-    return _bounded(value) if isinstance(value, Fraction) else _finite(value)
-
-
-def _refuse_zero(value: Number) -> None:
-    if value == 0:
-        raise ToolCallError("division by zero")
-
-
-_OPERATIONS: dict[type[ast.operator], Callable[[Number, Number], Number]] = {
-    ast.Add: _add,
-    ast.Sub: _subtract,
-    ast.Mult: _multiply,
-    ast.Div: _divide,
-    ast.FloorDiv: _floor_divide,
-    ast.Mod: _remainder,
+_OPERATIONS: dict[type[ast.operator], Callable[[Any, Any], Any]] = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.Div: operator.truediv,
+    ast.FloorDiv: operator.floordiv,
+    ast.Mod: operator.mod,
     ast.Pow: _power,
 }

@@ -159,7 +159,7 @@ assert AskAgain.wants(CONFIG, {}, message)
 (result,) = asyncio.run(run_stage(WithTokenizer, [message]))
 (sample,) = result.samples
 assert sample.response == "xxx10+0="
-assert sample.response_length == 8 and sample.trainable_tokens == 3
+assert sample.response_length == 8 and int(sample.loss_mask.sum()) == 3
 assert sample.fault() is None
 
 assert Game.wants(CONFIG, {}, message)

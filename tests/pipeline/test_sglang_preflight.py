@@ -51,16 +51,16 @@ def test_only_what_the_run_starts_is_asked_for(config: Config, expected: tuple[s
 
 def test_a_run_without_sglang_asks_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SLUICE_SGLANG_PYTHON", "/nowhere/python")
-    setup = prepare_sglang(Config())
-    assert setup.versions == {}
+    installed = prepare_sglang(Config())
+    assert (installed.sglang, installed.router, installed.smg) == (None, None, None)
 
 
-def test_versions_for_the_summary(environment: FakeEnvironment) -> None:
-    setup = prepare_sglang(Config(engine=SGLANG))
-    assert setup.python == environment.python
-    assert setup.versions == {"sglang": "0.5.23", "sglang_torch": "2.13.0", "sglang-router": "0.3.2"}
-    assert setup.installed.server_options
-    assert prepare_sglang(Config(router=RouterConfig(router="sglang"))).versions == {"sglang-router": "0.3.2"}
+def test_what_is_installed(environment: FakeEnvironment) -> None:
+    installed = prepare_sglang(Config(engine=SGLANG))
+    assert installed.python == str(environment.python)
+    assert (installed.sglang, installed.torch, installed.router) == ("0.5.23", "2.13.0", "0.3.2")
+    assert installed.server_options
+    assert prepare_sglang(Config(router=RouterConfig(router="sglang"))).router_options
 
 
 def test_all_faults_are_told_together(environment: FakeEnvironment) -> None:
@@ -106,7 +106,7 @@ def test_a_missing_environment_is_a_usage_error(tmp_path: Path, environment: Fak
 def test_the_flag_outranks_the_variable(environment: FakeEnvironment, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SLUICE_SGLANG_PYTHON", "/nowhere/python")
     arguments: dict[str, Any] = {"sglang_python": str(environment.root)}
-    assert prepare_sglang(Config(engine=SGLANG, sglang=SglangConfig(**arguments))).python == environment.python
+    assert prepare_sglang(Config(engine=SGLANG, sglang=SglangConfig(**arguments))).python == str(environment.python)
 
 
 CUDA = Installed(python="python", python_version="3.11", cuda=True)

@@ -10,7 +10,7 @@ from typing import Any
 from configs.schema import Config
 from stages.data.prompt_set import PreparedPrompt
 from stages.messages import CheckpointReady, EvalDone, Int32Array, PromptGroup, Report, Settled, StepDone, wire
-from stages.prompts.ledger import LedgerSnapshot, OpenGroup
+from stages.prompts.ledger import Ledger, LedgerSnapshot, OpenGroup
 from stages.prompts.stage import PromptStage
 from stages.prompts.staleness_gate import StalenessGate
 from tests.stages.stage_rig import REPORT, Rig, idle, make_context, open_rig, running, take
@@ -112,3 +112,8 @@ async def prompting(
         stage = PromptStage(make_context(config), prompts or Rows(), StalenessGate(batch, eta, total), hooks, **options)
         async with running(stage, ports):
             yield PromptDesk(rig, stage, hooks, await rig.inlet("generate"), await rig.outlet("settle"))
+
+
+def balanced(ledger: Ledger) -> bool:
+    """I1."""
+    return ledger.admitted == sum(ledger.counts.values()) + ledger.open

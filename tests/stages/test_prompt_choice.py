@@ -8,7 +8,7 @@ import pytest
 from stages.errors import NoVerdicts
 from stages.messages import CheckpointReady, EvalDone, Settled, StepDone
 from stages.prompts.staleness_gate import StalenessGate
-from tests.stages.prompt_rig import PromptDesk, Rows, prompting, step_done
+from tests.stages.prompt_rig import PromptDesk, Rows, balanced, prompting, step_done
 from tests.stages.stage_rig import idle, make_config, take
 
 CURRICULUM = make_config(
@@ -40,7 +40,7 @@ async def test_prompts_outside_the_bounds_are_passed_over_in_the_next_epoch() ->
         assert len(found) == 5, "a batch, and the place of the filtered one"
         assert set(found) == {1, 3}, "with 1 % the solved and the hopeless one are not asked here"
         assert one.stage.ledger.skipped > 0
-        assert one.stage.ledger.balanced()
+        assert balanced(one.stage.ledger)
 
 
 async def test_a_resumed_run_knows_the_pass_rates_and_asks_the_same() -> None:

@@ -73,7 +73,7 @@ async def test_an_episode_ends_when_its_environment_says_so(tmp_path: Path, monk
         assert sample.response.endswith("[1][2][3]"), "the state went on wherever the turn before was taken"
         assert (sample.status, sample.reward, sample.loop_state) == ("completed", 1.0, b"")
         assert [turn.reward for turn in sample.turn_rewards] == [0.25] * 3
-        assert sample.trainable_tokens == 3 * LENGTH
+        assert int(sample.loss_mask.sum()) == 3 * LENGTH
         assert sample.fault() is None
     assert len({replica for sample in samples for replica in (sample.error or "").split(",")}) == 2
 

@@ -9,7 +9,7 @@ from typing import Any
 
 GOLDEN_DEEPSCALER: list[tuple[str, object, int, str]] = [
     (r"\boxed{5}", "5", 0, "right, but without a marker"),
-    (r"</think>\boxed{5}", 5, 1, "an integer as the label"),
+    (r"</think>\boxed{5}", "5", 1, "after the closing tag"),
     (r"<think>\boxed{4}</think>\boxed{5}", "5", 1, "the box after the reasoning"),
     (r"<think>\boxed{5}</think> done", "5", 0, "the box is in the reasoning"),
     (r"</think>\boxed{5}", r"\boxed{5}", 1, "a boxed label"),
@@ -55,7 +55,7 @@ DAPO: list[tuple[str, object, int, str]] = [
     ("Answer: 12 cm", "12", 1, "a unit of the list"),
     (r"Answer: 90^\circ", "90", 1, "degrees are dropped"),
     ("Answer: -5", "-5", 1, "a sign"),
-    ("Answer: 5", -5, -1, "without its sign"),
+    ("Answer: 5", "-5", -1, "without its sign"),
     ("Answer: 1,2", "12", 1, "commas in digits go, wherever they stand"),
     ("Answer: nan", "nan", 1, "nan is a text"),
     ("Answer: inf", "1e999999999", -1, "a label of monstrous size is a text"),

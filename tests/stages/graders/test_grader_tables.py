@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from stages.graders.registry import grade
 from tests.stages.graders import cases_math, cases_text
+from tests.stages.graders.grading_rig import grade
 
 ALL_MATH = [*cases_math.GOLDEN, *cases_math.MORE]
 

