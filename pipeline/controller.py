@@ -19,13 +19,11 @@ import asyncio
 import contextlib
 import logging
 import signal
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Iterator
 
 import msgspec
 
-from configs.schema import Config
 from pipeline.errors import DrainTimeout
-from pipeline.graph import Graph
 from pipeline.hosts.launcher import Launcher
 from pipeline.hosts.other_host import publish_files
 from pipeline.hosts.rendezvous import CONFIG, Keys, make_keys
@@ -34,18 +32,15 @@ from pipeline.observe.prometheus import endpoint
 from pipeline.observe.stats import STATS_PREFIX
 from pipeline.placement import Placement
 from pipeline.record.recorder import Recorder
-from pipeline.record.run_directory import RunDir
 from pipeline.stream_limits import stream_spec
 from pipeline.supervise.announce import Announcer
 from pipeline.supervise.dead_letters import DeadLetters
 from pipeline.supervise.restarts import Lifecycle
 from pipeline.supervise.runner import ProcessRunner, Runner, TaskRunner
-from stages.base import StageContext, beside
+from stages.base import beside
 from stages.engines.stage import END
 from stages.ports import Ports
-from stages.prompts.ledger import LedgerSnapshot
-from stages.prompts.stage import Prompts, PromptStage
-from stages.prompts.staleness_gate import StalenessGate
+from stages.prompts.stage import PromptStage
 from transport import Hub, Node, TopicServer
 from transport.links.security import load_security
 
@@ -55,37 +50,10 @@ log = logging.getLogger("sluice.controller")
 class Controller:
     """One run of one graph."""
 
-    def __init__(
-        self,
-        config: Config,
-        rundir: RunDir,
-        graph: Graph,
-        placement: Placement,
-        prompts: Prompts,
-        recorder: Recorder,
-        launcher: Launcher,
-        *,
-        eos_id: int | None = None,
-        encode: Callable[[str], list[int]] | None = None,
-        snapshot: LedgerSnapshot | None = None,
-        restored: Collection[int] = (),
-    ) -> None:
-        self.config, self.rundir, self.graph, self.placement = config, rundir, graph, placement
-        self.recorder, self.launcher = recorder, launcher
-        self.gate = StalenessGate.of(config)
+    def __init__(self, placement: Placement, stage: PromptStage, recorder: Recorder, launcher: Launcher) -> None:
+        self.config, self.rundir, self.graph = placement.config, placement.rundir, placement.graph
+        self.placement, self.stage, self.recorder, self.launcher = placement, stage, recorder, launcher
         self.hubs: dict[str, Hub] = {}
-        context = StageContext(config, rundir.path, "prompts-0", recorder.spans)
-        self.stage = PromptStage(
-            context,
-            prompts,
-            self.gate,
-            recorder,
-            snapshot=snapshot,
-            restored=restored,
-            eos_id=eos_id,
-            encode=encode,
-        )
-        recorder.ledger = self.stage.ledger
         self.reason = "finished"
         self._interrupts = 0
 
@@ -100,7 +68,7 @@ class Controller:
             dead_letters = DeadLetters(topic, self.recorder, self.stage.close_groups)
             for stream in self.graph.streams:
                 address = self.placement.addresses[stream.name]
-                spec = stream_spec(self.config, self.gate, stream.name, address, stream.routing)
+                spec = stream_spec(self.config, self.stage.gate, stream.name, address, stream.routing)
                 hub = self.hubs[stream.name] = await node.hub(spec, dead_letters)
                 self.placement.addresses[stream.name] = hub.address
             runner = self._runner(node, topic, Announcer(topic, self.hubs, self.recorder), keys)
@@ -116,7 +84,7 @@ class Controller:
 
     def _runner(self, node: Node, topic: TopicServer, lifecycle: Lifecycle, keys: Keys) -> Runner:
         kind = TaskRunner if self.config.run.runner == "inprocess" else ProcessRunner
-        return kind(self.config, self.rundir, self.graph, self.placement, node, topic, self.launcher, lifecycle, keys)
+        return kind(self.placement, node, topic, self.launcher, lifecycle, keys)
 
     async def _ports(self, node: Node, topic: str) -> Ports:
         out = self.graph.outlets("prompts")["out"]

@@ -47,7 +47,7 @@ class Placement:
     ) -> None:
         """`host`: of the controller, for processes on others. Raises UsageError for what does not fit on one."""
         check_trainer_group(config)
-        self.config, self.rundir, self.run_id, self.host = config, rundir, run_id, host or ""
+        self.config, self.rundir, self.graph, self.run_id, self.host = config, rundir, graph, run_id, host or ""
         in_process, remote = config.run.runner == "inprocess", f"tcp://{host}:0"
 
         def address(place: str, *, tasks: bool) -> str:
@@ -69,13 +69,13 @@ class Placement:
             "generate": GenerateOptions(max_context or 1 << 30, vocab_size),
         }
 
-    def replicas(self, graph: Graph) -> list[ReplicaSpec]:
+    def replicas(self) -> list[ReplicaSpec]:
         """One specification per replica, in the order in which they are started: the slow ones first."""
         order = {"train": 0, "engines": 1, "generate": 2}
-        nodes = sorted(graph.nodes, key=lambda node: order.get(node.name, 3))
-        return [self.replica(graph, node, i, node.replicas) for node in nodes for i in range(node.replicas)]
+        nodes = sorted(self.graph.nodes, key=lambda node: order.get(node.name, 3))
+        return [self.replica(node, i, node.replicas) for node in nodes for i in range(node.replicas)]
 
-    def replica(self, graph: Graph, node: Node, index: int, count: int) -> ReplicaSpec:
+    def replica(self, node: Node, index: int, count: int) -> ReplicaSpec:
         """The specification of one replica among `count`."""
         return ReplicaSpec(
             stage=node.name,
@@ -85,9 +85,9 @@ class Placement:
             replicas=count,
             concurrency=node.concurrency,
             run_dir=str(self.rundir.path),
-            inlets={name: self._port(stream, node) for name, stream in graph.inlets(node.name).items()},
-            outlets={name: self._port(stream, node) for name, stream in graph.outlets(node.name).items()},
-            loops=graph.loops if node.name == "generate" else (),
+            inlets={name: self._port(stream, node) for name, stream in self.graph.inlets(node.name).items()},
+            outlets={name: self._port(stream, node) for name, stream in self.graph.outlets(node.name).items()},
+            loops=self.graph.loops if node.name == "generate" else (),
             options=node.options,
             built_in=self.built_in.get(node.name),
             trace=self.config.observe.trace,

@@ -39,12 +39,15 @@ from pipeline.record.recorder import Recorder
 from pipeline.record.report import conclude, summarise
 from pipeline.record.run_directory import RunDir, disk_error
 from pipeline.supervise.external_servers import read_policy_config
+from stages.base import StageContext
 from stages.data.load import load_train_prompts
 from stages.data.prompt_set import PromptSet
 from stages.data.tokenizer import load_tokenizer
 from stages.graders.choose import choose_auto
 from stages.options import TrainOptions
 from stages.prompts.ledger import LedgerSnapshot
+from stages.prompts.stage import PromptStage
+from stages.prompts.staleness_gate import StalenessGate
 from stages.train.saved_groups import restorable
 
 Launchers = Callable[[RunDir, int], Launcher]  # where processes run, of so many that share the processors
@@ -267,19 +270,18 @@ class Phase:
             next_group = self.snapshot.next_group if self.snapshot else 0
             self.recorder.journal.write(RolledBack(step, self.epoch, next_group, self.reopened, self.restored))
         (self.rundir.path / "config.json").write_bytes(msgspec.json.encode(self.config))  # for people
-        controller = Controller(
-            self.config,
-            self.rundir,
-            self.graph,
-            self.placement,
+        stage = PromptStage(
+            StageContext(self.config, self.rundir.path, "prompts-0", self.recorder.spans),
             self.prompts,
+            StalenessGate.of(self.config),
             self.recorder,
-            self.launcher,
-            eos_id=self.eos_id,
-            encode=self.tokenizer.encode,
             snapshot=self.snapshot,
             restored=self.restored,
+            eos_id=self.eos_id,
+            encode=self.tokenizer.encode,
         )
+        self.recorder.ledger = stage.ledger
+        controller = Controller(self.placement, stage, self.recorder, self.launcher)
         await controller.run()
         return controller.reason
 

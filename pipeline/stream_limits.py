@@ -22,7 +22,10 @@ LEAST_MESSAGE_BYTES: Final = 64 << 20
 # Of one token of a sample: id, loss mask, log-prob, a teacher's log-prob, and up to four bytes of text twice (response,
 # and what a tool adds to the row's metadata).
 TOKEN_BYTES: Final = 4 + 1 + 4 + 4 + 8
+# Of the extras of one token: the choices of experts of 64 layers with 8 each, int32.
+TOKEN_EXTRAS_BYTES: Final = 64 * 8 * 4
 SAMPLE_BYTES: Final = 64 << 10  # of one sample beside its tokens, and its part of the prompt's row
+SAMPLE_EXTRAS_BYTES: Final = 4 << 20  # of its extras that do not grow with its tokens: an image
 
 
 def stream_spec(
@@ -42,5 +45,7 @@ def stream_spec(
 
 
 def message_bytes(members: int, context: int | None) -> int:
-    """Bytes of a slice that holds a whole group of rollouts as long as the context; without a context 64 MiB."""
-    return max(LEAST_MESSAGE_BYTES, members * ((context or 0) * TOKEN_BYTES + SAMPLE_BYTES))
+    """Bytes of a slice that holds a whole group of rollouts as long as the context, extras included; 64 MiB at least,
+    and without a context."""
+    tokens = (context or 0) * (TOKEN_BYTES + TOKEN_EXTRAS_BYTES)
+    return max(LEAST_MESSAGE_BYTES, members * (tokens + SAMPLE_BYTES + SAMPLE_EXTRAS_BYTES))

@@ -70,6 +70,12 @@ class PromptGroup(Struct, frozen=True, array_like=True):
         return msgspec.json.decode(self.metadata)
 
 
+def group_of(key: str) -> tuple[str, int | None]:
+    """Of the key of a group or of a slice: its group's key, and the group's id unless it is one of an evaluation."""
+    group, _, _ = key.partition("/")
+    return group, int(group) if group.isdigit() else None
+
+
 def without_prompt(group: PromptGroup) -> PromptGroup:
     """The group once its samples hold the prompt's tokens."""
     return msgspec.structs.replace(group, prompt_ids=NO_IDS)

@@ -16,7 +16,7 @@ from typing import Final
 import msgspec
 
 from pipeline.record.recorder import Recorder
-from stages.messages import Settled
+from stages.messages import Settled, group_of
 from transport import DeadLetter, TopicServer
 
 log = logging.getLogger("sluice.controller")
@@ -36,10 +36,10 @@ class DeadLetters:
     def __call__(self, letter: DeadLetter) -> None:
         log.error("dead letter in stream %s, key %s: %s", letter.stream, letter.key, letter.reason)
         self._recorder.dead_letter(letter.stream, letter.key, letter.reason)
-        group = letter.key.split("/", 1)[0]
-        if group.isdigit():  # else of an evaluation, which the ledger does not count
+        group, counted = group_of(letter.key)
+        if counted is not None:
             detail = f"{letter.stream}: {letter.reason}"[:DETAIL_LIMIT]
-            self._close_groups([Settled(int(group), "failed", detail)])
+            self._close_groups([Settled(counted, "failed", detail)])
         if group:
             self._groups.append(group)
             self._topic.publish("dead", msgspec.msgpack.encode(tuple(self._groups)))

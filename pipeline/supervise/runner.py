@@ -18,15 +18,12 @@ from typing import ClassVar
 import msgspec
 
 from configs.graph import SINGLE
-from configs.schema import Config
 from models.train.trainer_group.rank_spec import needs_trainer_group
 from pipeline.errors import ReplicaFailed, UsageError, check_repeatable
-from pipeline.graph import Graph
 from pipeline.hosts.launcher import Handle, Launcher, ending
 from pipeline.hosts.rendezvous import Entry, Keys, retire_key, spec_key
 from pipeline.hosts.replica import ReplicaSpec, run_replica
 from pipeline.placement import Placement
-from pipeline.record.run_directory import RunDir
 from pipeline.supervise.restarts import Lifecycle, Restarts
 from pipeline.supervise.servers import run_servers
 from pipeline.supervise.trainer_group import TrainerGroup
@@ -43,9 +40,6 @@ class Runner(ABC):
 
     def __init__(
         self,
-        config: Config,
-        rundir: RunDir,
-        graph: Graph,
         placement: Placement,
         node: Node,
         topic: TopicServer,
@@ -53,7 +47,8 @@ class Runner(ABC):
         lifecycle: Lifecycle,
         keys: Keys = None,
     ) -> None:
-        self.config, self.rundir, self.graph, self.placement = config, rundir, graph, placement
+        config = placement.config
+        self.config, self.rundir, self.placement = config, placement.rundir, placement
         self.node, self.topic, self.launcher, self.lifecycle = node, topic, launcher, lifecycle
         serving, worker = keys or ("", "")
         self.entry = Entry(placement.run_id, topic.address, str(worker))
@@ -61,16 +56,11 @@ class Runner(ABC):
         self._restarts = Restarts(lifecycle, config.run.max_restarts)
         self._group: TrainerGroup | None = None
         if needs_trainer_group(config):
-            self._group = TrainerGroup(config, rundir, launcher, self._restarts, self.entry, topic)
+            self._group = TrainerGroup(config, self.rundir, launcher, self._restarts, self.entry, topic)
         self._replicas: asyncio.TaskGroup | None = None  # while it runs
         self._running: dict[str, ReplicaSpec] = {}
         self._retiring: set[str] = set()
-        self._numbers = {node.name: node.replicas for node in graph.nodes}  # of the next replica
-
-    @property
-    def restarts(self) -> dict[str, int]:
-        """By the name of the replica or server."""
-        return self._restarts.counts
+        self._numbers = {node.name: node.replicas for node in placement.graph.nodes}  # of the next replica
 
     def alive(self) -> list[str]:
         """Replicas (not servers) that have not ended."""
@@ -84,7 +74,7 @@ class Runner(ABC):
             ranks = [] if self._group is None else [self._group.run()]
             async with beside(servers, *ranks):
                 async with asyncio.TaskGroup() as self._replicas:
-                    for spec in self.placement.replicas(self.graph):
+                    for spec in self.placement.replicas():
                         self._start(spec)
                 self._replicas = None
         finally:
@@ -105,7 +95,7 @@ class Runner(ABC):
             self.topic.publish(retire_key(name), b"")
         for _ in range(count - len(present)):
             number, self._numbers[stage] = self._numbers[stage], self._numbers[stage] + 1
-            self._start(self.placement.replica(self.graph, self.graph.node(stage), number, count))
+            self._start(self.placement.replica(self.placement.graph.node(stage), number, count))
         self.topic.publish(f"scale/{stage}", str(count).encode())
 
     def _start(self, spec: ReplicaSpec) -> None:

@@ -10,7 +10,6 @@ import os
 import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Protocol
 
 import msgspec
 import numpy as np
@@ -22,23 +21,6 @@ _SLICED = re.compile(r"(?P<path>.*)@\[(?P<body>[^\[\]]*)\]", re.DOTALL)
 _BOUNDS = re.compile(r"\s*(?P<start>[+-]?\d+)?\s*:\s*(?P<stop>[+-]?\d+)?\s*")
 _JSONL = (".jsonl", ".ndjson", ".json")
 _FORMATS = "JSONL (.jsonl, .ndjson, .json), Parquet (.parquet) or a Hugging Face dataset directory"
-
-
-class Source(Protocol):
-    """Rows by index. `row` raises RowError for a row that cannot be read; its siblings stay readable."""
-
-    file: str
-
-    @property
-    def columns(self) -> Sequence[str] | None:
-        """All field names of a table; None where each row has its own."""
-
-    def __len__(self) -> int: ...
-
-    def row(self, index: int) -> object: ...
-
-    def line(self, index: int) -> int:
-        """1-based line (text) or row (table) of the index, for messages."""
 
 
 def parse_spec(spec: str) -> tuple[str, slice]:
@@ -67,7 +49,7 @@ def open_source(spec: str, keys: Sequence[str]) -> Source:
     return source if len(chosen) == len(source) else Sliced(source, chosen)
 
 
-def _open_path(spec: str, path: str, keys: Sequence[str]) -> Source:
+def _open_path(spec: str, path: str, keys: Sequence[str]) -> JsonLines | Table:
     where = Path(path).expanduser()
     if where.is_dir():
         return open_dataset(path, where, keys)
@@ -87,14 +69,10 @@ def _open_path(spec: str, path: str, keys: Sequence[str]) -> Source:
 class Sliced:
     """A range of another source's rows."""
 
-    def __init__(self, source: Source, rows: range) -> None:
-        self.file = source.file
+    def __init__(self, source: JsonLines | Table, rows: range) -> None:
+        self.file, self.columns = source.file, source.columns
         self._source = source
         self._rows = rows
-
-    @property
-    def columns(self) -> Sequence[str] | None:
-        return self._source.columns
 
     def __len__(self) -> int:
         return len(self._rows)
@@ -109,7 +87,7 @@ class Sliced:
 class JsonLines:
     """One JSON value per line, found by byte offset. Blank lines are no rows; a UTF-8 byte order mark is skipped."""
 
-    columns = None
+    columns: Sequence[str] | None = None  # each row has its own
 
     def __init__(self, file: str, path: Path) -> None:
         self.file = file
@@ -141,6 +119,7 @@ class JsonLines:
         return len(self._starts)
 
     def row(self, index: int) -> object:
+        """Raises RowError for a row that cannot be read; its siblings stay readable."""
         start, end = int(self._starts[index]), int(self._ends[index])
         # pread has no file position, so that rows may be read from several threads.
         data = os.pread(self._handle.fileno(), end - start, start)
@@ -151,6 +130,7 @@ class JsonLines:
         return row
 
     def line(self, index: int) -> int:
+        """1-based line of the index, for messages."""
         return int(self._lines[index])
 
 
@@ -172,6 +152,9 @@ class Table:
         return index + 1
 
 
+Source = JsonLines | Table | Sliced  # rows by index
+
+
 def without_nulls(value: object) -> object:
     """The value without null fields at any depth: tables store a missing field of a struct as null."""
     if isinstance(value, dict):
@@ -181,7 +164,7 @@ def without_nulls(value: object) -> object:
     return value
 
 
-def open_parquet(file: str, path: Path, keys: Sequence[str]) -> Source:
+def open_parquet(file: str, path: Path, keys: Sequence[str]) -> Table:
     """The wanted columns of a Parquet file as Arrow memory (compact, no Python objects)."""
     import pyarrow
     import pyarrow.parquet as parquet
@@ -200,7 +183,7 @@ def open_parquet(file: str, path: Path, keys: Sequence[str]) -> Source:
     return Table(file, columns, table.num_rows, lambda index: {n: array[index].as_py() for n, array in arrays.items()})
 
 
-def open_dataset(file: str, path: Path, keys: Sequence[str]) -> Source:
+def open_dataset(file: str, path: Path, keys: Sequence[str]) -> Table:
     """A directory written by `Dataset.save_to_disk`."""
     if (path / "dataset_dict.json").exists():
         splits = sorted(entry.name for entry in path.iterdir() if (entry / "dataset_info.json").exists())

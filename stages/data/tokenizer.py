@@ -13,7 +13,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from stages.data.chat_template import Render, compile_template, find_template
 from stages.data.errors import TokenizerError
@@ -31,32 +31,6 @@ CHECKPOINT_FILES = (  # of a checkpoint, all that a tokenizer needs, and what te
     "*config.json",
 )
 _SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
-
-
-class Tokenizer(Protocol):
-    """Text to token ids and back, as the checkpoint's model was trained."""
-
-    eos_ids: tuple[int, ...]  # every id that ends a response: the tokenizer's own first, then ascending
-
-    @property
-    def has_chat_template(self) -> bool: ...
-
-    @property
-    def vocab_size(self) -> int:
-        """Number of ids, added tokens included."""
-
-    def encode(self, text: str, add_special_tokens: bool = False) -> list[int]:
-        """Token ids of a text. Special tokens around it (a BOS) are wanted only at the start of a plain-text prompt."""
-
-    def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str: ...
-
-    def apply_chat_template(
-        self,
-        messages: Sequence[Mapping[str, object]],
-        tools: Sequence[Mapping[str, object]] | None = None,
-        **kwargs: Any,
-    ) -> str:
-        """Render messages to text. `add_generation_prompt` is on unless the keyword arguments say otherwise."""
 
 
 def load_tokenizer(checkpoint: str, chat_template_path: str | None = None) -> Tokenizer:
@@ -134,7 +108,10 @@ def _load_light(
 
 
 class LightTokenizer:
-    """tokenizer.json and a Jinja template; no transformers, no torch."""
+    """tokenizer.json and a Jinja template; no transformers, no torch.
+
+    `eos_ids`: every id that ends a response: the tokenizer's own first, then ascending.
+    """
 
     def __init__(
         self, backend: tokenizers.Tokenizer, render: Render | None, special: dict[str, str], special_ids: dict[str, int]
@@ -151,9 +128,11 @@ class LightTokenizer:
 
     @property
     def vocab_size(self) -> int:
+        """Number of ids, added tokens included."""
         return int(self._backend.get_vocab_size(with_added_tokens=True))
 
     def encode(self, text: str, add_special_tokens: bool = False) -> list[int]:
+        """Token ids of a text. Special tokens around it (a BOS) are wanted only at the start of a plain-text prompt."""
         return list(self._backend.encode(text, add_special_tokens=add_special_tokens).ids)
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
@@ -165,6 +144,7 @@ class LightTokenizer:
         tools: Sequence[Mapping[str, object]] | None = None,
         **kwargs: Any,
     ) -> str:
+        """Render messages to text. `add_generation_prompt` is on unless the keyword arguments say otherwise."""
         if self._render is None:
             raise TokenizerError("the tokenizer has no chat template; give one with --chat-template-path")
         if kwargs.get("continue_final_message"):
@@ -208,6 +188,9 @@ class TransformersTokenizer:
         arguments = {"add_generation_prompt": True, **kwargs, "tokenize": False}
         offered = list(tools) if tools else None
         return str(self._tokenizer.apply_chat_template(list(messages), tools=offered, **arguments))
+
+
+Tokenizer = LightTokenizer | TransformersTokenizer  # text to token ids and back, as the checkpoint's model was trained
 
 
 def _load_transformers(directory: Path, template: tuple[str, str] | None, eos_ids: set[int]) -> TransformersTokenizer:

@@ -140,7 +140,7 @@ def test_frozen_engines_are_placed_beside_those_that_generate(policy: Path, tmp_
         ("frozen-j", "j", "two", 77),
     ]
     assert not {spec.port for spec in placement.frozen} & {7000, 7001}
-    [generate] = [spec for spec in placement.replicas(build(config)) if spec.stage == "generate"]
+    [generate] = [spec for spec in placement.replicas() if spec.stage == "generate"]
     assert generate.built_in == GenerateOptions(max_context=77)
 
 

@@ -5,13 +5,17 @@ from __future__ import annotations
 import asyncio
 
 import msgspec
+import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
 from configs.schema import Config
 from pipeline.stream_limits import message_bytes, stream_spec
+from stages.messages import NO_IDS, Extra, PromptGroup, RolloutSlice
 from stages.prompts.staleness_gate import StalenessGate
+from stages.sequences import new_sample
 from transport import Node, StreamSpec
+from transport.codec import Codec, total
 
 
 class Part(msgspec.Struct, frozen=True, array_like=True):
@@ -41,6 +45,19 @@ def test_a_hub_holds_all_that_the_gate_lets_out(batch: int, members: int, stalen
     assert spec.capacity_items >= 2 * rollouts
     assert spec.capacity_bytes >= rollouts * context * 13, "ids, mask, log-probs and a teacher's of every token"
     assert spec.max_message_bytes >= members * context * 13, "a group may travel whole"
+
+
+def test_a_group_with_images_and_choices_of_experts_fits_into_a_message() -> None:
+    """Extras count for the limit of a message (transport/testing/extras.py)."""
+    context, group = 4096, PromptGroup(0, 0, 0, "?", NO_IDS, None, n_samples=16, seed=0)
+    sample = new_sample(range(context), 0)
+    extras = {
+        "routed_experts": np.zeros((context, 48, 8), dtype="<i4").view(Extra),
+        "image": np.zeros((1024, 1024, 3), dtype="u1").view(Extra),
+    }
+    samples = tuple(msgspec.structs.replace(sample, index=index, extras=extras) for index in range(group.n_samples))
+    frames = Codec(RolloutSlice).encode(RolloutSlice(group, samples))
+    assert 64 << 20 < total(frames) < message_bytes(group.n_samples, context)
 
 
 def test_without_a_context_a_message_has_the_usual_limit() -> None:
