@@ -303,17 +303,13 @@ class EngineAddress(Struct, frozen=True):
     policy: str = "policy"  # whose weights it serves; a frozen model has its own name
 
 
-class EngineEntry(Struct, frozen=True):
+class EngineEntry(EngineAddress, frozen=True):
     """Topic value `directory/<engine>`: what the engines stage says of one engine; its clients read nothing else.
 
     It belongs to one incarnation: an entry whose incarnation is not that of the newest `engine/<engine>` address is
     older than the process that listens there, and counts for nothing.
     """
 
-    engine: str
-    url: str
-    incarnation: int
-    policy: str = "policy"  # whose weights it serves; a frozen model has its own name
     state: Literal["loading", "serving", "updating", "away"] = "loading"  # requests are sent while serving or updating
     epoch: int = -1  # of the weights it carries; -1 with version -1: none of this run
     version: int = -1  # rollout batches that they were trained on
@@ -338,12 +334,9 @@ class RouterAddress(Struct, frozen=True):
     incarnation: int
 
 
-class RouterState(Struct, frozen=True):
+class RouterState(RouterAddress, frozen=True):
     """Topic value `router_state`: what the engines stage says of the router. It belongs to one incarnation of it."""
 
-    kind: str
-    url: str
-    incarnation: int
     up: bool = False  # it has a healthy worker that serves a request: requests may be sent through it
     split: bool = False  # prefill and decode are apart: no engine can serve a request alone
 

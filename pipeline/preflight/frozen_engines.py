@@ -9,11 +9,8 @@ Invariant: what is wrong is one UsageError that names the engine, before any pro
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Final
-
-import msgspec
+from typing import Final
 
 from configs.graph import frozen_engines, is_address
 from configs.schema import Config
@@ -89,19 +86,10 @@ def _differs(entry: str, how: str) -> UsageError:
 
 def vocabulary(directory: Path) -> dict[int, str] | None:
     """Token id -> text as `tokenizer.json` has it, added tokens included; None without that file or of another form."""
-    path = directory / "tokenizer.json"
-    if not path.is_file():
-        return None
+    import tokenizers
+
     try:
-        content: Any = msgspec.json.decode(path.read_bytes())
-    except msgspec.DecodeError:
+        backend = tokenizers.Tokenizer.from_file(str(directory / "tokenizer.json"))
+    except Exception:  # the binding raises bare Exception
         return None  # the loader of the policy's tokenizer has said so, or the teacher's engine will
-    vocab = content.get("model", {}).get("vocab")
-    if isinstance(vocab, Mapping):
-        found = {int(token): str(text) for text, token in vocab.items()}
-    elif isinstance(vocab, list):  # Unigram: [[text, score], ...]
-        found = {token: str(entry[0]) for token, entry in enumerate(vocab)}
-    else:
-        return None
-    found.update({int(added["id"]): str(added["content"]) for added in content.get("added_tokens") or ()})
-    return found
+    return {token: text for text, token in backend.get_vocab().items()}

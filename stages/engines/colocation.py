@@ -100,7 +100,7 @@ class MemoryKeeper:
     def attach(self, topic: Topic, incarnation: int) -> None:
         """Begin with an engine, perhaps with what an earlier life of the engines stage had it give back."""
         self._incarnation = incarnation
-        report = read_memory(topic, self.engine)
+        report = read_value(topic, f"{KEY}/{self.engine}", EngineMemory)
         mine = report is not None and report.incarnation == incarnation
         self.away, self._turn = (report.away, report.turn) if report is not None and mine else ((), -1)
 
@@ -128,11 +128,6 @@ class MemoryKeeper:
         self.away, self._turn = away, turn
         report = EngineMemory(self.engine, self._incarnation, turn, away)
         await topic.publish(f"{KEY}/{self.engine}", msgspec.msgpack.encode(report))
-
-
-def read_memory(topic: Topic, engine: str) -> EngineMemory | None:
-    """What was reported of the engine last."""
-    return read_value(topic, f"{KEY}/{engine}", EngineMemory)
 
 
 async def _until_idle(client: EngineClient) -> None:
@@ -205,7 +200,7 @@ class TrainerTurn:
         found = []
         # By address, not by entry: one that has just come up holds memory before anything else is known of it.
         for address in addresses(self.topic, POLICY).values():
-            report = read_memory(self.topic, address.engine)
+            report = read_value(self.topic, f"{KEY}/{address.engine}", EngineMemory)
             if report is None or not report.empty(address.incarnation, self._turn):
                 found.append(address.engine)
         return found

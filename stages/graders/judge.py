@@ -16,6 +16,7 @@ import re
 from pathlib import Path
 from typing import Final
 
+from configs.schema.reward import RewardConfig
 from models.engines.errors import EngineTimeout, EngineUnreachable
 from models.engines.protocol import SamplingParams
 from stages.graders.errors import UnknownGraderError
@@ -106,21 +107,13 @@ def _value(text: str) -> float | None:
 
 
 class Judge:
-    """Asks frozen engines, `concurrency` questions at a time, each at most `retries + 1` times."""
+    """Asks frozen engines, `--rm-concurrency` questions at a time, each at most `--rm-retries` + 1 times."""
 
-    def __init__(
-        self,
-        sampler: Sampler,
-        template: str,
-        *,
-        concurrency: int,
-        timeout_s: float,
-        retries: int,
-        max_tokens: int,
-    ) -> None:
-        self.sampler, self.template = sampler, template
-        self.timeout_s, self.retries, self.max_tokens = timeout_s, retries, max_tokens
-        self._places = asyncio.Semaphore(concurrency)
+    def __init__(self, sampler: Sampler, reward: RewardConfig) -> None:
+        """Raises UnknownGraderError if the prompt cannot be used."""
+        self.sampler, self.reward = sampler, reward
+        self.template = load_template(reward.judge_prompt_path)
+        self._places = asyncio.Semaphore(reward.rm_concurrency)
 
     async def follow(self, topic: Topic) -> None:
         """Waits for the engines' addresses; runs until cancelled."""
@@ -133,7 +126,7 @@ class Judge:
         """One score in 0..1. Waits for a place, for the engine to be up, and for its answer."""
         text = fill(self.template, prompt, response, label)
         reason, timed_out = "", False
-        for attempt in range(self.retries + 1):
+        for attempt in range(self.reward.rm_retries + 1):
             async with self._places:
                 (answer,) = await self.sampler.sample(self._request(name, text, seed, attempt))
             if isinstance(answer.error, (EngineUnreachable, EngineTimeout)):
@@ -145,13 +138,13 @@ class Judge:
                 return Grade(score)
             timed_out = False
             reason = f"no line 'Score: X' with X in 0..1 in its answer, which ends {clean(answer.text[-80:])!r}"
-        tries = "" if self.retries == 0 else f", in {self.retries + 1} tries"
+        tries = "" if self.reward.rm_retries == 0 else f", in {self.reward.rm_retries + 1} tries"
         return failed(f"judge {name!r}: {reason}{tries}", "timeout" if timed_out else "error")
 
     def _request(self, name: str, text: str, seed: int, attempt: int) -> SampleRequest:
         params = SamplingParams(
             temperature=RETRY_TEMPERATURE if attempt else 0.0,
-            max_new_tokens=self.max_tokens,
+            max_new_tokens=self.reward.judge_max_tokens,
             sampling_seed=(seed + attempt) & 0x7FFFFFFF,
         )
-        return SampleRequest(params, text=text, policy=name, deadline_s=self.timeout_s, log_probs=False)
+        return SampleRequest(params, text=text, policy=name, deadline_s=self.reward.rm_timeout_s, log_probs=False)

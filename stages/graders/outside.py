@@ -26,19 +26,12 @@ class Outside:
     def open(self) -> None:
         """Raises UnknownGraderError if the judge's prompt cannot be used."""
         if self._names or self._config.judge_engine is not None:
-            from stages.graders.judge import Judge, load_template
+            from stages.graders.judge import Judge
             from stages.sampling.sampler import Sampler
 
             named = () if self._config.judge_engine is None else (self._config.judge_engine,)
             policies = tuple(dict.fromkeys((*named, *self._names)))
-            self._judge = Judge(
-                Sampler(self._whole, replica="judge", policies=policies),
-                load_template(self._config.judge_prompt_path),
-                concurrency=self._config.rm_concurrency,
-                timeout_s=self._config.rm_timeout_s,
-                retries=self._config.rm_retries,
-                max_tokens=self._config.judge_max_tokens,
-            )
+            self._judge = Judge(Sampler(self._whole, replica="judge", policies=policies), self._config)
 
     async def close(self) -> None:
         if self._remote is not None:
@@ -68,12 +61,6 @@ class Outside:
         from stages.graders.remote import Question, RemoteReward
 
         if self._remote is None:
-            self._remote = RemoteReward(
-                self._config.rm_url,
-                concurrency=self._config.rm_concurrency,
-                timeout_s=self._config.rm_timeout_s,
-                retries=self._config.rm_retries,
-                reward_key=request.reward_key,
-            )
+            self._remote = RemoteReward(self._config, request.reward_key)
         question = Question(sample_id, prompt, request.response, request.label, request.metadata, url)
         return await self._remote.grade(question)

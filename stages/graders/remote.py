@@ -4,11 +4,11 @@ POST of JSON `{prompt, response, label, metadata, sample_id, attempt}`; the answ
 a dict and `--reward-key`.
 
 Invariants:
-- at most `concurrency` requests are open at one time; a request that waits to be tried again holds no place;
+- at most `--rm-concurrency` requests are open at one time; a request that waits to be tried again holds no place;
 - every try of one question carries the same `Idempotency-Key`, made of the sample and of what is asked, so that a
   server may answer a repeated question from memory, and never one sample's question with another's answer;
 - what cannot get better (a refusal, a score that is no finite number) fails at once; what may (5xx, a lost connection,
-  a timeout, an answer that is no JSON) is tried again `retries` times, with pauses of min(2^k, 30) s + U(0, 1) s;
+  a timeout, an answer that is no JSON) is tried again `--rm-retries` times, with pauses of min(2^k, 30) s + U(0, 1) s;
 - 429 with Retry-After is obeyed without using up tries, at most `MAX_WAITS` times and for `MAX_WAIT_S` each.
 """
 
@@ -28,6 +28,7 @@ import aiohttp
 import msgspec
 from msgspec import Struct
 
+from configs.schema.reward import RewardConfig
 from stages.graders.grade import EXTRACTED_CHARS, Grade, clean, failed
 
 MAX_ANSWER_BYTES = 1 << 20
@@ -82,22 +83,18 @@ class _Fault(Struct, frozen=True):
 
 
 class RemoteReward:
-    """Client of the reward model at `url`. `sleep` and `jitter` are injected by tests."""
+    """Client of the reward model at `--rm-url`. `sleep` and `jitter` are injected by tests."""
 
     def __init__(
         self,
-        url: str | None,
-        *,
-        concurrency: int,
-        timeout_s: float,
-        retries: int,
+        reward: RewardConfig,
         reward_key: str | None = None,
+        *,
         sleep: Sleep = asyncio.sleep,
         jitter: Callable[[], float] = random.random,
     ) -> None:
-        self.url, self.timeout_s, self.retries, self.reward_key = url, timeout_s, retries, reward_key
-        self._places = asyncio.Semaphore(concurrency)
-        self._concurrency = concurrency
+        self.reward, self.reward_key = reward, reward_key
+        self._places = asyncio.Semaphore(reward.rm_concurrency)
         self._sleep, self._jitter = sleep, jitter
         self._session: aiohttp.ClientSession | None = None
 
@@ -109,7 +106,7 @@ class RemoteReward:
 
     async def grade(self, question: Question) -> Grade:
         """Ask until there is a grade or no hope. Waits for a place, for the answer, and between tries."""
-        url = question.url or self.url
+        url = question.url or self.reward.rm_url
         if not url:
             return failed("rm_type 'remote' has no address; set --rm-url")
         key, used, waited, attempt = question.key(), 0, 0, 0
@@ -120,7 +117,7 @@ class RemoteReward:
             if isinstance(found, Grade):
                 return found
             free = found.free and waited < MAX_WAITS
-            if not found.again or (used >= self.retries and not free):
+            if not found.again or (used >= self.reward.rm_retries and not free):
                 tries = "" if attempt == 1 else f", in {attempt} tries"
                 return failed(f"{url}: {found.reason}{tries}", "timeout" if found.timeout else "error")
             await self._sleep(self._pause(used, found, free))
@@ -137,12 +134,12 @@ class RemoteReward:
         """One exchange, with one deadline for all of it."""
         headers = {"Content-Type": "application/json", "Idempotency-Key": key}
         try:
-            async with asyncio.timeout(self.timeout_s):
+            async with asyncio.timeout(self.reward.rm_timeout_s):
                 async with self._open().post(url, data=body, headers=headers, allow_redirects=False) as response:
                     text = await _read(response.content)
                     status, after_s = response.status, retry_after(response.headers.get("Retry-After"))
         except TimeoutError:
-            return _Fault(f"no answer within {self.timeout_s:g} s (--rm-timeout-s)", timeout=True)
+            return _Fault(f"no answer within {self.reward.rm_timeout_s:g} s (--rm-timeout-s)", timeout=True)
         except aiohttp.InvalidURL:
             return _Fault("this is no address; write --rm-url http://host:port/path", again=False)
         except (aiohttp.ClientError, OSError) as error:
@@ -157,7 +154,7 @@ class RemoteReward:
         """Made at the first question, for a session belongs to the event loop that runs then."""
         if self._session is None:
             limits = aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_S)
-            connector = aiohttp.TCPConnector(limit=self._concurrency)
+            connector = aiohttp.TCPConnector(limit=self.reward.rm_concurrency)
             self._session = aiohttp.ClientSession(connector=connector, timeout=limits)
         return self._session
 

@@ -83,7 +83,7 @@ class Attempt:
                 waits = wire.samples == 1 or not tokens_come
                 timer = tasks.create_task(self._end_at(left_s, route, str(wire.rid), workers if waits else ()))
             try:
-                async with asyncio.timeout(late_s), route.flight:
+                async with asyncio.timeout(late_s), route.flight.under_way():
                     outputs = await route.client.generate(wire, partial=partial, headers=route.headers)
             except TimeoutError:
                 self.error = EngineTimeout(route.client.base_url, self.request.deadline_s or 0.0)

@@ -15,7 +15,8 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from collections.abc import Iterable
+from collections.abc import AsyncIterator, Iterable
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -36,30 +37,27 @@ LOOK_S: Final = 1.0  # between looks while no engine answers
 class InFlightRequest:
     """One request under way. `end` cancels it: the connection closes, and the engine then aborts the request.
 
-    Use as an async context manager around the call; `why` tells afterwards whether it was ended, and for what reason.
+    `why` tells afterwards whether it was ended, and for what reason.
     """
 
     def __init__(self) -> None:
         self.why = ""
         self._scope: asyncio.Timeout | None = None
 
-    async def __aenter__(self) -> InFlightRequest:
-        self._scope = asyncio.timeout(None)
-        await self._scope.__aenter__()
-        if self.why:
-            self._scope.reschedule(0.0)
-        return self
-
-    async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> bool:
-        scope, self._scope = self._scope, None
-        assert scope is not None
+    @asynccontextmanager
+    async def under_way(self) -> AsyncIterator[None]:
+        """Around the call; when it is ended, the block is left without an error."""
+        scope = self._scope = asyncio.timeout(None)
         try:
-            await scope.__aexit__(kind, error, None)
+            async with scope:
+                if self.why:
+                    scope.reschedule(0.0)
+                yield
         except TimeoutError:
             if not scope.expired():
                 raise
-            return True
-        return False
+        finally:
+            self._scope = None
 
     def end(self, why: str) -> None:
         """Cancel the call; the first reason counts. Nothing happens if it is over."""

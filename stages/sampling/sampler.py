@@ -175,13 +175,15 @@ class Sampler:
     async def _score(self, request: ScoreRequest, need: RouteRequest, losses: Losses) -> npt.NDArray[np.float32]:
         async with self.routes.place(need) as route:
             try:
-                async with asyncio.timeout(losses.left_s), route.flight:
-                    return await route.client.score(request.token_ids, request.start, temperature=request.temperature)
+                async with asyncio.timeout(losses.left_s), route.flight.under_way():
+                    scores = await route.client.score(request.token_ids, request.start, temperature=request.temperature)
             except TimeoutError:
                 raise EngineTimeout(route.client.base_url, request.deadline_s or 0.0) from None
             except LOSSES:
                 self._lost(route, losses)
                 raise
+            if not route.flight.why:
+                return scores
             self._lost(route, losses)
             raise EngineUnreachable(route.client.base_url, route.flight.why)
 

@@ -67,12 +67,8 @@ def _reward_metrics(members: Sequence[Rollout]) -> dict[str, float]:
 def _length_metrics(members: Sequence[Rollout]) -> dict[str, float]:
     lengths = np.array([sum(s.new_tokens for s in parts) for parts in members])
     trained = np.array([sum(map(np.count_nonzero, trained_masks(parts))) for parts in members])
-    metrics: dict[str, float] = {}
-    for statistic, value in _spread(lengths).items():
-        metrics[f"rollout/response_len/{statistic}"] = value
-    for statistic, value in _spread(trained).items():
-        metrics[f"rollout/effective_response_len/{statistic}"] = value
-    return metrics
+    found = {"response_len": _spread(lengths), "effective_response_len": _spread(trained)}
+    return {f"rollout/{name}/{statistic}": n for name, spread in found.items() for statistic, n in spread.items()}
 
 
 def _spread(values: npt.NDArray[np.int64]) -> dict[str, float]:

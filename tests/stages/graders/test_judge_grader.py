@@ -16,6 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from configs.schema.engine import EngineConfig
+from configs.schema.reward import RewardConfig
 from models.engines.serve import EngineServer
 from models.tiny import make_tiny_checkpoint
 from stages.graders.errors import UnknownGraderError
@@ -140,8 +141,7 @@ async def judging(*answers: web.Response, **options: Any) -> AsyncIterator[tuple
     runner = web.AppRunner(application, shutdown_timeout=0.1)
     await runner.setup()
     await web.TCPSite(runner, "127.0.0.1", 0).start()
-    settings: dict[str, Any] = {"concurrency": 4, "timeout_s": 20.0, "retries": 2, "max_tokens": 64, **options}
-    judge = Judge(asking(), settings.pop("template", DEFAULT_TEMPLATE), **settings)
+    judge = Judge(asking(), RewardConfig(**{"rm_timeout_s": 20.0, "rm_retries": 2, "judge_max_tokens": 64, **options}))
     async with open_rig() as rig, asyncio.TaskGroup() as tasks:
         topic = await rig.node.topic(rig.topic.address, replica="judge")
         follower = tasks.create_task(judge.follow(topic))
@@ -170,7 +170,7 @@ async def test_a_response_that_scores_itself_is_not_believed() -> None:
     async with judging(output("It tells me to give it 1. It is wrong.\nScore: 0")) as (judge, engine):
         assert (await judge.grade("strict", "1+1?", injection, "3", seed=7)).score == 0.0
         assert injection in engine.requests[0]["text"]
-    async with judging(output("I cannot say."), retries=1) as (judge, engine):
+    async with judging(output("I cannot say."), rm_retries=1) as (judge, engine):
         grade = await judge.grade("strict", "1+1?", injection, "3", seed=7)
         assert (grade.status, grade.score) == ("error", 0.0)
         assert "no line 'Score: X' with X in 0..1 in its answer, which ends 'I cannot say.', in 2 tries" in (
@@ -200,7 +200,7 @@ async def test_a_refusal_fails_at_once_and_an_outage_is_asked_again() -> None:
 
 
 async def test_a_judge_that_is_not_up_is_an_error_in_words() -> None:
-    judge = Judge(asking(), DEFAULT_TEMPLATE, concurrency=1, timeout_s=0.05, retries=0, max_tokens=8)
+    judge = Judge(asking(), RewardConfig(rm_timeout_s=0.05, rm_retries=0))
     grade = await judge.grade("strict", "?", "2", None, seed=7)
     assert "it was not up within 0.05 s" in (grade.error or "")
     unknown = (await judge.grade("other", "?", "2", None, seed=7)).error or ""
@@ -213,7 +213,9 @@ async def test_a_real_engine_takes_the_question(tmp_path: Path) -> None:
     """The embedded engine with a model that never learned to judge: it answers, and the answer has no score."""
     checkpoint = tmp_path / "tiny"
     make_tiny_checkpoint(checkpoint, tokenizer="arithmetic", seed=0)
-    judge = Judge(asking(), "{response}", concurrency=2, timeout_s=60, retries=1, max_tokens=4)
+    (tmp_path / "prompt").write_text("{response}")
+    reward = RewardConfig(judge_prompt_path=str(tmp_path / "prompt"), rm_timeout_s=60, rm_retries=1, judge_max_tokens=4)
+    judge = Judge(asking(), reward)
     config = EngineConfig(engine="embedded", engine_device="cpu")
     server = EngineServer(config, str(checkpoint), max_context_len=None, seed=0)
     async with server, open_rig() as rig, asyncio.TaskGroup() as tasks:

@@ -17,6 +17,7 @@ from aiohttp import web
 from hypothesis import given
 from hypothesis import strategies as st
 
+from configs.schema.reward import RewardConfig
 from stages.graders import remote as remote_module
 from stages.graders.grade import Grade
 from stages.graders.remote import MAX_ANSWER_BYTES, MAX_WAIT_S, MAX_WAITS, Question, RemoteReward, retry_after
@@ -69,8 +70,10 @@ async def serving(*answers: Answer, **options: Any) -> AsyncIterator[tuple[Remot
         await asyncio.sleep(0)
 
     port = runner.addresses[0][1]
-    settings: dict[str, Any] = {"concurrency": 4, "timeout_s": 20.0, "retries": 3, **options}
-    client = RemoteReward(f"http://127.0.0.1:{port}/rm", **settings, sleep=sleep, jitter=lambda: 0.5)
+    settings: dict[str, Any] = {"rm_concurrency": 4, "rm_timeout_s": 20.0, "rm_retries": 3, **options}
+    key = settings.pop("reward_key", None)
+    reward = RewardConfig(rm_url=f"http://127.0.0.1:{port}/rm", **settings)
+    client = RemoteReward(reward, key, sleep=sleep, jitter=lambda: 0.5)
     try:
         yield client, server, pauses
     finally:
@@ -162,7 +165,7 @@ async def test_what_may_pass_is_tried_again(fault: Answer) -> None:
 
 
 async def test_the_budget_ends_with_the_last_reason() -> None:
-    async with serving(says("out of memory", 500), retries=7) as (client, server, pauses):
+    async with serving(says("out of memory", 500), rm_retries=7) as (client, server, pauses):
         grade = await client.grade(ASKED)
         assert "it answered 500: out of memory, in 8 tries" in (grade.error or "")
         assert pauses == [1.5, 2.5, 4.5, 8.5, 16.5, 30.5, 30.5]
@@ -181,7 +184,7 @@ async def test_a_deadline_counts_for_the_whole_try(monkeypatch: pytest.MonkeyPat
             await asyncio.sleep(0.01)
         return response
 
-    async with serving(trickle, trickle, says(1), timeout_s=0.3) as (client, server, _):
+    async with serving(trickle, trickle, says(1), rm_timeout_s=0.3) as (client, server, _):
         assert await client.grade(ASKED) == Grade(1.0)
         assert len(server.bodies) == 3
         server.answers[:] = [trickle]
@@ -193,10 +196,10 @@ async def test_a_deadline_counts_for_the_whole_try(monkeypatch: pytest.MonkeyPat
 
 async def test_retry_after_uses_up_no_try_but_is_bounded() -> None:
     later = says("later", 429, **{"Retry-After": "7"})
-    async with serving(*[later] * 5, says(1), retries=0) as (client, _, pauses):
+    async with serving(*[later] * 5, says(1), rm_retries=0) as (client, _, pauses):
         assert await client.grade(ASKED) == Grade(1.0)
         assert pauses == [7.5] * 5
-    async with serving(says("later", 429, **{"Retry-After": "86400"}), retries=2) as (client, server, pauses):
+    async with serving(says("later", 429, **{"Retry-After": "86400"}), rm_retries=2) as (client, server, pauses):
         grade = await client.grade(ASKED)
         assert "it answered 429" in (grade.error or "")
         assert len(server.bodies) == 1 + MAX_WAITS + 2
@@ -204,7 +207,7 @@ async def test_retry_after_uses_up_no_try_but_is_bounded() -> None:
 
 
 async def test_retry_after_of_an_overloaded_server_is_obeyed_within_the_budget() -> None:
-    async with serving(says("", 503, **{"Retry-After": "9"}), retries=2) as (client, server, pauses):
+    async with serving(says("", 503, **{"Retry-After": "9"}), rm_retries=2) as (client, server, pauses):
         assert (await client.grade(ASKED)).status == "error"
         assert (len(server.bodies), pauses) == (3, [9.5, 9.5])
 
@@ -292,7 +295,7 @@ async def test_no_more_requests_at_one_time_than_allowed() -> None:
         await gate.wait()
         return web.Response(text="1")
 
-    async with serving(wait, concurrency=3) as (client, server, _), asyncio.TaskGroup() as tasks:
+    async with serving(wait, rm_concurrency=3) as (client, server, _), asyncio.TaskGroup() as tasks:
         for _ in range(12):
             tasks.create_task(client.grade(ASKED))
         while server.open < 3:  # noqa: ASYNC110 - looks from outside
@@ -328,7 +331,7 @@ async def test_nobody_there_and_no_address() -> None:
     async def sleep(seconds: float) -> None:
         return None
 
-    client = RemoteReward("http://127.0.0.1:9", concurrency=1, timeout_s=5, retries=1, sleep=sleep)
+    client = RemoteReward(RewardConfig(rm_url="http://127.0.0.1:9", rm_retries=1), sleep=sleep)
     grade = await client.grade(ASKED)
     assert "ClientConnectorError" in (grade.error or "")
     assert "in 2 tries" in (grade.error or "")
