@@ -40,11 +40,12 @@ from models.weights.delta_mirror import DeltaMirror
 from models.weights.delta_store import DeltaStore
 from models.weights.layout import read_layout
 from models.weights.shared_memory_writer import SlotWriter
-from stages.base import Activity
+from stages.base import StageContext
 from stages.engine_entries import KEYS, carrying
 from stages.engines.engine_control import EngineControl
+from stages.engines.stage import EnginesStage
 from stages.messages import EngineAddress, EngineEntry, WeightsAnnouncement
-from stages.ports import Topic
+from stages.ports import SameHost, Topic
 from transport import Node
 
 Kind = Literal["recorder", "sglang"]
@@ -225,9 +226,8 @@ async def fleet(kind: Kind, versions: Versions, engines: int, bucket_bytes: int,
             rollout=RolloutConfig(request_timeout_secs=LIMIT_S),
             update=UpdateConfig(update_weight_buffer_size=bucket_bytes),
         )
-        controls = [
-            EngineControl(f"engine-{index}", config, Activity(), _NoSpans(), mirror) for index in range(engines)
-        ]
+        stage = EnginesStage(StageContext(config, root, "engines-0", _NoSpans()))
+        controls = [EngineControl(f"engine-{index}", stage, mirror, SameHost()) for index in range(engines)]
         one = Fleet(topic, engines, slots, DeltaStore(root / "deltas"), versions)
         for control in controls:
             url = await stack.enter_async_context(_recording(one) if kind == "recorder" else _serving(versions, root))

@@ -37,7 +37,7 @@ def _load(config: Config, data: DataConfig, tokenizer: Tokenizer, *, tokenize_la
     def render(messages: list[Message], offered: list[Mapping[str, object]]) -> str:
         return tokenizer.apply_chat_template(messages, offered or None, **data.apply_chat_template_kwargs)
 
-    return PromptSet.load(
+    return PromptSet(
         data.prompt_data,
         data,
         lambda text: tokenizer.encode(text, add_special_tokens=True),

@@ -42,23 +42,10 @@ class PreparedPrompt(Struct, frozen=True):
 
 
 class PromptSet:
-    """All usable prompts of the given files; build it with `load`."""
+    """All usable prompts of the given files."""
 
-    def __init__(self, prepare: _Preparer, keys: RowKeys, sources: Sequence[Source], need_labels: bool) -> None:
-        self.report = LoadReport()
-        self.fingerprint = ""
-        self._prepare = prepare
-        self._keys = keys
-        self._need_labels = need_labels
-        self._sources = sources
-        self._source_of = np.empty(0, np.int32)  # [len] position in `sources`
-        self._row_of = np.empty(0, np.int64)  # [len] row in that source
-        self._cache: dict[int, PreparedPrompt] = {}
-        self._cached_tokens = 0
-
-    @classmethod
-    def load(
-        cls,
+    def __init__(
+        self,
         paths: Sequence[str],
         config: DataConfig,
         tokenize: Tokenize,
@@ -68,7 +55,7 @@ class PromptSet:
         tools: Sequence[Mapping[str, object]] = (),
         max_prompt_tokens: int | None = None,
         tokenize_labels: bool = False,
-    ) -> PromptSet:
+    ) -> None:
         """Read and check all rows of `paths` (`path@[a:b]`).
 
         `render(messages, tools)` applies the chat template. `max_prompt_tokens` is a limit of the run (its context
@@ -83,13 +70,16 @@ class PromptSet:
                 "give one with --chat-template-path, or leave apply_chat_template off"
             )
         limit = config.rollout_max_prompt_len if config.rollout_max_prompt_len is not None else max_prompt_tokens
-        keys = RowKeys(config.input_key, config.label_key, config.metadata_key, config.tool_key)
-        prepare = _Preparer(
+        self.report = LoadReport()
+        self._keys = RowKeys(config.input_key, config.label_key, config.metadata_key, config.tool_key)
+        self._need_labels = tokenize_labels
+        self._prepare = _Preparer(
             config.apply_chat_template, tokenize, tokenize_rendered or tokenize, render, tools, tokenize_labels
         )
-        loaded = cls(prepare, keys, [open_source(path, keys.wanted()) for path in paths], tokenize_labels)
-        loaded._read_all(paths, limit, config.strict_data)
-        return loaded
+        self._sources = [open_source(path, self._keys.wanted()) for path in paths]
+        self._cache: dict[int, PreparedPrompt] = {}
+        self._cached_tokens = 0
+        self._read_all(paths, limit, config.strict_data)
 
     def __len__(self) -> int:
         return len(self._row_of)
@@ -130,8 +120,8 @@ class PromptSet:
                 row_of.append(row)
                 count.kept += 1
                 digest.update(msgspec.json.encode((parsed.prompt, parsed.label, parsed.metadata, parsed.tools)))
-        self._source_of = np.array(source_of, np.int32)
-        self._row_of = np.array(row_of, np.int64)
+        self._source_of = np.array(source_of, np.int32)  # [len] position in `sources`
+        self._row_of = np.array(row_of, np.int64)  # [len] row in that source
         self.fingerprint = digest.hexdigest()
         self._refuse_useless()
 

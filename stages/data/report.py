@@ -35,7 +35,7 @@ class SourceCount(Struct):
 
 
 class LoadReport(Struct):
-    """Counts of one `PromptSet.load`."""
+    """Counts of one `PromptSet`."""
 
     sources: list[SourceCount] = field(default_factory=list)
     skipped: dict[str, int] = field(default_factory=dict)

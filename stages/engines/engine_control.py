@@ -24,17 +24,15 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Iterator
 
 import msgspec
 
-from configs.schema import Config
 from models.engines.client import EngineClient
 from models.engines.errors import EngineError
 from models.engines.update_client import UpdateClient
 from models.weights.delta_mirror import DeltaMirror
 from models.weights.errors import WeightsError
-from stages.base import Activity, Spans
+from stages.base import Stage
 from stages.engine_entries import ADDRESS, DIRECTORY, POLICY, addresses, entries
 from stages.engines.colocation import MemoryKeeper, trainers_turn
 from stages.engines.verify_weights import ChecksumDiffers, check_equal, check_label
@@ -42,7 +40,7 @@ from stages.engines.weight_barrier import await_turn
 from stages.engines.weight_routes import WeightRoutes
 from stages.engines.weight_transfer import Transfer
 from stages.messages import Complaint, EngineAddress, EngineEntry, WeightsAnnouncement
-from stages.ports import SameHost, Topic, WeightsSource, read_value
+from stages.ports import Topic, WeightsSource, read_value
 
 log = logging.getLogger("sluice.engines")
 
@@ -53,16 +51,9 @@ MOST_RETRY = 32  # times RETRY_S, between two tries
 class EngineControl:
     """One engine of the topic, through all its incarnations."""
 
-    def __init__(
-        self,
-        name: str,
-        config: Config,
-        activity: Activity,
-        spans: Spans,
-        mirror: DeltaMirror | None = None,
-        weights: WeightsSource | None = None,
-    ) -> None:
-        self.name, self.config, self.activity, self.spans = name, config, activity, spans
+    def __init__(self, name: str, stage: Stage, mirror: DeltaMirror, weights: WeightsSource) -> None:
+        self.name, self.stage, self.config, self.activity = name, stage, stage.config, stage.activity
+        config = self.config
         self.update, self.pause_mode = config.update, config.engine.pause_generation_mode
         self.client: EngineClient | None = None  # of the incarnation that `entry` tells of
         self.entry = EngineEntry(name, "", -1, limit=config.rollout.server_concurrency)
@@ -70,7 +61,7 @@ class EngineControl:
         self.memory = MemoryKeeper(name)
         self.updates = self.failures = 0
         self._routes = WeightRoutes(name, self.update, mirror)
-        self._weights = weights or SameHost()
+        self._weights = weights
         self._in_full = False  # what it carries is in doubt: the next update rests on none of it
         self._in_a_row = 0  # failures since the last success
         self._paused = False
@@ -183,7 +174,7 @@ class EngineControl:
         self.current, self._paused = None, True
         await self.publish(topic, state="loading")  # before the pause: who still sent would wait for a whole step
         try:
-            with self._span("release_memory"):
+            with self.stage.span("release_memory", detail=self.name):
                 await self.memory.give_back(topic, client)
         except EngineError as error:
             await self._failed(topic, f"it did not give its memory back: {error}")
@@ -252,7 +243,9 @@ class EngineControl:
         self.current, self._in_full = announcement, False
         self.updates += 1
         update_s = time.perf_counter() - started
-        self.spans.add("update_weights", started_s, update_s, detail=f"{self.name} version {announcement.version}")
+        self.stage.context.spans.add(
+            "update_weights", started_s, update_s, detail=f"{self.name} version {announcement.version}"
+        )
         self.activity.extra["update_s"] = update_s
         self.activity.extra["stall_s"] = self.activity.extra.get("stall_s", 0.0) + stall_s
         await self.publish(
@@ -285,12 +278,6 @@ class EngineControl:
         checksum = await UpdateClient(client).checksum()
         check_equal(topic, self.name, announcement, checksum)
         return checksum
-
-    @contextlib.contextmanager
-    def _span(self, name: str) -> Iterator[None]:
-        started_s, started = time.time(), time.perf_counter()
-        yield
-        self.spans.add(name, started_s, time.perf_counter() - started, detail=self.name)
 
 
 async def _carries(client: EngineClient, label: str | None) -> bool:

@@ -28,7 +28,7 @@ from stages.engine_entries import ADDRESS, addresses
 from stages.engines.engine_control import EngineControl
 from stages.engines.load_watch import LoadWatch
 from stages.engines.router_workers import RouterWorkers
-from stages.ports import Ports, Topic
+from stages.ports import Ports
 
 END: Final = "end"  # topic key: the streams have ended, and with them the need of engines
 
@@ -58,23 +58,20 @@ class EnginesStage(Stage):
             revision, aborted = 0, False
             while topic.get(END) is None:
                 for name in addresses(topic).keys() - self.engines.keys():
-                    control = EngineControl(
-                        name, self.config, self.activity, self.context.spans, self._mirror, ports.weights
-                    )
-                    self.engines[name] = control
+                    control = self.engines[name] = EngineControl(name, self, self._mirror, ports.weights)
                     background.append(tasks.create_task(control.follow(topic)))
                 if topic.get("drain") is not None and not aborted:
-                    aborted = await self._abort_all(topic)
+                    aborted = True
+                    await self._abort_all()
                 revision = await topic.wait(revision, ADDRESS, "drain", END)
             for task in background:
                 task.cancel()
 
-    async def _abort_all(self, topic: Topic) -> bool:
+    async def _abort_all(self) -> None:
         """Have the engines give back what they hold. A client that drains sends nothing more, and takes what comes."""
         async with asyncio.TaskGroup() as tasks:
             for control in self.engines.values():
                 tasks.create_task(_abort(control))
-        return True
 
 
 async def _abort(control: EngineControl) -> None:

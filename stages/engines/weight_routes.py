@@ -15,7 +15,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import tempfile
 import uuid
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator
@@ -50,9 +49,6 @@ class WeightRoute(ABC):
     def open(self, client: EngineClient, announcement: WeightsAnnouncement) -> AbstractAsyncContextManager[Transfer]:
         """Prepare what can be prepared while the engine generates. Raises WeightsError or EngineError: the engine is
         as it was."""
-
-    async def close(self) -> None:  # noqa: B027  (most hold nothing)
-        """Give back what is held between updates. May be called twice."""
 
 
 class DiskRoute(WeightRoute):
@@ -143,10 +139,8 @@ class DistributedRoute(WeightRoute):
 class DeltaRoute(WeightRoute):
     """The version is put together beside the engine from compressed differences; the engine loads it from there."""
 
-    def __init__(self, mirror: DeltaMirror | None, *, anew: bool = False) -> None:
-        self._own = mirror is None
-        self.mirror = mirror or DeltaMirror(f"mirror-{uuid.uuid4().hex[:12]}", Path(tempfile.gettempdir()))
-        self.anew = anew
+    def __init__(self, mirror: DeltaMirror, *, anew: bool = False) -> None:
+        self.mirror, self.anew = mirror, anew
 
     @contextlib.asynccontextmanager
     async def open(self, client: EngineClient, announcement: WeightsAnnouncement) -> AsyncIterator[Transfer]:
@@ -162,25 +156,27 @@ class DeltaRoute(WeightRoute):
             else:
                 yield DiskTransfer(client, manifest.path, announcement.label, lambda: None)
 
-    async def close(self) -> None:
-        if self._own:
-            self.mirror.close()
-
 
 class WeightRoutes:
-    """All ways to one engine. `mirror` is shared by the engines of a process; without it, one is made when needed."""
+    """All ways to one engine. `mirror` is shared by the engines of a process."""
 
-    def __init__(self, engine: str, update: UpdateConfig, mirror: DeltaMirror | None = None) -> None:
-        self._disk = DiskRoute()
-        self._engine, self._update, self._mirror = engine, update, mirror
-        self._made: dict[str, WeightRoute] = {"disk": self._disk}
+    def __init__(self, engine: str, update: UpdateConfig, mirror: DeltaMirror) -> None:
+        bucket_bytes = update.update_weight_buffer_size
+        self._disk, self._distributed = DiskRoute(), DistributedRoute(engine, bucket_bytes, GROUP_TIMEOUT_S)
+        self._routes: dict[str, WeightRoute] = {
+            "disk": self._disk,
+            "distributed": self._distributed,
+            "tensor": TensorRoute(bucket_bytes),
+            "delta": DeltaRoute(mirror),
+        }
 
     def choose(self, announcement: WeightsAnnouncement, *, in_full: bool = False) -> WeightRoute:
         """The announced route; `in_full` the one that rests on least: all weights, loaded from a directory."""
-        name = announcement.transport
-        route = self._made.get(name)
+        route = self._routes.get(announcement.transport)
         if route is None:
-            route = self._made[name] = self._make(name)
+            raise RouteUnfit(
+                f"weights are announced by transport {announcement.transport!r}; known are {', '.join(self._routes)}"
+            )
         if not in_full:
             return route
         if isinstance(route, DeltaRoute) and not Path(announcement.path).is_dir():
@@ -188,18 +184,8 @@ class WeightRoutes:
         return self._disk
 
     async def close(self) -> None:
-        for route in self._made.values():
-            await route.close()
-
-    def _make(self, name: str) -> WeightRoute:
-        bucket_bytes = self._update.update_weight_buffer_size
-        if name == "tensor":
-            return TensorRoute(bucket_bytes)
-        if name == "distributed":
-            return DistributedRoute(self._engine, bucket_bytes, GROUP_TIMEOUT_S)
-        if name == "delta":
-            return DeltaRoute(self._mirror)
-        raise RouteUnfit(f"weights are announced by transport {name!r}; known are disk, distributed, tensor, delta")
+        """Give back what is held between updates. May be called twice."""
+        await self._distributed.close()
 
 
 def _device(ranks: ServerInfo) -> str:

@@ -19,13 +19,14 @@ from models.engines.errors import EngineRefused
 from models.engines.memory import MemoryTag
 from models.engines.serve import EngineServer
 from stages.engines.colocation import (
+    EngineMemory,
     MemoryKeeper,
     TrainerTurn,
     colocated,
     holder,
-    read_memory,
 )
 from stages.messages import EngineAddress
+from stages.ports import read_value
 from tests.stages.engine_rig import SLOW_MS, core_of, freeze, generating, simulated, token_versions
 from tests.stages.fleet_rig import Fleet, fleet
 from tests.stages.stage_rig import TOPIC, Rig, idle, make_config, make_group, until
@@ -236,7 +237,7 @@ async def test_what_was_given_back_in_an_earlier_turn_does_not_count(
         turn = await trainer(one.rig)
         await handed_over(one, turn, 0)
         await turn.acquire()
-        first = read_memory(turn.topic, "engine-0")
+        first = read_value(turn.topic, "device/engine-0", EngineMemory)
         assert first is not None
         assert first.empty(0, turn._turn)
         assert not first.empty(0, turn._turn + 2)
@@ -323,7 +324,7 @@ async def test_a_keeper_that_takes_over_knows_what_is_away(tmp_path: Path, monke
         assert keeper.away == (), "a new incarnation holds all of its memory"
         assert keeper.due(topic)
         assert core_of(server).totals().memory_releases == 1
-        report = read_memory(topic, "engine-0")
+        report = read_value(topic, "device/engine-0", EngineMemory)
         assert report is not None
         assert report.empty(0, turn._turn)
         assert not msgspec.structs.replace(report, away=("weights",)).empty(0, turn._turn)
