@@ -76,7 +76,7 @@ class Handle(Protocol):
         """None where that cannot be seen."""
 
     def last_line(self) -> str:
-        """The last line that it printed in this life."""
+        """The last line that it printed in this incarnation."""
 
     def last_error(self) -> str:
         """The last line in which it named an exception, else its last line."""

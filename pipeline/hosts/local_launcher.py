@@ -26,7 +26,7 @@ from pipeline.record.run_directory import RunDir
 
 GROUP_GONE_S = 5.0
 _TAIL_BYTES = 64 << 10
-# "torch.OutOfMemoryError: CUDA out of memory" with or without a time before it, and SGLang's word for a lost child.
+# "torch.OutOfMemoryError: CUDA out of memory" with or without a time before it, and what SGLang prints of a lost child.
 _ERROR = re.compile(r"^(?:\[[^\]]*\]\s*)?(?:(?:\w+\.)*\w*(?:Error|Exception): \S|.*\bcrashed with exit code\b).*")
 
 

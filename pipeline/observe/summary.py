@@ -6,6 +6,7 @@ whole or not at all, and decodes into the same struct again.
 
 from __future__ import annotations
 
+import contextlib
 import importlib.metadata
 import math
 import platform
@@ -191,8 +192,10 @@ def efficiency_vs_bound(busy_s: Mapping[str, tuple[float, int]], wall_s: float) 
 def package_versions() -> dict[str, str]:
     """Versions of Python and of the installed packages that decide what a run computes."""
     found = {"python": platform.python_version()}
-    installed = {name: _version(name) for name in PACKAGES}
-    return found | {name: version for name, version in installed.items() if version is not None}
+    for name in PACKAGES:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            found[name] = importlib.metadata.version(name)
+    return found
 
 
 def write_summary(path: Path, summary: RunSummary) -> None:
@@ -284,10 +287,3 @@ def _next_steps(paths: RunPaths) -> list[tuple[str, str]]:
     if paths.resume_command is not None:
         steps.append(("continue this run", paths.resume_command))
     return steps
-
-
-def _version(name: str) -> str | None:
-    try:
-        return importlib.metadata.version(name)
-    except importlib.metadata.PackageNotFoundError:
-        return None

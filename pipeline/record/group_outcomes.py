@@ -11,9 +11,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterable
 from pathlib import Path
-from typing import TypeVar
 
 from msgspec import Struct
 
@@ -23,7 +21,6 @@ from stages.train.batch_metrics import length_bucket
 
 MOST_REASONS = 30  # names of metrics; the rest is counted as `other`
 RATE_BUCKETS = 10
-K = TypeVar("K", int, str)
 
 
 class OutcomeFigures(Struct):
@@ -57,16 +54,6 @@ class OutcomeFigures(Struct):
         low = min(int(share * RATE_BUCKETS + 1e-9), RATE_BUCKETS - 1) / RATE_BUCKETS
         bucket = "1.0" if share >= 1 else f"{low:.1f}"
         self.pass_rates[bucket] = self.pass_rates.get(bucket, 0) + 1
-
-
-class BiasLine(Struct, frozen=True):
-    """One outcome in `bias.json`."""
-
-    groups: int
-    length_mean: float | None
-    pass_rate_mean: float | None
-    lengths: dict[int, int]
-    pass_rates: dict[str, int]
 
 
 class GroupOutcomes:
@@ -150,17 +137,17 @@ class GroupOutcomes:
     def write(self, path: Path) -> None:
         """The report by outcome, as JSON."""
         lines = {
-            outcome: BiasLine(
-                f.groups, f.length_mean, f.pass_rate_mean, _sorted(f.lengths.items()), _sorted(f.pass_rates.items())
-            )
-            for outcome, f in sorted(self.by_outcome.items())
+            outcome: {
+                "groups": figures.groups,
+                "length_mean": figures.length_mean,
+                "pass_rate_mean": figures.pass_rate_mean,
+                "lengths": dict(sorted(figures.lengths.items())),
+                "pass_rates": dict(sorted(figures.pass_rates.items())),
+            }
+            for outcome, figures in sorted(self.by_outcome.items())
         }
         write_json(path, lines)
 
 
 def _mean(total: float, n: int) -> float | None:
     return total / n if n else None
-
-
-def _sorted(items: Iterable[tuple[K, int]]) -> dict[K, int]:
-    return dict(sorted(items))

@@ -1,5 +1,5 @@
-"""The engines of a run as processes: our own servers and SGLang's, each kept by a `ServerSupervisor`; or, for tests and
-debugging, our own as a thread of this process.
+"""The engines of a run as processes: our own servers and SGLang's, each supervised by a `ServerSupervisor`; or, for
+tests and debugging, our own as a thread of this process.
 
 Invariants: an engine's processes form one group, so that its scheduler and detokenizer end with it; its port is held
 for it where it runs; nothing here asks an engine to generate.
@@ -31,7 +31,7 @@ from pipeline.supervise.restarts import EngineSpec, Lifecycle
 # SGLang looks for SIGTERM every 5 s, then has its schedulers give their GPU memory back. On a CPU there is nothing to
 # give back, and nothing is written: it may be killed.
 GPU_GRACE_S: Final = 20.0
-HEED_S: Final = 0.5  # between two looks for a complaint
+COMPLAINT_POLL_S: Final = 0.5  # between two looks for a complaint
 
 
 class EngineProcess(SupervisedServer):
@@ -100,7 +100,7 @@ class SglangServer(EngineProcess):
             model_path=spec.model_path,
             port=port,
             max_context=spec.max_context,
-            seed=spec.seed + 7919 * incarnation,  # or it would repeat what it sampled in its last life
+            seed=spec.seed + 7919 * incarnation,  # or it would repeat what the incarnation before sampled
             host=host,
         )
         grace_s = GPU_GRACE_S if self.installed.cuda else 0.0
@@ -136,5 +136,5 @@ class InProcessEngine:
             async with asyncio.TaskGroup() as tasks:
                 tasks.create_task(server.wait())
                 while (why := self.lifecycle.complaint(spec.name, 0)) is None:  # noqa: ASYNC110  (a look at the topic)
-                    await asyncio.sleep(HEED_S)
+                    await asyncio.sleep(COMPLAINT_POLL_S)
                 raise ReplicaFailed(f"{spec.name}: {why}; an engine in this process cannot be started anew")

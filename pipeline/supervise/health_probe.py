@@ -101,7 +101,16 @@ class HttpProbe:
         self.client, self.timeout_s, self.path = client, timeout_s, path
 
     async def __call__(self) -> str | None:
-        return await answers(self.client, self.path, self.timeout_s)
+        """None if a GET is answered with success in time; else what happened instead."""
+        try:
+            await self.client.call("GET", self.path, None, self.timeout_s)
+        except EngineTimeout:
+            return f"{self.path} gave no answer within {self.timeout_s:g} s"
+        except EngineUnreachable as error:
+            return error.reason
+        except EngineError as error:
+            return str(error)
+        return None
 
 
 class SchedulerProbe:
@@ -127,7 +136,7 @@ class SchedulerProbe:
             return None
         loop = asyncio.get_running_loop()
         started = loop.time()
-        fault = await answers(self.first.client, "/server_info", self.first.timeout_s)
+        fault = await HttpProbe(self.first.client, self.first.timeout_s, "/server_info")()
         if fault is None or self.loading():  # it began meanwhile
             return None
         after = self.process.state() if self.process is not None else None
@@ -136,16 +145,3 @@ class SchedulerProbe:
             if share > IDLE_SHARE:
                 return None
         return f"the scheduler does not answer: {fault}"
-
-
-async def answers(client: EngineClient, path: str, timeout_s: float) -> str | None:
-    """None if a GET is answered with success in time; else what happened instead."""
-    try:
-        await client.call("GET", path, None, timeout_s)
-    except EngineTimeout:
-        return f"{path} gave no answer within {timeout_s:g} s"
-    except EngineUnreachable as error:
-        return error.reason
-    except EngineError as error:
-        return str(error)
-    return None

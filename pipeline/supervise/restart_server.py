@@ -28,7 +28,7 @@ from pipeline.supervise.restarts import Kind, Lifecycle, Restarts
 POLL_S: Final = 0.05
 SLOW_POLL_S: Final = 0.3  # each look leaves a line in the log of a server that loads
 POLL_TIMEOUT_S: Final = 5.0
-FIRST_WORD_S: Final = 10.0  # after which the user is told that it still loads; then after twice as long, and so on
+FIRST_NOTICE_S: Final = 10.0  # after which the user is told that it still loads; then after twice as long, and so on
 END_NOTICE_S: Final = 0.2
 STARTS_WITHOUT_SERVING: Final = 2
 
@@ -41,7 +41,7 @@ class StartCommand(Struct, frozen=True):
 
 
 class SupervisedServer(ABC):
-    """A server that is kept."""
+    """A server that is supervised."""
 
     name: str
     kind: Kind
@@ -71,7 +71,7 @@ class ServerSupervisor:
     async def run(self) -> None:
         """Waits for the server's end; starts it again with a new incarnation. Raises ReplicaFailed or UsageError."""
         for incarnation in itertools.count():
-            why, process = await self._live(incarnation)
+            why, process = await self._one_incarnation(incarnation)
             words, log = process.last_error(), process.log
             if not self._served and incarnation + 1 >= STARTS_WITHOUT_SERVING:
                 raise ReplicaFailed(
@@ -79,8 +79,8 @@ class ServerSupervisor:
                 )
             await self.restarts.again(self.server.kind, self.server.name, why, words, log)
 
-    async def _live(self, incarnation: int) -> tuple[str, Handle]:
-        """One life. Waits for the process's end or for a verdict of its health; returns what it ended with."""
+    async def _one_incarnation(self, incarnation: int) -> tuple[str, Handle]:
+        """Waits for the process's end or for its loss by its health; returns why it ended."""
         with self.server.start_command(incarnation, self.launcher) as start:
             process = await self.launcher.spawn(start.process)
             async with asyncio.TaskGroup() as tasks:
@@ -139,7 +139,7 @@ class Waiting:
         self.name, self.say, self.doing = name, say, doing
         self._clock = asyncio.get_running_loop().time
         self._started = self._clock()
-        self._next_s = FIRST_WORD_S
+        self._next_s = FIRST_NOTICE_S
         self._told = False
 
     @property

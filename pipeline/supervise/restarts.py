@@ -61,7 +61,7 @@ class Lifecycle(Protocol):
         """A replica that was scaled away has ended, well or not: what it still held goes to others."""
 
     def engine_up(self, spec: EngineSpec, url: str, incarnation: int, version: str) -> None:
-        """It serves. `version` is the server's own word for itself."""
+        """It serves. `version`: as the server itself names it."""
 
     def engine_away(self, spec: EngineSpec, why: str) -> None:
         """An engine that is not ours to restart does not answer: nothing is asked of it until it is up again."""

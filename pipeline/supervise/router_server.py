@@ -1,4 +1,4 @@
-"""The router in front of the engines: a process kept like an engine, or one that runs already.
+"""The router in front of the engines: a process supervised like an engine, or one that runs already.
 
 It is started without workers. Each engine is named to it by the replica that owns the engine, once that carries
 published weights; all are named again to a router of a new incarnation, which knows none.

@@ -1,7 +1,8 @@
-"""All servers of a run: its engines, those of frozen models, the router; one keeper or watcher for each.
+"""All servers of a run: its engines, those of frozen models, the router; one supervisor each, or a watcher for one that
+runs already.
 
 Invariants: they start side by side and are waited for in parallel; the environment of SGLang is asked what it holds
-only if one of them lives in it.
+only if one of them is part of it.
 """
 
 from __future__ import annotations
@@ -30,37 +31,37 @@ class Supervised(Protocol):
 async def run_servers(
     config: Config, specs: Sequence[EngineSpec], launcher: Launcher, restarts: Restarts, *, in_process: bool
 ) -> None:
-    """Waits for all servers of a run; unblocked by cancellation, or by the first that cannot be kept. The processes are
-    stopped by whoever has the launcher.
+    """Waits for all servers of a run; unblocked by cancellation, or by the first that cannot be started again.
 
+    The processes are stopped by whoever has the launcher.
     `in_process`: whether our own engines run as threads of this process.
     """
-    kept = await keepers(config, specs, launcher, restarts, in_process=in_process)
+    found = await supervisors(config, specs, launcher, restarts, in_process=in_process)
     async with asyncio.TaskGroup() as tasks:
-        for one in kept:
+        for one in found:
             tasks.create_task(one.run())
 
 
-async def keepers(
+async def supervisors(
     config: Config, specs: Sequence[EngineSpec], launcher: Launcher, restarts: Restarts, *, in_process: bool
 ) -> list[Supervised]:
-    """What keeps or watches each of the servers."""
+    """What supervises or watches each of the servers."""
     lifecycle, health = restarts.lifecycle, config.health
-    kept: list[Supervised] = [ExternalEngine(spec, lifecycle, health) for spec in specs if spec.external]
+    found: list[Supervised] = [ExternalEngine(spec, lifecycle, health) for spec in specs if spec.external]
     router, address = router_kind(config), config.router.router_address
     if router != "none" and address is not None:
-        kept.append(ExternalRouter(router, address, lifecycle, health))
+        found.append(ExternalRouter(router, address, lifecycle, health))
     own = [spec for spec in specs if spec.ours]
-    charges: list[SupervisedServer] = []
+    servers: list[SupervisedServer] = []
     if in_process:
-        kept += [InProcessEngine(spec, lifecycle) for spec in own]
+        found += [InProcessEngine(spec, lifecycle) for spec in own]
     else:
-        charges += [EmbeddedOrSimulatedServer(spec, lifecycle) for spec in own]
+        servers += [EmbeddedOrSimulatedServer(spec, lifecycle) for spec in own]
     foreign = [spec for spec in specs if not spec.ours and not spec.external]
     if foreign or (router != "none" and address is None):
         # In a thread: it may have to run SGLang's imports, which take seconds.
         installed = await asyncio.to_thread(prepare_sglang, config, warn=False)
-        charges += [SglangServer(spec, config, installed, lifecycle) for spec in foreign]
+        servers += [SglangServer(spec, config, installed, lifecycle) for spec in foreign]
         if router != "none" and address is None:
-            charges.append(RouterServer(router, config, installed, lifecycle))
-    return kept + [ServerSupervisor(server, launcher, restarts, health) for server in charges]
+            servers.append(RouterServer(router, config, installed, lifecycle))
+    return found + [ServerSupervisor(server, launcher, restarts, health) for server in servers]

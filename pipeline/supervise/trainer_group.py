@@ -1,4 +1,4 @@
-"""The ranks that train one policy together, kept as one: they start together, and one that ends, ends all.
+"""The ranks that train one policy together, supervised as one: they start together, and one that ends, ends all.
 
 Invariants:
 - before an incarnation starts, every process of the one before has ended: a socket, a file or a GPU has one user;
@@ -123,12 +123,12 @@ class TrainerGroup:
         for incarnation in itertools.count():
             with self._launcher.held_port(_name(0)) as port:
                 running = [await self._spawn(rank, incarnation, port) for rank in range(self._count)]
-                loss = await self._live(incarnation, running)
+                loss = await self._one_incarnation(incarnation, running)
             if loss is None:
                 return
             await self._after(loss, incarnation, running[loss.rank])
 
-    async def _live(self, incarnation: int, running: Sequence[Handle]) -> Loss | None:
+    async def _one_incarnation(self, incarnation: int, running: Sequence[Handle]) -> Loss | None:
         """One incarnation, until none of its processes is left; None if it ended well."""
         ranks = range(self._count)
         codes: dict[int, int] = {}

@@ -27,7 +27,7 @@ import contextlib
 import logging
 import time
 from collections.abc import Awaitable, Callable
-from typing import Any, Final, Literal, Protocol
+from typing import Any, Final, Literal
 
 import msgspec
 from msgspec import Struct
@@ -142,10 +142,7 @@ async def _until_idle(client: EngineClient) -> None:
         await asyncio.sleep(IDLE_POLL_S)
 
 
-class InTorch(Protocol):
-    """Runs a blocking function in the thread of torch."""
-
-    def __call__(self, function: Callable[[], Any]) -> Awaitable[Any]: ...
+InTorch = Callable[[Callable[[], Any]], Awaitable[Any]]  # runs a blocking function in the thread of torch
 
 
 class TrainerTurn:

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("sluice.weight_routes")
 
 GROUP_TIMEOUT_S = 120.0  # to meet, and for one broadcast
-FAREWELL_S = 2.0  # for telling an engine that its group ends
+LEAVE_TIMEOUT_S = 2.0  # for telling an engine that its group ends
 
 
 class WeightRoute(ABC):
@@ -132,7 +132,7 @@ class DistributedRoute(WeightRoute):
             return
         group.close()
         with contextlib.suppress(EngineError, TimeoutError):  # an engine that is gone has left it already
-            async with asyncio.timeout(FAREWELL_S):
+            async with asyncio.timeout(LEAVE_TIMEOUT_S):
                 await update.destroy_group(group.name)
 
 

@@ -25,10 +25,8 @@ class Loops:
 
     def __init__(self, config: Config, entries: Sequence[str]) -> None:
         self._config = config
-        self._stages: list[tuple[str, type[LoopStage]]] = []
-        for entry in entries:
-            name, _, path = entry.partition("=")
-            self._stages.append((name, import_path(path)))
+        parts = [entry.partition("=") for entry in entries]
+        self._stages: list[tuple[str, type[LoopStage]]] = [(name, import_path(path)) for name, _, path in parts]
         self._options = {stage.name: stage.options for stage in config.stage}
 
     def takes_turn(self, sample: Sample) -> bool:

@@ -68,7 +68,8 @@ def parse_durations(text: str) -> Draw:
     """
     matched = _CALL.fullmatch(text.replace(" ", ""))
     if matched is None:
-        return _constant(_seconds(text))
+        seconds = _seconds(text)
+        return lambda _u, _v: seconds
     numbers = [_seconds(part) for part in matched["arguments"].split(",")]
     match matched["name"], numbers:
         case "uniform", [low, high] if low <= high:
@@ -78,10 +79,6 @@ def parse_durations(text: str) -> Draw:
         case "lognormal", [median, sigma]:
             return lambda u, v: median * math.exp(sigma * math.sqrt(-2 * math.log(1.0 - u)) * math.cos(2 * math.pi * v))
     raise ValueError(f"{text!r} is no distribution of seconds")
-
-
-def _constant(seconds: float) -> Draw:
-    return lambda _u, _v: seconds
 
 
 def _seconds(text: str) -> float:

@@ -12,7 +12,7 @@ import shutil
 from collections.abc import Awaitable, Callable
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from models.checkpoint import draft_path
 from stages.engines.colocation import InTorch
@@ -26,10 +26,7 @@ if TYPE_CHECKING:
 COMMIT_POLL_S = 0.05
 
 
-class Timed(Protocol):
-    """Counts a block as work, under a name in the trace."""
-
-    def __call__(self, name: str, detail: str) -> AbstractContextManager[None]: ...
+Timed = Callable[[str, str], AbstractContextManager[None]]  # counts a block as work, under a name in the trace
 
 
 class Checkpoints:

@@ -25,7 +25,7 @@ from pipeline.supervise.announce import Announcer, read_fleet
 from pipeline.supervise.external_servers import ExternalEngine, ExternalRouter, PolicyConfig, differs
 from pipeline.supervise.outage import consequence
 from pipeline.supervise.restarts import EngineSpec, Restarts
-from pipeline.supervise.servers import keepers
+from pipeline.supervise.servers import supervisors
 from stages.engine_entries import addresses
 from stages.messages import Complaint
 from transport.links.memory import MemoryNetwork, MemoryNode
@@ -198,7 +198,7 @@ async def test_what_was_given_by_address_is_watched_by_the_fleet(tmp_path: Path)
     restarts = Restarts(Told(), 0)
     with RunDir(tmp_path / "run").open(resume=False) as rundir:
         specs = [frozen_spec(config, "judge", "http://j:1")]
-        engine, router = await keepers(config, specs, LocalLauncher(rundir), restarts, in_process=False)
+        engine, router = await supervisors(config, specs, LocalLauncher(rundir), restarts, in_process=False)
     assert isinstance(engine, ExternalEngine)
     assert (engine.spec.name, engine.spec.frozen, engine.url) == ("frozen-judge", "judge", "http://j:1")
     assert isinstance(router, ExternalRouter)
