@@ -11,12 +11,12 @@ requests sent to an engine that no longer has these weights, and the gate would 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Final, Protocol
+from typing import Final
 
 import msgspec
 
 from stages.messages import EngineAddress, EngineEntry
+from stages.ports import Readable
 
 ADDRESS: Final = "engine/"
 DIRECTORY: Final = "directory/"
@@ -25,20 +25,14 @@ KEYS: Final = (ADDRESS, DIRECTORY)  # what to wait for: an entry begins and ceas
 POLICY: Final = "policy"  # the policy that the run trains; every frozen model has its own name
 
 
-class Values(Protocol):
-    """The reading half of a topic; its server and its clients both have it."""
-
-    def items(self, prefix: str) -> Mapping[str, bytes]: ...
-
-
-def addresses(topic: Values, policy: str | None = None) -> dict[str, EngineAddress]:
+def addresses(topic: Readable, policy: str | None = None) -> dict[str, EngineAddress]:
     """Where engines listen just now, by the engine's name; of one policy, or of all."""
     decoder = msgspec.msgpack.Decoder(EngineAddress)
     found = {key.removeprefix(ADDRESS): decoder.decode(value) for key, value in topic.items(ADDRESS).items()}
     return {name: address for name, address in sorted(found.items()) if policy in (None, address.policy)}
 
 
-def entries(topic: Values, policy: str | None = None) -> dict[str, EngineEntry]:
+def entries(topic: Readable, policy: str | None = None) -> dict[str, EngineEntry]:
     """What is known of the engines that have an address, by the engine's name; of one policy, or of all."""
     decoder = msgspec.msgpack.Decoder(EngineEntry)
     current = addresses(topic, policy)
@@ -47,6 +41,6 @@ def entries(topic: Values, policy: str | None = None) -> dict[str, EngineEntry]:
     return {name: entry for name, entry in decoded.items() if entry.incarnation == current[name].incarnation}
 
 
-def carrying(topic: Values) -> dict[str, EngineEntry]:
+def carrying(topic: Readable) -> dict[str, EngineEntry]:
     """The entries of engines that carry weights of this run. One that has none yet holds nobody up."""
     return {name: entry for name, entry in entries(topic, POLICY).items() if entry.version >= 0}

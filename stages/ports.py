@@ -61,12 +61,16 @@ class Outlet(Protocol[T_contra]):
         """
 
 
-class Topic(Protocol):
-    """Newest value by key, shared by all processes of a run."""
+class Readable(Protocol):
+    """The reading half of a topic; its server and its clients both have it."""
 
     def get(self, key: str) -> bytes | None: ...
 
     def items(self, prefix: str) -> Mapping[str, bytes]: ...
+
+
+class Topic(Readable, Protocol):
+    """Newest value by key, shared by all processes of a run."""
 
     async def publish(self, key: str, value: bytes) -> None:
         """Replace the value of a key. Returns when the topic's server has it."""
@@ -74,12 +78,6 @@ class Topic(Protocol):
     async def wait(self, revision: int, *prefixes: str) -> int:
         """Wait until a key below one of the prefixes changed after `revision` (0 at first); return the newest revision
         seen here, for the next call. Without prefixes: any key. Name what you read, for each wake-up costs time."""
-
-
-class Readable(Protocol):
-    """The reading half of a topic; its server and its clients both have it."""
-
-    def get(self, key: str) -> bytes | None: ...
 
 
 def read_value(topic: Readable, key: str, kind: type[T]) -> T | None:

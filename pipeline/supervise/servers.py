@@ -11,8 +11,8 @@ import asyncio
 from collections.abc import Sequence
 from typing import Protocol
 
-from configs.schema.router import router_kind
 from configs.schema import Config
+from configs.schema.router import router_kind
 from pipeline.hosts.launcher import Launcher
 from pipeline.preflight.sglang import prepare_sglang
 from pipeline.supervise.engine_servers import EmbeddedOrSimulatedServer, InProcessEngine, SglangServer

@@ -21,7 +21,6 @@ from models.engines.errors import EngineTimeout, EngineUnreachable
 from models.engines.protocol import SamplingParams
 from stages.graders.errors import UnknownGraderError
 from stages.graders.grade import Grade, clean, failed
-from stages.ports import Topic
 from stages.sampling.requests import SampleRequest
 from stages.sampling.sampler import Sampler
 
@@ -114,13 +113,6 @@ class Judge:
         self.sampler, self.reward = sampler, reward
         self.template = load_template(reward.judge_prompt_path)
         self._places = asyncio.Semaphore(reward.rm_concurrency)
-
-    async def follow(self, topic: Topic) -> None:
-        """Waits for the engines' addresses; runs until cancelled."""
-        await self.sampler.follow(topic)
-
-    async def close(self) -> None:
-        await self.sampler.close()
 
     async def grade(self, name: str, prompt: str, response: str, label: str | None, seed: int) -> Grade:
         """One score in 0..1. Waits for a place, for the engine to be up, and for its answer."""

@@ -37,12 +37,12 @@ class Outside:
         if self._remote is not None:
             await self._remote.close()
         if self._judge is not None:
-            await self._judge.close()
+            await self._judge.sampler.close()
 
     async def follow(self, topic: Topic) -> None:
         """Waits for the judges' addresses; runs until cancelled, or ends at once without judges."""
         if self._judge is not None:
-            await self._judge.follow(topic)
+            await self._judge.sampler.follow(topic)
 
     async def grade(self, request: GradeRequest, prompt: str, sample_id: str) -> Grade:
         """The grade of one response by the grader that the request names."""

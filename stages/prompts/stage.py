@@ -20,7 +20,7 @@ import msgspec
 from models.engines.noise import GOLDEN, MIX_1, MIX_2, mix
 from stages.base import Stage, StageContext, beside
 from stages.data.order import PromptOrder
-from stages.data.prompt_set import PreparedPrompt
+from stages.data.prompt_set import PromptSet
 from stages.engine_entries import KEYS, carrying
 from stages.errors import NoVerdicts, Starved
 from stages.messages import (
@@ -41,12 +41,6 @@ from stages.prompts.ledger import Ledger, LedgerSnapshot, OpenGroup
 from stages.prompts.staleness_gate import StalenessGate
 
 _MASK = (1 << 63) - 1
-
-
-class Prompts(Protocol):
-    def __len__(self) -> int: ...
-
-    def get(self, index: int) -> PreparedPrompt: ...
 
 
 class RunHooks(Protocol):
@@ -77,7 +71,7 @@ class PromptStage(Stage):
     def __init__(
         self,
         context: StageContext,
-        prompts: Prompts,
+        prompts: PromptSet,
         gate: StalenessGate,
         hooks: RunHooks,
         *,

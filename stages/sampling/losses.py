@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Final
 
 from models.engines.errors import EngineAborted, EngineError, EngineRefused, EngineTimeout, EngineUnreachable
@@ -37,10 +37,6 @@ class Losses:
     @classmethod
     def until(cls, deadline_s: float | None) -> Losses:
         return cls(None if deadline_s is None else time.monotonic() + deadline_s)
-
-    def copy(self) -> Losses:
-        """Each member counts on from what the joint request lost."""
-        return replace(self)
 
     @property
     def left_s(self) -> float | None:

@@ -53,7 +53,8 @@ class PartialRollouts:
         async with asyncio.TaskGroup() as tasks:
 
             def go_on(index: int, result: SampleResult) -> None:
-                tasks.create_task(self._alone(replace(call, losses=call.losses.copy()), index, result))
+                # Each member counts on from what the joint request lost.
+                tasks.create_task(self._alone(replace(call, losses=replace(call.losses)), index, result))
 
             if call.request.n == 1:
                 go_on(0, none[0])

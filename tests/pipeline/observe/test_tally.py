@@ -17,6 +17,7 @@ from pipeline.record.recorder import Recorder
 from pipeline.record.report import summarise
 from pipeline.record.run_directory import RunDir
 from stages.messages import EngineAddress, EngineEntry, Settled, StepDone
+from stages.prompts.ledger import Ledger, LedgerSnapshot
 from tests.stages.stage_rig import make_config
 from transport.links.memory import MemoryNetwork, MemoryNode
 
@@ -166,3 +167,14 @@ async def test_the_recorder_tells_of_the_weights_on_their_way(recorder: Recorder
     names = ("perf/delta_ratio", "perf/publish_weights_time", "perf/update_weights_time")
     assert [second[name] for name in names] == [12.5, 0.5, 0.75]
     assert first.keys().isdisjoint(names), "nothing is told of what was not seen"
+
+
+def test_the_waste_of_a_resumed_run_is_counted_from_its_resume_on(tmp_path: Path) -> None:
+    """As its trained tokens are: the ledger of the checkpoint knows of earlier ones."""
+    with RunDir(tmp_path / "run").open(resume=False) as rundir:
+        recorder = Recorder(make_config(), rundir, resume_step=4)
+        recorder.ledger = Ledger(LedgerSnapshot(4, 4, {"filtered": 4}, (), tokens={"filtered": 4000}))
+        recorder.view.step(5, at_s=1.0, metrics={}, tokens=300, staleness={0: 300})
+        recorder.view.wasted_tokens += 100
+        summary = summarise(recorder, recorder.config, "finished")
+    assert (summary.wasted_tokens, summary.wasted_share) == (100, 0.25)

@@ -144,13 +144,13 @@ async def judging(*answers: web.Response, **options: Any) -> AsyncIterator[tuple
     judge = Judge(asking(), RewardConfig(**{"rm_timeout_s": 20.0, "rm_retries": 2, "judge_max_tokens": 64, **options}))
     async with open_rig() as rig, asyncio.TaskGroup() as tasks:
         topic = await rig.node.topic(rig.topic.address, replica="judge")
-        follower = tasks.create_task(judge.follow(topic))
+        follower = tasks.create_task(judge.sampler.follow(topic))
         announce(rig, f"http://127.0.0.1:{runner.addresses[0][1]}")
         try:
             yield judge, engine
         finally:
             follower.cancel()
-            await judge.close()
+            await judge.sampler.close()
             await runner.cleanup()
 
 
@@ -219,9 +219,9 @@ async def test_a_real_engine_takes_the_question(tmp_path: Path) -> None:
     config = EngineConfig(engine="embedded", engine_device="cpu")
     server = EngineServer(config, str(checkpoint), max_context_len=None, seed=0)
     async with server, open_rig() as rig, asyncio.TaskGroup() as tasks:
-        follower = tasks.create_task(judge.follow(await rig.node.topic(rig.topic.address, replica="judge")))
+        follower = tasks.create_task(judge.sampler.follow(await rig.node.topic(rig.topic.address, replica="judge")))
         announce(rig, server.url)
         grade = await judge.grade("strict", "", "1+1=", None, seed=7)
         assert "no line 'Score: X'" in (grade.error or "")
         follower.cancel()
-        await judge.close()
+        await judge.sampler.close()
