@@ -331,15 +331,17 @@ async def test_nobody_there_and_no_address() -> None:
     async def sleep(seconds: float) -> None:
         return None
 
-    client = RemoteReward(RewardConfig(rm_url="http://127.0.0.1:9", rm_retries=1), sleep=sleep)
-    grade = await client.grade(ASKED)
-    assert "ClientConnectorError" in (grade.error or "")
-    assert "in 2 tries" in (grade.error or "")
-    client.url = "no address"
-    assert "write --rm-url http://host:port/path" in ((await client.grade(ASKED)).error or "")
-    client.url = None
-    assert "set --rm-url" in ((await client.grade(ASKED)).error or "")
-    await client.close()
+    async def refusal(url: str | None) -> str:
+        client = RemoteReward(RewardConfig(rm_url=url, rm_retries=1), sleep=sleep)
+        grade = await client.grade(ASKED)
+        await client.close()
+        return grade.error or ""
+
+    nobody = await refusal("http://127.0.0.1:9")
+    assert "ClientConnectorError" in nobody
+    assert "in 2 tries" in nobody
+    assert "write --rm-url http://host:port/path" in await refusal("no address")
+    assert "set --rm-url" in await refusal(None)
 
 
 async def test_one_client_session_for_all(monkeypatch: pytest.MonkeyPatch) -> None:
