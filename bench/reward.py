@@ -21,7 +21,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from bench.report import Document, Series, command, machine, print_table, write_json
-from configs.schema import Config
+from configs.schema import Config, ObserveConfig
 from configs.schema.reward import RewardConfig
 from pipeline.hosts.replica import PortSpec, ReplicaSpec, run_replica
 from stages.messages import (
@@ -111,7 +111,6 @@ def replicas(count: int, directory: Path, config: Config) -> Iterator[None]:
             run_dir=str(directory),
             inlets={"in": PortSpec("reward", f"ipc://{directory}/reward", SLICE)},
             outlets={"out": PortSpec("group", f"ipc://{directory}/group", SLICE)},
-            trace=False,
         )
         processes.append(SPAWN.Process(target=replica, args=(spec, config)))
     try:
@@ -167,7 +166,8 @@ async def flow(directory: Path, grader: str, seconds: float) -> float:
 
 
 def measure(grader: str, count: int, workers: int, seconds: float) -> float:
-    config = Config(reward=RewardConfig(rm_type=grader, reward_workers=workers))
+    reward = RewardConfig(rm_type=grader, reward_workers=workers)
+    config = Config(reward=reward, observe=ObserveConfig(trace=False))
     with tempfile.TemporaryDirectory(prefix="bench") as home, replicas(count, Path(home), config):
         return asyncio.run(flow(Path(home), grader, seconds))
 

@@ -90,7 +90,6 @@ class Placement:
             loops=self.graph.loops if node.name == "generate" else (),
             options=node.options,
             built_in=self.built_in.get(node.name),
-            trace=self.config.observe.trace,
             host=self.host if node.name == "train" else "",
         )
 

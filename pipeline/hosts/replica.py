@@ -52,13 +52,13 @@ class ReplicaSpec(Struct, frozen=True):
     loops: tuple[str, ...] = ()
     options: dict[str, Any] = {}  # of a custom stage, as the user wrote them
     built_in: StageOptions | None = None
-    trace: bool = True
     host: str = ""  # under which other hosts reach what it binds; empty: there are none
 
 
 async def run_replica(spec: ReplicaSpec, node: Node, topic: TopicClient, config: Config) -> None:
     """Run one replica until its inlets end, or it is retired. Errors of the stage propagate."""
-    with TraceWriter(Path(spec.run_dir, "trace"), spec.replica, stage=spec.stage, enabled=spec.trace) as spans:
+    trace, enabled = Path(spec.run_dir, "trace"), config.observe.trace
+    with TraceWriter(trace, spec.replica, stage=spec.stage, enabled=enabled) as spans:
         context = StageContext(
             config=config,
             run_dir=Path(spec.run_dir),

@@ -6,7 +6,6 @@ import asyncio
 import time
 from collections.abc import Mapping
 
-from configs.schema import Config
 from pipeline.observe.prometheus import Facts
 from pipeline.observe.table import open_display
 from pipeline.record.recorder import Recorder
@@ -21,16 +20,10 @@ REFRESH_S = 0.5
 class Monitor:
     """Feeds a display twice a second. A context manager."""
 
-    def __init__(
-        self,
-        config: Config,
-        stage: PromptStage,
-        recorder: Recorder,
-        hubs: Mapping[str, Hub],
-        topic: TopicServer,
-    ) -> None:
+    def __init__(self, stage: PromptStage, recorder: Recorder, hubs: Mapping[str, Hub], topic: TopicServer) -> None:
         self.stage, self.recorder, self.hubs, self.topic = stage, recorder, hubs, topic
-        self.display = open_display(config.observe.live, log_interval=config.observe.log_interval)
+        observe = recorder.config.observe
+        self.display = open_display(observe.live, log_interval=observe.log_interval)
         self._engines: dict[str, str | None] = {}  # every engine seen, with its address while it has one
 
     def __enter__(self) -> Monitor:

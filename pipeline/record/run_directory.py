@@ -47,6 +47,7 @@ class RunDir:
         self.trace = self.path / "trace"
         self.checkpoints = self.path / "checkpoints"
         self.specs = self.path / "replicas"
+        self.fleet = self.specs / "fleet.json"
         self.config = self.path / "config.toml"
         self.metrics = self.path / "metrics.jsonl"
         self.ledger = self.path / "ledger.jsonl"

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
-from pathlib import Path
 
 import msgspec
 from msgspec import Struct
@@ -27,7 +26,6 @@ from stages.ports import read_value
 from transport import Hub, TopicServer
 
 log = logging.getLogger("sluice.controller")
-FLEET_FILE = "fleet.json"
 
 
 class ServerInfo(Struct, frozen=True):
@@ -43,12 +41,8 @@ class ServerInfo(Struct, frozen=True):
 
 def read_fleet(rundir: RunDir) -> dict[str, ServerInfo]:
     """The servers of a run by name; empty if none came up."""
-    path = _file(rundir)
+    path = rundir.fleet
     return msgspec.json.decode(path.read_bytes(), type=dict[str, ServerInfo]) if path.exists() else {}
-
-
-def _file(rundir: RunDir) -> Path:
-    return rundir.specs / FLEET_FILE
 
 
 class Announcer:
@@ -58,7 +52,7 @@ class Announcer:
         self.config = recorder.config
         self.topic, self.hubs, self.recorder = topic, hubs, recorder
         self._fleet: dict[str, ServerInfo] = {}
-        _file(recorder.rundir).unlink(missing_ok=True)  # of the run that is resumed
+        recorder.rundir.fleet.unlink(missing_ok=True)  # of the run that is resumed
 
     def lost(self, stage: str, name: str, why: str) -> None:
         log.warning("%s ended with %s; %s", name, why, consequence(self.config, stage))
@@ -124,7 +118,7 @@ class Announcer:
 
     def _remember(self, name: str, facts: ServerInfo) -> None:
         self._fleet[name] = facts
-        write_json(_file(self.recorder.rundir), self._fleet)
+        write_json(self.recorder.rundir.fleet, self._fleet)
 
 
 def _kind(version: str) -> str:

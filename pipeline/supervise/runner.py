@@ -30,8 +30,6 @@ from pipeline.supervise.trainer_group import TrainerGroup
 from stages.base import beside
 from transport import Node, TopicServer
 
-NOT_RESTARTED = ("train",)
-
 
 class Runner(ABC):
     """What both runners share: all but how one replica is run."""
@@ -148,7 +146,7 @@ class ProcessRunner(Runner):
         """Report the loss and wait out the backoff, or give up. Raises ReplicaFailed or UsageError."""
         why, words = ending(code), process.last_line()
         check_repeatable(spec.replica, code, words, self.rundir.path)
-        if spec.stage in NOT_RESTARTED:
+        if spec.stage == "train":
             said = "" if code < 0 else f": {words}"
             raise ReplicaFailed(
                 f"{spec.replica} ended with {why}{said}; continue from the last checkpoint with --resume "

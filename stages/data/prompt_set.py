@@ -20,7 +20,7 @@ from stages.data.errors import DataError, EmptyDataError, RowError
 from stages.data.report import BadRow, LoadReport, SourceCount
 from stages.data.rows import BadValue, Message, PromptRow, RowKeys, missing_key, parse_row
 from stages.data.sources import Source, open_source
-from stages.messages import NO_IDS, Int32Array, wire
+from stages.messages import NO_IDS, Int32Array, PromptGroup, wire
 
 Tokenize = Callable[[str], Sequence[int]]
 Render = Callable[[list[Message], list[Mapping[str, object]]], str]
@@ -39,6 +39,21 @@ class PreparedPrompt(Struct, frozen=True):
     metadata: str  # JSON object
     tools: str  # JSON list: the run's tools, then the row's own
     label_ids: Int32Array = NO_IDS  # [L], filled where labels are what is learnt
+
+    def group(self, group_id: int, index: int, n_samples: int, seed: int) -> PromptGroup:
+        """The prompt, which is the one of the index, as a group of so many rollouts."""
+        return PromptGroup(
+            group_id=group_id,
+            prompt_index=index,
+            epoch=0,
+            prompt=self.prompt,
+            prompt_ids=self.prompt_ids,
+            label=self.label,
+            n_samples=n_samples,
+            seed=seed,
+            metadata=self.metadata,
+            tools=self.tools,
+        )
 
 
 class PromptSet:

@@ -120,13 +120,13 @@ class EngineControl:
         service first, and everything is loaded anew.
         """
         most = self.config.rollout.server_concurrency
+        fresh = EngineEntry(self.name, address.url, address.incarnation, address.policy, limit=most)
         found = entries(topic).get(self.name)
         if address.policy != POLICY:
-            fresh = EngineEntry(self.name, address.url, address.incarnation, address.policy, "serving", limit=most)
             self.entry = fresh
-            await self.publish(topic)
+            await self.publish(topic, state="serving")
         elif found is None:
-            self.entry = EngineEntry(self.name, address.url, address.incarnation, address.policy, limit=most)
+            self.entry = fresh
             await self.publish(topic)
         elif found.state == "serving" and await _carries(client, found.label):
             self.entry, self.current = found, _announced(topic, found)

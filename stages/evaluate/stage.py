@@ -19,10 +19,9 @@ from pathlib import Path
 import msgspec
 
 from stages.base import Stage, StageContext, beside
-from stages.data.prompt_set import PromptSet
 from stages.engine_entries import KEYS, carrying
 from stages.evaluate.pass_rate import estimates
-from stages.messages import EvalDone, Int32Array, PromptGroup, RolloutSlice, Sample, wire
+from stages.messages import EvalDone, PromptGroup, RolloutSlice, Sample
 from stages.ports import Lease, Ports
 from stages.prompts.stage import sampling_seed
 from stages.rollouts import rollouts
@@ -132,6 +131,7 @@ class EvaluateStage(Stage):
     async def _send_all(self, ports: Ports, version: int) -> None:
         """Waits for the hub's acceptance, a window of prompts at a time."""
         window = asyncio.Semaphore(SENDS_AT_ONCE)
+        n_samples = self.config.eval.n_samples_per_eval_prompt
 
         async def send(group: PromptGroup) -> None:
             try:
@@ -143,26 +143,10 @@ class EvaluateStage(Stage):
             for name, prompts in self.sets.items():
                 for index in range(len(prompts)):
                     await window.acquire()
-                    group = self._prompt_group(name, prompts, index, version)
-                    sends.create_task(send(group))
-
-    def _prompt_group(self, name: str, prompts: PromptSet, index: int, version: int) -> PromptGroup:
-        prompt = prompts.get(index)
-        return PromptGroup(
-            group_id=EVAL_BASE + index,
-            prompt_index=index,
-            epoch=0,
-            prompt=prompt.prompt,
-            prompt_ids=wire(prompt.prompt_ids, Int32Array),
-            label=prompt.label,
-            n_samples=self.config.eval.n_samples_per_eval_prompt,
-            seed=sampling_seed(self.config.run.seed + 1, index),
-            metadata=prompt.metadata,
-            tools=prompt.tools,
-            purpose="eval",
-            dataset=name,
-            pinned_version=version,
-        )
+                    seed = sampling_seed(self.config.run.seed + 1, index)
+                    fresh = prompts.get(index).group(EVAL_BASE + index, index, n_samples, seed)
+                    pinned = msgspec.structs.replace(fresh, purpose="eval", dataset=name, pinned_version=version)
+                    sends.create_task(send(pinned))
 
     def _score(self, version: int) -> tuple[dict[str, float], bool]:
         metrics: dict[str, float] = {}

@@ -24,8 +24,7 @@ class PassRateCurriculum:
 
     def __init__(self, data: DataConfig, order: PromptOrder, rates: Mapping[int, float] | None = None) -> None:
         self.on = data.curriculum == "pass_rate"
-        self._low, self._high, self._keep = data.curriculum_low, data.curriculum_high, data.curriculum_keep
-        self._seed, self._order = data.rollout_seed, order
+        self._data, self._order = data, order
         self.rates: dict[int, float] = dict(rates or {})
 
     def observe(self, index: int, pass_rate: float | None) -> None:
@@ -39,10 +38,10 @@ class PassRateCurriculum:
         """Whether the visit at this position of the order is left out."""
         epoch, index = self._order.index(position)
         rate = self.rates.get(index)
-        if rate is None or self._low <= rate <= self._high:
+        if rate is None or self._data.curriculum_low <= rate <= self._data.curriculum_high:
             return False
-        draw = mix64(mix64(mix64(self._seed) ^ epoch) ^ position)
-        return draw / 2**64 >= self._keep
+        draw = mix64(mix64(mix64(self._data.rollout_seed) ^ epoch) ^ position)
+        return draw / 2**64 >= self._data.curriculum_keep
 
     def next_position(self, cursor: int) -> int:
         """The first position from `cursor` on whose visit takes place."""

@@ -26,13 +26,11 @@ from stages.errors import NoVerdicts, Starved
 from stages.messages import (
     CheckpointReady,
     EvalDone,
-    Int32Array,
     PromptGroup,
     Report,
     RolloutSlice,
     Settled,
     StepDone,
-    wire,
 )
 from stages.ports import Outlet, Ports
 from stages.prompts.curriculum import PassRateCurriculum
@@ -166,20 +164,9 @@ class PromptStage(Stage):
     async def _submit(self, group: OpenGroup, outlet: Outlet[PromptGroup | RolloutSlice]) -> None:
         epoch, index = self.order.index(group.position)
         prompt = self.prompts.get(index)
-        rollout = self.config.rollout
-        message = PromptGroup(
-            group_id=group.group_id,
-            prompt_index=index,
-            epoch=epoch,
-            prompt=prompt.prompt,
-            prompt_ids=wire(prompt.prompt_ids, Int32Array),
-            label=prompt.label,
-            n_samples=1 if self.supervised else rollout.n_samples_per_prompt,
-            seed=sampling_seed(self.config.run.seed, group.group_id),
-            metadata=prompt.metadata,
-            tools=prompt.tools,
-            requeued=group.requeued,
-        )
+        n_samples = 1 if self.supervised else self.config.rollout.n_samples_per_prompt
+        fresh = prompt.group(group.group_id, index, n_samples, sampling_seed(self.config.run.seed, group.group_id))
+        message = msgspec.structs.replace(fresh, epoch=epoch, requeued=group.requeued)
         self.activity.items_out += 1
         if self.supervised:
             shown = demonstration(message, prompt, self.steps, eos_id=self.eos_id, encode=self.encode)

@@ -28,7 +28,7 @@ from pipeline.observe.exposition import Family, read, write
 from pipeline.observe.monitor import Monitor
 from pipeline.observe.prometheus import Facts, endpoint, families, joined
 from pipeline.observe.stats import StageStats
-from pipeline.supervise.announce import FLEET_FILE, ServerInfo
+from pipeline.supervise.announce import ServerInfo
 from stages.messages import EngineAddress
 
 LINE = re.compile(r'^([a-zA-Z_:][\w:]*)(?:\{((?:[a-zA-Z_]\w*="(?:[^"\\\n]|\\["\\n])*",?)*)\})? (\S+)$')
@@ -196,8 +196,14 @@ def test_an_engine_that_is_lost_keeps_its_place(tmp_path: Path) -> None:
     teacher = {"engine/frozen-t": msgspec.msgpack.encode(EngineAddress("frozen-t", "http://t", 0, "t"))}
     known = dict(engine | teacher)
     topic = SimpleNamespace(items=lambda prefix: {k: v for k, v in known.items() if k.startswith(prefix)})
-    recorder = SimpleNamespace(view=made_up_run(), restarts={}, dead_letters=[], rundir=SimpleNamespace(specs=tmp_path))
-    monitor = Monitor(Config(), SimpleNamespace(), recorder, {}, topic)  # type: ignore[arg-type]
+    recorder = SimpleNamespace(
+        config=Config(),
+        view=made_up_run(),
+        restarts={},
+        dead_letters=[],
+        rundir=SimpleNamespace(fleet=tmp_path / "fleet.json"),
+    )
+    monitor = Monitor(SimpleNamespace(), recorder, {}, topic)  # type: ignore[arg-type]
     assert monitor.facts().engines == {"engine-0": "http://a", "frozen-t": "http://t"}
     assert monitor.facts().router is None
     del known["engine/engine-0"]
@@ -205,7 +211,7 @@ def test_an_engine_that_is_lost_keeps_its_place(tmp_path: Path) -> None:
     known["engine/engine-0"] = msgspec.msgpack.encode(EngineAddress("engine-0", "http://b", 1))
     assert monitor.facts().engines == {"engine-0": "http://b", "frozen-t": "http://t"}
     router = ServerInfo("sglang", "http://r", 0, "0.3.2", "router", "http://m")
-    (tmp_path / FLEET_FILE).write_bytes(msgspec.json.encode({"router": router}))
+    (tmp_path / "fleet.json").write_bytes(msgspec.json.encode({"router": router}))
     assert monitor.facts().router == "http://m"
 
 
