@@ -69,6 +69,11 @@ def _overlap_faults(config: Config) -> Iterator[str]:
             "--overlap-param-gather gathers what the distributed optimizer has spread, while gradients are reduced; "
             "it needs --use-distributed-optimizer and --overlap-grad-reduce: set both, or leave it out"
         )
+    if megatron.optimizer_cpu_offload and not megatron.use_distributed_optimizer:
+        yield (
+            "--optimizer-cpu-offload works on the state that the distributed optimizer has spread, but "
+            "--no-use-distributed-optimizer is given; leave one of the two out"
+        )
 
 
 def pipeline_faults(config: Config) -> Iterator[str]:

@@ -79,6 +79,10 @@ SP = "--sequence-parallel"
             ["2", "--overlap-param-gather", "--overlap-grad-reduce", "--no-use-distributed-optimizer"],
             "--overlap-param-gather gathers what the distributed optimizer has spread",
         ),
+        (
+            ["1", "--optimizer-cpu-offload", "--no-use-distributed-optimizer"],
+            "--optimizer-cpu-offload works on the state that the distributed optimizer has spread",
+        ),
         (["1", "--optimizer-offload-fraction", "0.5"], "is 0.5, but only --optimizer-cpu-offload reads it"),
         (
             ["1", "--virtual-pipeline-model-parallel-size", "2"],

@@ -66,15 +66,7 @@ class MegatronCritic:
 
     def values(self, batches: Sequence[MicroBatch]) -> list[Float32Array]:
         """V before each chosen token, one array [N] per micro-batch; nothing without `is_mp_src_rank`."""
-        found: dict[int, Float32Array] = {}
-
-        def keep(number: int, hidden: Tensor, inputs: ModelInputs) -> None:
-            values = self._values(hidden, inputs)
-            if self._is_mp_src_rank:
-                found[number] = values.float().cpu().numpy()
-
-        self._pipeline.score(batches, keep)
-        return [found[number] for number in sorted(found)]
+        return self._pipeline.score(batches, self._values, keep=self._is_mp_src_rank)
 
     def backward(self, batches: Sequence[MicroBatch]) -> None:
         """Add the gradient of the micro-batches' numerators, and their sums."""

@@ -19,12 +19,8 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from models.train.megatron.inputs import ModelInputs
+from models.train.megatron.names import unwrap
 from models.train.megatron.vocabulary import VocabularyPart, vocabulary_log_probs
-
-
-def unwrapped(chunk: Any) -> Any:
-    """The GPT inside its wrapper for data parallelism."""
-    return getattr(chunk, "module", chunk)
 
 
 def hidden_states(chunk: Any, inputs: ModelInputs) -> Tensor:
@@ -32,7 +28,7 @@ def hidden_states(chunk: Any, inputs: ModelInputs) -> Tensor:
 
     The stage before has set its own with `set_input_tensor`.
     """
-    model = unwrapped(chunk)
+    model = unwrap(chunk)
     packed = _packed(inputs)
     with _without_head(model):
         hidden: Tensor = chunk(

@@ -16,6 +16,7 @@ import torch
 from models.train.errors import CheckpointUnavailable
 from models.train.megatron.inputs import RowForm
 from models.train.megatron.processes import ParallelSizes
+from models.train.megatron.weights import load_hf
 from models.train.packing.packing import Packing
 from models.train.spec import TrainSpec
 
@@ -94,16 +95,9 @@ def load_chunks(source: Source, spec: TrainSpec, sizes: ParallelSizes, device: t
     for chunk in chunks:
         chunk.to(device)
     _mark_split(chunks)
-    load_weights_of(source, chunks)
+    load_hf(chunks, source.config, source.directory)
     form, packing = _rows(chunks[0], spec, sizes, device)
     return LoadedChunks(chunks, int(chunks[0].architecture.vocab_size), form, packing)
-
-
-def load_weights_of(source: Source, chunks: Sequence[Any]) -> None:
-    """Overwrite the weights of the chunks, which no optimizer has yet, with those of a checkpoint."""
-    from models.train.megatron.weights import load_hf
-
-    load_hf(list(chunks), source.config, source.directory)
 
 
 def _mark_split(chunks: Sequence[Any]) -> None:

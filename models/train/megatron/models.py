@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -27,11 +26,12 @@ from models.train.megatron.checkpoint import save as save_state
 from models.train.megatron.critic import MegatronCritic, into_critic
 from models.train.megatron.forward import TokenScorer
 from models.train.megatron.inputs import ModelInputs
-from models.train.megatron.loading import LoadedChunks, Source, load_chunks, load_weights_of, read_source
+from models.train.megatron.loading import LoadedChunks, Source, load_chunks, read_source
 from models.train.megatron.optimizer import TrainedChunks, check_optimizer
 from models.train.megatron.processes import build_dp_group, build_layout
 from models.train.megatron.reference import SwappedReference
 from models.train.megatron.schedule import Pipeline
+from models.train.megatron.weights import export_hf, load_hf
 from models.train.model_set import Counters, Scored
 from models.train.packing.balance import MicroBatch
 from models.train.packing.packing import Packing, with_budget
@@ -89,12 +89,12 @@ class MegatronModels:
             assert train.ref_load is not None
             theirs = read_source(train.ref_load, "ref_load")
             _check_same_shape(source, theirs)
-            load_weights_of(theirs, loaded.chunks)
+            load_hf(loaded.chunks, theirs.config, theirs.directory)
         reference = SwappedReference(
             loaded.chunks, lambda: self.policy.settle(), renewed=bool(algorithm.ref_update_interval)
         )
         if other:
-            load_weights_of(source, loaded.chunks)
+            load_hf(loaded.chunks, source.config, source.directory)
         return reference
 
     def _add_critic(self, packing: Packing) -> Packing:
@@ -130,32 +130,6 @@ class MegatronModels:
             chunk_tokens=self.spec.train.logprob_chunk_tokens,
         )
 
-    # ------------------------------------------------------------------ what a checkpoint is made of
-
-    @property
-    def chunks(self) -> list[Any]:
-        """The policy's chunks of this process, without their wrappers."""
-        return self.policy.chunks
-
-    @property
-    def wrapped(self) -> list[Any]:
-        """The policy's chunks in their wrappers for data parallelism."""
-        return self.policy.wrapped
-
-    @property
-    def optimizer(self) -> Any:
-        """Megatron's optimizer of the policy."""
-        return self.policy.optimizer
-
-    @property
-    def updates(self) -> int:
-        """Updates of the policy that were made."""
-        return self.policy.updates
-
-    @updates.setter
-    def updates(self, updates: int) -> None:
-        self.policy.updates = updates
-
     @property
     def has_reference(self) -> bool:
         return self.reference is not None
@@ -168,23 +142,16 @@ class MegatronModels:
         Raises `BackendMisuse`.
         """
         if model == "policy":
-            return self._log_probs(batches)
+            return self._pipeline.score(batches, self._log_probs, keep=self.dp_group.is_mp_src_rank)
         if self.reference is None:
             raise BackendMisuse("there is no reference; set --use-kl-loss or --kl-coef")
         with self.reference.in_place():
-            return self._log_probs(batches)
+            return self.log_probs(batches)
 
-    def _log_probs(self, batches: Sequence[MicroBatch]) -> list[Float32Array]:
-        found: dict[int, Float32Array] = {}
-
-        def keep(number: int, hidden: Tensor, inputs: ModelInputs) -> None:
-            assert self._score is not None
-            log_probs, _ = self._score(hidden, inputs)
-            if self.dp_group.is_mp_src_rank:
-                found[number] = log_probs.cpu().numpy()
-
-        self._pipeline.score(batches, keep)
-        return [found[number] for number in sorted(found)]
+    def _log_probs(self, hidden: Tensor, inputs: ModelInputs) -> Tensor:
+        assert self._score is not None
+        log_probs, _ = self._score(hidden, inputs)
+        return log_probs
 
     def backward(self, batches: Sequence[MicroBatch], statistics: StepStatistics, totals: StepTotals) -> None:
         """Add the gradient of the micro-batches' numerators; `is_mp_src_rank` also adds their sums to `totals`."""
@@ -194,8 +161,7 @@ class MegatronModels:
             assert self._score is not None
             batch = batches[number]
             if batch.blank:
-                log_probs, _ = self._score(hidden, inputs)
-                return log_probs.sum() * 0.0
+                return self._log_probs(hidden, inputs).sum() * 0.0
             log_probs, entropy = self._score(hidden, inputs, entropy=self._numerator.entropy)
             return self._numerator(batch.members, log_probs, entropy, statistics, sums)
 
@@ -230,10 +196,8 @@ class MegatronModels:
 
     def export(self) -> Iterator[tuple[str, Tensor]]:
         """Current weights, gathered one after the other; with contents in the first process."""
-        from models.train.megatron.weights import export_hf
-
         self.policy.settle()
-        yield from export_hf(self.chunks, self.hf_config)
+        yield from export_hf(self.policy.chunks, self.hf_config)
 
     def save(self, directory: Path, counters: Counters) -> None:
         """Write the policy to `directory/hf` and all else beside it.

@@ -34,7 +34,6 @@ class TrainedChunks:
 
         Raises `TrainConfigInvalid`.
         """
-        check_optimizer(spec)
         self._train = train
         self._total_steps = total_steps
         self.chunks = list(chunks)
@@ -101,22 +100,11 @@ class TrainedChunks:
 
 
 def check_optimizer(spec: TrainSpec) -> None:
-    """Raise `TrainConfigInvalid` for options of the optimizer that do not fit together or this machine."""
-    m = spec.megatron
-    if m.overlap_param_gather and not (m.use_distributed_optimizer and m.overlap_grad_reduce):
-        raise TrainConfigInvalid(
-            "overlap_param_gather gathers the parameters that the distributed optimizer has spread, and works together "
-            "with the overlap of gradients; set --use-distributed-optimizer and --overlap-grad-reduce, or leave it out"
-        )
-    if m.optimizer_cpu_offload and not torch.cuda.is_available():
+    """Raise `TrainConfigInvalid` for options of the optimizer that do not fit this machine."""
+    if spec.megatron.optimizer_cpu_offload and not torch.cuda.is_available():
         raise TrainConfigInvalid(
             "optimizer_cpu_offload moves the optimizer from a GPU to the host, but this process sees no GPU; leave "
             "--optimizer-cpu-offload out"
-        )
-    if m.optimizer_cpu_offload and not m.use_distributed_optimizer:
-        raise TrainConfigInvalid(
-            "optimizer_cpu_offload works on the state that the distributed optimizer has spread; set "
-            "--use-distributed-optimizer, or leave --optimizer-cpu-offload out"
         )
 
 

@@ -38,7 +38,10 @@ _built: ParallelSizes | None = None  # the layout of this process
 
 
 def parallel_sizes(spec: TrainSpec, world: int) -> ParallelSizes:
-    """The sizes of a layout for `world` processes. Raises `TrainConfigInvalid`."""
+    """The sizes of a layout for `world` processes; `configs.rules.parallel` has seen whether they go together.
+
+    Raises `TrainConfigInvalid`.
+    """
     m = spec.megatron
     tensor, pipeline, context = m.tensor_model_parallel_size, m.pipeline_model_parallel_size, m.context_parallel_size
     replica = tensor * pipeline * context
@@ -57,57 +60,21 @@ def parallel_sizes(spec: TrainSpec, world: int) -> ParallelSizes:
             f"x expert_tensor_parallel_size={expert_tensor} x pipeline_model_parallel_size={pipeline}); choose "
             "--expert-model-parallel-size and --expert-tensor-parallel-size so that their product divides it"
         )
-    sizes = ParallelSizes(
+    if context > 1 and not engine_installed():
+        raise TrainConfigInvalid(
+            f"context_parallel_size={context} needs the attention of Transformer Engine, which is not installed; "
+            "install it, or set --context-parallel-size 1"
+        )
+    chunks = m.virtual_pipeline_model_parallel_size
+    return ParallelSizes(
         tensor=tensor,
         pipeline=pipeline,
-        virtual_pipeline=_virtual_pipeline(spec),
+        virtual_pipeline=None if chunks == 1 else chunks,
         context=context,
         expert=expert,
         expert_tensor=expert_tensor,
         data=world // replica,
     )
-    _check_combination(spec, sizes)
-    return sizes
-
-
-def _virtual_pipeline(spec: TrainSpec) -> int | None:
-    """Chunks of each stage; 1 is none."""
-    chunks = spec.megatron.virtual_pipeline_model_parallel_size
-    if chunks is None or chunks == 1:
-        return None
-    if spec.megatron.pipeline_model_parallel_size == 1:
-        raise TrainConfigInvalid(
-            f"virtual_pipeline_model_parallel_size={chunks} interleaves the chunks of several pipeline stages, but "
-            "there is 1; set --pipeline-model-parallel-size to 2 or more, or leave it out"
-        )
-    return chunks
-
-
-def _check_combination(spec: TrainSpec, sizes: ParallelSizes) -> None:
-    if spec.megatron.sequence_parallel and sizes.tensor == 1:
-        raise TrainConfigInvalid(
-            "sequence_parallel splits activations over the tensor-parallel processes, but "
-            "tensor_model_parallel_size=1; set --tensor-model-parallel-size to 2 or more, or leave --sequence-parallel "
-            "out"
-        )
-    if sizes.context > 1 and not engine_installed():
-        raise TrainConfigInvalid(
-            f"context_parallel_size={sizes.context} needs the attention of Transformer Engine, which is not installed; "
-            "install it, or set --context-parallel-size 1"
-        )
-    if sizes.expert_tensor > sizes.tensor:
-        raise TrainConfigInvalid(
-            f"expert_tensor_parallel_size={sizes.expert_tensor} is above tensor_model_parallel_size={sizes.tensor}: "
-            "experts are cut as the other layers are, or less; set --expert-tensor-parallel-size to at most "
-            f"{sizes.tensor}"
-        )
-    dispatcher = spec.megatron.moe_token_dispatcher_type
-    if sizes.expert > 1 and dispatcher == "allgather" and (sizes.data > 1 or sizes.pipeline > 1):
-        raise TrainConfigInvalid(
-            f"moe_token_dispatcher_type=allgather with expert_model_parallel_size={sizes.expert}: it needs equally "
-            "many tokens in every process, which micro-batches of packed sequences do not have; set "
-            "--moe-token-dispatcher-type alltoall"
-        )
 
 
 def engine_installed() -> bool:

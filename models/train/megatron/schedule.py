@@ -17,8 +17,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from models.train.megatron.forward import hidden_states, unwrapped
+from models.train.dp_group import Float32Array
+from models.train.megatron.forward import hidden_states
 from models.train.megatron.inputs import ModelInputs, RowForm, model_inputs
+from models.train.megatron.names import unwrap
 from models.train.packing.balance import MicroBatch
 from models.train.packing.packing import Layout, Unit
 from models.train.packing.rows import pack_rows
@@ -26,6 +28,8 @@ from models.train.packing.rows import pack_rows
 # What is wanted of one micro-batch on the last stage: (its number, hidden states, inputs) -> scalar with a graph, or
 # None where nothing is trained.
 LastStage = Callable[[int, Tensor, ModelInputs], Tensor | None]
+# Numbers [N] of the chosen tokens, from the hidden states on the last stage.
+OfTokens = Callable[[Tensor, ModelInputs], Tensor]
 
 
 class Pipeline:
@@ -38,7 +42,7 @@ class Pipeline:
         self._stages = stages
         self._interleaved = interleaved
         for chunk in chunks:
-            config = unwrapped(chunk).config
+            config = unwrap(chunk).config
             config.variable_seq_lengths = stages > 1
             config.deallocate_pipeline_outputs = stages > 1  # what the next stage has is not kept here
             config.calculate_per_token_loss = True  # numerators are left as they are
@@ -51,7 +55,7 @@ class Pipeline:
     @property
     def last(self) -> Any | None:
         """The chunk that ends the model, if it is in this process, unwrapped."""
-        model = unwrapped(self._chunks[-1])
+        model = unwrap(self._chunks[-1])
         return model if model.post_process else None
 
     def train(self, batches: Sequence[MicroBatch], last_stage: LastStage) -> None:
@@ -61,10 +65,18 @@ class Pipeline:
                 stack.enter_context(chunk.no_sync())
             self._run(batches, last_stage, forward_only=False)
 
-    def score(self, batches: Sequence[MicroBatch], last_stage: LastStage) -> None:
-        """Run all micro-batches without gradients; `last_stage` keeps what it wants."""
+    def score(self, batches: Sequence[MicroBatch], of_tokens: OfTokens, *, keep: bool) -> list[Float32Array]:
+        """Run all micro-batches without gradients; one array [N] each of what the last stage finds, if `keep`."""
+        found: dict[int, Float32Array] = {}
+
+        def last_stage(number: int, hidden: Tensor, inputs: ModelInputs) -> None:
+            numbers = of_tokens(hidden, inputs)
+            if keep:
+                found[number] = numbers.float().cpu().numpy()
+
         with torch.no_grad():
             self._run(batches, last_stage, forward_only=True)
+        return [found[number] for number in sorted(found)]
 
     def _run(self, batches: Sequence[MicroBatch], last_stage: LastStage, *, forward_only: bool) -> None:
         if not batches:

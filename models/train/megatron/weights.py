@@ -43,8 +43,8 @@ def load_hf(chunks: Sequence[Any], hf_config: Mapping[str, Any], source: Path) -
     with CheckpointTensors(source) as tensors:
         check_names(architecture, tensors)
         known = {weight.name: weight for weight in architecture.weights()}
-        if architecture.tied:
-            known |= _tied_head(architecture)
+        if architecture.tied:  # the last pipeline stage holds a copy of the embedding under this name
+            known["output_layer.weight"] = known["embedding.word_embeddings.weight"]
         for name, parameter in held_parameters(chunks):
             weight = known.get(name)
             if weight is None:
@@ -93,12 +93,6 @@ def _vocabulary(tensors: CheckpointTensors, name: str, first: int, rows: int, vo
     padded = found.new_zeros(rows, *found.shape[1:])
     padded[: found.shape[0]] = found
     return padded
-
-
-def _tied_head(architecture: Architecture) -> dict[str, Weight]:
-    """The last pipeline stage holds a copy of a tied embedding under the name of the output layer."""
-    embedding = next(weight for weight in architecture.weights())
-    return {"output_layer.weight": embedding}
 
 
 def check_names(architecture: Architecture, tensors: CheckpointTensors) -> None:

@@ -248,7 +248,7 @@ def save(trainer: Trainer, directory: Path, *, asynchronous: bool) -> None:
 
 def spoil(trainer: Trainer) -> None:
     """What Megatron-core 0.16.1 does when it loads."""
-    inner = trainer._models.optimizer.chained_optimizers[0].optimizer
+    inner = trainer._models.policy.optimizer.chained_optimizers[0].optimizer
     shared = next(iter(inner.state.values()))["step"]
     for state in inner.state.values():
         state["step"] = shared
@@ -279,7 +279,7 @@ def weights_of(trainer: Trainer) -> dict[str, torch.Tensor]:
 
 def state_of(trainer: Trainer) -> list[torch.Tensor]:
     """All that training changes."""
-    inner = trainer._models.optimizer.chained_optimizers[0].optimizer
+    inner = trainer._models.policy.optimizer.chained_optimizers[0].optimizer
     states = [tensor.clone() for state in inner.state.values() for tensor in state.values()]
     return [*weights_of(trainer).values(), *states, torch.get_rng_state()]
 
@@ -325,7 +325,7 @@ def meet_random(models: Path, states: Path) -> None:
     assert torch.equal(torch.rand(3), drawn)
     for name, state in get_cuda_rng_tracker().get_states().items():
         assert torch.equal(state, before[name]), name
-    inner = trainer._models.optimizer.chained_optimizers[0].optimizer
+    inner = trainer._models.policy.optimizer.chained_optimizers[0].optimizer
     assert {float(state["step"]) for state in inner.state.values()} == {0.0}
     assert all(not state["exp_avg"].any() for state in inner.state.values())
     write = Plan.write

@@ -35,11 +35,7 @@ def test_what_is_left_is_data_parallel() -> None:
     [
         (3, {"tensor_model_parallel_size": 2}, "3 processes do not divide.*--actor-num-gpus-per-node"),
         (4, {"expert_model_parallel_size": 3}, "sets of experts of 3.*--expert-model-parallel-size"),
-        (2, {"sequence_parallel": True}, "tensor_model_parallel_size=1.*--sequence-parallel"),
-        (2, {"virtual_pipeline_model_parallel_size": 2}, "=2 interleaves.*--pipeline-model-parallel-size"),
         (2, {"context_parallel_size": 2}, "Transformer Engine.*--context-parallel-size 1"),
-        (2, {"expert_tensor_parallel_size": 2}, "is above tensor_model_parallel_size=1.*at most 1"),
-        (2, {"expert_model_parallel_size": 2, "moe_token_dispatcher_type": "allgather"}, "alltoall"),
     ],
 )
 def test_impossible_layouts_name_the_cure(
@@ -51,23 +47,10 @@ def test_impossible_layouts_name_the_cure(
         parallel_sizes(spec(**layout), world)
 
 
-@pytest.mark.parametrize(
-    ("layout", "words"),
-    [
-        ({"overlap_param_gather": True}, "--overlap-grad-reduce"),
-        (
-            {"overlap_param_gather": True, "overlap_grad_reduce": True, "use_distributed_optimizer": False},
-            "--use-distributed-optimizer",
-        ),
-        ({"optimizer_cpu_offload": True}, "sees no GPU"),
-    ],
-)
-def test_impossible_optimizers_name_the_cure(
-    layout: dict[str, Any], words: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_optimizer_on_the_host_needs_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    with pytest.raises(TrainConfigInvalid, match=words):
-        check_optimizer(spec(**layout))
+    with pytest.raises(TrainConfigInvalid, match="sees no GPU"):
+        check_optimizer(spec(optimizer_cpu_offload=True))
 
 
 def test_without_a_trainer_group_there_is_no_layout() -> None:
