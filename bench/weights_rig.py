@@ -245,7 +245,7 @@ async def fleet(kind: Kind, versions: Versions, engines: int, bucket_bytes: int,
 @asynccontextmanager
 async def _recording(one: Fleet) -> AsyncIterator[str]:
     """A recording engine, in an event loop and a thread of its own as in a process of its own."""
-    recorder = Recorder(one.slots.nbytes)
+    recorder = Recorder(one.slots.layout.data_bytes)
     one.recorders.append(recorder)
     loop = asyncio.new_event_loop()
     thread = threading.Thread(target=loop.run_forever, daemon=True)

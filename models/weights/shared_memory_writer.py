@@ -95,11 +95,6 @@ class SlotWriter:
         """The slot that the next write overwrites."""
         return self._slots[self._next].path
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of one version's tensors."""
-        return self.layout.data_bytes
-
     def write(self, version: int, epoch: int, tensors: Iterator[tuple[str, torch.Tensor]]) -> SlotManifest:
         """Copy one version into the older slot and return its manifest.
 

@@ -13,7 +13,8 @@ from megatron.core.models.gpt.gpt_model import GPTModel
 
 from models.families.architecture import Architecture
 from models.families.registry import architecture_of
-from models.train.megatron.config import padded_vocab_size, transformer_config
+from models.families.sharding import padded_vocab
+from models.train.megatron.config import transformer_config
 from models.train.megatron.layers import layer_submodules
 from models.train.megatron.layout import uses_transformer_engine
 from models.train.megatron.rotary import PositionRotary
@@ -55,12 +56,13 @@ def build_gpt(
     `hf_config`: contents of config.json. Raises `UnsupportedModel`, `TrainConfigInvalid`.
     """
     architecture = architecture_of(hf_config)
-    config = transformer_config(hf_config, spec)
+    config = transformer_config(architecture, spec)
     model = PolicyModel(
         architecture,
         config,
         layer_submodules(architecture, config, transformer_engine=uses_transformer_engine(spec), vp_stage=vp_stage),
-        vocab_size=padded_vocab_size(hf_config, spec),
+        # Padding rows are zero, get no gradient as log-probs leave them out (`vocabulary`), and are not exported.
+        vocab_size=padded_vocab(architecture.vocab_size, spec.megatron.tensor_model_parallel_size),
         max_sequence_length=architecture.max_length,
         pre_process=pre_process,
         post_process=post_process,

@@ -69,7 +69,7 @@ def save(models: MegatronModels, directory: Path, counters: Counters, *, asynchr
     held = Held(models)
     state = _state_of(models, held, counters)
     plan = Plan(files, models.saving_group)
-    plan.prepare(held.to_save())
+    plan.prepare(held.tensors(empty=False))
     plan.add(f"random-{rank:05d}.safetensors", _random())
     if asynchronous:
         plan.copy(held.live())
@@ -94,7 +94,7 @@ def load(models: MegatronModels, directory: Path) -> Counters:
     """
     finish(models)
     held = Held(models)
-    wanted = held.to_load()
+    wanted = held.tensors(empty=True)
     error: Exception | None = None
     try:
         state, index = read_state(directory)
@@ -156,16 +156,11 @@ def _check(directory: Path, state: MegatronState, index: Index, held: Held, want
     from megatron.core.dist_checkpointing.dict_utils import nested_values
     from megatron.core.dist_checkpointing.state_dict_utils import load_preprocess
 
-    for name in held.trained:
-        if name not in state.models:
-            raise TrainStateUnreadable(
-                f"{directory} holds no {name}, which this run needs: it was saved by a run with other options; resume "
-                "with those, or start a new run from its weights"
-            )
-    if held.reference is not None and REFERENCE not in state.parts:
+    needed = [*held.trained] if held.reference is None else [*held.trained, REFERENCE]
+    if missing := [name for name in needed if name not in (*state.models, *state.parts)]:
         raise TrainStateUnreadable(
-            f"{directory} holds no reference, which this run renews: it was saved by a run with other options; resume "
-            "with those, or start a new run from its weights"
+            f"{directory} holds no {missing[0]}, which this run needs: it was saved by a run with other options; "
+            "resume with those, or start a new run from its weights"
         )
     expanded, _, _ = load_preprocess(wanted)
     for one in nested_values(expanded):

@@ -39,18 +39,13 @@ class Held:
         self._weights = {name: model_weights(one.chunks, name) for name, one in self.trained.items()}
         self.states = {name: OptimizerState(one.optimizer, self._weights[name]) for name, one in self.trained.items()}
 
-    def to_save(self) -> dict[str, Any]:
+    def tensors(self, *, empty: bool) -> dict[str, Any]:
+        """What a state is made of; `empty`: with tensors on the host to read into instead."""
+        weights = {name: dict(tensors) for name, tensors in self._weights.items()}
         return {
-            "weights": {name: dict(tensors) for name, tensors in self._weights.items()},
-            "state": {name: state.to_save() for name, state in self.states.items()},
-            REFERENCE: dict(self._reference(empty=False)),
-        }
-
-    def to_load(self) -> dict[str, Any]:
-        return {
-            "weights": empty_weights(self._weights),
-            "state": {name: state.to_load() for name, state in self.states.items()},
-            REFERENCE: dict(self._reference(empty=True)),
+            "weights": empty_weights(weights) if empty else weights,
+            "state": {name: state.entries(empty=empty) for name, state in self.states.items()},
+            REFERENCE: dict(self._reference(empty=empty)),
         }
 
     def put(self, loaded: dict[str, Any], state: MegatronState) -> None:

@@ -7,32 +7,20 @@ set neither of the two.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from typing import Any
 
 import torch
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
 from models.families.architecture import Architecture
-from models.families.registry import architecture_of
-from models.families.sharding import padded_vocab
 from models.train.errors import TrainConfigInvalid
 from models.train.megatron.layout import check_layout, model_dtype, on_gpu, uses_transformer_engine
 from models.train.megatron.options import split_options
 from models.train.spec import TrainSpec
 
 
-def padded_vocab_size(hf_config: Mapping[str, Any], spec: TrainSpec) -> int:
-    """Rows of the embedding over all tensor-parallel processes; ids from `vocab_size` on are padding.
-
-    Padding rows are zero, get no gradient as long as log-probs leave them out (`vocabulary`), and are not exported.
-    """
-    return padded_vocab(architecture_of(hf_config).vocab_size, spec.megatron.tensor_model_parallel_size)
-
-
-def transformer_config(hf_config: Mapping[str, Any], spec: TrainSpec) -> TransformerConfig:
+def transformer_config(architecture: Architecture, spec: TrainSpec) -> TransformerConfig:
     """MLATransformerConfig for latent attention. Raises `UnsupportedModel`, `TrainConfigInvalid`."""
-    architecture = architecture_of(hf_config)
     check_layout(architecture, spec)
     fields: dict[str, Any] = {
         **_model_fields(architecture),

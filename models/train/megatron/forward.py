@@ -9,8 +9,6 @@ Invariants:
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -29,26 +27,17 @@ def hidden_states(chunk: Any, inputs: ModelInputs) -> Tensor:
     The stage before has set its own with `set_input_tensor`.
     """
     model = unwrap(chunk)
-    packed = _packed(inputs)
-    with _without_head(model):
+    is_last, model.post_process = model.post_process, False  # a forward pass that ends with hidden states
+    try:
         hidden: Tensor = chunk(
             input_ids=inputs.input_ids,
             position_ids=inputs.position_ids,
             attention_mask=inputs.mask,
-            packed_seq_params=packed,
+            packed_seq_params=_packed(inputs),
         )
-    return hidden
-
-
-@contextmanager
-def _without_head(model: Any) -> Iterator[None]:
-    """A forward pass that ends with hidden states."""
-    is_last = model.post_process
-    model.post_process = False
-    try:
-        yield
     finally:
         model.post_process = is_last
+    return hidden
 
 
 def _packed(inputs: ModelInputs) -> Any | None:

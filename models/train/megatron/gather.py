@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 from torch import Tensor
@@ -21,6 +21,9 @@ from models.families.hugging_face_names import Weight
 from models.families.sharding import merge
 from models.train.errors import BackendMisuse
 from models.train.megatron.names import held_parameters
+
+if TYPE_CHECKING:
+    from megatron.core.process_groups_config import ProcessGroupCollection
 
 BUCKET_BYTES: Final = 256 << 20  # of whole parameters that travel together
 _DTYPES: Final = (torch.float32, torch.bfloat16, torch.float16)
@@ -45,32 +48,6 @@ class _Slot:
         return int(torch.Size(self.shape).numel())
 
 
-@dataclass(frozen=True)
-class _Groups:
-    """Process groups, and how many share what."""
-
-    tensor: Any
-    expert_tensor: Any
-    expert: Any
-    pipeline: Any
-
-    @property
-    def alone(self) -> bool:
-        """Whether every process holds all of the model."""
-        return all(group.size() == 1 for group in (self.tensor, self.expert_tensor, self.expert, self.pipeline))
-
-    @classmethod
-    def of_megatron(cls) -> _Groups:
-        from megatron.core import parallel_state as ps
-
-        return cls(
-            tensor=ps.get_tensor_model_parallel_group(),
-            expert_tensor=ps.get_expert_tensor_parallel_group(),
-            expert=ps.get_expert_model_parallel_group(),
-            pipeline=ps.get_pipeline_model_parallel_group(),
-        )
-
-
 def export_buckets(
     chunks: Sequence[Any], architecture: Architecture, *, bucket_bytes: int
 ) -> Iterator[tuple[Weight, Tensor]]:
@@ -79,11 +56,13 @@ def export_buckets(
     Collective over all processes; each iterates to the end. Experts come by slot: with E experts on n processes, expert
     0, E/n, 2 E/n, ..., then 1, E/n + 1, ...
     """
-    groups = _Groups.of_megatron()
+    from megatron.core.process_groups_config import ProcessGroupCollection
+
+    groups = ProcessGroupCollection.use_mpu_process_groups(["tp", "expt_tp", "ep", "pp"])
     held = dict(held_parameters(chunks))
     first = torch.distributed.get_rank() == 0
     slots = _plan(architecture, held, groups)
-    if groups.alone:
+    if all(group.size() == 1 for group in (groups.tp, groups.expt_tp, groups.ep, groups.pp)):
         bucket_bytes = 0  # one parameter after the other, as it is, without a copy
     for bucket in _buckets(slots, groups, bucket_bytes):
         gathered = _gather(bucket, held, groups)
@@ -91,12 +70,12 @@ def export_buckets(
             yield from _unpack(bucket, gathered)
 
 
-def _plan(architecture: Architecture, held: Mapping[str, Tensor], groups: _Groups) -> list[_Slot]:
+def _plan(architecture: Architecture, held: Mapping[str, Tensor], groups: ProcessGroupCollection) -> list[_Slot]:
     """All slots, with what their owners say about them. Collective over the pipeline."""
-    weights = _by_slot(architecture, groups.expert.size())
+    weights = _by_slot(architecture, groups.ep.size())
     device = next(iter(held.values())).device if held else torch.device("cpu")
-    stages, rank = groups.pipeline.size(), groups.pipeline.rank()
-    mine = groups.expert.rank()
+    stages, rank = groups.pp.size(), groups.pp.rank()
+    mine = groups.ep.rank()
     told = torch.zeros(len(weights), 2 + _DIMENSIONS, dtype=torch.int64)
     for row, one in zip(told, weights, strict=True):
         tensor = held.get(one[mine % len(one)].name)
@@ -107,7 +86,7 @@ def _plan(architecture: Architecture, held: Mapping[str, Tensor], groups: _Group
         # Shapes and dtypes are equal wherever a parameter is held; -1, a missing dimension, is below any length.
         told[told[:, 0] == 0] = -2
         told = told.to(device)
-        torch.distributed.all_reduce(told, op=torch.distributed.ReduceOp.MAX, group=groups.pipeline)
+        torch.distributed.all_reduce(told, op=torch.distributed.ReduceOp.MAX, group=groups.pp)
     slots = []
     for one, (owner, dtype, *shape) in zip(weights, told.tolist(), strict=True):
         if owner <= 0:
@@ -131,12 +110,12 @@ def _by_slot(architecture: Architecture, expert_parallel: int) -> list[tuple[Wei
     return slots
 
 
-def _buckets(slots: Sequence[_Slot], groups: _Groups, bucket_bytes: int) -> Iterator[list[_Slot]]:
+def _buckets(slots: Sequence[_Slot], groups: ProcessGroupCollection, bucket_bytes: int) -> Iterator[list[_Slot]]:
     """Neighbours of one owner, kind and dtype, up to a size."""
     bucket: list[_Slot] = []
     size = 0
     for slot in slots:
-        copies = groups.expert.size() * groups.expert_tensor.size() if slot.expert else groups.tensor.size()
+        copies = groups.ep.size() * groups.expt_tp.size() if slot.expert else groups.tp.size()
         whole = slot.elements * slot.dtype.itemsize * copies
         if bucket and (
             size + whole > bucket_bytes
@@ -150,27 +129,27 @@ def _buckets(slots: Sequence[_Slot], groups: _Groups, bucket_bytes: int) -> Iter
         yield bucket
 
 
-def _gather(bucket: Sequence[_Slot], held: Mapping[str, Tensor], groups: _Groups) -> Tensor:
+def _gather(bucket: Sequence[_Slot], held: Mapping[str, Tensor], groups: ProcessGroupCollection) -> Tensor:
     """[expert-parallel rank, tensor-parallel rank, elements of the bucket]. Collective over the whole replica."""
     expert = bucket[0].expert
-    tensor_group = groups.expert_tensor if expert else groups.tensor
-    spread = groups.expert.size() if expert else 1
+    tensor_group = groups.expt_tp if expert else groups.tp
+    spread = groups.ep.size() if expert else 1
     elements = sum(slot.elements for slot in bucket)
-    if groups.pipeline.rank() == bucket[0].owner:
-        rank = groups.expert.rank() if expert else 0
+    if groups.pp.rank() == bucket[0].owner:
+        rank = groups.ep.rank() if expert else 0
         parts = [held[slot.weights[rank].name].detach().reshape(-1) for slot in bucket]
         flat = torch.cat(parts)[None, None] if len(parts) > 1 else parts[0][None, None]
         gathered = (
-            _all_gather(_all_gather(flat, tensor_group, 1), groups.expert, 0)
+            _all_gather(_all_gather(flat, tensor_group, 1), groups.ep, 0)
             if expert
             else _all_gather(flat, tensor_group, 1)
         )
     else:
         device = next(iter(held.values())).device
         gathered = torch.empty(spread, tensor_group.size(), elements, dtype=bucket[0].dtype, device=device)
-    if groups.pipeline.size() > 1:
-        source = torch.distributed.get_process_group_ranks(groups.pipeline)[bucket[0].owner]
-        torch.distributed.broadcast(gathered, source, group=groups.pipeline)
+    if groups.pp.size() > 1:
+        source = torch.distributed.get_process_group_ranks(groups.pp)[bucket[0].owner]
+        torch.distributed.broadcast(gathered, source, group=groups.pp)
     return gathered
 
 

@@ -51,16 +51,15 @@ class OptimizerState:
         for part in self._parts:
             _fill(part.optimizer)
 
-    def to_save(self) -> dict[str, Any]:
-        """What this process has to write, and the shape of what others do; collective over data-parallel replicas."""
-        return {f"{at}.{name}": entry for at, part in enumerate(self._parts) for name, entry in part.to_save()}
+    def entries(self, *, empty: bool) -> dict[str, Any]:
+        """What this process has to write, and the shape of what others do; collective over data-parallel replicas.
 
-    def to_load(self) -> dict[str, Any]:
-        """Empty tensors on the host for what this process needs."""
-        return {f"{at}.{name}": entry for at, part in enumerate(self._parts) for name, entry in part.to_load()}
+        `empty`: tensors on the host to read into instead, of what this process needs; not collective.
+        """
+        return {f"{at}.{name}": entry for at, part in enumerate(self._parts) for name, entry in part.entries(empty)}
 
     def put(self, loaded: Mapping[str, Tensor], steps: int) -> None:
-        """Make what was loaded into `to_load`'s tensors the optimizer's state, after the model's weights are loaded."""
+        """Make what was loaded into the empty tensors the optimizer's state, after the model's weights are loaded."""
         for at, part in enumerate(self._parts):
             part.put({name.partition(".")[2]: t for name, t in loaded.items() if name.partition(".")[0] == str(at)})
             _set_steps(part.optimizer, steps)
@@ -102,15 +101,11 @@ class _PlainPart:
         self.optimizer = optimizer
         self._pairs = [(sharded[id(model)], main) for model, main in _pairs(optimizer)]
 
-    def to_save(self) -> Iterator[tuple[str, Any]]:
+    def entries(self, empty: bool) -> Iterator[tuple[str, Any]]:
         for place, (sharded, main) in enumerate(self._pairs):
             for name, tensor in self._tensors(sharded, main):
-                yield f"{place}.{name}", _entry(sharded, name, tensor, owned_by(sharded, place))
-
-    def to_load(self) -> Iterator[tuple[str, Any]]:
-        for place, (sharded, main) in enumerate(self._pairs):
-            for name, tensor in self._tensors(sharded, main):
-                yield f"{place}.{name}", _entry(sharded, name, on_host(tensor), sharded.replica_id)
+                data = on_host(tensor) if empty else tensor
+                yield f"{place}.{name}", _entry(sharded, name, data, owned_by(sharded, place))
 
     def put(self, loaded: Mapping[str, Tensor]) -> None:
         for place, (sharded, main) in enumerate(self._pairs):
@@ -164,7 +159,10 @@ class _DistributedPart:
             parameter: sharded[id(parameter)] for buffer in optimizer.buffers for parameter in buffer.param_index_map
         }
 
-    def to_save(self) -> Iterator[tuple[str, Any]]:
+    def entries(self, empty: bool) -> Iterator[tuple[str, Any]]:
+        return self._to_load() if empty else self._to_save()
+
+    def _to_save(self) -> Iterator[tuple[str, Any]]:
         owners = _dealt([parameter.numel() for parameter in self._sharded], self._world)
         own = {one for one, owner in zip(self._sharded, owners, strict=True) if owner == self._rank}
         for name in (*MOMENTS, MAIN):
@@ -178,7 +176,7 @@ class _DistributedPart:
                 copy = 0 if parameter in own and self.optimizer.distributed_optimizer_instance_id == 0 else 1
                 yield f"{place}.{name}", _entry(sharded, name, data, (*sharded.replica_id[:-1], copy))
 
-    def to_load(self) -> Iterator[tuple[str, Any]]:
+    def _to_load(self) -> Iterator[tuple[str, Any]]:
         here = {parameter for parameter, _ in self._sections()}
         for place, (parameter, sharded) in enumerate(self._sharded.items()):
             if parameter not in here:

@@ -137,8 +137,8 @@ def _as_numpy(kind: Any, value: tuple[str, bytes]) -> npt.NDArray[Any]:
 
 
 _encoder = msgspec.msgpack.Encoder(enc_hook=_of_numpy)
-_to_rank: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(Call | Answer, dec_hook=_as_numpy)
-_replies: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(FromRank, dec_hook=_as_numpy)
+_to_rank: msgspec.msgpack.Decoder[Call | Answer] = msgspec.msgpack.Decoder(Call | Answer, dec_hook=_as_numpy)
+_replies: msgspec.msgpack.Decoder[FromRank] = msgspec.msgpack.Decoder(FromRank, dec_hook=_as_numpy)
 
 
 def encode(message: Call | Answer | FromRank) -> bytes:
@@ -147,10 +147,8 @@ def encode(message: Call | Answer | FromRank) -> bytes:
 
 def decode_message(data: bytes) -> Call | Answer:
     """What a rank is sent."""
-    message: Call | Answer = _to_rank.decode(data)
-    return message
+    return _to_rank.decode(data)
 
 
 def decode_reply(data: bytes) -> FromRank:
-    reply: FromRank = _replies.decode(data)
-    return reply
+    return _replies.decode(data)

@@ -97,11 +97,6 @@ class CallJournal:
                 yield later[segment]
             yield from read_calls(self._path(segment))
 
-    @property
-    def nbytes(self) -> int:
-        """Of all that would be repeated from the oldest point."""
-        return sum(path.stat().st_size for path in self.home.glob("calls-*.bin"))
-
     def close(self) -> None:
         """Remove the files."""
         self._file.close()

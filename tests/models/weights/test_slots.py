@@ -113,7 +113,7 @@ def test_any_tensors_come_back_bit_equal(tmp_path_factory, shapes, seed, order) 
             assert torch.equal(loaded[name], tensor)
             assert raw[name][0].shape == tuple(tensor.shape)
             assert raw[name][1] == tensor.contiguous().view(-1).view(torch.uint8).numpy().tobytes()
-        assert writer.nbytes == sum(tensor.nbytes for tensor in tensors.values())
+        assert writer.layout.data_bytes == sum(tensor.nbytes for tensor in tensors.values())
 
 
 @given(
