@@ -11,10 +11,39 @@ from typing import Any
 from torch import Tensor
 
 from models.families.hugging_face_names import Piece
-from models.train.errors import CheckpointUnavailable
+from models.train.errors import CheckpointUnavailable, first_line
 
 _INDEX = "model.safetensors.index.json"
 _OPEN_FILES = 64  # a checkpoint of hundreds of files must not exhaust the process's
+
+
+def local_directory(checkpoint: str, key: str) -> Path | None:
+    """The directory that the option `key` names; None where that must be a hub id. Raises `CheckpointUnavailable`."""
+    path = Path(checkpoint).expanduser()
+    if path.is_dir():
+        if not (path / "config.json").is_file():
+            raise CheckpointUnavailable(
+                f"{key}={checkpoint!r} is a directory without config.json; give a directory in Hugging Face format"
+            )
+        return path
+    if checkpoint == "tiny":
+        raise CheckpointUnavailable(
+            f"{key}='tiny' stands for a small random model that has to be made first; "
+            "give the directory returned by models.tiny.make_tiny_checkpoint"
+        )
+    if checkpoint.startswith((".", "/", "~")) or checkpoint.count("/") > 1:
+        raise CheckpointUnavailable(
+            f"{key}={checkpoint!r} does not exist; give an existing directory in Hugging Face format or a hub id"
+        )
+    return None
+
+
+def not_fetched(checkpoint: str, key: str, error: Exception) -> CheckpointUnavailable:
+    """What to raise of a hub id that could not be fetched."""
+    return CheckpointUnavailable(
+        f"{key}={checkpoint!r} is no directory here and could not be fetched from the hub ({first_line(error)}); "
+        "give an existing directory, or download the model first"
+    )
 
 
 class CheckpointTensors:

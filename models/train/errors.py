@@ -38,3 +38,8 @@ class BackendMisuse(TrainError):
 
 class TrainConfigInvalid(TrainError):
     """Options of the trainer contradict one another."""
+
+
+def first_line(error: BaseException) -> str:
+    """Of what an error says: the rest is often advice for another caller."""
+    return next(iter(str(error).strip().splitlines()), type(error).__name__)

@@ -7,7 +7,6 @@ ratio compares two passes over the same tokens; the process's random stream is l
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
@@ -15,7 +14,8 @@ import numpy.typing as npt
 import torch
 
 from configs.schema.train import TrainConfig
-from models.train.errors import CheckpointUnavailable, TrainConfigInvalid, UnsupportedModel
+from models.families.source import local_directory, not_fetched
+from models.train.errors import CheckpointUnavailable, TrainConfigInvalid, UnsupportedModel, first_line
 from models.train.huggingface.hf_weights import converts
 from models.train.huggingface.scoring import Backbone, Passes, output_head
 from models.train.packing.packing import Layout, Packing, Unit
@@ -93,24 +93,9 @@ def attention_of(train: TrainConfig, device: torch.device) -> str:
 def _from_pretrained(checkpoint: str, key: str, attention: str, *, auto: bool) -> Any:
     from transformers import AutoModelForCausalLM
 
-    looks_local = checkpoint.startswith((".", "/", "~")) or checkpoint.count("/") > 1
-    path = Path(checkpoint).expanduser()
-    if path.is_dir() and not (path / "config.json").is_file():
-        raise CheckpointUnavailable(
-            f"{key}={checkpoint!r} is a directory without config.json; give a directory in Hugging Face format"
-        )
-    if checkpoint == "tiny" and not path.exists():
-        raise CheckpointUnavailable(
-            f"{key}='tiny' stands for a small random model that has to be made first; "
-            "give the directory returned by models.tiny.make_tiny_checkpoint"
-        )
-    if looks_local and not path.exists():
-        raise CheckpointUnavailable(
-            f"{key}={checkpoint!r} does not exist; give an existing directory in Hugging Face format or a hub id"
-        )
-    source = str(path) if path.exists() else checkpoint
+    source = local_directory(checkpoint, key) or checkpoint
     try:
-        return AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32, attn_implementation=attention)
+        return AutoModelForCausalLM.from_pretrained(str(source), dtype=torch.float32, attn_implementation=attention)
     except (ImportError, ValueError) as error:
         if auto and attention != "eager" and "attention" in str(error).lower():
             return _from_pretrained(checkpoint, key, "eager", auto=False)
@@ -119,10 +104,7 @@ def _from_pretrained(checkpoint: str, key: str, attention: str, *, auto: bool) -
             "give a checkpoint that AutoModelForCausalLM accepts, and check --attn-implementation"
         ) from error
     except OSError as error:
-        raise CheckpointUnavailable(
-            f"{key}={checkpoint!r} is no directory here and could not be fetched from the hub ({first_line(error)}); "
-            "give an existing directory, or download the model first"
-        ) from error
+        raise not_fetched(checkpoint, key, error) from error
 
 
 def enable_checkpointing(model: Any) -> None:
@@ -130,11 +112,6 @@ def enable_checkpointing(model: Any) -> None:
     # The method was renamed within transformers 5.
     enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
     enable({"use_reentrant": False})
-
-
-def first_line(error: Exception) -> str:
-    """Of what an error says: the rest is often advice for another caller."""
-    return next(iter(str(error).strip().splitlines()), type(error).__name__)
 
 
 def disable_dropout(model: torch.nn.Module) -> None:

@@ -17,9 +17,8 @@ import torch
 from torch import Tensor
 
 from configs.schema.fsdp import LoraConfig
-from models.train.errors import TrainConfigInvalid, UnsupportedModel
+from models.train.errors import TrainConfigInvalid, UnsupportedModel, first_line
 from models.train.huggingface.hf_weights import stored_names, whole
-from models.train.huggingface.loading import first_line
 
 _BASE: Final = ".base_layer"
 _ADAPTER: Final = "default"

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from models.train.errors import TrainStateUnreadable
+from models.train.errors import TrainStateUnreadable, first_line
 from models.train.huggingface.hf_files import write_hf
 from models.train.huggingface.state_files import MODEL_DIR
 from models.train.megatron.checkpoint_files import (
@@ -211,14 +211,10 @@ def read_tensors(directory: Path, index: Index, wanted: dict[str, Any]) -> dict[
         )
     except (Exception, CheckpointException) as error:  # the latter is no Exception
         raise TrainStateUnreadable(
-            f"{directory} is damaged: its tensors cannot be read ({_first_line(error)}); resume from another checkpoint"
+            f"{directory} is damaged: its tensors cannot be read ({first_line(error)}); resume from another checkpoint"
         ) from error
     finally:
         strategies._get_filesystem_reader = usual
-
-
-def _first_line(error: BaseException) -> str:
-    return next(iter(str(error).strip().splitlines()), type(error).__name__)
 
 
 def _raise_together(error: BaseException | None, otherwise: Exception) -> None:

@@ -13,7 +13,8 @@ from typing import Any
 
 import torch
 
-from models.train.errors import CheckpointUnavailable
+from models.families.registry import read_hf_config
+from models.families.source import local_directory, not_fetched
 from models.train.megatron.inputs import RowForm
 from models.train.megatron.processes import ParallelSizes
 from models.train.megatron.weights import load_hf
@@ -45,38 +46,15 @@ def read_source(checkpoint: str, key: str) -> Source:
 
     Raises `CheckpointUnavailable`.
     """
-    from models.families.registry import read_hf_config
-
-    path = Path(checkpoint).expanduser()
-    if not path.is_dir():
-        path = _from_hub(checkpoint, key)
-    if not (path / "config.json").is_file():
-        raise CheckpointUnavailable(
-            f"{key}={checkpoint!r} is a directory without config.json; give a directory in Hugging Face format"
-        )
-    return Source(checkpoint, path, read_hf_config(path))
-
-
-def _from_hub(checkpoint: str, key: str) -> Path:
-    if checkpoint == "tiny":
-        raise CheckpointUnavailable(
-            f"{key}='tiny' stands for a small random model that has to be made first; "
-            "give the directory returned by models.tiny.make_tiny_checkpoint"
-        )
-    if checkpoint.startswith((".", "/", "~")) or checkpoint.count("/") > 1:
-        raise CheckpointUnavailable(
-            f"{key}={checkpoint!r} does not exist; give an existing directory in Hugging Face format or a hub id"
-        )
     from huggingface_hub import snapshot_download
 
-    try:
-        return Path(snapshot_download(checkpoint, allow_patterns=["*.json", "*.safetensors", "*.model", "*.txt"]))
-    except (OSError, ValueError) as error:
-        reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
-        raise CheckpointUnavailable(
-            f"{key}={checkpoint!r} is no directory here and could not be fetched from the hub ({reason}); "
-            "give an existing directory, or download the model first"
-        ) from error
+    path = local_directory(checkpoint, key)
+    if path is None:
+        try:
+            path = Path(snapshot_download(checkpoint, allow_patterns=["*.json", "*.safetensors", "*.model", "*.txt"]))
+        except (OSError, ValueError) as error:
+            raise not_fetched(checkpoint, key, error) from error
+    return Source(checkpoint, path, read_hf_config(path))
 
 
 def load_chunks(source: Source, spec: TrainSpec, sizes: ParallelSizes, device: torch.device) -> LoadedChunks:
