@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Iterator, KeysView
 from contextlib import ExitStack
 from pathlib import Path
@@ -14,6 +15,7 @@ from models.families.hugging_face_names import Piece
 from models.train.errors import CheckpointUnavailable, first_line
 
 _INDEX = "model.safetensors.index.json"
+_WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".index.json")
 _OPEN_FILES = 64  # a checkpoint of hundreds of files must not exhaust the process's
 
 
@@ -54,7 +56,7 @@ class CheckpointTensors:
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
-        self._files = _files_by_name(directory)
+        self._files = files_by_name(directory)
         self._open: dict[Path, Any] = {}
         self._stack = ExitStack()
 
@@ -137,7 +139,15 @@ def _span(start: int, stop: int, index: int, parts: int, name: str) -> slice:
     return slice(start + index * length, start + (index + 1) * length)
 
 
-def _files_by_name(directory: Path) -> dict[str, Path]:
+def copy_all_but_weights(source: Path, target: Path) -> None:
+    """Configuration, tokenizer and what else a checkpoint holds; files that are there already are left alone."""
+    for file in sorted(source.iterdir()):
+        if file.is_file() and not file.name.endswith(_WEIGHT_SUFFIXES) and not (target / file.name).exists():
+            shutil.copyfile(file, target / file.name)
+
+
+def files_by_name(directory: Path) -> dict[str, Path]:
+    """In which file each tensor of a checkpoint lies. Raises `CheckpointUnavailable`."""
     from safetensors import SafetensorError, safe_open
 
     index, names = directory / _INDEX, dict[str, Path]()

@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from models.train.errors import CheckpointUnavailable
 from models.weights.buckets import TORCH_NAMES
 from models.weights.delta import Bytes, apply_delta, read_header
 from models.weights.delta_store import Label, differences, full_versions, text_of
@@ -149,7 +150,7 @@ class DeltaMirror:
                 nbytes = read_layout(path / WEIGHTS_FILE).file_bytes
                 self._slots = SlotWriter(choose_directory(self.name, self.fallback, nbytes), path)
             self._held = self._slots.write(label[1], label[0], _tensors_of(path))
-        except (OSError, SourceError) as error:
+        except (OSError, SourceError, CheckpointUnavailable) as error:
             raise DeltaError(f"{path} cannot be read ({error}); fetch again") from error
 
     def _take_delta(self, path: Path) -> None:

@@ -22,7 +22,6 @@ from msgspec import Struct
 from models.weights.errors import SourceError
 
 WEIGHTS_FILE: Final = "model.safetensors"
-INDEX_FILE: Final = "model.safetensors.index.json"
 ALIGNMENT: Final = 64
 _MAX_HEADER: Final = 100_000_000  # the format's own limit
 
@@ -72,10 +71,6 @@ class _HeaderEntry(Struct):
     dtype: str
     shape: tuple[int, ...]
     data_offsets: tuple[int, int]
-
-
-class _Index(Struct):
-    weight_map: dict[str, str]
 
 
 def lay_out(specs: Iterable[TensorSpec]) -> Layout:
@@ -130,22 +125,3 @@ def read_layout(path: Path) -> Layout:
         if item.spec.dtype not in ELEMENT_BYTES or item.end - item.start != item.spec.nbytes or item.end > size:
             raise SourceError(f"{path}: the header's entry for {item.spec.name!r} does not fit the file; copy it again")
     return Layout(header=prefix + text, tensors=ranges, file_bytes=size)
-
-
-def checkpoint_specs(checkpoint: Path) -> tuple[TensorSpec, ...]:
-    """Names, dtypes and shapes of a Hugging Face checkpoint directory, one file or sharded. Raises SourceError."""
-    single, index = checkpoint / WEIGHTS_FILE, checkpoint / INDEX_FILE
-    if single.is_file():
-        files = [single]
-    elif index.is_file():
-        shards = msgspec.json.decode(index.read_bytes(), type=_Index).weight_map
-        files = [checkpoint / name for name in sorted(set(shards.values()))]
-        absent = [path.name for path in files if not path.is_file()]
-        if absent:
-            raise SourceError(f"{checkpoint}: the index names {absent[0]}, which is missing; complete the download")
-    else:
-        raise SourceError(
-            f"{checkpoint} has neither {WEIGHTS_FILE} nor {INDEX_FILE}; weights by version need a checkpoint in "
-            "safetensors format: save the model with save_pretrained"
-        )
-    return tuple(item.spec for path in files for item in read_layout(path).tensors)

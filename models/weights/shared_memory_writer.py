@@ -15,7 +15,6 @@ from __future__ import annotations
 import errno
 import mmap
 import os
-import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
@@ -25,15 +24,15 @@ import numpy as np
 import torch
 from msgspec import Struct
 
+from models.families.source import copy_all_but_weights, files_by_name
 from models.weights.buckets import TORCH_NAMES
 from models.weights.errors import LayoutMismatch, SlotSpaceError, SourceError
-from models.weights.layout import WEIGHTS_FILE, Layout, TensorSpec, checkpoint_specs, lay_out
+from models.weights.layout import WEIGHTS_FILE, Layout, TensorSpec, lay_out, read_layout
 from models.weights.shared_memory_reader import STATE_FILE, SlotManifest, digest_of
 from models.weights.slots_directory import DirectoryLease
 from models.weights.tensor_view import tensor_view
 
 SLOTS: Final = 2
-_WEIGHT_SUFFIXES: Final = {".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack"}
 
 
 class _ModelConfig(Struct):
@@ -76,7 +75,7 @@ class SlotWriter:
         source_checkpoint: Hugging Face directory whose tensors (names, shapes), configuration and tokenizer the slots
             take over, and to whose types written tensors are cast.
 
-    Raises SourceError, SlotDirectoryError, SlotSpaceError.
+    Raises CheckpointUnavailable, SourceError, SlotDirectoryError, SlotSpaceError.
     """
 
     def __init__(self, directory: Path, source_checkpoint: Path) -> None:
@@ -130,9 +129,7 @@ class SlotWriter:
     def _make_slot(self, path: Path, source: Path) -> _Slot:
         path.mkdir(mode=0o700)
         try:
-            for file in sorted(source.iterdir()):
-                if file.is_file() and not _holds_weights(file):
-                    shutil.copyfile(file, path / file.name)
+            copy_all_but_weights(source, path)
             return _Slot(path, self.layout)
         except OSError as error:
             if error.errno in (errno.ENOSPC, errno.ENOMEM, errno.EDQUOT):
@@ -159,8 +156,9 @@ def _target(slot: _Slot, name: str, tensor: torch.Tensor, seen: set[str], versio
     return target
 
 
-def _slot_specs(source: Path) -> tuple[TensorSpec, ...]:
-    specs = checkpoint_specs(source)
+def _slot_specs(source: Path) -> list[TensorSpec]:
+    files = sorted(set(files_by_name(source).values()))
+    specs = [item.spec for file in files for item in read_layout(file).tensors]
     for spec in specs:
         if spec.dtype not in TORCH_NAMES:
             raise SourceError(
@@ -177,10 +175,6 @@ def _tied_names(source: Path) -> set[str]:
         raise SourceError(f"{source} has no config.json; give a Hugging Face checkpoint directory")
     tied = msgspec.json.decode(path.read_bytes(), type=_ModelConfig).tie_word_embeddings
     return {"lm_head.weight"} if tied else set()
-
-
-def _holds_weights(file: Path) -> bool:
-    return file.suffix in _WEIGHT_SUFFIXES or file.name.endswith(".index.json")
 
 
 def _allocate(path: Path, nbytes: int) -> None:

@@ -23,7 +23,7 @@ from typing import Any, Final
 import torch
 
 from models.disk import sync, sync_tree
-from models.families.source import CheckpointTensors
+from models.families.source import CheckpointTensors, copy_all_but_weights
 from models.train.errors import CheckpointUnavailable
 
 MAX_SHARD_BYTES: Final = 5_000_000_000
@@ -31,7 +31,6 @@ WEIGHTS: Final = "model.safetensors"
 INDEX: Final = "model.safetensors.index.json"
 CONFIG: Final = "config.json"
 _STAGED: Final = "staged-for-hf"
-_WEIGHT_SUFFIXES: Final = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".index.json")
 
 
 def write_hf(
@@ -173,14 +172,12 @@ def _copy_settings(directory: Path, source: Path | str, dtypes: Mapping[torch.dt
 def copy_tokenizer(source: str, target: Path) -> None:
     """Put the tokenizer of `source` beside a model: files of a directory as they are, else through transformers."""
     path = Path(source).expanduser()
-    if not path.is_dir():
-        from transformers import AutoTokenizer
-
-        AutoTokenizer.from_pretrained(source).save_pretrained(target)
+    if path.is_dir():
+        copy_all_but_weights(path, target)
         return
-    for file in sorted(path.iterdir()):
-        if file.is_file() and not file.name.endswith(_WEIGHT_SUFFIXES) and not (target / file.name).exists():
-            shutil.copyfile(file, target / file.name)
+    from transformers import AutoTokenizer
+
+    AutoTokenizer.from_pretrained(source).save_pretrained(target)
 
 
 def _hub_configuration(source: str, directory: Path, aside: Path) -> None:

@@ -20,6 +20,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from models.tiny import make_tiny_checkpoint
+from models.train.errors import CheckpointUnavailable
 from models.weights import shared_memory_reader as slot_reader
 from models.weights import shared_memory_writer as slot_writer
 from models.weights.errors import (
@@ -28,7 +29,7 @@ from models.weights.errors import (
     SourceError,
     TornWeights,
 )
-from models.weights.layout import TensorSpec, checkpoint_specs, lay_out, read_layout
+from models.weights.layout import TensorSpec, lay_out, read_layout
 from models.weights.shared_memory_reader import SlotManifest, SlotReader
 from models.weights.shared_memory_writer import SlotWriter
 
@@ -148,14 +149,14 @@ def test_sharded_checkpoints_are_read_through_their_index(tmp_path: Path) -> Non
         save_file({name: values(0)[name] for name in part}, source / f"model-{i}.safetensors")
     index = {"weight_map": {name: f"model-{i // 2}.safetensors" for i, name in enumerate(names)}}
     (source / "model.safetensors.index.json").write_text(json.dumps(index))
-    assert {spec.name for spec in checkpoint_specs(source)} == set(SHAPES)
     with closing(SlotWriter(tmp_path / "slots", source)) as writer:
         manifest = publish(writer, 1)
+        assert {item.spec.name for item in writer.layout.tensors} == set(SHAPES)
         assert sorted(os.listdir(manifest.path)) == ["config.json", "model.safetensors", "slot.state", "tokenizer.json"]
         SlotReader(manifest)
     (source / "model-1.safetensors").unlink()
-    with pytest.raises(SourceError, match=r"names model-1\.safetensors, which is missing"):
-        checkpoint_specs(source)
+    with pytest.raises(CheckpointUnavailable, match=r"lacks model-1\.safetensors"):
+        SlotWriter(tmp_path / "slots", source)
 
 
 # --- tearing -------------------------------------------------------------------------------------------------------
@@ -305,7 +306,7 @@ def test_mutants_are_caught(tmp_path: Path, monkeypatch, invariant, target, attr
 def test_sources_that_cannot_serve_are_named(tmp_path: Path) -> None:
     empty = tmp_path / "empty"
     empty.mkdir()
-    with pytest.raises(SourceError, match=r"neither model\.safetensors nor"):
+    with pytest.raises(CheckpointUnavailable, match=r"holds no \*\.safetensors"):
         SlotWriter(tmp_path / "slots", empty)
     broken = checkpoint(tmp_path / "broken")
     (broken / "model.safetensors").write_bytes(b"\xff" * 64)
