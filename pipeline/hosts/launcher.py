@@ -22,6 +22,15 @@ from msgspec import Struct
 STOP_GRACE_S: Final = 5.0
 
 
+class Resources(Struct, frozen=True):
+    """What a process needs of its host. `gpus`: as CUDA_VISIBLE_DEVICES names them; empty = as the host says."""
+
+    gpus: tuple[str, ...] = ()
+
+
+ANYTHING: Final = Resources()
+
+
 class ProcessSpec(Struct, frozen=True):
     """One process to start.
 
@@ -31,7 +40,6 @@ class ProcessSpec(Struct, frozen=True):
         grace_s: time that it gets at the end to finish by itself; 0 = it needs none.
         files: files and directories that it reads, which lie at the same path on its host: a launcher for other hosts
             brings those that do not.
-        gpus: those that it may see, as CUDA_VISIBLE_DEVICES names them; empty = as the host says.
         sweep: whether what it leaves behind is ended with it in any case. Else that is left to itself, such as
             Python's resource tracker, which tidies up after its process.
     """
@@ -43,7 +51,6 @@ class ProcessSpec(Struct, frozen=True):
     grace_s: float = STOP_GRACE_S
     sweep: bool = False
     files: tuple[str, ...] = ()
-    gpus: tuple[str, ...] = ()
 
 
 class ProcessState(Struct, frozen=True):
@@ -90,7 +97,7 @@ class Launcher(Protocol):
         """The controller's host as processes on other hosts reach it; None: there are none, all meet in a private
         directory of this one."""
 
-    async def spawn(self, spec: ProcessSpec) -> Handle: ...
+    async def spawn(self, spec: ProcessSpec, resources: Resources = ANYTHING) -> Handle: ...
 
     def address(self, name: str) -> str:
         """The host on which a process of that name listens, as all others reach it."""

@@ -20,7 +20,7 @@ from pathlib import Path
 import pipeline
 from pipeline.hosts import die_with_parent as die_with_parent
 from pipeline.hosts.free_port import HOST, held_port
-from pipeline.hosts.launcher import STOP_GRACE_S, ProcessSpec, ProcessState
+from pipeline.hosts.launcher import ANYTHING, STOP_GRACE_S, ProcessSpec, ProcessState, Resources
 from pipeline.hosts.process_group import group_state, kill_group, living, remove, shared_files
 from pipeline.record.run_directory import RunDir
 
@@ -117,10 +117,10 @@ class LocalLauncher:
     def held_port(self, name: str, port: int = 0) -> AbstractContextManager[int]:
         return held_port(port)
 
-    async def spawn(self, spec: ProcessSpec) -> LocalHandle:
+    async def spawn(self, spec: ProcessSpec, resources: Resources = ANYTHING) -> LocalHandle:
         env = {**(self._environment if spec.ours else os.environ), **spec.env}
-        if spec.gpus:
-            env["CUDA_VISIBLE_DEVICES"] = ",".join(spec.gpus)
+        if resources.gpus:
+            env["CUDA_VISIBLE_DEVICES"] = ",".join(resources.gpus)
         path = self.rundir.logs / f"{spec.name}.log"
         with path.open("ab") as log:
             start = log.tell()

@@ -23,7 +23,7 @@ from models.engines.launch.environment import Installed
 from models.engines.serve import EngineServer
 from pipeline.errors import ReplicaFailed, UsageError
 from pipeline.hosts.free_port import PortInUse
-from pipeline.hosts.launcher import Handle, Launcher, ProcessSpec
+from pipeline.hosts.launcher import Handle, Launcher, ProcessSpec, Resources
 from pipeline.supervise.health_probe import HealthProbe, HttpProbe, SchedulerProbe
 from pipeline.supervise.restart_server import StartCommand, SupervisedServer
 from pipeline.supervise.restarts import EngineSpec, Lifecycle
@@ -48,7 +48,7 @@ class EngineProcess(SupervisedServer):
         try:
             with launcher.held_port(self.name, self.spec.port) as port:
                 process, url = self._process(incarnation, host, port)
-                yield StartCommand(msgspec.structs.replace(process, gpus=self.spec.gpus), url)
+                yield StartCommand(process, url, Resources(self.spec.gpus))
         except PortInUse as error:
             raise UsageError(
                 f"{self.name}: {error.strerror}; choose another --engine-port (the first of the engines' ports), or 0 "

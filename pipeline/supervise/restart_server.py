@@ -21,7 +21,7 @@ from configs.schema.health import HealthConfig
 from models.engines.client import EngineClient
 from models.engines.errors import EngineError
 from pipeline.errors import EXIT_USER_ERROR, ReplicaFailed, UsageError
-from pipeline.hosts.launcher import Handle, Launcher, ProcessSpec, ending
+from pipeline.hosts.launcher import ANYTHING, Handle, Launcher, ProcessSpec, Resources, ending
 from pipeline.supervise.health_probe import HealthProbe, HealthTracker, HttpProbe, until
 from pipeline.supervise.restarts import Kind, Lifecycle, Restarts
 
@@ -38,6 +38,7 @@ class StartCommand(Struct, frozen=True):
 
     process: ProcessSpec
     url: str
+    resources: Resources = ANYTHING
 
 
 class SupervisedServer(ABC):
@@ -82,7 +83,7 @@ class ServerSupervisor:
     async def _one_incarnation(self, incarnation: int) -> tuple[str, Handle]:
         """Waits for the process's end or for its loss by its health; returns why it ended."""
         with self.server.start_command(incarnation, self.launcher) as start:
-            process = await self.launcher.spawn(start.process)
+            process = await self.launcher.spawn(start.process, start.resources)
             async with asyncio.TaskGroup() as tasks:
                 ended = tasks.create_task(process.wait())
                 serving = tasks.create_task(self._serve(start, process, incarnation))

@@ -29,7 +29,7 @@ from models.train.trainer_group.rank_spec import (
 )
 from pipeline.errors import EXIT_DISK_FULL, EXIT_USER_ERROR, ReplicaFailed, UsageError, check_repeatable
 from pipeline.hosts.gpus import slices, trainers_gpu, visible_gpus
-from pipeline.hosts.launcher import Handle, Launcher, ending
+from pipeline.hosts.launcher import Handle, Launcher, Resources, ending
 from pipeline.hosts.rendezvous import Entry, spec_key
 from pipeline.record.run_directory import RunDir
 from pipeline.supervise.restart_server import POLL_S, STARTS_WITHOUT_SERVING, Waiting
@@ -161,7 +161,7 @@ class TrainerGroup:
         )
         self._topic.publish(spec_key(name), msgspec.msgpack.encode(spec))
         process = self._entry.process("pipeline.hosts.trainer_rank", name, env=self._rank_environment(rank), sweep=True)
-        return await self._launcher.spawn(msgspec.structs.replace(process, gpus=self._gpus))
+        return await self._launcher.spawn(process, Resources(self._gpus))
 
     def _rank_environment(self, rank: int) -> dict[str, str]:
         """What torchrun would set, for what reads it; the ranks have their specifications."""

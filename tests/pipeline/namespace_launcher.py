@@ -20,7 +20,7 @@ from pathlib import Path
 import msgspec
 
 from pipeline.hosts import die_with_parent
-from pipeline.hosts.launcher import Handle, ProcessSpec, ProcessState
+from pipeline.hosts.launcher import ANYTHING, Handle, ProcessSpec, ProcessState, Resources
 from pipeline.hosts.local_launcher import LocalHandle, LocalLauncher
 from pipeline.record.run_directory import RunDir
 
@@ -149,12 +149,12 @@ class NamespaceLauncher(LocalLauncher):
         with super().held_port(name, port) as held:
             yield held
 
-    async def spawn(self, spec: ProcessSpec) -> Handle:
+    async def spawn(self, spec: ProcessSpec, resources: Resources = ANYTHING) -> Handle:
         if not self._is_there(spec.name):
-            return await super().spawn(spec)
+            return await super().spawn(spec, resources)
         for path in spec.files:
             self.host.bring(Path(path))
-        handle = await super().spawn(msgspec.structs.replace(spec, argv=self.host.inside(spec.argv)))
+        handle = await super().spawn(msgspec.structs.replace(spec, argv=self.host.inside(spec.argv)), resources)
         handle.__class__ = _ThereHandle
         return handle
 

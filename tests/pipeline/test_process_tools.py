@@ -22,7 +22,7 @@ from pipeline.errors import ReplicaFailed, UsageError
 from pipeline.hosts import die_with_parent as die_with_parent
 from pipeline.hosts.free_port import PortInUse, held_port
 from pipeline.hosts.gpus import slices, visible_gpus
-from pipeline.hosts.launcher import ProcessSpec
+from pipeline.hosts.launcher import ProcessSpec, Resources
 from pipeline.hosts.local_launcher import LocalLauncher, last_error
 from pipeline.hosts.process_group import shared_files
 from pipeline.record.run_directory import RunDir
@@ -102,8 +102,8 @@ async def test_a_program_sees_the_gpus_that_it_was_given_and_only_ours_find_the_
     tell = "import os; print(os.environ['CUDA_VISIBLE_DEVICES'], os.environ['PYTHONPATH'], os.environ['ONE'])"
     said = {}
     for name, ours in (("ours", True), ("foreign", False)):
-        spec = ProcessSpec(name, (sys.executable, "-c", tell), {"ONE": "1"}, ours=ours, gpus=("4", "GPU-5"))
-        process = await launcher.spawn(spec)
+        spec = ProcessSpec(name, (sys.executable, "-c", tell), {"ONE": "1"}, ours=ours)
+        process = await launcher.spawn(spec, Resources(("4", "GPU-5")))
         assert await process.wait() == 0
         said[name] = process.last_line()
     assert said["foreign"] == "4,GPU-5 elsewhere 1"
