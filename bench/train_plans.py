@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from bench.report import Series
-from models.train.packing.balance import balance
+from models.train.packing.micro_batches import balance
 from models.train.packing.packing import Layout, Packing, Unit, plan, units_of
 
 Ids = npt.NDArray[np.int32]

@@ -24,7 +24,7 @@ from pipeline.stream_limits import UNBOUNDED_BYTES
 from pipeline.supervise.restarts import EngineSpec
 from pipeline.supervise.trainer_group import check_trainer_group, engines_gpus
 from stages.options import GenerateOptions, StageOptions, TrainOptions
-from stages.prompts.staleness_gate import StalenessGate
+from stages.staleness_gate import StalenessGate
 
 JOINERS = ("group", "train", "evaluate")
 

@@ -47,7 +47,7 @@ from stages.graders.choose import choose_auto
 from stages.options import TrainOptions
 from stages.prompts.ledger import LedgerSnapshot
 from stages.prompts.stage import PromptStage
-from stages.prompts.staleness_gate import StalenessGate
+from stages.staleness_gate import StalenessGate
 from stages.train.saved_groups import restorable
 
 Launchers = Callable[[RunDir, int], Launcher]  # where processes run, of so many that share the processors

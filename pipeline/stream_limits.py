@@ -13,7 +13,7 @@ from __future__ import annotations
 from typing import Final
 
 from configs.schema import Config
-from stages.prompts.staleness_gate import StalenessGate
+from stages.staleness_gate import StalenessGate
 from transport import StreamSpec
 from transport.spec import Routing
 

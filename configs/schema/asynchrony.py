@@ -1,4 +1,4 @@
-"""How far generation may run ahead of training. Owner: `stages/prompts/staleness_gate` and the weights path."""
+"""How far generation may run ahead of training. Owner: `stages/staleness_gate` and the weights path."""
 
 from __future__ import annotations
 

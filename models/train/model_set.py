@@ -22,7 +22,7 @@ import torch
 from models.algorithms.tokens import StepStatistics
 from models.train.dp_group import DpGroup, Float32Array
 from models.train.huggingface.optimizer import UpdateResult
-from models.train.packing.balance import MicroBatch
+from models.train.packing.micro_batches import MicroBatch
 from models.train.packing.packing import Packing
 from models.train.step.totals import StepTotals
 

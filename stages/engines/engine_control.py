@@ -35,8 +35,8 @@ from models.weights.errors import WeightsError
 from stages.base import Stage
 from stages.engine_entries import ADDRESS, DIRECTORY, POLICY, addresses, entries
 from stages.engines.colocation import MemoryKeeper, trainers_turn
+from stages.engines.rolling_update import await_turn
 from stages.engines.verify_weights import ChecksumDiffers, check_equal, check_label
-from stages.engines.weight_barrier import await_turn
 from stages.engines.weight_routes import WeightRoutes
 from stages.engines.weight_transfer import Transfer
 from stages.messages import Complaint, EngineAddress, EngineEntry, WeightsAnnouncement

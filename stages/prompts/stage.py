@@ -36,7 +36,7 @@ from stages.ports import Outlet, Ports
 from stages.prompts.curriculum import PassRateCurriculum
 from stages.prompts.demonstration import demonstration
 from stages.prompts.ledger import Ledger, LedgerSnapshot, OpenGroup
-from stages.prompts.staleness_gate import StalenessGate
+from stages.staleness_gate import StalenessGate
 
 _MASK = (1 << 63) - 1
 

@@ -22,8 +22,8 @@ from stages.group.filter_rules import zero_std
 from stages.group.filters import FALLBACK
 from stages.messages import RolloutSlice
 from stages.ports import Lease
-from stages.prompts.staleness_gate import StalenessGate
 from stages.rollouts import oldest_version, rollout_return, rollouts
+from stages.staleness_gate import StalenessGate
 
 OrderFunction = Callable[[Sequence[RolloutSlice], int], int]
 

@@ -17,8 +17,8 @@ from configs.schema import Config
 from stages.base import Activity
 from stages.messages import Outcome, RolloutSlice
 from stages.ports import Lease, Ports, Topic
-from stages.prompts.staleness_gate import StalenessGate
 from stages.rollouts import oldest_version, settlement
+from stages.staleness_gate import StalenessGate
 from stages.train.buffer import GroupBuffer
 
 

@@ -27,7 +27,6 @@ from typing import TYPE_CHECKING, ParamSpec, TypeVar
 from models.train.trainer_group.rank_spec import MEETING, Rendezvous, needs_trainer_group
 from stages.base import Stage, StageContext, beside
 from stages.engines.colocation import TrainerTurn
-from stages.engines.weight_barrier import await_landing
 from stages.errors import UntrainableGroup
 from stages.messages import CheckpointReady, RolloutSlice, StepDone
 from stages.options import TrainOptions
@@ -36,6 +35,7 @@ from stages.train.batch import Batch, slice_sequences
 from stages.train.checkpoints import Checkpoints
 from stages.train.held_groups import HeldGroups
 from stages.train.saved_groups import read_groups
+from stages.train.weight_barrier import await_landing
 
 P = ParamSpec("P")
 R = TypeVar("R")

@@ -15,7 +15,7 @@ from configs.schema import Config, StageConfig
 from pipeline.graph import build
 from pipeline.stream_limits import stream_spec
 from stages.messages import RolloutSlice
-from stages.prompts.staleness_gate import StalenessGate
+from stages.staleness_gate import StalenessGate
 from tests.stages.stage_rig import make_group, make_sample
 from transport import DeadLetter, Hub, Node, Outlet
 

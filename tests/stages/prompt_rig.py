@@ -12,7 +12,7 @@ from stages.data.prompt_set import PreparedPrompt
 from stages.messages import CheckpointReady, EvalDone, Int32Array, PromptGroup, Report, Settled, StepDone, wire
 from stages.prompts.ledger import Ledger, LedgerSnapshot, OpenGroup
 from stages.prompts.stage import PromptStage
-from stages.prompts.staleness_gate import StalenessGate
+from stages.staleness_gate import StalenessGate
 from tests.stages.stage_rig import REPORT, Rig, idle, make_context, open_rig, running, take
 from transport.ports.inlet import Inlet
 from transport.ports.outlet import Outlet

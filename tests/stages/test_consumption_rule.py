@@ -23,7 +23,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition,
 from models.train.interface import TrainSequence
 from stages.messages import RolloutSlice, Settled, StepDone
 from stages.options import TrainOptions
-from stages.prompts.staleness_gate import StalenessGate
+from stages.staleness_gate import StalenessGate
 from stages.train.saved_groups import write_groups
 from tests.stages.stage_rig import LIMIT_S, make_sample, make_slice, take
 from tests.stages.train_rig import Recorder, TrainDesk, training

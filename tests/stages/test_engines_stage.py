@@ -174,7 +174,7 @@ async def test_an_engine_that_takes_no_weights_goes_to_its_supervisor_and_the_ot
         for index in range(2):
             await one.landed(0, engine=index)
         tries = refuse_updates(monkeypatch, one.servers[0].url)
-        monkeypatch.setattr("stages.engines.weight_barrier.TURN_TIMEOUT_S", 0.0)
+        monkeypatch.setattr("stages.engines.rolling_update.TURN_TIMEOUT_S", 0.0)
         one.weights.publish(1)
         await until(lambda: complaint(one) is not None)
         told = complaint(one)

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from stages.prompts.ledger import OUTCOMES, Ledger, LedgerError
-from stages.prompts.staleness_gate import StalenessGate, over_sampling
+from stages.staleness_gate import StalenessGate, over_sampling
 from tests.stages.prompt_rig import balanced
 from tests.stages.stage_rig import make_config
 

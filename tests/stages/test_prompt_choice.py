@@ -7,7 +7,7 @@ import pytest
 
 from stages.errors import NoVerdicts
 from stages.messages import CheckpointReady, EvalDone, Settled, StepDone
-from stages.prompts.staleness_gate import StalenessGate
+from stages.staleness_gate import StalenessGate
 from tests.stages.prompt_rig import PromptDesk, Rows, balanced, prompting, step_done
 from tests.stages.stage_rig import idle, make_config, take
 

@@ -11,7 +11,7 @@ from stages.errors import Starved
 from stages.messages import CheckpointReady, EvalDone, Int32Array, RolloutSlice, Settled, wire
 from stages.prompts.ledger import LedgerSnapshot, OpenGroup
 from stages.prompts.stage import sampling_seed
-from stages.prompts.staleness_gate import StalenessGate
+from stages.staleness_gate import StalenessGate
 from tests.stages.prompt_rig import Rows, balanced, prompting, step_done
 from tests.stages.stage_rig import idle, make_config, numbers, response_ids, take
 

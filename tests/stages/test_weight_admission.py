@@ -20,7 +20,7 @@ from models.engines.serve import EngineServer
 from models.tiny import make_tiny_checkpoint
 from models.weights.delta_store import differences, full_versions
 from models.weights.errors import SourceError
-from stages.engines.weight_barrier import await_landing
+from stages.train.weight_barrier import await_landing
 from stages.ports import SameHost
 from stages.train.publish_weights import WeightPublisher
 from tests.models.weights.made_up import checkpoint, values

@@ -39,7 +39,7 @@ from models.train.huggingface.loading import (
 )
 from models.train.huggingface.placement import MakeRoot, PlacedModel, Placement, Prepare
 from models.train.huggingface.scoring import Passes
-from models.train.packing.balance import MicroBatch
+from models.train.packing.micro_batches import MicroBatch
 from models.train.packing.packing import Packing
 from models.train.spec import TrainSpec
 

@@ -15,7 +15,7 @@ from models.train.dp_group import DpGroup, Float32Array
 from models.train.huggingface.optimizer import Updater, UpdateResult
 from models.train.huggingface.placement import Placement
 from models.train.huggingface.scoring import Backbone, Passes
-from models.train.packing.balance import MicroBatch
+from models.train.packing.micro_batches import MicroBatch
 from models.train.packing.rows import PackedRows
 from models.train.step.critic import ValueModel, ValueNumerator, critic_train_config
 

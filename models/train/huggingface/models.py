@@ -28,7 +28,7 @@ from models.train.huggingface.placement import Placement
 from models.train.huggingface.reference import Reference
 from models.train.huggingface.state_files import load_state, save_state
 from models.train.model_set import Counters, Scored
-from models.train.packing.balance import MicroBatch
+from models.train.packing.micro_batches import MicroBatch
 from models.train.packing.packing import Packing, with_budget
 from models.train.spec import TrainSpec
 from models.train.step.batch_needs import uses_critic, uses_reference

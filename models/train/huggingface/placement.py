@@ -16,7 +16,7 @@ from torch import Tensor
 from models.train.dp_group import DpGroup, Float32Array
 from models.train.huggingface.loading import LoadedModel, autocast_dtype, enable_checkpointing, load_model, pick_device
 from models.train.huggingface.scoring import Passes, Scorer
-from models.train.packing.balance import MicroBatch
+from models.train.packing.micro_batches import MicroBatch
 from models.train.packing.rows import PackedRows
 from models.train.spec import TrainSpec
 

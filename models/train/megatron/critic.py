@@ -18,7 +18,7 @@ from models.train.megatron.forward import chosen_hidden, of_all_tokens
 from models.train.megatron.inputs import ModelInputs
 from models.train.megatron.optimizer import TrainedChunks
 from models.train.megatron.schedule import Pipeline
-from models.train.packing.balance import MicroBatch
+from models.train.packing.micro_batches import MicroBatch
 from models.train.step.critic import ValueNumerator
 
 

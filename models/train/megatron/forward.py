@@ -16,8 +16,8 @@ from torch import Tensor
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
+from models.train.megatron.held_parameters import unwrap
 from models.train.megatron.inputs import ModelInputs
-from models.train.megatron.names import unwrap
 from models.train.megatron.vocabulary import VocabularyPart, vocabulary_log_probs
 
 

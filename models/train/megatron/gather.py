@@ -20,7 +20,7 @@ from models.families.architecture import Architecture
 from models.families.hugging_face_names import Weight
 from models.families.sharding import merge
 from models.train.errors import BackendMisuse
-from models.train.megatron.names import held_parameters
+from models.train.megatron.held_parameters import held_parameters
 
 if TYPE_CHECKING:
     from megatron.core.process_groups_config import ProcessGroupCollection

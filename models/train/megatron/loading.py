@@ -82,7 +82,7 @@ def _mark_split(chunks: Sequence[Any]) -> None:
     """Say of each parameter whether tensor-parallel processes hold parts of it: the norm of all gradients counts what
     they all hold once. Megatron-core's layers say so only where they initialise their weights themselves.
     """
-    from models.train.megatron.names import held_parameters
+    from models.train.megatron.held_parameters import held_parameters
 
     weights = {weight.name: weight.rule for weight in chunks[0].architecture.weights()}
     tied_head = weights["embedding.word_embeddings.weight"]

@@ -33,7 +33,7 @@ from models.train.megatron.reference import SwappedReference
 from models.train.megatron.schedule import Pipeline
 from models.train.megatron.weights import export_hf, load_hf
 from models.train.model_set import Counters, Scored
-from models.train.packing.balance import MicroBatch
+from models.train.packing.micro_batches import MicroBatch
 from models.train.packing.packing import Packing, with_budget
 from models.train.spec import TrainSpec
 from models.train.step.batch_needs import uses_critic, uses_reference

@@ -19,9 +19,9 @@ from torch import Tensor
 
 from models.train.dp_group import Float32Array
 from models.train.megatron.forward import hidden_states
+from models.train.megatron.held_parameters import unwrap
 from models.train.megatron.inputs import ModelInputs, RowForm, model_inputs
-from models.train.megatron.names import unwrap
-from models.train.packing.balance import MicroBatch
+from models.train.packing.micro_batches import MicroBatch
 from models.train.packing.packing import Layout, Unit
 from models.train.packing.rows import pack_rows
 

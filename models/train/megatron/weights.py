@@ -29,7 +29,7 @@ from models.families.sharding import padded_vocab, part
 from models.families.source import CheckpointTensors
 from models.train.errors import CheckpointUnavailable
 from models.train.megatron.gather import BUCKET_BYTES, export_buckets
-from models.train.megatron.names import held_parameters
+from models.train.megatron.held_parameters import held_parameters
 
 
 def load_hf(chunks: Sequence[Any], hf_config: Mapping[str, Any], source: Path) -> None:

@@ -15,7 +15,7 @@ import numpy as np
 
 from models.train.dp_group import Float32Array
 from models.train.model_set import ModelSet
-from models.train.packing.balance import MicroBatch, assign, micro_batches
+from models.train.packing.micro_batches import MicroBatch, assign, micro_batches
 from models.train.step.batch_needs import BatchNeeds
 from models.train.step.columns import token_counts
 from models.train.step.examples import Example

@@ -10,7 +10,7 @@ import itertools
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from models.train.packing.balance import assign, assign_layouts
+from models.train.packing.micro_batches import assign, assign_layouts
 from models.train.packing.packing import Layout, Packing, plan
 from models.train.step.examples import Example
 

@@ -17,7 +17,7 @@ from models.algorithms.aggregation import StepSize
 from models.algorithms.tokens import StepStatistics
 from models.train.errors import BackendMisuse
 from models.train.model_set import ModelSet
-from models.train.packing.balance import micro_batches
+from models.train.packing.micro_batches import micro_batches
 from models.train.spec import TrainSpec
 from models.train.step.batch_needs import BatchNeeds
 from models.train.step.examples import Example, Rollout, RolloutKey, partition, total_size

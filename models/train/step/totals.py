@@ -9,7 +9,7 @@ import torch
 
 from models.algorithms.metrics import MetricTotals
 from models.train.dp_group import DpGroup
-from models.train.packing.balance import MicroBatch
+from models.train.packing.micro_batches import MicroBatch
 
 
 @dataclass

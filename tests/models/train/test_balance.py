@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from models.train.huggingface.optimizer import gradient_scale
-from models.train.packing.balance import assign, balance, micro_batches
+from models.train.packing.micro_batches import assign, balance, micro_batches
 from models.train.packing.packing import Packing, plan
 from models.train.step.examples import Example
 from models.train.step.totals import StepTotals

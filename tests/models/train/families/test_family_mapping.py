@@ -19,7 +19,7 @@ from models.families.registry import architecture_of, read_hf_config
 from models.families.sharding import merge, padded_vocab, part
 from models.families.source import CheckpointTensors
 from models.train.errors import CheckpointUnavailable
-from models.train.megatron.names import global_name
+from models.train.megatron.held_parameters import global_name
 from models.train.megatron.weights import check_names, read_part
 
 settings.register_profile("families", deadline=None, max_examples=50)
