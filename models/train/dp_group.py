@@ -2,7 +2,8 @@
 
 Every process is handed all sequences of a batch, so that all take the same decisions (what a step consists of, its
 denominators, advantages, thresholds) from the same numbers without asking each other. Work is divided by
-micro-batches: `packing.micro_batches` assigns to each data-parallel rank its own. The processes of one rank (its tensor, pipeline and context ranks) compute them together; one of them, `is_mp_src_rank`, hands in the results.
+micro-batches: `packing.micro_batches` assigns to each data-parallel rank its own. The processes of one rank (its
+tensor, pipeline and context ranks) compute them together; one of them, `is_mp_src_rank`, hands in the results.
 
 Invariants:
 - every method is collective: all processes call the same ones in the same order, also with nothing to give;

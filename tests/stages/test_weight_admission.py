@@ -18,11 +18,11 @@ from models.engines.client import EngineClient, WeightsUpdated
 from models.engines.protocol import ModelInfo, PauseMode
 from models.engines.serve import EngineServer
 from models.tiny import make_tiny_checkpoint
+from models.train.errors import CheckpointUnavailable
 from models.weights.delta_store import differences, full_versions
-from models.weights.errors import SourceError
-from stages.train.weight_barrier import await_landing
 from stages.ports import SameHost
 from stages.train.publish_weights import WeightPublisher
+from stages.train.weight_barrier import await_landing
 from tests.models.weights.made_up import checkpoint, values
 from tests.stages.engine_rig import core_of
 from tests.stages.fleet_rig import Fleet, fleet
@@ -331,7 +331,7 @@ async def test_landing_waits_for_readers_of_the_slot_that_goes_not_of_the_other(
 
 def test_a_source_without_weights_is_refused(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
-    with pytest.raises(SourceError):
+    with pytest.raises(CheckpointUnavailable, match=r"holds no \*.safetensors"):
         WeightPublisher(make_config(), tmp_path / "slots", tmp_path / "empty", tmp_path)
 
 
