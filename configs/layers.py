@@ -7,7 +7,7 @@ by key, everything else is replaced whole; a later check can tell what was writt
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import msgspec
 from msgspec import Struct
@@ -17,6 +17,7 @@ from configs.errors import ConfigError
 from configs.schema import Config, StageConfig
 from configs.schema.did_you_mean import cure
 
+S = TypeVar("S", bound=Struct)
 Origin = Literal["command line", "recipe", "preset"]
 
 _GATE = ("asynchrony.async_buffer_size", "asynchrony.update_weights_interval", "asynchrony.max_staleness")
@@ -72,24 +73,15 @@ def merge(layers: Iterable[Layer]) -> Loaded:
 
 def build(values: Mapping[str, Any], base: Config | None = None) -> Config:
     """`base` (the defaults) with typed values put in under dotted keys."""
-    tree: dict[str, dict[str, Any]] = {}
-    nested: dict[tuple[str, str], dict[str, Any]] = {}
-    top: dict[str, Any] = {}
-    for key, value in values.items():
-        match key.split("."):
-            case [name]:
-                top[name] = value
-            case [section, name]:
-                tree.setdefault(section, {})[name] = value
-            case [section, inner, name]:
-                nested.setdefault((section, inner), {})[name] = value
     config = base or Config()
-    for (section, inner), fields in nested.items():
-        current = getattr(getattr(config, section), inner)
-        tree.setdefault(section, {})[inner] = msgspec.structs.replace(current, **fields)
-    for section, fields in tree.items():
-        top[section] = msgspec.structs.replace(getattr(config, section), **fields)
-    return msgspec.structs.replace(config, **top)
+    for key, value in values.items():
+        config = _with(config, key.split("."), value)
+    return config
+
+
+def _with(struct: S, path: Sequence[str], value: Any) -> S:
+    name, *inner = path
+    return msgspec.structs.replace(struct, **{name: _with(getattr(struct, name), inner, value) if inner else value})
 
 
 def value_at(config: Config, key: str) -> Any:

@@ -77,18 +77,14 @@ def _work(found: RunEstimate, layout: Layout) -> list[str]:
 
 
 def _flops(count: float) -> str:
-    for unit in ("FLOP", "kFLOP", "MFLOP", "GFLOP", "TFLOP", "PFLOP"):
-        if count < 1000:
-            return f"{count:.3g} {unit}"
-        count /= 1000
-    return f"{count:.3g} EFLOP"
+    return _scaled(count, 1000, 3, ("FLOP", "kFLOP", "MFLOP", "GFLOP", "TFLOP", "PFLOP", "EFLOP"))
 
 
 def size_text(count: int | None) -> str:
     """Bytes with a binary unit."""
-    value = float(count or 0)
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if value < 1024:
-            return f"{value:.4g} {unit}"
-        value /= 1024
-    return f"{value:.4g} TiB"
+    return _scaled(count or 0, 1024, 4, ("B", "KiB", "MiB", "GiB", "TiB"))
+
+
+def _scaled(count: float, base: int, digits: int, units: tuple[str, ...]) -> str:
+    power = next((power for power in range(len(units)) if count < base ** (power + 1)), len(units) - 1)
+    return f"{count / base**power:.{digits}g} {units[power]}"

@@ -18,10 +18,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from configs.schema.rejection import RejectionRule, RuleKind
+from configs.schema.rejection import RejectionRule
 from models.algorithms.correction import log_weight_of
+from models.algorithms.kl import KL_ESTIMATORS
 from models.algorithms.modes import Correction
-from models.algorithms.tokens import PolicyTokens, bounded_exp, sequence_max, sequence_mean, sequence_sum
+from models.algorithms.tokens import PolicyTokens, sequence_max, sequence_mean, sequence_sum
 
 VETO = "veto"
 SIBLINGS = "siblings"
@@ -81,7 +82,7 @@ def fails(rule: RejectionRule, log_weight: Tensor, tokens: PolicyTokens) -> Tens
 
 def statistic(rule: RejectionRule, log_weight: Tensor, tokens: PolicyTokens) -> Tensor:
     """The rule's statistic of each token [N], or of each sequence [S], from D [N]."""
-    values = divergence(rule.kind, log_weight)
+    values = KL_ESTIMATORS[rule.kind](-log_weight)  # of mu from old, at the sampled token
     if rule.level == "token":
         return values
     if rule.level == "seq_sum":
@@ -89,12 +90,3 @@ def statistic(rule: RejectionRule, log_weight: Tensor, tokens: PolicyTokens) -> 
     if rule.level == "seq_mean":
         return sequence_mean(values, tokens)
     return sequence_max(values, tokens)
-
-
-def divergence(kind: RuleKind, log_weight: Tensor) -> Tensor:
-    """k1, k2 or k3 of D [N]: estimates of the divergence of mu from old at the sampled token."""
-    if kind == "k1":
-        return -log_weight
-    if kind == "k2":
-        return 0.5 * log_weight.square()
-    return bounded_exp(log_weight) - 1.0 - log_weight

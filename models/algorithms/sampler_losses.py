@@ -14,7 +14,7 @@ from torch import Tensor
 
 from configs.schema.algorithm import AlgorithmConfig
 from models.algorithms.policy_loss import PolicyLoss
-from models.algorithms.tokens import PolicyTokens, bounded_exp, log_ratio, masked, sequence_sum
+from models.algorithms.tokens import PolicyTokens, bounded_exp, masked, sequence_sum
 
 
 def dppo(tokens: PolicyTokens, config: AlgorithmConfig) -> PolicyLoss:
@@ -23,7 +23,7 @@ def dppo(tokens: PolicyTokens, config: AlgorithmConfig) -> PolicyLoss:
     Too far: up by more than `dppo_threshold` with A > 0, down by more than it with A <= 0. The distance is the total
     variation of "this token or another". The quadratic term is not dropped. Source: arXiv:2602.04879.
     """
-    change = _log_rho(tokens)
+    change = tokens.log_rho
     advantages = masked(tokens.advantages, tokens.mask)
     theta = bounded_exp(masked(tokens.log_probs.detach(), tokens.mask))
     distance = theta - bounded_exp(masked(tokens.rollout_log_probs, tokens.mask))
@@ -36,19 +36,19 @@ def dppo(tokens: PolicyTokens, config: AlgorithmConfig) -> PolicyLoss:
 def topr(tokens: PolicyTokens, config: AlgorithmConfig) -> PolicyLoss:
     """-A log theta where A > 0, -min(rho, 1) A log theta otherwise, rho of the token (arXiv:2503.14286)."""
     del config
-    return _tapered(tokens, _log_rho(tokens).detach())
+    return _tapered(tokens, tokens.log_rho.detach())
 
 
 def topr_sequence(tokens: PolicyTokens, config: AlgorithmConfig) -> PolicyLoss:
     """As `topr`, with the product of rho over the sequence: the paper's form."""
     del config
-    total = sequence_sum(_log_rho(tokens).detach(), tokens)
+    total = sequence_sum(tokens.log_rho.detach(), tokens)
     return _tapered(tokens, masked(total[tokens.sequence], tokens.mask))
 
 
 def aipo(tokens: PolicyTokens, config: AlgorithmConfig) -> PolicyLoss:
     """-min(rho, aipo_clip) A log theta, the factor detached (arXiv:2505.24034)."""
-    rho = bounded_exp(_log_rho(tokens)).detach()
+    rho = bounded_exp(tokens.log_rho).detach()
     loss = -rho.clamp(max=config.aipo_clip) * _advantage_log_prob(tokens)
     clipped = (rho > config.aipo_clip) & tokens.mask
     return PolicyLoss(loss=loss, clipped_high=clipped, clipped_low=clipped & ~clipped)
@@ -60,7 +60,7 @@ def m2po(tokens: PolicyTokens, config: AlgorithmConfig) -> PolicyLoss:
     The bound is a fact of the whole step: see `step_statistics.m2po_bound`.
     """
     del config
-    change = _log_rho(tokens)
+    change = tokens.log_rho
     far = change.detach().square() > tokens.statistics.m2po_bound
     policy = -bounded_exp(change) * masked(tokens.advantages, tokens.mask)
     return PolicyLoss(
@@ -74,11 +74,6 @@ def _tapered(tokens: PolicyTokens, log_rho: Tensor) -> PolicyLoss:
     factor = torch.where(positive, torch.ones_like(rho), rho.clamp(max=1.0))
     clipped = ~positive & (rho > 1.0) & tokens.mask
     return PolicyLoss(loss=-factor * _advantage_log_prob(tokens), clipped_high=clipped, clipped_low=clipped & ~clipped)
-
-
-def _log_rho(tokens: PolicyTokens) -> Tensor:
-    """log theta - log mu [N], 0 where masked, with gradient."""
-    return log_ratio(tokens.log_probs, tokens.rollout_log_probs, tokens.mask)
 
 
 def _advantage_log_prob(tokens: PolicyTokens) -> Tensor:

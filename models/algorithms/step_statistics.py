@@ -26,7 +26,7 @@ from models.algorithms.correction import importance_weights, log_weight_of
 from models.algorithms.modes import Correction
 from models.algorithms.prox import with_old_log_probs
 from models.algorithms.rejection import rejection_of
-from models.algorithms.tokens import PolicyTokens, StepStatistics, log_ratio, sequence_sum
+from models.algorithms.tokens import PolicyTokens, StepStatistics, sequence_sum
 
 Need = Literal["none", "old", "current"]
 
@@ -59,7 +59,7 @@ def step_statistics(tokens: PolicyTokens, algorithm: AlgorithmConfig, correction
     with torch.no_grad():
         bound, mean = math.inf, 1.0
         if algorithm.policy_loss == "m2po":
-            bound = m2po_bound(squared_log_ratio(tokens)[tokens.mask], algorithm.m2po_threshold)
+            bound = m2po_bound(tokens.log_rho.detach().square()[tokens.mask], algorithm.m2po_threshold)
         if correction.use_tis and correction.tis_batch_normalize:
             mean = _weight_mean(with_old_log_probs(tokens, correction), correction)
     return StepStatistics(weight_mean=mean, m2po_bound=bound)
@@ -96,11 +96,6 @@ def kept_scale(tokens: PolicyTokens, rollout: Tensor, aggregation: Aggregation, 
         elif aggregation == "rollout_mean":
             before, after = _over_rollout(before, rollout), _over_rollout(after, rollout)
         return torch.where(after > 0, before / after.clamp(min=1.0), 1.0)
-
-
-def squared_log_ratio(tokens: PolicyTokens) -> Tensor:
-    """(log theta - log mu)^2 [N], 0 where masked, without gradient."""
-    return log_ratio(tokens.log_probs.detach(), tokens.rollout_log_probs, tokens.mask).square()
 
 
 def m2po_bound(squares: Tensor, threshold: float) -> float:

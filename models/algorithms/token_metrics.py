@@ -73,7 +73,7 @@ def mismatch_metrics(tokens: PolicyTokens, delta: Tensor, weights: ImportanceWei
     live = (sequence_sum(torch.ones_like(delta), tokens) > 0).to(delta.dtype)
     of_weights = {
         "ess": masked(raw, tokens.mask),
-        "ess_theta": masked(bounded_exp(_log_rho(tokens)), tokens.mask),
+        "ess_theta": masked(bounded_exp(tokens.log_rho.detach()), tokens.mask),
         "ess_sequence": bounded_exp(sequence_sum(delta, tokens)) * live,
     }
     if weights is not None:
@@ -123,7 +123,3 @@ def advantage_sums(tokens: PolicyTokens) -> dict[str, Tensor]:
     """Sums for mean and standard deviation of the advantages over trainable tokens."""
     values = masked(tokens.advantages, tokens.mask).double()
     return {"advantage": values.sum(), "advantage2": values.square().sum(), "advantage/n": tokens.mask.sum()}
-
-
-def _log_rho(tokens: PolicyTokens) -> Tensor:
-    return log_ratio(tokens.log_probs.detach(), tokens.rollout_log_probs, tokens.mask)

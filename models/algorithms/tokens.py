@@ -43,6 +43,11 @@ class PolicyTokens:
     kept_scale: Tensor | None = None  # [S] factor of the policy term, for renormalize_after_rejection; None = 1
     statistics: StepStatistics = StepStatistics()
 
+    @property
+    def log_rho(self) -> Tensor:
+        """log theta - log mu [N], 0 where masked, with gradient."""
+        return log_ratio(self.log_probs, self.rollout_log_probs, self.mask)
+
 
 def log_ratio(numerator: Tensor, denominator: Tensor, mask: Tensor) -> Tensor:
     """numerator - denominator where the mask is set, else exactly 0. Shapes [N]."""

@@ -110,7 +110,6 @@ class FinishReason(Struct, frozen=True, omit_defaults=True):
     length: int | None = None
     message: str | None = None
     status_code: int | None = None
-    err_type: str | None = None
 
 
 class CachedDetails(Struct, frozen=True):
@@ -136,11 +135,8 @@ class MetaInfo(Struct, frozen=True, kw_only=True):
     output_token_logprobs: list[LogprobEntry] | None = None
     output_token_logprobs_length: int | None = None
     routed_experts: str | None = None
-    spec_accept_rate: float | None = None
-    spec_accept_length: float | None = None
     spec_num_correct_drafts: int | None = None
     spec_num_proposed_drafts: int | None = None
-    spec_verify_ct: int | None = None
     e2e_latency: float | None = None
     queue_time: float | None = None
     first_token_latency: float | None = None

@@ -93,10 +93,6 @@ class _NewWorker(Role, frozen=True, omit_defaults=True, kw_only=True):
     url: str
 
 
-class _Accepted(Struct, frozen=True):
-    worker_id: str = ""
-
-
 class RouterClient(HttpClient):
     """Worker API of the router at `base_url`. Raises the errors of `EngineClient`. A router that is well may have no
     worker."""
@@ -115,12 +111,11 @@ class RouterClient(HttpClient):
         role = role or Role()
         new = _NewWorker(url=url, worker_type=role.worker_type, bootstrap_port=role.bootstrap_port)
         try:
-            body = await self.call("POST", "/workers", new, self._timeout_s)
+            await self.call("POST", "/workers", new, self._timeout_s)
         except EngineRefused as error:
             if error.status == CONFLICT:
                 return False
             raise
-        self.decode("/workers", body or b"{}", _Accepted)
         return True
 
     async def remove(self, worker: RouterWorker) -> None:

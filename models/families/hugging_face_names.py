@@ -121,7 +121,6 @@ class Rule:
     `pieces`: how published checkpoints store it, and how it is exported. `stacked`: how transformers 5 keeps experts in
     memory, accepted on loading. `replicated_rows`: with this many rows a process holds all of it, although `split`
     says otherwise (Transformer Engine keeps MLA's down projections whole, the local layers divide them).
-    `fp32`: kept in fp32 whatever the precision of training.
     """
 
     megatron: str
@@ -131,7 +130,6 @@ class Rule:
     layers: Layers = "all"
     stacked: tuple[Piece, ...] = ()
     replicated_rows: int | None = None
-    fp32: bool = False
 
     @property
     def expert(self) -> bool:

@@ -135,7 +135,7 @@ def experts(*, router_bias: bool = False, shared: bool = False) -> tuple[Rule, .
     rules = [Rule(own + "router.weight", whole(theirs + "gate.weight"), layers="moe")]
     if router_bias:
         name = whole(theirs + "gate.e_score_correction_bias")
-        rules.append(Rule(own + "router.expert_bias", name, layers="moe", fp32=True))
+        rules.append(Rule(own + "router.expert_bias", name, layers="moe"))
     rules += [
         Rule(
             mine + "linear_fc1.weight",

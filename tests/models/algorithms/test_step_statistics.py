@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from configs.schema.algorithm import AlgorithmConfig
 from models.algorithms.modes import Correction
-from models.algorithms.step_statistics import m2po_bound, needs, squared_log_ratio, step_statistics
+from models.algorithms.step_statistics import m2po_bound, needs, step_statistics
 from models.algorithms.tokens import StepStatistics
 
 PPO = AlgorithmConfig(policy_loss="ppo")
@@ -74,7 +74,7 @@ def test_weights_that_are_all_zero_are_not_normalised(f) -> None:  # type: ignor
 
 
 def test_m2po_golden(f, close) -> None:  # type: ignore[no-untyped-def]
-    squares = squared_log_ratio(f.tokens())
+    squares = f.tokens().log_rho.square()
     close(squares, [0.25, 0.0625, 0, 0.01, 0.0004, 0.04, 0.81, 1.69])
     bound = m2po_bound(squares[f.mask], 0.05)
     kept = squares[f.mask][squares[f.mask] <= bound]
