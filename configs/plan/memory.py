@@ -63,56 +63,49 @@ class TrainerMemory(Struct, frozen=True, kw_only=True):
 def trainer_memory(config: Config, shape: Architecture) -> TrainerMemory | None:
     """Estimate for one process; None for the simulated trainer, or where layers do not divide into stages."""
     match config.train.train_backend:
-        case "torch":
-            return _torch(config, shape)
-        case "fsdp":
-            return _fsdp(config, shape)
+        case "torch" | "fsdp":
+            return _transformers(config, shape)
         case "megatron":
             return _megatron(config, shape)
     return None
 
 
-def _torch(config: Config, shape: Architecture) -> TrainerMemory:
-    count = total_parameters(shape)
-    half = config.train.train_dtype == "bfloat16"
-    models = _trained_models(config)
-    reference = 4 * count if _has_reference(config) else 0  # beside the policy
-    return TrainerMemory(
-        parameters=count,
-        weights=4 * count * models + reference,
-        gradients=4 * count * models,
-        optimizer=8 * count * models,
-        gathered=2 * count if half else 0,  # autocast keeps its copies until the pass ends
-        activations=_whole_model_activations(config, shape, "autocast" if half else "float32"),
-        logits=_logits(config, shape.vocabulary, half=half),
-    )
-
-
-def _fsdp(config: Config, shape: Architecture) -> TrainerMemory:
-    layout, half = layout_of(config), config.train.train_dtype != "float32"
-    count, width = total_parameters(shape), 2 if half else 4
-    trained = count
-    if config.lora.lora_rank:
-        trained = adapter_parameters(shape, config.lora.lora_rank, config.lora.lora_target_modules)
+def _transformers(config: Config, shape: Architecture) -> TrainerMemory:
+    """Modules of transformers: whole in each process and under autocast (torch), or in shards (fsdp)."""
+    layout, lora, sharded = layout_of(config), config.lora, config.train.train_backend == "fsdp"
+    half = config.train.train_dtype == "bfloat16" or (sharded and config.train.train_dtype == "auto")
+    offloaded = sharded and config.fsdp.fsdp_cpu_offload
+    count = trained = total_parameters(shape)
+    if lora.lora_rank:
+        trained = adapter_parameters(shape, lora.lora_rank, lora.lora_target_modules)
         count += trained
     mine, mine_trained = _part(count, layout.shard), _part(trained, layout.shard)
     models = _trained_models(config)
-    layers = [layer_share(shape, layer).total for layer in range(shape.layers)]
-    root = total_parameters(shape) - sum(layers)
-    kept = sum(layers) if not config.fsdp.fsdp_reshard_after_forward else 2 * max(layers)
-    weights, gradients, optimizer = 4 * mine * models, 4 * mine_trained * models, 8 * mine_trained * models
-    offloaded = config.fsdp.fsdp_cpu_offload
-    reference = 4 * mine if _has_reference(config) and not config.lora.lora_rank else 0
+    reference = 4 * mine if _has_reference(config) and not lora.lora_rank else 0  # beside the policy
+    weights, gradients, optimizer = 4 * mine * models + reference, 4 * mine_trained * models, 8 * mine_trained * models
+    if sharded:
+        form: Form = "bfloat16" if half else "float32"
+        gathered = _gathered(config, shape, 2 if half else 4) if layout.shard > 1 or half else 0
+    else:
+        form = "autocast" if half else "float32"
+        gathered = 2 * count if half else 0  # autocast keeps its copies until the pass ends
     return TrainerMemory(
         parameters=mine,
-        weights=0 if offloaded else weights + reference,
+        weights=0 if offloaded else weights,
         gradients=0 if offloaded else gradients,
         optimizer=0 if offloaded else optimizer,
-        gathered=0 if layout.shard == 1 and not half else width * (root + kept) + 4 * max(layers),
-        activations=_whole_model_activations(config, shape, "bfloat16" if half else "float32") // layout.context,
+        gathered=gathered,
+        activations=_whole_model_activations(config, shape, form) // layout.context,
         logits=_logits(config, shape.vocabulary, half=half),
-        host=weights + reference + gradients + optimizer if offloaded else 0,
+        host=weights + gradients + optimizer if offloaded else 0,
     )
+
+
+def _gathered(config: Config, shape: Architecture, width: int) -> int:
+    """What a pass keeps of other processes' shards: root and one layer ahead, or all; and a layer's gradients."""
+    layers = [layer_share(shape, layer).total for layer in range(shape.layers)]
+    kept = sum(layers) if not config.fsdp.fsdp_reshard_after_forward else 2 * max(layers)
+    return width * (total_parameters(shape) - sum(layers) + kept) + 4 * max(layers)
 
 
 def _megatron(config: Config, shape: Architecture) -> TrainerMemory | None:
