@@ -20,7 +20,7 @@ from configs.schema.did_you_mean import cure
 S = TypeVar("S", bound=Struct)
 Origin = Literal["command line", "recipe", "preset"]
 
-_GATE = ("asynchrony.async_buffer_size", "asynchrony.update_weights_interval", "asynchrony.max_staleness")
+GATE = ("asynchrony.async_buffer_size", "asynchrony.update_weights_interval", "asynchrony.max_staleness")
 # Two ways to say the same thing: the one written in the higher layer replaces the other.
 _ALTERNATIVES = (("rollout.num_rollout", "rollout.num_epoch"),)
 
@@ -58,7 +58,7 @@ def merge(layers: Iterable[Layer]) -> Loaded:
     for layer in layers:
         chosen = layer.values.get("run.mode", mode)
         if chosen != mode:
-            _forget(values, given, _GATE)  # they belonged to the mode of the layer below
+            _forget(values, given, GATE)  # they belonged to the mode of the layer below
         mode = chosen
         for first, second in _ALTERNATIVES:
             if first in layer.values or second in layer.values:

@@ -18,15 +18,9 @@ def layout_faults(config: Config) -> Iterator[str]:
     layout, fsdp = layout_of(config), config.fsdp
     world, backend = layout.world, config.train.train_backend
     if backend == "fsdp":
-        for label, size in (
-            ("--fsdp-shard-size", fsdp.fsdp_shard_size or 1),
-            ("--fsdp-context-parallel-size", fsdp.fsdp_context_parallel_size),
-        ):
-            if world % size:
-                yield (
-                    f"{label} is {size}, but must divide the trainer's {world} process{'es' if world > 1 else ''} "
-                    f"({_WORLD}); set it to {_divisor(world, size)}"
-                )
+        processes = f"the trainer's {world} process{'es' if world > 1 else ''} ({_WORLD})"
+        yield from _dividing("--fsdp-shard-size", fsdp.fsdp_shard_size or 1, world, processes)
+        yield from _dividing("--fsdp-context-parallel-size", fsdp.fsdp_context_parallel_size, world, processes)
         if fsdp.fsdp_context_parallel_size > 1 and config.train.attn_implementation not in ("auto", "sdpa"):
             yield (
                 f"--attn-implementation is {config.train.attn_implementation}, but --fsdp-context-parallel-size "
@@ -116,8 +110,7 @@ def expert_faults(config: Config) -> Iterator[str]:
     if config.train.train_backend != "megatron":
         return
     layout, megatron = layout_of(config), config.megatron
-    model = known_model(config)
-    shape = architecture(model) if model is not None else None
+    shape = architecture(known_model(config) or {})
     if shape is not None and shape.latent is not None and layout.tensor > 1 and not layout.sequence:
         yield (
             f"--tensor-model-parallel-size is {layout.tensor} for a model with latent attention ({shape.family}), "
@@ -143,16 +136,10 @@ def expert_faults(config: Config) -> Iterator[str]:
             f"--tensor-model-parallel-size {layout.tensor}, for experts are cut as the other layers are, or less; set "
             f"it to {layout.tensor}"
         )
-    if shape is not None and shape.experts % layout.expert:
-        yield (
-            f"--expert-model-parallel-size is {layout.expert}, but must divide the model's {shape.experts} experts; "
-            f"set it to {_divisor(shape.experts, layout.expert)}"
-        )
-    if shape is not None and shape.expert_ffn % layout.expert_tensor:
-        yield (
-            f"--expert-tensor-parallel-size is {layout.expert_tensor}, but must divide the experts' width "
-            f"{shape.expert_ffn}; set it to {_divisor(shape.expert_ffn, layout.expert_tensor)}"
-        )
+    if shape is not None:
+        experts, width = f"the model's {shape.experts} experts", f"the experts' width {shape.expert_ffn}"
+        yield from _dividing("--expert-model-parallel-size", layout.expert, shape.experts, experts)
+        yield from _dividing("--expert-tensor-parallel-size", layout.expert_tensor, shape.expert_ffn, width)
     spread = layout.data > 1 or layout.pipeline > 1
     if layout.expert > 1 and megatron.moe_token_dispatcher_type == "allgather" and spread:
         yield (
@@ -169,17 +156,13 @@ def expert_faults(config: Config) -> Iterator[str]:
 
 def model_faults(config: Config) -> Iterator[str]:
     """Tensor parallelism against the model's heads and widths."""
-    model = known_model(config)
-    shape = architecture(model) if model is not None else None
+    shape = architecture(known_model(config) or {})
     if config.train.train_backend != "megatron" or shape is None:
         return
     tensor = config.megatron.tensor_model_parallel_size
     for what, size in _divided(shape):
-        if size % tensor:
-            yield (
-                f"--tensor-model-parallel-size is {tensor}, but must divide the model's {size} {what}; set it to "
-                f"{_divisor(size, tensor)}"
-            )
+        if fault := next(_dividing("--tensor-model-parallel-size", tensor, size, f"the model's {size} {what}"), None):
+            yield fault
             return
 
 
@@ -248,6 +231,7 @@ def warnings(config: Config) -> Iterator[str]:
         yield "--attn-implementation has no effect: --train-backend megatron has attention of its own"
 
 
-def _divisor(number: int, wanted: int) -> int:
-    """The largest divisor that is at most what was asked."""
-    return next(size for size in range(min(wanted, number), 0, -1) if number % size == 0)
+def _dividing(label: str, size: int, number: int, what: str) -> Iterator[str]:
+    if number % size:
+        largest = next(fitting for fitting in range(min(size, number), 0, -1) if number % fitting == 0)
+        yield f"{label} is {size}, but must divide {what}; set it to {largest}"

@@ -4,6 +4,7 @@ common fields of a transformer."""
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from models.families.architecture import Architecture
@@ -117,13 +118,15 @@ def attention(config: Mapping[str, Any], *, qkv_bias: bool = False, qk_norm: boo
 def mlp(*, fused: bool = False, dense_only: bool = False) -> tuple[Rule, ...]:
     """Gated MLP. `fused`: the checkpoint stores gate and up projection as one tensor."""
     theirs, own = LAYER + "mlp.", OWN + "mlp."
-    if fused:
-        first = tuple(Piece(theirs + "gate_up_proj.weight", part, 2) for part in range(2))
-    else:
-        first = whole(theirs + "gate_proj.weight", theirs + "up_proj.weight")
-    layers: Layers = "dense" if dense_only else "all"
+    first = tuple(Piece(theirs + "gate_up_proj.weight", part, 2) for part in range(2)) if fused else ()
+    return _gated(own, theirs, "dense" if dense_only else "all", first)
+
+
+def _gated(own: str, theirs: str, layers: Layers, first: tuple[Piece, ...] = ()) -> tuple[Rule, Rule]:
+    """Both matrices of a gated MLP. `first`: pieces of the first one, if they are not two tensors."""
+    pieces = first or whole(theirs + "gate_proj.weight", theirs + "up_proj.weight")
     return (
-        Rule(own + "linear_fc1.weight", first, split="gated_rows", join=Gated(), layers=layers),
+        Rule(own + "linear_fc1.weight", pieces, split="gated_rows", join=Gated(), layers=layers),
         Rule(own + "linear_fc2.weight", whole(theirs + "down_proj.weight"), split="columns", layers=layers),
     )
 
@@ -136,33 +139,10 @@ def experts(*, router_bias: bool = False, shared: bool = False) -> tuple[Rule, .
     if router_bias:
         name = whole(theirs + "gate.e_score_correction_bias")
         rules.append(Rule(own + "router.expert_bias", name, layers="moe"))
-    rules += [
-        Rule(
-            mine + "linear_fc1.weight",
-            whole(one + "gate_proj.weight", one + "up_proj.weight"),
-            split="gated_rows",
-            join=Gated(),
-            layers="moe",
-            stacked=tuple(Piece(theirs + "experts.gate_up_proj", part, 2, stacked=True) for part in range(2)),
-        ),
-        Rule(
-            mine + "linear_fc2.weight",
-            whole(one + "down_proj.weight"),
-            split="columns",
-            layers="moe",
-            stacked=(Piece(theirs + "experts.down_proj", stacked=True),),
-        ),
-    ]
+    fc1, fc2 = _gated(mine, one, "moe")
+    both = tuple(Piece(theirs + "experts.gate_up_proj", part, 2, stacked=True) for part in range(2))
+    down = (Piece(theirs + "experts.down_proj", stacked=True),)
+    rules += [replace(fc1, stacked=both), replace(fc2, stacked=down)]
     if shared:
-        theirs, own = theirs + "shared_experts.", own + "shared_experts."
-        rules += [
-            Rule(
-                own + "linear_fc1.weight",
-                whole(theirs + "gate_proj.weight", theirs + "up_proj.weight"),
-                split="gated_rows",
-                join=Gated(),
-                layers="moe",
-            ),
-            Rule(own + "linear_fc2.weight", whole(theirs + "down_proj.weight"), split="columns", layers="moe"),
-        ]
+        rules += _gated(own + "shared_experts.", theirs + "shared_experts.", "moe")
     return tuple(rules)
