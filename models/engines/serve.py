@@ -21,6 +21,7 @@ import os
 import signal
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import KW_ONLY, dataclass, field
 from pathlib import Path
 from types import TracebackType
 from typing import Final
@@ -41,6 +42,7 @@ _SWITCH_S: Final = 0.0002
 _SHUTDOWN_S: Final = 1.0  # for answers that are being written at the end
 
 
+@dataclass(eq=False)
 class EngineServer:
     """An engine with its HTTP server, in the running event loop. Use as an async context manager; then read `url`.
 
@@ -50,36 +52,30 @@ class EngineServer:
     `incremental_streaming` a chunk holds only what is new. Raises `EngineStartError` on entry.
     """
 
-    def __init__(
-        self,
-        config: EngineConfig,
-        model_path: str,
-        *,
-        max_context_len: int | None,
-        seed: int,
-        port: int = 0,
-        host: str = "127.0.0.1",
-        weight_version: str = DEFAULT_LABEL,
-        stream_interval: int = 0,
-        incremental_streaming: bool = False,
-    ) -> None:
-        self._config, self._model_path = config, model_path
-        self._max_context_len, self._seed = max_context_len, seed
-        self._host, self._port = host, port
-        self._label = weight_version
-        self._stream_interval, self._incremental = stream_interval, incremental_streaming
-        self._runner: web.AppRunner | None = None
-        self._ended: asyncio.Future[None] | None = None
-        self.core: EngineCore | None = None
-        self.url = ""
+    config: EngineConfig
+    model_path: str
+    _: KW_ONLY
+    max_context_len: int | None
+    seed: int
+    port: int = 0
+    host: str = "127.0.0.1"
+    weight_version: str = DEFAULT_LABEL
+    stream_interval: int = 0
+    incremental_streaming: bool = False
+    core: EngineCore | None = field(default=None, init=False)
+    url: str = field(default="", init=False)
+    _runner: web.AppRunner | None = field(default=None, init=False)
+    _ended: asyncio.Future[None] | None = field(default=None, init=False)
 
     async def __aenter__(self) -> EngineServer:
         loop = asyncio.get_running_loop()
         # Loading a checkpoint takes time that other coroutines of this process should not lose.
         core, codec = await asyncio.to_thread(
-            build_core, self._config, self._model_path, self._max_context_len, self._label, self._seed
+            build_core, self.config, self.model_path, self.max_context_len, self.weight_version
         )
-        app = EngineApp(core, codec, self._seed, stream_interval=self._stream_interval, incremental=self._incremental)
+        app = EngineApp(
+            core, codec, self.seed, stream_interval=self.stream_interval, incremental=self.incremental_streaming
+        )
         ended = self._ended = loop.create_future()
 
         def deliver(completions: Sequence[Completion]) -> None:
@@ -109,10 +105,10 @@ class EngineServer:
         )
         await self._runner.setup()
         try:
-            await web.TCPSite(self._runner, self._host, self._port).start()
+            await web.TCPSite(self._runner, self.host, self.port).start()
         except OSError as error:
-            raise _port_error(self._host, self._port, error) from error
-        self.url = f"http://{self._host}:{self._runner.addresses[0][1]}"
+            raise _port_error(self.host, self.port, error) from error
+        self.url = f"http://{self.host}:{self._runner.addresses[0][1]}"
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -139,7 +135,7 @@ class EngineServer:
 
 
 def build_core(
-    config: EngineConfig, model_path: str, max_context_len: int | None, label: str, seed: int
+    config: EngineConfig, model_path: str, max_context_len: int | None, label: str
 ) -> tuple[EngineCore, TextCodec]:
     """The engine that the configuration names; torch is imported only for the embedded one."""
     codec = TextCodec.load(Path(model_path))

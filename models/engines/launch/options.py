@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Final
 
 from configs.schema.did_you_mean import cure, nearest
@@ -135,26 +135,19 @@ def _fits(option: Option, value: Any) -> bool:
         case "int":
             return re.fullmatch(r"-?\d+", text, re.ASCII) is not None
         case "float":
-            return _is_number(text)
+            return _reads(float, text)
         case "size":
             return _SIZE.fullmatch(text) is not None
         case "json":
-            return _is_json(text)
+            return _reads(json.loads, text)
         case _:
             return True
 
 
-def _is_number(text: str) -> bool:
+def _reads(reader: Callable[[str], object], text: str) -> bool:
+    """Whether the text is one that the function reads."""
     try:
-        float(text)
-    except ValueError:
-        return False
-    return True
-
-
-def _is_json(text: str) -> bool:
-    try:
-        json.loads(text)
+        reader(text)
     except ValueError:
         return False
     return True
