@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 from configs.schema import Config
 from models.train.dp_group import DpGroup
 from models.train.huggingface.models import TorchModels
 from models.train.interface import TrainBackend
-from models.train.model_set import ModelSet
 from models.train.simulated import SimulatedBackend
-from models.train.spec import TrainSpec, train_spec
+from models.train.spec import train_spec
 from models.train.trainer import Trainer
 
 
@@ -22,20 +23,15 @@ def build_backend(config: Config, total_batches: int) -> TrainBackend:
 def build_member(config: Config, total_batches: int, dp_group: DpGroup) -> Trainer:
     """What one process of a trainer group runs. `dp_group`: of plain copies (torch); sharded frameworks make their
     own."""
+    spec, async_save = train_spec(config, total_batches), config.checkpoint.async_save
+    match config.train.train_backend:
+        case "fsdp":
+            from models.train.fsdp.models import FsdpModels
 
-    async_save = config.checkpoint.async_save
+            return Trainer(spec, partial(FsdpModels, async_save=async_save))
+        case "megatron":
+            from models.train.megatron.models import MegatronModels
 
-    def models(spec: TrainSpec) -> ModelSet:
-        match config.train.train_backend:
-            case "fsdp":
-                from models.train.fsdp.models import FsdpModels
-
-                return FsdpModels(spec, async_save=async_save)
-            case "megatron":
-                from models.train.megatron.models import MegatronModels
-
-                return MegatronModels(spec, async_save=async_save)
-            case _:
-                return TorchModels(spec, dp_group)
-
-    return Trainer(train_spec(config, total_batches), models)
+            return Trainer(spec, partial(MegatronModels, async_save=async_save))
+        case _:
+            return Trainer(spec, partial(TorchModels, dp_group=dp_group))

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 Float32Array = npt.NDArray[np.float32]
-_BUCKET_ELEMENTS: Final = 1 << 24  # of gradients that travel together
+_BUCKET_BYTES: Final = 1 << 26  # of gradients that travel together
 
 
 class DpGroup:
@@ -53,8 +53,7 @@ class DpGroup:
 class DistributedDpGroup(DpGroup):
     """All processes of torch.distributed's default group, by a gloo group over them.
 
-    `gloo`: a group of all processes for numbers, on the CPU, whatever the tensors travel by. `data_group`: those that
-    hold the same part of the model, one per data-parallel rank, for `all_reduce_gradients`; None = all processes.
+    `gloo`: a group of all processes for numbers, on the CPU, whatever the tensors travel by.
     """
 
     def __init__(
@@ -64,11 +63,9 @@ class DistributedDpGroup(DpGroup):
         dp_size: int,
         is_mp_src_rank: bool,
         gloo: Any | None = None,
-        data_group: Any | None = None,
     ) -> None:
         self.dp_rank, self.dp_size, self.is_mp_src_rank = dp_rank, dp_size, is_mp_src_rank
         self._gloo = gloo
-        self._data_group = data_group
         self.processes: int = torch.distributed.get_world_size()
         mine = torch.tensor([dp_rank if is_mp_src_rank else -1])
         dp_ranks = [int(one.item()) for one in _all_gather(mine, gloo)]  # by process; -1: not a source rank
@@ -98,24 +95,23 @@ class DistributedDpGroup(DpGroup):
         present = torch.tensor([parameter.grad is not None for parameter in parameters], dtype=torch.uint8)
         torch.distributed.all_reduce(present, op=torch.distributed.ReduceOp.MAX, group=self._gloo)
         chosen = [one for one, any_has in zip(parameters, present.tolist(), strict=True) if any_has]
-        bucket: list[Tensor] = []
         for parameter in chosen:
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
-            gradient = parameter.grad
-            size = sum(one.numel() for one in bucket) + gradient.numel()
-            if bucket and (gradient.dtype != bucket[0].dtype or size > _BUCKET_ELEMENTS):
-                self._add_bucket(bucket)
-                bucket = []
-            bucket.append(gradient)
-        if bucket:
-            self._add_bucket(bucket)
+        for bucket in torch._utils._take_tensors([one.grad for one in chosen], _BUCKET_BYTES):
+            flat = torch._utils._flatten_dense_tensors(bucket)
+            torch.distributed.all_reduce(flat)
+            torch._foreach_copy_(bucket, torch._utils._unflatten_dense_tensors(flat, bucket))
 
-    def _add_bucket(self, bucket: Sequence[Tensor]) -> None:
-        flat = torch.cat([tensor.reshape(-1) for tensor in bucket])
-        torch.distributed.all_reduce(flat, group=self._data_group)
-        for tensor, part in zip(bucket, flat.split([tensor.numel() for tensor in bucket]), strict=True):
-            tensor.copy_(part.view_as(tensor))
+
+def raise_together(error: BaseException | None, otherwise: Exception, group: Any | None = None) -> None:
+    """Raise in all processes if there is an error in one; collective. `otherwise`: where it is in another."""
+    failed = torch.tensor([error is not None], dtype=torch.uint8)
+    torch.distributed.all_reduce(failed, op=torch.distributed.ReduceOp.MAX, group=group)
+    if error is not None:
+        raise error
+    if failed.item():
+        raise otherwise
 
 
 def gather_bytes(data: bytes, group: Any | None) -> list[bytes]:

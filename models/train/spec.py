@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from configs.schema import Config
-from configs.schema.algorithm import AlgorithmConfig
+from configs.schema.algorithm import KL_IN_REWARD, AlgorithmConfig
 from configs.schema.critic import CriticConfig
 from configs.schema.distill import DistillConfig
 from configs.schema.fsdp import FsdpConfig, LoraConfig
@@ -16,7 +16,6 @@ from models.algorithms.aggregation import Aggregation
 from models.algorithms.group_loss import GroupLossFunction, group_loss_of
 from models.algorithms.modes import Correction, correction_of
 from models.train.errors import TrainConfigInvalid
-from models.train.step.batch_needs import opd_coefficient
 from models.train.step.learning_rate import check_schedule
 
 
@@ -55,6 +54,10 @@ class TrainSpec:
         return self.train.loss_type == "sft_loss"
 
     @property
+    def reinforced(self) -> bool:
+        return self.train.loss_type == "policy_loss"
+
+    @property
     def aggregation(self) -> Aggregation:
         """Of the loss."""
         return "token_mean" if self.supervised else self.algorithm.loss_aggregation
@@ -62,7 +65,24 @@ class TrainSpec:
     @property
     def opd_kl_coef(self) -> float | None:
         """Weight of the distillation term; None if it is off."""
-        return opd_coefficient(self.algorithm, self.distill) if self.train.loss_type == "policy_loss" else None
+        wanted = self.distill.use_opd or self.algorithm.advantage_estimator == "on_policy_distillation"
+        return self.distill.opd_kl_coef if wanted and self.reinforced else None
+
+    @property
+    def reward_kl(self) -> bool:
+        """Whether KL to the reference is part of the reward."""
+        return self.algorithm.kl_coef > 0 and self.algorithm.advantage_estimator in KL_IN_REWARD
+
+    @property
+    def uses_reference(self) -> bool:
+        """Whether a reference is loaded: for KL in the loss (a loss of one's own reads it too) or in the reward."""
+        in_loss = self.algorithm.use_kl_loss and self.algorithm.kl_loss_coef > 0
+        return (in_loss and not self.supervised) or (self.reward_kl and self.reinforced)
+
+    @property
+    def uses_critic(self) -> bool:
+        """Whether values of states are learned beside the policy."""
+        return self.reinforced and self.algorithm.advantage_estimator == "ppo"
 
     @property
     def whole_groups(self) -> bool:

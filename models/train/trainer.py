@@ -30,9 +30,9 @@ from models.train.interface import TrainSequence
 from models.train.model_set import Counters, ModelSet, Movable
 from models.train.spec import TrainSpec
 from models.train.step.batch_needs import batch_needs, critic_only
-from models.train.step.examples import Example, Intake, check_sequence, rollouts_of
+from models.train.step.examples import Intake, check_sequence, example_of, rollouts_of
 from models.train.step.old_log_probs import OldLogProbPass
-from models.train.step.running_batch import RunningBatch, StepWork
+from models.train.step.running_batch import RunningBatch
 
 
 class Trainer:
@@ -64,7 +64,10 @@ class Trainer:
             check_sequence(sequence, self._models.vocab_size)
         out = [np.zeros(sequence.response_length, dtype=np.float32) for sequence in sequences]
         filled = [index for index, sequence in enumerate(sequences) if sequence.response_length > 0]
-        examples = [_whole_response(sequences[index]) for index in filled]
+        examples = []
+        for index in filled:  # all of the response is to be scored
+            behind = np.arange(sequences[index].prompt_length, len(sequences[index].tokens), dtype=np.int64)
+            examples.append(example_of(sequences[index], behind))
         OldLogProbPass(self._models, bootstrap=False).refresh(examples)
         for index, example in zip(filled, examples, strict=True):
             assert example.current_log_probs is not None
@@ -94,17 +97,11 @@ class Trainer:
 
     def _begin(self) -> None:
         spec, models = self._spec, self._models
-        needed = batch_needs(
-            spec.algorithm,
-            spec.correction,
-            spec.distill,
-            loss_type=spec.train.loss_type,
-            steps=self._steps_per_batch,
-            reference_apart=models.has_reference and models.reference_apart,
-        )
+        apart = models.has_reference and models.reference_apart
+        needed = batch_needs(spec, steps=self._steps_per_batch, reference_apart=apart)
         critic_alone = models.critic is not None and self._counters.batches < spec.critic.num_critic_only_steps
         if critic_alone:
-            needed = critic_only(needed, spec.algorithm, spec.distill)
+            needed = critic_only(needed, spec)
         self._trains_policy = not critic_alone
         self._batch = RunningBatch(models, spec, needed, steps=self._steps_per_batch, train_policy=self._trains_policy)
 
@@ -136,33 +133,35 @@ class Trainer:
 
     def step(self) -> dict[str, float]:
         """Finish the running optimizer step; return its metrics."""
-        work = self._batch.run_step()
+        self._batch.run_step()
+        size, totals = self._batch.size, self._batch.totals
         mode, longest = self._spec.aggregation, self._spec.max_response_len
-        divisor = denominator(mode, work.size, max_response_len=longest)
-        mean_divisor = denominator(metric_mode(mode), work.size, max_response_len=longest)
-        metrics = work.totals.result(mean_divisor, loss_denominator=divisor)
+        divisor = denominator(mode, size, max_response_len=longest)
+        mean_divisor = denominator(metric_mode(mode), size, max_response_len=longest)
+        metrics = totals.result(mean_divisor, loss_denominator=divisor)
         metrics.update(self._batch.decided_metrics(mean_divisor))
-        if self._models.critic is not None and work.size.tokens:
+        if self._models.critic is not None and size.tokens:
             of_critic, found = self._models.critic.update(divisor, mean_divisor, self._models.dp_group)
             metrics.update(found)
             self._counters.skipped_steps += not of_critic.applied
-        result = self._update(work, divisor, metrics)
+        result = self._update(divisor, metrics)
         self._counters.steps += 1
-        metrics.update(self._step_metrics(work.size, result))
+        metrics.update(self._step_metrics(size, result))
         if self._batch.finish_step():
             self._finish_batch()
         return metrics
 
-    def _update(self, work: StepWork, divisor: float, metrics: dict[str, float]) -> UpdateResult:
+    def _update(self, divisor: float, metrics: dict[str, float]) -> UpdateResult:
         """Change the policy's weights, unless there is nothing to learn from or it is not its turn."""
         if not self._trains_policy:
             metrics["train/critic_only"] = 1.0
             return self._models.refuse()
-        rejected = self._spec.correction.rejects and work.size.tokens > 0 and work.kept == 0
-        if rejected or work.size.tokens == 0:
+        tokens, totals = self._batch.size.tokens, self._batch.totals
+        rejected = self._spec.correction.rejects and not totals.kept
+        if rejected or tokens == 0:
             self._counters.empty_steps += 1
             return self._models.refuse()
-        staleness = work.staleness_sum / work.size.tokens
+        staleness = self._batch.staleness_sum / tokens
         scale = 1.0 / (1.0 + self._spec.correction.staleness_lr_decay * staleness)
         result = self._models.update(divisor, lr_scale=scale)
         self._counters.skipped_steps += not result.applied
@@ -243,18 +242,3 @@ class Trainer:
                 f"{action} while {len(self._batch.seen)} rollouts are being trained: accumulated gradients and old "
                 "log-probs are not part of a checkpoint; finish the batch with step() first"
             )
-
-
-def _whole_response(sequence: TrainSequence) -> Example:
-    """A sequence all of whose response is to be scored."""
-    prompt, length = sequence.prompt_length, len(sequence.tokens)
-    nothing = np.zeros(length - prompt, dtype=np.float32)
-    return Example(
-        tokens=sequence.tokens,
-        prompt=prompt,
-        chosen=np.arange(prompt, length, dtype=np.int64),
-        rollout_log_probs=nothing,
-        advantages=nothing,
-        coefficient=0.0,
-        key=(sequence.group_id, sequence.rollout_id),
-    )

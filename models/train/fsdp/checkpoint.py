@@ -30,6 +30,7 @@ from msgspec import Struct
 from torch import Tensor
 
 from models.disk import sync, sync_tree
+from models.train.dp_group import raise_together
 from models.train.errors import TrainStateUnreadable
 from models.train.fsdp.mesh import Mesh
 from models.train.huggingface.hf_files import write_hf
@@ -40,6 +41,8 @@ from models.train.model_set import Counters
 FORMAT_VERSION: Final = 1
 STATE: Final = Path("fsdp/state.json")
 SHARDS: Final = Path("fsdp/shards")
+
+_ELSEWHERE: Final = "another process could not write its part of the checkpoint; its message says why"
 
 
 class FsdpState(Struct, frozen=True, kw_only=True):
@@ -115,22 +118,14 @@ class Checkpoints:
         if self._thread is not None:
             self._pending = self._thread.submit(complete)
         else:
-            self._raise_together(_failure_of(complete))
-
-    def _raise_together(self, failure: Exception | None) -> None:
-        """Collective: raise what went wrong here, or that something did elsewhere."""
-        failed = self._mesh.anywhere(failure is not None)
-        if failure is not None:
-            raise failure
-        if failed:
-            raise OSError("another process could not write its part of the checkpoint; its message says why")
+            raise_together(_failure_of(complete), OSError(_ELSEWHERE), self._mesh.gloo)
 
     def finish(self) -> None:
         """Wait until the last save is on disk, in all processes. Raises what went wrong in any of them."""
         if self._pending is None:
             return
         pending, self._pending = self._pending, None
-        self._raise_together(_failure_of(pending.result))
+        raise_together(_failure_of(pending.result), OSError(_ELSEWHERE), self._mesh.gloo)
 
     # ------------------------------------------------------------------ loading
 
@@ -162,17 +157,18 @@ class Checkpoints:
         failure: BaseException | None = None
         try:
             yield
-        except BaseException as error:  # torch's CheckpointException is no Exception
+        except TrainStateUnreadable as error:
             failure = error
-        failed = self._mesh.anywhere(failure is not None)
-        if isinstance(failure, TrainStateUnreadable):
-            raise failure
-        if failed:
-            cause = f"{type(failure).__name__}: {failure}" if failure else "another process could not read it"
-            raise TrainStateUnreadable(
-                f"{directory} holds no complete state of sharded training ({cause.splitlines()[0]}); resume from "
-                "another checkpoint"
-            ) from failure
+        except BaseException as error:  # torch's CheckpointException is no Exception
+            failure = _unreadable(directory, f"{type(error).__name__}: {error}".splitlines()[0])
+            failure.__cause__ = error
+        raise_together(failure, _unreadable(directory, "another process could not read it"), self._mesh.gloo)
+
+
+def _unreadable(directory: Path, cause: str) -> TrainStateUnreadable:
+    return TrainStateUnreadable(
+        f"{directory} holds no complete state of sharded training ({cause}); resume from another checkpoint"
+    )
 
 
 def _failure_of(attempt: Callable[[], object]) -> Exception | None:

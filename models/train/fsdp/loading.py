@@ -25,6 +25,7 @@ import torch.distributed as dist
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
 from models.train import errors
+from models.train.dp_group import gather_bytes
 from models.train.errors import TrainError, UnsupportedModel
 from models.train.fsdp.mesh import Mesh
 from models.train.huggingface.context import ContextParallel
@@ -64,8 +65,8 @@ class Shards(Placement):
         precise: Callable[[Any], list[torch.nn.Module]] = lambda _: [],
     ) -> PlacedModel:
         """Raises in every process what the first one meets: `CheckpointUnavailable`, `UnsupportedModel`."""
-        full, header = self._read(source, key, prepare) if self.first else (None, {})
-        header = json.loads(self.mesh.send(json.dumps(header).encode()))
+        full, found = self._read(source, key, prepare) if self.first else (None, {})
+        header = json.loads(gather_bytes(json.dumps(found).encode(), self.mesh.gloo)[0])
         if "error" in header:
             raise getattr(errors, header["error"])(header["text"])
         model = _skeleton(header["config"], header["attention"])
@@ -162,7 +163,9 @@ class Shards(Placement):
 
     def sum_over_shards(self, value: float) -> float:
         """Over all processes, each copy of the model once."""
-        return self.mesh.sum_over_shards(value)
+        total = torch.tensor([value], dtype=torch.float64)
+        dist.all_reduce(total, group=self.mesh.gloo)
+        return float(total) / self.mesh.sizes.replicas
 
 
 def _decoder_layers(model: Any) -> list[torch.nn.Module]:

@@ -102,28 +102,6 @@ class Mesh:
         """Whether this is the first of all processes."""
         return self.rank == 0
 
-    def sum_over_shards(self, value: float) -> float:
-        """Sum of one number per shard of a model; equal in all processes."""
-        total = torch.tensor([value], dtype=torch.float64)
-        dist.all_reduce(total, group=self.gloo)
-        return float(total) / self.sizes.replicas  # every copy was counted
-
-    def send(self, data: bytes) -> bytes:
-        """What the first process gives, in all of them."""
-        size = torch.tensor([len(data)])
-        dist.broadcast(size, src=0, group=self.gloo)
-        content = torch.zeros(int(size), dtype=torch.uint8)
-        if self.first:
-            content.copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8))
-        dist.broadcast(content, src=0, group=self.gloo)
-        return bytes(content.numpy())
-
-    def anywhere(self, fact: bool) -> bool:
-        """Whether it holds in any process."""
-        found = torch.tensor([fact], dtype=torch.uint8)
-        dist.all_reduce(found, op=dist.ReduceOp.MAX, group=self.gloo)
-        return bool(found.item())
-
     def barrier(self) -> None:
         """Wait for all processes."""
         dist.barrier(group=self.gloo)

@@ -14,7 +14,7 @@ from models.train.fsdp.checkpoint import Checkpoints
 from models.train.fsdp.loading import Shards
 from models.train.fsdp.mesh import Mesh, ensure_group, own_device
 from models.train.huggingface.loading import pick_device
-from models.train.huggingface.lora import adapters_of
+from models.train.huggingface.lora import Adapters
 from models.train.huggingface.models import HfModels
 from models.train.model_set import Counters
 from models.train.spec import TrainSpec
@@ -32,7 +32,8 @@ class FsdpModels(HfModels):
         """
         ensure_group()
         mesh = Mesh(spec.fsdp, spec.parallel, own_device(pick_device(spec.train.train_device)))
-        super().__init__(spec, Shards(spec, mesh), adapters_of(spec.lora, spec.train.hf_checkpoint))
+        adapters = Adapters(spec.lora, spec.train.hf_checkpoint) if spec.lora.lora_rank > 0 else None
+        super().__init__(spec, Shards(spec, mesh), adapters)
         self._checkpoints = Checkpoints(mesh, asynchronous=async_save)
 
     def save(self, directory: Path, counters: Counters) -> None:

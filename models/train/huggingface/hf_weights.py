@@ -9,7 +9,8 @@ precision changes.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from itertools import groupby
 from typing import Any
 
@@ -49,29 +50,23 @@ def hf_tensors(
     dtype: torch.dtype | None,
     sort: bool,
     first: bool = True,
-    tensor_of: Callable[[str], Tensor] | None = None,
-    names: Sequence[str] | None = None,
+    merged: Mapping[str, Callable[[], Tensor]] | None = None,
 ) -> Iterator[tuple[str, Tensor]]:
     """(name, tensor) of all weights, as a checkpoint stores them; nothing but in the first process.
 
     Collective: run it to its end everywhere. `dtype`: what floating-point tensors are cast to; `sort`: whether the
-    model's weights are converted on the way, which sorts them; `tensor_of`: the whole tensor of a name, if it is not
-    simply a parameter; `names`: of `tensor_of`.
+    model's weights are converted on the way, which sorts them; `merged`: what makes each whole weight, where it is not
+    simply a parameter.
     """
     from transformers.core_model_loading import dot_natural_key, revert_weight_conversion
 
-    if tensor_of is None:
+    if merged is None:
         state = _holders(model)
-
-        def tensor_of(name: str) -> Tensor:
-            return whole(state[name], device, dtype)
-
-    names = stored_names(model) if names is None else list(names)
-    if sort:
-        names = sorted(names, key=dot_natural_key)
+        merged = {name: partial(whole, state[name], device, dtype) for name in stored_names(model)}
+    names = sorted(merged, key=dot_natural_key) if sort else list(merged)
     for bucket in buckets(names):
         # All gather before one converts: what the first process does with them must not hold up the others.
-        found = {name: _cast(tensor_of(name), dtype) for name in bucket}
+        found = {name: _cast(merged[name](), dtype) for name in bucket}
         if first:
             # Some architectures fuse weights in memory (experts, for instance) that checkpoints store one by one.
             yield from ((name, tensor.contiguous()) for name, tensor in revert_weight_conversion(model, found).items())

@@ -8,7 +8,8 @@ same model with its adapters off.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from operator import attrgetter
 from pathlib import Path
 from typing import Any, Final
@@ -77,11 +78,12 @@ class Adapters:
 
     # ------------------------------------------------------------------ weights
 
-    def merged_names(self, model: Any) -> dict[str, str]:
-        """Names of the merged model, as it would be without adapters, and the names in memory."""
-        return {name.replace(_BASE, ""): name for name in stored_names(model) if ".lora_" not in name}
+    def merged(self, model: Any, device: torch.device) -> dict[str, Callable[[], Tensor]]:
+        """What makes each weight of the merged model, under the name that it would have without adapters."""
+        names = [name for name in stored_names(model) if ".lora_" not in name]
+        return {name.replace(_BASE, ""): partial(self._merged, model, name, device) for name in names}
 
-    def merged(self, model: Any, name: str, device: torch.device) -> Tensor:
+    def _merged(self, model: Any, name: str, device: torch.device) -> Tensor:
         """The whole weight called `name` in memory, with its adapter. Collective."""
         weight = whole(attrgetter(name)(model), device)
         module, _, kind = name.rpartition(_BASE + ".")
@@ -133,8 +135,3 @@ def _all_linear(model: Any) -> list[str]:
 
 def _end(name: str) -> str:
     return name.rpartition(".")[2]
-
-
-def adapters_of(config: LoraConfig, checkpoint: str) -> Adapters | None:
-    """The adapters of a run; None if all is trained."""
-    return Adapters(config, checkpoint) if config.lora_rank > 0 else None

@@ -31,7 +31,6 @@ from models.train.model_set import Counters, Scored
 from models.train.packing.micro_batches import MicroBatch
 from models.train.packing.packing import Packing, with_budget
 from models.train.spec import TrainSpec
-from models.train.step.batch_needs import uses_critic, uses_reference
 from models.train.step.micro_batch_loss import PolicyNumerator
 from models.train.step.totals import StepTotals
 
@@ -55,12 +54,12 @@ class HfModels:
         self._score = self._policy.root
         placed = [self._policy]
         self.reference: Reference | None = None
-        self.has_reference = uses_reference(algorithm, train.loss_type)
+        self.has_reference = spec.uses_reference
         if self.has_reference:
             self.reference = Reference(placement, self._policy, adapters)
             placed.append(self.reference.placed)
         self.critic: Critic | None = None
-        if uses_critic(algorithm, train.loss_type):
+        if spec.uses_critic:
             self.critic = Critic(placement)
             placed.append(self.critic.placed)
         self.vocab_size = min(one.vocab_size for one in placed)  # that all models know
@@ -136,20 +135,9 @@ class HfModels:
         return self._weights(self.precision)
 
     def _weights(self, dtype: torch.dtype | None) -> Iterator[tuple[str, Tensor]]:
-        model, device, adapters = self.model, self.device, self.adapters
+        merged = None if self.adapters is None else self.adapters.merged(self.model, self.device)
         first, sort = self._placement.first, self._policy.converts
-        if adapters is None:
-            return hf_tensors(model, device=device, dtype=dtype, sort=sort, first=first)
-        held = adapters.merged_names(model)
-        return hf_tensors(
-            model,
-            device=device,
-            dtype=dtype,
-            sort=sort,
-            first=first,
-            names=list(held),
-            tensor_of=lambda name: adapters.merged(model, held[name], device),
-        )
+        return hf_tensors(self.model, device=self.device, dtype=dtype, sort=sort, first=first, merged=merged)
 
     def parts(self) -> StateParts:
         """What is saved."""

@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from models.train.dp_group import raise_together
 from models.train.errors import TrainStateUnreadable, first_line
 from models.train.huggingface.hf_files import write_hf
 from models.train.huggingface.state_files import MODEL_DIR
@@ -64,7 +65,7 @@ def save(models: MegatronModels, directory: Path, counters: Counters, *, asynchr
             files.mkdir(parents=True)
     except OSError as found:
         error = found
-    _raise_together(error, OSError("the first process could not make the directory of a checkpoint"))
+    raise_together(error, OSError("the first process could not make the directory of a checkpoint"))
     _write_hf(models, directory / MODEL_DIR)
     held = Held(models)
     state = _state_of(models, held, counters)
@@ -84,7 +85,7 @@ def finish(models: MegatronModels) -> None:
     if saving is None:
         return
     error = saving.exception()
-    _raise_together(error, OSError("another process could not write its part of a checkpoint"))
+    raise_together(error, OSError("another process could not write its part of a checkpoint"))
 
 
 def load(models: MegatronModels, directory: Path) -> Counters:
@@ -102,7 +103,7 @@ def load(models: MegatronModels, directory: Path) -> Counters:
     except TrainStateUnreadable as found:
         error = found
     unreadable = TrainStateUnreadable(f"another process cannot read {directory}; let all see the same files")
-    _raise_together(error, unreadable)
+    raise_together(error, unreadable)
     loaded = read_tensors(directory, index, wanted)
     held.put(loaded, state)
     _load_random(directory / STATE_DIR, state)
@@ -145,7 +146,7 @@ def _write_hf(models: MegatronModels, directory: Path) -> None:
         error = found
         for _ in tensors:
             continue
-    _raise_together(error, OSError("the first process could not write the weights in Hugging Face format"))
+    raise_together(error, OSError("the first process could not write the weights in Hugging Face format"))
 
 
 # ---------------------------------------------------------------------- reading
@@ -215,16 +216,6 @@ def read_tensors(directory: Path, index: Index, wanted: dict[str, Any]) -> dict[
         ) from error
     finally:
         strategies._get_filesystem_reader = usual
-
-
-def _raise_together(error: BaseException | None, otherwise: Exception) -> None:
-    """Raise in all processes if there is an error in one; collective. `otherwise`: where it is in another."""
-    failed = torch.tensor([error is not None], dtype=torch.uint8)
-    torch.distributed.all_reduce(failed, op=torch.distributed.ReduceOp.MAX)
-    if error is not None:
-        raise error
-    if failed.item():
-        raise otherwise
 
 
 # ---------------------------------------------------------------------- random states

@@ -36,7 +36,6 @@ from models.train.model_set import Counters, Scored
 from models.train.packing.micro_batches import MicroBatch
 from models.train.packing.packing import Packing, with_budget
 from models.train.spec import TrainSpec
-from models.train.step.batch_needs import uses_critic, uses_reference
 from models.train.step.critic import critic_train_config
 from models.train.step.micro_batch_loss import PolicyNumerator
 from models.train.step.totals import StepTotals
@@ -70,7 +69,7 @@ class MegatronModels:
         self._pipeline = self._make_pipeline(self.policy, loaded)
         self._score = self._scorer(loaded)
         self.critic: MegatronCritic | None = None
-        if uses_critic(spec.algorithm, spec.train.loss_type):
+        if spec.uses_critic:
             packing = self._add_critic(packing)
         self._numerator = PolicyNumerator(
             spec.algorithm, spec.correction, sft=spec.supervised, group_loss=spec.group_loss
@@ -82,7 +81,7 @@ class MegatronModels:
     def _reference(self, source: Source, loaded: LoadedChunks) -> SwappedReference | None:
         """A copy on the host of what the reference starts with; the chunks hold the policy afterwards."""
         algorithm, train = self.spec.algorithm, self.spec.train
-        if not uses_reference(algorithm, train.loss_type):
+        if not self.spec.uses_reference:
             return None
         other = train.ref_load is not None and train.ref_load != train.hf_checkpoint
         if other:

@@ -131,5 +131,4 @@ def build_dp_group(spec: TrainSpec) -> DistributedDpGroup:
         gloo=torch.distributed.new_group(
             backend="gloo", timeout=timedelta(minutes=spec.parallel.distributed_timeout_minutes)
         ),
-        data_group=ps.get_data_parallel_group(),
     )

@@ -12,7 +12,6 @@ the factor 1/2).
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import msgspec
 import torch
@@ -26,19 +25,14 @@ from models.train.step.columns import float_column, weight_column
 from models.train.step.examples import Example
 
 
-@dataclass(frozen=True)
-class ValueLoss:
-    """What the value loss says of each token."""
+def value_loss(values: Tensor, old_values: Tensor, returns: Tensor, *, clip: float) -> tuple[Tensor, Tensor]:
+    """max((V - G)^2, (V_c - G)^2) with V_c = V_old + clamp(V - V_old, -clip, clip); [N] each.
 
-    loss: Tensor  # [N]
-    clipped: Tensor  # [N] bool, the clipped value is further from the return than the free one
-
-
-def value_loss(values: Tensor, old_values: Tensor, returns: Tensor, *, clip: float) -> ValueLoss:
-    """max((V - G)^2, (V_c - G)^2) with V_c = V_old + clamp(V - V_old, -clip, clip); [N] each."""
+    With it, where the clipped value is further from the return than the free one [N].
+    """
     free = (values - returns).square()
     held = (old_values + (values - old_values).clamp(-clip, clip) - returns).square()
-    return ValueLoss(torch.maximum(free, held), held > free)
+    return torch.maximum(free, held), held > free
 
 
 class ValueModel(torch.nn.Module):  # type: ignore[misc]
@@ -76,11 +70,11 @@ class ValueNumerator:
         device = values.device
         old = float_column([example.values for example in members], device)
         returns = float_column([example.returns for example in members], device)
-        result = value_loss(values, old, returns, clip=self._clip)
+        loss, clipped = value_loss(values, old, returns, clip=self._clip)
         weights = weight_column(members, device)
-        numerator = torch.dot(result.loss, weights)
+        numerator = torch.dot(loss, weights)
         self._loss += numerator.detach().double()
-        self._clipped += torch.dot(result.clipped.to(weights.dtype), weights).double()
+        self._clipped += torch.dot(clipped.to(weights.dtype), weights).double()
         return numerator
 
     def metrics(

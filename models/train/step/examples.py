@@ -21,10 +21,10 @@ import numpy.typing as npt
 from models.algorithms.aggregation import Aggregation, StepSize, coefficients
 from models.algorithms.shared_tokens import IntArray, averaged, owned, prefix_fault, token_numbers
 from models.algorithms.token_advantages import token_rewards
+from models.train.dp_group import Float32Array
 from models.train.errors import InvalidSequence
 from models.train.interface import TrainSequence
 
-Float32Array = npt.NDArray[np.float32]
 RolloutKey = tuple[int, int]  # (group_id, rollout_id)
 
 
@@ -117,7 +117,7 @@ def _rollout(key: RolloutKey, members: Sequence[TrainSequence], intake: Intake) 
     counts = [len(places) for places in chosen]
     weights = coefficients(intake.mode, counts, [sum(counts)] * len(counts)).tolist()
     made = [
-        _example(member, places, weight, intake.version) if len(places) else None
+        example_of(member, places, weight, intake.version) if len(places) else None
         for member, places, weight in zip(members, chosen, weights, strict=True)
     ]
     examples = tuple(example for example in made if example is not None)
@@ -163,7 +163,8 @@ def _turns(sequence: TrainSequence, places: IntArray) -> Float32Array | None:
     return token_rewards(0.0, mask, turns=sequence.token_rewards.astype(np.float64))[places].astype(np.float32)
 
 
-def _example(sequence: TrainSequence, trainable: IntArray, coefficient: float, version: int) -> Example:
+def example_of(sequence: TrainSequence, trainable: IntArray, coefficient: float = 0.0, version: int = 0) -> Example:
+    """The example of these tokens of a sequence. `version`: of the weights."""
     teacher = sequence.teacher_log_probs
     return Example(
         tokens=sequence.tokens,

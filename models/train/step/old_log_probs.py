@@ -15,11 +15,11 @@ import numpy as np
 
 from models.train.dp_group import Float32Array
 from models.train.model_set import ModelSet
-from models.train.packing.micro_batches import MicroBatch, assign, micro_batches
+from models.train.packing.micro_batches import MicroBatch, micro_batches
 from models.train.step.batch_needs import BatchNeeds
 from models.train.step.columns import token_counts
 from models.train.step.examples import Example
-from models.train.step.pending import Assigned
+from models.train.step.pending import Assigned, assign_all
 
 Score = Callable[[Sequence[MicroBatch]], list[Float32Array]]
 Write = Callable[[Example, Float32Array], None]
@@ -46,11 +46,10 @@ class OldLogProbPass:
     def refresh(self, examples: Sequence[Example]) -> None:
         """Fill in `current_log_probs` under the weights as they are now."""
         if examples:
-            self._score(self._deal(examples), self._models.log_probs, _set("current_log_probs"))
+            self._score(self._assigned(examples), self._models.log_probs, _set("current_log_probs"))
 
-    def _deal(self, examples: Sequence[Example]) -> Assigned:
-        ids, prompts = [one.tokens for one in examples], [one.prompt for one in examples]
-        return Assigned(assign(ids, prompts, self._models.packing, self._models.dp_group.dp_size), list(examples))
+    def _assigned(self, examples: Sequence[Example]) -> Assigned:
+        return assign_all(examples, self._models.packing, self._models.dp_group.dp_size)
 
     def _score(self, assigned: Assigned, score: Score, write: Write) -> None:
         """Run one model over this process's micro-batches, and write what was found by all."""
@@ -74,7 +73,7 @@ class OldLogProbPass:
             assigned.examples[item] for layouts in assigned.by_dp_rank for layout in layouts for item in layout.items
         ]
         longer = [_continued(example) if example.truncated else replace(example) for example in examples]
-        self._score(self._deal(longer), score, _set("values"))
+        self._score(self._assigned(longer), score, _set("values"))
         for example, copy in zip(examples, longer, strict=True):
             assert copy.values is not None
             own = len(example.chosen)

@@ -26,6 +26,12 @@ class Assigned:
         return any(self.by_dp_rank)
 
 
+def assign_all(examples: Sequence[Example], packing: Packing, dp_size: int) -> Assigned:
+    """Micro-batches of all of these examples."""
+    by_dp_rank = assign([one.tokens for one in examples], [one.prompt for one in examples], packing, dp_size)
+    return Assigned(by_dp_rank, list(examples))
+
+
 class Pending:
     """A queue of examples that empties itself by micro-batches."""
 
@@ -52,10 +58,9 @@ class Pending:
             return Assigned([[]] * dp_size, [])
         tokens = self._tokens
         examples = self.take_all()
-        ids, prompts = [example.tokens for example in examples], [example.prompt for example in examples]
         if everything:
-            return Assigned(assign(ids, prompts, packing, dp_size), examples)
-        layouts = plan(ids, prompts, packing)
+            return assign_all(examples, packing, dp_size)
+        layouts = plan([one.tokens for one in examples], [one.prompt for one in examples], packing)
         full = (len(layouts) - 1) // dp_size * dp_size
         rest = layouts[full:]
         self.extend(examples[item] for layout in rest for item in layout.items)

@@ -11,7 +11,6 @@ Invariant: which micro-batches are formed, and when, changes no sum.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from models.algorithms.aggregation import StepSize
 from models.algorithms.tokens import StepStatistics
@@ -26,16 +25,6 @@ from models.train.step.pending import Assigned, Pending, whole_groups
 from models.train.step.step_values import write_step_statistics
 from models.train.step.totals import StepTotals
 from models.train.step.whole_batch import decide_advantages, logged_means
-
-
-@dataclass
-class StepWork:
-    """One optimizer step, after its last backward pass. Numbers are of all data-parallel ranks."""
-
-    size: StepSize
-    totals: StepTotals
-    staleness_sum: float  # over its trainable tokens
-    kept: float  # trainable tokens that the policy term still has
 
 
 class RunningBatch:
@@ -61,9 +50,9 @@ class RunningBatch:
         self._batch_metrics: dict[str, float] = {}
 
     def _begin_step(self, size: StepSize) -> None:
-        self._size = size
-        self._totals = StepTotals()
-        self._staleness_sum = 0.0
+        self.size = size  # of the running step
+        self.totals = StepTotals()
+        self.staleness_sum = 0.0  # over its trainable tokens
         self._examples: list[Example] = []  # of the running step of a whole batch
         self._statistics = StepStatistics()
 
@@ -86,12 +75,12 @@ class RunningBatch:
             self._rollouts.extend(rollouts)
             self._unscored.extend(examples)
         else:
-            self._size += total_size(rollouts)
+            self.size += total_size(rollouts)
             self._take(examples)
 
     def _take(self, examples: Sequence[Example]) -> None:
         """Into the running step."""
-        self._staleness_sum += sum(float(e.staleness.sum()) for e in examples if e.staleness is not None)
+        self.staleness_sum += sum(float(e.staleness.sum()) for e in examples if e.staleness is not None)
         self._pending.extend(examples)
 
     def work(self, *, everything: bool) -> None:
@@ -110,23 +99,23 @@ class RunningBatch:
             return
         own = micro_batches(assigned.by_dp_rank, assigned.examples, self._models.dp_group.dp_rank)
         if self._train_policy:
-            self._models.backward(own, self._statistics, self._totals)
+            self._models.backward(own, self._statistics, self.totals)
         if self._models.critic is not None:
             self._models.critic.backward(own)
-        self._totals.count(own)
+        self.totals.count(own)
 
     # ------------------------------------------------------------------ the step
 
-    def run_step(self) -> StepWork:
-        """Run all that is left of the running step, and hand it over; `finish_step` begins the next."""
+    def run_step(self) -> None:
+        """Run all that is left of the running step; `finish_step` begins the next. Its numbers are then those of all
+        data-parallel ranks.
+        """
         if self._needs.whole_batch:
             if not self._completed:
                 self._complete()
             self._next_part()
         self.work(everything=True)
-        self._totals.combine(self._models.dp_group)
-        kept = 0.0 if self._totals.kept is None else float(self._totals.kept)
-        return StepWork(self._size, self._totals, self._staleness_sum, kept)
+        self.totals.combine(self._models.dp_group)
 
     def _complete(self) -> None:
         """The batch is there: compute the last old log-probs, decide what hangs on all of it, cut it into steps."""

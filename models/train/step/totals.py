@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -18,10 +19,7 @@ class StepTotals:
 
     metrics: MetricTotals = field(default_factory=MetricTotals)
     kept: torch.Tensor | None = None  # tokens that no rejection rule removed
-    micro_batches: int = 0
-    padded_tokens: int = 0
-    used_tokens: int = 0  # of them, not padding
-    sequence_tokens: int = 0  # what the sequences would need without sharing prompts
+    costs: Counter[str] = field(default_factory=Counter)
 
     def keep(self, kept: torch.Tensor) -> None:
         """Add a number of tokens that are still trained."""
@@ -30,26 +28,19 @@ class StepTotals:
     def count(self, batches: Sequence[MicroBatch]) -> None:
         """Note what micro-batches cost; blank ones are not counted."""
         for batch in batches:
-            if batch.blank:
-                continue
-            self.micro_batches += 1
-            self.padded_tokens += batch.layout.padded_tokens
-            self.used_tokens += batch.layout.used_tokens
-            self.sequence_tokens += sum(example.input_length for example in batch.members)
+            if not batch.blank:
+                self.costs.update(
+                    micro_batches=1,
+                    padded_tokens=batch.layout.padded_tokens,
+                    used_tokens=batch.layout.used_tokens,  # of them, not padding
+                    sequence_tokens=sum(one.input_length for one in batch.members),  # without sharing prompts
+                )
 
     def combine(self, dp_group: DpGroup) -> None:
         """Make these the totals of all data-parallel ranks."""
-        own = {
-            "kept": 0.0 if self.kept is None else float(self.kept),
-            "micro_batches": self.micro_batches,
-            "padded_tokens": self.padded_tokens,
-            "used_tokens": self.used_tokens,
-            "sequence_tokens": self.sequence_tokens,
-        }
-        sums = dp_group.merge(own)
-        self.kept = torch.tensor(sums["kept"], dtype=torch.float64)
-        self.micro_batches, self.padded_tokens = int(sums["micro_batches"]), int(sums["padded_tokens"])
-        self.used_tokens, self.sequence_tokens = int(sums["used_tokens"]), int(sums["sequence_tokens"])
+        sums = dp_group.merge({"kept": 0.0 if self.kept is None else float(self.kept), **self.costs})
+        self.kept = torch.tensor(sums.pop("kept"), dtype=torch.float64)
+        self.costs = Counter({name: int(value) for name, value in sums.items()})
         if dp_group.processes > 1:
             self.metrics = MetricTotals(
                 means=_combined(self.metrics.means, dp_group),
@@ -60,9 +51,10 @@ class StepTotals:
     def result(self, denominator: float, *, loss_denominator: float) -> dict[str, float]:
         """Metrics of the step, for its denominators."""
         out = self.metrics.result(denominator, loss_denominator=loss_denominator)
-        out["train/micro_batches"] = float(self.micro_batches)
-        out["train/padding_frac"] = 1.0 - self.used_tokens / self.padded_tokens if self.padded_tokens else 0.0
-        out["train/shared_prompt_frac"] = 1.0 - self.used_tokens / self.sequence_tokens if self.sequence_tokens else 0.0
+        used, padded, apart = (self.costs[f"{kind}_tokens"] for kind in ("used", "padded", "sequence"))
+        out["train/micro_batches"] = float(self.costs["micro_batches"])
+        out["train/padding_frac"] = 1.0 - used / padded if padded else 0.0
+        out["train/shared_prompt_frac"] = 1.0 - used / apart if apart else 0.0
         return out
 
 

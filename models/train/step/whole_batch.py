@@ -20,8 +20,9 @@ from models.algorithms.token_advantages import (
     estimated,
     moments,
 )
+from models.train.dp_group import Float32Array
 from models.train.step.batch_needs import BatchNeeds
-from models.train.step.examples import Example, Float32Array, Rollout
+from models.train.step.examples import Example, Rollout
 
 
 def decide_advantages(

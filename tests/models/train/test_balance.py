@@ -55,8 +55,8 @@ def test_all_shares_run_equally_often_and_blank_ones_count_for_nothing(sizes: li
     totals = StepTotals()
     for batches in made:
         totals.count(batches)
-    assert totals.micro_batches == sum(not batch.blank for batches in made for batch in batches)
-    assert totals.used_tokens == totals.sequence_tokens == sum(size - 1 for size in sizes)
+    assert totals.costs["micro_batches"] == sum(not batch.blank for batches in made for batch in batches)
+    assert totals.costs["used_tokens"] == totals.costs["sequence_tokens"] == sum(size - 1 for size in sizes)
 
 
 @pytest.mark.parametrize(

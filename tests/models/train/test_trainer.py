@@ -110,7 +110,7 @@ def test_small_budgets_work_while_sequences_arrive(backend, sequences) -> None: 
     made = backend(max_tokens_per_gpu=16)
     for rollout in by_rollout(sequences()):
         made.accumulate(rollout)
-    assert made._batch._totals.micro_batches > 3  # before step()
+    assert made._batch.totals.costs["micro_batches"] > 3  # before step()
     assert made.step()["train/micro_batches"] > 5
 
 

@@ -359,14 +359,10 @@ def test_preferences_are_learned(backend) -> None:  # type: ignore[no-untyped-de
 
 def test_needs_are_none_for_plain_off_policy_training() -> None:
     from configs.schema.correction import CorrectionConfig
-    from configs.schema.distill import DistillConfig
+    from configs.schema.train import TrainConfig
+    from models.train.spec import TrainSpec
     from tests.models.corrections import corrected
 
-    found = needs_module.batch_needs(
-        AlgorithmConfig(),
-        corrected(CorrectionConfig(), max_staleness=2),
-        DistillConfig(),
-        loss_type="policy_loss",
-        steps=1,
-    )
+    correction = corrected(CorrectionConfig(), max_staleness=2)
+    found = needs_module.batch_needs(TrainSpec(TrainConfig(), AlgorithmConfig(), correction), steps=1)
     assert found == BatchNeeds()
