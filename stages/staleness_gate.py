@@ -21,7 +21,7 @@ import math
 from dataclasses import dataclass
 
 from configs.schema import Config
-from stages.group.filters import filters_on
+from stages.group.filter_chain import filters_on
 
 
 def over_sampling(config: Config) -> int:

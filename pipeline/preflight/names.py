@@ -15,7 +15,7 @@ from models.train.megatron.options import option_faults
 from pipeline.errors import UsageError
 from stages.graders.registry import listed_grader, refusal
 from stages.graders.selection import Selection, outside
-from stages.group.filters import parse_filters
+from stages.group.filter_chain import parse_filters
 
 AUTO = "auto"  # decided when the labels are known
 

@@ -19,8 +19,8 @@ from configs.schema import Config
 from configs.schema.algorithm import ESTIMATORS, GROUP_RELATIVE
 from stages.base import Stage, beside
 from stages.errors import FilterError
+from stages.group.filter_chain import resolve_filter
 from stages.group.filter_rules import FilterDecision, FilterState, GroupFilter
-from stages.group.filters import resolve_filter
 from stages.messages import PromptGroup, RolloutSlice, Sample, Settled, WeightsAnnouncement
 from stages.ports import Lease, Outlet, Ports, Topic, read_value
 from stages.reward.grading import Grading

@@ -14,7 +14,7 @@ import pytest
 from configs.schema import Config
 from models.train.trainer_group.errors import RanksDisagree, StageGone
 from pipeline.errors import ReplicaFailed, UsageError
-from pipeline.hosts.launcher import ProcessSpec
+from pipeline.hosts.launcher import ProcessSpec, Resources
 from pipeline.hosts.local_launcher import LocalHandle, LocalLauncher
 from pipeline.hosts.rendezvous import CONFIG, Entry
 from pipeline.hosts.trainer_rank import rank_exit_code
@@ -145,9 +145,9 @@ def keep(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
             kept = TrainerGroup(config, rundir, launcher, Restarts(told, limit), entry, topic)
             spawn = launcher.spawn
 
-            async def instead(spec: ProcessSpec) -> LocalHandle:
+            async def instead(spec: ProcessSpec, resources: Resources) -> LocalHandle:
                 argv = (sys.executable, str(script), str(tmp_path / "lives"), *spec.argv[3:])
-                return await spawn(msgspec.structs.replace(spec, argv=argv))
+                return await spawn(msgspec.structs.replace(spec, argv=argv), resources)
 
             monkeypatch.setattr(launcher, "spawn", instead)
             monkeypatch.setattr(trainer_group, "NOTICE_S", 0.2)
