@@ -40,7 +40,6 @@ class Placement:
         run_id: str,
         *,
         model_path: str,
-        max_context: int | None,
         train: TrainOptions,
         vocab_size: int | None,
         host: str | None = None,
@@ -63,6 +62,7 @@ class Placement:
         has_engines = any(n.name == "generate" for n in graph.nodes)
         places = frozen_engines(config) if has_engines else {}
         count = engine_count(config) if has_engines else 0
+        max_context = config.rollout.rollout_max_context_len
         self.engines, self.frozen = _engines(config, count, model_path, max_context, places)
         self.built_in: dict[str, StageOptions] = {
             "train": train,

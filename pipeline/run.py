@@ -255,7 +255,6 @@ class Phase:
             self.graph,
             self.run_id,
             model_path=str(self.checkpoint / "hf") if self.checkpoint is not None else self.config.train.hf_checkpoint,
-            max_context=self.config.rollout.rollout_max_context_len,
             train=TrainOptions(start, self.epoch, resume_from, frozenset(self.restored), str(self.slots)),
             vocab_size=policy.vocab_size if policy is not None else None,
             host=self.launcher.controller,

@@ -11,6 +11,7 @@ its tokens is trained; a rollout is a member of its group only if all of its seq
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from statistics import fmean
 
 import msgspec
 import numpy as np
@@ -177,11 +178,6 @@ def settlement(slice_: RolloutSlice, outcome: Outcome, detail: str) -> Settled:
         outcome,
         detail,
         tokens=slice_.n_tokens,
-        reward=mean(graded),
+        reward=fmean(graded) if graded else None,
         pass_rate=pass_rate(slice_.samples),
     )
-
-
-def mean(values: Sequence[float]) -> float | None:
-    """Arithmetic mean, None of nothing."""
-    return sum(values) / len(values) if values else None

@@ -123,19 +123,6 @@ class RunSummary(Struct, frozen=True, kw_only=True):
     versions: dict[str, str] = {}  # of python and packages
 
 
-class RunPaths(Struct, frozen=True, kw_only=True):
-    """Where the products of a run lie; None for what was not made."""
-
-    run_dir: Path
-    checkpoint: Path | None = None  # Hugging Face directory
-    metrics: Path | None = None
-    tensorboard: Path | None = None
-    trace: Path | None = None
-    curve: Path | None = None
-    summary: Path | None = None
-    resume_command: str | None = None
-
-
 def summarise_staleness(histogram: Mapping[int, int], bound: int | None) -> StalenessSummary:
     """From trained tokens by staleness. p99 is the smallest staleness that covers 99 % of the tokens."""
     total = sum(histogram.values())
@@ -214,12 +201,21 @@ def read_summary(path: Path) -> RunSummary:
         raise SummaryError(f"{path} is no run summary ({error}); it was edited or is of another version") from error
 
 
-def closing_text(summary: RunSummary, paths: RunPaths) -> str:
-    """What is shown when a run has ended: its results in a few lines, then where everything is and what to do next."""
+def closing_text(
+    summary: RunSummary,
+    places: Mapping[str, Path],
+    *,
+    tensorboard: Path | None = None,
+    resume_command: str | None = None,
+) -> str:
+    """What is shown when a run has ended: its results in a few lines, then where everything is and what to do next.
+
+    `places`: the run's directory first, then what was made in it; `checkpoint` is a Hugging Face directory.
+    """
     lines = [f"{summary.exit_reason}: {summary.steps} steps in {duration(summary.wall_s)} ({summary.mode})", ""]
     lines += _aligned(_results(summary))
-    lines += ["", *_aligned(_places(paths))]
-    following = _next_steps(paths)
+    lines += ["", *_aligned([(name, str(path)) for name, path in places.items()])]
+    following = _next_steps(places, tensorboard, resume_command)
     if following:
         lines += ["", "Next:", *_aligned(following)]
     return "\n".join(lines)
@@ -264,26 +260,16 @@ def _results(summary: RunSummary) -> list[tuple[str, str]]:
     return rows
 
 
-def _places(paths: RunPaths) -> list[tuple[str, str]]:
-    places = [
-        ("run", paths.run_dir),
-        ("checkpoint", paths.checkpoint),
-        ("curve", paths.curve),
-        ("metrics", paths.metrics),
-        ("trace", paths.trace),
-        ("summary", paths.summary),
-    ]
-    return [(name, str(path)) for name, path in places if path is not None]
-
-
-def _next_steps(paths: RunPaths) -> list[tuple[str, str]]:
+def _next_steps(
+    places: Mapping[str, Path], tensorboard: Path | None, resume_command: str | None
+) -> list[tuple[str, str]]:
     steps: list[tuple[str, str]] = []
-    if paths.checkpoint is not None:
-        steps.append(("use the model", f"AutoModelForCausalLM.from_pretrained({str(paths.checkpoint)!r})"))
-    if paths.tensorboard is not None:
-        steps.append(("see all metrics", f"tensorboard --logdir {paths.tensorboard}"))
-    if paths.trace is not None:
-        steps.append(("follow a sample through the stages", f"open {paths.trace} in https://ui.perfetto.dev"))
-    if paths.resume_command is not None:
-        steps.append(("continue this run", paths.resume_command))
+    if "checkpoint" in places:
+        steps.append(("use the model", f"AutoModelForCausalLM.from_pretrained({str(places['checkpoint'])!r})"))
+    if tensorboard is not None:
+        steps.append(("see all metrics", f"tensorboard --logdir {tensorboard}"))
+    if "trace" in places:
+        steps.append(("follow a sample through the stages", f"open {places['trace']} in https://ui.perfetto.dev"))
+    if resume_command is not None:
+        steps.append(("continue this run", resume_command))
     return steps

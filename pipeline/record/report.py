@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from pathlib import Path
 from statistics import fmean
 
 from configs.graph import engine_count
@@ -15,7 +14,6 @@ from pipeline.observe.plot import plot_metrics_file
 from pipeline.observe.summary import (
     EngineSummary,
     RouterSummary,
-    RunPaths,
     RunSummary,
     WeightVersions,
     closing_text,
@@ -45,22 +43,22 @@ def conclude(recorder: Recorder, config: Config, reason: str) -> RunSummary:
         recorder.spans.flush()
         merge(rundir.trace, trace)
     checkpoint = latest_checkpoint(rundir.checkpoints)
-    paths = RunPaths(
-        run_dir=rundir.path,
-        checkpoint=checkpoint / "hf" if checkpoint is not None else None,
-        metrics=rundir.metrics,
+    places = {
+        "run": rundir.path,
+        "checkpoint": None if checkpoint is None else checkpoint / "hf",
+        "curve": curve,
+        "metrics": rundir.metrics,
+        "trace": trace,
+        "summary": rundir.summary,
+    }
+    text = closing_text(
+        summary,
+        {name: path for name, path in places.items() if path is not None and path.exists()},
         tensorboard=rundir.tensorboard if config.observe.use_tensorboard else None,
-        trace=existing(trace),
-        curve=existing(curve),
-        summary=rundir.summary,
         resume_command=f"python launch.py --resume {rundir.path}" if reason != "finished" else None,
     )
-    sys.stdout.write(closing_text(summary, paths) + "\n")
+    sys.stdout.write(f"{text}\n")
     return summary
-
-
-def existing(path: Path) -> Path | None:
-    return path if path.exists() else None
 
 
 def busy_seconds(recorder: Recorder, config: Config) -> dict[str, tuple[float, int]]:

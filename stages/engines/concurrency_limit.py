@@ -41,8 +41,6 @@ class Limit:
     """Controller of one engine's limit. Pure: told what was seen, says what may be in flight (samples)."""
 
     def __init__(self, most: int) -> None:
-        if most < 1:
-            raise ValueError(f"most={most} samples in flight must be at least 1; raise --server-concurrency")
         self.most = self.value = most
         self.cuts = 0
         self._waiting = 0

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
+from statistics import fmean
 
 from stages.messages import Sample
 from stages.rollouts import closing, raw_rewards, verdicts
@@ -56,12 +57,8 @@ def estimates(groups: Iterable[Sequence[Sample]]) -> dict[str, float]:
             scores.append(raw_rewards(samples).tolist())
     if passes:
         largest = max(n for n, _ in passes)
-        found = {f"pass@{k}": _mean([pass_at_k(n, c, k) for n, c in passes if n >= k]) for k in powers_of_two(largest)}
-        return found | {f"mean@{largest}": _mean([c / n for n, c in passes])}
+        found = {f"pass@{k}": fmean([pass_at_k(n, c, k) for n, c in passes if n >= k]) for k in powers_of_two(largest)}
+        return found | {f"mean@{largest}": fmean([c / n for n, c in passes])}
     largest = max(map(len, scores), default=0)
-    found = {f"best@{k}": _mean([best_at_k(s, k) for s in scores if len(s) >= k]) for k in powers_of_two(largest)}
-    return found | ({f"mean@{largest}": _mean([sum(s) / len(s) for s in scores])} if scores else {})
-
-
-def _mean(values: Sequence[float]) -> float:
-    return sum(values) / len(values)
+    found = {f"best@{k}": fmean([best_at_k(s, k) for s in scores if len(s) >= k]) for k in powers_of_two(largest)}
+    return found | ({f"mean@{largest}": fmean([sum(s) / len(s) for s in scores])} if scores else {})

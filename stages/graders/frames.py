@@ -1,4 +1,5 @@
-"""What the pool and a worker process say to each other, and the frames it travels in.
+"""What the pool and a worker process say to each other, and the frames it travels in: a chunk to grade in order, and
+its grades.
 
 A frame is a 4-byte little-endian length and that many bytes of msgpack. The worker's first frame is empty: it is ready.
 Beside the frames, the worker keeps three 64-bit integers in shared memory: [0] the position in the chunk that it is
@@ -22,13 +23,6 @@ LOADING = -1  # importing a grader that was not used before
 IDLE = -2
 
 
-class Work(Struct, array_like=True):
-    """A chunk to grade in order, or (then empty) a grader's name to check."""
-
-    items: list[GradeRequest]
-    check: str = ""
-
-
 class Reply(Struct, array_like=True):
     """The next grades of the chunk. A worker that retires ends the chunk early, and grades nothing more."""
 
@@ -39,11 +33,11 @@ class Reply(Struct, array_like=True):
 
 
 _encoder = msgspec.msgpack.Encoder()
-decode_work = msgspec.msgpack.Decoder(Work).decode
+decode_work = msgspec.msgpack.Decoder(list[GradeRequest]).decode
 decode_reply = msgspec.msgpack.Decoder(Reply).decode
 
 
-def frame(message: Work | Reply) -> bytes:
+def frame(message: list[GradeRequest] | Reply) -> bytes:
     """A message as a frame."""
     buffer = bytearray(LENGTH.size)
     _encoder.encode_into(message, buffer, LENGTH.size)
@@ -54,9 +48,9 @@ def frame(message: Work | Reply) -> bytes:
 def work_frame(items: list[GradeRequest]) -> bytes:
     """A chunk as a frame; text that is no valid Unicode is repaired, and only then looked at one by one."""
     try:
-        return frame(Work(items))
+        return frame(items)
     except UnicodeEncodeError:
-        return frame(Work([_repaired(item) for item in items]))
+        return frame([_repaired(item) for item in items])
 
 
 def _repaired(item: GradeRequest) -> GradeRequest:

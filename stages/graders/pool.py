@@ -17,10 +17,10 @@ from collections import deque
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 
-from stages.graders.errors import PoolError, UnknownGraderError
+from stages.graders.errors import PoolError
 from stages.graders.grade import Grade, GradeRequest, failed
 from stages.graders.process import ChunkResult, Fault, GraderProcess
-from stages.graders.registry import find_grader, grade_request, is_import_path, listed_grader, refusal
+from stages.graders.registry import grade_request, is_import_path, listed_grader, refusal
 
 CHUNK = 32
 RECYCLE_AFTER = 1000  # items of graders that are not cheap built-in ones: libraries keep growing caches
@@ -68,23 +68,6 @@ class GraderPool:
         self._idle.clear()
         for worker in ending:
             await worker.kill()
-
-    async def check(self, grader: str) -> None:
-        """Raise UnknownGraderError if a grader cannot be used; the user's own are imported in a worker."""
-        if not is_import_path(grader):
-            found = find_grader(grader)
-            if (self._workers and found.prepare is None) or found.in_stage:
-                return
-        if not self._workers:
-            raise UnknownGraderError(_needs_process(grader))
-        async with self._worker() as worker:
-            try:
-                fault = await worker.check(grader)
-            except TimeoutError:
-                await worker.kill()
-                fault = f"importing the grader {grader!r} takes too long"
-        if fault is not None:
-            raise UnknownGraderError(fault)
 
     async def grade_many(self, items: Sequence[GradeRequest]) -> list[Grade]:
         """Grade all items, in order. Raises PoolError only if no process can be started or the pool is closed."""

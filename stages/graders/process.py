@@ -20,7 +20,7 @@ from typing import Literal
 from msgspec import Struct
 
 from stages.graders.errors import PoolError
-from stages.graders.frames import LENGTH, LOADING, PROGRESS_BYTES, Reply, Work, decode_reply, frame, work_frame
+from stages.graders.frames import LENGTH, LOADING, PROGRESS_BYTES, Reply, decode_reply, work_frame
 from stages.graders.grade import Grade, GradeRequest
 from stages.graders.synthetic import IN_WORKER_VARIABLE
 
@@ -100,14 +100,6 @@ class GraderProcess:
             return None
         self._size = None
         return data
-
-    async def check(self, grader: str) -> str | None:
-        """Why the grader cannot be used here, or None. Raises TimeoutError after the time to import it."""
-        self._writer.write(frame(Work([], check=grader)))
-        data = await self._next(LOAD_LIMIT_S)
-        if data is None:
-            return f"the grader process ended while importing {grader!r} ({await self._post_mortem()})"
-        return decode_reply(data).grades[0].error
 
     async def grade(self, items: list[GradeRequest], deadline_s: float) -> ChunkResult:
         """Grade a chunk. A crash or an overrun kills the process and blames the item that was being worked on."""

@@ -9,6 +9,7 @@ what graders print goes to the error output; its address space is limited.
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 import os
 import resource
@@ -17,8 +18,8 @@ import sys
 import time
 
 from stages.graders.errors import UnknownGraderError
-from stages.graders.frames import IDLE, LENGTH, LOADING, PROGRESS_BYTES, Reply, Work, decode_work, frame
-from stages.graders.grade import Grade, failed
+from stages.graders.frames import IDLE, LENGTH, LOADING, PROGRESS_BYTES, Reply, decode_work, frame
+from stages.graders.grade import Grade, GradeRequest
 from stages.graders.jail.lockdown import bound, die_with
 from stages.graders.registry import find_grader, grade_request
 
@@ -53,21 +54,16 @@ class _Server:
         self._link.sendall(LENGTH.pack(0))
         retired = False
         while not retired and (data := self._receive()) is not None:
-            work = decode_work(data)
-            if work.check:
-                self._enter(LOADING)
-                self._send(Reply([_checked(work.check)], done=True))
-            else:
-                retired = self._grade(work)
+            retired = self._grade(decode_work(data))
             self._enter(IDLE)
         self._progress.release()
 
-    def _grade(self, work: Work) -> bool:
+    def _grade(self, items: list[GradeRequest]) -> bool:
         """Grade a chunk; True if this process should not be used any longer."""
         began = flushed = time.monotonic_ns()
         done: list[Grade] = []
         retire = False
-        for position, item in enumerate(work.items):
+        for position, item in enumerate(items):
             if item.grader not in self._known:
                 self._load(item.grader)
             now = self._enter(position)
@@ -85,7 +81,10 @@ class _Server:
     def _load(self, grader: str) -> None:
         """Import a grader outside of its first item's deadline; a failure shows when the item is graded."""
         self._enter(LOADING)
-        _checked(grader)
+        with contextlib.suppress(UnknownGraderError):
+            prepare = find_grader(grader).prepare
+            if prepare is not None:
+                prepare()
         self._known.add(grader)
 
     def _enter(self, position: int) -> int:
@@ -107,17 +106,6 @@ class _Server:
         except ConnectionResetError:
             return None
         return data if size and len(data) == size else None
-
-
-def _checked(grader: str) -> Grade:
-    """Score 1 if the grader exists and can be used here, else a failed grade with the reason."""
-    try:
-        prepare = find_grader(grader).prepare
-        if prepare is not None:
-            prepare()
-    except UnknownGraderError as error:
-        return failed(str(error))
-    return Grade(1.0)
 
 
 if __name__ == "__main__":

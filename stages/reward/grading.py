@@ -27,7 +27,7 @@ import msgspec
 from configs.schema import Config
 from stages.base import Activity
 from stages.graders.components import Component, combined, picked
-from stages.graders.errors import PoolError, UnknownGraderError
+from stages.graders.errors import PoolError
 from stages.graders.grade import Grade, GradeRequest, failed
 from stages.graders.observed import CacheKey, GradeCache, Observed
 from stages.graders.outside import Outside
@@ -80,11 +80,6 @@ class Grading:
         )
         self._cache = GradeCache(CACHED_GRADES)
         self._selection = Selection(reward)
-        if reward.group_rm and (reward.custom_rm_path is None or reward.reward_component):
-            raise UnknownGraderError(
-                "--group-rm grades whole groups with one function of yours; set --custom-rm-path to it, and leave "
-                "--reward-component out"
-            )
         self._pool = GraderPool(reward.reward_workers, reward.reward_deadline_s, reward.reward_retries)
         self._outside = Outside(config)
 

@@ -20,6 +20,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Final
 
+from configs.schema.rollout import RolloutConfig
 from models.engines.client import EngineClient
 from models.engines.limits import RequestLimits
 from stages.engine_entries import ADDRESS, DIRECTORY, POLICY, entries
@@ -131,17 +132,11 @@ class EngineDirectory:
     """
 
     def __init__(
-        self,
-        *,
-        timeout_s: float,
-        concurrency: int,
-        replicas: int = 1,
-        stage: str = "",
-        vocab_size: int | None = None,
+        self, rollout: RolloutConfig, *, replicas: int = 1, stage: str = "", vocab_size: int | None = None
     ) -> None:
-        """`concurrency`: samples in flight at an engine that has not said what it bears. `stage`: the topic tells under
-        `scale/<stage>` how many clients there are, if that changes."""
-        self.timeout_s, self.concurrency, self.stage = timeout_s, concurrency, stage
+        """`stage`: the topic tells under `scale/<stage>` how many clients there are, if that changes."""
+        self.timeout_s, self.stage = rollout.request_timeout_secs, stage
+        self.concurrency = rollout.server_concurrency  # samples in flight at an engine that has not said what it bears
         self.limits = RequestLimits(vocab_size)
         self.engines: dict[str, Target] = {}
         self.router: Target | None = None

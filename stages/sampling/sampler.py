@@ -88,13 +88,7 @@ class Sampler:
             extra: where to count what was lost and saved.
         """
         self.rollout, self.replica, self.policies = config.rollout, replica, tuple(policies)
-        self.directory = EngineDirectory(
-            timeout_s=config.rollout.request_timeout_secs,
-            concurrency=config.rollout.server_concurrency,
-            replicas=replicas,
-            stage=stage,
-            vocab_size=vocab_size,
-        )
+        self.directory = EngineDirectory(config.rollout, replicas=replicas, stage=stage, vocab_size=vocab_size)
         self.routes = Routes(config, self.directory, index=index)
         self.extra = {} if extra is None else extra
         self.retries = self.retractions = 0

@@ -119,9 +119,11 @@ def test_checkpoints_get_paths_and_addresses_stay(policy: Path, tmp_path: Path) 
 
 
 def placed(config: Config, tmp_path: Path) -> Placement:
+    rollout = msgspec.structs.replace(config.rollout, rollout_max_context_len=77)
+    config = msgspec.structs.replace(config, rollout=rollout)
     with RunDir(tmp_path / "run").open(resume=False) as rundir:
         graph, train = build(config), TrainOptions()
-        return Placement(config, rundir, graph, "id", model_path="m", max_context=77, train=train, vocab_size=None)
+        return Placement(config, rundir, graph, "id", model_path="m", train=train, vocab_size=None)
 
 
 def test_frozen_engines_are_placed_beside_those_that_generate(policy: Path, tmp_path: Path) -> None:

@@ -354,9 +354,6 @@ async def test_one_bad_grade_of_a_group_fails_one_member() -> None:
 
 
 async def test_a_group_grader_must_be_a_function_of_the_user() -> None:
-    for reward in ({"group_rm": True}, {"group_rm": True, "custom_rm_path": GROUP, "reward_component": ["a=exact@1"]}):
-        with pytest.raises(UnknownGraderError, match="set --custom-rm-path to it"):
-            Grading(make_config(reward=reward), Activity())
     async with grading(group_rm=True, custom_rm_path="exact", reward_workers=1) as (_, send):
         assert "it is no grader of groups" in ((await send(said(0, "a")))[0].samples[0].error or "")
 

@@ -18,7 +18,6 @@ from pipeline.observe.plot import Curve, curve_from_rows, plot_learning_curve, p
 from pipeline.observe.stats import LedgerCounts
 from pipeline.observe.summary import (
     RewardSummary,
-    RunPaths,
     RunSummary,
     StalenessSummary,
     WeightVersions,
@@ -112,14 +111,9 @@ def test_the_file_reads_back_and_appears_whole(tmp_path: Path) -> None:
 
 
 def test_the_closing_text_says_what_happened_where_it_is_and_what_next(tmp_path: Path) -> None:
-    paths = RunPaths(
-        run_dir=tmp_path,
-        checkpoint=tmp_path / "hf",
-        tensorboard=tmp_path / "tb",
-        trace=tmp_path / "t.json",
-        resume_command="python launch.py --resume here",
-    )
-    text = closing_text(summary(), paths)
+    places = {"run": tmp_path, "checkpoint": tmp_path / "hf", "trace": tmp_path / "t.json"}
+    again = "python launch.py --resume here"
+    text = closing_text(summary(), places, tensorboard=tmp_path / "tb", resume_command=again)
     for words in (
         "completed: 50 steps in 1:23 (async)",
         "0.350 -> 0.610",
@@ -137,7 +131,7 @@ def test_the_closing_text_says_what_happened_where_it_is_and_what_next(tmp_path:
     ):
         assert words in text, words
     assert "train 0" not in text
-    bare = closing_text(summary(), RunPaths(run_dir=tmp_path))
+    bare = closing_text(summary(), {"run": tmp_path})
     assert "Next:" not in bare
 
 

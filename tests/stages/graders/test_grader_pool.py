@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from stages.graders import process as process_module
-from stages.graders.errors import PoolError, UnknownGraderError
+from stages.graders.errors import PoolError
 from stages.graders.grade import Grade, GradeRequest
 from stages.graders.pool import GraderPool
 from tests.stages.graders.grading_rig import CountingPool
@@ -254,24 +254,17 @@ async def test_zero_workers_grade_cheap_built_in_graders_here() -> None:
         assert [grade.status for grade in refused] == ["error"] * 3
         assert "set --reward-workers to 1 or more" in (refused[1].error or "")
         assert pool.started == 0
-        await pool.check("gsm8k")
-        for name in ("crash", f"{PATH}:behave"):
-            with pytest.raises(UnknownGraderError, match="runs only in a grader process"):
-                await pool.check(name)
 
 
-async def test_graders_are_checked_at_the_start() -> None:
+async def test_a_grader_that_cannot_be_used_fails_its_items_with_the_reason() -> None:
     async with CountingPool(1, 20.0) as pool:
-        await pool.check("length:100")
-        assert pool.started == 0  # names of the table need no process
-        await pool.check(f"{PATH}:word_count")
         for name, words in (
             ("exakt", "did you mean 'exact'"),
             (f"{PATH}:asynchronous", "is an async function"),
             ("no.such.module:f", "importing 'no.such.module' failed"),
         ):
-            with pytest.raises(UnknownGraderError, match=words):
-                await pool.check(name)
+            (grade,) = await pool.grade_many([GradeRequest(name, "x")])
+            assert words in (grade.error or "")
         assert (await pool.grade_many(behave("abc")))[0].score == 3.0
         assert pool.started == 1
 
