@@ -26,7 +26,7 @@ import msgspec
 from pipeline.errors import DrainTimeout
 from pipeline.hosts.launcher import Launcher
 from pipeline.hosts.other_host import publish_files
-from pipeline.hosts.rendezvous import CONFIG, make_keys
+from pipeline.hosts.rendezvous import CONFIG, Keys, make_keys
 from pipeline.observe.monitor import Monitor
 from pipeline.observe.prometheus import endpoint
 from pipeline.observe.stats import STATS_PREFIX
@@ -35,6 +35,7 @@ from pipeline.record.recorder import Recorder
 from pipeline.stream_limits import stream_spec
 from pipeline.supervise.announce import Announcer
 from pipeline.supervise.dead_letters import DeadLetters
+from pipeline.supervise.restarts import Lifecycle
 from pipeline.supervise.runner import ProcessRunner, Runner, TaskRunner
 from stages.base import beside
 from stages.engines.stage import END
@@ -70,9 +71,7 @@ class Controller:
                 spec = stream_spec(self.config, self.stage.gate, stream.name, address, stream.routing)
                 hub = self.hubs[stream.name] = await node.hub(spec, dead_letters)
                 self.placement.addresses[stream.name] = hub.address
-            kind = TaskRunner if self.config.run.runner == "inprocess" else ProcessRunner
-            announcer = Announcer(topic, self.hubs, self.recorder)
-            runner = kind(self.placement, node, topic, self.launcher, announcer, keys)
+            runner = self._runner(node, topic, Announcer(topic, self.hubs, self.recorder), keys)
             monitor = Monitor(self.stage, self.recorder, self.hubs, topic)
             observe = self.config.observe
             served = endpoint(observe.prometheus_host, observe.prometheus_port, monitor.facts)
@@ -82,6 +81,10 @@ class Controller:
                     stage = tasks.create_task(self.stage.run(await self._ports(node, topic.address)))
                     await self._until_completed(replicas)
                     await self._end(topic, runner, replicas, stage)
+
+    def _runner(self, node: Node, topic: TopicServer, lifecycle: Lifecycle, keys: Keys) -> Runner:
+        kind = TaskRunner if self.config.run.runner == "inprocess" else ProcessRunner
+        return kind(self.placement, node, topic, self.launcher, lifecycle, keys)
 
     async def _ports(self, node: Node, topic: str) -> Ports:
         out = self.graph.outlets("prompts")["out"]

@@ -23,6 +23,7 @@ from pipeline.hosts.free_port import HOST, held_port
 from pipeline.hosts.launcher import ANYTHING, STOP_GRACE_S, ProcessSpec, ProcessState, Resources
 from pipeline.hosts.process_group import group_state, kill_group, living, remove, shared_files
 from pipeline.record.run_directory import RunDir
+from pipeline.record.whole_file import write_whole
 
 GROUP_GONE_S = 5.0
 _TAIL_BYTES = 64 << 10
@@ -134,7 +135,7 @@ class LocalLauncher:
                 start_new_session=True,  # Ctrl-C is for the controller
             )
         handle = self.handles[spec.name] = LocalHandle(spec, process, path, start)
-        (self.rundir.specs / f"{spec.name}.pid").write_text(str(process.pid))
+        write_whole(self.rundir.specs / f"{spec.name}.pid", str(process.pid).encode())
         return handle
 
     async def stop_all(self) -> None:
