@@ -77,9 +77,8 @@ class EngineClient(HttpClient):
         vocab_size: int | None = None,
         context_length: int | None = None,
         early_boundary: bool = False,
-        api_key: str | None = None,
     ) -> None:
-        super().__init__(base_url, connect_timeout_s=connect_timeout_s, api_key=api_key)
+        super().__init__(base_url, connect_timeout_s=connect_timeout_s)
         self.limits = RequestLimits(vocab_size, context_length)
         self.early_boundary = early_boundary
         self._timeout_s = timeout_s

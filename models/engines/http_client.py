@@ -28,10 +28,9 @@ _KEEPALIVE_S: Final = 4.0  # below the 5 s after which SGLang's server closes an
 class HttpClient:
     """Connections to `base_url` ("http://host:port"). Their number has no bound."""
 
-    def __init__(self, base_url: str, *, connect_timeout_s: float, api_key: str | None = None) -> None:
+    def __init__(self, base_url: str, *, connect_timeout_s: float) -> None:
         self.base_url = base_url.rstrip("/")
         self._connect_timeout_s = connect_timeout_s
-        self._headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
         self._session: aiohttp.ClientSession | None = None
 
     async def __aenter__(self) -> Self:
@@ -163,7 +162,7 @@ class HttpClient:
         """The session is made at the first call, for it belongs to the event loop that runs then."""
         if self._session is None:
             connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEEPALIVE_S)
-            self._session = aiohttp.ClientSession(connector=connector, headers=self._headers, auto_decompress=True)
+            self._session = aiohttp.ClientSession(connector=connector, auto_decompress=True)
         return self._session
 
 
