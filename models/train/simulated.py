@@ -15,10 +15,9 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 import torch
-from safetensors.torch import load_file
 
 from configs.schema import TrainConfig
-from models.train.errors import CheckpointUnavailable
+from models.families.source import CheckpointTensors
 from models.train.interface import TrainSequence
 
 ARRIVAL_SHARE = 0.9  # of a step's time is spent as its sequences arrive, the rest in `step`
@@ -36,13 +35,8 @@ class SimulatedBackend:
 
     def setup(self) -> None:
         self._source = Path(self._train.hf_checkpoint)
-        file = self._source / "model.safetensors"
-        if not file.is_file():
-            raise CheckpointUnavailable(
-                f"hf_checkpoint={self._train.hf_checkpoint!r} has no model.safetensors, which the simulated backend "
-                "publishes; give a directory with one, or 'tiny'"
-            )
-        self._weights = load_file(file)
+        with CheckpointTensors(self._source) as stored:
+            self._weights = {name: stored.whole(name) for name in stored}
 
     def logprobs(self, sequences: Sequence[TrainSequence]) -> list[npt.NDArray[np.float32]]:
         return [s.rollout_log_probs[s.prompt_length :] for s in sequences]

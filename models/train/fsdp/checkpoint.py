@@ -86,7 +86,7 @@ class Checkpoints:
             (directory / STATE).unlink(missing_ok=True)
             shutil.rmtree(directory / SHARDS, ignore_errors=True)
             (directory / SHARDS).mkdir(parents=True)
-        self._mesh.barrier()
+        dist.barrier(group=self._mesh.gloo)
         tensors = {name: _of_shards(name, tensor) for name, tensor in parts.tensors().items()}
         tensors |= {f"rng/{self._mesh.rank}/{kind}": one for kind, one in random_state(self._mesh.device).items()}
         state = FsdpState(

@@ -102,10 +102,6 @@ class Mesh:
         """Whether this is the first of all processes."""
         return self.rank == 0
 
-    def barrier(self) -> None:
-        """Wait for all processes."""
-        dist.barrier(group=self.gloo)
-
 
 def _gloo_group(parallel: ParallelConfig) -> Any | None:
     """A group of all processes for numbers on the CPU; None = the default group is one."""

@@ -98,9 +98,11 @@ def load_state(directory: Path, parts: StateParts, device: torch.device) -> Coun
         tensors = _read(directory, [part for part in parts if part in present])
         rng = {name.removeprefix(_RNG): tensors.pop(name) for name in list(tensors) if name.startswith(_RNG)}
         updates = {"policy": state.updates}
-        if _CRITIC_UPDATES in tensors:
+        if "critic" in parts and "critic" in present:
             updates["critic"] = int(tensors.pop(_CRITIC_UPDATES))
-    except (OSError, ValueError, SafetensorError) as error:
+        if "cpu" not in rng:
+            raise ValueError("no random state")
+    except (OSError, ValueError, KeyError, SafetensorError) as error:
         raise TrainStateUnreadable(
             f"{directory} holds no complete training state ({error}); resume from another checkpoint"
         ) from error

@@ -76,15 +76,13 @@ def assign_layouts(layouts: Sequence[Layout], packing: Packing, dp_size: int) ->
 
 def micro_batches(assigned: Sequence[Sequence[Layout]], examples: Sequence[Example], dp_rank: int) -> list[MicroBatch]:
     """Those of one data-parallel rank, blank ones behind, as many as the one with most has."""
-    own = [micro_batch(layout, examples) for layout in assigned[dp_rank]]
+    tokens, chosen = [example.tokens for example in examples], [example.chosen for example in examples]
+    own = [
+        MicroBatch(pack_rows(layout, tokens, chosen), layout, tuple(examples[item] for item in layout.items))
+        for layout in assigned[dp_rank]
+    ]
     missing = max(len(layouts) for layouts in assigned) - len(own)
     return own + [blank(examples)] * missing if missing else own
-
-
-def micro_batch(layout: Layout, examples: Sequence[Example]) -> MicroBatch:
-    """The arrays of one layout, whose items index `examples`."""
-    rows = pack_rows(layout, [example.tokens for example in examples], [example.chosen for example in examples])
-    return MicroBatch(rows, layout, tuple(examples[item] for item in layout.items))
 
 
 def blank(examples: Sequence[Example]) -> MicroBatch:

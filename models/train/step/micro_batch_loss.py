@@ -72,7 +72,7 @@ class PolicyNumerator:
         objective = self._objective(tokens, members)
         weights = weight_column(members, device)
         totals.metrics.add(objective.metrics, weights)
-        totals.keep(objective.kept.sum())
+        totals.kept = totals.kept + objective.kept.sum()
         return torch.dot(objective.loss, weights)
 
     def _objective(self, tokens: PolicyTokens, members: Sequence[Example]) -> Objective:

@@ -18,12 +18,8 @@ class StepTotals:
     """What the models add (`metrics`, `kept`), and what the micro-batches cost (`count`)."""
 
     metrics: MetricTotals = field(default_factory=MetricTotals)
-    kept: torch.Tensor | None = None  # tokens that no rejection rule removed
+    kept: torch.Tensor | int = 0  # tokens that no rejection rule removed
     costs: Counter[str] = field(default_factory=Counter)
-
-    def keep(self, kept: torch.Tensor) -> None:
-        """Add a number of tokens that are still trained."""
-        self.kept = kept if self.kept is None else self.kept + kept
 
     def count(self, batches: Sequence[MicroBatch]) -> None:
         """Note what micro-batches cost; blank ones are not counted."""
@@ -38,7 +34,7 @@ class StepTotals:
 
     def combine(self, dp_group: DpGroup) -> None:
         """Make these the totals of all data-parallel ranks."""
-        sums = dp_group.merge({"kept": 0.0 if self.kept is None else float(self.kept), **self.costs})
+        sums = dp_group.merge({"kept": float(self.kept), **self.costs})
         self.kept = torch.tensor(sums.pop("kept"), dtype=torch.float64)
         self.costs = Counter({name: int(value) for name, value in sums.items()})
         if dp_group.processes > 1:
