@@ -31,18 +31,16 @@ from models.algorithms.tokens import PolicyTokens, StepStatistics, sequence_sum
 Need = Literal["none", "old", "current"]
 
 
-def needs(algorithm: AlgorithmConfig, correction: Correction, *, fanned_out: bool = True) -> Need:
+def needs(algorithm: AlgorithmConfig, correction: Correction) -> Need:
     """Which log-probs of the whole step must be known before its first backward pass.
 
     "old": `old_log_probs`, `log_probs` may hold anything; "current": `log_probs` under the weights of this very
-    step, too. `fanned_out=False`: no rollout of the step has two sequences, so that no sibling can fail.
+    step, too.
     """
     if algorithm.policy_loss == "m2po":
         return "current"
     normalises = correction.use_tis and correction.tis_batch_normalize
-    counts = correction.rejects and (
-        correction.renormalize_after_rejection or (fanned_out and correction.rs_unit == "rollout")
-    )
+    counts = correction.rejects and (correction.renormalize_after_rejection or correction.rs_unit == "rollout")
     if not (normalises or counts):
         return "none"
     # A function of the user's own may read any column.

@@ -14,7 +14,7 @@ Invariants:
 - the terminal reward stands at the last trainable token, not at the last position; a turn's at its own last one;
 - kl_t is the plain log-ratio to the reference (k1): as a reward, its expected gradient is that of the divergence, which
   the other estimators' is not;
-- whitening sees all trainable tokens of the batch, in two passes; over several processes through `Sum`.
+- whitening sees all trainable tokens of the batch, in two passes: every process has all of them.
 
 Sources: PPO arXiv:1707.06347, GAE arXiv:1506.02438, REINFORCE++ arXiv:2501.03262.
 """
@@ -22,7 +22,7 @@ Sources: PPO arXiv:1707.06347, GAE arXiv:1506.02438, REINFORCE++ arXiv:2501.0326
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -33,7 +33,6 @@ from models.algorithms.errors import AlgorithmError
 
 FloatArray = npt.NDArray[np.float64]
 Mask = npt.NDArray[np.bool_]
-Sum = Callable[[FloatArray], FloatArray]  # elementwise sum of an array over all processes
 
 WHITEN_EPSILON = 1e-8
 
@@ -69,21 +68,19 @@ def batch_advantages(
     found: Sequence[TokenAdvantages] | None = None,
     *,
     opd_kl_coef: float | None = None,
-    total: Sum | None = None,
 ) -> list[TokenAdvantages]:
     """Advantages of all sequences of a rollout batch, in which each token stands in one episode only.
 
     `found`: what the estimator says of each, where that is no matter of the episode alone. `opd_kl_coef`: weight of the
-    distillation term, None = off. `total`: sums over the processes that share the batch, default: there is one. With
-    `config.normalize_advantages` unset, nothing is whitened. Raises `AlgorithmError` if a sequence lacks log-probs or
-    values that the estimator needs.
+    distillation term, None = off. With `config.normalize_advantages` unset, nothing is whitened. Raises
+    `AlgorithmError` if a sequence lacks log-probs or values that the estimator needs.
     """
     if found is None:
         found = [estimated(config, episode) for episode in episodes]
     found = [_distilled(one, episode, opd_kl_coef) for one, episode in zip(found, episodes, strict=True)]
     if not config.normalize_advantages:
         return found
-    white = whiten([one.advantages for one in found], [episode.mask for episode in episodes], total)
+    white = whiten([one.advantages for one in found], [episode.mask for episode in episodes])
     return [
         TokenAdvantages(values, one.returns, one.reward_kl, one.reverse_kl)
         for values, one in zip(white, found, strict=True)
@@ -190,33 +187,26 @@ def log_difference(left: FloatArray, right: FloatArray, mask: Mask) -> FloatArra
     return _masked(left, mask) - _masked(right, mask)
 
 
-def whiten(parts: Sequence[FloatArray], masks: Sequence[Mask], total: Sum | None = None) -> list[FloatArray]:
+def whiten(parts: Sequence[FloatArray], masks: Sequence[Mask]) -> list[FloatArray]:
     """(A - mean) / sqrt(var + 1e-8) over all trainable tokens, var with N - 1; 0 where masked.
 
     With fewer than two trainable tokens nothing is changed.
     """
-    add = total if total is not None else _alone
     kept = [part[mask] for part, mask in zip(parts, masks, strict=True)]
-    mean, variance, count = moments(kept, add)
+    mean, variance, count = moments(kept)
     if count < 2:
         return [_masked(part, mask) for part, mask in zip(parts, masks, strict=True)]
     scale = 1.0 / math.sqrt(variance + WHITEN_EPSILON)
     return [_masked((part - mean) * scale, mask) for part, mask in zip(parts, masks, strict=True)]
 
 
-def moments(parts: Sequence[FloatArray], total: Sum | None = None) -> tuple[float, float, int]:
-    """Mean, variance (N - 1) and N of all numbers of all processes, in two passes: E[x^2] - mean^2 would cancel."""
-    add = total if total is not None else _alone
+def moments(parts: Sequence[FloatArray]) -> tuple[float, float, int]:
+    """Mean, variance (N - 1) and N of all numbers, in two passes: E[x^2] - mean^2 would cancel."""
     with np.errstate(invalid="ignore", over="ignore"):  # infinite values give nan, which the optimizer refuses
-        first = add(np.array([sum(float(part.sum()) for part in parts), sum(part.size for part in parts)], dtype=float))
-        count = int(first[1])
-        mean = float(first[0]) / max(count, 1)
-        second = add(np.array([sum(float(np.square(part - mean).sum()) for part in parts)], dtype=float))
-    return mean, float(second[0]) / max(count - 1, 1), count
-
-
-def _alone(values: FloatArray) -> FloatArray:
-    return values
+        count = sum(part.size for part in parts)
+        mean = sum(float(part.sum()) for part in parts) / max(count, 1)
+        squares = sum(float(np.square(part - mean).sum()) for part in parts)
+    return mean, squares / max(count - 1, 1), count
 
 
 def _masked(values: FloatArray, mask: Mask) -> FloatArray:

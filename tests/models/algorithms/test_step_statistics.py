@@ -46,11 +46,6 @@ def test_needs(algorithm: AlgorithmConfig, correction: Correction, expected: str
     assert needs(algorithm, correction) == expected
 
 
-def test_siblings_are_needed_only_where_rollouts_fan_out() -> None:
-    correction = Correction("decoupled", True, rollout_rs=RULES, rs_unit="rollout")
-    assert needs(PPO, correction, fanned_out=False) == "none"
-
-
 def test_nothing_asked_for_gives_neutral_statistics(f) -> None:  # type: ignore[no-untyped-def]
     assert step_statistics(f.tokens(), PPO, TIS) == StepStatistics()
 

@@ -173,31 +173,6 @@ def test_whitened_tokens_have_mean_0_and_deviation_1(sizes: list[int], seed: int
         assert kept[0] == next(part[mask][0] for part, mask in zip(parts, masks, strict=True) if mask.any())
 
 
-@given(lengths, st.integers(0, 1000), st.integers(2, 4))
-def test_processes_that_add_their_sums_whiten_alike(sizes: list[int], seed: int, ranks: int) -> None:
-    parts, masks = batch_of(sizes, seed)
-    together = whiten(parts, masks)
-    shards = [list(range(rank, len(parts), ranks)) for rank in range(ranks)]
-    totals: list[Array] = []
-    for number in range(2):  # as an all-reduce would: the sums of each pass, over all shards
-        sums: list[Array] = []
-        for shard in shards:
-            seen: list[Array] = []
-
-            def collect(values: Array, seen: list[Array] = seen) -> Array:
-                seen.append(values)
-                return totals[len(seen) - 1] if len(seen) <= len(totals) else values
-
-            whiten([parts[i] for i in shard], [masks[i] for i in shard], collect)
-            sums.append(seen[number] if number < len(seen) else np.zeros(1))
-        totals.append(np.sum(sums, axis=0))
-    for shard in shards:
-        answers = iter(totals)
-        apart = whiten([parts[i] for i in shard], [masks[i] for i in shard], lambda _, a=answers: next(a))  # type: ignore[misc]
-        for index, values in zip(shard, apart, strict=True):
-            np.testing.assert_allclose(values, together[index], atol=1e-12)
-
-
 def test_variance_does_not_cancel() -> None:
     mean, variance, count = moments([np.array([1e8, 1e8 + 1.0]), np.array([1e8 + 2.0])])
     assert (mean, variance, count) == (pytest.approx(1e8 + 1.0), pytest.approx(1.0), 3)
