@@ -74,23 +74,16 @@ class ModelSet(Protocol):
     @property
     def dp_group(self) -> DpGroup: ...
 
-    @property
-    def vocab_size(self) -> int:
-        """Ids that all models know."""
-
-    @property
-    def packing(self) -> Packing:
-        """How rows are made for all models, budget included."""
+    vocab_size: int  # ids that all models know
+    packing: Packing  # how rows are made for all models, budget included
+    reference_apart: bool
+    """Whether scoring under the reference means changing over to it, which is done once per batch, not per row."""
 
     @property
     def critic(self) -> CriticModel | None: ...
 
     @property
     def has_reference(self) -> bool: ...
-
-    @property
-    def reference_apart(self) -> bool:
-        """Whether scoring under the reference means changing over to it, which is done once per batch, not per row."""
 
     def log_probs(self, batches: Sequence[MicroBatch], model: Scored = "policy") -> list[Float32Array]:
         """Of the chosen tokens, one array [N] per micro-batch, no gradient; empty without `is_mp_src_rank`."""

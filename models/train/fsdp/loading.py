@@ -35,7 +35,6 @@ from models.train.huggingface.loading import (
     LoadedModel,
     attention_of,
     disable_dropout,
-    enable_checkpointing,
     load_model,
 )
 from models.train.huggingface.placement import MakeRoot, PlacedModel, Placement, Prepare
@@ -73,14 +72,11 @@ class Shards(Placement):
         if prepare is not None:
             with torch.device("meta"):
                 prepare(model)
-        if frozen:
-            model.eval().requires_grad_(False)
-        elif self.spec.train.gradient_checkpointing:
-            enable_checkpointing(model)
+        self._set_mode(model, frozen=frozen)
         if full is not None:
             model._weight_conversions = getattr(full.model, "_weight_conversions", None)
         root = make_root(model)
-        filler = _Filler(model, root, full, self.device, self.precision)
+        filler = _Filler(model, root, full, self)
         for layer in _decoder_layers(model):
             filler.fill(layer)
             if self.spec.fsdp.fsdp_compile:
@@ -208,22 +204,14 @@ def _skeleton(config_json: str, attention: str) -> Any:
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation=attention)
     disable_dropout(model)
-    model.train()
     return model
 
 
 class _Filler:
     """Gives parameters and buffers their memory, and what the first process has in them."""
 
-    def __init__(
-        self,
-        model: Any,
-        root: torch.nn.Module,
-        full: LoadedModel | None,
-        device: torch.device,
-        precision: torch.dtype | None,
-    ) -> None:
-        self._device, self._precision = device, precision
+    def __init__(self, model: Any, root: torch.nn.Module, full: LoadedModel | None, placement: Placement) -> None:
+        self._device, self._precision = placement.device, placement.precision
         self._names = {id(tensor): name for name, tensor in _tensors(model)}
         self._full = dict(_tensors(full.model)) if full is not None else {}
         self._holders: dict[int, list[tuple[torch.nn.Module, str]]] = {}

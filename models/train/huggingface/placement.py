@@ -62,13 +62,15 @@ class Placement:
         loaded = load_model(source, key, self.spec.train, self.device, seed=self.spec.seed)
         if prepare is not None:
             prepare(loaded.model)
-        if frozen:
-            loaded.model.eval().requires_grad_(False)
-        else:
-            loaded.model.train()
-            if self.spec.train.gradient_checkpointing:
-                enable_checkpointing(loaded.model)
+        self._set_mode(loaded.model, frozen=frozen)
         return PlacedModel(**vars(loaded), root=make_root(loaded.model).to(self.device))
+
+    def _set_mode(self, model: Any, *, frozen: bool) -> None:
+        model.train(not frozen)
+        if frozen:
+            model.requires_grad_(False)
+        elif self.spec.train.gradient_checkpointing:
+            enable_checkpointing(model)
 
     def scorer(self, model: Any) -> Scorer:
         """The root of a model that says log-probs."""

@@ -12,7 +12,7 @@ Invariants:
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -181,14 +181,6 @@ def example_of(sequence: TrainSequence, trainable: IntArray, coefficient: float 
         truncated=sequence.truncated,
         teacher_log_probs=None if teacher is None else teacher[trainable],
     )
-
-
-def total_size(rollouts: Iterable[Rollout]) -> StepSize:
-    """Sum of the rollouts' sizes."""
-    size = StepSize()
-    for rollout in rollouts:
-        size += rollout.size
-    return size
 
 
 def partition(rollouts: Sequence[Rollout], parts: int, *, whole_groups: bool = False) -> list[list[Rollout]]:

@@ -19,7 +19,7 @@ from models.train.model_set import ModelSet
 from models.train.packing.micro_batches import micro_batches
 from models.train.spec import TrainSpec
 from models.train.step.batch_needs import BatchNeeds
-from models.train.step.examples import Example, Rollout, RolloutKey, partition, total_size
+from models.train.step.examples import Example, Rollout, RolloutKey, partition
 from models.train.step.old_log_probs import OldLogProbPass
 from models.train.step.pending import Assigned, Pending, whole_groups
 from models.train.step.step_values import write_step_statistics
@@ -75,7 +75,7 @@ class RunningBatch:
             self._rollouts.extend(rollouts)
             self._unscored.extend(examples)
         else:
-            self.size += total_size(rollouts)
+            self.size = sum((rollout.size for rollout in rollouts), self.size)
             self._take(examples)
 
     def _take(self, examples: Sequence[Example]) -> None:
@@ -131,7 +131,7 @@ class RunningBatch:
     def _next_part(self) -> None:
         """Make the next part of the batch the running step, and establish its statistics."""
         spec = self._spec
-        self._begin_step(total_size(self._parts[0]))
+        self._begin_step(sum((rollout.size for rollout in self._parts[0]), StepSize()))
         self._examples = [example for rollout in self._parts[0] for example in rollout.examples]
         self._take(self._examples)
         if self._needs.statistics == "none":

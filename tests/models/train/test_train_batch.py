@@ -15,7 +15,6 @@ from models.train.step.examples import (
     Rollout,
     partition,
     rollouts_of,
-    total_size,
 )
 from models.train.step.pending import Assigned, Pending
 
@@ -39,7 +38,7 @@ def test_examples_hold_the_trainable_tokens_only(one) -> None:  # type: ignore[n
     assert only.prompt == 2
     assert only.coefficient == 0.5  # over the rollout, its masked sequence included
     assert second.examples[0].coefficient == 0.25
-    assert total_size([first, second]) == StepSize(rollouts=2, sequences=3, tokens=6)
+    assert first.size + second.size == StepSize(rollouts=2, sequences=3, tokens=6)
 
 
 @given(st.integers(0, 20), st.integers(1, 6), st.randoms())

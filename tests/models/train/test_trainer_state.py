@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors import safe_open
+from safetensors.torch import load_file, save_file
 
 from models.tiny import make_tiny_checkpoint
 from models.train.errors import BackendMisuse, TrainStateUnreadable
@@ -144,6 +145,26 @@ def test_state_of_another_model_is_refused_and_changes_nothing(  # type: ignore[
     with pytest.raises(TrainStateUnreadable, match="has other names or shapes"):
         made.load(tmp_path / "state")
     assert all(torch.equal(tensor, before[name]) for name, tensor in weights(made).items())
+
+
+def test_a_state_that_lacks_what_a_run_goes_on_from_changes_nothing(  # type: ignore[no-untyped-def]
+    backend, sequences, weights, tmp_path: Path
+) -> None:
+    options = {"advantage_estimator": "ppo"}
+    saved = backend(**options)
+    train(saved, sequences, range(1))
+    saved.save(tmp_path / "state")
+    made = backend(**options)
+    before = weights(made)
+    for file, name in (("optimizer", "rng/cpu"), ("critic", "updates"), ("critic", "weights/value_head.bias")):
+        path = tmp_path / f"state/trainer/{file}.safetensors"
+        tensors = load_file(path)
+        save_file({key: one for key, one in tensors.items() if key != name}, path)
+        with pytest.raises(TrainStateUnreadable, match=r"no complete training state|the critic in .* has other names"):
+            made.load(tmp_path / "state")
+        save_file(tensors, path)
+        assert all(torch.equal(tensor, before[name]) for name, tensor in weights(made).items())
+    made.load(tmp_path / "state")
 
 
 def test_a_full_disk_is_an_error_of_the_system(backend, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:  # type: ignore[no-untyped-def]
