@@ -34,7 +34,7 @@ class Part:
 
     rows: PackedRows  # whole
     targets: Int64Array  # [n] of this process, out of [N]
-    members: tuple[Int64Array, ...] = ()  # by process: which of the N chosen tokens are its own
+    own: Int64Array | None = None  # [n] which of the N chosen tokens are its own
     columns: slice | None = None  # of the padded rows
     source: Int64Array | None = None  # [n] flat positions in this process's part
 
@@ -76,22 +76,20 @@ class ContextParallel:
         run = -(-length // self.size)
         row, column = np.divmod(rows.source, length)
         owner, local = np.divmod(column, run)
-        members = tuple(np.flatnonzero(owner == rank) for rank in range(self.size))
-        own = members[self._rank]
+        own = np.flatnonzero(owner == self._rank)
         return Part(
             rows,
             rows.targets[own],
-            members,
+            own,
             slice(self._rank * run, (self._rank + 1) * run),
             row[own] * run + local[own],
         )
 
     def joined(self, values: Tensor, part: Part) -> Tensor:
         """[N] out of the [n] of each process. The gradient passes to this process's own."""
-        if part.source is None:
+        if part.own is None:
             return values
-        joined: Tensor = _Join.apply(values, part.members, self._group, self._rank)
-        return joined
+        return spread(values, torch.from_numpy(part.own).to(values.device), len(part.rows.targets), self._group)
 
     def inputs(self, rows: PackedRows, columns: slice) -> dict[str, npt.NDArray[Any]]:
         """Ids and positions [B, l] of these columns, and whom they may see [B, 1, l, L]; the size divides L."""
@@ -147,22 +145,24 @@ class _Gather(torch.autograd.Function):  # type: ignore[misc]
         return total.narrow(2, dist.get_rank(ctx.group) * ctx.width, ctx.width), None
 
 
-class _Join(torch.autograd.Function):  # type: ignore[misc]
-    """[n] of each process -> [N]."""
+def spread(values: Tensor, own: Tensor, count: int, group: Any) -> Tensor:
+    """Numbers of all `count` tokens, where each process of `group` has those at its `own` places; differentiable."""
+    every: Tensor = _Spread.apply(values, own, count, group)
+    return every
+
+
+class _Spread(torch.autograd.Function):  # type: ignore[misc]
+    """Each process puts its numbers in their places, and all get all. Backward, each takes the gradients of its own:
+    every process computes the same loss, and none adds to another's numbers."""
 
     @staticmethod
-    def forward(ctx: Any, own: Tensor, members: tuple[Int64Array, ...], group: Any, rank: int) -> Tensor:
-        ctx.own = torch.from_numpy(members[rank]).to(own.device)
-        longest = max(len(one) for one in members)
-        padded = own.new_zeros(longest)
-        padded[: len(own)] = own
-        parts = [torch.empty_like(padded) for _ in members]
-        dist.all_gather(parts, padded, group=group)
-        out = own.new_zeros(sum(len(one) for one in members))
-        for part, places in zip(parts, members, strict=True):
-            out[torch.from_numpy(places).to(own.device)] = part[: len(places)]
-        return out
+    def forward(ctx: Any, values: Tensor, own: Tensor, count: int, group: Any) -> Tensor:
+        ctx.save_for_backward(own)
+        every = values.new_zeros(count).index_copy(0, own, values)
+        dist.all_reduce(every, group=group)
+        return every
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
-        return gradients[0][ctx.own], None, None, None
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
+        (own,) = ctx.saved_tensors
+        return gradient.index_select(0, own), None, None, None

@@ -135,24 +135,32 @@ class Scorer(Backbone):
         part = self._context.part(rows)
         with self.autocast():
             chosen = self.own_hidden(part)
-            log_probs, entropies = self.scores(chosen, self._to_device(part.targets), entropy)
+            targets = self._to_device(part.targets)
+            log_probs, entropies = in_chunks(self._chunk, chosen, targets, entropy, self._chunk_tokens)
         return (
             self._context.joined(log_probs, part),
             None if entropies is None else self._context.joined(entropies, part),
         )
 
-    def scores(self, chosen: Tensor, targets: Tensor, entropy: str) -> tuple[Tensor, Tensor | None]:
-        """Log-probs [N] and entropies [N] of `targets` [N], from the hidden states [N, H] that predict them."""
-        if len(targets) <= self._chunk_tokens:
-            return self._chunk(chosen, targets, entropy)
-        parts = [
-            checkpoint(self._chunk, part, ids, entropy, use_reentrant=False, preserve_rng_state=False)
-            if torch.is_grad_enabled()
-            else self._chunk(part, ids, entropy)
-            for part, ids in zip(chosen.split(self._chunk_tokens), targets.split(self._chunk_tokens), strict=True)
-        ]
-        log_probs = torch.cat([part[0] for part in parts])
-        return log_probs, None if entropy == "none" else torch.cat([part[1] for part in parts])
-
     def _chunk(self, hidden: Tensor, targets: Tensor, entropy: str) -> tuple[Tensor, Tensor | None]:
         return token_log_probs(self._head(hidden), targets, temperature=self._temperature, entropy=entropy)
+
+
+def in_chunks(
+    chunk: Callable[[Tensor, Tensor, str], tuple[Tensor, Tensor | None]],
+    chosen: Tensor,
+    targets: Tensor,
+    entropy: str,
+    size: int,
+) -> tuple[Tensor, Tensor | None]:
+    """What `chunk` says of hidden states [N, H] and `targets` [N], `size` tokens at a time; computed again backward."""
+    if len(targets) <= size:
+        return chunk(chosen, targets, entropy)
+    parts = [
+        checkpoint(chunk, part, ids, entropy, use_reentrant=False, preserve_rng_state=False)
+        if torch.is_grad_enabled()
+        else chunk(part, ids, entropy)
+        for part, ids in zip(chosen.split(size), targets.split(size), strict=True)
+    ]
+    log_probs = torch.cat([part[0] for part in parts])
+    return log_probs, None if entropy == "none" else torch.cat([part[1] for part in parts])

@@ -11,11 +11,11 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.nn import functional
-from torch.utils.checkpoint import checkpoint
 
+from models.train.huggingface.context import spread
+from models.train.huggingface.scoring import in_chunks
 from models.train.megatron.held_parameters import unwrap
 from models.train.megatron.inputs import ModelInputs
 from models.train.megatron.vocabulary import VocabularyPart, vocabulary_log_probs
@@ -98,18 +98,7 @@ class TokenScorer:
         """
         _gather_parameters(self._model.output_layer)
         chosen = chosen_hidden(self._model, hidden, inputs, partial_gradients=True)
-        targets = inputs.own_targets
-        if len(targets) <= self._chunk_tokens:
-            log_probs, entropies = self._chunk(chosen, targets, entropy)
-        else:
-            parts = [
-                checkpoint(self._chunk, part, ids, entropy, use_reentrant=False, preserve_rng_state=False)
-                if torch.is_grad_enabled()
-                else self._chunk(part, ids, entropy)
-                for part, ids in zip(chosen.split(self._chunk_tokens), targets.split(self._chunk_tokens), strict=True)
-            ]
-            log_probs = torch.cat([part[0] for part in parts])
-            entropies = None if entropy == "none" else torch.cat([part[1] for part in parts])
+        log_probs, entropies = in_chunks(self._chunk, chosen, inputs.own_targets, entropy, self._chunk_tokens)
         group = self._model.pg_collection.cp
         return (
             of_all_tokens(log_probs, inputs, group),
@@ -129,24 +118,4 @@ def _gather_parameters(layer: Any) -> None:
 
 def of_all_tokens(values: Tensor, inputs: ModelInputs, group: Any) -> Tensor:
     """Numbers [N] of all chosen tokens from those [n] of each context-parallel process; differentiable."""
-    if inputs.kept is None:
-        return values
-    found: Tensor = _Spread.apply(values, inputs.kept, len(inputs.targets), group)
-    return found
-
-
-class _Spread(torch.autograd.Function):  # type: ignore[misc]
-    """Each process puts its numbers in their places, and all get all. Backward, each takes the gradients of its own:
-    every process computes the same loss, and none adds to another's numbers."""
-
-    @staticmethod
-    def forward(ctx: Any, values: Tensor, kept: Tensor, count: int, group: Any) -> Tensor:
-        ctx.save_for_backward(kept)
-        every = values.new_zeros(count).index_copy(0, kept, values)
-        torch.distributed.all_reduce(every, group=group)
-        return every
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
-        (kept,) = ctx.saved_tensors
-        return gradient.index_select(0, kept), None, None, None
+    return values if inputs.kept is None else spread(values, inputs.kept, len(inputs.targets), group)

@@ -92,9 +92,9 @@ def test_parts_of_rows_are_the_rows() -> None:
             assert part.columns is not None
             assert part.source is not None
             parts.append(context.inputs(rows, part.columns))
-            targets[part.members[rank]] = part.targets
+            targets[part.own] = part.targets
             ids = parts[-1]["input_ids"].reshape(-1)[part.source]
-            np.testing.assert_array_equal(ids, rows.input_ids.reshape(-1)[rows.source[part.members[rank]]])
+            np.testing.assert_array_equal(ids, rows.input_ids.reshape(-1)[rows.source[part.own]])
         whole = {
             name: np.concatenate([part[name] for part in parts], axis=-2 if name == "attention_mask" else -1)
             for name in parts[0]
