@@ -37,12 +37,12 @@ async def one_three_one(run: Scripted) -> None:
 
 def test_tasks_come_and_go(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     done = scripted(monkeypatch, tmp_path / "run", one_three_one, lambda run_dir: run_here(run_dir, *FLAGS).code)
-    assert done.runner.restarts == {}
+    assert done.controller.recorder.restarts == {}
 
 
 def test_processes_come_and_go(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     done = scripted(monkeypatch, tmp_path / "run", one_three_one, as_processes)
-    assert done.runner.restarts == {}, "a replica that is retired ends with 0, and is not started again"
+    assert done.controller.recorder.restarts == {}, "a replica that is retired ends with 0, and is not started again"
 
 
 def test_a_retiring_replica_that_dies_is_not_started_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -57,7 +57,7 @@ def test_a_retiring_replica_that_dies_is_not_started_again(tmp_path: Path, monke
         await run.until(lambda: run.generating() == ["generate-0"])
 
     done = scripted(monkeypatch, tmp_path / "run", script, as_processes)
-    assert done.runner.restarts == {}
+    assert done.controller.recorder.restarts == {}
 
 
 def as_processes(run_dir: Path) -> int:
