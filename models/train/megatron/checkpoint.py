@@ -17,7 +17,9 @@ from __future__ import annotations
 import dataclasses
 import shutil
 import weakref
+from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -26,6 +28,7 @@ import torch
 from models.train.dp_group import raise_together
 from models.train.errors import TrainStateUnreadable, first_line
 from models.train.huggingface.hf_files import write_hf
+from models.train.huggingface.parts import random_state, restore_random_state
 from models.train.huggingface.state_files import MODEL_DIR
 from models.train.megatron.checkpoint_files import (
     STATE_DIR,
@@ -57,21 +60,17 @@ def save(models: MegatronModels, directory: Path, counters: Counters, *, asynchr
     finish(models)
     rank = torch.distributed.get_rank()
     files = directory / STATE_DIR
-    error: Exception | None = None
-    try:
+    with _together(OSError("the first process could not make the directory of a checkpoint")):
         if rank == 0:
             if files.exists():
                 shutil.rmtree(files)
             files.mkdir(parents=True)
-    except OSError as found:
-        error = found
-    raise_together(error, OSError("the first process could not make the directory of a checkpoint"))
     _write_hf(models, directory / MODEL_DIR)
     held = Held(models)
     state = _state_of(models, held, counters)
     plan = Plan(files, models.saving_group)
     plan.prepare(held.tensors(empty=False))
-    plan.add(f"random-{rank:05d}.safetensors", _random())
+    plan.add(f"random-{rank:05d}.safetensors", _random(models.device))
     if asynchronous:
         plan.copy(held.live())
     _saving[models] = _writer.submit(plan.write, state)
@@ -82,10 +81,9 @@ def save(models: MegatronModels, directory: Path, counters: Counters, *, asynchr
 def finish(models: MegatronModels) -> None:
     """Wait until a save that was begun is complete; collective. Raises `OSError` in all processes if one failed."""
     saving = _saving.pop(models, None)
-    if saving is None:
-        return
-    error = saving.exception()
-    raise_together(error, OSError("another process could not write its part of a checkpoint"))
+    if saving is not None:
+        with _together(OSError("another process could not write its part of a checkpoint")):
+            saving.result()
 
 
 def load(models: MegatronModels, directory: Path) -> Counters:
@@ -96,17 +94,12 @@ def load(models: MegatronModels, directory: Path) -> Counters:
     finish(models)
     held = Held(models)
     wanted = held.tensors(empty=True)
-    error: Exception | None = None
-    try:
+    with _together(TrainStateUnreadable(f"another process cannot read {directory}; let all see the same files")):
         state, index = read_state(directory)
         _check(directory, state, index, held, wanted)
-    except TrainStateUnreadable as found:
-        error = found
-    unreadable = TrainStateUnreadable(f"another process cannot read {directory}; let all see the same files")
-    raise_together(error, unreadable)
     loaded = read_tensors(directory, index, wanted)
     held.put(loaded, state)
-    _load_random(directory / STATE_DIR, state)
+    _load_random(directory / STATE_DIR, state, models.device)
     return Counters(state.batches, state.steps, state.skipped_steps, state.empty_steps)
 
 
@@ -139,14 +132,12 @@ def parallel_layout() -> dict[str, int]:
 def _write_hf(models: MegatronModels, directory: Path) -> None:
     """The weights, by the first process; the others take part in gathering them, also when it fails."""
     tensors = models.export()
-    error: Exception | None = None
-    try:
-        write_hf(directory, tensors, models.spec.train.hf_checkpoint, writes=torch.distributed.get_rank() == 0)
-    except Exception as found:  # raised again, after the others have done their part
-        error = found
-        for _ in tensors:
-            continue
-    raise_together(error, OSError("the first process could not write the weights in Hugging Face format"))
+    with _together(OSError("the first process could not write the weights in Hugging Face format")):
+        try:
+            write_hf(directory, tensors, models.spec.train.hf_checkpoint, writes=torch.distributed.get_rank() == 0)
+        finally:
+            for _ in tensors:  # none is left where all were written
+                continue
 
 
 # ---------------------------------------------------------------------- reading
@@ -218,28 +209,34 @@ def read_tensors(directory: Path, index: Index, wanted: dict[str, Any]) -> dict[
         strategies._get_filesystem_reader = usual
 
 
+@contextmanager
+def _together(otherwise: Exception) -> Iterator[None]:
+    """A block that raises in all processes if it does in one; collective. `otherwise`: raised where it ended well."""
+    error: Exception | None = None
+    try:
+        yield
+    except Exception as found:
+        error = found
+    raise_together(error, otherwise)
+
+
 # ---------------------------------------------------------------------- random states
 
 
-def _random() -> dict[str, torch.Tensor]:
+def _random(device: torch.device) -> dict[str, torch.Tensor]:
     from megatron.core.tensor_parallel import get_cuda_rng_tracker
 
-    tensors = {"cpu": torch.get_rng_state()}
-    if torch.cuda.is_available():
-        tensors["cuda"] = torch.cuda.get_rng_state()
     tracked = get_cuda_rng_tracker().get_states()
-    return tensors | {f"tracked/{name}": state.clone() for name, state in tracked.items()}
+    return random_state(device) | {f"tracked/{name}": state.clone() for name, state in tracked.items()}
 
 
-def _load_random(directory: Path, state: MegatronState) -> None:
+def _load_random(directory: Path, state: MegatronState, device: torch.device) -> None:
     from megatron.core.tensor_parallel import get_cuda_rng_tracker
     from safetensors.torch import load_file
 
     if state.layout != parallel_layout():
         return
     tensors = load_file(directory / f"random-{torch.distributed.get_rank():05d}.safetensors")
-    torch.set_rng_state(tensors["cpu"])
-    if "cuda" in tensors and torch.cuda.is_available():
-        torch.cuda.set_rng_state(tensors["cuda"])
+    restore_random_state(tensors, device)
     tracked = {name.removeprefix("tracked/"): one for name, one in tensors.items() if name.startswith("tracked/")}
     get_cuda_rng_tracker().set_states(tracked)

@@ -15,6 +15,7 @@ import torch
 
 from models.families.registry import read_hf_config
 from models.families.source import local_directory, not_fetched
+from models.train.megatron.held_parameters import held_parameters
 from models.train.megatron.inputs import RowForm
 from models.train.megatron.processes import ParallelSizes
 from models.train.megatron.weights import load_hf
@@ -82,8 +83,6 @@ def _mark_split(chunks: Sequence[Any]) -> None:
     """Say of each parameter whether tensor-parallel processes hold parts of it: the norm of all gradients counts what
     they all hold once. Megatron-core's layers say so only where they initialise their weights themselves.
     """
-    from models.train.megatron.held_parameters import held_parameters
-
     weights = {weight.name: weight.rule for weight in chunks[0].architecture.weights()}
     tied_head = weights["embedding.word_embeddings.weight"]
     for name, parameter in held_parameters(chunks):
