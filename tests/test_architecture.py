@@ -6,6 +6,7 @@ import ast
 import re
 import subprocess
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
@@ -31,10 +32,10 @@ FORBIDDEN = {
 SOURCES = sorted(p for package in ALLOWED for p in (ROOT / package).rglob("*.py"))
 
 
-def imports(path: Path) -> set[str]:
-    """Modules imported anywhere in the file, as dotted names."""
+def imports(tree: Iterable[ast.AST]) -> set[str]:
+    """Modules imported anywhere, as dotted names."""
     found: set[str] = set()
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in tree:
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and node.module and node.level == 0:
@@ -43,9 +44,19 @@ def imports(path: Path) -> set[str]:
 
 
 @pytest.mark.parametrize("path", SOURCES, ids=lambda p: str(p.relative_to(ROOT)))
-def test_imports_follow_the_table(path: Path) -> None:
+def test_imports_size_and_words(path: Path) -> None:
+    """One test for each file, which is parsed once."""
+    text = path.read_text()
+    tree = list(ast.walk(ast.parse(text)))
+    check_imports(path, imports(tree))
+    check_size(path, text, tree)
+    check_words(path, text)
+
+
+def check_imports(path: Path, modules: set[str]) -> None:
     package = path.relative_to(ROOT).parts[0]
-    for module in imports(path):
+    assert "launch" not in modules, f"{path} imports launch.py"
+    for module in modules:
         top = module.split(".")[0]
         if top in PACKAGES:
             assert top in ALLOWED[package], f"{package} must not import {module}"
@@ -54,25 +65,17 @@ def test_imports_follow_the_table(path: Path) -> None:
         assert top not in FORBIDDEN[package], f"{package} must not import {module}"
 
 
-def test_nothing_imports_the_launcher() -> None:
-    for path in SOURCES:
-        assert "launch" not in imports(path), f"{path} imports launch.py"
-
-
-@pytest.mark.parametrize("path", SOURCES, ids=lambda p: str(p.relative_to(ROOT)))
-def test_files_and_functions_fit_a_reader(path: Path) -> None:
-    text = path.read_text()
+def check_size(path: Path, text: str, tree: Iterable[ast.AST]) -> None:
+    """Files and functions fit a reader."""
     assert text.count("\n") <= 400, f"{path} has {text.count(chr(10))} lines, at most 400"
     assert path.name not in ("utils.py", "helpers.py", "common.py", "misc.py")
-    for node in ast.walk(ast.parse(text)):
+    for node in tree:
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             length = (node.end_lineno or 0) - node.lineno + 1
             assert length <= 70, f"{path.name}: {node.name} has {length} lines, at most 70"
 
 
-@pytest.mark.parametrize("path", SOURCES, ids=lambda p: str(p.relative_to(ROOT)))
-def test_forbidden_words(path: Path) -> None:
-    text = path.read_text()
+def check_words(path: Path, text: str) -> None:
     pickles = r"^\s*(import|from)\s+(pickle|cloudpickle)\b"
     for pattern in (pickles, r"recv_pyobj|send_pyobj", r"asyncio\.(create_task|ensure_future)\("):
         assert not re.search(pattern, text, re.MULTILINE), f"{path} contains {pattern}"
