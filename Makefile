@@ -53,10 +53,11 @@ lint: $(STAMP)
 types: $(STAMP)
 	$(BIN)/mypy
 
+# Three workers on two cores, for many tests wait for processes.
 test-fast: $(STAMP)
-	$(BIN)/python -m pytest -q -m "not slow and not full" -n 2
+	$(BIN)/python -m pytest -q -m "not slow and not full" -n 3
 
-# Three workers on two cores, for most of these tests wait for processes. Tests of one xdist_group share what they set up.
+# Tests of one xdist_group share what they set up.
 PYTEST_SLOW := $(BIN)/python -m pytest -q -n 3 --dist loadgroup --durations=20
 
 # Fast suite first, then what starts processes and trains: 12 minutes on two quiet cores at the most.
