@@ -14,6 +14,7 @@ Invariants:
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import math
 from collections.abc import Sequence
@@ -28,12 +29,14 @@ from transport.errors import DecodeError, MessageInvalid, UsageError
 T = TypeVar("T")
 Buffer = bytes | memoryview
 Frames = tuple[Buffer, ...]  # of one body: the msgpack, then its extras
+COPY_BELOW = 4096  # bytes; a copy of a short array costs less than a view of it
 NUMBERS = frozenset(np.dtype(code).newbyteorder("<").str for code in "?bBhHiIqQefd")  # of extras
 
 # All that a hostile or damaged body can raise. UnicodeDecodeError is a ValueError and no MsgspecError.
 DECODE_FAILURES = (msgspec.MsgspecError, ValueError, RecursionError, MemoryError, TypeError, OverflowError)
 
 
+@functools.cache  # asked for every array of every message
 def is_wire_array(kind: object) -> bool:
     """Whether values of the type travel as raw bytes."""
     return (
@@ -41,20 +44,29 @@ def is_wire_array(kind: object) -> bool:
     )
 
 
+@functools.cache
 def is_extra(kind: object) -> bool:
     """Whether values of the type travel as frames of their own."""
     return isinstance(kind, type) and issubclass(kind, np.ndarray) and getattr(kind, "wire_frame", False) is True
 
 
+@functools.cache
+def _wire_dtype(kind: Any) -> np.dtype[Any]:
+    dtype: np.dtype[Any] = np.dtype(kind.wire_dtype)
+    return dtype
+
+
 def _raw(array: Any) -> Buffer:
-    return np.ascontiguousarray(array).reshape(-1).view(np.uint8).data if array.size else b""
+    if array.nbytes < COPY_BELOW:
+        return cast(bytes, array.tobytes())
+    return np.ascontiguousarray(array).reshape(-1).view(np.uint8).data
 
 
 def _encode_array(value: Any) -> Buffer:
-    kind = type(value)
+    kind = value.__class__
     if not is_wire_array(kind):
         raise TypeError(f"{kind.__name__} has no wire form; use builtins, structs or arrays with a wire_dtype")
-    if value.ndim != 1 or value.dtype != np.dtype(kind.wire_dtype):
+    if value.ndim != 1 or value.dtype != _wire_dtype(kind):
         raise TypeError(
             f"{kind.__name__} must be one-dimensional of dtype {kind.wire_dtype}, this one is {value.ndim}-dimensional "
             f"of {value.dtype}; convert it before sending"
@@ -83,10 +95,10 @@ def _decode_array(kind: type, value: Any) -> Any:
         raise TypeError(f"{kind.__name__} has no wire form")
     if not isinstance(value, bytes):
         raise ValueError(f"expected the bytes of {kind.__name__}, got {type(value).__name__}")
-    dtype = np.dtype(cast(Any, kind).wire_dtype)
+    dtype = _wire_dtype(kind)
     if len(value) % dtype.itemsize:
         raise ValueError(f"{len(value)} bytes are no whole number of {dtype.itemsize}-byte items of {kind.__name__}")
-    return np.frombuffer(value, dtype=dtype).view(kind)
+    return kind(len(value) // dtype.itemsize, dtype, value)  # a view, as quick as numpy has it
 
 
 def checksum(*frames: Buffer) -> int:
@@ -186,7 +198,7 @@ class Codec(Generic[T]):
             self._frames = []
 
     def _encode_custom(self, value: Any) -> Any:
-        if not is_extra(type(value)):
+        if not is_extra(value.__class__):
             return _encode_array(value)
         if value.dtype.str not in NUMBERS:
             raise TypeError(

@@ -8,6 +8,8 @@ Invariants:
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import itertools
 import os
 import time
@@ -28,6 +30,7 @@ from models.engines.text import TextCodec
 
 _MAX_BODY = 1 << 30
 _RATE_WINDOW_S = 0.5
+ENDS_TOGETHER_S = 0.01  # some steps of a small model: an event costs its client a wake-up, and the slots are free
 
 
 class EngineApp:
@@ -107,13 +110,12 @@ class EngineApp:
         await response.prepare(http)
         async for chunks in self._chunks(request, reply):
             await response.write(b"".join(b"data: " + chunk + b"\n\n" for chunk in chunks))
-        await response.write(b"data: [DONE]\n\n")
-        await response.write_eof()
+        await response.write_eof(b"data: [DONE]\n\n")
         return response
 
     async def _chunks(self, request: GenerateRequest, reply: replies.Reply) -> AsyncIterator[list[bytes]]:
-        """Chunks of all completions as they grow, those of one step of the engine together. Waits for news of any; ends
-        when all have finished."""
+        """Chunks of all completions as they grow, those of one step of the engine together, and of those that are
+        told of when they end, the ones that end together. Waits for news of any; ends when all have finished."""
         growing = [
             replies.Chunks(
                 completion, index, self._codec, log_probs=request.return_logprob, incremental=self._incremental
@@ -123,6 +125,11 @@ class EngineApp:
         more = True
         while more:
             more = await reply.progress()
+            if more and not any(chunks.completion.stream for chunks in growing):  # told of as they end
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(ENDS_TOGETHER_S):
+                        while more:
+                            more = await reply.progress()
             due: list[bytes] = []
             for chunks in tuple(growing):
                 ended = chunks.completion.finish is not None and id(chunks.completion) not in self._open
