@@ -39,6 +39,7 @@ from stages.sampling.routes import Route, RouteRequest, Routes
 log = logging.getLogger("sluice.sampler")
 
 REPORT_INTERVAL_S: Final = 1.0
+SHORT_RESPONSE: Final = 16  # tokens; the members of a request for so few end within milliseconds of each other
 
 T = TypeVar("T", SampleResult, SampleResult | Chunk)
 
@@ -259,7 +260,7 @@ class Sampler:
             await attempt.run(
                 route,
                 wire,
-                streamed=told or (ours and (self._tokens_come or (self._ends_come and wire.samples > 1))),
+                streamed=told or (ours and (self._tokens_come or (self._ends_come and worth_a_stream(request)))),
                 tokens_come=told or self._tokens_come,
                 left_s=left_s,
                 late_s=losses.left_s,
@@ -321,3 +322,9 @@ class Sampler:
             if self.retractions != told:
                 told = self.retractions
                 await topic.publish(f"{RETRACTED}{self.replica}", str(told).encode())
+
+
+def worth_a_stream(request: SampleRequest) -> bool:
+    """Whether hearing of each member when it ends, instead of all at the end, gives slots back in time that counts."""
+    budget = request.params.max_new_tokens
+    return request.n > 1 and (budget is None or budget > SHORT_RESPONSE)
