@@ -76,14 +76,14 @@ async def test_a_lost_engines_partial_output_is_continued_by_another(
             world.lose(0)
         else:
             world.proxies[0].break_with({"error": {"message": "the scheduler died", "code": 500}})
-        slice_ = await world.answer()
+        samples = await world.whole(3)
         await world.rig.hubs["generate"].wait_empty()
-        assert world.extra("reused_tokens") == sum(s.reused_tokens for s in slice_.samples) > 0
+        assert world.extra("reused_tokens") == sum(s.reused_tokens for s in samples) > 0
         assert world.extra("engine_retries") == 1
-    assert [s.index for s in slice_.samples] == [0, 1, 2]
+    assert [s.index for s in samples] == [0, 1, 2]
     rest = [e for e in log if e.url == world.proxies[1].url]
     assert len(rest) == 3
-    for sample in slice_.samples:
+    for sample in samples:
         check_continued(sample, first, rest)
     assert len({e.request.rid for e in log}) == len(log), "no request id is used twice"
     assert len({len(e.request.rid or "") for e in log}) == 1, "so that none is the beginning of another"
@@ -134,7 +134,7 @@ async def test_without_partial_rollout_a_lost_turn_starts_again(
         await world.ready()
         await in_mid_generation(world, log, 2)
         world.proxies[0].kill()
-        samples = (await world.answer()).samples
+        samples = await world.whole(2)
         assert world.extra("reused_tokens") == 0
     assert {tuple(e.request.prompts[0]) for e in log} == {tuple(PROMPT)}
     assert log[1].params.n == 2, "nothing has come of the first request, so it is sent again as it was"

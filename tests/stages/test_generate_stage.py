@@ -164,12 +164,12 @@ async def test_what_a_dead_engine_was_asked_is_finished_by_another(
         await freeze(doomed, tokens=9)
         await doomed.__aexit__(None, None, None)
         world.lose(0)
-        slice_ = await world.answer()
+        samples = await world.whole(3)
         await world.rig.hubs["generate"].wait_empty()
     first = log[0]
     assert first.url == doomed.url
-    assert [s.index for s in slice_.samples] == [0, 1, 2]
-    for sample in slice_.samples:
+    assert [s.index for s in samples] == [0, 1, 2]
+    for sample in samples:
         kept = first.outputs[sample.index].output_ids
         [rest] = [e for e in sent_to(log, other) if e.request.prompts[0] == [1, 2, 3, *kept]]
         assert len(kept) >= 3
@@ -183,7 +183,7 @@ async def test_a_lost_connection_is_tried_elsewhere(tmp_path: Path) -> None:
         await world.ready()
         await world.engines[0].__aexit__(None, None, None)  # and nobody has noticed yet
         await world.ask(make_group(0, 2))
-        assert [s.status for s in (await world.answer()).samples] == ["completed", "completed"]
+        assert [s.status for s in await world.whole(2)] == ["completed", "completed"]
 
 
 async def test_without_any_engine_the_samples_fail_in_words_and_the_stage_goes_on(tmp_path: Path) -> None:
