@@ -34,7 +34,7 @@ class Call:
     tell: Callable[[int, Chunk], None] | None = None  # of each member's tokens as they come
 
 
-class Asks(Protocol):
+class RequestSender(Protocol):
     """What sends single requests: the sampler."""
 
     async def ask(self, call: Call, index: int, results: Sequence[SampleResult], ended: Emit) -> Attempt: ...
@@ -45,8 +45,8 @@ class Asks(Protocol):
 class PartialRollouts:
     """`answer` has each member of a call emitted once."""
 
-    def __init__(self, asks: Asks, *, keeps_partial: bool) -> None:
-        self._asks, self._keeps_partial = asks, keeps_partial
+    def __init__(self, sender: RequestSender, *, keeps_partial: bool) -> None:
+        self._sender, self._keeps_partial = sender, keeps_partial
 
     async def answer(self, call: Call) -> None:
         none = [SampleResult()] * call.request.n
@@ -69,11 +69,11 @@ class PartialRollouts:
             (go_on if goes_on(result) else call.emit)(index, result)
 
         while True:
-            attempt = await self._asks.ask(call, 0, results, ended)
+            attempt = await self._sender.ask(call, 0, results, ended)
             if attempt.error is None:
                 return
             left = attempt.left
-            if not await self._asks.survives(call.request, call.losses, attempt.error, progress=False):
+            if not await self._sender.survives(call.request, call.losses, attempt.error, progress=False):
                 for index, result in left.items():
                     call.emit(index, failed(result, attempt.error))
                 return
@@ -86,7 +86,7 @@ class PartialRollouts:
     async def _alone(self, call: Call, index: int, result: SampleResult) -> None:
         """Requests for one member until it has ended."""
         while True:
-            if result.finish == "aborted" and not self._asks.drains(call.request):
+            if result.finish == "aborted" and not self._sender.drains(call.request):
                 result = self._from_where(call, result)
             ended: list[SampleResult] = []
 
@@ -94,11 +94,11 @@ class PartialRollouts:
                 ended.append(result)
 
             had = len(result.token_ids)
-            attempt = await self._asks.ask(call, index, [result], take)
+            attempt = await self._sender.ask(call, index, [result], take)
             if attempt.error is not None and not ended:
                 [result] = attempt.left.values()
                 progress = len(result.token_ids) > had
-                if not await self._asks.survives(call.request, call.losses, attempt.error, progress=progress):
+                if not await self._sender.survives(call.request, call.losses, attempt.error, progress=progress):
                     ended.append(failed(result, attempt.error))
             elif goes_on(ended[0]):
                 [result] = ended

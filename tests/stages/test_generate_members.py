@@ -14,6 +14,7 @@ from models.engines.protocol import SamplingParams
 from models.tiny import make_tiny_checkpoint
 from stages.sampling.losses import UnknownPolicy
 from stages.sampling.requests import SampleRequest
+from stages.sampling.sampler import SHORT_RESPONSE
 from tests.stages.engine_rig import (
     FAST_MS,
     LENGTH,
@@ -116,6 +117,18 @@ async def test_a_real_engine_tells_of_each_member_when_it_has_ended(
         assert response_ids(sample) == output.output_ids
         assert token_versions(sample) == [0] * len(output.output_ids)
         assert sample.fault() is None
+
+
+@pytest.mark.parametrize(("budget", "streamed"), [(SHORT_RESPONSE, False), (SHORT_RESPONSE + 1, True)])
+async def test_short_answers_are_not_worth_a_stream(
+    budget: int, streamed: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    log = record_exchanges(monkeypatch)
+    async with generating(tmp_path, rollout={"rollout_max_response_len": budget}) as world:
+        await world.ready()
+        await world.ask(make_group(0, 3))
+        await world.whole(3)
+    assert [exchange.partial is not None for exchange in log] == [streamed]
 
 
 async def test_a_member_that_an_update_aborts_goes_on_while_others_have_left(

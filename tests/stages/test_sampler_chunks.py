@@ -54,9 +54,13 @@ def asked(n: int, **fields: Any) -> SampleRequest:
 @pytest.mark.parametrize(("n", "interval"), [(1, None), (3, 4)])
 async def test_tokens_come_before_the_result(n: int, interval: int | None, streamed: bool, tmp_path: Path) -> None:
     heard = Heard(n)
-    async with generating(tmp_path, streamed=streamed, engine=simulated(10.0)) as world:
+    async with generating(tmp_path, streamed=streamed, engine=simulated(SLOW_MS)) as world:
         await world.ready()
-        await heard.listen(world, asked(n, interval=interval))
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(heard.listen(world, asked(n, interval=interval)))
+            await until(lambda: all(heard.tokens))
+            assert not any(heard.results)
+            core_of(world.engines[0]).schedule.config = simulated(FAST_MS).simulated
     heard.check()
     assert [len(tokens) for tokens in heard.tokens] == [len(result.token_ids) for result in heard.results if result]
     assert heard.chunks >= 2 * n, "the first token at once, and the others behind it"

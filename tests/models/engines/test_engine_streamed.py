@@ -338,3 +338,22 @@ def test_nothing_is_decoded_twice(monkeypatch: pytest.MonkeyPatch) -> None:
     news = [chunk([end], end + 1, finish=FINISH if end == 399 else None) for end in range(400)]
     taken(*news).outputs()
     assert len(decoded) == 400
+
+
+@pytest.mark.parametrize("cumulative", [True, False])
+def test_news_are_given_out_once_and_each_chunk_is_decoded_once(
+    cumulative: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from models.engines import streamed as module
+
+    decoded: list[bytes] = []
+    original = module._decode_chunk
+    monkeypatch.setattr(module, "_decode_chunk", lambda raw: (decoded.append(raw), original(raw))[1])
+    told: list[int] = []
+    partial = PartialOutputs(None, None, lambda index, entries: told.extend(entry[1] for entry in entries))
+    partial.begin(1, early_boundary=False)
+    for end in range(1, 101):
+        ids = list(range(end)) if cumulative else [end - 1]
+        partial.take(chunk(ids, None if cumulative else end))
+    assert told == list(range(100))
+    assert len(decoded) == 100
