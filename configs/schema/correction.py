@@ -67,7 +67,10 @@ class CorrectionConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=
         Meta(description="reject a response with a token whose old / mu is below this, e.g. 1e-4; default: off"),
     ] = None
     rs_unit: Annotated[
-        Literal["sample", "rollout"], Meta(description="what a failed sequence rule removes, if a rollout fanned out")
+        Literal["sample", "rollout"],
+        Meta(
+            description="what a sequence rule tests and removes, if a rollout fanned out: each row, or all rows pooled"
+        ),
     ] = "sample"
     renormalize_after_rejection: Annotated[
         bool, Meta(description="divide by the tokens that are left; the survivors then weigh more")

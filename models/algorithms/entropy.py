@@ -30,5 +30,7 @@ def token_log_probs(
 
 def _entropy(scaled: Tensor, log_normaliser: Tensor) -> Tensor:
     probabilities = (scaled - log_normaliser.unsqueeze(-1)).exp()
-    # A logit of -inf has probability 0 and contributes 0, not 0 * inf.
-    return log_normaliser - torch.where(probabilities > 0, probabilities * scaled, 0.0).sum(dim=-1)
+    # A logit of -inf has probability 0 and contributes 0, not 0 * inf; replaced before the product, whose gradient
+    # would be 0 * inf otherwise.
+    finite = torch.where(probabilities > 0, scaled, 0.0)
+    return log_normaliser - (probabilities * finite).sum(dim=-1)

@@ -24,7 +24,7 @@ from models.algorithms.errors import MissingColumn
 from models.algorithms.kl import kl_to_reference, sampling_ratio
 from models.algorithms.losses import sft
 from models.algorithms.modes import Correction
-from models.algorithms.opsm import drifted_negatives
+from models.algorithms.opsm import without_drifted
 from models.algorithms.policy_loss import PolicyLossFunction
 from models.algorithms.prox import with_old_log_probs
 from models.algorithms.rejection import rejection_of
@@ -68,8 +68,7 @@ def policy_objective(
         # A mean of 1 divides nothing: statistics of a step are only there if they were asked for.
         pg_loss = pg_loss * (weights.weight / tokens.statistics.weight_mean)
     if correction.use_opsm:
-        dropped = drifted_negatives(tokens, correction.opsm_delta)
-        pg_loss = masked(pg_loss, ~dropped)
+        pg_loss, dropped = without_drifted(pg_loss, tokens, correction.opsm_delta)
         means["train/opsm_fraction"] = dropped.to(pg_loss.dtype)
     if not rejection.none:
         # What is not a number passes no test and fails none: it goes on, for the step to be refused.

@@ -2,7 +2,8 @@
 
 Statistics of D = log old - log mu (k1 = -D, k2 = D^2 / 2, k3 = exp(D) - 1 - D) are tested per token, or as sum, mean or
 maximum over a sequence's trainable tokens; a failed sequence test removes all of its tokens. The veto removes the
-sequence of any token with old / mu below a bound. Several rules must all pass.
+sequence of any token with old / mu below a bound. Several rules must all pass. With `rs_unit` rollout the sequence of a
+statistic is the whole rollout: the tokens of all its rows, which only the whole step shows (`rejected_rollouts`).
 
 Invariants: rejection acts on numerators of the policy term only; counts, baselines, KL and entropy keep the trainable
 mask. Nothing is clamped but exponents. A statistic that is not a number fails no test, so that its token stays and the
@@ -25,7 +26,7 @@ from models.algorithms.modes import Correction
 from models.algorithms.tokens import PolicyTokens, sequence_max, sequence_mean, sequence_sum
 
 VETO = "veto"
-SIBLINGS = "siblings"
+ROLLOUT = "rollout"
 
 
 @dataclass(frozen=True)
@@ -44,7 +45,10 @@ class Rejection:
 
 
 def rejection_of(tokens: PolicyTokens, correction: Correction, log_weight: Tensor | None = None) -> Rejection:
-    """Apply all rules. `tokens.old_log_probs` are those of the mode; `log_weight` [N] is D, if known already."""
+    """Apply all rules. `tokens.old_log_probs` are those of the mode; `log_weight` [N] is D, if known already.
+
+    Where `rs_unit` is rollout, sequence rules and the veto were applied to the whole step before: `tokens.rejected`.
+    """
     if not correction.rejects:
         nobody = torch.zeros(tokens.n_sequences, dtype=torch.bool, device=tokens.mask.device)
         return Rejection(kept=tokens.mask, removed={}, removed_sequences={}, failed_sequences=nobody)
@@ -52,22 +56,25 @@ def rejection_of(tokens: PolicyTokens, correction: Correction, log_weight: Tenso
     live = sequence_sum(tokens.mask.to(delta.dtype), tokens) > 0
     removed: dict[str, Tensor] = {}
     sequences: dict[str, Tensor] = {}
+    decided = tokens.rejected if correction.rs_unit == "rollout" else None
     for rule in correction.rules:
+        if rule.whole_sequence and decided is not None:
+            continue
         failed = fails(rule, delta, tokens)
         if rule.whole_sequence:
             sequences[rule.name] = failed & live
             failed = failed[tokens.sequence]
         removed[rule.name] = failed & tokens.mask
-    if correction.rs_veto is not None:
+    if correction.rs_veto is not None and decided is None:
         wild = (delta < math.log(correction.rs_veto)) & tokens.mask
         sequences[VETO] = sequence_max(wild.to(delta.dtype), tokens) > 0
         removed[VETO] = sequences[VETO][tokens.sequence] & tokens.mask
+    if decided is not None:
+        sequences[ROLLOUT] = decided & live
+        removed[ROLLOUT] = decided[tokens.sequence] & tokens.mask
     failed_sequences = torch.zeros_like(live)
     for lost in sequences.values():
         failed_sequences = failed_sequences | lost
-    if correction.rs_unit == "rollout" and tokens.rejected is not None:
-        sequences[SIBLINGS] = tokens.rejected & live
-        removed[SIBLINGS] = tokens.rejected[tokens.sequence] & tokens.mask
     kept = tokens.mask
     for lost in removed.values():
         kept = kept & ~lost

@@ -2,7 +2,7 @@
 
     normalised weights    their mean over the step
     m2po                  the bound of (log theta - log mu)^2, from all tokens of the step
-    rs_unit rollout       which sequences go because a sibling of their rollout failed
+    rs_unit rollout       which rollouts fail, tested over the tokens of all their rows
     renormalize           how many tokens of each rollout are left after rejection
 
 Everything here takes one `PolicyTokens` that holds the step's trainable tokens (advantages are not read), computed
@@ -15,6 +15,7 @@ Invariant: the result does not depend on the order of the tokens, nor on how the
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Literal
 
 import torch
@@ -63,25 +64,29 @@ def step_statistics(tokens: PolicyTokens, algorithm: AlgorithmConfig, correction
     return StepStatistics(weight_mean=mean, m2po_bound=bound)
 
 
-def rejected_siblings(tokens: PolicyTokens, rollout: Tensor, correction: Correction) -> Tensor:
-    """[S] bool: with rs_unit rollout, all sequences of a rollout of which one failed a sequence rule or the veto.
+def rejected_rollouts(tokens: PolicyTokens, rollout: Tensor, correction: Correction) -> Tensor:
+    """[S] bool: whether the rollout of each sequence fails a sequence rule or the veto, with rs_unit rollout.
 
-    `rollout` [S] int64: the rollout of each sequence, any numbers. All False with rs_unit sample.
+    The statistic is pooled: sum, mean or maximum over the trainable tokens of all rows of the rollout. `rollout` [S]
+    int64: the rollout of each sequence, any numbers.
     """
     with torch.no_grad():
-        prepared = with_old_log_probs(tokens, correction)
-        failed = rejection_of(prepared, correction).failed_sequences
-        if correction.rs_unit == "sample":
-            return torch.zeros_like(failed)
-        return _over_rollout(failed.double(), rollout) > 0
+        names, index = rollout.unique(return_inverse=True)
+        pooled = replace(
+            with_old_log_probs(tokens, correction),
+            sequence=index[tokens.sequence],
+            n_sequences=len(names),
+            rejected=None,
+        )
+        return rejection_of(pooled, correction).failed_sequences[index]
 
 
 def kept_scale(tokens: PolicyTokens, rollout: Tensor, aggregation: Aggregation, correction: Correction) -> Tensor:
     """[S] factor of the policy term that replaces the token counts in its divisor by those after rejection.
 
     Tokens before / after rejection: of the rollout (rollout_mean), of the sequence (seq_mean) or of the step
-    (token_mean); 1 for `constant`, which divides by no count, and where nothing is left. `tokens.rejected` must
-    already hold `rejected_siblings`, if these are removed.
+    (token_mean); 1 for `constant`, which divides by no count, and where nothing is left. With rs_unit
+    rollout `tokens.rejected` must hold `rejected_rollouts` already.
     """
     with torch.no_grad():
         rejection = rejection_of(with_old_log_probs(tokens, correction), correction)

@@ -39,7 +39,7 @@ class PolicyTokens:
     ref_log_probs: Tensor | None = None  # [N] frozen reference, no gradient
     entropy: Tensor | None = None  # [N] of the whole next-token distribution
     staleness: Tensor | None = None  # [N] int64 >= 0, weights versions between the token and the batch; None = all 0
-    rejected: Tensor | None = None  # [S] bool, sequences removed because of a sibling in their rollout
+    rejected: Tensor | None = None  # [S] bool, sequences whose rollout failed a rule (rs_unit rollout)
     kept_scale: Tensor | None = None  # [S] factor of the policy term, for renormalize_after_rejection; None = 1
     statistics: StepStatistics = StepStatistics()
 

@@ -7,7 +7,7 @@ Invariants:
 - every method is collective over the dp_group, called with the same arguments but for the micro-batches, which are this
   process's share; all processes get equally many of them;
 - what `backward` adds to gradients and totals is a numerator; `update` divides by the denominator, once;
-- an update whose gradient is not finite changes nothing.
+- an update whose gradient is not finite changes nothing; the trainer refuses one whose loss is not.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Counters:
 
     batches: int = 0
     steps: int = 0
-    skipped_steps: int = 0  # the gradient was not finite, of the policy or of the critic
+    skipped_steps: int = 0  # loss or gradient was not finite, of the policy or of the critic
     empty_steps: int = 0  # nothing to learn from: no trainable token, or all rejected
 
 

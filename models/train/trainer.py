@@ -8,13 +8,14 @@ Invariants:
   batch is complete, and old log-probs are those of the weights at its start;
 - several processes may train one policy together (`dp_group`): each is called with the same sequences in the same
   order, takes the same decisions, and computes its share;
-- a step without a trainable token, or with a gradient that is not finite, changes nothing and is counted.
+- a step without a trainable token, or whose loss or gradient is not finite, changes nothing and is counted.
 
 Not thread-safe: one thread at a time may call it. Constructing is cheap; `setup` loads.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
@@ -161,6 +162,10 @@ class Trainer:
         if rejected or tokens == 0:
             self._counters.empty_steps += 1
             return self._models.refuse()
+        # Asked apart from the gradient: behind a clamp or a maximum that is finite where the loss is not.
+        if not math.isfinite(metrics["train/loss"]):
+            self._counters.skipped_steps += 1
+            return self._models.refuse().for_its_loss()
         staleness = self._batch.staleness_sum / tokens
         scale = 1.0 / (1.0 + self._spec.correction.staleness_lr_decay * staleness)
         result = self._models.update(divisor, lr_scale=scale)

@@ -71,9 +71,12 @@ class Critic:
         self, loss_denominator: float, mean_denominator: float, dp_group: DpGroup
     ) -> tuple[UpdateResult, dict[str, float]]:
         """Make the update, or refuse it, and start the next step; metrics of this one."""
-        self._placement.sum_gradients(parameter for _, parameter in self.updater.named_parameters)
-        result = self.updater.apply(loss_denominator)
-        return result, self._numerator.metrics(result, loss_denominator, mean_denominator, dp_group)
+
+        def apply(denominator: float) -> UpdateResult:
+            self._placement.sum_gradients(parameter for _, parameter in self.updater.named_parameters)
+            return self.updater.apply(denominator)
+
+        return self._numerator.finish_step(apply, self.updater.refuse, loss_denominator, mean_denominator, dp_group)
 
     def discard(self) -> None:
         """Forget the gradients and sums of the running step."""

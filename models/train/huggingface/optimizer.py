@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -28,6 +28,10 @@ class UpdateResult:
     applied: bool
     grad_norm: float  # of the step's gradient, before clipping; not finite if the update was refused
     lr: float
+
+    def for_its_loss(self) -> UpdateResult:
+        """This refusal, of a step whose loss is not finite: no gradient of it means anything."""
+        return replace(self, grad_norm=math.nan)
 
 
 class Updater:

@@ -83,8 +83,9 @@ class MegatronCritic:
         self, loss_denominator: float, mean_denominator: float, dp_group: DpGroup
     ) -> tuple[UpdateResult, dict[str, float]]:
         """Make the update, or refuse it, and start the next step; metrics of this one."""
-        result = self.trained.update(loss_denominator)
-        return result, self._numerator.metrics(result, loss_denominator, mean_denominator, dp_group)
+        return self._numerator.finish_step(
+            self.trained.update, self.trained.refuse, loss_denominator, mean_denominator, dp_group
+        )
 
     def discard(self) -> None:
         """Forget the gradients and sums of the running step."""

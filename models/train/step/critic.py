@@ -11,7 +11,8 @@ the factor 1/2).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
 
 import msgspec
 import torch
@@ -77,13 +78,22 @@ class ValueNumerator:
         self._clipped += torch.dot(clipped.to(weights.dtype), weights).double()
         return numerator
 
-    def metrics(
-        self, result: UpdateResult, loss_denominator: float, mean_denominator: float, dp_group: DpGroup
-    ) -> dict[str, float]:
-        """Metrics of the step whose update gave `result`; starts the next step."""
+    def finish_step(
+        self,
+        update: Callable[[float], UpdateResult],
+        refuse: Callable[[], UpdateResult],
+        loss_denominator: float,
+        mean_denominator: float,
+        dp_group: DpGroup,
+    ) -> tuple[UpdateResult, dict[str, float]]:
+        """Make the update, or refuse it for a loss that is not finite, and start the next step; metrics of this one.
+
+        A maximum hides from the gradient that the other term is not a number: the loss itself is asked.
+        """
         sums = dp_group.merge({"loss": float(self._loss), "clipped": float(self._clipped)})
         self.begin_step()
-        return {
+        result = update(loss_denominator) if math.isfinite(sums["loss"]) else refuse().for_its_loss()
+        return result, {
             "train/value_loss": sums["loss"] / loss_denominator,
             "train/value_clipfrac": sums["clipped"] / mean_denominator,
             "train/critic_grad_norm": result.grad_norm,

@@ -62,7 +62,7 @@ class Example:
     values: Float32Array | None = None  # [K] the critic's, at the batch's start
     bootstrap: float = 0.0  # its value of the state after the last token
     returns: Float32Array | None = None  # [K] what the critic learns
-    rejected: bool = False  # because of a sibling in its rollout
+    rejected: bool = False  # with rs_unit rollout: its rollout failed a rule
     kept_scale: float = 1.0  # for renormalize_after_rejection
     logged: dict[str, float] = field(default_factory=dict)  # sums over its tokens, of what was decided for the batch
 

@@ -14,7 +14,7 @@ import torch
 from configs.schema.algorithm import AlgorithmConfig
 from models.algorithms.aggregation import Aggregation
 from models.algorithms.modes import Correction
-from models.algorithms.step_statistics import kept_scale, rejected_siblings, step_statistics
+from models.algorithms.step_statistics import kept_scale, rejected_rollouts, step_statistics
 from models.algorithms.tokens import PolicyTokens, StepStatistics
 from models.train.step.columns import float_column, policy_tokens, rollout_numbers
 from models.train.step.examples import Example
@@ -33,7 +33,7 @@ def write_step_statistics(
     """
     tokens, (rollout, _) = _tokens_of_step(examples, correction), rollout_numbers(examples)
     if correction.rejects and correction.rs_unit == "rollout":
-        rejected = rejected_siblings(tokens, rollout, correction)
+        rejected = rejected_rollouts(tokens, rollout, correction)
         tokens = replace(tokens, rejected=rejected)
         for example, value in zip(examples, rejected.tolist(), strict=True):
             example.rejected = value

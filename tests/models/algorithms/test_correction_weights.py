@@ -14,7 +14,7 @@ from models.algorithms.errors import AlgorithmError, UnknownAlgorithm
 from models.algorithms.losses import policy_loss_of, ppo_clip
 from models.algorithms.modes import Correction
 from models.algorithms.objective import policy_objective
-from models.algorithms.opsm import drifted_negatives
+from models.algorithms.opsm import without_drifted
 from models.algorithms.prox import alpha, loglinear_old_log_probs, with_old_log_probs
 from models.algorithms.step_statistics import step_statistics
 from models.algorithms.tokens import PolicyTokens
@@ -135,11 +135,25 @@ def test_the_log_linear_anchor_moves_with_the_current_policy(f) -> None:  # type
 
 def test_only_drifted_negative_responses_are_masked(f) -> None:  # type: ignore[no-untyped-def]
     # Means of log mu - log theta: -0.0325 and 0.066667; the second response is the negative one.
-    assert drifted_negatives(f.tokens(), 0.03).tolist() == [False] * 5 + [True] * 3
-    assert not drifted_negatives(f.tokens(), 0.07).any()
-    assert not drifted_negatives(f.tokens(advantages=f.advantages.abs()), 0.03).any()
+    def dropped(tokens: PolicyTokens, delta: float) -> list[bool]:
+        loss, lost = without_drifted(torch.ones(8, dtype=torch.float64), tokens, delta)
+        assert torch.equal(loss, (~lost).double())
+        found: list[bool] = lost.tolist()
+        return found
+
+    assert dropped(f.tokens(), 0.03) == [False] * 5 + [True] * 3
+    assert not any(dropped(f.tokens(), 0.07))
+    assert not any(dropped(f.tokens(advantages=f.advantages.abs()), 0.03))
     flipped = f.tokens(advantages=-f.advantages)
-    assert drifted_negatives(flipped, -0.04).tolist() == [True, True, False, True, True, False, False, False]
+    assert dropped(flipped, -0.04) == [True, True, False, True, True, False, False, False]
+
+
+def test_a_drift_that_is_no_number_is_not_taken_for_a_small_one(f) -> None:  # type: ignore[no-untyped-def]
+    """The terms that hang on it are no numbers either, so that the step is refused."""
+    correction = Correction("onpolicy", False, use_opsm=True, opsm_delta=0.03)
+    for token, lost in ((6, [False] * 5 + [True] * 3), (0, [False] * 8), (2, [False] * 8)):  # 0: A > 0; 2: masked
+        tokens = f.tokens(rollout_log_probs=f.mu.index_fill(0, torch.tensor([token]), math.nan))
+        assert policy_objective(tokens, PPO, correction, ppo_clip).loss.isnan().tolist() == lost
 
 
 @pytest.mark.parametrize("loss", ["ppo", "gspo", "cispo", "kimi"])

@@ -18,7 +18,7 @@ from models.algorithms.metrics import MetricTotals
 from models.algorithms.modes import Correction
 from models.algorithms.objective import Objective, policy_objective
 from models.algorithms.policy_loss import clip_bounds
-from models.algorithms.step_statistics import kept_scale, rejected_siblings, step_statistics
+from models.algorithms.step_statistics import kept_scale, rejected_rollouts, step_statistics
 from models.algorithms.tokens import PolicyTokens
 
 CLIPPED = AlgorithmConfig(
@@ -111,7 +111,7 @@ def with_statistics(tokens: PolicyTokens, config: AlgorithmConfig, correction: C
     """As if `tokens` were the whole step, in which all sequences belong to one rollout."""
     one = torch.zeros(tokens.n_sequences, dtype=torch.int64)
     tokens = changed(tokens, statistics=step_statistics(tokens, config, correction))
-    tokens = changed(tokens, rejected=rejected_siblings(tokens, one, correction))
+    tokens = changed(tokens, rejected=rejected_rollouts(tokens, one, correction))
     return changed(tokens, kept_scale=kept_scale(tokens, one, "rollout_mean", correction))
 
 

@@ -135,6 +135,22 @@ def test_entropy_with_temperature() -> None:
     assert float(entropies(minus_infinity)) == pytest.approx(math.log(2))
 
 
+def test_a_logit_of_minus_infinity_has_no_share_in_entropy_and_gradient() -> None:
+    finite = torch.tensor([[0.4, -1.0, 2.0]], dtype=torch.float64, requires_grad=True)
+    blocked = torch.tensor([[0.4, -torch.inf, -1.0, 2.0]], dtype=torch.float64, requires_grad=True)
+    results = []
+    for logits, target in ((finite, 2), (blocked, 3)):
+        log_probs, entropy = token_log_probs(logits, torch.tensor([target]), temperature=0.7, entropy="graph")
+        assert entropy is not None
+        (log_probs + 0.3 * entropy).sum().backward()
+        assert logits.grad is not None
+        results.append((log_probs, entropy, logits.grad[logits.detach().isfinite()]))
+        assert logits.grad.isfinite().all()
+        assert not logits.grad[logits.detach().isinf()].any()
+    for left, right in zip(*results, strict=True):
+        torch.testing.assert_close(left, right)
+
+
 def test_entropy_keeps_its_graph_only_when_asked() -> None:
     logits = torch.randn(4, 7, dtype=torch.float64, requires_grad=True)
     targets = torch.tensor([0, 1, 2, 3])

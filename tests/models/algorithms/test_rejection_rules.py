@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 
-import msgspec
 import pytest
 import torch
 
@@ -15,7 +14,7 @@ from models.algorithms.metrics import MetricTotals
 from models.algorithms.modes import Correction
 from models.algorithms.objective import policy_objective
 from models.algorithms.rejection import rejection_of
-from models.algorithms.step_statistics import kept_scale, rejected_siblings
+from models.algorithms.step_statistics import kept_scale, rejected_rollouts
 
 
 def rejecting(*rules: str, **values: object) -> Correction:
@@ -167,20 +166,45 @@ def test_shares_that_each_rule_removes(f, clip_higher) -> None:  # type: ignore[
     assert not [name for name in quiet.result(7.0) if "mask_fraction" in name or "rejected" in name]
 
 
-def test_a_failed_sequence_takes_its_siblings_along(f, clip_higher) -> None:  # type: ignore[no-untyped-def]
-    rule = rejecting("seq_mean_k1=0.95_1.05")  # fails the first sequence
-    together = msgspec.structs.replace(rule, rs_unit="rollout")
-    for rollout, expected in ((torch.tensor([4, 4]), [True, True]), (torch.tensor([4, 9]), [True, False])):
-        assert rejected_siblings(f.tokens(), rollout, together).tolist() == expected
-        assert rejected_siblings(f.tokens(), rollout, rule).tolist() == [False, False]
-    # The second sequence alone, as in a micro-batch of its own, with the fact from the step.
-    siblings = rejected_siblings(f.tokens(), torch.tensor([4, 4]), together)
-    objective = policy_objective(f.tokens(rejected=siblings), clip_higher, together, ppo_clip)
-    assert not objective.kept.any()
-    assert (objective.loss == 0).all()
-    # A token rule is no sequence rule: its failures stay at home.
-    tokenwise = rejecting("token_k1=0.8_1.25", rs_unit="rollout")
-    assert not rejected_siblings(f.tokens(), torch.tensor([4, 4]), tokenwise).any()
+# Statistics of fixture F over both rows, 7 trainable tokens: sums of k1, k2, k3 are 0.3, 0.1625, 0.160194.
+POOLED = {
+    "seq_mean_k1=0.95_1.05": (False, (True, False)),  # 0.042857; the first row alone: 0.0625
+    "seq_mean_k1=0.97_1.03": (True, (True, False)),
+    "seq_sum_k1=0.75_1.3": (True, (False, False)),  # 0.3 above log 1.3; 0.25 and 0.05 apart
+    "seq_sum_k2=0.1": (True, (False, False)),
+    "seq_mean_k3=0.0229": (False, (False, True)),  # 0.022885; the second row alone: 0.030635
+    "seq_max_k3=0.045": (True, (False, True)),
+    "token_k1=0.8_1.25": (False, (False, False)),  # no rule on sequences: its failures stay where they are
+}
+
+
+@pytest.mark.parametrize("rule", POOLED)
+def test_a_rollout_is_tested_over_the_tokens_of_all_its_rows(f, clip_higher, rule: str) -> None:  # type: ignore[no-untyped-def]
+    together, alone = POOLED[rule]
+    correction = rejecting(rule, rs_unit="rollout")
+    assert rejected_rollouts(f.tokens(), torch.tensor([4, 4]), correction).tolist() == [together] * 2
+    assert rejected_rollouts(f.tokens(), torch.tensor([4, 9]), correction).tolist() == list(alone)
+    # In a micro-batch the fact of the step decides, not what its own rows would say.
+    for fact in ([True, True], [False, False], [False, True]):
+        tokens = f.tokens(rejected=torch.tensor(fact))
+        lost = torch.tensor(fact)[f.sequence] & f.mask
+        kept = policy_objective(tokens, clip_higher, correction, ppo_clip).kept
+        if rule.startswith("seq"):
+            assert torch.equal(kept, f.mask & ~lost)
+        else:
+            assert torch.equal(kept, policy_objective(f.tokens(), clip_higher, correction, ppo_clip).kept & ~lost)
+
+
+def test_the_veto_takes_the_whole_rollout(f, clip_higher) -> None:  # type: ignore[no-untyped-def]
+    correction = Correction("decoupled", False, rs_veto=0.745, rs_unit="rollout")  # the second row's is 0.7408 as well
+    first = f.tokens(old_log_probs=f.mu.clone().index_fill(0, torch.tensor([0]), -4.0))
+    assert rejected_rollouts(first, torch.tensor([4, 4]), correction).tolist() == [True, True]
+    assert rejected_rollouts(first, torch.tensor([4, 9]), correction).tolist() == [True, False]
+    step = MetricTotals()
+    tokens = f.tokens(rejected=torch.tensor([True, True]))
+    step.add(policy_objective(tokens, clip_higher, correction, ppo_clip).metrics, f.mask * 1.0)
+    found = step.result(7.0)
+    assert (found["train/seq_mask_fraction/rollout"], found["train/mask_fraction/rollout"]) == (1, 1)
 
 
 def test_renormalisation_restores_the_mean_of_what_is_left(f) -> None:  # type: ignore[no-untyped-def]

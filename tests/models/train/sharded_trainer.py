@@ -44,7 +44,7 @@ CASES: dict[str, tuple[int, str, dict[str, Any]]] = {
     "distillation": (1, "all", {"use_opd": True, "opd_kl_coef": 0.3, "normalize_advantages": True}),
     "m2po": (2, "all", {"policy_loss": "m2po", "m2po_threshold": 0.1}),
     "normalised_weights": (1, "all", {"tis_batch_normalize": True, "tis_level": "sequence"}),
-    "siblings": (
+    "rejected_rollouts": (
         1,
         "all",
         {"rollout_rs": ("seq_mean_k2=0.09",), "rs_unit": "rollout", "renormalize_after_rejection": True},

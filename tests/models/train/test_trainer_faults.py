@@ -48,6 +48,68 @@ def test_a_gradient_that_is_not_finite_changes_nothing(backend, sequences, weigh
     assert not unchanged(before, weights(made))
 
 
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"use_kl_loss": True, "kl_loss_coef": 0.1, "kl_loss_type": "k1"},
+        {"use_kl_loss": True, "kl_loss_coef": 0.1, "kl_loss_type": "k3"},
+        {"use_kl_loss": True, "kl_loss_coef": 0.1, "kl_loss_type": "low_var_kl"},
+        {"use_rollout_logprobs": True},
+        {"policy_loss": "m2po"},
+        {"use_opsm": True, "staleness": 0},
+    ],
+    ids=["k1", "k3", "low_var_kl", "bypass", "m2po", "opsm"],
+)
+def test_a_loss_that_is_no_number_changes_nothing_whatever_its_gradient(  # type: ignore[no-untyped-def]
+    backend, sequences, weights, fields: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A clamp has gradient 0 where its input is NaN: the norm of the gradient alone would let the step pass."""
+    made = backend(**fields)
+    before = weights(made)
+    batch = sequences(dark=False)
+    negative = next(one for one in batch if one.loss_mask.any() and one.advantages[one.loss_mask == 1].max() < 0)
+    if "use_kl_loss" in fields:
+        score = made._models.reference.score
+
+        def one_lost(rows: Any) -> torch.Tensor:
+            found = score(rows).clone()
+            found[0] = torch.nan
+            return found
+
+        monkeypatch.setattr(made._models.reference, "score", one_lost)
+    else:
+        negative.rollout_log_probs[np.flatnonzero(negative.loss_mask)[0]] = np.nan
+    made.begin_batch(rollouts=12, steps=1)
+    made.accumulate(batch)
+    metrics = made.step()
+    assert np.isnan(metrics["train/loss"])
+    assert metrics["train/skipped_steps"] == 1
+    assert np.isnan(metrics["train/grad_norm"])
+    assert unchanged(before, weights(made))
+
+
+def test_a_critic_whose_loss_is_no_number_stays_as_it_is(backend, sequences, weights) -> None:  # type: ignore[no-untyped-def]
+    """An old value that is no number, behind a maximum: the gradient is that of the other term."""
+    made = backend(advantage_estimator="ppo", normalize_advantages=True, critic_lr=1e-3)
+    critic, policy = made._models.critic, weights(made)
+    before = {name: one.clone() for name, one in critic.model.state_dict().items()}
+    backward = critic.backward
+
+    def one_lost(batches: Any) -> None:
+        batches[0].members[0].values = np.full_like(batches[0].members[0].values, np.nan)
+        backward(batches)
+
+    critic.backward = one_lost
+    made.begin_batch(rollouts=12, steps=1)
+    made.accumulate(sequences(rewards=True))
+    metrics = made.step()
+    assert np.isnan(metrics["train/value_loss"])
+    assert np.isnan(metrics["train/critic_grad_norm"])
+    assert metrics["train/skipped_steps"] == 1
+    assert unchanged(before, critic.model.state_dict())
+    assert not unchanged(policy, weights(made))
+
+
 def test_nan_behind_the_mask_is_harmless(backend, sequences, run_step) -> None:  # type: ignore[no-untyped-def]
     clean = run_step(backend(), [sequences()])
     batch = sequences()
