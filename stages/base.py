@@ -141,7 +141,7 @@ class Stage(ABC):
         """Load what the stage needs. Called once, before `run`."""
 
     async def close(self) -> None:  # noqa: B027  (a hook: doing nothing is right)
-        """Give back what `setup` took. Called once, also after an error."""
+        """Give back what `setup` took. Called once, also after an error and after a `setup` that failed half-way."""
 
     @abstractmethod
     async def run(self, ports: Ports) -> None:

@@ -7,6 +7,7 @@ process both come here.
 from __future__ import annotations
 
 import asyncio
+import logging
 import secrets
 import time
 from collections.abc import Collection
@@ -27,6 +28,8 @@ from stages.ports import Ports
 from transport import Inlet, Node, TopicClient
 
 STATS_INTERVAL_S = 0.5
+
+log = logging.getLogger("sluice.replica")
 
 
 class PortSpec(Struct, frozen=True):
@@ -75,8 +78,14 @@ async def run_replica(spec: ReplicaSpec, node: Node, topic: TopicClient, config:
         try:
             await stage.setup()
             await _serve(stage, spec, node, topic)
-        finally:
-            await stage.close()
+        except BaseException:
+            # What went wrong decides whether the replica starts again: an error of the clean-up must not replace it.
+            try:
+                await stage.close()
+            except Exception as error:
+                log.warning("%s: closing after an error failed as well: %r", spec.replica, error)
+            raise
+        await stage.close()
 
 
 async def _serve(stage: Stage, spec: ReplicaSpec, node: Node, topic: TopicClient) -> None:

@@ -57,7 +57,8 @@ class GenerateStage(Stage):
         self.turns = Turns(Requests(self.config, self.options.max_context), self.sampler, self.activity)
 
     async def close(self) -> None:
-        await self.sampler.close()
+        if hasattr(self, "sampler"):  # not after a setup that failed
+            await self.sampler.close()
 
     async def run(self, ports: Ports) -> None:
         async with beside(self.sampler.follow(ports.topic)):

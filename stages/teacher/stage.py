@@ -55,7 +55,8 @@ class TeacherStage(MapStage):
         )
 
     async def close(self) -> None:
-        await self.sampler.close()
+        if hasattr(self, "sampler"):  # not after a setup that failed
+            await self.sampler.close()
 
     async def run(self, ports: Ports) -> None:
         probed = () if self.temperature == 1.0 else self.teachers
