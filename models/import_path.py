@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib
+import inspect
+from collections.abc import Callable
 from typing import Any
 
 
@@ -31,3 +33,28 @@ def import_path(path: str) -> Any:
         raise ImportPathError(
             f"import path {path!r}: {module_name!r} has no {name!r}; check the name after the colon"
         ) from None
+
+
+def import_function(path: str, *parameters: str, optional: tuple[str, ...] = ()) -> Callable[..., Any]:
+    """The function at `package.module:name`, which can be called with so many positional arguments.
+
+    It may be async, and may have more parameters if they have defaults or are among the `optional` ones, which are
+    given by name to a function that has them. Raises ImportPathError.
+    """
+    function: Callable[..., Any] = import_path(path)
+    if not callable(function):
+        raise ImportPathError(f"import path {path!r} is no function; check the name after the colon")
+    try:
+        signature = inspect.signature(function)
+    except ValueError:
+        return function  # a builtin says nothing of its parameters: calling it will tell
+    try:
+        signature.bind(
+            *parameters, **dict.fromkeys(set(optional).intersection(list(signature.parameters)[len(parameters) :]))
+        )
+    except TypeError as error:
+        raise ImportPathError(
+            f"import path {path!r} cannot be called as function({', '.join(parameters)}) ({error}); "
+            f"take {'this argument' if len(parameters) == 1 else f'these {len(parameters)} arguments'}"
+        ) from error
+    return function

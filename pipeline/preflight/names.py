@@ -1,7 +1,7 @@
 """What would fail in a stage's process after minutes, found in the driver before anything starts.
 
-Names of graders and filters are looked up where they are implemented, options of Megatron-core in its source; neither
-a user's module nor a framework is imported here.
+Names of graders and filters are looked up where they are implemented, options of Megatron-core in its source, and the
+user's own functions are imported in a process of their own; neither their modules nor a framework is imported here.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from configs.schema import Config
 from configs.schema.rejection import parse_rules
 from models.train.megatron.options import option_faults
 from pipeline.errors import UsageError
+from pipeline.preflight.user_functions import check_functions, functions_of, graders_of
 from stages.graders.registry import listed_grader, refusal
 from stages.graders.selection import Selection, outside
 from stages.group.filter_chain import parse_filters
@@ -33,11 +34,23 @@ def check_names(config: Config) -> None:
     parse_filters(config.filter.dynamic_sampling_filter)
     for rule in parse_rules(config.correction.rollout_rs):
         sys.stderr.write(f"rejection: {rule.meaning}\n")  # the bounds of k1 are easily read the wrong way round
-    check_graders(config, Selection(config.reward).configured())
+    named = Selection(config.reward).configured()
+    _check_names(config, named)
+    check_functions(functions_of(config))
 
 
 def check_graders(config: Config, names: Iterable[str]) -> None:
-    """Graders named by flags or by rows of the data: they exist, and there is a process for those that need one."""
+    """Graders named by rows of the data: they exist, can be called, and have a process if they need one.
+
+    Raises UsageError.
+    """
+    named = tuple(names)
+    _check_names(config, named)
+    known = functions_of(config)  # those of the flags were looked at before the data
+    check_functions(tuple(function for function in graders_of(named) if function not in known))
+
+
+def _check_names(config: Config, names: Iterable[str]) -> None:
     for name in dict.fromkeys(names):
         if name == AUTO:
             continue

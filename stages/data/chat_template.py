@@ -50,6 +50,22 @@ def compile_template(source: str, origin: str) -> Render:
         ) from error
 
 
+# What messages call a turn's reasoning. Templates read one of these names: Qwen3 and GLM-4.5 the first, gpt-oss the
+# second, some the third; data has any.
+REASONING_NAMES = ("reasoning_content", "thinking", "reasoning")
+
+
+def with_reasoning(message: Mapping[str, object]) -> dict[str, object]:
+    """The message with its reasoning under every name that a template may read, and without what is null.
+
+    Of several, the first that is not null counts for the names that are missing. Null fields go, as transformers has
+    it: templates tell a missing field from text, but not from null.
+    """
+    present = {key: value for key, value in message.items() if value is not None}
+    named = [present[name] for name in REASONING_NAMES if name in present]
+    return {**dict.fromkeys(REASONING_NAMES, named[0]), **present} if named else present
+
+
 def find_template(directory: Path, config: Mapping[str, object], override: str | None) -> tuple[str, str] | None:
     """(source, where it was found): the given file, else chat_template.jinja, else the tokenizer's configuration."""
     if override is not None:

@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from stages.data.chat_template import Render, compile_template, find_template
+from stages.data.chat_template import Render, compile_template, find_template, with_reasoning
 from stages.data.errors import TokenizerError
 
 if TYPE_CHECKING:
@@ -153,8 +153,7 @@ class LightTokenizer:
                 "render the prompt beforehand and give it as text"
             )
         arguments = {"documents": None, "add_generation_prompt": True, **self._special, **kwargs}
-        # As transformers does: templates tell a missing field from text, but not from null.
-        present = [{key: value for key, value in message.items() if value is not None} for message in messages]
+        present = [with_reasoning(message) for message in messages]
         return self._render(messages=present, tools=tools or None, **arguments)
 
 
@@ -187,7 +186,9 @@ class TransformersTokenizer:
     ) -> str:
         arguments = {"add_generation_prompt": True, **kwargs, "tokenize": False}
         offered = list(tools) if tools else None
-        return str(self._tokenizer.apply_chat_template(list(messages), tools=offered, **arguments))
+        return str(
+            self._tokenizer.apply_chat_template([with_reasoning(one) for one in messages], tools=offered, **arguments)
+        )
 
 
 Tokenizer = LightTokenizer | TransformersTokenizer  # text to token ids and back, as the checkpoint's model was trained

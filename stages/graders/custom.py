@@ -1,65 +1,86 @@
 """Graders of the user, by import path `package.module:function`.
 
 The function is called as `function(response, label, metadata)`, with text, text or None, and the row's metadata as a
-dict. It returns a number, a dict with `score`, or a Grade. A group grader (--group-rm) is called the same way with the
-list of the group's responses, and returns a list with one of these for each.
+dict; a parameter of the name `prompt` gets the prompt as the engine saw it. It may be plain or async. It returns a
+number, a dict with `score`, or a Grade. A group grader (--group-rm) is called the same way with the list of the group's
+responses, and returns a list with one of these for each.
 """
 
 from __future__ import annotations
 
-import contextlib
+import asyncio
 import inspect
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Mapping
+from functools import lru_cache
+from typing import Any
 
 import msgspec
 
-from models.import_path import ImportPathError, import_path
+from models.import_path import ImportPathError, import_function
 from stages.graders.errors import UnknownGraderError
 from stages.graders.grade import Grade, GradeRequest, as_grade, failed
 
 IMPORT_PATH = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
+_PARAMETERS = ("response", "label", "metadata")
 
-Function = Callable[[str, str | None, Mapping[str, object]], object]
-GroupFunction = Callable[[list[str], str | None, Mapping[str, object]], object]
+Run = Callable[[GradeRequest], Grade]
 
 
-def import_function(path: str) -> Function:
-    """The grader function of an import path. Raises UnknownGraderError, also for a signature that cannot be called."""
+def custom_grader(path: str) -> Run:
+    """The grader of an import path. Raises UnknownGraderError, also for a signature that cannot be called."""
     try:
-        function = import_path(path)
+        function = import_function(path, *_PARAMETERS, optional=("prompt",))
     except ImportPathError as error:
-        raise UnknownGraderError(f"grader {path!r}: {error}") from error
-    if not callable(function):
-        raise UnknownGraderError(f"grader {path!r} is no function; check the name after the colon")
-    if inspect.iscoroutinefunction(function):
+        raise UnknownGraderError(f"grader: {error}") from error
+    asks_prompt = _has_prompt(path, function)
+
+    def run(request: GradeRequest) -> Grade:
+        return _grade(function, asks_prompt, request)
+
+    return run
+
+
+def _has_prompt(path: str, function: Callable[..., object]) -> bool:
+    """Whether the function names a parameter `prompt` behind the three that it always gets, or takes any keyword.
+
+    Raises UnknownGraderError where it stands among the three: it would get the response.
+    """
+    try:
+        parameters = inspect.signature(function).parameters
+    except ValueError:
+        return False  # a builtin
+    if "prompt" in list(parameters)[: len(_PARAMETERS)]:
         raise UnknownGraderError(
-            f"grader {path!r} is an async function; graders run in processes, so write a plain function"
+            f"grader {path!r} has 'prompt' among its first three parameters, which get response, label and metadata; "
+            "move it behind them: function(response, label, metadata, prompt)"
         )
-    # A builtin has no readable signature (ValueError): calling it will tell.
-    with contextlib.suppress(ValueError):
-        try:
-            inspect.signature(function).bind("response", "label", {})
-        except TypeError as error:
-            raise UnknownGraderError(
-                f"grader {path!r} cannot be called as function(response, label, metadata) ({error}); "
-                "take these three arguments"
-            ) from error
-    found: Function = function
-    return found
+    return "prompt" in parameters or any(one.kind is inspect.Parameter.VAR_KEYWORD for one in parameters.values())
 
 
-def grade_custom(function: Callable[..., object], request: GradeRequest) -> Grade:
+@lru_cache(maxsize=1)
+def _runner() -> asyncio.Runner:
+    """One event loop for the life of the process: a client that an async grader keeps stays usable."""
+    return asyncio.Runner()
+
+
+async def _finish(answer: Awaitable[object]) -> object:
+    return await answer
+
+
+def _grade(function: Callable[..., Any], asks_prompt: bool, request: GradeRequest) -> Grade:
     """Call the user's function; what it raises is for the caller to attribute."""
     metadata: dict[str, object] = msgspec.json.decode(request.metadata, type=dict[str, object])
-    if request.responses:
-        return _grade_group(function, request, metadata)
-    return as_grade(function(request.response, request.label, metadata), request.reward_key)
+    subject = list(request.responses) if request.responses else request.response
+    named = {"prompt": request.prompt} if asks_prompt else {}
+    answer = function(subject, request.label, metadata, **named)
+    if inspect.isawaitable(answer):
+        answer = _runner().run(_finish(answer))
+    return _of_group(answer, request) if request.responses else as_grade(answer, request.reward_key)
 
 
-def _grade_group(function: GroupFunction, request: GradeRequest, metadata: Mapping[str, object]) -> Grade:
+def _of_group(answers: object, request: GradeRequest) -> Grade:
     """A grade whose members are those of the group, or one failed grade for all of it."""
-    answers = function(list(request.responses), request.label, metadata)
     if isinstance(answers, str | bytes | Mapping | Grade) or not isinstance(answers, Iterable):
         return failed(
             f"the group grader returned {type(answers).__name__}; it must return a list with a grade for each response"

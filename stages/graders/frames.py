@@ -61,4 +61,5 @@ def _repaired(item: GradeRequest) -> GradeRequest:
         label=None if item.label is None else clean(item.label),
         metadata=clean(item.metadata),
         responses=tuple(clean(response) for response in item.responses),
+        prompt=clean(item.prompt),
     )

@@ -1,7 +1,8 @@
 """`gpqa`: the letter of a multiple-choice question (GPQA, arXiv 2311.12022).
 
 The metadata holds `choices` (a list of texts, or an object from letters to texts), and `correct_letter` if the label
-is not the letter; a label may also be the text of a choice. Without choices the letters are those of `valid_letters`,
+is not the letter; a label may also be the text of a choice, in any case, or its number, counted from 0 as data sets
+do. A label that is none of these is an error of the data. Without choices the letters are those of `valid_letters`,
 else A to D.
 
 Read after the last `</think>`, in this order: a box, "final answer is X", "answer is X", "X is correct", the last
@@ -26,6 +27,7 @@ from stages.graders.grade import Grade, GradeRequest, failed, judged
 
 _DEFAULT_LETTERS = "ABCD"
 _WRAPPED = re.compile(r"(?:\\(?:text|textbf|mathrm|mathbf|mbox)\s*\{)?[\s({\[*$]*([A-Z])[\s)}\]*$.:]*\}?")
+_NUMBER = re.compile(r"([0-9]{1,2})(?:\.0)?")
 _MAX_TEXT = 2048
 _MARKS = r"[\s*_`\"'$({\[]{0,8}"
 
@@ -53,16 +55,30 @@ def read_question(request: GradeRequest) -> Question | str:
     if not choices or any(len(letter) != 1 or letter not in string.ascii_uppercase for letter in choices):
         return f"gpqa needs one capital letter for each choice, and finds {', '.join(choices) or 'none'}"
     wanted = (metadata.correct_letter or request.label or "").strip()
-    correct = wanted.upper() if wanted.upper() in choices else None
-    if correct is None:
-        same = [letter for letter, text in choices.items() if text.strip() == wanted and wanted]
-        correct = same[0] if len(same) == 1 else None
+    correct = _correct(wanted, choices)
     if correct is None:
         return (
-            f"gpqa has no correct choice: {wanted[:80]!r} is neither one of {', '.join(choices)} nor the text of one; "
-            "set 'correct_letter' in the metadata, or the label"
+            f"gpqa has no correct choice: {wanted[:80]!r} is neither one of {', '.join(choices)} "
+            "nor the text or number of one; set 'correct_letter' in the metadata, or the label"
         )
     return Question(correct, choices)
+
+
+def _correct(wanted: str, choices: dict[str, str]) -> str | None:
+    """The letter that a label means: a letter, else the text of one choice, else a number from 0."""
+    if wanted.upper() in choices:
+        return wanted.upper()
+    folded = _folded(wanted)
+    same = [letter for letter, text in choices.items() if folded and _folded(text) == folded]
+    if same:
+        return same[0] if len(same) == 1 else None
+    number = _NUMBER.fullmatch(wanted)
+    letters = list(choices)
+    return letters[int(number[1])] if number and int(number[1]) < len(letters) else None
+
+
+def _folded(text: str) -> str:
+    return " ".join(text.casefold().split())
 
 
 def _choices(metadata: _Metadata) -> dict[str, str]:
@@ -93,7 +109,7 @@ def answered_letter(text: str, choices: dict[str, str]) -> str | None:
         hits = deque(pattern.finditer(text), maxlen=1)
         if hits:
             return hits[0][1]
-    folded = " ".join(text.casefold().split())
+    folded = _folded(text)
     named = [letter for letter, choice in choices.items() if _mentions(folded, choice)]
     return named[0] if len(named) == 1 else None
 
@@ -112,7 +128,7 @@ def _patterns(letters: str) -> tuple[re.Pattern[str], ...]:
 
 def _mentions(folded: str, choice: str) -> bool:
     """Whether the choice's text occurs as whole words."""
-    wanted = " ".join(choice.casefold().split())
+    wanted = _folded(choice)
     if not wanted or len(wanted) > _MAX_TEXT:
         return False
     return re.search(rf"(?<!\w){re.escape(wanted)}(?!\w)", folded) is not None

@@ -28,6 +28,7 @@ class GradeRequest(Struct, frozen=True, array_like=True):
     seed: int = 0  # f(run seed, sample id), for graders that draw
     reward_key: str | None = None  # which number of a custom grader's dict is the score, where it has no 'score'
     responses: tuple[str, ...] = ()  # of a whole group, for a group grader; `response` is then empty
+    prompt: str = ""  # for graders of the user's own
 
 
 class Grade(Struct, frozen=True, array_like=True):

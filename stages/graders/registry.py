@@ -9,6 +9,7 @@ exception of a grader is a failed grade with its type and text.
 
 from __future__ import annotations
 
+import importlib.util
 import math
 from functools import lru_cache, partial
 
@@ -18,7 +19,7 @@ from configs.schema.did_you_mean import nearest
 from stages.graders.boxed import last_box
 from stages.graders.choose import grade_auto
 from stages.graders.code import code_grader
-from stages.graders.custom import IMPORT_PATH, grade_custom, import_function
+from stages.graders.custom import IMPORT_PATH, custom_grader
 from stages.graders.dapo import WRONG, grade_dapo
 from stages.graders.deepscaler import grade_deepscaler
 from stages.graders.entry import Entry, Grader, against_label, fixed
@@ -151,19 +152,27 @@ def listed_grader(name: str) -> Grader | None:
 
 def _find_custom(name: str, base: str) -> Grader:
     _check_form(name, base)
-    return Grader(partial(grade_custom, import_function(name)), in_stage=False)
+    return Grader(custom_grader(name), in_stage=False)
 
 
 def _check_form(name: str, base: str) -> None:
-    """Refuse what is no import path, and what is more likely a slip in a name of the table."""
+    """Refuse what is no import path, and a slip in a name of the table: `exakt:fn` where there is no module exakt."""
     names = [*GRADERS, *(BOXED + known for known, entry in GRADERS.items() if entry.reads_text)]
     near = nearest(base, names)
     guess = f"did you mean {near!r}? " if near else ""
-    if not IMPORT_PATH.fullmatch(name) or (near and "." not in base):
+    if not IMPORT_PATH.fullmatch(name) or (near and "." not in base and not _is_module(base)):
         raise UnknownGraderError(
             f"rm_type {name!r} is no grader; {guess}Known: {', '.join(GRADERS)}, boxed_ before one that reads text, "
             "or your own as package.module:function"
         )
+
+
+def _is_module(name: str) -> bool:
+    """Whether a module without dots can be found; it is not imported."""
+    try:
+        return importlib.util.find_spec(name) is not None
+    except (ImportError, ValueError):
+        return False
 
 
 def _grade_box(grader: Grader, request: GradeRequest) -> Grade:

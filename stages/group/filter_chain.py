@@ -11,15 +11,13 @@ would otherwise have to wait for new prompts (stages/train/buffer.py).
 from __future__ import annotations
 
 import math
-from collections.abc import Awaitable, Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 from configs.schema import FilterConfig
 from configs.schema.did_you_mean import nearest
-from models.import_path import import_path
+from models.import_path import import_function
 from stages.errors import FilterNameError
 from stages.group.filter_rules import (
-    FilterDecision,
     FilterState,
     GroupFilter,
     duplicate_rule,
@@ -30,7 +28,6 @@ from stages.group.filter_rules import (
     reward_rule,
     staleness_rule,
 )
-from stages.messages import RolloutSlice
 
 FALLBACK = "nonzero_std_fallback"
 FORMS = {  # what is written after the name
@@ -123,11 +120,10 @@ def resolve_filter(config: FilterConfig, state: FilterState | None = None) -> li
     """The configured chain, built-in filters first. Raises FilterNameError and ImportPathError."""
     chain = parse_filters(config.dynamic_sampling_filter, state)
     if config.dynamic_sampling_filter_path:
-        custom: Callable[[RolloutSlice], Any] = import_path(config.dynamic_sampling_filter_path)
-
-        def adapted(slice_: RolloutSlice) -> FilterDecision | Awaitable[FilterDecision]:
-            answer: FilterDecision | bool | Awaitable[FilterDecision] = custom(slice_)
-            return FilterDecision(answer, None if answer else "custom") if isinstance(answer, bool) else answer
-
-        chain.append(adapted)
+        chain.append(import_filter(config.dynamic_sampling_filter_path))
     return chain
+
+
+def import_filter(path: str) -> GroupFilter:
+    """The filter of an import path, plain or async. Raises ImportPathError, also for a wrong signature."""
+    return import_function(path, "group")

@@ -25,7 +25,7 @@ class FilterDecision(Struct, frozen=True):
     reason: str | None = None
 
 
-GroupFilter = Callable[[RolloutSlice], "FilterDecision | Awaitable[FilterDecision]"]
+GroupFilter = Callable[[RolloutSlice], "FilterDecision | bool | Awaitable[FilterDecision | bool]"]
 KEEP = FilterDecision(True)
 
 

@@ -14,6 +14,7 @@ from collections import OrderedDict
 from dataclasses import dataclass, field
 
 import msgspec
+import numpy as np
 
 from configs.schema import Config
 from configs.schema.algorithm import ESTIMATORS, GROUP_RELATIVE
@@ -221,8 +222,8 @@ async def _decide(filter_: GroupFilter, slice_: RolloutSlice) -> FilterDecision:
     """What a filter answers, whether it is sync or async, and says it in a word or with a reason."""
     answer = filter_(slice_)
     decision: object = await answer if inspect.isawaitable(answer) else answer
-    if isinstance(decision, bool):
-        return FilterDecision(decision, None if decision else "custom")
+    if isinstance(decision, bool | np.bool_):
+        return FilterDecision(bool(decision), None if decision else "custom")
     if not isinstance(decision, FilterDecision):
         raise FilterError(f"it returned {type(decision).__name__}; a filter must return a bool or a FilterDecision")
     return decision

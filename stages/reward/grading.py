@@ -127,6 +127,7 @@ class Grading:
             n_tokens=sample.response_length,
             seed=(group.seed + sample.index) & 0x7FFFFFFFFFFFFFFF,
             reward_key=self.reward.reward_key if part.name == SINGLE else None,
+            prompt=group.prompt if is_import_path(part.grader) else "",
         )
         key = None
         if _worth_keeping(part.grader):
@@ -183,6 +184,7 @@ class Grading:
             seed=group.seed & 0x7FFFFFFFFFFFFFFF,
             reward_key=self.reward.reward_key,
             responses=tuple(sample.response for sample in members),
+            prompt=group.prompt,
         )
         began = time.perf_counter()
         (whole,) = await self._pool.grade_many([request])

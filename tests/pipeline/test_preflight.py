@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 import pytest
@@ -44,9 +45,35 @@ def test_refused_with_one_sentence(flags: list[str], words: str) -> None:
 
 
 def test_rows_are_looked_at_too() -> None:
-    check_graders(config(), ["math", "remote", "gsm8k", "auto", "my_project.rewards:score"])
+    check_graders(config(), ["math", "remote", "gsm8k", "auto", "tests.stages.graders.sample_graders:word_count"])
     with pytest.raises(UsageError, match="'mathh'"):
         check_graders(config(), ["gsm8k", "mathh"])
+
+
+def test_functions_of_the_user_are_imported_and_asked_for_their_signature(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In a process of their own: the driver has none of them in its memory."""
+    (tmp_path / "my_code.py").write_text(
+        "import os\nprint('noise')\n"
+        "def score(response, label, metadata, prompt): return 1.0\n"
+        "async def keep(group): return True\n"
+        "def pair(response, label): return 1.0\n"
+        "def keep_two(group, other): return True\n"
+    )
+    (tmp_path / "my_ending.py").write_text("import os\nos._exit(3)\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    check_names(config("--custom-rm-path", "my_code:score", "--dynamic-sampling-filter-path", "my_code:keep"))
+    with pytest.raises(UsageError) as caught:
+        check_names(config("--custom-rm-path", "my_code:pair", "--dynamic-sampling-filter-path", "my_code:keep_two"))
+    assert "'my_code:pair' cannot be called as function(response, label, metadata)" in str(caught.value)
+    assert "--dynamic-sampling-filter-path: import path 'my_code:keep_two' cannot be called" in str(caught.value)
+    with pytest.raises(UsageError, match=r"my_code' has no 'nothing'"):
+        check_graders(config(), ["math", "my_code:nothing"])
+    with pytest.raises(UsageError, match=r"ended its process \(exit status 3\)"):
+        check_graders(config(), ["my_ending:score"])
+    assert "my_code" not in sys.modules
 
 
 def test_right_names_pass_and_rules_are_explained(capsys: pytest.CaptureFixture[str]) -> None:

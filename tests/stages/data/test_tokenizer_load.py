@@ -21,7 +21,7 @@ TEMPLATE = """{%- if tools %}TOOLS {{ tools | tojson }}
 {%- for message in messages %}
     {%- if message.role == 'system' and not loop.first %}{{ raise_exception('system must come first') }}{% endif %}
     {%- if message.role == 'tool' %}{% continue %}{% endif %}
-    {%- generation %}<|im_start|>{{ message.role }}
+    {%- generation %}<|im_start|>{{ message.role }}{{ message.reasoning_content }}{{ message.thinking }}
 {{ message.content }}<|im_end|>
 {% endgeneration %}
 {%- endfor %}
@@ -35,6 +35,8 @@ MESSAGES = [
     {"role": "user", "content": "Grüße 'n' \"x\""},
     {"role": "tool", "content": "left out"},
     {"role": "assistant", "content": None, "tool_calls": [{"name": "f"}]},
+    {"role": "assistant", "content": "a", "reasoning": "so"},
+    {"role": "assistant", "content": "b", "thinking": "then"},
 ]
 TOOLS = [{"type": "function", "function": {"name": "f", "description": "größer <x>"}}]
 
@@ -100,6 +102,19 @@ def test_template_sees_tools_and_the_generation_prompt(tmp_path: Path) -> None:
     assert tokenizer.apply_chat_template(messages) == "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
     assert tokenizer.apply_chat_template(messages, TOOLS).startswith('TOOLS [{"type": "function"')
     assert "größer <x>" in tokenizer.apply_chat_template(messages, TOOLS)  # neither escaped for HTML nor for ASCII
+
+
+@pytest.mark.parametrize("read", ["reasoning_content", "thinking", "reasoning"])
+def test_reasoning_reaches_a_template_under_the_name_that_it_reads(tmp_path: Path, read: str) -> None:
+    path = make_checkpoint(tmp_path / "model")
+    fields = f"{{% for one in messages %}}[{{{{ one.{read} if one.{read} is defined else '-' }}}}]{{% endfor %}}"
+    (path / "chat_template.jinja").write_text(fields)
+    tokenizer = load_tokenizer(str(path))
+    for written in ("reasoning_content", "thinking", "reasoning"):
+        turns = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "a", written: "so"}]
+        assert tokenizer.apply_chat_template(turns) == "[-][so]", written
+    both = {"role": "assistant", "reasoning_content": None, "thinking": "t", "reasoning": "r"}
+    assert tokenizer.apply_chat_template([both]) == ("[r]" if read == "reasoning" else "[t]")
 
 
 def test_where_a_template_comes_from(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
 import sys
@@ -84,11 +85,42 @@ def stop_parent_watch(response: str, label: str | None, metadata: Mapping[str, o
     return 0.0
 
 
-async def asynchronous(response: str, label: str | None, metadata: Mapping[str, object]) -> float:
-    return 0.0
+async def asynchronous(
+    response: str, label: str | None, metadata: Mapping[str, object], prompt: str
+) -> dict[str, object]:
+    await asyncio.sleep(0)
+    return {"score": 1.0, "extracted": prompt + response}
+
+
+def with_prompt(
+    response: str, label: str | None, metadata: Mapping[str, object], *, prompt: str = ""
+) -> dict[str, object]:
+    return {"score": 1.0, "extracted": prompt + response}
+
+
+def any_keywords(response: str, label: str | None, metadata: Mapping[str, object], **more: str) -> dict[str, object]:
+    return {"score": 1.0, "extracted": more["prompt"] + response}
+
+
+async def async_group(
+    responses: list[str], label: str | None, metadata: Mapping[str, object], prompt: str
+) -> list[float]:
+    return [float(len(prompt + response)) for response in responses]
+
+
+async def async_detailed(response: str, label: str | None, metadata: Mapping[str, object]) -> object:
+    return metadata["level"]
 
 
 def two_arguments(response: str, label: str | None) -> float:
+    return 0.0
+
+
+def prompt_first(prompt: str, response: str, label: str | None) -> float:
+    return 0.0
+
+
+def two_more(response: str, label: str | None, metadata: Mapping[str, object], prompt: str, extra: int) -> float:
     return 0.0
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
 from pathlib import Path
 from typing import Any
@@ -40,6 +41,7 @@ def test_the_examples_run() -> None:
     scope: dict[str, Any] = {}
     for block in re.findall(r"^```python\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL):
         exec(block, scope)
+    assert asyncio.run(scope["fresh"]("7", "7", {}, "3 + 4 = ")) == 1.0
     assert scope["score"](" 7", "7", {}) == {"score": 1.0, "is_correct": True, "digits": 1}
     assert scope["rank"](["long one", "x", "xy"], None, {}) == [1.0, 0.0, 0.5]
 

@@ -260,7 +260,7 @@ async def test_a_grader_that_cannot_be_used_fails_its_items_with_the_reason() ->
     async with CountingPool(1, 20.0) as pool:
         for name, words in (
             ("exakt", "did you mean 'exact'"),
-            (f"{PATH}:asynchronous", "is an async function"),
+            (f"{PATH}:two_arguments", "take these 3 arguments"),
             ("no.such.module:f", "importing 'no.such.module' failed"),
         ):
             (grade,) = await pool.grade_many([GradeRequest(name, "x")])

@@ -92,8 +92,11 @@ def test_gpqa(row: tuple[str, str, int, str]) -> None:
 @pytest.mark.parametrize(
     ("label", "metadata", "words"),
     [
-        (None, {}, "no correct choice: '' is neither one of A, B, C, D nor the text of one"),
+        (None, {}, "no correct choice: '' is neither one of A, B, C, D nor the text or number of one"),
         ("E", {}, "no correct choice: 'E'"),
+        ("purple", {"choices": ["red", "green"]}, "no correct choice: 'purple'"),
+        ("2", {"choices": ["red", "green"]}, "no correct choice: '2'"),
+        ("-1", {}, "no correct choice: '-1'"),
         ("red", {"choices": ["red", "red"]}, "no correct choice: 'red'"),
         ("A", {"choices": "red"}, "cannot read the row's metadata"),
         ("A", {"valid_letters": ["AB"]}, "one capital letter for each choice, and finds AB"),
@@ -103,6 +106,28 @@ def test_gpqa_refuses_questions_without_an_answer(label: str | None, metadata: d
     found = grade("gpqa", "A", label, metadata)
     assert found.status == "error"
     assert words in (found.error or "")
+
+
+@pytest.mark.parametrize(
+    ("label", "choices", "correct"),
+    [
+        ("GREEN", ["red", "Green"], "B"),
+        ("light  blue", ["Light Blue", "red"], "A"),
+        ("0", ["red", "green"], "A"),
+        ("1", ["red", "green"], "B"),
+        ("1.0", ["red", "green"], "B"),
+        ("3", None, "D"),
+        ("0", ["1", "0"], "B"),  # the text of a choice goes before its number
+        ("b", ["red", "green"], "B"),
+    ],
+)
+def test_gpqa_labels_are_letters_texts_in_any_case_or_numbers(
+    label: str, choices: list[str] | None, correct: str
+) -> None:
+    metadata: dict[str, object] = {} if choices is None else {"choices": choices}
+    for letter in "ABCD":
+        found = grade("gpqa", f"The answer is {letter}", label, metadata)
+        assert (found.error, found.score) == (None, float(letter == correct))
 
 
 def test_gpqa_takes_as_many_letters_as_there_are_choices() -> None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+import sys
 from decimal import Decimal
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -16,7 +18,7 @@ from stages.graders.choose import choose_auto
 from stages.graders.errors import UnknownGraderError
 from stages.graders.grade import Grade, GradeRequest, as_grade
 from stages.graders.gsm8k import label_number, last_number, marked_number
-from stages.graders.registry import GRADERS, find_grader, grade_request, is_import_path
+from stages.graders.registry import GRADERS, find_grader, grade_request, is_import_path, refusal
 from stages.graders.synthetic import parse_durations, uniform
 from tests.stages.graders.grading_rig import grade
 
@@ -232,7 +234,7 @@ def test_crash_outside_of_a_worker_is_an_error() -> None:
         ("boxed_length:5", "needs a grader that reads the response"),
         ("no.such.module:f", "importing 'no.such.module' failed"),
         ("os.path:nothing", "has no 'nothing'; check the name after the colon"),
-        ("asyncio:sleep", "is an async function"),
+        ("asyncio:sleep", "take these 3 arguments"),
         ("json:dumps", "cannot be called as function\\(response, label, metadata\\)"),
     ],
 )
@@ -334,12 +336,38 @@ def test_custom_graders() -> None:
     assert found == Grade(0.5, True, {"format": 1.0, "level": 2.0}, "x")
     assert "KeyError: 'level'" in (grade(f"{PATH}:detailed", "x", "x").error or "")
     for name, words in (
-        ("asynchronous", "async"),
-        ("two_arguments", "take these three"),
+        ("two_arguments", "take these 3 arguments"),
+        ("prompt_first", "move it behind them"),
+        ("two_more", "take these 3 arguments"),
         ("not_callable", "no function"),
     ):
         with pytest.raises(UnknownGraderError, match=words):
             find_grader(f"{PATH}:{name}")
+
+
+def test_custom_graders_may_be_async_and_get_the_prompt() -> None:
+    for name in ("asynchronous", "with_prompt", "any_keywords"):
+        request = GradeRequest(f"{PATH}:{name}", "b", prompt="a?")
+        assert grade_request(request) == Grade(1.0, extracted="a?b"), name
+    group = GradeRequest(f"{PATH}:async_group", "", responses=("b", "cc"), prompt="a?")
+    assert [member.score for member in grade_request(group).members] == [3.0, 4.0]
+
+
+def test_an_async_grader_that_raises_fails_its_item_only() -> None:
+    assert "KeyError: 'level'" in (grade(f"{PATH}:async_detailed", "x", "x").error or "")
+    assert grade(f"{PATH}:async_detailed", "x", "x", {"level": 2}).score == 2.0
+
+
+@pytest.mark.parametrize("module", ["my_code", "math_reward", "gsm8k_reward", "my_math"])
+def test_a_module_of_the_user_may_be_called_almost_as_a_grader(
+    module: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert "no grader" in (refusal(f"{module}:score") or "") or module == "gsm8k_reward"
+    (tmp_path / f"{module}.py").write_text("def score(response, label, metadata):\n    return 7.0\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    assert refusal(f"{module}:score") is None
+    assert module not in sys.modules, "only a grader process imports it"
+    assert grade(f"{module}:score", "x", None) == Grade(7.0)
 
 
 class Scalar:

@@ -1,0 +1,47 @@
+"""`python -m stages.user_functions grader=my_code:score filter=my_code:keep`: can a run call these functions?
+
+Imports them in a process of their own, for a user's module may take memory, print, or end the process. Answers with a
+JSON list of what is wrong with each, as the only line of its standard output.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import sys
+from collections.abc import Callable, Sequence
+
+from models.import_path import ImportPathError
+from stages.graders.custom import custom_grader
+from stages.graders.errors import UnknownGraderError
+from stages.group.filter_chain import import_filter
+
+IMPORTERS: dict[str, Callable[[str], object]] = {"grader": custom_grader, "filter": import_filter}
+
+
+def faults(functions: Sequence[str]) -> list[str]:
+    """One sentence for each of `kind=package.module:function` that cannot be imported or called."""
+    found = []
+    for kind, _, path in (function.partition("=") for function in functions):
+        try:
+            IMPORTERS[kind](path)
+        except (ImportPathError, UnknownGraderError) as error:
+            found.append(str(error) if kind == "grader" else f"--dynamic-sampling-filter-path: {error}")
+        except SystemExit as error:
+            found.append(f"{kind} {path!r}: its module ended the process ({error}); import must only define things")
+    return found
+
+
+def main(functions: Sequence[str]) -> int:
+    """Write the faults; what the user's modules print goes to the error output."""
+    answers = os.dup(1)
+    os.dup2(2, 1)
+    with contextlib.redirect_stdout(sys.stderr):
+        found = faults(functions)
+    os.write(answers, json.dumps(found).encode() + b"\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
