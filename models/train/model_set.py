@@ -78,6 +78,8 @@ class ModelSet(Protocol):
     packing: Packing  # how rows are made for all models, budget included
     reference_apart: bool
     """Whether scoring under the reference means changing over to it, which is done once per batch, not per row."""
+    pass_micro_batches: int
+    """Micro-batches that a pass takes at least, unless no more come: stages of a pipeline idle through its ends."""
 
     @property
     def critic(self) -> CriticModel | None: ...

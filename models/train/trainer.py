@@ -127,8 +127,8 @@ class Trainer:
         self._batch.work(everything=False)
 
     def flush(self) -> None:
-        """Do all work that is possible now, even in small micro-batches: for a caller who would be idle."""
-        self._batch.work(everything=True)
+        """Do all work that is worth while now, even in small micro-batches: for a caller who would be idle."""
+        self._batch.flush()
 
     # ------------------------------------------------------------------ the step
 

@@ -38,7 +38,7 @@ from models.train.step.totals import StepTotals
 class HfModels:
     """`ModelSet` on PyTorch and transformers, but for its files."""
 
-    reference_apart = False
+    reference_apart, pass_micro_batches = False, 1
 
     def __init__(self, spec: TrainSpec, placement: Placement, adapters: Adapters | None = None) -> None:
         """Loads all models and builds their optimizers. Collective.

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Final
 
 import torch
 from torch import Tensor
@@ -40,6 +41,8 @@ from models.train.step.critic import critic_train_config
 from models.train.step.micro_batch_loss import PolicyNumerator
 from models.train.step.totals import StepTotals
 
+SCHEDULE_TURNS: Final = 4  # micro-batches of a schedule, for each pipeline stage, at least
+
 
 class MegatronModels:
     """`ModelSet` in one process of a trainer group. Constructing builds the layout and loads all models; collective."""
@@ -57,6 +60,8 @@ class MegatronModels:
         self._async_save = async_save
         self.spec = spec
         self.sizes = build_layout(spec)
+        # A schedule of m micro-batches idles for PP - 1 of m + PP - 1 turns: under 20 % from 4 PP on.
+        self.pass_micro_batches = SCHEDULE_TURNS * self.sizes.pipeline if self.sizes.pipeline > 1 else 1
         self.dp_group = build_dp_group(spec)
         self.saving_group = torch.distributed.new_group(backend="gloo")
         self.device = pick_device(spec.train.train_device)

@@ -1,6 +1,7 @@
 """The reference policy of a Megatron run: weights on the host that take the place of the policy's while it scores.
 
-A second model would cost as much memory of the accelerator as the first. An exchange costs two copies per batch.
+A second model would cost as much memory of the accelerator as the first. A batch is scored at one time, which costs two
+exchanges: the policy out and in again.
 
 Invariants: outside `in_place` the model holds the policy, whatever happened inside; the exchange changes no bit; the
 reference is never trained; with `ref_update_interval` it is part of the checkpoint, since no other file holds it.
@@ -67,11 +68,14 @@ class SwappedReference:
             host.copy_(tensors[name])
 
     def _exchange(self) -> None:
+        """The copies follow one another on the device's stream; the host waits once, for all of them."""
         for name, tensor in self._live():
             host = self._host[name]
-            of_policy = tensor.clone()  # one tensor at a time
-            tensor.copy_(host)
-            host.copy_(of_policy)
+            of_policy = tensor.clone()  # one tensor at a time: the allocator gives its memory to the next
+            tensor.copy_(host, non_blocking=True)
+            host.copy_(of_policy, non_blocking=True)
+        if any(tensor.device.type == "cuda" for _, tensor in self._live()):
+            torch.cuda.synchronize()
 
     def _live(self) -> Iterator[tuple[str, Tensor]]:
         """Parameters, and what else of the chunks a checkpoint would hold."""

@@ -34,14 +34,22 @@ class OldLogProbPass:
         self._bootstrap = bootstrap
 
     def fill(self, assigned: Assigned, needs: BatchNeeds) -> None:
-        """Fill in what `needs` asks for, and the reference's log-probs if there is one."""
+        """Fill in what `needs` asks for, and the reference's log-probs if it stands beside the policy."""
         models = self._models
         if needs.old_log_probs:
             self._score(assigned, models.log_probs, lambda example, found: _set_old(example, found, needs))
-        if models.has_reference:
-            self._score(assigned, lambda own: models.log_probs(own, "reference"), _set("ref_log_probs"))
+        if models.has_reference and not models.reference_apart:
+            self._reference(assigned)
         if needs.values and models.critic is not None:
             self._values(assigned, models.critic.values)
+
+    def fill_apart(self, examples: Sequence[Example]) -> None:
+        """Fill in the log-probs of a reference that takes the policy's place; of the whole batch at one time."""
+        if examples and self._models.has_reference and self._models.reference_apart:
+            self._reference(self._assigned(examples))
+
+    def _reference(self, assigned: Assigned) -> None:
+        self._score(assigned, lambda own: self._models.log_probs(own, "reference"), _set("ref_log_probs"))
 
     def refresh(self, examples: Sequence[Example]) -> None:
         """Fill in `current_log_probs` under the weights as they are now."""

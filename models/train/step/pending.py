@@ -1,7 +1,7 @@
 """Examples that wait for a full micro-batch.
 
 Invariants: what goes in comes out once; with `everything` unset, only micro-batches that nothing could be added to come
-out, one for every data-parallel rank at least; asking costs nothing until enough tokens have arrived to fill them.
+out, `at_least` for every data-parallel rank; asking costs nothing until enough tokens have arrived to fill them.
 """
 
 from __future__ import annotations
@@ -51,9 +51,14 @@ class Pending:
         examples, self._examples, self._tokens, self._plan_at = self._examples, [], 0, 0
         return examples
 
-    def take(self, packing: Packing, dp_size: int, *, everything: bool) -> Assigned:
-        """Remove and return full micro-batches (or all)."""
-        due = max(self._plan_at, packing.max_tokens * dp_size)
+    def take(self, packing: Packing, dp_size: int, *, everything: bool, at_least: int = 1) -> Assigned:
+        """Remove and return full micro-batches, `at_least` for each data-parallel rank, or all.
+
+        Where that is more than one, as many stay behind, so that the last ones of a batch are not fewer either.
+        """
+        behind = at_least * dp_size if at_least > 1 else 0
+        wanted = at_least * dp_size + behind
+        due = max(self._plan_at, packing.max_tokens * wanted)
         if not self._examples or (not everything and self._tokens < due):
             return Assigned([[]] * dp_size, [])
         tokens = self._tokens
@@ -62,10 +67,11 @@ class Pending:
             return assign_all(examples, packing, dp_size)
         layouts = plan([one.tokens for one in examples], [one.prompt for one in examples], packing)
         full = (len(layouts) - 1) // dp_size * dp_size
+        full = full - behind if full >= wanted else 0
         rest = layouts[full:]
         self.extend(examples[item] for layout in rest for item in layout.items)
         if not full:  # common prompts left room: look again when as much as fits has come
-            self._plan_at = tokens + packing.max_tokens * dp_size - sum(layout.padded_tokens for layout in rest)
+            self._plan_at = tokens + packing.max_tokens * wanted - sum(layout.padded_tokens for layout in rest)
         return Assigned(assign_layouts(layouts[:full], packing, dp_size), examples)
 
 

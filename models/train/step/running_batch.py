@@ -2,8 +2,9 @@
 
 Two ways, chosen by `needs.BatchNeeds`:
 - streaming (one step, nothing needed of the whole batch): forward and backward run as sequences arrive;
-- whole batch: old log-probs are computed as sequences arrive; at the first step the batch is completed (advantages, the
-  cut into steps), and each step gets its statistics before its first backward pass.
+- whole batch: old log-probs are computed as sequences arrive; at the first step the batch is completed (log-probs of a
+  reference that takes the policy's place, advantages, the cut into steps), and each step gets its statistics before its
+  first backward pass.
 
 Invariant: which micro-batches are formed, and when, changes no sum.
 """
@@ -83,16 +84,21 @@ class RunningBatch:
         self.staleness_sum += sum(float(e.staleness.sum()) for e in examples if e.staleness is not None)
         self._pending.extend(examples)
 
+    def flush(self) -> None:
+        """Run also micro-batches that are not full, unless a pass takes several: it waits for them."""
+        self.work(everything=self._models.pass_micro_batches == 1)
+
     def work(self, *, everything: bool) -> None:
-        """Run what is possible: full micro-batches, or all."""
+        """Run what is possible: full micro-batches, as many as a pass takes at least, or all."""
         packing, dp_size = self._models.packing, self._models.dp_group.dp_size
+        at_least = self._models.pass_micro_batches
         if self._needs.whole_batch and not self._completed:
-            if assigned := self._unscored.take(packing, dp_size, everything=everything):
+            if assigned := self._unscored.take(packing, dp_size, everything=everything, at_least=at_least):
                 self._old_log_probs.fill(assigned, self._needs)
         elif self._spec.whole_groups:
             self._backward(whole_groups(self._pending.take_all(), packing, dp_size))
         else:
-            self._backward(self._pending.take(packing, dp_size, everything=everything))
+            self._backward(self._pending.take(packing, dp_size, everything=everything, at_least=at_least))
 
     def _backward(self, assigned: Assigned) -> None:
         if not assigned:
@@ -120,6 +126,7 @@ class RunningBatch:
     def _complete(self) -> None:
         """The batch is there: compute the last old log-probs, decide what hangs on all of it, cut it into steps."""
         self.work(everything=True)
+        self._old_log_probs.fill_apart([example for rollout in self._rollouts for example in rollout.examples])
         spec = self._spec
         if self._needs.advantages:
             self._batch_metrics = decide_advantages(

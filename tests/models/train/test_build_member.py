@@ -23,7 +23,7 @@ def test_background_saves_are_asked_for_and_waited_for(
     asked: list[object] = []
 
     class Models:
-        critic, has_reference, reference_apart = None, False, False
+        critic, has_reference, reference_apart, pass_micro_batches = None, False, False, 1
 
         def __init__(self, spec: object, *, async_save: bool) -> None:
             asked.append(async_save)

@@ -226,6 +226,30 @@ def parts_of(recipe: Recipe, batch: int) -> list[list[TrainSequence]]:
     return [[s for s in sequences if (s.group_id == first) is early] for early in (True, False)]
 
 
+class Counts:
+    """Schedules with a backward pass, and exchanges of policy and reference, in this process."""
+
+    def __init__(self) -> None:
+        from models.train.megatron.reference import SwappedReference
+        from models.train.megatron.schedule import Pipeline
+
+        self.begin()
+        train, exchange = Pipeline.train, SwappedReference._exchange
+
+        def counted_train(pipeline: Any, *args: Any) -> None:
+            self.schedules += 1
+            train(pipeline, *args)
+
+        def counted_exchange(reference: Any) -> None:
+            self.exchanges += 1
+            exchange(reference)
+
+        Pipeline.train, SwappedReference._exchange = counted_train, counted_exchange  # type: ignore[method-assign]
+
+    def begin(self) -> None:
+        self.schedules = self.exchanges = 0
+
+
 def write(out: Path, name: str, found: dict[str, Any], tensors: dict[str, torch.Tensor]) -> None:
     """What a process found, where its parent reads it; nothing here is pickled."""
     save_file({key: value.contiguous() for key, value in tensors.items()}, out / f"{name}.safetensors")
@@ -237,7 +261,10 @@ def run_case(models: Path, out: Path, name: str, layout: dict[str, Any], recipes
     from models.train.megatron.models import MegatronModels
 
     rank = torch.distributed.get_rank()
+    counts = Counts()
     for recipe in recipes:
         trainer = Trainer(make_spec(RECIPES[recipe], models, layout), MegatronModels)
+        counts.begin()
         found, tensors = train(trainer, RECIPES[recipe])
+        found["schedules"], found["exchanges"] = counts.schedules, counts.exchanges
         write(out, f"{name}-{recipe}-{rank}", found, tensors)

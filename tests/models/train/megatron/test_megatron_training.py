@@ -88,6 +88,21 @@ def test_every_layout_trains_as_torch_does(tmp_path: Path) -> None:
     assert not wrong, "\n".join(wrong[:40])
     check_expectations(expected)
     check_branches(out)
+    check_passes(out)
+
+
+def check_passes(out: Path) -> None:
+    """A pipeline runs one schedule for a step of a few micro-batches, however they come; the reference is put in the
+    policy's place, and taken out again, once for a batch."""
+    for case in CASES:
+        for recipe in case.recipes:
+            found = json.loads((out / f"{case.name}-{recipe}-0.json").read_text())
+            fields, steps = RECIPES[recipe].fields, RECIPES[recipe].steps
+            batches = steps // RECIPES[recipe].steps_per_batch
+            assert found["exchanges"] == (2 * batches if fields.get("use_kl_loss") else 0), (case.name, recipe)
+            if "pipeline_model_parallel_size" in case.layout:
+                models = 2 if fields.get("advantage_estimator") == "ppo" else 1
+                assert found["schedules"] == models * steps, (case.name, recipe)
 
 
 def check_branches(out: Path) -> None:
