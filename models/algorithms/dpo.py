@@ -34,31 +34,30 @@ def dpo(tokens: PolicyTokens, groups: GroupColumns, config: AlgorithmConfig) -> 
     per_sequence = sequence_sum(log_ratios, tokens)
     per_rollout = torch.zeros(groups.n_rollouts, dtype=per_sequence.dtype, device=per_sequence.device)
     per_rollout = per_rollout.index_add(0, groups.rollout, per_sequence)
-    reward = torch.zeros(groups.n_rollouts, dtype=groups.reward.dtype, device=per_sequence.device)
-    reward = reward.index_put((groups.rollout,), groups.reward)
-    owner = torch.zeros(groups.n_rollouts, dtype=torch.int64, device=per_sequence.device)
-    owner = owner.index_put((groups.rollout,), groups.group)
+    reward = groups.reward.new_zeros(groups.n_rollouts).index_put((groups.rollout,), groups.reward)
+    owner = groups.group.new_zeros(groups.n_rollouts).index_put((groups.rollout,), groups.group)
 
-    loss = torch.zeros_like(per_rollout)
-    right, margin = torch.zeros_like(per_rollout), torch.zeros_like(per_rollout)
-    for members in _members(owner, groups.n_groups):
-        best, worst = members[reward[members].argmax()], members[reward[members].argmin()]
-        if not bool(reward[best] > reward[worst]):
-            continue
-        advance = config.kl_loss_coef * (per_rollout[best] - per_rollout[worst])
-        pair = torch.stack([best, worst])
-        share = len(members) / 2.0
-        loss = loss.index_add(0, pair, (-logsigmoid(advance) * share).expand(2))
-        margin[members] = advance.detach()
-        right[members] = (advance.detach() > 0).to(right.dtype)
+    best, worst = _largest(reward, owner, groups.n_groups), _largest(-reward, owner, groups.n_groups)
+    paired = reward[best] > reward[worst]  # [G]
+    advance = torch.where(paired, config.kl_loss_coef * (per_rollout[best] - per_rollout[worst]), 0.0)
+    members = torch.zeros_like(advance).index_add(0, owner, torch.ones_like(per_rollout))
+    pair_loss = torch.where(paired, -logsigmoid(advance) * members / 2.0, 0.0)
+    loss = torch.zeros_like(per_rollout).index_add(0, best, pair_loss).index_add(0, worst, pair_loss)
+    margin = advance.detach()[owner]
     spread = groups.rollout
     return GroupLoss(
         loss=loss[spread] + 0.0 * per_sequence,  # a group without a pair keeps a graph
-        metrics={"custom/margin": margin[spread], "custom/accuracy": right[spread]},
+        metrics={"custom/margin": margin[spread], "custom/accuracy": (margin > 0).to(margin.dtype)[spread]},
     )
 
 
-def _members(owner: Tensor, n_groups: int) -> list[Tensor]:
-    """Rollouts of each group that has any, in order."""
-    found = [torch.nonzero(owner == group).squeeze(-1) for group in range(n_groups)]
-    return [members for members in found if len(members)]
+def _largest(values: Tensor, owner: Tensor, n_groups: int) -> Tensor:
+    """The first rollout [G] of each group with the largest of `values` [R]; all on the device, which nothing waits for.
+
+    A group without rollouts gets any one.
+    """
+    largest = values.new_full((n_groups,), -torch.inf).scatter_reduce(0, owner, values, reduce="amax")
+    number = torch.arange(len(values), device=values.device)
+    candidates = torch.where(values == largest[owner], number, len(values))
+    first = number.new_full((n_groups,), len(values) - 1)
+    return first.scatter_reduce(0, owner, candidates, reduce="amin")

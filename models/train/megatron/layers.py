@@ -20,6 +20,7 @@ from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParall
 from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.identity_op import IdentityOp
+from megatron.core.transformer.moe import moe_utils
 from megatron.core.transformer.multi_latent_attention import MLASelfAttentionSubmodules
 from megatron.core.transformer.spec_utils import ModuleSpec, build_module
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
@@ -101,6 +102,8 @@ def layer_submodules(
 
 def _local_layer(architecture: Architecture, config: Any, *, moe: bool) -> ModuleSpec:
     attention = _local_latent_attention(architecture) if architecture.latent_attention else _local_attention(config)
+    if moe and not hasattr(moe_utils, "te_general_gemm"):
+        moe_utils.te_general_gemm = None  # the router reads this name, which only Transformer Engine defines
     mlp = get_mlp_module_spec_for_backend(
         backend=LocalSpecProvider(), num_experts=config.num_moe_experts if moe else None, moe_grouped_gemm=False
     )

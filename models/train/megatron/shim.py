@@ -59,8 +59,6 @@ def install_after_import() -> None:
 
     random._get_cuda_rng_state = _get_rng_state
     random._set_cuda_rng_state = _set_rng_state
-    if not hasattr(moe_utils, "te_general_gemm"):
-        moe_utils.te_general_gemm = None  # a name that is read although only Transformer Engine defines it
     for module in (moe_utils, token_dispatcher):
         module.maybe_move_tensor_to_cpu = _as_numpy
     # NCCL exchanges parts of unequal lengths, gloo does not: tokens of experts that are split over tensor ranks.

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
+import re
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -43,6 +47,36 @@ def test_the_loss_of_a_sequence_is_that_of_each_of_its_tokens(f, close) -> None:
     close(objective.loss, [3, 3, 0, 3, 3, 0, 0, 0])
     assert f.aggregate(objective.loss, "rollout_mean") == pytest.approx(1.5)
     assert torch.equal(objective.kept, f.mask)
+
+
+def documented(page: str) -> Any:
+    """The example of a group loss on a page of docs/."""
+    text = (Path(__file__).parents[3] / "docs" / page).read_text(encoding="utf-8")
+    (code,) = [one for one in re.findall(r"```python\n(.*?)```", text, re.DOTALL) if "groups" in one]
+    (name,) = re.findall(r"--custom-loss-function-path my_project\.losses:(\w+)", text)
+    scope: dict[str, Any] = {}
+    exec(code, scope)
+    return scope[name]
+
+
+@pytest.mark.parametrize("function", [dpo, documented("custom_losses.md")], ids=["dpo", "docs/custom_losses.md"])
+def test_an_example_stays_on_the_device_of_its_tensors_and_never_waits_for_it(f, function: Any) -> None:  # type: ignore[no-untyped-def]
+    """On torch's device without contents, other devices and reading a value are errors, as they are slow on a GPU."""
+
+    def moved(one: Any) -> Any:
+        fields = {field.name: getattr(one, field.name) for field in dataclasses.fields(one)}
+        tensors = {name: value.to("meta") for name, value in fields.items() if isinstance(value, Tensor)}
+        return dataclasses.replace(one, **tensors)
+
+    result = function(moved(f.tokens(f.theta.clone().requires_grad_())), moved(PAIR), DPO)
+    loss = result.loss if isinstance(result, GroupLoss) else result
+    assert loss.device.type == "meta"
+    assert loss.requires_grad
+
+
+def test_the_documented_example_raises_the_best_of_each_group(f) -> None:  # type: ignore[no-untyped-def]
+    loss = documented("custom_losses.md")(f.tokens(), PAIR, DPO)
+    assert loss.tolist() == pytest.approx([-float((f.theta * f.mask)[f.sequence == 0].sum()), 0.0])
 
 
 def test_losses_per_token_and_metrics(f, close) -> None:  # type: ignore[no-untyped-def]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.metadata
+import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -74,6 +75,27 @@ def test_the_shim_leaves_a_machine_with_a_gpu_alone(monkeypatch: pytest.MonkeyPa
     shim.install_after_import()
     assert before == (torch.zeros, torch.Tensor.type, torch.cuda.current_device)
     assert not shim.installed()
+
+
+@pytest.mark.full
+def test_experts_are_routed_without_transformer_engine_on_a_gpu_too() -> None:
+    """In a process that takes its machine for one with a GPU: no shim, and the router on tensors of the CPU."""
+    program = """
+import torch
+torch.cuda.is_available = lambda: True
+from types import SimpleNamespace
+from models.train.megatron import layers, shim
+shim.install()
+shim.install_after_import()
+assert not shim.installed()
+config = SimpleNamespace(num_moe_experts=4, qk_layernorm=False)
+layers._local_layer(SimpleNamespace(latent_attention=False, sandwich_norms=False), config, moe=True)
+from megatron.core.transformer.moe.moe_utils import router_gating_linear
+print(router_gating_linear(torch.eye(2), torch.tensor([[1.0, 2.0], [3.0, 4.0]]), None, torch.float32).tolist())
+"""
+    found = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert found.returncode == 0, found.stderr
+    assert found.stdout.splitlines()[-1] == "[[1.0, 3.0], [2.0, 4.0]]"
 
 
 def test_the_shim_is_for_one_release(monkeypatch: pytest.MonkeyPatch) -> None:
