@@ -35,6 +35,7 @@ DEFAULT_TOTAL_S: Final = 8.0
 CASE_S: Final = 4.0  # of one test, unless the metadata has `time_limit_s`
 PROGRAM_CHARS: Final = 100_000
 MAX_TESTS: Final = 1000
+BAD_ENDS: Final = ("failed", "exit", "killed", "timeout", "output")  # of a test; see `jail.serve.Result`
 _LANGUAGES = frozenset(("python", "py", "python3"))
 _TOLERANCE = 1e-9
 
@@ -71,8 +72,9 @@ def grade_code(total_s: float, request: GradeRequest) -> Grade:
     except SandboxError as error:
         return failed(str(error))
     passed = sum(passes(test, result) for test, result in zip(tests, results, strict=True))
-    timeouts = sum(result.how == "timeout" for result in results)
-    parts = {"pass_frac": passed / len(tests), "timeout_frac": timeouts / len(tests)}
+    parts = {"pass_frac": passed / len(tests)}
+    for reason in BAD_ENDS:
+        parts[f"{reason}_frac"] = sum(result.how == reason for result in results) / len(tests)
     correct = passed == len(tests)
     return Grade(float(correct), correct, parts, clean(program[:EXTRACTED_CHARS]))
 
@@ -181,6 +183,10 @@ def same(value: Any, wanted: Any) -> bool:
     if isinstance(value, bool) or isinstance(wanted, bool):
         return value is wanted
     if isinstance(value, float) or isinstance(wanted, float):
-        numbers = isinstance(value, int | float) and isinstance(wanted, int | float)
-        return numbers and (value == wanted or math.isclose(value, wanted, rel_tol=_TOLERANCE))
+        if not (isinstance(value, int | float) and isinstance(wanted, int | float)):
+            return False
+        try:
+            return value == wanted or math.isclose(value, wanted, rel_tol=_TOLERANCE)
+        except OverflowError:  # an integer beyond the range of floats
+            return False
     return bool(value == wanted)

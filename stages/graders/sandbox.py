@@ -70,10 +70,10 @@ class Limits(Struct, frozen=True):
 
 
 class CaseResult(Struct, frozen=True):
-    """How a case went. `value`: what a call returned (JSON), the token of a check that ended, or why programs cannot be
-    isolated here."""
+    """How a case went (see `jail.serve.Result`). `value`: what a call returned (JSON), the token of a check that ended,
+    or why programs cannot be isolated here."""
 
-    how: Literal["ok", "failed", "timeout", "output", "isolation"]
+    how: Literal["ok", "failed", "exit", "killed", "timeout", "output", "isolation"]
     stdout: str = ""
     value: str = ""
 

@@ -7,12 +7,12 @@ A job is `{program, cases, directory, case_s, total_s, memory_bytes, output_byte
 so that a program cannot look it up; only a check carries its own expectations.
 
 Invariants: this process runs none of the program; it dies with its parent and its forks with it; a fork that is not
-locked down runs nothing.
+locked down runs nothing. Whether it is locked down is said over a pipe that is closed before the program begins, so
+that no end of a program can look like a machine that cannot isolate it.
 """
 
 from __future__ import annotations
 
-import contextlib
 import json
 import math
 import os
@@ -21,15 +21,22 @@ import signal
 import sys
 import time
 import types
+from contextlib import suppress
 from typing import Any, TextIO, TypedDict, cast
 
-from stages.graders.jail.lockdown import IsolationError, die_with, hide, limit, lock_down
+from stages.graders.jail.lockdown import die_with, hide, libc, limit, lock_down
+from stages.graders.jail.privileges import drop_privileges
 
-_RESULT_FD = 3
+_RESULT_FD, _READY_FD = 3, 4
 _HIGHEST_FD = 1024  # this process opens a handful
-_NOT_LOCKED = 97  # exit code of a fork that could not be locked down
-_FILE_BYTES = 16 << 20
+_READY = b"ready"
 _REASON_BYTES = 500
+# Of one program: what resource limits do not hold. Looked at while it runs, so it may get beyond by what it does in
+# LOOK_S; a file in memory or on the disk is limited at once.
+FILE_BYTES = 4 << 20
+DIRECTORY_BYTES, DIRECTORY_ENTRIES = 64 << 20, 1000
+THREADS = 256
+_LOOK_S = 0.025
 _LIBRARIES = ("/usr/lib", "/usr/lib64", "/lib", "/lib64", "/usr/share/zoneinfo", "/etc/localtime", "/dev/urandom")
 
 
@@ -46,7 +53,11 @@ class Job(TypedDict):
 
 
 class Result(TypedDict):
-    """How one case went. `how`: ok (it ended with code 0), failed, timeout, output (too much of it), isolation."""
+    """How one case went.
+
+    `how`: ok (it ended with code 0), failed (code 1, as after an exception), exit (another code), killed (a signal, or
+    more threads or files than a program may have), timeout, output (too much of it), isolation (nothing was run).
+    """
 
     how: str
     stdout: str
@@ -56,6 +67,8 @@ class Result(TypedDict):
 def main(parent: int) -> None:
     """Serve one job."""
     die_with(parent)
+    with suppress(OSError), open("/proc/self/oom_score_adj", "w") as first_to_go:
+        first_to_go.write("1000")  # where memory runs out, the kernel takes the largest of these: the program
     hide()
     job: Job = json.load(sys.stdin.buffer)
     deadline = time.monotonic() + job["total_s"]
@@ -67,7 +80,7 @@ def main(parent: int) -> None:
             results.append(Result(how="timeout", stdout="", value=""))
             continue
         result = _run(job, case, allowed_s)
-        left -= len(result["stdout"])
+        left -= len(result["stdout"]) + len(result["value"])
         if left < 0:
             result = Result(how="output", stdout="", value="")
         results.append(result)
@@ -77,40 +90,75 @@ def main(parent: int) -> None:
 
 def _run(job: Job, case: dict[str, Any], allowed_s: float) -> Result:
     """One case, in a fork with files in memory for its input and output."""
-    source, output, value = (os.memfd_create(name) for name in ("input", "output", "value"))
+    files = source, output, value = [os.memfd_create(name) for name in ("input", "output", "value")]
+    ours, theirs = os.pipe()
     try:
         os.write(source, str(case.get("stdin", "")).encode("utf-8", "replace"))
         os.lseek(source, 0, os.SEEK_SET)
         me = os.getpid()
         child = os.fork()
         if child == 0:
-            _become(job, case, me, (source, output, value), allowed_s)
-        how = _wait(child, allowed_s)
-        if how == "isolation":
-            return Result(how=how, stdout="", value=_content(value, _REASON_BYTES) or "")
-        text, said = _content(output, job["output_bytes"]), _content(value, job["output_bytes"])
-        if how == "ok" and (text is None or said is None):
+            _become(job, case, me, (*files, theirs), allowed_s)
+        os.close(theirs)
+        # Waits for the fork to close its end: nothing that it does before that is the program's.
+        with open(ours, "rb") as said:
+            prepared = said.read(_REASON_BYTES)
+        if prepared != _READY:
+            os.waitpid(child, 0)
+            return Result(how="isolation", stdout="", value=prepared.decode(errors="replace") or "it ended unprepared")
+        how = _wait(child, allowed_s, job["directory"])
+        text, returned = _content(output, job["output_bytes"]), _content(value, job["output_bytes"])
+        if how == "ok" and (text is None or returned is None):
             how = "output"
-        return Result(how=how, stdout=text or "", value=said or "")
+        return Result(how=how, stdout=text or "", value=returned or "")
     finally:
-        for descriptor in (source, output, value):
+        for descriptor in files:
             os.close(descriptor)
 
 
-def _wait(child: int, allowed_s: float) -> str:
-    """Waits for the end of the fork; unblocked by it or by the time, and then kills it."""
+def _wait(child: int, allowed_s: float, directory: str) -> str:
+    """Waits for the end of the fork; unblocked by it, by the time and by what it must not have, and then kills it."""
+    end = time.monotonic() + allowed_s
     poll = select.poll()
     with open(os.pidfd_open(child), "rb", buffering=0) as handle:
         poll.register(handle, select.POLLIN)
-        ended = poll.poll(max(1, math.ceil(allowed_s * 1000)))
-        if not ended:
+        ended, broken = poll.poll(_milliseconds(min(allowed_s, _LOOK_S))), ""
+        while not (ended or broken):
+            left_s = end - time.monotonic()
+            if left_s <= 0:
+                broken = "timeout"
+            elif _has_too_much(child, directory):
+                broken = "killed"
+            else:
+                ended = poll.poll(_milliseconds(min(left_s, _LOOK_S)))
+        if broken:
             os.kill(child, signal.SIGKILL)
         status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-    if not ended or status == -signal.SIGXCPU:
-        return "timeout"
-    if status == _NOT_LOCKED:
-        return "isolation"
-    return "ok" if status == 0 else "failed"
+    if broken:
+        return broken
+    if status < 0:
+        return "timeout" if status == -signal.SIGXCPU else "killed"
+    return {0: "ok", 1: "failed"}.get(status, "exit")
+
+
+def _milliseconds(seconds: float) -> int:
+    return max(1, math.ceil(seconds * 1000))
+
+
+def _has_too_much(child: int, directory: str) -> bool:
+    """Whether the program has more threads, or more in its directory, than it may have."""
+    with suppress(OSError), open(f"/proc/{child}/stat", "rb") as stat:
+        if int(stat.read().rpartition(b")")[2].split()[17]) > THREADS:
+            return True
+    entries = used = 0
+    for path, names, files in os.walk(directory):
+        for name in (*names, *files):
+            entries += 1
+            with suppress(OSError):
+                used += 512 * os.lstat(os.path.join(path, name)).st_blocks
+            if entries > DIRECTORY_ENTRIES or used > DIRECTORY_BYTES:
+                return True
+    return False
 
 
 def _content(descriptor: int, most: int) -> str | None:
@@ -119,24 +167,28 @@ def _content(descriptor: int, most: int) -> str | None:
     return None if size > most else os.pread(descriptor, size, 0).decode("utf-8", "replace")
 
 
-def _become(job: Job, case: dict[str, Any], parent: int, files: tuple[int, int, int], allowed_s: float) -> None:
+def _become(job: Job, case: dict[str, Any], parent: int, files: tuple[int, ...], allowed_s: float) -> None:
     """In the fork: give everything up, then run the program. Never returns."""
-    source, output, said = files
+    source, output, said, ready = files
     try:
-        die_with(parent)
+        drop_privileges(libc(), job["directory"])
+        die_with(parent)  # behind what makes the kernel forget it
+        hide()
         os.chdir(job["directory"])
         nothing = os.open(os.devnull, os.O_WRONLY)
-        for number, descriptor in ((0, source), (1, output), (2, nothing), (_RESULT_FD, said)):
+        for number, descriptor in ((0, source), (1, output), (2, nothing), (_RESULT_FD, said), (_READY_FD, ready)):
             os.dup2(descriptor, number)
-        said = _RESULT_FD
-        os.closerange(_RESULT_FD + 1, _HIGHEST_FD)
+        ready = _READY_FD
+        os.closerange(_READY_FD + 1, _HIGHEST_FD)
         sys.stdin, sys.stdout, sys.stderr = _text(0, "r"), _text(1, "w"), _text(2, "w")
-        limit(math.ceil(allowed_s) + 1, job["memory_bytes"], _FILE_BYTES)
+        limit(math.ceil(allowed_s) + 1, job["memory_bytes"], FILE_BYTES)
         lock_down([os.path.dirname(os.__file__), *_LIBRARIES], [job["directory"], os.devnull])
-    except (IsolationError, OSError, ValueError, AttributeError) as error:
-        with contextlib.suppress(OSError):  # the exit code tells as well, without the reason
-            os.write(said, f"{type(error).__name__}: {error}".encode())
-        os._exit(_NOT_LOCKED)
+    except BaseException as error:  # whatever it is, it goes no further than this process
+        with suppress(OSError):
+            os.write(ready, f"{type(error).__name__}: {error}".encode())
+        os._exit(1)
+    os.write(_READY_FD, _READY)
+    os.close(_READY_FD)
     os._exit(_perform(job["program"], case))
 
 
@@ -160,7 +212,7 @@ def _perform(program: str, case: dict[str, Any]) -> int:
         sys.stdout.flush()
     except (OSError, ValueError):
         exit_code = 1  # too much output, or it closed its own
-    return min(exit_code & 0xFF, _NOT_LOCKED - 1)
+    return exit_code & 0xFF
 
 
 def _execute(program: str, case: dict[str, Any]) -> None:
