@@ -6,9 +6,11 @@ which knows them by `wire_dtype` and `wire_frame` (transport/codec.py).
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, ClassVar, TypeVar
 
 import numpy as np
+import numpy.typing as npt
 
 
 class WireArray(np.ndarray[Any, np.dtype[Any]]):
@@ -47,3 +49,11 @@ NO_IDS = np.empty(0, dtype="<i4").view(Int32Array)
 def wire(values: Any, kind: type[A]) -> A:
     """Copy any sequence of numbers into a contiguous wire array of the kind."""
     return np.ascontiguousarray(values, dtype=kind.wire_dtype).view(kind)
+
+
+def joined(first: A, second: Sequence[float] | npt.NDArray[Any]) -> A:
+    """[m + n] a wire array with further numbers behind it, in one copy."""
+    kind, m = type(first), len(first)
+    both = np.empty(m + len(second), dtype=kind.wire_dtype)
+    both[:m], both[m:] = first, second
+    return both.view(kind)

@@ -28,6 +28,7 @@ from stages.arrays import Float32Array as Float32Array
 from stages.arrays import Int32Array as Int32Array
 from stages.arrays import UInt8Array as UInt8Array
 from stages.arrays import WireArray as WireArray
+from stages.arrays import joined as joined
 from stages.arrays import wire as wire
 
 Status = Literal["pending", "completed", "truncated", "aborted", "failed"]
@@ -182,17 +183,22 @@ class Sample(Struct, frozen=True, array_like=True):
         covered = sum(run.n_tokens for run in self.version_runs)
         if covered != n or any(run.n_tokens < 0 for run in self.version_runs):
             return f"version runs cover {covered} of {n} tokens"
-        made = self.versions >= 0
-        if made[: self.prompt_length].any():
-            return "a token of the prompt carries a version of the weights; give it version -1"
-        if (self.loss_mask[~made] != 0).any():
-            return "a token that no weights made (version -1) has loss mask 1"
         if not np.isfinite(self.log_probs).all():
             return "a log-prob is not finite"
-        if self.log_probs[~made].any():
-            return "a token that no weights made (version -1) has a log-prob; give it 0.0"
+        start, first_made = 0, n  # by runs, for this is asked of every sample that is trained
+        for run in self.version_runs:
+            end = start + run.n_tokens
+            if run.version >= 0:
+                if start < self.prompt_length and end > start:
+                    return "a token of the prompt carries a version of the weights; give it version -1"
+                first_made = min(first_made, start if end > start else n)
+            elif np.count_nonzero(self.loss_mask[start:end]):
+                return "a token that no weights made (version -1) has loss mask 1"
+            elif np.count_nonzero(self.log_probs[start:end]):
+                return "a token that no weights made (version -1) has a log-prob; give it 0.0"
+            start = end
         for turn in self.turn_rewards:
-            if not (math.isfinite(turn.reward) and 0 < turn.end <= n and made[: turn.end].any()):
+            if not (math.isfinite(turn.reward) and first_made < turn.end <= n):
                 return (
                     f"the turn that ends at {turn.end} of {n} tokens has reward {turn.reward}; it must be finite and "
                     "stand behind a token that the model made"

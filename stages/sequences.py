@@ -12,7 +12,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from stages.messages import Float32Array, Int32Array, Prefix, Sample, UInt8Array, VersionRun, wire
+from stages.messages import Float32Array, Int32Array, Prefix, Sample, UInt8Array, VersionRun, joined, wire
 
 
 def new_sample(prompt: Sequence[int] | npt.NDArray[np.int32], index: int) -> Sample:
@@ -82,9 +82,9 @@ def append_untrained(sample: Sample, ids: Sequence[int], text: str) -> Sample:
     return msgspec.structs.replace(
         sample,
         response=sample.response + text,
-        token_ids=wire(np.concatenate([sample.token_ids, ids]), Int32Array),
-        loss_mask=wire(np.concatenate([sample.loss_mask, np.zeros(n)]), UInt8Array),
-        log_probs=wire(np.concatenate([sample.log_probs, np.zeros(n)]), Float32Array),
+        token_ids=joined(sample.token_ids, ids),
+        loss_mask=joined(sample.loss_mask, np.zeros(n)),
+        log_probs=joined(sample.log_probs, np.zeros(n)),
         version_runs=join_runs(sample.version_runs, (VersionRun(-1, n),)),
     )
 

@@ -11,7 +11,7 @@ from typing import Final
 import msgspec
 import numpy as np
 
-from stages.messages import NO_IDS, Extra, Float32Array, Int32Array, Sample, Status, UInt8Array, wire
+from stages.messages import NO_IDS, Extra, Sample, Status, joined
 from stages.sampling.results import Finish, SampleResult
 from stages.sequences import join_runs
 
@@ -33,9 +33,9 @@ def append_result(sample: Sample, result: SampleResult) -> Sample:
         status=STATUS_OF[result.finish],
         error=error,
         response=sample.response + result.text,
-        token_ids=wire(np.concatenate([sample.token_ids, ids]), Int32Array),
-        loss_mask=wire(np.concatenate([sample.loss_mask, np.ones(len(ids))]), UInt8Array),
-        log_probs=wire(np.concatenate([sample.log_probs, result.log_probs]), Float32Array),
+        token_ids=joined(sample.token_ids, ids),
+        loss_mask=joined(sample.loss_mask, np.ones(len(ids), dtype="|u1")),
+        log_probs=joined(sample.log_probs, result.log_probs),
         version_runs=join_runs(sample.version_runs, result.runs),
         cached_tokens=sample.cached_tokens + result.cached_tokens,
         retractions=sample.retractions + result.retractions,

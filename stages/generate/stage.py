@@ -18,6 +18,8 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Final
 
+import msgspec
+
 from stages.base import Stage, StageContext, beside, send_slice
 from stages.generate.loops import Loops
 from stages.generate.requests import Requests
@@ -81,7 +83,8 @@ class GenerateStage(Stage):
             group, samples = message.group, message.samples
         else:
             group = without_prompt(message)
-            samples = tuple(new_sample(message.prompt_ids, index) for index in range(message.n_samples))
+            first = new_sample(message.prompt_ids, 0)  # nobody writes to its arrays, so that all can have them
+            samples = tuple(msgspec.structs.replace(first, index=index) for index in range(message.n_samples))
         self.activity.items_in += 1
         with self.span("generate", group=group.group_id, detail=f"turn {samples[0].turns + 1}"):
             async with asyncio.TaskGroup() as tasks:

@@ -36,12 +36,12 @@ class Turns:
             self.activity.failures += sample.status == "failed"
             ended(msgspec.structs.replace(sample, turns=sample.turns + 1))
 
+        if all(s.turns == 0 and s.response_length == 0 and s.sequences == 1 for s in samples):
+            await self._ask(group, samples, done)
+            return
         async with asyncio.TaskGroup() as tasks:
-            if all(s.turns == 0 and s.response_length == 0 and s.sequences == 1 for s in samples):
-                tasks.create_task(self._ask(group, samples, done))
-            else:
-                for sample in samples:
-                    tasks.create_task(self._ask(group, (sample,), done))
+            for sample in samples:
+                tasks.create_task(self._ask(group, (sample,), done))
 
     async def _ask(self, group: PromptGroup, samples: Sequence[Sample], done: Ended) -> None:
         """One request, and another one for each sample that its group's deadline has begin anew."""

@@ -10,8 +10,10 @@ import asyncio
 import contextlib
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Final
+
+from msgspec.structs import replace
 
 from models.engines.client import EngineClient
 from models.engines.errors import EngineError, EngineTimeout, EngineUnreachable

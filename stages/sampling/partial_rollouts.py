@@ -16,6 +16,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
+import msgspec
+
 from stages.sampling.attempt import Attempt
 from stages.sampling.losses import Losses
 from stages.sampling.requests import SampleRequest
@@ -113,7 +115,7 @@ class PartialRollouts:
         kept = result
         if not (self._keeps_partial or call.tell) or call.request.text:
             kept = SampleResult("aborted", resumed=result.resumed, spent_s=result.spent_s)
-        return replace(kept, resumed=result.resumed + 1)
+        return msgspec.structs.replace(kept, resumed=result.resumed + 1)
 
 
 def goes_on(result: SampleResult) -> bool:

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import base64
 import binascii
-from dataclasses import dataclass, replace
 from typing import Final, Literal
+
+from msgspec import Struct
+from msgspec.structs import replace
 
 from models.engines.errors import EngineProtocolError
 from models.engines.protocol import GenerateOutput
@@ -38,8 +40,7 @@ def label_version(label: str) -> int:
     return int(version)
 
 
-@dataclass(frozen=True)
-class SampleResult:
+class SampleResult(Struct, frozen=True):
     """One member of a request, in the end or so far. What is summed counts all pieces that it was made in."""
 
     finish: Finish = "pending"
@@ -59,8 +60,7 @@ class SampleResult:
     spent_s: float = 0.0  # engines worked on it
 
 
-@dataclass(frozen=True)
-class Chunk:
+class Chunk(Struct, frozen=True):
     """Further tokens of a member. They stay: whatever becomes of its engine, they are in its result."""
 
     token_ids: tuple[int, ...]

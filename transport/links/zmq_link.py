@@ -1,8 +1,9 @@
 """Links over ZeroMQ: ROUTER where a hub binds, DEALER where a peer connects.
 
 Invariants:
-- The descriptor of a zmq socket is edge-triggered, so after one wake-up everything is read until EAGAIN, and after
-  sending the socket is asked again. A safety poll each second counts wake-ups that were missed (it must stay 0).
+- The descriptor of a zmq socket is edge-triggered, so after one wake-up everything is read until nothing is left, and
+  after sending the socket is asked again, for a send takes the edge away. A step in which neither happened asks it
+  nothing. A safety poll each second counts wake-ups that were missed (it must stay 0).
 - Routing ids are left to the ROUTER, new for each connection: a peer that reconnects can never be refused for an id
   that its broken connection still holds. Who a peer is, its HELLO says.
 - ROUTER_MANDATORY shows a peer that has gone; IMMEDIATE keeps messages from queueing for a connection that never was.
@@ -38,6 +39,8 @@ HEARTBEAT_MS = 2000
 HEARTBEAT_TIMEOUT_MS = 6000
 HANDSHAKE_MS = 5000
 SEND_MORE = int(zmq.SNDMORE | zmq.NOBLOCK)  # combining the enums at each send would cost as much as the send
+NOBLOCK = int(zmq.NOBLOCK)
+POLLIN = int(zmq.POLLIN)
 MONITORED = zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED | zmq.EVENT_HANDSHAKE_FAILED_AUTH
 
 
@@ -68,7 +71,7 @@ def new_socket(
 
 def readable(socket: zmq.Socket[bytes]) -> bool:
     """Whether something can be read. Asking also resets the descriptor."""
-    return bool(cast(int, socket.get(zmq.EVENTS)) & zmq.POLLIN)
+    return bool(cast(int, socket.get(zmq.EVENTS)) & POLLIN)
 
 
 class ZmqLink(Link):
@@ -82,19 +85,21 @@ class ZmqLink(Link):
         self._decode = decode
         self._unsent: deque[tuple[AnyMessage, Body]] = deque()
         self._monitor: zmq.Socket[bytes] | None = None
+        self._arrived = self._reported = True  # whether the descriptors of socket and monitor have told of something
+        self._sent = False  # since the socket was last asked
         self._loop = asyncio.get_running_loop()
 
     def open(self, address: Address) -> None:
         """Bind or connect, and let the loop watch the descriptors."""
         if address.scheme != "inproc":  # inproc connections neither break nor report
             self._monitor = self._socket.get_monitor_socket(MONITORED)
-            self._loop.add_reader(self._monitor.fileno(), self.wake)
+            self._loop.add_reader(self._monitor.fileno(), self._on_report)
         if self._router:
             self._bind(address)
         else:
             self._socket.connect(str(address))
             self.address = str(address)
-        self._loop.add_reader(self._socket.fileno(), self.wake)
+        self._loop.add_reader(self._socket.fileno(), self._on_arrival)
         self.wake()
 
     def send(self, route: bytes, message: AnyMessage, body: Body = None) -> bool:
@@ -111,7 +116,11 @@ class ZmqLink(Link):
         """The safety poll: find what no wake-up announced, and count it."""
         if self._awake.is_set() or self._announced():
             return
-        if self._pending():
+        self._sent = True
+        late = self._pending()
+        if self._monitor is not None and readable(self._monitor):
+            late = self._reported = True
+        if late:
             self.late_wakeups += 1
             self.wake()
 
@@ -149,17 +158,24 @@ class ZmqLink(Link):
         self.address = cast(bytes, self._socket.last_endpoint).decode() if address.scheme == "tcp" else str(address)
 
     def _take(self, limit: int) -> int:
-        if self._monitor is not None:
+        if self._monitor is not None and self._reported:
+            self._reported = False
             self._take_events(self._monitor)
         self._send_queued()
+        if not self._arrived:
+            return 0
+        self._arrived = False
         receive = self._socket.recv
         for taken in range(limit):
+            if not readable(self._socket):
+                return taken
             try:
-                first = receive(zmq.NOBLOCK)
-            except zmq.Again:
+                first = receive(NOBLOCK)
+            except zmq.Again:  # it broke off just now
                 return taken
             route, header = (first, receive()) if self._router else (b"", first)
             self._hand_over(route, header)
+        self._arrived = True
         return limit
 
     def _hand_over(self, route: bytes, header: bytes) -> None:
@@ -193,10 +209,20 @@ class ZmqLink(Link):
             elif event == zmq.EVENT_HANDSHAKE_FAILED_AUTH:
                 self.endpoint.on_link_refused("its allow-list does not contain this node's key")
 
+    def _on_arrival(self) -> None:
+        self._arrived = True
+        self.wake()
+
+    def _on_report(self) -> None:
+        self._reported = True
+        self.wake()
+
     def _pending(self) -> bool:
-        if self._socket.closed:
+        if not self._sent or self._socket.closed:
             return False
-        return readable(self._socket) or (self._monitor is not None and readable(self._monitor))
+        self._sent = False
+        self._arrived = self._arrived or readable(self._socket)
+        return self._arrived
 
     def _announced(self) -> bool:
         """Whether a descriptor is readable, so that the loop is about to wake the owner task by itself."""
@@ -207,6 +233,7 @@ class ZmqLink(Link):
         return bool(poller.poll(0))
 
     def _send_routed(self, route: bytes, message: AnyMessage, body: Body) -> bool:
+        self._sent = True
         try:
             self._socket.send(route, SEND_MORE)
         except zmq.ZMQError as error:
@@ -226,14 +253,15 @@ class ZmqLink(Link):
             self._unsent.popleft()
 
     def _send_frames(self, message: AnyMessage, body: Any) -> None:
+        self._sent = True
         if body is None:
-            self._socket.send(encode(message), zmq.NOBLOCK)
+            self._socket.send(encode(message), NOBLOCK)
         else:
             self._socket.send(encode(message), SEND_MORE)
             frames = body if isinstance(body, tuple) else (body,)
             for place, frame in enumerate(frames, 1):
                 cheap = not isinstance(frame, zmq.Frame) and len(frame) < COPY_BELOW
-                self._socket.send(frame, SEND_MORE if place < len(frames) else zmq.NOBLOCK, copy=cheap)
+                self._socket.send(frame, SEND_MORE if place < len(frames) else NOBLOCK, copy=cheap)
 
 
 class ZmqFabric:
