@@ -12,7 +12,7 @@ SGLANG_PIP := $(SGLANG_PYTHON) -m pip install --quiet --disable-pip-version-chec
 SGLANG_ENV ?= $(if $(shell command -v nvidia-smi 2>/dev/null),gpu,cpu)
 LAUNCH := models/engines/launch
 
-.PHONY: install quickstart sglang-env test test-fast test-full full lint types bench clean
+.PHONY: install quickstart sglang-env test test-fast test-full full lint types bench chaos clean
 
 install: $(STAMP)
 
@@ -69,6 +69,11 @@ test-full: test full
 
 full: $(STAMP) sglang-env
 	$(PYTEST_SLOW) -m full
+
+# Kills at random moments, and what an oracle says of them: make chaos KILLS=100 SEED=7
+KILLS ?= 30
+chaos: $(STAMP)
+	$(BIN)/python -m tests.chaos --kills $(KILLS) $(if $(SEED),--seed $(SEED))
 
 bench: $(STAMP)
 	$(BIN)/python -m bench.transport --quick

@@ -51,13 +51,11 @@ def kill(run_dir: Path, replica: str, number: int = signal.SIGKILL) -> None:
     os.kill(int((run_dir / "replicas" / f"{replica}.pid").read_text()), number)
 
 
-@pytest.mark.parametrize(
-    ("seed", "backends"),
-    [pytest.param(1, [], id="real", marks=pytest.mark.full), pytest.param(2, SIMULATED, id="simulated")],
-)
-def test_killed_replicas_lose_nothing(tmp_path: Path, seed: int, backends: list[str]) -> None:
-    rng = random.Random(seed)
-    flags = [*TOOLS, *made_model(), *backends, "--num-rollout", "28", "--seed", str(seed), "--scale", "generate=2",
+@pytest.mark.full
+def test_killed_replicas_lose_nothing(tmp_path: Path) -> None:
+    """With tools and models that compute; tests/chaos kills the other stages."""
+    rng = random.Random(1)
+    flags = [*TOOLS, *made_model(), "--num-rollout", "28", "--seed", "1", "--scale", "generate=2",
              "--scale", "reward=2", "--scale", "engine=2", "--max-restarts", "20"]  # fmt: skip
     process = start(tmp_path / "run", *flags)
     victims = ["generate-0", "reward-0", "tools-0", "generate-1", "group-0", "reward-1", "engine-0"]
@@ -153,17 +151,11 @@ def test_a_killed_run_goes_on_with_the_groups_that_waited_for_its_trainer(tmp_pa
     assert len(done.audit.trained) == 9 * 4
 
 
-@pytest.mark.parametrize(
-    ("at_step", "backends"),
-    [pytest.param(5, [], id="real"), pytest.param(6, SIMULATED, id="simulated", marks=pytest.mark.full)],
-)
-def test_a_crashed_trainer_is_resumed_with_nothing_trained_twice(
-    tmp_path: Path, at_step: int, backends: list[str]
-) -> None:
+@pytest.mark.full
+def test_a_crashed_trainer_is_resumed_with_nothing_trained_twice(tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
-    flags = [*SMALL, *made_model(), *backends, "--num-rollout", "14", "--save-interval", "3", "--seed", str(at_step)]
-    process = start(run_dir, *flags)
-    wait_for_steps(process, run_dir, at_step)
+    process = start(run_dir, *SMALL, *made_model(), "--num-rollout", "14", "--save-interval", "3")
+    wait_for_steps(process, run_dir, 5)
     kill(run_dir, "train-0")
     crashed = finish(process, run_dir)
     assert crashed.code == 1
@@ -184,27 +176,6 @@ def resume(run_dir: Path) -> Finished:
     assert done.code == 0, done.err[-3000:]
     done.check_books()
     return done
-
-
-def test_killing_everything_and_resuming_loses_nothing(tmp_path: Path) -> None:
-    run_dir = tmp_path / "run"
-    process = start(run_dir, *SMALL, *made_model(), "--num-rollout", "12", "--save-interval", "4")
-    wait_for_steps(process, run_dir, 6)
-    process.kill()  # the controller: kill -9, its children die with it
-    process.wait()
-    time.sleep(0.5)
-    for pid_file in (run_dir / "replicas").glob("*.pid"):
-        assert not alive(int(pid_file.read_text())), f"{pid_file.stem} outlived its controller"
-    done = resume(run_dir)
-    assert sorted(done.audit.batches) == list(range(1, 13))
-    assert len(done.audit.trained) == 12 * 4
-
-
-def alive(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] not in ("Z", "X")
-    except OSError:
-        return False
 
 
 def test_ctrl_c_drains_and_can_be_resumed(tmp_path: Path) -> None:

@@ -1,0 +1,46 @@
+"""`python -m tests.chaos --kills 100 --seed 7`: prints each run and a table. Exit code 1 if a fault was found."""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from tests.chaos.suite import Running, Verdict, cases, table
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m tests.chaos", description=__doc__)
+    parser.add_argument("--kills", type=int, default=30)
+    parser.add_argument("--seed", type=int, default=int(time.time()) % 100_000, help="of the plan; it is printed")
+    parser.add_argument("--keep", type=Path, help="where runs with a fault are kept (default: a temporary directory)")
+    arguments = parser.parse_args()
+    sys.stdout.write(f"make chaos KILLS={arguments.kills} SEED={arguments.seed}\n")
+    home = arguments.keep or Path(tempfile.mkdtemp(prefix="chaos-"))
+    verdicts: list[Verdict] = []
+    for number, case in enumerate(cases(arguments.seed, arguments.kills)):
+        started, place = time.monotonic(), home / f"{arguments.seed}-{number}"
+        verdict = Running(case, place).run()
+        verdicts.append(verdict)
+        sys.stdout.write(f"{case.name}: {len(verdict.done)} kills, {verdict.resumes} resumes, ")
+        sys.stdout.write(f"{time.monotonic() - started:.0f} s: {'; '.join(map(str, verdict.done))}\n")
+        for kill in verdict.missed:
+            sys.stdout.write(f"  not reached: {kill}\n")
+        for fault in verdict.faults:
+            sys.stdout.write(f"  {fault.kind.upper()}: {fault.text}\n")
+        if verdict.faults:
+            sys.stdout.write(f"  kept in {place}\n")
+        else:
+            shutil.rmtree(place)
+        sys.stdout.flush()
+        if sum(len(one.done) for one in verdicts) >= arguments.kills:
+            break
+    sys.stdout.write(f"{table(verdicts)}\n")
+    return 1 if any(verdict.faults for verdict in verdicts) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,95 @@
+"""What is killed, and when: a plan drawn from a seed, and how each moment is recognised from outside."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+RUNNING, SAVE, PRUNE, WARM, RESUME, END = "running", "save", "prune", "warm start", "resume", "end"
+MOMENTS = (RUNNING, SAVE, PRUNE, WARM, RESUME, END)
+CONTROLLER, TRAIN = "controller", "train-0"
+WITHIN = ("generate-0", "generate-1", "reward-0", "group-0", "evaluate-0", "engines-0", "engine-0", "engine-1")
+FATAL = (CONTROLLER, TRAIN)  # the run ends and is resumed
+
+
+@dataclass(frozen=True)
+class Kill:
+    victim: str
+    moment: str
+    step: int  # batches that the journal has by then, of the phase that is meant
+    delay_s: float  # after the moment was seen
+
+    def __str__(self) -> str:
+        return f"{self.victim} at {self.moment} (step {self.step} + {self.delay_s * 1000:.0f} ms)"
+
+
+def draw(rng: random.Random, *, steps: int, warm_steps: int, kills: int) -> list[Kill]:
+    """So many kills of one run, in the order in which their moments come.
+
+    A kill during a resume follows one that ended the run; those of the warm start come first, those at the end last.
+    """
+    plan: list[Kill] = []
+    moments = rng.choices(MOMENTS, weights=(5, 3, 3, 1 if warm_steps else 0, 3, 2), k=kills)
+    order = {WARM: 0, RUNNING: 1, SAVE: 1, PRUNE: 1, RESUME: 1, END: 2}
+    drawn = [(order[moment], rng.randrange(1, steps - 2), moment) for moment in moments]
+    for _, step, moment in sorted(drawn):
+        if moment == RESUME:
+            plan.append(Kill(rng.choice(FATAL), RUNNING, step, rng.uniform(0, 0.3)))
+            plan.append(Kill(CONTROLLER, RESUME, 0, rng.uniform(0, 8.0)))
+        elif moment == WARM:
+            plan.append(Kill(rng.choice((CONTROLLER, TRAIN)), WARM, rng.randrange(warm_steps), rng.uniform(0, 0.2)))
+        elif moment in (SAVE, PRUNE):
+            plan.append(Kill(rng.choice((*FATAL, *FATAL, *WITHIN)), moment, step, rng.uniform(0, 0.01)))
+        elif moment == END:
+            plan.append(Kill(rng.choice((*FATAL, *WITHIN)), END, steps, rng.uniform(0, 0.8)))
+        else:
+            plan.append(Kill(rng.choice((*FATAL, *WITHIN, *WITHIN)), RUNNING, step, rng.uniform(0, 0.3)))
+    return plan[:kills]
+
+
+class Seen:
+    """What can be seen of a run from outside, by its files."""
+
+    def __init__(self, run_dir: Path, keep_last_n: int) -> None:
+        self.run_dir, self._keep = run_dir, keep_last_n
+        self._tails: dict[Path, tuple[int, int]] = {}  # journal -> bytes read, steps in them
+
+    def steps(self, *, warm: bool = False) -> int:
+        """Batches in the journal, those of earlier lives included: lines are only counted."""
+        path = self.run_dir / ("warm_start/ledger.jsonl" if warm else "ledger.jsonl")
+        place, found = self._tails.get(path, (0, 0))
+        if not path.exists():
+            return 0
+        with path.open("rb") as file:
+            file.seek(place)
+            new = file.read()
+        found += new.count(b'{"type":"step"')
+        place += len(new)
+        # The start of a line is cut off where the file was read while it was written; that one comes a step late.
+        self._tails[path] = place, found
+        return found
+
+    def reached(self, kill: Kill) -> Callable[[], bool]:
+        """Whether a kill's moment is there, asked again and again."""
+        checkpoints = self.run_dir / "checkpoints"
+        before = self.steps() if kill.moment == RUNNING else 0
+
+        def names(pattern: str) -> Iterator[Path]:
+            return checkpoints.glob(pattern)
+
+        match kill.moment:
+            case "warm start":
+                home = self.run_dir / "warm_start" / "logs"
+                return lambda: home.is_dir() and self.steps(warm=True) >= kill.step
+            case "resume":
+                return lambda: True
+            case "save":
+                return lambda: self.steps() >= kill.step and any(names(".step-*.draft"))
+            case "prune":
+                return lambda: (
+                    self.steps() >= kill.step
+                    and (any(names(".step-*.removed")) or sum(1 for _ in names("step-*")) > self._keep)
+                )
+        return lambda: self.steps() >= max(kill.step, before)

@@ -1,0 +1,197 @@
+"""Runs that are killed again and again, resumed, and judged: `make chaos KILLS=100 SEED=7`.
+
+Each run is the program as a user starts it, in a process of its own, with simulated engines and trainer (one in five
+computes). It gets a few kills of kills.py; where one ends it, it is resumed, until it is complete. Then the oracle
+reads what it left.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import secrets
+import signal
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from tests.chaos.kills import CONTROLLER, FATAL, MOMENTS, Kill, Seen, draw
+from tests.chaos.leftovers import MARK, Watch
+from tests.chaos.oracle import KINDS, Expected, Fault, judge
+
+ROOT = Path(__file__).parent.parent.parent
+LEFT, BROKEN = "left over", "did not end"
+STEPS, WARM_STEPS, BATCH, BOUND, KEEP = 20, 4, 4, 2, 2
+LIMIT_S = 240.0  # of one start of the program
+
+_EVERY_RUN = [
+    "--hf-checkpoint", "tiny-arithmetic", "--prompt-data", "arithmetic", "--label-key", "label", "--lr", "1e-4",
+    "--rm-type", "random:0.5", "--rollout-batch-size", str(BATCH), "--n-samples-per-prompt", "4",
+    "--rollout-max-response-len", "6", "--num-rollout", str(STEPS), "--max-staleness", str(BOUND),
+    "--save-interval", "1", "--keep-last-n", str(KEEP), "--eval-prompt-data", "held=arithmetic@[0:4]",
+    "--eval-interval", "5", "--scale", "engine=2", "--scale", "generate=2", "--max-restarts", "20",
+    "--no-live", "--no-use-tensorboard", "--log-interval", "50",
+]  # fmt: skip
+_SIMULATED = [
+    "--engine", "simulated", "engine.simulated.vocab_size=32", "engine.simulated.length_mean=6",
+    "engine.simulated.update_s=0.01", "--train-backend", "simulated", "--simulated-step-s", "0.1",
+]  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Case:
+    """One run and its kills."""
+
+    name: str
+    flags: tuple[str, ...]
+    kills: tuple[Kill, ...]
+    warm: bool = False
+
+
+@dataclass
+class Verdict:
+    """What became of a case."""
+
+    case: Case
+    done: list[Kill] = field(default_factory=list)
+    missed: list[Kill] = field(default_factory=list)  # their moment never came
+    resumes: int = 0
+    faults: list[Fault] = field(default_factory=list)
+
+
+def flags(*, seed: int, computes: bool = False, warm: bool = False) -> list[str]:
+    """Of one run. `computes`: a real model is trained and sampled; `warm`: after a supervised warm start."""
+    found = [*_EVERY_RUN, *([] if computes else _SIMULATED), "--seed", str(seed)]
+    if warm:
+        found += ["--warm-start-steps", str(WARM_STEPS), "--warm-start-batch-size", str(BATCH)]
+    return found
+
+
+def cases(seed: int, kills: int) -> Iterable[Case]:
+    """Endless; each gets one to five of the kills that a run with its seed draws."""
+    for number in range(10 * kills):
+        rng = random.Random(seed * 1_000_003 + number)
+        warm, computes = rng.random() < 0.3, number % 5 == 4
+        given = flags(seed=rng.randrange(1 << 30), computes=computes, warm=warm)
+        drawn = draw(rng, steps=STEPS, warm_steps=WARM_STEPS if warm else 0, kills=rng.randrange(3, 7))
+        yield Case(f"{seed}.{number}{' computes' if computes else ''}", tuple(given), tuple(drawn), warm)
+
+
+class Running:
+    """A case while it runs. `home`: an empty directory."""
+
+    def __init__(self, case: Case, home: Path) -> None:
+        self.verdict = Verdict(case)
+        self._left = list(case.kills)
+        self._run_dir, runtime = home / "run", home / "runtime"
+        runtime.mkdir(parents=True)
+        self._mark = secrets.token_hex(8)
+        self._watch = Watch(self._mark, runtime)
+        self._seen = Seen(self._run_dir, KEEP)
+        self._environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", MARK: self._mark}
+        self._environment["XDG_RUNTIME_DIR"] = str(runtime)
+        self._log = home / "terminal.log"
+
+    def run(self) -> Verdict:
+        """To its end, with all kills whose moment comes, then judged."""
+        command = ["--run-dir", str(self._run_dir), *self.verdict.case.flags]
+        while self._once(command):
+            self.verdict.resumes += 1
+            begun = (self._run_dir / "config.toml").exists()  # killed before it had anything, it is begun anew
+            command = ["--resume", str(self._run_dir)] if begun else command
+        faults = self.verdict.faults
+        if not faults:
+            faults += judge(self._run_dir, Expected(STEPS, BATCH, BOUND, KEEP))
+        faults += [Fault(LEFT, text) for text in self._watch.left()]
+        self.verdict.missed = self._left
+        return self.verdict
+
+    def _once(self, flags: Sequence[str]) -> bool:
+        """One life of the program; whether it has to be resumed."""
+        deadline, killed = time.monotonic() + LIMIT_S, False
+        with self._log.open("ab") as log:
+            process = subprocess.Popen(
+                [sys.executable, str(ROOT / "launch.py"), *flags],
+                cwd=ROOT, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=self._environment,
+            )  # fmt: skip
+        try:
+            while process.poll() is None and time.monotonic() < deadline:
+                if killed or not self._left:
+                    self._wait(process)
+                else:
+                    killed = self._next_kill(process, deadline)
+        finally:
+            if process.poll() is None:
+                self.verdict.faults.append(Fault(BROKEN, f"not within {LIMIT_S:g} s: {self._last_words()}"))
+                process.kill()
+                process.wait()
+        return self._goes_on(process.returncode, killed)
+
+    def _wait(self, process: subprocess.Popen[bytes]) -> None:
+        """For the end, and look at what the run holds meanwhile."""
+        self._watch.look()
+        try:
+            process.wait(0.2)
+        except subprocess.TimeoutExpired:
+            return
+
+    def _next_kill(self, process: subprocess.Popen[bytes], deadline: float) -> bool:
+        """Wait for its moment and make it; whether the run ends by it."""
+        kill = self._left[0]
+        reached, looked = self._seen.reached(kill), 0.0
+        while not reached():
+            if process.poll() is not None or time.monotonic() > deadline:
+                return False
+            if time.monotonic() > looked + 0.5:
+                self._watch.look()
+                looked = time.monotonic()
+            time.sleep(0.002)
+        time.sleep(kill.delay_s)
+        pid = process.pid if kill.victim == CONTROLLER else self._pid(kill)
+        if pid is None or process.poll() is not None:
+            return False
+        self._watch.look()
+        try:
+            os.kill(pid, signal.SIGKILL)
+        except ProcessLookupError:  # it is just being started anew
+            return False
+        self.verdict.done.append(self._left.pop(0))
+        return kill.victim in FATAL
+
+    def _pid(self, kill: Kill) -> int | None:
+        home = self._run_dir / "warm_start" if kill.moment == "warm start" else self._run_dir
+        try:
+            pid = int((home / "replicas" / f"{kill.victim}.pid").read_text())
+            marked = f"{MARK}={self._mark}".encode() in Path(f"/proc/{pid}/environ").read_bytes()
+        except (OSError, ValueError):
+            return None  # not started yet, or ended
+        return pid if marked else None  # the number may be another's by now
+
+    def _goes_on(self, code: int, killed: bool) -> bool:
+        if self.verdict.faults or code == 0:
+            return False
+        if killed and code in (1, -signal.SIGKILL):
+            return True
+        self.verdict.faults.append(Fault(BROKEN, f"exit code {code} without a kill that ends it: {self._last_words()}"))
+        return False
+
+    def _last_words(self) -> str:
+        return self._log.read_text(errors="replace")[-600:]
+
+
+def table(verdicts: Sequence[Verdict]) -> str:
+    """Kills by moment and victim, and what the oracle found."""
+    done = Counter((kill.moment, kill.victim.split("-")[0]) for verdict in verdicts for kill in verdict.done)
+    victims = ("engine", "engines", "generate", "reward", "group", "evaluate", "train", "controller")
+    lines = [f"{'killed':12}" + "".join(f"{victim:>11}" for victim in victims) + f"{'all':>7}"]
+    for moment in (*MOMENTS, "all"):
+        row = [sum(n for (at, who), n in done.items() if who == victim and moment in (at, "all")) for victim in victims]
+        lines.append(f"{moment:12}" + "".join(f"{n:>11}" for n in row) + f"{sum(row):>7}")
+    found = Counter(fault.kind for verdict in verdicts for fault in verdict.faults)
+    lines.append(f"{len(verdicts)} runs, {sum(verdict.resumes for verdict in verdicts)} resumes")
+    lines.append(", ".join(f"{found[kind]} {kind}" for kind in (*KINDS, LEFT, BROKEN)))
+    return "\n".join(lines)

@@ -1,0 +1,244 @@
+"""The oracle judges every run that is killed, so it must see each fault; what it says of a run without one is nothing.
+
+The runs here are written by hand, in the formats and with nothing of the program.
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+import os
+import subprocess
+import sys
+import zlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import xxhash
+
+from tests.chaos import leftovers, oracle
+from tests.chaos.leftovers import MARK, SHARED, Watch
+from tests.chaos.oracle import DISAGREE, LOST, STALE, TWICE, Expected, judge
+
+EXPECTED = Expected(steps=3, groups_per_step=2, bound=2)
+Event = dict[str, Any]
+Change = Callable[["Run"], None]
+
+
+def admit(group: int) -> Event:
+    return {"type": "admit", "group": group, "position": group, "requeued": 0}
+
+
+def settle(group: int, outcome: str, step: int) -> Event:
+    return {"type": "settle", "group": group, "outcome": outcome, "step": step, "detail": ""}
+
+
+def step(number: int, oldest: int = 0, token_hash: str = "") -> Event:
+    return {"type": "step", "step": number, "token_hash": token_hash or f"tokens {number}", "oldest": oldest}
+
+
+def commit(number: int) -> Event:
+    return {"type": "commit", "step": number}
+
+
+def batch(number: int, *groups: int, oldest: int = 0) -> list[Event]:
+    return [*(settle(group, "trained", number) for group in groups), step(number, oldest)]
+
+
+class Run:
+    """Three steps; killed after the second, whose checkpoint was not yet written, and resumed from the first."""
+
+    def __init__(self) -> None:
+        self.journal = [
+            *map(admit, range(4)), *batch(1, 0, 2), commit(1), admit(4), settle(1, "filtered", 1),
+            *batch(2, 3, 4, oldest=1), admit(5),
+            {"type": "rollback", "step": 1, "epoch": 1, "next_group": 4, "reopened": [1, 3], "restored": [3]},
+            admit(4), *batch(2, 3, 1, oldest=2), commit(2), *map(admit, (5, 6)), *batch(3, 4, 6, oldest=1), commit(3),
+            settle(5, "surplus", 3),
+        ]  # fmt: skip
+        self.rows = [self.row(1, 0, open_=2), self.row(2, 2, open_=1), self.row(3, 1, open_=1)]
+        self.checkpoints: dict[str, Event] = {
+            "step-00000002": self.manifest(2, next_group=5, open_=[[4, 4, 0]], trained=4),
+            "step-00000003": self.manifest(3, next_group=7, open_=[[5, 5, 0]], trained=6),
+        }
+        self.kept = {"step-00000002": [4], "step-00000003": [5]}
+
+    def row(self, number: int, oldest: float, open_: int) -> Event:
+        ledger = {"trained": 2.0 * number, "open": float(open_)} | dict.fromkeys(
+            ("filtered", "stale", "failed", "surplus", "duplicates"), 0.0
+        )
+        return {"step": number, "staleness/max": oldest} | {f"ledger/{name}": value for name, value in ledger.items()}
+
+    def manifest(self, number: int, next_group: int, open_: list[list[int]], trained: int) -> Event:
+        ledger = {
+            "next_group": next_group, "cursor": next_group, "counts": {"trained": trained, "stale": 0},
+            "open": open_, "duplicates": 0,
+        }  # fmt: skip
+        return {"step": number, "version": number, "epoch": 1, "ledger": ledger}
+
+    def write(self, home: Path) -> Path:
+        lines = []
+        for event in self.journal:
+            body = json.dumps(event, separators=(",", ":")).encode()
+            lines.append(b"%08x %s\n" % (zlib.crc32(body), body))
+        (home / "ledger.jsonl").write_bytes(b"".join(lines))
+        (home / "metrics.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in self.rows))
+        for name, manifest in self.checkpoints.items():
+            directory = home / "checkpoints" / name
+            directory.mkdir(parents=True)
+            records = b"".join(oracle.struct.pack("<qqQ", group, 4, 3) + b"abc" for group in self.kept[name])
+            (directory / "buffer.msgpack").write_bytes(b"f" * 16 + records)
+            (directory / "weights").write_bytes(b"w" * 100)
+            files = {
+                file.name: {"size": file.stat().st_size, "xxh3": xxhash.xxh3_128(file.read_bytes()).hexdigest()}
+                for file in directory.iterdir()
+            }
+            body = json.dumps(manifest | {"ledger": json.dumps(manifest["ledger"]), "files": files}).encode()
+            seal = f'{{"xxh3":"{xxhash.xxh3_128(body).hexdigest()}","manifest":'.encode()
+            (directory / "manifest.json").write_bytes(seal + body + b"}")
+        return home
+
+
+def found(home: Path, change: Change | None = None) -> list[tuple[str, str]]:
+    run = Run()
+    if change is not None:
+        change(run)
+    return [(fault.kind, fault.text) for fault in judge(run.write(home), EXPECTED)]
+
+
+def drop(event: Event) -> Change:
+    return lambda run: run.journal.remove(event)
+
+
+def replace(old: Event, *new: Event) -> Change:
+    def change(run: Run) -> None:
+        place = len(run.journal) - 1 - run.journal[::-1].index(old)
+        run.journal[place : place + 1] = new
+
+    return change
+
+
+def edit(row: int, **values: float) -> Change:
+    return lambda run: run.rows[row].update({name.replace("_", "/", 1): value for name, value in values.items()})
+
+
+def ledger(name: str, **values: Any) -> Change:
+    return lambda run: run.checkpoints[name]["ledger"].update(values)
+
+
+def one_more(run: Run) -> None:
+    run.kept["step-again"], run.checkpoints["step-again"] = run.kept[NEWEST], run.checkpoints[NEWEST]
+
+
+NEWEST = "step-00000003"
+ROLLBACK = next(event for event in Run().journal if event["type"] == "rollback")
+MUTANTS: dict[str, tuple[Change, str, str]] = {
+    "a group without an end": (drop(settle(5, "surplus", 3)), LOST, "group 5 has no end"),
+    "a group that was never admitted": (drop(admit(6)), DISAGREE, "group 6 ends as trained and was never admitted"),
+    "a group id left out": (replace(admit(5), admit(6)), LOST, "group 6 is admitted where group 5 was next"),
+    "a prompt left out": (replace(admit(6), admit(6) | {"position": 7}), LOST, "group 6 asks position 7 where 6"),
+    "a batch that is not whole": (drop(settle(6, "trained", 3)), LOST, "step 3 trained 1 groups of 2"),
+    "a step left out": (replace(step(3, 1), step(4, 1)), LOST, "step 4 follows step 2"),
+    "a run that stopped early": (lambda run: run.journal.__delitem__(slice(-6, None)), LOST, "last step .* is 2 of 3"),
+    "a group trained in two steps": (replace(settle(6, "trained", 3), settle(3, "trained", 3)), TWICE,
+                                     "group 3 is trained in step 3 and was trained before"),
+    "a group trained though it failed": (replace(admit(5), admit(5), settle(4, "failed", 2)), TWICE,
+                                         "group 4 is trained in step 3 and was failed before"),
+    "a step trained twice": (replace(commit(3), *batch(3, 5, 5)), TWICE, "step 3 is there again after step 3"),
+    "a batch trained twice": (replace(step(3, 1), step(3, 1, "tokens 2")), TWICE, "steps 2 and 3 trained the same tok"),
+    "a step that was rolled back and counts": (
+        replace(ROLLBACK, ROLLBACK | {"step": 2, "reopened": [1], "next_group": 5}),
+        DISAGREE, "a run went on from step 2 with groups open as they never were"),
+    "an over-stale step": (replace(step(3, 1), step(3, 3)), STALE, "step 3 trained tokens 3 versions old, over 2"),
+    "an over-stale row": (edit(2, staleness_max=3.0), STALE, "row of step 3: 3 versions, over 2"),
+    "a resume that passed over a checkpoint": (replace(step(2, 1), step(2, 1), commit(2)), LOST,
+                                               "went on from step 1 although step 2 was in a checkpoint"),
+    "an epoch that repeats": (replace(ROLLBACK, ROLLBACK | {"epoch": 0}), DISAGREE, "epoch 0 follow"),
+    "a commit of another step": (replace(commit(3), commit(2)), DISAGREE, "of step 2 is written down in step 3"),
+    "a row left out": (lambda run: run.rows.pop(1), LOST, "0 rows of step 2"),
+    "a row written twice": (lambda run: run.rows.append(run.rows[2]), TWICE, "2 rows of step 3"),
+    "a row with other books": (edit(1, ledger_trained=6.0), DISAGREE, "row of step 2 has .*'trained': 6.0.* the jour"),
+    "a checkpoint with other open groups": (ledger(NEWEST, open=[]), DISAGREE, "books that the journal never had"),
+    "a checkpoint with other counts": (ledger(NEWEST, counts={"trained": 5}), DISAGREE, "books that the journal never"),
+    "a checkpoint that knows more groups": (ledger(NEWEST, next_group=8), DISAGREE, "books that the journal never had"),
+    "no checkpoint of the end": (lambda run: run.checkpoints.pop(NEWEST), LOST, "newest checkpoint is of step 2"),
+    "a group kept that is not open": (lambda run: run.kept.update({NEWEST: [6]}), DISAGREE, r"keeps groups \[6\]"),
+    "a checkpoint too many": (one_more, DISAGREE, "3 checkpoints were kept, 2 asked for"),
+}  # fmt: skip
+
+
+def test_a_run_without_fault_has_none(tmp_path: Path) -> None:
+    assert found(tmp_path) == []
+
+
+@pytest.mark.parametrize("name", list(MUTANTS))
+def test_each_fault_is_seen(tmp_path: Path, name: str) -> None:
+    change, kind, words = MUTANTS[name]
+    faults = found(tmp_path, change)
+    assert [text for of, text in faults if of == kind and matches(words, text)], faults
+
+
+def matches(words: str, text: str) -> bool:
+    import re
+
+    return re.search(words, text) is not None
+
+
+def test_a_group_that_is_told_of_twice_is_no_fault(tmp_path: Path) -> None:
+    """A replica that was killed after its report tells it again: the first end counts, and the ledger counts both."""
+
+    def again(run: Run) -> None:
+        replace(settle(5, "surplus", 3), settle(5, "surplus", 3), settle(5, "failed", 3))(run)
+
+    assert found(tmp_path, again) == []
+
+
+@pytest.mark.parametrize(
+    "name", ["ledger.jsonl", f"checkpoints/{NEWEST}/manifest.json", f"checkpoints/{NEWEST}/weights"]
+)
+def test_a_flipped_byte_is_seen(tmp_path: Path, name: str) -> None:
+    Run().write(tmp_path)
+    data = bytearray((tmp_path / name).read_bytes())
+    data[len(data) // 2] ^= 1
+    (tmp_path / name).write_bytes(data)
+    assert {fault.kind for fault in judge(tmp_path, EXPECTED)} & {DISAGREE}
+
+
+def test_what_a_kill_left_between_checkpoints_is_seen(tmp_path: Path) -> None:
+    Run().write(tmp_path)
+    (tmp_path / "checkpoints/.step-00000002.draft").mkdir()
+    assert [fault.text for fault in judge(tmp_path, EXPECTED)] == [".step-00000002.draft was left behind"]
+
+
+def test_what_is_left_running_or_in_shared_memory_is_seen(tmp_path: Path) -> None:
+    watch = Watch("mark of this test", tmp_path)
+    name = f"sluice-oracle-{os.getpid()}"
+    command = [sys.executable, "-c", "import sys; print('up', flush=True); sys.stdin.read()"]
+    with subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env={**os.environ, MARK: watch.mark}
+    ) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == b"up\n"
+        (tmp_path / name).mkdir()
+        (SHARED / name).mkdir()
+        try:
+            watch.look()
+            left = watch.left(grace_s=0)
+            assert [line.split()[0] for line in left] == ["process", str(SHARED / name), str(tmp_path / name)]
+            assert f"process {process.pid}: {sys.executable}" in left[0]
+        finally:
+            (SHARED / name).rmdir()
+            (tmp_path / name).rmdir()
+            process.kill()
+    assert watch.left() == []
+
+
+@pytest.mark.parametrize("module", [oracle, leftovers])
+def test_the_oracle_shares_no_code_with_the_run(module: Any) -> None:
+    allowed = {*sys.stdlib_module_names, "xxhash"}
+    for node in ast.walk(ast.parse(Path(module.__file__).read_text())):
+        names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+        names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+        assert {name.split(".")[0] for name in names} <= allowed
