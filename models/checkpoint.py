@@ -189,6 +189,13 @@ def resumable_checkpoint(root: Path, tell: Callable[[str], None]) -> tuple[Path,
     return None
 
 
+def remove_leftovers(root: Path) -> None:
+    """Remove what killed runs left half written or half removed under `root`. Only while nobody writes there."""
+    for path in root.glob(".step-*"):
+        if path.is_dir() and not _orphaned(path):
+            shutil.rmtree(path, ignore_errors=True)
+
+
 def prune(root: Path, keep: int) -> list[Path]:
     """Remove all but the newest `keep` complete checkpoints (at least one stays); return what was removed."""
     if keep < 1:

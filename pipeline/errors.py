@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import resource
 from pathlib import Path
 
 from models.algorithms.errors import AlgorithmError
@@ -82,10 +83,25 @@ def disk_full(error: BaseException) -> bool:
     return full or "os error 28" in str(error)
 
 
+def too_many_files(error: BaseException) -> bool:
+    """Whether no further file or socket could be opened; zmq's errors carry the same numbers."""
+    return getattr(error, "errno", None) in (errno.EMFILE, errno.ENFILE)
+
+
+def _file_limit() -> str:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return (
+        f"the limit of open files ({soft}, at most {hard}) is too low for this run: raise it, such as with "
+        "`ulimit -n 4096`, or start fewer replicas with --scale"
+    )
+
+
 def user_error(error: BaseException) -> str | None:
     """The sentence for the user, or None if the error is a defect that should show itself."""
     if disk_full(error):
         return f"there is no space left on the disk ({error}); free some, or choose another --run-dir"
+    if too_many_files(error):
+        return _file_limit()
     return str(error) if isinstance(error, USER_ERRORS) else None
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import resource
 import shutil
 import sys
 import time
@@ -21,8 +22,8 @@ import msgspec
 from configs.load import config_hash, dump_toml
 from configs.resolve import num_rollout_for
 from configs.schema import Config
-from models.checkpoint import Manifest, latest_checkpoint, resumable_checkpoint
-from models.weights.slots_directory import remove_if_stale, remove_stale
+from models.checkpoint import Manifest, latest_checkpoint, remove_leftovers, resumable_checkpoint
+from models.weights.slots_directory import SHARED_MEMORY, remove_if_stale, remove_stale
 from pipeline.controller import Controller
 from pipeline.errors import Interrupted, RunError, UsageError, leaf, user_error
 from pipeline.graph import build
@@ -50,6 +51,8 @@ from stages.prompts.stage import PromptStage
 from stages.staleness_gate import StalenessGate
 from stages.train.saved_groups import restorable
 
+ENOUGH_FILES = 1 << 16
+
 Launchers = Callable[[RunDir, int], Launcher]  # where processes run, of so many that share the processors
 
 
@@ -57,10 +60,19 @@ def run(config: Config, launchers: Launchers = LocalLauncher) -> int:
     """Run to the end; return the exit code: 0 done, 130 interrupted. Raises RunError with one sentence for the user."""
     if os.getcwd() not in sys.path:
         sys.path.append(os.getcwd())  # graders, filters, tools and stages of the user's own, as in the workers
+    _raise_file_limit()
     directory = Path(config.run.resume or config.run.run_dir or time.strftime("runs/%Y%m%d-%H%M%S"))
     try:
         with RunDir(directory).open(resume=config.run.resume is not None) as rundir:
-            return _run(config, rundir, launchers)
+            try:
+                return _run(config, rundir, launchers)
+            except Exception as error:
+                if rundir.gone:  # whatever failed by that
+                    raise UsageError(
+                        f"the run directory {rundir.path} was removed or replaced while the run used it, so nothing of "
+                        "it can be resumed; start a new run, and leave its directory alone until it has ended"
+                    ) from error
+                raise
     except RunError:
         raise
     except asyncio.CancelledError:
@@ -78,28 +90,38 @@ def run(config: Config, launchers: Launchers = LocalLauncher) -> int:
         raise UsageError(sentence) from error
 
 
+def _raise_file_limit() -> None:
+    """As many open files as this user may have: each replica takes a few sockets, and shells often begin with 1024."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = ENOUGH_FILES if hard == resource.RLIM_INFINITY else min(hard, ENOUGH_FILES)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+
+
 def _run(config: Config, rundir: RunDir, launchers: Launchers) -> int:
     resolved = dump_toml(config)
     check_names(config)
     check_trainer(config)
     prepare_sglang(config)  # tells what is wrong now, not after a warm start; what it learns is remembered
-    remove_stale()  # weight slots that killed runs left in shared memory
+    for place in (SHARED_MEMORY, rundir.path):
+        remove_stale(place)  # weight slots that killed runs left
     experiment = config_hash(config)
     config = prepare(config, rundir.path / "assets")
     if config.engine.frozen_engine:
         asyncio.run(check_frozen(config, load_tokenizer(config.train.hf_checkpoint)))
     found = resumable_checkpoint(rundir.checkpoints, _tell)
     if config.warm_start.warm_start_steps and found is None:
-        rundir.write_config(resolved)
+        if config.run.resume is None:
+            rundir.write_config(resolved)
         config = _warm_start(config, rundir, launchers)
     elif config.warm_start.warm_start_steps:
         config = _with_model(config, rundir.path / "warm_start" / "model")
-    phase = Phase(config, rundir, launchers, found, experiment)
-    rundir.write_config(resolved)  # what was refused has changed nothing
-    with phase:
+    with Phase(config, rundir, launchers, found, experiment, resolved) as phase:
         try:
             reason = phase.run()
         except BaseException as error:
+            if phase.refused:
+                raise
             with contextlib.suppress(OSError):  # the disk may be what failed; the first error is the one to tell
                 write_summary(rundir.summary, summarise(phase.recorder, phase.config, f"failed: {leaf(error)}"))
             raise
@@ -187,8 +209,10 @@ class Phase:
         launchers: Launchers,
         resumed: tuple[Path, Manifest] | None = None,
         experiment: str = "",
+        resolved: str = "",
     ) -> None:
-        self.rundir = rundir
+        """`resolved`: the configuration as the run directory is to keep it; a phase within a run keeps none."""
+        self.rundir, self.resolved = rundir, resolved
         checkpoint, manifest = resumed if resumed is not None else (None, None)
         self.checkpoint, self.manifest = checkpoint, manifest
         tokenizer = self.tokenizer = load_tokenizer(config.train.hf_checkpoint, config.data.chat_template_path)
@@ -260,15 +284,28 @@ class Phase:
             host=self.launcher.controller,
         )
 
+    @property
+    def refused(self) -> bool:
+        """Whether a resume has not come as far as to change anything."""
+        return self.config.run.resume is not None and self.recorder.training_started is None
+
+    def _keep_config(self) -> None:
+        if self.resolved:
+            self.rundir.write_config(self.resolved)
+        (self.rundir.path / "config.json").write_bytes(msgspec.json.encode(self.config))  # for people
+
     async def _main(self) -> str:
         task = asyncio.current_task()
         if task is not None:
             task.set_name("sluice-main")
-        if self.config.run.resume is not None:
+        if self.config.run.resume is None:
+            self._keep_config()
+        else:
+            self.recorder.begun = self._keep_config  # the trainer may refuse: what was refused changes nothing
+            remove_leftovers(self.rundir.checkpoints)
             step = self.manifest.step if self.manifest else 0
             next_group = self.snapshot.next_group if self.snapshot else 0
-            self.recorder.journal.write(RolledBack(step, self.epoch, next_group, self.reopened, self.restored))
-        (self.rundir.path / "config.json").write_bytes(msgspec.json.encode(self.config))  # for people
+            self.recorder.journal.begin_with(RolledBack(step, self.epoch, next_group, self.reopened, self.restored))
         stage = PromptStage(
             StageContext(self.config, self.rundir.path, "prompts-0", self.recorder.spans),
             self.prompts,

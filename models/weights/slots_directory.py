@@ -4,6 +4,8 @@ Invariants:
 - the directory is 0700 and appears with its owner's lock already held;
 - a directory is removed by its owner, or by anybody once the owner is dead: the lock on `owner.pid` is the proof (the
   kernel releases it with the process, however it ends), the number inside is for people;
+- files elsewhere in shared memory that processes of the run would leave behind are listed in `left_behind`, and are
+  removed with a directory whose owner is dead;
 - nothing that another user owns is touched.
 """
 
@@ -14,6 +16,8 @@ import fcntl
 import os
 import shutil
 import tempfile
+import time
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Final
 
@@ -21,6 +25,8 @@ from models.weights.errors import SlotDirectoryError
 
 PREFIX: Final = "sluice-"
 OWNER_FILE: Final = "owner.pid"
+LEFT_BEHIND_FILE: Final = "left_behind"
+DRAFT_S: Final = 60.0  # a younger draft may be about to be locked
 SHARED_MEMORY: Final = Path("/dev/shm")
 
 
@@ -82,6 +88,7 @@ def remove_if_stale(directory: Path) -> bool:
         return False  # not a slot directory, or removed by another process just now
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        _remove_listed(directory / LEFT_BEHIND_FILE)
         shutil.rmtree(directory, ignore_errors=True)
         return not directory.exists()
     except BlockingIOError:
@@ -94,8 +101,33 @@ def remove_stale(root: Path = SHARED_MEMORY) -> list[Path]:
     """Remove the slot directories that dead runs left in `root`; return what was removed."""
     if not root.is_dir():
         return []
-    found = sorted([*root.glob(f"{PREFIX}*"), *root.glob(f".{PREFIX}*")])
+    found = sorted([*root.glob(f"{PREFIX}*"), *_abandoned_drafts(root)])
     return [directory for directory in found if remove_if_stale(directory)]
+
+
+def list_left_behind(directory: Path, files: Iterable[Path]) -> None:
+    """Add files of shared memory that are to go with the directory, should its owner be killed."""
+    with (directory / LEFT_BEHIND_FILE).open("a") as file:
+        file.writelines(f"{path}\n" for path in files)
+
+
+def _remove_listed(listing: Path) -> None:
+    with contextlib.suppress(OSError):  # none was listed
+        for path in map(Path, listing.read_text().splitlines()):
+            if path.parent == SHARED_MEMORY:
+                with contextlib.suppress(OSError):  # it is gone already
+                    path.unlink()
+
+
+def _abandoned_drafts(root: Path) -> list[Path]:
+    """Drafts of directories whose maker was killed. One that is empty was never locked and goes at once."""
+    found = []
+    for draft in root.glob(f".{PREFIX}*"):
+        with contextlib.suppress(OSError):  # renamed just now, or another user's
+            if time.time() - draft.stat().st_mtime > DRAFT_S:
+                found.append(draft)
+                draft.rmdir()
+    return found
 
 
 def _owner(directory: Path) -> str:

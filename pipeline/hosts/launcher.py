@@ -76,8 +76,9 @@ class Handle(Protocol):
     async def kill(self) -> int:
         """End it and all that it started at once, or what is left of them; its exit status."""
 
-    def serving(self) -> None:
-        """Told once it has come up: what it holds by now is given back for it, should it be killed."""
+    def remember_shared(self) -> None:
+        """Told while it comes up: what it holds in shared memory by now is removed for it, should it or the run be
+        killed."""
 
     def state(self) -> ProcessState | None:
         """None where that cannot be seen."""

@@ -18,6 +18,7 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 
 import pipeline
+from models.weights.slots_directory import list_left_behind
 from pipeline.hosts import die_with_parent as die_with_parent
 from pipeline.hosts.free_port import HOST, held_port
 from pipeline.hosts.launcher import ANYTHING, STOP_GRACE_S, ProcessSpec, ProcessState, Resources
@@ -47,8 +48,8 @@ def child_environment(processes: int) -> dict[str, str]:
 class LocalHandle:
     """A process of this machine."""
 
-    def __init__(self, spec: ProcessSpec, process: asyncio.subprocess.Process, log: Path, log_start: int) -> None:
-        self.spec, self.log = spec, log
+    def __init__(self, spec: ProcessSpec, process: asyncio.subprocess.Process, rundir: RunDir, log_start: int) -> None:
+        self.spec, self.log, self._sockets = spec, _log(rundir, spec.name), rundir.sockets
         self.pid = process.pid  # also the number of its group
         self._process, self._log_start = process, log_start
         self._shared: set[Path] = set()  # what it would leave in shared memory
@@ -60,21 +61,24 @@ class LocalHandle:
     async def wait(self) -> int:
         return await self._process.wait()
 
-    def serving(self) -> None:
-        self._shared.update(shared_files(self.pid))
+    def remember_shared(self) -> None:
+        new = shared_files(self.pid) - self._shared
+        if new:
+            self._shared |= new
+            list_left_behind(self._sockets, new)
 
     def state(self) -> ProcessState | None:
         return group_state(self.pid)
 
     async def kill(self) -> int:
-        self.serving()
+        self.remember_shared()
         await self._kill_group()
         return await self.wait()
 
     async def stop(self) -> None:
         """Waits for the end; unblocked by it, or by the grace's end, which kills it."""
         if self.spec.sweep:
-            self.serving()
+            self.remember_shared()
         with contextlib.suppress(ProcessLookupError):  # it ended in between
             self._process.send_signal(signal.SIGTERM if self.spec.grace_s else signal.SIGKILL)
         ended = False
@@ -122,8 +126,7 @@ class LocalLauncher:
         env = {**(self._environment if spec.ours else os.environ), **spec.env}
         if resources.gpus:
             env["CUDA_VISIBLE_DEVICES"] = ",".join(resources.gpus)
-        path = self.rundir.logs / f"{spec.name}.log"
-        with path.open("ab") as log:
+        with _log(self.rundir, spec.name).open("ab") as log:
             start = log.tell()
             process = await asyncio.create_subprocess_exec(
                 *(sys.executable, "-IS", str(die_with_parent.__file__), str(os.getpid())),
@@ -134,7 +137,7 @@ class LocalLauncher:
                 env=env,
                 start_new_session=True,  # Ctrl-C is for the controller
             )
-        handle = self.handles[spec.name] = LocalHandle(spec, process, path, start)
+        handle = self.handles[spec.name] = LocalHandle(spec, process, self.rundir, start)
         write_whole(self.rundir.specs / f"{spec.name}.pid", str(process.pid).encode())
         return handle
 
@@ -143,6 +146,10 @@ class LocalLauncher:
             for handle in self.handles.values():
                 if handle.alive:
                     tasks.create_task(handle.stop())
+
+
+def _log(rundir: RunDir, name: str) -> Path:
+    return rundir.logs / f"{name}.log"
 
 
 def last_error(log: Path, start: int = 0) -> str:

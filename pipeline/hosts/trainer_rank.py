@@ -17,7 +17,7 @@ import msgspec
 from configs.schema import Config
 from models.train.trainer_group.errors import StageGone
 from models.train.trainer_group.rank_spec import EXIT_STAGE_GONE, MEETING, RankSpec, Rendezvous
-from pipeline.errors import exit_code, leaf
+from pipeline.errors import exit_code, leaf, user_error
 from pipeline.hosts.rendezvous import Entry, from_command, read
 
 
@@ -43,7 +43,7 @@ def main(argv: list[str]) -> int:
     except BaseException as error:
         cause = leaf(error)
         logging.exception("%s failed", name)
-        logging.error("%s: %s", type(cause).__name__, cause)
+        logging.error("%s: %s", type(cause).__name__, user_error(cause) or cause)
         logging.shutdown()
         os._exit(rank_exit_code(cause))  # at once: threads of a broken process group may wait for ever
     return 0

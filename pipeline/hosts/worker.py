@@ -12,7 +12,7 @@ import sys
 
 import msgspec
 
-from pipeline.errors import exit_code, leaf
+from pipeline.errors import exit_code, leaf, user_error
 from pipeline.hosts.other_host import settled
 from pipeline.hosts.rendezvous import Entry, from_command, read
 from pipeline.hosts.replica import ReplicaSpec, run_replica
@@ -36,7 +36,7 @@ def main(argv: list[str]) -> int:
     except BaseException as error:
         cause = leaf(error)
         logging.exception("%s failed", name)
-        logging.error("%s: %s", type(cause).__name__, cause)
+        logging.error("%s: %s", type(cause).__name__, user_error(cause) or cause)
         return exit_code(cause)
     return 0
 

@@ -186,8 +186,7 @@ def package_versions() -> dict[str, str]:
 
 
 def write_summary(path: Path, summary: RunSummary) -> None:
-    """Write the summary, indented, whole or not at all."""
-    path.parent.mkdir(parents=True, exist_ok=True)
+    """Write the summary, indented, whole or not at all. Raises OSError, also if the run directory is gone."""
     write_json(path, summary)
 
 

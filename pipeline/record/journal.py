@@ -73,9 +73,15 @@ class Journal:
             _cut_torn_tail(path)
         self._file = path.open("ab")
         self._encoder = msgspec.json.Encoder()
+        self._first: tuple[Event, ...] = ()
+
+    def begin_with(self, event: Event) -> None:
+        """Write that event in front of the next one: what is refused before anything happens leaves no line."""
+        self._first = (event,)
 
     def write(self, *events: Event) -> None:
-        for event in events:
+        first, self._first = self._first, ()
+        for event in (*first, *events):
             body = self._encoder.encode(event)
             self._file.write(b"%08x %s\n" % (zlib.crc32(body), body))
 

@@ -87,19 +87,26 @@ class Recorder:
         self.dead_letters: list[str] = []
         self.delta_ratios: list[float] = []  # per step, where weights travel as differences
         self.lines: Callable[[str], None] = lambda line: None  # where a message to the user goes
+        self.begun: Callable[[], None] = lambda: None  # called once the trainer has its weights: nothing is refused now
         self._resume_step = resume_step
+        self._metrics: Metrics | None = None
+
+    def _open_metrics(self) -> Metrics:
+        """When the trainer has its weights, and not before: a resume that is refused drops no row."""
+        if self._metrics is None:
+            tensorboard = self.config.observe.use_tensorboard
+            self._metrics = Metrics(self.rundir.path, tensorboard=tensorboard, resume_step=self._resume_step)
+        return self._metrics
 
     def __enter__(self) -> Recorder:
         self.journal = Journal(self.rundir.ledger)
-        self.metrics = Metrics(
-            self.rundir.path, tensorboard=self.config.observe.use_tensorboard, resume_step=self._resume_step
-        )
         self.spans = TraceWriter(self.rundir.trace, "prompts-0", stage="prompts", enabled=self.config.observe.trace)
         return self
 
     def __exit__(self, *_: object) -> None:
         self.journal.__exit__(None, None, None)
-        self.metrics.close()
+        if self._metrics is not None:
+            self._metrics.close()
         self.spans.close()
         if self.rewards:
             with contextlib.suppress(OSError):  # a full disk has been told by then, and this file is a by-product
@@ -130,6 +137,9 @@ class Recorder:
         now = time.monotonic()
         if not report.groups:
             self.versions.append(report.version)
+            if self.training_started is None:
+                self._open_metrics()
+                self.begun()
             self.training_started = self.last_step_s = now
             return
         self.last_step_s = now
@@ -140,7 +150,7 @@ class Recorder:
         self.versions.append(report.version)
         self.journal.write(Stepped(report.step, report.token_hash, max(report.staleness, default=0)))
         self.view.step(report.step, at_s=now, metrics=metrics, tokens=report.tokens, staleness=report.staleness)
-        self.metrics.write(
+        self._open_metrics().write(
             report.step,
             metrics,
             wall_s=self.wall_s,
@@ -166,7 +176,7 @@ class Recorder:
         snapshot = self.view.snapshot(time.monotonic())
         values = {**report.metrics, "eval/version": float(report.version), "eval/complete": float(report.complete)}
         values["eval/lag_steps"] = float(max(snapshot.step - report.version, 0))
-        self.metrics.write(report.version, values, wall_s=self.wall_s, trained_tokens=snapshot.trained_tokens)
+        self._open_metrics().write(report.version, values, wall_s=self.wall_s, trained_tokens=snapshot.trained_tokens)
         for name, version, value in scores(report):
             self.view.evaluated(name, version, value)
         if not report.complete:

@@ -25,14 +25,17 @@ from pathlib import Path
 from typing import IO
 
 from models.weights.slots_directory import PREFIX, DirectoryLease, remove_stale
-from pipeline.errors import UsageError
+from pipeline.errors import UsageError, too_many_files, user_error
 from pipeline.record.whole_file import write_whole
 
 MIN_FREE_BYTES = 64 << 20
+LOCK_FILE = ".lock"
 
 
 def disk_error(path: Path, error: OSError) -> UsageError:
     """One sentence for an OSError under the run directory."""
+    if too_many_files(error):
+        return UsageError(str(user_error(error)))
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         return UsageError(f"the disk of the run directory {path} is full; free some space or choose another --run-dir")
     return UsageError(f"the run directory {path} cannot be used: {error.strerror or error}; choose another --run-dir")
@@ -71,7 +74,7 @@ class RunDir:
         try:
             for directory in (self.path, self.logs, self.trace, self.checkpoints, self.specs):
                 directory.mkdir(parents=True, exist_ok=True)
-            self._lock = (self.path / ".lock").open("w")
+            self._lock = (self.path / LOCK_FILE).open("w")
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             self._check_space()
             runtime = os.environ.get("XDG_RUNTIME_DIR")
@@ -84,6 +87,16 @@ class RunDir:
         except OSError as error:
             raise disk_error(self.path, error) from error
         return self
+
+    @property
+    def gone(self) -> bool:
+        """Whether somebody removed or replaced the directory since it was opened."""
+        if self._lock is None:
+            return False
+        try:
+            return not os.path.samestat((self.path / LOCK_FILE).stat(), os.fstat(self._lock.fileno()))
+        except OSError:
+            return True
 
     def write_config(self, text: str) -> None:
         """Keep the resolved configuration. Only once nothing can refuse it: a resume reads it before its own flags."""

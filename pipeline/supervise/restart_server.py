@@ -108,7 +108,7 @@ class ServerSupervisor:
             except EngineError as error:
                 return f"no answer to its first question ({error})"
             self._served = True
-            process.serving()
+            process.remember_shared()
             account = HealthTracker(health.rollout_health_check_failures)
             look = self.server.look(HttpProbe(client, health.rollout_health_check_timeout), process)
             complaint = partial(self.lifecycle.complaint, self.server.name, incarnation)
@@ -124,6 +124,8 @@ class ServerSupervisor:
                     look = HttpProbe(client, POLL_TIMEOUT_S)
                     while await look() is not None:
                         waiting.tick()
+                        if not start.process.ours:
+                            process.remember_shared()
                         await asyncio.sleep(POLL_S if start.process.ours else SLOW_POLL_S)
         except TimeoutError:
             raise ReplicaFailed(

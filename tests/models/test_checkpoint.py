@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import random
 import shutil
 from pathlib import Path
 
@@ -20,6 +21,7 @@ from models.checkpoint import (
     latest_checkpoint,
     prune,
     read_manifest,
+    remove_leftovers,
     resumable_checkpoint,
     verify_files,
     write_manifest,
@@ -241,6 +243,42 @@ def flip(path: Path) -> None:
     data = bytearray(path.read_bytes())
     data[len(data) // 2] ^= 4
     path.write_bytes(data)
+
+
+def check_every_flip_is_noticed(state: Path, root: Path) -> list[str]:
+    """Commit a training state, flip one byte of each of its files in turn, and ask for what can be resumed.
+
+    Returns the names of the files.
+    """
+    draft = draft_path(root, 1)
+    shutil.copytree(state, draft)
+    write_manifest(draft, Manifest(step=1, version=1, epoch=0))
+    commit_directory(draft, final := final_path(root, 1))
+    assert resumable_checkpoint(root, lambda line: None) is not None
+    rng = random.Random(0)
+    files = sorted(path for path in final.rglob("*") if path.is_file())
+    for path in files:
+        whole = path.read_bytes()
+        data = bytearray(whole)
+        data[rng.randrange(len(data))] ^= 1 << rng.randrange(8)
+        path.write_bytes(data)
+        with pytest.raises(CheckpointError, match=r"no checkpoint in .* can be resumed") as caught:
+            resumable_checkpoint(root, lambda line: None)
+        assert str(path) in str(caught.value)
+        path.write_bytes(whole)
+    assert resumable_checkpoint(root, lambda line: None) is not None
+    return [str(path.relative_to(final)) for path in files]
+
+
+def test_leftovers_of_killed_runs_go_and_the_only_copy_of_a_checkpoint_stays(tmp_path: Path) -> None:
+    make(tmp_path, 1)
+    make(tmp_path, 2)
+    make(tmp_path, 3).rename(tmp_path / ".step-00000003.replaced")  # killed between the two renames
+    shutil.copytree(final_path(tmp_path, 2), tmp_path / ".step-00000002.replaced")
+    make(tmp_path, 4, commit=False)
+    (tmp_path / ".step-00000000.removed").mkdir()
+    remove_leftovers(tmp_path)
+    assert sorted(os.listdir(tmp_path)) == [".step-00000003.replaced", "step-00000001", "step-00000002"]
 
 
 @pytest.mark.parametrize("name", ["hf/model.safetensors", "optimizer.bin", MANIFEST_FILE])

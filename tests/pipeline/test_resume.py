@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import signal
+import subprocess
+import sys
 import time
 from pathlib import Path
 
 import pytest
-from launching import SIMULATED, SMALL, finish, made_model, start, succeed_here
+from launching import ROOT, SIMULATED, SMALL, environment, finish, made_model, start, succeed_here
 from test_kill import wait_for_steps
 
 import launch as program
@@ -18,9 +20,11 @@ pytestmark = pytest.mark.slow
 
 
 def contents(run_dir: Path) -> dict[str, bytes]:
-    """All that a user would miss: not the lock, logs or what is fetched again."""
+    """All that a user would miss: not the lock, what processes say of themselves, or what is fetched again."""
     return {
-        str(p.relative_to(run_dir)): p.read_bytes() for p in run_dir.rglob("*") if p.is_file() and p.suffix != ".log"
+        str(p.relative_to(run_dir)): p.read_bytes()
+        for p in run_dir.rglob("*")
+        if p.is_file() and p.parent.name not in ("logs", "replicas", "trace")
     }
 
 
@@ -31,7 +35,11 @@ def test_a_refused_resume_changes_nothing_and_a_damaged_checkpoint_is_passed_ove
     succeed_here(run_dir, *SMALL, *made_model(), *SIMULATED, "--save-interval", "2")
     before = contents(run_dir)
     others = ["--prompt-data", "arithmetic@[0:50]"]
-    for flags, words in [(others, "the prompts are not those"), (["--custom-rm-path", "no.such:part"], "no.such")]:
+    for flags, words in [
+        (others, "the prompts are not those"),
+        (["--custom-rm-path", "no.such:part"], "no.such"),
+        (["--train-backend", "torch", "--train-device", "cpu"], "holds no complete training state"),  # by the trainer
+    ]:
         assert program.main(["--resume", str(run_dir), "--num-rollout", "9", *flags]) == 2
         assert words in capsys.readouterr().err
         assert contents(run_dir) == before
@@ -68,3 +76,24 @@ def test_a_second_ctrl_c_leaves_no_weights_in_shared_memory(tmp_path: Path) -> N
     assert not slots.exists()
     assert not (run_dir / sockets.name).exists()
     assert not sockets.exists()
+
+
+def test_too_few_open_files_are_one_sentence(tmp_path: Path) -> None:
+    command = ["bash", "-c", 'ulimit -n 64; exec "$@"', "bash", sys.executable, str(ROOT / "launch.py")]
+    flags = ["--run-dir", str(tmp_path / "run"), *SMALL, *made_model(), *SIMULATED]
+    done = subprocess.run([*command, *flags], cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=240)
+    assert done.returncode == 2
+    assert "the limit of open files (64, at most 64) is too low for this run: raise it" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_a_run_directory_that_is_removed_is_named(tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    process = start(run_dir, *SMALL, *made_model(), *SIMULATED, "--num-rollout", "2000", "--save-interval", "1")
+    wait_for_steps(process, run_dir, 1)
+    run_dir.rename(tmp_path / "elsewhere")
+    done = finish(process, run_dir, 120)
+    assert done.code == 2, done.err[-2000:]
+    assert f"the run directory {run_dir} was removed or replaced while the run used it" in done.err
+    assert "Traceback" not in done.err
+    assert not (run_dir / "summary.json").exists()

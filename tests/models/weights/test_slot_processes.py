@@ -24,7 +24,14 @@ from models.weights.errors import (
 )
 from models.weights.shared_memory_reader import SlotManifest, SlotReader
 from models.weights.shared_memory_writer import SlotWriter
-from models.weights.slots_directory import DirectoryLease, choose_directory, remove_if_stale, remove_stale
+from models.weights.slots_directory import (
+    SHARED_MEMORY,
+    DirectoryLease,
+    choose_directory,
+    list_left_behind,
+    remove_if_stale,
+    remove_stale,
+)
 
 WRITER_PROGRAM = """
 import sys, torch, msgspec
@@ -168,3 +175,35 @@ def test_the_reader_needs_no_torch() -> None:
     modules = "models.weights.shared_memory_reader, models.weights.slots_directory"
     program = f"import sys, {modules}; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", program], cwd=ROOT, check=False).returncode == 0
+
+
+def test_what_a_killed_runs_processes_left_in_shared_memory_goes_with_its_directory(tmp_path: Path) -> None:
+    """And nothing else that is listed: neither what lies elsewhere, nor what lives."""
+    mine, elsewhere = SHARED_MEMORY / f"sem.mp-sluice-test-{os.getpid()}", tmp_path / "precious"
+    for path in (mine, elsewhere):
+        path.write_text("x")
+    lease = DirectoryLease(tmp_path / f"{slot_directory.PREFIX}run")
+    try:
+        list_left_behind(lease.directory, [mine, elsewhere])
+        list_left_behind(lease.directory, [SHARED_MEMORY / "gone already"])
+        assert remove_stale(tmp_path) == []
+        assert mine.exists()
+        os.close(lease._lock)  # as the kernel does when the owner is killed
+        assert remove_stale(tmp_path) == [lease.directory]
+        assert not mine.exists()
+        assert elsewhere.exists()
+    finally:
+        mine.unlink(missing_ok=True)
+
+
+def test_a_draft_is_left_to_its_maker_for_a_while(tmp_path: Path) -> None:
+    """Its maker may be about to lock it; one of a killed maker is empty, or has a lock that nobody holds."""
+    young, empty, unlocked = (tmp_path / f".{slot_directory.PREFIX}{name}" for name in ("young", "empty", "unlocked"))
+    for draft in (young, empty, unlocked):
+        draft.mkdir()
+    for draft in (young, unlocked):
+        (draft / slot_directory.OWNER_FILE).touch()
+    for draft in (empty, unlocked):
+        os.utime(draft, (0, 0))
+    assert remove_stale(tmp_path) == [unlocked]
+    assert os.listdir(tmp_path) == [young.name]

@@ -95,7 +95,7 @@ def summary() -> RunSummary:
 
 
 def test_the_file_reads_back_and_appears_whole(tmp_path: Path) -> None:
-    path = tmp_path / "run" / "summary.json"
+    path = tmp_path / "summary.json"
     write_summary(path, summary())
     assert read_summary(path) == summary()
     assert os.listdir(path.parent) == ["summary.json"]
