@@ -29,6 +29,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from models.checkpoint import MANIFEST_FILE, CheckpointError, read_manifest, verify_files
 from models.train.errors import TrainStateUnreadable
 from models.train.interface import TrainSequence
 from models.train.trainer_group.buckets import WeightReader
@@ -314,9 +315,11 @@ class TrainerGroupBackend:
             directory = self._place_of(point.directory, wait=newest)
             try:
                 if directory.is_dir():
+                    if committed(directory) is not None and (directory / MANIFEST_FILE).exists():
+                        verify_files(directory, read_manifest(directory))
                     self._succeed(link, encode(Load(str(directory))))
                     return point, directory
-            except TrainStateUnreadable as error:
+            except (CheckpointError, TrainStateUnreadable) as error:
                 log.warning("an older save has to be restored: %s", error)
                 refused = str(error)
         raise TrainStateUnreadable(

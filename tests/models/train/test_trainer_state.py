@@ -15,6 +15,7 @@ from safetensors.torch import load_file, save_file
 from models.tiny import make_tiny_checkpoint
 from models.train.errors import BackendMisuse, TrainStateUnreadable
 from models.train.huggingface.hf_weights import converts, hf_tensors
+from tests.models.test_checkpoint import check_every_flip_is_noticed
 
 SCHEDULE = {"lr_decay_style": "cosine", "lr_warmup_iters": 2, "min_lr": 1e-5, "lr": 1e-2, "weight_decay": 0.1}
 
@@ -64,6 +65,14 @@ def test_what_is_on_disk(backend, sequences, weights, tiny: Path, tmp_path: Path
     # The saved model starts another run.
     again = backend(hf_checkpoint=str(tmp_path / "state/hf"))
     assert all(torch.equal(tensor, weights(made)[name]) for name, tensor in weights(again).items())
+
+
+def test_a_flipped_byte_in_any_file_is_noticed(backend, sequences, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+    made = backend(advantage_estimator="ppo")
+    train(made, sequences, range(1))
+    made.save(tmp_path / "state")
+    files = check_every_flip_is_noticed(tmp_path / "state", tmp_path / "checkpoints")
+    assert {"hf/model.safetensors", "trainer/optimizer.safetensors", "trainer/critic.safetensors"} < set(files)
 
 
 @pytest.mark.parametrize("tie", [True, False])

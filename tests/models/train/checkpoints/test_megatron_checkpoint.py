@@ -14,6 +14,8 @@ import pytest
 from checkpoint_rig import RUNS, make_models, work
 from safetensors.torch import load_file
 
+from tests.models.test_checkpoint import check_every_flip_is_noticed
+
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("checkpoints")]
 # What depends on how the shares were packed.
 PACKING = {"train/micro_batches", "train/padding_frac", "train/shared_prompt_frac"}
@@ -103,6 +105,11 @@ def differences(root: Path, name: str) -> dict[str, float]:
     assert weights.keys() == wanted.keys()
     out |= {key: float((weights[key].float() - wanted[key].float()).abs().max()) for key in weights}
     return out
+
+
+def test_a_flipped_byte_in_any_file_is_noticed(runs: Path, tmp_path: Path) -> None:
+    files = check_every_flip_is_noticed(runs / "states/plain", tmp_path / "checkpoints")
+    assert {"megatron/__0_0.distcp", "megatron/__1_0.distcp", "megatron/state.json", "hf/config.json"} < set(files)
 
 
 def test_resuming_in_another_layout_is_not_stopping(runs: Path) -> None:

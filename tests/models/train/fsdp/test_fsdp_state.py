@@ -16,6 +16,7 @@ from models.train.errors import TrainStateUnreadable
 from models.train.fsdp.checkpoint import SHARDS, STATE
 from models.train.fsdp.models import FsdpModels
 from models.train.trainer import Trainer
+from tests.models.test_checkpoint import check_every_flip_is_noticed
 
 Make = Callable[..., Trainer]
 
@@ -67,6 +68,12 @@ def test_an_unreadable_state_changes_nothing(make: Make, saved: Path, tmp_path: 
     after = state_of(trainer)
     assert all(after[key].equal(one) for key, one in before.items())
     assert trainer._counters.steps == 1
+
+
+def test_a_flipped_byte_in_any_file_is_noticed(saved: Path, tmp_path: Path) -> None:
+    files = check_every_flip_is_noticed(saved, tmp_path / "checkpoints")
+    assert str(STATE) in files
+    assert any(name.startswith(str(SHARDS)) for name in files)
 
 
 @pytest.mark.parametrize("in_background", [False, True])

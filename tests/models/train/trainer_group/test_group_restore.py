@@ -148,6 +148,19 @@ def test_a_save_is_restored_where_it_lies_now(trainer_group: ToldGang, tmp_path:
     assert trainer_group.lives[2] == ["Setup", "Load step-00000001", "batch 1", "Step", "Flush", "Flush"]
 
 
+def test_a_checkpoint_that_was_damaged_since_is_not_loaded(trainer_group: ToldGang, tmp_path: Path) -> None:
+    """What a resume verifies, a new trainer group verifies too."""
+    backend, root = made(trainer_group), tmp_path / "checkpoints"
+    backend.save(draft_path(root, 1))
+    saved = commit(root, 1) / "state"
+    saved.write_bytes(b"W" + saved.read_bytes()[1:])
+    batch(backend, 1)
+    trainer_group.die_at = ["batch 2"]
+    with pytest.raises(TrainStateUnreadable, match=r"state is damaged: checksum.*--resume"):
+        batch(backend, 2)
+    assert trainer_group.lives[1] == ["Setup"]
+
+
 def test_a_save_on_its_way_to_its_commit_is_waited_for(trainer_group: ToldGang, tmp_path: Path) -> None:
     backend, root = made(trainer_group), tmp_path / "checkpoints"
     backend.save(draft_path(root, 1))
