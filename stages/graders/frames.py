@@ -2,10 +2,10 @@
 its grades.
 
 A frame is a 4-byte little-endian length and that many bytes of msgpack. The worker's first frame is empty: it is ready.
-Beside the frames, the worker keeps three 64-bit integers in shared memory: [0] the position in the chunk that it is
+Beside the frames, the worker keeps four 64-bit integers in shared memory: [0] the position in the chunk that it is
 working on (or LOADING, IDLE), [1] when it began with that (monotonic clock, ns, one clock for all processes of a
-machine), [2] how much processor time it had used by then (ns). It writes [0] last, so that a reader never sees a new
-position with an old time.
+machine), [2] how much processor time it had used by then (ns), [3] its process number. It writes [0] last, so that a
+reader never sees a new position with an old time.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from msgspec import Struct
 from stages.graders.grade import Grade, GradeRequest, clean
 
 LENGTH = struct.Struct("<I")
-PROGRESS_BYTES = 24
+PROGRESS_BYTES = 32
 LOADING = -1  # importing a grader that was not used before
 IDLE = -2
 

@@ -26,6 +26,7 @@ from stages.graders.synthetic import IN_WORKER_VARIABLE
 
 LOAD_LIMIT_S = 120.0  # to start Python, and to import a grader's module
 _POLL_S = 0.005
+_END_S = 20.0  # for the guard of a process to kill what is below it
 _CPU_CLOCK = 2  # the kernel's clock id of a process is made of its number and this (clock_getcpuclockid(3))
 _BUSY_SHARE = 0.2  # of the deadline; below, the machine was too busy to blame the text
 
@@ -141,7 +142,7 @@ class GraderProcess:
 
     def _used_s(self) -> float:
         """Processor seconds of the process since it began with what it is doing."""
-        clock = ~self._process.pid << 3 | _CPU_CLOCK
+        clock = ~self._progress[3] << 3 | _CPU_CLOCK
         with contextlib.suppress(OSError):  # the process is gone: it used none
             return (time.clock_gettime_ns(clock) - self._progress[2]) / 1e9
         return 0.0
@@ -160,7 +161,7 @@ class GraderProcess:
         return signal.Signals(-code).name
 
     async def kill(self, grace_s: float = 0.0) -> None:
-        """End the process (and what it started) and reap it. `grace_s`: let it end by itself first."""
+        """End the process and all that it started, and reap it. `grace_s`: let it end by itself first."""
         self._retired = True
         self._writer.close()
         for _ in range(int(grace_s / _POLL_S)):
@@ -168,9 +169,17 @@ class GraderProcess:
                 break
             await asyncio.sleep(_POLL_S)
         if self._process.returncode is None:  # not reaped yet, so the number still means this process and its group
+            self._process.terminate()  # its guard kills everything below it
+            await asyncio.to_thread(self._reap)
+
+    def _reap(self) -> None:
+        """Waits for the guard's end; one that cannot do its work goes with its group."""
+        try:
+            self._process.wait(_END_S)
+        except subprocess.TimeoutExpired:
             with contextlib.suppress(ProcessLookupError):  # all of the group is gone
                 os.killpg(self._process.pid, signal.SIGKILL)
-            await asyncio.to_thread(self._process.wait)
+            self._process.wait()
 
     def _ended(self) -> bool:
         """Whether the process is over. Does not reap it, so that its group can still be named."""
@@ -202,7 +211,7 @@ def _spawn(memory_bytes: int) -> tuple[subprocess.Popen[bytes], socket.socket, m
             [sys.executable, "-m", "stages.graders.worker", *map(str, numbers)],
             pass_fds=(theirs.fileno(), progress_fd),
             stdin=subprocess.DEVNULL,
-            start_new_session=True,  # a Ctrl-C is the pool's to handle, and a kill reaches what the grader started
+            start_new_session=True,  # a Ctrl-C is the pool's to handle
             env=_environment(),
         )
     finally:

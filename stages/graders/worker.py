@@ -3,8 +3,9 @@
 It grades chunks in order, says in shared memory what it is working on, and sends finished grades along when some time
 has passed. It has no deadline of its own: the pool kills it.
 
-Invariants: it dies with its parent, also in the middle of a grader (parent-death signal), and when the socket closes;
-what graders print goes to the error output; its address space is limited.
+Invariants: it dies with its parent, also in the middle of a grader, and when the socket closes; what graders started
+dies with it, daemons included (`process_guard`: the process that the pool started stays behind as the guard of the one
+that grades); what graders print goes to the error output; its address space is limited.
 """
 
 from __future__ import annotations
@@ -20,8 +21,9 @@ import time
 from stages.graders.errors import UnknownGraderError
 from stages.graders.frames import IDLE, LENGTH, LOADING, PROGRESS_BYTES, Reply, decode_work, frame
 from stages.graders.grade import Grade, GradeRequest
-from stages.graders.jail.lockdown import bound, die_with
+from stages.graders.jail.lockdown import bound
 from stages.graders.registry import find_grader, grade_request
+from stages.process_guard import become_guarded
 
 _FLUSH_NS = 5_000_000
 
@@ -29,7 +31,7 @@ _FLUSH_NS = 5_000_000
 def main(arguments: list[str]) -> int:
     """Serve until the socket closes. Returns the exit status."""
     socket_fd, progress_fd, parent, memory_bytes = (int(argument) for argument in arguments)
-    die_with(parent)
+    become_guarded(parent)
     if memory_bytes:
         bound(resource.RLIMIT_AS, memory_bytes)
     os.dup2(2, 1)
@@ -50,6 +52,7 @@ class _Server:
 
     def run(self) -> None:
         """Waits for a frame; ends when the pool closes its end or a grader exhausted the memory."""
+        self._progress[3] = os.getpid()
         self._enter(IDLE)
         self._link.sendall(LENGTH.pack(0))
         retired = False

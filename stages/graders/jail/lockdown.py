@@ -17,23 +17,16 @@ import ctypes
 import os
 import platform
 import resource
-import signal
 import struct
 from collections.abc import Iterable
 
 from stages.graders.jail.errors import IsolationError
 from stages.graders.jail.landlock import landlock_version, restrict_files
 from stages.graders.jail.syscalls import ARCHITECTURES, filter_program
+from stages.process_guard import libc
 
-_PR_SET_PDEATHSIG, _PR_SET_DUMPABLE, _PR_SET_SECCOMP, _PR_SET_NO_NEW_PRIVS = 1, 4, 22, 38
+_PR_SET_DUMPABLE, _PR_SET_SECCOMP, _PR_SET_NO_NEW_PRIVS = 4, 22, 38
 _SECCOMP_MODE_FILTER = 2
-
-
-def die_with(parent: int) -> None:
-    """SIGKILL at the parent's death; if it died before, now."""
-    libc().prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    if os.getppid() != parent:
-        os._exit(1)
 
 
 def hide() -> None:
@@ -72,10 +65,6 @@ def lock_down(read: Iterable[str], write: Iterable[str]) -> tuple[str, ...]:
         restrict_files(library, version, read, write)
     _seccomp(library, without_landlock=version == 0)
     return (f"landlock {version}", "seccomp") if version else ("seccomp",)
-
-
-def libc() -> ctypes.CDLL:
-    return ctypes.CDLL(None, use_errno=True)
 
 
 def _seccomp(library: ctypes.CDLL, *, without_landlock: bool) -> None:

@@ -24,8 +24,9 @@ import types
 from contextlib import suppress
 from typing import Any, TextIO, TypedDict, cast
 
-from stages.graders.jail.lockdown import die_with, hide, libc, limit, lock_down
+from stages.graders.jail.lockdown import hide, limit, lock_down
 from stages.graders.jail.privileges import drop_privileges
+from stages.process_guard import die_with, libc
 
 _RESULT_FD, _READY_FD = 3, 4
 _HIGHEST_FD = 1024  # this process opens a handful

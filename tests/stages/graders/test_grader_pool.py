@@ -198,15 +198,17 @@ async def test_a_cancelled_call_leaves_no_process_behind(tmp_path: Path) -> None
         assert (await pool.grade_many([GradeRequest("exact", "x", "x")]))[0].score == 1.0
 
 
-async def test_a_grader_dies_with_the_stage_that_asked(tmp_path: Path) -> None:
-    """SIGKILL of the parent, in the middle of a grader that ignores SIGTERM."""
+@pytest.mark.parametrize(("grader", "response"), [("stop_parent_watch", ""), ("daemon", "hang")])
+async def test_a_grader_dies_with_the_stage_that_asked(grader: str, response: str, tmp_path: Path) -> None:
+    """SIGKILL of the parent, in the middle of a grader that ignores SIGTERM, or that has left a daemon behind."""
     log = tmp_path / "log"
+    metadata = json.dumps({"log": str(log)})
     program = f"""
 import asyncio, json
 from stages.graders.pool import GraderPool, GradeRequest
 async def main():
     async with GraderPool(1, 600.0) as pool:
-        await pool.grade_many([GradeRequest("{PATH}:stop_parent_watch", "", None, json.dumps({{"log": {str(log)!r}}}))])
+        await pool.grade_many([GradeRequest("{PATH}:{grader}", {response!r}, None, {metadata!r})])
 asyncio.run(main())
 """
     parent = subprocess.Popen([sys.executable, "-c", program])  # noqa: ASYNC220 - starting it takes no time
@@ -221,6 +223,16 @@ asyncio.run(main())
         parent.kill()
         parent.wait()
     assert await gone(pid)
+
+
+@pytest.mark.parametrize("then", ["go on", "hang", "crash"])
+async def test_daemons_of_a_grader_end_with_its_process(then: str, tmp_path: Path) -> None:
+    """They left its session and its group: closing the pool, a deadline and a crash reach them all the same."""
+    log = tmp_path / "log"
+    async with GraderPool(1, 2.0, retries=0) as pool:
+        await pool.grade_many([GradeRequest(f"{PATH}:daemon", then, None, json.dumps({"log": str(log)}))])
+        assert then != "go on" or alive(int(log.read_text()))
+    assert await gone(int(log.read_text()))
 
 
 async def test_children_of_a_crashed_grader_are_killed() -> None:

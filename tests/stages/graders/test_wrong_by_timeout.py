@@ -24,12 +24,15 @@ SLOW = r"\cup".join(f"({n},{n + 2})" for n in range(0, 300, 3))[:1000].rpartitio
 
 
 def workers_of_this_process() -> list[int]:
+    """Those that grade: each has a guard between itself and this process."""
     found = []
     for entry in Path("/proc").iterdir():
         with contextlib.suppress(OSError):
             command = (entry / "cmdline").read_bytes() if entry.name.isdigit() else b""
             if b"stages.graders.worker" in command and str(os.getpid()).encode() in command.split(b"\0"):
-                found.append(int(entry.name))
+                parent = (entry / "stat").read_text().rpartition(")")[2].split()[1]
+                if int(parent) != os.getpid():
+                    found.append(int(entry.name))
     return found
 
 
