@@ -120,7 +120,7 @@ def _remove_listed(listing: Path) -> None:
 
 
 def _abandoned_drafts(root: Path) -> list[Path]:
-    """Drafts of directories whose maker was killed. One that is empty was never locked and goes at once."""
+    """Drafts of directories whose maker was killed. An empty one was never locked: it is removed here."""
     found = []
     for draft in root.glob(f".{PREFIX}*"):
         with contextlib.suppress(OSError):  # renamed just now, or another user's

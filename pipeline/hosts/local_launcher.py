@@ -65,7 +65,8 @@ class LocalHandle:
         new = shared_files(self.pid) - self._shared
         if new:
             self._shared |= new
-            list_left_behind(self._sockets, new)
+            with contextlib.suppress(OSError):  # the list is for those who come after a kill
+                list_left_behind(self._sockets, new)
 
     def state(self) -> ProcessState | None:
         return group_state(self.pid)

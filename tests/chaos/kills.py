@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-RUNNING, SAVE, PRUNE, WARM, RESUME, END = "running", "save", "prune", "warm start", "resume", "end"
-MOMENTS = (RUNNING, SAVE, PRUNE, WARM, RESUME, END)
+START, WARM, RUNNING, SAVE, PRUNE, RESUME, END = "start", "warm start", "running", "save", "prune", "resume", "end"
+MOMENTS = (START, WARM, RUNNING, SAVE, PRUNE, RESUME, END)
 CONTROLLER, TRAIN = "controller", "train-0"
 WITHIN = ("generate-0", "generate-1", "reward-0", "group-0", "evaluate-0", "engines-0", "engine-0", "engine-1")
 FATAL = (CONTROLLER, TRAIN)  # the run ends and is resumed
@@ -28,16 +28,18 @@ class Kill:
 def draw(rng: random.Random, *, steps: int, warm_steps: int, kills: int) -> list[Kill]:
     """So many kills of one run, in the order in which their moments come.
 
-    A kill during a resume follows one that ended the run; those of the warm start come first, those at the end last.
+    A kill during a resume follows one that ended the run; start and warm start come first, the end last.
     """
     plan: list[Kill] = []
-    moments = rng.choices(MOMENTS, weights=(5, 3, 3, 1 if warm_steps else 0, 3, 2), k=kills)
-    order = {WARM: 0, RUNNING: 1, SAVE: 1, PRUNE: 1, RESUME: 1, END: 2}
+    moments = rng.choices(MOMENTS, weights=(1, 3 if warm_steps else 0, 5, 3, 3, 3, 2), k=kills)
+    order = {START: 0, WARM: 1, RUNNING: 2, SAVE: 2, PRUNE: 2, RESUME: 2, END: 3}
     drawn = [(order[moment], rng.randrange(1, steps - 2), moment) for moment in moments]
     for _, step, moment in sorted(drawn):
         if moment == RESUME:
             plan.append(Kill(rng.choice(FATAL), RUNNING, step, rng.uniform(0, 0.3)))
-            plan.append(Kill(CONTROLLER, RESUME, 0, rng.uniform(0, 8.0)))
+            plan.append(Kill(rng.choice((CONTROLLER, CONTROLLER, TRAIN, *WITHIN)), RESUME, 0, rng.uniform(0, 8.0)))
+        elif moment == START:
+            plan.append(Kill(CONTROLLER, START, 0, rng.uniform(0, 8.0)))
         elif moment == WARM:
             plan.append(Kill(rng.choice((CONTROLLER, TRAIN)), WARM, rng.randrange(warm_steps), rng.uniform(0, 0.2)))
         elif moment in (SAVE, PRUNE):
@@ -83,7 +85,7 @@ class Seen:
             case "warm start":
                 home = self.run_dir / "warm_start" / "logs"
                 return lambda: home.is_dir() and self.steps(warm=True) >= kill.step
-            case "resume":
+            case "start" | "resume":
                 return lambda: True
             case "save":
                 return lambda: self.steps() >= kill.step and any(names(".step-*.draft"))

@@ -218,10 +218,10 @@ def judge_metrics(path: Path, history: list[State], expected: Expected, faults: 
     for state in history:
         after.setdefault(state.step, state)  # the first state of a step is the one that its line made
     for row in trained:
-        state = after.get(row["step"])
-        if state is None or row["step"] == 0:
+        if row["step"] not in after or row["step"] == 0:
             faults.append(Fault(DISAGREE, f"a row of step {row['step']}, which the journal does not know"))
             continue
+        state = after[row["step"]]
         said = {name: row[f"ledger/{name}"] for name in ("trained", "stale", "failed", "filtered", "surplus")}
         said |= {"open": row["ledger/open"], "duplicates": row["ledger/duplicates"]}
         known = dict.fromkeys(said, 0) | state.counts | {"open": len(state.open), "duplicates": state.duplicates}

@@ -32,7 +32,7 @@ _EVERY_RUN = [
     "--hf-checkpoint", "tiny-arithmetic", "--prompt-data", "arithmetic", "--label-key", "label", "--lr", "1e-4",
     "--rm-type", "random:0.5", "--rollout-batch-size", str(BATCH), "--n-samples-per-prompt", "4",
     "--rollout-max-response-len", "6", "--num-rollout", str(STEPS), "--max-staleness", str(BOUND),
-    "--save-interval", "1", "--keep-last-n", str(KEEP), "--eval-prompt-data", "held=arithmetic@[0:4]",
+    "--keep-last-n", str(KEEP), "--eval-prompt-data", "held=arithmetic@[0:4]",
     "--eval-interval", "5", "--scale", "engine=2", "--scale", "generate=2", "--max-restarts", "20",
     "--no-live", "--no-use-tensorboard", "--log-interval", "50",
 ]  # fmt: skip
@@ -63,9 +63,9 @@ class Verdict:
     faults: list[Fault] = field(default_factory=list)
 
 
-def flags(*, seed: int, computes: bool = False, warm: bool = False) -> list[str]:
+def flags(*, seed: int, save_interval: int = 1, computes: bool = False, warm: bool = False) -> list[str]:
     """Of one run. `computes`: a real model is trained and sampled; `warm`: after a supervised warm start."""
-    found = [*_EVERY_RUN, *([] if computes else _SIMULATED), "--seed", str(seed)]
+    found = [*_EVERY_RUN, *([] if computes else _SIMULATED), "--seed", str(seed), "--save-interval", str(save_interval)]
     if warm:
         found += ["--warm-start-steps", str(WARM_STEPS), "--warm-start-batch-size", str(BATCH)]
     return found
@@ -76,7 +76,7 @@ def cases(seed: int, kills: int) -> Iterable[Case]:
     for number in range(10 * kills):
         rng = random.Random(seed * 1_000_003 + number)
         warm, computes = rng.random() < 0.3, number % 5 == 4
-        given = flags(seed=rng.randrange(1 << 30), computes=computes, warm=warm)
+        given = flags(seed=rng.randrange(1 << 30), save_interval=rng.randrange(1, 4), computes=computes, warm=warm)
         drawn = draw(rng, steps=STEPS, warm_steps=WARM_STEPS if warm else 0, kills=rng.randrange(3, 7))
         yield Case(f"{seed}.{number}{' computes' if computes else ''}", tuple(given), tuple(drawn), warm)
 
@@ -106,6 +106,8 @@ class Running:
         faults = self.verdict.faults
         if not faults:
             faults += judge(self._run_dir, Expected(STEPS, BATCH, BOUND, KEEP))
+            if self.verdict.case.warm:
+                faults += judge(self._run_dir / "warm_start", Expected(WARM_STEPS, BATCH, BOUND, KEEP))
         faults += [Fault(LEFT, text) for text in self._watch.left()]
         self.verdict.missed = self._left
         return self.verdict

@@ -8,6 +8,7 @@ from __future__ import annotations
 import ast
 import json
 import os
+import struct
 import subprocess
 import sys
 import zlib
@@ -24,7 +25,7 @@ from tests.chaos.oracle import DISAGREE, LOST, STALE, TWICE, Expected, judge
 
 EXPECTED = Expected(steps=3, groups_per_step=2, bound=2)
 Event = dict[str, Any]
-Change = Callable[["Run"], None]
+Change = Callable[["Run"], object]
 
 
 def admit(group: int) -> Event:
@@ -88,7 +89,7 @@ class Run:
         for name, manifest in self.checkpoints.items():
             directory = home / "checkpoints" / name
             directory.mkdir(parents=True)
-            records = b"".join(oracle.struct.pack("<qqQ", group, 4, 3) + b"abc" for group in self.kept[name])
+            records = b"".join(struct.pack("<qqQ", group, 4, 3) + b"abc" for group in self.kept[name])
             (directory / "buffer.msgpack").write_bytes(b"f" * 16 + records)
             (directory / "weights").write_bytes(b"w" * 100)
             files = {

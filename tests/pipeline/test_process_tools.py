@@ -18,6 +18,7 @@ from fake_servers import Told, eventually, gone
 
 from configs.schema import Config
 from configs.schema.router import router_kind
+from models.weights.slots_directory import LEFT_BEHIND_FILE
 from pipeline.errors import ReplicaFailed, UsageError
 from pipeline.hosts import die_with_parent as die_with_parent
 from pipeline.hosts.free_port import PortInUse, held_port
@@ -87,6 +88,9 @@ async def test_a_killed_server_leaves_nothing_in_shared_memory(rundir: RunDir) -
         process = await launcher.spawn(ProcessSpec("one", (sys.executable, "-c", textwrap.dedent(script)), sweep=True))
         await eventually(lambda: [("x",)] if "mapped" in process.log.read_text() else [])
         assert shared_files(process.pid) == {names[0]}
+        for _ in range(2):
+            process.remember_shared()
+        assert (rundir.sockets / LEFT_BEHIND_FILE).read_text() == f"{names[0]}\n", "for whoever starts after a kill"
         assert await process.kill() == -signal.SIGKILL
         assert [name.exists() for name in names] == [False, True], "weights and what others made are left alone"
     finally:
