@@ -26,6 +26,7 @@ from tests.models.weights.made_up import checkpoint
 N = 40_000
 
 
+@settings(deadline=None)
 @given(st.data())
 def test_any_bytes_come_back(data: st.DataObject) -> None:
     element = data.draw(st.sampled_from([1, 2, 4]))
