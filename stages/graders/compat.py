@@ -76,7 +76,7 @@ def same_value(answer: str, label: str) -> bool:
 
 def plain_arithmetic(text: str) -> str:
     """An answer as one line of lower-case arithmetic without spaces; commands that it does not know stay in it."""
-    text = untexted(text).lower()
+    text = untexted(text).lower().replace("{,}", ",")
     for spelling, plain in _SPELLINGS:
         text = text.replace(spelling, plain)
     text = _MARKS.sub(lambda found: "" if found[0] not in ("\\,", "\\;", "\\:", "\\ ", "~") else " ", text)

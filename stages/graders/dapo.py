@@ -1,9 +1,9 @@
 """`dapo`: the line behind the last `Answer:` near the end, as the DAPO recipe scores it (arXiv 2503.14476): +1 or -1.
 
-Only the last 300 characters are looked at. The line is brought to a short form (units, dollar signs, articles and
-spaces dropped, what stands behind the last equation sign kept, text and boxes unwrapped, thousands commas removed) and
-must then be the label: an integral number in digits, anything else in the same short form. No arithmetic: 34.0, `34.`
-and `**34` are not 34.
+Only the last 300 characters are looked at. The line is brought to a short form (units, degree and dollar signs,
+articles and spaces dropped, what stands behind the last equation sign kept, text and boxes unwrapped, thousands commas
+removed) and must then be the label: an integral number in digits, anything else in the same short form. No arithmetic:
+34.0, `34.` and `**34` are not 34.
 
 The grade's parts hold `acc` (0 or 1); its extracted answer is the short form that was compared.
 """
@@ -54,11 +54,17 @@ _MARKS = (
     "\\dots",
     "\\text{s}",
     "\\text{.}",
+    "\\text{\ns}",
     "\\text{}^2",
     "\\text{}^3",
     "\\text{\n}",
     "\\text{}",
+    "\\mathrm{th}",
     "^\\circ",
+    "^{\\circ}",
+    "\\;",
+    ",\\!",
+    "{,}",
 )
 _PIECES = (*_WORDS, *_MARKS, '"')
 _TEXT = re.compile(r"\\(?:text|textbf|overline)\{([^{}]*)\}")

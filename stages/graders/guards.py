@@ -77,11 +77,11 @@ class _Bound(Struct):
         self.terms *= other.terms
 
 
-def refusal_of(text: str) -> str | None:
-    """Why a text must not reach a symbolic engine, or None."""
+def refusal_of(text: str, *, evaluates: bool = True) -> str | None:
+    """Why a text must not reach a symbolic engine, or None. `evaluates`: it works out sums, integrals and limits."""
     try:
         _check_shape(text)
-        _Scan(text).sequence()
+        _Scan(text, evaluates).sequence()
     except _Refused as refused:
         return str(refused)
     return None
@@ -119,7 +119,8 @@ def _check_shape(text: str) -> None:
 class _Scan:
     """One pass over the tokens of a text."""
 
-    def __init__(self, text: str) -> None:
+    def __init__(self, text: str, evaluates: bool) -> None:
+        self._evaluates = evaluates
         self._tokens = [
             (found.lastgroup or "other", found[0]) for found in _TOKEN.finditer(text) if found.lastgroup != "space"
         ]
@@ -176,7 +177,7 @@ class _Scan:
         return _Bound(closes=text in _DELIMITERS)
 
     def _command(self, name: str) -> _Bound:
-        if name in _EVALUATED:
+        if name in _EVALUATED and self._evaluates:
             raise _Refused(f"{name}, which would be evaluated")
         if name in _BINOMIALS:
             upper, lower = self._argument(), self._argument()

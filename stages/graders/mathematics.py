@@ -2,23 +2,31 @@
 
 All take the last box after the reasoning and score 0 or 1. `math_strict` (also `boxed`) wants the label as it is
 written, `math_hendrycks` the same text after the normalisation of the MATH data set. `math` and `math_verify` first
-bring both sides to one Unicode form. `math:compat` adds cautious arithmetic to the string rules, `math:verify` and
-`math_verify` ask math-verify, `math` (`math:either`) takes what either calls equal. The dialects disagree on purpose,
-so their scores are not comparable: unreduced fractions, ordered lists, mixed numbers and \\fbox are examples.
+bring both sides to one Unicode form. `math` (`math:either`) reads structure, units and values of both and compares
+them exactly (equality.py); math-verify is asked only what that cannot tell. `math:verify` and `math_verify` ask
+math-verify, and score 0 where the two sides are plainly different (it takes words for products of letters, and passes
+over signs that it does not know). `math:compat` adds cautious arithmetic to the string rules. The dialects disagree on
+purpose, so their scores are not comparable: unreduced fractions, ordered lists, units and \\fbox are examples.
 
 Invariants: equal text is equal before anything else is asked; what the guards refuse, and `nan` and `inf`, can be
-equal as text only; an empty label is an error of the data and never a wrong answer.
+equal as text only; a comparison that uses up its processor time is wrong; an empty label is an error of the data and
+never a wrong answer.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from functools import lru_cache
+
+import msgspec
 
 from stages.graders.answer import Answer, find_answer, plain_form, verdict
 from stages.graders.boxed import unboxed
-from stages.graders.compat import compat_equal, same_text, same_value
+from stages.graders.compat import compat_equal
+from stages.graders.cpu_limit import CpuLimitError, cpu_limit
 from stages.graders.entry import Grader
+from stages.graders.equality import same_answer, same_spelling
 from stages.graders.grade import Grade, GradeRequest, failed
 from stages.graders.guards import MAX_PARSED_DEPTH, nesting, refusal_of
 from stages.graders.hendrycks import math_style
@@ -28,7 +36,9 @@ DIALECTS = ("compat", "verify", "either")
 _NOT_A_NUMBER = re.compile(r"[-+]?\s*\\?(?:text\{)?\s*(?:nan|inf|infty|infinity)\s*\}?", re.IGNORECASE)
 _INTEGER = re.compile(r"-?[0-9]{1,100}")
 
-Equal = Callable[[str, str], bool]
+SYMBOLIC_S = 1.5  # of processor time for one comparison; a text that takes longer is wrong
+
+Equal = Callable[[str, str], bool | None]  # None: the guards refuse a text, which can be equal as text only
 
 
 def grade_strict(request: GradeRequest) -> Grade:
@@ -58,36 +68,58 @@ def math_grader(argument: str | None) -> Grader:
 
 def symbolic(run: Callable[[GradeRequest], Grade]) -> Grader:
     """A grader that may ask sympy: in a process of its own, where an answer that takes too long is wrong."""
-    return Grader(run, needs_label=True, in_stage=False, wrong=0.0, prepare=prepare_symbolic)
+    return Grader(run, needs_label=True, in_stage=False, wrong=0.0, prepare=prepare)
+
+
+@lru_cache(maxsize=1)
+def prepare() -> None:
+    """Import what comparing needs and compare once: no item's time pays for it. Raises UnknownGraderError."""
+    prepare_symbolic()
+    same_answer("2x", "x+x")
 
 
 def grade_compat(request: GradeRequest) -> Grade:
     """Score 1 if string rules or cautious arithmetic call the last \\boxed equal to the label."""
-    return _grade(request, compat_equal, fbox=False)
+    return _grade(request, _compat_equal, fbox=False)
 
 
 def grade_verify(request: GradeRequest) -> Grade:
-    """Score 1 if math-verify calls the last box equal to the label."""
+    """Score 1 if math-verify calls the last box equal to the label, and nothing shows that it is not."""
     return _grade(request, _verify_equal, fbox=True)
 
 
 def grade_either(request: GradeRequest) -> Grade:
-    """Score 1 if either of the two does."""
+    """Score 1 if the last box means what the label means; math-verify is asked where that cannot be told."""
     return _grade(request, _either_equal, fbox=True)
 
 
 _DIALECTS = {"compat": grade_compat, "verify": grade_verify, "either": grade_either}
 
 
-def _either_equal(answer: str, label: str) -> bool:
-    return same_text(answer, label) or same_value(answer, label) or _verify_equal(answer, label)
+def _compat_equal(answer: str, label: str) -> bool | None:
+    return None if _refused(answer, label) else compat_equal(answer, label)
 
 
-def _verify_equal(answer: str, label: str) -> bool:
-    """What math-verify says; of deeply nested texts, whether they are the same in the form of the MATH data set."""
-    if max(nesting(answer), nesting(label)) > MAX_PARSED_DEPTH:
-        return same_text(answer, label)
-    return verify_equal(answer, label)
+def _either_equal(answer: str, label: str) -> bool | None:
+    if _refused(answer, label, evaluates=False):
+        return None
+    found = same_answer(answer, label)
+    return found if found is not None or _refused(answer, label) else _library_equal(answer, label)
+
+
+def _verify_equal(answer: str, label: str) -> bool | None:
+    if _refused(answer, label):
+        return None
+    return same_answer(answer, label) is not False and _library_equal(answer, label)
+
+
+def _refused(answer: str, label: str, *, evaluates: bool = True) -> bool:
+    return any(refusal_of(text, evaluates=evaluates) is not None for text in (answer, label))
+
+
+def _library_equal(answer: str, label: str) -> bool:
+    """What math-verify says. Of deeply nested texts, whose time grows with a power of the depth, it is not asked."""
+    return max(nesting(answer), nesting(label)) <= MAX_PARSED_DEPTH and verify_equal(answer, label)
 
 
 def _grade(request: GradeRequest, equal: Equal, *, fbox: bool) -> Grade:
@@ -103,9 +135,13 @@ def _grade(request: GradeRequest, equal: Equal, *, fbox: bool) -> Grade:
         return verdict(int(given) == int(label), answer)  # the common case: no dialect disagrees, none is needed
     if _NOT_A_NUMBER.fullmatch(given) or _NOT_A_NUMBER.fullmatch(label):
         return verdict(False, answer)
-    if refusal_of(given) is not None or refusal_of(label) is not None:
-        return verdict(same_text(given, label), answer, refused=True)
-    return verdict(equal(given, label), answer)
+    prepare()
+    try:
+        with cpu_limit(SYMBOLIC_S):
+            found = equal(given, label)
+    except CpuLimitError:
+        return msgspec.structs.replace(verdict(False, answer), status="timeout")
+    return verdict(same_spelling(given, label) if found is None else found, answer, refused=found is None)
 
 
 def _content(answer: Answer, *, fbox: bool = True) -> str | None:
