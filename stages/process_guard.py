@@ -11,7 +11,9 @@ import ctypes
 import os
 import resource
 import signal
-from collections.abc import Iterator
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import Final, NoReturn
 
@@ -19,6 +21,7 @@ _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 _SIGNALS: Final = {signal.SIGCHLD, signal.SIGTERM}
 _AGAIN_S = 0.05
 _HIGHEST_FD = 4096
+_END_S: Final = 20.0  # for a guard to kill what is below it
 
 
 def libc() -> ctypes.CDLL:
@@ -31,6 +34,36 @@ def die_with(parent: int, by: signal.Signals = signal.SIGKILL) -> None:
     libc().prctl(_PR_SET_PDEATHSIG, by, 0, 0, 0)
     if os.getppid() != parent:
         os._exit(1)
+
+
+def start_guarded(
+    module: str, arguments: Sequence[object], descriptors: Sequence[int], environment: Mapping[str, str]
+) -> subprocess.Popen[bytes]:
+    """Start `python -m module ARGUMENTS...`, which calls `become_guarded`, with these descriptors.
+
+    It gets this process's environment and import path, so that modules of the user are found as they are here.
+    """
+    paths = [os.path.abspath(entry) if entry else os.getcwd() for entry in sys.path]
+    return subprocess.Popen(
+        [sys.executable, "-P", "-m", module, *map(str, arguments)],
+        pass_fds=descriptors,
+        stdin=subprocess.DEVNULL,
+        start_new_session=True,  # a Ctrl-C is for this process to handle
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(dict.fromkeys(paths)), **environment},
+    )
+
+
+def end_guarded(process: subprocess.Popen[bytes]) -> None:
+    """End it and everything below it. Waits for that, some 20 seconds at the most."""
+    if process.returncode is not None:
+        return
+    process.terminate()
+    try:
+        process.wait(_END_S)
+    except subprocess.TimeoutExpired:  # a guard that cannot do its work goes with its group
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
 
 
 def become_guarded(parent: int) -> None:

@@ -13,7 +13,6 @@ import os
 import signal
 import socket
 import subprocess
-import sys
 import time
 from typing import Literal
 
@@ -23,10 +22,10 @@ from stages.graders.errors import PoolError
 from stages.graders.frames import LENGTH, LOADING, PROGRESS_BYTES, Reply, decode_reply, work_frame
 from stages.graders.grade import Grade, GradeRequest
 from stages.graders.synthetic import IN_WORKER_VARIABLE
+from stages.process_guard import end_guarded, start_guarded
 
 LOAD_LIMIT_S = 120.0  # to start Python, and to import a grader's module
 _POLL_S = 0.005
-_END_S = 20.0  # for the guard of a process to kill what is below it
 _CPU_CLOCK = 2  # the kernel's clock id of a process is made of its number and this (clock_getcpuclockid(3))
 _BUSY_SHARE = 0.2  # of the deadline; below, the machine was too busy to blame the text
 
@@ -169,17 +168,7 @@ class GraderProcess:
                 break
             await asyncio.sleep(_POLL_S)
         if self._process.returncode is None:  # not reaped yet, so the number still means this process and its group
-            self._process.terminate()  # its guard kills everything below it
-            await asyncio.to_thread(self._reap)
-
-    def _reap(self) -> None:
-        """Waits for the guard's end; one that cannot do its work goes with its group."""
-        try:
-            self._process.wait(_END_S)
-        except subprocess.TimeoutExpired:
-            with contextlib.suppress(ProcessLookupError):  # all of the group is gone
-                os.killpg(self._process.pid, signal.SIGKILL)
-            self._process.wait()
+            await asyncio.to_thread(end_guarded, self._process)
 
     def _ended(self) -> bool:
         """Whether the process is over. Does not reap it, so that its group can still be named."""
@@ -207,25 +196,10 @@ def _spawn(memory_bytes: int) -> tuple[subprocess.Popen[bytes], socket.socket, m
         os.ftruncate(progress_fd, PROGRESS_BYTES)
         shared = mmap.mmap(progress_fd, PROGRESS_BYTES)
         numbers = (theirs.fileno(), progress_fd, os.getpid(), memory_bytes)
-        process = subprocess.Popen(
-            [sys.executable, "-m", "stages.graders.worker", *map(str, numbers)],
-            pass_fds=(theirs.fileno(), progress_fd),
-            stdin=subprocess.DEVNULL,
-            start_new_session=True,  # a Ctrl-C is the pool's to handle
-            env=_environment(),
-        )
+        threads = os.environ.get("OMP_NUM_THREADS", "1")
+        environment = {"OMP_NUM_THREADS": threads, IN_WORKER_VARIABLE: "1"}
+        process = start_guarded("stages.graders.worker", numbers, numbers[:2], environment)
     finally:
         theirs.close()
         os.close(progress_fd)
     return process, ours, shared
-
-
-def _environment() -> dict[str, str]:
-    """This process's environment, with its import path, so that the user's graders are found as they are here."""
-    paths = [os.path.abspath(entry) if entry else os.getcwd() for entry in sys.path]
-    return {
-        **os.environ,
-        "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),
-        "PYTHONPATH": os.pathsep.join(dict.fromkeys(paths)),
-        IN_WORKER_VARIABLE: "1",
-    }

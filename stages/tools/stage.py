@@ -1,6 +1,7 @@
 """The tools stage: runs the tool call that ends a turn, appends its result, and returns the sample to generate.
 
-Invariant: tokens of a tool's result carry loss mask 0, log-prob 0.0 and version -1, and the tokens that the engine made
+Invariants: no call takes longer than its deadline, whatever the tool does, for tools of the user have processes of
+their own; tokens of a tool's result carry loss mask 0, log-prob 0.0 and version -1, and the tokens that the engine made
 are kept as they are: nothing is tokenised twice.
 """
 
@@ -16,7 +17,8 @@ from stages.base import LoopStage, StageContext
 from stages.data.tokenizer import load_tokenizer
 from stages.messages import RolloutSlice, Sample
 from stages.sequences import append_untrained
-from stages.tools.registry import answer_call, resolve_tools
+from stages.tools.registry import answer_call, close_tools, resolve_tools
+from stages.tools.tool import Tool
 
 
 class ToolStage(LoopStage):
@@ -25,6 +27,7 @@ class ToolStage(LoopStage):
     def __init__(self, context: StageContext) -> None:
         super().__init__(context)
         self.settings = context.config.tools
+        self._tools: dict[str, Tool] = {}
 
     @classmethod
     def wants(cls, config: Config, options: Mapping[str, Any], message: RolloutSlice) -> bool:
@@ -33,6 +36,9 @@ class ToolStage(LoopStage):
     async def setup(self) -> None:
         self._tools = resolve_tools(self.settings.tools)
         self._tokenizer = load_tokenizer(self.config.train.hf_checkpoint)
+
+    async def close(self) -> None:
+        await close_tools(self._tools)
 
     async def process(self, message: RolloutSlice) -> RolloutSlice:
         samples = [await self._answered(message.group.group_id, sample) for sample in message.samples]

@@ -1,7 +1,7 @@
 """What a tool is, and tools made of plain async functions.
 
 Invariants: a tool has a JSON schema, which chat templates show to the model; `call` answers with text, or raises, and
-then the caller makes the exception's text the answer; a tool never blocks the event loop.
+then the caller makes the exception's text the answer; an answer is cut at RESULT_CHARS.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import inspect
 import types
 import typing
 from collections.abc import Awaitable, Callable, Mapping
-from typing import Protocol, runtime_checkable
+from typing import Final, Protocol, runtime_checkable
 
 import msgspec
 
@@ -20,6 +20,8 @@ Arguments = Mapping[str, object] | str
 Schema = Mapping[str, object]
 
 _JSON_TYPES = {str: "string", int: "integer", float: "number", bool: "boolean", list: "array", dict: "object"}
+
+RESULT_CHARS: Final = 65_536  # some 16,000 tokens, and a tenth of a second of the tokenizer
 
 
 @runtime_checkable
@@ -63,6 +65,13 @@ class FunctionTool:
             wanted = ", ".join(self._parameters) or "none"
             raise ToolCallError(f"wrong arguments for {self.name} ({error}); it takes: {wanted}") from None
         return result_text(await self._function(*bound.args, **bound.kwargs))
+
+
+def bounded(text: str) -> str:
+    """The beginning of a text that is too long for an answer, and how long it was."""
+    if len(text) <= RESULT_CHARS:
+        return text
+    return f"{text[:RESULT_CHARS]}\n[cut: the first {RESULT_CHARS} of {len(text)} characters]"
 
 
 def result_text(value: object) -> str:

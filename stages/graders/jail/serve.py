@@ -75,15 +75,17 @@ def main(parent: int) -> None:
     deadline = time.monotonic() + job["total_s"]
     results: list[Result] = []
     left = 8 * job["output_bytes"]  # of all cases together
+    full = False
     for case in job["cases"]:
         allowed_s = min(job["case_s"], deadline - time.monotonic())
-        if allowed_s <= 0:
-            results.append(Result(how="timeout", stdout="", value=""))
+        if full or allowed_s <= 0:
+            results.append(Result(how="killed" if full else "timeout", stdout="", value=""))
             continue
         result = _run(job, case, allowed_s)
         left -= len(result["stdout"]) + len(result["value"])
-        if left < 0:
-            result = Result(how="output", stdout="", value="")
+        full = _is_full(job["directory"])  # it may have been too quick to be looked at
+        if full or left < 0:
+            result = Result(how="killed" if full else "output", stdout="", value="")
         results.append(result)
     sys.stdout.write(json.dumps(results))
     sys.stdout.flush()
@@ -128,7 +130,7 @@ def _wait(child: int, allowed_s: float, directory: str) -> str:
             left_s = end - time.monotonic()
             if left_s <= 0:
                 broken = "timeout"
-            elif _has_too_much(child, directory):
+            elif _has_too_many_threads(child) or _is_full(directory):
                 broken = "killed"
             else:
                 ended = poll.poll(_milliseconds(min(left_s, _LOOK_S)))
@@ -146,11 +148,14 @@ def _milliseconds(seconds: float) -> int:
     return max(1, math.ceil(seconds * 1000))
 
 
-def _has_too_much(child: int, directory: str) -> bool:
-    """Whether the program has more threads, or more in its directory, than it may have."""
+def _has_too_many_threads(child: int) -> bool:
     with suppress(OSError), open(f"/proc/{child}/stat", "rb") as stat:
-        if int(stat.read().rpartition(b")")[2].split()[17]) > THREADS:
-            return True
+        return int(stat.read().rpartition(b")")[2].split()[17]) > THREADS
+    return False
+
+
+def _is_full(directory: str) -> bool:
+    """Whether there is more in the directory of the program than may be."""
     entries = used = 0
     for path, names, files in os.walk(directory):
         for name in (*names, *files):

@@ -135,6 +135,12 @@ def test_hostile_programs_fail(program: str, how: str) -> None:
     assert not list(Path(tempfile.gettempdir()).glob(f"sluice-jail-*-{os.getpid()}-*")), "its directory is removed"
 
 
+def test_tests_that_are_quick_share_one_directory_with_one_limit() -> None:
+    program = "n = int(input())\nfor k in range(20): open(f'{n}-{k}', 'wb').write(bytes(1 << 20))"
+    results = run_cases(program, [StdinCase(str(n)) for n in range(9)], Limits(total_s=200.0, case_s=30.0))
+    assert [result.how for result in results] == ["ok"] * 3 + ["killed"] * 6
+
+
 def test_no_way_to_leave_looks_like_a_machine_that_cannot_isolate() -> None:
     """A failed grade counts nowhere: a program that could make one would lose nothing by being wrong."""
     program = "import os\nos.write(3, b'IsolationError: none')\nos._exit(int(input()))"

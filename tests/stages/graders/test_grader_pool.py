@@ -282,7 +282,7 @@ async def test_a_grader_that_cannot_be_used_fails_its_items_with_the_reason() ->
 
 
 async def test_processes_that_cannot_start_are_an_error_of_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(process_module.sys, "executable", "/bin/false")
+    monkeypatch.setattr(sys, "executable", "/bin/false")
     items = [GradeRequest("exact", "x", "x")] * 100
     async with GraderPool(2, 5.0) as pool:
         with pytest.raises(PoolError, match=r"ended at its start \(exit code 1\).*--reward-workers 0"):

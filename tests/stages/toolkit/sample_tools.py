@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import os
+import sys
+import time
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Literal
 
 
@@ -26,6 +31,62 @@ async def hang(text: str) -> str:
 
 async def explode(text: str) -> str:
     raise RuntimeError("the tool is broken")
+
+
+async def give_up(text: str) -> str:
+    raise asyncio.CancelledError
+
+
+async def leave(text: str) -> str:
+    sys.exit(3)
+
+
+async def block(text: str) -> str:
+    """Stop the event loop where the text says so."""
+    if text == "block":
+        time.sleep(3600)  # noqa: ASYNC251 - what a careless tool does
+    if text == "wait":
+        await asyncio.sleep(3600)
+    return text
+
+
+async def spin(text: str) -> str:
+    while text == "spin":
+        pass
+    return text
+
+
+async def deaf(text: str) -> str:
+    """Go on after being cancelled."""
+    while text == "deaf":
+        with contextlib.suppress(asyncio.CancelledError):
+            await asyncio.sleep(3600)
+    return text
+
+
+async def crash(text: str) -> str:
+    if text == "crash":
+        os._exit(7)
+    return text
+
+
+async def much(text: str) -> str:
+    return text * int(1e8)
+
+
+async def note(text: str) -> str:
+    """Write this process and that of a daemon into the file that the text names, and wait; or that it was cancelled."""
+    daemon = os.fork()
+    if daemon == 0:
+        os.setsid()
+        time.sleep(3600)  # noqa: ASYNC251 - it has no event loop
+    Path(text).write_text(f"{os.getpid()} {daemon}")
+    try:
+        await asyncio.sleep(3600)
+    except asyncio.CancelledError:
+        Path(text).write_text("cancelled")
+        raise
+    return text
 
 
 async def variadic(*texts: str) -> str:
