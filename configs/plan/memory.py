@@ -26,6 +26,7 @@ from configs.plan.architecture import Architecture
 from configs.plan.parallel_layout import Layout, layout_of, stage_layers
 from configs.plan.parameters import Share, adapter_parameters, layer_share, total_parameters
 from configs.schema import Config
+from configs.schema.train import LOGPROB_CHUNK_IDS
 
 GPU_BYTES: Final = 80 * 10**9
 RUNTIME_BYTES: Final = 4 * 2**30
@@ -96,7 +97,7 @@ def _transformers(config: Config, shape: Architecture) -> TrainerMemory:
         optimizer=0 if offloaded else optimizer,
         gathered=gathered,
         activations=_whole_model_activations(config, shape, form) // layout.context,
-        logits=_logits(config, shape.vocabulary, half=half),
+        logits=_logits(config, shape, shape.vocabulary, half=half),
         host=weights + gradients + optimizer if offloaded else 0,
     )
 
@@ -143,7 +144,7 @@ def _megatron_stage(config: Config, shape: Architecture, stage: int, layers: ran
         gradients=4 * (dense + expert) * models,
         optimizer=optimizer - on_host,
         activations=_stage_activations(config, shape, layout, stage, layers),
-        logits=_logits(config, _part(shape.vocabulary, layout.tensor), half=half) if last else 0,
+        logits=_logits(config, shape, _part(shape.vocabulary, layout.tensor), half=half) if last else 0,
         host=on_host + reference,
     )
 
@@ -162,10 +163,24 @@ def _has_reference(config: Config) -> bool:
     return asked and config.train.loss_type != "sft_loss"
 
 
-def _logits(config: Config, vocabulary: int, *, half: bool) -> int:
-    """Logits as the head gives them, in fp32, and their gradient, of the tokens that exist at one time."""
-    tokens = min(config.train.max_tokens_per_gpu, config.train.logprob_chunk_tokens)
-    return tokens * vocabulary * ((2 if half else 4) + 4 + 4)
+def _logits(config: Config, shape: Architecture, vocabulary: int, *, half: bool) -> int:
+    train = config.train
+    return log_prob_pass(
+        train.max_tokens_per_gpu, train.logprob_chunk_tokens, vocabulary, shape.hidden, 2 if half else 4
+    )
+
+
+def log_prob_pass(tokens: int, chunk: int, vocabulary: int, hidden: int, width: int) -> int:
+    """Bytes that the pass from hidden states to log-probs and back holds beside both, as
+    models.algorithms.token_log_probs computes it.
+
+    One block of logits and of probabilities in fp32, with a mask; gradients of hidden states and of a block of the
+    output layer in fp32, and of the whole layer before it is added. `vocabulary`: ids of this process; `width`: bytes
+    of a weight.
+    """
+    ids = min(vocabulary, LOGPROB_CHUNK_IDS)
+    block = min(tokens, chunk) * ids * (4 + 4 + 1)
+    return block + 4 * hidden * tokens + hidden * ids * (4 + 4) + width * hidden * (vocabulary + tokens)
 
 
 def layer_activations(

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Final, Literal
 
 from msgspec import Meta, Struct
+
+LOGPROB_CHUNK_IDS: Final = 16_384  # ids of the vocabulary whose logits exist at one time
 
 
 class TrainConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -60,5 +62,5 @@ class TrainConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True)
     ] = "auto"
     gradient_checkpointing: Annotated[bool, Meta(description="recompute activations in the backward pass")] = False
     logprob_chunk_tokens: Annotated[
-        int, Meta(ge=1, description="tokens whose logits over the vocabulary exist at one time")
-    ] = 8192
+        int, Meta(ge=1, description="tokens whose logits (over a part of the vocabulary) exist at one time")
+    ] = 1024

@@ -17,7 +17,7 @@ from configs.schema.train import TrainConfig
 from models.families.source import local_directory, not_fetched
 from models.train.errors import CheckpointUnavailable, TrainConfigInvalid, UnsupportedModel, first_line
 from models.train.huggingface.hf_weights import converts
-from models.train.huggingface.scoring import Backbone, Passes, output_head
+from models.train.huggingface.scoring import Backbone, Passes, output_layer
 from models.train.packing.packing import Layout, Packing, Unit
 from models.train.packing.rows import pack_rows
 
@@ -124,11 +124,11 @@ def disable_dropout(model: torch.nn.Module) -> None:
 
 
 def check_head(model: Any, device: torch.device) -> None:
-    """Compare the model's own logits with those of `output_head` on a few tokens; raise `UnsupportedModel`."""
+    """Compare the model's own logits with those of `output_layer` on a few tokens; raise `UnsupportedModel`."""
     ids = torch.arange(_PROBE_TOKENS, device=device).remainder(model.get_input_embeddings().weight.shape[0])[None]
     with torch.no_grad(), torch.autocast(device.type, dtype=torch.bfloat16, enabled=device.type == "cuda"):
         whole = model(input_ids=ids, use_cache=False).logits.float()
-        parts = output_head(model)(model.base_model(input_ids=ids, use_cache=False).last_hidden_state).float()
+        parts = output_layer(model)(model.base_model(input_ids=ids, use_cache=False).last_hidden_state).float()
     if not torch.allclose(whole, parts, rtol=1e-2, atol=1e-2 * float(whole.abs().max())):
         raise UnsupportedModel(
             f"{type(model).__name__} changes its logits after the output embedding in a way that is not known here "

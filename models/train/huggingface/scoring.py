@@ -4,14 +4,13 @@ Backbones and scorers are modules, so that one forward pass covers decoder, head
 sharded parameters hook into the forward pass of the outermost module.
 
 Invariants:
-- logits exist only for chosen tokens and only `chunk_tokens` at a time; with several chunks the backward pass computes
-  each chunk's logits again instead of keeping them;
+- logits exist only for chosen tokens, a block at a time (`models.algorithms.token_log_probs`), in both passes;
 - logits are divided by the temperature in fp32, whatever the precision of the model.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any
@@ -20,34 +19,25 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint
 
-from models.algorithms.entropy import token_log_probs
+from models.algorithms.token_log_probs import OutputLayer, token_log_probs
 from models.train.huggingface.context import ContextParallel, Part
 from models.train.packing.rows import PackedRows, attention_allowed
 
-Head = Callable[[Tensor], Tensor]
 
-
-def output_head(model: Any) -> Head:
-    """Logits [N, V] from last hidden states [N, H]: the output embedding and what the model's configuration adds.
+def output_layer(model: Any) -> OutputLayer:
+    """The output embedding, with its weights of this moment, and what the model's configuration adds.
 
     Models scale or cap their logits in ways that only their own forward pass knows; `loading.check_head` compares.
     """
     projection = model.get_output_embeddings()
+    linear = getattr(projection, "base_layer", projection)
+    weight = linear.weight
+    if linear is not projection and not projection.disable_adapters:  # LoRA of peft
+        weight = weight + projection.get_delta_weight(projection.active_adapters[0])
     text = model.config.get_text_config()
     multiply = float(getattr(text, "logit_scale", None) or 1.0) / float(getattr(text, "logits_scaling", None) or 1.0)
-    cap = getattr(text, "final_logit_softcapping", None)
-
-    def head(hidden: Tensor) -> Tensor:
-        logits: Tensor = projection(hidden)
-        if multiply != 1.0:
-            logits = logits * multiply
-        if cap is not None:
-            logits = torch.tanh(logits / cap) * cap
-        return logits
-
-    return head
+    return OutputLayer(weight, linear.bias, multiply, getattr(text, "final_logit_softcapping", None))
 
 
 @dataclass(frozen=True)
@@ -123,7 +113,6 @@ class Scorer(Backbone):
     def __init__(self, model: Any, passes: Passes, *, temperature: float, chunk_tokens: int) -> None:
         super().__init__(model, passes)
         self.model = model
-        self._head = output_head(model)
         self._temperature = temperature
         self._chunk_tokens = chunk_tokens
 
@@ -136,31 +125,15 @@ class Scorer(Backbone):
         with self.autocast():
             chosen = self.own_hidden(part)
             targets = self._to_device(part.targets)
-            log_probs, entropies = in_chunks(self._chunk, chosen, targets, entropy, self._chunk_tokens)
+            log_probs, entropies = token_log_probs(
+                chosen,
+                output_layer(self.model),
+                targets,
+                temperature=self._temperature,
+                entropy=entropy,
+                chunk_tokens=self._chunk_tokens,
+            )
         return (
             self._context.joined(log_probs, part),
             None if entropies is None else self._context.joined(entropies, part),
         )
-
-    def _chunk(self, hidden: Tensor, targets: Tensor, entropy: str) -> tuple[Tensor, Tensor | None]:
-        return token_log_probs(self._head(hidden), targets, temperature=self._temperature, entropy=entropy)
-
-
-def in_chunks(
-    chunk: Callable[[Tensor, Tensor, str], tuple[Tensor, Tensor | None]],
-    chosen: Tensor,
-    targets: Tensor,
-    entropy: str,
-    size: int,
-) -> tuple[Tensor, Tensor | None]:
-    """What `chunk` says of hidden states [N, H] and `targets` [N], `size` tokens at a time; computed again backward."""
-    if len(targets) <= size:
-        return chunk(chosen, targets, entropy)
-    parts = [
-        checkpoint(chunk, part, ids, entropy, use_reentrant=False, preserve_rng_state=False)
-        if torch.is_grad_enabled()
-        else chunk(part, ids, entropy)
-        for part, ids in zip(chosen.split(size), targets.split(size), strict=True)
-    ]
-    log_probs = torch.cat([part[0] for part in parts])
-    return log_probs, None if entropy == "none" else torch.cat([part[1] for part in parts])

@@ -1,8 +1,8 @@
 """Forward pass of one chunk of a GPT, down to what is wanted of its chosen tokens.
 
 Invariants:
-- logits exist only for chosen tokens and only `chunk_tokens` at a time; with several chunks the backward pass computes
-  each chunk's logits again instead of keeping them;
+- logits exist only for chosen tokens, a block at a time (`models.algorithms.token_log_probs`), in both passes, and only
+  of the ids of this tensor-parallel process;
 - each token has the position of its own sequence, wherever it stands in a row;
 - all tensor- and context-parallel processes find the same numbers, and get the gradients of their own part.
 """
@@ -12,13 +12,11 @@ from __future__ import annotations
 from typing import Any
 
 from torch import Tensor
-from torch.nn import functional
 
+from models.algorithms.token_log_probs import OutputLayer, Vocabulary, token_log_probs
 from models.train.huggingface.context import spread
-from models.train.huggingface.scoring import in_chunks
 from models.train.megatron.held_parameters import unwrap
 from models.train.megatron.inputs import ModelInputs
-from models.train.megatron.vocabulary import VocabularyPart, vocabulary_log_probs
 
 
 def hidden_states(chunk: Any, inputs: ModelInputs) -> Tensor:
@@ -82,7 +80,8 @@ class TokenScorer:
         self._model = model
         self._temperature = temperature
         self._chunk_tokens = chunk_tokens
-        self._part = VocabularyPart.of(model.pg_collection.tp, self._weight().shape[0], vocab_size)
+        group = model.pg_collection.tp
+        self._vocabulary = Vocabulary(group.rank() * self._weight().shape[0], vocab_size, group)
 
     def _weight(self) -> Tensor:
         """The output matrix [width, H]."""
@@ -98,16 +97,20 @@ class TokenScorer:
         """
         _gather_parameters(self._model.output_layer)
         chosen = chosen_hidden(self._model, hidden, inputs, partial_gradients=True)
-        log_probs, entropies = in_chunks(self._chunk, chosen, inputs.own_targets, entropy, self._chunk_tokens)
+        log_probs, entropies = token_log_probs(
+            chosen,
+            OutputLayer(self._weight()),
+            inputs.own_targets,
+            temperature=self._temperature,
+            entropy=entropy,
+            chunk_tokens=self._chunk_tokens,
+            vocabulary=self._vocabulary,
+        )
         group = self._model.pg_collection.cp
         return (
             of_all_tokens(log_probs, inputs, group),
             None if entropies is None else of_all_tokens(entropies, inputs, group),
         )
-
-    def _chunk(self, hidden: Tensor, targets: Tensor, entropy: str) -> tuple[Tensor, Tensor | None]:
-        logits = functional.linear(hidden, self._weight())
-        return vocabulary_log_probs(logits, targets, self._part, temperature=self._temperature, entropy=entropy)
 
 
 def _gather_parameters(layer: Any) -> None:

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import math
-
 import pytest
 import torch
 
 from configs.schema import algorithm as schema
 from configs.schema.algorithm import SAMPLER_LOSSES, AlgorithmConfig
 from models.algorithms.correction import ImportanceWeights, importance_weights, log_weight_of
-from models.algorithms.entropy import token_log_probs
 from models.algorithms.errors import AlgorithmError, UnknownAlgorithm
 from models.algorithms.kl import k3, kl_to_reference, kl_values, low_var_kl
 from models.algorithms.losses import POLICY_LOSSES, policy_loss_of, ppo_clip, sft
@@ -119,48 +116,6 @@ def test_the_bound_of_low_var_kl_comes_after_the_ratio() -> None:
 def test_unknown_kl_is_refused(f) -> None:  # type: ignore[no-untyped-def]
     with pytest.raises(UnknownAlgorithm, match="kl 'k4' is unknown"):
         kl_to_reference("k4", f.theta, f.ref, f.mask)
-
-
-def entropies(logits: torch.Tensor, temperature: float = 1.0) -> torch.Tensor:
-    found = token_log_probs(logits, torch.zeros(1, dtype=torch.int64), temperature=temperature, entropy="value")[1]
-    assert found is not None
-    return found
-
-
-def test_entropy_with_temperature() -> None:
-    logits = torch.tensor([[0.7, 0.2, 0.1]], dtype=torch.float64).log()
-    assert float(entropies(logits)) == pytest.approx(0.801819, abs=1e-6)
-    assert float(entropies(logits, 0.5)) == pytest.approx(0.354829, abs=1e-6)
-    minus_infinity = torch.tensor([[0.0, float("-inf"), 0.0]], dtype=torch.float64)
-    assert float(entropies(minus_infinity)) == pytest.approx(math.log(2))
-
-
-def test_a_logit_of_minus_infinity_has_no_share_in_entropy_and_gradient() -> None:
-    finite = torch.tensor([[0.4, -1.0, 2.0]], dtype=torch.float64, requires_grad=True)
-    blocked = torch.tensor([[0.4, -torch.inf, -1.0, 2.0]], dtype=torch.float64, requires_grad=True)
-    results = []
-    for logits, target in ((finite, 2), (blocked, 3)):
-        log_probs, entropy = token_log_probs(logits, torch.tensor([target]), temperature=0.7, entropy="graph")
-        assert entropy is not None
-        (log_probs + 0.3 * entropy).sum().backward()
-        assert logits.grad is not None
-        results.append((log_probs, entropy, logits.grad[logits.detach().isfinite()]))
-        assert logits.grad.isfinite().all()
-        assert not logits.grad[logits.detach().isinf()].any()
-    for left, right in zip(*results, strict=True):
-        torch.testing.assert_close(left, right)
-
-
-def test_entropy_keeps_its_graph_only_when_asked() -> None:
-    logits = torch.randn(4, 7, dtype=torch.float64, requires_grad=True)
-    targets = torch.tensor([0, 1, 2, 3])
-    log_probs, none = token_log_probs(logits, targets, temperature=0.7)
-    assert none is None
-    torch.testing.assert_close(log_probs, (logits / 0.7).log_softmax(-1)[range(4), targets])
-    assert not token_log_probs(logits, targets, entropy="value")[1].requires_grad  # type: ignore[union-attr]
-    graph = token_log_probs(logits, targets, temperature=0.7, entropy="graph")[1]
-    assert torch.autograd.gradcheck(lambda x: token_log_probs(x, targets, temperature=0.7, entropy="graph"), (logits,))
-    torch.testing.assert_close(graph, torch.distributions.Categorical(logits=logits / 0.7).entropy())
 
 
 def test_sft(f, close) -> None:  # type: ignore[no-untyped-def]

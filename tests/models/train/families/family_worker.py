@@ -156,14 +156,16 @@ def forward_step(rows: Any, model: Any) -> Any:
     """One row through one chunk."""
     from megatron.core import parallel_state as ps
 
-    from models.train.megatron.vocabulary import VocabularyPart, vocabulary_log_probs
+    from models.algorithms.token_log_probs import OutputLayer, Vocabulary, token_log_probs
 
     row = next(rows)
 
     def loss(logits: torch.Tensor) -> Any:
         logits = logits[:, :-1].reshape(-1, logits.shape[-1])
-        part = VocabularyPart.of(ps.get_tensor_model_parallel_group(), logits.shape[-1], VOCAB)
-        found, _ = vocabulary_log_probs(logits, row[:, 1:].reshape(-1), part)
+        group, width = ps.get_tensor_model_parallel_group(), logits.shape[-1]
+        part = Vocabulary(group.rank() * width, VOCAB, group)
+        as_they_are = OutputLayer(torch.eye(width, dtype=logits.dtype))
+        found, _ = token_log_probs(logits, as_they_are, row[:, 1:].reshape(-1), vocabulary=part)
         return -found.sum() * len(token_ids()), {}  # the schedule takes the mean over rows
 
     return model(row, None, None), loss

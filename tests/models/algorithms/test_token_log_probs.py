@@ -1,0 +1,185 @@
+"""Log-probs and entropies block by block: values, gradients, what is minus infinity, and the memory that they take."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from configs.plan.memory import log_prob_pass
+from models.algorithms import token_log_probs as module
+from models.algorithms.token_log_probs import OutputLayer, Vocabulary, token_log_probs
+
+
+def entropies(logits: Tensor, temperature: float = 1.0) -> Tensor:
+    """Of logits [N, V] as they are; minus infinity by the bias, which no product makes NaN."""
+    layer = OutputLayer(torch.eye(logits.shape[1], dtype=logits.dtype), logits[0])
+    targets = torch.zeros(1, dtype=torch.int64)
+    found = token_log_probs(torch.zeros_like(logits), layer, targets, temperature=temperature, entropy="value")[1]
+    assert found is not None
+    return found
+
+
+def test_entropy_with_temperature() -> None:
+    logits = torch.tensor([[0.7, 0.2, 0.1]], dtype=torch.float64).log()
+    assert float(entropies(logits)) == pytest.approx(0.801819, abs=1e-6)
+    assert float(entropies(logits, 0.5)) == pytest.approx(0.354829, abs=1e-6)
+    minus_infinity = torch.tensor([[0.0, float("-inf"), 0.0]], dtype=torch.float64)
+    assert float(entropies(minus_infinity)) == pytest.approx(math.log(2))
+
+
+@pytest.mark.parametrize("block", [1, 2, 16])
+def test_a_logit_of_minus_infinity_has_no_share_in_values_and_gradients(
+    block: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "LOGPROB_CHUNK_IDS", block)
+    hidden = torch.tensor([[0.4, -1.0]], dtype=torch.float64)
+    rows = torch.tensor([[1.0, 0.3], [0.2, -0.7], [-1.0, 0.5], [0.1, 0.1]], dtype=torch.float64)
+    blocked = torch.tensor([0.0, 0.0, -torch.inf, -torch.inf], dtype=torch.float64)
+    results = []
+    for weight, bias in ((rows[:2], None), (rows, blocked)):
+        inputs = [hidden.clone().requires_grad_(), weight.clone().requires_grad_()]
+        log_probs, entropy = token_log_probs(
+            inputs[0], OutputLayer(inputs[1], bias), torch.tensor([1]), temperature=0.7, entropy="graph"
+        )
+        assert entropy is not None
+        (log_probs + 3.0 * entropy).sum().backward()
+        gradients = [one.grad for one in inputs if one.grad is not None]
+        assert not gradients[1][2:].any()
+        results.append((log_probs, entropy, gradients[0], gradients[1][:2]))
+    for left, right in zip(*results, strict=True):
+        torch.testing.assert_close(left, right)
+
+
+def test_a_logit_that_is_no_number_is_seen() -> None:
+    hidden = torch.ones(2, 3, requires_grad=True)
+    bias = torch.tensor([0.0, math.nan, 0.0, 0.0])
+    log_probs, entropy = token_log_probs(
+        hidden, OutputLayer(torch.ones(4, 3), bias), torch.tensor([0, 2]), entropy="graph"
+    )
+    assert log_probs.isnan().all()
+    assert entropy is not None
+    assert entropy.isnan().all()
+    log_probs.sum().backward()
+    assert hidden.grad is not None
+    assert hidden.grad.isnan().all()
+
+
+def plain(hidden: Tensor, layer: OutputLayer, targets: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+    """The same from all logits at once."""
+    log_probs = (layer(hidden) / temperature).log_softmax(-1)
+    return log_probs.gather(-1, targets.unsqueeze(-1)).squeeze(-1), -(log_probs.exp() * log_probs).sum(-1)
+
+
+@settings(deadline=None, max_examples=40)
+@given(
+    st.integers(0, 9),
+    st.integers(1, 23),
+    st.integers(1, 4),
+    st.integers(1, 25),
+    st.sampled_from(["none", "value", "graph"]),
+    st.sampled_from([(1.0, None), (0.5, None), (2.0, 1.5)]),
+    st.booleans(),
+)
+def test_blocks_change_nothing(
+    count: int, ids: int, chunk: int, block: int, entropy: str, form: tuple[float, float | None], bias: bool
+) -> None:
+    """Values and gradients are those of all logits at once, whatever is computed at one time."""
+    generator = torch.Generator().manual_seed(count * ids)
+
+    def made(*shape: int) -> Tensor:
+        return torch.randn(*shape, dtype=torch.float64, generator=generator).requires_grad_()
+
+    hidden, weight, row_bias = made(count, 3), made(ids, 3), made(ids) if bias else None
+    targets = torch.randint(ids, (count,), generator=generator)
+    layer = OutputLayer(weight, row_bias, *form)
+    inputs = [hidden, weight, *([] if row_bias is None else [row_bias])]
+    weights = torch.linspace(0.5, 2.0, count, dtype=torch.float64)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "LOGPROB_CHUNK_IDS", block)
+        log_probs, found = token_log_probs(hidden, layer, targets, temperature=0.7, entropy=entropy, chunk_tokens=chunk)
+        loss = (log_probs * weights).sum()
+        if entropy == "graph":
+            assert found is not None
+            loss = loss + (found * weights.flip(0)).sum()
+        gradients = torch.autograd.grad(loss, inputs)
+    expected_log_probs, expected_entropies = plain(hidden, layer, targets, 0.7)
+    expected = (expected_log_probs * weights).sum()
+    if entropy == "graph":
+        expected = expected + (expected_entropies * weights.flip(0)).sum()
+    torch.testing.assert_close(log_probs, expected_log_probs)
+    assert (found is None) == (entropy == "none")
+    if found is not None:
+        torch.testing.assert_close(found, expected_entropies)
+        assert found.requires_grad == (entropy == "graph")
+    for left, right in zip(gradients, torch.autograd.grad(expected, inputs), strict=True):
+        torch.testing.assert_close(left, right)
+
+
+def test_ids_that_do_not_exist_have_no_share() -> None:
+    hidden, weight = torch.randn(5, 4, dtype=torch.float64), torch.randn(9, 4, dtype=torch.float64, requires_grad=True)
+    targets = torch.arange(5)
+    padded, _ = token_log_probs(hidden, OutputLayer(weight), targets, vocabulary=Vocabulary(0, 7))
+    torch.testing.assert_close(padded, plain(hidden, OutputLayer(weight[:7]), targets, 1.0)[0])
+    padded.sum().backward()
+    assert weight.grad is not None
+    assert not weight.grad[7:].any()
+
+
+@pytest.mark.parametrize("half", [False, True])
+def test_autocast_computes_logits_in_its_precision_and_sums_in_fp32(half: bool) -> None:
+    torch.manual_seed(0)
+    hidden, weight = torch.randn(20, 16, requires_grad=True), torch.randn(30, 16, requires_grad=True)
+    targets = torch.arange(20)
+    with torch.autocast("cpu", dtype=torch.bfloat16, enabled=half):
+        found, _ = token_log_probs(hidden, OutputLayer(weight), targets, chunk_tokens=7)
+    rounded = [one.detach().bfloat16().float() if half else one.detach() for one in (hidden, weight)]
+    expected = plain(rounded[0], OutputLayer(rounded[1]), targets, 1.0)[0]
+    assert found.dtype == torch.float32
+    torch.testing.assert_close(found, expected, atol=0.05 if half else 1e-5, rtol=0)
+    found.sum().backward()
+    assert hidden.grad is not None
+    assert hidden.grad.dtype == torch.float32
+
+
+class Living(TorchDispatchMode):
+    """The most bytes that were alive at one time of tensors made within it. `known`: made before."""
+
+    def __init__(self, *known: Tensor) -> None:
+        super().__init__()
+        self.peak = 0
+        self._known = {tensor.untyped_storage()._cdata for tensor in known}
+        self._alive: dict[int, tuple[StorageWeakRef, int]] = {}
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = function(*args, **(kwargs or {}))
+        for tensor in out if isinstance(out, tuple | list) else (out,):
+            if isinstance(tensor, Tensor) and (storage := tensor.untyped_storage())._cdata not in self._known:
+                self._alive[storage._cdata] = (StorageWeakRef(storage), storage.nbytes())
+        self._alive = {key: one for key, one in self._alive.items() if not one[0].expired()}
+        self.peak = max(self.peak, sum(size for _, size in self._alive.values()))
+        return out
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("entropy", ["none", "value", "graph"])
+def test_the_pass_holds_one_block_of_logits_and_what_the_plan_says(entropy: str, dtype: torch.dtype) -> None:
+    """At the vocabulary of Qwen3, of 152,000 ids: all logits of these 128 tokens would be 74 MiB, several times."""
+    count, chunk, ids, width = 128, 32, 151_936, 2
+    hidden = torch.randn(count, width, dtype=dtype, requires_grad=True)
+    weight = torch.randn(ids, width, dtype=dtype, requires_grad=True)
+    living, targets = Living(hidden, weight), torch.randint(ids, (count,))
+    with living:
+        log_probs, found = token_log_probs(hidden, OutputLayer(weight), targets, entropy=entropy, chunk_tokens=chunk)
+        loss = log_probs.sum() if found is None else log_probs.sum() + found.sum()
+        loss.backward()
+    planned = log_prob_pass(count, chunk, ids, width, dtype.itemsize)
+    assert planned / 2 < living.peak <= planned
+    assert living.peak < 0.1 * count * ids * 4
