@@ -9,12 +9,15 @@ from __future__ import annotations
 import importlib.util
 import re
 import sys
+import tomllib
+from functools import cache
 from pathlib import Path
 from typing import Any, Final
 
 import msgspec
 from msgspec import Struct
 
+from configs.presets import MODELS
 from configs.schema import Config
 from configs.schema.did_you_mean import closest
 
@@ -117,9 +120,21 @@ def model_config(name: str) -> dict[str, Any] | None:
         return None
 
 
+def described_model(name: str) -> dict[str, Any] | None:
+    """`model_config`, or the dimensions of a hub id that a preset has."""
+    return model_config(name) or _published().get(name)
+
+
+@cache
+def _published() -> dict[str, dict[str, Any]]:
+    """By hub id, what the presets say."""
+    presets = [tomllib.loads(file.read_text(encoding="utf-8")) for file in sorted(MODELS.glob("*.toml"))]
+    return {preset["train"]["hf_checkpoint"]: preset["model"]["architecture"] for preset in presets}
+
+
 def known_model(config: Config) -> dict[str, Any] | None:
-    """What is known of the policy's architecture: its own config.json, else that of the preset, else None."""
+    """What is known of the policy's architecture: its own config.json, else what the run or a preset says."""
     name = config.train.hf_checkpoint
     if name in BUILT_IN_MODELS:
         return None
-    return model_config(name) or config.model.architecture or None
+    return model_config(name) or config.model.architecture or described_model(name)

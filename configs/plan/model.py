@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from configs.plan.gpus import Gpus
 from configs.plan.memory import GPU_BYTES, RUNTIME_BYTES, TrainerMemory
 from configs.plan.parallel_layout import Layout
 from configs.plan.run_estimate import PEAK_FLOPS, UTILISATION, EngineMemory, RunEstimate
 
 
-def model_lines(found: RunEstimate, layout: Layout, backend: str) -> list[str]:
+def model_lines(found: RunEstimate, layout: Layout, backend: str, gpus: Gpus) -> list[str]:
     """The last part of the plan; sizes are estimates."""
     active = f", {found.active:,} of them active per token" if found.active != found.parameters else ""
     lines = [f"model and memory (estimates): {found.parameters:,} parameters{active}"]
@@ -15,6 +16,10 @@ def model_lines(found: RunEstimate, layout: Layout, backend: str) -> list[str]:
         lines += _trainer(found.trainer, layout, backend)
     if found.engine is not None:
         lines += _engine(found.engine)
+    if gpus.shared and found.trainer is not None and found.engine is not None:
+        lines += _together(found.trainer, found.engine)
+    if gpus.total:
+        lines.append(f"  GPUs               {gpus}")
     lines.append(f"  weight store       {size_text(found.weight_slots)}   two versions in shared memory")
     if backend != "simulated":
         lines += _work(found, layout)
@@ -62,6 +67,21 @@ def _engine(engine: EngineMemory) -> list[str]:
         lines.append(
             f"  warning: {size_text(engine.weights)} of weights leave no room for a KV cache in {GPU_BYTES // 10**9} "
             "GB; divide them with --engine sglang and a larger --rollout-num-gpus-per-engine"
+        )
+    return lines
+
+
+def _together(trainer: TrainerMemory, engine: EngineMemory) -> list[str]:
+    """Of a colocated run: what would be needed at the same time, and what is, in turns."""
+    whole, at_once = trainer.total + engine.total, max(trainer.total, engine.total)
+    lines = [
+        f"  trainer and engine {size_text(whole)}   on the same GPU, in turns: {size_text(at_once)} at one time, and "
+        f"{size_text(trainer.weights + trainer.optimizer)} of the trainer on the host in the engine's turn"
+    ]
+    if at_once + RUNTIME_BYTES > GPU_BYTES:
+        lines.append(
+            f"  warning: the larger of both and about {size_text(RUNTIME_BYTES)} of the runtime do not fit into "
+            f"{GPU_BYTES // 10**9} GB; lower --max-tokens-per-gpu or --engine-slots, or leave --colocate out"
         )
     return lines
 

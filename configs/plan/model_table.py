@@ -14,6 +14,7 @@ from typing import Final
 from configs.cli.help import with_tables
 from configs.load import load
 from configs.plan.architecture import Architecture, architecture
+from configs.plan.gpus import gpus_of
 from configs.plan.parallel_layout import layout_of
 from configs.plan.run_estimate import RunEstimate, estimate_run
 from configs.presets import preset_names
@@ -37,9 +38,10 @@ def render_tables() -> str:
     models = ["| preset | checkpoint | parameters | active per token | layers | KV cache, bytes per token |"]
     models.append("|---|---|---|---|---|---|")
     layouts = [
-        "| preset | trainer: GPUs | layout | memory of a GPU, GiB | on the host, GiB | engine: GPUs | KV tokens |"
+        "| preset | nodes of 8 | trainer: GPUs | layout | memory of a GPU, GiB | on the host, GiB | engine: GPUs "
+        "| KV tokens |"
     ]
-    layouts.append("|---|---|---|---|---|---|---|")
+    layouts.append("|---|---|---|---|---|---|---|---|")
     for name in sorted(preset_names(), key=_size):
         config = preset_config(name)
         shape, found = _known(config)
@@ -85,6 +87,7 @@ def _layout_cells(name: str, config: Config, found: RunEstimate) -> Sequence[str
     count = config.sglang.rollout_num_gpus or engine.gpus
     return (
         f"`{name}`",
+        str(gpus_of(config).nodes),
         f"{nodes} x {each}" if nodes > 1 else str(each),
         str(layout),
         f"{trainer.total / 2**30:.0f}",

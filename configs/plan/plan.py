@@ -10,13 +10,14 @@ from msgspec import Struct
 
 from configs.graph import frozen_engines, is_address, path, replicas, streams
 from configs.load import config_hash
+from configs.plan.gpus import gpus_of
 from configs.plan.model import model_lines, size_text
 from configs.plan.parallel_layout import layout_of, trainer_processes
 from configs.plan.run_estimate import RunEstimate, estimate_run
 from configs.plan.staleness import predicted_staleness, simulated_times, staleness_line
 from configs.schema import Config
 from configs.schema.router import router_kind
-from configs.sources import known_model, model_config
+from configs.sources import described_model, known_model
 
 
 class StagePlan(Struct, frozen=True):
@@ -64,7 +65,7 @@ def make_plan(config: Config) -> Plan:
 def _frozen(config: Config, name: str, place: str) -> FrozenPlan:
     if is_address(place):
         return FrozenPlan(name, place, started=False)
-    model = model_config(place)
+    model = described_model(place)
     found = estimate_run(config, model) if model is not None else None
     engine = found.engine if found is not None else None
     return FrozenPlan(name, place, started=True, nbytes=engine.total * engine.gpus if engine is not None else None)
@@ -221,10 +222,14 @@ def _model(plan: Plan) -> list[str]:
     train = plan.config.train
     if plan.estimate is None:
         name = train.hf_checkpoint
-        return [f"memory: not estimated, for {name} has no local config.json of a known shape; --model names one"]
+        return [
+            f"memory: not estimated, for {name} is no checkpoint of a preset, and has no local config.json of a known "
+            "shape; --model names a preset"
+        ]
     frozen = [
         f"  frozen-{engine.name:<11} {size_text(engine.nbytes)}   weights + KV cache"
         for engine in plan.frozen
         if engine.nbytes is not None
     ]
-    return [*model_lines(plan.estimate, layout_of(plan.config), train.train_backend), *frozen]
+    lines = model_lines(plan.estimate, layout_of(plan.config), train.train_backend, gpus_of(plan.config))
+    return [*lines, *frozen]

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from configs.load import CONFIG_FILE
+from configs.plan.parallel_layout import trainer_processes
 from configs.schema import Config
 
 
@@ -48,6 +49,13 @@ def staleness_faults(config: Config) -> Iterator[str]:
             f"--max-staleness is {bound}, but weights are published every {interval} batches and the gate would close "
             f"for good before that; set --max-staleness to at least {interval - 1}, or --update-weights-interval "
             f"{bound + 1}"
+        )
+    if gate.colocate and (processes := trainer_processes(config)):
+        several = f"in {processes} processes" if processes > 1 else "in a process of its own"
+        yield (
+            f"--colocate with --train-backend {config.train.train_backend} {several}: such a trainer cannot give its "
+            "memory to the engines, so that both would hold theirs at the same time; leave --colocate out (engines get "
+            "GPUs of their own), or train with --train-backend torch in one process"
         )
     if gate.colocate and bound:
         yield (

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from configs.graph import chain, path, replicas
 from configs.load import load
+from configs.plan.model import size_text
 from configs.plan.plan import make_plan, render
 from configs.plan.run_estimate import estimate_run
 from configs.plan.staleness import (
@@ -194,6 +195,59 @@ def test_memory_in_the_plan(tmp_path: Path) -> None:
     assert "596,049,920 parameters" in text
     assert "trainer            8.882 GiB" in text
     assert "memory: not estimated" in render(make_plan(resolved()))
+
+
+def test_a_hub_id_that_a_preset_has_is_estimated() -> None:
+    plan = make_plan(resolved("--hf-checkpoint", "Qwen/Qwen3-0.6B", "--frozen-engine", "t=Qwen/Qwen3-8B", "--use-opd"))
+    assert "596,049,920 parameters" in render(plan)
+    assert plan.frozen[0].nbytes is not None
+    text = render(make_plan(resolved("--hf-checkpoint", "some/model-of-its-own")))
+    assert "memory: not estimated, for some/model-of-its-own is no checkpoint of a preset" in text
+
+
+@pytest.mark.parametrize(
+    ("argv", "words"),
+    [
+        (["--model", "qwen3-8b"], "8 in all, 4 of the trainer and 4 of engines: 1 node of 8"),
+        (
+            ["--model", "qwen3-8b", "--rollout-num-gpus", "6"],
+            "10 in all, 4 of the trainer and 6 of engines: 2 nodes of 8",
+        ),
+        (["--model", "llama3.1-70b"], "48 in all, 32 of the trainer and 16 of engines: 6 nodes of 8"),
+        (["--hf-checkpoint", "Qwen/Qwen3-0.6B", "--scale", "engine=3"], "4 in all, 1 of the trainer and 3 of engines"),
+        (
+            ["--hf-checkpoint", "Qwen/Qwen3-0.6B", "--engine-device", "cpu"],
+            "1 in all, 1 of the trainer and 0 of engines",
+        ),
+        (["--model", "qwen3-8b", "--engine", "simulated"], "4 in all, 4 of the trainer and 0 of engines: 1 node of 8"),
+    ],
+)
+def test_the_plan_counts_all_gpus(argv: list[str], words: str) -> None:
+    assert f"GPUs               {words}" in render(make_plan(resolved(*argv)))
+
+
+def test_the_plan_of_a_run_on_a_cpu_counts_no_gpus() -> None:
+    cpu = ("--train-device", "cpu", "--engine-device", "cpu")
+    assert "GPUs               " not in render(make_plan(resolved("--hf-checkpoint", "Qwen/Qwen3-0.6B", *cpu)))
+
+
+def test_a_colocated_run_is_planned_with_both() -> None:
+    argv = ["--hf-checkpoint", "Qwen/Qwen3-0.6B", "--mode", "sync", "--colocate", "--engine-slots", "8"]
+    argv += ["--rollout-max-context-len", "2048", "--gradient-checkpointing"]
+    plan = make_plan(resolved(*argv))
+    assert plan.estimate is not None
+    assert plan.estimate.trainer is not None
+    assert plan.estimate.engine is not None
+    trainer, engine = plan.estimate.trainer, plan.estimate.engine
+    text = render(plan)
+    assert f"trainer and engine {size_text(trainer.total + engine.total)}   on the same GPU, in turns: " in text
+    assert f"{size_text(max(trainer.total, engine.total))} at one time" in text
+    assert f"{size_text(trainer.weights + trainer.optimizer)} of the trainer on the host" in text
+    assert "1 in all, on which trainer and engines take turns: 1 node of 8" in text
+    assert "the larger of both" not in text
+    wide = render(make_plan(resolved(*argv, "--max-tokens-per-gpu", "2000000")))
+    assert "warning: the larger of both and about 4 GiB of the runtime do not fit into 80 GB" in wide
+    assert "trainer and engine " not in render(make_plan(resolved("--hf-checkpoint", "Qwen/Qwen3-0.6B")))
 
 
 def test_the_teacher_stands_between_reward_and_group_with_custom_stages_behind_it(tmp_path: Path) -> None:

@@ -11,11 +11,13 @@ import pytest
 from configs.errors import ConfigError
 from configs.load import dump_toml, load, read_preset
 from configs.plan import model_table
+from configs.plan.gpus import gpus_of
 from configs.plan.run_estimate import estimate_run
-from configs.presets import preset_names
+from configs.presets import preset_names, preset_path
 from configs.rules.validate import checked
 from configs.schema import Config
 
+FIT_ONE_NODE = 33_000_000_000  # parameters
 RUN = ("--prompt-data", "arithmetic", "--num-rollout", "3")
 
 
@@ -88,6 +90,17 @@ def test_each_preset_is_right_and_fits(name: str) -> None:
     assert found.engine.kv_tokens > 200_000
     # One node's host holds what its eight processes offload.
     assert found.trainer.host * 8 < 1000 * 2**30
+
+
+@pytest.mark.parametrize("name", preset_names())
+def test_each_preset_that_fits_starts_on_one_node_of_eight(name: str) -> None:
+    config, _ = settled("--model", name)
+    found, gpus = estimate_run(config, config.model.architecture), gpus_of(config)
+    assert found is not None
+    assert (gpus.nodes == 1) is (found.parameters < FIT_ONE_NODE)
+    assert gpus.nodes > 1 or gpus.total == 8
+    text = preset_path(name).read_text(encoding="utf-8")
+    assert (f"Layout: {gpus.nodes} nodes of 8 GPUs" if gpus.nodes > 1 else "Layout: one node of 8 GPUs") in text
 
 
 @pytest.mark.parametrize("name", preset_names())
