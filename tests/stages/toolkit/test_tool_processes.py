@@ -17,6 +17,8 @@ from stages.tools.registry import answer_call
 from stages.tools.tool import RESULT_CHARS, Tool
 from tests.stages.toolkit.test_tool_calls import CLOSE, OPEN, PATH, call_text, opened
 
+pytestmark = pytest.mark.slow
+
 LONG_S = 60.0  # never reached
 ENDED = "error: the tool's process ended; this call or another one crashed or blocked it"
 
