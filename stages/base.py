@@ -168,6 +168,12 @@ async def beside(*work: Coroutine[Any, Any, None]) -> AsyncIterator[None]:
             task.cancel()
 
 
+def _is_cancelled() -> bool:
+    """Whether somebody wants the running task to end."""
+    task = asyncio.current_task()
+    return task is not None and task.cancelling() > 0
+
+
 def failed(slice_: RolloutSlice, reason: str) -> RolloutSlice:
     """The same slice with every sample marked failed for the reason."""
     samples = tuple(msgspec.structs.replace(s, status="failed", error=reason) for s in slice_.samples)
@@ -214,7 +220,10 @@ class MapStage(Stage):
                 with self.span(name, group=message.group.group_id):
                     try:
                         result = await self.process(message)
-                    except Exception as error:
+                    except (Exception, asyncio.CancelledError) as error:
+                        # Raised by the work itself it would end this task in silence, and with it a place for messages.
+                        if isinstance(error, asyncio.CancelledError) and _is_cancelled():
+                            raise
                         self.activity.failures += 1
                         log.warning("%s failed on group %d: %r", name, message.group.group_id, error, exc_info=True)
                         result = failed(message, f"{name}: {type(error).__name__}: {error}")

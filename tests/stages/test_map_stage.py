@@ -71,6 +71,22 @@ async def test_what_raises_is_passed_on_with_failed_samples_and_the_reason() -> 
         assert rig.letters == []
 
 
+async def test_work_that_raises_cancelled_error_costs_no_place_for_messages() -> None:
+    class Cancelled(Shout):
+        async def process(self, message: RolloutSlice) -> RolloutSlice | None:
+            raise asyncio.CancelledError
+
+    async with open_rig() as rig:
+        ports, stage = await join(rig), Cancelled(make_context(concurrency=2))
+        feed, out = await rig.outlet("shout"), await rig.inlet("reward")
+        async with running(stage, ports):
+            for group_id in range(5):
+                await feed.send(asked(group_id), str(group_id))
+            reasons = [sample.error for _ in range(5) for sample in (await take(out)).samples]
+        assert reasons == ["Cancelled: CancelledError: "] * 10
+        assert rig.letters == []
+
+
 async def test_none_means_nothing_to_pass_on() -> None:
     async with open_rig() as rig:
         ports = await join(rig)
