@@ -27,6 +27,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _main(sys.argv[1:] if argv is None else argv)
     except ConfigError as error:
         return _refuse(error.faults, 2)
+    except KeyboardInterrupt:
+        sys.stderr.write("interrupted\n")
+        return 130
     except Exception as error:
         # The pipeline's errors for a user say which exit code they mean; anything else is a defect and shows itself.
         code = getattr(error, "exit_code", None)

@@ -167,9 +167,12 @@ class Controller:
     @contextlib.contextmanager
     def _signals(self) -> Iterator[None]:
         """Signal handlers for the time of a `with` block."""
-        loop, signals = asyncio.get_running_loop(), (signal.SIGINT, signal.SIGTERM)
+        loop, signals = asyncio.get_running_loop(), [signal.SIGINT, signal.SIGTERM]
         for number in signals:
             loop.add_signal_handler(number, self._interrupt)
+        if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # under nohup the run outlives its terminal
+            loop.add_signal_handler(signal.SIGHUP, self._stop_at_once)
+            signals.append(signal.SIGHUP)
         try:
             yield
         finally:
@@ -183,8 +186,11 @@ class Controller:
             self.recorder.say(f"draining (at most {self.config.run.drain_s:g} s); press Ctrl-C again to stop at once")
             self.stage.drain(self.reason)
         else:
-            self.reason = "stopped at once"
-            cancel_main_task()
+            self._stop_at_once()
+
+    def _stop_at_once(self) -> None:
+        self.reason = "stopped at once"
+        cancel_main_task()
 
 
 def cancel_main_task() -> None:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-import resource
 import shutil
 import sys
 import time
@@ -29,6 +28,7 @@ from pipeline.errors import Interrupted, RunError, UsageError, leaf, user_error
 from pipeline.graph import build
 from pipeline.hosts.launcher import Launcher
 from pipeline.hosts.local_launcher import LocalLauncher
+from pipeline.hosts.this_process import interruptible, raise_file_limit
 from pipeline.observe.summary import write_summary
 from pipeline.placement import Placement, computing, slots_directory
 from pipeline.preflight.builtin_assets import prepare
@@ -51,8 +51,6 @@ from stages.prompts.stage import PromptStage
 from stages.staleness_gate import StalenessGate
 from stages.train.saved_groups import restorable
 
-ENOUGH_FILES = 1 << 16
-
 Launchers = Callable[[RunDir, int], Launcher]  # where processes run, of so many that share the processors
 
 
@@ -60,10 +58,10 @@ def run(config: Config, launchers: Launchers = LocalLauncher) -> int:
     """Run to the end; return the exit code: 0 done, 130 interrupted. Raises RunError with one sentence for the user."""
     if os.getcwd() not in sys.path:
         sys.path.append(os.getcwd())  # graders, filters, tools and stages of the user's own, as in the workers
-    _raise_file_limit()
+    raise_file_limit()
     directory = Path(config.run.resume or config.run.run_dir or time.strftime("runs/%Y%m%d-%H%M%S"))
     try:
-        with RunDir(directory).open(resume=config.run.resume is not None) as rundir:
+        with interruptible(), RunDir(directory).open(resume=config.run.resume is not None) as rundir:
             try:
                 return _run(config, rundir, launchers)
             except Exception as error:
@@ -88,14 +86,6 @@ def run(config: Config, launchers: Launchers = LocalLauncher) -> int:
         if sentence is None:
             raise
         raise UsageError(sentence) from error
-
-
-def _raise_file_limit() -> None:
-    """As many open files as this user may have: each replica takes a few sockets, and shells often begin with 1024."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = ENOUGH_FILES if hard == resource.RLIM_INFINITY else min(hard, ENOUGH_FILES)
-    if soft != resource.RLIM_INFINITY and soft < wanted:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 def _run(config: Config, rundir: RunDir, launchers: Launchers) -> int:

@@ -78,9 +78,10 @@ class RunDir:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             self._check_space()
             runtime = os.environ.get("XDG_RUNTIME_DIR")
-            home = Path(runtime if runtime and Path(runtime).is_dir() else tempfile.gettempdir())
-            remove_stale(home)  # what killed runs left; a live one holds the lock of its own
-            self._sockets = DirectoryLease(home / f"{PREFIX}{secrets.token_hex(4)}")
+            homes = [Path(home) for home in (runtime, tempfile.gettempdir()) if home and Path(home).is_dir()]
+            for home in homes:
+                remove_stale(home)  # what killed runs left; a live one holds the lock of its own
+            self._sockets = DirectoryLease(homes[0] / f"{PREFIX}{secrets.token_hex(4)}")
             self.sockets = self._sockets.directory
         except BlockingIOError:
             raise UsageError(f"--run-dir {self.path} is in use by another run; choose another directory") from None

@@ -26,7 +26,7 @@ from tests.chaos.oracle import KINDS, Expected, Fault, judge
 ROOT = Path(__file__).parent.parent.parent
 LEFT, BROKEN = "left over", "did not end"
 STEPS, WARM_STEPS, BATCH, BOUND, KEEP = 20, 4, 4, 2, 2
-LIMIT_S = 240.0  # of one start of the program
+LIMIT_S = 600.0  # of one start of the program: only what hangs meets it
 
 _EVERY_RUN = [
     "--hf-checkpoint", "tiny-arithmetic", "--prompt-data", "arithmetic", "--label-key", "label", "--lr", "1e-4",
@@ -72,12 +72,12 @@ def flags(*, seed: int, save_interval: int = 1, computes: bool = False, warm: bo
 
 
 def cases(seed: int, kills: int) -> Iterable[Case]:
-    """Endless; each gets one to five of the kills that a run with its seed draws."""
+    """Endless; each gets some of the kills that a run with its seed draws."""
     for number in range(10 * kills):
         rng = random.Random(seed * 1_000_003 + number)
         warm, computes = rng.random() < 0.3, number % 5 == 4
         given = flags(seed=rng.randrange(1 << 30), save_interval=rng.randrange(1, 4), computes=computes, warm=warm)
-        drawn = draw(rng, steps=STEPS, warm_steps=WARM_STEPS if warm else 0, kills=rng.randrange(3, 7))
+        drawn = draw(rng, steps=STEPS, warm_steps=WARM_STEPS if warm else 0, kills=rng.randrange(4, 10))
         yield Case(f"{seed}.{number}{' computes' if computes else ''}", tuple(given), tuple(drawn), warm)
 
 

@@ -15,6 +15,7 @@ from pathlib import Path
 import msgspec
 import pytest
 from fake_servers import Told, eventually, gone
+from launching import ROOT
 
 from configs.schema import Config
 from configs.schema.router import router_kind
@@ -26,6 +27,7 @@ from pipeline.hosts.gpus import slices, visible_gpus
 from pipeline.hosts.launcher import ProcessSpec, Resources
 from pipeline.hosts.local_launcher import LocalLauncher, last_error
 from pipeline.hosts.process_group import shared_files
+from pipeline.hosts.this_process import interruptible
 from pipeline.record.run_directory import RunDir
 from pipeline.supervise.restarts import WINDOW_S, Restarts
 from pipeline.supervise.router_server import without_sglang
@@ -237,3 +239,24 @@ except ImportError:
     command = without_sglang([sys.executable, "-m", "gate", "--port", "1"])
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
     assert done.stdout.strip() == "hidden __main__ ['--port', '1']", done.stderr
+
+
+def test_what_ends_a_program_interrupts_the_controller_unless_it_is_ignored() -> None:
+    before = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP)]
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)  # as nohup does
+    try:
+        with interruptible():
+            os.kill(os.getpid(), signal.SIGHUP)
+            with pytest.raises(KeyboardInterrupt):
+                os.kill(os.getpid(), signal.SIGTERM)
+        assert signal.getsignal(signal.SIGTERM) == before[0]
+    finally:
+        signal.signal(signal.SIGHUP, before[1])
+
+
+def test_a_run_may_open_as_many_files_as_its_user() -> None:
+    script = "import resource; from pipeline.hosts.this_process import raise_file_limit; "
+    script += "resource.setrlimit(resource.RLIMIT_NOFILE, (100, 500)); raise_file_limit(); "
+    script += "print(resource.getrlimit(resource.RLIMIT_NOFILE))"
+    said = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert said.stdout == "(500, 500)\n", said.stderr

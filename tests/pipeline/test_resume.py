@@ -58,7 +58,13 @@ def test_a_refused_resume_changes_nothing_and_a_damaged_checkpoint_is_passed_ove
     assert contents(run_dir) == before
 
 
-def test_a_second_ctrl_c_leaves_no_weights_in_shared_memory(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "numbers",
+    [(signal.SIGINT, signal.SIGINT), pytest.param((signal.SIGHUP,), marks=pytest.mark.full, id="closed terminal")],
+)
+def test_a_run_that_is_stopped_at_once_leaves_no_weights_in_shared_memory(
+    tmp_path: Path, numbers: tuple[signal.Signals, ...]
+) -> None:
     run_dir, runtime = tmp_path / "run", tmp_path / "runtime"
     runtime.mkdir()
     slow = [*SIMULATED, "--simulated-step-s", "3"]  # the drain waits for the batch in training
@@ -67,9 +73,9 @@ def test_a_second_ctrl_c_leaves_no_weights_in_shared_memory(tmp_path: Path) -> N
     (sockets,) = runtime.iterdir()
     slots = Path("/dev/shm") / sockets.name
     assert slots.is_dir() or (run_dir / sockets.name).is_dir()
-    process.send_signal(signal.SIGINT)
-    time.sleep(0.2)  # two signals at once are one
-    process.send_signal(signal.SIGINT)
+    for number in numbers:
+        process.send_signal(number)
+        time.sleep(0.2)  # two signals at once are one
     done = finish(process, run_dir, 60)
     assert done.code == 130, done.err[-2000:]
     assert "stopped at once" in done.err
