@@ -18,6 +18,7 @@ import numpy as np
 import numpy.typing as npt
 from msgspec import Struct
 
+from models.engines.answers import AnswerLimits, check_log_probs
 from models.engines.errors import (
     EngineAborted,
     EngineProtocolError,
@@ -103,9 +104,10 @@ class EngineClient(HttpClient):
             self.limits.check(request)
         except ValueError as error:
             raise RequestNotSent(self.base_url, str(error)) from error
+        limits = AnswerLimits.of(request, self.limits.vocab_size)
         if partial is not None:
-            return await self._streamed(request, partial, headers)
-        body = await self.call("POST", "/generate", request, self._timeout_s, headers)
+            return await self._streamed(request, partial, headers, limits)
+        body = await self.call("POST", "/generate", request, self._timeout_s, headers, limits.answer_bytes)
         if body[:1] == b"[":
             outputs = self.decode("/generate", body, list[GenerateOutput])
         else:
@@ -113,9 +115,13 @@ class EngineClient(HttpClient):
         return [with_spans(output, output.version_spans, self.early_boundary) for output in outputs]
 
     async def _streamed(
-        self, request: GenerateRequest, partial: PartialOutputs, headers: Mapping[str, str] | None
+        self,
+        request: GenerateRequest,
+        partial: PartialOutputs,
+        headers: Mapping[str, str] | None,
+        limits: AnswerLimits,
     ) -> list[GenerateOutput]:
-        partial.begin(request.samples, self.early_boundary)
+        partial.begin(request.samples, self.early_boundary, limits)
         streamed = msgspec.structs.replace(request, stream=True)
         await self.stream("/generate", streamed, self._timeout_s, headers, partial)
         rejection = partial.rejection()
@@ -165,6 +171,7 @@ class EngineClient(HttpClient):
             reason = output.meta_info.finish_reason
             raise EngineAborted(self.base_url, (reason and reason.message) or "no reason was given")
         try:
+            check_log_probs(f"response {output.meta_info.id[:80]!r}", output.meta_info.input_token_logprobs or ())
             return np.asarray(output.input_log_probs(len(ids) - start), dtype=np.float32)
         except ValueError as error:
             raise EngineProtocolError(self.base_url, str(error)) from error

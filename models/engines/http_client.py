@@ -16,11 +16,14 @@ import aiohttp
 import msgspec
 from msgspec import Struct
 
+from models.engines.answers import UNDECODABLE
 from models.engines.errors import EngineError, EngineProtocolError, EngineRefused, EngineTimeout, EngineUnreachable
 from models.engines.protocol import ErrorBody, ErrorDetail, error_words
 from models.engines.streamed import DONE, EventLines, PartialOutputs, StreamBroken
 
 T = TypeVar("T")
+MOST_BYTES: Final = 64 << 20  # of an answer that follows from no request for tokens
+MOST_REST: Final = 64 << 10  # behind a stream's last word
 _JSON_HEADERS: Final = {"Content-Type": "application/json"}
 _KEEPALIVE_S: Final = 4.0  # below the 5 s after which SGLang's server closes an idle connection
 
@@ -54,11 +57,12 @@ class HttpClient:
         payload: Struct | Mapping[str, object] | None,
         timeout_s: float,
         headers: Mapping[str, str] | None = None,
+        most_bytes: int | None = None,
     ) -> bytes:
         """One exchange, returning the body. Waits for the answer; unblocked by it, by the timeout or by a lost
-        connection."""
+        connection. Raises `EngineProtocolError` for one of more than `most_bytes` (default 64 MiB)."""
         async with self._answer(method, path, payload, timeout_s, headers) as response:
-            return await response.read()
+            return await self._read(path, response, most_bytes or MOST_BYTES)
 
     async def health(self) -> bool:
         """True if the server answers and says that it is well; False if nothing answers."""
@@ -76,7 +80,7 @@ class HttpClient:
         """The JSON that `path` answered. Raises `EngineProtocolError`."""
         try:
             return msgspec.json.decode(body, type=kind)
-        except msgspec.MsgspecError as error:
+        except UNDECODABLE as error:
             raise EngineProtocolError(
                 self.base_url, f"{path} answered {body[:200]!r}, which does not decode: {error}"
             ) from error
@@ -86,15 +90,22 @@ class HttpClient:
     ) -> None:
         """POST, and feed the events of the answer to `partial` until the stream says that it is done. Waits for the
         next piece; unblocked by it, by the timeout or by a lost connection."""
-        lines, done = EventLines(), False
+        lines, done, rest = EventLines(), False, 0
         async with self._answer("POST", path, payload, timeout_s, headers) as response:
             try:
                 # Read to the very end, which comes right after [DONE]: only then is the connection used again.
                 async for data in response.content.iter_any():
+                    rest += len(data) if done else 0
+                    if rest > MOST_REST:
+                        break  # it says more after its last word: the connection is not used again
                     for event in lines.feed(data):
                         done = done or event == DONE
                         if not done:
                             self._take(path, event, partial)
+                    if lines.waiting > partial.most_bytes:
+                        raise EngineProtocolError(
+                            self.base_url, f"{path} streamed {lines.waiting} bytes without an end of line"
+                        )
             except aiohttp.ClientError:
                 if not done:  # else nothing is missing
                     raise
@@ -104,7 +115,7 @@ class HttpClient:
     def _take(self, path: str, event: bytes, partial: PartialOutputs) -> None:
         try:
             error = partial.take(event)
-        except (msgspec.MsgspecError, StreamBroken) as broken:
+        except (StreamBroken, *UNDECODABLE) as broken:
             raise EngineProtocolError(self.base_url, f"{path} streamed {event[:200]!r}: {broken}") from broken
         if error is not None:
             raise self._streamed_error(path, error)
@@ -134,8 +145,18 @@ class HttpClient:
                 method, self.base_url + path, data=data, headers=sent, timeout=limits
             ) as response:
                 if response.status >= 400:
-                    self._refuse(path, response.status, await response.read())
+                    self._refuse(path, response.status, await self._read(path, response, MOST_BYTES))
                 yield response
+
+    async def _read(self, path: str, response: aiohttp.ClientResponse, most_bytes: int) -> bytes:
+        """The body. Waits for its end, or until it is longer than an answer can be."""
+        parts, count = [], 0
+        async for data in response.content.iter_any():
+            parts.append(data)
+            count += len(data)
+            if count > most_bytes:
+                raise EngineProtocolError(self.base_url, f"{path} answered with more than {most_bytes} bytes")
+        return b"".join(parts)
 
     @contextmanager
     def _typed(self, path: str, timeout_s: float) -> Iterator[None]:
@@ -170,5 +191,5 @@ def _words(body: bytes) -> str:
     """What a refusal says, whichever of the protocol's shapes it has."""
     try:
         return msgspec.json.decode(body, type=ErrorBody).words or body[:500].decode(errors="replace")
-    except msgspec.MsgspecError:
+    except UNDECODABLE:
         return body[:500].decode(errors="replace")

@@ -14,6 +14,7 @@ Invariants:
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -22,6 +23,7 @@ from typing import Final
 import msgspec
 from msgspec import Raw, Struct
 
+from models.engines.answers import UNDECODABLE, AnswerLimits
 from models.engines.protocol import (
     DEFAULT_LABEL,
     ErrorDetail,
@@ -43,6 +45,11 @@ class EventLines:
     def __init__(self) -> None:
         self._buffer = bytearray()
         self._seen = 0  # bytes of the buffer that hold no line end
+
+    @property
+    def waiting(self) -> int:
+        """Bytes of a line that has not ended."""
+        return len(self._buffer)
 
     def feed(self, data: bytes) -> list[bytes]:
         """Payloads that `data` completes."""
@@ -206,6 +213,7 @@ class PartialOutputs:
         self.chunks = 0
         self._samples: list[_Sample] = []
         self._early_boundary = False
+        self._limits: AnswerLimits | None = None
 
     @property
     def tokens(self) -> int:
@@ -220,7 +228,7 @@ class PartialOutputs:
     def certain(self) -> list[GenerateOutput | None]:
         """By sample (prompt by prompt, the `n` samples of each side by side): the response if it has finished, else the
         prefix whose versions are certain, with its spans and without a finish reason; None if nothing is certain."""
-        return [sample.certain(index, self._early_boundary) for index, sample in enumerate(self._samples)]
+        return [self._certain(index, sample) for index, sample in enumerate(self._samples)]
 
     def outputs(self) -> list[GenerateOutput]:
         """All responses. Raises `StreamBroken` if one has not finished."""
@@ -229,11 +237,18 @@ class PartialOutputs:
             raise StreamBroken(f"the stream ended before samples {missing} of {len(self._samples)} had finished")
         return [sample.finished(index, self._early_boundary) for index, sample in enumerate(self._samples)]
 
-    def begin(self, samples: int, early_boundary: bool) -> None:
+    @property
+    def most_bytes(self) -> float:
+        """Of one event."""
+        limits = self._limits
+        return math.inf if limits is None or limits.answer_bytes is None else limits.answer_bytes
+
+    def begin(self, samples: int, early_boundary: bool, limits: AnswerLimits | None = None) -> None:
         """The request goes out; for the client to call."""
         if self._samples:
             raise ValueError("a PartialOutputs holds one request; make a new one for each call")
         self._samples = [_Sample() for _ in range(samples)]
+        self._limits = limits
         self._early_boundary = early_boundary
         self.last_s = time.monotonic()
 
@@ -248,11 +263,24 @@ class PartialOutputs:
         sample, reason = self._samples[head.index], head.meta_info.finish_reason
         sample.take(raw, head, self.sent_label)
         self.chunks += 1
+        if self._limits is not None and self.chunks > self._limits.chunks:
+            raise StreamBroken(f"the stream has brought {self.chunks} chunks for {self.tokens} tokens, and no end")
+        if self._limits is not None and self._limits.tokens is not None and sample.tokens > self._limits.tokens:
+            raise StreamBroken(f"a response has {sample.tokens} new tokens, and {self._limits.tokens} were allowed")
         if self._grew is not None and (news := sample.news()):
+            if self._limits is not None and self._limits.log_probs:
+                self._limits.check_entries(f"response {head.meta_info.id[:80]!r}", news)
             self._grew(head.index, news)
         if self._ended is not None and reason is not None and reason.status_code is None:
             self._ended(head.index, sample.finished(head.index, self._early_boundary))
         return None
+
+    def _certain(self, index: int, sample: _Sample) -> GenerateOutput | None:
+        """Asked of what a failure left: of a sample whose chunks make no sense nothing is certain."""
+        try:
+            return sample.certain(index, self._early_boundary)
+        except (StreamBroken, *UNDECODABLE):
+            return None
 
     def rejection(self) -> FinishReason | None:
         """Why the engine ended a sample with an error status, if it did: an answer not streamed would carry it."""

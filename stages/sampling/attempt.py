@@ -15,12 +15,23 @@ from typing import Final
 
 from msgspec.structs import replace
 
+from models.engines.answers import AnswerLimits
 from models.engines.client import EngineClient
 from models.engines.errors import EngineError, EngineTimeout, EngineUnreachable
 from models.engines.protocol import GenerateOutput, GenerateRequest, LogprobEntry
 from models.engines.streamed import PartialOutputs
 from stages.sampling.requests import SampleRequest
-from stages.sampling.results import OUT_OF_TIME, Chunk, Finish, SampleResult, extended, failed, with_saved
+from stages.sampling.results import (
+    OUT_OF_TIME,
+    UNCHECKED,
+    Chunk,
+    Finish,
+    SampleResult,
+    Sent,
+    extended,
+    failed,
+    with_saved,
+)
 from stages.sampling.routes import Route
 
 STOP_GRACE_S: Final = 5.0  # for the answer to a request that was aborted at a deadline
@@ -36,10 +47,12 @@ class Attempt:
     keeps_partial: bool
     grew: Callable[[int, Chunk], None] | None = None  # told of tokens as they come, by the member's place
     error: Exception | None = None
+    refused: Exception | None = None  # what was wrong with a member's answer, if anything was
     reused: int = 0  # tokens saved of a request that was lost
     retractions: int = 0
     _release: Callable[[], None] = lambda: None
     _started: float = 0.0
+    _sent: Sent = UNCHECKED
     _stopped: bool = False  # by us, at the deadline
     _open: dict[int, SampleResult] = field(init=False)
 
@@ -77,6 +90,8 @@ class Attempt:
             workers: the engines that may hold the request.
         """
         self._started, self._release = time.perf_counter(), route.release
+        limits = AnswerLimits.of(wire, route.client.limits.vocab_size)
+        self._sent = Sent(limits, route.label, route.generation)
         partial = PartialOutputs(route.label, self._land, self.grew and self._grow) if streamed else None
         outputs: list[GenerateOutput] | None = None
         async with asyncio.TaskGroup() as tasks:
@@ -129,7 +144,9 @@ class Attempt:
         if place not in self._open:
             return  # the end of the stream tells again of those that ended before
         had = self._open[place]
-        result = extended(self.request, had, output, self._spent_s)
+        result = extended(self.request, had, output, self._spent_s, self._sent)
+        if result.error is not None:
+            self.refused = result.error
         if result.finish == "aborted" and self._stopped:
             result = replace(result, reason=OUT_OF_TIME)
         self._settle(place, result)
@@ -151,7 +168,7 @@ class Attempt:
                 continue
             if not self._stopped and not self.keeps_partial:
                 output = None
-            kept = with_saved(self.request, had, output, self._spent_s, lost=not self._stopped)
+            kept = with_saved(self.request, had, output, self._spent_s, self._sent, lost=not self._stopped)
             self.reused += kept.reused_tokens - had.reused_tokens
             self._open[place] = kept
             if kept.finish == "failed":

@@ -108,6 +108,8 @@ class Target:
     def __post_init__(self) -> None:
         self.health = CachedHealth(self.client)
         self.suspected = False  # a request was lost there, and it has not answered since
+        self.nonsense = 0  # answers in a row that were refused
+        self.avoided_until = 0.0  # by the monotonic clock: asked only if there is no other
 
     @property
     def serves(self) -> bool:
@@ -173,6 +175,12 @@ class EngineDirectory:
         """Engines that may serve a policy, in the order of their names."""
         found = [t for t in self.engines.values() if t.serves and t.entry is not None and t.entry.policy == policy]
         return sorted(found, key=lambda target: target.name)
+
+    @property
+    def generation(self) -> str:
+        """What the labels of this run's weights begin with; "" while no engine has any."""
+        labels = (target.entry.label for target in self.serving() if target.entry is not None)
+        return next((label.partition(".")[0] for label in labels if label), "")
 
     def settled(self, targets: Iterable[Target]) -> str | None:
         """The one label of all these engines, None while it is not one."""

@@ -7,10 +7,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from models.engines.errors import EngineAborted, EngineError, EngineRefused, EngineTimeout, EngineUnreachable
+from models.engines.errors import (
+    EngineAborted,
+    EngineError,
+    EngineProtocolError,
+    EngineRefused,
+    EngineTimeout,
+    EngineUnreachable,
+)
 
 TRANSIENT_STATUS: Final = (408, 425, 429)  # refusals that are no fault of the request
-LOSSES: Final = (EngineUnreachable, EngineTimeout, EngineAborted)
+LOSSES: Final = (EngineUnreachable, EngineTimeout, EngineAborted, EngineProtocolError)
 FIRST_PAUSE_S: Final = 0.2  # before a lost request is sent again, doubled at each loss
 LONGEST_PAUSE_S: Final = 5.0
 

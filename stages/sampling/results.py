@@ -13,6 +13,7 @@ from typing import Final, Literal
 from msgspec import Struct
 from msgspec.structs import replace
 
+from models.engines.answers import AnswerLimits
 from models.engines.errors import EngineProtocolError
 from models.engines.protocol import GenerateOutput
 from stages.engine_entries import POLICY
@@ -31,11 +32,11 @@ class VersionLabelError(Exception):
 
 
 def label_version(label: str) -> int:
-    """`epoch.version` -> version."""
+    """`generation.version` -> version."""
     _, separator, version = label.partition(".")
-    if not separator or not version.isdigit():
+    if not separator or not (version.isascii() and version.isdigit() and len(version) < 10):
         raise VersionLabelError(
-            f"weights label {label!r} is not of the form epoch.version; was the engine updated by someone else?"
+            f"weights label {label[:80]!r} is not of the form generation.version; has someone else updated the engine?"
         )
     return int(version)
 
@@ -71,35 +72,68 @@ def failed(had: SampleResult, error: Exception) -> SampleResult:
     return replace(had, finish="failed", error=error)
 
 
-def extended(request: SampleRequest, had: SampleResult, output: GenerateOutput, spent_s: float) -> SampleResult:
+class Sent(Struct, frozen=True):
+    """What is known of a request that was sent, for its answers to be checked by."""
+
+    limits: AnswerLimits | None = None
+    met: str | None = None  # the weights that the engine had, if that is certain
+    generation: str = ""  # of the weights of this run, "" before any
+
+    def version(self, label: str) -> int:
+        """Raises VersionLabelError for weights that the engine cannot have made tokens with."""
+        prefix, _, _ = label.partition(".")
+        version = label_version(label)
+        if self.generation and prefix != self.generation:
+            raise VersionLabelError(
+                f"weights {label!r} are of another run; those of this run are called {self.generation}.N"
+            )
+        if self.met is not None and version < label_version(self.met):
+            raise VersionLabelError(f"weights {label!r} are older than {self.met}, which the engine had when asked")
+        return version
+
+
+UNCHECKED: Final = Sent()
+
+
+def extended(
+    request: SampleRequest, had: SampleResult, output: GenerateOutput, spent_s: float, sent: Sent = UNCHECKED
+) -> SampleResult:
     """The result with one answer after it; failed, without the answer, if that is not what was asked for."""
     reason = output.meta_info.finish_reason
     finish = FINISH_OF.get(reason.type if reason else "")
     if finish is not None:
-        return _appended(request, had, output, spent_s, finish)
+        return _appended(request, had, output, spent_s, finish, sent)
     error = EngineProtocolError(output.meta_info.id, f"engine finished with {reason.type if reason else 'no reason'}")
-    return failed(_appended(request, had, output, spent_s, "failed"), error)
+    return failed(_appended(request, had, output, spent_s, "failed", sent), error)
 
 
 def with_saved(
-    request: SampleRequest, had: SampleResult, output: GenerateOutput | None, spent_s: float, *, lost: bool
+    request: SampleRequest,
+    had: SampleResult,
+    output: GenerateOutput | None,
+    spent_s: float,
+    sent: Sent = UNCHECKED,
+    *,
+    lost: bool,
 ) -> SampleResult:
     """The result with what there is of an answer that did not end: aborted. `lost`: its engine did not give it back."""
     if output is None:
         return replace(had, finish="aborted", spent_s=had.spent_s + spent_s)
-    kept = _appended(request, had, output, spent_s, "aborted")
+    kept = _appended(request, had, output, spent_s, "aborted", sent)
     return replace(kept, reused_tokens=had.reused_tokens + len(kept.token_ids) - len(had.token_ids)) if lost else kept
 
 
 def _appended(
-    request: SampleRequest, had: SampleResult, output: GenerateOutput, spent_s: float, finish: Finish
+    request: SampleRequest, had: SampleResult, output: GenerateOutput, spent_s: float, finish: Finish, sent: Sent
 ) -> SampleResult:
     meta, ids = output.meta_info, output.output_ids
     named = request.policy == POLICY  # weights that never change are called as their checkpoint is
     spent_s += had.spent_s
     try:
+        if sent.limits is not None:
+            sent.limits.check(output)
         runs = tuple(
-            VersionRun(label_version(span.version) if named else -1, span.end - span.start)
+            VersionRun(sent.version(span.version) if named else -1, span.end - span.start)
             for span in output.version_spans
         )
         log_probs = (*had.log_probs, *output.output_log_probs) if request.log_probs else ()

@@ -30,9 +30,12 @@ from models.engines.launch.routing import policy_of
 from models.engines.protocol import GenerateRequest
 from models.engines.router_api import ROUTING_KEY_HEADER, lost_fields
 from stages.engine_entries import POLICY
+from stages.messages import Complaint
 from stages.sampling.engine_directory import LOOK_S, ROUTER, EngineDirectory, InFlightRequest, Target
 from stages.sampling.routing_policy import Choice, Ranking
 
+NONSENSE_LIMIT: Final = 8  # refused answers in a row, after which an engine is to be started anew
+LONGEST_AVOIDED_S: Final = 30.0
 ENGINE_WAIT_S: Final = 120.0  # how long a request without a deadline waits for any engine to come (back) up
 
 
@@ -61,6 +64,7 @@ class Route:
     label: str | None  # of the weights on every engine that may get it, if it is one label
     held: int  # slots
     headers: Mapping[str, str] | None = None
+    generation: str = ""  # of the weights of this run, "" before an engine has any
     flight: InFlightRequest = field(default_factory=InFlightRequest)
 
     @property
@@ -118,6 +122,20 @@ class Routes:
         target.suspected = True
         target.health.forget()
 
+    def answered(self, target: Target, fault: Exception | None) -> Complaint | None:
+        """An engine has answered, sensibly or not. After nonsense it is asked last for a while, longer each time; after
+        `NONSENSE_LIMIT` times in a row, what the supervisor is to be told."""
+        if fault is None:
+            target.nonsense = 0
+            return None
+        target.nonsense += 1
+        target.avoided_until = time.monotonic() + min(0.5 * 2**target.nonsense, LONGEST_AVOIDED_S)
+        if target.nonsense % NONSENSE_LIMIT or target.entry is None:
+            return None
+        return Complaint(
+            target.name, target.incarnation, f"{target.nonsense} answers in a row were refused: {fault}"[:500]
+        )
+
     def workers(self, route: Route) -> list[EngineClient]:
         """Clients of the engines that may hold a request of this route, for control calls: a router passes none on."""
         return [t.client for t in self.directory.serving()] if route.target.name == ROUTER else [route.client]
@@ -134,7 +152,7 @@ class Routes:
                 # Asked only now, for slots may have taken their time. An engine's entry says `updating` before its
                 # weights change; a client that has not heard of it yet names old weights for a moment, as does every
                 # request that is in flight while they change.
-                route.label = self._label(target)
+                route.label, route.generation = self._label(target), self.directory.generation
                 if target.name == ROUTER and self.ranking.policy == "session":
                     route.headers = {ROUTING_KEY_HEADER: need.key}
                 return route
@@ -238,8 +256,10 @@ class Routes:
         return self.directory.settled(self.directory.serving() if target.name == ROUTER else [target])
 
 
-def _misgiving(target: Target, need: RouteRequest) -> tuple[bool, bool]:
-    """What speaks against an engine before its place in the ranking: it lost the request, or has other weights than the
-    caller can use."""
+def _misgiving(target: Target, need: RouteRequest) -> tuple[bool, bool, bool]:
+    """What speaks against an engine before its place in the ranking: it lost the request, has answered nonsense lately
+    (which is done quickly, so that it would have the least load of all), or has other weights than the caller can use.
+    """
     version = target.entry.version if target.entry is not None else -1
-    return target.name == need.lost, need.pinned_version >= 0 and version != need.pinned_version
+    wrong = need.pinned_version >= 0 and version != need.pinned_version
+    return target.name == need.lost, time.monotonic() < target.avoided_until, wrong

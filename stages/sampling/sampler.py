@@ -23,10 +23,11 @@ import numpy as np
 import numpy.typing as npt
 
 from configs.schema import Config
-from models.engines.errors import EngineError, EngineTimeout, EngineUnreachable
+from models.engines.errors import EngineError, EngineProtocolError, EngineTimeout, EngineUnreachable
 from models.engines.noise import sample_seed
 from models.engines.protocol import GenerateRequest
 from stages.engine_entries import POLICY, RETRACTED
+from stages.messages import Complaint
 from stages.ports import Topic
 from stages.sampling.attempt import Attempt
 from stages.sampling.engine_directory import EngineDirectory
@@ -97,6 +98,7 @@ class Sampler:
         # from a client that was started anew or from another run on the same engines.
         self._origin = f"{replica}-{uuid.uuid4().hex[:8]}"
         self._serial = itertools.count()
+        self._complaints: list[Complaint] = []  # for the supervisor, about engines that answer nonsense
         sglang = config.engine.engine == "sglang"
         # Tokens as they are made, so that they survive their engine. Ours would pay too much for it on a CPU: they tell
         # of a member when it has ended, and only to requests of several is that worth a stream.
@@ -268,6 +270,7 @@ class Sampler:
             )
         self.retractions += attempt.retractions if ours else 0
         self._add("reused_tokens", attempt.reused)
+        self._judge(route, attempt)
         if isinstance(attempt.error, LOSSES):
             self._lost(route, losses)
 
@@ -282,6 +285,18 @@ class Sampler:
     def _lost(self, route: Route, losses: Losses) -> None:
         losses.engine = route.target.name
         self.routes.lost(route.target)
+
+    def _judge(self, route: Route, attempt: Attempt) -> None:
+        """Whether what the engine answered made sense."""
+        refused = attempt.error if isinstance(attempt.error, EngineProtocolError) else attempt.refused
+        if refused is None and attempt.error is not None:
+            return  # it did not answer
+        if refused is not None:
+            self._add("refused_answers", 1)
+            log.warning("an answer of %s is refused: %s", route.target.name, refused)
+        complaint = self.routes.answered(route.target, refused)
+        if complaint is not None:
+            self._complaints.append(complaint)
 
     async def survives(
         self, request: SampleRequest | ScoreRequest, losses: Losses, error: Exception, *, progress: bool
@@ -322,6 +337,9 @@ class Sampler:
             if self.retractions != told:
                 told = self.retractions
                 await topic.publish(f"{RETRACTED}{self.replica}", str(told).encode())
+            while self._complaints:
+                complaint = self._complaints.pop()
+                await topic.publish(f"complaint/{complaint.engine}", msgspec.msgpack.encode(complaint))
 
 
 def worth_a_stream(request: SampleRequest) -> bool:

@@ -93,6 +93,13 @@ class HeldGroups:
 
     async def refused(self, lease: Lease[RolloutSlice], step: int) -> bool:
         """Whether batch `step` may not train the group; it is settled then."""
+        newest = max((run.version for s in lease.message.samples for run in s.version_runs), default=-1)
+        if newest > step and self.gate.ages:
+            detail = (
+                f"a token is of version {newest}, and the newest weights are of version {step}: no engine can have them"
+            )
+            await self.settle(lease, "failed", detail)
+            return True
         oldest = oldest_version(lease.message.samples)
         if self.gate.fresh(step=step, oldest_version=oldest):
             return False

@@ -226,8 +226,8 @@ async def test_weights_that_this_run_did_not_publish_fail_the_sample_in_words(tm
         failed = (await world.answer()).samples
         assert [s.status for s in failed] == ["failed", "failed"]
         assert failed[0].error == (
-            "VersionLabelError: weights label 'foreign' is not of the form epoch.version; "
-            "was the engine updated by someone else?"
+            "VersionLabelError: weights label 'foreign' is not of the form generation.version; "
+            "has someone else updated the engine?"
         )
         world.weights.publish(1)
         await world.weights.landed(1)
@@ -237,7 +237,7 @@ async def test_weights_that_this_run_did_not_publish_fail_the_sample_in_words(tm
 
 @pytest.mark.parametrize("label", ["default", "3", "", "1.x", "1.", "1.-2"])
 def test_only_labels_of_this_form_are_versions(label: str) -> None:
-    with pytest.raises(VersionLabelError, match=r"is not of the form epoch\.version"):
+    with pytest.raises(VersionLabelError, match=r"is not of the form generation\.version"):
         label_version(label)
     assert label_version("2.13") == 13
 

@@ -11,7 +11,17 @@ import pytest
 from models.engines.protocol import SamplingParams
 from stages.sampling.requests import SampleRequest
 from stages.sampling.results import Chunk, SampleResult
-from tests.stages.engine_rig import FAST_MS, LENGTH, SLOW_MS, World, core_of, generating, record_exchanges, simulated
+from tests.stages.engine_rig import (
+    FAST_MS,
+    LENGTH,
+    SLOW_MS,
+    World,
+    core_of,
+    freeze,
+    generating,
+    record_exchanges,
+    simulated,
+)
 from tests.stages.stage_rig import until
 
 SLOW: dict[str, Any] = {"proxied": True, "engine": simulated(SLOW_MS)}
@@ -95,13 +105,13 @@ async def test_what_was_told_survives_an_update_that_aborts(tmp_path: Path) -> N
 
     heard = Heard(2)
     async with generating(
-        tmp_path, engine=simulated(SLOW_MS), pause_mode="abort", rollout={"partial_rollout": False}
+        tmp_path, engine=simulated(5 * SLOW_MS), pause_mode="abort", rollout={"partial_rollout": False}
     ) as world:
         await world.ready()
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(heard.listen(world, asked(2)))
             await until(lambda: min(len(tokens) for tokens in heard.tokens) >= 2)
-            core_of(world.engines[0]).schedule.config = simulated(FAST_MS).simulated
+            await freeze(world.engines[0], tokens=4)
             world.weights.publish(1)
     heard.check()
     assert [result.resumed for result in heard.results if result] == [1, 1]

@@ -309,21 +309,23 @@ async def test_sequences_carry_tokens_versions_and_group_relative_advantages(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with training(
-        tmp_path, monkeypatch, batch=1, total=1, algorithm={"disable_grpo_std_normalization": True}
+        tmp_path, monkeypatch, batch=1, total=2, algorithm={"disable_grpo_std_normalization": True}
     ) as one:
+        await one.send(make_slice(3))
+        await one.report(StepDone)
         good = make_sample(
             0, runs=[(0, 3), (1, 2)], prompt=[8, 9], mask=[1, 1, 0, 1, 1], reward=1.0, reward_parts={"form": 0.5}
         )
         await one.send(make_slice(4, good, make_sample(1, reward=0.0, status="truncated")))
         done = await one.report(StepDone)
-        first, second = one.backend.sequences
+        first, second = one.backend.sequences[-2:]
         assert first.tokens.tolist() == [8, 9, 0, 1, 2, 3, 4]
         assert (first.response_length, first.rollout_id, second.rollout_id) == (5, 8, 9)
         assert first.versions.tolist() == [-1, -1, 0, 0, 0, 1, 1]
         assert first.advantages.tolist() == [0.0, 0.0, 0.5, 0.5, 0.0, 0.5, 0.5]
         assert second.advantages.tolist() == [0.0] * 3 + [-0.5] * 4
         assert done.tokens == 8
-        assert done.staleness == {0: 6, -1: 2}
+        assert done.staleness == {1: 6, 0: 2}
         assert done.metrics["train/loss"] == 0.5
         assert done.metrics["reward/form"] == 0.5
         assert done.metrics["rollout/truncated_ratio"] == 0.5

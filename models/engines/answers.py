@@ -1,0 +1,101 @@
+"""What a client refuses to take from an engine: an answer that cannot be one to what was asked.
+
+Invariant: of a refused answer nothing is used. Every refusal names the value and the rule, and is a ValueError.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Final
+
+import msgspec
+from msgspec import Struct
+
+from models.engines.protocol import GenerateOutput, GenerateRequest, LogprobEntry, SamplingParams
+
+# What decoding a hostile text raises: bad UTF-8 is a ValueError, deep nesting a RecursionError, a number of a million
+# digits an OverflowError.
+UNDECODABLE: Final = (msgspec.MsgspecError, ValueError, RecursionError, OverflowError, MemoryError)
+INT32: Final = 1 << 31
+ROUNDING: Final = 1e-3  # how far above 0 a log-prob in half precision may come
+TEXT_PER_TOKEN: Final = 1024  # characters; the longest tokens of public vocabularies have some hundred
+SLACK_BYTES: Final = 1 << 20
+BYTES_PER_TOKEN: Final = 1 << 10  # of JSON: id, log-prob and text
+EXPERT_BYTES_PER_TOKEN: Final = 1 << 14  # base64 of layers x top-k numbers
+SLACK_CHUNKS: Final = 1000
+_COUNTS: Final = ("cached_tokens", "num_retractions", "spec_num_correct_drafts", "spec_num_proposed_drafts")
+
+
+class AnswerLimits(Struct, frozen=True):
+    """What the answer to one request may hold. `tokens`: most new ones of a sample, None = no limit was asked for."""
+
+    tokens: int | None
+    log_probs: bool
+    vocab_size: int
+    samples: int
+    answer_bytes: int | None  # of the whole answer, or of one event of a stream; None = no limit
+
+    @classmethod
+    def of(cls, request: GenerateRequest, vocab_size: int | None) -> AnswerLimits:
+        """The limits that follow from a request. `vocab_size`: of the served model, None if it is not known."""
+        params = request.sampling_params
+        asked = [each.max_new_tokens for each in ([params] if isinstance(params, SamplingParams) else params)]
+        tokens = None if None in asked else max((n for n in asked if n is not None), default=None)
+        most: int | None = None
+        if tokens is not None and request.input_ids is not None:
+            context = max(map(len, request.prompts), default=0) + tokens
+            each = BYTES_PER_TOKEN + (EXPERT_BYTES_PER_TOKEN if request.return_routed_experts else 0)
+            most = request.samples * (SLACK_BYTES + context * each)
+        return cls(tokens, request.return_logprob, vocab_size or INT32, request.samples, most)
+
+    @property
+    def chunks(self) -> float:
+        """Most events of a stream: an engine sends one for each token of each sample at the most."""
+        return math.inf if self.tokens is None else SLACK_CHUNKS + 2 * self.samples * self.tokens
+
+    def check(self, output: GenerateOutput) -> None:
+        """Raises ValueError for an answer that cannot be true, or is of something else than was asked."""
+        meta, ids = output.meta_info, output.output_ids
+        count, name = len(ids), f"response {meta.id[:80]!r}"
+        if self.tokens is not None and count > self.tokens:
+            raise ValueError(f"{name} has {count} new tokens, and {self.tokens} were allowed")
+        self._check_ids(name, ids)
+        if len(output.text) > TEXT_PER_TOKEN * (count + 1):
+            raise ValueError(f"{name} has a text of {len(output.text)} characters for {count} tokens")
+        for field in _COUNTS:
+            value = getattr(meta, field)
+            if value is not None and not 0 <= value < INT32:
+                raise ValueError(f"{name} has {field}={value}, which is no count")
+        if self.log_probs:
+            entries = meta.output_token_logprobs or []
+            self.check_entries(name, entries)
+            if [token for _, token, _ in entries] != ids:
+                raise ValueError(f"{name}: its {len(entries)} log-probs are not those of its {count} output_ids")
+        end = 0
+        for span in output.version_spans:
+            if span.start != end:
+                raise ValueError(f"{name}: a span of versions begins at token {span.start}, not at {end}")
+            end = span.end
+        if end != count:
+            raise ValueError(f"{name}: the spans of versions end at token {end} of {count}")
+
+    def check_entries(self, name: str, entries: Sequence[LogprobEntry]) -> None:
+        """Raises ValueError for a token that there is not, or a log-prob that is none."""
+        self._check_ids(name, [token for _, token, _ in entries])
+        missing = next((token for value, token, _ in entries if value is None), None)
+        if missing is not None:
+            raise ValueError(f"{name}: token {missing} has the log-prob None; it must be finite and at most 0")
+        check_log_probs(name, entries)
+
+    def _check_ids(self, name: str, ids: Sequence[int]) -> None:
+        if ids and not 0 <= min(ids) <= max(ids) < self.vocab_size:
+            bad = next(token for token in ids if not 0 <= token < self.vocab_size)
+            raise ValueError(f"{name} holds token {bad}, outside the vocabulary of {self.vocab_size}")
+
+
+def check_log_probs(name: str, entries: Sequence[LogprobEntry]) -> None:
+    """Raises ValueError for what is no log-prob. A prompt's first token has none."""
+    for value, token, _ in entries:
+        if value is not None and not -math.inf < value <= ROUNDING:
+            raise ValueError(f"{name}: token {token} has the log-prob {value}; it must be finite and at most 0")
