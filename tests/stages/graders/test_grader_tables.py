@@ -180,15 +180,6 @@ def test_ifeval_names_what_is_wrong_with_the_row(metadata: dict[str, object], wo
         assert words in (found.error or "")
 
 
-def test_the_language_of_a_response_needs_its_package() -> None:
-    row: dict[str, object] = {"instruction_id_list": ["response_language"], "kwargs": [{"language": "en"}]}
-    found = grade("ifeval", "This is plainly a sentence in English, and here is another one.", None, row)
-    if found.error is None:
-        assert found.score == 1.0
-    else:
-        assert "needs the package langdetect; install it, or leave such rows out" in found.error
-
-
 @pytest.mark.parametrize("row", cases_text.GOLDEN_GSM8K)
 def test_gsm8k(row: tuple[str, str, int, int, str]) -> None:
     response, label, strict, flexible, why = row
