@@ -29,6 +29,7 @@ from stages.graders.format import format_grader
 from stages.graders.gpqa import grade_gpqa
 from stages.graders.grade import Grade, GradeRequest, failed
 from stages.graders.gsm8k import grade_gsm8k, grade_gsm8k_flex
+from stages.graders.ifbench import grade_ifbench, prepare_ifbench
 from stages.graders.ifeval import grade_ifeval
 from stages.graders.ifeval_rules import prepare_language
 from stages.graders.mathematics import grade_hendrycks, grade_strict, grade_verify, math_grader, symbolic
@@ -92,6 +93,7 @@ GRADERS: dict[str, Entry] = {
     "exact_match": against_label(grade_exact_match, "exact_match"),
     "gpqa": fixed(Grader(grade_gpqa), "gpqa"),
     "ifeval": fixed(Grader(grade_ifeval, in_stage=False, wrong=0.0, prepare=prepare_language), "ifeval"),
+    "ifbench": fixed(Grader(grade_ifbench, in_stage=False, wrong=0.0, prepare=prepare_ifbench), "ifbench"),
     "code": Entry(code_grader, "code or code:SECONDS", reads_text=False),
     "format": Entry(format_grader, "format:REGEX"),
     "remote": Entry(stage_grader, "remote or remote:URL", reads_text=False),
