@@ -409,7 +409,7 @@ async def test_components_may_be_asked_at_several_places() -> None:
 
 
 async def test_grader_processes_that_cannot_start_are_said_in_words(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("stages.graders.process.sys.executable", "/bin/false")
+    monkeypatch.setattr("sys.executable", "/bin/false")
     async with answering("/rm", 1) as (url, _):
         for parts in (["c=exact@1"], ["a=remote@1", "c=exact@1"]):
             async with grading(reward_component=parts, rm_url=url + "/rm", reward_workers=1) as (_, send):
