@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 from collections import Counter
 from pathlib import Path
 
@@ -30,6 +31,7 @@ from tests.stages.engine_rig import (
     written,
 )
 from tests.stages.stage_rig import idle, make_group, numbers, response_ids, until
+from transport import StreamSpec
 
 
 async def test_a_group_is_one_request_and_its_samples_are_the_engines(
@@ -368,3 +370,21 @@ def test_an_unknown_end_fails_the_sample(reason: str | None, words: str) -> None
     sample = append_result(new_sample([4, 5], 0), extended(ASKED, SampleResult(), answer(reason, [("0.0", 0, 4)]), 1.0))
     assert sample.status == "failed"
     assert words in (sample.error or "")
+
+
+async def test_what_is_above_the_limit_of_a_message_fails_in_words_and_the_replica_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tests.stages.stage_rig.StreamSpec", functools.partial(StreamSpec, max_message_bytes=2_000))
+    async with generating(tmp_path) as world:
+        await world.ready()
+        await world.ask(make_group(0, 8))
+        large = await world.whole(8)
+        await world.ask(make_group(1, 1))
+        small = await world.whole(1)
+        await world.rig.hubs["generate"].wait_empty()
+        stats = world.rig.hubs["generate"].stats()
+    assert {(s.status, s.length) for s in large} == {("failed", 0)}
+    assert all("max_message_bytes of stream 'reward' is 2000" in (s.error or "") for s in large)
+    assert [s.status for s in small] == ["completed"]
+    assert (stats.settled, stats.redelivered, world.rig.letters) == (2, 0, [])
