@@ -28,15 +28,16 @@ def drop_privileges(libc: ctypes.CDLL, directory: str) -> None:
         _leave_root(libc, directory)
     libc.prctl(_PR_CAP_AMBIENT, _AMBIENT_CLEAR_ALL, 0, 0, 0)
     _keep_capabilities(libc, 0)
-    if capabilities():
+    if capabilities(libc):
         raise IsolationError("the kernel leaves a program its capabilities")
 
 
-def capabilities() -> int:
-    """What this process may use or inherit, as bits."""
-    with open("/proc/self/status", encoding="ascii", errors="replace") as status:
-        sets = [line.split() for line in status if line.startswith(("CapInh:", "CapPrm:", "CapEff:", "CapAmb:"))]
-    return sum(int(bits, 16) for _, bits in sets)
+def capabilities(libc: ctypes.CDLL) -> int:
+    """What this process may use, or keep for a program that it starts, as bits."""
+    sets = ctypes.create_string_buffer(24)
+    if libc.capget(struct.pack("=Ii", _CAPABILITY_VERSION, 0), sets) != 0:
+        raise IsolationError(f"capabilities cannot be asked for ({os.strerror(ctypes.get_errno())})")
+    return int.from_bytes(sets.raw, "little")
 
 
 def _leave_root(libc: ctypes.CDLL, directory: str) -> None:
@@ -62,8 +63,8 @@ def _read_as_nobody() -> bool:
     """Whether Python's library is for everybody to read. Raises OSError where users cannot be changed."""
     os.seteuid(NOBODY)
     try:
-        with open(os.__file__, "rb"):
-            return True
+        os.close(os.open(os.__file__, os.O_RDONLY | os.O_CLOEXEC))
+        return True
     except OSError:
         return False
     finally:

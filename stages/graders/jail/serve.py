@@ -35,7 +35,7 @@ _REASON_BYTES = 500
 # Of one program: what resource limits do not hold. Looked at while it runs, so it may get beyond by what it does in
 # LOOK_S; a file in memory or on the disk is limited at once.
 FILE_BYTES = 4 << 20
-DIRECTORY_BYTES, DIRECTORY_ENTRIES = 64 << 20, 1000
+DIRECTORY_BYTES, DIRECTORY_ENTRIES = 16 << 20, 200
 THREADS = 256
 _LOOK_S = 0.025
 _LIBRARIES = ("/usr/lib", "/usr/lib64", "/lib", "/lib64", "/usr/share/zoneinfo", "/etc/localtime", "/dev/urandom")

@@ -33,7 +33,7 @@ ALLOWED = {
     "access": (21, -1), "faccessat": (269, 48), "faccessat2": (439, 439),
     "readlink": (89, -1), "readlinkat": (267, 78), "getdents": (78, -1), "getdents64": (217, 61),
     "getcwd": (79, 17), "chdir": (80, 49), "fchdir": (81, 50), "umask": (95, 166), "ftruncate": (77, 46),
-    "fallocate": (285, 47), "fsync": (74, 82), "fdatasync": (75, 83), "fadvise64": (221, 223), "sendfile": (40, 71),
+    "fallocate": (285, 47), "fadvise64": (221, 223), "sendfile": (40, 71),
     "copy_file_range": (326, 285), "dup": (32, 23), "dup2": (33, -1), "dup3": (292, 24), "pipe": (22, -1),
     "pipe2": (293, 59),
     # waiting for descriptors; sockets only as a connected pair, which asyncio needs
@@ -62,17 +62,22 @@ ALLOWED = {
     "waitid": (247, 95), "exit": (60, 93), "exit_group": (231, 94),
 }  # fmt: skip
 
-# Allowed as well where Landlock says on which files.
+# Allowed as well where Landlock says on which files; without it, files are opened for reading only.
 WITH_LANDLOCK = {
-    "open": (2, -1), "openat": (257, 56), "creat": (85, -1), "mkdir": (83, -1), "mkdirat": (258, 34),
+    "creat": (85, -1), "mkdir": (83, -1), "mkdirat": (258, 34),
     "rmdir": (84, -1), "unlink": (87, -1), "unlinkat": (263, 35), "rename": (82, -1), "renameat": (264, 38),
     "renameat2": (316, 276),
 }  # fmt: skip
 
+# Done by saying so: a program that waits for a disk cannot be ended while it does, nor graded before its deadline.
+IGNORED = {"fsync": (74, 82), "fdatasync": (75, 83)}
+
 CLONE3 = (435, 435)  # hides its flags from filters: the C library uses clone where it is not there
 _WRITE_FLAGS = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
 _CLOEXEC, _NONBLOCK = 0o2000000, 0o4000
-_O_ASYNC = 0o20000
+# Of open: waiting for the disk, as above. Of F_SETFL: signals, and the disk again.
+_DISK_FLAGS = os.O_SYNC | os.O_DSYNC | os.O_DIRECT
+_STATUS_FLAGS = 0o20000 | os.O_DIRECT
 
 # Calls of which only some arguments are allowed: the argument's position and the values of its low half.
 OF_VALUES = {
@@ -88,8 +93,8 @@ OF_VALUES = {
     "socketpair": ((53, 199), 1, tuple(1 | flags for flags in (0, _CLOEXEC, _NONBLOCK, _CLOEXEC | _NONBLOCK))),
 }
 
-# Calls of which an argument must not have some bits: position and bits.
-WITHOUT_LANDLOCK = {"open": ((2, -1), 1, _WRITE_FLAGS), "openat": ((257, 56), 2, _WRITE_FLAGS)}
+# Calls with flags that must not have some bits: position of the flags.
+OPEN = {"open": ((2, -1), 1), "openat": ((257, 56), 2)}
 _F_SETFL = 4
 
 
@@ -108,15 +113,16 @@ def filter_program(machine: str, *, without_landlock: bool = False) -> list[byte
         program += _when(numbers[column], [allow])
     for name, (numbers, position, values) in OF_VALUES.items():
         body = [_load(position)]
-        if name == "fcntl":  # F_SETFL with anything but O_ASYNC, which sends signals
-            body += _when(_F_SETFL, [_load(2), _instruction(_ANY_BIT, _O_ASYNC, 0, 1), deny, allow])
+        if name == "fcntl":
+            body += _when(_F_SETFL, [_load(2), _instruction(_ANY_BIT, _STATUS_FLAGS, 0, 1), deny, allow])
         for value in values:
             body += _when(value, [allow])
         program += _when(numbers[column], [*body, deny])
-    if without_landlock:
-        for numbers, position, bits in WITHOUT_LANDLOCK.values():
-            body = [_load(position), _instruction(_ANY_BIT, bits, 0, 1), deny, allow]
-            program += _when(numbers[column], body)
+    bits = _DISK_FLAGS | (_WRITE_FLAGS if without_landlock else 0)
+    for numbers, position in OPEN.values():
+        program += _when(numbers[column], [_load(position), _instruction(_ANY_BIT, bits, 0, 1), deny, allow])
+    for numbers in IGNORED.values():
+        program += _when(numbers[column], [_instruction(_RETURN, _ERRNO | 0)])
     program += _when(CLONE3[column], [missing])
     program += [_instruction(_ABOVE, _X32, 0, 1), deny, _instruction(_ABOVE, _NEWEST, 0, 1), missing]
     return [*program, deny]

@@ -237,6 +237,8 @@ FILES = (  # refused with Landlock and without
     "open(outside + '/made', 'w')",
     "open('../escaped', 'w')",
     "os.open(outside, os.O_TMPFILE | os.O_RDWR)",
+    "os.open('slow', os.O_CREAT | os.O_WRONLY | os.O_SYNC)",
+    "os.open('slow', os.O_CREAT | os.O_WRONLY | os.O_DIRECT)",
     "open(secret, 'w')",
     "open(secret, 'a')",
     "open('/dev/shm/sluice-escaped', 'w')",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import struct
 from pathlib import Path
@@ -12,13 +13,14 @@ from stages.graders.jail.syscalls import (
     ALLOWED,
     ARCHITECTURES,
     CLONE3,
+    IGNORED,
     OF_VALUES,
+    OPEN,
     WITH_LANDLOCK,
-    WITHOUT_LANDLOCK,
     filter_program,
 )
 
-PASSES, REFUSED, MISSING, KILLED = 0x7FFF0000, 0x00050001, 0x00050026, 0x80000000
+PASSES, REFUSED, MISSING, DONE, KILLED = 0x7FFF0000, 0x00050001, 0x00050026, 0x00050000, 0x80000000
 MACHINES = pytest.mark.parametrize("machine", ARCHITECTURES)
 X86, ARM = 0, 1
 
@@ -58,9 +60,11 @@ def test_only_the_list_passes(machine: str) -> None:
     """All numbers there are, with arguments that no rule about arguments allows."""
     column = ARCHITECTURES[machine][1]
     listed = {both[column] for both in (ALLOWED | WITH_LANDLOCK).values()}
+    ignored = {both[column] for both in IGNORED.values()}
     every = range(600)
     passed = {number for number in every if verdict(machine, number, *[0x7FFFFFFF] * 6) == PASSES}
     assert passed == listed - {-1}
+    assert {number for number in every if verdict(machine, number) == DONE} == ignored
     assert {verdict(machine, number) for number in (463, 500, 0x3FFFFFFF, CLONE3[column])} == {MISSING}
     assert {verdict(machine, 0x40000000 + number) for number in every} == {REFUSED}, "the x32 numbering"
     assert verdict(machine, 0, architecture=0x40000003) == KILLED, "32-bit calls end the process"
@@ -101,15 +105,17 @@ def test_arguments_decide(machine: str, name: str, good: list[tuple[int, ...]], 
 @MACHINES
 def test_without_landlock_files_are_only_read(machine: str) -> None:
     column = ARCHITECTURES[machine][1]
-    for name, both in WITH_LANDLOCK.items():
-        if name not in WITHOUT_LANDLOCK and both[column] >= 0:
-            assert verdict(machine, both[column], landlock=False) == REFUSED
-    for numbers, position, _ in WITHOUT_LANDLOCK.values():
+    for both in WITH_LANDLOCK.values():
+        assert both[column] < 0 or verdict(machine, both[column], landlock=False) == REFUSED
+    for numbers, position in OPEN.values():
         if (number := numbers[column]) >= 0:
             before = [0] * position
             assert verdict(machine, number, *before, 0o2000000, landlock=False) == PASSES
             for flags in (1, 2, 0o100, 0o1000, 0o2000, 0o20200000 | 2):
+                assert verdict(machine, number, *before, flags) == PASSES
                 assert verdict(machine, number, *before, flags, landlock=False) == REFUSED
+            for flags in (os.O_SYNC, os.O_DSYNC | 1, os.O_DIRECT | 2):
+                assert verdict(machine, number, *before, flags) == REFUSED
 
 
 @pytest.mark.parametrize(
@@ -122,6 +128,6 @@ def test_call_numbers_are_those_of_the_kernel_headers(column: int, header: str) 
     found = re.findall(r"#define __NR(?:3264)?_(\w+)\s+(\d+)", path.read_text())
     numbers = {name: int(number) for name, number in found}
     numbers.setdefault("newfstatat", numbers.get("fstatat", -1))
-    of_values = {name: both for name, (both, _, _) in {**OF_VALUES, **WITHOUT_LANDLOCK}.items()}
-    for name, both in {**ALLOWED, **WITH_LANDLOCK, **of_values, "clone3": CLONE3}.items():
+    of_values = {name: rule[0] for name, rule in {**OF_VALUES, **OPEN}.items()}
+    for name, both in {**ALLOWED, **WITH_LANDLOCK, **IGNORED, **of_values, "clone3": CLONE3}.items():
         assert both[column] == numbers.get(name, -1), f"{name} in {header}"
