@@ -19,7 +19,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from tests.chaos.kills import CONTROLLER, FATAL, MOMENTS, Kill, Seen, draw
+from tests.chaos.kills import CONTROLLER, FATAL, MOMENTS, PRUNE, RUNNING, SAVE, Kill, Seen, draw
 from tests.chaos.leftovers import MARK, Watch
 from tests.chaos.oracle import KINDS, Expected, Fault, judge
 
@@ -109,7 +109,7 @@ class Running:
             if self.verdict.case.warm:
                 faults += judge(self._run_dir / "warm_start", Expected(WARM_STEPS, BATCH, BOUND, KEEP))
         faults += [Fault(LEFT, text) for text in self._watch.left()]
-        self.verdict.missed = self._left
+        self.verdict.missed += self._left
         return self.verdict
 
     def _once(self, flags: Sequence[str]) -> bool:
@@ -148,6 +148,9 @@ class Running:
         while not reached():
             if process.poll() is not None or time.monotonic() > deadline:
                 return False
+            if self._overtaken():
+                self.verdict.missed.append(self._left.pop(0))
+                return False
             if time.monotonic() > looked + 0.5:
                 self._watch.look()
                 looked = time.monotonic()
@@ -156,13 +159,19 @@ class Running:
         pid = process.pid if kill.victim == CONTROLLER else self._pid(kill)
         if pid is None or process.poll() is not None:
             return False
-        self._watch.look()
         try:
             os.kill(pid, signal.SIGKILL)
         except ProcessLookupError:  # it is just being started anew
             return False
         self.verdict.done.append(self._left.pop(0))
         return kill.victim in FATAL
+
+    def _overtaken(self) -> bool:
+        """Whether a moment that lasts milliseconds was not seen, and that of the next kill is past."""
+        if self._left[0].moment not in (SAVE, PRUNE) or len(self._left) < 2:
+            return False
+        after = self._left[1]
+        return after.moment in (RUNNING, SAVE, PRUNE) and self._seen.steps() > after.step
 
     def _pid(self, kill: Kill) -> int | None:
         home = self._run_dir / "warm_start" if kill.moment == "warm start" else self._run_dir
