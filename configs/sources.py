@@ -97,7 +97,10 @@ def import_path_fault(label: str, text: str, example: str) -> str | None:
     """Why an import path cannot work, in one sentence, or None. Only the top package is looked for, nothing runs."""
     if not _IMPORT.fullmatch(text):
         return f"{label} is {text!r}, but an import path must be package.module:name; write for example {example}"
-    top = text.partition(":")[0].partition(".")[0]
+    module = text.partition(":")[0]
+    top = module.partition(".")[0]
+    if hidden := _hidden_by_ours(module):
+        return f"{label} is {text!r}, but {top!r} is a package of Sluice, which {hidden} does not replace; rename yours"
     if top in sys.modules or (Path.cwd() / top).is_dir() or (Path.cwd() / f"{top}.py").is_file():
         return None
     try:
@@ -107,6 +110,16 @@ def import_path_fault(label: str, text: str, example: str) -> str | None:
     if found:
         return None
     return f"{label} is {text!r}, but no package {top!r} is found; start in its directory, or add it to PYTHONPATH"
+
+
+def _hidden_by_ours(module: str) -> str | None:
+    """The user's package in the working directory that has the name of one of ours, if the module is not there."""
+    here, ours, (top, *inner) = Path.cwd(), Path(__file__).resolve().parent.parent, module.split(".")
+    named = [path for path in (here / top, here / f"{top}.py") if path.exists()]
+    if here == ours or not named or not (ours / top / "__init__.py").is_file():
+        return None
+    file = ours.joinpath(top, *inner)
+    return None if file.is_dir() or file.with_suffix(".py").is_file() else f"your own {named[0]}"
 
 
 def model_config(name: str) -> dict[str, Any] | None:

@@ -4,8 +4,20 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import os
+import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
+
+def add_working_directory() -> None:
+    """Let modules be imported from the directory where the user started the run, behind all others.
+
+    What this project and its libraries import must never come from there: its processes start with `python -P -m`, for
+    plain `-m` would put that directory first, and a user's `models/` or `queue.py` in our way.
+    """
+    if (here := os.getcwd()) not in sys.path:
+        sys.path.append(here)
 
 
 class ImportPathError(ValueError):
@@ -25,14 +37,25 @@ def import_path(path: str) -> Any:
     except Exception as error:
         raise ImportPathError(
             f"import path {path!r}: importing {module_name!r} failed ({type(error).__name__}: {error}); "
-            "check the name, and that its directory is on PYTHONPATH"
+            + (_hidden(module_name) or "check the name, and that its directory is on PYTHONPATH")
         ) from error
     try:
         return getattr(module, name)
     except AttributeError:
         raise ImportPathError(
-            f"import path {path!r}: {module_name!r} has no {name!r}; check the name after the colon"
+            f"import path {path!r}: {module_name!r} has no {name!r}; "
+            + (_hidden(module_name) or "check the name after the colon")
         ) from None
+
+
+def _hidden(module_name: str) -> str | None:
+    """The cure where a module of the user has the name of one that is imported instead; None where it has not."""
+    top = module_name.partition(".")[0]
+    there = [str(Path.cwd() / name) for name in (top, f"{top}.py") if (Path.cwd() / name).exists()]
+    known = getattr(sys.modules.get(top), "__file__", None)
+    if not there or not known or known.startswith(there[0]):
+        return None
+    return f"{top!r} is {known}, which your own {there[0]} does not replace; give yours another name"
 
 
 def import_function(path: str, *parameters: str, optional: tuple[str, ...] = ()) -> Callable[..., Any]:

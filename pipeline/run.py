@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
 import shutil
 import sys
 import time
@@ -22,6 +21,7 @@ from configs.load import config_hash, dump_toml
 from configs.resolve import num_rollout_for
 from configs.schema import Config
 from models.checkpoint import Manifest, latest_checkpoint, remove_leftovers, resumable_checkpoint
+from models.import_path import add_working_directory
 from models.weights.slots_directory import SHARED_MEMORY, remove_if_stale, remove_stale
 from pipeline.controller import Controller
 from pipeline.errors import Interrupted, RunError, UsageError, leaf, user_error
@@ -56,8 +56,7 @@ Launchers = Callable[[RunDir, int], Launcher]  # where processes run, of so many
 
 def run(config: Config, launchers: Launchers = LocalLauncher) -> int:
     """Run to the end; return the exit code: 0 done, 130 interrupted. Raises RunError with one sentence for the user."""
-    if os.getcwd() not in sys.path:
-        sys.path.append(os.getcwd())  # graders, filters, tools and stages of the user's own, as in the workers
+    add_working_directory()  # graders, filters, tools and stages of the user's own, as in the workers
     raise_file_limit()
     directory = Path(config.run.resume or config.run.run_dir or time.strftime("runs/%Y%m%d-%H%M%S"))
     try:

@@ -12,7 +12,7 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 
-from models.import_path import ImportPathError
+from models.import_path import ImportPathError, add_working_directory
 from stages.graders.custom import custom_grader
 from stages.graders.errors import UnknownGraderError
 from stages.group.filter_chain import import_filter
@@ -35,6 +35,7 @@ def faults(functions: Sequence[str]) -> list[str]:
 
 def main(functions: Sequence[str]) -> int:
     """Write the faults; what the user's modules print goes to the error output."""
+    add_working_directory()
     answers = os.dup(1)
     os.dup2(2, 1)
     with contextlib.redirect_stdout(sys.stderr):

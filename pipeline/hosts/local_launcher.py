@@ -33,9 +33,9 @@ _ERROR = re.compile(r"^(?:\[[^\]]*\]\s*)?(?:(?:\w+\.)*\w*(?:Error|Exception): \S
 
 
 def child_environment(processes: int) -> dict[str, str]:
-    """Environment of worker processes: importable from the project and from where the user stands, few threads each."""
+    """Environment of worker processes: our modules come first, few threads each."""
     root = str(Path(pipeline.__file__).parent.parent)
-    paths = [root, os.getcwd(), *filter(None, [os.environ.get("PYTHONPATH")])]
+    paths = [root, *filter(None, [os.environ.get("PYTHONPATH")])]
     threads = str(max(1, (os.cpu_count() or 1) // max(1, processes)))
     return {
         "OMP_NUM_THREADS": threads,

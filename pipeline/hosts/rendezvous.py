@@ -40,7 +40,7 @@ class Entry(Struct, frozen=True):
     def process(self, module: str, name: str, *, env: Mapping[str, str] = {}, sweep: bool = False) -> ProcessSpec:
         """How a process of that name is started."""
         keys = tuple(filter(None, [self.keys]))
-        argv = (sys.executable, "-m", module, self.run_id, self.topic, name, *keys)
+        argv = (sys.executable, "-P", "-m", module, self.run_id, self.topic, name, *keys)
         return ProcessSpec(name, argv, env, sweep=sweep, files=keys)
 
     def node(self, name: str) -> Node:

@@ -15,6 +15,7 @@ import sys
 import msgspec
 
 from configs.schema import Config
+from models.import_path import add_working_directory
 from models.train.trainer_group.errors import StageGone
 from models.train.trainer_group.rank_spec import EXIT_STAGE_GONE, MEETING, RankSpec, Rendezvous
 from pipeline.errors import exit_code, leaf, user_error
@@ -34,6 +35,7 @@ async def announce(entry: Entry, name: str, rendezvous: Rendezvous) -> None:
 
 def main(argv: list[str]) -> int:
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    add_working_directory()
     entry, name = from_command(argv)
     try:
         spec, config = asyncio.run(find(entry, name))

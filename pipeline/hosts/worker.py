@@ -12,6 +12,7 @@ import sys
 
 import msgspec
 
+from models.import_path import add_working_directory
 from pipeline.errors import exit_code, leaf, user_error
 from pipeline.hosts.other_host import settled
 from pipeline.hosts.rendezvous import Entry, from_command, read
@@ -28,6 +29,7 @@ async def work(entry: Entry, name: str) -> None:
 
 def main(argv: list[str]) -> int:
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    add_working_directory()
     entry, name = from_command(argv)
     try:
         import uvloop

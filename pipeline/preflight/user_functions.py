@@ -34,7 +34,7 @@ def check_functions(functions: tuple[str, ...]) -> None:
     """Raises UsageError with all that is wrong. Imports in another process, with the environment of the stages."""
     if not functions:
         return
-    command = [sys.executable, "-m", "stages.user_functions", *functions]
+    command = [sys.executable, "-P", "-m", "stages.user_functions", *functions]
     try:
         done = subprocess.run(
             command, stdout=subprocess.PIPE, env=child_environment(1), timeout=IMPORT_LIMIT_S, check=False

@@ -70,7 +70,7 @@ class EmbeddedOrSimulatedServer(EngineProcess):
     def _process(self, incarnation: int, host: str, port: int) -> tuple[ProcessSpec, str]:
         spec = self.spec
         argv = [
-            *(sys.executable, "-m", "models.engines.serve"),
+            *(sys.executable, "-P", "-m", "models.engines.serve"),
             *("--engine", spec.config.engine),
             *("--model-path", spec.model_path),
             *("--host", host),

@@ -158,6 +158,19 @@ def test_refusals(argv: list[str], words: str) -> None:
     assert any(words in fault for fault in faults), faults
 
 
+def test_a_package_of_the_user_with_a_name_of_ours_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "models").mkdir()
+    (tmp_path / "stages.py").touch()
+    monkeypatch.chdir(tmp_path)
+    for flag, path, own in (
+        ("--custom-rm-path", "models.rewards:score", "models"),
+        ("--tools", "stages.mine:search", "stages.py"),
+    ):
+        (fault,) = faults_of(*BASE, flag, path)
+        assert f"your own {tmp_path / own} does not replace; rename yours" in fault
+    assert check(*BASE, "--tools", "stages.tools.calculator:calculate") == (), "one of ours may be named"
+
+
 def test_a_run_needs_prompts() -> None:
     assert faults_of("--num-rollout", "3") == (
         "--prompt-data is empty, but a run needs prompts; give a file, or the built-in arithmetic",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import importlib
 import io
 import json
 import os
@@ -141,7 +142,8 @@ def importable(directory: Path) -> Iterator[None]:
         return
     before = set(sys.modules)
     with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(str(directory))
+        patch.setattr(sys, "path", [*sys.path, str(directory)])  # last, as in a run
+        importlib.invalidate_caches()
         yield
     for name in set(sys.modules) - before:
         if str(getattr(sys.modules[name], "__file__", None) or "").startswith(f"{directory}{os.sep}"):

@@ -61,6 +61,9 @@ def test_functions_of_the_user_are_imported_and_asked_for_their_signature(
         "def pair(response, label): return 1.0\n"
         "def keep_two(group, other): return True\n"
     )
+    for name in ("models", "stages", "configs", "queue"):  # their own, of the names of ours and of the library
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "__init__.py").write_text("raise ImportError('a package of the user instead of ours')")
     (tmp_path / "my_ending.py").write_text("import os\nos._exit(3)\n")
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))

@@ -38,7 +38,10 @@ TAP_RECIPE = '[[stage]]\nname = "tap"\npath = "tap:Tap"\nafter = "reward"\nrepli
 
 @pytest.fixture
 def tap(tmp_path: Path) -> Path:
-    """A directory to start from, with the stage and its recipe."""
+    """A directory to start from, with the stage and its recipe, and packages that have the names of ours."""
+    for name in ("models", "stages", "configs", "pipeline", "queue"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "__init__.py").write_text("raise ImportError('a package of the user instead of ours')")
     (tmp_path / "tap.py").write_text(TAP)
     (tmp_path / "tap.toml").write_text(TAP_RECIPE)
     return tmp_path
