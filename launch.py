@@ -11,14 +11,10 @@ from collections.abc import Sequence
 
 from configs.cli.command_line import Arguments, parse
 from configs.errors import ConfigError
-from configs.load import load_arguments
+from configs.load import load_arguments, with_work
 from configs.plan.staleness import staleness_line
 from configs.rules.validate import checked
 from configs.schema import Config
-
-QUICKSTART = "quickstart"
-# With none of these on the command line there is nothing to train on: the quickstart runs.
-_OWN_WORK = ("data.prompt_data", "train.hf_checkpoint", "run.resume", "model.model")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -48,7 +44,10 @@ def _main(argv: Sequence[str]) -> int:
     if arguments.version:
         sys.stdout.write(f"sluice {_version()}\n")
         return 0
-    config = _settle(_with_quickstart(arguments))
+    arguments, note = with_work(arguments)
+    if note:
+        sys.stderr.write(f"{note}\n")
+    config = _settle(arguments)
     if arguments.dry_run:
         from configs.plan.plan import make_plan, render
 
@@ -58,13 +57,6 @@ def _main(argv: Sequence[str]) -> int:
     from pipeline.run import run
 
     return run(config)
-
-
-def _with_quickstart(arguments: Arguments) -> Arguments:
-    if arguments.config is not None or any(key in arguments.layer.values for key in _OWN_WORK):
-        return arguments
-    sys.stderr.write(f"no --prompt-data, --config, --model or --hf-checkpoint: running the recipe {QUICKSTART}\n")
-    return Arguments(layer=arguments.layer, config=QUICKSTART, dry_run=arguments.dry_run)
 
 
 def _settle(arguments: Arguments) -> Config:

@@ -18,17 +18,21 @@ from configs.cli.command_line import Arguments, parse
 from configs.cli.flags import RefusedValue, flags, flags_by_key
 from configs.errors import ConfigError
 from configs.layers import Layer, Loaded, Origin, merge, refusal, value_at
-from configs.presets import chosen_preset, fitted, preset_path
+from configs.presets import chosen_preset, fitted, preset_path, without_other_models
 from configs.schema import Config
 from configs.schema.did_you_mean import cure
 
 RECIPES: Final = Path(__file__).resolve().parent / "recipes"
 CONFIG_FILE: Final = "config.toml"  # in a run directory: the resolved configuration, read again by --resume
+QUICKSTART: Final = "quickstart"
+TOY: Final = "toy"
+# Keys that say what is trained; a command line with none of them has a toy problem put under it.
+_WORK: Final = ("data.prompt_data", "train.hf_checkpoint", "run.resume", "model.model")
 _NOT_HASHED: Final = ("run.run_dir", "run.resume", "run.deadline_s", "run.drain_s", "run.max_restarts")
 
 
 def load(argv: Sequence[str]) -> Loaded:
-    """Parse a command line, read its recipe and its model's preset, merge them over the defaults.
+    """Parse a command line, read its recipes and its model's preset, merge them over the defaults.
 
     Raises `ConfigError`.
     """
@@ -37,20 +41,41 @@ def load(argv: Sequence[str]) -> Loaded:
 
 def load_arguments(arguments: Arguments) -> Loaded:
     """As `load`, for a command line that is already parsed. `--resume` reads the recipe in the run's directory."""
-    recipe = arguments.config
+    layers = _layers(arguments)
+    model = chosen_preset(layers)
+    if model is None:
+        return merge(layers)
+    layers = without_other_models(model, layers)
+    return merge([fitted(read_preset(model), layers), *layers])
+
+
+def with_work(arguments: Arguments) -> tuple[Arguments, str]:
+    """Where neither data nor a model is named: the quickstart, or the toy problem under the recipes that are named.
+
+    With it a sentence for the user, empty where nothing was put in. Raises `ConfigError`.
+    """
+    if any(key in layer.values for layer in _layers(arguments) for key in _WORK):
+        return arguments, ""
+    recipes = (TOY, *arguments.config) if arguments.config else (QUICKSTART,)
+    if arguments.config:
+        note = f"no --prompt-data, --model or --hf-checkpoint: {' '.join(arguments.config)} on the toy problem"
+    else:
+        note = f"no --prompt-data, --config, --model or --hf-checkpoint: running the recipe {QUICKSTART}"
+    return msgspec.structs.replace(arguments, config=recipes), note
+
+
+def _layers(arguments: Arguments) -> list[Layer]:
+    """The recipes in their order, and the command line above them."""
+    recipes = arguments.config
     resume = arguments.layer.values.get("run.resume")
-    if recipe is None and resume is not None:
-        recipe = str(Path(resume) / CONFIG_FILE)
-        if not Path(recipe).is_file():
+    if not recipes and resume is not None:
+        recipes = (str(Path(resume) / CONFIG_FILE),)
+        if not Path(recipes[0]).is_file():
             raise ConfigError(
                 f"{arguments.layer.labels['run.resume']} is {resume!r}, but a run to resume holds {CONFIG_FILE}, "
                 "which is not there; give the directory that the run printed at its start"
             )
-    layers = [arguments.layer]
-    if recipe is not None:
-        layers.insert(0, _without_place(read_recipe(recipe), recipe_path(recipe)))
-    model = chosen_preset(layers)
-    return merge(layers if model is None else [fitted(read_preset(model), layers), *layers])
+    return [*(_without_place(read_recipe(name), recipe_path(name)) for name in recipes), arguments.layer]
 
 
 def _without_place(layer: Layer, path: Path) -> Layer:

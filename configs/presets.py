@@ -13,6 +13,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
+import msgspec
+
 from configs.cli.flags import flags_by_key
 from configs.errors import ConfigError
 from configs.layers import Layer
@@ -30,6 +32,7 @@ _USED: Final[Mapping[str, tuple[str, tuple[str, ...]]]] = {
 }
 _TENSOR: Final = "megatron.tensor_model_parallel_size"
 _PIPELINE: Final = "megatron.pipeline_model_parallel_size"
+_CHECKPOINTS: Final = ("train.hf_checkpoint", "train.ref_load", "critic.critic_load", "model.architecture")
 _RECOMPUTE: Final = ("megatron.recompute_granularity", "megatron.recompute_activations")
 
 
@@ -56,6 +59,21 @@ def chosen_preset(layers: Sequence[Layer]) -> str | None:
             complete = layer.origin == "recipe" and "model.architecture" in layer.values
             return None if complete else layer.values["model.model"]
     return None
+
+
+def without_other_models(model: str, layers: Sequence[Layer]) -> list[Layer]:
+    """The layers, from the lowest to the highest, without the checkpoints of other models than the chosen preset's.
+
+    Whoever writes `--model` over a recipe means that model, not the recipe's.
+    """
+    above = max(place for place, layer in enumerate(layers) if layer.values.get("model.model") == model)
+    kept = []
+    for place, layer in enumerate(layers):
+        if place < above and layer.values.get("model.model") != model:
+            values = {key: value for key, value in layer.values.items() if key not in _CHECKPOINTS}
+            layer = msgspec.structs.replace(layer, values=values)
+        kept.append(layer)
+    return kept
 
 
 def fitted(preset: Layer, above: Sequence[Layer]) -> Layer:

@@ -238,6 +238,7 @@ def _defaults(config: Config) -> dict[str, Any]:
         "data.rollout_max_prompt_len": context - 1 if context is not None else None,
         "train.ref_load": config.train.hf_checkpoint,
         "critic.critic_load": config.train.hf_checkpoint,
+        "critic.critic_lr": min(10 * config.train.lr, 3e-4) if config.algorithm.advantage_estimator == "ppo" else None,
         "eval.eval_max_response_len": rollout.rollout_max_response_len,
         "eval.eval_input_key": data.input_key,
         "data.label_key": label,
@@ -250,6 +251,9 @@ def _defaults(config: Config) -> dict[str, Any]:
         section, _, name = key.partition(".")
         if getattr(getattr(config, section), name) is None:
             values[key] = value() if callable(value) else value
+    if 0 < config.reward.overlong_buffer_len < 1:
+        part = config.reward.overlong_buffer_len * rollout.rollout_max_response_len
+        values["reward.overlong_buffer_len"] = float(max(1, round(part)))
     if not config.warm_start.warm_start_data:
         values["warm_start.warm_start_data"] = data.prompt_data
     return values

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+
 def add_working_directory() -> None:
     """Let modules be imported from the directory where the user started the run, behind all others.
 

@@ -24,7 +24,7 @@ from configs.schema import StageConfig
 
 # Flags of the command itself; the schema may not use these names.
 RESERVED: Final = {
-    "config": "recipe: a TOML file, or the name of one of the built-in recipes",
+    "config": "recipes: TOML files, or names of built-in ones; what a later one says outranks the earlier ones",
     "dry-run": "print the plan (stages, placement, batch arithmetic, staleness, memory) and stop",
     "help": "print this text",
     "version": "print the version",
@@ -36,7 +36,7 @@ class Arguments(Struct, frozen=True, kw_only=True):
     """A parsed command line."""
 
     layer: Layer
-    config: str | None = None
+    config: tuple[str, ...] = ()
     dry_run: bool = False
     help: bool = False
     version: bool = False
@@ -51,7 +51,7 @@ def parse(argv: Sequence[str]) -> Arguments:
         raise ConfigError(reader.faults)
     return Arguments(
         layer=Layer(origin="command line", values=reader.values, labels=reader.labels, edits=tuple(reader.edits)),
-        config=reader.config,
+        config=tuple(reader.config),
         dry_run="dry-run" in reader.switches,
         help="help" in reader.switches,
         version="version" in reader.switches,
@@ -82,7 +82,7 @@ class _Reader:
         self.edits: list[StageEdit] = []
         self.faults: list[str] = []
         self.switches: set[str] = set()
-        self.config: str | None = None
+        self.config: list[str] = []
 
     def read_one(self) -> None:
         token = self.rest.pop(0)
@@ -111,12 +111,12 @@ class _Reader:
 
     def _reserved(self, name: str, inline: str | None) -> None:
         if name == "config":
-            value = inline if inline is not None else self._next()
-            if not value:
+            names = [inline] if inline is not None else self._values(several=True)
+            if not any(names):
                 self.faults.append(
                     "--config needs a value: a TOML file or the name of a recipe; see docs/configuration.md"
                 )
-            self.config = value
+            self.config.extend(names)
         elif inline is not None:
             self.faults.append(f"--{name} takes no value, but got {inline!r}; write --{name} alone")
         else:

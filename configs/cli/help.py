@@ -20,7 +20,7 @@ from configs.presets import preset_names
 
 PAGE: Final = Path(__file__).resolve().parent.parent.parent / "docs" / "configuration.md"
 END: Final = "<!-- end of the generated tables -->"
-USAGE: Final = "usage: python launch.py [--config RECIPE] [--flag value ...] [section.key=value ...]"
+USAGE: Final = "usage: python launch.py [--config RECIPE ...] [--flag value ...] [section.key=value ...]"
 _COLUMN = 34
 
 
@@ -29,15 +29,16 @@ def render_help(width: int | None = None) -> str:
     columns = width or _terminal_width()
     lines = [USAGE, ""]
     lines += textwrap.wrap(
-        "Without --prompt-data, --config and --hf-checkpoint the recipe quickstart runs. Precedence: command line > "
-        "recipe > preset of the model > preset of the mode > default.",
+        "Without --prompt-data, --config and --hf-checkpoint the recipe quickstart runs; recipes that name no data and "
+        "no model run on the toy problem. Precedence: command line > later recipe > earlier recipe > preset of the "
+        "model > preset of the mode > default.",
         columns,
     )
     lines += textwrap.wrap(f"Recipes (--config): {', '.join(recipe_names())}.", columns, break_on_hyphens=False)
     lines += textwrap.wrap(f"Presets (--model): {', '.join(preset_names())}.", columns, break_on_hyphens=False)
     lines += ["", "The command"]
     for name, text in RESERVED.items():
-        lines += _entry(f"--{name} RECIPE" if name == "config" else f"--{name}", text, columns)
+        lines += _entry(f"--{name} RECIPE ..." if name == "config" else f"--{name}", text, columns)
     for section, title in SECTIONS.items():
         members = [flag for flag in flags() if flag.key.partition(".")[0] == section]
         lines += ["", f"{title} [{section}]"]

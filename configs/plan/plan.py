@@ -136,8 +136,8 @@ def _processes(config: Config, stages: tuple[StagePlan, ...]) -> int:
 
 def render(plan: Plan) -> str:
     """The plan as text."""
-    blocks = [_head(plan), _graph(plan), _placement(plan), _arithmetic(plan), _bounds(plan), _model(plan)]
-    return "\n\n".join("\n".join(block) for block in blocks) + "\n"
+    blocks = (_head, _graph, _placement, _arithmetic, _learning, _bounds, _model)
+    return "\n\n".join("\n".join(block(plan)) for block in blocks) + "\n"
 
 
 def _head(plan: Plan) -> list[str]:
@@ -199,6 +199,28 @@ def _arithmetic(plan: Plan) -> list[str]:
     if (batches := rollout.num_rollout) is not None:
         lines.append(f"  {batches * rollouts:,} rollouts and {batches * steps:,} steps in all")
     return lines
+
+
+def _learning(plan: Plan) -> list[str]:
+    """What a recipe for another model or problem would have wrong."""
+    config, train, warm, reward = plan.config, plan.config.train, plan.config.warm_start, plan.config.reward
+    warmup = f", {train.lr_warmup_iters} steps of warm-up" if train.lr_warmup_iters else ""
+    critic = f"; critic {config.critic.critic_lr:g}" if config.algorithm.advantage_estimator == "ppo" else ""
+    grader = reward.custom_rm_path or ", ".join(reward.reward_component) or reward.rm_type
+    if grader == "auto":
+        grader = "chosen by the first labels"
+    context, prompt = config.rollout.rollout_max_context_len, config.data.rollout_max_prompt_len
+    return [
+        "learning",
+        f"  lr {train.lr:g}, {train.lr_decay_style}{warmup}{critic}; "
+        f"{train.loss_type if train.loss_type != 'policy_loss' else config.algorithm.advantage_estimator}",
+        f"  warm start: {warm.warm_start_steps} supervised steps at lr {warm.warm_start_lr:g}"
+        if warm.warm_start_steps
+        else "  no warm start",
+        f"  grader: {grader}",
+        f"  context: {context or 'what the model has positions for'}, responses up to "
+        f"{config.rollout.rollout_max_response_len} tokens" + (f", prompts up to {prompt}" if prompt else ""),
+    ]
 
 
 def _bounds(plan: Plan) -> list[str]:

@@ -82,7 +82,7 @@ def reward_faults(config: Config) -> Iterator[str]:
     limit = config.rollout.rollout_max_response_len
     if reward.overlong_buffer_len >= limit:
         yield (
-            f"--overlong-buffer-len is {reward.overlong_buffer_len}, but must be below --rollout-max-response-len "
+            f"--overlong-buffer-len is {reward.overlong_buffer_len:g}, but must be below --rollout-max-response-len "
             f"{limit}, for it is the last part of it; lower it"
         )
     if reward.custom_reward_post_process_path is not None and config.algorithm.advantage_estimator in (

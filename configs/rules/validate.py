@@ -67,6 +67,13 @@ _WARNINGS: Final[tuple[Check, ...]] = (
 )
 
 
+NO_MODEL: Final = (
+    "--hf-checkpoint is not set, but a run trains a model; give a Hugging Face directory or hub id such as "
+    "Qwen/Qwen3-0.6B, --model with the name of a preset, or a small random one: tiny, or tiny-arithmetic for the "
+    "built-in data"
+)
+
+
 class Findings(Struct, frozen=True):
     faults: tuple[str, ...]
     warnings: tuple[str, ...]
@@ -92,6 +99,8 @@ def checked(config: Config, given: Mapping[str, str] | None = None) -> tuple[Con
     """Resolve and validate in one; contradictions and broken rules are listed together. Raises `ConfigError`."""
     resolved, faults = derive(config, given)
     found = findings(resolved)
+    if given is not None and "train.hf_checkpoint" not in given:
+        faults.append(NO_MODEL)
     if faults or found.faults:
         raise ConfigError([*faults, *found.faults])
     return resolved, found.warnings

@@ -11,7 +11,10 @@ class CriticConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
     critic_load: Annotated[
         str | None, Meta(description="Hugging Face checkpoint of the critic's backbone; default: --hf-checkpoint")
     ] = None
-    critic_lr: Annotated[float, Meta(ge=0, description="learning rate of the critic")] = 1e-5
+    critic_lr: Annotated[
+        Annotated[float, Meta(ge=0)] | None,
+        Meta(description="learning rate of the critic; default: ten times --lr, at most 3e-4"),
+    ] = None
     critic_lr_warmup_iters: Annotated[int, Meta(ge=0, description="optimizer steps of the critic's linear warm-up")] = 0
     num_critic_only_steps: Annotated[
         int, Meta(ge=0, description="rollout batches at the start in which only the critic is trained")

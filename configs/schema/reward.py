@@ -38,8 +38,13 @@ class RewardConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
         ),
     ] = "either"
     overlong_buffer_len: Annotated[
-        int, Meta(ge=0, description="overlong shaping: the last so many tokens of the limit are penalised; 0 = off")
-    ] = 0
+        float,
+        Meta(
+            ge=0,
+            description="overlong shaping: the last so many tokens of the limit are penalised, or below 1 that part of "
+            "the limit; 0 = off",
+        ),
+    ] = 0.0
     overlong_penalty_factor: Annotated[
         float, Meta(ge=0, description="overlong shaping: penalty at the limit, linear from 0 at the buffer's begin")
     ] = 1.0

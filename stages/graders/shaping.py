@@ -18,7 +18,7 @@ class Overlong(Struct, frozen=True):
     """A penalty that grows linearly over the last `buffer` tokens before `limit`."""
 
     limit: int  # L_max, tokens of the response
-    buffer: int  # B; 0 = no penalty
+    buffer: float  # B, tokens; 0 = no penalty
     factor: float  # p, the penalty at the limit
 
     def penalty(self, length: int) -> float:

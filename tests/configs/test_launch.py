@@ -11,8 +11,9 @@ import pytest
 
 import configs.cli.help as manual
 import launch
+from configs.cli.command_line import parse
 from configs.cli.flags import SECTIONS, flags
-from configs.load import load, recipe_names
+from configs.load import load, load_arguments, recipe_names, with_work
 from configs.rules.validate import checked
 
 ROOT = Path(launch.__file__).resolve().parent
@@ -138,7 +139,7 @@ def test_each_recipe_is_right(name: str, tmp_path: Path, monkeypatch: pytest.Mon
     for file in ("train.jsonl", "test.jsonl"):
         (data / file).write_text('{"question": "1+1?", "answer": "#### 2"}\n', encoding="utf-8")
     own = ["--frozen-engine", "teacher=tiny-arithmetic"] if name == "opd" else []
-    loaded = load(["--config", name, *own])
+    loaded = load_arguments(with_work(parse(["--config", name, *own]))[0])
     config, warnings = checked(loaded.config, loaded.given)
     assert warnings == ()
     assert config.rollout.num_rollout is not None or config.rollout.num_epoch is not None
@@ -150,7 +151,7 @@ def test_each_recipe_is_right(name: str, tmp_path: Path, monkeypatch: pytest.Mon
 def test_the_recipes_there_are() -> None:
     assert recipe_names() == (
         "async_tis", "cispo", "dapo", "dr_grpo", "grpo", "grpo_sync", "gsm8k", "gspo", "opd", "ppo", "quickstart",
-        "reinforce_pp", "rloo", "tools",
+        "reinforce_pp", "rloo", "tools", "toy",
     )  # fmt: skip
 
 

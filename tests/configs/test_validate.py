@@ -172,9 +172,17 @@ def test_a_package_of_the_user_with_a_name_of_ours_is_named(tmp_path: Path, monk
 
 
 def test_a_run_needs_prompts() -> None:
-    assert faults_of("--num-rollout", "3") == (
+    assert faults_of("--num-rollout", "3", "--hf-checkpoint", "tiny") == (
         "--prompt-data is empty, but a run needs prompts; give a file, or the built-in arithmetic",
     )
+
+
+def test_a_run_needs_a_model_that_the_user_names() -> None:
+    argv = ("--prompt-data", "arithmetic", "--num-rollout", "3")
+    (fault,) = faults_of(*argv)
+    assert fault.startswith("--hf-checkpoint is not set, but a run trains a model; give")
+    assert check(*argv, "--hf-checkpoint", "tiny") == ()
+    assert len(faults_of(*argv, "--scale", "train=2")) == 2, "together with all else"
 
 
 @pytest.mark.parametrize(
@@ -231,7 +239,7 @@ def test_supervised_training_needs_no_correction_but_answers(tmp_path: Path) -> 
     assert check(*BASE, "--loss-type", "sft_loss", "--n-samples-per-prompt", "1") == ()
     data = tmp_path / "a.jsonl"
     data.write_text("{}", encoding="utf-8")
-    argv = ["--prompt-data", str(data), "--num-rollout", "3"]
+    argv = ["--prompt-data", str(data), "--num-rollout", "3", "--hf-checkpoint", "tiny"]
     assert "--label-key is not set" in faults_of(*argv, "--loss-type", "sft_loss")[0]
     assert "--label-key is not set" in faults_of(*argv, "--warm-start-steps", "5")[0]
     assert "--rm-type is exact, but" in faults_of(*argv, "--rm-type", "exact")[0]
@@ -243,7 +251,7 @@ def test_files_and_slices(tmp_path: Path) -> None:
     data = tmp_path / "rows=1.jsonl"
     data.write_text("{}", encoding="utf-8")
     for suffix in ("", "@[0:5]", "@[-3:]", "@[:10]", "@[ 1 : 2 ]"):
-        check("--prompt-data", f"{data}{suffix}", "--num-rollout", "3")
+        check("--prompt-data", f"{data}{suffix}", "--num-rollout", "3", "--hf-checkpoint", "tiny")
         check(*BASE, "--eval-interval", "1", "--eval-prompt-data", f"held-out={data}{suffix}")
 
 

@@ -7,15 +7,14 @@ from pathlib import Path
 import pytest
 from launching import succeed_here
 
-import launch
-from configs.load import load
+from configs.cli.command_line import parse
+from configs.load import load_arguments, recipe_names, with_work
 from models.tiny import make_tiny_checkpoint
 
-RECIPES = Path(launch.__file__).parent / "configs" / "recipes"
 ARITHMETIC = sorted(
-    file.stem
-    for file in RECIPES.glob("*.toml")
-    if load(["--config", file.stem]).config.train.hf_checkpoint[:4] == "tiny"
+    name
+    for name in recipe_names()
+    if load_arguments(with_work(parse(["--config", name]))[0]).config.train.hf_checkpoint[:4] == "tiny"
 )
 BATCHES = 3
 SMALL = [
@@ -27,7 +26,7 @@ SMALL = [
 
 
 def test_all_recipes_but_those_that_need_a_download_are_run_here() -> None:
-    assert set(ARITHMETIC) == {file.stem for file in RECIPES.glob("*.toml")} - {"gsm8k"}
+    assert set(ARITHMETIC) == set(recipe_names()) - {"gsm8k"}
 
 
 @pytest.mark.slow
