@@ -12,9 +12,10 @@ from hypothesis import strategies as st
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from configs.schema.train import TrainConfig
+from models.algorithms.token_log_probs import token_log_probs
 from models.tiny import make_tiny_checkpoint
 from models.train.huggingface.loading import load_model
-from models.train.huggingface.scoring import Passes, Scorer
+from models.train.huggingface.scoring import Passes, Scorer, output_layer
 from models.train.packing.packing import Layout, Unit
 from models.train.packing.rows import pack_rows
 
@@ -77,6 +78,28 @@ def test_packed_log_probs_are_those_of_each_sequence_alone(
         logits = loaded.model(input_ids=ids[None, :-1]).logits[0].float() / 0.7
         expected = logits.log_softmax(-1).gather(-1, ids[1:, None])[:, 0]
         torch.testing.assert_close(alone[6], expected, atol=1e-5, rtol=0)
+
+
+@pytest.mark.filterwarnings("ignore:Model has `tie_word_embeddings")
+def test_adapters_of_the_output_layer_count_and_are_trained(checkpoints: dict[str, Path]) -> None:
+    from peft import LoraConfig, inject_adapter_in_model
+
+    config = TrainConfig(hf_checkpoint=str(checkpoints["qwen3"]))
+    model = load_model(config.hf_checkpoint, "hf_checkpoint", config, torch.device("cpu"), seed=0).model
+    inject_adapter_in_model(LoraConfig(r=2, target_modules=["lm_head"], task_type="CAUSAL_LM"), model)
+    adapted = model.get_output_embeddings()
+    torch.nn.init.normal_(adapted.lora_B["default"].weight)
+    ids = torch.arange(1, 20)[None]
+    hidden = model.base_model(input_ids=ids, use_cache=False).last_hidden_state[0].detach()
+    layer, targets = output_layer(model), torch.arange(19)
+    torch.testing.assert_close(layer(hidden), adapted(hidden))
+    adapted._disable_adapters = True
+    torch.testing.assert_close(output_layer(model)(hidden), adapted.base_layer(hidden))
+    expected = (hidden @ layer.weight.T).log_softmax(-1)[torch.arange(19), targets]
+    found, _ = token_log_probs(hidden, layer, targets)
+    torch.testing.assert_close(found, expected)
+    found.sum().backward()
+    assert all(float(one.weight.grad.norm()) > 0 for one in (adapted.lora_A["default"], adapted.lora_B["default"]))
 
 
 class Config:
