@@ -13,8 +13,8 @@ class RewardConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
         Meta(
             description="grader where a row's metadata has no rm_type: auto, exact, exact_match, contains, gsm8k, "
             "gsm8k_flex, math[:DIALECT], math_strict, math_hendrycks, math_verify, deepscaler, dapo, f1, gpqa, ifeval, "
-            "code, remote[:URL], judge[:NAME], length:N, format:REGEX, random:P, constant:X, package.module:function; "
-            "boxed_ before it: last box"
+            "ifbench, code, remote[:URL], judge[:NAME], length:N, format:REGEX, random:P, constant:X, "
+            "package.module:function; boxed_ before it: last box"
         ),
     ] = "auto"
     custom_rm_path: Annotated[str | None, Meta(description="import path of a grader, package.module:function")] = None
@@ -34,7 +34,8 @@ class RewardConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
     math_equivalence: Annotated[
         Literal["either", "compat", "verify"],
         Meta(
-            description="what the grader 'math' calls equal: string rules with sympy (compat), math-verify, or either"
+            description="who judges for the grader math: string rules (compat), math-verify (verify), or its own "
+            "reading, then math-verify (either)"
         ),
     ] = "either"
     overlong_buffer_len: Annotated[

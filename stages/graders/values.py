@@ -15,6 +15,8 @@ import re
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
+from stages.graders.guards import MAX_PARSED_DEPTH, nesting
+
 if TYPE_CHECKING:
     import sympy
 
@@ -52,6 +54,8 @@ _BOUND = "bound_"
 
 def is_formula(text: str) -> bool:
     """Whether a text has known commands alone and nothing that a parser would read as something else, or pass over."""
+    if nesting(text) > MAX_PARSED_DEPTH:
+        return False  # as text only: the parser's time grows with a power of the depth
     text = _RUNNING.sub("_{", text)
     known = all(command in _KNOWN for command in _COMMAND.findall(text))
     return known and _STRANGE.search(_COMMAND.sub("~", _MIXED.sub("1", _ABSOLUTE.sub(r"(\1)", text)))) is None
