@@ -26,6 +26,8 @@ Tokenize = Callable[[str], Sequence[int]]
 Render = Callable[[list[Message], list[Mapping[str, object]]], str]
 
 _LABEL_SAMPLES = 256
+_HEAD_CHARACTERS = 8  # for each token of the limit; a token of prose has four
+_ROW_BYTES = 16 << 20  # a message of one prompt must fit into its stream with room to spare
 # Tokens kept, 4 bytes each. Epochs visit prompts cyclically: then keeping the first ones is as good as any eviction.
 _CACHED_TOKENS = 64 * 1024 * 1024
 
@@ -128,13 +130,16 @@ class PromptSet:
             for row in range(len(source)):
                 try:
                     parsed = self._admit(source.row(row), source.columns, limit, len(row_of))
+                    encoded = msgspec.json.encode((parsed.prompt, parsed.label, parsed.metadata, parsed.tools))
+                    if len(encoded) > _ROW_BYTES:
+                        raise BadValue("too large", f"the row has {len(encoded)} bytes, above {_ROW_BYTES}")
                 except (BadValue, RowError) as error:
                     self._skip(source, row, error, strict)
                     continue
                 source_of.append(position)
                 row_of.append(row)
                 count.kept += 1
-                digest.update(msgspec.json.encode((parsed.prompt, parsed.label, parsed.metadata, parsed.tools)))
+                digest.update(encoded)
         self._source_of = np.array(source_of, np.int32)  # [len] position in `sources`
         self._row_of = np.array(row_of, np.int64)  # [len] row in that source
         self.fingerprint = digest.hexdigest()
@@ -147,7 +152,7 @@ class PromptSet:
             raise BadValue("missing key", f"no label {self._keys.label!r}, which is what supervised training learns")
         # The first prompt is prepared even without a limit: a chat template that always fails shows at the start.
         if limit is not None or index == 0:
-            prepared = self._prepare(parsed)
+            prepared = self._prepare(parsed, limit)
             n_tokens = len(prepared.prompt_ids)
             if limit is not None and n_tokens > limit:
                 raise BadValue("too long", f"the prompt has {n_tokens} tokens, above the limit of {limit}")
@@ -198,16 +203,17 @@ class _Preparer:
     tools: Sequence[Mapping[str, object]]
     tokenize_labels: bool
 
-    def __call__(self, row: PromptRow) -> PreparedPrompt:
-        """Raises BadValue if the template refuses the messages or no token comes out."""
+    def __call__(self, row: PromptRow, limit: int | None = None) -> PreparedPrompt:
+        """Raises BadValue if the template refuses the messages, no token comes out, or a text of many times the limit,
+        in tokens, is too long without doubt."""
         tools: list[Mapping[str, object]] = [*self.tools]
         if row.tools != "[]":
             tools.extend(msgspec.json.decode(row.tools))
         if isinstance(row.prompt, str) and not self.wrap_text:
-            text, ids = row.prompt, self.tokenize(row.prompt)
+            text, ids = row.prompt, _tokenized(self.tokenize, row.prompt, limit)
         else:
             text = self._rendered(row.prompt, tools)
-            ids = self.tokenize_rendered(text)
+            ids = _tokenized(self.tokenize_rendered, text, limit)
         if not len(ids):
             raise BadValue("empty prompt", "the prompt has no tokens")
         encoded_tools = row.tools if not self.tools else msgspec.json.encode(tools).decode()
@@ -228,6 +234,19 @@ class _Preparer:
             raise BadValue(
                 "template", f"the chat template refuses the messages ({type(error).__name__}: {error})"
             ) from None
+
+
+def _tokenized(tokenize: Tokenize, text: str, limit: int | None) -> Sequence[int]:
+    """The tokens of a text. One of megabytes costs minutes and gigabytes: its beginning tells that it is too long."""
+    if limit is not None and len(text) > _HEAD_CHARACTERS * (limit + 1):
+        head = text[: _HEAD_CHARACTERS * (limit + 1)]
+        n_tokens = len(tokenize(head))
+        if n_tokens > limit + 1:  # its last token may become one with what follows
+            raise BadValue(
+                "too long",
+                f"the first {len(head)} of {len(text)} characters are {n_tokens} tokens, above the limit of {limit}",
+            )
+    return tokenize(text)
 
 
 def _frozen(ids: Sequence[int]) -> Int32Array:

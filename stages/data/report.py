@@ -11,7 +11,7 @@ from msgspec import Struct, field
 
 LISTED = 20
 
-SkipKind = Literal["bad json", "missing key", "wrong type", "empty prompt", "template", "too long"]
+SkipKind = Literal["bad json", "missing key", "wrong type", "empty prompt", "template", "too long", "too large"]
 
 
 class BadRow(Struct, frozen=True):

@@ -67,6 +67,28 @@ def test_long_prompts_are_filtered_also_when_strict(tmp_path: Path) -> None:
     assert prompts.report.longest_tokens == 10
 
 
+def test_a_prompt_of_megabytes_is_refused_by_its_beginning(tmp_path: Path) -> None:
+    """50 MB of digits took a tokenizer minutes and 8 GB."""
+    seen: list[int] = []
+
+    def counted(text: str) -> list[int]:
+        seen.append(len(text))
+        return byte_ids(text)
+
+    rows = [{"input": "x"}, {"input": "1" * 2_000_000}, {"input": "y" * 90}]
+    report = PromptSet([write(tmp_path / "a.jsonl", rows)], DataConfig(rollout_max_prompt_len=100), counted).report
+    assert report.skipped == {"too long": 1}
+    assert "of 2000000 characters are 808 tokens, above the limit of 100" in report.bad_rows[0].reason
+    assert max(seen) == 808
+
+
+def test_a_row_that_fits_into_no_message_is_skipped(tmp_path: Path) -> None:
+    rows = [{"input": "x", "label": "1"}, {"input": "x", "label": "1" * (17 << 20)}]
+    prompts = PromptSet([write(tmp_path / "a.jsonl", rows)], DataConfig(label_key="label"), byte_ids)
+    assert len(prompts) == 1
+    assert prompts.report.skipped == {"too large": 1}
+
+
 def test_the_runs_limit_holds_where_none_is_configured(tmp_path: Path) -> None:
     path = write(tmp_path / "a.jsonl", [{"input": "x" * n} for n in (3, 11)])
     assert len(PromptSet([path], DataConfig(), byte_ids, max_prompt_tokens=10)) == 1
