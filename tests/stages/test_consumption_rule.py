@@ -160,8 +160,11 @@ class TrainerBuffer(RuleBasedStateMachine):
             case Settled():
                 self.end(report.group_id, report.outcome)
                 # Nothing that could be trained is refused: the batch in hand is the one after the last report.
-                too_old = self.step - oldest_trained(self.sent[report.group_id]) > self.eta
-                assert too_old or report.outcome == "surplus", f"group {report.group_id} was refused: {report.detail}"
+                sent = self.sent[report.group_id]
+                too_old = self.step - oldest_trained(sent) > self.eta
+                made_up = max(run.version for sample in sent.samples for run in sample.version_runs) > self.step
+                told = report.outcome == "surplus" or (report.outcome == "failed" and made_up)
+                assert too_old or told, f"group {report.group_id} was refused: {report.detail}"
             case StepDone():
                 for group_id in report.groups:
                     self.end(group_id, "trained")
@@ -190,6 +193,7 @@ class TrainerBuffer(RuleBasedStateMachine):
     def check_trained(self) -> None:
         for batch, sequence in self.backend.trained:
             ages = batch - sequence.versions[sequence.loss_mask > 0]
+            assert np.all(ages >= 0), f"batch {batch} trains tokens of weights that nobody has made"
             assert np.all(ages <= self.eta), f"batch {batch} trains tokens of ages {ages}, the bound is {self.eta}"
 
     async def all_ended(self) -> None:
