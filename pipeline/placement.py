@@ -13,6 +13,7 @@ from typing import Any
 
 from configs.graph import Stream, engine_count, frozen_engines, is_address
 from configs.schema import Config
+from configs.sources import context_limit
 from models.import_path import import_path
 from models.train.trainer_group.rank_spec import needs_trainer_group, processes_of
 from models.weights.slots_directory import choose_directory
@@ -66,7 +67,7 @@ class Placement:
         self.engines, self.frozen = _engines(config, count, model_path, max_context, places)
         self.built_in: dict[str, StageOptions] = {
             "train": train,
-            "generate": GenerateOptions(max_context or 1 << 30, vocab_size),
+            "generate": GenerateOptions(context_limit(config) or 1 << 30, vocab_size),
         }
 
     def replicas(self) -> list[ReplicaSpec]:

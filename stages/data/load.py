@@ -8,6 +8,7 @@ import msgspec
 
 from configs.schema import Config
 from configs.schema.data import DataConfig
+from configs.sources import context_limit
 from stages.data.prompt_set import PromptSet
 from stages.data.rows import Message
 from stages.data.tokenizer import Tokenizer, load_tokenizer
@@ -32,7 +33,7 @@ def load_eval_prompts(config: Config, path: str) -> PromptSet:
 
 def _load(config: Config, data: DataConfig, tokenizer: Tokenizer, *, tokenize_labels: bool = False) -> PromptSet:
     """Plain text gets special tokens (BOS), a rendered chat has its own."""
-    context = config.rollout.rollout_max_context_len
+    context = context_limit(config)  # a longer prompt would leave no token for a response
 
     def render(messages: list[Message], offered: list[Mapping[str, object]]) -> str:
         return tokenizer.apply_chat_template(messages, offered or None, **data.apply_chat_template_kwargs)

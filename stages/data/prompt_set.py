@@ -76,8 +76,8 @@ class PromptSet:
         """Read and check all rows of `paths` (`path@[a:b]`).
 
         `render(messages, tools)` applies the chat template. `max_prompt_tokens` is a limit of the run (its context
-        length), used when the configuration sets none. `tokenize_labels` fills `label_ids`, for supervised training;
-        rows without a label are then skipped. Raises DataError.
+        length) beside that of the configuration: the lower one holds. `tokenize_labels` fills `label_ids`, for
+        supervised training; rows without a label are then skipped. Raises DataError.
         """
         if not paths:
             raise EmptyDataError("prompt_data is empty: name at least one prompt file, as in --prompt-data train.jsonl")
@@ -86,7 +86,7 @@ class PromptSet:
                 "apply_chat_template is set, but the tokenizer has no chat template; "
                 "give one with --chat-template-path, or leave apply_chat_template off"
             )
-        limit = config.rollout_max_prompt_len if config.rollout_max_prompt_len is not None else max_prompt_tokens
+        limit = min(filter(None, (config.rollout_max_prompt_len, max_prompt_tokens)), default=None)
         self.report = LoadReport()
         self._keys = RowKeys(config.input_key, config.label_key, config.metadata_key, config.tool_key)
         self._need_labels = tokenize_labels

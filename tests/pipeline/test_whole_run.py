@@ -5,11 +5,14 @@ Every part is the production one, apart from engine and trainer in the first: th
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import torch
-from launching import SIMULATED, SMALL, here, made_model, succeed_here
+from launching import NO_DATA, SIMULATED, SMALL, here, made_model, succeed_here
 from safetensors.torch import load_file
+
+from models.tiny import make_tiny_checkpoint
 
 GROUPS = 4 * 4  # --num-rollout x --rollout-batch-size
 
@@ -31,6 +34,20 @@ def test_embedded_engine_and_torch(tmp_path: Path) -> None:
     moved = load_file(after)
     assert before.keys() == moved.keys()
     assert any(not torch.equal(before[name], moved[name].to(before[name].dtype)) for name in before)
+
+
+def test_prompts_that_nearly_fill_the_model(tmp_path: Path) -> None:
+    """The response gets what the context leaves, and a prompt that leaves nothing is skipped: no rollout fails."""
+    model = make_tiny_checkpoint(tmp_path / "model", tokenizer="arithmetic", max_position_embeddings=32)
+    rows = [{"input": "1" * length, "label": "2"} for length in (31, 30, 8, 32)]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    done = succeed_here(
+        tmp_path / "run", *NO_DATA, *SIMULATED, "--hf-checkpoint", str(model), "--rollout-max-response-len", "28",
+        "--prompt-data", str(tmp_path / "rows.jsonl"),
+    )  # fmt: skip
+    assert "skipped 1 rows (too long: 1)" in done.err
+    assert done.summary["groups"]["failed"] == 0
+    assert done.summary["groups"]["trained"] == GROUPS
 
 
 STUCK = """

@@ -92,7 +92,7 @@ def test_a_row_that_fits_into_no_message_is_skipped(tmp_path: Path) -> None:
 def test_the_runs_limit_holds_where_none_is_configured(tmp_path: Path) -> None:
     path = write(tmp_path / "a.jsonl", [{"input": "x" * n} for n in (3, 11)])
     assert len(PromptSet([path], DataConfig(), byte_ids, max_prompt_tokens=10)) == 1
-    assert len(PromptSet([path], DataConfig(rollout_max_prompt_len=11), byte_ids, max_prompt_tokens=10)) == 2
+    assert len(PromptSet([path], DataConfig(rollout_max_prompt_len=11), byte_ids, max_prompt_tokens=10)) == 1
 
 
 def test_without_a_limit_prompts_are_tokenised_when_asked_for_and_once(tmp_path: Path) -> None:
