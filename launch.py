@@ -1,7 +1,8 @@
 """Start a run: read the command line, settle the configuration, print the plan or hand over to the pipeline.
 
-Invariants: nothing heavy is imported before the configuration is known to be right, so that `--help`, `--dry-run` and a
-mistake are answered at once; a fault of the user is one sentence on stderr and exit code 2, never a traceback.
+Invariants: no framework is imported before the configuration is known to be right, so that `--help`, `--dry-run` and a
+mistake are answered at once; a fault of the user is one sentence on stderr and exit code 2, never a traceback; what a
+run refuses before it starts anything, `--dry-run` refuses too, and all of it is told together.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from configs.cli.command_line import Arguments, parse
 from configs.errors import ConfigError
 from configs.load import load_arguments, with_work
 from configs.plan.staleness import staleness_line
-from configs.rules.validate import checked
+from configs.rules.validate import examined
 from configs.schema import Config
 
 
@@ -62,8 +63,19 @@ def _main(argv: Sequence[str]) -> int:
 def _settle(arguments: Arguments) -> Config:
     """The resolved and checked configuration; warnings go to stderr."""
     loaded = load_arguments(arguments)
-    config, warnings = checked(loaded.config, loaded.given)
-    for warning in warnings:
+    config, found = examined(loaded.config, loaded.given)
+    faults = [*found.faults]
+    if faults or arguments.dry_run:  # a run does so itself
+        from pipeline.preflight.refusals import refusals
+
+        try:
+            faults += refusals(config)
+        except Exception:
+            if not faults:  # what is known to be wrong may trouble these checks in any way
+                raise
+    if faults:
+        raise ConfigError(faults)
+    for warning in found.warnings:
         sys.stderr.write(f"warning: {warning}\n")
     return config
 

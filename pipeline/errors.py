@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import resource
+from collections.abc import Sequence
 from pathlib import Path
 
 from models.algorithms.errors import AlgorithmError
@@ -54,6 +55,14 @@ class UsageError(RunError):
     """The run cannot start, or cannot go on, for a reason that the user can mend. Exit code 2."""
 
     exit_code = 2
+
+
+class Refused(UsageError):
+    """Several mistakes at once, one sentence each."""
+
+    def __init__(self, faults: Sequence[str]) -> None:
+        super().__init__("; ".join(faults))
+        self.faults = tuple(faults)
 
 
 class Interrupted(RunError):

@@ -33,8 +33,8 @@ from pipeline.observe.summary import write_summary
 from pipeline.placement import Placement, computing, slots_directory
 from pipeline.preflight.builtin_assets import prepare
 from pipeline.preflight.frozen_engines import check_frozen
-from pipeline.preflight.names import check_graders, check_names, check_trainer
-from pipeline.preflight.sglang import prepare_sglang
+from pipeline.preflight.names import check_graders
+from pipeline.preflight.refusals import refuse
 from pipeline.record.journal import RolledBack
 from pipeline.record.recorder import Recorder
 from pipeline.record.report import conclude, summarise
@@ -89,9 +89,7 @@ def run(config: Config, launchers: Launchers = LocalLauncher) -> int:
 
 def _run(config: Config, rundir: RunDir, launchers: Launchers) -> int:
     resolved = dump_toml(config)
-    check_names(config)
-    check_trainer(config)
-    prepare_sglang(config)  # tells what is wrong now, not after a warm start; what it learns is remembered
+    refuse(config)  # now, not after a warm start
     for place in (SHARED_MEMORY, rundir.path):
         remove_stale(place)  # weight slots that killed runs left
     experiment = config_hash(config)

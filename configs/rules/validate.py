@@ -97,10 +97,16 @@ def validate(config: Config) -> tuple[str, ...]:
 
 def checked(config: Config, given: Mapping[str, str] | None = None) -> tuple[Config, tuple[str, ...]]:
     """Resolve and validate in one; contradictions and broken rules are listed together. Raises `ConfigError`."""
+    resolved, found = examined(config, given)
+    if found.faults:
+        raise ConfigError(found.faults)
+    return resolved, found.warnings
+
+
+def examined(config: Config, given: Mapping[str, str] | None = None) -> tuple[Config, Findings]:
+    """As `checked`, with the faults beside what could be resolved, so that other checks may add theirs."""
     resolved, faults = derive(config, given)
     found = findings(resolved)
     if given is not None and "train.hf_checkpoint" not in given:
         faults.append(NO_MODEL)
-    if faults or found.faults:
-        raise ConfigError([*faults, *found.faults])
-    return resolved, found.warnings
+    return resolved, Findings((*faults, *found.faults), found.warnings)

@@ -7,13 +7,14 @@ user's own functions are imported in a process of their own; neither their modul
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 from configs.schema import Config
 from configs.schema.rejection import parse_rules
 from models.train.megatron.options import option_faults
-from pipeline.errors import UsageError
+from pipeline.errors import Refused
 from pipeline.preflight.user_functions import check_functions, functions_of, graders_of
+from stages.errors import FilterNameError
 from stages.graders.registry import listed_grader, refusal
 from stages.graders.selection import Selection, outside
 from stages.group.filter_chain import parse_filters
@@ -24,19 +25,26 @@ AUTO = "auto"  # decided when the labels are known
 def check_trainer(config: Config) -> None:
     """What the chosen framework needs is installed and knows its options. Raises UsageError."""
     if config.train.train_backend == "megatron" and (faults := option_faults(config.megatron.megatron_args)):
-        raise UsageError("; ".join(faults))
+        raise Refused(faults)
 
 
 def check_names(config: Config) -> None:
-    """Filters, components and graders of the flags. Raises UsageError, UnknownGraderError or FilterNameError."""
+    """Filters, components and graders of the flags. Raises UsageError that tells every fault."""
     if config.train.loss_type == "sft_loss":
         return
-    parse_filters(config.filter.dynamic_sampling_filter)
+    faults = []
+    try:
+        parse_filters(config.filter.dynamic_sampling_filter)
+    except FilterNameError as error:
+        faults.append(str(error))
     for rule in parse_rules(config.correction.rollout_rs):
         sys.stderr.write(f"rejection: {rule.meaning}\n")  # the bounds of k1 are easily read the wrong way round
     named = Selection(config.reward).configured()
-    _check_names(config, named)
-    check_functions(functions_of(config))
+    faults += _name_faults(config, named)
+    if not faults:
+        check_functions(functions_of(config))
+    if faults:
+        raise Refused(faults)
 
 
 def check_graders(config: Config, names: Iterable[str]) -> None:
@@ -45,20 +53,21 @@ def check_graders(config: Config, names: Iterable[str]) -> None:
     Raises UsageError.
     """
     named = tuple(names)
-    _check_names(config, named)
+    if faults := [*_name_faults(config, named)]:
+        raise Refused(faults)
     known = functions_of(config)  # those of the flags were looked at before the data
     check_functions(tuple(function for function in graders_of(named) if function not in known))
 
 
-def _check_names(config: Config, names: Iterable[str]) -> None:
+def _name_faults(config: Config, names: Iterable[str]) -> Iterator[str]:
     for name in dict.fromkeys(names):
         if name == AUTO:
             continue
         reason = refusal(name)
         if reason is not None:
-            raise UsageError(reason)
-        if config.reward.reward_workers == 0 and _needs_process(name):
-            raise UsageError(
+            yield reason
+        elif config.reward.reward_workers == 0 and _needs_process(name):
+            yield (
                 f"--reward-workers is 0, but the grader {name!r} may hang or take memory and runs only in a grader "
                 "process; set --reward-workers to 1 or more"
             )

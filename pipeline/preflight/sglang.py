@@ -19,7 +19,12 @@ from models.engines.launch.environment import Installed, Part, find_python, prob
 from models.engines.launch.errors import LaunchError
 from models.engines.launch.options import dashed, router_faults, server_faults
 from models.engines.launch.routing import require_router
-from pipeline.errors import UsageError
+from pipeline.errors import Refused, UsageError
+
+
+class NoSglang(UsageError):
+    """The environment of SGLang is not there, or does not answer."""
+
 
 ROOT = Path(pipeline.__file__).parent.parent
 
@@ -50,9 +55,11 @@ def prepare_sglang(config: Config, *, warn: bool = True) -> Installed:
         return Installed(python=str(nothing), python_version="")
     try:
         installed = probe(find_python(config.sglang, ROOT), wanted)
-        faults = [*_faults(config, installed, wanted)]
-        if faults:
-            raise UsageError(faults[0] if len(faults) == 1 else _listed(faults))
+    except LaunchError as error:
+        raise NoSglang(str(error)) from error
+    try:
+        if faults := [*_faults(config, installed, wanted)]:
+            raise Refused(faults)
     except LaunchError as error:
         raise UsageError(str(error)) from error
     for line in warnings(config, installed) if warn and "server" in wanted else ():
@@ -83,7 +90,3 @@ def _faults(config: Config, installed: Installed, wanted: Sequence[Part]) -> Ite
         if part != "server":
             require_router(part, installed)
             yield from router_faults(config.router.router_args, installed, part)
-
-
-def _listed(faults: Sequence[str]) -> str:
-    return "\n".join([f"{len(faults)} options cannot be passed on:", *(f"  - {fault}" for fault in faults)])

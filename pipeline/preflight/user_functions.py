@@ -9,7 +9,7 @@ from collections.abc import Iterable
 import msgspec
 
 from configs.schema import Config
-from pipeline.errors import UsageError
+from pipeline.errors import Refused, UsageError
 from pipeline.hosts.local_launcher import child_environment
 from stages.graders.registry import is_import_path
 from stages.graders.selection import Row, Selection
@@ -52,4 +52,4 @@ def check_functions(functions: tuple[str, ...]) -> None:
             "stands above"
         ) from None
     if faults:
-        raise UsageError("; ".join(faults))
+        raise Refused(faults)

@@ -18,6 +18,7 @@ from configs.rules.validate import checked
 
 ROOT = Path(launch.__file__).resolve().parent
 HEAVY = ("torch", "zmq", "ray", "numpy", "transformers", "rich", "asyncio")
+FRAMEWORKS = ("torch", "ray", "transformers", "rich")
 
 
 def python(*argv: str, cwd: Path) -> subprocess.CompletedProcess[str]:
@@ -31,9 +32,12 @@ def start(*argv: str, cwd: Path = ROOT) -> subprocess.CompletedProcess[str]:
     return python(str(ROOT / "launch.py"), *argv, cwd=cwd)
 
 
-@pytest.mark.parametrize("argv", [["--help"], ["--dry-run"], ["--version"], ["--mdoe", "sync"]])
-def test_nothing_heavy_is_imported(argv: list[str], tmp_path: Path) -> None:
-    report = f"print('imported:', *[name for name in {HEAVY!r} if name in sys.modules])"
+@pytest.mark.parametrize(
+    ("argv", "heavy"),
+    [(["--help"], HEAVY), (["--version"], HEAVY), (["--mdoe", "sync"], HEAVY), (["--dry-run"], FRAMEWORKS)],
+)
+def test_nothing_heavy_is_imported(argv: list[str], heavy: tuple[str, ...], tmp_path: Path) -> None:
+    report = f"print('imported:', *[name for name in {heavy!r} if name in sys.modules])"
     done = python("-c", f"import sys, launch\nlaunch.main({argv!r})\n{report}", cwd=tmp_path)
     assert done.stdout.splitlines()[-1].split() == ["imported:"], done.stderr
 
@@ -82,6 +86,47 @@ def test_a_refused_configuration_exits_with_2(capsys: pytest.CaptureFixture[str]
     assert launch.main(["--no-use-tis", "--scale", "train=2"]) == 2
     lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
     assert len(lines) == 2
+
+
+def test_everything_that_a_run_refuses_is_told_together_and_by_a_plan(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "rows.jsonl").write_text('{"input": "1+1=", "label": "2"}\n{broken\n', encoding="utf-8")
+    model = ["--hf-checkpoint", "tiny-arithmetic", "--prompt-data", "rows.jsonl", "--label-key", "label"]
+    wrong = ["--strict-data", "--rm-type", "remote_rm", "--dynamic-sampling-filter", "nonzero_sd"]
+    words = ("rows.jsonl:2: ", "rm_type 'remote_rm' is no grader", "--dynamic-sampling-filter 'nonzero_sd' is unknown")
+
+    def said(*argv: str) -> list[str]:
+        assert launch.main([*model, *wrong, *argv]) == 2
+        return [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
+
+    for argv in (["--dry-run", "--num-rollout", "2"], ["--num-rollout", "2", "--runner", "inprocess"]):
+        lines = said(*argv)
+        assert len(lines) == 3, lines
+        assert all(any(word in line for line in lines) for word in words)
+    assert not list(tmp_path.glob("runs/*/logs/*")), "nothing was started"
+    for argv in (["--dry-run"], []):
+        lines = said(*argv)
+        assert len(lines) == 4, lines
+        assert "--num-rollout is not set" in lines[0]
+
+
+def test_rows_name_graders_and_held_out_files_are_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    row = '{"input": "1+1=", "label": "2", "metadata": {"rm_type": "mathh"}}'
+    (tmp_path / "rows.jsonl").write_text(row, encoding="utf-8")
+    (tmp_path / "held.jsonl").write_text('{"question": "1+1="}', encoding="utf-8")
+    argv = ["--hf-checkpoint", "tiny", "--prompt-data", "rows.jsonl", "--num-rollout", "2", "--dry-run"]
+    assert launch.main(argv) == 2
+    assert "rm_type 'mathh' is no grader; did you mean 'math'?" in capsys.readouterr().err
+    (tmp_path / "rows.jsonl").write_text('{"input": "1+1=", "label": "2"}', encoding="utf-8")
+    assert launch.main(argv) == 0
+    capsys.readouterr()
+    assert launch.main([*argv, "--eval-interval", "1", "--eval-prompt-data", "h=held.jsonl@[0:1]"]) == 2
+    assert "no usable prompt in held.jsonl@[0:1]" in capsys.readouterr().err
 
 
 def test_warnings_do_not_stop(capsys: pytest.CaptureFixture[str]) -> None:
