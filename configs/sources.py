@@ -145,20 +145,6 @@ def _published() -> dict[str, dict[str, Any]]:
     return {preset["train"]["hf_checkpoint"]: preset["model"]["architecture"] for preset in presets}
 
 
-def context_limit(config: Config) -> int | None:
-    """Most tokens of prompt and response: `--rollout-max-context-len`, else the model's positions; None if not known.
-
-    Unknown too where the positions are stretched by a factor: engines do not agree on what the product is.
-    """
-    if config.rollout.rollout_max_context_len is not None:
-        return config.rollout.rollout_max_context_len
-    found = model_config(config.train.hf_checkpoint) or {}
-    if found.get("rope_scaling") or "factor" in (found.get("rope_parameters") or {}):
-        return None
-    limit = found.get("max_position_embeddings")
-    return limit if isinstance(limit, int) else None
-
-
 def known_model(config: Config) -> dict[str, Any] | None:
     """What is known of the policy's architecture: its own config.json, else what the run or a preset says."""
     name = config.train.hf_checkpoint

@@ -7,13 +7,14 @@ otherwise the parts it waits for could be held back by the parts it holds.
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from configs.graph import Stream, engine_count, frozen_engines, is_address
 from configs.schema import Config
-from configs.sources import context_limit
+from models.context import context_limit
 from models.import_path import import_path
 from models.train.trainer_group.rank_spec import needs_trainer_group, processes_of
 from models.weights.slots_directory import choose_directory
@@ -27,6 +28,8 @@ from pipeline.supervise.trainer_group import check_trainer_group, engines_gpus
 from stages.options import GenerateOptions, StageOptions, TrainOptions
 from stages.staleness_gate import StalenessGate
 
+_BYTES_A_THREAD = 4 << 20  # a million parameters
+_MANY = 1 << 10
 JOINERS = ("group", "train", "evaluate")
 
 
@@ -118,6 +121,16 @@ def computing(config: Config, graph: Graph) -> int:
         return ranks
     frozen = [place for place in frozen_engines(config).values() if not is_address(place)]
     return engine_count(config) + len(frozen) + ranks
+
+
+def threads(config: Config, graph: Graph) -> int:
+    """Threads of each process: the processors are shared, and a small model is not worth more than two.
+
+    Threads wait for each other at every operation. From about a million parameters a thread, it pays.
+    """
+    size = sum(file.stat().st_size for file in Path(config.train.hf_checkpoint).glob("*.safetensors"))
+    worth = max(2, size // _BYTES_A_THREAD) if size else _MANY
+    return max(1, min((os.cpu_count() or 1) // computing(config, graph), worth))
 
 
 def _engines(

@@ -30,7 +30,7 @@ from pipeline.hosts.launcher import Launcher
 from pipeline.hosts.local_launcher import LocalLauncher
 from pipeline.hosts.this_process import interruptible, raise_file_limit
 from pipeline.observe.summary import write_summary
-from pipeline.placement import Placement, computing, slots_directory
+from pipeline.placement import Placement, slots_directory, threads
 from pipeline.preflight.builtin_assets import prepare
 from pipeline.preflight.frozen_engines import check_frozen
 from pipeline.preflight.names import check_graders
@@ -51,7 +51,7 @@ from stages.prompts.stage import PromptStage
 from stages.staleness_gate import StalenessGate
 from stages.train.saved_groups import restorable
 
-Launchers = Callable[[RunDir, int], Launcher]  # where processes run, of so many that share the processors
+Launchers = Callable[[RunDir, int], Launcher]  # where processes run, with so many threads each
 
 
 def run(config: Config, launchers: Launchers = LocalLauncher) -> int:
@@ -222,7 +222,7 @@ class Phase:
         )
         self.graph = build(self.config)
         self.slots = slots_directory(self.run_id, rundir, self.config.train.hf_checkpoint)
-        self.launcher = launchers(rundir, computing(self.config, self.graph))
+        self.launcher = launchers(rundir, threads(self.config, self.graph))
         self.placement = self._place()
 
     @property

@@ -17,7 +17,7 @@ from configs.plan.run_estimate import RunEstimate, estimate_run
 from configs.plan.staleness import predicted_staleness, simulated_times, staleness_line
 from configs.schema import Config
 from configs.schema.router import router_kind
-from configs.sources import context_limit, described_model, known_model
+from configs.sources import described_model, known_model
 
 
 class StagePlan(Struct, frozen=True):
@@ -209,7 +209,7 @@ def _learning(plan: Plan) -> list[str]:
     grader = reward.custom_rm_path or ", ".join(reward.reward_component) or reward.rm_type
     if grader == "auto":
         grader = "chosen by the first labels"
-    context, prompt = context_limit(config), config.data.rollout_max_prompt_len
+    context, prompt = config.rollout.rollout_max_context_len, config.data.rollout_max_prompt_len
     return [
         "learning",
         f"  lr {train.lr:g}, {train.lr_decay_style}{warmup}{critic}; "

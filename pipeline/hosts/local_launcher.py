@@ -32,17 +32,22 @@ _TAIL_BYTES = 64 << 10
 _ERROR = re.compile(r"^(?:\[[^\]]*\]\s*)?(?:(?:\w+\.)*\w*(?:Error|Exception): \S|.*\bcrashed with exit code\b).*")
 
 
-def child_environment(processes: int) -> dict[str, str]:
+def child_environment(threads: int) -> dict[str, str]:
     """Environment of worker processes: our modules come first, few threads each."""
     root = str(Path(pipeline.__file__).parent.parent)
     paths = [root, *filter(None, [os.environ.get("PYTHONPATH")])]
-    threads = str(max(1, (os.cpu_count() or 1) // max(1, processes)))
     return {
-        "OMP_NUM_THREADS": threads,
+        "OMP_NUM_THREADS": str(threads),
+        **PASSIVE,
         "TOKENIZERS_PARALLELISM": "false",
         **os.environ,
         "PYTHONPATH": os.pathsep.join(paths),
     }
+
+
+# Threads that wait sleep. Spinning, as is the default of both libraries, they take the processor from those that they
+# wait for as soon as anything else runs on the machine: a training step then took 15 times as long.
+PASSIVE = {"OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "0", "KMP_BLOCKTIME": "0"}
 
 
 class LocalHandle:
@@ -108,13 +113,13 @@ class LocalHandle:
 
 
 class LocalLauncher:
-    """Implements `Launcher`. `processes`: how many share the processors, for the number of threads of each."""
+    """Implements `Launcher`. `threads`: how many each process may compute with."""
 
     controller: str | None = None
 
-    def __init__(self, rundir: RunDir, processes: int = 1) -> None:
+    def __init__(self, rundir: RunDir, threads: int = 1) -> None:
         self.rundir = rundir
-        self._environment = child_environment(processes)
+        self._environment = child_environment(threads)
         self.handles: dict[str, LocalHandle] = {}
 
     def address(self, name: str) -> str:

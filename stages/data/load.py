@@ -8,7 +8,7 @@ import msgspec
 
 from configs.schema import Config
 from configs.schema.data import DataConfig
-from configs.sources import context_limit
+from models.context import context_limit
 from stages.data.prompt_set import PromptSet
 from stages.data.rows import Message
 from stages.data.tokenizer import Tokenizer, load_tokenizer

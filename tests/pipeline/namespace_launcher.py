@@ -131,8 +131,8 @@ class NamespaceLauncher(LocalLauncher):
 
     there = ("engine", "generate", "reward")
 
-    def __init__(self, host: OtherHost, rundir: RunDir, processes: int) -> None:
-        super().__init__(rundir, processes)
+    def __init__(self, host: OtherHost, rundir: RunDir, threads: int) -> None:
+        super().__init__(rundir, threads)
         self.host, self.controller = host, host.here
 
     def _is_there(self, name: str) -> bool:

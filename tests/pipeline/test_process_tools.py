@@ -17,10 +17,13 @@ import pytest
 from fake_servers import Told, eventually, gone
 from launching import ROOT
 
+from configs.load import load
+from configs.resolve import resolve
 from configs.schema import Config
 from configs.schema.router import router_kind
 from models.weights.slots_directory import LEFT_BEHIND_FILE
 from pipeline.errors import ReplicaFailed, UsageError
+from pipeline.graph import build
 from pipeline.hosts import die_with_parent as die_with_parent
 from pipeline.hosts.free_port import PortInUse, held_port
 from pipeline.hosts.gpus import slices, visible_gpus
@@ -28,6 +31,7 @@ from pipeline.hosts.launcher import ProcessSpec, Resources
 from pipeline.hosts.local_launcher import LocalLauncher, last_error
 from pipeline.hosts.process_group import shared_files
 from pipeline.hosts.this_process import interruptible
+from pipeline.placement import threads
 from pipeline.record.run_directory import RunDir
 from pipeline.supervise.restarts import WINDOW_S, Restarts
 from pipeline.supervise.router_server import without_sglang
@@ -260,3 +264,41 @@ def test_a_run_may_open_as_many_files_as_its_user() -> None:
     script += "print(resource.getrlimit(resource.RLIMIT_NOFILE))"
     said = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, timeout=60)
     assert said.stdout == "(500, 500)\n", said.stderr
+
+
+async def test_threads_of_processes_are_few_and_sleep_where_they_wait(
+    rundir: RunDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What the user has set stays."""
+    names = ("OMP_NUM_THREADS", "OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME")
+    for name in names:
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("KMP_BLOCKTIME", "7")
+    tell = f"import os; print(*(os.environ.get(name) for name in {names!r}))"
+    process = await LocalLauncher(rundir, 3).spawn(ProcessSpec("one", (sys.executable, "-c", tell)))
+    assert await process.wait() == 0
+    assert process.last_line() == "3 PASSIVE 0 7"
+
+
+@pytest.mark.parametrize(
+    ("flags", "mebibytes", "cores", "expected"),
+    [
+        ((), 1, 64, 2),  # small: two, however many there are
+        ((), 40, 64, 10),  # one for each million parameters
+        ((), 4000, 64, 32),  # trainer and engine share
+        ((), 4000, 2, 1),
+        (("--loss-type", "sft_loss"), 4000, 64, 64),  # a warm start has no engine
+        (("--loss-type", "sft_loss"), 1, 2, 2),
+        ((), 0, 64, 32),  # of the hub: its size is not known
+    ],
+)
+def test_no_more_threads_than_the_model_is_worth(
+    flags: tuple[str, ...], mebibytes: int, cores: int, expected: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if mebibytes:
+        with (tmp_path / "model.safetensors").open("wb") as file:
+            file.truncate(mebibytes << 20)
+    monkeypatch.setattr(os, "cpu_count", lambda: cores)
+    loaded = load(["--hf-checkpoint", str(tmp_path), "--prompt-data", "arithmetic", "--num-rollout", "2", *flags])
+    config = resolve(loaded.config, loaded.given)
+    assert threads(config, build(config)) == expected
