@@ -146,6 +146,7 @@ def check_spans(rows: list[dict[str, Any]]) -> None:
     assert len(names) == len(set(names)), "a rollout was generated twice"
 
 
+@pytest.mark.full
 @on_servers_of_its_own
 def test_engines_killed_and_stopped_in_mid_generation(tap: Path) -> None:
     """Two servers behind the real router. One is killed, later the other hangs: no group is lost or doubled, partial

@@ -79,6 +79,7 @@ def test_a_killed_rank_loses_nothing(tmp_path: Path) -> None:
     lost_nothing(finish(process, run_dir), 12, rank=1)
 
 
+@pytest.mark.full
 def test_a_killed_rank_before_any_save_beside_the_tasks_of_one_process(tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
 
