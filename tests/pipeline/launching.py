@@ -156,3 +156,11 @@ def succeed_here(run_dir: Path, *flags: str, cwd: Path = ROOT) -> Finished:
     assert done.code == 0, f"exit code {done.code}\n{done.out[-2000:]}\n{done.err[-2000:]}"
     done.check_books()
     return done
+
+
+def alive(pid: int) -> bool:
+    """Whether a process runs, and has not only been left to be waited for."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] not in ("Z", "X")
+    except OSError:
+        return False

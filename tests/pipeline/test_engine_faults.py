@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from launching import ROOT, SIMULATED, SMALL, environment, finish, made_model, start
-from test_kill import alive, kill, steps_done, wait_for_steps, wait_until
+from launching import ROOT, SIMULATED, SMALL, alive, environment, finish, made_model, start
+from test_kill import kill, steps_done, wait_for_steps, wait_until
 
 from pipeline.hosts.process_group import living
 from pipeline.supervise.announce import ServerInfo

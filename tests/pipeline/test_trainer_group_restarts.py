@@ -146,7 +146,12 @@ def keep(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
             spawn = launcher.spawn
 
             async def instead(spec: ProcessSpec, resources: Resources) -> LocalHandle:
-                argv = (sys.executable, str(script), str(tmp_path / "lives"), *spec.argv[3:])
+                argv = (
+                    sys.executable,
+                    str(script),
+                    str(tmp_path / "lives"),
+                    *spec.argv[spec.argv.index("pipeline.hosts.trainer_rank") + 1 :],
+                )
                 return await spawn(msgspec.structs.replace(spec, argv=argv), resources)
 
             monkeypatch.setattr(launcher, "spawn", instead)

@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 
 import pytest
-from launching import SIMULATED, SMALL, Finished, finish, here, made_model, start, succeed_here
+from launching import SIMULATED, SMALL, Finished, alive, finish, here, made_model, start, succeed_here
 
 from pipeline.record.journal import Stepped, read_journal
 
@@ -36,13 +36,6 @@ def wait_for_steps(process: object, run_dir: Path, steps: int, timeout_s: float 
 
 def number_of(run_dir: Path, name: str) -> int:
     return int((run_dir / "replicas" / f"{name}.pid").read_text())
-
-
-def alive(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] not in ("Z", "X")
-    except OSError:
-        return False
 
 
 def nothing_left(run_dir: Path) -> None:

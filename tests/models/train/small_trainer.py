@@ -99,7 +99,10 @@ def make_backend(
 
     defaults = {"hf_checkpoint": str(checkpoint), "lr": 1e-3, "adam_eps": 1e-4, "train_device": "cpu"}
     train = TrainConfig(**{**defaults, **take(TrainConfig)})
-    off_policy, critic = CorrectionConfig(**take(CorrectionConfig)), CriticConfig(**take(CriticConfig))
+    off_policy, critic = (
+        CorrectionConfig(**take(CorrectionConfig)),
+        CriticConfig(**{"critic_lr": 1e-5, **take(CriticConfig)}),
+    )
     distill, parallel = DistillConfig(**take(DistillConfig)), ParallelConfig(**take(ParallelConfig))
     algorithm = AlgorithmConfig(**fields)
     resolved = corrected(off_policy, max_staleness=staleness, policy_loss=algorithm.policy_loss)
