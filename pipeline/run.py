@@ -249,6 +249,9 @@ class Phase:
         """Run it; return why it ended. Raises RunError."""
         import uvloop
 
+        warming = self.config.train.loss_type == "sft_loss" and self.config.warm_start.warm_start_steps
+        what = f"warm start of {self.config.rollout.num_rollout} supervised steps at the most" if warming else "run"
+        _tell(f"{what} in {self.rundir.path}: starting its processes, which log to {self.rundir.logs}")
         try:
             with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
                 return runner.run(self._main())

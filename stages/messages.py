@@ -270,6 +270,7 @@ class StepDone(Struct, frozen=True, array_like=True, tag=True):
     pinned: bool = False  # an evaluation of `version` follows
     last: bool = False  # the trainer stops here, though fewer batches were trained than planned
     pass_rates: dict[int, float] = {}  # group -> share of correct rollouts, where known
+    publishes: bool = False  # `version` is announced to the engines
 
 
 class CheckpointReady(Struct, frozen=True, array_like=True, tag=True):

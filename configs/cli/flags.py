@@ -16,7 +16,7 @@ import msgspec
 from msgspec import Meta, Struct
 
 from configs.schema import Config, StageConfig
-from configs.schema.did_you_mean import cure
+from configs.schema.did_you_mean import closest_by_words
 
 Kind = Literal["bool", "scalar", "list", "map", "json", "tables"]
 
@@ -173,7 +173,8 @@ def stage_tables(value: Any) -> tuple[StageConfig, ...]:
 
 def suggestion(word: str, known: Iterable[str], prefix: str = "") -> str:
     """'did you mean --x?' for the nearest known name, else where to look."""
-    return cure(word, known, f"{prefix}{word} resembles no known name; see --help", form=f"{prefix}{{}}")
+    near = closest_by_words(word, known)
+    return f"did you mean {prefix}{near}?" if near else f"{prefix}{word} resembles no known name; see --help"
 
 
 @cache

@@ -92,7 +92,10 @@ def warnings(config: Config) -> Iterator[str]:
             f"would give {natural}): the gate follows max_staleness"
         )
     if run.resume is not None and config.checkpoint.save_interval is None:
-        yield "the resumed run writes no checkpoints of its own; add --save-interval to be able to resume it again"
+        yield (
+            "--save-interval is not set: the resumed run saves when it ends or is stopped, and killed before that it "
+            "starts again from the checkpoint it began with; add --save-interval to save on the way"
+        )
     evaluation = config.eval
     if evaluation.eval_interval is not None and config.train.loss_type == "sft_loss":
         yield (

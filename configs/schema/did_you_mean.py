@@ -23,6 +23,30 @@ def closest(word: str, known: Iterable[str]) -> str | None:
     return nearest(word, names) or min(longer, key=len, default=None)
 
 
+def closest_by_words(word: str, known: Iterable[str]) -> str | None:
+    """As `closest`, for names of several words: those that only share words such as use, custom or path are not near.
+
+    Each word of the given name must resemble one of the other's, unless the two differ in little but their separators.
+    """
+    import difflib
+
+    def alike(one: str, other: str, least: float) -> bool:
+        return difflib.SequenceMatcher(None, one, other).ratio() >= least
+
+    given = _words(word)
+    for name in difflib.get_close_matches(word, names := list(known), n=10):
+        theirs = _words(name)
+        if all(any(alike(one, other, 0.6) for other in theirs) for one in given):
+            return name
+        if alike("".join(given), "".join(theirs), 0.85):
+            return name
+    return min((name for name in names if len(word) > 2 and name.startswith(word)), key=len, default=None)
+
+
+def _words(name: str) -> list[str]:
+    return name.replace("_", "-").replace(".", "-").split("-")
+
+
 def cure(word: str, known: Iterable[str], otherwise: str = "", *, form: str = "{}") -> str:
     """The end of a sentence: "did you mean x?", else `otherwise`, by default "choose one of x, y, z". `form`: how a
     name is written."""

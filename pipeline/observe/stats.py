@@ -112,3 +112,5 @@ class RunSnapshot:
     wasted_share: float  # of the tokens generated for settled groups
     busiest: tuple[str, float] | None  # stage that sets the bound now, and its busy share: the efficiency against it
     engines: tuple[EngineRow, ...] = ()
+    supervised: bool = False  # labels are learnt: there is a loss, and neither reward nor staleness
+    loss: float | None = None

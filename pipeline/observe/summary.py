@@ -159,21 +159,14 @@ def summarise_evals(evals: Iterable[tuple[str, int, float]]) -> EvalSummary:
     return EvalSummary(first=main.first, last=main.last, best=main.best, sets=found)
 
 
-def efficiency_vs_bound(busy_s: Mapping[str, tuple[float, int]], wall_s: float) -> float | None:
-    """Share of the training phase in which its busiest stage worked.
+def efficiency_vs_bound(shares: Mapping[str, float]) -> float | None:
+    """Share of the training phase in which its busiest stage worked, from the busy share of each stage.
 
     A pipeline of K stages cannot take less than T* = max_k W_k / c_k, W_k being the work of stage k and c_k its
-    capacity. Here W_k is the stage's busy seconds and c_k its number of replicas, and the result is T* / wall clock:
-    1.0 means that no schedule of the same work on the same replicas would have been faster.
-
-    Args:
-        busy_s: by stage, (busy seconds of all replicas together, replicas).
-        wall_s: length of the training phase.
+    replicas. A stage's share is W_k / c_k over the time it was watched, so the largest is T* over that time: 1.0 means
+    that no schedule of the same work on the same replicas would have been faster.
     """
-    shares = [busy / replicas for busy, replicas in busy_s.values() if replicas > 0]
-    if not shares or wall_s <= 0:
-        return None
-    return max(shares) / wall_s
+    return max(shares.values(), default=None)
 
 
 def package_versions() -> dict[str, str]:

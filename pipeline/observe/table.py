@@ -21,7 +21,7 @@ from rich.text import Text
 from pipeline.observe.stats import EngineRow, RunSnapshot, StageRow
 
 _WIDE: Final = 108  # columns from which the table shows everything
-_MEDIUM: Final = 78
+_MEDIUM: Final = 78  # here no heading is cut
 _NOTES: Final = 5
 _MOST_ENGINES: Final = 4  # that are shown one by one
 
@@ -73,7 +73,7 @@ class PlainLog:
 
     def update(self, snapshot: RunSnapshot) -> None:
         due = snapshot.step // self._every > self._shown // self._every or snapshot.step == snapshot.total_steps
-        if due and snapshot.step != self._shown:
+        if (due or not self._shown) and snapshot.step != self._shown:  # the first step too, long before the next line
             self._shown = snapshot.step
             self._line(plain_line(snapshot))
 
@@ -94,7 +94,12 @@ def open_display(live: bool | None, *, log_interval: int, console: Console | Non
 
 def plain_line(snapshot: RunSnapshot) -> str:
     """The run in one line of at most a few hundred characters, the most important first."""
-    parts = [f"step {snapshot.step}" + (f"/{snapshot.total_steps}" if snapshot.total_steps else "")]
+    label = f"{snapshot.mode} step" if snapshot.supervised else "step"
+    parts = [f"{label} {snapshot.step}" + (f"/{snapshot.total_steps}" if snapshot.total_steps else "")]
+    if snapshot.supervised:
+        parts.append(f"loss {number(snapshot.loss)}")
+        parts.append(f"{quantity(snapshot.trained_tokens_per_s)} trained tok/s")
+        return " | ".join([*parts, *_times(snapshot)])
     parts.append(f"reward {number(snapshot.reward_mean)}")
     parts += [f"eval {name} {number(value)} (v{version})" for name, (version, value) in snapshot.evals.items()]
     parts.append(f"staleness {_staleness(snapshot)}")
@@ -104,10 +109,12 @@ def plain_line(snapshot: RunSnapshot) -> str:
     parts.append(f"wasted {snapshot.wasted_share:.1%}")
     if snapshot.ledger.failed:
         parts.append(f"failed {snapshot.ledger.failed}")
-    parts.append(f"{duration(snapshot.elapsed_s)}")
-    if snapshot.eta_s is not None:
-        parts.append(f"ETA {duration(snapshot.eta_s)}")
-    return " | ".join(parts)
+    return " | ".join([*parts, *_times(snapshot)])
+
+
+def _times(snapshot: RunSnapshot) -> list[str]:
+    eta = [] if snapshot.eta_s is None else [f"ETA {duration(snapshot.eta_s)}"]
+    return [duration(snapshot.elapsed_s), *eta]
 
 
 def render(snapshot: RunSnapshot, width: int, notes: tuple[str, ...] = ()) -> RenderableType:
@@ -134,6 +141,8 @@ def _header(snapshot: RunSnapshot) -> Text:
     text.append(" sluice ", style="bold reverse")
     text.append(f" {snapshot.mode}", style="bold cyan")
     text.append("  step ").append(f"{snapshot.step}{total}", style="bold")
+    if snapshot.supervised:
+        return text
     text.append("  version ").append(str(snapshot.version), style="bold")
     text.append("  gate ").append(f"{snapshot.gate_open}{capacity}", style="bold").append(" open")
     return text
@@ -161,7 +170,9 @@ def _stages(snapshot: RunSnapshot, width: int) -> Table:
         columns += ["stalled"]
     columns += ["queue", "flight", "items/s"]
     if width >= _MEDIUM:
-        columns += ["tok/s", "fail", "restarts"]
+        columns += ["tok/s", "fail"]
+    if width >= _WIDE:
+        columns += ["restarts"]
     for column in columns:
         table.add_column(column, justify="right", no_wrap=True)
     for row in snapshot.stages:
@@ -220,6 +231,9 @@ def _seconds(value: float | None) -> str:
 
 
 def _footer(snapshot: RunSnapshot) -> list[RenderableType]:
+    if snapshot.supervised:
+        loss = Text("loss ", overflow="fold").append(number(snapshot.loss), style="bold green")
+        return [loss.append(f"   trained {quantity(snapshot.trained_tokens_per_s)} tok/s")]
     reward = Text("reward ", overflow="fold").append(number(snapshot.reward_mean), style="bold green")
     if snapshot.reward_recent is not None:
         reward.append(f" (last 20: {number(snapshot.reward_recent)})")

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 
 from pipeline.observe.stats import COUNTERS, EngineRow, LedgerCounts, RunSnapshot, StageRow, StageStats
 
+ENGINE_BUSY = "engine_busy_s"  # busy seconds of all engines, as the engines stage tells them
 IDLE = "/idle"  # end of the name under which the engines stage tells an engine's idle share
 
 
@@ -23,6 +24,8 @@ class _Replica:
     """One replica's counters, monotone across restarts."""
 
     newest: StageStats
+    first: StageStats  # from which the training phase counts, and its busy seconds
+    first_busy_s: float
     base: dict[str, float] = field(default_factory=lambda: dict.fromkeys(COUNTERS, 0.0))
     history: deque[tuple[float, dict[str, float]]] = field(default_factory=deque)
     restarts: int = 0
@@ -57,6 +60,7 @@ class RunView:
         stages: the stages in the order of the table; others are appended as they report.
         total_steps: rollout batches to train, None if open-ended.
         staleness_bound: in versions, None if there is none.
+        supervised: whether labels are learnt: there is a loss, and neither reward nor staleness.
         started_s: when the training phase began, unix time.
         first_step: steps done before, in a resumed run.
         window_s: length of the window of rates, seconds.
@@ -70,10 +74,13 @@ class RunView:
         total_steps: int | None,
         staleness_bound: int | None,
         started_s: float,
+        supervised: bool = False,
         first_step: int = 0,
         window_s: float = 15.0,
     ) -> None:
         self._mode = mode
+        self._supervised = supervised
+        self._loss: float | None = None
         self._total_steps = total_steps
         self._bound = staleness_bound
         self._started_s = started_s
@@ -103,8 +110,13 @@ class RunView:
         self._retired.discard(key)
         replica = self._replicas.get(key)
         if replica is None:
-            replica = self._replicas[key] = _Replica(newest=stats)
+            replica = self._replicas[key] = _Replica(newest=stats, first=stats, first_busy_s=stats.busy_s)
         replica.feed(stats, self._window_s)
+
+    def begin(self) -> None:
+        """The trainer has its weights: what was done before is no work of the training phase."""
+        for replica in self._replicas.values():
+            replica.first, replica.first_busy_s = replica.newest, replica.total()["busy_s"]
 
     def retire(self, stage: str, replica: str) -> None:
         """A replica was scaled away: its work counts, its rates and its place in the table do not."""
@@ -131,6 +143,7 @@ class RunView:
         self._steps.append((at_s, step, self._trained_tokens))
         while len(self._steps) > 21:
             self._steps.popleft()
+        self._loss = metrics.get("train/loss")
         reward = metrics.get("reward/mean")
         if reward is not None and math.isfinite(reward):
             self._rewards.append(reward)
@@ -141,13 +154,22 @@ class RunView:
         """An evaluation ended."""
         self._evals[dataset] = (version, value)
 
-    def busy_s(self) -> dict[str, tuple[float, int]]:
-        """Busy seconds of each stage over the whole run, and its replicas (those scaled away do not count)."""
-        found: dict[str, tuple[float, int]] = {}
-        for key, replica in self._replicas.items():
-            busy, count = found.get(key[0], (0.0, 0))
-            found[key[0]] = (busy + replica.total()["busy_s"], count + (key not in self._retired))
-        return found
+    def busy_shares(self, engines: int) -> dict[str, float]:
+        """Busy share of each stage since `begin`, by the clock of its own reports, so that none is above 1.
+
+        A generate replica only waits: the account of its `engines` takes its place where there is one.
+        """
+        busy: dict[str, float] = {}
+        seconds: dict[str, float] = {}
+        for (stage, _), replica in self._replicas.items():
+            length = replica.newest.unix_s - replica.first.unix_s
+            busy[stage] = busy.get(stage, 0.0) + replica.total()["busy_s"] - replica.first_busy_s
+            seconds[stage] = seconds.get(stage, 0.0) + length
+            generating = replica.newest.extra.get(ENGINE_BUSY, 0.0)
+            if engines and generating > 0:
+                busy["generate"] = generating - replica.first.extra.get(ENGINE_BUSY, 0.0)
+                seconds["generate"] = length * engines
+        return {stage: busy[stage] / seconds[stage] for stage in busy if seconds[stage] > 0}
 
     def extra(self, stage: str, name: str) -> float:
         """Sum over the stage's replicas of the newest value of one of their own figures; 0 if none reports it."""
@@ -163,6 +185,8 @@ class RunView:
         busiest = max(((row.stage, row.busy) for row in rows if row.replicas), key=lambda pair: pair[1], default=None)
         return RunSnapshot(
             mode=self._mode,
+            supervised=self._supervised,
+            loss=self._loss,
             step=self._step,
             total_steps=self._total_steps,
             elapsed_s=now_s - self._started_s,

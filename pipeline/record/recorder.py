@@ -42,6 +42,13 @@ def scores(report: EvalDone) -> list[tuple[str, int, float]]:
     return [(name.removeprefix("eval/"), report.version, report.metrics[name]) for name in names]
 
 
+def _phase(config: Config) -> str:
+    """What the display calls this phase."""
+    if config.train.loss_type != "sft_loss":
+        return config.run.mode
+    return "warm start" if config.warm_start.warm_start_steps else "supervised"
+
+
 def _engines(topic: TopicServer) -> dict[str, tuple[int, float] | None]:
     """(version, seconds of the newest update) of each engine that has an address, None before its first weights."""
     carried = carrying(topic)
@@ -71,7 +78,8 @@ class Recorder:
         self.last_step_s = self.started
         self.ledger = Ledger()
         self.view = RunView(
-            mode=config.run.mode,
+            mode=_phase(config),
+            supervised=config.train.loss_type == "sft_loss",
             stages=tuple(name for name in (*path(config), *loops(config)) if name != "prompts"),
             total_steps=config.rollout.num_rollout,
             staleness_bound=config.asynchrony.max_staleness,
@@ -135,19 +143,20 @@ class Recorder:
 
     async def step(self, report: StepDone) -> None:
         now = time.monotonic()
-        if not report.groups:
+        if report.publishes:
             self.versions.append(report.version)
+        if not report.groups:
             if self.training_started is None:
                 self._open_metrics()
                 self.begun()
             self.training_started = self.last_step_s = now
+            self.view.begin()
             return
         self.last_step_s = now
         tallied = {} if self.config.train.loss_type == "sft_loss" else self.group_outcomes.step(report)
         metrics = {**report.metrics, **tallied, **self._ledger_metrics(), **self._weights_metrics()}
         if "reward/mean" in metrics:
             self.rewards.append(metrics["reward/mean"])
-        self.versions.append(report.version)
         self.journal.write(Stepped(report.step, report.token_hash, max(report.staleness, default=0)))
         self.view.step(report.step, at_s=now, metrics=metrics, tokens=report.tokens, staleness=report.staleness)
         self._open_metrics().write(

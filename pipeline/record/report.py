@@ -61,15 +61,6 @@ def conclude(recorder: Recorder, config: Config, reason: str) -> RunSummary:
     return summary
 
 
-def busy_seconds(recorder: Recorder, config: Config) -> dict[str, tuple[float, int]]:
-    """Busy seconds and capacity by stage. A generate replica only waits: its engines' own account takes its place."""
-    busy = dict(recorder.view.busy_s())
-    engine_s = recorder.view.extra("engines", "engine_busy_s")
-    if engine_s > 0:
-        busy["generate"] = (engine_s, engine_count(config))
-    return busy
-
-
 def engines_of(recorder: Recorder, config: Config) -> EngineSummary:
     """The engines that generate, as they last came up; a phase without engines has none."""
     count = engine_count(config)
@@ -110,7 +101,7 @@ def summarise(recorder: Recorder, config: Config, reason: str) -> RunSummary:
         eval=summarise_evals(recorder.eval_points()),
         tokens_per_s=round(trained / training_s, 1) if training_s > 0 else 0.0,
         generated_tokens_per_s=round((trained + wasted) / training_s, 1) if training_s > 0 else 0.0,
-        efficiency_vs_bound=efficiency_vs_bound(busy_seconds(recorder, config), training_s),
+        efficiency_vs_bound=efficiency_vs_bound(view.busy_shares(engine_count(config))),
         wasted_tokens=wasted,
         wasted_share=snapshot.wasted_share,
         weight_versions=WeightVersions(

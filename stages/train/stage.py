@@ -115,7 +115,8 @@ class TrainStage(Stage):
         )
         async with beside(self.groups.watch_drain(ports.topic), self.groups.read()):
             self.turn = TrainerTurn(self.config, ports.topic, self._in_torch, self.backend)
-            await self._report(ports, StepDone(self.steps, self.steps, (), {}, 0, pinned=self._evaluates(self.steps)))
+            pinned, publishes = self._evaluates(self.steps), not self.supervised
+            await self._report(ports, StepDone(self.steps, self.steps, (), {}, 0, pinned=pinned, publishes=publishes))
             await self._publish(ports, first=True)
             while self.steps < self.total and await self._train_batch(ports):
                 pass
@@ -224,6 +225,7 @@ class TrainStage(Stage):
             pinned=due and self._evaluates(self.steps),
             last=reached,
             pass_rates=batch.pass_rates,
+            publishes=due,
         )
         await self._report(ports, report)
         self.groups.release(batch.leases)

@@ -284,7 +284,7 @@ def test_resume_and_run_dir(tmp_path: Path) -> None:
     (run / "config.toml").write_text("", encoding="utf-8")
     assert "a run is already there; continue it with --resume" in faults_of(*BASE, "--run-dir", str(run))[0]
     warnings = check(*BASE, "--resume", str(run))
-    assert any("writes no checkpoints of its own; add --save-interval" in warning for warning in warnings)
+    assert any("the resumed run saves when it ends or is stopped" in warning for warning in warnings)
     assert check(*BASE, "--resume", str(run), "--save-interval", "5") == ()
     faults = faults_of(*BASE, "--resume", str(run), "--run-dir", str(tmp_path))
     assert "a resumed run continues in its own directory; leave --run-dir out" in faults[0]

@@ -18,8 +18,12 @@ GROUPS = 4 * 4  # --num-rollout x --rollout-batch-size
 
 
 def test_simulated_engine_and_trainer(tmp_path: Path) -> None:
-    done = succeed_here(tmp_path / "run", *SMALL, *made_model(), *SIMULATED)
+    done = succeed_here(tmp_path / "run", *SMALL, *made_model(), *SIMULATED, "--update-weights-interval", "2")
     assert done.summary["groups"]["trained"] == done.audit.outcomes["trained"] == GROUPS
+    assert done.summary["weight_versions"]["published"] == 3, "versions 0, 2 and 4 of four steps"
+    assert done.summary["weight_versions"]["last"] == 4
+    assert 0 < done.summary["efficiency_vs_bound"] <= 1
+    assert f"run in {tmp_path / 'run'}: starting its processes, which log to " in done.err
 
 
 def test_embedded_engine_and_torch(tmp_path: Path) -> None:

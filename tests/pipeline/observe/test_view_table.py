@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from pipeline.observe.stats import LedgerCounts, StageStats
+from pipeline.observe.summary import efficiency_vs_bound
 from pipeline.observe.table import LiveTable, PlainLog, duration, open_display, plain_line, quantity, render
 from pipeline.observe.view import RunView
 
@@ -101,7 +102,8 @@ def test_work_before_a_restart_is_never_lost_or_counted_twice(increments) -> Non
         view.stage(StageStats(stage="s", replica="r", unix_s=T0 + second, items_out=counter, busy_s=counter))
         view.stage(StageStats(stage="s", replica="r", unix_s=T0 + second - 5, items_out=10**6))  # late: ignored
     assert view.snapshot(T0 + 100).stages[0].items_out == total
-    assert view.busy_s()["s"][0] == pytest.approx(total)
+    seconds = len(increments) - 1
+    assert view.busy_shares(0).get("s", 0.0) * seconds == pytest.approx(total)
 
 
 def test_retired_replicas_keep_their_work_and_lose_their_place() -> None:
@@ -109,7 +111,48 @@ def test_retired_replicas_keep_their_work_and_lose_their_place() -> None:
     view.retire("generate", "g1")
     row = view.snapshot(T0 + 20).stages[1]
     assert (row.replicas, row.busy, row.items_out) == (1, 1.0, 80)
-    assert view.busy_s()["generate"] == (pytest.approx(30.0), 1)
+    assert view.busy_shares(0)["generate"] == pytest.approx(0.75), "its work is that of two"
+
+
+def test_busy_shares_are_of_the_training_phase_and_by_the_clock_of_the_reports() -> None:
+    """Loading a model is no work of the phase, and a stage that never rests is busy all the time, not more."""
+    view = RunView(mode="async", total_steps=None, staleness_bound=None, started_s=T0)
+
+    def report(at_s: float, busy_s: float, engines_s: float) -> None:
+        view.stage(StageStats(stage="train", replica="train-0", unix_s=T0 + at_s, busy_s=busy_s))
+        view.stage(StageStats(stage="generate", replica="generate-0", unix_s=T0 + at_s, busy_s=busy_s))
+        extra = {"engine_busy_s": engines_s}
+        view.stage(StageStats(stage="engines", replica="engines-0", unix_s=T0 + at_s, extra=extra))
+
+    report(0, 0, 0)
+    report(30, 30, 1)  # torch is imported, the model is loaded
+    view.begin()
+    report(40, 40, 6)
+    assert view.busy_shares(0)["train"] == 1.0
+    assert view.busy_shares(2)["generate"] == pytest.approx(5 / 20)
+    assert efficiency_vs_bound(view.busy_shares(2)) == 1.0
+
+
+def test_supervised_steps_are_called_what_they_are() -> None:
+    view = RunView(mode="warm start", total_steps=700, staleness_bound=2, started_s=T0, supervised=True)
+    view.step(11, at_s=T0 + 5, metrics={"train/loss": 1.25}, tokens=100, staleness={0: 100})
+    line = plain_line(view.snapshot(T0 + 7))
+    assert line == "warm start step 11/700 | loss 1.250 | 0 trained tok/s | 0:07"
+    console = Console(record=True, width=80, file=io.StringIO(), color_system=None)
+    console.print(render(view.snapshot(T0 + 7), 80))
+    text = console.export_text()
+    assert "warm start" in text
+    assert "loss 1.250" in text
+    for word in ("reward", "staleness", "gate", "version", "efficiency"):
+        assert word not in text
+
+
+@pytest.mark.parametrize("width", [78, 79, 80, 90, 100, 108, 140])
+def test_no_heading_is_cut(width: int) -> None:
+    headings = next(line for line in drawn(width).splitlines() if line.startswith("stage"))
+    known = {"stage", "n", "busy", "starved", "blocked", "stalled", "queue", "flight", "items/s", "tok/s", "fail"}
+    assert set(headings.split()) <= known | {"restarts"}
+    assert {"starved", "tok/s", "fail"} <= set(headings.split())
 
 
 def test_stage_stats_survive_the_wire_and_grow() -> None:
