@@ -30,8 +30,9 @@ REAL = ("--hf-checkpoint", "Qwen/Qwen3-0.6B", "--prompt-data", "train.jsonl", "-
 def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A working directory with the files that are named."""
     (tmp_path / "data" / "gsm8k").mkdir(parents=True)
-    for file in ("data/gsm8k/train.jsonl", "data/gsm8k/test.jsonl", "train.jsonl"):
+    for file in ("data/gsm8k/train.jsonl", "data/gsm8k/test.jsonl"):
         (tmp_path / file).write_text('{"question": "1+1?", "answer": "#### 2"}\n', encoding="utf-8")
+    (tmp_path / "train.jsonl").write_text('{"input": "1+1?", "answer": "2"}\n', encoding="utf-8")
     monkeypatch.chdir(tmp_path)
     return tmp_path
 
