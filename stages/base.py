@@ -148,13 +148,14 @@ class Stage(ABC):
         """Work until the inlets end."""
 
     @contextmanager
-    def span(self, name: str, *, group: int = -1, sample: int = -1, detail: str = "") -> Iterator[None]:
-        start_s, clock = time.time(), time.perf_counter()
+    def span(self, name: str, *, group: int = -1, sample: int = -1, detail: str = "") -> Iterator[list[str]]:
+        """A span of the trace around the block, which may append to what is said of it."""
+        start_s, clock, said = time.time(), time.perf_counter(), [detail] if detail else []
         try:
-            yield
+            yield said
         finally:
             self.context.spans.add(
-                name, start_s, time.perf_counter() - clock, group=group, sample=sample, detail=detail
+                name, start_s, time.perf_counter() - clock, group=group, sample=sample, detail=", ".join(said)
             )
 
 

@@ -21,6 +21,7 @@ from msgspec import Struct
 
 from pipeline.observe.errors import TraceError
 from pipeline.observe.trace import NO_GROUP, NO_SAMPLE, Span, read_records
+from stages.evaluate.stage import EVAL_BASE
 
 
 class MergeReport(Struct, frozen=True):
@@ -151,7 +152,7 @@ def _arrows(placed: list[_Placed], origin_s: float) -> Iterator[_Event]:
             if len(chain) < 2:
                 continue
             flow += 1
-            name = f"group {group_id}" + (f" sample {sample}" if sample != NO_SAMPLE else "")
+            name = _title(group_id) + (f" sample {sample}" if sample != NO_SAMPLE else "")
             for i, item in enumerate(chain):
                 last = i == len(chain) - 1
                 yield _Event(
@@ -183,6 +184,8 @@ def _events(
         args: dict[str, int | str] = {"detail": span.detail} if span.detail else {}
         if span.group_id != NO_GROUP:
             args["group_id"] = span.group_id
+            if span.group_id >= EVAL_BASE:
+                args["evaluates"] = _title(span.group_id)
         if span.sample != NO_SAMPLE:
             args["sample"] = span.sample
         yield _Event(
@@ -196,6 +199,11 @@ def _events(
             args=args,
         )
     yield from arrows
+
+
+def _title(group_id: int) -> str:
+    """Groups of an evaluation have numbers of their own."""
+    return f"group {group_id}" if group_id < EVAL_BASE else f"evaluation prompt {group_id - EVAL_BASE}"
 
 
 def _us(seconds: float) -> float:

@@ -86,7 +86,7 @@ class GenerateStage(Stage):
             first = new_sample(message.prompt_ids, 0)  # nobody writes to its arrays, so that all can have them
             samples = tuple(msgspec.structs.replace(first, index=index) for index in range(message.n_samples))
         self.activity.items_in += 1
-        with self.span("generate", group=group.group_id, detail=f"turn {samples[0].turns + 1}"):
+        with self.span("generate", group=group.group_id, detail=f"turn {samples[0].turns + 1}") as said:
             async with asyncio.TaskGroup() as tasks:
                 leaving = _Leaving(self, group, samples, ports, tasks)
                 with self.activity.working():
@@ -97,7 +97,11 @@ class GenerateStage(Stage):
                     if asked:
                         await self.turns.take(group, asked, leaving.put)
                 leaving.all_here.set()
-            self.activity.tokens += leaving.tokens - sum(s.length for s in samples)
+            tokens = leaving.tokens - sum(s.length for s in samples)
+            self.activity.tokens += tokens
+            said.append(f"{tokens} tokens")
+            if leaving.versions:
+                said.append(f"version {' to '.join(map(str, sorted({min(leaving.versions), max(leaving.versions)})))}")
         lease.done()
 
     async def emit(self, outlet: Outlet[RolloutSlice], slice_: RolloutSlice) -> None:
@@ -119,6 +123,7 @@ class _Leaving:
         self.stage, self.group, self.ports, self._tasks = stage, group, ports, tasks
         self.all_here = asyncio.Event()
         self.tokens = 0
+        self.versions: set[int] = set()  # of the weights with which the last tokens were made
         self._missing = Counter(sample.index for sample in samples)  # sequences by rollout
         self._here: dict[int, list[Sample]] = {}
         self._ended: list[RolloutSlice] = []
@@ -126,6 +131,7 @@ class _Leaving:
     def put(self, sample: Sample) -> None:
         """A sequence has ended its turn. Those of one rollout leave together."""
         self.tokens += sample.length
+        self.versions.update(run.version for run in sample.version_runs[-1:] if run.version >= 0)
         self._here.setdefault(sample.index, []).append(sample)
         self._missing[sample.index] -= 1
         if self._missing[sample.index]:

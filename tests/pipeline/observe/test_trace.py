@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from pipeline.observe.errors import TraceError
 from pipeline.observe.perfetto import merge
 from pipeline.observe.trace import Dropped, Span, TraceWriter, read_records
+from stages.evaluate.stage import EVAL_BASE
 
 T0 = 1_700_000_000.0
 
@@ -178,3 +179,13 @@ def test_a_full_disk_ends_the_trace_and_not_the_run(tmp_path: Path) -> None:
         writer.add("x", T0, 1.0, group=i)
     writer.close()
     assert writer.dropped == 1000
+
+
+def test_groups_of_an_evaluation_are_called_so(tmp_path: Path) -> None:
+    for replica in ("generate", "group"):
+        with TraceWriter(tmp_path / "trace", f"{replica}-0", stage=replica) as spans:
+            spans.add(replica, 100.0, 1.0, group=EVAL_BASE + 3)
+    merge(tmp_path / "trace", tmp_path / "trace.json")
+    _, events = load(tmp_path / "trace.json")
+    assert [event["name"] for event in events["s"]] == ["evaluation prompt 3"]
+    assert {event["args"]["evaluates"] for event in events["X"]} == {"evaluation prompt 3"}
