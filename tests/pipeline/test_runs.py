@@ -156,7 +156,8 @@ def test_real_question_data_with_the_gsm8k_grader(tmp_path: Path) -> None:
     data = tmp_path / "train.jsonl"
     data.write_text("".join(json.dumps(row) + "\n" for row in rows) + "{broken\n" + json.dumps({"q": 1}) + "\n")
     done = succeed_here(
-        tmp_path / "run", "--mode", "async", "--prompt-data", str(data), "--input-key", "question", "--label-key",
+        tmp_path / "run", "--mode", "async", "--prompt-data", str(data), "--hf-checkpoint", "tiny",
+        "--input-key", "question", "--label-key",
         "answer", "--num-rollout", "3", "--rollout-batch-size", "4", "--n-samples-per-prompt", "4",
         "--rollout-max-response-len", "16", "--no-live", "--eval-prompt-data", f"held={data}@[0:5]",
         "--eval-interval", "3",
@@ -165,7 +166,8 @@ def test_real_question_data_with_the_gsm8k_grader(tmp_path: Path) -> None:
     assert f"{data}:41" in done.err, "a malformed line is reported with file and line"
     assert "40 of 42 rows usable" in done.err
     assert done.summary["groups"]["trained"] == 12
-    strict = here(tmp_path / "strict", "--prompt-data", str(data), "--input-key", "question", "--label-key", "answer",
+    strict = here(tmp_path / "strict", "--prompt-data", str(data), "--hf-checkpoint", "tiny",
+        "--input-key", "question", "--label-key", "answer",
                     "--num-rollout", "1", "--strict-data", "--no-live")  # fmt: skip
     assert strict.code == 2
     assert f"{data}:41" in strict.err
