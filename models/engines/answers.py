@@ -69,9 +69,9 @@ class AnswerLimits(Struct, frozen=True):
                 raise ValueError(f"{name} has {field}={value}, which is no count")
         if self.log_probs:
             entries = meta.output_token_logprobs or []
-            self.check_entries(name, entries)
-            if [token for _, token, _ in entries] != ids:
+            if [entry[1] for entry in entries] != ids:
                 raise ValueError(f"{name}: its {len(entries)} log-probs are not those of its {count} output_ids")
+            check_log_probs(name, entries)
         end = 0
         for span in output.version_spans:
             if span.start != end:
@@ -82,10 +82,7 @@ class AnswerLimits(Struct, frozen=True):
 
     def check_entries(self, name: str, entries: Sequence[LogprobEntry]) -> None:
         """Raises ValueError for a token that there is not, or a log-prob that is none."""
-        self._check_ids(name, [token for _, token, _ in entries])
-        missing = next((token for value, token, _ in entries if value is None), None)
-        if missing is not None:
-            raise ValueError(f"{name}: token {missing} has the log-prob None; it must be finite and at most 0")
+        self._check_ids(name, [entry[1] for entry in entries])
         check_log_probs(name, entries)
 
     def _check_ids(self, name: str, ids: Sequence[int]) -> None:
@@ -95,7 +92,7 @@ class AnswerLimits(Struct, frozen=True):
 
 
 def check_log_probs(name: str, entries: Sequence[LogprobEntry]) -> None:
-    """Raises ValueError for what is no log-prob. A prompt's first token has none."""
+    """Raises ValueError for what is no log-prob."""
     for value, token, _ in entries:
-        if value is not None and not -math.inf < value <= ROUNDING:
+        if value is None or not -math.inf < value <= ROUNDING:
             raise ValueError(f"{name}: token {token} has the log-prob {value}; it must be finite and at most 0")

@@ -171,7 +171,8 @@ class EngineClient(HttpClient):
             reason = output.meta_info.finish_reason
             raise EngineAborted(self.base_url, (reason and reason.message) or "no reason was given")
         try:
-            check_log_probs(f"response {output.meta_info.id[:80]!r}", output.meta_info.input_token_logprobs or ())
+            told = [entry for entry in output.meta_info.input_token_logprobs or () if entry[0] is not None]
+            check_log_probs(f"response {output.meta_info.id[:80]!r}", told)
             return np.asarray(output.input_log_probs(len(ids) - start), dtype=np.float32)
         except ValueError as error:
             raise EngineProtocolError(self.base_url, str(error)) from error

@@ -22,6 +22,8 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Final
 
+from msgspec import Struct
+
 from configs.schema import Config
 from configs.schema.router import router_kind
 from models.engines.client import EngineClient
@@ -39,8 +41,7 @@ LONGEST_AVOIDED_S: Final = 30.0
 ENGINE_WAIT_S: Final = 120.0  # how long a request without a deadline waits for any engine to come (back) up
 
 
-@dataclass(frozen=True)
-class RouteRequest:
+class RouteRequest(Struct, frozen=True):
     """What a request wants of the place that it goes to."""
 
     key: str  # of its session: requests of one key belong together

@@ -278,7 +278,7 @@ class Sampler:
 
     def _again(self, need: RouteRequest, losses: Losses, deadline_s: float | None) -> RouteRequest:
         """What is wanted of the next place after the losses so far."""
-        return replace(
+        return msgspec.structs.replace(
             need, again=losses.count > 0, lost=losses.engine, deadline=losses.deadline, deadline_s=deadline_s
         )
 
