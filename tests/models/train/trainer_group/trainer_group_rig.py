@@ -150,7 +150,7 @@ class Ranks:
             while not self._stopped.is_set() and not wait([one.sentinel for one in self.processes], 0.05):
                 pass
             for one in self.processes:
-                one.join(1.0 if one.exitcode is None and self._ended_well() else 0)
+                one.join(30 if one.exitcode is None and self._ended_well() else 0)  # ranks end one after another
                 one.kill()
                 one.join()
 
