@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import logging
 import signal
 from collections.abc import Iterator
@@ -105,7 +106,7 @@ class Controller:
     async def _until_completed(self, replicas: asyncio.Task[None]) -> None:
         """Waits for the ledger to be closed.
 
-        Unblocked by it, by a drain that takes too long, or by the runner's failure.
+        Unblocked by it, by a drain that takes too long, by the loss of the run directory, or by the runner's failure.
         """
         completed = self.stage.completed
         while not completed.is_set():
@@ -114,6 +115,8 @@ class Controller:
                     await completed.wait()
                     return
             self._check_drain()
+            if self.rundir.gone:  # a write may make its directory anew, so that nothing fails and nothing is kept
+                raise FileNotFoundError(errno.ENOENT, "the run directory is gone", str(self.rundir.path))
             if replicas.done():  # every replica ended although the ledger is open
                 raise DrainTimeout(f"all replicas ended with {self._left()}")
 

@@ -107,7 +107,7 @@ def _run(config: Config, rundir: RunDir, launchers: Launchers) -> int:
         try:
             reason = phase.run()
         except BaseException as error:
-            if phase.refused:
+            if phase.refused or rundir.gone:
                 raise
             with contextlib.suppress(OSError):  # the disk may be what failed; the first error is the one to tell
                 write_summary(rundir.summary, summarise(phase.recorder, phase.config, f"failed: {leaf(error)}"))
