@@ -24,8 +24,9 @@ class _Replica:
     """One replica's counters, monotone across restarts."""
 
     newest: StageStats
-    first: StageStats  # from which the training phase counts, and its busy seconds
-    first_busy_s: float
+    first_s: float  # unix time from which its training phase counts, and what it and its engines had done until then
+    first_busy_s: float = 0.0
+    first_engine_s: float = 0.0
     base: dict[str, float] = field(default_factory=lambda: dict.fromkeys(COUNTERS, 0.0))
     history: deque[tuple[float, dict[str, float]]] = field(default_factory=deque)
     restarts: int = 0
@@ -51,6 +52,11 @@ class _Replica:
         if end <= start:
             return dict.fromkeys(COUNTERS, 0.0)
         return {name: (last[name] - first[name]) / (end - start) for name in COUNTERS}
+
+
+def _watched_s(stats: StageStats) -> float:
+    """Since the replica's start: its four accounts add up to that."""
+    return stats.busy_s + stats.starved_s + stats.blocked_s + stats.stalled_s
 
 
 class RunView:
@@ -110,13 +116,14 @@ class RunView:
         self._retired.discard(key)
         replica = self._replicas.get(key)
         if replica is None:
-            replica = self._replicas[key] = _Replica(newest=stats, first=stats, first_busy_s=stats.busy_s)
+            replica = self._replicas[key] = _Replica(newest=stats, first_s=stats.unix_s - _watched_s(stats))
         replica.feed(stats, self._window_s)
 
     def begin(self) -> None:
         """The trainer has its weights: what was done before is no work of the training phase."""
         for replica in self._replicas.values():
-            replica.first, replica.first_busy_s = replica.newest, replica.total()["busy_s"]
+            replica.first_s, replica.first_busy_s = replica.newest.unix_s, replica.total()["busy_s"]
+            replica.first_engine_s = replica.newest.extra.get(ENGINE_BUSY, 0.0)
 
     def retire(self, stage: str, replica: str) -> None:
         """A replica was scaled away: its work counts, its rates and its place in the table do not."""
@@ -162,12 +169,12 @@ class RunView:
         busy: dict[str, float] = {}
         seconds: dict[str, float] = {}
         for (stage, _), replica in self._replicas.items():
-            length = replica.newest.unix_s - replica.first.unix_s
+            length = replica.newest.unix_s - replica.first_s
             busy[stage] = busy.get(stage, 0.0) + replica.total()["busy_s"] - replica.first_busy_s
             seconds[stage] = seconds.get(stage, 0.0) + length
             generating = replica.newest.extra.get(ENGINE_BUSY, 0.0)
             if engines and generating > 0:
-                busy["generate"] = generating - replica.first.extra.get(ENGINE_BUSY, 0.0)
+                busy["generate"] = generating - replica.first_engine_s
                 seconds["generate"] = length * engines
         return {stage: busy[stage] / seconds[stage] for stage in busy if seconds[stage] > 0}
 

@@ -23,8 +23,7 @@ def test_simulated_engine_and_trainer(tmp_path: Path) -> None:
     assert done.summary["groups"]["trained"] == done.audit.outcomes["trained"] == GROUPS
     assert done.summary["weight_versions"]["published"] == 3, "versions 0, 2 and 4 of four steps"
     assert done.summary["weight_versions"]["last"] == 4
-    efficiency = done.summary["efficiency_vs_bound"]  # a run of a second may end before its stages have reported
-    assert efficiency is None or 0 < efficiency <= 1
+    assert 0 < done.summary["efficiency_vs_bound"] <= 1
     events = json.loads((tmp_path / "run" / "trace.json").read_text())["traceEvents"]
     turns = [e["args"]["detail"] for e in events if e["name"] == "generate" and e["ph"] == "X"]
     assert turns

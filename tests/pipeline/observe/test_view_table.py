@@ -311,3 +311,11 @@ def test_many_engines_are_one_line() -> None:
     assert [row.name for row in with_engines(12).snapshot(T0).engines][-2:] == ["engine-10", "engine-11"]
     assert "engine-0" in engines_drawn(with_engines(2), 60)
     assert "engine-0" not in engines_drawn(with_engines(3), 60), "a narrow terminal has no room for three"
+
+
+def test_a_stage_that_reports_once_counts_from_its_start() -> None:
+    """A run of a second is over before a second look: its stages had been at work for what their accounts add up to."""
+    view = RunView(mode="async", total_steps=None, staleness_bound=None, started_s=T0)
+    view.begin()
+    view.stage(StageStats(stage="train", replica="train-0", unix_s=T0 + 1, busy_s=0.5, starved_s=0.25, blocked_s=0.25))
+    assert view.busy_shares(0)["train"] == pytest.approx(0.5)
