@@ -1,6 +1,7 @@
 """The ledger's journal: what was admitted and how each group ended, one checksummed JSON line per event.
 
 It is the evidence: an oracle can recompute the ledger from it, across restarts, and compare it with what the run says.
+The last key of a line, `crc`, is the CRC-32 in hexadecimal of the line as it would be without that key.
 
 Invariants: lines are only appended; a line whose checksum is wrong ends the reading (a torn tail after a crash), and is
 cut off before the next line is written; a `rollback` line says that steps after its own never happened; what happened
@@ -10,18 +11,23 @@ before a checkpoint is on disk before the checkpoint is (`sync`), so that no aud
 from __future__ import annotations
 
 import os
+import re
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Final
 
 import msgspec
 from msgspec import Struct
 
 from pipeline.errors import UsageError
 
+_SEAL_BYTES: Final = len(b',"crc":"00000000"}\n')
+_OTHER_FORMAT: Final = re.compile(rb"[0-9a-f]{8} \{")
+
 
 class JournalDamaged(UsageError):
-    """A line in the middle cannot be read."""
+    """A line in the middle cannot be read, or the file is of another version."""
 
 
 class Admitted(Struct, frozen=True, tag="admit"):
@@ -83,7 +89,7 @@ class Journal:
         first, self._first = self._first, ()
         for event in (*first, *events):
             body = self._encoder.encode(event)
-            self._file.write(b"%08x %s\n" % (zlib.crc32(body), body))
+            self._file.write(body[:-1] + _seal(body))
 
     def flush(self) -> None:
         self._file.flush()
@@ -99,15 +105,32 @@ class Journal:
         self._file.close()
 
 
+def _seal(body: bytes) -> bytes:
+    """What stands in a line in place of the body's closing brace."""
+    return b',"crc":"%08x"}\n' % zlib.crc32(body)
+
+
 def _whole(line: bytes) -> bool:
     """Whether a line is as it was written, its end included."""
-    return line[8:9] == b" " and line.endswith(b"\n") and line[:8] == b"%08x" % zlib.crc32(line[9:-1])
+    return line[-_SEAL_BYTES:] == _seal(line[:-_SEAL_BYTES] + b"}")
+
+
+def _refuse_other_format(path: Path, first: bytes) -> None:
+    """The checksum once stood before the JSON object. Taken for a torn tail, all of it would be cut off."""
+    if _OTHER_FORMAT.match(first):
+        raise JournalDamaged(
+            f"{path} was written by an earlier version of Sluice, with the checksum in front of each line; resume the "
+            "run with that version, or move the file away: the run then goes on with a journal that begins at its last "
+            "checkpoint"
+        )
 
 
 def _cut_torn_tail(path: Path) -> None:
     """Remove what a crash left of the last lines: what is appended behind it would never be read."""
     kept, torn = 0, False
     with path.open("r+b") as file:
+        _refuse_other_format(path, file.readline())
+        file.seek(0)
         for number, line in enumerate(file, start=1):
             if torn and _whole(line):
                 raise JournalDamaged(
@@ -121,13 +144,15 @@ def _cut_torn_tail(path: Path) -> None:
 
 
 def read_journal(path: Path) -> Iterator[Event]:
-    """Events in order, up to the end or the first damaged line."""
+    """Events in order, up to the end or the first damaged line. Raises JournalDamaged for another version's file."""
     decoder = msgspec.json.Decoder(Event)
     with path.open("rb") as file:
-        for line in file:
+        for number, line in enumerate(file):
+            if not number:
+                _refuse_other_format(path, line)
             if not _whole(line):
                 return
-            yield decoder.decode(line[9:])
+            yield decoder.decode(line)
 
 
 class Audit(Struct):

@@ -83,7 +83,7 @@ class Run:
         lines = []
         for event in self.journal:
             body = json.dumps(event, separators=(",", ":")).encode()
-            lines.append(b"%08x %s\n" % (zlib.crc32(body), body))
+            lines.append(body[:-1] + b',"crc":"%08x"}\n' % zlib.crc32(body))
         (home / "ledger.jsonl").write_bytes(b"".join(lines))
         (home / "metrics.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in self.rows))
         for name, manifest in self.checkpoints.items():

@@ -38,7 +38,7 @@ def test_a_moment_is_recognised_by_the_files_of_the_run(tmp_path: Path) -> None:
     (tmp_path / "warm_start/logs").mkdir(parents=True)
     assert not any(reached() for reached in (running, warm, pruned, saved))
     for name in ("ledger.jsonl", "warm_start/ledger.jsonl"):
-        (tmp_path / name).write_text('00000000 {"type":"step","step":1}\n' * 2)
+        (tmp_path / name).write_text('{"type":"step","step":1,"crc":"00000000"}\n' * 2)
     assert [reached() for reached in (running, warm, saved, pruned)] == [True, True, True, False]
     for step in (1, 2):
         (tmp_path / f"checkpoints/step-0000000{step}").mkdir()

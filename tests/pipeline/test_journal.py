@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import zlib
 from pathlib import Path
 
 import msgspec
@@ -78,7 +80,7 @@ def test_a_checkpoint_that_reopens_a_trained_group_does_not_hide_its_second_trai
     assert books.twice == (0,)
 
 
-@pytest.mark.parametrize("damage", [b"garbage\n", b'00000000 {"type":"commit","step":3}\n', b"12"])
+@pytest.mark.parametrize("damage", [b"garbage\n", b'{"type":"commit","step":3,"crc":"00000000"}\n', b"12"])
 def test_reading_ends_at_a_damaged_line(tmp_path: Path, damage: bytes) -> None:
     books = audited(tmp_path, *admitted(0, 1), *trained(1, 0))
     path = tmp_path / "ledger.jsonl"
@@ -88,7 +90,7 @@ def test_reading_ends_at_a_damaged_line(tmp_path: Path, damage: bytes) -> None:
     assert len(list(read_journal(path))) == 4
 
 
-@pytest.mark.parametrize("torn", [b'00000000 {"type":"commit","step":3}\n', b"12", b"\0" * 40, b"x\ny\n\0"])
+@pytest.mark.parametrize("torn", [b'{"type":"commit","step":3,"crc":"00000000"}\n', b"12", b"\0" * 40, b"x\ny\n\0"])
 def test_what_a_crash_tore_does_not_hide_what_follows(tmp_path: Path, torn: bytes) -> None:
     audited(tmp_path, *admitted(0, 1), *trained(1, 0), Committed(1))
     with (tmp_path / "ledger.jsonl").open("ab") as file:
@@ -103,6 +105,32 @@ def test_the_last_line_of_a_killed_run_may_lack_only_its_end(tmp_path: Path) -> 
     path = tmp_path / "ledger.jsonl"
     path.write_bytes(path.read_bytes()[:-1])
     assert audited(tmp_path, Stepped(1, "hash 1", 1)).batches == {1: "hash 1"}
+
+
+def test_each_line_is_json_and_no_flipped_bit_of_it_is_taken_for_what_was_written(tmp_path: Path) -> None:
+    audited(tmp_path, Admitted(0, 7), Ended(0, "failed", 1, 'a "reason", "crc": in { words }'), Committed(1))
+    path = tmp_path / "ledger.jsonl"
+    content = path.read_bytes()
+    written = list(read_journal(path))
+    first, second, _ = map(json.loads, content.splitlines())
+    assert first == {"type": "admit", "group": 0, "position": 7, "requeued": 0, "crc": first["crc"]}
+    assert int(first["crc"], 16) == zlib.crc32(b'{"type":"admit","group":0,"position":7,"requeued":0}')
+    assert second["detail"] == 'a "reason", "crc": in { words }'
+    last = content.rindex(b"{")
+    for place in range(last, len(content)):
+        flipped = bytearray(content)
+        flipped[place] ^= 1
+        path.write_bytes(flipped)
+        assert list(read_journal(path)) == written[:2], content[place:]
+
+
+def test_a_journal_of_an_earlier_version_is_refused_and_not_cut(tmp_path: Path) -> None:
+    path = tmp_path / "ledger.jsonl"
+    path.write_bytes(b'5c2dbd5e {"type":"commit","step":3}\n')
+    for reads in (Journal, audit):
+        with pytest.raises(JournalDamaged, match="was written by an earlier version of Sluice.*; resume the run with"):
+            reads(path)
+    assert path.read_bytes() == b'5c2dbd5e {"type":"commit","step":3}\n'
 
 
 def test_a_line_that_is_damaged_in_the_middle_is_no_torn_tail(tmp_path: Path) -> None:
