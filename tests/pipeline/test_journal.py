@@ -128,7 +128,7 @@ def test_a_journal_of_an_earlier_version_is_refused_and_not_cut(tmp_path: Path) 
     path = tmp_path / "ledger.jsonl"
     path.write_bytes(b'5c2dbd5e {"type":"commit","step":3}\n')
     for reads in (Journal, audit):
-        with pytest.raises(JournalDamaged, match="was written by an earlier version of Sluice.*; resume the run with"):
+        with pytest.raises(JournalDamaged, match=r"was written by an earlier version of Sluice.*; resume the run with"):
             reads(path)
     assert path.read_bytes() == b'5c2dbd5e {"type":"commit","step":3}\n'
 
