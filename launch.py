@@ -10,7 +10,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
-from configs.cli.command_line import Arguments, parse
+from configs.cli.command_line import Arguments, read
 from configs.errors import ConfigError
 from configs.load import load_arguments, with_work
 from configs.plan.staleness import staleness_line
@@ -36,7 +36,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _main(argv: Sequence[str]) -> int:
-    arguments = parse(argv)
+    arguments = read(argv)
     if arguments.help:
         from configs.cli.help import render_help
 
@@ -45,9 +45,6 @@ def _main(argv: Sequence[str]) -> int:
     if arguments.version:
         sys.stdout.write(f"sluice {_version()}\n")
         return 0
-    arguments, note = with_work(arguments)
-    if note:
-        sys.stderr.write(f"{note}\n")
     config = _settle(arguments)
     if arguments.dry_run:
         from configs.plan.plan import make_plan, render
@@ -61,15 +58,21 @@ def _main(argv: Sequence[str]) -> int:
 
 
 def _settle(arguments: Arguments) -> Config:
-    """The resolved and checked configuration; warnings go to stderr."""
-    loaded = load_arguments(arguments)
+    """The resolved and checked configuration; warnings go to stderr. Raises ConfigError with all that is wrong."""
+    try:
+        arguments, note = with_work(arguments)
+        if note and not arguments.faults:
+            sys.stderr.write(f"{note}\n")
+        loaded = load_arguments(arguments)
+    except ConfigError as error:
+        raise ConfigError([*arguments.faults, *arguments.judged(error.faults)]) from error
     config, found = examined(loaded.config, loaded.given)
-    faults = [*found.faults]
+    faults = [*arguments.faults, *arguments.judged(found.faults)]
     if faults or arguments.dry_run:  # a run does so itself
         from pipeline.preflight.refusals import refusals
 
         try:
-            faults += refusals(config)
+            faults += arguments.judged(refusals(config))
         except Exception:
             if not faults:  # what is known to be wrong may trouble these checks in any way
                 raise

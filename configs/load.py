@@ -65,7 +65,7 @@ def with_work(arguments: Arguments) -> tuple[Arguments, str]:
 
 
 def _layers(arguments: Arguments) -> list[Layer]:
-    """The recipes in their order, and the command line above them."""
+    """The recipes in their order, and the command line above them. Raises `ConfigError` that lists all their faults."""
     recipes = arguments.config
     resume = arguments.layer.values.get("run.resume")
     if not recipes and resume is not None:
@@ -75,7 +75,16 @@ def _layers(arguments: Arguments) -> list[Layer]:
                 f"{arguments.layer.labels['run.resume']} is {resume!r}, but a run to resume holds {CONFIG_FILE}, "
                 "which is not there; give the directory that the run printed at its start"
             )
-    return [*(_without_place(read_recipe(name), recipe_path(name)) for name in recipes), arguments.layer]
+    read: list[Layer] = []
+    faults: list[str] = []
+    for name in recipes:
+        try:
+            read.append(_without_place(read_recipe(name), recipe_path(name)))
+        except ConfigError as error:
+            faults.extend(error.faults)
+    if faults:
+        raise ConfigError(faults)
+    return [*read, arguments.layer]
 
 
 def _without_place(layer: Layer, path: Path) -> Layer:

@@ -21,6 +21,7 @@ from configs.cli.passthrough import ALIASES, option_of, option_value
 from configs.errors import ConfigError
 from configs.layers import Layer, StageEdit, refusal
 from configs.schema import StageConfig
+from configs.schema.did_you_mean import closest_by_words
 
 # Flags of the command itself; the schema may not use these names.
 RESERVED: Final = {
@@ -40,21 +41,36 @@ class Arguments(Struct, frozen=True, kw_only=True):
     dry_run: bool = False
     help: bool = False
     version: bool = False
+    faults: tuple[str, ...] = ()
+    unread: frozenset[str] = frozenset()  # flags that were written, or probably meant, in a way that cannot be read
+
+    def judged(self, faults: Iterable[str]) -> tuple[str, ...]:
+        """Those of other checks that do not rest on a flag whose value is not known."""
+        unread = [re.compile(rf"--{re.escape(name)}(?![\w-])") for name in self.unread]
+        return tuple(fault for fault in faults if not any(name.search(fault) for name in unread))
 
 
 def parse(argv: Sequence[str]) -> Arguments:
     """Read a command line (without the program's name). Raises `ConfigError` that lists every fault."""
+    arguments = read(argv)
+    if arguments.faults and not (arguments.help or arguments.version):
+        raise ConfigError(arguments.faults)
+    return arguments
+
+
+def read(argv: Sequence[str]) -> Arguments:
+    """As `parse`, with the faults beside what could be read, so that other checks may add theirs."""
     reader = _Reader(list(argv))
     while reader.rest:
         reader.read_one()
-    if reader.faults and not reader.switches & {"help", "version"}:
-        raise ConfigError(reader.faults)
     return Arguments(
         layer=Layer(origin="command line", values=reader.values, labels=reader.labels, edits=tuple(reader.edits)),
         config=tuple(reader.config),
         dry_run="dry-run" in reader.switches,
         help="help" in reader.switches,
         version="version" in reader.switches,
+        faults=tuple(reader.faults),
+        unread=frozenset(reader.unread),
     )
 
 
@@ -81,6 +97,7 @@ class _Reader:
         self.labels: dict[str, str] = {}
         self.edits: list[StageEdit] = []
         self.faults: list[str] = []
+        self.unread: set[str] = set()
         self.switches: set[str] = set()
         self.config: list[str] = []
 
@@ -154,21 +171,21 @@ class _Reader:
             inline = self.rest.pop(0) if follows else "true"
         texts = [inline] if inline is not None else self._values(several=flag.several)
         if not texts:
-            self.faults.append(f"{label} has no value, but {flag.rule}; give for example {label} {flag.example()}")
+            self._refused(flag, f"{label} has no value, but {flag.rule}; give for example {label} {flag.example()}")
             return
         try:
             several = flag.several and not (dotted and len(texts) == 1 and flag.kind == "list")
             value = flag.from_texts(texts) if several else flag.from_text(texts[0])
         except RefusedValue as error:
             shown = " ".join(texts)
-            self.faults.append(refusal(flag, label, shown if flag.kind != "bool" else texts[0], str(error)))
+            self._refused(flag, refusal(flag, label, shown if flag.kind != "bool" else texts[0], str(error)))
             return
         self._set(flag, value, label)
 
     def _entry(self, owner: Flag, inner: str, label: str, text: str | None) -> None:
         """`run.scale.reward=4`: one entry of an object."""
         if text is None:
-            self.faults.append(f"{label} has no value, but needs one; write {label}=value")
+            self._refused(owner, f"{label} has no value, but needs one; write {label}=value")
             return
         try:
             if owner.kind == "map":
@@ -176,7 +193,7 @@ class _Reader:
             else:
                 value = owner.from_value({inner: _json_or_text(text)})
         except RefusedValue as error:
-            self.faults.append(refusal(owner, label, text, str(error)))
+            self._refused(owner, refusal(owner, label, text, str(error)))
             return
         self._set(owner, value, label)
 
@@ -200,7 +217,15 @@ class _Reader:
             case _:
                 self.faults.append(f"{key} is incomplete; write stage.<name>.<field>=value, or stage='[...]' with JSON")
 
+    def _refused(self, flag: Flag, fault: str) -> None:
+        self.faults.append(fault)
+        if flag.name is not None:
+            self.unread.add(flag.name)
+
     def _unknown(self, name: str) -> None:
+        meant = closest_by_words(name.replace("_", "-"), _all_names())
+        if meant is not None:
+            self.unread.add(meant)
         self.faults.append(f"--{name} is no flag; {suggestion(name.replace('_', '-'), _all_names(), prefix='--')}")
         self._values(several=True)  # its values would only make more noise
 

@@ -34,7 +34,7 @@ def start(*argv: str, cwd: Path = ROOT) -> subprocess.CompletedProcess[str]:
 
 @pytest.mark.parametrize(
     ("argv", "heavy"),
-    [(["--help"], HEAVY), (["--version"], HEAVY), (["--mdoe", "sync"], HEAVY), (["--dry-run"], FRAMEWORKS)],
+    [(["--help"], HEAVY), (["--version"], HEAVY), (["--mdoe", "sync"], FRAMEWORKS), (["--dry-run"], FRAMEWORKS)],
 )
 def test_nothing_heavy_is_imported(argv: list[str], heavy: tuple[str, ...], tmp_path: Path) -> None:
     report = f"print('imported:', *[name for name in {heavy!r} if name in sys.modules])"
@@ -80,6 +80,39 @@ def test_mistakes_are_one_line_each_without_traceback(tmp_path: Path) -> None:
         "error: --mdoe is no flag; did you mean --mode?",
         "error: --lr is '-1', but must be a number >= 0; give for example 1e-06",
     ]
+
+
+@pytest.mark.parametrize("plan", [["--dry-run"], []])
+def test_flags_that_cannot_be_read_are_told_with_all_else_that_is_wrong(
+    plan: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What rests on such a flag is not judged: with the right spelling it may be right."""
+    monkeypatch.chdir(tmp_path)
+    argv = ["--hf-checkpiont", "tiny", "--prompt-data", "nowhere.jsonl", "--num-rollout", "x", "--scale", "train=2"]
+    assert launch.main([*argv, "--rm-type", "remote_rm", *plan]) == 2
+    lines = capsys.readouterr().err.splitlines()
+    words = [
+        "--hf-checkpiont is no flag; did you mean --hf-checkpoint?",
+        "--num-rollout is 'x', but must be",
+        "nowhere.jsonl",
+        "--scale train=2",
+        "rm_type 'remote_rm' is no grader",
+    ]
+    for word in words:
+        assert sum(word in line for line in lines) == 1, (word, lines)
+    assert len(lines) == len(words), lines
+
+
+def test_faults_of_recipes_are_told_with_those_of_the_command_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name, text in (("one", "[train]\nlrr = 1"), ("two", "[rollout]\nnum_rollout = 'x'")):
+        (tmp_path / f"{name}.toml").write_text(text, encoding="utf-8")
+    assert launch.main(["--config", *map(str, tmp_path.glob("*.toml")), "ppoo", "--lrr", "1", "--dry-run"]) == 2
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == 4, lines
+    for word in ("--lrr is no flag", "train.lrr in one.toml", "rollout.num_rollout in two.toml", "--config is 'ppoo'"):
+        assert sum(word in line for line in lines) == 1, (word, lines)
 
 
 def test_a_refused_configuration_exits_with_2(capsys: pytest.CaptureFixture[str]) -> None:
