@@ -108,7 +108,7 @@ class Target:
     def __post_init__(self) -> None:
         self.health = CachedHealth(self.client)
         self.suspected = False  # a request was lost there, and it has not answered since
-        self.nonsense = 0  # answers in a row that were refused
+        self.refused_in_a_row = 0  # answers in a row that were refused
         self.avoided_until = 0.0  # by the monotonic clock: asked only if there is no other
 
     @property

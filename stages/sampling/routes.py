@@ -36,7 +36,7 @@ from stages.messages import Complaint
 from stages.sampling.engine_directory import LOOK_S, ROUTER, EngineDirectory, InFlightRequest, Target
 from stages.sampling.routing_policy import Choice, Ranking
 
-NONSENSE_LIMIT: Final = 8  # refused answers in a row, after which an engine is to be started anew
+REFUSED_LIMIT: Final = 8  # refused answers in a row, after which an engine is to be started anew
 LONGEST_AVOIDED_S: Final = 30.0
 ENGINE_WAIT_S: Final = 120.0  # how long a request without a deadline waits for any engine to come (back) up
 
@@ -124,17 +124,17 @@ class Routes:
         target.health.forget()
 
     def answered(self, target: Target, fault: Exception | None) -> Complaint | None:
-        """An engine has answered, sensibly or not. After nonsense it is asked last for a while, longer each time; after
-        `NONSENSE_LIMIT` times in a row, what the supervisor is to be told."""
+        """An engine has answered, sensibly or not. After an answer that is refused it is asked last for a while, longer
+        each time; after `REFUSED_LIMIT` times in a row, what the supervisor is to be told."""
         if fault is None:
-            target.nonsense = 0
+            target.refused_in_a_row = 0
             return None
-        target.nonsense += 1
-        target.avoided_until = time.monotonic() + min(0.5 * 2**target.nonsense, LONGEST_AVOIDED_S)
-        if target.nonsense % NONSENSE_LIMIT or target.entry is None:
+        target.refused_in_a_row += 1
+        target.avoided_until = time.monotonic() + min(0.5 * 2**target.refused_in_a_row, LONGEST_AVOIDED_S)
+        if target.refused_in_a_row % REFUSED_LIMIT or target.entry is None:
             return None
         return Complaint(
-            target.name, target.incarnation, f"{target.nonsense} answers in a row were refused: {fault}"[:500]
+            target.name, target.incarnation, f"{target.refused_in_a_row} answers in a row were refused: {fault}"[:500]
         )
 
     def workers(self, route: Route) -> list[EngineClient]:
@@ -258,8 +258,9 @@ class Routes:
 
 
 def _misgiving(target: Target, need: RouteRequest) -> tuple[bool, bool, bool]:
-    """What speaks against an engine before its place in the ranking: it lost the request, has answered nonsense lately
-    (which is done quickly, so that it would have the least load of all), or has other weights than the caller can use.
+    """What speaks against an engine before its place in the ranking: it lost the request, has lately answered what had
+    to be refused (such answers come quickly, so that it would have the least load of all), or has other weights than
+    the caller can use.
     """
     version = target.entry.version if target.entry is not None else -1
     wrong = need.pinned_version >= 0 and version != need.pinned_version

@@ -98,7 +98,7 @@ class Sampler:
         # from a client that was started anew or from another run on the same engines.
         self._origin = f"{replica}-{uuid.uuid4().hex[:8]}"
         self._serial = itertools.count()
-        self._complaints: list[Complaint] = []  # for the supervisor, about engines that answer nonsense
+        self._complaints: list[Complaint] = []  # for the supervisor, about engines whose answers are refused
         sglang = config.engine.engine == "sglang"
         # Tokens as they are made, so that they survive their engine. Ours would pay too much for it on a CPU: they tell
         # of a member when it has ended, and only to requests of several is that worth a stream.

@@ -21,7 +21,7 @@ from stages.ports import read_value
 from stages.sampling.engine_directory import Target
 from stages.sampling.requests import SampleRequest
 from stages.sampling.results import SampleResult, Sent, extended, with_saved
-from stages.sampling.routes import NONSENSE_LIMIT, RouteRequest, Routes, _misgiving
+from stages.sampling.routes import REFUSED_LIMIT, RouteRequest, Routes, _misgiving
 from stages.sampling.slots import Slots
 from tests.stages.engine_rig import core_of, generating
 from tests.stages.stage_rig import make_group, make_sample, make_slice, until
@@ -65,11 +65,11 @@ def test_a_member_whose_answer_cannot_be_true_fails_and_keeps_nothing_of_it(outp
     assert (good.finish, good.token_ids) == ("stop", (4, 5))
 
 
-async def test_an_engine_that_keeps_answering_nonsense_is_reported_to_the_supervisor(tmp_path: Path) -> None:
+async def test_an_engine_that_whose_answers_are_all_refused_is_reported_to_the_supervisor(tmp_path: Path) -> None:
     async with generating(tmp_path) as world:
         await world.ready()
         await core_of(world.engines[0]).relabel("6.0")
-        for group in range(NONSENSE_LIMIT):
+        for group in range(REFUSED_LIMIT):
             assert read_value(world.rig.topic, "complaint/engine-0", Complaint) is None
             await world.ask(make_group(group, 2))
             samples = await world.whole(2)
@@ -79,25 +79,25 @@ async def test_an_engine_that_keeps_answering_nonsense_is_reported_to_the_superv
         complaint = read_value(world.rig.topic, "complaint/engine-0", Complaint)
         assert complaint is not None
         assert complaint.incarnation == 0
-        assert complaint.reason.startswith(f"{NONSENSE_LIMIT} answers in a row were refused: weights '6.0'")
-        assert world.extra("refused_answers") == NONSENSE_LIMIT
+        assert complaint.reason.startswith(f"{REFUSED_LIMIT} answers in a row were refused: weights '6.0'")
+        assert world.extra("refused_answers") == REFUSED_LIMIT
         world.weights.publish(1)
         await world.weights.landed(1)
         await world.ask(make_group(99, 2))
         assert [sample.status for sample in await world.whole(2)] == ["completed", "completed"], "the run goes on"
 
 
-async def test_an_engine_that_answered_nonsense_is_asked_last_until_it_makes_sense() -> None:
+async def test_an_engine_whose_answer_was_refused_is_asked_last_until_it_makes_sense() -> None:
     async with EngineClient("http://127.0.0.1:9") as client:
         target = Target("engine-0", 3, client, Slots(8), EngineEntry("engine-0", "http://127.0.0.1:9", 3))
         other = Target("engine-1", 0, client, Slots(8), EngineEntry("engine-1", "http://127.0.0.1:9", 0))
         routes, need = Routes.__new__(Routes), RouteRequest("k", b"p", 1)
         assert _misgiving(target, need) == _misgiving(other, need)
-        complaints = [routes.answered(target, ValueError("nonsense")) for _ in range(2 * NONSENSE_LIMIT)]
-        assert [at for at, complaint in enumerate(complaints, 1) if complaint] == [NONSENSE_LIMIT, 2 * NONSENSE_LIMIT]
+        complaints = [routes.answered(target, ValueError("nonsense")) for _ in range(2 * REFUSED_LIMIT)]
+        assert [at for at, complaint in enumerate(complaints, 1) if complaint] == [REFUSED_LIMIT, 2 * REFUSED_LIMIT]
         assert _misgiving(target, need) > _misgiving(other, need)
         assert routes.answered(target, None) is None
-        assert target.nonsense == 0
+        assert target.refused_in_a_row == 0
 
 
 async def test_a_group_from_the_future_is_never_trained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
