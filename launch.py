@@ -36,6 +36,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _main(argv: Sequence[str]) -> int:
+    if argv[:1] == ["samples"]:
+        from pipeline.observe.samples import main as show_samples
+
+        return show_samples(argv[1:])
     arguments = read(argv)
     if arguments.help:
         from configs.cli.help import render_help

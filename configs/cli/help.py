@@ -21,13 +21,14 @@ from configs.presets import preset_names
 PAGE: Final = Path(__file__).resolve().parent.parent.parent / "docs" / "configuration.md"
 END: Final = "<!-- end of the generated tables -->"
 USAGE: Final = "usage: python launch.py [--config RECIPE ...] [--flag value ...] [section.key=value ...]"
+OTHER: Final = "       python launch.py samples RUN    show samples of a run in the terminal; see samples --help"
 _COLUMN = 34
 
 
 def render_help(width: int | None = None) -> str:
     """The text of `--help`, grouped by section."""
     columns = width or _terminal_width()
-    lines = [USAGE, ""]
+    lines = [USAGE, OTHER, ""]
     lines += textwrap.wrap(
         "Without --prompt-data, --config and --hf-checkpoint the recipe quickstart runs; recipes that name no data and "
         "no model run on the toy problem. Precedence: command line > later recipe > earlier recipe > preset of the "

@@ -51,6 +51,15 @@ class ObserveConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
     use_tensorboard: Annotated[bool, Meta(description="write TensorBoard events")] = True
     trace: Annotated[bool, Meta(description="write a Perfetto trace of the stage spans of each sample")] = True
     log_interval: Annotated[int, Meta(ge=1, description="print a line every this many rollout batches")] = 10
+    samples_interval: Annotated[
+        int, Meta(ge=0, description="write samples.jsonl every this many rollout batches, and after the first; 0 = off")
+    ] = 10
+    samples_groups: Annotated[
+        int, Meta(ge=1, description="samples.jsonl: groups of such a batch, and of those that ended untrained since")
+    ] = 4
+    samples_max_mb: Annotated[
+        float, Meta(gt=0, description="samples.jsonl: size that it approaches; the fuller, the fewer batches it gets")
+    ] = 64.0
     prometheus_port: Annotated[
         int, Meta(ge=0, le=65535, description="port of the run's /metrics for Prometheus; 0 = off")
     ] = 0

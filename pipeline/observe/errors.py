@@ -4,6 +4,7 @@ ObserveError
 ├── MetricsError   a metrics file or event directory cannot be used
 ├── TraceError     a trace cannot be merged
 ├── SummaryError   a summary file cannot be read
+├── SamplesError   a directory has no samples to show
 └── EndpointError  the endpoint of metrics cannot listen
 """
 
@@ -28,3 +29,9 @@ class SummaryError(ObserveError):
 
 class EndpointError(ObserveError):
     """The endpoint of metrics cannot listen."""
+
+
+class SamplesError(ObserveError):
+    """A directory has no samples to show."""
+
+    exit_code = 2  # of `launch.py samples`

@@ -260,6 +260,8 @@ def _next_steps(
         steps.append(("use the model", f"AutoModelForCausalLM.from_pretrained({str(places['checkpoint'])!r})"))
     if tensorboard is not None:
         steps.append(("see all metrics", f"tensorboard --logdir {tensorboard}"))
+    if "samples" in places:
+        steps.append(("read samples", f"python launch.py samples {places['run']}"))
     if "trace" in places:
         steps.append(("follow a sample through the stages", f"open {places['trace']} in https://ui.perfetto.dev"))
     if resume_command is not None:

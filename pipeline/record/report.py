@@ -26,6 +26,7 @@ from pipeline.observe.summary import (
 )
 from pipeline.record.recorder import Recorder
 from pipeline.supervise.announce import read_fleet
+from stages.sample_log import SAMPLES_FILE
 
 
 def conclude(recorder: Recorder, config: Config, reason: str) -> RunSummary:
@@ -49,6 +50,7 @@ def conclude(recorder: Recorder, config: Config, reason: str) -> RunSummary:
         "curve": curve,
         "metrics": rundir.metrics,
         "trace": trace,
+        "samples": rundir.path / SAMPLES_FILE,
         "summary": rundir.summary,
     }
     text = closing_text(

@@ -2,6 +2,7 @@
 
     config.toml          the resolved configuration
     metrics.jsonl        one line per rollout batch and per evaluation
+    samples.jsonl        a few rollouts of every so many batches, as text
     ledger.jsonl         admissions, settlements, commits, with a checksum each
     logs/<replica>.log   what each process printed
     trace/, trace.json   spans of each stage, merged for Perfetto

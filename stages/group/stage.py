@@ -26,6 +26,7 @@ from stages.messages import PromptGroup, RolloutSlice, Sample, Settled, WeightsA
 from stages.ports import Lease, Outlet, Ports, Topic, read_value
 from stages.reward.grading import Grading
 from stages.rollouts import closing, counting, rollout_fault, rollouts, settlement
+from stages.sample_log import SampleLog
 
 REMEMBERED_GROUPS = 100_000
 
@@ -72,6 +73,7 @@ class GroupStage(Stage):
         self._filters: list[GroupFilter] = resolve_filter(self.config.filter, self._state)
         self._drain: str | None = None
         self._finished: OrderedDict[str, None] = OrderedDict()  # newest groups that left: late duplicates end here
+        self._samples = SampleLog(self.config, self.context.run_dir)
         if self.config.reward.group_rm:
             self._grading = Grading(self.config, self.activity)
             await self._grading.open()
@@ -171,6 +173,8 @@ class GroupStage(Stage):
                 except ValueError as error:  # a group that is larger than a message may be
                     await ports.outlets["settle"].send(settlement(slice_, "failed", str(error)), slice_.group.key)
             self.activity.items_out += port == "out"
+            if isinstance(verdict, Settled):
+                await self._samples.ended(self._state.version, slice_, verdict.outcome, verdict.detail)
         self._release(open_)
 
     async def _judge(self, slice_: RolloutSlice) -> RolloutSlice | Settled:

@@ -11,7 +11,7 @@ Invariants:
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 
 from configs.schema import Config
 from stages.base import Activity
@@ -21,14 +21,16 @@ from stages.rollouts import oldest_version, settlement
 from stages.staleness_gate import StalenessGate
 from stages.train.buffer import GroupBuffer
 
+Record = Callable[[RolloutSlice, Outcome, str], Awaitable[None]]
+
 
 class HeldGroups:
-    """What arrived, what waits, and how it ends if it is not trained."""
+    """What arrived, what waits, and how it ends if it is not trained. `record` is told of each such end."""
 
-    def __init__(self, config: Config, ports: Ports, activity: Activity) -> None:
+    def __init__(self, config: Config, ports: Ports, activity: Activity, record: Record) -> None:
         self.gate = StalenessGate.of(config)
         self.drained: str | None = None  # why the run drains, if it does
-        self._ports, self._activity = ports, activity
+        self._ports, self._activity, self._record = ports, activity, record
         self._buffer = GroupBuffer(config)
         self._held: dict[int, Lease[RolloutSlice]] = {}
         self._seen: set[int] = set()
@@ -121,6 +123,7 @@ class HeldGroups:
         """End a group that is not trained."""
         slice_ = lease.message
         await self._ports.outlets["settle"].send(settlement(slice_, outcome, detail), slice_.group.key)
+        await self._record(slice_, outcome, detail)
         self.release([lease])
 
     def release(self, leases: Sequence[Lease[RolloutSlice]]) -> None:

@@ -28,9 +28,10 @@ from models.train.trainer_group.rank_spec import MEETING, Rendezvous, needs_trai
 from stages.base import Stage, StageContext, beside
 from stages.engines.colocation import TrainerTurn
 from stages.errors import UntrainableGroup
-from stages.messages import CheckpointReady, RolloutSlice, StepDone
+from stages.messages import CheckpointReady, Outcome, RolloutSlice, StepDone
 from stages.options import TrainOptions
 from stages.ports import Lease, Ports, Topic, read_value
+from stages.sample_log import SampleLog, drop_after
 from stages.train.batch import Batch, slice_sequences
 from stages.train.checkpoints import Checkpoints
 from stages.train.held_groups import HeldGroups
@@ -62,6 +63,7 @@ class TrainStage(Stage):
         self._pinned = -1  # newest version that an evaluation needs
         self._reports = 0
         self._losses: deque[float] = deque(maxlen=10)
+        self.samples = SampleLog(config, context.run_dir)
 
     async def _in_torch(self, function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
         return await asyncio.get_running_loop().run_in_executor(self._torch, lambda: function(*args, **kwargs))
@@ -101,7 +103,9 @@ class TrainStage(Stage):
 
     async def run(self, ports: Ports) -> None:
         await self._load(ports.topic)
-        self.groups = HeldGroups(self.config, ports, self.activity)
+        if self.options.resume_from:
+            await asyncio.to_thread(drop_after, self.context.run_dir, self.steps)
+        self.groups = HeldGroups(self.config, ports, self.activity, self._untrained)
         await self._restore()
         self.checkpoints = Checkpoints(
             self.context.run_dir / "checkpoints",
@@ -230,6 +234,7 @@ class TrainStage(Stage):
         await self._report(ports, report)
         for group_id in batch.group_ids:  # where the arrows of a group end in the trace
             self.context.spans.add("trained", time.time(), 0.0, group=group_id, detail=f"step {self.steps}")
+        await self.samples.trained(self.steps, [lease.message for lease in batch.leases])
         self.groups.release(batch.leases)
         self.activity.items_out += len(batch.leases)
         self.activity.tokens += batch.trained_tokens
@@ -242,6 +247,9 @@ class TrainStage(Stage):
             await self.checkpoints.save(self.steps)
         if reached:
             self.total = self.steps
+
+    async def _untrained(self, slice_: RolloutSlice, outcome: Outcome, detail: str) -> None:
+        await self.samples.ended(self.steps, slice_, outcome, detail)
 
     def _target_reached(self, metrics: dict[str, float]) -> bool:
         """Whether a warm start may end early."""

@@ -18,8 +18,19 @@ LINK = re.compile(r"!?\[[^\]]*\]\(([^)\s]+)\)")
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```", re.MULTILINE | re.DOTALL)
 FLAG = re.compile(r"(?<![\w-])--([a-z][a-z0-9-]*)")
 
-# Flags of other programs, and of the engine server's own command line.
-FOREIGN = {"logdir", "quick", "strict", "local-dir", "model-path", "port", "hf", "megatron", "out"}
+# Flags of other programs, of the engine server's own command line, and of `launch.py samples`.
+FOREIGN = {
+    "logdir",
+    "quick",
+    "strict",
+    "local-dir",
+    "model-path",
+    "port",
+    "hf",
+    "megatron",
+    "out",
+}
+FOREIGN |= {"step", "group", "reward", "failed", "untrained"}
 # Written on purpose as mistakes, or as a value that looks like a flag.
 WRONG = {"rollout-batch-sise", "rollout-batch", "end"}
 

@@ -1,0 +1,294 @@
+"""`samples.jsonl` in the run directory: a few rollouts of the run as people read them, with how each group ended.
+
+The train stage writes groups that it trained or refused, the group stage those that never came that far. One line is
+one sequence of a rollout.
+
+Invariants: writers hold the file's lock for one append, which first cuts off what a killed writer left unfinished, so
+that every line is whole; the file does not grow beyond `--samples-max-mb` by more than one batch, and does not end
+before the run, because the steps between two that are written double with each sixteenth of it that is full; a resumed
+run drops what was written after the step that it resumes from; a full disk costs samples, not the run.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import fcntl
+import logging
+import math
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, Final, Literal
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+from msgspec import Struct
+
+from configs.schema import Config
+from stages.data.errors import DataError
+from stages.data.tokenizer import Tokenizer, load_tokenizer
+from stages.messages import Outcome, Prefix, PromptGroup, RolloutSlice, Sample, Status
+from stages.rollouts import rollouts
+
+log = logging.getLogger("sluice.samples")
+
+SAMPLES_FILE: Final = "samples.jsonl"
+TEXT_CHARS: Final = 65_536  # of one turn
+
+Run = tuple[int, int]  # value, tokens
+
+
+class TurnRow(Struct, frozen=True, omit_defaults=True):
+    """One stretch of a sequence: what the model wrote, or what it was told."""
+
+    role: Literal["model", "observation"]
+    tokens: int
+    text: str
+    reward: float | None = None
+
+
+class SampleRow(Struct, frozen=True, kw_only=True):
+    """One line: a sequence of T tokens, and what became of it."""
+
+    step: int  # that trained its group, or that was the newest when the group ended otherwise
+    outcome: Outcome
+    detail: str = ""  # why it was not trained
+    group: int
+    index: int  # of the rollout in its group
+    sequence: int = 0
+    sequences: int = 1
+    prefix: Prefix | None = None
+    prompt_index: int = 0
+    label: str | None = None
+    status: Status
+    error: str | None = None
+    reward: float | None  # of the rollout
+    raw_reward: float | None = None
+    is_correct: bool | None = None
+    removed: bool = False
+    prompt: str
+    turns: tuple[TurnRow, ...]
+    prompt_tokens: int
+    response_tokens: int
+    loss_mask: tuple[Run, ...]  # over T, as (0 or 1, tokens)
+    versions: tuple[Run, ...]  # over T, as (version, tokens); -1: by no weights of the run
+    ids: tuple[int, ...]  # T
+
+
+def mask_runs(mask: npt.NDArray[Any]) -> tuple[Run, ...]:
+    """A loss mask [T] as runs of equal values."""
+    if not len(mask):
+        return ()
+    starts = [0, *(np.flatnonzero(np.diff(mask)) + 1).tolist(), len(mask)]
+    return tuple((int(mask[a]), b - a) for a, b in pairwise(starts))
+
+
+def stretches(sample: Sample) -> list[tuple[Literal["model", "observation"], int, int]]:
+    """(role, start, end) of what follows the prompt: tokens that weights of the run made, and others, in turns."""
+    found: list[tuple[Literal["model", "observation"], int, int]] = []
+    start = 0
+    for run in sample.version_runs:
+        end, role = start + run.n_tokens, "model" if run.version >= 0 else "observation"
+        begin = max(start, sample.prompt_length)
+        start = end
+        if begin >= end:
+            continue
+        if found and found[-1][0] == role:
+            found[-1] = (found[-1][0], found[-1][1], end)
+        else:
+            found.append(("model" if role == "model" else "observation", begin, end))
+    return found
+
+
+class SampleLog:
+    """One writer. `start_step`: where a resumed run begins, given by the writer that knows it."""
+
+    def __init__(self, config: Config, run_dir: Path) -> None:
+        observe = config.observe
+        self.path = run_dir / SAMPLES_FILE
+        self._every = observe.samples_interval if config.train.loss_type != "sft_loss" else 0
+        self._groups, self._limit = observe.samples_groups, observe.samples_max_mb * 1e6
+        self._checkpoint = config.train.hf_checkpoint
+        self._tokenizer: Tokenizer | None = None
+        self._period, self._left = -1, 0  # of the groups that were not trained
+        self._warned = False
+
+    async def trained(self, step: int, groups: Sequence[RolloutSlice]) -> None:
+        """After batch `step` (1 = the first) was trained: write its first groups, if it is its turn."""
+        interval = self._interval()
+        if interval and (step == 1 or step % interval == 0):
+            chosen = sorted(groups, key=lambda one: one.group.group_id)[: self._groups]
+            await asyncio.to_thread(self._write, step, chosen, "trained", "")
+
+    async def ended(self, step: int, group: RolloutSlice, outcome: Outcome, detail: str) -> None:
+        """A group ended untrained after `step` batches: write it unless enough were written in this interval."""
+        interval = self._interval()
+        if not interval or group.group.purpose != "train":
+            return
+        if step // interval != self._period:
+            self._period, self._left = step // interval, self._groups
+        if self._left > 0:
+            self._left -= 1
+            await asyncio.to_thread(self._write, step, [group], outcome, detail)
+
+    def _interval(self) -> int:
+        """Steps between two that are written, 0 for none."""
+        if not self._every:
+            return 0
+        try:
+            size = self.path.stat().st_size
+        except OSError:
+            size = 0
+        sixteenths = math.floor(16 * size / self._limit)
+        return 0 if sixteenths >= 16 else self._every * 2**sixteenths
+
+    def _write(self, step: int, groups: Sequence[RolloutSlice], outcome: Outcome, detail: str) -> None:
+        encoder = msgspec.json.Encoder()
+        lines = [
+            encoder.encode(self._row(slice_.group, parts, sample, step, outcome, detail))
+            for slice_ in groups
+            for parts in rollouts(slice_.samples)
+            for sample in parts
+        ]
+        try:
+            with _locked(self.path) as file:
+                _append(file, b"".join(line + b"\n" for line in lines))
+        except FileNotFoundError:
+            return  # there is no run directory on this host
+        except OSError as error:
+            if not self._warned:
+                log.warning("%s cannot be written (%s): samples are left out", self.path, error)
+            self._warned = True
+
+    def _row(
+        self, group: PromptGroup, parts: Sequence[Sample], sample: Sample, step: int, outcome: Outcome, detail: str
+    ) -> SampleRow:
+        last = parts[-1]
+        ids = sample.token_ids
+        return SampleRow(
+            step=step,
+            outcome=outcome,
+            detail=detail,
+            group=group.group_id,
+            index=sample.index,
+            sequence=sample.sequence,
+            sequences=sample.sequences,
+            prefix=sample.prefix,
+            prompt_index=group.prompt_index,
+            label=group.label,
+            status=sample.status,
+            error=sample.error,
+            reward=_finite(last.reward),
+            raw_reward=_finite(last.raw_reward),
+            is_correct=last.is_correct,
+            removed=sample.remove_sample,
+            prompt=_bounded(group.prompt or self._text(ids[: sample.prompt_length])),
+            turns=self._turns(sample),
+            prompt_tokens=sample.prompt_length,
+            response_tokens=sample.response_length,
+            loss_mask=mask_runs(sample.loss_mask),
+            versions=tuple((run.version, run.n_tokens) for run in sample.version_runs),
+            ids=tuple(ids.tolist()),
+        )
+
+    def _turns(self, sample: Sample) -> tuple[TurnRow, ...]:
+        found = stretches(sample)
+        alone = len(found) == 1
+        return tuple(
+            TurnRow(
+                role,
+                end - start,
+                _bounded(sample.response if alone else self._text(sample.token_ids[start:end])),
+                _sum([turn.reward for turn in sample.turn_rewards if start < turn.end <= end]),
+            )
+            for role, start, end in found
+        )
+
+    def _text(self, ids: npt.NDArray[Any]) -> str:
+        """Loads the tokenizer at its first use, which a run of single turns never comes to."""
+        try:
+            self._tokenizer = self._tokenizer or load_tokenizer(self._checkpoint)
+            return self._tokenizer.decode(ids.tolist(), skip_special_tokens=False)
+        except DataError:
+            return ""
+
+
+def drop_after(run_dir: Path, step: int) -> None:
+    """Remove what a run wrote after this step: it is resumed from there, and the rest never happened."""
+    try:
+        with _locked(run_dir / SAMPLES_FILE) as file:
+            os.lseek(file, 0, os.SEEK_SET)
+            with os.fdopen(os.dup(file), "rb") as reading:
+                kept = b"".join(line for line in reading if line.endswith(b"\n") and _step(line) <= step)
+            if len(kept) != os.fstat(file).st_size:
+                os.ftruncate(file, 0)
+                _append(file, kept)
+    except OSError as error:
+        log.warning("the samples of %s cannot be put back to step %d (%s)", run_dir, step, error)
+
+
+class _Step(Struct):
+    step: int
+
+
+def _step(line: bytes) -> float:
+    """The step of a line; infinite for what is no line of ours, which is dropped."""
+    try:
+        return msgspec.json.decode(line, type=_Step).step
+    except (msgspec.MsgspecError, UnicodeDecodeError):
+        return math.inf
+
+
+@contextmanager
+def _locked(path: Path) -> Iterator[int]:
+    """The file, open for appending; nobody else writes to it during the block."""
+    file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield file
+    finally:
+        os.close(file)
+
+
+def _append(file: int, data: bytes) -> None:
+    """All of it or, where the disk is full, nothing."""
+    end = _whole_lines(file)
+    if end != os.fstat(file).st_size:
+        os.ftruncate(file, end)
+    rest = memoryview(data)
+    try:
+        while rest:
+            rest = rest[os.write(file, rest) :]
+    except OSError:
+        os.ftruncate(file, end)
+        raise
+
+
+def _whole_lines(file: int) -> int:
+    """Bytes up to the last newline; what follows it is the torn line of a writer that was killed."""
+    end = os.fstat(file).st_size
+    while end > 0:
+        start = max(end - 65_536, 0)
+        found = os.pread(file, end - start, start).rfind(b"\n")
+        if found >= 0:
+            return start + found + 1
+        end = start
+    return 0
+
+
+def _bounded(text: str) -> str:
+    if len(text) <= TEXT_CHARS:
+        return text
+    half = TEXT_CHARS // 2
+    return f"{text[:half]}\n[... {len(text) - 2 * half} characters ...]\n{text[-half:]}"
+
+
+def _finite(value: float | None) -> float | None:
+    return value if value is None or math.isfinite(value) else None
+
+
+def _sum(rewards: Sequence[float]) -> float | None:
+    return sum(rewards) if rewards else None
