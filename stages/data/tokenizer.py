@@ -103,23 +103,28 @@ def _load_light(
     is_bpe = type(backend.model).__name__ == "BPE"
     if (config.get("clean_up_tokenization_spaces") and not is_bpe) or config.get("split_special_tokens"):
         return None
-    render = compile_template(*template) if template is not None else None
-    return LightTokenizer(backend, render, special, known)
+    return LightTokenizer(backend, template, special, known)
 
 
 class LightTokenizer:
     """tokenizer.json and a Jinja template; no transformers, no torch.
 
-    `eos_ids`: every id that ends a response: the tokenizer's own first, then ascending.
+    `eos_ids`: every id that ends a response: the tokenizer's own first, then ascending. `template`: a chat template
+    and where it was found.
     """
 
     def __init__(
-        self, backend: tokenizers.Tokenizer, render: Render | None, special: dict[str, str], special_ids: dict[str, int]
+        self,
+        backend: tokenizers.Tokenizer,
+        template: tuple[str, str] | None,
+        special: dict[str, str],
+        special_ids: dict[str, int],
     ) -> None:
+        self.chat_template = template[0] if template is not None else ""
         self.eos_ids: tuple[int, ...] = ()
         self.special_ids = special_ids
         self._backend = backend
-        self._render = render
+        self._render: Render | None = compile_template(*template) if template is not None else None
         self._special = special
 
     @property
@@ -162,6 +167,7 @@ class TransformersTokenizer:
 
     def __init__(self, tokenizer: Any, eos_ids: tuple[int, ...]) -> None:
         self.eos_ids = eos_ids
+        self.chat_template = str(tokenizer.chat_template or "")
         self._tokenizer = tokenizer
 
     @property

@@ -10,8 +10,10 @@ import asyncio
 from collections.abc import Callable, Mapping, Sequence
 
 from configs.schema.did_you_mean import nearest
+from stages.agents.chat_formats.parsers.found import Offered
+from stages.agents.chat_formats.parsers.marked import Marked
+from stages.agents.messages import ToolCall
 from stages.tools.calculator import Calculator
-from stages.tools.calls import ToolCall, parse_call
 from stages.tools.errors import ToolCallError, UnknownToolError
 from stages.tools.imports import import_tool
 from stages.tools.process import ToolProcess
@@ -43,7 +45,7 @@ async def close_tools(tools: Mapping[str, Tool]) -> None:
 
 async def answer_call(tools: Mapping[str, Tool], text: str, opening: str, closing: str, deadline_s: float) -> str:
     """Carry out the call that ends the text; whatever goes wrong is an answer of the form `error: ...`."""
-    call = parse_call(text, opening, closing, tuple(tools))
+    call = Marked(opening, closing).last(text, Offered([tool.schema for tool in tools.values()]))
     if not isinstance(call, ToolCall):
         return f"error: {call}"
     tool = tools[call.name]

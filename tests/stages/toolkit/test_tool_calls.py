@@ -11,7 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from configs.schema.reward import ToolsConfig
-from stages.tools.calls import ToolCall, find_call, parse_call
+from stages.agents.chat_formats.parsers.found import Offered
+from stages.agents.chat_formats.parsers.marked import Marked
+from stages.agents.messages import ToolCall
 from stages.tools.errors import UnknownToolError
 from stages.tools.registry import answer_call, close_tools, resolve_tools
 from stages.tools.tool import Tool
@@ -26,7 +28,8 @@ def call_text(content: str) -> str:
 
 
 def parse(content: str, *names: str) -> ToolCall | str:
-    return parse_call(call_text(content), OPEN, CLOSE, names)
+    offered = Offered([{"function": {"name": name}} for name in names])
+    return Marked(OPEN, CLOSE).last(call_text(content), offered)
 
 
 @pytest.mark.parametrize(
@@ -45,7 +48,7 @@ def parse(content: str, *names: str) -> ToolCall | str:
     ],
 )
 def test_only_a_call_at_the_end_counts(text: str, content: str | None) -> None:
-    assert find_call(text, OPEN, CLOSE) == content
+    assert Marked(OPEN, CLOSE).find_last(text) == content
 
 
 @pytest.mark.parametrize(

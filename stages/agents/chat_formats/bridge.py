@@ -1,0 +1,170 @@
+"""What a chat template writes between a turn of the model and its next one, without rendering that turn.
+
+A template is asked twice about a short conversation that stands for the real one: a question, a turn with a mark in
+it, and the second time the new messages as well. What follows the mark is the end of the model's turn, the markup of
+the messages, and what begins the next turn. The model's own tokens are never rendered, so that it does not matter what
+a template leaves out of earlier turns (reasoning, mostly).
+
+`check_bridge` finds out at the start whether a template may be asked so. It must write the same behind a turn whatever
+stood before it, and a new message must put nothing new in front of that turn.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import msgspec
+from msgspec import Struct
+
+from stages.agents.chat_formats.errors import ChatFormatError
+from stages.agents.chat_formats.rendering import Template
+from stages.agents.messages import Message, ToolCall, ToolSchema
+
+QUESTION = Message("user", "Where?")
+ANSWER = Message("assistant", "Here.", reasoning_content="Look around.")
+CURE = "give a template in which a new message only adds text at the end (--chat-template-path)"
+_MARK = "XQZ7MARK"
+_CONTEXT = 60  # characters shown on either side of a difference
+
+
+class Between(Struct, frozen=True):
+    """What stands between two turns of the model."""
+
+    text: str  # all of it
+    closing: str  # the beginning of it, which closes the first of the two turns
+    before: str  # what stands before the mark, without and
+    before_again: str  # with the new messages
+
+
+class Bridge:
+    """Bridges turns by a template."""
+
+    def __init__(self, template: Template) -> None:
+        self._template = template
+        self._end: str | None = None
+
+    def between(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[ToolSchema],
+        before: Sequence[Message] = (QUESTION,),
+        reasoning: str = "",
+    ) -> Between:
+        """What the template writes behind a turn of the model that these messages answer. Raises ChatFormatError."""
+        mark = _mark(messages, tools)
+        refusal: ChatFormatError | None = None
+        for turn in _turns(messages, mark, reasoning):
+            try:
+                without = self._template.render([*before, turn], tools, generation_prompt=False)
+                whole = self._template.render([*before, turn, *messages], tools)
+            except ChatFormatError as error:
+                refusal = refusal or error
+                continue
+            return _cut(without, whole, mark, self.end if turn.tool_calls else None)
+        assert refusal is not None
+        raise refusal
+
+    @property
+    def end(self) -> str:
+        """What closes a turn without calls. Raises ChatFormatError."""
+        if self._end is None:
+            self._end = self._template.render([QUESTION, Message("assistant", _MARK)], (), False).rpartition(_MARK)[2]
+        return self._end
+
+
+def _turns(messages: Sequence[Message], mark: str, reasoning: str) -> Iterator[Message]:
+    """Turns of the model that the messages may answer; the first one that the template takes is used."""
+    answers = [message for message in messages if message.role == "tool"]
+    calls = tuple(
+        ToolCall(answer.name or "tool", {"mark": mark}, answer.tool_call_id or f"call{place:05d}")
+        for place, answer in enumerate(answers)
+    )
+    if calls and messages[0].role == "tool":
+        yield Message("assistant", mark, reasoning, calls)
+        yield Message("assistant", mark, reasoning, calls[:1])  # of a template that knows one call a turn
+    yield Message("assistant", mark, reasoning)
+
+
+def _mark(messages: Sequence[Message], tools: Sequence[ToolSchema]) -> str:
+    """A text that none of them contains: a tool's answer may hold anything."""
+    written = msgspec.json.encode((messages, tools))
+    mark = _MARK
+    while mark.encode() in written:
+        mark += "Q"
+    return mark
+
+
+def _cut(without: str, whole: str, mark: str, plain_end: str | None) -> Between:
+    at, again = without.rfind(mark), whole.rfind(mark)
+    if at < 0 or again < 0:
+        raise ChatFormatError(
+            f"the chat template leaves out what the model wrote in {'its last' if at < 0 else 'an earlier'} turn, so "
+            f"nothing can be put behind it; {CURE}"
+        )
+    end, rest = without[at + len(mark) :], whole[again + len(mark) :]
+    if not rest.startswith(end):
+        raise ChatFormatError(
+            "the chat template ends a turn of the model in another way when messages follow it, so nothing can be put "
+            f"behind it.\n{difference(end, rest, 'last turn', 'earlier turn')}\nThe cure: {CURE}"
+        )
+    if plain_end is None:
+        begin = 0
+    elif end.endswith(plain_end):
+        begin = len(end) - len(plain_end)  # before it stands the rest of the call, which the model writes
+    else:
+        raise ChatFormatError(
+            f"the chat template ends a turn with a call in another way than one without: {end!r}, not {plain_end!r}; "
+            f"{CURE}"
+        )
+    return Between(rest[begin:], end[begin:], without[:at], whole[:again])
+
+
+def check_bridge(bridge: Bridge, messages: Sequence[Message], tools: Sequence[ToolSchema]) -> None:
+    """Whether these messages can be put behind any turn. Raises ChatFormatError."""
+    between = bridge.between(messages, tools)
+    if not _is_cut_out_of(between.before_again, between.before):
+        raise ChatFormatError(
+            "the chat template changes what stands before a turn of the model when messages follow it, so a "
+            "conversation cannot grow at its end.\n"
+            f"{difference(between.before, between.before_again, 'before', 'after')}\nThe cure: {CURE}"
+        )
+    place = 0
+    for message in messages:
+        place = between.text.find(message.content, place)
+        if place < 0:
+            raise ChatFormatError(
+                f"the chat template does not show a message of role {message.role!r}, or not in its place; {CURE}"
+            )
+    longer = (QUESTION, ANSWER, Message("user", "Where else?"))
+    for before, reasoning in ((longer, ""), ((QUESTION,), "Think.")):
+        other = bridge.between(messages, tools, before, reasoning)
+        if other.text != between.text:
+            raise ChatFormatError(
+                "the chat template writes a message in another way when other things stand before it, so it cannot "
+                "be written without them.\n"
+                f"{difference(between.text, other.text, 'short', 'longer')}\nThe cure: {CURE}"
+            )
+
+
+def _is_cut_out_of(shorter: str, longer: str) -> bool:
+    """Whether a text is another one without a piece of it: what templates leave out of earlier turns."""
+    ahead, behind = _alike(shorter, longer), _alike(shorter[::-1], longer[::-1])
+    return ahead + behind >= len(shorter) and len(shorter) <= len(longer)
+
+
+def _alike(one: str, other: str) -> int:
+    """How many characters two texts begin with alike."""
+    return next(
+        (place for place, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other))
+    )
+
+
+def difference(one: str, other: str, one_name: str, other_name: str) -> str:
+    """Both texts around their first difference, one below the other."""
+    same = _alike(one, other)
+    start = max(0, same - _CONTEXT)
+    width = max(len(one_name), len(other_name))
+    return "\n".join(
+        f"  {name:<{width}}  {'...' if start else ''}{text[start : same + _CONTEXT]!r}"
+        for name, text in ((one_name, one), (other_name, other))
+    )

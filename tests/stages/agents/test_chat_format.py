@@ -1,0 +1,235 @@
+"""Conversations as tokens: what is appended to a turn, and what is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cache
+from pathlib import Path
+from tempfile import mkdtemp
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from models.tiny import CHAT_TEMPLATE
+from stages.agents.chat import ChatFormat
+from stages.agents.chat_formats.errors import ChatFormatError
+from stages.agents.chat_formats.load import load_chat_format
+from stages.agents.messages import Message, ToolCall, ToolSchema
+from stages.data.tokenizer import Tokenizer, load_tokenizer
+from stages.tools.tool import function_schema
+from tests.stages.agents.chat_templates import ALPACA, BROKEN, LLAMA3, QWEN3, THINKER, Family, make_checkpoint
+
+TINY = Family(CHAT_TEMPLATE, ("<|pad|>", "<|bos|>", "<|eos|>"), ("<|eos|>",), bos="<|bos|>")
+PLAIN = ALPACA._replace(template="")
+FAMILIES = {"qwen3": QWEN3, "thinker": THINKER, "llama3": LLAMA3, "tiny": TINY, "alpaca": ALPACA}
+TOOLS: tuple[ToolSchema, ...] = (
+    function_schema("look", "Looks.", {"place": {"type": "string"}, "times": {"type": "integer"}}, ["place"]),
+    function_schema("wait", "Waits.", {}, []),
+)
+QUESTION = Message("user", "Where is it?")
+
+
+@cache
+def checkpoint(family: Family) -> str:
+    return make_checkpoint(Path(mkdtemp(prefix="chat-")), family)
+
+
+@cache
+def loaded(family: Family, parser: str | None = None) -> tuple[ChatFormat, Tokenizer]:
+    return load_chat_format(checkpoint(family), parser=parser), load_tokenizer(checkpoint(family))
+
+
+def shown(family: Family, ids: Sequence[int]) -> str:
+    return loaded(family)[1].decode(ids, skip_special_tokens=False)
+
+
+def asked(family: Family, turn: str, *messages: Message, tools: Sequence[ToolSchema] = ()) -> str:
+    """What is put behind a turn of the model."""
+    chat, tokenizer = loaded(family)
+    ids = chat.start((QUESTION,), tools) + tokenizer.encode(turn)
+    return shown(family, chat.append(ids, messages, tools))
+
+
+NEXT = Message("user", "And now?")
+
+
+@pytest.mark.parametrize(
+    ("family", "turn", "expected"),
+    [
+        # ended: what is left of the end; cut off: all of it; ended by another end token: as ended
+        (QWEN3, "Here.<|im_end|>", "\n<|im_start|>user\nAnd now?<|im_end|>\n<|im_start|>assistant\n"),
+        (QWEN3, "Here.<|endoftext|>", "\n<|im_start|>user\nAnd now?<|im_end|>\n<|im_start|>assistant\n"),
+        (QWEN3, "Here.<|im_end|>\n", "<|im_start|>user\nAnd now?<|im_end|>\n<|im_start|>assistant\n"),
+        (QWEN3, "Here.", "<|im_end|>\n<|im_start|>user\nAnd now?<|im_end|>\n<|im_start|>assistant\n"),
+        (QWEN3, "Here.\n", "<|im_end|>\n<|im_start|>user\nAnd now?<|im_end|>\n<|im_start|>assistant\n"),
+        (QWEN3, "", "<|im_end|>\n<|im_start|>user\nAnd now?<|im_end|>\n<|im_start|>assistant\n"),
+        (THINKER, "Hm", "<|im_end|>\n<|im_start|>user\nAnd now?<|im_end|>\n<|im_start|>assistant\n<think>\n"),
+        (
+            LLAMA3,
+            "Here.<|eot_id|>",
+            "<|start_header_id|>user<|end_header_id|>\n\nAnd now?<|eot_id|>"
+            "<|start_header_id|>assistant<|end_header_id|>\n\n",
+        ),
+        (
+            LLAMA3,
+            "Here.",
+            "<|eot_id|><|start_header_id|>user<|end_header_id|>\n\nAnd now?<|eot_id|>"
+            "<|start_header_id|>assistant<|end_header_id|>\n\n",
+        ),
+        (TINY, "Here.<|eos|>", "<|bos|>user\nAnd now?<|eos|><|bos|>assistant\n"),
+        (ALPACA, "Here.", "\n\n### Instruction:\nAnd now?\n\n### Response:\n"),
+        (ALPACA, "Here.\n", "\n### Instruction:\nAnd now?\n\n### Response:\n"),
+        (ALPACA, "Here.\n\n", "### Instruction:\nAnd now?\n\n### Response:\n"),
+        (PLAIN, "Here.", "And now?"),
+    ],
+)
+def test_a_turn_is_closed_once(family: Family, turn: str, expected: str) -> None:
+    assert asked(family, turn, NEXT) == expected
+
+
+def test_tool_answers_have_the_markup_of_the_template() -> None:
+    one, two = Message("tool", "No.", tool_call_id="a", name="look"), Message("tool", "Yes.", tool_call_id="b")
+    turn = '<tool_call>\n{"name": "wait", "arguments": {}}\n</tool_call><|im_end|>'
+    assert asked(QWEN3, turn, one, two, tools=TOOLS) == (
+        "\n<|im_start|>user\n<tool_response>\nNo.\n</tool_response>\n<tool_response>\nYes.\n</tool_response><|im_end|>\n"
+        "<|im_start|>assistant\n"
+    )
+    assert asked(LLAMA3, '{"name": "wait", "parameters": {}}<|eot_id|>', one, tools=TOOLS).startswith(
+        '<|start_header_id|>ipython<|end_header_id|>\n\n"No."<|eot_id|>'
+    )
+
+
+def test_an_answer_that_holds_the_mark_of_the_bridge() -> None:
+    for text in ("XQZ7MARK", "XQZ7MARKQQ XQZ7MARK"):
+        assert asked(QWEN3, "a<|im_end|>", Message("user", text)) == asked(QWEN3, "a<|im_end|>", NEXT).replace(
+            "And now?", text
+        )
+
+
+def test_tokens_that_end_a_turn() -> None:
+    assert loaded(QWEN3)[0].stop_token_ids == ()
+    chat, tokenizer = loaded(LLAMA3)
+    assert list(chat.stop_token_ids) == tokenizer.encode("<|eot_id|>")  # the configuration names another one
+    assert loaded(PLAIN)[0].stop == ("</tool_call>",)
+
+
+def test_arguments_of_the_template() -> None:
+    chat = load_chat_format(checkpoint(QWEN3), template_arguments={"enable_thinking": False})
+    ids = chat.start((QUESTION,), ())
+    assert shown(QWEN3, ids).endswith("<|im_start|>assistant\n<think>\n\n</think>\n\n")
+    assert shown(QWEN3, chat.append(ids, (NEXT,), ())).endswith("<think>\n\n</think>\n\n")
+
+
+@pytest.mark.parametrize("words", BROKEN)
+def test_templates_that_cannot_be_bridged(words: str) -> None:
+    with pytest.raises(ChatFormatError, match=words) as refused:
+        load_chat_format(checkpoint(BROKEN[words]))
+    if "refuses" not in words:
+        assert "--chat-template-path" in str(refused.value)
+
+
+def test_a_divergence_is_shown() -> None:
+    with pytest.raises(ChatFormatError) as refused:
+        load_chat_format(checkpoint(BROKEN["stand before|stands before"]))
+    assert "  before  '<s>2 messages\\n### Inst" in str(refused.value)
+    assert "  after   '<s>3 messages\\n### Inst" in str(refused.value)
+
+
+def test_tools_that_cannot_be_offered() -> None:
+    chat, _ = loaded(ALPACA)
+    with pytest.raises(ChatFormatError, match=r"no parser reads .* --tool-call-parser"):
+        chat.start((QUESTION,), TOOLS)
+    with pytest.raises(ChatFormatError, match=r"'hermse' is unknown; did you mean hermes\?"):
+        load_chat_format(checkpoint(QWEN3), parser="hermse")
+
+
+words = st.text(st.characters(codec="utf-8", exclude_characters="<|>"), max_size=12)
+turns = st.builds(Message, st.just("assistant"), words.filter(lambda text: text and text.strip() == text))
+users = st.lists(st.builds(Message, st.just("user"), words), min_size=1, max_size=2)
+
+
+STABLE = ("alpaca", "qwen3", "tiny")  # show every turn as it was, and end it with the end token, or with text
+
+
+@given(st.sampled_from(sorted(FAMILIES)), st.lists(st.tuples(turns, users), max_size=4), st.booleans())
+def test_bridged_tokens_are_those_of_the_whole_conversation(
+    name: str, rounds: list[tuple[Message, list[Message]]], ended: bool
+) -> None:
+    family = FAMILIES[name]
+    chat, tokenizer = loaded(family)
+    messages: list[Message] = [QUESTION]
+    ids = chat.start(messages, ())
+    for turn, answers in rounds:
+        sampled = ids + tokenizer.encode(turn.content)
+        if ended and name != "alpaca":
+            sampled.append(tokenizer.eos_ids[0])
+        ids = sampled + chat.append(sampled, answers, ())
+        assert len(ids) > len(sampled)
+        messages += [turn, *answers]
+    if name in STABLE:
+        whole = tokenizer.apply_chat_template([{"role": m.role, "content": m.content} for m in messages])
+        assert shown(family, ids) == whole
+        assert ids == tokenizer.encode(whole)
+
+
+@given(st.sampled_from([*FAMILIES, "plain"]), st.data())
+def test_a_reply_to_any_tokens(name: str, data: st.DataObject) -> None:
+    chat, tokenizer = loaded(FAMILIES.get(name, PLAIN))
+    ids = data.draw(st.lists(st.integers(0, tokenizer.vocab_size + 8), max_size=60))
+    reply = chat.reply(ids, TOOLS)
+    assert reply.message.role == "assistant"
+
+
+def read(family: Family, text: str, tools: Sequence[ToolSchema] = TOOLS) -> tuple[Message, str]:
+    chat, tokenizer = loaded(family)
+    reply = chat.reply(tokenizer.encode(text), tools)
+    return reply.message, reply.malformed
+
+
+CALL = '<tool_call>\n{"name": "look", "arguments": {"place": "under </tool_call>", "times": 2}}\n</tool_call>'
+WAIT = '<tool_call>{"name": "wait"}</tool_call>'
+LOOKED = ToolCall("look", {"place": "under </tool_call>", "times": 2})
+
+
+@pytest.mark.parametrize(
+    ("family", "text", "message"),
+    [
+        (QWEN3, "Here.\n<|im_end|>", Message("assistant", "Here.\n")),
+        (QWEN3, "<think>\nHm.\n</think>\n\nHere.<|im_end|>", Message("assistant", "Here.", "Hm.")),
+        (QWEN3, "<think>\n\n</think>\n\nHere.", Message("assistant", "Here.")),
+        (QWEN3, "<think>\nHm", Message("assistant", "", "Hm")),
+        (QWEN3, "a <think> b </think> c", Message("assistant", "a <think> b </think> c")),
+        (QWEN3, "Hm.</think>Here.", Message("assistant", "Here.", "Hm.")),
+        (THINKER, "Hm.\n</think>\n\nHere.<|im_end|>", Message("assistant", "Here.", "Hm.")),
+        (THINKER, "Hm.", Message("assistant", "", "Hm.")),
+        (QWEN3, f"I look.\n{CALL}<|im_end|>", Message("assistant", "I look.", tool_calls=(LOOKED,))),
+        (QWEN3, f"{CALL}\n{WAIT}", Message("assistant", tool_calls=(LOOKED, ToolCall("wait", {})))),
+        (QWEN3, f"<think>I{CALL}<|im_end|>", Message("assistant", "", "I", (LOOKED,))),
+        (QWEN3, f"<think>I{CALL}", Message("assistant", "", f"I{CALL}")),
+        (PLAIN, f"So {WAIT}</s>", Message("assistant", "So", tool_calls=(ToolCall("wait", {}),))),
+    ],
+)
+def test_what_a_turn_says(family: Family, text: str, message: Message) -> None:
+    assert read(family, text) == (message, "")
+
+
+@pytest.mark.parametrize(
+    ("text", "words", "calls"),
+    [
+        ('<tool_call>{"name": "luk", "arguments": {}}</tool_call>', "no tool 'luk'. Tools: look, wait", 0),
+        (f"{WAIT}<tool_call>look</tool_call>", "is a JSON object", 1),
+        (f'{WAIT}<tool_call>{{"name": "lo', "not closed: end it with </tool_call>", 1),
+        ('<tool_call>{"name": "wait", "arguments": [1]}</tool_call>', "must be a JSON object", 0),
+        ('<tool_call>{"name": "look", "arguments": {"place": "\\ud800"}}</tool_call>', "not valid JSON", 0),
+    ],
+)
+def test_malformed_calls_are_named_and_stay_in_the_content(text: str, words: str, calls: int) -> None:
+    message, malformed = read(QWEN3, text)
+    assert words in malformed
+    assert len(message.tool_calls) == calls
+    assert message.content == text.removeprefix(WAIT)
+
+
+def test_without_tools_nothing_is_a_call() -> None:
+    assert read(QWEN3, WAIT, ()) == (Message("assistant", WAIT), "")
