@@ -82,6 +82,7 @@ bench: $(STAMP)
 	$(BIN)/python -m bench.off_policy --quick
 	$(BIN)/python -m bench.weights --quick
 	$(BIN)/python -m bench.train --quick
+	$(BIN)/python -m bench.tools --quick
 
 clean:
 	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis *.egg-info

@@ -27,7 +27,8 @@ _PREFIX = "sluice-jail"
 _ROOT = Path(__file__).resolve().parents[2]
 
 # No -E and no -I: the environment holds nothing of the caller's, and -E would ignore PYTHONHASHSEED.
-_ENVIRONMENT = {"PYTHONHASHSEED": "0", "LANG": "C.UTF-8", "PATH": "/usr/bin:/bin"}
+ENVIRONMENT: Final = {"PYTHONHASHSEED": "0", "LANG": "C.UTF-8", "PATH": "/usr/bin:/bin"}
+PYTHON: Final = (sys.executable, "-P", "-s", "-S", "-X", "utf8", "-c")
 _PROGRAM = (
     "import sys; sys.path.append({root!r}); from stages.graders.jail.serve import main; sys.path.pop(); main({parent})"
 )
@@ -83,8 +84,7 @@ def run_cases(program: str, cases: Sequence[Case], limits: Limits) -> list[CaseR
 
     Raises SandboxError if the jail cannot be set up here, or died of something else than the program.
     """
-    _sweep()
-    directory = tempfile.mkdtemp(prefix=f"{_PREFIX}-{_namespace()}-{os.getpid()}-")
+    directory = make_directory()
     try:
         job = {"program": program, "cases": cases, "directory": directory, **msgspec.structs.asdict(limits)}
         results = _ask(msgspec.json.encode(job), limits.total_s + _GRACE_S)
@@ -99,11 +99,11 @@ def run_cases(program: str, cases: Sequence[Case], limits: Limits) -> list[CaseR
 def _ask(job: bytes, timeout_s: float) -> list[CaseResult]:
     command = _PROGRAM.format(root=str(_ROOT), parent=os.getpid())
     with subprocess.Popen(
-        [sys.executable, "-P", "-s", "-S", "-X", "utf8", "-c", command],
+        [*PYTHON, command],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
-        env=_ENVIRONMENT,
+        env=ENVIRONMENT,
         cwd="/",
     ) as process:
         try:
@@ -119,6 +119,12 @@ def _ask(job: bytes, timeout_s: float) -> list[CaseResult]:
     except msgspec.MsgspecError as error:
         words = complaint.decode(errors="replace").strip()[-300:]
         raise SandboxError(f"the jail ended with code {process.returncode} and no result: {words}") from error
+
+
+def make_directory() -> str:
+    """A new directory of this process for a jail, removed by a later one if this process is killed."""
+    _sweep()
+    return tempfile.mkdtemp(prefix=f"{_PREFIX}-{_namespace()}-{os.getpid()}-")
 
 
 def _namespace() -> int:

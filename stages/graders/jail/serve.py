@@ -7,8 +7,7 @@ A job is `{program, cases, directory, case_s, total_s, memory_bytes, output_byte
 so that a program cannot look it up; only a check carries its own expectations.
 
 Invariants: this process runs none of the program; it dies with its parent and its forks with it; a fork that is not
-locked down runs nothing. Whether it is locked down is said over a pipe that is closed before the program begins, so
-that no end of a program can look like a machine that cannot isolate it.
+locked down runs nothing (`confine`).
 """
 
 from __future__ import annotations
@@ -22,23 +21,13 @@ import sys
 import time
 import types
 from contextlib import suppress
-from typing import Any, TextIO, TypedDict, cast
+from typing import Any, TypedDict
 
-from stages.graders.jail.lockdown import hide, limit, lock_down
-from stages.graders.jail.privileges import drop_privileges
-from stages.process_guard import die_with, libc
+from stages.graders.jail.confine import LOOK_S, confine, exceeds, is_full, preparation, text_stream
+from stages.graders.jail.lockdown import hide
+from stages.process_guard import die_with
 
-_RESULT_FD, _READY_FD = 3, 4
-_HIGHEST_FD = 1024  # this process opens a handful
-_READY = b"ready"
-_REASON_BYTES = 500
-# Of one program: what resource limits do not hold. Looked at while it runs, so it may get beyond by what it does in
-# LOOK_S; a file in memory or on the disk is limited at once.
-FILE_BYTES = 4 << 20
-DIRECTORY_BYTES, DIRECTORY_ENTRIES = 16 << 20, 200
-THREADS = 256
-_LOOK_S = 0.025
-_LIBRARIES = ("/usr/lib", "/usr/lib64", "/lib", "/lib64", "/usr/share/zoneinfo", "/etc/localtime", "/dev/urandom")
+_RESULT_FD = 3
 
 
 class Job(TypedDict):
@@ -83,7 +72,7 @@ def main(parent: int) -> None:
             continue
         result = _run(job, case, allowed_s)
         left -= len(result["stdout"]) + len(result["value"])
-        full = _is_full(job["directory"])  # it may have been too quick to be looked at
+        full = is_full(job["directory"])  # it may have been too quick to be looked at
         if full or left < 0:
             result = Result(how="killed" if full else "output", stdout="", value="")
         results.append(result)
@@ -103,12 +92,10 @@ def _run(job: Job, case: dict[str, Any], allowed_s: float) -> Result:
         if child == 0:
             _become(job, case, me, (*files, theirs), allowed_s)
         os.close(theirs)
-        # Waits for the fork to close its end: nothing that it does before that is the program's.
-        with open(ours, "rb") as said:
-            prepared = said.read(_REASON_BYTES)
-        if prepared != _READY:
+        refusal = preparation(ours)
+        if refusal:
             os.waitpid(child, 0)
-            return Result(how="isolation", stdout="", value=prepared.decode(errors="replace") or "it ended unprepared")
+            return Result(how="isolation", stdout="", value=refusal)
         how = _wait(child, allowed_s, job["directory"])
         text, returned = _content(output, job["output_bytes"]), _content(value, job["output_bytes"])
         if how == "ok" and (text is None or returned is None):
@@ -125,15 +112,15 @@ def _wait(child: int, allowed_s: float, directory: str) -> str:
     poll = select.poll()
     with open(os.pidfd_open(child), "rb", buffering=0) as handle:
         poll.register(handle, select.POLLIN)
-        ended, broken = poll.poll(_milliseconds(min(allowed_s, _LOOK_S))), ""
+        ended, broken = poll.poll(_milliseconds(min(allowed_s, LOOK_S))), ""
         while not (ended or broken):
             left_s = end - time.monotonic()
             if left_s <= 0:
                 broken = "timeout"
-            elif _has_too_many_threads(child) or _is_full(directory):
+            elif exceeds(child, directory):
                 broken = "killed"
             else:
-                ended = poll.poll(_milliseconds(min(left_s, _LOOK_S)))
+                ended = poll.poll(_milliseconds(min(left_s, LOOK_S)))
         if broken:
             os.kill(child, signal.SIGKILL)
         status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
@@ -148,25 +135,6 @@ def _milliseconds(seconds: float) -> int:
     return max(1, math.ceil(seconds * 1000))
 
 
-def _has_too_many_threads(child: int) -> bool:
-    with suppress(OSError), open(f"/proc/{child}/stat", "rb") as stat:
-        return int(stat.read().rpartition(b")")[2].split()[17]) > THREADS
-    return False
-
-
-def _is_full(directory: str) -> bool:
-    """Whether there is more in the directory of the program than may be."""
-    entries = used = 0
-    for path, names, files in os.walk(directory):
-        for name in (*names, *files):
-            entries += 1
-            with suppress(OSError):
-                used += 512 * os.lstat(os.path.join(path, name)).st_blocks
-            if entries > DIRECTORY_ENTRIES or used > DIRECTORY_BYTES:
-                return True
-    return False
-
-
 def _content(descriptor: int, most: int) -> str | None:
     """Text of a file in memory, None if it is longer than `most` bytes."""
     size = os.fstat(descriptor).st_size
@@ -176,31 +144,12 @@ def _content(descriptor: int, most: int) -> str | None:
 def _become(job: Job, case: dict[str, Any], parent: int, files: tuple[int, ...], allowed_s: float) -> None:
     """In the fork: give everything up, then run the program. Never returns."""
     source, output, said, ready = files
-    try:
-        drop_privileges(libc(), job["directory"])
-        die_with(parent)  # behind what makes the kernel forget it
-        hide()
-        os.chdir(job["directory"])
-        nothing = os.open(os.devnull, os.O_WRONLY)
-        for number, descriptor in ((0, source), (1, output), (2, nothing), (_RESULT_FD, said), (_READY_FD, ready)):
-            os.dup2(descriptor, number)
-        ready = _READY_FD
-        os.closerange(_READY_FD + 1, _HIGHEST_FD)
-        sys.stdin, sys.stdout, sys.stderr = _text(0, "r"), _text(1, "w"), _text(2, "w")
-        limit(math.ceil(allowed_s) + 1, job["memory_bytes"], FILE_BYTES)
-        lock_down([os.path.dirname(os.__file__), *_LIBRARIES], [job["directory"], os.devnull])
-    except BaseException as error:  # whatever it is, it goes no further than this process
-        with suppress(OSError):
-            os.write(ready, f"{type(error).__name__}: {error}".encode())
-        os._exit(1)
-    os.write(_READY_FD, _READY)
-    os.close(_READY_FD)
+    nothing = os.open(os.devnull, os.O_WRONLY)
+    cpu_s = math.ceil(allowed_s) + 1
+    inside = (source, output, nothing, said)
+    confine(parent, job["directory"], inside, ready, cpu_s=cpu_s, memory_bytes=job["memory_bytes"])
+    sys.stdin, sys.stdout, sys.stderr = text_stream(0, "r"), text_stream(1, "w"), text_stream(2, "w")
     os._exit(_perform(job["program"], case))
-
-
-def _text(descriptor: int, mode: str) -> TextIO:
-    stream = open(descriptor, mode, encoding="utf-8", errors="replace", closefd=False)  # noqa: SIM115 - for good
-    return cast(TextIO, stream)
 
 
 def _perform(program: str, case: dict[str, Any]) -> int:

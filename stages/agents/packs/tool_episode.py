@@ -1,0 +1,92 @@
+"""An episode in which a model may call tools before it answers: what the packs with tools have in common.
+
+A turn without a call is the answer, and ends the episode; what it is worth is for a grader to say. Whatever goes wrong
+with a call is an observation of the form `error: ...`.
+
+Invariants: every call of a turn has one observation, in their order, which carries its id; an observation has at most
+`result_chars` characters; InfrastructureError passes, everything else that a tool raises is an observation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from configs.schema.did_you_mean import nearest
+from stages.agents.environment import InfrastructureError, Start, Step, Task, Turn
+from stages.agents.messages import Message, ToolCall
+from stages.tools.errors import ToolCallError
+from stages.tools.tool import Tool
+
+
+class ToolEpisode:
+    """An environment of tools; packs derive from it, and give their tools in `open_tools`.
+
+    `max_calls` are answered, later ones refused. `system` goes before the messages of the task.
+    """
+
+    def __init__(self, *, max_calls: int = 8, result_chars: int = 4096, system: str = "") -> None:
+        if max_calls < 1 or result_chars < 1:
+            raise ValueError(f"max_calls is {max_calls} and result_chars {result_chars}; both must be at least 1")
+        self._max_calls, self._result_chars, self._system = max_calls, result_chars, system
+        self._tools: dict[str, Tool] = {}
+        self._calls = self._errors = 0
+
+    async def open_tools(self, task: Task) -> Sequence[Tool]:
+        """The tools of this episode."""
+        raise NotImplementedError
+
+    async def reset(self, task: Task) -> Start:
+        self._tools = {tool.name: tool for tool in await self.open_tools(task)}
+        system = (Message("system", self._system),) if self._system else ()
+        return Start((*system, *task.messages), tuple(tool.schema for tool in self._tools.values()))
+
+    async def step(self, turn: Turn) -> Step:
+        if turn.truncated or not (turn.message.tool_calls or turn.malformed):
+            return Step(done=True, metrics={"tool_calls": float(self._calls), "tool_errors": float(self._errors)})
+        if turn.malformed:
+            return Step((Message("tool", self._error(turn.malformed)),))
+        return Step(tuple([await self._answered(call) for call in turn.message.tool_calls]))
+
+    async def close(self) -> None:
+        """The episode is over."""
+
+    async def _answered(self, call: ToolCall) -> Message:
+        try:
+            text = await self._result(call)
+        except InfrastructureError:
+            raise
+        except Exception as error:  # a tool is somebody's program: the model sees what it raised
+            words = str(error) if isinstance(error, ToolCallError) else f"{type(error).__name__}: {error}"
+            text = self._error(words)
+        return Message("tool", shortened(text, self._result_chars), tool_call_id=call.id, name=call.name)
+
+    async def _result(self, call: ToolCall) -> str:
+        self._calls += 1
+        if self._calls > self._max_calls:
+            raise ToolCallError(f"all {self._max_calls} calls are used up; give the answer")
+        tool = self._tools.get(call.name)
+        if tool is None:
+            near = nearest(call.name, self._tools)
+            hint = f"did you mean {near!r}?" if near else f"there are: {', '.join(self._tools)}"
+            raise ToolCallError(f"there is no tool {call.name[:100]!r}; {hint}")
+        return await tool.call(call.arguments)
+
+    def _error(self, words: str) -> str:
+        self._errors += 1
+        return f"error: {words}"
+
+
+def shortened(text: str, most: int) -> str:
+    """Beginning and end of a text that is too long, with how much is left out between them."""
+    if len(text) <= most:
+        return text
+    first = (most + 1) // 2
+    return f"{text[:first]}\n[{len(text) - most} characters left out]\n{text[len(text) - most + first :]}"
+
+
+def text_argument(arguments: object, name: str, tool: str) -> str:
+    """The text under `name`, or what the model wrote instead of an object. Raises ToolCallError."""
+    value = arguments if isinstance(arguments, str) else arguments.get(name) if isinstance(arguments, dict) else None
+    if not isinstance(value, str) or not value.strip():
+        raise ToolCallError(f"{tool} needs the text argument {name!r}")
+    return value

@@ -1,0 +1,333 @@
+"""The Python tool: what it answers, and what hostile code cannot do (with the jail, and below bubblewrap)."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+from episodes import Episode
+
+from stages.agents.environment import Environment, InfrastructureError
+from stages.agents.messages import ToolCall
+from stages.agents.packs import python_tool
+from stages.agents.packs.interpreters import Interpreters
+from stages.agents.packs.python_tool import PythonTool
+
+ROOT = Path(__file__).resolve().parents[3]
+TIMELESS = 60.0  # a deadline that a loaded machine does not meet either
+
+
+def bubblewrap_works() -> bool:
+    path = shutil.which("bwrap")
+    command = [
+        path or "",
+        "--unshare-all",
+        "--unshare-user",
+        "--uid",
+        "65534",
+        "--ro-bind",
+        "/",
+        "/",
+        "--proc",
+        "/proc",
+    ]
+    return path is not None and subprocess.run([*command, "true"], capture_output=True).returncode == 0
+
+
+@pytest.fixture(params=["jail", "bubblewrap"])
+def sandbox(request: pytest.FixtureRequest) -> str:
+    if request.param == "bubblewrap" and not bubblewrap_works():
+        pytest.skip("bubblewrap is not installed here, or may not make namespaces")
+    return str(request.param)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _no_process_is_left() -> Iterator[None]:
+    yield
+    for interpreters in python_tool._warm.values():
+        interpreters.close()
+    python_tool._warm.clear()
+
+
+@asynccontextmanager
+async def episode(**options: object) -> AsyncIterator[Episode]:
+    environment = PythonTool(**options)  # type: ignore[arg-type]
+    played = Episode(environment)
+    try:
+        await played.start("What is 3 to the power of 20?")
+        yield played
+    finally:
+        await environment.close()
+
+
+async def test_an_episode_by_hand() -> None:
+    environment = PythonTool(deadline_s=TIMELESS, system="Use Python.")
+    assert isinstance(environment, Environment)
+    played = Episode(environment)
+    start = await played.start("What is 3 to the power of 20?")
+    assert [(message.role, message.content) for message in start.messages] == [
+        ("system", "Use Python."),
+        ("user", "What is 3 to the power of 20?"),
+    ]
+    assert [tool["function"]["name"] for tool in start.tools] == ["python"]  # type: ignore[index]
+    assert await played.call("python", {"code": "x = 3 ** 20\nprint('is', x)\nx // 2"}) == "is 3486784401\n1743392200"
+    assert await played.call("python", "x + 1") == "3486784402"  # bare code, and the variable is still there
+    assert await played.call("python", {"code": "y = 1"}) == "(nothing was printed)"
+    wrong = await played.call("python", {"code": "a = 1\nb = a / 0"})
+    assert wrong.startswith("error: Traceback")
+    assert 'File "<call 4>", line 2' in wrong
+    assert wrong.endswith("ZeroDivisionError: division by zero")
+    end = await played.say("It is 3486784401.")
+    assert (end.done, end.reward, end.metrics) == (True, None, {"tool_calls": 4.0, "tool_errors": 1.0})
+    await environment.close()
+
+
+async def test_malformed_calls_are_observations() -> None:
+    async with episode(deadline_s=TIMELESS, max_calls=6) as played:
+        step = await played.say("<tool_call>{", malformed="the call is no JSON")
+        assert [(message.role, message.content) for message in step.messages] == [
+            ("tool", "error: the call is no JSON")
+        ]
+        assert await played.call("pyton", {"code": "1"}) == "error: there is no tool 'pyton'; did you mean 'python'?"
+        for arguments in ({}, {"code": 3}, {"code": " "}, {"cod": "1"}):
+            assert await played.call("python", arguments) == "error: python needs the text argument 'code'"
+        step = await played.say("", ToolCall("python", "1 + 1", "a"), ToolCall("python", "2", "b"))
+        refused = "error: all 6 calls are used up; give the answer"
+        assert [(m.tool_call_id, m.content) for m in step.messages] == [("a", "2"), ("b", refused)]
+        end = await played.say("It is", truncated=True)
+        assert (end.done, end.metrics) == (True, {"tool_calls": 7.0, "tool_errors": 7.0})
+
+
+async def test_two_episodes_share_nothing_and_begin_alike() -> None:
+    async with episode(deadline_s=TIMELESS) as first, episode(deadline_s=TIMELESS) as second:
+        await first.call("python", "import math, random; math.pi = 3; x = 1; open('f', 'w').close()")
+        answers = [await played.call("python", "random.random(), hash('x')") for played in (first,)]
+        assert await second.call("python", "import math, random, os; round(math.pi, 2), os.listdir()") == "(3.14, [])"
+        answers.append(await second.call("python", "random.random(), hash('x')"))
+        assert answers[0] == answers[1]  # a lost episode that takes its turns again meets the same answers
+        assert "NameError" in await second.call("python", "x")
+
+
+async def test_long_answers_keep_beginning_and_end() -> None:
+    async with episode(deadline_s=TIMELESS, result_chars=20) as played:
+        assert await played.call("python", "'a' * 1000") == "'aaaaaaaaa\n[982 characters left out]\naaaaaaaaa'"
+        too_long = await played.call("python", "x = '" + "b" * (5 << 20) + "'")
+        assert too_long.startswith("error: the")
+
+
+async def test_packages_are_loaded_beforehand() -> None:
+    async with episode(deadline_s=TIMELESS, imports=["numpy"], memory_mb=4096) as played:
+        assert await played.call("python", "import sys; 'numpy' in sys.modules") == "True"
+        assert await played.call("python", "import numpy, numpy.fft; int(numpy.arange(5).sum())") == "10"
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "while True: pass",
+        "import time; time.sleep(3600)",
+        # swallowing cancellation, with every signal that it can ignore
+        "import signal\n"
+        "for number in range(1, 32):\n"
+        "    try: signal.signal(number, signal.SIG_IGN)\n"
+        "    except (OSError, ValueError): pass\n"
+        "while True:\n"
+        "    try:\n"
+        "        while True: pass\n"
+        "    except BaseException: pass",
+        "10 ** 10 ** 10",
+    ],
+    ids=["loop", "sleep", "swallows", "number"],
+)
+async def test_an_endless_loop_is_ended_and_the_next_call_works(code: str) -> None:
+    async with episode(deadline_s=0.2) as played:
+        await played.call("python", "x = 1")
+        answer = await played.call("python", code)
+        assert answer == "error: no end within 0.2 s of time, or of processor time in all; all variables are gone"
+    async with episode(deadline_s=TIMELESS) as played:
+        assert await played.call("python", "2 + 2") == "4"
+
+
+async def test_what_is_lost_is_said_and_only_that_episode_loses_it() -> None:
+    async with episode(deadline_s=TIMELESS) as played, episode(deadline_s=TIMELESS) as other:
+        await played.call("python", "x = 1")
+        await other.call("python", "x = 2")
+        assert await played.call("python", "import os; os._exit(0)") == (
+            "error: the code ended the interpreter; all variables are gone"
+        )
+        assert "NameError" in await played.call("python", "x")
+        assert await other.call("python", "x") == "2"
+
+
+@pytest.mark.slow
+async def test_processor_time_is_bounded_over_all_calls() -> None:
+    async with episode(deadline_s=TIMELESS, cpu_s=1) as played:
+        burn = "import time\nend = time.process_time() + 0.7\nwhile time.process_time() < end: pass"
+        assert await played.call("python", burn) == "(nothing was printed)"
+        assert "processor time in all" in await played.call("python", burn)
+
+
+@pytest.mark.slow
+async def test_a_thread_that_is_left_behind_stands_still() -> None:
+    async with episode(deadline_s=TIMELESS) as played:
+        count = "import threading\nn = 0\ndef run():\n    global n\n    while True: n += 1\n"
+        await played.call("python", count + "threading.Thread(target=run, daemon=True).start()")
+        # The clock is of the whole process: it stands while nobody has asked for anything.
+        before = float(await played.call("python", "import time; time.process_time()"))
+        await asyncio.sleep(0.5)
+        after = float(await played.call("python", "time.process_time()"))
+        assert after - before < 0.4
+
+
+async def test_a_fork_bomb_makes_no_process(sandbox: str) -> None:
+    async with episode(deadline_s=TIMELESS, sandbox=sandbox) as played:
+        assert "PermissionError" in await played.call("python", "import os\nwhile True: os.fork()")
+        assert "PermissionError" in await played.call("python", "import subprocess; subprocess.run(['true'])")
+        many = (
+            "import threading, time\nfor _ in range(100_000): threading.Thread(target=time.sleep, args=(60,)).start()"
+        )
+        answer = await played.call("python", many)
+        assert "can't start new thread" in answer or "more memory, threads or files" in answer
+        assert await played.call("python", "2 + 2") == "4"
+
+
+@pytest.mark.parametrize(
+    "guard",
+    [
+        pytest.param("", id="plain"),
+        pytest.param("try: ", id="swallowed", marks=pytest.mark.slow),
+        pytest.param("import os; ", id="descriptor", marks=pytest.mark.slow),
+    ],
+)
+async def test_a_gigabyte_of_output_is_cut(guard: str, sandbox: str) -> None:
+    code = {
+        "": "for _ in range(1 << 20): print('x' * 1024)",
+        "try: ": "for _ in range(1 << 20):\n    try: print('x' * 1024)\n    except OSError: pass",
+        "import os; ": "import os\nfor _ in range(1 << 10):\n"
+        "    try: os.write(1, bytes(1 << 20))\n    except OSError: pass",
+    }[guard]
+    async with episode(deadline_s=TIMELESS, sandbox=sandbox) as played:
+        answer = await played.call("python", code)
+        assert answer.startswith("error: the code printed too much; all variables are gone")
+        assert len(answer) < 5000
+        memory = await played.call("python", "x = 'x' * (2 << 30)")
+        assert memory.endswith("MemoryError")
+        files = "for i in range(100):\n    with open(f'{i}', 'wb') as f: f.write(bytes(3 << 20))"
+        assert "more memory, threads or files" in await played.call("python", files)
+        assert await played.call("python", "import os; os.listdir()") == "[]"
+
+
+async def test_the_network_cannot_be_reached(sandbox: str) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        server.settimeout(0.2)
+        port = server.getsockname()[1]
+        async with episode(deadline_s=TIMELESS, sandbox=sandbox) as played:
+            connect = f"import socket; socket.create_connection(('127.0.0.1', {port}))"
+            assert "PermissionError" in await played.call("python", connect)
+            assert "error" in await played.call(
+                "python", f"import urllib.request as u; u.urlopen('http://127.0.0.1:{port}')"
+            )
+        with pytest.raises(TimeoutError):
+            server.accept()
+
+
+async def test_the_run_directory_cannot_be_read(tmp_path: Path, sandbox: str) -> None:
+    secret = tmp_path / "journal.jsonl"
+    secret.write_text("hunter2")
+    async with episode(deadline_s=TIMELESS, sandbox=sandbox) as played:
+        for code in (
+            f"open({str(secret)!r}).read()",
+            f"import os; os.listdir({str(tmp_path)!r})",
+            f"open({str(secret)!r}, 'w')",
+            f"import os; os.unlink({str(secret)!r})",
+            f"open('/proc/{os.getpid()}/environ', 'rb').read()",
+            "import os; open(f'/proc/{os.getppid()}/mem', 'rb').read(1)",
+            f"open({str(ROOT / 'launch.py')!r}).read()",
+        ):
+            answer = await played.call("python", code)
+            assert "PermissionError" in answer or "FileNotFoundError" in answer
+    assert secret.read_text() == "hunter2"
+
+
+async def test_it_cannot_kill_what_is_above_it(sandbox: str) -> None:
+    async with episode(deadline_s=TIMELESS, sandbox=sandbox) as played:
+        await played.call("python", "x = 7")
+        for victim in ("os.getppid()", str(os.getpid()), "-1", "0", "1"):
+            assert "PermissionError" in await played.call("python", f"import os; os.kill({victim}, 9)")
+        assert await played.call("python", "x") == "7"
+
+
+async def test_a_program_that_lies_to_its_keeper_fools_only_itself() -> None:
+    async with episode(deadline_s=TIMELESS) as played, episode(deadline_s=TIMELESS) as other:
+        await played.call("python", "import os; os.write(3, b'!' * 4096)")
+        await played.call("python", "import os; os.write(3, b'{}' * 4096); os.ftruncate(4, 0)")
+        answer = await played.call("python", "import os; os.close(3)")
+        assert "all variables are gone" in answer
+        assert await played.call("python", "1 + 1") == "2"
+        assert await other.call("python", "1 + 1") == "2"
+
+
+def _below(pid: int) -> set[int]:
+    """Processes of a tree, without its root."""
+    parents: dict[int, int] = {}
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdecimal():
+            try:
+                parents[int(entry.name)] = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
+            except OSError:
+                continue
+    found, last = set[int](), {pid}
+    while last:
+        last = {child for child, parent in parents.items() if parent in last}
+        found |= last
+    return found
+
+
+@pytest.mark.slow
+def test_all_ends_with_the_process_that_asked(sandbox: str) -> None:
+    script = (
+        "import asyncio\n"
+        "from stages.agents.packs.interpreters import Interpreters\n"
+        "async def main():\n"
+        f"    made = await Interpreters(sandbox={sandbox!r}).open()\n"
+        "    await made.run('1', 60)\n"
+        "    print('running', flush=True)\n"
+        "    await made.run('while True: pass', 3600)\n"
+        "asyncio.run(main())"
+    )
+    owner = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, cwd=ROOT)
+    assert owner.stdout is not None
+    assert owner.stdout.readline() == b"running\n"
+    below = _below(owner.pid)
+    assert len(below) >= 3  # the warm one, a keeper, a program
+    owner.send_signal(signal.SIGKILL)
+    owner.communicate()
+    end = time.monotonic() + 30
+    while any(Path(f"/proc/{pid}").exists() for pid in below):
+        assert time.monotonic() < end, "processes of the sandbox are still there"
+        time.sleep(0.01)
+
+
+@pytest.mark.slow
+async def test_a_machine_that_loses_its_jail_says_so_and_the_next_episode_has_a_new_one() -> None:
+    interpreters = Interpreters(sandbox="jail")
+    made = await interpreters.open()
+    assert (await made.run("1 + 1", TIMELESS)).output == "2\n"
+    assert interpreters._process is not None
+    interpreters._process.kill()
+    interpreters._process.wait()
+    with pytest.raises(InfrastructureError):
+        await made.run("1 + 1", TIMELESS)
+    again = await interpreters.open()
+    assert (await again.run("1 + 1", TIMELESS)).output == "2\n"
+    interpreters.close()
