@@ -19,6 +19,7 @@ from typing import Final, Literal
 from msgspec import Struct
 
 from configs.schema import Config, StageConfig
+from configs.schema.debug import generates
 
 BUILT_IN: Final = (
     "prompts",
@@ -70,11 +71,11 @@ def chain(config: Config, head: str, passed: frozenset[str] = frozenset()) -> tu
 
 
 def path(config: Config) -> tuple[str, ...]:
-    """The stages that every group passes. Supervised training needs no generation.
+    """The stages that every group passes. Supervised training and saved batches need no generation.
 
     What stands behind the teacher keeps its place in a run without one.
     """
-    if config.train.loss_type == "sft_loss":
+    if not generates(config):
         return ("prompts", "train")
     behind = {head: tuple(stage.name for stage in chain(config, head)) for head in FOLLOWED}
     teacher = ("teacher",) if config.distill.use_opd else ()
@@ -84,7 +85,7 @@ def path(config: Config) -> tuple[str, ...]:
 
 def loops(config: Config) -> tuple[str, ...]:
     """Stages that take unfinished rollouts from generate and return them: tools, and the user's own loops."""
-    if config.train.loss_type == "sft_loss":
+    if not generates(config):
         return ()
     own = tuple(stage.name for stage in config.stage if stage.loop is not None)
     return ("tools", *own) if config.tools.tools else own
@@ -93,7 +94,7 @@ def loops(config: Config) -> tuple[str, ...]:
 def evaluates(config: Config) -> bool:
     """Whether the run has an evaluate stage."""
     asked = config.eval.eval_interval is not None and bool(config.eval.eval_prompt_data)
-    return asked and config.train.loss_type != "sft_loss"
+    return asked and generates(config)
 
 
 def engine_count(config: Config) -> int:
@@ -102,7 +103,7 @@ def engine_count(config: Config) -> int:
     `--rollout-num-gpus` says so only for SGLang's servers, the only engines that span GPUs. A rest of the division is a
     fault that `configs.rules.engine` tells.
     """
-    if config.train.loss_type == "sft_loss":
+    if not generates(config):
         return 0
     sglang = config.sglang
     if sglang.rollout_external_engine_addrs:
@@ -113,8 +114,8 @@ def engine_count(config: Config) -> int:
 
 
 def frozen_engines(config: Config) -> dict[str, str]:
-    """Name -> checkpoint or address of the engines whose weights never change. Supervised training asks none."""
-    if config.train.loss_type == "sft_loss":
+    """Name -> checkpoint or address of the engines whose weights never change. Training alone asks none."""
+    if not generates(config):
         return {}
     return {name: place for name, _, place in (entry.partition("=") for entry in config.engine.frozen_engine)}
 

@@ -28,7 +28,14 @@ QUICKSTART: Final = "quickstart"
 TOY: Final = "toy"
 # Keys that say what is trained; a command line with none of them has a toy problem put under it.
 _WORK: Final = ("data.prompt_data", "train.hf_checkpoint", "run.resume", "model.model")
-_NOT_HASHED: Final = ("run.run_dir", "run.resume", "run.deadline_s", "run.drain_s", "run.max_restarts")
+_NOT_HASHED: Final = (
+    "run.run_dir",
+    "run.resume",
+    "run.deadline_s",
+    "run.drain_s",
+    "run.max_restarts",
+    "debug.save_debug_rollout_data",
+)
 
 
 def load(argv: Sequence[str]) -> Loaded:

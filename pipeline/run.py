@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import shutil
 import sys
 import time
@@ -20,6 +21,7 @@ import msgspec
 from configs.load import config_hash, dump_toml
 from configs.resolve import num_rollout_for
 from configs.schema import Config
+from configs.schema.debug import DebugConfig, generates
 from models.checkpoint import Manifest, latest_checkpoint, remove_leftovers, resumable_checkpoint
 from models.import_path import add_working_directory
 from models.weights.slots_directory import SHARED_MEMORY, remove_if_stale, remove_stale
@@ -49,6 +51,7 @@ from stages.options import TrainOptions
 from stages.prompts.ledger import LedgerSnapshot
 from stages.prompts.stage import PromptStage
 from stages.staleness_gate import StalenessGate
+from stages.train.saved_batches import SavedBatches
 from stages.train.saved_groups import restorable
 
 Launchers = Callable[[RunDir, int], Launcher]  # where processes run, with so many threads each
@@ -94,7 +97,7 @@ def _run(config: Config, rundir: RunDir, launchers: Launchers) -> int:
         remove_stale(place)  # weight slots that killed runs left
     experiment = config_hash(config)
     config = prepare(config, rundir.path / "assets")
-    if config.engine.frozen_engine:
+    if config.engine.frozen_engine and generates(config):
         asyncio.run(check_frozen(config, load_tokenizer(config.train.hf_checkpoint)))
     found = resumable_checkpoint(rundir.checkpoints, _tell)
     if config.warm_start.warm_start_steps and found is None:
@@ -103,6 +106,8 @@ def _run(config: Config, rundir: RunDir, launchers: Launchers) -> int:
         config = _warm_start(config, rundir, launchers)
     elif config.warm_start.warm_start_steps:
         config = _with_model(config, rundir.path / "warm_start" / "model")
+    if config.debug.debug_rollout_only:
+        config = _untrained(config)
     with Phase(config, rundir, launchers, found, experiment, resolved) as phase:
         try:
             reason = phase.run()
@@ -150,6 +155,13 @@ def _warm_start(config: Config, rundir: RunDir, launchers: Launchers) -> Config:
     return _with_model(config, model)
 
 
+def _untrained(config: Config) -> Config:
+    """The configuration with a trainer that takes no time and gives the weights of the start as every version."""
+    replace = msgspec.structs.replace
+    train = replace(config.train, train_backend="simulated", simulated_step_s=0.0)
+    return replace(config, train=train, checkpoint=replace(config.checkpoint, save_interval=None))
+
+
 def _supervised(config: Config) -> Config:
     """The configuration of the warm start: the same machine with loss = sft and no engines."""
     replace = msgspec.structs.replace
@@ -181,6 +193,7 @@ def _supervised(config: Config) -> Config:
         tools=replace(config.tools, tools=()),
         checkpoint=replace(config.checkpoint, save_interval=None),
         observe=replace(config.observe, use_tensorboard=False),
+        debug=DebugConfig(),
         run=replace(config.run, scale={}),
         stage=(),
     )
@@ -296,15 +309,18 @@ class Phase:
             step = self.manifest.step if self.manifest else 0
             next_group = self.snapshot.next_group if self.snapshot else 0
             self.recorder.journal.begin_with(RolledBack(step, self.epoch, next_group, self.reopened, self.restored))
+        loads = self.config.debug.load_debug_rollout_data is not None
+        gate = StalenessGate.of(self.config)
         stage = PromptStage(
             StageContext(self.config, self.rundir.path, "prompts-0", self.recorder.spans),
             self.prompts,
-            StalenessGate.of(self.config),
+            dataclasses.replace(gate, max_staleness=0) if loads else gate,  # batch by batch, as they were saved
             self.recorder,
             snapshot=self.snapshot,
             restored=self.restored,
             eos_id=self.eos_id,
             encode=self.tokenizer.encode,
+            saved=SavedBatches(self.config) if loads else None,
         )
         self.recorder.ledger = stage.ledger
         controller = Controller(self.placement, stage, self.recorder, self.launcher)

@@ -5,6 +5,7 @@ StageError
 ├── FilterError          a filter cannot judge a group
 │   └── FilterNameError  a filter that does not exist, or whose argument cannot be read
 ├── NoVerdicts           the curriculum waits for pass rates, and the grader gives none
+├── SavedBatchError      a saved rollout batch cannot be trained
 ├── Starved              group after group was settled without being trained
 └── UntrainableGroup     the rewards of a group do not become advantages; it ends the group, not the run
 """
@@ -30,6 +31,10 @@ class FilterNameError(FilterError):
 
 class NoVerdicts(StageError):
     """The curriculum goes by pass rates, and the grader does not say which responses are correct."""
+
+
+class SavedBatchError(StageError):
+    """A saved rollout batch cannot be read, or not be trained with this configuration."""
 
 
 class Starved(StageError):

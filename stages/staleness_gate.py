@@ -21,13 +21,14 @@ import math
 from dataclasses import dataclass
 
 from configs.schema import Config
+from configs.schema.debug import generates
 from stages.group.filter_chain import filters_on
 
 
 def over_sampling(config: Config) -> int:
     """Groups that are in flight beyond those that the batches need: 0 unless filters are on."""
     wanted = config.filter.over_sampling_batch_size
-    if wanted is None or not filters_on(config.filter) or config.train.loss_type == "sft_loss":
+    if wanted is None or not filters_on(config.filter) or not generates(config):
         return 0
     return max(wanted - config.rollout.rollout_batch_size, 0)
 

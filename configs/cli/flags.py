@@ -47,6 +47,7 @@ SECTIONS: Final[Mapping[str, str]] = {
     "checkpoint": "Checkpoints",
     "observe": "Observation",
     "warm_start": "Supervised warm start",
+    "debug": "Debugging: saved rollout batches, parts of a run alone",
     "stage": "Custom stages",
 }
 

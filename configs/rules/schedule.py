@@ -8,6 +8,7 @@ from pathlib import Path
 from configs.load import CONFIG_FILE
 from configs.plan.parallel_layout import trainer_processes
 from configs.schema import Config
+from configs.schema.debug import generates
 
 
 def length_faults(config: Config) -> Iterator[str]:
@@ -97,11 +98,9 @@ def warnings(config: Config) -> Iterator[str]:
             "starts again from the checkpoint it began with; add --save-interval to save on the way"
         )
     evaluation = config.eval
-    if evaluation.eval_interval is not None and config.train.loss_type == "sft_loss":
-        yield (
-            "--eval-interval has no effect with --loss-type sft_loss: supervised training starts no engine to "
-            "evaluate with"
-        )
+    if evaluation.eval_interval is not None and not generates(config):
+        why = "--loss-type sft_loss" if config.train.loss_type == "sft_loss" else "--load-debug-rollout-data"
+        yield f"--eval-interval has no effect with {why}: no engine is started to evaluate with"
     if evaluation.eval_prompt_data and evaluation.eval_interval is None:
         yield "--eval-prompt-data is given but never used; add --eval-interval"
     interval = evaluation.eval_interval

@@ -13,7 +13,7 @@ from msgspec import Struct
 
 from configs.errors import ConfigError
 from configs.resolve import derive
-from configs.rules import algorithm, correction, engine, files, layout, model, parallel, reward, schedule, unread
+from configs.rules import algorithm, correction, debug, engine, files, layout, model, parallel, reward, schedule, unread
 from configs.schema import Config
 
 Check = Callable[[Config], Iterator[str]]
@@ -52,6 +52,7 @@ _FAULTS: Final[tuple[Check, ...]] = (
     parallel.model_faults,
     parallel.recompute_faults,
     parallel.lora_faults,
+    debug.debug_faults,
     unread.unread_faults,
     unread.bound_faults,
 )

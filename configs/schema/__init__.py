@@ -13,6 +13,7 @@ from configs.schema.asynchrony import AsyncConfig
 from configs.schema.correction import CorrectionConfig
 from configs.schema.critic import CriticConfig
 from configs.schema.data import DataConfig
+from configs.schema.debug import DebugConfig
 from configs.schema.distill import DistillConfig
 from configs.schema.engine import EngineConfig, SimulatedEngineConfig
 from configs.schema.evaluation import EvalConfig
@@ -37,6 +38,7 @@ __all__ = [
     "CorrectionConfig",
     "CriticConfig",
     "DataConfig",
+    "DebugConfig",
     "DistillConfig",
     "EngineConfig",
     "EvalConfig",
@@ -89,4 +91,5 @@ class Config(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     checkpoint: CheckpointConfig = CheckpointConfig()
     observe: ObserveConfig = ObserveConfig()
     warm_start: WarmStartConfig = WarmStartConfig()
+    debug: DebugConfig = DebugConfig()
     stage: tuple[StageConfig, ...] = ()

@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from msgspec import Meta, Struct
 
+from configs.schema.debug import generates
+
 if TYPE_CHECKING:
     from configs.schema import Config
 
@@ -37,12 +39,12 @@ class RouterConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
 
 
 def router_kind(config: Config) -> Literal["none", "sglang", "smg"]:
-    """Which router stands in front of the engines that generate, with `auto` decided. Supervised training has neither.
+    """Which router stands in front of the engines that generate, with `auto` decided. Without engines there is none.
 
     With `--router-address` it is one that runs already; of a kind that nothing names it is taken for sglang-router.
     """
     router = config.router
-    if config.train.loss_type == "sft_loss":
+    if not generates(config):
         return "none"
     if router.router != "auto":
         return router.router

@@ -13,6 +13,7 @@ from pathlib import Path
 import pipeline
 from configs.graph import engine_count, frozen_engines, is_address
 from configs.schema import Config
+from configs.schema.debug import generates
 from configs.schema.router import router_kind
 from models.engines.launch.command import tensor_parallel
 from models.engines.launch.environment import Installed, Part, find_python, probe
@@ -31,7 +32,7 @@ ROOT = Path(pipeline.__file__).parent.parent
 
 def parts(config: Config) -> tuple[Part, ...]:
     """What this run starts out of that environment."""
-    if config.train.loss_type == "sft_loss":
+    if not generates(config):
         return ()
     own = engine_count(config) > 0 and not config.sglang.rollout_external_engine_addrs
     frozen = any(not is_address(place) for place in frozen_engines(config).values())

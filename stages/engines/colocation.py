@@ -33,6 +33,7 @@ import msgspec
 from msgspec import Struct
 
 from configs.schema import Config
+from configs.schema.debug import generates
 from models.engines.client import EngineClient
 from models.engines.errors import EngineUnreachable
 from models.engines.memory import MemoryTag
@@ -71,11 +72,7 @@ class EngineMemory(Struct, frozen=True):
 
 def colocated(config: Config) -> bool:
     """Whether trainer and engines of this run take turns."""
-    return (
-        config.asynchrony.colocate
-        and config.train.loss_type != "sft_loss"
-        and not config.sglang.rollout_external_engine_addrs
-    )
+    return config.asynchrony.colocate and generates(config) and not config.sglang.rollout_external_engine_addrs
 
 
 def holder(topic: Topic) -> Device:

@@ -17,6 +17,7 @@ from typing import Protocol
 
 import msgspec
 
+from configs.schema.debug import generates
 from models.engines.noise import GOLDEN, MIX_1, MIX_2, mix
 from stages.base import Stage, StageContext, beside
 from stages.data.order import PromptOrder
@@ -37,6 +38,7 @@ from stages.prompts.curriculum import PassRateCurriculum
 from stages.prompts.demonstration import demonstration
 from stages.prompts.ledger import Ledger, LedgerSnapshot, OpenGroup
 from stages.staleness_gate import StalenessGate
+from stages.train.saved_batches import SavedBatches
 
 _MASK = (1 << 63) - 1
 
@@ -77,8 +79,11 @@ class PromptStage(Stage):
         restored: Collection[int] = (),
         eos_id: int | None = None,
         encode: Callable[[str], list[int]] | None = None,
+        saved: SavedBatches | None = None,
     ) -> None:
-        """`restored`: groups open in `snapshot` that the trainer holds complete: settled like all, not asked again."""
+        """`saved`: batches that take the place of generation.
+
+        `restored`: groups open in `snapshot` that the trainer holds complete: settled like all, not asked again."""
         super().__init__(context)
         data = context.config.data
         self.prompts, self.gate, self.hooks = prompts, gate, hooks
@@ -86,7 +91,8 @@ class PromptStage(Stage):
         self.order = PromptOrder(len(prompts), data.rollout_seed, data.rollout_shuffle)
         self.curriculum = PassRateCurriculum(data, self.order, snapshot.pass_rates if snapshot else None)
         self.supervised = context.config.train.loss_type == "sft_loss"
-        self.eos_id, self.encode = eos_id, encode
+        self.eos_id, self.encode, self.saved = eos_id, encode, saved
+        self.generates = generates(context.config)
         self.version = -1  # newest version that every live engine has applied
         self.steps = self.ledger.trained // gate.batch
         self.evals_pending = 0
@@ -103,7 +109,7 @@ class PromptStage(Stage):
     def capacity(self) -> int:
         if self.draining is not None:
             return 0
-        version = self.steps if self.supervised else self.version
+        version = self.version if self.generates else self.steps
         if version < 0:
             return 0
         return self.gate.capacity(version=version, trained=self.ledger.trained, open_groups=self.ledger.open)
@@ -138,7 +144,7 @@ class PromptStage(Stage):
         """Waits for the gate to open: an applied version, a settlement or a drain wakes it."""
         drained = False
         while True:
-            while self._again and self.draining is None and (self.supervised or self.version >= 0):
+            while self._again and self.draining is None and (self.version >= 0 or not self.generates):
                 await self._submit(self._again.popleft(), ports.outlets["out"])
             async with asyncio.TaskGroup() as sends:  # the hub's answers overlap
                 while self.capacity > 0:
@@ -168,7 +174,9 @@ class PromptStage(Stage):
         fresh = prompt.group(group.group_id, index, n_samples, sampling_seed(self.config.run.seed, group.group_id))
         message = msgspec.structs.replace(fresh, epoch=epoch, requeued=group.requeued)
         self.activity.items_out += 1
-        if self.supervised:
+        if self.saved is not None:
+            await outlet.send(await asyncio.to_thread(self.saved.group, group.group_id), message.key)
+        elif self.supervised:
             shown = demonstration(message, prompt, self.steps, eos_id=self.eos_id, encode=self.encode)
             await outlet.send(shown, message.key)
         else:
@@ -198,6 +206,7 @@ class PromptStage(Stage):
         self.trainer_up = True
         if report.groups:
             self.steps = report.step
+            self.version = self.version if self.generates else report.step
             if report.last:
                 self.gate = dataclasses.replace(self.gate, total=report.step)
             share = report.tokens // len(report.groups)

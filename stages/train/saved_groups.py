@@ -78,7 +78,13 @@ class RestoredLease:
 
 def write_groups(directory: Path, groups: Iterable[RolloutSlice]) -> None:
     """Add the groups to a checkpoint's draft. Raises CheckpointError."""
-    with explain_disk_errors(directory, remove=directory), (directory / BUFFER_FILE).open("wb") as file:
+    with explain_disk_errors(directory, remove=directory):
+        write_file(directory / BUFFER_FILE, groups)
+
+
+def write_file(path: Path, groups: Iterable[RolloutSlice]) -> None:
+    """One file of groups."""
+    with path.open("wb") as file:
         file.write(_FORMAT)
         for slice_ in groups:
             body = _encoder.encode(slice_)
@@ -114,6 +120,17 @@ def read_groups(checkpoint: Path, wanted: Collection[int]) -> list[RestoredLease
             f"{path} holds {len(found)} of the {len(wanted)} groups that are to be restored; use another checkpoint"
         )
     return found
+
+
+def read_file(path: Path) -> list[RolloutSlice]:
+    """All groups of a file. Raises ValueError, OSError or MsgspecError for one that cannot be read."""
+    with path.open("rb") as file:
+        if file.read(len(_FORMAT)) != _FORMAT:
+            raise ValueError("its messages are others")
+        try:
+            return [_decoder.decode(file.read(size)) for _, _, size in _records(file)]
+        except LayoutError as error:
+            raise ValueError("it is cut short") from error
 
 
 def _records(file: BinaryIO) -> Iterator[tuple[int, int, int]]:

@@ -24,6 +24,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, ParamSpec, TypeVar
 
+from configs.schema.debug import generates
 from models.train.trainer_group.rank_spec import MEETING, Rendezvous, needs_trainer_group
 from stages.base import Stage, StageContext, beside
 from stages.engines.colocation import TrainerTurn
@@ -35,6 +36,7 @@ from stages.sample_log import SampleLog, drop_after
 from stages.train.batch import Batch, slice_sequences
 from stages.train.checkpoints import Checkpoints
 from stages.train.held_groups import HeldGroups
+from stages.train.saved_batches import save_batch
 from stages.train.saved_groups import read_groups
 from stages.train.weight_barrier import await_landing
 
@@ -54,7 +56,7 @@ class TrainStage(Stage):
         config = context.config
         self.batch_groups = config.rollout.rollout_batch_size
         self.total = config.rollout.num_rollout or 0
-        self.supervised = config.train.loss_type == "sft_loss"
+        self.supervised, self.generates = config.train.loss_type == "sft_loss", generates(config)
         self.options = context.given(TrainOptions)
         self.steps, self.epoch = self.options.start_step, self.options.epoch
         self.backend: TrainBackend  # from setup on
@@ -76,7 +78,7 @@ class TrainStage(Stage):
         await self._in_torch(self.backend.setup)
         if self.options.resume_from:
             await self._in_torch(self.backend.load, Path(self.options.resume_from))
-        if not self.supervised:
+        if self.generates:
             source = Path(self.config.train.hf_checkpoint)
             self.weights = WeightPublisher(self.config, Path(self.options.slots), source, self.context.run_dir)
 
@@ -119,7 +121,7 @@ class TrainStage(Stage):
         )
         async with beside(self.groups.watch_drain(ports.topic), self.groups.read()):
             self.turn = TrainerTurn(self.config, ports.topic, self._in_torch, self.backend)
-            pinned, publishes = self._evaluates(self.steps), not self.supervised
+            pinned, publishes = self._evaluates(self.steps), self.generates
             await self._report(ports, StepDone(self.steps, self.steps, (), {}, 0, pinned=pinned, publishes=publishes))
             await self._publish(ports, first=True)
             while self.steps < self.total and await self._train_batch(ports):
@@ -141,7 +143,7 @@ class TrainStage(Stage):
         Before they are settled: the checkpoint's ledger has them open, and a resume undoes the settlements of a drain.
         Demonstrations cost nothing to make again.
         """
-        early = self.steps < self.total and not self.supervised
+        early = self.steps < self.total and self.generates
         if self.groups.drained is not None and self.checkpoints.lacks(self.steps, groups=early):
             await self.checkpoints.save(self.steps)
 
@@ -185,7 +187,9 @@ class TrainStage(Stage):
     @property
     def _waits_for_all(self) -> bool:
         """Whether nothing is computed before the batch is complete: the order counts, or the device is the engines'."""
-        return self.config.run.deterministic or self.turn.on
+        debug = self.config.debug  # saved and trained again, a batch must give the same to the bit
+        replayed = debug.save_debug_rollout_data is not None or debug.load_debug_rollout_data is not None
+        return self.config.run.deterministic or self.turn.on or replayed
 
     async def _compute(self, batch: Batch, function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
         clock = time.perf_counter()
@@ -216,7 +220,7 @@ class TrainStage(Stage):
         reached = self._target_reached(metrics)
         last = reached or self.steps >= self.total
         interval = self.config.asynchrony.update_weights_interval
-        due = not self.supervised and (last or self.steps % interval == 0)
+        due = self.generates and (last or self.steps % interval == 0)
         metrics["perf/step_time"] = time.perf_counter() - started_s
         report = StepDone(
             step=self.steps,
@@ -234,6 +238,8 @@ class TrainStage(Stage):
         await self._report(ports, report)
         for group_id in batch.group_ids:  # where the arrows of a group end in the trace
             self.context.spans.add("trained", time.time(), 0.0, group=group_id, detail=f"step {self.steps}")
+        if (file := self.config.debug.save_debug_rollout_data) is not None and not self.supervised:
+            await asyncio.to_thread(save_batch, file, self.steps - 1, [lease.message for lease in batch.leases])
         await self.samples.trained(self.steps, [lease.message for lease in batch.leases])
         self.groups.release(batch.leases)
         self.activity.items_out += len(batch.leases)
@@ -261,7 +267,7 @@ class TrainStage(Stage):
 
     def _evaluates(self, version: int) -> bool:
         evaluation = self.config.eval
-        if self.supervised or not evaluation.eval_prompt_data or evaluation.eval_interval is None:
+        if not self.generates or not evaluation.eval_prompt_data or evaluation.eval_interval is None:
             return False
         if version == 0 and evaluation.skip_eval_before_train:
             return False

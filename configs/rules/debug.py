@@ -1,0 +1,68 @@
+"""Parts of a run alone, and saved rollout batches."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from configs.schema import Config
+from configs.schema.debug import batch_file
+
+
+def debug_faults(config: Config) -> Iterator[str]:
+    debug = config.debug
+    saved, loaded = debug.save_debug_rollout_data, debug.load_debug_rollout_data
+    yield from _template_faults("--save-debug-rollout-data", saved)
+    yield from _template_faults("--load-debug-rollout-data", loaded)
+    if debug.debug_rollout_only and (debug.debug_train_only or loaded is not None):
+        other = "--debug-train-only" if loaded is None else "--load-debug-rollout-data"
+        yield f"--debug-rollout-only generates and {other} does not; leave one of them out"
+    if debug.debug_train_only and loaded is None and config.train.loss_type != "sft_loss":
+        yield (
+            "--debug-train-only starts no engine, so that there is nothing to train on; give --load-debug-rollout-data "
+            "with batches that an earlier run saved, or --loss-type sft_loss"
+        )
+    if saved is not None and config.rollout.num_rollout != 1 and _names_no_batch(saved):
+        yield (
+            f"--save-debug-rollout-data is {saved!r}, so that each batch would replace the one before; write "
+            "{rollout_id} somewhere in it"
+        )
+    if loaded is None:
+        return
+    if config.train.loss_type == "sft_loss":
+        yield "--load-debug-rollout-data holds rollouts, and --loss-type sft_loss trains on labels; leave one out"
+    if config.run.resume is not None:
+        yield (
+            "--resume with --load-debug-rollout-data: batches would be cut differently; start the run again, which "
+            "generates nothing"
+        )
+    yield from _missing_faults(loaded, config.rollout.num_rollout)
+
+
+def _template_faults(label: str, template: str | None) -> Iterator[str]:
+    try:
+        if template is not None:
+            batch_file(template, 0)
+    except ValueError as error:
+        yield f"{label} is {template!r}, but {error}; write {{rollout_id}}"
+
+
+def _names_no_batch(template: str) -> bool:
+    try:
+        return batch_file(template, 0) == batch_file(template, 1)
+    except ValueError:
+        return False
+
+
+def _missing_faults(template: str, batches: int | None) -> Iterator[str]:
+    """Which batch is not there, before anything is trained."""
+    try:
+        missing = next((n for n in range(batches or 1) if not Path(batch_file(template, n)).is_file()), None)
+    except ValueError:
+        return
+    if missing is not None:
+        cure = "correct the path" if missing == 0 else f"set --num-rollout to at most {missing}"
+        yield (
+            f"--load-debug-rollout-data is {template!r}, but there is no {batch_file(template, missing)} for batch "
+            f"{missing}; {cure}"
+        )

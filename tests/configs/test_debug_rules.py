@@ -1,0 +1,53 @@
+"""What parts of a run alone exclude, told before anything starts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from configs.graph import engine_count, loops, path
+from configs.rules.debug import debug_faults
+from configs.schema import Config
+
+
+def a_config(**sections: Any) -> Config:
+    return msgspec.convert({"rollout": {"num_rollout": 2}, **sections}, Config)
+
+
+@pytest.mark.parametrize(
+    ("sections", "words"),
+    [
+        ({"debug": {"debug_train_only": True}}, "nothing to train on; give --load-debug-rollout-data"),
+        ({"debug": {"debug_train_only": True, "debug_rollout_only": True}}, "--debug-train-only does not"),
+        ({"debug": {"debug_rollout_only": True, "load_debug_rollout_data": "x"}}, "--load-debug-rollout-data does not"),
+        ({"debug": {"save_debug_rollout_data": "all.msgpack"}}, "each batch would replace the one before"),
+        ({"debug": {"save_debug_rollout_data": "{step}"}}, "the only name in braces is {rollout_id}"),
+        ({"debug": {"load_debug_rollout_data": "/no/{}"}}, "the only name in braces is {rollout_id}"),
+        ({"debug": {"load_debug_rollout_data": "/no/{rollout_id}"}}, "there is no /no/0 for batch 0; correct the path"),
+        ({"debug": {"load_debug_rollout_data": "x"}, "run": {"resume": "y"}}, "cut differently"),
+        ({"debug": {"load_debug_rollout_data": "x"}, "train": {"loss_type": "sft_loss"}}, "leave one out"),
+    ],
+)
+def test_faults(sections: dict[str, Any], words: str) -> None:
+    faults = list(debug_faults(a_config(**sections)))
+    assert any(words in fault for fault in faults), faults
+
+
+def test_a_missing_batch_is_named_with_the_length_that_works(tmp_path: Path) -> None:
+    (tmp_path / "0").touch()
+    config = a_config(debug={"load_debug_rollout_data": str(tmp_path / "{rollout_id}")})
+    (fault,) = debug_faults(config)
+    assert f"no {tmp_path}/1 for batch 1; set --num-rollout to at most 1" in fault
+    (tmp_path / "1").touch()
+    assert not list(debug_faults(config))
+
+
+def test_saved_batches_need_neither_engines_nor_tools() -> None:
+    config = a_config(debug={"load_debug_rollout_data": "x"}, tools={"tools": ["calculator"]})
+    assert path(config) == ("prompts", "train")
+    assert loops(config) == ()
+    assert engine_count(config) == 0
+    assert not list(debug_faults(a_config(debug={"debug_train_only": True}, train={"loss_type": "sft_loss"})))
