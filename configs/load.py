@@ -28,14 +28,8 @@ QUICKSTART: Final = "quickstart"
 TOY: Final = "toy"
 # Keys that say what is trained; a command line with none of them has a toy problem put under it.
 _WORK: Final = ("data.prompt_data", "train.hf_checkpoint", "run.resume", "model.model")
-_NOT_HASHED: Final = (
-    "run.run_dir",
-    "run.resume",
-    "run.deadline_s",
-    "run.drain_s",
-    "run.max_restarts",
-    "debug.save_debug_rollout_data",
-)
+_ENDS: Final = ("run.deadline_s", "run.drain_s", "run.max_restarts", "run.stall_notice_s", "run.stall_limit_s")
+_NOT_HASHED: Final = ("run.run_dir", "run.resume", "debug.save_debug_rollout_data", *_ENDS)
 
 
 def load(argv: Sequence[str]) -> Loaded:

@@ -24,13 +24,14 @@ from collections.abc import Iterator
 
 import msgspec
 
-from pipeline.errors import DrainTimeout
+from pipeline.errors import DrainTimeout, Stalled
 from pipeline.hosts.launcher import Launcher
 from pipeline.hosts.other_host import publish_files
 from pipeline.hosts.rendezvous import CONFIG, Keys, make_keys
 from pipeline.observe.monitor import Monitor
 from pipeline.observe.prometheus import endpoint
 from pipeline.observe.stats import STATS_PREFIX
+from pipeline.observe.waits import Waits
 from pipeline.placement import Placement
 from pipeline.record.recorder import Recorder
 from pipeline.stream_limits import stream_spec
@@ -73,15 +74,26 @@ class Controller:
                 hub = self.hubs[stream.name] = await node.hub(spec, dead_letters)
                 self.placement.addresses[stream.name] = hub.address
             runner = self._runner(node, topic, Announcer(topic, self.hubs, self.recorder), keys)
-            monitor = Monitor(self.stage, self.recorder, self.hubs, topic)
+            waits = Waits(self.placement, self.stage, self.recorder.view, self.hubs, topic)
+            monitor = Monitor(self.stage, self.recorder, self.hubs, waits)
             observe = self.config.observe
             served = endpoint(observe.prometheus_host, observe.prometheus_port, monitor.facts)
             with self._signals(), monitor:
                 async with served, beside(monitor.run(), self._deadline()), asyncio.TaskGroup() as tasks:
                     replicas = tasks.create_task(runner.run())
                     stage = tasks.create_task(self.stage.run(await self._ports(node, topic.address)))
-                    await self._until_completed(replicas)
-                    await self._end(topic, runner, replicas, stage)
+                    try:
+                        await self._until_completed(replicas)
+                        await self._end(topic, runner, replicas, stage)
+                    except DrainTimeout as error:
+                        raise self._stalled(f"; {error}") if self._stall is not None else error from None
+        if self._stall is not None:
+            raise self._stalled()
+
+    _stall: str | None = None  # what waits for what, once that has ended the run
+
+    def _stalled(self, more: str = "") -> Stalled:
+        return Stalled(f"{self._stall}{more}; continue with --resume {self.rundir.path}")
 
     def _runner(self, node: Node, topic: TopicServer, lifecycle: Lifecycle, keys: Keys) -> Runner:
         kind = TaskRunner if self.config.run.runner == "inprocess" else ProcessRunner
@@ -114,6 +126,9 @@ class Controller:
                 async with asyncio.timeout(0.5):
                     await completed.wait()
                     return
+            if self.stage.draining is None and (stall := self.recorder.stalls.over) is not None:
+                self._stall = stall
+                self.stage.drain("nothing moved any more")
             self._check_drain()
             if self.rundir.gone:  # a write may make its directory anew, so that nothing fails and nothing is kept
                 raise FileNotFoundError(errno.ENOENT, "the run directory is gone", str(self.rundir.path))

@@ -75,6 +75,10 @@ class ReplicaFailed(RunError):
     """A stage replica ended and will not be restarted."""
 
 
+class Stalled(RunError):
+    """Nothing moved any more; the message says what waited for what."""
+
+
 class DrainTimeout(RunError):
     """The drain took longer than its deadline; the message says what was left."""
 

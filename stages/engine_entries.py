@@ -21,6 +21,7 @@ from stages.ports import Readable
 ADDRESS: Final = "engine/"
 DIRECTORY: Final = "directory/"
 RETRACTED: Final = "retracted/"  # topic `retracted/<client>`: how often its requests were retracted, as a number
+ASKED: Final = "/asked_s"  # end of the figure in which a client tells how long an engine's oldest request is under way
 KEYS: Final = (ADDRESS, DIRECTORY)  # what to wait for: an entry begins and ceases to count with its address
 POLICY: Final = "policy"  # the policy that the run trains; every frozen model has its own name
 

@@ -325,7 +325,7 @@ class EngineEntry(EngineAddress, frozen=True):
     update_s: float = 0.0
     stall_s: float = 0.0
     checksum: str = ""  # over the engine's tensors, if they are compared
-    detail: str = ""  # why it is away, for people
+    detail: str = ""  # why it is away, or lacks the newest weights; for people
 
     @property
     def label(self) -> str | None:

@@ -29,7 +29,7 @@ from transport.ports.hub import Hub
 from transport.ports.inlet import Inlet
 from transport.ports.outlet import Outlet
 from transport.ports.topic import TopicClient, TopicServer
-from transport.spec import DeadLetter, HubStats, StreamSpec
+from transport.spec import DeadLetter, Held, HubStats, StreamSpec
 
 __all__ = [
     "AddressError",
@@ -42,6 +42,7 @@ __all__ = [
     "ByteServer",
     "DeadLetter",
     "DecodeError",
+    "Held",
     "Hub",
     "HubStats",
     "Inlet",

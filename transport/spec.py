@@ -50,6 +50,15 @@ class DeadLetter:
 
 
 @dataclass(frozen=True, slots=True)
+class Held:
+    """One message in a hub's custody, for people who ask what it waits for."""
+
+    key: str
+    holder: str  # replica that has it; empty while it waits for one
+    seconds: float  # since the holder got it; 0 while it waits
+
+
+@dataclass(frozen=True, slots=True)
 class HubStats:
     """Counters of one hub. `accepted == settled + dead_letters + queued + leased` at all times."""
 

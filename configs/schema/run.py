@@ -25,6 +25,14 @@ class RunConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
         Meta(description="drain and stop after this many seconds"),
     ] = None
     drain_s: Annotated[float, Meta(gt=0, description="most seconds that a drain may take")] = 30.0
+    stall_notice_s: Annotated[
+        float,
+        Meta(gt=0, description="seconds without a trained or settled group after which the run says what it waits for"),
+    ] = 60.0
+    stall_limit_s: Annotated[
+        float,
+        Meta(gt=0, description="seconds in which nothing moves between the stages, after which the run is ended"),
+    ] = 7200.0
     max_restarts: Annotated[
         int, Meta(ge=0, description="restarts of one process within an hour before the run is given up")
     ] = 5

@@ -8,11 +8,12 @@ from collections.abc import Mapping
 
 from pipeline.observe.prometheus import Facts
 from pipeline.observe.table import open_display
+from pipeline.observe.waits import Waits
 from pipeline.record.recorder import Recorder
 from pipeline.supervise.announce import read_fleet
 from stages.engine_entries import addresses
 from stages.prompts.stage import PromptStage
-from transport import Hub, TopicServer
+from transport import Hub
 
 REFRESH_S = 0.5
 
@@ -20,8 +21,8 @@ REFRESH_S = 0.5
 class Monitor:
     """Feeds a display twice a second. A context manager."""
 
-    def __init__(self, stage: PromptStage, recorder: Recorder, hubs: Mapping[str, Hub], topic: TopicServer) -> None:
-        self.stage, self.recorder, self.hubs, self.topic = stage, recorder, hubs, topic
+    def __init__(self, stage: PromptStage, recorder: Recorder, hubs: Mapping[str, Hub], waits: Waits) -> None:
+        self.stage, self.recorder, self.hubs, self.waits, self.topic = stage, recorder, hubs, waits, waits.topic
         observe = recorder.config.observe
         self.display = open_display(observe.live, log_interval=observe.log_interval)
         self._engines: dict[str, str | None] = {}  # every engine seen, with its address while it has one
@@ -49,6 +50,7 @@ class Monitor:
         self.recorder.observe(self.topic, queues, self.stage.capacity, self.stage.version)
         self.display.update(self.recorder.view.snapshot(time.monotonic()))
         self._watch_engines()
+        self._watch_progress()
 
     def facts(self) -> Facts:
         """What /metrics tells of the run."""
@@ -61,6 +63,15 @@ class Monitor:
             engines=self._engines,
             router=self._router_metrics(),
         )
+
+    def _watch_progress(self) -> None:
+        """Say what waits for what, where nothing was trained for long."""
+        now, ledger = time.monotonic(), self.stage.ledger
+        done = (ledger.admitted - ledger.open, self.stage.steps, self.stage.trainer_up, len(self.recorder.evals))
+        moved = sum(hub.stats().accepted for hub in self.hubs.values())
+        said = self.recorder.stalls.look(now, done, moved, lambda quiet_s: self.waits.sentence(now, quiet_s))
+        if said is not None:
+            self.recorder.say(said)
 
     def _watch_engines(self) -> None:
         """An engine keeps its place when its address goes: it is lost, not gone."""

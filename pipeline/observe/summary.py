@@ -18,6 +18,7 @@ import msgspec
 from msgspec import Struct
 
 from pipeline.observe.errors import SummaryError
+from pipeline.observe.stalls import Stall
 from pipeline.observe.stats import LedgerCounts
 from pipeline.observe.table import duration, number, quantity
 from pipeline.record.whole_file import write_json
@@ -118,6 +119,7 @@ class RunSummary(Struct, frozen=True, kw_only=True):
     engine: EngineSummary = EngineSummary()
     router: RouterSummary = RouterSummary()
     restarts: dict[str, int] = {}  # by replica
+    stalls: tuple[Stall, ...] = ()  # times in which nothing was trained for longer than --stall-notice-s
     seed: int = 0
     config_hash: str = ""
     versions: dict[str, str] = {}  # of python and packages
@@ -247,6 +249,9 @@ def _results(summary: RunSummary) -> list[tuple[str, str]]:
     counts = summary.groups
     groups = f"{counts.trained} trained, {counts.filtered} filtered, {counts.stale} stale, {counts.failed} failed"
     rows.append(("groups", f"{groups}, {counts.surplus} surplus, {counts.open} open"))
+    if summary.stalls:
+        longest = max(stall.seconds for stall in summary.stalls)
+        rows.append(("stalls", f"{len(summary.stalls)}, the longest of {duration(longest)}; see summary.json"))
     if any(summary.restarts.values()):
         rows.append(("restarts", ", ".join(f"{stage} {n}" for stage, n in summary.restarts.items() if n)))
     return rows

@@ -130,7 +130,7 @@ def render(snapshot: RunSnapshot, width: int, notes: tuple[str, ...] = ()) -> Re
     if snapshot.engines:
         lines += [_engines(snapshot.engines, width), blank]
     lines += _footer(snapshot)
-    lines += [Text(f"  {note}", style="dim", overflow="ellipsis", no_wrap=True) for note in notes]
+    lines += [Text(f"  {note}", style="dim", overflow="fold") for note in notes]
     return Group(*lines)
 
 

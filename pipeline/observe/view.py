@@ -14,6 +14,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from pipeline.observe.stats import COUNTERS, EngineRow, LedgerCounts, RunSnapshot, StageRow, StageStats
+from stages.engine_entries import ASKED
 
 ENGINE_BUSY = "engine_busy_s"  # busy seconds of all engines, as the engines stage tells them
 IDLE = "/idle"  # end of the name under which the engines stage tells an engine's idle share
@@ -177,6 +178,16 @@ class RunView:
                 busy["generate"] = generating - replica.first_engine_s
                 seconds["generate"] = length * engines
         return {stage: busy[stage] / seconds[stage] for stage in busy if seconds[stage] > 0}
+
+    def asked_s(self) -> dict[str, float]:
+        """Engine -> seconds that the oldest request under way at it has taken so far."""
+        found: dict[str, float] = {}
+        for key, replica in self._replicas.items():
+            for name, seconds in replica.newest.extra.items():
+                if name.endswith(ASKED) and key not in self._retired:
+                    engine = name.removesuffix(ASKED)
+                    found[engine] = max(seconds, found.get(engine, 0.0))
+        return found
 
     def extra(self, stage: str, name: str) -> float:
         """Sum over the stage's replicas of the newest value of one of their own figures; 0 if none reports it."""

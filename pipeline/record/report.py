@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import time
 from statistics import fmean
 
 from configs.graph import engine_count
@@ -116,6 +117,7 @@ def summarise(recorder: Recorder, config: Config, reason: str) -> RunSummary:
         engine=engines_of(recorder, config),
         router=router_of(recorder, config),
         restarts=dict(recorder.restarts),
+        stalls=recorder.stalls.stalls(time.monotonic()),
         seed=config.run.seed,
         config_hash=recorder.experiment,
         versions=package_versions(),

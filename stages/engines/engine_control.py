@@ -45,6 +45,7 @@ from stages.ports import Topic, WeightsSource, read_value
 log = logging.getLogger("sluice.engines")
 
 RETRY_S = 0.25  # doubled at each failure in a row
+MOST_DETAIL = 300  # characters
 MOST_RETRY = 32  # times RETRY_S, between two tries
 
 
@@ -191,8 +192,10 @@ class EngineControl:
             self._in_full = self._in_full or isinstance(error, ChecksumDiffers)
             if self._paused:  # else it goes on serving the weights that it has
                 self.current = None
-            await self.publish(topic, state="serving" if self.current is not None else "loading", fetching=-1)
-            await self._failed(topic, f"the update to version {announcement.version} failed: {error}")
+            reason = f"the update to version {announcement.version} failed: {error}"
+            state = "serving" if self.current is not None else "loading"
+            await self.publish(topic, state=state, fetching=-1, detail=reason[:MOST_DETAIL])
+            await self._failed(topic, reason)
         else:
             self._in_a_row = 0
 

@@ -97,7 +97,7 @@ class GenerateStage(Stage):
                     if asked:
                         await self.turns.take(group, asked, leaving.put)
                 leaving.all_here.set()
-            tokens = leaving.tokens - sum(s.length for s in samples)
+            tokens = max(0, leaving.tokens - sum(s.length for s in samples))  # what a tool added may have been cut
             self.activity.tokens += tokens
             said.append(f"{tokens} tokens")
             if leaving.versions:

@@ -43,6 +43,7 @@ class InFlightRequest:
 
     def __init__(self) -> None:
         self.why = ""
+        self.began_s = time.monotonic()
         self._scope: asyncio.Timeout | None = None
 
     @asynccontextmanager
@@ -187,6 +188,12 @@ class EngineDirectory:
         targets = list(targets)
         labels = {target.entry.label for target in targets if target.entry is not None}
         return labels.pop() if len(labels) == 1 and all(target.settled for target in targets) else None
+
+    def asked_s(self) -> dict[str, float]:
+        """Seconds that the oldest request under way has taken so far, by the place that it was sent to."""
+        targets = [*self.engines.values(), *([self.router] if self.router is not None else [])]
+        now = time.monotonic()
+        return {t.name: now - min(f.began_s for f in t.flights) for t in targets if t.flights}
 
     async def _update(self, topic: Topic) -> None:
         """Take what the topic says now."""

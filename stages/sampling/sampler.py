@@ -26,7 +26,7 @@ from configs.schema import Config
 from models.engines.errors import EngineError, EngineProtocolError, EngineTimeout, EngineUnreachable
 from models.engines.noise import sample_seed
 from models.engines.protocol import GenerateRequest
-from stages.engine_entries import POLICY, RETRACTED
+from stages.engine_entries import ASKED, POLICY, RETRACTED
 from stages.messages import Complaint
 from stages.ports import Topic
 from stages.sampling.attempt import Attempt
@@ -334,6 +334,9 @@ class Sampler:
         told = 0
         while True:
             await asyncio.sleep(REPORT_INTERVAL_S)
+            for key in [key for key in self.extra if key.endswith(ASKED)]:
+                del self.extra[key]
+            self.extra |= {f"{name}{ASKED}": seconds for name, seconds in self.directory.asked_s().items()}
             if self.retractions != told:
                 told = self.retractions
                 await topic.publish(f"{RETRACTED}{self.replica}", str(told).encode())

@@ -95,6 +95,8 @@ async def test_tokens_of_a_tool_count_towards_the_longest_response(tmp_path: Pat
         assert sample.status == "truncated"
         assert sample.response_length <= 64
         assert sample.fault() is None
+        await until(lambda: not world.rig.hubs["generate.return"].stats().leased)
+        assert world.stage.activity.tokens == single.samples[0].response_length, "what was cut is not taken back"
 
 
 async def test_continued_samples_of_a_group_never_share_their_noise(

@@ -41,6 +41,7 @@ class Item:
     state: Literal["queued", "leased", "gone"] = "queued"
     started: bool = False
     serial: int = 0  # of its newest delivery
+    leased_at: float = 0.0  # time of that
     holder: ConsumerPeer | None = None
     last: ConsumerPeer | None = None  # who had it before; another one is preferred next
     suspect: bool = False

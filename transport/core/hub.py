@@ -20,7 +20,7 @@ from transport.core.custody import Body, Custody
 from transport.core.dedup import SeqWindow
 from transport.core.dispatch import Dispatch
 from transport.core.peers import ConsumerPeer, ProducerPeer
-from transport.spec import HubStats, StreamSpec
+from transport.spec import Held, HubStats, StreamSpec
 from transport.wire import (
     PROTOCOL,
     Accepted,
@@ -158,6 +158,7 @@ class HubCore:
                     consumer.told_end = False  # whoever still beats may have missed it
                 consumer.beat = False
         for item, consumer in self.dispatch.assign(now):
+            item.leased_at = now
             self._out.append(Send(consumer.route, self.custody.lease(item, consumer), item.body))
         if self.ended:
             for consumer in self.consumers.values():
@@ -214,6 +215,15 @@ class HubCore:
             settled=held.settled,
             malformed=self.malformed,
         )
+
+    def held(self, now: float) -> list[Held]:
+        """All messages in custody, oldest first."""
+        return [
+            Held(item.key, "", 0.0)
+            if item.holder is None
+            else Held(item.key, item.holder.replica, now - item.leased_at)
+            for item in self.custody.items.values()
+        ]
 
     def _peers(self) -> list[ProducerPeer | ConsumerPeer]:
         return [*self.producers.values(), *self.consumers.values()]

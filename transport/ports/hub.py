@@ -13,7 +13,7 @@ from transport.core.custody import Body
 from transport.core.hub import HubCore, Send
 from transport.ports.endpoint import CorePort
 from transport.ports.inlet import body_frames
-from transport.spec import DeadLetter, HubStats
+from transport.spec import DeadLetter, Held, HubStats
 from transport.wire import AnyMessage, Put, ToHub, encode
 
 PROBE_DELAYS_S = (0.01, 0.1)  # a broken connection is reported a moment before its route is closed
@@ -36,6 +36,10 @@ class Hub(CorePort):
 
     def stats(self) -> HubStats:
         return self.core.stats()
+
+    def held(self) -> list[Held]:
+        """All messages in custody, and who has had each of them for how long."""
+        return self.core.held(self.loop.time())
 
     def finish(self) -> None:
         """Nothing more will be sent: consumers get END as soon as everything is settled."""

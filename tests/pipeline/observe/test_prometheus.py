@@ -203,7 +203,7 @@ def test_an_engine_that_is_lost_keeps_its_place(tmp_path: Path) -> None:
         dead_letters=[],
         rundir=SimpleNamespace(fleet=tmp_path / "fleet.json"),
     )
-    monitor = Monitor(SimpleNamespace(), recorder, {}, topic)  # type: ignore[arg-type]
+    monitor = Monitor(SimpleNamespace(), recorder, {}, SimpleNamespace(topic=topic))  # type: ignore[arg-type]
     assert monitor.facts().engines == {"engine-0": "http://a", "frozen-t": "http://t"}
     assert monitor.facts().router is None
     del known["engine/engine-0"]
