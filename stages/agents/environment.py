@@ -50,6 +50,7 @@ class Turn(Struct, frozen=True):
     text: str  # as the model wrote it
     truncated: bool = False  # it ran into a length limit: nothing more will come of this episode
     malformed: str = ""  # what is wrong with its tool call, in words for the model
+    last: bool = False  # no turn can follow (--max-turns, or truncated): say what the episode is worth
 
 
 class Step(Struct, frozen=True):
@@ -101,8 +102,11 @@ class Tasks(Protocol):
     """What the class of an environment may have besides: tasks of its own, for `prompt_data = ["<environment>"]`."""
 
     @classmethod
-    def tasks(cls, split: Literal["train", "heldout"], seed: int) -> Iterator[Mapping[str, Any]]:
-        """Rows for the data: metadata of each task, in any number; as many as are wanted are taken."""
+    def tasks(cls, split: Literal["train", "heldout"], seed: int, **options: Any) -> Iterator[Mapping[str, Any]]:
+        """Rows for the data: metadata of each task, in any number; as many as are wanted are taken.
+
+        `options`: those of the table that it has parameters for.
+        """
 
 
 class Endpoint(Struct, frozen=True):

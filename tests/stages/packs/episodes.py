@@ -15,9 +15,13 @@ class Episode:
         self.environment = environment
         self.turns = 0
 
-    async def start(self, question: str = "", *, seed: int = 0, metadata: Mapping[str, object] | None = None) -> Start:
+    @staticmethod
+    def task(question: str = "", *, seed: int = 0, metadata: Mapping[str, object] | None = None) -> Task:
         messages = (Message("user", question),) if question else ()
-        return await self.environment.reset(Task(messages, metadata=metadata or {}, seed=seed))
+        return Task(messages, metadata=metadata or {}, seed=seed)
+
+    async def start(self, question: str = "", *, seed: int = 0, metadata: Mapping[str, object] | None = None) -> Start:
+        return await self.environment.reset(self.task(question, seed=seed, metadata=metadata))
 
     async def say(self, text: str, *calls: ToolCall, malformed: str = "", truncated: bool = False) -> Step:
         message = Message("assistant", text, tool_calls=calls)

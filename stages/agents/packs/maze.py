@@ -1,0 +1,185 @@
+"""Pack: a maze in text. The model walks by saying n, e, s or w, and sees after each turn where it is.
+
+    [[environment]]
+    name = "maze"
+    options = { size = 4, view = "near" }
+
+Mazes are made from a number, the same for all rollouts of a group: every place can be reached in one way, unless `open`
+takes more walls away. Two views: `map` draws all of it, `near` says how far the end is and which ways are open,
+`end e2 s1: n s` for two steps east and one south, with openings to the north and the south.
+
+Invariants: the shortest way is known; an episode ends at the end of the maze, with reward 1, or with reward 0 after
+`max_moves` moves, counting those into walls and turns without any.
+"""
+
+from __future__ import annotations
+
+import random
+import re
+from collections import deque
+from collections.abc import Iterator, Mapping
+from itertools import count
+from typing import Any, Final, Literal
+
+from stages.agents.environment import Start, Step, Task, Turn
+from stages.agents.messages import Message
+
+Cell = tuple[int, int]  # row, column
+
+STEPS: Final[Mapping[str, Cell]] = {"n": (-1, 0), "e": (0, 1), "s": (1, 0), "w": (0, -1)}
+_WORD: Final = re.compile(r"\b(north|east|south|west|[nesw])\b", re.IGNORECASE)
+_RUN: Final = re.compile(r"[nesw]+", re.IGNORECASE)
+_HELDOUT: Final = 1 << 40  # numbers of mazes from here on are never trained
+_MOST_CHARS: Final = 2000  # of a turn that are read: its end
+INSTRUCTIONS: Final = {
+    "map": "Find the way from A to the end B of a maze. # is a wall. Write your moves in the last line: n, e, s or w.",
+    "near": "Find the way to the end of a maze. You are told how far it is, as in 'e2 s1' for two steps east and one "
+    "south, and behind the colon which ways are open. Write your moves in the last line: n, e, s or w.",
+}
+
+
+class Grid:
+    """A maze of size x size cells from the upper left corner to the lower right one."""
+
+    def __init__(self, size: int, number: int, open_share: float = 0.0) -> None:
+        chosen = random.Random(f"maze {size} {number} {open_share}")
+        self.size = size
+        self.goal: Cell = (size - 1, size - 1)
+        self._ways: dict[Cell, set[str]] = {(row, column): set() for row in range(size) for column in range(size)}
+        stack: list[Cell] = [(0, 0)]
+        seen = {(0, 0)}
+        while stack:  # depth first, as far as it goes
+            ways = [
+                way for way in STEPS if (beyond := self._beyond(stack[-1], way)) in self._ways and beyond not in seen
+            ]
+            if not ways:
+                stack.pop()
+                continue
+            way = chosen.choice(ways)
+            stack.append(self._opened(stack[-1], way))
+            seen.add(stack[-1])
+        for cell in self._ways:
+            for way in "es":
+                if self._beyond(cell, way) in self._ways and chosen.random() < open_share:
+                    self._opened(cell, way)
+
+    def ways(self, cell: Cell) -> str:
+        """Open directions, in the order of `nesw`."""
+        return "".join(way for way in STEPS if way in self._ways[cell])
+
+    def after(self, cell: Cell, way: str) -> Cell:
+        """Where a move leads; the same cell if there is a wall."""
+        return self._beyond(cell, way) if way in self._ways[cell] else cell
+
+    def shortest(self, start: Cell = (0, 0)) -> str:
+        """Moves of a shortest way to the end."""
+        came: dict[Cell, tuple[Cell, str]] = {}
+        waiting = deque([start])
+        while waiting:
+            cell = waiting.popleft()
+            for way in self.ways(cell):
+                beyond = self._beyond(cell, way)
+                if beyond != start and beyond not in came:
+                    came[beyond] = (cell, way)
+                    waiting.append(beyond)
+        moves, cell = "", self.goal
+        while cell != start:
+            cell, way = came[cell]
+            moves = way + moves
+        return moves
+
+    def draw(self, at: Cell) -> str:
+        """All of it: 2 * size + 1 lines."""
+        rows = [["#"] * (2 * self.size + 1) for _ in range(2 * self.size + 1)]
+        for (row, column), ways in self._ways.items():
+            rows[2 * row + 1][2 * column + 1] = (
+                "A" if (row, column) == at else "B" if (row, column) == self.goal else "."
+            )
+            for way in ways:
+                down, right = STEPS[way]
+                rows[2 * row + 1 + down][2 * column + 1 + right] = "."
+        return "\n".join(map("".join, rows))
+
+    def near(self, at: Cell) -> str:
+        """How far the end is, and which ways are open."""
+        down, right = self.goal[0] - at[0], self.goal[1] - at[1]
+        return f"end e{right} s{down}: {' '.join(self.ways(at))}"
+
+    def _beyond(self, cell: Cell, way: str) -> Cell:
+        return (cell[0] + STEPS[way][0], cell[1] + STEPS[way][1])
+
+    def _opened(self, cell: Cell, way: str) -> Cell:
+        beyond = self._beyond(cell, way)
+        self._ways[cell].add(way)
+        self._ways[beyond].add("nesw"[("nesw".index(way) + 2) % 4])
+        return beyond
+
+
+def moves_of(text: str) -> str:
+    """The moves in the last line that is not empty: words or single letters, or a run of letters such as `eess`."""
+    lines = text[-_MOST_CHARS:].strip().splitlines()
+    if not lines:
+        return ""
+    last = lines[-1].strip()
+    if _RUN.fullmatch(last):
+        return last.lower()
+    return "".join(word[0].lower() for word in _WORD.findall(last))
+
+
+class Maze:
+    """One maze, of metadata's `maze` or of the task's seed. `instructions` of None are those of the view."""
+
+    def __init__(
+        self,
+        *,
+        size: int = 4,
+        view: Literal["map", "near"] = "map",
+        open: float = 0.0,
+        max_moves: int = 0,
+        instructions: str | None = None,
+    ) -> None:
+        if size < 2 or view not in INSTRUCTIONS:
+            raise ValueError(f"size is {size} and view {view!r}; the size must be at least 2, the view map or near")
+        self._size, self._view, self._open = size, view, open
+        self._most = max_moves or 4 * size * size
+        self._instructions = INSTRUCTIONS[view] if instructions is None else instructions
+        self._moves = 0
+        self._at: Cell = (0, 0)
+
+    @classmethod
+    def tasks(cls, split: Literal["train", "heldout"], seed: int) -> Iterator[Mapping[str, Any]]:
+        """Numbers of mazes; the two splits share none."""
+        for number in count(_HELDOUT if split == "heldout" else seed * 1_000_003):
+            yield {"maze": number}
+
+    async def reset(self, task: Task) -> Start:
+        self._grid = Grid(self._size, int(task.metadata.get("maze", task.seed)), self._open)
+        self._shortest = len(self._grid.shortest())
+        told = (Message("system", self._instructions),) if self._instructions else ()
+        return Start((*told, Message("user", self._sight())))
+
+    async def step(self, turn: Turn) -> Step:
+        ways = moves_of(turn.message.content)
+        self._moves += not ways
+        for way in ways:
+            if self._at == self._grid.goal or self._moves >= self._most:
+                break
+            self._moves += 1
+            beyond = self._grid.after(self._at, way)
+            if beyond == self._at:
+                break  # what was planned behind a wall means something else
+            self._at = beyond
+        solved = self._at == self._grid.goal
+        if solved or self._moves >= self._most or turn.truncated or turn.last:
+            metrics = {"solved": float(solved), "moves": float(self._moves)}
+            if solved:
+                metrics["detour"] = self._moves / self._shortest
+            return Step(reward=float(solved), done=True, metrics=metrics)
+        said = "" if ways or not self._instructions else "Say n, e, s or w.\n"
+        return Step((Message("user", said + self._sight()),))
+
+    async def close(self) -> None:
+        """Nothing to end."""
+
+    def _sight(self) -> str:
+        return (self._grid.draw(self._at) if self._view == "map" else self._grid.near(self._at)) + "\n"
