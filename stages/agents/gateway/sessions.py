@@ -13,6 +13,7 @@ Invariants:
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 from collections.abc import Sequence
 from typing import Any
@@ -24,6 +25,7 @@ from msgspec import Struct
 
 from models.algorithms.shared_tokens import IntArray, token_numbers
 from stages.agents.chat import ChatFormat
+from stages.agents.chat_formats.errors import ChatFormatError
 from stages.agents.messages import Message, ToolCall, ToolSchema
 from stages.generate.samples import append_result
 from stages.messages import Int32Array, Prefix, Sample, UInt8Array, joined, wire
@@ -124,8 +126,10 @@ class Session:
         digests = self._digests(conversation)
         for n in range(len(messages) - 1, 0, -1):
             found = self._replies.get(digests[n])
-            if found is not None:
-                ids = self._sequences[found.sequence].token_ids[: found.length].tolist()
+            if found is None:
+                continue
+            ids = self._sequences[found.sequence].token_ids[: found.length].tolist()
+            with contextlib.suppress(ChatFormatError):  # messages that are written only with what stands before them
                 return [*ids, *self._chat.append(ids, messages[n:], tools)]
         return self._chat.start(messages, tools)
 
