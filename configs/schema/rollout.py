@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Literal
 
 from msgspec import Meta, Struct
 
@@ -38,6 +38,13 @@ class RolloutConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
     ] = ()
     rollout_skip_special_tokens: Annotated[bool, Meta(description="drop special tokens from the decoded text")] = True
     max_turns: Annotated[int, Meta(ge=1, description="most generation turns of one rollout with a loop stage")] = 8
+    rollout_priority: Annotated[
+        Literal["oldest_group", "fifo"],
+        Meta(
+            description="who goes first of the turns that wait for an engine: those of the oldest group, whose members "
+            "the trainer waits for, or those that came first"
+        ),
+    ] = "oldest_group"
     server_concurrency: Annotated[int, Meta(ge=1, description="most samples in flight per engine")] = 512
     request_timeout_secs: Annotated[float, Meta(gt=0, description="deadline of one engine request, seconds")] = 600.0
     sample_deadline_secs: Annotated[

@@ -17,6 +17,7 @@ from models.engines.noise import GOLDEN, mix, sample_seed
 from models.engines.protocol import SamplingParams
 from stages.messages import PromptGroup, Sample
 from stages.sampling.requests import SampleRequest
+from stages.sampling.slots import FIRST_COME
 from stages.sequences import new_sample
 
 _SEED_BITS: Final = 0x7FFFFFFF
@@ -74,9 +75,18 @@ class Requests:
             prompt_length=first.prompt_length,
             session=group.key,
             returning=first.response_length > 0 or first.replaced > 0,
+            order=self.order(group, first),
             pinned_version=group.pinned_version,
             engine_s=None if deadline is None else deadline.left_s,
         )
+
+    def order(self, group: PromptGroup, sample: Sample) -> tuple[int, int]:
+        """Among requests that wait for an engine: the oldest group first, for the trainer waits for its slowest member;
+        in a group, the rollout with the most turns behind it. What an evaluation asks keeps the order in which it came.
+        """
+        if self.rollout.rollout_priority == "fifo" or group.purpose == "eval":
+            return FIRST_COME
+        return group.group_id, -sample.turns
 
     def deadline(self, group: PromptGroup, sample: Sample) -> Deadline | None:
         """The limit that ends first; a rollout's clock runs while an engine works on it."""

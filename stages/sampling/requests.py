@@ -14,6 +14,7 @@ import numpy.typing as npt
 
 from models.engines.protocol import SamplingParams
 from stages.engine_entries import POLICY
+from stages.sampling.slots import FIRST_COME
 
 
 @dataclass(frozen=True)
@@ -33,6 +34,7 @@ class SampleRequest:
     policy: str = POLICY
     session: str = ""  # requests of one session go to one engine, where the policy of routing heeds it
     returning: bool = False  # it has been here before, and goes before those that have not
+    order: tuple[int, int] = FIRST_COME  # smaller ones go first, among those that are alike in this
     log_probs: bool = True
     pinned_version: int = -1  # engines with this version come first
     priority: int | None = None  # in the engine's queue

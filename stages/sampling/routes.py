@@ -35,6 +35,7 @@ from stages.engine_entries import POLICY
 from stages.messages import Complaint
 from stages.sampling.engine_directory import LOOK_S, ROUTER, EngineDirectory, InFlightRequest, Target
 from stages.sampling.routing_policy import Choice, Ranking
+from stages.sampling.slots import FIRST_COME
 
 REFUSED_LIMIT: Final = 8  # refused answers in a row, after which an engine is to be started anew
 LONGEST_AVOIDED_S: Final = 30.0
@@ -49,6 +50,7 @@ class RouteRequest(Struct, frozen=True):
     n: int  # samples
     policy: str = POLICY
     goes_on: bool = False  # it has tokens already, or comes back from a tool
+    order: tuple[int, int] = FIRST_COME  # among those that wait for slots
     direct: bool = False  # the router would lose a field of it
     again: bool = False  # it was lost before
     lost: str = ""  # by this engine, if it is known
@@ -146,7 +148,7 @@ class Routes:
         deadline = time.monotonic() + self.wait_s if need.deadline is None else need.deadline
         while True:
             target = await self._choose(need, deadline)
-            await target.slots.take(need.n, goes_on=need.goes_on)
+            await target.slots.take(need.n, goes_on=need.goes_on, order=need.order)
             target.in_flight += need.n
             route = Route(target, None, need.n)
             if (need.policy != POLICY or not self.directory.draining) and self._stands(target, need):

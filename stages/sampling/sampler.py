@@ -250,6 +250,7 @@ class Sampler:
             n=wire.samples,
             policy=request.policy,
             goes_on=request.returning or attempt.had[0].finish == "aborted",
+            order=request.order,
             direct=ours and bool(self.routes.lost_fields(wire)),
             pinned_version=request.pinned_version,
         )

@@ -1,7 +1,8 @@
 """Slots of one engine at one of its clients, granted in an order.
 
 Invariants:
-- slots are granted in order, samples that go on (with tokens, and often a cache, behind them) before fresh ones;
+- slots are granted in order: samples that go on (with tokens, and often a cache, behind them) before fresh ones, those
+  with a smaller `order` before others, then as they came;
 - a request for more samples than there are slots is granted when half of them are free: were all to be free, a group
   larger than the limit would wait for the slowest sample of the one before it, and with less it would overshoot twice;
 - each sample gives its slot back when it ends, whatever the others of its request do;
@@ -11,17 +12,21 @@ Invariants:
 from __future__ import annotations
 
 import asyncio
-from collections import deque
-from dataclasses import dataclass
+import heapq
+import itertools
+from dataclasses import dataclass, field
+
+FIRST_COME = (0, 0)  # the order of callers who do not care
 
 
 class Slots:
-    """`limit` slots; samples take them in the order in which they asked."""
+    """`limit` slots, for samples that wait in a queue."""
 
     def __init__(self, limit: int) -> None:
         self.taken = 0
         self._limit = limit
-        self._queues: tuple[deque[_Waiter], deque[_Waiter]] = (deque(), deque())
+        self._queue: list[_Waiter] = []  # a heap
+        self._serial = itertools.count()
 
     @property
     def limit(self) -> int:
@@ -35,12 +40,13 @@ class Slots:
     @property
     def queued(self) -> int:
         """Samples that wait."""
-        return sum(waiter.n for queue in self._queues for waiter in queue)
+        return sum(waiter.n for waiter in self._queue)
 
-    async def take(self, n: int, *, goes_on: bool) -> None:
+    async def take(self, n: int, *, goes_on: bool, order: tuple[int, int] = FIRST_COME) -> None:
         """Waits for `n` slots; unblocked when those before it have theirs and there is room, or by `wake_all`."""
-        waiter = _Waiter(n, asyncio.get_running_loop().create_future())
-        self._queues[0 if goes_on else 1].append(waiter)
+        place = (not goes_on, *order, next(self._serial))
+        waiter = _Waiter(place, n, asyncio.get_running_loop().create_future())
+        heapq.heappush(self._queue, waiter)
         self._grant()
         try:
             await waiter.granted
@@ -48,7 +54,8 @@ class Slots:
             if waiter.granted.done() and not waiter.granted.cancelled():
                 self.release(n)
             else:
-                self._queues[0 if goes_on else 1].remove(waiter)
+                self._queue.remove(waiter)
+                heapq.heapify(self._queue)
                 self._grant()
             raise
 
@@ -61,18 +68,18 @@ class Slots:
         self._grant(unbounded=True)
 
     def _grant(self, unbounded: bool = False) -> None:
-        for queue in self._queues:
-            while queue:
-                n = queue[0].n
-                fits = self.taken + n <= self._limit or (n > self._limit and 2 * self.taken <= self._limit)
-                if not fits and not unbounded:
-                    return
-                waiter = queue.popleft()
-                self.taken += waiter.n
-                waiter.granted.set_result(None)
+        while self._queue:
+            n = self._queue[0].n
+            fits = self.taken + n <= self._limit or (n > self._limit and 2 * self.taken <= self._limit)
+            if not fits and not unbounded:
+                return
+            waiter = heapq.heappop(self._queue)
+            self.taken += waiter.n
+            waiter.granted.set_result(None)
 
 
-@dataclass(eq=False)
+@dataclass(order=True)
 class _Waiter:
-    n: int
-    granted: asyncio.Future[None]
+    place: tuple[bool, int, int, int]  # its last number is like no other's
+    n: int = field(compare=False)
+    granted: asyncio.Future[None] = field(compare=False)

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import asyncio
 
+import msgspec
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from models.engines.protocol import Load
 from stages.engines.concurrency_limit import CALM_USAGE, CUT, HIGH_USAGE, STEPS, Limit, Reading
-from stages.sampling.slots import Slots
-from tests.stages.stage_rig import idle
+from stages.generate.requests import Requests
+from stages.messages import PromptGroup
+from stages.sampling.slots import FIRST_COME, Slots
+from tests.stages.stage_rig import idle, make_config, make_group, make_sample
 
 READINGS = st.builds(
     Reading,
@@ -90,12 +93,12 @@ class Crowd:
         self.served: list[str] = []
         self.waiting: dict[str, asyncio.Task[None]] = {}
 
-    async def ask(self, name: str, n: int, *, goes_on: bool = False) -> None:
-        self.waiting[name] = self.tasks.create_task(self._take(name, n, goes_on))
+    async def ask(self, name: str, n: int, *, goes_on: bool = False, order: tuple[int, int] = FIRST_COME) -> None:
+        self.waiting[name] = self.tasks.create_task(self._take(name, n, goes_on, order))
         await idle()
 
-    async def _take(self, name: str, n: int, goes_on: bool) -> None:
-        await self.slots.take(n, goes_on=goes_on)
+    async def _take(self, name: str, n: int, goes_on: bool, order: tuple[int, int]) -> None:
+        await self.slots.take(n, goes_on=goes_on, order=order)
         self.served.append(name)
 
 
@@ -117,6 +120,38 @@ async def test_slots_are_granted_in_order_and_those_that_go_on_come_first() -> N
         await idle()
         assert crowd.served[-1] == "small"
         assert (crowd.slots.taken, crowd.slots.queued) == (5, 0)
+
+
+async def test_the_oldest_group_goes_first_and_in_it_the_rollout_with_the_most_turns() -> None:
+    config, evaluated = make_config(), make_group(10, purpose="eval")
+    requests = Requests(config, 1 << 20)
+    fifo = Requests(make_config(rollout={"rollout_priority": "fifo"}), 1 << 20)
+
+    def order(group: PromptGroup, turns: int) -> tuple[int, int]:
+        return requests.order(group, msgspec.structs.replace(make_sample(0), turns=turns))
+
+    async with asyncio.TaskGroup() as tasks:
+        crowd = Crowd(Slots(1), tasks)
+        await crowd.ask("first", 1)
+        await crowd.ask("of group 9", 1, goes_on=True, order=order(make_group(9), 3))
+        await crowd.ask("of group 7", 1, goes_on=True, order=order(make_group(7), 1))
+        await crowd.ask("of group 7, nearer its end", 1, goes_on=True, order=order(make_group(7), 2))
+        await crowd.ask("fresh, of group 3", 1, order=order(make_group(3), 0))
+        await crowd.ask("of group 7, the same", 1, goes_on=True, order=order(make_group(7), 2))
+        await crowd.ask("of an evaluation", 1, goes_on=True, order=order(evaluated, 5))
+        for _ in range(6):
+            crowd.slots.release(1)
+            await idle()
+        assert crowd.served == [
+            "first",
+            "of an evaluation",
+            "of group 7, nearer its end",
+            "of group 7, the same",
+            "of group 7",
+            "of group 9",
+            "fresh, of group 3",
+        ]
+        assert fifo.order(make_group(7), make_sample(0)) == FIRST_COME
 
 
 async def test_a_request_for_more_than_the_limit_is_granted_when_half_of_it_is_free() -> None:
