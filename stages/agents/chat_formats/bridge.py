@@ -11,7 +11,7 @@ stood before it, and a new message must put nothing new in front of that turn.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import msgspec
 from msgspec import Struct
@@ -31,16 +31,16 @@ class Between(Struct, frozen=True):
     """What stands between two turns of the model."""
 
     text: str  # all of it
-    closing: str  # the beginning of it, which closes the first of the two turns
+    closing: str  # what closes the first of the two turns while nothing follows it: mostly the beginning of the text
     before: str  # what stands before the mark, without and
     before_again: str  # with the new messages
 
 
 class Bridge:
-    """Bridges turns by a template."""
+    """Bridges turns by a template. `special`: which pieces of a text are single tokens of markup, in order."""
 
-    def __init__(self, template: Template) -> None:
-        self._template = template
+    def __init__(self, template: Template, special: Callable[[str], list[str]]) -> None:
+        self._template, self._special = template, special
         self._end: str | None = None
 
     def between(
@@ -60,7 +60,7 @@ class Bridge:
             except ChatFormatError as error:
                 refusal = refusal or error
                 continue
-            return _cut(without, whole, mark, self.end if turn.tool_calls else None)
+            return self._cut(without, whole, mark, called=bool(turn.tool_calls))
         assert refusal is not None
         raise refusal
 
@@ -71,6 +71,39 @@ class Bridge:
             self._end = self._template.render([QUESTION, Message("assistant", _MARK)], (), False).rpartition(_MARK)[2]
         return self._end
 
+    def _cut(self, without: str, whole: str, mark: str, called: bool) -> Between:
+        at, again = without.rfind(mark), whole.rfind(mark)
+        if at < 0 or again < 0:
+            raise ChatFormatError(
+                f"the chat template leaves out what the model wrote in {'its last' if at < 0 else 'an earlier'} turn, "
+                f"so nothing can be put behind it; {CURE}"
+            )
+        end, rest = without[at + len(mark) :], whole[again + len(mark) :]
+        closing = self._closing(end, called)
+        if not rest.startswith(end):
+            # gpt-oss: the token that ends a last turn is another one than that of an earlier turn.
+            other = self._special(rest[: len(end) + _CONTEXT])[:1]
+            if self._special(end) != [end] or not other or not rest.startswith(other[0]):
+                raise ChatFormatError(
+                    "the chat template ends a turn of the model in another way when messages follow it, so nothing can "
+                    f"be put behind it.\n{difference(end, rest, 'last turn', 'earlier turn')}\nThe cure: {CURE}"
+                )
+            return Between(rest, closing, without[:at], whole[:again])
+        begin = len(end) - len(closing)  # before it stands the rest of a call, which the model writes
+        return Between(rest[begin:], closing, without[:at], whole[:again])
+
+    def _closing(self, end: str, called: bool) -> str:
+        """What closes a turn, of what follows the mark in it: behind a call comes first what closes the call."""
+        if not called or end.endswith(self.end):
+            return self.end if called else end
+        last = self._special(end)[-1:]
+        if last and end.endswith(last[0]):
+            return last[0]
+        raise ChatFormatError(
+            f"the chat template ends a turn with a call in another way than one without: {end!r}, not {self.end!r}; "
+            f"{CURE}"
+        )
+
 
 def _turns(messages: Sequence[Message], mark: str, reasoning: str) -> Iterator[Message]:
     """Turns of the model that the messages may answer; the first one that the template takes is used."""
@@ -80,8 +113,9 @@ def _turns(messages: Sequence[Message], mark: str, reasoning: str) -> Iterator[M
         for place, answer in enumerate(answers)
     )
     if calls and messages[0].role == "tool":
-        yield Message("assistant", mark, reasoning, calls)
-        yield Message("assistant", mark, reasoning, calls[:1])  # of a template that knows one call a turn
+        for some in (calls, calls[:1]):  # some templates know one call a turn, some no text beside it
+            yield Message("assistant", mark, reasoning, some)
+            yield Message("assistant", "", reasoning, some)
     yield Message("assistant", mark, reasoning)
 
 
@@ -94,33 +128,8 @@ def _mark(messages: Sequence[Message], tools: Sequence[ToolSchema]) -> str:
     return mark
 
 
-def _cut(without: str, whole: str, mark: str, plain_end: str | None) -> Between:
-    at, again = without.rfind(mark), whole.rfind(mark)
-    if at < 0 or again < 0:
-        raise ChatFormatError(
-            f"the chat template leaves out what the model wrote in {'its last' if at < 0 else 'an earlier'} turn, so "
-            f"nothing can be put behind it; {CURE}"
-        )
-    end, rest = without[at + len(mark) :], whole[again + len(mark) :]
-    if not rest.startswith(end):
-        raise ChatFormatError(
-            "the chat template ends a turn of the model in another way when messages follow it, so nothing can be put "
-            f"behind it.\n{difference(end, rest, 'last turn', 'earlier turn')}\nThe cure: {CURE}"
-        )
-    if plain_end is None:
-        begin = 0
-    elif end.endswith(plain_end):
-        begin = len(end) - len(plain_end)  # before it stands the rest of the call, which the model writes
-    else:
-        raise ChatFormatError(
-            f"the chat template ends a turn with a call in another way than one without: {end!r}, not {plain_end!r}; "
-            f"{CURE}"
-        )
-    return Between(rest[begin:], end[begin:], without[:at], whole[:again])
-
-
-def check_bridge(bridge: Bridge, messages: Sequence[Message], tools: Sequence[ToolSchema]) -> None:
-    """Whether these messages can be put behind any turn. Raises ChatFormatError."""
+def check_bridge(bridge: Bridge, messages: Sequence[Message], tools: Sequence[ToolSchema]) -> str:
+    """Whether these messages can be put behind any turn, and what closes it. Raises ChatFormatError."""
     between = bridge.between(messages, tools)
     if not _is_cut_out_of(between.before_again, between.before):
         raise ChatFormatError(
@@ -144,6 +153,7 @@ def check_bridge(bridge: Bridge, messages: Sequence[Message], tools: Sequence[To
                 "be written without them.\n"
                 f"{difference(between.text, other.text, 'short', 'longer')}\nThe cure: {CURE}"
             )
+    return between.closing
 
 
 def _is_cut_out_of(shorter: str, longer: str) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Final
 
 from stages.agents.chat import ChatFormat
@@ -14,9 +15,9 @@ from stages.agents.chat_formats.parsers.registry import PARSERS, parser_by_name,
 from stages.agents.chat_formats.plain import PlainFormat
 from stages.agents.chat_formats.reading import TurnReader, reasoning_tags
 from stages.agents.chat_formats.rendering import Template
-from stages.agents.chat_formats.template_format import TemplateFormat, TurnEnd
+from stages.agents.chat_formats.template_format import TemplateFormat, TurnEnd, special_pieces
 from stages.agents.messages import Message, ToolCall, ToolSchema
-from stages.data.tokenizer import load_tokenizer
+from stages.data.tokenizer import Tokenizer, load_tokenizer
 
 _PROBE: Final[ToolSchema] = {
     "type": "function",
@@ -32,10 +33,10 @@ _PROBE: Final[ToolSchema] = {
 }
 _USER: Final = Message("user", "Where else?")
 _ANSWERS: Final = (
-    Message("tool", "Nothing there.", tool_call_id="call00001", name="look"),
-    Message("tool", "Nothing either.", tool_call_id="call00002", name="look"),
+    Message("tool", "Nothing there.", tool_call_id="functions.look:0", name="look"),
+    Message("tool", "Nothing either.", tool_call_id="functions.look:1", name="look"),
 )
-_CALL: Final = ToolCall("look", {"place": "under it", "times": 2}, "call00001")
+_CALL: Final = ToolCall("look", {"place": "under it", "times": 2}, "functions.look:0")
 
 
 def load_chat_format(
@@ -51,21 +52,28 @@ def load_chat_format(
     `template_arguments`: what the template takes besides messages and tools, such as enable_thinking. Raises
     ChatFormatError where the template cannot be used over several turns, TokenizerError without a usable tokenizer.
     """
+    return chat_format(
+        load_tokenizer(checkpoint, chat_template_path), parser=parser, template_arguments=template_arguments
+    )
+
+
+def chat_format(
+    tokenizer: Tokenizer, *, parser: str | None = None, template_arguments: Mapping[str, object] | None = None
+) -> ChatFormat:
+    """As `load_chat_format`, with a tokenizer that is loaded already."""
     named = None if parser is None else parser_by_name(parser)
-    tokenizer = load_tokenizer(checkpoint, chat_template_path)
     if not tokenizer.has_chat_template:
         return PlainFormat(tokenizer, named or Marked())
     template = Template(tokenizer, template_arguments or {})
-    bridge = Bridge(template)
-    check_bridge(bridge, (_USER,), ())
+    bridge = Bridge(template, partial(special_pieces, tokenizer))
+    closings = [check_bridge(bridge, (_USER,), ())]
     reads, fault = named, ""
     try:
         reads = reads or _parser_of(template, bridge)
-        for messages in ((_USER,), _ANSWERS[:1], _ANSWERS):
-            check_bridge(bridge, messages, (_PROBE,))
+        closings += [check_bridge(bridge, messages, (_PROBE,)) for messages in ((_USER,), _ANSWERS[:1], _ANSWERS)]
     except ChatFormatError as error:
         fault = f"tools cannot be offered to this model: {error}"
-    end = TurnEnd(tokenizer, bridge.end)
+    end = TurnEnd(tokenizer, bridge.end, closings)
     tags = reasoning_tags(tokenizer.chat_template)
     prompt = template.render((QUESTION,), ())
     opened = prompt.rfind(tags[0]) > prompt.rfind(tags[1])

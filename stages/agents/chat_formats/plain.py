@@ -7,13 +7,12 @@ from collections.abc import Sequence
 from stages.agents.chat import Reply
 from stages.agents.chat_formats.parsers.found import CallParser
 from stages.agents.chat_formats.reading import TurnReader
-from stages.agents.environment import text_of
 from stages.agents.messages import Message, ToolSchema
 from stages.data.tokenizer import Tokenizer
 
 
 class PlainFormat:
-    """Contents one below the other. Nothing tells who speaks: the environment's texts must."""
+    """Contents one behind the other. Nothing tells who speaks: the environment's texts must."""
 
     def __init__(self, tokenizer: Tokenizer, parser: CallParser) -> None:
         self.stop: Sequence[str] = (parser.closing,) if parser.closing else ()  # nothing else ends such a turn
@@ -23,11 +22,15 @@ class PlainFormat:
 
     def start(self, messages: Sequence[Message], tools: Sequence[ToolSchema]) -> list[int]:
         """The text with the special tokens that the tokenizer puts around one (a BOS)."""
-        return self._tokenizer.encode(text_of(messages), add_special_tokens=True)
+        return self._tokenizer.encode(_joined(messages), add_special_tokens=True)
 
     def append(self, ids: Sequence[int], messages: Sequence[Message], tools: Sequence[ToolSchema]) -> list[int]:
         """The text alone: nothing closes a turn."""
-        return self._tokenizer.encode(text_of(messages))
+        return self._tokenizer.encode(_joined(messages))
 
     def reply(self, ids: Sequence[int], tools: Sequence[ToolSchema]) -> Reply:
         return self._reader.read(ids, tools)
+
+
+def _joined(messages: Sequence[Message]) -> str:
+    return "".join(message.content for message in messages)

@@ -43,10 +43,13 @@ class TurnReader:
         while length and ids[length - 1] in self.end_ids:
             length -= 1
         text = self._tokenizer.decode(ids[:length], skip_special_tokens=False) if length else ""
+        parser = self.parser
+        if parser is not None and parser.reads_reasoning:
+            found = parser.parse(text, Offered(tools))
+            return Reply(Message("assistant", found.content, found.reasoning, found.calls), found.fault)
         reasoning, content = self._split(text, ended=length < len(ids))
-        found = self.parser.parse(content, Offered(tools)) if self.parser is not None and tools else Found(content)
-        message = Message("assistant", found.content, reasoning, found.calls)
-        return Reply(message, found.fault)
+        found = parser.parse(content, Offered(tools)) if parser is not None and tools else Found(content)
+        return Reply(Message("assistant", found.content, reasoning, found.calls), found.fault)
 
     def _split(self, text: str, ended: bool) -> tuple[str, str]:
         """(reasoning, content)."""

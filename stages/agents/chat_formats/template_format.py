@@ -21,12 +21,14 @@ class TurnEnd:
     """The tokens that close a turn, and how many of them a model has written itself.
 
     `ids`: those of the template; of these the first special one tells that the turn is over, what follows is space.
+    `others`: what else may close one, such as a call.
     """
 
-    def __init__(self, tokenizer: Tokenizer, text: str) -> None:
+    def __init__(self, tokenizer: Tokenizer, text: str, others: Sequence[str] = ()) -> None:
         self.ids = tokenizer.encode(text) if text else []
-        self._place = next((place for place, id in enumerate(self.ids) if is_special(tokenizer, id)), -1)
-        closers = () if self._place < 0 else (self.ids[self._place],)
+        special = [[id for id in tokenizer.encode(one) if is_special(tokenizer, id)][:1] for one in (text, *others)]
+        self._place = self.ids.index(special[0][0]) if special[0] else -1
+        closers = tuple(dict.fromkeys(id for ids in special for id in ids))
         self.stop_ids = tuple(id for id in closers if id not in tokenizer.eos_ids)
         self.end_ids = frozenset((*tokenizer.eos_ids, *closers))
 
@@ -50,6 +52,13 @@ class TurnEnd:
 def is_special(tokenizer: Tokenizer, id: int) -> bool:
     """Whether a token is markup and no text."""
     return bool(tokenizer.decode([id], skip_special_tokens=False)) and not tokenizer.decode([id])
+
+
+def special_pieces(tokenizer: Tokenizer, text: str) -> list[str]:
+    """The pieces of a text that are tokens of markup."""
+    return [
+        tokenizer.decode([id], skip_special_tokens=False) for id in tokenizer.encode(text) if is_special(tokenizer, id)
+    ]
 
 
 class TemplateFormat:

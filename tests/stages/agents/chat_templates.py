@@ -108,6 +108,170 @@ LLAMA3 = Family(
     bos="<|begin_of_text|>",
 )
 
+# Arguments between tags, without quotes.
+QWEN3_CODER = QWEN3._replace(
+    template=QWEN3.template.replace(
+        "{{ {'name': call.function.name, 'arguments': call.function.arguments} | tojson }}",
+        "<function={{ call.function.name }}>"
+        "{%- for key, value in call.function.arguments.items() %}"
+        "{{ '\\n<parameter=' + key + '>\\n' }}"
+        "{{ value | tojson if value is mapping or (value is sequence and value is not string) else value | string }}"
+        "{{ '\\n</parameter>' }}"
+        "{%- endfor %}{{ '\\n</function>' }}",
+    )
+)
+
+# No token closes a turn: the model writes what opens the next message. Earlier reasoning becomes an empty block.
+GLM45 = Family(
+    """{%- set ns = namespace(last=0) %}
+{%- for message in messages %}
+{%- if message.role == 'user' %}{% set ns.last = loop.index0 %}{% endif %}
+{%- endfor %}
+{{- '[gMASK]<sop>' }}
+{%- for message in messages %}
+{%- if message.role == 'assistant' %}{{ '<|assistant|>\\n<think>' }}
+{{- message.reasoning_content if message.reasoning_content and loop.index0 > ns.last else '' }}{{ '</think>' }}
+{%- if message.content %}{{ '\\n' + message.content }}{% endif %}
+{%- for call in message.tool_calls or [] %}
+{{- '\\n<tool_call>' + call.function.name }}
+{%- for key, value in call.function.arguments.items() %}
+{{- '\\n<arg_key>' + key + '</arg_key>\\n<arg_value>' }}
+{{- value if value is string else value | tojson }}{{ '</arg_value>' }}
+{%- endfor %}{{ '\\n</tool_call>' }}
+{%- endfor %}
+{%- elif message.role == 'tool' %}
+{%- if loop.first or messages[loop.index0 - 1].role != 'tool' %}{{ '<|observation|>' }}{% endif %}
+{{- '\\n<tool_response>\\n' + message.content + '\\n</tool_response>' }}
+{%- else %}{{ '<|' + message.role + '|>\\n' + message.content }}{% endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}""",
+    ("[gMASK]", "<sop>", "<|endoftext|>", "<|user|>", "<|observation|>", "<|assistant|>", "<|system|>"),
+    ("<|endoftext|>", "<|user|>", "<|observation|>"),
+    plain=("<think>", "</think>", "<tool_call>", "</tool_call>", "<arg_key>", "</arg_key>"),
+)
+
+# Sections of calls in tokens of their own, and no generation prompt behind tool answers.
+DEEPSEEK = Family(
+    """{{- bos_token }}
+{%- for message in messages %}
+{%- if message.role == 'user' %}{{ '<｜User｜>' + message.content + '<｜Assistant｜>' }}
+{%- elif message.role == 'assistant' %}{{ message.content }}
+{%- for call in message.tool_calls or [] %}
+{%- if loop.first %}{{ '<｜tool▁calls▁begin｜>' }}{% endif %}
+{{- '<｜tool▁call▁begin｜>' + call.function.name + '<｜tool▁sep｜>' }}
+{{- call.function.arguments | tojson }}{{ '<｜tool▁call▁end｜>' }}
+{%- if loop.last %}{{ '<｜tool▁calls▁end｜>' }}{% endif %}
+{%- endfor %}{{ '<｜end▁of▁sentence｜>' }}
+{%- elif message.role == 'tool' %}{{ '<｜tool▁output▁begin｜>' + message.content + '<｜tool▁output▁end｜>' }}
+{%- else %}{{ message.content }}{% endif %}
+{%- endfor %}""",
+    tuple(f"<｜{name}｜>" for name in ("begin▁of▁sentence", "end▁of▁sentence", "User", "Assistant"))
+    + tuple(f"<｜tool▁{name}｜>" for name in ("calls▁begin", "calls▁end", "call▁begin", "call▁end", "sep"))
+    + ("<｜tool▁output▁begin｜>", "<｜tool▁output▁end｜>"),
+    ("<｜end▁of▁sentence｜>",),
+    bos="<｜begin▁of▁sentence｜>",
+)
+DEEPSEEK_FENCED = DEEPSEEK._replace(
+    template=DEEPSEEK.template.replace("'<｜tool▁call▁begin｜>' +", "'<｜tool▁call▁begin｜>function<｜tool▁sep｜>' +")
+    .replace("call.function.name + '<｜tool▁sep｜>' }}", "call.function.name + '\\n```json\\n' }}")
+    .replace("{{ '<｜tool▁call▁end｜>' }}", "{{ '\\n```<｜tool▁call▁end｜>' }}")
+)
+
+# Names of calls in their ids, which answers repeat.
+KIMI_K2 = Family(
+    """{%- for message in messages %}
+{{- '<|im_' + message.role + '|>' + message.role + '<|im_middle|>' }}
+{%- if message.role == 'tool' %}{{ '## Return of ' + message.tool_call_id + '\\n' }}{% endif %}
+{{- message.content }}
+{%- for call in message.tool_calls or [] %}
+{%- if loop.first %}{{ '<|tool_calls_section_begin|>' }}{% endif %}
+{{- '<|tool_call_begin|>' + call.id + '<|tool_call_argument_begin|>' }}
+{{- call.function.arguments | tojson }}{{ '<|tool_call_end|>' }}
+{%- if loop.last %}{{ '<|tool_calls_section_end|>' }}{% endif %}
+{%- endfor %}{{ '<|im_end|>' }}
+{%- endfor %}
+{%- if add_generation_prompt %}{{ '<|im_assistant|>assistant<|im_middle|>' }}{% endif %}""",
+    tuple(f"<|im_{name}|>" for name in ("user", "assistant", "system", "tool", "middle", "end"))
+    + tuple(
+        f"<|tool_call{name}|>" for name in ("s_section_begin", "s_section_end", "_begin", "_end", "_argument_begin")
+    ),
+    ("<|im_end|>",),
+)
+
+# Tools before the last question only, ids of nine letters, alternating roles.
+MISTRAL = Family(
+    """{%- set ns = namespace(last=-1) %}
+{%- for message in messages %}
+{%- if message.role == 'user' %}{% set ns.last = loop.index0 %}{% endif %}
+{%- endfor %}
+{{- bos_token }}
+{%- for message in messages %}
+{%- if message.role == 'user' %}
+{%- if not loop.first and messages[loop.index0 - 1].role == 'tool' %}{{ raise_exception('roles') }}{% endif %}
+{%- if tools and loop.index0 == ns.last %}{{ '[AVAILABLE_TOOLS] ' + tools | tojson + '[/AVAILABLE_TOOLS]' }}{% endif %}
+{{- '[INST] ' + message.content + '[/INST]' }}
+{%- elif message.tool_calls %}{{ '[TOOL_CALLS] [' }}
+{%- for call in message.tool_calls %}
+{%- if call.id | length != 9 %}{{ raise_exception('ids have nine letters') }}{% endif %}
+{{- '{"name": "' + call.function.name + '", "arguments": ' + call.function.arguments | tojson }}
+{{- ', "id": "' + call.id + '"}' + ('' if loop.last else ', ') }}
+{%- endfor %}{{ ']' + eos_token }}
+{%- elif message.role == 'assistant' %}{{ ' ' + message.content | trim + eos_token }}
+{%- elif message.role == 'tool' %}
+{%- if message.tool_call_id | length != 9 %}{{ raise_exception('ids have nine letters') }}{% endif %}
+{{- '[TOOL_RESULTS] {"content": ' + message.content | tojson + ', "call_id": "' + message.tool_call_id + '"}' }}
+{{- '[/TOOL_RESULTS]' }}
+{%- endif %}
+{%- endfor %}""",
+    ("<s>", "</s>", "[TOOL_CALLS]", *(f"[{end}{name}]" for name in ("INST", "AVAILABLE_TOOLS") for end in ("", "/"))),
+    ("</s>",),
+    bos="<s>",
+)
+
+# Channels; the end of a last turn is another token than that of an earlier one; earlier analysis is left out.
+HARMONY = Family(
+    """{%- set ns = namespace(final=-1, name='') %}
+{%- for message in messages %}
+{%- if message.role == 'assistant' and not message.tool_calls %}{% set ns.final = loop.index0 %}{% endif %}
+{%- endfor %}
+{%- for message in messages %}
+{%- if message.role == 'assistant' %}
+{%- if message.content and message.thinking and message.tool_calls %}{{ raise_exception('both') }}{% endif %}
+{%- if message.thinking and (loop.index0 > ns.final or loop.last) %}
+{{- '<|start|>assistant<|channel|>analysis<|message|>' + message.thinking + '<|end|>' }}
+{%- endif %}
+{%- if message.tool_calls %}
+{%- set ns.name = message.tool_calls[0].function.name %}
+{{- '<|start|>assistant to=functions.' + ns.name + '<|channel|>commentary json<|message|>' }}
+{{- message.tool_calls[0].function.arguments | tojson }}{{ '<|call|>' }}
+{%- else %}{{ '<|start|>assistant<|channel|>final<|message|>' + message.content }}
+{{- '<|return|>' if loop.last and not add_generation_prompt else '<|end|>' }}
+{%- endif %}
+{%- elif message.role == 'tool' %}
+{%- if not ns.name %}{{ raise_exception('no call') }}{% endif %}
+{{- '<|start|>functions.' + ns.name + ' to=assistant<|channel|>commentary<|message|>' + message.content + '<|end|>' }}
+{%- else %}{{ '<|start|>' + message.role + '<|message|>' + message.content + '<|end|>' }}
+{%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}{{ '<|start|>assistant' }}{% endif %}""",
+    tuple(f"<|{name}|>" for name in ("start", "end", "return", "call", "message", "channel", "constrain")),
+    ("<|return|>", "<|call|>"),
+)
+
+PYTHONIC = LLAMA3._replace(
+    template=LLAMA3.template[: LLAMA3.template.index("{%- if message.tool_calls %}")]
+    + """{%- if message.tool_calls %}
+{{- message.content + '[' }}
+{%- for call in message.tool_calls %}
+{{- call.function.name + '(' }}
+{%- for key, value in call.function.arguments.items() %}
+{{- key + '=' + value | tojson + ('' if loop.last else ', ') }}
+{%- endfor %}{{ ')' + (']' if loop.last else ', ') }}
+{%- endfor %}
+"""
+    + LLAMA3.template[LLAMA3.template.index("{%- elif message.role == 'tool' %}") :]
+)
+
 # No markup for tools at all, and text that closes a turn instead of a token.
 ALPACA = Family(
     "{% for message in messages %}"

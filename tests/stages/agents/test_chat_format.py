@@ -15,6 +15,7 @@ from models.tiny import CHAT_TEMPLATE
 from stages.agents.chat import ChatFormat
 from stages.agents.chat_formats.errors import ChatFormatError
 from stages.agents.chat_formats.load import load_chat_format
+from stages.agents.chat_formats.rendering import as_mapping
 from stages.agents.messages import Message, ToolCall, ToolSchema
 from stages.data.tokenizer import Tokenizer, load_tokenizer
 from stages.tools.tool import function_schema
@@ -168,7 +169,7 @@ def test_bridged_tokens_are_those_of_the_whole_conversation(
         assert len(ids) > len(sampled)
         messages += [turn, *answers]
     if name in STABLE:
-        whole = tokenizer.apply_chat_template([{"role": m.role, "content": m.content} for m in messages])
+        whole = tokenizer.apply_chat_template([as_mapping(m) for m in messages])
         assert shown(family, ids) == whole
         assert ids == tokenizer.encode(whole)
 

@@ -17,6 +17,7 @@ from configs.schema.did_you_mean import did_you_mean
 from stages.agents.messages import ToolCall, ToolSchema
 
 CALL_CHARS: Final = 32_768
+_PYTHON: Final = {"True": True, "False": False, "None": None}  # as templates without tojson write them
 
 
 class Found(Struct, frozen=True):
@@ -25,6 +26,7 @@ class Found(Struct, frozen=True):
     content: str
     calls: tuple[ToolCall, ...] = ()
     fault: str = ""
+    reasoning: str = ""  # of a format in which only the parser can tell it
 
 
 class CallParser(Protocol):
@@ -32,6 +34,7 @@ class CallParser(Protocol):
 
     opening: str  # the text that tells that a call begins
     closing: str  # the text after which nothing follows that the model should write, or ""
+    reads_reasoning: bool  # the parser is given whole turns, also where no tools are offered
 
     def parse(self, text: str, offered: Offered) -> Found: ...
 
@@ -71,6 +74,8 @@ class Offered:
         kind = schema.get("type") if isinstance(schema, Mapping) else None
         if kind == "string":
             return text
+        if text in _PYTHON:
+            return _PYTHON[text]
         try:
             return read_json(text)
         except ValueError:
@@ -82,11 +87,18 @@ def unknown_tool(name: str, names: Sequence[str]) -> str:
 
 
 def blocks(
-    text: str, opening: str, closing: str, read: Callable[[str], ToolCall | str], end_of: Callable[[str, int], int]
+    text: str,
+    opening: str,
+    closing: str,
+    read: Callable[[str], ToolCall | str],
+    *,
+    end_of: Callable[[str, int], int] = lambda text, place: -1,
+    around: Sequence[str] = (),
 ) -> Found:
     """The calls that stand between two marks; everything else is content.
 
     `end_of` gives where the content of a call that begins at a place ends, -1 if only the closing mark tells.
+    `around`: marks around all calls of a turn, which are no content.
     """
     content: list[str] = []
     calls: list[ToolCall] = []
@@ -110,7 +122,10 @@ def blocks(
             content.append(text[start:stop])
         place = stop
     content.append(text[place:])
-    return found("".join(content), calls, faults)
+    rest = "".join(content)
+    for mark in around if calls else ():
+        rest = rest.replace(mark, "")
+    return found(rest, calls, faults)
 
 
 def found(content: str, calls: Sequence[ToolCall], faults: Sequence[str]) -> Found:
@@ -143,6 +158,17 @@ def _refuse(constant: str) -> object:
 
 
 _DECODER = json.JSONDecoder(strict=False, parse_constant=_refuse)  # line breaks in strings are common and harmless
+
+
+def called(offered: Offered, name: str, arguments: str, id: str = "") -> ToolCall | str:
+    """A call whose arguments must be JSON."""
+    if len(arguments) > CALL_CHARS:
+        return f"the tool call is longer than {CALL_CHARS} characters"
+    try:
+        value = read_json(arguments)
+    except ValueError:
+        return "the arguments of the tool call are not valid JSON"
+    return offered.call(name, value, id)
 
 
 def decoded(arguments: str) -> dict[str, object] | str:

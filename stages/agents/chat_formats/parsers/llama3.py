@@ -13,6 +13,7 @@ from stages.agents.messages import ToolCall
 class Llama3:
     opening = "<|python_tag|>"
     closing = ""
+    reads_reasoning = False
 
     def parse(self, text: str, offered: Offered) -> Found:
         before, tag, written = text.partition(self.opening)
@@ -22,21 +23,21 @@ class Llama3:
             return Found(text)
         calls: list[ToolCall] = []
         faults: list[str] = []
-        rest = written
-        while rest.strip(" \n;"):
-            rest = rest.lstrip(" \n;")
+        kept, rest = before, written
+        while rest := rest.lstrip(" \n;"):
             try:
                 value, end = read_json_at(rest, 0)
             except ValueError:
-                fault = 'the tool call is not valid JSON; a call is {"name": ..., "parameters": {...}}'
-                return found(before + rest, calls, [*faults, fault] if tag or '"name"' in rest else faults)
+                if tag or '"name"' in rest:
+                    faults.append('the tool call is not valid JSON; a call is {"name": ..., "parameters": {...}}')
+                break
             if not isinstance(value, dict) or "name" not in value:
-                return found(before + rest, calls, faults)
+                break
             call = offered.call(value["name"], value.get("parameters", value.get("arguments", {})))
             if isinstance(call, ToolCall):
                 calls.append(call)
             else:
                 faults.append(call)
-                before += rest[:end]
+                kept += rest[:end]
             rest = rest[end:]
-        return found(before, calls, faults)
+        return found(kept + rest if calls else text, calls, faults)

@@ -22,12 +22,16 @@ from stages.agents.messages import ToolCall
 class Marked:
     """Calls between marks of any text."""
 
+    reads_reasoning = False
+
     def __init__(self, opening: str = "<tool_call>", closing: str = "</tool_call>") -> None:
         self.opening, self.closing = opening, closing
 
     def parse(self, text: str, offered: Offered) -> Found:
         """All calls of a turn."""
-        return blocks(text, self.opening, self.closing, lambda content: read_call(content, offered), _end_of_json)
+        return blocks(
+            text, self.opening, self.closing, lambda content: read_call(content, offered), end_of=_end_of_json
+        )
 
     def last(self, text: str, offered: Offered) -> ToolCall | str:
         """The call that ends a text, where generation stopped at the closing mark."""

@@ -7,11 +7,30 @@ from collections.abc import Callable
 from configs.schema.did_you_mean import cure
 from stages.agents.chat_formats.errors import ChatFormatError
 from stages.agents.chat_formats.parsers.found import CallParser, Offered
+from stages.agents.chat_formats.parsers.harmony import Harmony
 from stages.agents.chat_formats.parsers.llama3 import Llama3
 from stages.agents.chat_formats.parsers.marked import Marked
+from stages.agents.chat_formats.parsers.pythonic import Pythonic
+from stages.agents.chat_formats.parsers.sections import DeepSeek, KimiK2, Mistral
+from stages.agents.chat_formats.parsers.tagged import glm, qwen3_coder
 from stages.agents.messages import ToolCall, ToolSchema
 
-PARSERS: dict[str, Callable[[], CallParser]] = {"hermes": Marked, "qwen": Marked, "qwen25": Marked, "llama3": Llama3}
+PARSERS: dict[str, Callable[[], CallParser]] = {
+    "hermes": Marked,
+    "qwen": Marked,
+    "qwen25": Marked,
+    "qwen3_coder": qwen3_coder,
+    "glm": glm,
+    "glm45": glm,
+    "glm47": glm,
+    "deepseekv3": DeepSeek,
+    "deepseekv31": DeepSeek,
+    "kimi_k2": KimiK2,
+    "mistral": Mistral,
+    "gpt-oss": Harmony,
+    "llama3": Llama3,
+    "pythonic": Pythonic,
+}
 
 
 def parser_by_name(name: str) -> CallParser:
