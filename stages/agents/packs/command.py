@@ -1,0 +1,154 @@
+"""An unmodified command-line program as an agent: it is started for each task, and finds the policy by its environment.
+
+    [[environment]]
+    name = "command"
+    path = "stages.agents.packs.command:Command"
+    options = { argv = ["my-agent", "--model", "{model}", "-p", "{prompt}"] }
+
+The variables of the OpenAI and Anthropic clients (OPENAI_BASE_URL, ANTHROPIC_API_KEY, ...) name the gateway. What the
+program asks is recorded there; it is graded by the text of its last turn.
+
+Invariants: the program sees a home and a working directory that are new and empty, and of this process's environment
+only what is listed here; when the episode ends, for whatever reason, it is killed with all that it started.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Final
+
+from stages.agents.environment import Endpoint, Outcome, Task, text_of
+
+_INHERITED: Final = ("PATH", "LANG", "LC_ALL", "TZ", "SSL_CERT_FILE")
+_OUTPUT_BYTES: Final = 1 << 20
+_TAIL: Final = 2000  # characters of its output that are shown of a program that failed
+_END_S: Final = 25.0  # for everything below the guard to end
+
+
+class Command:
+    """One run of the program. `argv`, `env` and `files` may contain {prompt}, {model}, {base_url} and {api_key}."""
+
+    def __init__(
+        self,
+        argv: Sequence[str],
+        env: Mapping[str, str] | None = None,
+        files: Mapping[str, str] | None = None,
+        deadline_s: float = 600.0,
+        check: bool = True,
+    ) -> None:
+        """
+        Args:
+            argv: the program and its arguments.
+            env: further variables of its environment.
+            files: contents by path in its home, for programs that want a configuration file.
+            deadline_s: seconds after which it is killed; the episode is then graded as it is.
+            check: whether an exit status other than 0 fails the rollout.
+        """
+        if not argv:
+            raise ValueError("argv is empty; give the program and its arguments")
+        self._argv, self._env, self._files = argv, dict(env or {}), dict(files or {})
+        self._deadline_s, self._check = deadline_s, check
+
+    async def run(self, task: Task, endpoint: Endpoint) -> Outcome:
+        """Waits for the program's end; unblocked by it or by the deadline."""
+        names = {"prompt": text_of([m for m in task.messages if m.role == "user"]), **_names(endpoint)}
+        with tempfile.TemporaryDirectory(prefix="agent-", ignore_cleanup_errors=True) as home:
+            work = Path(home, "work")
+            work.mkdir()
+            for path, content in self._files.items():
+                place = Path(home, path)
+                place.parent.mkdir(parents=True, exist_ok=True)
+                place.write_text(filled(content, names))
+            environment = {
+                **{name: os.environ[name] for name in _INHERITED if name in os.environ},
+                **variables(endpoint),
+                "HOME": home,
+                "TMPDIR": home,
+                **{name: filled(value, names) for name, value in self._env.items()},
+            }
+            return await self._ran([filled(word, names) for word in self._argv], environment, work)
+
+    async def _ran(self, argv: list[str], environment: Mapping[str, str], work: Path) -> Outcome:
+        begun = time.monotonic()
+        paths = [os.path.abspath(entry) if entry else os.getcwd() for entry in sys.path]
+        process = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-P", "-m", "stages.agents.packs.command_process", str(os.getpid())),
+            json.dumps({"argv": argv, "env": dict(environment)}),
+            stdin=asyncio.subprocess.DEVNULL,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.STDOUT,
+            cwd=work,
+            start_new_session=True,
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(dict.fromkeys(paths))},
+        )
+        assert process.stdout is not None
+        late = False
+        try:
+            async with asyncio.timeout(self._deadline_s):
+                output = await _tail(process.stdout)
+                status = await process.wait()
+        except TimeoutError:
+            late, output, status = True, b"", 0
+        finally:
+            await _ended(process)
+        if self._check and status:
+            said = output.decode(errors="replace")[-_TAIL:]
+            raise RuntimeError(f"{argv[0]} ended with status {status}; its last output: {said}")
+        return Outcome(metrics={"seconds": time.monotonic() - begun, "late": float(late), "status": float(status)})
+
+
+def variables(endpoint: Endpoint) -> dict[str, str]:
+    """How clients of both dialects find the endpoint."""
+    return {
+        "OPENAI_BASE_URL": f"{endpoint.base_url}/v1",
+        "OPENAI_API_BASE": f"{endpoint.base_url}/v1",
+        "OPENAI_API_KEY": endpoint.api_key,
+        "OPENAI_MODEL": endpoint.model,
+        "ANTHROPIC_BASE_URL": endpoint.base_url,
+        "ANTHROPIC_API_KEY": endpoint.api_key,
+        "ANTHROPIC_MODEL": endpoint.model,
+        "ANTHROPIC_SMALL_FAST_MODEL": endpoint.model,
+        "NO_PROXY": "127.0.0.1,localhost",
+    }
+
+
+def _names(endpoint: Endpoint) -> dict[str, str]:
+    return {"model": endpoint.model, "base_url": endpoint.base_url, "api_key": endpoint.api_key}
+
+
+def filled(template: str, names: Mapping[str, str]) -> str:
+    """The text with {name} replaced, in one pass; other braces stay, for configuration files are full of them."""
+    found, rest = "", template
+    while rest:
+        name = next((name for name in names if rest.startswith("{" + name + "}")), None)
+        found += rest[0] if name is None else names[name]
+        rest = rest[1:] if name is None else rest[len(name) + 2 :]
+    return found
+
+
+async def _tail(stream: asyncio.StreamReader) -> bytes:
+    """The last of what the program writes, until it closes its output."""
+    kept = b""
+    while chunk := await stream.read(65536):
+        kept = (kept + chunk)[-_OUTPUT_BYTES:]
+    return kept
+
+
+async def _ended(process: asyncio.subprocess.Process) -> None:
+    """Have the guard kill everything below it, also where the program ended and left something behind."""
+    with suppress(ProcessLookupError):
+        process.terminate()
+    try:
+        async with asyncio.timeout(_END_S):
+            await process.wait()
+    except TimeoutError:
+        with suppress(ProcessLookupError):
+            process.kill()
