@@ -106,3 +106,23 @@ class ToolsConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True)
         "<tool_response>{result}</tool_response>"
     )
     tool_deadline_s: Annotated[float, Meta(gt=0, description="seconds after which a tool call is abandoned")] = 10.0
+    tool_call_parser: Annotated[
+        Literal[
+            "hermes",
+            "qwen",
+            "qwen25",
+            "qwen3_coder",
+            "glm",
+            "glm45",
+            "glm47",
+            "deepseekv3",
+            "deepseekv31",
+            "kimi_k2",
+            "mistral",
+            "gpt-oss",
+            "llama3",
+            "pythonic",
+        ]
+        | None,
+        Meta(description="how environments read the model's tool calls; default: as its chat template writes them"),
+    ] = None

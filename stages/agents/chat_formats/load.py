@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from functools import partial
 from typing import Final
 
+from configs.schema import Config
 from stages.agents.chat import ChatFormat
 from stages.agents.chat_formats.bridge import QUESTION, Bridge, check_bridge
 from stages.agents.chat_formats.errors import ChatFormatError
@@ -54,6 +55,13 @@ def load_chat_format(
     """
     return chat_format(
         load_tokenizer(checkpoint, chat_template_path), parser=parser, template_arguments=template_arguments
+    )
+
+
+def chat_format_of(config: Config, tokenizer: Tokenizer) -> ChatFormat:
+    """The chat format of a run's model, with the run's settings."""
+    return chat_format(
+        tokenizer, parser=config.tools.tool_call_parser, template_arguments=config.data.apply_chat_template_kwargs
     )
 
 

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 from tempfile import mkdtemp
+from typing import Any, get_args, get_type_hints
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from configs.schema import Config, DataConfig, ToolsConfig
 from models.tiny import CHAT_TEMPLATE
 from stages.agents.chat import ChatFormat
 from stages.agents.chat_formats.errors import ChatFormatError
-from stages.agents.chat_formats.load import load_chat_format
+from stages.agents.chat_formats.load import chat_format_of, load_chat_format
+from stages.agents.chat_formats.parsers.registry import PARSERS
 from stages.agents.chat_formats.rendering import as_mapping
 from stages.agents.messages import Message, ToolCall, ToolSchema
 from stages.data.tokenizer import Tokenizer, load_tokenizer
@@ -234,3 +238,38 @@ def test_malformed_calls_are_named_and_stay_in_the_content(text: str, words: str
 
 def test_without_tools_nothing_is_a_call() -> None:
     assert read(QWEN3, WAIT, ()) == (Message("assistant", WAIT), "")
+
+
+def test_the_page_of_the_documentation() -> None:
+    page = (Path(__file__).parents[3] / "docs" / "chat_formats.md").read_text()
+    _, tokenizer = loaded(QWEN3)
+    turn = tokenizer.encode('<think>\nHm.\n</think>\n\n<tool_call>{"name": "look"}</tool_call><|im_end|>')
+    scope: dict[str, Any] = {"checkpoint": checkpoint(QWEN3), "sample": lambda ids: turn}
+    (block,) = re.findall(r"^```python\n(.*?)^```", page, re.MULTILINE | re.DOTALL)
+    exec(compile(block, "docs/chat_formats.md", "exec"), scope)
+    assert scope["reply"].message == Message("assistant", "", "Hm.", (ToolCall("look", {}),))
+    assert shown(QWEN3, scope["ids"]).endswith(
+        "<|im_end|>\n<|im_start|>user\n<tool_response>\nUnder the table.\n</tool_response><|im_end|>\n"
+        "<|im_start|>assistant\n"
+    )
+    with pytest.raises(ChatFormatError) as refused:
+        load_chat_format(checkpoint(BROKEN["stand before|stands before"]))
+    assert str(refused.value) in page
+    for name in get_args(get_args(get_type_hints(ToolsConfig)["tool_call_parser"])[0]):
+        assert f"`{name}`" in page
+
+
+def test_every_parser_can_be_named() -> None:
+    (names, _) = get_args(get_type_hints(ToolsConfig)["tool_call_parser"])
+    assert get_args(names) == tuple(PARSERS)
+
+
+def test_settings_of_a_run() -> None:
+    _, tokenizer = loaded(QWEN3)
+    tools, data = (
+        ToolsConfig(tool_call_parser="pythonic"),
+        DataConfig(apply_chat_template_kwargs={"enable_thinking": 0}),
+    )
+    chat = chat_format_of(Config(tools=tools, data=data), tokenizer)
+    assert shown(QWEN3, chat.start((QUESTION,), ())).endswith("</think>\n\n")
+    assert chat.reply(tokenizer.encode("[wait()]"), TOOLS).message.tool_calls == (ToolCall("wait", {}),)
