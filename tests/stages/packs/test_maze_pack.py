@@ -71,6 +71,7 @@ def test_a_maze_by_hand() -> None:
         ("x" * 1_000_000, ""),
         ("n" * 1_000_000, "n" * 2000),
     ],
+    ids=range(12),
 )
 def test_moves_are_read_from_the_last_line(text: str, moves: str) -> None:
     assert moves_of(text) == moves
@@ -94,7 +95,7 @@ async def test_an_episode_by_hand() -> None:
     assert end.metrics == {"solved": 1.0, "moves": 10.0, "detour": 10 / 8}
 
 
-@pytest.mark.parametrize("say", ["w", "", "wwwwwwwwwwwww", "?" * 100_000])
+@pytest.mark.parametrize("say", ["w", "", "wwwwwwwwwwwww", "?" * 100_000], ids=range(4))
 async def test_an_episode_without_an_end_is_worth_nothing(say: str) -> None:
     played = Episode(Maze(size=2, max_moves=3, instructions=""))
     start = await played.start(seed=5)

@@ -56,7 +56,9 @@ async def test_an_episode_over_a_file(corpus: str) -> None:
     assert (end.done, end.reward, end.metrics) == (True, None, {"tool_calls": 5.0, "tool_errors": 2.0})
 
 
-@pytest.mark.parametrize("query", ["\ud800", "?!", "a " * 1_000_000, "\x00", "x" * 1_000_000, "AND OR NOT (*"])
+@pytest.mark.parametrize(
+    "query", ["\ud800", "?!", "a " * 1_000_000, "\x00", "x" * 1_000_000, "AND OR NOT (*"], ids=range(6)
+)
 async def test_hostile_queries_find_something_or_nothing(query: str) -> None:
     need_bm25s()
     played = Episode(Search())

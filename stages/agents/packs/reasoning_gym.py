@@ -1,0 +1,111 @@
+"""Pack: tasks of reasoning-gym (Apache-2.0, the package `reasoning-gym`): one question, one answer, its own score.
+
+    [[environment]]
+    name = "reasoning_gym"
+    options = { datasets = ["chain_sum", "leg_counting"] }
+
+`datasets` may also be a table that gives each its settings: `{ chain_sum = { max_digits = 2 } }`.
+
+Invariants: a score is a number in [0, 1], whatever a scorer does: one that raises, or computes for longer than
+SCORE_S, gives 0; the same number is the same task on every machine that has the same version of the package.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import count
+from typing import Any, Final, Literal
+
+from configs.schema.did_you_mean import did_you_mean
+from stages.agents.environment import Start, Step, Task, Turn
+from stages.agents.messages import Message
+from stages.graders.cpu_limit import CpuLimitError, cpu_limit
+
+SCORE_S: Final = 2.0  # processor time of a scorer
+ANSWER_CHARS: Final = 20_000
+INSTRUCTIONS: Final = "Write your answer between <answer> and </answer>."
+_HELDOUT: Final = 1 << 29  # numbers of tasks from here on are never trained
+_ANSWER: Final = re.compile(r"<answer>(.*?)(?:</answer>|\Z)", re.DOTALL)
+
+Datasets = Sequence[str] | Mapping[str, Mapping[str, Any]]
+
+
+class ReasoningGym:
+    """One task: metadata's `dataset` and `number`, else by the task's seed. `partial` keeps scores between 0 and 1."""
+
+    def __init__(
+        self, *, datasets: Datasets = ("chain_sum",), partial: bool = True, instructions: str = INSTRUCTIONS
+    ) -> None:
+        self._settings = _settings(datasets)
+        self._partial, self._instructions = partial, instructions
+
+    @classmethod
+    def tasks(
+        cls, split: Literal["train", "heldout"], seed: int, datasets: Datasets = ("chain_sum",)
+    ) -> Iterator[Mapping[str, Any]]:
+        """Each dataset in turn, without end; the splits share no number."""
+        names = list(_settings(datasets))
+        first = _HELDOUT if split == "heldout" else seed * 100_003 % (_HELDOUT >> 1)
+        for number in count(first):
+            yield {"dataset": names[number % len(names)], "number": number}
+
+    async def reset(self, task: Task) -> Start:
+        import reasoning_gym
+
+        names = list(self._settings)
+        number = int(task.metadata.get("number", task.seed % _HELDOUT))
+        name = str(task.metadata.get("dataset", names[number % len(names)]))
+        if name not in self._settings:
+            raise ValueError(f"metadata.dataset is {name!r}{did_you_mean(name, self._settings)}")
+        # A dataset of one task: some make all of theirs at once.
+        self._dataset = reasoning_gym.create_dataset(name, seed=number, size=1, **self._settings[name])
+        self._entry = self._dataset[0]
+        self._name = name
+        told = (Message("system", self._instructions),) if self._instructions else ()
+        return Start((*told, Message("user", str(self._entry["question"]))))
+
+    async def step(self, turn: Turn) -> Step:
+        score = scored(self._dataset, self._entry, answer_of(turn.message.content))
+        if not self._partial:
+            score = float(score >= 1.0)
+        return Step(reward=score, done=True, metrics={self._name: score})
+
+    async def close(self) -> None:
+        """Nothing to end."""
+
+
+def answer_of(text: str) -> str:
+    """What stands in the last <answer>, else all of the text."""
+    text = text[-ANSWER_CHARS:]
+    found = _ANSWER.findall(text)
+    return (found[-1] if found else text).strip()
+
+
+def scored(dataset: Any, entry: Mapping[str, Any], answer: str) -> float:
+    """The dataset's score of an answer."""
+    try:
+        with cpu_limit(SCORE_S):
+            score = float(dataset.score_answer(answer, entry))
+    except (Exception, CpuLimitError):  # several scorers raise at what they cannot read: such an answer is wrong
+        return 0.0
+    return min(1.0, max(0.0, score)) if math.isfinite(score) else 0.0
+
+
+def _settings(datasets: Datasets) -> dict[str, Mapping[str, Any]]:
+    """Settings by dataset. Raises ValueError."""
+    if importlib.util.find_spec("reasoning_gym") is None:
+        raise ValueError("the pack reasoning_gym needs its package: pip install 'sluice[reasoning-gym]'")
+    from reasoning_gym.factory import DATASETS
+
+    named: dict[str, Mapping[str, Any]] = {
+        name: dict(datasets[name]) if isinstance(datasets, Mapping) else {} for name in datasets
+    }
+    for name in named:
+        if name not in DATASETS:
+            raise ValueError(f"datasets has {name!r}, which reasoning-gym has not{did_you_mean(name, DATASETS)}")
+    if not named:
+        raise ValueError("datasets is empty; name at least one of reasoning-gym's")
+    return named

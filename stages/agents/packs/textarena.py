@@ -1,0 +1,81 @@
+"""Pack: games of textarena for one player (the package `textarena`).
+
+    [[environment]]
+    name = "textarena"
+    options = { game = "GuessTheNumber-v0" }
+
+What the game says goes to the model as it is, and what the model says to the game. The reward is the game's own, at the
+end. Games that need data of NLTK, or a later Python, raise in `reset`, with the game's own words.
+
+Invariant: an episode draws its random numbers from its own state: the same seed is the same game, whatever is played
+beside it in the process.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Iterator, Mapping
+from itertools import count
+from typing import Any, Literal
+
+from stages.agents.environment import Start, Step, Task, Turn
+from stages.agents.messages import Message
+from stages.agents.packs.random_state import RandomState
+from stages.agents.packs.tool_episode import shortened
+
+_HELDOUT = 1 << 30
+_PLAYER = 0
+
+
+class Textarena:
+    """One game. `max_turns` of the model, `result_chars` of one observation, `settings` of the game."""
+
+    def __init__(
+        self,
+        *,
+        game: str = "GuessTheNumber-v0",
+        settings: Mapping[str, Any] | None = None,
+        max_turns: int = 50,
+        result_chars: int = 8192,
+    ) -> None:
+        if importlib.util.find_spec("textarena") is None:
+            raise ValueError("the pack textarena needs its package: pip install 'sluice[games]'")
+        self._game, self._made_with = game, dict(settings or {})
+        self._max_turns, self._result_chars = max_turns, result_chars
+        self._seen = 0  # characters of the observation that the model has read
+
+    @classmethod
+    def tasks(cls, split: Literal["train", "heldout"], seed: int) -> Iterator[Mapping[str, Any]]:
+        """Seeds of games; the splits share none."""
+        for number in count(_HELDOUT if split == "heldout" else seed * 100_003 % (_HELDOUT >> 1)):
+            yield {"seed": number}
+
+    async def reset(self, task: Task) -> Start:
+        import textarena
+
+        seed = int(task.metadata.get("seed", task.seed)) & 0x7FFFFFFF
+        self._random = RandomState(seed)
+        with self._random.drawn_from():
+            self._world = textarena.make(self._game, **self._made_with)
+            self._world.reset(num_players=1, seed=seed)
+        return Start((Message("user", self._observed()),))
+
+    async def step(self, turn: Turn) -> Step:
+        with self._random.drawn_from():
+            done, _ = self._world.step(turn.message.content)
+        if not done and not turn.truncated and not turn.last and turn.number + 1 < self._max_turns:
+            return Step((Message("user", self._observed()),))
+        rewards, facts = self._world.close()
+        reward = float((rewards or {}).get(_PLAYER, 0.0)) if done else 0.0
+        invalid = bool((facts or {}).get(_PLAYER, {}).get("invalid_move", False))
+        return Step(reward=reward, done=True, metrics={"finished": float(done), "invalid": float(invalid)})
+
+    async def close(self) -> None:
+        """Nothing to end."""
+
+    def _observed(self) -> str:
+        """What is new: games show their whole history each time, and the model has read it."""
+        _, text = self._world.get_observation()
+        new = text[self._seen :] if isinstance(text, str) else str(text)
+        self._seen = len(text) if isinstance(text, str) else 0
+        return shortened(new.strip("\n"), self._result_chars) or "(nothing new)"
