@@ -27,6 +27,7 @@ BUILT_IN: Final = (
     "engine",
     "engines",
     "tools",
+    "agents",
     "reward",
     "teacher",
     "group",
@@ -84,11 +85,12 @@ def path(config: Config) -> tuple[str, ...]:
 
 
 def loops(config: Config) -> tuple[str, ...]:
-    """Stages that take unfinished rollouts from generate and return them: tools, and the user's own loops."""
+    """Stages that take unfinished rollouts from generate and return them: tools, agents, the user's own loops."""
     if not generates(config):
         return ()
     own = tuple(stage.name for stage in config.stage if stage.loop is not None)
-    return ("tools", *own) if config.tools.tools else own
+    there = {"tools": config.tools.tools, "agents": config.environment}
+    return (*(name for name, used in there.items() if used), *own)
 
 
 def evaluates(config: Config) -> bool:

@@ -14,7 +14,7 @@ from msgspec import Struct
 
 from configs.cli.flags import Flag, flags, flags_by_key, show
 from configs.errors import ConfigError
-from configs.schema import Config, StageConfig
+from configs.schema import Config
 from configs.schema.did_you_mean import cure
 
 S = TypeVar("S", bound=Struct)
@@ -25,10 +25,11 @@ GATE = ("asynchrony.async_buffer_size", "asynchrony.update_weights_interval", "a
 _ALTERNATIVES = (("rollout.num_rollout", "rollout.num_epoch"),)
 
 
-class StageEdit(Struct, frozen=True):
-    """`stage.<name>.<field>=<value>` on the command line, still as text."""
+class TableEdit(Struct, frozen=True):
+    """`stage.<name>.<field>=<value>` on the command line, or `environment....`, still as text."""
 
-    stage: str
+    section: str
+    name: str
     field: str
     text: str
 
@@ -39,7 +40,7 @@ class Layer(Struct, frozen=True, kw_only=True):
     origin: Origin
     values: Mapping[str, Any] = {}
     labels: Mapping[str, str] = {}
-    edits: tuple[StageEdit, ...] = ()
+    edits: tuple[TableEdit, ...] = ()
 
 
 class Loaded(Struct, frozen=True):
@@ -53,7 +54,7 @@ def merge(layers: Iterable[Layer]) -> Loaded:
     """Lay the layers over the defaults, lowest first. Raises `ConfigError`."""
     values: dict[str, Any] = {}
     given: dict[str, str] = {}
-    edits: list[StageEdit] = []
+    edits: list[TableEdit] = []
     mode = flags_by_key()["run.mode"].default
     for layer in layers:
         chosen = layer.values.get("run.mode", mode)
@@ -117,31 +118,34 @@ def _forget(values: dict[str, Any], given: dict[str, str], keys: Iterable[str]) 
         given.pop(key, None)
 
 
-def _edited(config: Config, edits: Sequence[StageEdit]) -> Config:
-    if not edits:
-        return config
-    stages = {stage.name: stage for stage in config.stage}
+_TABLE_WORDS = {"stage": "custom stage", "environment": "environment"}
+
+
+def _edited(config: Config, edits: Sequence[TableEdit]) -> Config:
     faults = []
     for edit in edits:
-        if edit.stage not in stages:
-            known = ", ".join(stages) or "none"
+        tables = {table.name: table for table in getattr(config, edit.section)}
+        key = f"{edit.section}.{edit.name}.{edit.field}"
+        if edit.name not in tables:
+            known, word = ", ".join(tables) or "none", _TABLE_WORDS[edit.section]
             faults.append(
-                f"stage.{edit.stage}.{edit.field} names no custom stage, only those of the recipe can be changed "
-                f"(there: {known}); add a [[stage]] table with name = {edit.stage!r}"
+                f"{key} names no {word}, only those of the recipe can be changed (there: {known}); add a "
+                f"[[{edit.section}]] table with name = {edit.name!r}"
             )
             continue
         try:
-            stages[edit.stage] = _edit(stages[edit.stage], edit)
+            tables[edit.name] = _edit(tables[edit.name], edit)
         except (msgspec.ValidationError, msgspec.DecodeError) as error:
-            faults.append(f"stage.{edit.stage}.{edit.field} is {edit.text!r}, which does not fit: {error}")
+            faults.append(f"{key} is {edit.text!r}, which does not fit: {error}")
+        config = msgspec.structs.replace(config, **{edit.section: tuple(tables.values())})
     if faults:
         raise ConfigError(faults)
-    return msgspec.structs.replace(config, stage=tuple(stages.values()))
+    return config
 
 
-def _edit(stage: StageConfig, edit: StageEdit) -> StageConfig:
-    fields = msgspec.to_builtins(stage)
+def _edit(table: S, edit: TableEdit) -> S:
+    fields = msgspec.to_builtins(table)
     fields[edit.field] = msgspec.json.decode(edit.text) if edit.field == "options" else edit.text
-    if edit.field in ("after", "loop") and edit.text == "none":
+    if edit.field in ("after", "loop", "python") and edit.text == "none":
         fields[edit.field] = None
-    return msgspec.convert(fields, type=StageConfig, strict=False)
+    return msgspec.convert(fields, type=type(table), strict=False)

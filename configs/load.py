@@ -15,7 +15,7 @@ from typing import Any, Final
 import msgspec
 
 from configs.cli.command_line import Arguments, parse
-from configs.cli.flags import RefusedValue, flags, flags_by_key
+from configs.cli.flags import TABLES, RefusedValue, flags, flags_by_key
 from configs.errors import ConfigError
 from configs.layers import Layer, Loaded, Origin, merge, refusal, value_at
 from configs.presets import chosen_preset, fitted, preset_path, without_other_models
@@ -204,9 +204,10 @@ def dump_toml(config: Config) -> str:
         if flag.kind != "tables" and value is not None:
             tables.setdefault(table, []).append(f"{name} = {_toml(value)}")
     parts = ["\n".join([f"[{table}]", *lines]) for table, lines in tables.items()]
-    for stage in config.stage:
-        fields = {name: value for name, value in msgspec.to_builtins(stage).items() if value is not None}
-        parts.append("\n".join(["[[stage]]", *(f"{name} = {_toml(value)}" for name, value in fields.items())]))
+    for section in TABLES:
+        for table in value_at(config, section):
+            fields = {name: value for name, value in msgspec.to_builtins(table).items() if value is not None}
+            parts.append("\n".join([f"[[{section}]]", *(f"{name} = {_toml(value)}" for name, value in fields.items())]))
     return "\n\n".join(parts) + "\n"
 
 

@@ -10,6 +10,7 @@ import importlib.util
 import re
 import sys
 import tomllib
+from collections.abc import Collection
 from functools import cache
 from pathlib import Path
 from typing import Any, Final
@@ -58,17 +59,21 @@ def parse_source(text: str, *, named: bool = False) -> DataSource:
     return DataSource(text, name=name)
 
 
-def source_fault(label: str, text: str, *, named: bool = False) -> str | None:
-    """Why a data source cannot be read, in one sentence, or None."""
+def source_fault(label: str, text: str, *, named: bool = False, environments: Collection[str] = ()) -> str | None:
+    """Why a data source cannot be read, in one sentence, or None. `environments`: those may make tasks of their own."""
     source = parse_source(text, named=named)
-    if source.built_in or Path(source.path).expanduser().exists():
+    if source.built_in or source.path in environments or Path(source.path).expanduser().exists():
         return None
     if "@[" in source.path:
         return (
             f"{label} is {text!r}, but a slice must be path@[a:b] with whole numbers; write for example "
             "data.jsonl@[0:100]"
         )
-    best = closest(source.path, BUILT_IN_DATA) if "/" not in source.path and "." not in source.path else None
+    best = (
+        closest(source.path, (*BUILT_IN_DATA, *environments))
+        if "/" not in source.path and "." not in source.path
+        else None
+    )
     cure = f"did you mean {best}?" if best else f"correct the path, or use the built-in {' or '.join(BUILT_IN_DATA)}"
     return f"{label} is {text!r}, but there is no file or directory {source.path!r}; {cure}"
 

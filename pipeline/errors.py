@@ -14,6 +14,7 @@ from models.import_path import ImportPathError
 from models.train.errors import CheckpointUnavailable, TrainConfigInvalid, TrainStateUnreadable, UnsupportedModel
 from models.weights.errors import SlotDirectoryError, SourceError
 from pipeline.observe.errors import ObserveError
+from stages.agents.errors import AgentsError
 from stages.data.errors import DataError
 from stages.errors import StageError
 from stages.graders.errors import GradingError
@@ -26,6 +27,7 @@ EXIT_DISK_FULL = 28  # of one whose log may have no room for the reason
 # Errors whose sentence is written for the user: they name the value, the rule and the cure.
 USER_ERRORS: tuple[type[BaseException], ...] = (
     AddressError,
+    AgentsError,
     AlgorithmError,
     CheckpointError,
     CheckpointUnavailable,

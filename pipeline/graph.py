@@ -15,6 +15,7 @@ STAGES = {
     "engines": "stages.engines.stage:EnginesStage",
     "generate": "stages.generate.stage:GenerateStage",
     "tools": "stages.tools.stage:ToolStage",
+    "agents": "stages.agents.stage:AgentsStage",
     "reward": "stages.reward.stage:RewardStage",
     "teacher": "stages.teacher.stage:TeacherStage",
     "group": "stages.group.stage:GroupStage",

@@ -31,6 +31,7 @@ from stages.staleness_gate import StalenessGate
 _BYTES_A_THREAD = 4 << 20  # a million parameters
 _MANY = 1 << 10
 JOINERS = ("group", "train", "evaluate")
+HOLDERS = (*JOINERS, "agents")  # of what waits, all that the gate lets out: for other parts, for worlds that answer
 
 
 class Placement:
@@ -101,7 +102,7 @@ class Placement:
         rollout = self.config.rollout
         items = node.concurrency * 2
         size = 8 << 20
-        if node.name in JOINERS:
+        if node.name in HOLDERS:
             gate = StalenessGate.of(self.config)
             items = max(4096, gate.most_open * rollout.n_samples_per_prompt * 4)
             size = UNBOUNDED_BYTES

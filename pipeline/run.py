@@ -42,6 +42,7 @@ from pipeline.record.recorder import Recorder
 from pipeline.record.report import conclude, summarise
 from pipeline.record.run_directory import RunDir, disk_error
 from pipeline.supervise.external_servers import read_policy_config
+from stages.agents.formats import with_stops
 from stages.base import StageContext
 from stages.data.load import load_train_prompts
 from stages.data.prompt_set import PromptSet
@@ -196,6 +197,7 @@ def _supervised(config: Config) -> Config:
         debug=DebugConfig(),
         run=replace(config.run, scale={}),
         stage=(),
+        environment=(),
     )
 
 
@@ -218,7 +220,7 @@ class Phase:
         tokenizer = self.tokenizer = load_tokenizer(config.train.hf_checkpoint, config.data.chat_template_path)
         self.prompts = load_train_prompts(config, tokenizer)
         self.eos_id = tokenizer.eos_ids[0] if tokenizer.eos_ids else None
-        self.config = _with_data(config, self.prompts)
+        self.config = with_stops(_with_data(config, self.prompts))
         self.epoch = manifest.epoch + 1 if manifest else 0
         self.snapshot = msgspec.json.decode(manifest.ledger, type=LedgerSnapshot) if manifest else None
         self._check_data()
@@ -341,7 +343,7 @@ def _with_data(config: Config, prompts: PromptSet) -> Config:
         return config
     reward = config.reward
     chosen = reward.custom_rm_path is not None or reward.reward_component or prompts.report.rm_types
-    if reward.rm_type == "auto" and not chosen:
+    if reward.rm_type == "auto" and not chosen and (prompts.report.labels or not config.environment):
         grader, why = choose_auto(prompts.report.labels)
         _tell(f"grader {grader}: {why}")
         reward = replace(reward, rm_type=grader)

@@ -26,7 +26,7 @@ import msgspec
 from configs.schema import Config
 from stages.messages import RolloutSlice, Sample, without_tokens
 from stages.options import GenerateOptions, StageOptions, TrainOptions
-from stages.ports import Inlet, Outlet, Ports
+from stages.ports import Inlet, Lease, Outlet, Ports
 
 log = logging.getLogger("sluice.stages")
 
@@ -213,26 +213,30 @@ class MapStage(Stage):
 
     async def _serve(self, inlet: Inlet[RolloutSlice], outlet: Outlet[RolloutSlice]) -> None:
         """Waits for messages; ends with the inlet."""
-        name = type(self).__name__
         while (lease := await inlet.receive()) is not None:
-            with self.activity.working():
-                self.activity.items_in += 1
-                message = lease.message
-                with self.span(name, group=message.group.group_id):
-                    try:
-                        result = await self.process(message)
-                    except (Exception, asyncio.CancelledError) as error:
-                        # Raised by the work itself it would end this task in silence, and with it a place for messages.
-                        if isinstance(error, asyncio.CancelledError) and _is_cancelled():
-                            raise
-                        self.activity.failures += 1
-                        log.warning("%s failed on group %d: %r", name, message.group.group_id, error, exc_info=True)
-                        result = failed(message, f"{name}: {type(error).__name__}: {error}")
-                if result is not None:
-                    with self.activity.sending():
-                        await send_slice(outlet, result)
-                    self.activity.items_out += 1
-                lease.done()
+            await self._work(lease, outlet)
+
+    async def _work(self, lease: Lease[RolloutSlice], outlet: Outlet[RolloutSlice]) -> None:
+        """One message, which is released when what became of it is in the next hub's custody."""
+        name = type(self).__name__
+        with self.activity.working():
+            self.activity.items_in += 1
+            message = lease.message
+            with self.span(name, group=message.group.group_id):
+                try:
+                    result = await self.process(message)
+                except (Exception, asyncio.CancelledError) as error:
+                    # Raised by the work itself it would end this task in silence, and with it a place for messages.
+                    if isinstance(error, asyncio.CancelledError) and _is_cancelled():
+                        raise
+                    self.activity.failures += 1
+                    log.warning("%s failed on group %d: %r", name, message.group.group_id, error, exc_info=True)
+                    result = failed(message, f"{name}: {type(error).__name__}: {error}")
+            if result is not None:
+                with self.activity.sending():
+                    await send_slice(outlet, result)
+                self.activity.items_out += 1
+            lease.done()
 
 
 class LoopStage(MapStage):
@@ -242,6 +246,10 @@ class LoopStage(MapStage):
     what an episode has to remember travels in the message: `read_state`, `write_state`. A sequence that comes back with
     `done` set has ended: no engine is asked for more, and when all have, the rollout leaves for grading.
     """
+
+    begins: ClassVar[bool] = False
+    """Whether rollouts come here before the model's first turn, without a token, and after the last one, also where
+    `--max-turns` leaves no further turn. Such a stage makes the prompt, and says itself that a rollout is done."""
 
     @classmethod
     def wants(cls, config: Config, options: Mapping[str, Any], message: RolloutSlice) -> bool:

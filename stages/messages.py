@@ -135,6 +135,7 @@ class Sample(Struct, frozen=True, array_like=True):
     done: bool = False  # a loop stage has ended it: no engine is asked for more
     loop_state: bytes = b""  # what a loop stage has to know at its next turn; dropped when the rollout leaves the loop
     extras: dict[str, Extra] = {}  # by name; kept as they are from stage to stage
+    metrics: dict[str, float] = {}  # of its environment, by their full name; averaged over rollouts
 
     @property
     def length(self) -> int:

@@ -37,17 +37,29 @@ def die_with(parent: int, by: signal.Signals = signal.SIGKILL) -> None:
 
 
 def start_guarded(
-    module: str, arguments: Sequence[object], descriptors: Sequence[int], environment: Mapping[str, str]
+    module: str,
+    arguments: Sequence[object],
+    descriptors: Sequence[int],
+    environment: Mapping[str, str],
+    *,
+    python: str | None = None,
+    stderr: int | None = None,
 ) -> subprocess.Popen[bytes]:
     """Start `python -m module ARGUMENTS...`, which calls `become_guarded`, with these descriptors.
 
-    It gets this process's environment and import path, so that modules of the user are found as they are here.
+    It gets this process's environment and import path, so that modules of the user are found as they are here. Another
+    interpreter (`python`) has packages of its own: it gets this project, the user's PYTHONPATH and the directory where
+    the run was started.
     """
     paths = [os.path.abspath(entry) if entry else os.getcwd() for entry in sys.path]
+    if python is not None:
+        root = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+        paths = [root, *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep)), os.getcwd()]
     return subprocess.Popen(
-        [sys.executable, "-P", "-m", module, *map(str, arguments)],
+        [python or sys.executable, "-P", "-m", module, *map(str, arguments)],
         pass_fds=descriptors,
         stdin=subprocess.DEVNULL,
+        stderr=stderr,
         start_new_session=True,  # a Ctrl-C is for this process to handle
         env={**os.environ, "PYTHONPATH": os.pathsep.join(dict.fromkeys(paths)), **environment},
     )

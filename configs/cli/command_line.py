@@ -1,7 +1,8 @@
 """The command line, read against the schema: flags, `--no-` flags, and dotted overrides.
 
 Grammar: `--flag value`, `--flag=value`, `--flag a b c` (lists), `--flag` and `--no-flag` (booleans),
-`section.key=value`, `--section.key value`, `stage.<name>.<field>=value`. A name must be written in full.
+`section.key=value`, `--section.key value`, `stage.<name>.<field>=value`, the same with
+`environment`. A name must be written in full.
 `--sglang-<option>` and `--router-<option>` that are no flags of ours are passed on, see `configs.cli.passthrough`.
 Invariant: all faults of a command line are listed at once.
 """
@@ -16,11 +17,10 @@ from typing import Any, Final
 import msgspec
 from msgspec import Struct
 
-from configs.cli.flags import SECTIONS, Flag, RefusedValue, flags, flags_by_key, suggestion
+from configs.cli.flags import SECTIONS, TABLES, Flag, RefusedValue, flags, flags_by_key, suggestion
 from configs.cli.passthrough import ALIASES, option_of, option_value
 from configs.errors import ConfigError
-from configs.layers import Layer, StageEdit, refusal
-from configs.schema import StageConfig
+from configs.layers import Layer, TableEdit, refusal
 from configs.schema.did_you_mean import closest_by_words
 
 # Flags of the command itself; the schema may not use these names.
@@ -30,7 +30,7 @@ RESERVED: Final = {
     "help": "print this text",
     "version": "print the version",
 }
-_OVERRIDE = re.compile(rf"(?:(?:{'|'.join(SECTIONS)})\.[\w.\-]+|stage)=", re.ASCII)
+_OVERRIDE = re.compile(rf"(?:(?:{'|'.join(SECTIONS)})\.[\w.\-]+|{'|'.join(TABLES)})=", re.ASCII)
 
 
 class Arguments(Struct, frozen=True, kw_only=True):
@@ -95,7 +95,7 @@ class _Reader:
         self.rest = tokens
         self.values: dict[str, Any] = {}
         self.labels: dict[str, str] = {}
-        self.edits: list[StageEdit] = []
+        self.edits: list[TableEdit] = []
         self.faults: list[str] = []
         self.unread: set[str] = set()
         self.switches: set[str] = set()
@@ -112,7 +112,7 @@ class _Reader:
         inline = attached if equals else None
         name = ALIASES.get(name, name)
         if "." in name or name in flags_by_key():
-            self._dotted(name.replace("-", "_") if not name.startswith("stage.") else name, inline)
+            self._dotted(name if name.partition(".")[0] in TABLES else name.replace("-", "_"), inline)
         elif name in RESERVED:
             self._reserved(name, inline)
         elif name in _by_name():
@@ -145,9 +145,9 @@ class _Reader:
         if flag is not None:
             self._flag(flag, key, inline, dotted=True)
             return
-        if key.startswith("stage."):
+        if key.partition(".")[0] in TABLES:
             text = text if text is not None else self._next()
-            self._stage(key, text)
+            self._table(key, text)
             return
         parent, _, inner = key.rpartition(".")
         owner = flags_by_key().get(parent)
@@ -207,15 +207,20 @@ class _Reader:
         before = self.values.get(key, {}).get(option)
         self._set(owner, {option: option_value(key, option, texts, before)}, f"--{name}")
 
-    def _stage(self, key: str, text: str | None) -> None:
+    def _table(self, key: str, text: str | None) -> None:
+        section = key.partition(".")[0]
+        known = TABLES[section][0].__struct_fields__
         match key.split("."):
-            case [_, name, field] if field in StageConfig.__struct_fields__ and text is not None:
-                self.edits.append(StageEdit(name, field, text))
+            case [_, name, field] if field in known and text is not None:
+                self.edits.append(TableEdit(section, name, field, text))
             case [_, name, field] if text is not None:
-                hint = suggestion(field, StageConfig.__struct_fields__, prefix=f"stage.{name}.")
-                self.faults.append(f"{key} is no key of a custom stage; {hint}")
+                hint = suggestion(field, known, prefix=f"{section}.{name}.")
+                word = "a custom stage" if section == "stage" else "an environment"
+                self.faults.append(f"{key} is no key of {word}; {hint}")
             case _:
-                self.faults.append(f"{key} is incomplete; write stage.<name>.<field>=value, or stage='[...]' with JSON")
+                self.faults.append(
+                    f"{key} is incomplete; write {section}.<name>.<field>=value, or {section}='[...]' with JSON"
+                )
 
     def _refused(self, flag: Flag, fault: str) -> None:
         self.faults.append(fault)

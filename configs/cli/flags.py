@@ -15,7 +15,7 @@ from typing import Annotated, Any, Final, Literal, Union, get_args, get_origin
 import msgspec
 from msgspec import Meta, Struct
 
-from configs.schema import Config, StageConfig
+from configs.schema import Config, EnvironmentConfig, StageConfig
 from configs.schema.did_you_mean import closest_by_words
 
 Kind = Literal["bool", "scalar", "list", "map", "json", "tables"]
@@ -49,6 +49,13 @@ SECTIONS: Final[Mapping[str, str]] = {
     "warm_start": "Supervised warm start",
     "debug": "Debugging: saved rollout batches, parts of a run alone",
     "stage": "Custom stages",
+    "environment": "Environments",
+}
+
+# Sections that are lists of tables: what one table is, which keys it must have, and what they are.
+TABLES: Final[Mapping[str, tuple[type[Struct], str, str]]] = {
+    "stage": (StageConfig, "name, path and one of after or loop", "stages of the user's own, as a list of tables"),
+    "environment": (EnvironmentConfig, "name, and path", "environments of the rollouts, as a list of tables"),
 }
 
 
@@ -104,7 +111,7 @@ class Flag(Struct, frozen=True, kw_only=True):
     def from_value(self, value: Any) -> Any:
         """Read a typed value, e.g. of a TOML file. Raises `RefusedValue`."""
         if self.kind == "tables":
-            return stage_tables(value)
+            return read_tables(value, self.key)
         if self.kind == "json" and _holds_null(value):
             raise RefusedValue(f"{self.rule} without null")
         return self._convert(value, strict=True)
@@ -152,24 +159,25 @@ def show(value: object) -> str:
     return f"{value:g}" if isinstance(value, float) else str(value)
 
 
-def stage_tables(value: Any) -> tuple[StageConfig, ...]:
-    """Custom stages from TOML or JSON tables. Raises `RefusedValue` with the rule that is broken."""
+def read_tables(value: Any, section: str) -> tuple[Any, ...]:
+    """Custom stages or environments from TOML or JSON tables. Raises `RefusedValue` with the rule that is broken."""
+    kind, needed, _ = TABLES[section]
     if not isinstance(value, list | tuple):
-        raise RefusedValue("must be a list of tables, each with name, path and one of after or loop")
-    known = StageConfig.__struct_fields__
-    stages = []
+        raise RefusedValue(f"must be a list of tables, each with {needed}")
+    known = kind.__struct_fields__
+    tables = []
     for table in value:
-        if isinstance(table, StageConfig):
-            stages.append(table)
+        if isinstance(table, kind):
+            tables.append(table)
             continue
         unknown = [key for key in table if key not in known] if isinstance(table, dict) else []
         if unknown:
             raise RefusedValue(f"must be tables with the keys {', '.join(known)}; {suggestion(unknown[0], known)}")
         try:
-            stages.append(msgspec.convert(table, type=StageConfig, strict=True))
+            tables.append(msgspec.convert(table, type=kind, strict=True))
         except msgspec.ValidationError as error:
-            raise RefusedValue(f"must be tables with name, path and one of after or loop ({error})") from error
-    return tuple(stages)
+            raise RefusedValue(f"must be tables with {needed} ({error})") from error
+    return tuple(tables)
 
 
 def suggestion(word: str, known: Iterable[str], prefix: str = "") -> str:
@@ -183,8 +191,8 @@ def flags() -> tuple[Flag, ...]:
     """All leaves in the order of the schema."""
     found: list[Flag] = []
     for section in msgspec.structs.fields(Config):
-        if section.name == "stage":
-            found.append(_leaf(section, "stage", None))
+        if section.name in TABLES:
+            found.append(_leaf(section, section.name, None))
         else:
             found.extend(_section(section.type, section.name, nested=False))
     return tuple(found)
@@ -198,7 +206,7 @@ def flags_by_key() -> Mapping[str, Flag]:
 def _section(struct: type[Struct], prefix: str, *, nested: bool) -> Iterable[Flag]:
     for field in msgspec.structs.fields(struct):
         key = f"{prefix}.{field.name}"
-        if isinstance(field.type, type) and issubclass(field.type, Struct):
+        if _is_struct(field.type):
             yield from _section(field.type, key, nested=True)
         else:
             yield _leaf(field, key, None if nested else field.name.replace("_", "-"))
@@ -217,7 +225,7 @@ def _leaf(field: msgspec.structs.FieldInfo, key: str, name: str | None) -> Flag:
         kind=kind,
         optional=optional,
         default=default,
-        description=_meta(field.type).description or "stages of the user's own, as a list of tables",
+        description=_meta(field.type).description or TABLES[key][2],
         choices=choices,
         rule=_rule(kind, members, _bounds(field.type), choices, optional),
     )
@@ -253,8 +261,12 @@ def _kind(members: tuple[Any, ...]) -> Kind:
     if get_origin(first) is dict:
         return "map" if get_args(first)[1] is int else "json"
     if get_origin(first) is tuple:
-        return "tables" if get_args(first)[0] is StageConfig else "list"
+        return "tables" if _is_struct(get_args(first)[0]) else "list"
     return "scalar"
+
+
+def _is_struct(kind: Any) -> bool:
+    return isinstance(kind, type) and issubclass(kind, Struct)
 
 
 def _rule(kind: Kind, members: tuple[Any, ...], meta: Meta, choices: tuple[str, ...], optional: bool) -> str:

@@ -25,7 +25,7 @@ def data_faults(config: Config) -> Iterator[str]:
         ("--warm-start-data", config.warm_start.warm_start_data if config.warm_start.warm_start_steps else (), False),
     ):
         for text in texts:
-            fault = source_fault(label, text, named=named)
+            fault = source_fault(label, text, named=named, environments=[table.name for table in config.environment])
             if fault is not None and not (label == "--warm-start-data" and text in data.prompt_data):
                 yield fault
     names = Counter(_result_name(text) for text in evaluation.eval_prompt_data)

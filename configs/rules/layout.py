@@ -25,6 +25,11 @@ def scale_faults(config: Config) -> Iterator[str]:
             yield f"--scale {name}={count} is too many, for there can be only one: {SINGLE[name]}; leave {name} out"
         elif name == "tools" and not config.tools.tools:
             yield f"--scale tools={count} scales a stage that this run does not have; add --tools, or leave tools out"
+        elif name == "agents" and not config.environment:
+            yield (
+                f"--scale agents={count} scales a stage that this run does not have; add an [[environment]], or leave "
+                "agents out"
+            )
     started = sum(not is_address(place.partition("=")[2]) for place in config.engine.frozen_engine)
     last = config.engine.engine_port + engine_count(config) + started - 1
     if config.engine.engine_port and last > 65535:
@@ -104,5 +109,5 @@ def warnings(config: Config) -> Iterator[str]:
     if config.tools.tools and config.rollout.max_turns == 1:
         yield "--max-turns 1 ends a rollout at its first tool call, so that no answer follows the tool's result"
     absent = set(config.run.scale) & set(BUILT_IN) - set(replicas(config))
-    for name in sorted(absent - {"tools"}):
+    for name in sorted(absent - {"tools", "agents"}):
         yield f"--scale {name} has no effect: this run has no such stage"

@@ -13,7 +13,20 @@ from msgspec import Struct
 
 from configs.errors import ConfigError
 from configs.resolve import derive
-from configs.rules import algorithm, correction, debug, engine, files, layout, model, parallel, reward, schedule, unread
+from configs.rules import (
+    algorithm,
+    correction,
+    debug,
+    engine,
+    environments,
+    files,
+    layout,
+    model,
+    parallel,
+    reward,
+    schedule,
+    unread,
+)
 from configs.schema import Config
 
 Check = Callable[[Config], Iterator[str]]
@@ -39,6 +52,7 @@ _FAULTS: Final[tuple[Check, ...]] = (
     layout.scale_faults,
     layout.stage_faults,
     layout.tool_faults,
+    environments.environment_faults,
     layout.device_faults,
     engine.fleet_faults,
     engine.router_faults,
@@ -61,6 +75,7 @@ _WARNINGS: Final[tuple[Check, ...]] = (
     algorithm.warnings,
     correction.warnings,
     layout.warnings,
+    environments.warnings,
     engine.warnings,
     model.warnings,
     files.warnings,

@@ -16,6 +16,7 @@ from configs.schema.data import DataConfig
 from configs.schema.debug import DebugConfig
 from configs.schema.distill import DistillConfig
 from configs.schema.engine import EngineConfig, SimulatedEngineConfig
+from configs.schema.environment import EnvironmentConfig
 from configs.schema.evaluation import EvalConfig
 from configs.schema.fsdp import FsdpConfig, LoraConfig
 from configs.schema.health import HealthConfig
@@ -41,6 +42,7 @@ __all__ = [
     "DebugConfig",
     "DistillConfig",
     "EngineConfig",
+    "EnvironmentConfig",
     "EvalConfig",
     "FilterConfig",
     "FsdpConfig",
@@ -93,3 +95,4 @@ class Config(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     warm_start: WarmStartConfig = WarmStartConfig()
     debug: DebugConfig = DebugConfig()
     stage: tuple[StageConfig, ...] = ()
+    environment: tuple[EnvironmentConfig, ...] = ()

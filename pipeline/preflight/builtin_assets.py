@@ -1,7 +1,8 @@
 """What a run needs before it starts: the built-in tiny models and data, where the user named them, and the grader.
 
 Built-in names (nothing is downloaded): checkpoints `tiny` (byte-level tokenizer) and `tiny-arithmetic` (characters);
-data `arithmetic` (two-digit sums) and `arithmetic-tools` (products with a calculator).
+data `arithmetic` (two-digit sums) and `arithmetic-tools` (products with a calculator), and the name of an environment
+that makes tasks of its own.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from configs.graph import is_address
 from configs.schema import Config
 from models.arithmetic import ArithmeticFiles, write_arithmetic
 from pipeline.errors import UsageError
+from pipeline.preflight.environments import write_tasks
 from stages.data.errors import TokenizerError
 from stages.data.tokenizer import locate
 
@@ -35,7 +37,7 @@ def prepare(config: Config, directory: Path) -> Config:
         critic = replace(critic, critic_load=_model(critic.critic_load, directory, config.run.seed))
     frozen = tuple(_frozen(entry, directory, config.run.seed) for entry in config.engine.frozen_engine)
     engine = replace(config.engine, frozen_engine=frozen)
-    files = {name: _data(name, directory) for name in _named(config)}
+    files = {name: _data(config, name, directory) for name in _named(config)}
     data = replace(data, prompt_data=tuple(_path(e, files, heldout=False) for e in data.prompt_data))
     evaluation = replace(
         evaluation, eval_prompt_data=tuple(_path(e, files, heldout=True) for e in evaluation.eval_prompt_data)
@@ -58,7 +60,8 @@ def _frozen(entry: str, directory: Path, seed: int) -> str:
 
 def _named(config: Config) -> set[str]:
     entries = (*config.data.prompt_data, *config.eval.eval_prompt_data, *config.warm_start.warm_start_data)
-    return {name for entry in entries if (name := _bare(entry)) in BUILT_IN_DATA}
+    known = {*BUILT_IN_DATA, *(table.name for table in config.environment)}
+    return {name for entry in entries if (name := _bare(entry)) in known}
 
 
 def _bare(entry: str) -> str:
@@ -73,12 +76,20 @@ def _path(entry: str, files: dict[str, ArithmeticFiles], *, heldout: bool) -> st
     file = files[bare].heldout if heldout else files[bare].train
     name, separator, rest = entry.partition("=")
     if not separator:
-        name, rest = ("heldout" if heldout else "train"), entry
+        name, rest = (("heldout" if bare in BUILT_IN_DATA else bare) if heldout else "train"), entry
     path = rest.replace(bare, str(file), 1)
     return f"{name}={path}" if heldout else path
 
 
-def _data(name: str, directory: Path) -> ArithmeticFiles:
+def _data(config: Config, name: str, directory: Path) -> ArithmeticFiles:
+    for table in config.environment:
+        if table.name == name:
+            home = directory / "data"
+            files = ArithmeticFiles(home / f"{name}-train.jsonl", home / f"{name}-heldout.jsonl")
+            write_tasks(config, table, "train", TRAIN_ROWS, files.train)
+            if name in map(_bare, config.eval.eval_prompt_data):
+                write_tasks(config, table, "heldout", HELDOUT_ROWS, files.heldout)
+            return files
     return write_arithmetic(
         directory / "data", kind=BUILT_IN_DATA[name], train=TRAIN_ROWS, heldout=HELDOUT_ROWS, seed=0
     )

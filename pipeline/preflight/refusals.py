@@ -16,6 +16,7 @@ import msgspec
 from configs.schema import Config
 from configs.sources import parse_source, source_fault
 from pipeline.errors import Refused, UsageError, user_error
+from pipeline.preflight.environments import check_environments
 from pipeline.preflight.names import check_graders, check_names, check_trainer
 from pipeline.preflight.sglang import NoSglang, prepare_sglang
 from stages.data.prompt_set import PromptSet
@@ -40,7 +41,7 @@ def check_rows(config: Config) -> None:
             check_graders(config, found.report.rm_types)
 
 
-_ALWAYS: Final[Sequence[Callable[[Config], object]]] = (check_names, check_trainer, prepare_sglang)
+_ALWAYS: Final[Sequence[Callable[[Config], object]]] = (check_names, check_trainer, check_environments, prepare_sglang)
 
 
 def refuse(config: Config) -> None:
@@ -58,7 +59,7 @@ def refusals(config: Config) -> list[str]:
         except NoSglang as error:
             sys.stderr.write(f"warning: a run is refused here: {error}\n")
 
-    return _faults(config, (check_names, check_trainer, sglang, check_rows))
+    return _faults(config, (check_names, check_trainer, check_environments, sglang, check_rows))
 
 
 def _faults(config: Config, checks: Sequence[Callable[[Config], object]]) -> list[str]:

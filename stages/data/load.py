@@ -9,6 +9,7 @@ import msgspec
 from configs.schema import Config
 from configs.schema.data import DataConfig
 from models.context import context_limit
+from stages.agents.messages import Message as ChatMessage
 from stages.data.prompt_set import PromptSet
 from stages.data.rows import Message
 from stages.data.tokenizer import Tokenizer, load_tokenizer
@@ -34,6 +35,8 @@ def load_eval_prompts(config: Config, path: str) -> PromptSet:
 def _load(config: Config, data: DataConfig, tokenizer: Tokenizer, *, tokenize_labels: bool = False) -> PromptSet:
     """Plain text gets special tokens (BOS), a rendered chat has its own."""
     context = context_limit(config)  # a longer prompt would leave no token for a response
+    if config.environment:
+        return _load_tasks(config, data)
 
     def render(messages: list[Message], offered: list[Mapping[str, object]]) -> str:
         return tokenizer.apply_chat_template(messages, offered or None, **data.apply_chat_template_kwargs)
@@ -48,3 +51,13 @@ def _load(config: Config, data: DataConfig, tokenizer: Tokenizer, *, tokenize_la
         max_prompt_tokens=None if context is None else context - 1,
         tokenize_labels=tokenize_labels,
     )
+
+
+def _load_tasks(config: Config, data: DataConfig) -> PromptSet:
+    """Rows that environments turn into prompts: they travel as messages, and the agents stage makes the tokens."""
+
+    def render(messages: list[Message], offered: list[Mapping[str, object]]) -> str:
+        return msgspec.json.encode(msgspec.convert(messages, tuple[ChatMessage, ...])).decode()
+
+    rows = msgspec.structs.replace(data, apply_chat_template=True, rollout_max_prompt_len=None)
+    return PromptSet(data.prompt_data, rows, lambda _: (0,), render)

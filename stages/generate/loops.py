@@ -29,6 +29,11 @@ class Loops:
         self._stages: list[tuple[str, type[LoopStage]]] = [(name, import_path(path)) for name, _, path in parts]
         self._options = {stage.name: stage.options for stage in config.stage}
 
+    @property
+    def beginning(self) -> str | None:
+        """Outlet of the loop stage in which rollouts begin, None where the engine has the first turn."""
+        return next((f"loop.{name}" for name, stage in self._stages if stage.begins), None)
+
     def takes_turn(self, sample: Sample) -> bool:
         """Whether an engine is asked to go on with a sequence."""
         return sample.status != "failed" and not sample.done and sample.turns < self._config.rollout.max_turns
@@ -36,9 +41,12 @@ class Loops:
     def next(self, group: PromptGroup, parts: Sequence[Sample]) -> tuple[str, RolloutSlice]:
         """Where the sequences of one rollout go, all of them together: name of the outlet, and the slice."""
         slice_ = RolloutSlice(group, tuple(parts))
-        if any(part.status == "failed" for part in parts) or not any(map(self.takes_turn, parts)):
+        if any(part.status == "failed" for part in parts) or all(part.done for part in parts):
             return "out", _leaving(slice_)
+        further = any(map(self.takes_turn, parts))
         for name, stage in self._stages:
+            if not (further or stage.begins):
+                continue
             try:
                 wanted = stage.wants(self._config, self._options.get(name, {}), slice_)
             except Exception as error:

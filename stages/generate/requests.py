@@ -98,11 +98,12 @@ class Requests:
     def stopped(self, sample: Sample, deadline: Deadline) -> Sample:
         """What becomes of a rollout whose time is over: begun anew once, else kept as truncated.
 
-        One that has been through a loop stage is never begun anew: what the stage did would be done twice.
+        One that has been through a loop stage after a turn is never begun anew: what the stage did would be done twice.
         """
         if deadline.of_group and sample.replaced == 0 and sample.turns == 0 and sample.sequences == 1:
             fresh = new_sample(sample.token_ids[: sample.prompt_length], sample.index)
-            return msgspec.structs.replace(fresh, replaced=1, reused_tokens=sample.reused_tokens)
+            kept = {"reused_tokens": sample.reused_tokens, "loop_state": sample.loop_state}
+            return msgspec.structs.replace(fresh, replaced=1, **kept)
         return msgspec.structs.replace(sample, status="truncated")
 
 

@@ -79,6 +79,10 @@ class GenerateStage(Stage):
     async def _serve(self, lease: Lease[PromptGroup | RolloutSlice], ports: Ports) -> None:
         """One turn of the samples of a lease, which is released when all of them are in the next hub's custody."""
         message = lease.message
+        if isinstance(message, PromptGroup) and (beginning := self.loops.beginning) is not None:
+            await self._begin(message, ports.outlets[beginning])
+            lease.done()
+            return
         if isinstance(message, RolloutSlice):
             group, samples = message.group, message.samples
         else:
@@ -103,6 +107,15 @@ class GenerateStage(Stage):
             if leaving.versions:
                 said.append(f"version {' to '.join(map(str, sorted({min(leaving.versions), max(leaving.versions)})))}")
         lease.done()
+
+    async def _begin(self, prompt: PromptGroup, outlet: Outlet[RolloutSlice]) -> None:
+        """Send the rollouts of a group to the loop stage that makes their prompts, each on its own."""
+        self.activity.items_in += 1
+        group, fresh = without_prompt(prompt), new_sample((), 0)
+        async with asyncio.TaskGroup() as sends:
+            for index in range(prompt.n_samples):
+                sample = msgspec.structs.replace(fresh, index=index)
+                sends.create_task(self.emit(outlet, RolloutSlice(group, (sample,))))
 
     async def emit(self, outlet: Outlet[RolloutSlice], slice_: RolloutSlice) -> None:
         with self.activity.working(), self.activity.sending():

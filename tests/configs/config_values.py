@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from configs.cli.flags import Flag, flags
 
 NAMED = [flag for flag in flags() if flag.name is not None]
-NESTED = [flag for flag in flags() if flag.name is None and flag.key != "stage"]
+NESTED = [flag for flag in flags() if flag.name is None and flag.kind != "tables"]
 WORDS = st.text(st.characters(codec="utf-8", exclude_characters="\x00"), min_size=1, max_size=12).filter(
     lambda text: not text.startswith("-") and text not in ("none", "true", "false") and "=" not in text
 )

@@ -125,7 +125,7 @@ def test_the_base_is_right() -> None:
         (["--scale", "rewrad=2"], "--scale rewrad=2 names no stage; did you mean reward?"),
         (
             ["--scale", "zzzz=2"],
-            "the stages are prompts, generate, engine, engines, tools, reward, teacher, group, train",
+            "the stages are prompts, generate, engine, engines, tools, agents, reward, teacher, group, train",
         ),
         (["--scale", "reward=0"], "--scale reward=0 leaves no replica, but each stage needs at least one"),
         (["--scale", "train=2"], "there can be only one: it is the single writer of the weights"),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from stages.agents.errors import AgentsError
 
-class ChatFormatError(Exception):
+
+class ChatFormatError(AgentsError):
     """A conversation cannot be written in this format, or the format cannot be used for several turns at all."""

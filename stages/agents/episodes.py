@@ -1,0 +1,144 @@
+"""Episodes of an environment as rollouts: what it says becomes tokens, what the model wrote becomes a turn.
+
+Invariants: a rollout is one sequence, and tokens are only ever put behind it; all that is needed to go on with an
+episode travels in its message (`Episode`), so that any replica can take any turn; what a turn's answer makes of the
+rollout is said in one place, `_answered`.
+"""
+
+from __future__ import annotations
+
+import msgspec
+from msgspec import Struct
+
+from configs.schema import Config
+from models.context import context_limit
+from models.engines.noise import sample_seed
+from stages.agents.calls import Taken
+from stages.agents.chat import ChatFormat
+from stages.agents.environment import Task, Turn
+from stages.agents.errors import EnvironmentFailed
+from stages.agents.hosting import Hosting, Record, digest
+from stages.agents.messages import Message, ToolSchema
+from stages.base import LoopStage
+from stages.data.tokenizer import Tokenizer
+from stages.messages import PromptGroup, Sample, TurnReward
+from stages.sequences import append_untrained, new_sample
+
+Messages = tuple[Message, ...]
+
+
+class Episode(Struct, frozen=True):
+    """Loop state of a rollout."""
+
+    end: int  # tokens of the sequence when the model's turn began
+    tools: tuple[ToolSchema, ...] = ()  # offered to the model
+    turns: tuple[tuple[int, int], ...] = ()  # tokens of each turn that the environment has taken, [start, end)
+    answers: tuple[str, ...] = ()  # digests of the start and of the answer to each turn
+    snapshot: bytes = b""
+    metrics: dict[str, float] = {}
+
+
+class Episodes:
+    """The episodes of one environment in one replica."""
+
+    def __init__(self, config: Config, hosting: Hosting, chat: ChatFormat, tokenizer: Tokenizer) -> None:
+        self.config, self.hosting, self.chat, self.tokenizer = config, hosting, chat, tokenizer
+        self._context = context_limit(config)
+
+    async def advance(self, group: PromptGroup, sample: Sample) -> Sample:
+        """The sample with its first prompt, or behind the answer to the model's turn. Raises EnvironmentFailed."""
+        episode = LoopStage.read_state(sample, Episode)
+        if episode is None:
+            return await self._begun(group, sample)
+        turn = self._turn(sample, episode, (episode.end, sample.length), len(episode.turns))
+        turn = msgspec.structs.replace(
+            turn,
+            truncated=sample.status == "truncated",
+            last=sample.status == "truncated" or sample.turns >= self.config.rollout.max_turns,
+        )
+        record = Record(
+            task_of(group, sample),
+            len(episode.turns),
+            episode.answers,
+            episode.snapshot,
+            turns=lambda: [self._turn(sample, episode, span, number) for number, span in enumerate(episode.turns)],
+        )
+        taken = await self.hosting.step(record, turn)
+        after = self._answered(group, sample, episode, turn, taken)
+        if after.done:
+            self.hosting.end(record.task.episode)
+        return after
+
+    @property
+    def _name(self) -> str:
+        return self.hosting.table.name
+
+    async def _begun(self, group: PromptGroup, sample: Sample) -> Sample:
+        """The rollout with the prompt that its environment makes."""
+        begun = await self.hosting.reset(task_of(group, sample))
+        start = begun.start
+        ids = self.chat.start(start.messages, start.tools)
+        if not ids or (self._context is not None and len(ids) >= self._context):
+            raise EnvironmentFailed(
+                f"environment {self._name}: the first prompt has {len(ids)} tokens, but must have some and leave room "
+                f"in a context of {self._context}; shorten it, or raise --rollout-max-context-len"
+            )
+        episode = Episode(len(ids), start.tools, answers=(digest(start),), snapshot=begun.state)
+        fresh = new_sample(ids, sample.index)
+        return LoopStage.write_state(fresh, episode)
+
+    def _turn(self, sample: Sample, episode: Episode, span: tuple[int, int], number: int) -> Turn:
+        ids = sample.token_ids[span[0] : span[1]].tolist()
+        reply = self.chat.reply(ids, episode.tools)
+        return Turn(number, reply.message, self.tokenizer.decode(ids), malformed=reply.malformed)
+
+    def _answered(self, group: PromptGroup, sample: Sample, episode: Episode, turn: Turn, taken: Taken) -> Sample:
+        """What the answer to a turn makes of its rollout: with this the turn is final, and its result in the message.
+
+        Where neither the environment nor a grader says what the episode is worth, that is 0, beside its turns' rewards.
+        """
+        replace, step = msgspec.structs.replace, taken.step
+        if step.reward is not None and not step.done and sample.model_versions:
+            sample = replace(sample, turn_rewards=(*sample.turn_rewards, TurnReward(sample.length, step.reward)))
+        metrics = {**episode.metrics, **step.metrics}
+        if step.done or turn.last:
+            reward = step.reward if step.done else None
+            said = {**metrics, "turns": turn.number + 1}
+            return replace(
+                sample,
+                done=True,
+                status=sample.status if step.done else "truncated",
+                reward=0.0 if reward is None and not self._graded(group) else reward,
+                metrics={f"env/{self._name}/{key}": float(value) for key, value in said.items()},
+            )
+        ids = self.chat.append(sample.token_ids.tolist(), step.messages, episode.tools)
+        after = append_untrained(sample, ids, self.tokenizer.decode(ids))
+        episode = replace(
+            episode,
+            end=after.length,
+            turns=(*episode.turns, (min(episode.end, sample.length), sample.length)),
+            answers=(*episode.answers, digest(step)),
+            snapshot=taken.state,
+            metrics=metrics,
+        )
+        return LoopStage.write_state(after, episode)
+
+    def _graded(self, group: PromptGroup) -> bool:
+        """Whether a grader is there for what the environment gives no reward for."""
+        reward = self.config.reward
+        named = reward.custom_rm_path is not None or bool(reward.reward_component) or reward.rm_type != "auto"
+        return named or group.label is not None or "rm_type" in group.row_metadata
+
+
+def task_of(group: PromptGroup, sample: Sample) -> Task:
+    """What the episode of a rollout is about."""
+    return Task(
+        messages=msgspec.json.decode(group.prompt, type=Messages),
+        label=group.label,
+        metadata=group.row_metadata,
+        tools=msgspec.json.decode(group.tools, type=tuple[ToolSchema, ...]),
+        seed=group.seed,
+        sample_seed=sample_seed(group.seed, sample.index) & 0x7FFFFFFFFFFFFFFF,
+        episode=f"{group.key}/{sample.index}",
+        evaluation=group.purpose == "eval",
+    )

@@ -1,0 +1,85 @@
+"""Guess a whole number: after each guess the model is told whether the number is higher or lower.
+
+The reward is 1 for the number, less with each guess that it took, 0 if it was not found.
+"""
+
+from __future__ import annotations
+
+import random
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any, Literal
+
+from stages.agents.environment import Start, Step, Task, Turn
+from stages.agents.messages import Message
+
+_NUMBER = re.compile(r"-?\d+")
+
+
+class GuessNumber:
+    """One game. Texts are options, so that a model with a small vocabulary can be shown its own."""
+
+    def __init__(
+        self,
+        lowest: int = 1,
+        highest: int = 20,
+        start: str = "I think of a whole number from {lowest} to {highest}. Guess it; answer with a number only.",
+        higher: str = "It is higher.",
+        lower: str = "It is lower.",
+        no_number: str = "That is no number. Answer with a whole number only.",
+        guess_cost: float = 0.1,
+    ) -> None:
+        self.lowest, self.highest, self.guess_cost = lowest, highest, guess_cost
+        self.start, self.higher, self.lower, self.no_number = start, higher, lower, no_number
+        self.number = self.guesses = 0
+
+    @classmethod
+    def tasks(cls, split: Literal["train", "heldout"], seed: int, **options: Any) -> Iterator[Mapping[str, Any]]:
+        """Games by their seed; those of the two splits differ, though their numbers may be the same."""
+        first = 1_000_000 * seed + (500_000 if split == "heldout" else 0)
+        game = cls(**options)
+        for offset in range(500_000):
+            yield {"seed": first + offset, **game.demonstration(first + offset)}
+
+    def demonstration(self, seed: int) -> dict[str, Any]:
+        """A game as it may go, for a supervised warm start: random guesses that heed what was said, one end-of-sequence
+        token (a line break) behind each. `tool_spans`: the characters that this environment wrote."""
+        self._choose(seed)
+        low, high = self.lowest, self.highest
+        draw, text, spans = random.Random(seed + 1), "", []
+        while True:
+            guess = draw.randint(low, high)
+            text += f"{guess}\n"
+            if guess == self.number:
+                break
+            answer = self.higher if guess < self.number else self.lower
+            spans.append((len(text), len(text) + len(answer)))
+            text += answer
+            low, high = (guess + 1, high) if guess < self.number else (low, guess - 1)
+        return {"input": self._prompt(), "demonstration": text, "tool_spans": spans}
+
+    async def reset(self, task: Task) -> Start:
+        self._choose(int(task.metadata.get("seed", task.seed)))
+        return Start((Message("user", self._prompt()),))
+
+    async def step(self, turn: Turn) -> Step:
+        self.guesses += 1
+        found = _NUMBER.search(turn.message.content)
+        guess = None if found is None else int(found[0][:12])
+        if guess == self.number:
+            reward = max(0.0, 1.0 - self.guess_cost * (self.guesses - 1))
+            return Step(reward=reward, done=True, metrics={"found": 1.0, "guesses": self.guesses})
+        if turn.last:
+            return Step(reward=0.0, done=True, metrics={"found": 0.0, "guesses": self.guesses})
+        if guess is None:
+            return Step((Message("user", self.no_number),))
+        return Step((Message("user", self.higher if guess < self.number else self.lower),))
+
+    async def close(self) -> None:
+        """Nothing is held."""
+
+    def _choose(self, seed: int) -> None:
+        self.number = random.Random(seed).randint(self.lowest, self.highest)
+
+    def _prompt(self) -> str:
+        return self.start.format(lowest=self.lowest, highest=self.highest)

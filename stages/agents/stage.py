@@ -1,0 +1,107 @@
+"""The agents stage: hosts the environments in which rollouts live, from their first prompt to their reward.
+
+    generate -> agents (reset: the first prompt) -> generate (a turn) -> agents (step) -> generate -> ... -> reward
+
+A rollout comes here before the model's first turn and after each one. Rows choose an environment by their metadata's
+`environment`; the first table is the default.
+
+Invariants: rollouts wait for their own worlds only; an episode that cannot go on fails its rollout, with the reason,
+and is never rewarded for it; processes of environments end with this one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Coroutine, Mapping
+from typing import Any
+
+import msgspec
+
+from configs.schema import Config, EnvironmentConfig
+from configs.schema.did_you_mean import cure
+from stages.agents.episodes import Episodes
+from stages.agents.errors import EnvironmentFailed
+from stages.agents.formats import chat_format
+from stages.agents.hosting import Hosting
+from stages.agents.outage import OutageNotice
+from stages.base import LoopStage, StageContext, failed
+from stages.data.tokenizer import load_tokenizer
+from stages.messages import PromptGroup, RolloutSlice
+from stages.ports import Ports
+
+
+class AgentsStage(LoopStage):
+    """Feedback edge: generate -> agents -> generate."""
+
+    begins = True
+
+    def __init__(self, context: StageContext) -> None:
+        super().__init__(context)
+        self._hosts: dict[str, Episodes] = {}
+        self._tasks: asyncio.TaskGroup | None = None
+        self._ports: Ports | None = None
+
+    @classmethod
+    def wants(cls, config: Config, options: Mapping[str, Any], message: RolloutSlice) -> bool:
+        return all(sample.status in ("completed", "truncated") for sample in message.samples)
+
+    async def setup(self) -> None:
+        data = self.config.data
+        tokenizer = load_tokenizer(self.config.train.hf_checkpoint, data.chat_template_path)
+        chat = chat_format(self.config)
+        for table in self.config.environment:
+            hosting = Hosting(table, self._background, self._tell)
+            self._hosts[table.name] = Episodes(self.config, hosting, chat, tokenizer)
+        async with asyncio.TaskGroup() as tasks:
+            for host in self._hosts.values():
+                tasks.create_task(host.hosting.open())
+
+    async def close(self) -> None:
+        for host in self._hosts.values():
+            await host.hosting.close()
+
+    async def run(self, ports: Ports) -> None:
+        """As many rollouts at a time as come: what bounds them is the gate, and most of them wait."""
+        inlet, outlet, self._ports = ports.inlets[self.inlet], ports.outlets[self.outlet], ports
+        async with asyncio.TaskGroup() as self._tasks:
+            while (lease := await inlet.receive()) is not None:
+                self._tasks.create_task(self._work(lease, outlet))
+
+    async def process(self, message: RolloutSlice) -> RolloutSlice:
+        group, (sample,) = message.group, message.samples
+        try:
+            sample = await self._hosts[environment_of(self.config, group).name].advance(group, sample)
+        except EnvironmentFailed as error:
+            self.activity.failures += 1
+            return failed(message, str(error))
+        finally:
+            self._count()
+        return msgspec.structs.replace(message, samples=(sample,))
+
+    def _count(self) -> None:
+        """Figures of this replica."""
+        for name in ("retried", "replayed"):
+            self.activity.extra[name] = float(sum(getattr(host.hosting, name) for host in self._hosts.values()))
+
+    def _background(self, work: Coroutine[Any, Any, None]) -> None:
+        if self._tasks is None:
+            work.close()
+        else:
+            self._tasks.create_task(work)
+
+    def _tell(self, notice: OutageNotice) -> None:
+        """Let the user know, through the topic."""
+        if self._ports is not None:
+            key = f"environment/{notice.environment}/{self.context.replica}"
+            self._background(self._ports.topic.publish(key, msgspec.msgpack.encode(notice)))
+
+
+def environment_of(config: Config, group: PromptGroup) -> EnvironmentConfig:
+    """The environment of a row. Raises EnvironmentFailed."""
+    tables = {table.name: table for table in config.environment}
+    name = group.row_metadata.get("environment")
+    if name is None:
+        return config.environment[0]
+    if name not in tables:
+        raise EnvironmentFailed(f"metadata.environment is {name!r}, but there is none; {cure(str(name), tables)}")
+    return tables[name]

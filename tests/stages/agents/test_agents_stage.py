@@ -1,0 +1,197 @@
+"""The agents stage: what an environment says becomes tokens, and what becomes of episodes whose process is lost."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+
+from configs.schema import Config
+from models.tiny import make_tiny_checkpoint
+from stages.agents.stage import AgentsStage
+from stages.messages import RolloutSlice, Sample, TurnReward
+from stages.rollouts import rollout_fault
+from tests.stages.agents.play import WORLD, playing, world
+from tests.stages.stage_rig import make_sample, make_slice, numbers, until
+
+FORGETFUL, SAVED = (WORLD.replace("World", name) for name in ("Forgetful", "Saved"))
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny_checkpoint(
+        tmp_path_factory.mktemp("agents") / "tiny", tokenizer="arithmetic", hidden_size=32, num_layers=1
+    )
+
+
+def slowly(*values: str) -> Any:
+    """A case that starts several processes, or waits for one to be killed."""
+    return pytest.param(*values, marks=pytest.mark.slow)
+
+
+def only(slice_: RolloutSlice) -> Sample:
+    (sample,) = slice_.samples
+    return sample
+
+
+async def test_an_episode_from_its_prompt_to_its_reward(tiny: Path) -> None:
+    async with playing(tiny) as play:
+        begun = await play.begin(turns=3)
+        prompt = only(begun)
+        assert (prompt.status, prompt.prompt_length, prompt.response_length) == ("pending", 2, 0)
+        assert play.tokenizer.decode(numbers(prompt.token_ids)) == "5:"
+        first = await play.turn(begun, "12\n")
+        second = await play.turn(first, "3\n")
+        after = only(second)
+        assert after.response == "12\n[1]3\n[2]"
+        assert numbers(after.loss_mask) == [0, 0, 1, 1, 1, 0, 0, 0, 1, 1, 0, 0, 0]
+        assert np.asarray(after.log_probs).tolist() == [-0.5 * mask for mask in numbers(after.loss_mask)]
+        assert after.turn_rewards == (TurnReward(5, 0.25), TurnReward(10, 0.25))
+        assert not after.done
+        assert after.reward is None
+        assert after.fault() is None
+        third = only(await play.turn(second, "456\n"))
+        assert (third.done, third.reward, third.status) == (True, 1.0, "completed")
+        assert third.metrics == {"env/world/length": 3.0, "env/world/turns": 3.0}, "the line break ends the turn"
+        assert third.turn_rewards == after.turn_rewards
+        assert rollout_fault([third]) is None
+
+
+@pytest.mark.parametrize(
+    ("status", "max_turns", "text", "earned"),
+    [("truncated", 8, "12", 0.0), ("completed", 1, "12\n", 0.25)],
+)
+async def test_the_last_turn_is_told_and_ends_the_episode(
+    tiny: Path, tmp_path: Path, status: str, max_turns: int, text: str, earned: float
+) -> None:
+    note = tmp_path / "note"
+    async with playing(tiny, rollout={"max_turns": max_turns}) as play:
+        after = only(await play.turn(await play.begin(turns=5, note=str(note)), text, status=status))
+    assert note.read_text().endswith("True\n")
+    assert (after.done, after.status, after.reward) == (True, "truncated", 0.0), "no grader: nothing more is earned"
+    assert after.turn_rewards == (TurnReward(2 + len(text), 0.25),)
+
+
+async def test_where_graders_are_named_they_decide(tiny: Path) -> None:
+    async with playing(tiny, reward={"rm_type": "length:3"}, rollout={"max_turns": 1}) as play:
+        assert only(await play.turn(await play.begin(turns=5))).reward is None
+        assert only(await play.turn(await play.begin(1, turns=1))).reward == 1.0
+
+
+async def test_a_turn_without_a_token_ends_an_episode_that_has_no_room(tiny: Path) -> None:
+    """What the generate stage sends back when an observation has used up the budget."""
+    async with playing(tiny) as play:
+        first = await play.turn(await play.begin(turns=5))
+        full = msgspec.structs.replace(only(first), status="truncated", turns=2)
+        await play.send(msgspec.structs.replace(first, samples=(full,)))
+        after = only(await play.receive())
+        assert (after.done, after.status, after.length) == (True, "truncated", full.length)
+        assert after.fault() is None
+
+
+async def test_a_row_chooses_its_environment(tiny: Path) -> None:
+    async with playing(tiny, world(), world(name="other", options={"prompt": "9-"})) as play:
+        said = {name: only(await play.begin(group, environment=name)) for group, name in enumerate(("world", "other"))}
+        assert {name: play.tokenizer.decode(numbers(s.token_ids)) for name, s in said.items()} == {
+            "world": "5:",
+            "other": "9-",
+        }
+        lost = only(await play.begin(2, environment="othr"))
+        assert (lost.status, lost.reward) == ("failed", None)
+        assert lost.error == "metadata.environment is 'othr', but there is none; did you mean other?"
+
+
+@pytest.mark.parametrize(
+    ("fault", "words"),
+    [
+        ("error", "environment world: RuntimeError: a move that this world cannot make"),
+        ("answer", "environment world: the answer has 178"),
+        ("infrastructure", "environment world: infrastructure failed 3 times, the last time: the sandbox is away"),
+        slowly("exit", "infrastructure failed 3 times, the last time: its worker process ended with exit status 3"),
+        slowly("kill", "its worker process ended with signal SIGKILL"),
+        slowly("eat", "its worker process ended with exit status 1"),
+        slowly("wait", "the last time: no answer within step_deadline_s 0.2 s"),
+    ],
+)
+async def test_what_fails_fails_its_rollout_and_earns_nothing(tiny: Path, fault: str, words: str) -> None:
+    table = world(step_deadline_s=0.2 if fault == "wait" else 60.0, memory_gb=0.25)
+    async with playing(tiny, table) as play:
+        neighbour = await play.begin(1, turns=2)
+        sample = only(await play.turn(await play.begin(fault=fault)))
+        assert (sample.status, sample.reward, sample.turn_rewards) == ("failed", None, ())
+        assert words in (sample.error or "")
+        assert only(await play.turn(neighbour)).response == "7\n[1]", "its neighbour goes on"
+
+
+@pytest.mark.parametrize("fault", ["kill", slowly("infrastructure"), slowly("block")])
+async def test_an_episode_takes_its_turns_again_where_its_process_was_lost(
+    tiny: Path, tmp_path: Path, fault: str
+) -> None:
+    note = tmp_path / "note"
+    table = world(step_deadline_s=1.0 if fault == "block" else 60.0)
+    async with playing(tiny, table) as play:
+        other = await play.turn(await play.begin(1, turns=3))
+        slice_ = await play.begin(turns=4, fault=fault, at=2, once=str(tmp_path / "once"), note=str(note))
+        for text in ("1\n", "2\n", "3\n", "4\n"):
+            slice_ = await play.turn(slice_, text)
+        assert only(slice_).response == "1\n[1]2\n[2]3\n[3]4\n"
+        assert (only(slice_).reward, len(only(slice_).turn_rewards)) == (1.0, 3)
+        other = await play.turn(other)
+        assert only(await play.turn(other)).reward == 1.0
+    taken = [line.split()[1:2] + line.split()[3:4] for line in note.read_text().splitlines()]
+    assert taken == [
+        [number, f"'{text}'"] for number, text in [("0", 1), ("1", 2), ("0", 1), ("1", 2), ("2", 3), ("3", 4)]
+    ]
+
+
+async def test_episodes_change_their_replica_at_any_turn(tiny: Path, tmp_path: Path) -> None:
+    notes = [tmp_path / str(index) for index in range(3)]
+    async with playing(tiny, replicas=2) as play:
+        slices = [await play.begin(index, turns=4, note=str(note)) for index, note in enumerate(notes)]
+        for turn in range(4):
+            slices = [await play.turn(one, f"{turn}\n", replica=(turn + i) % 2) for i, one in enumerate(slices)]
+        assert {only(one).response for one in slices} == {"0\n[1]1\n[2]2\n[3]3\n"}
+        assert {only(one).reward for one in slices} == {1.0}
+    for note in notes:
+        assert len({line.split()[2] for line in note.read_text().splitlines()}) == 2, "both took part"
+
+
+async def test_what_cannot_be_replayed_fails_unless_it_has_snapshots(tiny: Path) -> None:
+    async with playing(tiny, world(FORGETFUL), world(SAVED, name="saved"), replicas=2) as play:
+        moved = await play.turn(await play.begin(turns=3, environment="world"))
+        lost = only(await play.turn(moved, replica=1))
+        assert lost.status == "failed"
+        assert "environment world is not deterministic" in (lost.error or "")
+        assert "its answer to turn 0 was another one" in (lost.error or "")
+        saved = await play.begin(1, turns=3, environment="saved")
+        for turn in range(3):
+            saved = await play.turn(saved, replica=turn % 2)
+        assert only(saved).reward == 1.0
+
+
+async def test_a_killed_worker_is_replaced_and_nothing_is_left_running(tiny: Path) -> None:
+    async with playing(tiny) as play:
+        slices = [await play.begin(index, turns=3) for index in range(4)]
+        [hosting] = [host.hosting for host in play.stages[0]._hosts.values()]
+        pid = hosting._workers[0].pid
+        assert pid is not None
+        os.kill(pid, signal.SIGTERM)
+        await until(lambda: not hosting._workers[0].open)
+        slices = [await play.turn(one) for one in slices]
+        assert {only(one).response for one in slices} == {"7\n[1]"}
+        assert hosting.replayed == 4
+        left = [hosting._workers[0].pid, pid]
+    for pid in left:
+        assert pid is not None
+        with pytest.raises(ProcessLookupError):
+            os.kill(pid, 0)
+
+
+def test_a_rollout_is_wanted_after_each_turn_that_ended() -> None:
+    for status, wanted in (("completed", True), ("truncated", True), ("aborted", False), ("failed", False)):
+        assert AgentsStage.wants(Config(), {}, make_slice(0, make_sample(0, status=status))) is wanted
