@@ -9,20 +9,23 @@ None stays where a value can be derived. `num_rollout` from `num_epoch` needs th
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Iterator, Mapping
 from datetime import datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from msgspec import Struct
 
 from configs.errors import ConfigError
-from configs.layers import build, given_by_difference
+from configs.layers import build, given_by_difference, value_at
 from configs.modes import preset_values
 from configs.schema import Config
 from configs.schema.algorithm import LOSS_OF_ESTIMATOR, SAMPLER_LOSSES, WHITENED
-from configs.sources import BUILT_IN_LABEL, parse_source
+from configs.sources import BUILT_IN_LABEL, IMPORT_PATHS, parse_source
+
+_DOTTED: Final = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)+", re.ASCII)
 
 
 class Batch(Struct, frozen=True):
@@ -53,7 +56,7 @@ def derive(config: Config, given: Mapping[str, str] | None = None) -> tuple[Conf
     """As `resolve`, but returns the faults beside what could be derived, so that all can be shown at once."""
     written = given_by_difference(config) if given is None else given
     values, faults = preset_values(config, written)
-    config = build(values, config)
+    config = build({**values, **_import_paths(config)}, config)
     config = build(_staleness(config, {*written, *values}), config)
     try:
         config = build(_batch(config, written), config)
@@ -62,6 +65,17 @@ def derive(config: Config, given: Mapping[str, str] | None = None) -> tuple[Conf
     config = build(_policy(config, written), config)
     config = build(_recompute(config), config)
     return build(_defaults(config), config), faults
+
+
+def _import_paths(config: Config) -> dict[str, Any]:
+    """`package.module.name`, as slime has it, in the form in which all that reads them has them."""
+    found = {}
+    for key in IMPORT_PATHS:
+        text = value_at(config, key)
+        if text is not None and _DOTTED.fullmatch(text):
+            module, _, name = text.rpartition(".")
+            found[key] = f"{module}:{name}"
+    return found
 
 
 def num_rollout_for(config: Config, prompts: int) -> int:

@@ -29,6 +29,16 @@ BUILT_IN_DATA: Final = (
 BUILT_IN_LABEL: Final = "label"  # row field of the built-in data with the answer
 BUILT_IN_MODELS: Final = ("tiny", "tiny-arithmetic")  # random small checkpoints, made on this machine
 
+# Settings that name a function or class of the user's.
+IMPORT_PATHS: Final = (
+    "reward.custom_rm_path",
+    "filter.dynamic_sampling_filter_path",
+    "reward.custom_reward_post_process_path",
+    "algorithm.custom_loss_function_path",
+    "correction.custom_tis_function_path",
+    "rollout.custom_generate_function_path",
+)
+
 _SLICE = re.compile(r"(?P<path>.+?)@\[\s*(?P<start>[+-]?\d+)?\s*:\s*(?P<stop>[+-]?\d+)?\s*\]", re.ASCII)
 _NAMED = re.compile(r"(?P<name>[\w-]+)=(?P<path>.+)", re.ASCII)
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", re.ASCII)

@@ -1,4 +1,5 @@
-"""The object at an import path `package.module:name`, which is how users name functions and classes of their own."""
+"""The object at an import path, which is how users name functions and classes of their own: `package.module:name`, or
+`package.module.name`."""
 
 from __future__ import annotations
 
@@ -26,11 +27,11 @@ class ImportPathError(ValueError):
 
 
 def import_path(path: str) -> Any:
-    """The object at `package.module:name`. Raises ImportPathError.
+    """The object at `package.module:name` or `package.module.name`. Raises ImportPathError.
 
     Importing runs a program of the user's, so whatever that raises is reported with its type.
     """
-    module_name, _, name = path.partition(":")
+    module_name, _, name = path.partition(":") if ":" in path else path.rpartition(".")
     if not module_name or not name:
         raise ImportPathError(f"import path {path!r} must have the form package.module:name")
     try:

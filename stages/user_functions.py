@@ -13,11 +13,20 @@ import sys
 from collections.abc import Callable, Sequence
 
 from models.import_path import ImportPathError, add_working_directory
+from stages.agents.slime.signatures import generate_function
 from stages.graders.custom import custom_grader
 from stages.graders.errors import UnknownGraderError
 from stages.group.filter_chain import import_filter
 
-IMPORTERS: dict[str, Callable[[str], object]] = {"grader": custom_grader, "filter": import_filter}
+IMPORTERS: dict[str, Callable[[str], object]] = {
+    "grader": custom_grader,
+    "filter": import_filter,
+    "generate": generate_function,
+}
+_LABELS = {
+    "filter": "--dynamic-sampling-filter-path: ",
+    "generate": "--custom-generate-function-path: ",
+}
 
 
 def faults(functions: Sequence[str]) -> list[str]:
@@ -27,7 +36,7 @@ def faults(functions: Sequence[str]) -> list[str]:
         try:
             IMPORTERS[kind](path)
         except (ImportPathError, UnknownGraderError) as error:
-            found.append(str(error) if kind == "grader" else f"--dynamic-sampling-filter-path: {error}")
+            found.append(f"{_LABELS.get(kind, '')}{error}")
         except SystemExit as error:
             found.append(f"{kind} {path!r}: its module ended the process ({error}); import must only define things")
     return found

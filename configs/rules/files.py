@@ -8,8 +8,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
 
+from configs.cli.flags import flags_by_key
+from configs.layers import value_at
 from configs.schema import Config
-from configs.sources import checkpoint_fault, import_path_fault, model_config, parse_source, source_fault
+from configs.sources import IMPORT_PATHS, checkpoint_fault, import_path_fault, model_config, parse_source, source_fault
 
 _PLACE: Final = re.compile(r"\{[^{}]*\}")
 _NEED_LABEL = ("exact", "gsm8k", "gsm8k_flex", "contains", "boxed")
@@ -90,13 +92,8 @@ def checkpoint_faults(config: Config) -> Iterator[str]:
 
 
 def import_path_faults(config: Config) -> Iterator[str]:
-    for label, text in (
-        ("--custom-rm-path", config.reward.custom_rm_path),
-        ("--dynamic-sampling-filter-path", config.filter.dynamic_sampling_filter_path),
-        ("--custom-reward-post-process-path", config.reward.custom_reward_post_process_path),
-        ("--custom-loss-function-path", config.algorithm.custom_loss_function_path),
-        ("--custom-tis-function-path", config.correction.custom_tis_function_path),
-    ):
+    for key in IMPORT_PATHS:
+        label, text = flags_by_key()[key].label, value_at(config, key)
         if text is not None and (fault := import_path_fault(label, text, "my_project.rewards:score")):
             yield fault
     for label, text in (

@@ -84,7 +84,13 @@ def _place_faults(stage: StageConfig, config: Config) -> Iterator[str]:
 
 
 def tool_faults(config: Config) -> Iterator[str]:
-    tools = config.tools
+    tools, function = config.tools, config.rollout.custom_generate_function_path
+    loops = ["--tools"] if tools.tools else [f"stage.{stage.name}" for stage in config.stage if stage.loop is not None]
+    if function is not None and loops:
+        yield (
+            f"--custom-generate-function-path {function} makes whole rollouts, so that {loops[0]} would never be "
+            "asked; call tools in the function, or leave one of them out"
+        )
     if not tools.tools:
         return
     if not tools.tool_call_open or not tools.tool_call_close:

@@ -37,7 +37,9 @@ class RolloutConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
         tuple[int, ...], Meta(description="stop token ids beside the tokenizer's EOS")
     ] = ()
     rollout_skip_special_tokens: Annotated[bool, Meta(description="drop special tokens from the decoded text")] = True
-    max_turns: Annotated[int, Meta(ge=1, description="most generation turns of one rollout with a loop stage")] = 8
+    max_turns: Annotated[
+        int, Meta(ge=1, description="most generation turns of one rollout: with a loop stage, a function or an agent")
+    ] = 8
     rollout_priority: Annotated[
         Literal["oldest_group", "fifo"],
         Meta(
@@ -45,6 +47,16 @@ class RolloutConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
             "the trainer waits for, or those that came first"
         ),
     ] = "oldest_group"
+    custom_generate_function_path: Annotated[
+        str | None,
+        Meta(
+            description="function that makes a rollout, as slime calls it: async (args, sample, sampling_params) -> "
+            "sample or list of samples; a row may name its own in metadata.generate_function_path"
+        ),
+    ] = None
+    custom_generate_deadline_secs: Annotated[
+        float, Meta(gt=0, description="seconds after which a call of that function is ended, and its rollout failed")
+    ] = 1800.0
     server_concurrency: Annotated[int, Meta(ge=1, description="most samples in flight per engine")] = 512
     request_timeout_secs: Annotated[float, Meta(gt=0, description="deadline of one engine request, seconds")] = 600.0
     sample_deadline_secs: Annotated[

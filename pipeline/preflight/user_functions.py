@@ -1,4 +1,4 @@
-"""Graders and filters of the user are imported and asked for their signature before a run starts anything."""
+"""Functions of the user are imported and asked for their signature before a run starts anything."""
 
 from __future__ import annotations
 
@@ -21,8 +21,11 @@ def functions_of(config: Config) -> tuple[str, ...]:
     """What the flags name, as `kind=package.module:function`."""
     selection = Selection(config.reward)
     names = [*selection.configured(), *([selection.group_grader(Row())] if config.reward.group_rm else [])]
-    path = config.filter.dynamic_sampling_filter_path
-    return (*graders_of(names), *(() if path is None else (f"filter={path}",)))
+    paths = {
+        "filter": config.filter.dynamic_sampling_filter_path,
+        "generate": config.rollout.custom_generate_function_path,
+    }
+    return (*graders_of(names), *(f"{kind}={path}" for kind, path in paths.items() if path is not None))
 
 
 def graders_of(names: Iterable[str]) -> tuple[str, ...]:

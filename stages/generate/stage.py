@@ -20,6 +20,7 @@ from typing import Final
 
 import msgspec
 
+from stages.agents.slime.functions import GenerateFunctions, function_of
 from stages.base import Stage, StageContext, beside, send_slice
 from stages.generate.loops import Loops
 from stages.generate.requests import Requests
@@ -56,14 +57,18 @@ class GenerateStage(Stage):
             vocab_size=self.options.vocab_size,
             extra=self.activity.extra,
         )
-        self.turns = Turns(Requests(self.config, self.options.max_context), self.sampler, self.activity)
+        requests, vocab_size = Requests(self.config, self.options.max_context), self.options.vocab_size
+        self.turns = Turns(requests, self.sampler, self.activity)
+        self.functions = GenerateFunctions(self.config, self.sampler, requests, self.activity, vocab_size)
 
     async def close(self) -> None:
-        if hasattr(self, "sampler"):  # not after a setup that failed
+        if hasattr(self, "functions"):  # not after a setup that failed
+            await self.functions.close()
+        if hasattr(self, "sampler"):
             await self.sampler.close()
 
     async def run(self, ports: Ports) -> None:
-        async with beside(self.sampler.follow(ports.topic)):
+        async with beside(self.sampler.follow(ports.topic), self.functions.follow(ports.topic)):
             await self.sampler.ready()
             async with asyncio.TaskGroup() as pumps:
                 for name in ("in", "eval", "return"):
@@ -98,7 +103,10 @@ class GenerateStage(Stage):
                     for sample in samples:  # a loop stage has ended or failed the others
                         if not self.loops.takes_turn(sample):
                             leaving.put(sample)
-                    if asked:
+                    function = function_of(self.config, group)
+                    if asked and function is not None:
+                        await self.functions.take(function, group, asked, leaving.put)
+                    elif asked:
                         await self.turns.take(group, asked, leaving.put)
                 leaving.all_here.set()
             tokens = max(0, leaving.tokens - sum(s.length for s in samples))  # what a tool added may have been cut
@@ -141,15 +149,17 @@ class _Leaving:
         self._here: dict[int, list[Sample]] = {}
         self._ended: list[RolloutSlice] = []
 
-    def put(self, sample: Sample) -> None:
-        """A sequence has ended its turn. Those of one rollout leave together."""
-        self.tokens += sample.length
-        self.versions.update(run.version for run in sample.version_runs[-1:] if run.version >= 0)
-        self._here.setdefault(sample.index, []).append(sample)
-        self._missing[sample.index] -= 1
-        if self._missing[sample.index]:
+    def put(self, *parts: Sample) -> None:
+        """A sequence has ended its turn, or become several. Those of one rollout leave together."""
+        index = parts[0].index
+        for sample in parts:
+            self.tokens += sample.length
+            self.versions.update(run.version for run in sample.version_runs[-1:] if run.version >= 0)
+            self._here.setdefault(index, []).append(sample)
+        self._missing[index] -= 1
+        if self._missing[index]:
             return
-        [parts] = rollouts(self._here.pop(sample.index))
+        [parts] = rollouts(self._here.pop(index))
         port, slice_ = self.stage.loops.next(self.group, parts)
         if port != "out":
             self._tasks.create_task(self.stage.emit(self.ports.outlets[port], slice_))

@@ -9,7 +9,9 @@ import msgspec
 import pytest
 
 from configs.graph import engine_count, loops, path
+from configs.resolve import derive
 from configs.rules.debug import debug_faults
+from configs.rules.layout import tool_faults
 from configs.schema import Config
 
 
@@ -43,6 +45,25 @@ def test_a_missing_batch_is_named_with_the_length_that_works(tmp_path: Path) -> 
     assert f"no {tmp_path}/1 for batch 1; set --num-rollout to at most 1" in fault
     (tmp_path / "1").touch()
     assert not list(debug_faults(config))
+
+
+def test_a_function_that_makes_whole_rollouts_excludes_loops() -> None:
+    config = a_config(rollout={"custom_generate_function_path": "x:y"}, tools={"tools": ["calculator"]})
+    assert any("--tools would never be asked" in fault for fault in tool_faults(config))
+    assert not list(tool_faults(a_config(rollout={"custom_generate_function_path": "x:y"})))
+
+
+def test_import_paths_may_have_a_dot_before_the_name() -> None:
+    config = a_config(
+        rollout={"custom_generate_function_path": "a.b.generate"},
+        reward={"custom_rm_path": "rewards.score"},
+        data={"chat_template_path": "a.jinja"},
+    )
+    resolved, _ = derive(config)
+    assert resolved.rollout.custom_generate_function_path == "a.b:generate"
+    assert resolved.reward.custom_rm_path == "rewards:score"
+    assert resolved.data.chat_template_path == "a.jinja", "a file"
+    assert derive(resolved)[0] == resolved
 
 
 def test_saved_batches_need_neither_engines_nor_tools() -> None:

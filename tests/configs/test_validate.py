@@ -116,7 +116,7 @@ def test_the_base_is_right() -> None:
         (["--hf-checkpoint", "tiny-arithmetics"], "did you mean tiny-arithmetic?"),
         (["--ref-load", "../nowhere"], "--ref-load is '../nowhere', but there is no such directory"),
         (["--resume", "/no/such/run"], "config.toml"),
-        (["--custom-rm-path", "rewards.score"], "an import path must be package.module:name"),
+        (["--custom-rm-path", "rewards"], "an import path must be package.module:name"),
         (["--custom-rm-path", "no_such_pkg.x:score"], "but no package 'no_such_pkg' is found"),
         (["--dynamic-sampling-filter-path", "x:"], "--dynamic-sampling-filter-path is 'x:'"),
         (["--tools", "calculatr"], "--tools is 'calculatr', but an import path must be package.module:name"),

@@ -60,6 +60,8 @@ def test_functions_of_the_user_are_imported_and_asked_for_their_signature(
         "async def keep(group): return True\n"
         "def pair(response, label): return 1.0\n"
         "def keep_two(group, other): return True\n"
+        "async def generate(args, sample, sampling_params): return sample\n"
+        "def generate_all(args, samples): return samples\n"
     )
     for name in ("models", "stages", "configs", "queue"):  # their own, of the names of ours and of the library
         (tmp_path / name).mkdir()
@@ -68,6 +70,9 @@ def test_functions_of_the_user_are_imported_and_asked_for_their_signature(
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
     check_names(config("--custom-rm-path", "my_code:score", "--dynamic-sampling-filter-path", "my_code:keep"))
+    check_names(config("--custom-rm-path", "my_code.score", "--custom-generate-function-path", "my_code.generate"))
+    with pytest.raises(UsageError, match=r"--custom-generate-function-path: .*generate_all' cannot be called"):
+        check_names(config("--custom-generate-function-path", "my_code.generate_all"))
     with pytest.raises(UsageError) as caught:
         check_names(config("--custom-rm-path", "my_code:pair", "--dynamic-sampling-filter-path", "my_code:keep_two"))
     assert "'my_code:pair' cannot be called as function(response, label, metadata)" in str(caught.value)

@@ -181,7 +181,7 @@ class Answers:
             token_ids=result.token_ids,
             log_probs=result.log_probs,
             runs=result.runs,
-            text=message.content if turn.conversation is None else result.text,
+            text=result.text if turn.conversation is not None or ask.keep_stop else message.content,
             stop=stop,
             cached_tokens=min(result.cached_tokens, len(turn.ids)),
         )

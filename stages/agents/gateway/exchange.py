@@ -58,6 +58,7 @@ class Ask(Struct, frozen=True):
     max_tokens: int | None = None
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
+    keep_stop: bool = False  # of a text to be continued: the stop that was found stays in what is shown
     sampling: Sampling = Sampling()
     stream: bool = False
     stream_usage: bool = False

@@ -10,6 +10,7 @@ have the form of the dialect in which was asked; the size of a request and the n
 from __future__ import annotations
 
 import asyncio
+import base64
 import contextlib
 import hashlib
 import logging
@@ -129,9 +130,7 @@ class Gateway:
 
     def _place(self, http: web.Request) -> OpenSession:
         """The session that the key of a request names. Raises Refused."""
-        kind, _, key = http.headers.get("Authorization", "").partition(" ")
-        key = key.strip() if kind.lower() == "bearer" else http.headers.get("x-api-key", "")
-        place = self._sessions.get(_digest(key))
+        place = self._sessions.get(_digest(_key(http.headers)))
         if place is None:
             raise Refused("no_session", "no open session has this key; send the key of the endpoint as a bearer token")
         return place
@@ -232,6 +231,18 @@ def as_refused(error: Exception) -> Refused:
         return Refused("invalid", f"the conversation cannot be written for this model: {error}")
     log.error("a request failed", exc_info=error)
     return Refused("internal", f"{type(error).__name__}: {error}")
+
+
+def _key(headers: Mapping[str, str]) -> str:
+    """A bearer token, an `x-api-key`, or what stands before the @ of an address, which clients send as a user."""
+    kind, _, key = headers.get("Authorization", "").partition(" ")
+    match kind.lower():
+        case "bearer":
+            return key.strip()
+        case "basic":
+            with contextlib.suppress(ValueError):  # of base64 and of UTF-8
+                return base64.b64decode(key.strip()).decode().partition(":")[0]
+    return headers.get("x-api-key", "")
 
 
 def _digest(key: str) -> bytes:

@@ -29,6 +29,7 @@ class Wanted(Struct, frozen=True):
     top_p: float | None = None
     top_k: int | None = None
     n: int | None = None
+    no_stop_trim: bool | None = None
 
 
 class TokensRequest(Struct, frozen=True):
@@ -106,6 +107,7 @@ def _ask(model: str, wanted: Wanted, ids: Any = (), text: str = "") -> Ask:
         max_tokens=limit,
         stop=texts(wanted.stop),
         stop_token_ids=tuple(wanted.stop_token_ids or ()),
+        keep_stop=bool(wanted.no_stop_trim),
         sampling=Sampling(wanted.temperature, wanted.top_p, wanted.top_k),
     )
 

@@ -1,0 +1,8 @@
+"""User code that was written for slime: what it imports, what it is given, and what becomes of what it returns."""
+
+from __future__ import annotations
+
+from stages.agents.slime.client import GenerateState, post
+from stages.agents.slime.types import Sample
+
+__all__ = ["GenerateState", "Sample", "post"]

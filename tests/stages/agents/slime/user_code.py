@@ -1,0 +1,105 @@
+"""Generate functions as slime's documentation has its users write them; only the import of `Sample` is another one."""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import time
+from typing import Any
+
+from stages.agents.slime import Sample, post
+
+STARTED: list[Any] = []  # samples of functions that then wait for ever
+
+
+def tokenize(text: str) -> list[int]:
+    return list(text.encode())
+
+
+async def ask(args: Any, input_ids: list[int], sampling_params: dict[str, Any]) -> tuple[list[int], Any]:
+    url = f"http://{args.sglang_router_ip}:{args.sglang_router_port}/generate"
+    payload = {"input_ids": input_ids, "sampling_params": sampling_params, "return_logprob": True}
+    output = await post(url, payload)
+    return [item[1] for item in output["meta_info"]["output_token_logprobs"]], output
+
+
+async def single_turn(args: Any, sample: Sample, sampling_params: dict[str, Any]) -> Sample:
+    prompt_ids = tokenize(sample.prompt)
+    new_ids, output = await ask(args, prompt_ids, sampling_params)
+    sample.tokens = prompt_ids + new_ids
+    sample.response_length = len(new_ids)
+    sample.response = output["text"]
+    sample.rollout_log_probs = [item[0] for item in output["meta_info"]["output_token_logprobs"]]
+    match output["meta_info"]["finish_reason"]["type"]:
+        case "length":
+            sample.status = Sample.Status.TRUNCATED
+        case "abort":
+            sample.status = Sample.Status.ABORTED
+        case "stop":
+            sample.status = Sample.Status.COMPLETED
+    return sample
+
+
+async def with_tools(args: Any, sample: Sample, sampling_params: dict[str, Any], evaluation: bool = False) -> Sample:
+    """Two turns with an observation between them, which is masked, and a reward of its own."""
+    prompt_ids = tokenize(sample.prompt)
+    response_ids: list[int] = []
+    loss_mask: list[int] = []
+    for turn in range(2):
+        params = {**sampling_params, "max_new_tokens": 5}
+        new_ids, output = await ask(args, prompt_ids + response_ids, params)
+        response_ids += new_ids
+        loss_mask += [1] * len(new_ids)
+        if turn == 0:
+            observation = tokenize("ok")
+            response_ids += observation
+            loss_mask += [0] * len(observation)
+    sample.tokens = prompt_ids + response_ids
+    sample.response_length = len(response_ids)
+    sample.response = f"label {sample.label}"
+    sample.loss_mask = loss_mask
+    sample.reward = 0.0 if evaluation else 0.25
+    sample.update_from_meta_info(args, output["meta_info"])
+    return sample
+
+
+async def segments(args: Any, sample: Sample, sampling_params: dict[str, Any]) -> list[Sample]:
+    """A compacted context: what the first segment made is summed up in the prompt of the second."""
+    first = await with_tools(args, copy.deepcopy(sample), sampling_params)
+    prompt_ids = tokenize("summary")
+    new_ids, _ = await ask(args, prompt_ids, {**sampling_params, "max_new_tokens": 3})
+    second = copy.deepcopy(sample)
+    second.tokens, second.response_length = prompt_ids + new_ids, len(new_ids)
+    second.reward, second.status = 1.0, Sample.Status.COMPLETED
+    return [first, second]
+
+
+async def drifting(args: Any, sample: Sample, sampling_params: dict[str, Any]) -> Sample:
+    """Puts other tokens behind the prompt than the engine gave: what tokenising a decoded text anew does."""
+    sample = await single_turn(args, sample, sampling_params)
+    sample.tokens[-2] = (sample.tokens[-2] + 1) % 256
+    return sample
+
+
+async def raising(args: Any, sample: Sample, sampling_params: dict[str, Any]) -> Sample:
+    raise ConnectionError("the sandbox is gone")
+
+
+async def waiting(args: Any, sample: Sample, sampling_params: dict[str, Any]) -> Sample:
+    STARTED.append(sample)
+    await asyncio.Event().wait()
+    return sample
+
+
+async def blocking(args: Any, sample: Sample, sampling_params: dict[str, Any]) -> Sample:
+    """Stops its own loop for a while, as a synchronous client does."""
+    time.sleep(0.2)  # noqa: ASYNC251  (what is shown)
+    return await single_turn(args, sample, sampling_params)
+
+
+def not_async(args: Any, sample: Sample, sampling_params: dict[str, Any]) -> Sample:
+    return sample
+
+
+async def too_few(args: Any, sample: Sample) -> Sample:
+    return sample
