@@ -51,6 +51,8 @@ class Monitor:
         self.display.update(self.recorder.view.snapshot(time.monotonic()))
         self._watch_engines()
         self._watch_progress()
+        for line in self.recorder.outages.look(self.topic):
+            self.recorder.say(line)
 
     def facts(self) -> Facts:
         """What /metrics tells of the run."""

@@ -18,6 +18,7 @@ import msgspec
 from msgspec import Struct
 
 from pipeline.observe.errors import SummaryError
+from pipeline.observe.outages import OutageSummary
 from pipeline.observe.stalls import Stall
 from pipeline.observe.stats import LedgerCounts
 from pipeline.observe.table import duration, number, quantity
@@ -119,6 +120,7 @@ class RunSummary(Struct, frozen=True, kw_only=True):
     engine: EngineSummary = EngineSummary()
     router: RouterSummary = RouterSummary()
     restarts: dict[str, int] = {}  # by replica
+    environment_outages: dict[str, OutageSummary] = {}  # by environment
     stalls: tuple[Stall, ...] = ()  # times in which nothing was trained for longer than --stall-notice-s
     seed: int = 0
     config_hash: str = ""
@@ -252,6 +254,8 @@ def _results(summary: RunSummary) -> list[tuple[str, str]]:
     if summary.stalls:
         longest = max(stall.seconds for stall in summary.stalls)
         rows.append(("stalls", f"{len(summary.stalls)}, the longest of {duration(longest)}; see summary.json"))
+    for name, outage in summary.environment_outages.items():
+        rows.append(("outages", f"{name} {outage.outages}, {duration(outage.seconds)} in all: {outage.reason}"))
     if any(summary.restarts.values()):
         rows.append(("restarts", ", ".join(f"{stage} {n}" for stage, n in summary.restarts.items() if n)))
     return rows

@@ -19,6 +19,7 @@ from configs.graph import loops, path
 from configs.schema import Config
 from models.checkpoint import Manifest, commit_directory, final_path, prune, write_manifest
 from pipeline.observe.metrics import Metrics
+from pipeline.observe.outages import OutageWatch
 from pipeline.observe.stalls import StallWatch
 from pipeline.observe.stats import STATS_PREFIX, LedgerCounts, StageStats
 from pipeline.observe.trace import TraceWriter
@@ -77,6 +78,7 @@ class Recorder:
         self.started = time.monotonic()
         self.training_started: float | None = None  # when the trainer's first weights were out
         self.last_step_s = self.started
+        self.outages = OutageWatch()
         self.stalls = StallWatch(config.run.stall_notice_s, config.run.stall_limit_s, self.started)
         self.ledger = Ledger()
         self.view = RunView(

@@ -118,6 +118,7 @@ def summarise(recorder: Recorder, config: Config, reason: str) -> RunSummary:
         router=router_of(recorder, config),
         restarts=dict(recorder.restarts),
         stalls=recorder.stalls.stalls(time.monotonic()),
+        environment_outages=recorder.outages.summary(),
         seed=config.run.seed,
         config_hash=recorder.experiment,
         versions=package_versions(),

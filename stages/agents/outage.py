@@ -16,7 +16,7 @@ from msgspec import Struct
 
 _NEWEST: Final = 16  # attempts that are judged
 _LEAST: Final = 6  # failures among them, and more than half
-_FIRST_S, _MOST_S = 1.0, 60.0  # waits
+FIRST_S, _MOST_S = 1.0, 60.0  # waits
 
 
 class OutageNotice(Struct, frozen=True):
@@ -32,12 +32,12 @@ class OutageNotice(Struct, frozen=True):
 class Outage:
     """Of one environment in one replica."""
 
-    def __init__(self, environment: str, tell: Callable[[OutageNotice], None], first_wait_s: float = _FIRST_S) -> None:
-        self._environment, self._tell, self._first_wait_s = environment, tell, first_wait_s
+    def __init__(self, environment: str, tell: Callable[[OutageNotice], None]) -> None:
+        self._environment, self._tell = environment, tell
         self._newest: deque[bool] = deque(maxlen=_NEWEST)
         self._since: float | None = None
         self._count = 0
-        self._wait_s = first_wait_s
+        self._wait_s = FIRST_S
         self._reason = ""
         self._works = asyncio.Event()
         self._works.set()
@@ -73,7 +73,7 @@ class Outage:
         if self._since is None:
             return
         notice = OutageNotice(self._environment, False, self._reason, self.lasted_s, self._count)
-        self._since, self._wait_s = None, self._first_wait_s
+        self._since, self._wait_s = None, FIRST_S
         self._newest.clear()
         self._works.set()
         self._tell(notice)

@@ -24,10 +24,10 @@ from stages.agents.errors import EnvironmentFailed
 from stages.agents.formats import chat_format
 from stages.agents.hosting import Hosting
 from stages.agents.outage import OutageNotice
-from stages.base import LoopStage, StageContext, failed
+from stages.base import LoopStage, StageContext, beside, failed
 from stages.data.tokenizer import load_tokenizer
 from stages.messages import PromptGroup, RolloutSlice
-from stages.ports import Ports
+from stages.ports import Ports, Topic
 
 
 class AgentsStage(LoopStage):
@@ -40,6 +40,8 @@ class AgentsStage(LoopStage):
         self._hosts: dict[str, Episodes] = {}
         self._tasks: asyncio.TaskGroup | None = None
         self._ports: Ports | None = None
+        self._running: set[asyncio.Timeout] = set()
+        self._drained = False
 
     @classmethod
     def wants(cls, config: Config, options: Mapping[str, Any], message: RolloutSlice) -> bool:
@@ -63,14 +65,32 @@ class AgentsStage(LoopStage):
     async def run(self, ports: Ports) -> None:
         """As many rollouts at a time as come: what bounds them is the gate, and most of them wait."""
         inlet, outlet, self._ports = ports.inlets[self.inlet], ports.outlets[self.outlet], ports
-        async with asyncio.TaskGroup() as self._tasks:
+        async with beside(self._follow_drain(ports.topic)), asyncio.TaskGroup() as self._tasks:
             while (lease := await inlet.receive()) is not None:
                 self._tasks.create_task(self._work(lease, outlet))
+
+    async def _follow_drain(self, topic: Topic) -> None:
+        """Waits for a drain, which waits for no environment; cancelled at the end of the inlet."""
+        revision = 0
+        while topic.get("drain") is None:
+            revision = await topic.wait(revision, "drain")
+        self._drained = True
+        for running in self._running:
+            running.reschedule(0.0)
 
     async def process(self, message: RolloutSlice) -> RolloutSlice:
         group, (sample,) = message.group, message.samples
         try:
-            sample = await self._hosts[environment_of(self.config, group).name].advance(group, sample)
+            async with asyncio.timeout(0.0 if self._drained else None) as running:
+                self._running.add(running)
+                try:
+                    sample = await self._hosts[environment_of(self.config, group).name].advance(group, sample)
+                finally:
+                    self._running.discard(running)
+        except TimeoutError:
+            if not running.expired():
+                raise
+            sample = msgspec.structs.replace(sample, status="aborted", done=True, error="drained")
         except EnvironmentFailed as error:
             self.activity.failures += 1
             return failed(message, str(error))

@@ -13,10 +13,12 @@ import pytest
 
 from configs.schema import Config
 from models.tiny import make_tiny_checkpoint
+from pipeline.observe.outages import OutageWatch
+from stages.agents import outage
 from stages.agents.stage import AgentsStage
 from stages.messages import RolloutSlice, Sample, TurnReward
 from stages.rollouts import rollout_fault
-from tests.stages.agents.play import WORLD, playing, world
+from tests.stages.agents.play import WORLD, fresh, playing, world
 from tests.stages.stage_rig import make_sample, make_slice, numbers, until
 
 FORGETFUL, SAVED = (WORLD.replace("World", name) for name in ("Forgetful", "Saved"))
@@ -195,3 +197,58 @@ async def test_a_killed_worker_is_replaced_and_nothing_is_left_running(tiny: Pat
 def test_a_rollout_is_wanted_after_each_turn_that_ended() -> None:
     for status, wanted in (("completed", True), ("truncated", True), ("aborted", False), ("failed", False)):
         assert AgentsStage.wants(Config(), {}, make_slice(0, make_sample(0, status=status))) is wanted
+
+
+async def test_an_outage_pauses_the_environment_and_nothing_is_lost(
+    tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(outage, "FIRST_S", 0.05)
+    away = tmp_path / "away"
+    away.touch()
+    watch = OutageWatch()
+    async with playing(tiny, world(retries=5), world(name="well")) as play:
+        topic = play.rig.topic
+        for index in range(4):
+            await play.send(fresh(index, turns=1, fault="away", at=-1, file=str(away), environment="world"))
+        await play.rig.topic_until(lambda: bool(topic.items("environment/")))
+        (said,) = watch.look(topic)
+        assert said == (
+            "environment world is out of order (the sandbox is away): agents-0 pauses its episodes, and tries again "
+            "after growing waits"
+        )
+        well = await play.begin(9, turns=1, environment="well")
+        assert only(await play.turn(well)).reward == 1.0, "another environment goes on meanwhile"
+        retried = play.stages[0]._hosts["world"].hosting
+        before = retried.retried
+        await until(lambda: retried.retried >= before + 3)  # it is tried, one at a time
+        away.unlink()
+        begun = [await play.receive() for _ in range(4)]
+        assert {only(one).status for one in begun} == {"pending"}, "attempts in an outage are not counted"
+        await play.rig.topic_until(lambda: any("works again" in line for line in watch.look(topic)))
+        summary = watch.summary()["world"]
+        assert (summary.outages, summary.reason) == (1, "the sandbox is away")
+        assert summary.seconds > 0
+        assert {only(await play.turn(one)).reward for one in begun} == {1.0}
+
+
+async def test_an_outage_that_lasts_fails_rollouts(tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(outage, "FIRST_S", 0.01)
+    away = tmp_path / "away"
+    away.touch()
+    async with playing(tiny, world(retries=9, outage_s=0.1)) as play:
+        for index in range(3):
+            await play.send(fresh(index, fault="away", at=-1, file=str(away)))
+        lost = [only(await play.receive()) for _ in range(3)]
+        assert {(one.status, one.reward) for one in lost} == {("failed", None)}
+        assert all("the sandbox is away" in (one.error or "") for one in lost)
+
+
+async def test_a_drain_waits_for_no_environment(tiny: Path) -> None:
+    async with playing(tiny) as play:
+        slow = await play.begin(fault="wait")
+        await play.send(play.written(slow, "7\n"))
+        await until(lambda: bool(play.stages[0]._running))
+        play.rig.topic.publish("drain", b"interrupted")
+        ended = only(await play.receive())
+        assert (ended.status, ended.done, ended.reward) == ("aborted", True, None)
+        assert only(await play.begin(1)).status == "aborted"

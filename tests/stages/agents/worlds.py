@@ -90,6 +90,10 @@ class World:
                 return None
         if metadata["fault"] == "wait":
             await asyncio.sleep(600)
+        if metadata["fault"] == "away":
+            if not Path(metadata["file"]).exists():
+                return None
+            _infrastructure()
         answer = FAULTS[metadata["fault"]]()
         return answer if isinstance(answer, Message) else None
 
