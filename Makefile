@@ -83,6 +83,7 @@ bench: $(STAMP)
 	$(BIN)/python -m bench.weights --quick
 	$(BIN)/python -m bench.train --quick
 	$(BIN)/python -m bench.tools --quick
+	$(BIN)/python -m bench.agentic --quick
 
 clean:
 	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis *.egg-info

@@ -1,0 +1,158 @@
+"""A thousand trajectories that wait for tools: how busy engines stay, and who should go first.
+
+    python -m bench.agentic [--quick] [--rounds N] [--output FILE]
+
+Rollouts of several turns in the agents stage, with a lognormal wait for a tool behind each turn, on simulated engines.
+Contenders, in one run and with the same waits: no waits at all; a thousand trajectories whose slots are free while
+their tools run, with the turns of the oldest group first and in the order in which they come; and as many trajectories
+as there are slots, which is what an engine sees when generation and tools run in one function that keeps its slot.
+Everything but engines, trainer and tools is the production code.
+
+Reported: tokens per second beside those of the run without waits (the share of time that engines are busy), seconds per
+rollout batch, and how old a batch is when it is trained.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+import tempfile
+from contextlib import redirect_stderr, redirect_stdout
+from dataclasses import dataclass
+from io import StringIO
+from pathlib import Path
+
+from bench.modes import configuration
+from bench.report import Document, Series, command, machine, write_json
+from pipeline.observe.metrics import read_metrics
+from pipeline.run import run
+
+ENGINES, SLOTS = 2, 64
+GROUPS, MEMBERS = 8, 8  # of a rollout batch: as many rollouts as one half of all slots
+TURNS, TURN_TOKENS = 4, 60
+WAIT_S, SIGMA = 5.0, 1.2
+A_MS, C_MS = 8.0, 0.1
+SCALE = 1.4  # of real time
+AHEAD = 1024 // (GROUPS * MEMBERS) - 1  # batches beyond the one in training: a thousand trajectories
+
+
+@dataclass(frozen=True)
+class Contender:
+    """One way to run."""
+
+    name: str
+    ahead: int
+    priority: str
+    wait_s: float
+
+
+CONTENDERS = (
+    Contender("no waits", AHEAD, "oldest_group", 0.0),
+    Contender("oldest group first", AHEAD, "oldest_group", WAIT_S),
+    Contender("first come", AHEAD, "fifo", WAIT_S),
+    Contender("slots kept in tools", ENGINES * SLOTS // (GROUPS * MEMBERS) - 1, "oldest_group", WAIT_S),
+)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    tokens_s: float
+    step_s: float
+    staleness: float
+    staleness_max: float
+
+
+RECIPE = """
+[[environment]]
+name = "slow_tools"
+path = "bench.slow_tools:SlowTools"
+options = {{ turns = {turns}, wait_s = {wait_s}, sigma = {sigma} }}
+"""
+
+
+def flags(contender: Contender, steps: int, seed: int, home: Path) -> list[str]:
+    recipe = home / "slow_tools.toml"
+    recipe.write_text(RECIPE.format(turns=TURNS, wait_s=contender.wait_s, sigma=SIGMA))
+    simulated = {
+        "a_ms": A_MS, "c_ms": C_MS, "length_mean": TURN_TOKENS, "length_sigma": 0.5, "length_cap": 4 * TURN_TOKENS,
+        "update_s": 0.05, "time_scale": SCALE, "vocab_size": 250,
+    }  # fmt: skip
+    return [
+        "--config", str(recipe), "--mode", "async", "--async-buffer-size", str(contender.ahead),
+        "--rollout-priority", contender.priority, "--hf-checkpoint", "tiny", "--prompt-data", "slow_tools",
+        "--engine", "simulated", "--engine-slots", str(SLOTS), "--server-concurrency", str(SLOTS),
+        "--scale", f"engine={ENGINES}", "--train-backend", "simulated", "--simulated-step-s", "0.1",
+        "--rollout-batch-size", str(GROUPS), "--n-samples-per-prompt", str(MEMBERS), "--num-rollout", str(steps),
+        "--max-turns", str(TURNS), "--rollout-max-response-len", str(TURNS * (4 * TURN_TOKENS + 40)),
+        "--rollout-max-context-len", "4096", "--seed", str(seed), "--rollout-seed", str(seed),
+        "--no-live", "--no-trace", "--no-use-tensorboard", "--log-interval", "1000", "--run-dir", str(home / "run"),
+        *[f"engine.simulated.{key}={value}" for key, value in simulated.items()],
+    ]  # fmt: skip
+
+
+def measure(contender: Contender, steps: int, warm_up: int, seed: int) -> Outcome:
+    """One run in a directory of its own; its first `warm_up` batches are not counted."""
+    with tempfile.TemporaryDirectory(prefix="sluice-bench-") as home:
+        said = StringIO()
+        with redirect_stdout(said), redirect_stderr(said):
+            code = run(configuration(flags(contender, steps + warm_up, seed, Path(home))))
+        if code != 0:
+            sys.exit(f"{contender.name}: exit code {code}\n{said.getvalue()}")
+        rows = [row for row in read_metrics(Path(home) / "run" / "metrics.jsonl") if "perf/step_time" in row]
+    first, last, counted = rows[warm_up - 1], rows[-1], rows[warm_up:]
+    seconds = last["wall_s"] - first["wall_s"]
+    return Outcome(
+        tokens_s=(last["trained_tokens"] - first["trained_tokens"]) / seconds,
+        step_s=seconds / len(counted),
+        staleness=statistics.mean(row["staleness/start_mean"] for row in counted),
+        staleness_max=max(row["staleness/max"] for row in counted),
+    )
+
+
+def report(results: dict[str, list[Outcome]]) -> list[Series]:
+    """Print the table; return what the JSON file holds."""
+    print(f"\n{'':>20} {'tokens/s':>9} {'engines busy':>13} {'s/batch':>8} {'staleness':>10} {'max':>4}")
+    series: list[Series] = []
+    for name, outcomes in results.items():
+        busy = [o.tokens_s / base.tokens_s for o, base in zip(outcomes, results["no waits"], strict=True)]
+        mean = {field: statistics.median(getattr(o, field) for o in outcomes) for field in Outcome.__annotations__}
+        print(
+            f"{name:>20} {mean['tokens_s']:9.0f} {statistics.median(busy):13.2f} {mean['step_s']:8.2f} "
+            f"{mean['staleness']:10.2f} {mean['staleness_max']:4.0f}"
+        )
+        series.append(Series("tools", name, "busy share", busy))
+        series += [Series("tools", name, field, [getattr(o, field) for o in outcomes]) for field in mean]
+    return series
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="1 round with fewer batches")
+    parser.add_argument("--rounds", type=int, default=0)
+    parser.add_argument("--output", type=Path, default=Path("bench_results/agentic.json"))
+    options = parser.parse_args()
+    rounds = options.rounds or (1 if options.quick else 3)
+    steps, warm_up = (8, AHEAD + 1) if options.quick else (32, 2 * AHEAD)
+    about = machine(["pyzmq", "msgspec", "torch", "aiohttp"])
+    results: dict[str, list[Outcome]] = {}
+    for number in range(rounds):
+        for contender in CONTENDERS:
+            print(f"round {number + 1} of {rounds}: {contender.name}", flush=True)
+            results.setdefault(contender.name, []).append(measure(contender, steps, warm_up, seed=100 + number))
+    series = report(results)
+    remarks = [
+        f"{(AHEAD + 1) * GROUPS * MEMBERS} trajectories in flight, {TURNS} turns of {TURN_TOKENS} tokens on average, "
+        f"waits lognormal, mean {WAIT_S:g} s, sigma {SIGMA:g}",
+        f"{ENGINES} simulated engines of {SLOTS} slots, a turn takes "
+        f"{TURN_TOKENS * SCALE * (A_MS + C_MS * SLOTS) / 1000:.1f} s",
+        f"{rounds} rounds of {steps} batches of {GROUPS} x {MEMBERS}, the first {warm_up} batches are not counted",
+        f"load {about.load_1min:.1f} on {about.cores} cores at the start",
+    ]
+    print("\n" + "\n".join(remarks))
+    write_json(options.output, Document("agentic", about, command(), remarks, series))
+    print(f"written to {options.output}")
+
+
+if __name__ == "__main__":
+    main()
