@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from typing import Final
 
+from configs.graph import loops
 from configs.schema import Config
 from pipeline.observe.view import RunView
 from pipeline.placement import JOINERS, Placement
@@ -42,14 +43,15 @@ class Waits:
 
     def _places(self, held: Mapping[str, list[Held]]) -> dict[str, str]:
         """Group -> the earliest stage that has a part of it, for there the whole group waits."""
-        order = [node.name for node in self.graph.nodes]
+        order = {node.name: place for place, node in enumerate(self.graph.nodes)}
+        order |= {name: order["generate"] for name in loops(self.config)}  # from there a rollout goes back to generate
         consumer = {stream.name: stream.consumer[0] for stream in self.graph.streams}
         found: dict[str, str] = {}
         for name, items in held.items():
             stage = consumer[name]
             for item in items:
                 group, _ = group_of(item.key)
-                if group not in found or order.index(stage) < order.index(found[group]):
+                if group not in found or order[stage] < order[found[group]]:
                     found[group] = stage
         return found
 
@@ -138,4 +140,6 @@ def bound_of(config: Config, stage: str) -> str:
             return f"--reward-deadline-s {reward.reward_deadline_s:g}{outside if asks else ''}"
         case "tools":
             return f"--tool-deadline-s {config.tools.tool_deadline_s:g}"
+        case "agents":
+            return "step_deadline_s and retries of its environment"
     return ""

@@ -103,8 +103,8 @@ async def test_an_engine_whose_answer_was_refused_is_asked_last_until_it_makes_s
 async def test_a_group_from_the_future_is_never_trained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The trainer alone knows for certain which weights there are."""
     async with training(tmp_path, monkeypatch, batch=1, total=1) as one:
-        await one.send(make_slice(1, make_sample(0, runs=[(0, 2), (5, 1)]), make_sample(1)))
+        await one.send(make_slice(1, make_sample(0, runs=[(0, 2), (1, 1)]), make_sample(1)))
         refused = await one.report(Settled)
         assert (refused.group_id, refused.outcome) == (1, "failed")
-        assert "a token is of version 5, and the newest weights are of version 0" in refused.detail
+        assert "a token is of version 1, and the newest weights are of version 0" in refused.detail
         await one.send(make_slice(2))
