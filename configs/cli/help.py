@@ -44,7 +44,7 @@ def render_help(width: int | None = None) -> str:
         members = [flag for flag in flags() if flag.key.partition(".")[0] == section]
         lines += ["", f"{title} [{section}]"]
         for flag in members:
-            lines += _entry(_usage(flag), f"{flag.description}{_default(flag)}", columns)
+            lines += _entry(_usage(flag), f"{flag.description}{_many(flag)}{_default(flag)}", columns)
     lines += ["", "Dotted overrides work for every key: train.lr=1e-4, --train.lr 1e-4, run.scale.reward=4."]
     return "\n".join(lines) + "\n"
 
@@ -98,7 +98,7 @@ def _usage(flag: Flag) -> str:
 
 def _values(flag: Flag) -> str:
     if flag.choices:
-        return f"{{{','.join(flag.choices)}}}"
+        return "NAME" if _many(flag) else f"{{{','.join(flag.choices)}}}"
     if flag.kind == "bool":
         return "true|false"
     if flag.kind in ("list", "map"):
@@ -106,6 +106,12 @@ def _values(flag: Flag) -> str:
     if flag.kind == "json":
         return "JSON"
     return {"whole": "N", "a": "X"}.get(flag.rule.removeprefix("must be a ").split()[0], _scalar(flag))
+
+
+def _many(flag: Flag) -> str:
+    """Choices that are too long to stand beside the flag."""
+    text = ", ".join(flag.choices or ())
+    return f"; one of {text}" if len(text) > 80 else ""
 
 
 def _scalar(flag: Flag) -> str:

@@ -149,7 +149,6 @@ def test_custom_stages_as_json() -> None:
         (["--max-stalenes", "3"], "did you mean --max-staleness?"),
         (["--rolloutbatchsize", "3"], "did you mean --rollout-batch-size?"),
         (["--use-wandb"], "--use-wandb resembles no known name; see --help"),
-        (["--custom-generate-function-path", "a:b"], "resembles no known name"),
         (["--eval-top-p", "0.9"], "resembles no known name"),
         (["--start-rollout-id", "3"], "resembles no known name"),
         (["--rollout_batch_size", "3"], "did you mean --rollout-batch-size?"),

@@ -115,8 +115,11 @@ class TrainDesk:
     async def arrived(self, n: int) -> None:
         await until(lambda: self.stage.activity.items_in >= n)
 
-    async def report(self, kind: type[Any]) -> Any:
+    async def report(self, kind: type[Any], passing: tuple[type[Any], ...] = ()) -> Any:
+        """The next report, which must be of `kind`; those of the kinds `passing` may come before it."""
         found = await take(self.reports)
+        while isinstance(found, passing):
+            found = await take(self.reports)
         assert isinstance(found, kind), found
         return found
 
