@@ -10,6 +10,7 @@ from configs.schema import Config
 from stages.agents.chat import ChatFormat
 from stages.agents.chat_formats.bridge import QUESTION, Bridge, check_bridge
 from stages.agents.chat_formats.errors import ChatFormatError
+from stages.agents.chat_formats.known_models import BridgedByPackage, known_model
 from stages.agents.chat_formats.parsers.found import CallParser
 from stages.agents.chat_formats.parsers.marked import Marked
 from stages.agents.chat_formats.parsers.registry import PARSERS, parser_by_name, parser_for
@@ -54,25 +55,43 @@ def load_chat_format(
     ChatFormatError where the template cannot be used over several turns, TokenizerError without a usable tokenizer.
     """
     return chat_format(
-        load_tokenizer(checkpoint, chat_template_path), parser=parser, template_arguments=template_arguments
+        load_tokenizer(checkpoint, chat_template_path),
+        parser=parser,
+        template_arguments=template_arguments,
+        checkpoint="" if chat_template_path else checkpoint,
     )
 
 
 def chat_format_of(config: Config, tokenizer: Tokenizer) -> ChatFormat:
     """The chat format of a run's model, with the run's settings."""
     return chat_format(
-        tokenizer, parser=config.tools.tool_call_parser, template_arguments=config.data.apply_chat_template_kwargs
+        tokenizer,
+        parser=config.tools.tool_call_parser,
+        template_arguments=config.data.apply_chat_template_kwargs,
+        checkpoint="" if config.data.chat_template_path else config.train.hf_checkpoint,
     )
 
 
 def chat_format(
-    tokenizer: Tokenizer, *, parser: str | None = None, template_arguments: Mapping[str, object] | None = None
+    tokenizer: Tokenizer,
+    *,
+    parser: str | None = None,
+    template_arguments: Mapping[str, object] | None = None,
+    checkpoint: str = "",
 ) -> ChatFormat:
-    """As `load_chat_format`, with a tokenizer that is loaded already."""
+    """As `load_chat_format`, with a tokenizer that is loaded already. `checkpoint`: a name that may be well known."""
     named = None if parser is None else parser_by_name(parser)
+    known = known_model(checkpoint, tokenizer, template_arguments or {})
     if not tokenizer.has_chat_template:
-        return PlainFormat(tokenizer, named or Marked())
-    template = Template(tokenizer, template_arguments or {})
+        return known or PlainFormat(tokenizer, named or Marked())
+    written = _by_template(tokenizer, named, template_arguments or {})
+    return written if known is None else BridgedByPackage(known, written)
+
+
+def _by_template(
+    tokenizer: Tokenizer, named: CallParser | None, template_arguments: Mapping[str, object]
+) -> TemplateFormat:
+    template = Template(tokenizer, template_arguments)
     bridge = Bridge(template, partial(special_pieces, tokenizer))
     closings = [check_bridge(bridge, (_USER,), ())]
     reads, fault = named, ""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
@@ -85,6 +85,7 @@ def test_the_parser_is_found_by_the_template(name: str) -> None:
     assert len(chat.reply(ids, TOOLS).message.tool_calls) == 1
 
 
+@settings(deadline=None)
 @given(st.sampled_from(sorted(FAMILIES)), prose, prose.filter(bool), some_calls)
 def test_what_a_template_writes_is_read_as_it_was(
     name: str, content: str, reasoning: str, calls: list[ToolCall]
@@ -186,6 +187,7 @@ MARKS = (
 )
 
 
+@settings(deadline=None)
 @given(st.sampled_from(sorted(PARSERS)), st.lists(st.sampled_from(MARKS) | st.text(max_size=3), max_size=30))
 def test_any_text_is_read(parser: str, pieces: list[str]) -> None:
     found = parser_by_name(parser).parse("".join(pieces), Offered(TOOLS))
@@ -207,6 +209,7 @@ rounds = st.lists(
 )
 
 
+@settings(deadline=None)
 @given(st.sampled_from(sorted(FAMILIES)), rounds, st.lists(texts.map(str.strip), min_size=8, max_size=8))
 def test_bridged_tool_answers_are_those_of_the_whole_conversation(
     name: str, rounds: list[tuple[str, list[ToolCall], bool]], answers: list[str]

@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from configs.schema.reward import ToolsConfig
@@ -101,6 +101,7 @@ def test_what_the_model_is_told_of_a_bad_call(content: str, words: str) -> None:
         raise AssertionError(found)
 
 
+@settings(deadline=None)
 @given(
     content=st.text()
     | st.recursive(st.integers() | st.text(), lambda x: st.lists(x) | st.dictionaries(st.text(), x)).map(json.dumps)
