@@ -96,6 +96,7 @@ def _of_the_rest(config: Config) -> Iterator[_Readers]:
     drops = bool(filters.dynamic_sampling_filter) or filters.dynamic_sampling_filter_path is not None
     yield "--dynamic-sampling-filter", drops, ("filter.over_sampling_batch_size",)
     curriculum = tuple(f"data.curriculum_{name}" for name in ("low", "high", "keep"))
+    yield "an [[environment]]", bool(config.environment), ("tools.tool_call_parser",)
     yield "--curriculum pass_rate", config.data.curriculum == "pass_rate", curriculum
 
 

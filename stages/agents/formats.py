@@ -15,6 +15,7 @@ def chat_format(config: Config) -> ChatFormat:
     return load_chat_format(
         config.train.hf_checkpoint,
         chat_template_path=data.chat_template_path,
+        parser=config.tools.tool_call_parser,
         template_arguments=data.apply_chat_template_kwargs,
     )
 

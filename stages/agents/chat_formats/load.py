@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from functools import partial
 from typing import Final
 
-from configs.schema import Config
 from stages.agents.chat import ChatFormat
 from stages.agents.chat_formats.bridge import QUESTION, Bridge, check_bridge
 from stages.agents.chat_formats.errors import ChatFormatError
@@ -59,16 +58,6 @@ def load_chat_format(
         parser=parser,
         template_arguments=template_arguments,
         checkpoint="" if chat_template_path else checkpoint,
-    )
-
-
-def chat_format_of(config: Config, tokenizer: Tokenizer) -> ChatFormat:
-    """The chat format of a run's model, with the run's settings."""
-    return chat_format(
-        tokenizer,
-        parser=config.tools.tool_call_parser,
-        template_arguments=config.data.apply_chat_template_kwargs,
-        checkpoint="" if config.data.chat_template_path else config.train.hf_checkpoint,
     )
 
 

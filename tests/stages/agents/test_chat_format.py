@@ -13,13 +13,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from configs.schema import Config, DataConfig, ToolsConfig
+from configs.schema import Config, DataConfig, ToolsConfig, TrainConfig
 from models.tiny import CHAT_TEMPLATE
 from stages.agents.chat import ChatFormat
 from stages.agents.chat_formats.errors import ChatFormatError
-from stages.agents.chat_formats.load import chat_format_of, load_chat_format
+from stages.agents.chat_formats.load import load_chat_format
 from stages.agents.chat_formats.parsers.registry import PARSERS
 from stages.agents.chat_formats.rendering import as_mapping
+from stages.agents.formats import chat_format
 from stages.agents.messages import Message, ToolCall, ToolSchema
 from stages.data.tokenizer import Tokenizer, load_tokenizer
 from stages.tools.tool import function_schema
@@ -267,11 +268,11 @@ def test_every_parser_can_be_named() -> None:
 
 
 def test_settings_of_a_run() -> None:
-    _, tokenizer = loaded(QWEN3)
-    tools, data = (
-        ToolsConfig(tool_call_parser="pythonic"),
-        DataConfig(apply_chat_template_kwargs={"enable_thinking": 0}),
+    config = Config(
+        train=TrainConfig(hf_checkpoint=checkpoint(QWEN3)),
+        tools=ToolsConfig(tool_call_parser="pythonic"),
+        data=DataConfig(apply_chat_template_kwargs={"enable_thinking": False}),
     )
-    chat = chat_format_of(Config(tools=tools, data=data), tokenizer)
+    chat, (_, tokenizer) = chat_format(config), loaded(QWEN3)
     assert shown(QWEN3, chat.start((QUESTION,), ())).endswith("</think>\n\n")
     assert chat.reply(tokenizer.encode("[wait()]"), TOOLS).message.tool_calls == (ToolCall("wait", {}),)
