@@ -69,10 +69,8 @@ class Placement:
         count = engine_count(config) if has_engines else 0
         max_context = config.rollout.rollout_max_context_len
         self.engines, self.frozen = _engines(config, count, model_path, max_context, places)
-        self.built_in: dict[str, StageOptions] = {
-            "train": train,
-            "generate": GenerateOptions(context_limit(config) or 1 << 30, vocab_size),
-        }
+        asks = GenerateOptions(context_limit(config) or 1 << 30, vocab_size)
+        self.built_in: dict[str, StageOptions] = {"train": train, "generate": asks, "agents": asks}
 
     def replicas(self) -> list[ReplicaSpec]:
         """One specification per replica, in the order in which they are started: the slow ones first."""

@@ -21,6 +21,13 @@ class EnvironmentConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only
         Meta(description="Python interpreter of the workers, for packages of their own; default: the run's"),
     ] = None
     step_deadline_s: Annotated[float, Meta(gt=0, description="seconds for one reset or step")] = 60.0
+    episode_deadline_s: Annotated[
+        float, Meta(gt=0, description="seconds for the whole episode of an agent, which is then graded as it is")
+    ] = 1800.0
+    ignore_reasoning: Annotated[
+        bool,
+        Meta(description="an agent's conversation goes on where its client leaves reasoning out of earlier turns"),
+    ] = False
     memory_gb: Annotated[float, Meta(ge=0, description="most memory of one worker process, GiB; 0 = no limit")] = 4.0
     retries: Annotated[int, Meta(ge=0, description="fresh starts of an episode after infrastructure failed")] = 3
     outage_s: Annotated[

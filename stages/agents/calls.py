@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from msgspec import Struct
 
-from stages.agents.environment import Start, Step, Task, Turn
+from stages.agents.environment import Endpoint, Start, Step, Task, Turn
 
 
 class Begin(Struct, frozen=True, tag=True):
@@ -35,7 +35,14 @@ class End(Struct, frozen=True, tag=True):
     episode: str
 
 
-Call = Begin | Restore | Take | End
+class Run(Struct, frozen=True, tag=True):
+    """Make an agent and have it run. Answer: Outcome."""
+
+    task: Task
+    endpoint: Endpoint
+
+
+Call = Begin | Restore | Take | End | Run
 
 
 class Begun(Struct, frozen=True):

@@ -108,7 +108,7 @@ class Episodes:
                 sample,
                 done=True,
                 status=sample.status if step.done else "truncated",
-                reward=0.0 if reward is None and not self._graded(group) else reward,
+                reward=0.0 if reward is None and not graded(self.config, group) else reward,
                 metrics={f"env/{self._name}/{key}": float(value) for key, value in said.items()},
             )
         ids = self.chat.append(sample.token_ids.tolist(), step.messages, episode.tools)
@@ -123,11 +123,12 @@ class Episodes:
         )
         return LoopStage.write_state(after, episode)
 
-    def _graded(self, group: PromptGroup) -> bool:
-        """Whether a grader is there for what the environment gives no reward for."""
-        reward = self.config.reward
-        named = reward.custom_rm_path is not None or bool(reward.reward_component) or reward.rm_type != "auto"
-        return named or group.label is not None or "rm_type" in group.row_metadata
+
+def graded(config: Config, group: PromptGroup) -> bool:
+    """Whether a grader is there for what the environment gives no reward for."""
+    reward = config.reward
+    named = reward.custom_rm_path is not None or bool(reward.reward_component) or reward.rm_type != "auto"
+    return named or group.label is not None or "rm_type" in group.row_metadata
 
 
 def task_of(group: PromptGroup, sample: Sample) -> Task:

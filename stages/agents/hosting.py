@@ -23,8 +23,8 @@ import msgspec
 import xxhash
 
 from configs.schema import EnvironmentConfig
-from stages.agents.calls import INFRASTRUCTURE, Begin, Begun, Call, End, Hosted, Restore, Take, Taken
-from stages.agents.environment import Start, Step, Task, Turn
+from stages.agents.calls import INFRASTRUCTURE, Begin, Begun, Call, End, Hosted, Restore, Run, Take, Taken
+from stages.agents.environment import Endpoint, InfrastructureError, Outcome, Start, Step, Task, Turn
 from stages.agents.errors import EnvironmentFailed
 from stages.agents.outage import Outage, OutageNotice
 from stages.worker_process import CallFailed, WorkerLost, WorkerProcess
@@ -34,6 +34,7 @@ log = logging.getLogger("sluice.agents")
 IDLE_S: Final = 900.0  # after which an episode that nobody has gone on with is dropped
 _END_S: Final = 10.0  # to close an environment
 T = TypeVar("T")
+Ask = Callable[[Endpoint], Coroutine[Any, Any, Outcome]]
 
 
 class _Infrastructure(Exception):
@@ -131,6 +132,29 @@ class Hosting:
 
         return await self._insist(once, episode)
 
+    async def run(self, task: Task, attempt: Callable[[Ask], Coroutine[Any, Any, T]]) -> T:
+        """The whole episode of an agent, begun anew where infrastructure fails. Raises EnvironmentFailed.
+
+        `attempt` is given what starts the agent, which raises TimeoutError at the episode's deadline.
+        """
+
+        async def once() -> T:
+            live = await self._place(task.episode)
+
+            async def ask(endpoint: Endpoint) -> Outcome:
+                async with asyncio.timeout(self.table.episode_deadline_s):
+                    value = await self._call(live, Run(task, endpoint), None)
+                return msgspec.msgpack.decode(value, type=Outcome)
+
+            try:
+                return await attempt(ask)
+            except InfrastructureError as error:
+                raise _Infrastructure(str(error)) from None
+
+        found = await self._insist(once, task.episode)
+        self.end(task.episode)
+        return found
+
     def end(self, episode: str) -> None:
         """The episode is over. Nobody waits for its environment to be closed."""
         live = self._live.pop(episode, None)
@@ -216,9 +240,9 @@ class Hosting:
         live.incarnation = worker.incarnation
         return live
 
-    async def _call(self, live: _Live, call: Call) -> msgspec.Raw:
-        """Raises _Infrastructure, EnvironmentFailed."""
-        limit_s = self.table.step_deadline_s
+    async def _call(self, live: _Live, call: Call, limit_s: float | None = 0.0) -> msgspec.Raw:
+        """`limit_s`: 0 is the limit of a step, None is none. Raises _Infrastructure, EnvironmentFailed."""
+        limit_s = self.table.step_deadline_s if limit_s == 0.0 else limit_s
         if not live.there:  # another episode has had its process started anew
             raise _Infrastructure("its worker process ended")
         try:
@@ -228,6 +252,7 @@ class Hosting:
             raise _Infrastructure(str(error)) from None
         except TimeoutError:
             self._retire(live.worker)
+            assert limit_s is not None
             raise _Infrastructure(f"no answer within step_deadline_s {limit_s:g} s") from None
         except CallFailed as error:
             if error.kind == INFRASTRUCTURE:

@@ -5,6 +5,9 @@
 A rollout comes here before the model's first turn and after each one. Rows choose an environment by their metadata's
 `environment`; the first table is the default.
 
+A rollout that an agent makes comes here once: the agent asks the policy by itself, through the gateway of this replica
+(stages/agents/gateway), and the rollout leaves when it has ended.
+
 Invariants: rollouts wait for their own worlds only; an episode that cannot go on fails its rollout, with the reason,
 and is never rewarded for it; processes of environments end with this one.
 """
@@ -22,11 +25,12 @@ from configs.schema.did_you_mean import cure
 from stages.agents.episodes import Episodes
 from stages.agents.errors import EnvironmentFailed
 from stages.agents.formats import chat_format
+from stages.agents.gateway.agent_episodes import AgentEpisodes, GatewayDoor
 from stages.agents.hosting import Hosting
 from stages.agents.outage import OutageNotice
 from stages.base import LoopStage, StageContext, beside, failed
 from stages.data.tokenizer import load_tokenizer
-from stages.messages import PromptGroup, RolloutSlice
+from stages.messages import PromptGroup, RolloutSlice, Sample
 from stages.ports import Ports, Topic
 
 
@@ -37,7 +41,9 @@ class AgentsStage(LoopStage):
 
     def __init__(self, context: StageContext) -> None:
         super().__init__(context)
-        self._hosts: dict[str, Episodes] = {}
+        self._hosts: dict[str, Episodes | AgentEpisodes] = {}
+        self._door = GatewayDoor(context, self.activity.extra)
+        self._hostings: list[Hosting] = []
         self._tasks: asyncio.TaskGroup | None = None
         self._ports: Ports | None = None
         self._running: set[asyncio.Timeout] = set()
@@ -51,21 +57,30 @@ class AgentsStage(LoopStage):
         data = self.config.data
         tokenizer = load_tokenizer(self.config.train.hf_checkpoint, data.chat_template_path)
         chat = chat_format(self.config)
-        for table in self.config.environment:
-            hosting = Hosting(table, self._background, self._tell)
-            self._hosts[table.name] = Episodes(self.config, hosting, chat, tokenizer)
+        hostings = [Hosting(table, self._background, self._tell) for table in self.config.environment]
+        self._hostings += hostings
         async with asyncio.TaskGroup() as tasks:
-            for host in self._hosts.values():
-                tasks.create_task(host.hosting.open())
+            opening = [tasks.create_task(hosting.open()) for hosting in hostings]
+        for hosting, opened in zip(hostings, opening, strict=True):
+            if opened.result().kind == "agent":
+                gateway = await self._door.open(chat, tokenizer)
+                self._hosts[hosting.table.name] = AgentEpisodes(self.config, hosting, chat, gateway)
+            else:
+                self._hosts[hosting.table.name] = Episodes(self.config, hosting, chat, tokenizer)
 
     async def close(self) -> None:
-        for host in self._hosts.values():
-            await host.hosting.close()
+        await self._door.close()
+        for hosting in self._hostings:
+            await hosting.close()
 
     async def run(self, ports: Ports) -> None:
         """As many rollouts at a time as come: what bounds them is the gate, and most of them wait."""
         inlet, outlet, self._ports = ports.inlets[self.inlet], ports.outlets[self.outlet], ports
-        async with beside(self._follow_drain(ports.topic)), asyncio.TaskGroup() as self._tasks:
+        async with (
+            beside(self._follow_drain(ports.topic)),
+            beside(self._door.follow(ports.topic)),
+            asyncio.TaskGroup() as self._tasks,
+        ):
             while (lease := await inlet.receive()) is not None:
                 self._tasks.create_task(self._work(lease, outlet))
 
@@ -84,24 +99,32 @@ class AgentsStage(LoopStage):
             async with asyncio.timeout(0.0 if self._drained else None) as running:
                 self._running.add(running)
                 try:
-                    sample = await self._hosts[environment_of(self.config, group).name].advance(group, sample)
+                    samples = await self._advanced(group, sample)
                 finally:
                     self._running.discard(running)
         except TimeoutError:
             if not running.expired():
                 raise
-            sample = msgspec.structs.replace(sample, status="aborted", done=True, error="drained")
+            samples = (msgspec.structs.replace(sample, status="aborted", done=True, error="drained"),)
         except EnvironmentFailed as error:
             self.activity.failures += 1
             return failed(message, str(error))
         finally:
             self._count()
-        return msgspec.structs.replace(message, samples=(sample,))
+        return msgspec.structs.replace(message, samples=samples)
+
+    async def _advanced(self, group: PromptGroup, sample: Sample) -> tuple[Sample, ...]:
+        host = self._hosts[environment_of(self.config, group).name]
+        if isinstance(host, Episodes):
+            return (await host.advance(group, sample),)
+        samples = await host.play(group, sample)
+        self.activity.tokens += sum(part.new_tokens for part in samples)
+        return samples
 
     def _count(self) -> None:
         """Figures of this replica."""
         for name in ("retried", "replayed"):
-            self.activity.extra[name] = float(sum(getattr(host.hosting, name) for host in self._hosts.values()))
+            self.activity.extra[name] = float(sum(getattr(hosting, name) for hosting in self._hostings))
 
     def _background(self, work: Coroutine[Any, Any, None]) -> None:
         if self._tasks is None:

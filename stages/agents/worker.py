@@ -14,8 +14,8 @@ from typing import Any
 
 import msgspec
 
-from stages.agents.calls import INFRASTRUCTURE, Begin, Begun, Call, End, Hosted, Restore, Take, Taken
-from stages.agents.environment import InfrastructureError, Start, Step
+from stages.agents.calls import INFRASTRUCTURE, Begin, Begun, Call, End, Hosted, Restore, Run, Take, Taken
+from stages.agents.environment import InfrastructureError, Outcome, Start, Step
 from stages.agents.hosted_class import import_hosted, make
 from stages.worker_calls import Handler, Refusal, become_worker, serve
 
@@ -50,6 +50,9 @@ class Episodes:
             case End(episode):
                 await self._close(episode)
                 return None
+            case Run(task, endpoint):
+                agent = make(self._kind, self._options)
+                return _checked(await agent.run(task, endpoint), Outcome, "run")
 
     def _new(self, episode: str) -> Any:
         self._there[episode] = environment = make(self._kind, self._options)

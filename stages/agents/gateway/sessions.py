@@ -66,7 +66,7 @@ class Session:
 
     def __init__(self, chat: ChatFormat, index: int = 0, *, ignore_reasoning: bool = False) -> None:
         """`ignore_reasoning`: a reply that comes back without its reasoning still stands for all of its tokens."""
-        self.started = 0  # requests
+        self.started = self.turns = 0  # requests that were opened, and that were answered
         self._chat, self._index, self._ignore_reasoning = chat, index, ignore_reasoning
         self._sequences: list[Sample] = []
         self._last = 0  # the sequence of the newest turn
@@ -100,6 +100,7 @@ class Session:
         place = before.sequence
         self._sequences[place : place + 1] = [after]
         self._last = place
+        self.turns += 1
         if turn.conversation is not None and reply is not None:
             answered = msgspec.structs.replace(turn.conversation, messages=(*turn.conversation.messages, reply))
             self._replies[self._digests(answered)[-1]] = _Reply(place, after.length)

@@ -124,6 +124,23 @@ def events_of(content: bytes) -> list[tuple[str, Any]]:
 
 
 @asynccontextmanager
+async def scripted(
+    tmp_path: Path, script: Script, *, step_ms: float = 0.01, **sections: Any
+) -> AsyncIterator[tuple[World, ScriptedWriter]]:
+    """Engines that write what the script says, with a version 0."""
+    (tmp_path / "bare").mkdir()
+    build_tokenizer("bytes").save_pretrained(tmp_path / "bare")
+    engine = simulated(step_ms)
+    engine = msgspec.structs.replace(engine, simulated=msgspec.structs.replace(engine.simulated, vocab_size=VOCABULARY))
+    rollout = {"rollout_max_response_len": 2048, "max_turns": 1000, **sections.pop("rollout", {})}
+    async with generating(tmp_path, engine=engine, rollout=rollout, **sections) as world:
+        await world.ready()
+        writer = ScriptedWriter(script)
+        core_of(world.engines[0]).schedule._writer = writer
+        yield world, writer
+
+
+@asynccontextmanager
 async def opened(
     tmp_path: Path,
     script: Script,
@@ -138,19 +155,11 @@ async def opened(
     **sections: Any,
 ) -> AsyncIterator[Rig]:
     """A gateway with one open session, and a version 0 in its engine."""
-    (tmp_path / "bare").mkdir()
-    build_tokenizer("bytes").save_pretrained(tmp_path / "bare")
     chat = chat or ToyChat()
-    engine = simulated(step_ms)
-    engine = msgspec.structs.replace(engine, simulated=msgspec.structs.replace(engine.simulated, vocab_size=VOCABULARY))
-    rollout = {"rollout_max_response_len": 2048, "max_turns": 1000, **sections.pop("rollout", {})}
     async with (
-        generating(tmp_path, engine=engine, rollout=rollout, **sections) as world,
+        scripted(tmp_path, script, step_ms=step_ms, **sections) as (world, writer),
         aiohttp.ClientSession() as http,
     ):
-        await world.ready()
-        writer = ScriptedWriter(script)
-        core_of(world.engines[0]).schedule._writer = writer
         answering = Answers(
             world.stage.sampler,
             Requests(world.stage.config, max_context),
