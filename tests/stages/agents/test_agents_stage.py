@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
+import venv
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +20,7 @@ from stages.agents import outage
 from stages.agents.stage import AgentsStage
 from stages.messages import RolloutSlice, Sample, TurnReward
 from stages.rollouts import rollout_fault
+from stages.worker_process import PRINTED_BYTES
 from tests.stages.agents.play import WORLD, fresh, playing, world
 from tests.stages.stage_rig import make_sample, make_slice, numbers, until
 
@@ -252,3 +255,27 @@ async def test_a_drain_waits_for_no_environment(tiny: Path) -> None:
         ended = only(await play.receive())
         assert (ended.status, ended.done, ended.reward) == ("aborted", True, None)
         assert only(await play.begin(1)).status == "aborted"
+
+
+async def test_an_environment_has_packages_of_its_own(tiny: Path, tmp_path: Path) -> None:
+    """An interpreter with msgspec, and nothing else of ours, hosts it."""
+    home = tmp_path / "venv"
+    venv.create(home, symlinks=True, with_pip=False)
+    (packages,) = home.glob("lib/python*/site-packages")
+    (packages / "msgspec").symlink_to(Path(msgspec.__file__).parent)
+    table = world(WORLD.replace("World", "Alone"), python=str(home / "bin/python"))
+    async with playing(tiny, table) as play:
+        begun = only(await play.begin())
+        assert play.tokenizer.decode(numbers(begun.token_ids)) == "0", begun.error
+
+
+async def test_what_a_worker_prints_is_bounded(tiny: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    async with playing(tiny) as play:
+        after = only(await play.turn(await play.begin(fault="print")))
+        assert after.status == "completed"
+        said = ""
+        while "dropped" not in said:
+            said += capfd.readouterr().err
+            await asyncio.sleep(0)
+        assert said.count("x") == PRINTED_BYTES
+        assert said.endswith("[what this worker process prints from here on is dropped]\n")

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import importlib.util
 import os
 import signal
+import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -36,6 +38,7 @@ FAULTS: dict[str, Callable[[], object]] = {
     "eat": _eat,
     "infrastructure": _infrastructure,
     "error": _error,
+    "print": lambda: sys.stdout.write("x" * (2 << 20)) and sys.stdout.flush(),
     "answer": lambda: Message("user", "x" * (17 << 20)),
 }
 
@@ -113,6 +116,14 @@ class Saved(Forgetful):
 
     def restore(self, task: Task, state: bytes) -> None:
         self.task, self.turns = task, int(state)
+
+
+class Alone(World):
+    """Counts the packages of the run that its interpreter has."""
+
+    async def reset(self, task: Task) -> Start:
+        found = sum(importlib.util.find_spec(name) is not None for name in ("numpy", "torch", "zmq", "xxhash"))
+        return Start((Message("user", str(found)),))
 
 
 class Sync:
