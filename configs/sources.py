@@ -37,6 +37,7 @@ IMPORT_PATHS: Final = (
     "algorithm.custom_loss_function_path",
     "correction.custom_tis_function_path",
     "rollout.custom_generate_function_path",
+    "data.data_source_path",
 )
 
 _SLICE = re.compile(r"(?P<path>.+?)@\[\s*(?P<start>[+-]?\d+)?\s*:\s*(?P<stop>[+-]?\d+)?\s*\]", re.ASCII)

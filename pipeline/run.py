@@ -23,6 +23,7 @@ from configs.resolve import num_rollout_for
 from configs.schema import Config
 from configs.schema.debug import DebugConfig, generates
 from models.checkpoint import Manifest, latest_checkpoint, remove_leftovers, resumable_checkpoint
+from models.context import context_limit
 from models.import_path import add_working_directory
 from models.weights.slots_directory import SHARED_MEMORY, remove_if_stale, remove_stale
 from pipeline.controller import Controller
@@ -44,11 +45,12 @@ from pipeline.record.run_directory import RunDir, disk_error
 from pipeline.supervise.external_servers import read_policy_config
 from stages.agents.formats import with_stops
 from stages.base import StageContext
-from stages.data.load import load_train_prompts
+from stages.data.load import load_train_prompts, row_preparer
 from stages.data.prompt_set import PromptSet
-from stages.data.tokenizer import load_tokenizer
+from stages.data.tokenizer import Tokenizer, load_tokenizer
 from stages.graders.choose import choose_auto
 from stages.options import TrainOptions
+from stages.prompts.drawn_prompts import DrawnPrompts
 from stages.prompts.ledger import LedgerSnapshot
 from stages.prompts.stage import PromptStage
 from stages.staleness_gate import StalenessGate
@@ -218,12 +220,14 @@ class Phase:
         checkpoint, manifest = resumed if resumed is not None else (None, None)
         self.checkpoint, self.manifest = checkpoint, manifest
         tokenizer = self.tokenizer = load_tokenizer(config.train.hf_checkpoint, config.data.chat_template_path)
-        self.prompts = load_train_prompts(config, tokenizer)
+        self.prompts = _prompts(config, tokenizer, rundir)
         self.eos_id = tokenizer.eos_ids[0] if tokenizer.eos_ids else None
         self.config = with_stops(_with_data(config, self.prompts))
         self.epoch = manifest.epoch + 1 if manifest else 0
         self.snapshot = msgspec.json.decode(manifest.ledger, type=LedgerSnapshot) if manifest else None
         self._check_data()
+        if isinstance(self.prompts, DrawnPrompts) and manifest and self.snapshot:
+            self.prompts.resume(self.snapshot.drawn, self.snapshot.cursor, manifest.step)
         self.reopened = tuple(group.group_id for group in self.snapshot.open) if self.snapshot else ()
         kept = restorable(checkpoint, config.rollout.n_samples_per_prompt) if checkpoint is not None else frozenset()
         self.restored = tuple(group_id for group_id in self.reopened if group_id in kept)
@@ -330,7 +334,21 @@ class Phase:
         return controller.reason
 
 
-def _with_data(config: Config, prompts: PromptSet) -> Config:
+def _prompts(config: Config, tokenizer: Tokenizer, rundir: RunDir) -> PromptSet | DrawnPrompts:
+    if config.data.data_source_path is None or config.train.loss_type == "sft_loss":
+        return load_train_prompts(config, tokenizer)
+    context = context_limit(config)
+    limits = (config.data.rollout_max_prompt_len, None if context is None else context - 1)
+    return DrawnPrompts(
+        config,
+        rundir.path / "data_source",
+        row_preparer(config, tokenizer),
+        tokenizer.encode,
+        min((limit for limit in limits if limit is not None), default=None),
+    )
+
+
+def _with_data(config: Config, prompts: PromptSet | DrawnPrompts) -> Config:
     """Fill in what only the data knows: the number of rollouts of an epoch, the grader."""
     replace = msgspec.structs.replace
     for line in prompts.report.lines():

@@ -2,6 +2,7 @@
 
 StageError
 ├── BufferOrderError     a buffer order of the user's own gave no waiting group
+├── DataSourceError      a data source of the user's own raised, or gave no prompts
 ├── FilterError          a filter cannot judge a group
 │   └── FilterNameError  a filter that does not exist, or whose argument cannot be read
 ├── NoVerdicts           the curriculum waits for pass rates, and the grader gives none
@@ -19,6 +20,10 @@ class StageError(Exception):
 
 class BufferOrderError(StageError):
     """A buffer order of the user's own raised, or gave no index of a waiting group."""
+
+
+class DataSourceError(StageError):
+    """A data source of the user's own raised, or gave no prompts."""
 
 
 class FilterError(StageError):

@@ -13,7 +13,7 @@ import sys
 from collections.abc import Callable, Sequence
 
 from models.import_path import ImportPathError, add_working_directory
-from stages.agents.slime.signatures import generate_function
+from stages.agents.slime.signatures import data_source, generate_function
 from stages.graders.custom import custom_grader
 from stages.graders.errors import UnknownGraderError
 from stages.group.filter_chain import import_filter
@@ -22,10 +22,12 @@ IMPORTERS: dict[str, Callable[[str], object]] = {
     "grader": custom_grader,
     "filter": import_filter,
     "generate": generate_function,
+    "source": data_source,
 }
 _LABELS = {
     "filter": "--dynamic-sampling-filter-path: ",
     "generate": "--custom-generate-function-path: ",
+    "source": "--data-source-path: ",
 }
 
 

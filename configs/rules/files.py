@@ -19,10 +19,13 @@ _NEED_LABEL = ("exact", "gsm8k", "gsm8k_flex", "contains", "boxed")
 
 def data_faults(config: Config) -> Iterator[str]:
     data, evaluation = config.data, config.eval
-    if not data.prompt_data and config.rollout.num_rollout != 0:
+    if not data.prompt_data and data.data_source_path is None and config.rollout.num_rollout != 0:
         yield "--prompt-data is empty, but a run needs prompts; give a file, or the built-in arithmetic"
+    others = {"--loss-type sft_loss": config.train.loss_type == "sft_loss", "[[environment]]": config.environment}
+    for what in (name for name, given in others.items() if given and data.data_source_path is not None):
+        yield f"--data-source-path gives prompts that a run with {what} does not ask for; leave one of them out"
     for label, texts, named in (
-        ("--prompt-data", data.prompt_data, False),
+        ("--prompt-data", () if data.data_source_path else data.prompt_data, False),
         ("--eval-prompt-data", evaluation.eval_prompt_data, True),
         ("--warm-start-data", config.warm_start.warm_start_data if config.warm_start.warm_start_steps else (), False),
     ):
@@ -50,7 +53,7 @@ def _result_name(text: str) -> str:
 
 def _label_faults(config: Config) -> Iterator[str]:
     data, warm = config.data, config.warm_start
-    if data.label_key is not None:
+    if data.label_key is not None or data.data_source_path is not None:
         return
     if data.prompt_data and config.reward.rm_type in _NEED_LABEL and config.reward.custom_rm_path is None:
         yield (

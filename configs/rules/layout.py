@@ -6,7 +6,7 @@ import re
 from collections import Counter
 from collections.abc import Iterator
 
-from configs.graph import BUILT_IN, FOLLOWED, SINGLE, chain, engine_count, is_address, replicas, stage_names
+from configs.graph import BUILT_IN, FOLLOWED, SINGLE, chain, engine_count, is_address, loops, replicas, stage_names
 from configs.schema import Config, StageConfig
 from configs.schema.did_you_mean import cure
 
@@ -85,11 +85,10 @@ def _place_faults(stage: StageConfig, config: Config) -> Iterator[str]:
 
 def tool_faults(config: Config) -> Iterator[str]:
     tools, function = config.tools, config.rollout.custom_generate_function_path
-    loops = ["--tools"] if tools.tools else [f"stage.{stage.name}" for stage in config.stage if stage.loop is not None]
-    if function is not None and loops:
+    if function is not None and (unasked := loops(config)):
         yield (
-            f"--custom-generate-function-path {function} makes whole rollouts, so that {loops[0]} would never be "
-            "asked; call tools in the function, or leave one of them out"
+            f"--custom-generate-function-path {function} makes whole rollouts, so that the stage {unasked[0]} would "
+            "never be asked; call tools in the function, or leave one of them out"
         )
     if not tools.tools:
         return

@@ -97,6 +97,8 @@ def _of_the_rest(config: Config) -> Iterator[_Readers]:
     yield "--dynamic-sampling-filter", drops, ("filter.over_sampling_batch_size",)
     curriculum = tuple(f"data.curriculum_{name}" for name in ("low", "high", "keep"))
     yield "an [[environment]]", bool(config.environment), ("tools.tool_call_parser",)
+    own = config.data.data_source_path is None
+    yield "a run without --data-source-path", own, ("data.curriculum", "data.rollout_shuffle")
     yield "--curriculum pass_rate", config.data.curriculum == "pass_rate", curriculum
 
 

@@ -12,6 +12,13 @@ class DataConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
         tuple[str, ...],
         Meta(description="prompt files: JSONL, Parquet or a Hugging Face dataset directory; slices as path@[a:b]"),
     ] = ()
+    data_source_path: Annotated[
+        str | None,
+        Meta(
+            description="class that gives the prompts, as slime calls it: get_samples(n), save(rollout_id), "
+            "load(rollout_id), len; it may read --prompt-data by args.prompt_data"
+        ),
+    ] = None
     input_key: Annotated[str, Meta(description="row field with the prompt: text or a list of chat messages")] = "input"
     label_key: Annotated[str | None, Meta(description="row field with the reference answer")] = None
     metadata_key: Annotated[str, Meta(description="row field with a metadata object")] = "metadata"

@@ -31,7 +31,8 @@ def check_rows(config: Config) -> None:
         label_key=evaluation.eval_label_key or data.label_key,
     )
     supervised = config.train.loss_type == "sft_loss"
-    for keys, texts, named in ((data, data.prompt_data, False), (held_out, evaluation.eval_prompt_data, True)):
+    own = () if data.data_source_path is not None else data.prompt_data
+    for keys, texts, named in ((data, own, False), (held_out, evaluation.eval_prompt_data, True)):
         sources = [text.partition("=")[2] if parse_source(text, named=named).name else text for text in texts]
         files = [text for text in sources if not parse_source(text).built_in and source_fault("", text) is None]
         if files:

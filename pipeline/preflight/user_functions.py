@@ -24,6 +24,7 @@ def functions_of(config: Config) -> tuple[str, ...]:
     paths = {
         "filter": config.filter.dynamic_sampling_filter_path,
         "generate": config.rollout.custom_generate_function_path,
+        "source": config.data.data_source_path,
     }
     return (*graders_of(names), *(f"{kind}={path}" for kind, path in paths.items() if path is not None))
 

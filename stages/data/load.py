@@ -10,7 +10,7 @@ from configs.schema import Config
 from configs.schema.data import DataConfig
 from models.context import context_limit
 from stages.agents.messages import Message as ChatMessage
-from stages.data.prompt_set import PromptSet
+from stages.data.prompt_set import Preparer, PromptSet, Render
 from stages.data.rows import Message
 from stages.data.tokenizer import Tokenizer, load_tokenizer
 from stages.tools.registry import resolve_tools
@@ -19,6 +19,11 @@ from stages.tools.registry import resolve_tools
 def load_train_prompts(config: Config, tokenizer: Tokenizer) -> PromptSet:
     """The prompts of `--prompt-data`. Raises DataError."""
     return _load(config, config.data, tokenizer, tokenize_labels=config.train.loss_type == "sft_loss")
+
+
+def row_preparer(config: Config, tokenizer: Tokenizer) -> Preparer:
+    """For rows of a data source: text is taken as it stands, messages are rendered."""
+    return Preparer(False, tokenizer.encode, tokenizer.encode, _render(config.data, tokenizer), (), False)
 
 
 def load_eval_prompts(config: Config, path: str) -> PromptSet:
@@ -38,19 +43,23 @@ def _load(config: Config, data: DataConfig, tokenizer: Tokenizer, *, tokenize_la
     if config.environment:
         return _load_tasks(config, data)
 
-    def render(messages: list[Message], offered: list[Mapping[str, object]]) -> str:
-        return tokenizer.apply_chat_template(messages, offered or None, **data.apply_chat_template_kwargs)
-
     return PromptSet(
         data.prompt_data,
         data,
         lambda text: tokenizer.encode(text, add_special_tokens=True),
-        render if tokenizer.has_chat_template else None,
+        _render(data, tokenizer),
         tokenize_rendered=tokenizer.encode,
         tools=[tool.schema for tool in resolve_tools(config.tools.tools).values()],
         max_prompt_tokens=None if context is None else context - 1,
         tokenize_labels=tokenize_labels,
     )
+
+
+def _render(data: DataConfig, tokenizer: Tokenizer) -> Render | None:
+    def render(messages: list[Message], offered: list[Mapping[str, object]]) -> str:
+        return tokenizer.apply_chat_template(messages, offered or None, **data.apply_chat_template_kwargs)
+
+    return render if tokenizer.has_chat_template else None
 
 
 def _load_tasks(config: Config, data: DataConfig) -> PromptSet:

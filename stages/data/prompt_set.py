@@ -90,7 +90,7 @@ class PromptSet:
         self.report = LoadReport()
         self._keys = RowKeys(config.input_key, config.label_key, config.metadata_key, config.tool_key)
         self._need_labels = tokenize_labels
-        self._prepare = _Preparer(
+        self._prepare = Preparer(
             config.apply_chat_template, tokenize, tokenize_rendered or tokenize, render, tools, tokenize_labels
         )
         self._sources = [open_source(path, self._keys.wanted()) for path in paths]
@@ -193,7 +193,7 @@ class PromptSet:
 
 
 @dataclass(frozen=True)
-class _Preparer:
+class Preparer:
     """Renders and tokenises checked rows."""
 
     wrap_text: bool

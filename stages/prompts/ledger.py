@@ -28,6 +28,15 @@ class OpenGroup(Struct, frozen=True, array_like=True):
     requeued: int = 0
 
 
+class DrawnRow(Struct, frozen=True, array_like=True):
+    """A prompt that a user's data source gave: rendered, its metadata and tools as JSON."""
+
+    prompt: str
+    label: str | None
+    metadata: str
+    tools: str
+
+
 class LedgerSnapshot(Struct, frozen=True):
     """State of the ledger at a committed step: enough to continue with nothing lost and nothing trained twice."""
 
@@ -40,6 +49,7 @@ class LedgerSnapshot(Struct, frozen=True):
     requeue: tuple[int, ...] = ()  # positions of stale prompts that wait to be asked once more
     skipped: int = 0  # positions that the curriculum passed over
     pass_rates: dict[int, float] = {}  # prompt index -> moving average, with a curriculum
+    drawn: dict[int, DrawnRow] = {}  # position -> prompt of a data source whose group has not ended, or not begun
 
 
 class Ledger:

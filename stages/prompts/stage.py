@@ -36,6 +36,7 @@ from stages.messages import (
 from stages.ports import Outlet, Ports
 from stages.prompts.curriculum import PassRateCurriculum
 from stages.prompts.demonstration import demonstration
+from stages.prompts.drawn_prompts import DrawnOrder, DrawnPrompts
 from stages.prompts.ledger import Ledger, LedgerSnapshot, OpenGroup
 from stages.staleness_gate import StalenessGate
 from stages.train.saved_batches import SavedBatches
@@ -71,7 +72,7 @@ class PromptStage(Stage):
     def __init__(
         self,
         context: StageContext,
-        prompts: PromptSet,
+        prompts: PromptSet | DrawnPrompts,
         gate: StalenessGate,
         hooks: RunHooks,
         *,
@@ -88,7 +89,9 @@ class PromptStage(Stage):
         data = context.config.data
         self.prompts, self.gate, self.hooks = prompts, gate, hooks
         self.ledger = Ledger(snapshot)
-        self.order = PromptOrder(len(prompts), data.rollout_seed, data.rollout_shuffle)
+        self.drawn = prompts if isinstance(prompts, DrawnPrompts) else None
+        order, shuffled = (DrawnOrder, False) if self.drawn is not None else (PromptOrder, data.rollout_shuffle)
+        self.order = order(len(prompts), data.rollout_seed, shuffled)
         self.curriculum = PassRateCurriculum(data, self.order, snapshot.pass_rates if snapshot else None)
         self.supervised = context.config.train.loss_type == "sft_loss"
         self.eos_id, self.encode, self.saved = eos_id, encode, saved
@@ -115,9 +118,13 @@ class PromptStage(Stage):
         return self.gate.capacity(version=version, trained=self.ledger.trained, open_groups=self.ledger.open)
 
     def snapshot(self) -> LedgerSnapshot:
-        """The ledger, the prompts that wait for their second chance, and what the curriculum knows."""
+        """The ledger, the prompts that wait for their second chance, what the curriculum knows, and what a data source
+        gave."""
         return msgspec.structs.replace(
-            self.ledger.snapshot(), requeue=tuple(self._requeue), pass_rates=dict(self.curriculum.rates)
+            self.ledger.snapshot(),
+            requeue=tuple(self._requeue),
+            pass_rates=dict(self.curriculum.rates),
+            drawn={} if self.drawn is None else self.drawn.kept(),
         )
 
     def drain(self, reason: str) -> None:
@@ -146,8 +153,10 @@ class PromptStage(Stage):
         while True:
             while self._again and self.draining is None and (self.version >= 0 or not self.generates):
                 await self._submit(self._again.popleft(), ports.outlets["out"])
+            if self.drawn is not None:
+                await self.drawn.reach(self.ledger.cursor + self.capacity)
             async with asyncio.TaskGroup() as sends:  # the hub's answers overlap
-                while self.capacity > 0:
+                while self.capacity > 0 and self._has_prompt:
                     sends.create_task(self._submit(self._admit_one(), ports.outlets["out"]))
             if self.draining is not None and not drained:
                 drained = True
@@ -159,6 +168,11 @@ class PromptStage(Stage):
             self._check_end()
             await self._wake.wait()
             self._wake.clear()
+
+    @property
+    def _has_prompt(self) -> bool:
+        """Whether the next prompt is there; a data source is asked for it before."""
+        return self.drawn is None or bool(self._requeue) or self.ledger.cursor < self.drawn.reached
 
     def _admit_one(self) -> OpenGroup:
         position = self._requeue.popleft() if self._requeue else self.curriculum.next_position(self.ledger.cursor)
@@ -196,6 +210,8 @@ class PromptStage(Stage):
                     self.evals_pending = max(0, self.evals_pending - 1)
                     await self.hooks.evaluated(report)
                 case CheckpointReady():
+                    if self.drawn is not None:
+                        await self.drawn.save(report.step)  # and nothing is waited for before the snapshot
                     await self.hooks.commit(report, self.snapshot())
             lease.done()
             self._wake.set()
@@ -233,12 +249,16 @@ class PromptStage(Stage):
                 continue
             self.curriculum.observe(self.order.index(group.position)[1], report.pass_rate)
             if report.outcome == "trained":
+                if self.drawn is not None:
+                    self.drawn.forget(group.position)
                 continue
             self.idle_groups += 1
             self.reasons[f"{report.outcome}: {report.detail}"] += 1
             requeue = self.config.asynchrony.async_unused_samples_handler == "requeue"
             if report.outcome in ("stale", "surplus") and requeue and group.requeued == 0:
                 self._requeue.append(group.position)
+            elif self.drawn is not None:
+                self.drawn.forget(group.position)
         self._wake.set()
         self._check_starvation()
 

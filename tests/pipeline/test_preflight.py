@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from launching import here
+from launching import ROOT, here
 
 from configs.load import load
 from configs.rules.validate import checked
@@ -71,6 +71,16 @@ def test_functions_of_the_user_are_imported_and_asked_for_their_signature(
     monkeypatch.syspath_prepend(str(tmp_path))
     check_names(config("--custom-rm-path", "my_code:score", "--dynamic-sampling-filter-path", "my_code:keep"))
     check_names(config("--custom-rm-path", "my_code.score", "--custom-generate-function-path", "my_code.generate"))
+    code = "tests.stages.agents.slime.user_code"
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    check_names(config("--data-source-path", f"{code}.Counting"))
+    for name, words in (
+        ("NoLoad", r"NoLoad has no load\(rollout_id\)"),
+        ("ask", "is no class"),
+        ("Odd", "get_samples can"),
+    ):
+        with pytest.raises(UsageError, match=f"--data-source-path: .*{words}"):
+            check_names(config("--data-source-path", f"{code}.{name}"))
     with pytest.raises(UsageError, match=r"--custom-generate-function-path: .*generate_all' cannot be called"):
         check_names(config("--custom-generate-function-path", "my_code.generate_all"))
     with pytest.raises(UsageError) as caught:

@@ -51,11 +51,13 @@ def slime_arguments(config: Config, **more: object) -> SlimeArguments:
         value = getattr(config, section.name)
         if isinstance(value, msgspec.Struct):
             values |= {one.name: getattr(value, one.name) for one in msgspec.structs.fields(type(value))}
+    files = config.data.prompt_data
     values |= {
         "sglang_server_concurrency": config.rollout.server_concurrency,
         "apply_chat_template_kwargs": dict(config.data.apply_chat_template_kwargs),
         "rollout_stop": list(config.rollout.rollout_stop) or None,
         "rollout_stop_token_ids": list(config.rollout.rollout_stop_token_ids) or None,
+        "prompt_data": files[0] if len(files) == 1 else list(files) or None,
         "sglang_router_ip": None,
         "sglang_router_port": None,
         **more,

@@ -6,7 +6,7 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
-from models.import_path import ImportPathError, import_function
+from models.import_path import ImportPathError, import_function, import_path
 
 
 def generate_function(path: str) -> Callable[..., Any]:
@@ -17,3 +17,28 @@ def generate_function(path: str) -> Callable[..., Any]:
             f"import path {path!r} is no async function; write async def generate(args, sample, sampling_params)"
         )
     return function
+
+
+def data_source(path: str) -> type[Any]:
+    """The class at an import path, if it has what slime asks of a data source. Raises ImportPathError."""
+    found = import_path(path)
+    if not isinstance(found, type):
+        raise ImportPathError(f"import path {path!r} is no class; name the class of a data source")
+    methods: dict[str, tuple[str, ...]] = {"get_samples": ("n",), "save": ("rollout_id",), "load": ("rollout_id",)}
+    for name, parameters in {**methods, "__len__": ()}.items():
+        method = getattr(found, name, None)
+        if method is None:
+            raise ImportPathError(
+                f"import path {path!r}: {found.__name__} has no {name}({', '.join(parameters)}); a data source has "
+                "get_samples(n), save(rollout_id), load(rollout_id) and __len__()"
+            )
+        _callable_with(f"{path}.{name}", method, "self", *parameters)
+    _callable_with(path, found, "args")
+    return found
+
+
+def _callable_with(name: str, function: Callable[..., Any], *parameters: str) -> None:
+    try:
+        inspect.signature(function).bind(*parameters)
+    except TypeError as error:
+        raise ImportPathError(f"{name} cannot be called with ({', '.join(parameters)}): {error}") from None

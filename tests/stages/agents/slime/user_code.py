@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import copy
 import time
+from pathlib import Path
 from typing import Any
 
 from stages.agents.slime import Sample, post
@@ -103,3 +104,60 @@ def not_async(args: Any, sample: Sample, sampling_params: dict[str, Any]) -> Sam
 
 async def too_few(args: Any, sample: Sample) -> Sample:
     return sample
+
+
+class Counting:
+    """A data source that gives 0, 1, 2, ... and remembers in a file where it is, as slime's own does."""
+
+    def __init__(self, args: Any) -> None:
+        self.args, self.next = args, 0
+
+    def get_samples(self, num_samples: int) -> list[list[Sample]]:
+        groups = []
+        for _ in range(num_samples):
+            sample = Sample(prompt=f"{self.next}+1=", label=str(self.next + 1), metadata={"n": self.next})
+            groups.append([copy.deepcopy(sample) for _ in range(self.args.n_samples_per_prompt)])
+            self.next += 1
+        return groups
+
+    def add_samples(self, samples: list[list[Sample]]) -> None:
+        raise NotImplementedError
+
+    def save(self, rollout_id: int) -> None:
+        Path(self.args.save, f"state_{rollout_id}").write_text(str(self.next))
+
+    def load(self, rollout_id: int | None = None) -> None:
+        self.next = int(Path(self.args.load, f"state_{rollout_id}").read_text())
+
+    def __len__(self) -> int:
+        return 1000
+
+
+class Empty(Counting):
+    def get_samples(self, num_samples: int) -> list[list[Sample]]:
+        return []
+
+
+class Short(Counting):
+    def get_samples(self, num_samples: int) -> list[list[Sample]]:
+        return [group[:1] for group in super().get_samples(num_samples)]
+
+
+class Broken(Counting):
+    def get_samples(self, num_samples: int) -> list[list[Sample]]:
+        raise OSError("the disk is gone")
+
+
+class NoLoad:
+    def get_samples(self, num_samples: int) -> list[list[Sample]]:
+        return []
+
+    def save(self, rollout_id: int) -> None: ...
+
+    def __len__(self) -> int:
+        return 1
+
+
+class Odd(Counting):
+    def get_samples(self) -> list[list[Sample]]:  # type: ignore[override]
+        return []

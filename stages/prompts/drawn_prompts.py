@@ -1,0 +1,157 @@
+"""Prompts that a user's data source gives (`--data-source-path`), as slime calls it: get_samples, save, load.
+
+The source is asked ahead of the ledger, in a thread. What it gave gets a position each, in the order in which it came,
+and is kept until its group has ended: a checkpoint holds it, beside what the source saves of itself.
+
+Invariants: a position has one prompt, also after a resume; the state that the source saves and the prompts that a
+checkpoint keeps are of the same moment, so that a resumed run is given what the first one would have been given next.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any, Final
+
+from configs.schema import Config
+from models.import_path import import_path
+from stages.agents.slime.arguments import slime_arguments
+from stages.data.order import PromptOrder
+from stages.data.prompt_set import PreparedPrompt, Preparer
+from stages.data.report import LoadReport
+from stages.data.rows import BadValue, RowKeys, parse_row
+from stages.errors import DataSourceError
+from stages.messages import Int32Array, wire
+from stages.prompts.ledger import DrawnRow
+
+_KEYS: Final = RowKeys("prompt", "label", "metadata", "tools")
+
+
+class DrawnOrder(PromptOrder):
+    """Positions are the prompts' own numbers."""
+
+    def index(self, position: int) -> tuple[int, int]:
+        return position // self.n, position
+
+
+class DrawnPrompts:
+    """Prompts by position. Raises DataSourceError for whatever is wrong with the source."""
+
+    def __init__(
+        self, config: Config, directory: Path, prepare: Preparer, encode: Callable[[str], list[int]], limit: int | None
+    ) -> None:
+        """
+        Args:
+            directory: where the source saves its state: `args.save` and `args.load`.
+            limit: most tokens of a prompt.
+        """
+        self.path = config.data.data_source_path or ""
+        self.report, self.fingerprint = LoadReport(), f"--data-source-path {self.path}"
+        self._members, self._prepare, self._encode, self._limit = (
+            config.rollout.n_samples_per_prompt, prepare, encode, limit
+        )  # fmt: skip
+        self._rows: dict[int, PreparedPrompt] = {}
+        self._next = 0  # position of what the source gives next
+        self._asking = asyncio.Lock()
+        directory.mkdir(exist_ok=True)
+        where = str(directory)
+        self._source = self._called("__init__", lambda: import_path(self.path)(self._arguments(config, where)))
+        self._length = int(self._called("__len__", lambda: len(self._source)))
+
+    def _arguments(self, config: Config, directory: str) -> object:
+        return slime_arguments(config, save=directory, load=directory)
+
+    def __len__(self) -> int:
+        return self._length
+
+    def get(self, position: int) -> PreparedPrompt:
+        return self._rows[position]
+
+    def forget(self, position: int) -> None:
+        """The group of a position has ended, and is not asked again."""
+        self._rows.pop(position, None)
+
+    def resume(self, rows: Mapping[int, DrawnRow], cursor: int, step: int) -> None:
+        """Go on from the checkpoint of `step`: with its rows, the first one that is not admitted at `cursor`."""
+        self._called("load", lambda: self._source.load(step - 1))
+        for position, row in rows.items():
+            ids = wire(self._encode(row.prompt), Int32Array)
+            self._rows[position] = PreparedPrompt(row.prompt, ids, row.label, row.metadata, row.tools)
+        self._next = max([cursor, *(position + 1 for position in rows)])
+
+    @property
+    def reached(self) -> int:
+        """The first position that is not there yet."""
+        return self._next
+
+    async def reach(self, position: int) -> None:
+        """Ask the source until it has given all positions before this one. Waits for it."""
+        async with self._asking:
+            while self._next < position:
+                wanted = position - self._next
+                ask = partial(self._source.get_samples, wanted)
+                rows = [self._row(group) for group in await asyncio.to_thread(self._called, "get_samples", ask)]
+                if not rows:
+                    raise DataSourceError(
+                        f"{self.path}.get_samples({wanted}) gave no group; a source goes on for as long as the run "
+                        "does: begin again with the first row, or set a lower --num-rollout"
+                    )
+                for row in rows:
+                    self._rows[self._next] = row
+                    self._next += 1
+
+    async def save(self, step: int) -> None:
+        """Have the source save its state after `step` batches; `kept`, called right behind, is of the same moment."""
+        async with self._asking:
+            await asyncio.to_thread(self._called, "save", lambda: self._source.save(step - 1))
+
+    def kept(self) -> dict[int, DrawnRow]:
+        """All rows whose group has not ended."""
+        return {
+            position: DrawnRow(row.prompt, row.label, row.metadata, row.tools) for position, row in self._rows.items()
+        }
+
+    def _row(self, group: Any) -> PreparedPrompt:
+        """One group of samples as a prompt; its members are begun by the run, all alike."""
+        samples = group if isinstance(group, list | tuple) else [group]
+        if len(samples) != self._members:
+            raise DataSourceError(
+                f"{self.path}.get_samples gave a group of {len(samples)} samples, but --n-samples-per-prompt is "
+                f"{self._members}; give as many copies of each prompt"
+            )
+        first = samples[0]
+        row = {
+            "prompt": first.prompt,
+            "label": first.label,
+            "metadata": {**dict(first.metadata or {}), **_own_function(first)},
+            "tools": (first.metadata or {}).get("tools", []),
+        }
+        try:
+            prepared = self._prepare(parse_row(row, _KEYS), self._limit)
+        except BadValue as error:
+            raise DataSourceError(
+                f"{self.path}.get_samples gave a sample that is no prompt: {error.reason}; leave such rows out"
+            ) from None
+        if self._limit is not None and len(prepared.prompt_ids) > self._limit:
+            raise DataSourceError(
+                f"{self.path}.get_samples gave a prompt of {len(prepared.prompt_ids)} tokens, above the limit of "
+                f"{self._limit}; leave such rows out, or raise --rollout-max-context-len"
+            )
+        return prepared
+
+    def _called(self, name: str, call: Callable[[], Any]) -> Any:
+        try:
+            return call()
+        except DataSourceError:
+            raise
+        except Exception as error:
+            raise DataSourceError(
+                f"--data-source-path {self.path}: {name} raised {type(error).__name__}: {error}"
+            ) from error
+
+
+def _own_function(sample: Any) -> dict[str, str]:
+    path = getattr(sample, "generate_function_path", None)
+    return {"generate_function_path": path} if path else {}
