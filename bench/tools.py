@@ -19,7 +19,7 @@ from functools import partial
 from pathlib import Path
 
 from bench.report import Document, Series, command, machine, print_table, write_json
-from stages.agents.packs.interpreters import Interpreter, Interpreters
+from stages.agents.packs.parts.interpreters import Interpreter, Interpreters
 from stages.graders.sandbox import Limits, StdinCase, run_cases
 
 CODE = "print(sum(n * n for n in range(1000)))"

@@ -20,8 +20,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from stages.agents.environment import Task
-from stages.agents.packs.mcp_session import McpSession, Target
-from stages.agents.packs.tool_episode import ToolEpisode
+from stages.agents.packs.parts.mcp_session import McpSession, Target
+from stages.agents.packs.parts.tool_episode import ToolEpisode
 from stages.tools.errors import ToolCallError
 from stages.tools.tool import Arguments, Schema, Tool, function_schema
 

@@ -15,8 +15,8 @@ from collections.abc import Sequence
 from typing import Final
 
 from stages.agents.environment import Task
-from stages.agents.packs.interpreters import Interpreter, Interpreters, Ran, Sandbox
-from stages.agents.packs.tool_episode import ToolEpisode, text_argument
+from stages.agents.packs.parts.interpreters import Interpreter, Interpreters, Ran, Sandbox
+from stages.agents.packs.parts.tool_episode import ToolEpisode, text_argument
 from stages.tools.errors import ToolCallError
 from stages.tools.tool import Arguments, Schema, Tool, function_schema
 

@@ -14,9 +14,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 from stages.agents.environment import Task
-from stages.agents.packs import towns
-from stages.agents.packs.retrieval import Index, Retriever, Server
-from stages.agents.packs.tool_episode import ToolEpisode, shortened, text_argument
+from stages.agents.packs.parts import towns
+from stages.agents.packs.parts.retrieval import Index, Retriever, Server
+from stages.agents.packs.parts.tool_episode import ToolEpisode, shortened, text_argument
 from stages.tools.tool import Arguments, Schema, Tool, function_schema
 
 _QUERY = "query"

@@ -20,8 +20,8 @@ from typing import Any, Literal
 
 from stages.agents.environment import Start, Step, Task, Turn
 from stages.agents.messages import Message
-from stages.agents.packs.random_state import RandomState
-from stages.agents.packs.tool_episode import shortened
+from stages.agents.packs.parts.random_state import RandomState
+from stages.agents.packs.parts.tool_episode import shortened
 
 _HELDOUT = 1 << 30
 _PLAYER = 0

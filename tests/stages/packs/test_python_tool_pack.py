@@ -20,7 +20,7 @@ from episodes import Episode
 from stages.agents.environment import Environment, InfrastructureError
 from stages.agents.messages import ToolCall
 from stages.agents.packs import python_tool
-from stages.agents.packs.interpreters import Interpreters
+from stages.agents.packs.parts.interpreters import Interpreters
 from stages.agents.packs.python_tool import PythonTool
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -269,12 +269,24 @@ async def test_it_cannot_kill_what_is_above_it(sandbox: str) -> None:
 
 async def test_a_program_that_lies_to_its_keeper_fools_only_itself() -> None:
     async with episode(deadline_s=TIMELESS) as played, episode(deadline_s=TIMELESS) as other:
+        await other.call("python", "x = 1")
         await played.call("python", "import os; os.write(3, b'!' * 4096)")
         await played.call("python", "import os; os.write(3, b'{}' * 4096); os.ftruncate(4, 0)")
-        answer = await played.call("python", "import os; os.close(3)")
+        # A call whose end was feigned goes on during later ones, so which of them its own words answer is open. Each call
+        # lets it go on to its next word at least, and one that runs when this code is there is the last of it.
+        answers = [await played.call("python", "import os; os.close(3)")]
+        while "all variables are gone" not in answers[-1]:
+            assert len(answers) < 10, answers
+            answers.append(await played.call("python", "import os; os.close(3)"))
+        assert await played.call("python", "1 + 1") == "2"
+        assert await other.call("python", "x + 1") == "2"
+
+
+async def test_a_program_that_hangs_up_is_ended() -> None:
+    async with episode(deadline_s=TIMELESS) as played:
+        answer = await played.call("python", "import os; os.close(3)\nwhile True: pass")
         assert "all variables are gone" in answer
         assert await played.call("python", "1 + 1") == "2"
-        assert await other.call("python", "1 + 1") == "2"
 
 
 def _below(pid: int) -> set[int]:
@@ -297,7 +309,7 @@ def _below(pid: int) -> set[int]:
 def test_all_ends_with_the_process_that_asked(sandbox: str) -> None:
     script = (
         "import asyncio\n"
-        "from stages.agents.packs.interpreters import Interpreters\n"
+        "from stages.agents.packs.parts.interpreters import Interpreters\n"
         "async def main():\n"
         f"    made = await Interpreters(sandbox={sandbox!r}).open()\n"
         "    await made.run('1', 60)\n"

@@ -14,7 +14,7 @@ from episodes import Episode
 
 from models.tiny import ARITHMETIC_CHARACTERS
 from stages.agents.environment import InfrastructureError
-from stages.agents.packs import towns
+from stages.agents.packs.parts import towns
 from stages.agents.packs.search import Search
 
 

@@ -26,7 +26,7 @@ from stages.graders.sandbox import ENVIRONMENT, PYTHON, make_directory
 
 Sandbox = Literal["auto", "bubblewrap", "jail"]
 
-_ROOT = Path(__file__).resolve().parents[3]
+_ROOT = Path(__file__).resolve().parents[4]
 _NEEDED = ("__init__.py", "process_guard.py", "graders/__init__.py", "graders/jail")  # of stages, below bubblewrap
 _PROGRAM = (
     "import sys; sys.path.append({root!r}); from stages.graders.jail.session import main; sys.path.pop(); "

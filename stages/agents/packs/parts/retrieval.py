@@ -20,7 +20,7 @@ import msgspec
 from msgspec import Struct
 
 from stages.agents.environment import InfrastructureError
-from stages.agents.packs import towns
+from stages.agents.packs.parts import towns
 
 QUERY_CHARS = 1000  # of a query that are looked for
 ANSWER_BYTES = 8 << 20
