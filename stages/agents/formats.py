@@ -11,11 +11,12 @@ from stages.agents.chat_formats.load import load_chat_format
 
 def chat_format(config: Config) -> ChatFormat:
     """How conversations with the policy are written. Raises ChatFormatError."""
-    data = config.data
+    data, tools = config.data, config.tools
     return load_chat_format(
         config.train.hf_checkpoint,
         chat_template_path=data.chat_template_path,
-        parser=config.tools.tool_call_parser,
+        parser=tools.tool_call_parser,
+        marks=(tools.tool_call_open, tools.tool_call_close),
         template_arguments=data.apply_chat_template_kwargs,
     )
 

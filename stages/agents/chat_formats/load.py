@@ -45,17 +45,20 @@ def load_chat_format(
     *,
     chat_template_path: str | None = None,
     parser: str | None = None,
+    marks: tuple[str, str] | None = None,
     template_arguments: Mapping[str, object] | None = None,
 ) -> ChatFormat:
     """How conversations with a checkpoint's model are written.
 
     `parser`: how its tool calls are read, by SGLang's names; by default as its chat template writes them.
+    `marks`: what opens and closes a call where there is neither a parser's name nor a chat template.
     `template_arguments`: what the template takes besides messages and tools, such as enable_thinking. Raises
     ChatFormatError where the template cannot be used over several turns, TokenizerError without a usable tokenizer.
     """
     return chat_format(
         load_tokenizer(checkpoint, chat_template_path),
         parser=parser,
+        marks=marks,
         template_arguments=template_arguments,
         checkpoint="" if chat_template_path else checkpoint,
     )
@@ -65,6 +68,7 @@ def chat_format(
     tokenizer: Tokenizer,
     *,
     parser: str | None = None,
+    marks: tuple[str, str] | None = None,
     template_arguments: Mapping[str, object] | None = None,
     checkpoint: str = "",
 ) -> ChatFormat:
@@ -72,7 +76,7 @@ def chat_format(
     named = None if parser is None else parser_by_name(parser)
     known = known_model(checkpoint, tokenizer, template_arguments or {})
     if not tokenizer.has_chat_template:
-        return known or PlainFormat(tokenizer, named or Marked())
+        return known or PlainFormat(tokenizer, named or Marked(*marks or ()))
     written = _by_template(tokenizer, named, template_arguments or {})
     return written if known is None else BridgedByPackage(known, written)
 

@@ -276,3 +276,13 @@ def test_settings_of_a_run() -> None:
     chat, (_, tokenizer) = chat_format(config), loaded(QWEN3)
     assert shown(QWEN3, chat.start((QUESTION,), ())).endswith("</think>\n\n")
     assert chat.reply(tokenizer.encode("[wait()]"), TOOLS).message.tool_calls == (ToolCall("wait", {}),)
+
+
+def test_without_a_template_calls_stand_between_the_marks_of_the_run() -> None:
+    _, tokenizer = loaded(PLAIN)
+    train = TrainConfig(hf_checkpoint=checkpoint(PLAIN))
+    chat = chat_format(Config(train=train, tools=ToolsConfig(tool_call_open="[", tool_call_close="]")))
+    assert chat.stop == ("]",)  # nothing else ends such a turn
+    assert chat.reply(tokenizer.encode("[3 * 4]"), TOOLS[:1]).message.tool_calls == (ToolCall("look", "3 * 4"),)
+    named = chat_format(Config(train=train, tools=ToolsConfig(tool_call_open="[", tool_call_parser="hermes")))
+    assert named.stop == ("</tool_call>",)
