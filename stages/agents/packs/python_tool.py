@@ -47,20 +47,16 @@ class PythonTool(ToolEpisode):
         system: str = "",
     ) -> None:
         super().__init__(max_calls=max_calls, result_chars=result_chars, system=system)
-        self._deadline_s = deadline_s
         kind = (tuple(imports), memory_mb, cpu_s, sandbox)
         if kind not in _warm:
             _warm[kind] = Interpreters(imports, memory_bytes=memory_mb << 20, cpu_s=cpu_s, sandbox=sandbox)
-        self._interpreters = _warm[kind]
-        self._interpreter: Interpreter | None = None
+        self._python = _Python(_warm[kind], deadline_s)
 
     async def open_tools(self, task: Task) -> Sequence[Tool]:
-        self._interpreter = await self._interpreters.open()
-        return [_Python(self._interpreter, self._deadline_s)]
+        return [self._python]
 
     async def close(self) -> None:
-        if self._interpreter is not None:
-            await self._interpreter.close()
+        await self._python.close()
 
 
 class _Python:
@@ -72,15 +68,23 @@ class _Python:
         [_CODE],
     )
 
-    def __init__(self, interpreter: Interpreter, deadline_s: float) -> None:
-        self._interpreter, self._deadline_s = interpreter, deadline_s
+    def __init__(self, interpreters: Interpreters, deadline_s: float) -> None:
+        self._interpreters, self._deadline_s = interpreters, deadline_s
+        self._interpreter: Interpreter | None = None  # from the first call on: episodes that wait have no process
 
     async def call(self, arguments: Arguments) -> str:
         """What the code printed. Raises ToolCallError with words for the model."""
-        ran = await self._interpreter.run(text_argument(arguments, _CODE, self.name), self._deadline_s)
+        code = text_argument(arguments, _CODE, self.name)
+        if self._interpreter is None:
+            self._interpreter = await self._interpreters.open()
+        ran = await self._interpreter.run(code, self._deadline_s)
         if ran.how == "ok":
             return ran.output.strip() or "(nothing was printed)"
         raise ToolCallError(_words(ran, self._deadline_s))
+
+    async def close(self) -> None:
+        if self._interpreter is not None:
+            await self._interpreter.close()
 
 
 def _words(ran: Ran, deadline_s: float) -> str:

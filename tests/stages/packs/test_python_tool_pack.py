@@ -272,7 +272,7 @@ async def test_a_program_that_lies_to_its_keeper_fools_only_itself() -> None:
         await other.call("python", "x = 1")
         await played.call("python", "import os; os.write(3, b'!' * 4096)")
         await played.call("python", "import os; os.write(3, b'{}' * 4096); os.ftruncate(4, 0)")
-        # A call whose end was feigned goes on during later ones, so which of them its own words answer is open. Each call
+        # A call whose end was feigned goes on during later ones, so which of them its words answer is open. Each call
         # lets it go on to its next word at least, and one that runs when this code is there is the last of it.
         answers = [await played.call("python", "import os; os.close(3)")]
         while "all variables are gone" not in answers[-1]:
@@ -287,6 +287,26 @@ async def test_a_program_that_hangs_up_is_ended() -> None:
         answer = await played.call("python", "import os; os.close(3)\nwhile True: pass")
         assert "all variables are gone" in answer
         assert await played.call("python", "1 + 1") == "2"
+
+
+async def test_more_episodes_at_once_than_can_be_begun_wait_for_their_turn() -> None:
+    interpreters = Interpreters(sandbox="jail")
+    try:
+        first = await interpreters.open()
+        assert interpreters._process is not None
+        assert interpreters._control is not None
+        interpreters._control.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1)  # a few sessions fill it
+        interpreters._process.send_signal(signal.SIGSTOP)
+        async with asyncio.TaskGroup() as tasks:
+            others = [tasks.create_task(interpreters.open()) for _ in range(20)]
+            _, waiting = await asyncio.wait(others, return_when=asyncio.FIRST_COMPLETED)
+            assert waiting
+            interpreters._process.send_signal(signal.SIGCONT)
+        for made in (first, *(other.result() for other in others)):
+            assert (await made.run("1 + 1", TIMELESS)).output == "2\n"
+            await made.close()
+    finally:
+        interpreters.close()
 
 
 def _below(pid: int) -> set[int]:

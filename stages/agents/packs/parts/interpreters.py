@@ -95,7 +95,7 @@ class Interpreters:
             raise ValueError("sandbox is 'bubblewrap', but no bwrap is installed; install it, or set sandbox = 'jail'")
         self._imports, self._memory_bytes, self._cpu_s = tuple(imports), memory_bytes, cpu_s
         self.sandbox = sandbox  # "auto" becomes what it is at the start
-        self._starting = asyncio.Lock()
+        self._starting, self._asking = asyncio.Lock(), asyncio.Lock()
         self.slots = asyncio.Semaphore(max(1, len(os.sched_getaffinity(0))))
         self._process: subprocess.Popen[bytes] | None = None
         self._control: socket.socket | None = None
@@ -109,13 +109,23 @@ class Interpreters:
         ours, theirs = socket.socketpair()
         try:
             with theirs:
-                assert self._control is not None
-                socket.send_fds(self._control, [b"s"], [theirs.fileno()])
+                await self._hand_over(theirs)
             reader, writer = await asyncio.open_connection(sock=ours, limit=_LINE_BYTES)
         except OSError as error:
             ours.close()
             raise InfrastructureError(f"the process that makes interpreters is gone ({error})") from error
         return Interpreter(reader, writer, self)
+
+    async def _hand_over(self, session: socket.socket) -> None:
+        """Waits while more sessions are asked for than the process has come to. Raises OSError, if it never does."""
+        async with self._asking, asyncio.timeout(_START_S):
+            while self._control is not None:
+                try:
+                    socket.send_fds(self._control, [b"s"], [session.fileno()])
+                    return
+                except BlockingIOError:
+                    await _writable(self._control)
+        raise ConnectionError("it was ended")
 
     def close(self) -> None:
         """End the process and all interpreters."""
@@ -166,6 +176,16 @@ class Interpreters:
         except (TimeoutError, OSError):
             return False
         return bool(ready)
+
+
+async def _writable(link: socket.socket) -> None:
+    """Waits until the socket takes more, or its other end is gone."""
+    loop, ready = asyncio.get_running_loop(), asyncio.Event()
+    loop.add_writer(link, ready.set)
+    try:
+        await ready.wait()
+    finally:
+        loop.remove_writer(link)
 
 
 def _spawn(command: Sequence[str], control: int) -> subprocess.Popen[bytes]:
