@@ -20,6 +20,7 @@ from typing import Any, Literal, Protocol, runtime_checkable
 from msgspec import Struct
 
 from stages.agents.messages import Message, ToolSchema
+from stages.agents.once import Once
 
 
 class Task(Struct, frozen=True):
@@ -84,6 +85,13 @@ class Environment(Protocol):
 
     async def close(self) -> None:
         """The episode is over, also in the middle. Called once."""
+
+
+class CallsOnce(Protocol):
+    """What an environment is given before `reset` or `restore`, unless its class has that name: for calls that change
+    the world, which must not be made again when the episode takes its turns again. See stages/agents/once.py."""
+
+    once: Once
 
 
 class Snapshots(Protocol):

@@ -17,6 +17,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Final, TypeVar
 
 import msgspec
@@ -84,10 +85,11 @@ class Hosting:
         table: EnvironmentConfig,
         background: Callable[[Coroutine[Any, Any, None]], None],
         tell: Callable[[OutageNotice], None],
+        once: Path,
     ) -> None:
-        """`background` runs what nobody waits for."""
+        """`background` runs what nobody waits for; `once`: where calls that change the world are written down."""
         self.table, self.outage = table, Outage(table.name, tell)
-        self._background = background
+        self._background, self._once = background, once.absolute()
         self._workers = [self._worker() for _ in range(table.workers)]
         self._retired: list[WorkerProcess] = []
         self._live: OrderedDict[str, _Live] = OrderedDict()
@@ -283,5 +285,5 @@ class Hosting:
 
     def _worker(self) -> WorkerProcess:
         table = self.table
-        arguments = (int(table.memory_gb * (1 << 30)), table.class_path, json.dumps(table.options))
+        arguments = (int(table.memory_gb * (1 << 30)), table.class_path, json.dumps(table.options), self._once)
         return WorkerProcess("stages.agents.worker", arguments, python=table.python)

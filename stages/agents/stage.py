@@ -27,6 +27,7 @@ from stages.agents.errors import EnvironmentFailed
 from stages.agents.formats import chat_format
 from stages.agents.gateway.agent_episodes import AgentEpisodes, GatewayDoor
 from stages.agents.hosting import Hosting
+from stages.agents.once import EPISODES_DIR
 from stages.agents.outage import OutageNotice
 from stages.base import LoopStage, StageContext, beside, failed
 from stages.data.tokenizer import load_tokenizer
@@ -57,7 +58,8 @@ class AgentsStage(LoopStage):
         data = self.config.data
         tokenizer = load_tokenizer(self.config.train.hf_checkpoint, data.chat_template_path)
         chat = chat_format(self.config)
-        hostings = [Hosting(table, self._background, self._tell) for table in self.config.environment]
+        once = self.context.run_dir / EPISODES_DIR
+        hostings = [Hosting(table, self._background, self._tell, once) for table in self.config.environment]
         self._hostings += hostings
         async with asyncio.TaskGroup() as tasks:
             opening = [tasks.create_task(hosting.open()) for hosting in hostings]

@@ -1,4 +1,6 @@
-"""The process of episodes: `python -m stages.agents.worker SOCKET_FD PARENT_PID MEMORY_BYTES IMPORT_PATH OPTIONS`.
+"""The process of episodes.
+
+    python -m stages.agents.worker SOCKET_FD PARENT_PID MEMORY_BYTES IMPORT_PATH OPTIONS ONCE_DIR
 
 It hosts episodes of one environment, each an object of its class; calls are those of stages/agents/calls.py.
 
@@ -7,25 +9,29 @@ Invariant: calls of one episode come one after the other; those of others run be
 
 from __future__ import annotations
 
+import hashlib
 import json
 import sys
 from collections.abc import Mapping
 from typing import Any
 
 import msgspec
+from msgspec.structs import replace
 
 from stages.agents.calls import INFRASTRUCTURE, Begin, Begun, Call, End, Hosted, Restore, Run, Take, Taken
-from stages.agents.environment import InfrastructureError, Outcome, Start, Step
+from stages.agents.environment import InfrastructureError, Outcome, Start, Step, Task
 from stages.agents.hosted_class import import_hosted, make
+from stages.agents.once import Once
 from stages.worker_calls import Handler, Refusal, become_worker, serve
 
 
 class Episodes:
     """The episodes of one process."""
 
-    def __init__(self, kind: type[Any], said: Hosted, options: Mapping[str, Any]) -> None:
-        self._kind, self._said, self._options = kind, said, options
-        self._there: dict[str, Any] = {}
+    def __init__(self, kind: type[Any], said: Hosted, options: Mapping[str, Any], once: str) -> None:
+        """`once`: directory in which calls that change the world are written down."""
+        self._kind, self._said, self._options, self._once = kind, said, options, once
+        self._there: dict[str, tuple[Any, Once]] = {}
 
     async def answer(self, raw: msgspec.Raw) -> object:
         """The answer to a call."""
@@ -37,34 +43,50 @@ class Episodes:
     async def _answered(self, call: Call) -> object:
         match call:
             case Begin(episode, task):
-                environment = self._new(episode)
+                environment = self._new(episode, task)
                 start = _checked(await environment.reset(task), Start, "reset")
                 return Begun(start, self._state(environment))
             case Restore(episode, task, state):
-                self._new(episode).restore(task, state)
+                self._new(episode, task).restore(task, state)
                 return None
             case Take(episode, turn):
-                environment = self._there[episode]
+                environment, once = self._there[episode]
+                once.begin_turn(turn.number, turn.text)
                 step = _checked(await environment.step(turn), Step, "step")
+                step = replace(step, metrics=_counted(once, step.metrics))
                 return Taken(step, b"" if step.done else self._state(environment))
             case End(episode):
                 await self._close(episode)
                 return None
             case Run(task, endpoint):
-                agent = make(self._kind, self._options)
-                return _checked(await agent.run(task, endpoint), Outcome, "run")
+                agent, once = self._made(task)
+                outcome = _checked(await agent.run(task, endpoint), Outcome, "run")
+                return replace(outcome, metrics=_counted(once, outcome.metrics))
 
-    def _new(self, episode: str) -> Any:
-        self._there[episode] = environment = make(self._kind, self._options)
+    def _new(self, episode: str, task: Task) -> Any:
+        self._there[episode] = environment, _ = self._made(task)
         return environment
 
+    def _made(self, task: Task) -> tuple[Any, Once]:
+        """A new environment or agent."""
+        made = make(self._kind, self._options)
+        about = hashlib.sha256(msgspec.json.encode(task, order="sorted")).hexdigest()
+        once = Once(self._once, task.episode, about)
+        if not hasattr(made, "once"):  # a name of its own
+            made.once = once
+        return made, once
+
     async def _close(self, episode: str) -> None:
-        environment = self._there.pop(episode, None)
+        environment, _ = self._there.pop(episode, (None, None))
         if environment is not None and hasattr(environment, "close"):
             await environment.close()
 
     def _state(self, environment: Any) -> bytes:
         return bytes(environment.snapshot()) if self._said.snapshots else b""
+
+
+def _counted(once: Once, metrics: Mapping[str, float]) -> Mapping[str, float]:
+    return {**metrics, "uncertain": float(once.uncertain)} if once.calls else metrics
 
 
 def _checked(value: Any, kind: type[Any], name: str) -> Any:
@@ -75,11 +97,11 @@ def _checked(value: Any, kind: type[Any], name: str) -> Any:
 
 def main(arguments: list[str]) -> None:
     """Serve until the socket closes. Does not return."""
-    socket_fd, parent, memory, path, options = arguments
+    socket_fd, parent, memory, path, options, once = arguments
 
     def prepare() -> tuple[Handler, object]:
         kind, said = import_hosted(path)
-        return Episodes(kind, said, json.loads(options)).answer, said
+        return Episodes(kind, said, json.loads(options), once).answer, said
 
     serve(become_worker(int(socket_fd), int(parent), int(memory)), prepare)
 

@@ -30,7 +30,8 @@ _shared: dict[Target, McpSession] = {}  # of this process
 
 class Mcp(ToolEpisode):
     """Options besides those of every tool pack: `command` with `environment`, or `url`; `tools` are those offered (all,
-    if none is named); `deadline_s` of a call, `start_s` until the server answers; `shared`."""
+    if none is named), `effects` those that change the world (their calls are made once); `deadline_s` of a call,
+    `start_s` until the server answers; `shared`."""
 
     def __init__(
         self,
@@ -39,6 +40,7 @@ class Mcp(ToolEpisode):
         environment: Mapping[str, str] | None = None,
         url: str = "",
         tools: Sequence[str] = (),
+        effects: Sequence[str] = (),
         shared: bool = False,
         deadline_s: float = 30.0,
         start_s: float = 60.0,
@@ -52,7 +54,7 @@ class Mcp(ToolEpisode):
         if bool(command) == bool(url):
             raise ValueError("the pack mcp needs either a command or a url")
         self._target = Target(tuple(command), tuple(sorted((environment or {}).items())), url)
-        self._offered, self._shared = tuple(tools), shared
+        self._offered, self._effects, self._shared = tuple(tools), tuple(effects), shared
         self._deadline_s, self._start_s = deadline_s, start_s
         self._session: McpSession | None = None
 
@@ -64,12 +66,12 @@ class Mcp(ToolEpisode):
                 _shared[self._target] = session
         self._session = session
         listed = await session.opened(self._start_s)
-        missing = [name for name in self._offered if name not in {tool.name for tool in listed}]
-        if missing:
-            there = ", ".join(tool.name for tool in listed)
-            raise ValueError(f"tools has {missing[0]!r}, which the server has not; it has: {there}")
+        there = [tool.name for tool in listed]
+        for option, names in (("tools", self._offered), ("effects", self._effects)):
+            if missing := [name for name in names if name not in there]:
+                raise ValueError(f"{option} has {missing[0]!r}, which the server has not; it has: {', '.join(there)}")
         return [
-            _McpTool(session, tool, self._deadline_s)
+            _McpTool(session, tool, self._deadline_s, effects=tool.name in self._effects)
             for tool in listed
             if not self._offered or tool.name in self._offered
         ]
@@ -82,8 +84,8 @@ class Mcp(ToolEpisode):
 class _McpTool:
     """A tool of the server as one of ours."""
 
-    def __init__(self, session: McpSession, listed: Any, deadline_s: float) -> None:
-        self.name = str(listed.name)
+    def __init__(self, session: McpSession, listed: Any, deadline_s: float, *, effects: bool) -> None:
+        self.name, self.effects = str(listed.name), effects
         properties = dict(listed.input_schema.get("properties", {}))
         required = list(listed.input_schema.get("required", ()))
         self.schema: Schema = function_schema(self.name, listed.description or "", properties, required)

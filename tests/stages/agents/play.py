@@ -78,7 +78,11 @@ def write(sample: Sample, ids: list[int], text: str, status: Any) -> Sample:
 
 @asynccontextmanager
 async def playing(
-    checkpoint: Path, *tables: EnvironmentConfig, replicas: int = 1, **sections: Any
+    checkpoint: Path,
+    *tables: EnvironmentConfig,
+    replicas: int = 1,
+    run_dir: Path = Path("run"),
+    **sections: Any,
 ) -> AsyncIterator[Play]:
     config = make_config(train={"hf_checkpoint": str(checkpoint)}, **sections)
     config: Config = msgspec.structs.replace(config, environment=tables or (world(),))
@@ -87,7 +91,7 @@ async def playing(
         await rig.stream("generate.return", RolloutSlice)
         stages, outlets = [], []
         for index in range(replicas):
-            stage = AgentsStage(make_context(config, replica=f"agents-{index}"))
+            stage = AgentsStage(make_context(config, run_dir, replica=f"agents-{index}"))
             inlet = f"agents-{index}"  # one each, so that the test says who gets what
             ports = await rig.join(
                 {"in": (inlet, RolloutSlice)}, {"out": ("generate.return", RolloutSlice)}, replica=inlet

@@ -24,7 +24,7 @@ from stages.worker_process import PRINTED_BYTES
 from tests.stages.agents.play import WORLD, fresh, playing, world
 from tests.stages.stage_rig import make_sample, make_slice, numbers, until
 
-FORGETFUL, SAVED = (WORLD.replace("World", name) for name in ("Forgetful", "Saved"))
+COUNTER, FORGETFUL, SAVED = (WORLD.replace("World", name) for name in ("Counter", "Forgetful", "Saved"))
 
 
 @pytest.fixture(scope="module")
@@ -177,6 +177,22 @@ async def test_what_cannot_be_replayed_fails_unless_it_has_snapshots(tiny: Path)
         for turn in range(3):
             saved = await play.turn(saved, replica=turn % 2)
         assert only(saved).reward == 1.0
+
+
+@pytest.mark.parametrize("within", [False, True])
+async def test_a_call_that_changes_the_world_is_made_once_though_turns_are_taken_again(
+    tiny: Path, tmp_path: Path, within: bool
+) -> None:
+    counter = tmp_path / "counter"
+    killed = {"fault": "kill", "at": 1, "once": str(tmp_path / "killed"), "within": within}
+    async with playing(tiny, world(COUNTER), run_dir=tmp_path) as play:
+        slice_ = await play.begin(turns=3, counter=str(counter), **killed)
+        for text in ("1\n", "2\n", "3\n"):
+            slice_ = await play.turn(slice_, text)
+    assert only(slice_).response == f"1\n[1]2\n[{0 if within else 2}]3\n", "0: nobody knows"
+    assert only(slice_).metrics["env/world/uncertain"] == float(within)
+    lines = [f"0/0 {number} {text!r}" for number, text in enumerate("123")]
+    assert counter.read_text().splitlines() == lines
 
 
 async def test_a_killed_worker_is_replaced_and_nothing_is_left_running(tiny: Path) -> None:

@@ -14,6 +14,7 @@ from typing import Any
 
 from stages.agents.environment import InfrastructureError, Start, Step, Task, Turn
 from stages.agents.messages import Message
+from stages.agents.once import Once, Uncertain
 
 KEPT: list[bytearray] = []
 
@@ -124,6 +125,27 @@ class Alone(World):
     async def reset(self, task: Task) -> Start:
         found = sum(importlib.util.find_spec(name) is not None for name in ("numpy", "torch", "zmq", "xxhash"))
         return Start((Message("user", str(found)),))
+
+
+class Counter(World):
+    """Writes a line into the file `counter` at each turn, and is killed behind it where `fault` says so."""
+
+    once: Once
+
+    async def step(self, turn: Turn) -> Step:
+        try:
+            said = await self.once(self._count, turn.number, turn.text)
+        except Uncertain:
+            said = 0
+        step = await super().step(turn)
+        return step if step.done else Step((Message("user", f"[{said}]"),), step.reward)
+
+    async def _count(self, number: int, text: str) -> int:
+        with Path(self.task.metadata["counter"]).open("a") as file:
+            file.write(f"{self.task.episode} {number} {text!r}\n")
+        if self.task.metadata.get("within"):
+            await self._fail(number)
+        return number + 1
 
 
 class Sync:

@@ -3,6 +3,9 @@
 A turn without a call is the answer, and ends the episode; what it is worth is for a grader to say. Whatever goes wrong
 with a call is an observation of the form `error: ...`.
 
+A tool that changes the world has `effects = True`: its calls are made once (stages/agents/once.py), also when a lost
+episode takes its turns again; one of which nobody knows whether it took effect is an error that says so.
+
 Invariants: every call of a turn has one observation, in their order, which carries its id; an observation has at most
 `result_chars` characters; InfrastructureError passes, everything else that a tool raises is an observation.
 """
@@ -14,8 +17,9 @@ from collections.abc import Sequence
 from configs.schema.did_you_mean import nearest
 from stages.agents.environment import InfrastructureError, Start, Step, Task, Turn
 from stages.agents.messages import Message, ToolCall
+from stages.agents.once import NoEffect, Once, Uncertain
 from stages.tools.errors import ToolCallError
-from stages.tools.tool import Tool
+from stages.tools.tool import Arguments, Tool
 
 
 class ToolEpisode:
@@ -23,6 +27,8 @@ class ToolEpisode:
 
     `max_calls` are answered, later ones refused. `system` goes before the messages of the task.
     """
+
+    once: Once
 
     def __init__(self, *, max_calls: int = 8, result_chars: int = 4096, system: str = "") -> None:
         if max_calls < 1 or result_chars < 1:
@@ -56,7 +62,8 @@ class ToolEpisode:
         except InfrastructureError:
             raise
         except Exception as error:  # a tool is somebody's program: the model sees what it raised
-            words = str(error) if isinstance(error, ToolCallError) else f"{type(error).__name__}: {error}"
+            said = isinstance(error, (ToolCallError, Uncertain))
+            words = str(error) if said else f"{type(error).__name__}: {error}"
             text = self._error(words)
         return Message("tool", shortened(text, self._result_chars), tool_call_id=call.id, name=call.name)
 
@@ -69,7 +76,24 @@ class ToolEpisode:
             near = nearest(call.name, self._tools)
             hint = f"did you mean {near!r}?" if near else f"there are: {', '.join(self._tools)}"
             raise ToolCallError(f"there is no tool {call.name[:100]!r}; {hint}")
-        return await tool.call(call.arguments)
+        if not getattr(tool, "effects", False):
+            return await tool.call(call.arguments)
+        try:
+            answer = await self.once(self._effect, call.name, call.arguments)
+        except NoEffect as error:
+            raise InfrastructureError(str(error)) from error
+        if "error" in answer:
+            raise ToolCallError(answer["error"])
+        return str(answer["text"])
+
+    async def _effect(self, name: str, arguments: Arguments) -> dict[str, str]:
+        """A call that changes the world. What breaks in the middle of it is uncertain."""
+        try:
+            return {"text": await self._tools[name].call(arguments)}
+        except ToolCallError as error:
+            return {"error": str(error)}
+        except InfrastructureError as error:
+            raise Uncertain(f"whether this call took effect is not known: {error}") from error
 
     def _error(self, words: str) -> str:
         self._errors += 1

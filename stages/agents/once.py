@@ -1,0 +1,192 @@
+"""Calls that change the world, made once, whatever is killed and however often an episode takes its turns again.
+
+    answer = await self.once(pay, "invoice 7", 12.5)      # in an environment; `pay` is an async function
+
+Before the call a file says that it begins, behind it what it gave; both are on the disk before anything else happens.
+A call that has ended gives what it gave, and is not made again. Of one that has begun and not ended nobody can know
+whether it took effect: `Uncertain`, for the model to be told. Within a call, `call_id()` is a text that no other call
+has: given to the service, it can say of an uncertain call (`Uncertain.call_id`) what became of it.
+
+A call is known by its episode, its task, the turn (its number and what the model wrote), its place among the calls of
+the turn, the function and the arguments. So a turn that was written anew makes calls of its own.
+
+Invariants: no call is made before the file that says so is on the disk, and none twice; what cannot be read counts as
+begun. Nothing but the standard library is imported: the interpreter of a worker may be one that has only that.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+import logging
+import os
+import secrets
+import zlib
+from collections.abc import Awaitable, Callable, Mapping
+from contextvars import ContextVar
+from pathlib import Path
+from typing import Any, Final
+from urllib.parse import quote, unquote
+
+from models.disk import sync
+
+EPISODES_DIR: Final = "episodes"  # in the run directory
+
+_UNCERTAIN = "whether this call took effect is not known: whoever made it was lost before its result was written down"
+_call_id: ContextVar[str] = ContextVar("call_id")
+log = logging.getLogger("sluice.agents")
+
+
+class Uncertain(Exception):
+    """The call has begun earlier, and nobody knows how it ended. Or it raises this itself: it does not know either.
+
+    `call_id`: as the call had it; empty where that is not known.
+    """
+
+    def __init__(self, reason: str = _UNCERTAIN, call_id: str = "") -> None:
+        super().__init__(reason)
+        self.call_id = call_id
+
+
+class NoEffect(Exception):
+    """For a call to raise that has certainly changed nothing: it is forgotten, and may be made again."""
+
+
+class CallRaised(Exception):
+    """What the call raised, now or when it was made: its type and text."""
+
+
+def call_id() -> str:
+    """Within a call that is made once: its name, which no other call of any run has. Raises LookupError elsewhere."""
+    return _call_id.get()
+
+
+async def once(home: Path, key: Mapping[str, object], call: Callable[[], Awaitable[object]]) -> Any:
+    """The result of `call`, which is made unless it was made before under this key. Results and keys are JSON.
+
+    Raises Uncertain, CallRaised, NoEffect, and OSError where nothing can be written down: the call is not made then.
+    """
+    path = home / hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:40]
+    begun = {"key": key, "call_id": secrets.token_hex(16)}
+    ended = await asyncio.to_thread(_begin, path, json.dumps(begun))
+    if ended is None:
+        inside = _call_id.set(str(begun["call_id"]))
+        try:
+            ended = {"value": json.loads(json.dumps(await call()))}  # as it will be read
+        except NoEffect:
+            await asyncio.to_thread(_forget, path)
+            raise
+        except Uncertain as error:
+            error.call_id = error.call_id or call_id()
+            await asyncio.to_thread(_write, path, json.dumps({**begun, "reason": str(error)}))  # to say the same again
+            raise
+        except Exception as error:
+            ended = {"raised": f"{type(error).__name__}: {error}"}
+        finally:
+            _call_id.reset(inside)
+        await asyncio.to_thread(_end, path, {**begun, **ended})
+    if "raised" in ended:
+        raise CallRaised(ended["raised"])
+    return ended["value"]
+
+
+class Once:
+    """The calls of one episode: `self.once` of an environment, which its worker sets.
+
+    `directory`: of all episodes of a run; `episode`: its group's name, a slash, its number; `about`: tells its task
+    from another one that had the same name.
+    """
+
+    def __init__(self, directory: str | Path, episode: str, about: str = "") -> None:
+        self.calls = self.uncertain = 0  # so far; those of which nobody knows
+        self._home = home_of(Path(directory), episode.rpartition("/")[0])
+        self._known: dict[str, object] = {"episode": episode, "about": about}
+        self.begin_turn(-1, "")
+
+    def begin_turn(self, number: int, text: str) -> None:
+        """What the model wrote, before the environment answers it."""
+        self._known |= {"turn": number, "text": text}
+        self._place = 0
+
+    async def __call__(self, function: Callable[..., Awaitable[object]], *arguments: object) -> Any:
+        """`await function(*arguments)`, made once. Arguments and result are JSON. Raises as `once` does."""
+        name = getattr(function, "__qualname__", type(function).__qualname__)
+        key = {**self._known, "call": self._place, "function": name, "arguments": arguments}
+        self._place += 1
+        self.calls += 1
+        try:
+            return await once(self._home, key, lambda: function(*arguments))
+        except Uncertain as error:
+            self.uncertain += 1
+            log.warning("episode %s, turn %s: %s%s: %s", key["episode"], key["turn"], name, arguments, error)
+            raise
+
+
+def home_of(directory: Path, group: str) -> Path:
+    """Where the calls of a group's episodes are written down."""
+    return directory / quote(group, safe="")
+
+
+def groups_in(directory: Path) -> dict[str, Path]:
+    """The groups whose episodes made calls, and where these are."""
+    return {unquote(path.name): path for path in directory.iterdir()} if directory.is_dir() else {}
+
+
+def _begin(path: Path, text: str) -> dict[str, Any] | None:
+    """None if the call may be made now; else how it ended. Raises Uncertain."""
+    try:
+        file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
+    except FileNotFoundError:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        for directory in path.parents[1:3]:  # its entry, and that of the directory of all groups
+            sync(directory)
+        return _begin(path, text)
+    except FileExistsError:
+        return _ended(path)
+    with os.fdopen(file, "w") as begun:
+        begun.write(text)
+        begun.flush()
+        os.fsync(begun.fileno())
+    sync(path.parent)
+    return None
+
+
+def _end(path: Path, ended: Mapping[str, object]) -> None:
+    body = json.dumps(ended)
+    _write(path, f"{zlib.crc32(body.encode()):08x} {body}")
+
+
+def _write(path: Path, text: str) -> None:
+    """What the file says now. It is there as it was or as it is to be."""
+    draft = path.with_name(f".{path.name}.{os.getpid()}")
+    with draft.open("w") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    draft.replace(path)
+    sync(path.parent)
+
+
+def _ended(path: Path) -> dict[str, Any]:
+    """Raises Uncertain for what is not whole."""
+    text = path.read_bytes()
+    checksum, _, body = text.partition(b" ")
+    if checksum != b"%08x" % zlib.crc32(body):
+        raise _uncertain(text)
+    found: dict[str, Any] = json.loads(body)
+    return found
+
+
+def _uncertain(text: bytes) -> Uncertain:
+    """Of a call that has only begun."""
+    try:
+        begun = json.loads(text)
+        return Uncertain(str(begun.get("reason", _UNCERTAIN)), str(begun["call_id"]))
+    except (ValueError, KeyError, AttributeError):  # its bytes did not all reach the disk
+        return Uncertain()
+
+
+def _forget(path: Path) -> None:
+    path.unlink(missing_ok=True)
+    sync(path.parent)
