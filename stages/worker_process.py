@@ -188,7 +188,7 @@ class WorkerProcess:
             )
         ready = link.expect(READY)
         try:
-            self._transport, self._link = await loop.create_connection(lambda: link, sock=ours)
+            self._transport, _ = await loop.create_connection(lambda: link, sock=ours)
             self._printed, _ = await loop.connect_read_pipe(_Printed, self._process.stderr)
             async with asyncio.timeout(_LOAD_LIMIT_S):
                 found = await ready
@@ -202,5 +202,6 @@ class WorkerProcess:
             why = "the error output says why" if found is None else msgspec.msgpack.decode(found[2], type=str)
             await self.close()
             raise WorkerLost(f"its worker process does not start: {why}")
-        self.incarnation += 1
-        self.said = found[2]
+        # Open from here on, as another one than before: who has something in the one that was lost must not take it for
+        # that one while it starts.
+        self.incarnation, self.said, self._link = self.incarnation + 1, found[2], link

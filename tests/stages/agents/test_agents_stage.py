@@ -22,7 +22,7 @@ from stages.messages import RolloutSlice, Sample, TurnReward
 from stages.rollouts import rollout_fault
 from stages.worker_process import PRINTED_BYTES
 from tests.stages.agents.play import WORLD, fresh, playing, world
-from tests.stages.stage_rig import make_sample, make_slice, numbers, until
+from tests.stages.stage_rig import idle, make_sample, make_slice, numbers, until
 
 COUNTER, FORGETFUL, SAVED = (WORLD.replace("World", name) for name in ("Counter", "Forgetful", "Saved"))
 
@@ -203,7 +203,14 @@ async def test_a_killed_worker_is_replaced_and_nothing_is_left_running(tiny: Pat
         assert pid is not None
         os.kill(pid, signal.SIGTERM)
         await until(lambda: not hosting._workers[0].open)
-        slices = [await play.turn(one) for one in slices]
+        worker, written = hosting._workers[0], [play.written(one, "7\n") for one in slices]
+        await play.send(written[0])
+        await until(lambda: worker.pid not in (None, pid))
+        await idle()
+        assert not worker.open, "a process that starts serves nobody yet"
+        for one in written[1:]:
+            await play.send(one)
+        slices = [await play.receive() for _ in slices]
         assert {only(one).response for one in slices} == {"7\n[1]"}
         assert hosting.replayed == 4
         left = [hosting._workers[0].pid, pid]

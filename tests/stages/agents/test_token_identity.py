@@ -1,0 +1,155 @@
+"""Token identity: what an episode trains is what engines were given and made, whatever happened meanwhile.
+
+Engines, generate stage, agents stage and gateway are the real ones, in one process; workers of environments are
+processes. The engines note what they do, transformers says what the weights make of it (tests/identity.py).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+
+from configs.schema.engine import EngineConfig
+from models.tiny import make_tiny_checkpoint
+from stages.agents.stage import AgentsStage
+from stages.messages import RolloutSlice, Sample
+from tests.engine_record import Made, recording
+from tests.identity import Checked, check_identity
+from tests.stages.agents.talks import EOS, STOPS, TALK, with_template
+from tests.stages.engine_rig import World, generating, tensors_of
+from tests.stages.stage_rig import make_context, make_group, running
+from tests.stages.test_generate_numerics import freeze_after
+
+pytestmark = pytest.mark.slow
+
+VERSIONS = 4
+SHAPE = {"hidden_size": 32, "num_layers": 2, "intermediate_size": 64, "max_position_embeddings": 192}
+ENGINE = EngineConfig(engine="embedded", engine_slots=16, engine_device="cpu", engine_dtype="float32")
+ANSWERS: Sequence[Sequence[str]] = (["1+1"], [""], [], ["2", "3-1"], ["4"])  # also nothing at all
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    """By version; as different as seeds make them."""
+    torch.set_num_threads(1)
+    root = tmp_path_factory.mktemp("talks")
+    return [
+        with_template(make_tiny_checkpoint(root / str(seed), seed=seed, tokenizer="arithmetic", **SHAPE))  # type: ignore[arg-type]
+        for seed in range(VERSIONS)
+    ]
+
+
+@asynccontextmanager
+async def talking(
+    tmp_path: Path, checkpoints: list[Path], *, rollout: dict[str, Any] | None = None, **options: Any
+) -> AsyncIterator[tuple[World, AgentsStage]]:
+    """Generate and agents stage with version 0 in the engines."""
+    (tmp_path / "bare").mkdir()
+    options = {
+        "engine": ENGINE,
+        "model": checkpoints[0],
+        "tensors": tensors_of(checkpoints),
+        "inlets": {"return": ("generate.return", RolloutSlice)},
+        "outlets": {"loop.agents": ("agents", RolloutSlice)},
+        "loops": ("agents=stages.agents.stage:AgentsStage",),
+        "options": {"max_context": SHAPE["max_position_embeddings"]},
+        "train": {"hf_checkpoint": str(checkpoints[0])},
+        "environment": [{"name": "talk", "path": TALK, "memory_gb": 0, "workers": 2}],
+        "rollout": {"rollout_max_response_len": 150, "rollout_stop_token_ids": STOPS, **(rollout or {})},
+        **options,
+    }
+    async with generating(tmp_path, **options) as world:
+        agents = AgentsStage(make_context(world.stage.config, replica="agents-0"))
+        ports = await world.rig.ports({"in": "agents"}, {"out": "generate.return"}, replica="agents-0")
+        async with running(agents, ports):
+            await world.ready()
+            yield world, agents
+
+
+async def ask(world: World, groups: int, members: int, answers: Sequence[Sequence[str]] = ANSWERS) -> None:
+    for group_id in range(groups):
+        metadata = msgspec.json.encode({"answers": answers}).decode()
+        group = make_group(group_id, members, metadata=metadata, label=None)
+        await world.ask(msgspec.structs.replace(group, prompt='[{"role":"user","content":"go"}]'))
+
+
+async def episodes(world: World, count: int) -> list[Sample]:
+    found: list[Sample] = []
+    while len(found) < count:
+        found += (await world.answer()).samples
+    assert {sample.status for sample in found} <= {"completed", "truncated"}, [sample.error for sample in found]
+    return found
+
+
+def check_all(
+    samples: Sequence[Sample], made: Sequence[Made], checkpoints: list[Path], **options: Any
+) -> list[Checked]:
+    return [check_identity((sample,), made, dict(enumerate(checkpoints)), **options) for sample in samples]
+
+
+def check_turns(sample: Sample) -> tuple[int, int]:
+    """Every turn but the last is closed once, by the model or else by the template. How many by whom."""
+    ids, policy = sample.token_ids.tolist(), sample.versions >= 0
+    closed = [0, 0]
+    for at in range(sample.prompt_length, sample.length - 1):
+        if policy[at] and not policy[at + 1]:
+            by_model = ids[at] == EOS
+            closed[not by_model] += 1
+            assert (ids[at + 1] == EOS) != by_model, "the end token of a turn stands there once"
+    return closed[0], closed[1]
+
+
+@pytest.mark.parametrize("mode", ["retract", "abort", "in_place"])
+async def test_turns_observations_and_updates_in_mid_conversation(
+    mode: str, tmp_path: Path, checkpoints: list[Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = recording(monkeypatch)
+    async with talking(tmp_path, checkpoints, pause_mode=mode) as (world, _):
+        frozen = freeze_after(world.engines[0], (8, 20, 32), asyncio.get_running_loop())
+        await ask(world, 3, 4)
+        for version, event in enumerate(frozen, start=1):
+            await event.wait()
+            world.weights.publish(version)
+        samples = await episodes(world, 12)
+    looks = check_all(samples, made, checkpoints, keeps_cache=mode == "in_place")
+    assert sum(look.boundaries for look in looks) >= 3, "weights changed within turns"
+    assert any(sample.resumed for sample in samples) == (mode == "abort")
+    assert {len(sample.turn_rewards) for sample in samples} >= {len(ANSWERS)}
+    closed = [check_turns(sample) for sample in samples]
+    assert min(map(sum, zip(*closed, strict=True))) > 0, "some turns were closed by the model, some by the template"
+
+
+async def test_an_engine_and_a_worker_lost_in_mid_conversation(
+    tmp_path: Path, checkpoints: list[Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Partial output of the lost engine is continued by the other one, with newer weights; the lost worker's episodes
+    take their turns again in another process."""
+    made = recording(monkeypatch)
+    async with talking(tmp_path, checkpoints, engines=2, streamed=True, proxied=True) as (world, agents):
+        frozen, _ = freeze_after(world.engines[0], (20, 100_000), asyncio.get_running_loop())
+        await ask(world, 4, 4)
+        await frozen.wait()
+        [hosting] = [host.hosting for host in agents._hosts.values()]
+        pid = hosting._workers[0].pid
+        assert pid is not None
+        os.kill(pid, signal.SIGKILL)
+        world.weights.publish(1)
+        await world.weights.landed(1, engine=1)
+        world.proxies[0].kill()
+        world.lose(0)
+        samples = await episodes(world, 16)
+        assert hosting.replayed > 0
+        saved = sum(sample.reused_tokens for sample in samples)
+        assert saved > 0
+    looks = check_all(samples, made, checkpoints, keeps_cache=True)
+    assert sum(look.boundaries for look in looks) > 0
+    assert any(sample.model_versions[0] == 0 and sample.model_versions[-1] == 1 for sample in samples)
