@@ -42,7 +42,8 @@ class Talk:
         self.taken += 1
         if self.taken > len(self.answers):
             return Step(reward=1.0, done=True)
-        return Step(tuple(Message("tool", text) for text in self.answers[turn.number]), reward=0.25)
+        observed = tuple(Message("tool", text) for text in self.answers[turn.number])
+        return Step(observed, reward=len(turn.text) / 10)  # rewards that differ, so that weights do
 
     async def close(self) -> None:
         """Nothing is held."""

@@ -1,0 +1,113 @@
+"""Token identity of whole runs: batches as they were trained beside what the engine processes noted and what the saved
+weights make of it, with everything killed that can be."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+import torch
+from launching import finish, start
+from test_kill import kill, wait_for_steps
+
+from models.checkpoint import final_path
+from models.tiny import make_tiny_checkpoint
+from stages.messages import Sample
+from stages.rollouts import rollouts
+from stages.train.saved_batches import load_batch
+from tests.engine_record import noted, noting
+from tests.identity import check_identity, check_once
+from tests.stages.agents.talks import STOPS, with_template
+
+pytestmark = pytest.mark.slow
+
+RECIPE = """
+[[environment]]
+name = "talk"
+path = "tests.stages.agents.talks:Talk"
+workers = 2
+
+[data]
+prompt_data = ["talk"]
+"""
+
+
+@pytest.fixture
+def talk(tmp_path: Path) -> list[str]:
+    """Flags of a run of small conversations that saves all weights and all batches."""
+    torch.set_num_threads(1)
+    model = make_tiny_checkpoint(
+        tmp_path / "model", tokenizer="arithmetic", hidden_size=32, num_layers=2, intermediate_size=64,
+        max_position_embeddings=256,
+    )  # fmt: skip
+    (tmp_path / "talk.toml").write_text(RECIPE)
+    return [
+        "--config", str(tmp_path / "talk.toml"), "--hf-checkpoint", str(with_template(model)),
+        "--save-debug-rollout-data", str(tmp_path / "batches" / "{rollout_id}.msgpack"),
+        "--save-interval", "1", "--keep-last-n", "999", "--lr", "1e-2", "--rollout-stop-token-ids", *map(str, STOPS),
+        "--rollout-max-response-len", "150", "--rollout-batch-size", "4", "--n-samples-per-prompt", "4",
+        "--async-buffer-size", "2", "--no-live", "--log-interval", "1", "--no-use-tensorboard",
+    ]  # fmt: skip
+
+
+def trained(directory: Path) -> list[tuple[int, tuple[Sample, ...]]]:
+    """Rollouts by batch, as they were trained."""
+    template = str(directory / "batches" / "{rollout_id}.msgpack")
+    steps = sorted(int(file.stem) for file in (directory / "batches").glob("*.msgpack"))
+    return [
+        (step, tuple(parts))
+        for step in steps
+        for slice_ in load_batch(template, step)
+        for parts in rollouts(slice_.samples)
+    ]
+
+
+def check_run(directory: Path, run_dir: Path, *, keeps_cache: bool = True) -> tuple[int, int]:
+    """Number of rollouts whose turns saw a change of the weights, and of those that were trained."""
+    made, checked = noted(directory / "noted"), trained(directory)
+    checkpoints = {0: directory / "model"} | {
+        step + 1: final_path(run_dir / "checkpoints", step + 1) / "hf" for step, _ in checked
+    }
+    looks = [check_identity(parts, made, checkpoints, keeps_cache=keeps_cache) for _, parts in checked]
+    check_once([answer for look in looks for answer in look.answers], made)
+    return sum(look.boundaries > 0 for look in looks), len(looks)
+
+
+def children(pid: int) -> list[int]:
+    found = []
+    for task in Path(f"/proc/{pid}/task").iterdir():
+        found += [int(child) for child in (task / "children").read_text().split()]
+    return found
+
+
+def kill_worker(run_dir: Path) -> None:
+    """Of an environment: the guard's child is the process that hosts the episodes."""
+    agents = int((run_dir / "replicas" / "agents-0.pid").read_text())
+    guards = [pid for pid in children(agents) if b"stages.agents.worker" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+    [worker] = children(guards[0])
+    os.kill(worker, signal.SIGKILL)
+
+
+def test_everything_is_killed_and_the_run_resumed(tmp_path: Path, talk: Sequence[str]) -> None:
+    run_dir, env = tmp_path / "run", noting(tmp_path / "noted")
+    process = start(run_dir, *talk, "--num-rollout", "12", "--scale", "engine=2", "--max-restarts", "9", **env)
+    wait_for_steps(process, run_dir, 2)
+    kill_worker(run_dir)
+    wait_for_steps(process, run_dir, 3)
+    kill(run_dir, "agents-0")
+    wait_for_steps(process, run_dir, 5)
+    kill(run_dir, "engine-0")
+    wait_for_steps(process, run_dir, 7)
+    process.kill()
+    process.wait()
+    process = start(None, "--resume", str(run_dir), **env)
+    done = finish(process, run_dir)
+    assert done.code == 0, done.err[-3000:]
+    done.check_books()
+    mixed, rollouts_ = check_run(tmp_path, run_dir)
+    assert rollouts_ == 12 * 4 * 4
+    assert mixed, "no turn saw the weights change"
+    assert done.summary["groups"]["failed"] == 0
