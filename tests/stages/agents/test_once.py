@@ -16,7 +16,7 @@ from stages.agents import once as module
 from stages.agents.environment import InfrastructureError, Task, Turn
 from stages.agents.messages import Message, ToolCall
 from stages.agents.once import CallRaised, NoEffect, Once, Uncertain, call_id, groups_in
-from stages.agents.packs.tool_episode import ToolEpisode
+from stages.agents.packs.parts.tool_episode import ToolEpisode
 from stages.tools.errors import ToolCallError
 from stages.tools.tool import Arguments, function_schema
 
