@@ -43,7 +43,7 @@ class Gymnasium:
         result_chars: int = 8192,
     ) -> None:
         if importlib.util.find_spec("gymnasium") is None:
-            raise ValueError("the pack gymnasium needs its package: pip install 'sluice[games]'")
+            raise ValueError("the pack gymnasium needs its package: pip install gymnasium")
         self._game, self._made_with, self._actions = game, dict(settings or {}), [name.lower() for name in actions]
         self._instructions, self._max_turns, self._result_chars = instructions, max_turns, result_chars
         self._return = 0.0

@@ -50,7 +50,7 @@ class Mcp(ToolEpisode):
     ) -> None:
         super().__init__(max_calls=max_calls, result_chars=result_chars, system=system)
         if importlib.util.find_spec("mcp") is None:
-            raise ValueError("the pack mcp needs its package: pip install 'sluice[mcp]'")
+            raise ValueError("the pack mcp needs its package: pip install 'mcp>=2'")
         if bool(command) == bool(url):
             raise ValueError("the pack mcp needs either a command or a url")
         self._target = Target(tuple(command), tuple(sorted((environment or {}).items())), url)

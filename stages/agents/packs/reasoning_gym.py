@@ -34,38 +34,50 @@ Datasets = Sequence[str] | Mapping[str, Mapping[str, Any]]
 
 
 class ReasoningGym:
-    """One task: metadata's `dataset` and `number`, else by the task's seed. `partial` keeps scores between 0 and 1."""
+    """One task: metadata's `dataset` and `number`, else by the task's seed. `partial` keeps scores between 0 and 1.
+
+    `prompt` is shown instead of the question, with fields of the task's metadata in it: "{expression} =".
+    """
 
     def __init__(
-        self, *, datasets: Datasets = ("chain_sum",), partial: bool = True, instructions: str = INSTRUCTIONS
+        self,
+        *,
+        datasets: Datasets = ("chain_sum",),
+        partial: bool = True,
+        instructions: str = INSTRUCTIONS,
+        prompt: str = "",
     ) -> None:
         self._settings = _settings(datasets)
-        self._partial, self._instructions = partial, instructions
+        self._partial, self._instructions, self._prompt = partial, instructions, prompt
 
     @classmethod
     def tasks(
-        cls, split: Literal["train", "heldout"], seed: int, datasets: Datasets = ("chain_sum",)
+        cls, split: Literal["train", "heldout"], seed: int, datasets: Datasets = ("chain_sum",), prompt: str = ""
     ) -> Iterator[Mapping[str, Any]]:
-        """Each dataset in turn, without end; the splits share no number."""
-        names = list(_settings(datasets))
+        """Each dataset in turn, without end, with the right answers; the splits share no number."""
+        settings = _settings(datasets)
+        names = list(settings)
         first = _HELDOUT if split == "heldout" else seed * 100_003 % (_HELDOUT >> 1)
         for number in count(first):
-            yield {"dataset": names[number % len(names)], "number": number}
+            name = names[number % len(names)]
+            _, entry = _made(name, number, settings[name])
+            yield {
+                "dataset": name,
+                "number": number,
+                "input": _question(entry, prompt),
+                "demonstration": f"{entry['answer']}\n",
+            }
 
     async def reset(self, task: Task) -> Start:
-        import reasoning_gym
-
         names = list(self._settings)
         number = int(task.metadata.get("number", task.seed % _HELDOUT))
         name = str(task.metadata.get("dataset", names[number % len(names)]))
         if name not in self._settings:
             raise ValueError(f"metadata.dataset is {name!r}{did_you_mean(name, self._settings)}")
-        # A dataset of one task: some make all of theirs at once.
-        self._dataset = reasoning_gym.create_dataset(name, seed=number, size=1, **self._settings[name])
-        self._entry = self._dataset[0]
+        self._dataset, self._entry = _made(name, number, self._settings[name])
         self._name = name
         told = (Message("system", self._instructions),) if self._instructions else ()
-        return Start((*told, Message("user", str(self._entry["question"]))))
+        return Start((*told, Message("user", _question(self._entry, self._prompt))))
 
     async def step(self, turn: Turn) -> Step:
         score = scored(self._dataset, self._entry, answer_of(turn.message.content))
@@ -75,6 +87,18 @@ class ReasoningGym:
 
     async def close(self) -> None:
         """Nothing to end."""
+
+
+def _made(name: str, number: int, settings: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
+    """A dataset of one task, for some make all of theirs at once; and the task."""
+    import reasoning_gym
+
+    dataset = reasoning_gym.create_dataset(name, seed=number, size=1, **settings)
+    return dataset, dataset[0]
+
+
+def _question(entry: Mapping[str, Any], prompt: str) -> str:
+    return prompt.format(**entry["metadata"]) if prompt else str(entry["question"])
 
 
 def answer_of(text: str) -> str:
@@ -97,7 +121,7 @@ def scored(dataset: Any, entry: Mapping[str, Any], answer: str) -> float:
 def _settings(datasets: Datasets) -> dict[str, Mapping[str, Any]]:
     """Settings by dataset. Raises ValueError."""
     if importlib.util.find_spec("reasoning_gym") is None:
-        raise ValueError("the pack reasoning_gym needs its package: pip install 'sluice[reasoning-gym]'")
+        raise ValueError("the pack reasoning_gym needs its package: pip install reasoning-gym")
     from reasoning_gym.factory import DATASETS
 
     named: dict[str, Mapping[str, Any]] = {

@@ -39,7 +39,7 @@ class Textarena:
         result_chars: int = 8192,
     ) -> None:
         if importlib.util.find_spec("textarena") is None:
-            raise ValueError("the pack textarena needs its package: pip install 'sluice[games]'")
+            raise ValueError("the pack textarena needs its package: pip install textarena")
         self._game, self._made_with = game, dict(settings or {})
         self._max_turns, self._result_chars = max_turns, result_chars
         self._seen = 0  # characters of the observation that the model has read

@@ -32,7 +32,7 @@ def test_episodes_draw_from_states_of_their_own() -> None:
 class TestTextarena:
     @pytest.fixture(autouse=True)
     def _installed(self) -> None:
-        pytest.importorskip("textarena", reason="textarena is not installed: pip install 'sluice[games]'")
+        pytest.importorskip("textarena", reason="textarena is not installed: pip install textarena")
 
     async def test_a_game_to_its_end(self) -> None:
         from stages.agents.packs.textarena import Textarena
@@ -87,7 +87,7 @@ class TestTextarena:
 class TestGymnasium:
     @pytest.fixture(autouse=True)
     def _installed(self) -> None:
-        pytest.importorskip("gymnasium", reason="gymnasium is not installed: pip install 'sluice[games]'")
+        pytest.importorskip("gymnasium", reason="gymnasium is not installed: pip install gymnasium")
 
     async def test_a_walk_over_the_lake_by_hand(self) -> None:
         from stages.agents.packs.gymnasium import Gymnasium

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from episodes import Episode
 
-pytest.importorskip("mcp", reason="mcp is not installed: pip install 'sluice[mcp]'")
+pytest.importorskip("mcp", reason="mcp is not installed: pip install 'mcp>=2'")
 
 from stages.agents.environment import InfrastructureError
 from stages.agents.packs.mcp import Mcp

@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 from episodes import Episode
 
-pytest.importorskip("reasoning_gym", reason="reasoning-gym is not installed: pip install 'sluice[reasoning-gym]'")
+pytest.importorskip("reasoning_gym", reason="reasoning-gym is not installed: pip install reasoning-gym")
 
+from models.tiny import ARITHMETIC_CHARACTERS
 from stages.agents.packs.reasoning_gym import ANSWER_CHARS, SCORE_S, ReasoningGym, answer_of, scored
 
 
@@ -98,7 +99,7 @@ async def test_partial_scores_can_be_refused() -> None:
 
 async def test_tasks_are_the_same_everywhere_and_the_splits_share_none() -> None:
     datasets = {"chain_sum": {}, "leg_counting": {"max_animals": 4}}
-    train, heldout = (list(islice(ReasoningGym.tasks(split, 4, datasets), 1000)) for split in ("train", "heldout"))
+    train, heldout = (list(islice(ReasoningGym.tasks(split, 4, datasets), 100)) for split in ("train", "heldout"))
     assert [task["dataset"] for task in train[:4]].count("leg_counting") == 2
     assert not {task["number"] for task in train} & {task["number"] for task in heldout}
     questions = []
@@ -106,6 +107,20 @@ async def test_tasks_are_the_same_everywhere_and_the_splits_share_none() -> None
         starts = [await Episode(ReasoningGym(datasets=datasets)).start(metadata=task) for task in train[:4]]
         questions.append(json.dumps([start.messages[-1].content for start in starts]))
     assert questions[0] == questions[1]
+
+
+async def test_tasks_can_be_asked_without_words_and_come_with_their_answers() -> None:
+    datasets = {"chain_sum": {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1}}
+    for task in islice(ReasoningGym.tasks("train", 0, datasets, "{expression} ="), 20):
+        environment = ReasoningGym(datasets=datasets, prompt="{expression} =", instructions="", partial=False)
+        played = Episode(environment)
+        (asked,) = (await played.start(metadata=task)).messages
+        assert asked.content == task["input"]
+        assert set(task["input"] + task["demonstration"]) <= set(ARITHMETIC_CHARACTERS)
+        one, sign, other, _ = task["input"].split()
+        value = int(one) + int(other) if sign == "+" else int(one) - int(other)
+        assert task["demonstration"] == f"{value}\n"
+        assert (await played.say(task["demonstration"])).reward == 1.0
 
 
 async def test_names_that_are_none_are_refused() -> None:

@@ -19,7 +19,7 @@ from stages.agents.packs.search import Search
 
 
 def need_bm25s() -> None:
-    pytest.importorskip("bm25s", reason="bm25s is not installed: pip install 'sluice[search]'")
+    pytest.importorskip("bm25s", reason="bm25s is not installed: pip install bm25s")
 
 
 CORPUS = [

@@ -53,7 +53,7 @@ class Index:
 
     def __init__(self, corpus: str) -> None:
         if importlib.util.find_spec("bm25s") is None:
-            raise ValueError("a corpus is searched by the package bm25s: pip install 'sluice[search]', or give a url")
+            raise ValueError("a corpus is searched by the package bm25s: pip install bm25s, or give a url")
         if corpus != "towns" and not Path(corpus).is_file():
             raise ValueError(f"corpus is {corpus!r}, but there is no such file; give a JSONL file, or towns")
         self._corpus = corpus

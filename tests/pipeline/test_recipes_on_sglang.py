@@ -1,0 +1,66 @@
+"""A recipe with an environment on a real SGLang server: turns of the model, and between them what the world says."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from launching import succeed
+
+from models.engines.protocol import EXPECTED_SGLANG
+from pipeline.observe.metrics import read_metrics
+from stages.data.tokenizer import load_tokenizer
+from tests.models.engines.forward_reference import by_one
+from tests.sglang_server import RealServer
+
+TAP = """
+import json
+from stages.base import MapStage
+
+
+class Tap(MapStage):
+    async def process(self, message):
+        with open(self.context.run_dir / "tap.jsonl", "a") as file:
+            for s in message.samples:
+                row = {"ids": s.token_ids.tolist(), "prompt": s.prompt_length, "mask": s.loss_mask.tolist(),
+                       "log_probs": s.log_probs.tolist(), "versions": s.versions.tolist(), "turns": s.turns}
+                file.write(json.dumps(row) + "\\n")
+        return message
+"""
+TAP_RECIPE = '[[stage]]\nname = "tap"\npath = "world_tap:Tap"\nafter = "reward"\nreplicas = 1\nconcurrency = 4\n'
+SMALL = [
+    "--warm-start-steps", "0", "--num-rollout", "3", "--rollout-batch-size", "4", "--n-samples-per-prompt", "4",
+    "--eval-interval", "none", "eval.eval_prompt_data=[]", "filter.dynamic_sampling_filter=[]",
+    "--rollout-max-response-len", "200", "--rollout-max-context-len", "512",
+    "--no-live", "--no-use-tensorboard", "--log-interval", "1",
+    "--rollout-stop-token-ids", "31",  # what an untrained model writes now and then
+]  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.xdist_group("sglang")
+def test_turns_in_an_environment_have_exact_tokens(tmp_path: Path, sglang: RealServer) -> None:
+    (tmp_path / "world_tap.py").write_text(TAP)
+    (tmp_path / "tap.toml").write_text(TAP_RECIPE)
+    done = succeed(
+        tmp_path / "run", "--config", "multi_agent", str(tmp_path / "tap.toml"), *SMALL, "--engine", "sglang",
+        "--hf-checkpoint", str(sglang.model), "--rollout-external-engine-addrs", sglang.url, cwd=tmp_path,
+    )  # fmt: skip
+    assert done.summary["engine"]["version"] == EXPECTED_SGLANG
+    assert done.summary["groups"]["trained"] == 12
+    assert any("env/multi_agent/answers" in row for row in read_metrics(done.run_dir / "metrics.jsonl"))
+    rows = [json.loads(line) for line in (tmp_path / "run" / "tap.jsonl").read_text().splitlines()]
+    tokenizer, several = load_tokenizer(str(sglang.model)), 0
+    for row in rows:
+        ids, mask, begin = row["ids"], torch.tensor(row["mask"]), row["prompt"]
+        said = tokenizer.decode([token for token, own in zip(ids, row["mask"], strict=True) if not own])
+        assert said.count(":") == row["turns"] - 1, "the verifier is asked behind an answer, and nothing else is said"
+        assert not torch.tensor(row["log_probs"])[mask == 0].any()
+        several += row["turns"] > 1
+        if max(row["versions"]) == 0:
+            own = by_one(sglang.model, ids[:begin], ids[begin:])[mask[begin:] == 1]
+            assert (own - torch.tensor(row["log_probs"])[mask == 1]).abs().max() < 1e-5
+    assert several, "no episode had a second turn"
+    assert any(max(row["versions"]) == 0 and row["turns"] > 1 for row in rows)
