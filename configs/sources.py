@@ -37,7 +37,11 @@ IMPORT_PATHS: Final = (
     "algorithm.custom_loss_function_path",
     "correction.custom_tis_function_path",
     "rollout.custom_generate_function_path",
+    "rollout.rollout_function_path",
     "data.data_source_path",
+    "filter.rollout_sample_filter_path",
+    "observe.custom_rollout_log_function_path",
+    "observe.custom_eval_rollout_log_function_path",
 )
 
 _SLICE = re.compile(r"(?P<path>.+?)@\[\s*(?P<start>[+-]?\d+)?\s*:\s*(?P<stop>[+-]?\d+)?\s*\]", re.ASCII)

@@ -13,7 +13,8 @@ import sys
 from collections.abc import Callable, Sequence
 
 from models.import_path import ImportPathError, add_working_directory
-from stages.agents.slime.signatures import data_source, generate_function
+from stages.agents.slime.hooks import eval_log, post_process, rollout_log, sample_filter
+from stages.agents.slime.signatures import data_source, generate_function, rollout_function
 from stages.graders.custom import custom_grader
 from stages.graders.errors import UnknownGraderError
 from stages.group.filter_chain import import_filter
@@ -23,11 +24,21 @@ IMPORTERS: dict[str, Callable[[str], object]] = {
     "filter": import_filter,
     "generate": generate_function,
     "source": data_source,
+    "sample_filter": sample_filter,
+    "post_process": post_process,
+    "log": rollout_log,
+    "eval_log": eval_log,
+    "rollout": rollout_function,
 }
 _LABELS = {
     "filter": "--dynamic-sampling-filter-path: ",
     "generate": "--custom-generate-function-path: ",
     "source": "--data-source-path: ",
+    "sample_filter": "--rollout-sample-filter-path: ",
+    "post_process": "--custom-reward-post-process-path: ",
+    "log": "--custom-rollout-log-function-path: ",
+    "eval_log": "--custom-eval-rollout-log-function-path: ",
+    "rollout": "--rollout-function-path: ",
 }
 
 

@@ -80,6 +80,22 @@ _NOTHING: Final[Mapping[str, str]] = {
     "use-flash-attn": "that is --megatron-attention-backend flash",
 }
 
+# Hooks of slime that are not here, each with what to use.
+SLIME: Final[Mapping[str, str]] = {
+    "buffer-filter-path": "which waiting group is trained next is --buffer-order module:function",
+    "rollout-all-samples-process-path": "samples.jsonl has all of them, and a stage of yours after reward sees them",
+    "rollout-data-postprocess-path": "a stage of yours after reward changes samples; --rollout-rs masks by log-probs",
+    "custom-convert-samples-to-train-data-path": "a stage of yours after group changes samples before they are trained",
+    "eval-function-path": "evaluations use --custom-generate-function-path, with evaluation=True",
+    "custom-advantage-function-path": "write --advantage-estimator module:function",
+    "custom-pg-loss-reducer-function-path": "write --loss-aggregation, or --policy-loss module:function",
+    "custom-model-provider-path": "what the model is comes from --hf-checkpoint",
+    "custom-megatron-init-path": "write --policy-loss module:function, or a stage of yours",
+    "custom-megatron-before-log-prob-hook-path": "write --policy-loss module:function, or a stage of yours",
+    "custom-megatron-before-train-step-hook-path": "write --policy-loss module:function, or a stage of yours",
+    "custom-update-weight-post-write-path": "engines fetch versions themselves; see --update-weight-transport",
+}
+
 _OWNERS: Final[Mapping[str, str]] = {
     "sglang-": "sglang.sglang_args",
     "router-": "router.router_args",
@@ -120,7 +136,7 @@ def option_of(name: str, known: Iterable[str]) -> tuple[str, str, str | None] | 
 
 
 def _of_megatron_lm(name: str) -> str | None:
-    """What to do instead of a flag of Megatron-LM; None for all other names."""
+    """What to do instead of a flag of Megatron-LM or a hook of slime; None for all other names."""
     if name in _ARCHITECTURE:
         return (
             f"--{name} is no flag, for what the model is comes from the config.json of --hf-checkpoint (and --model); "
@@ -128,6 +144,8 @@ def _of_megatron_lm(name: str) -> str | None:
         )
     if name in _NOTHING:
         return f"--{name} is no flag: {_NOTHING[name]}; leave it out"
+    if name in SLIME:
+        return f"--{name} is no flag: {SLIME[name]}; leave it out"
     bare = name.removeprefix("no-")
     if name.startswith("no-") and bare.endswith("-fusion"):
         return f"--{name} is no flag; write megatron.megatron_args.{bare.replace('-', '_')}=false"

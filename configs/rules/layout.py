@@ -84,11 +84,21 @@ def _place_faults(stage: StageConfig, config: Config) -> Iterator[str]:
 
 
 def tool_faults(config: Config) -> Iterator[str]:
-    tools, function = config.tools, config.rollout.custom_generate_function_path
-    if function is not None and (unasked := loops(config)):
+    tools, rollout = config.tools, config.rollout
+    functions = {
+        "--custom-generate-function-path": rollout.custom_generate_function_path,
+        "--rollout-function-path": rollout.rollout_function_path,
+    }
+    for flag, function in functions.items():
+        if function is not None and (unasked := loops(config)):
+            yield (
+                f"{flag} {function} makes whole rollouts, so that the stage {unasked[0]} would never be asked; call "
+                "tools in the function, or leave one of them out"
+            )
+    if rollout.rollout_function_path is not None and (count := replicas(config).get("generate", 1)) > 1:
         yield (
-            f"--custom-generate-function-path {function} makes whole rollouts, so that the stage {unasked[0]} would "
-            "never be asked; call tools in the function, or leave one of them out"
+            f"--scale generate={count} shares prompts out, but --rollout-function-path makes a batch in one call; "
+            "leave generate out of --scale"
         )
     if not tools.tools:
         return

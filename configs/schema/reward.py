@@ -85,6 +85,13 @@ class FilterConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
     dynamic_sampling_filter_path: Annotated[
         str | None, Meta(description="import path of one more group filter, package.module:function")
     ] = None
+    rollout_sample_filter_path: Annotated[
+        str | None,
+        Meta(
+            description="function that takes rollouts out of the loss, as slime calls it: (args, groups), sets "
+            "remove_sample"
+        ),
+    ] = None
     over_sampling_batch_size: Annotated[
         Annotated[int, Meta(ge=1)] | None,
         Meta(

@@ -54,8 +54,16 @@ class RolloutConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
             "sample or list of samples; a row may name its own in metadata.generate_function_path"
         ),
     ] = None
+    rollout_function_path: Annotated[
+        str | None,
+        Meta(
+            description="function that makes whole batches, as slime calls it: (args, rollout_id, data_source, "
+            "evaluation=False) -> groups of samples"
+        ),
+    ] = None
     custom_generate_deadline_secs: Annotated[
-        float, Meta(gt=0, description="seconds after which a call of that function is ended, and its rollout failed")
+        float,
+        Meta(gt=0, description="seconds after which a call of such a function is ended, and its rollouts failed"),
     ] = 1800.0
     server_concurrency: Annotated[int, Meta(ge=1, description="most samples in flight per engine")] = 512
     request_timeout_secs: Annotated[float, Meta(gt=0, description="deadline of one engine request, seconds")] = 600.0

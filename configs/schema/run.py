@@ -59,6 +59,17 @@ class ObserveConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
     use_tensorboard: Annotated[bool, Meta(description="write TensorBoard events")] = True
     trace: Annotated[bool, Meta(description="write a Perfetto trace of the stage spans of each sample")] = True
     log_interval: Annotated[int, Meta(ge=1, description="print a line every this many rollout batches")] = 10
+    custom_rollout_log_function_path: Annotated[
+        str | None,
+        Meta(
+            description="called with each rollout batch, as slime calls it: (rollout_id, args, samples, "
+            "rollout_extra_metrics, rollout_time)"
+        ),
+    ] = None
+    custom_eval_rollout_log_function_path: Annotated[
+        str | None,
+        Meta(description="called with each evaluation, as slime calls it: (rollout_id, args, data, extra_metrics)"),
+    ] = None
     samples_interval: Annotated[
         int, Meta(ge=0, description="write samples.jsonl every this many rollout batches, and after the first; 0 = off")
     ] = 10

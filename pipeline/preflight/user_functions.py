@@ -24,6 +24,11 @@ def functions_of(config: Config) -> tuple[str, ...]:
     paths = {
         "filter": config.filter.dynamic_sampling_filter_path,
         "generate": config.rollout.custom_generate_function_path,
+        "rollout": config.rollout.rollout_function_path,
+        "sample_filter": config.filter.rollout_sample_filter_path,
+        "post_process": config.reward.custom_reward_post_process_path,
+        "log": config.observe.custom_rollout_log_function_path,
+        "eval_log": config.observe.custom_eval_rollout_log_function_path,
         "source": config.data.data_source_path,
     }
     return (*graders_of(names), *(f"{kind}={path}" for kind, path in paths.items() if path is not None))

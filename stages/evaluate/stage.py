@@ -18,6 +18,7 @@ from pathlib import Path
 
 import msgspec
 
+from stages.agents.slime.hooks import eval_data, eval_log, logged
 from stages.base import Stage, StageContext, beside
 from stages.engine_entries import KEYS, carrying
 from stages.evaluate.pass_rate import estimates
@@ -104,6 +105,10 @@ class EvaluateStage(Stage):
         detail = (
             "" if complete else ("drained" if self._drain else late or "some answers are missing or of another version")
         )
+        if (path := self.config.observe.custom_eval_rollout_log_function_path) is not None:
+            given = {name: self._graded(version, name) for name in self.sets}
+            said = ("--custom-eval-rollout-log-function-path", eval_log(path), version, self.config)
+            await logged(*said, eval_data(given), dict(metrics))
         self.released = version
         await ports.outlets["settle"].send(EvalDone(version, metrics, complete, detail), f"eval/{version}")
         await ports.topic.publish("eval/released", str(version).encode())
@@ -147,6 +152,15 @@ class EvaluateStage(Stage):
                     fresh = prompts.get(index).group(EVAL_BASE + index, index, n_samples, seed)
                     pinned = msgspec.structs.replace(fresh, purpose="eval", dataset=name, pinned_version=version)
                     sends.create_task(send(pinned))
+
+    def _graded(self, version: int, name: str) -> list[RolloutSlice]:
+        """The answers to a data set, with their prompts."""
+        n = self.config.eval.n_samples_per_eval_prompt
+        return [
+            RolloutSlice(self.sets[name].get(prompt).group(prompt, prompt, n, 0), parts[-1:])
+            for (dataset, prompt, _), parts in sorted(self._answers.get(version, {}).items(), key=lambda item: item[0])
+            if dataset == name
+        ]
 
     def _score(self, version: int) -> tuple[dict[str, float], bool]:
         metrics: dict[str, float] = {}

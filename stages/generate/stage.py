@@ -21,6 +21,7 @@ from typing import Final
 import msgspec
 
 from stages.agents.slime.functions import GenerateFunctions, function_of
+from stages.agents.slime.rollout_functions import RolloutFunction
 from stages.base import Stage, StageContext, beside, send_slice
 from stages.generate.loops import Loops
 from stages.generate.requests import Requests
@@ -60,6 +61,8 @@ class GenerateStage(Stage):
         requests, vocab_size = Requests(self.config, self.options.max_context), self.options.vocab_size
         self.turns = Turns(requests, self.sampler, self.activity)
         self.functions = GenerateFunctions(self.config, self.sampler, requests, self.activity, vocab_size)
+        path = self.rollout.rollout_function_path
+        self.batches = None if path is None else RolloutFunction(self.config, self.functions, path)
 
     async def close(self) -> None:
         if hasattr(self, "functions"):  # not after a setup that failed
@@ -68,7 +71,8 @@ class GenerateStage(Stage):
             await self.sampler.close()
 
     async def run(self, ports: Ports) -> None:
-        async with beside(self.sampler.follow(ports.topic), self.functions.follow(ports.topic)):
+        batches = () if self.batches is None else (self.batches.run(),)
+        async with beside(self.sampler.follow(ports.topic), self.functions.follow(ports.topic), *batches):
             await self.sampler.ready()
             async with asyncio.TaskGroup() as pumps:
                 for name in ("in", "eval", "return"):
@@ -104,7 +108,9 @@ class GenerateStage(Stage):
                         if not self.loops.takes_turn(sample):
                             leaving.put(sample)
                     function = function_of(self.config, group)
-                    if asked and function is not None:
+                    if asked and self.batches is not None and group.purpose == "train":
+                        await self.batches.take(group, asked, leaving.put)
+                    elif asked and function is not None:
                         await self.functions.take(function, group, asked, leaving.put)
                     elif asked:
                         await self.turns.take(group, asked, leaving.put)

@@ -3,7 +3,8 @@
 The function is called as `function(response, label, metadata)`, with text, text or None, and the row's metadata as a
 dict; a parameter of the name `prompt` gets the prompt as the engine saw it. It may be plain or async. It returns a
 number, a dict with `score`, or a Grade. A group grader (--group-rm) is called the same way with the list of the group's
-responses, and returns a list with one of these for each.
+responses, and returns a list with one of these for each. A function whose first parameter is `args` is called as slime
+calls it: `(args, sample)`, or `(args, samples)`.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import asyncio
 import inspect
 import re
 from collections.abc import Awaitable, Callable, Iterable, Mapping
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 import msgspec
@@ -29,7 +30,11 @@ Run = Callable[[GradeRequest], Grade]
 
 def custom_grader(path: str) -> Run:
     """The grader of an import path. Raises UnknownGraderError, also for a signature that cannot be called."""
+    from stages.agents.slime.hooks import slime_function
+
     try:
+        if slime_function(path):
+            return partial(_as_slime, import_function(path, "args", "sample"))
         function = import_function(path, *_PARAMETERS, optional=("prompt",))
     except ImportPathError as error:
         raise UnknownGraderError(f"grader: {error}") from error
@@ -39,6 +44,22 @@ def custom_grader(path: str) -> Run:
         return _grade(function, asks_prompt, request)
 
     return run
+
+
+def _as_slime(function: Callable[..., Any], request: GradeRequest) -> Grade:
+    """Call a function of slime's signature: `(args, sample)`, or `(args, samples)` for a group."""
+    from stages.agents.slime.arguments import SlimeArguments
+    from stages.agents.slime.hooks import graded_samples
+
+    metadata: dict[str, object] = msgspec.json.decode(request.metadata, type=dict[str, object])
+    responses = request.responses or (request.response,)
+    lengths = [request.n_tokens] if not request.responses else [0] * len(responses)
+    samples = graded_samples(request.prompt, responses, request.label, metadata, lengths)
+    args = SlimeArguments(reward_key=request.reward_key)
+    answer = function(args, samples if request.responses else samples[0])
+    if inspect.isawaitable(answer):
+        answer = _runner().run(_finish(answer))
+    return _of_group(answer, request) if request.responses else as_grade(answer, request.reward_key)
 
 
 def _has_prompt(path: str, function: Callable[..., object]) -> bool:

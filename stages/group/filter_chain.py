@@ -13,11 +13,12 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from configs.schema import FilterConfig
+from configs.schema import Config, FilterConfig
 from configs.schema.did_you_mean import nearest
 from models.import_path import import_function
 from stages.errors import FilterNameError
 from stages.group.filter_rules import (
+    FilterDecision,
     FilterState,
     GroupFilter,
     duplicate_rule,
@@ -116,14 +117,25 @@ def _unreadable(text: str, name: str, why: str) -> FilterNameError:
     )
 
 
-def resolve_filter(config: FilterConfig, state: FilterState | None = None) -> list[GroupFilter]:
-    """The configured chain, built-in filters first. Raises FilterNameError and ImportPathError."""
+def resolve_filter(
+    config: FilterConfig, state: FilterState | None = None, whole: Config | None = None
+) -> list[GroupFilter]:
+    """The configured chain, built-in filters first. Raises FilterNameError and ImportPathError.
+
+    `whole`: the settings that a filter with slime's signature is given as `args`.
+    """
     chain = parse_filters(config.dynamic_sampling_filter, state)
     if config.dynamic_sampling_filter_path:
-        chain.append(import_filter(config.dynamic_sampling_filter_path))
+        chain.append(import_filter(config.dynamic_sampling_filter_path, whole))
     return chain
 
 
-def import_filter(path: str) -> GroupFilter:
-    """The filter of an import path, plain or async. Raises ImportPathError, also for a wrong signature."""
+def import_filter(path: str, config: Config | None = None) -> GroupFilter:
+    """The filter of an import path, plain or async, or with slime's signature `(args, samples)`. Raises
+    ImportPathError, also for a wrong signature."""
+    from stages.agents.slime.hooks import group_filter, slime_function
+
+    if slime_function(path):
+        judge = group_filter(path, config)
+        return lambda slice_: FilterDecision(*judge(slice_))
     return import_function(path, "group")

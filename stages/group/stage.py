@@ -18,6 +18,8 @@ import numpy as np
 
 from configs.schema import Config
 from configs.schema.algorithm import ESTIMATORS, GROUP_RELATIVE
+from stages.agents.slime.arguments import slime_arguments
+from stages.agents.slime.hooks import removed, sample_filter
 from stages.base import Stage, beside
 from stages.errors import FilterError
 from stages.group.filter_chain import resolve_filter
@@ -70,7 +72,10 @@ class GroupStage(Stage):
     async def setup(self) -> None:
         self._open: dict[str, _Open] = {}
         self._state = FilterState()
-        self._filters: list[GroupFilter] = resolve_filter(self.config.filter, self._state)
+        self._filters: list[GroupFilter] = resolve_filter(self.config.filter, self._state, self.config)
+        path = self.config.filter.rollout_sample_filter_path
+        self._sample_filter = None if path is None else sample_filter(path)
+        self._args = slime_arguments(self.config)
         self._drain: str | None = None
         self._finished: OrderedDict[str, None] = OrderedDict()  # newest groups that left: late duplicates end here
         self._samples = SampleLog(self.config, self.context.run_dir)
@@ -199,6 +204,12 @@ class GroupStage(Stage):
             if not decision.keep:
                 self.activity.extra["filtered"] = self.activity.extra.get("filtered", 0.0) + 1
                 return settlement(slice_, "filtered", decision.reason or "filtered")
+        if self._sample_filter is not None:
+            try:
+                kept = removed(self._sample_filter, self._args, kept)
+            except Exception as error:
+                detail = f"--rollout-sample-filter-path: {type(error).__name__}: {error}"
+                return settlement(slice_, "failed", detail)
         self._state.passes(slice_.group)
         return kept
 

@@ -9,7 +9,9 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
+from typing import Any
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 import xxhash
@@ -19,6 +21,8 @@ from models.algorithms.advantages import advantages
 from models.algorithms.errors import InconsistentGroup, InsufficientMembers, UnknownAlgorithm
 from models.import_path import import_path
 from models.train.interface import TrainSequence
+from stages.agents.slime.arguments import slime_arguments
+from stages.agents.slime.hooks import has_args, shown
 from stages.errors import UntrainableGroup
 from stages.messages import RolloutSlice, Sample
 from stages.ports import Lease
@@ -34,13 +38,13 @@ from stages.rollouts import (
 )
 from stages.train.batch_metrics import batch_metrics
 
-PostProcess = Callable[[list[float], Sequence[Sample]], Sequence[float]]
+PostProcess = Callable[[Any, Any], Any]
 
 
 def slice_sequences(config: Config, slice_: RolloutSlice) -> list[TrainSequence]:
     """The sequences of one complete group with their advantages, as the trainer takes them. Raises UntrainableGroup."""
     members = rollouts(slice_.samples)
-    values = _rollout_values(config, members)
+    values = _rollout_values(config, slice_, members)
     group = slice_.group
     sequences = []
     for parts, value in zip(members, values, strict=True):
@@ -73,13 +77,15 @@ def _teacher(sample: Sample) -> npt.NDArray[np.float32] | None:
     return np.array(scored, dtype=np.float32) if len(scored) else None
 
 
-def _rollout_values(config: Config, members: Sequence[Sequence[Sample]]) -> npt.NDArray[np.float64]:
+def _rollout_values(
+    config: Config, slice_: RolloutSlice, members: Sequence[Sequence[Sample]]
+) -> npt.NDArray[np.float64]:
     """[n] the advantage of each rollout's tokens."""
     if config.train.loss_type == "sft_loss":
         return np.ones(len(members))
     path = config.reward.custom_reward_post_process_path
     if path is not None:
-        return _post_processed(import_path(path), path, members)
+        return _post_processed(config, import_path(path), path, slice_, members)
     algorithm = config.algorithm
     estimator = algorithm.advantage_estimator
     try:
@@ -103,10 +109,20 @@ def _rollout_values(config: Config, members: Sequence[Sequence[Sample]]) -> npt.
     return values
 
 
-def _post_processed(function: PostProcess, path: str, members: Sequence[Sequence[Sample]]) -> npt.NDArray[np.float64]:
-    """What the user's function makes of the returns of the rollouts, one number each."""
+def _post_processed(
+    config: Config, function: PostProcess, path: str, slice_: RolloutSlice, members: Sequence[Sequence[Sample]]
+) -> npt.NDArray[np.float64]:
+    """What the user's function makes of the returns of the rollouts, one number each; with slime's signature it is
+    `(args, samples)` and returns (raw rewards, numbers)."""
+    last = tuple(parts[-1] for parts in members)
     try:
-        found = function([rollout_return(parts) for parts in members], [parts[-1] for parts in members])
+        if has_args(function):
+            samples = shown(msgspec.structs.replace(slice_, samples=last))
+            for sample, parts in zip(samples, members, strict=True):
+                sample.reward = rollout_return(parts)
+            _, found = function(slime_arguments(config), samples)
+        else:
+            found = function([rollout_return(parts) for parts in members], last)
         values = np.asarray(found, dtype=np.float64)
     except Exception as error:
         raise UntrainableGroup(

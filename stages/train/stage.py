@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING, ParamSpec, TypeVar
 
 from configs.schema.debug import generates
 from models.train.trainer_group.rank_spec import MEETING, Rendezvous, needs_trainer_group
+from stages.agents.slime.hooks import logged, rollout_log, shown
 from stages.base import Stage, StageContext, beside
 from stages.engines.colocation import TrainerTurn
 from stages.errors import UntrainableGroup
@@ -66,6 +67,8 @@ class TrainStage(Stage):
         self._reports = 0
         self._losses: deque[float] = deque(maxlen=10)
         self.samples = SampleLog(config, context.run_dir)
+        path = config.observe.custom_rollout_log_function_path
+        self._log = None if path is None or self.supervised else rollout_log(path)
 
     async def _in_torch(self, function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
         return await asyncio.get_running_loop().run_in_executor(self._torch, lambda: function(*args, **kwargs))
@@ -236,6 +239,12 @@ class TrainStage(Stage):
             publishes=due,
         )
         await self._report(ports, report)
+        if self._log is not None:
+            samples = [sample for lease in batch.leases for sample in shown(lease.message)]
+            said, wall_s = {**report.metrics}, metrics["perf/step_time"]
+            await logged(
+                "--custom-rollout-log-function-path", self._log, self.steps - 1, self.config, samples, said, wall_s
+            )
         for group_id in batch.group_ids:  # where the arrows of a group end in the trace
             self.context.spans.add("trained", time.time(), 0.0, group=group_id, detail=f"step {self.steps}")
         if (file := self.config.debug.save_debug_rollout_data) is not None and not self.supervised:

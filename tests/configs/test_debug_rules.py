@@ -51,6 +51,10 @@ def test_a_function_that_makes_whole_rollouts_excludes_loops() -> None:
     config = a_config(rollout={"custom_generate_function_path": "x:y"}, tools={"tools": ["calculator"]})
     assert any("the stage tools would never be asked" in fault for fault in tool_faults(config))
     assert not list(tool_faults(a_config(rollout={"custom_generate_function_path": "x:y"})))
+    batches = {"rollout_function_path": "x:y"}
+    (fault,) = tool_faults(a_config(rollout=batches, run={"scale": {"generate": 2}}))
+    assert fault.startswith("--scale generate=2 shares prompts out, but --rollout-function-path")
+    assert not list(tool_faults(a_config(rollout=batches)))
 
 
 def test_import_paths_may_have_a_dot_before_the_name() -> None:

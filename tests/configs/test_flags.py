@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from configs.cli.command_line import RESERVED, parse
 from configs.cli.flags import SECTIONS, TABLES, Flag, flags, flags_by_key
+from configs.cli.passthrough import SLIME
 from configs.errors import ConfigError
 from configs.layers import merge, value_at
 from configs.load import load
@@ -223,3 +224,11 @@ def test_every_rule_is_enforced_where_it_is_stated() -> None:
 def test_the_table_knows_every_field() -> None:
     assert set(flags_by_key()) >= {"train.lr", "engine.simulated.kv_tokens", "stage", "warm_start.warm_start_lr"}
     assert all(value_at(Config(), flag.key) == flag.default for flag in flags())
+
+
+@pytest.mark.parametrize("name", SLIME)
+def test_hooks_of_slime_that_are_not_here_say_what_to_use(name: str) -> None:
+    known = {flag.name for flag in flags()}
+    (fault,) = faults_of(f"--{name}", "my_code.function")
+    assert fault == f"--{name} is no flag: {SLIME[name]}; leave it out"
+    assert {word.strip(",;.") for word in re.findall(r"--([a-z-]+)", SLIME[name])} <= known

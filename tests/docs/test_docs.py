@@ -11,6 +11,7 @@ import pytest
 
 from configs.cli.command_line import RESERVED
 from configs.cli.flags import flags
+from configs.cli.passthrough import SLIME
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = sorted([ROOT / "README.md", ROOT / "CHANGELOG.md", *(ROOT / "docs").glob("*.md")])
@@ -32,7 +33,7 @@ FOREIGN = {
 }
 FOREIGN |= {"step", "group", "reward", "failed", "untrained"}
 # Written on purpose as mistakes, or as a value that looks like a flag.
-WRONG = {"rollout-batch-sise", "rollout-batch", "end"}
+WRONG = {"rollout-batch-sise", "rollout-batch", "end", *SLIME}
 
 GROUPS = ("train", "rollout", "staleness", "reward", "filter", "perf", "ledger", "eval", "axis")
 NOT_METRICS = {"eval/released", "eval/"}  # a topic key, a prefix

@@ -81,6 +81,20 @@ def test_functions_of_the_user_are_imported_and_asked_for_their_signature(
     ):
         with pytest.raises(UsageError, match=f"--data-source-path: .*{words}"):
             check_names(config("--data-source-path", f"{code}.{name}"))
+    hooks = {
+        "--rollout-function-path": "whole_batch",
+        "--rollout-sample-filter-path": "short_ones",
+        "--custom-reward-post-process-path": "plus_index",
+        "--custom-rollout-log-function-path": "log_batch",
+        "--custom-rm-path": "rewarded",
+        "--dynamic-sampling-filter-path": "differing_rewards",
+    }
+    check_names(config(*(word for flag, name in hooks.items() for word in (flag, f"{code}.{name}"))))
+    with pytest.raises(UsageError) as told:
+        check_names(config(*(word for flag in hooks for word in (flag, f"{code}.no_source_at_all"))))
+    for flag in hooks:
+        assert flag in str(told.value) or flag == "--custom-rm-path"
+    assert str(told.value).count("no_source_at_all' cannot be called as function(") == len(hooks)
     with pytest.raises(UsageError, match=r"--custom-generate-function-path: .*generate_all' cannot be called"):
         check_names(config("--custom-generate-function-path", "my_code.generate_all"))
     with pytest.raises(UsageError) as caught:

@@ -44,3 +44,19 @@ def test_a_data_source_gives_each_prompt_once_also_after_a_resume(
     for row, n in zip(rows, numbers, strict=True):
         a, b = divmod(n, 90)
         assert (row.prompt, row.label) == (f"{a + 10}+{b + 10}=", str(a + b + 20))
+
+
+def test_a_rollout_function_makes_the_batches_of_a_run_and_a_function_logs_them(tmp_path: Path) -> None:
+    write_code(tmp_path)
+    done = succeed_here(
+        tmp_path / "run", *NO_DATA, *made_model(), *SIMULATED, "--prompt-data", "arithmetic", "--num-rollout", "3",
+        "--rollout-function-path", "my_project.batches.generate_rollout",
+        "--custom-rollout-log-function-path", "my_project.tracker.log_batch", cwd=tmp_path,
+    )  # fmt: skip
+    groups = done.summary["groups"]
+    assert (groups["trained"], groups["failed"]) == (12, 0)
+    rows = [json.loads(line) for line in (done.run_dir / "metrics.jsonl").read_text().splitlines()]
+    counted = [row["rollout_function/groups"] for row in rows if "rollout_function/groups" in row]
+    assert len(counted) == 3
+    assert all(1 <= number <= 4 for number in counted)
+    assert [line.partition(":")[0] for line in (tmp_path / "best.txt").read_text().splitlines()] == ["0", "1", "2"]

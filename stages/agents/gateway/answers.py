@@ -37,6 +37,7 @@ class OpenSession:
     session: Session
     truncated: bool = False  # it met a limit: of its context, its turns, or its time
     drained: bool = False
+    whole_batch: bool = False  # of many rollouts: no limit of turns, and what begins alike goes to one engine
     unanswered: dict[bytes, str] = field(default_factory=dict)  # requests that engines failed, and why
     under_way: set[asyncio.Task[Any]] = field(default_factory=set)
 
@@ -71,7 +72,7 @@ class Answers:
 
     async def answer(self, place: OpenSession, ask: Ask) -> Answer:
         """Waits for the engines. Raises Refused."""
-        if place.session.started >= self._requests.rollout.max_turns:
+        if place.session.started >= self._requests.rollout.max_turns and not place.whole_batch:
             place.truncated = True
             raise Refused("invalid", f"this episode has had its {place.session.started} turns (--max-turns)")
         if self._sampler.draining:
@@ -137,7 +138,8 @@ class Answers:
             **(_drawn(ask.sampling) if self._client_sampling else {}),
         )
         trained = all(getattr(asked, name) == getattr(params, name) for name in Sampling.__struct_fields__)
-        session = f"{place.group.key}/{place.sample.index}"
+        own = hash(draft.token_ids[: draft.prompt_length].tobytes()) if place.whole_batch else place.sample.index
+        session = f"{place.group.key}/{own}"
         return SampleRequest(
             asked,
             token_ids=request.token_ids,

@@ -105,6 +105,11 @@ class Session:
             answered = msgspec.structs.replace(turn.conversation, messages=(*turn.conversation.messages, reply))
             self._replies[self._digests(answered)[-1]] = _Reply(place, after.length)
 
+    @property
+    def recorded(self) -> tuple[Sample, ...]:
+        """All sequences, each whole, without what they share."""
+        return tuple(self._sequences)
+
     def samples(self) -> tuple[Sample, ...]:
         """The rollout: the sequence with the newest turn comes last, for it is the one that is graded."""
         order = [place for place in range(len(self._sequences)) if place != self._last]

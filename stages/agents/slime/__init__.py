@@ -2,7 +2,15 @@
 
 from __future__ import annotations
 
-from stages.agents.slime.client import GenerateState, post
-from stages.agents.slime.types import Sample
+from stages.agents.slime.client import GenerateState, post, run
+from stages.agents.slime.types import DataSource, RolloutFnEvalOutput, RolloutFnTrainOutput, Sample
 
-__all__ = ["GenerateState", "Sample", "post"]
+__all__ = [
+    "DataSource",
+    "GenerateState",
+    "RolloutFnEvalOutput",
+    "RolloutFnTrainOutput",
+    "Sample",
+    "post",
+    "run",
+]

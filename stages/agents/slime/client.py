@@ -1,18 +1,21 @@
-"""What user code written for slime imports beside `Sample`: `post` and `GenerateState`.
+"""What user code written for slime imports beside `Sample`: `post`, `run` and `GenerateState`.
 
-Invariant: nothing of a run is in here; both work with any server that speaks SGLang's HTTP.
+Invariant: nothing of a run is in here; they work with any server that speaks SGLang's HTTP.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Coroutine, Mapping
 from typing import Any, ClassVar, Final
 
 import aiohttp
 
+from stages.agents.slime.user_loop import UserLoop
+
 RETRY_S: Final = 1.0
 _BUSY: Final = (429, 503)
+_LOOP: Final = UserLoop()
 
 
 class PostFailed(Exception):
@@ -42,6 +45,11 @@ async def post(
                 raise
         await asyncio.sleep(RETRY_S)
     raise AssertionError("the last attempt returns or raises")
+
+
+def run(work: Coroutine[Any, Any, Any]) -> Any:
+    """What a coroutine returns or raises, for a rollout function that is plain. Blocking; all run in one loop."""
+    return _LOOP.submit(work).result()
 
 
 class GenerateState:

@@ -23,7 +23,7 @@ import msgspec
 from configs.schema import Config
 from stages.agents.chat_formats.errors import ChatFormatError
 from stages.agents.gateway.answers import Answers, OpenSession
-from stages.agents.gateway.server import Gateway
+from stages.agents.gateway.server import Gateway, Limits
 from stages.agents.gateway.sessions import Session
 from stages.agents.messages import Message, ToolSchema
 from stages.agents.slime.arguments import sampling_parameters, slime_arguments
@@ -76,16 +76,16 @@ class GenerateFunctions:
         self.config, self.activity = config, activity
         self._sampler, self._requests, self._vocab_size = sampler, requests, vocab_size
         self._functions: dict[str, Callable[..., Any]] = {}
-        self._loop, self._stack = UserLoop(), AsyncExitStack()
+        self.loop, self._stack = UserLoop(), AsyncExitStack()
         self._gateway: Gateway | None = None
         self._tokenizer: Tokenizer | None = None
         self._opening = asyncio.Lock()
         self._drain = asyncio.Event()
-        self._args = slime_arguments(config)
+        self.args = slime_arguments(config)
 
     async def close(self) -> None:
         await self._stack.aclose()
-        await asyncio.to_thread(self._loop.close)
+        await asyncio.to_thread(self.loop.close)
 
     async def follow(self, topic: Topic) -> None:
         """Waits for the drain; runs until cancelled."""
@@ -111,16 +111,16 @@ class GenerateFunctions:
         if path not in self._functions:
             self._functions[path] = generate_function(path)
         function, replace = self._functions[path], msgspec.structs.replace
-        gateway = await self._open()
+        gateway = await self.open_gateway()
         session = Session(NoChat(), sample.index)
         evaluation = group.purpose == "eval"
         named = {"evaluation": evaluation} if "evaluation" in inspect.signature(function).parameters else {}
         params = sampling_parameters(self.config, evaluation=evaluation)
         given = given_sample(self.config, group, sample)
         with gateway.session(OpenSession(group, sample, session)) as endpoint:
-            args = self._args.asking(endpoint.base_url, endpoint.api_key)
+            args = self.args.asking(endpoint.base_url, endpoint.api_key)
             try:
-                returned = await self._until_drained(function(args, given, params, **named))
+                returned = await self.until_drained(self.loop.call(function(args, given, params, **named)))
             except Drained:
                 return (replace(sample, status="aborted"),)
             except TimeoutError:
@@ -134,11 +134,11 @@ class GenerateFunctions:
         except ReturnedError as error:
             return (replace(sample, status="failed", error=f"{path}: {error}"),)
 
-    async def _until_drained(self, work: Any) -> Any:
+    async def until_drained(self, work: Any) -> Any:
         """Waits for the function; unblocked by a drain, or by its deadline. Raises Drained, TimeoutError, and what the
         function raises."""
         async with asyncio.TaskGroup() as tasks:
-            calling = tasks.create_task(_outcome(self._loop.call(work)))
+            calling = tasks.create_task(_outcome(work))
             draining = tasks.create_task(self._drain.wait())
             await asyncio.wait(
                 (calling, draining),
@@ -160,7 +160,7 @@ class GenerateFunctions:
         self._tokenizer = self._tokenizer or load_tokenizer(self.config.train.hf_checkpoint)
         return self._tokenizer.encode(text)
 
-    async def _open(self) -> Gateway:
+    async def open_gateway(self) -> Gateway:
         """The gateway, which listens from the first rollout of a function on."""
         async with self._opening:
             if self._gateway is None:
@@ -172,7 +172,8 @@ class GenerateFunctions:
                     vocab_size=self._vocab_size,
                     client_sampling=True,
                 )
-                self._gateway = await self._stack.enter_async_context(Gateway(answers))
+                limits = Limits(in_flight=self.config.rollout.server_concurrency)
+                self._gateway = await self._stack.enter_async_context(Gateway(answers, limits=limits))
             return self._gateway
 
 

@@ -19,6 +19,11 @@ def generate_function(path: str) -> Callable[..., Any]:
     return function
 
 
+def rollout_function(path: str) -> Callable[..., Any]:
+    """The function at an import path, which makes whole batches. Raises ImportPathError."""
+    return import_function(path, "args", "rollout_id", "data_source", optional=("evaluation",))
+
+
 def data_source(path: str) -> type[Any]:
     """The class at an import path, if it has what slime asks of a data source. Raises ImportPathError."""
     found = import_path(path)

@@ -79,3 +79,23 @@ class Sample:
         known = {one.name for one in fields(cls)}
         values = {name: value for name, value in data.items() if name in known}
         return cls(**{**values, "status": Status(values.get("status", "pending"))})
+
+
+class DataSource:
+    """What data sources of slime's users are derived from; the run asks the class itself for its methods."""
+
+
+@dataclass
+class RolloutFnTrainOutput:
+    """What a rollout function returns: groups of samples, and numbers that are reported with them."""
+
+    samples: list[list[Sample]]
+    metrics: dict[str, Any] | None = None
+
+
+@dataclass
+class RolloutFnEvalOutput:
+    """What a rollout function returns of an evaluation; no run of ours asks for one."""
+
+    data: dict[str, dict[str, Any]]
+    metrics: dict[str, Any] | None = None

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Coroutine
+from concurrent.futures import Future
 from typing import Any, Final
 
 _END_S: Final = 5.0
@@ -21,13 +22,17 @@ class UserLoop:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread: threading.Thread | None = None
 
-    async def call(self, work: Coroutine[Any, Any, Any]) -> Any:
-        """What the coroutine returns or raises. Cancelled, it cancels it, and does not wait until that has worked."""
+    def submit(self, work: Coroutine[Any, Any, Any]) -> Future[Any]:
+        """Begin the coroutine. To be asked by one thread at a time."""
         if self._loop is None:
             self._loop = asyncio.new_event_loop()
             self._thread = threading.Thread(target=self._loop.run_forever, name="user-functions", daemon=True)
             self._thread.start()
-        return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(work, self._loop))
+        return asyncio.run_coroutine_threadsafe(work, self._loop)
+
+    async def call(self, work: Coroutine[Any, Any, Any]) -> Any:
+        """What the coroutine returns or raises. Cancelled, it cancels it, and does not wait until that has worked."""
+        return await asyncio.wrap_future(self.submit(work))
 
     def close(self) -> None:
         """Blocking for a few seconds at the most: a thread that does not come back ends with the process."""

@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from stages.agents.slime import Sample, post
+from stages.agents.slime import DataSource, RolloutFnTrainOutput, Sample, post, run
 
 STARTED: list[Any] = []  # samples of functions that then wait for ever
 
@@ -106,7 +106,7 @@ async def too_few(args: Any, sample: Sample) -> Sample:
     return sample
 
 
-class Counting:
+class Counting(DataSource):
     """A data source that gives 0, 1, 2, ... and remembers in a file where it is, as slime's own does."""
 
     def __init__(self, args: Any) -> None:
@@ -161,3 +161,89 @@ class NoLoad:
 class Odd(Counting):
     def get_samples(self) -> list[list[Sample]]:  # type: ignore[override]
         return []
+
+
+def whole_batch(args: Any, rollout_id: int, data_source: Any, evaluation: bool = False) -> RolloutFnTrainOutput:
+    """As slime's own: draws until the batch is full, asks for all at the same time, sorts by the index."""
+
+    async def one(sample: Sample) -> Sample:
+        sample = await single_turn(args, sample, {"max_new_tokens": 6})
+        sample.reward = float(len(sample.tokens))
+        return sample
+
+    async def all_of_them() -> list[list[Sample]]:
+        groups: list[list[Sample]] = []
+        while len(groups) < args.rollout_batch_size:
+            drawn = data_source.get_samples(args.rollout_batch_size - len(groups))
+            groups += [list(await asyncio.gather(*map(one, group))) for group in drawn]
+        return sorted(groups, key=lambda group: group[0].index or 0)
+
+    return RolloutFnTrainOutput(samples=run(all_of_them()), metrics={"batch": rollout_id, "source": "mine"})
+
+
+async def drops_the_first(args: Any, rollout_id: int, data_source: Any) -> list[list[Sample]]:
+    """Puts one group back, leaves one out, returns the others without a class around them."""
+    _, second, *rest = data_source.get_samples(args.rollout_batch_size)
+    data_source.add_samples([second])
+    return [[await single_turn(args, sample, {}) for sample in group] for group in rest]
+
+
+def draws_nothing(args: Any, rollout_id: int, data_source: Any, evaluation: bool = False) -> RolloutFnTrainOutput:
+    return RolloutFnTrainOutput(samples=[[Sample(index=0)]])
+
+
+def draws_too_much(args: Any, rollout_id: int, data_source: Any, evaluation: bool = False) -> RolloutFnTrainOutput:
+    while True:
+        data_source.get_samples(2)
+
+
+def hangs(args: Any, rollout_id: int, data_source: Any, evaluation: bool = False) -> None:
+    STARTED.append(data_source.get_samples(2))
+    time.sleep(30)
+
+
+def no_source(args: Any, rollout_id: int) -> None: ...
+
+
+class DynamicFilterOutput:
+    def __init__(self, keep: bool, reason: str | None = None) -> None:
+        self.keep, self.reason = keep, reason
+
+
+def differing_rewards(args: Any, samples: list[Sample], **kwargs: Any) -> DynamicFilterOutput:
+    rewards = {sample.get_reward_value(args) for sample in samples}
+    return DynamicFilterOutput(len(rewards) > 1, None if len(rewards) > 1 else f"all_{rewards.pop():.0f}")
+
+
+def short_ones(args: Any, groups: list[list[Sample]]) -> None:
+    for sample in (sample for group in groups for sample in group):
+        sample.remove_sample = sample.response_length < 3
+
+
+def plus_index(args: Any, samples: list[Sample]) -> tuple[list[float], list[float]]:
+    raw = [float(sample.reward) for sample in samples]  # type: ignore[arg-type]
+    return raw, [args.n_samples_per_prompt + reward for reward in raw]
+
+
+async def rewarded(args: Any, sample: Sample) -> float:
+    return float(sample.response == sample.label and sample.metadata["n"] == 1)
+
+
+async def rewarded_together(args: Any, samples: list[Sample]) -> list[float]:
+    return [float(place) for place, _ in enumerate(samples)]
+
+
+def log_batch(
+    rollout_id: int, args: Any, samples: list[Sample], rollout_extra_metrics: Any, rollout_time: float
+) -> bool:
+    line = f"{rollout_id} {len(samples)} {rollout_extra_metrics['rollout/raw_reward']:.1f} {rollout_time > 0}\n"
+    with Path(args.hf_checkpoint, "batches.txt").open("a") as file:
+        file.write(line)
+    return True
+
+
+def log_raises(rollout_id: int, args: Any, samples: Any, rollout_extra_metrics: Any, rollout_time: float) -> bool:
+    raise OSError("no tracker")
+
+
+def no_source_at_all(args: Any) -> None: ...
