@@ -1,17 +1,20 @@
-"""A conversation with engines that compute: models whose chat template repeats the end token, and an environment that
-says what its task lays down. Imported by worker processes, which load no torch."""
+"""Conversations with engines that compute: models whose chat template repeats the end token, an environment that says
+what its task lays down, and an agent that goes all ways. Imported by worker processes, which load no torch."""
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from stages.agents.environment import Start, Step, Task, Turn
+import aiohttp
+
+from stages.agents.environment import Endpoint, Outcome, Start, Step, Task, Turn
 from stages.agents.messages import Message
 
-TALK = "tests.stages.agents.talks:Talk"
+TALK, WANDERER = "tests.stages.agents.talks:Talk", "tests.stages.agents.talks:Wanderer"
 STOPS = (5, 11, 17)  # tokens that end a turn and that the template knows nothing of: it closes the turn itself
 EOS = 19  # "\n", the end token of this vocabulary, and what the template puts behind each message
 TEMPLATE = (
@@ -47,6 +50,43 @@ class Talk:
 
     async def close(self) -> None:
         """Nothing is held."""
+
+
+class Wanderer:
+    """An agent with turns, branches (also within a turn, by tokens), requests side by side, an edited reply, and a
+    context that it compacts and goes on with."""
+
+    async def run(self, task: Task, endpoint: Endpoint) -> Outcome:
+        headers = {"Authorization": f"Bearer {endpoint.api_key}"}
+        async with aiohttp.ClientSession(endpoint.base_url, headers=headers) as http:
+
+            async def post(path: str, body: object) -> Any:
+                async with http.post(path, json=body) as answer:
+                    answer.raise_for_status()
+                    return await answer.json()
+
+            async def ask(*messages: dict[str, Any]) -> dict[str, Any]:
+                body = {"messages": messages, "max_tokens": 12, "return_token_ids": True}
+                said.append(await post("/v1/chat/completions", body))
+                reply: dict[str, Any] = said[-1]["choices"][0]["message"]
+                return reply
+
+            said: list[dict[str, Any]] = []
+            question, more, other = ({"role": "user", "content": text} for text in ("1+2=?", "7", "8-9"))
+            first = await ask(question)
+            prompt, made = said[0]["prompt_token_ids"], said[0]["choices"][0]["token_ids"]
+            async with asyncio.TaskGroup() as tasks:
+                tasks.create_task(ask(question, first, more))
+                for _ in range(2):
+                    tasks.create_task(ask(question, first, other))
+                within = {"input_ids": [*prompt, *made[:-1]], "sampling_params": {"max_new_tokens": 12}}
+                tasks.create_task(post("/generate", within))
+                edited = {"role": "assistant", "content": f"{first['content']}0"}
+                tasks.create_task(ask(question, edited, more))
+            summary = {"role": "system", "content": "+".join(str(len(one)) for one in said)}
+            compacted = await ask(summary, question)
+            await ask(summary, question, compacted, {"role": "tool", "content": ""})
+        return Outcome(reward=float(len(made)))
 
 
 def with_template(checkpoint: Path) -> Path:

@@ -22,9 +22,10 @@ from configs.schema.engine import EngineConfig
 from models.tiny import make_tiny_checkpoint
 from stages.agents.stage import AgentsStage
 from stages.messages import RolloutSlice, Sample
+from stages.options import GenerateOptions
 from tests.engine_record import Made, recording
-from tests.identity import Checked, check_identity
-from tests.stages.agents.talks import EOS, STOPS, TALK, with_template
+from tests.identity import Checked, check_identity, check_once
+from tests.stages.agents.talks import EOS, STOPS, TALK, WANDERER, with_template
 from tests.stages.engine_rig import World, generating, tensors_of
 from tests.stages.stage_rig import make_context, make_group, running
 from tests.stages.test_generate_numerics import freeze_after
@@ -50,10 +51,11 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
 
 @asynccontextmanager
 async def talking(
-    tmp_path: Path, checkpoints: list[Path], *, rollout: dict[str, Any] | None = None, **options: Any
+    tmp_path: Path, checkpoints: list[Path], *, path: str = TALK, **options: Any
 ) -> AsyncIterator[tuple[World, AgentsStage]]:
     """Generate and agents stage with version 0 in the engines."""
     (tmp_path / "bare").mkdir()
+    limits = {"max_context": SHAPE["max_position_embeddings"], "vocab_size": 32}
     options = {
         "engine": ENGINE,
         "model": checkpoints[0],
@@ -61,14 +63,15 @@ async def talking(
         "inlets": {"return": ("generate.return", RolloutSlice)},
         "outlets": {"loop.agents": ("agents", RolloutSlice)},
         "loops": ("agents=stages.agents.stage:AgentsStage",),
-        "options": {"max_context": SHAPE["max_position_embeddings"]},
+        "options": limits,
         "train": {"hf_checkpoint": str(checkpoints[0])},
-        "environment": [{"name": "talk", "path": TALK, "memory_gb": 0, "workers": 2}],
-        "rollout": {"rollout_max_response_len": 150, "rollout_stop_token_ids": STOPS, **(rollout or {})},
+        "environment": [{"name": "talk", "path": path, "memory_gb": 0, "workers": 2}],
+        "rollout": {"rollout_max_response_len": 150, "rollout_stop_token_ids": STOPS},
         **options,
     }
     async with generating(tmp_path, **options) as world:
-        agents = AgentsStage(make_context(world.stage.config, replica="agents-0"))
+        context = make_context(world.stage.config, built_in=GenerateOptions(**limits), replica="agents-0")
+        agents = AgentsStage(context)
         ports = await world.rig.ports({"in": "agents"}, {"out": "generate.return"}, replica="agents-0")
         async with running(agents, ports):
             await world.ready()
@@ -138,7 +141,7 @@ async def test_an_engine_and_a_worker_lost_in_mid_conversation(
         frozen, _ = freeze_after(world.engines[0], (20, 100_000), asyncio.get_running_loop())
         await ask(world, 4, 4)
         await frozen.wait()
-        [hosting] = [host.hosting for host in agents._hosts.values()]
+        [hosting] = agents._hostings
         pid = hosting._workers[0].pid
         assert pid is not None
         os.kill(pid, signal.SIGKILL)
@@ -153,3 +156,30 @@ async def test_an_engine_and_a_worker_lost_in_mid_conversation(
     looks = check_all(samples, made, checkpoints, keeps_cache=True)
     assert sum(look.boundaries for look in looks) > 0
     assert any(sample.model_versions[0] == 0 and sample.model_versions[-1] == 1 for sample in samples)
+
+
+@pytest.mark.parametrize("mode", ["abort", "in_place"])
+async def test_an_agent_with_branches_edits_and_compaction(
+    mode: str, tmp_path: Path, checkpoints: list[Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Through the gateway, with updates in the middle: each answer is trained, once, in the sequence that has it."""
+    made = recording(monkeypatch)
+    async with talking(tmp_path, checkpoints, path=WANDERER, pause_mode=mode) as (world, _):
+        frozen = freeze_after(world.engines[0], (6, 16), asyncio.get_running_loop())
+        await ask(world, 2, 3)
+        for version, event in enumerate(frozen, start=1):
+            await event.wait()
+            world.weights.publish(version)
+        slices: list[RolloutSlice] = []
+        while len(slices) < 6:
+            slices.append(await world.answer())
+    published = dict(enumerate(checkpoints))
+    looks = [check_identity(slice_.samples, made, published, keeps_cache=mode == "in_place") for slice_ in slices]
+    check_once([answer for look in looks for answer in look.answers], made)
+    assert sum(len(look.answers) for look in looks) == len([one for one in made if one.ids]), "every answer is trained"
+    assert sum(look.boundaries for look in looks) > 0
+    for slice_ in slices:
+        branched = [part.prefix.length for part in slice_.samples if part.prefix is not None]
+        # The edited reply and the compacted context share no token that was sampled, so that they begin anew.
+        assert len(slice_.samples) >= 5
+        assert len(branched) >= 2
