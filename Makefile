@@ -12,7 +12,11 @@ SGLANG_PIP := $(SGLANG_PYTHON) -m pip install --quiet --disable-pip-version-chec
 SGLANG_ENV ?= $(if $(shell command -v nvidia-smi 2>/dev/null),gpu,cpu)
 LAUNCH := models/engines/launch
 
-.PHONY: install quickstart sglang-env test test-fast test-full full lint types bench chaos clean
+# openai-agents, with its own versions of what others need too. Tests that want it are skipped where it does not install.
+AGENTS_VENV := .venv-agents
+AGENTS_LIST := stages/agents/packs/requirements-openai-agents.txt
+
+.PHONY: install quickstart sglang-env agents-env test test-fast test-full full lint types bench chaos clean
 
 install: $(STAMP)
 
@@ -46,6 +50,14 @@ $(SGLANG_VENV)/.installed-gpu: $(LAUNCH)/requirements-gpu.txt
 	@$(SGLANG_PYTHON) -m models.engines.launch.remember $(SGLANG_PYTHON)
 	@rm -f $(SGLANG_VENV)/.installed-* && touch $@
 
+agents-env: $(AGENTS_VENV)/.installed
+
+$(AGENTS_VENV)/.installed: $(AGENTS_LIST)
+	@test -x $(AGENTS_VENV)/bin/python || $(PYTHON) -m venv $(AGENTS_VENV)
+	@echo '*' >$(AGENTS_VENV)/.gitignore
+	@$(AGENTS_VENV)/bin/python -m pip install --quiet --disable-pip-version-check --no-compile --prefer-binary --no-deps -r $< \
+		&& touch $@ || echo "openai-agents cannot be installed here; what needs it will say so"
+
 lint: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -61,13 +73,13 @@ test-fast: $(STAMP)
 PYTEST_SLOW := $(BIN)/python -m pytest -q -n 3 --dist loadgroup --durations=20
 
 # Fast suite first, then what starts processes and trains: 12 minutes on two quiet cores at the most.
-test: lint types test-fast sglang-env
+test: lint types test-fast sglang-env agents-env
 	$(PYTEST_SLOW) -m "slow and not full"
 
 # Then the same on more cases, and the benchmarks' short forms.
 test-full: test full
 
-full: $(STAMP) sglang-env
+full: $(STAMP) sglang-env agents-env
 	$(PYTEST_SLOW) -m full
 
 # Kills at random moments, and what an oracle says of them: make chaos KILLS=100 SEED=7

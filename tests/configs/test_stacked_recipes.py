@@ -15,7 +15,7 @@ from configs.rules.validate import checked
 from configs.schema import Config
 
 ENVIRONMENTS = ("guess_number", "multi_agent", "python_tool", "reasoning_gym", "search")
-PROBLEMS = ("gsm8k", "quickstart", "tools", "toy", *ENVIRONMENTS)
+PROBLEMS = ("agent_openai", "gsm8k", "quickstart", "tools", "toy", *ENVIRONMENTS)
 ALGORITHMS = tuple(name for name in recipe_names() if name not in PROBLEMS)
 # What a recipe of an algorithm never says: it belongs to a model, its data, or the length of a run.
 FOREIGN = ("data.", "warm_start.", "eval.", "checkpoint.", "observe.", "model.", "parallel.", "train.hf_checkpoint",

@@ -31,6 +31,7 @@ FOREIGN = {
     "megatron",
     "out",
 }
+FOREIGN |= {"system-prompt", "output-format"}
 FOREIGN |= {"step", "group", "reward", "failed", "untrained"}
 # Written on purpose as mistakes, or as a value that looks like a flag.
 WRONG = {"rollout-batch-sise", "rollout-batch", "end", *SLIME}

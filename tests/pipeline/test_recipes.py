@@ -26,7 +26,7 @@ SMALL = [
 ]  # fmt: skip
 # An environment that rewards by itself rewards nothing of what an untrained model does, so every group has to count.
 PACKS = ("multi_agent", "python_tool", "reasoning_gym", "search")
-NEEDS = {"reasoning_gym": "reasoning_gym", "search": "bm25s"}
+NEEDS = {"agent_openai": "openai", "reasoning_gym": "reasoning_gym", "search": "bm25s"}
 
 
 def test_all_recipes_but_those_that_need_a_download_are_run_here() -> None:
@@ -35,7 +35,7 @@ def test_all_recipes_but_those_that_need_a_download_are_run_here() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "recipe", [pytest.param(name, marks=pytest.mark.full if name in PACKS else []) for name in ARITHMETIC]
+    "recipe", [pytest.param(name, marks=pytest.mark.full if name in (*PACKS, *NEEDS) else []) for name in ARITHMETIC]
 )
 def test_recipe(recipe: str, tmp_path: Path) -> None:
     if recipe in NEEDS and find_spec(NEEDS[recipe]) is None:

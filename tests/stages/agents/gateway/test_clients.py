@@ -1,22 +1,19 @@
 """Real clients, unmodified, in an environment of their own: whoever has them installed there sees them work.
 
-The interpreters of SLUICE_CLIENTS (paths, separated by colons) and this one are looked at; the packages of the clients
-refuse each other, so that they need several environments.
+The packages of the clients refuse each other, so that they need several environments: see tests/agent_clients.py.
 """
 
 from __future__ import annotations
 
 import asyncio
-import functools
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.agent_clients import interpreter
 from tests.stages.agents.gateway.gateway_rig import Rig, log_prob, opened
 
 SCRIPT = Path(__file__).parent / "clients.py"
@@ -53,16 +50,6 @@ def policy(prompt: str) -> str:
 def patience(monkeypatch: pytest.MonkeyPatch) -> None:
     """Some clients take long to be imported."""
     monkeypatch.setattr("tests.stages.stage_rig.LIMIT_S", 300.0)
-
-
-@functools.cache
-def interpreter(module: str) -> str:
-    """One that has the module; skips the test where there is none."""
-    for python in (sys.executable, *filter(None, os.environ.get("SLUICE_CLIENTS", "").split(":"))):
-        look = f"import importlib.util, sys; sys.exit(importlib.util.find_spec({module!r}) is None)"
-        if subprocess.run([python, "-P", "-c", look], check=False).returncode == 0:
-            return python
-    pytest.skip(f"no interpreter has {module}; install it, and name its interpreter in SLUICE_CLIENTS")
 
 
 async def run(client: str, module: str, rig: Rig, **environment: str) -> Any:
