@@ -22,6 +22,7 @@ ADDRESS: Final = "engine/"
 DIRECTORY: Final = "directory/"
 RETRACTED: Final = "retracted/"  # topic `retracted/<client>`: how often its requests were retracted, as a number
 ASKED: Final = "/asked_s"  # end of the figure in which a client tells how long an engine's oldest request is under way
+SLOW: Final = "slow/"  # topic `slow/<engine>`: a `Complaint` for the user alone, that an answer came at a crawl
 KEYS: Final = (ADDRESS, DIRECTORY)  # what to wait for: an entry begins and ceases to count with its address
 POLICY: Final = "policy"  # the policy that the run trains; every frozen model has its own name
 

@@ -7,14 +7,21 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
+import math
+import random
 import threading
-from collections.abc import Awaitable, Callable, Iterator
+from collections import Counter
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any, Final
 
 import aiohttp
+import msgspec
 from aiohttp import web
 
 from configs.schema.engine import EngineConfig
+from models.engines.protocol import GenerateRequest
 from models.engines.serve import EngineServer
 
 Handler = Callable[[web.Request, bytes], Awaitable[web.StreamResponse | None]]
@@ -89,3 +96,167 @@ async def never(request: web.Request, body: bytes) -> web.StreamResponse | None:
     """No answer at all."""
     await asyncio.sleep(3600)
     return None
+
+
+# ---------------------------------------------------------------------- lies
+
+MARK: Final = -0.123456789  # the log-prob of every token that is a lie: no engine makes the same number all the time
+_NESTED: Final = b"[" * 200_000 + b"]" * 200_000
+Answer = dict[str, Any]
+
+
+def _entries(ids: Sequence[int]) -> list[list[Any]]:
+    return [[MARK, token, None] for token in ids]
+
+
+def _longer(answer: Answer, ask: GenerateRequest, label: str) -> None:
+    answer["output_ids"] = [1] * (_budget(ask) + 50)
+    answer["meta_info"]["output_token_logprobs"] = _entries(answer["output_ids"])
+    answer["meta_info"]["weight_versions"][0]["end"] = len(answer["output_ids"])
+
+
+def _ids(bad: int) -> Lie:
+    def spoil(answer: Answer, ask: GenerateRequest, label: str) -> None:
+        answer["output_ids"][-1] = bad
+        answer["meta_info"]["output_token_logprobs"] = _entries(answer["output_ids"])
+
+    return spoil
+
+
+def _log_prob(bad: float | None) -> Lie:
+    def spoil(answer: Answer, ask: GenerateRequest, label: str) -> None:
+        answer["meta_info"]["output_token_logprobs"][-1][0] = bad
+
+    return spoil
+
+
+def _version(change: Callable[[str], str]) -> Lie:
+    def spoil(answer: Answer, ask: GenerateRequest, label: str) -> None:
+        answer["meta_info"]["weight_versions"][0]["version"] = change(label)
+
+    return spoil
+
+
+def _moved(by: int) -> Callable[[str], str]:
+    def change(label: str) -> str:
+        epoch, _, version = label.partition(".")
+        return f"{epoch}.{int(version) + by}" if int(version) + by >= 0 else f"{epoch}.-1"
+
+    return change
+
+
+def _fewer_log_probs(answer: Answer, ask: GenerateRequest, label: str) -> None:
+    del answer["meta_info"]["output_token_logprobs"][-1]
+
+
+def _gap(answer: Answer, ask: GenerateRequest, label: str) -> None:
+    answer["meta_info"]["weight_versions"][0]["end"] -= 1
+
+
+Lie = Callable[[Answer, GenerateRequest, str], None]
+# What is wrong with an answer that has the right form.
+LIES: Final[dict[str, Lie]] = {
+    "longer": _longer,
+    "fewer log-probs": _fewer_log_probs,
+    "nan": _log_prob(math.nan),
+    "no log-prob": _log_prob(None),
+    "impossible log-prob": _log_prob(2.0),
+    "beyond the vocabulary": _ids(1 << 20),
+    "negative": _ids(-3),
+    "beyond 32 bits": _ids((1 << 32) + 5),
+    "future": _version(_moved(1000)),
+    # By one, it may be true: what an engine had when it was asked is known to a client only after it has happened.
+    "past": _version(_moved(-8)),
+    "another run": _version(lambda label: f"77.{label.partition('.')[2]}"),
+    "no version": _version(lambda label: "banana"),
+    "gap": _gap,
+}
+# What has no form at all, or never comes to an end.
+NOISE: Final = (
+    "html", "500", "503", "404", "nested", "not utf-8", "broken", "endless", "endless events", "drip", "silent",
+)  # fmt: skip
+
+
+class Liar(SpoiltEngine):
+    """Each answer to /generate is a lie; `told` counts the kinds, each of which has its turn before one comes again.
+    Nothing of what it says may be used."""
+
+    def __init__(self, config: EngineConfig, model: Path | str, *, seed: int, kinds: Sequence[str] = ()) -> None:
+        super().__init__(config, model, {"/generate": self._lie})
+        self.told: Counter[str] = Counter()
+        self._kinds = kinds or (*LIES, *NOISE)
+        self._random = random.Random(seed)
+        self._deck: list[str] = []
+
+    async def _lie(self, request: web.Request, body: bytes) -> web.StreamResponse | None:
+        ask = msgspec.json.decode(body, type=GenerateRequest)
+        self._deck = self._deck or self._random.sample(self._kinds, len(self._kinds))
+        kind = self._deck.pop()
+        self.told[kind] += 1
+        if kind.isdigit():
+            return web.json_response({"error": {"message": "out of order"}}, status=int(kind))
+        if kind == "silent":
+            return await never(request, body)
+        response = web.StreamResponse(headers={"Content-Type": "text/html" if kind == "html" else "text/event-stream"})
+        with contextlib.suppress(ConnectionError):  # the client has had enough
+            await response.prepare(request)
+            if kind in LIES:
+                async with self._session.get(f"{self.server.url}/model_info") as info:
+                    label = (await info.json())["weight_version"]
+                await response.write(self._whole(ask, label, LIES[kind]))
+            else:
+                await self._noise(kind, request, response, ask)
+            await response.write_eof()
+        return response
+
+    def _whole(self, ask: GenerateRequest, label: str, lie: Lie) -> bytes:
+        """The whole answer, right but for what the lie does to one of its members."""
+        answers = []
+        for index in range(ask.samples):
+            ids = [1] * min(3, _budget(ask))
+            meta = {
+                "id": ask.rid, "finish_reason": {"type": "stop"}, "completion_tokens": len(ids),
+                "weight_version": label,
+                "output_token_logprobs": _entries(ids),
+                "weight_versions": [{"version": label, "start": 0, "end": len(ids)}],
+            }  # fmt: skip
+            answers.append({"index": index, "text": "", "output_ids": ids, "meta_info": meta})
+            lie(answers[-1], ask, label)
+        if ask.stream:
+            return b"".join(_event(answer) for answer in answers) + b"data: [DONE]\n\n"
+        return json.dumps(answers if ask.samples > 1 else answers[0]).encode()
+
+    async def _noise(self, kind: str, request: web.Request, response: web.StreamResponse, ask: GenerateRequest) -> None:
+        nothing = _event({"index": 0, "output_ids": [], "meta_info": {"id": ask.rid, "completion_tokens": 0}})
+        head = b"data: " if ask.stream else b""
+        match kind:
+            case "html":
+                await response.write(b"<html><body>502 Bad Gateway</body></html>\n")
+            case "nested":
+                await response.write(head + b'{"meta_info":{"id":"r","x":' + _NESTED + b"}}\n\n")
+            case "not utf-8":
+                await response.write(head + b'{"text":"\xff\xfe"}\n\n')
+            case "broken":
+                await response.write(b'data: {"index":0,"output_ids":[1,1,')
+                if request.transport is not None:
+                    request.transport.close()
+            case "endless":
+                while True:
+                    await response.write(b" " * 65536)
+            case "endless events":
+                while True:
+                    await response.write(nothing * 64)
+            case "drip":
+                while True:
+                    await response.write(b" ")
+                    await asyncio.sleep(0.2)
+
+
+def _budget(ask: GenerateRequest) -> int:
+    params = ask.sampling_params
+    assert not isinstance(params, list)
+    return params.max_new_tokens or 0
+
+
+def _event(answer: Answer) -> bytes:
+    return b"data: " + json.dumps(answer).encode() + b"\n\n"

@@ -67,6 +67,14 @@ class RolloutConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
     ] = 1800.0
     server_concurrency: Annotated[int, Meta(ge=1, description="most samples in flight per engine")] = 512
     request_timeout_secs: Annotated[float, Meta(gt=0, description="deadline of one engine request, seconds")] = 600.0
+    min_tokens_per_sec: Annotated[
+        float,
+        Meta(
+            ge=0,
+            description="of an answer; one that has brought fewer when its deadline passes is lost, and counts as a "
+            "retry (0: one token is enough to be asked again for the rest)",
+        ),
+    ] = 0.1
     sample_deadline_secs: Annotated[
         Annotated[float, Meta(gt=0)] | None,
         Meta(description="seconds of generation after which a rollout is stopped and kept as truncated; default: none"),

@@ -265,8 +265,9 @@ class PartialOutputs:
         self.chunks += 1
         if self._limits is not None and self.chunks > self._limits.chunks:
             raise StreamBroken(f"the stream has brought {self.chunks} chunks for {self.tokens} tokens, and no end")
-        if self._limits is not None and self._limits.tokens is not None and sample.tokens > self._limits.tokens:
-            raise StreamBroken(f"a response has {sample.tokens} new tokens, and {self._limits.tokens} were allowed")
+        count = max(sample.tokens, _count(head.output_ids))  # a chunk may hold more than it counts
+        if self._limits is not None and self._limits.tokens is not None and count > self._limits.tokens:
+            raise StreamBroken(f"a response has {count} new tokens, and {self._limits.tokens} were allowed")
         if self._grew is not None and (news := sample.news()):
             if self._limits is not None and self._limits.log_probs:
                 self._limits.check_entries(f"response {head.meta_info.id[:80]!r}", news)

@@ -11,7 +11,9 @@ from pipeline.observe.table import open_display
 from pipeline.observe.waits import Waits
 from pipeline.record.recorder import Recorder
 from pipeline.supervise.announce import read_fleet
-from stages.engine_entries import addresses
+from stages.engine_entries import SLOW, addresses
+from stages.messages import Complaint
+from stages.ports import read_value
 from stages.prompts.stage import PromptStage
 from transport import Hub
 
@@ -25,6 +27,7 @@ class Monitor:
         self.stage, self.recorder, self.hubs, self.waits, self.topic = stage, recorder, hubs, waits, waits.topic
         observe = recorder.config.observe
         self.display = open_display(observe.live, log_interval=observe.log_interval)
+        self._slow: set[tuple[str, int]] = set()
         self._engines: dict[str, str | None] = {}  # every engine seen, with its address while it has one
 
     def __enter__(self) -> Monitor:
@@ -51,6 +54,7 @@ class Monitor:
         self.display.update(self.recorder.view.snapshot(time.monotonic()))
         self._watch_engines()
         self._watch_progress()
+        self._name_slow_engines()
         for line in self.recorder.outages.look(self.topic):
             self.recorder.say(line)
 
@@ -74,6 +78,14 @@ class Monitor:
         said = self.recorder.stalls.look(now, done, moved, lambda quiet_s: self.waits.sentence(now, quiet_s))
         if said is not None:
             self.recorder.say(said)
+
+    def _name_slow_engines(self) -> None:
+        """Say once of each incarnation of an engine that an answer of it came at a crawl, or not at all."""
+        for key in self.topic.items(SLOW):
+            slow = read_value(self.topic, key, Complaint)
+            if slow is not None and (about := (slow.engine, slow.incarnation)) not in self._slow:
+                self._slow.add(about)
+                self.recorder.say(f"{slow.engine}: {slow.reason}; the request is sent again, to another engine if any")
 
     def _watch_engines(self) -> None:
         """An engine keeps its place when its address goes: it is lost, not gone."""

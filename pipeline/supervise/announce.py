@@ -109,7 +109,7 @@ class Announcer:
         self.recorder.say(f"{name}: {url} is lost after {why}; {what}")
 
     def _drop_engine(self, name: str) -> None:
-        for kind in ("engine", "directory", "device", "complaint"):
+        for kind in ("engine", "directory", "device", "complaint", "slow"):
             self.topic.drop(f"{kind}/{name}")
 
     def _drop_router(self) -> None:

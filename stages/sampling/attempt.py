@@ -48,11 +48,14 @@ class Attempt:
     grew: Callable[[int, Chunk], None] | None = None  # told of tokens as they come, by the member's place
     error: Exception | None = None
     refused: Exception | None = None  # what was wrong with a member's answer, if anything was
+    out_of_time: bool = False  # the caller's time was over, not the request's
+    least_per_s: float = 0.0  # tokens of a member, for an answer that takes too long to be worth going on with
     reused: int = 0  # tokens saved of a request that was lost
     retractions: int = 0
     _release: Callable[[], None] = lambda: None
     _started: float = 0.0
     _sent: Sent = UNCHECKED
+    _newest: Callable[[], int | None] = lambda: None
     _stopped: bool = False  # by us, at the deadline
     _open: dict[int, SampleResult] = field(init=False)
 
@@ -63,6 +66,12 @@ class Attempt:
     def left(self) -> dict[int, SampleResult]:
         """Members that have not ended, with what is kept of them."""
         return self._open
+
+    @property
+    def crawled(self) -> bool:
+        """The request took too long and brought next to nothing. An answer that drips a token a minute would otherwise
+        be waited for as long as it has tokens to come."""
+        return isinstance(self.error, EngineTimeout) and self.reused < max(1.0, self.least_per_s * self._spent_s)
 
     def end_all(self, finish: Finish, reason: str = "") -> None:
         """Give every member that is left back as it is."""
@@ -91,7 +100,8 @@ class Attempt:
         """
         self._started, self._release = time.perf_counter(), route.release
         limits = AnswerLimits.of(wire, route.client.limits.vocab_size)
-        self._sent = Sent(limits, route.label, route.generation)
+        self._newest = route.newest
+        self._sent = Sent(limits, route.label, route.generation, route.oldest)
         partial = PartialOutputs(route.label, self._land, self.grew and self._grow) if streamed else None
         outputs: list[GenerateOutput] | None = None
         async with asyncio.TaskGroup() as tasks:
@@ -104,6 +114,7 @@ class Attempt:
                     outputs = await route.client.generate(wire, partial=partial, headers=route.headers)
             except TimeoutError:
                 self.error = EngineTimeout(route.client.base_url, self.request.deadline_s or 0.0)
+                self.out_of_time = True
             except (EngineError, ValueError) as error:
                 self.error = error
             finally:
@@ -144,7 +155,7 @@ class Attempt:
         if place not in self._open:
             return  # the end of the stream tells again of those that ended before
         had = self._open[place]
-        result = extended(self.request, had, output, self._spent_s, self._sent)
+        result = extended(self.request, had, output, self._spent_s, self._known)
         if result.error is not None:
             self.refused = result.error
         if result.finish == "aborted" and self._stopped:
@@ -168,7 +179,7 @@ class Attempt:
                 continue
             if not self._stopped and not self.keeps_partial:
                 output = None
-            kept = with_saved(self.request, had, output, self._spent_s, self._sent, lost=not self._stopped)
+            kept = with_saved(self.request, had, output, self._spent_s, self._known, lost=not self._stopped)
             self.reused += kept.reused_tokens - had.reused_tokens
             self._open[place] = kept
             if kept.finish == "failed":
@@ -179,6 +190,11 @@ class Attempt:
         del self._open[place]
         self._release()
         self.ended(place, result)
+
+    @property
+    def _known(self) -> Sent:
+        """What the answer is checked by, now that it is there."""
+        return replace(self._sent, newest=self._newest())
 
     @property
     def _spent_s(self) -> float:

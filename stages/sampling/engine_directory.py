@@ -25,11 +25,12 @@ from models.engines.client import EngineClient
 from models.engines.limits import RequestLimits
 from stages.engine_entries import ADDRESS, DIRECTORY, POLICY, entries
 from stages.engines.colocation import KEY, trainers_turn
-from stages.messages import EngineEntry, RouterAddress, RouterState
+from stages.messages import EngineEntry, RouterAddress, RouterState, WeightsAnnouncement
 from stages.ports import Topic, read_value
 from stages.sampling.slots import Slots
 
 ROUTER: Final = "router"
+WEIGHTS: Final = "weights"
 UNBOUNDED: Final = 1 << 30
 PROBE_S: Final = 3.0  # for a look at an engine's health before a lost request goes there
 LOOK_S: Final = 1.0  # between looks while no engine answers
@@ -110,6 +111,7 @@ class Target:
         self.health = CachedHealth(self.client)
         self.suspected = False  # a request was lost there, and it has not answered since
         self.refused_in_a_row = 0  # answers in a row that were refused
+        self.crawled = False  # an answer came too slowly to be waited for
         self.avoided_until = 0.0  # by the monotonic clock: asked only if there is no other
 
     @property
@@ -145,7 +147,9 @@ class EngineDirectory:
         self.router: Target | None = None
         self.state: RouterState | None = None
         self.draining = False
+        self.published: int | None = None  # version of the newest weights
         self.trainers_turn = False  # the engines stand still until the trainer has done its batch
+        self.turn_s = -math.inf  # when the last such time was seen, by the monotonic clock
         self._replicas = replicas
         self._changed = asyncio.Event()
 
@@ -153,7 +157,7 @@ class EngineDirectory:
         """Waits for the topic; runs until cancelled."""
         revision = 0
         while True:
-            revision = await topic.wait(revision, ADDRESS, DIRECTORY, KEY, ROUTER, "drain", "scale/")
+            revision = await topic.wait(revision, ADDRESS, DIRECTORY, KEY, ROUTER, WEIGHTS, "drain", "scale/")
             await self._update(topic)
             self.notify()
 
@@ -195,10 +199,19 @@ class EngineDirectory:
         now = time.monotonic()
         return {t.name: now - min(f.began_s for f in t.flights) for t in targets if t.flights}
 
+    def oldest(self, targets: Iterable[Target]) -> int:
+        """The lowest version that any of these engines can have now: an entry names newer weights after they are there.
+        -1 if that is not known."""
+        return min((target.entry.version for target in targets if target.entry is not None), default=-1)
+
     async def _update(self, topic: Topic) -> None:
         """Take what the topic says now."""
+        announced = read_value(topic, WEIGHTS, WeightsAnnouncement)
+        self.published = None if announced is None else announced.version
         self.draining = topic.get("drain") is not None
-        self.trainers_turn = trainers_turn(topic)
+        turn, self.trainers_turn = self.trainers_turn, trainers_turn(topic)
+        if turn or self.trainers_turn:
+            self.turn_s = time.monotonic()
         if self.stage and (scaled := topic.get(f"scale/{self.stage}")) is not None:
             self._replicas = max(1, int(scaled))
         found = entries(topic)

@@ -95,11 +95,10 @@ class PartialRollouts:
             def take(_: int, result: SampleResult, ended: list[SampleResult] = ended) -> None:
                 ended.append(result)
 
-            had = len(result.token_ids)
             attempt = await self._sender.ask(call, index, [result], take)
             if attempt.error is not None and not ended:
                 [result] = attempt.left.values()
-                progress = len(result.token_ids) > had
+                progress = not attempt.crawled
                 if not await self._sender.survives(call.request, call.losses, attempt.error, progress=progress):
                     ended.append(failed(result, attempt.error))
             elif goes_on(ended[0]):

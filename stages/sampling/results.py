@@ -78,6 +78,8 @@ class Sent(Struct, frozen=True):
     limits: AnswerLimits | None = None
     met: str | None = None  # the weights that the engine had, if that is certain
     generation: str = ""  # of the weights of this run, "" before any
+    oldest: int = -1  # version that the engine had at least
+    newest: int | None = None  # version that it can have now at most, if that is known
 
     def version(self, label: str) -> int:
         """Raises VersionLabelError for weights that the engine cannot have made tokens with."""
@@ -89,6 +91,10 @@ class Sent(Struct, frozen=True):
             )
         if self.met is not None and version < label_version(self.met):
             raise VersionLabelError(f"weights {label!r} are older than {self.met}, which the engine had when asked")
+        if version < self.oldest:
+            raise VersionLabelError(f"weights {label!r} are older than version {self.oldest}, which it had when asked")
+        if self.newest is not None and version > self.newest:
+            raise VersionLabelError(f"weights {label!r} are newer than any that were published (up to {self.newest})")
         return version
 
 

@@ -17,7 +17,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Final
@@ -27,7 +27,7 @@ from msgspec import Struct
 from configs.schema import Config
 from configs.schema.router import router_kind
 from models.engines.client import EngineClient
-from models.engines.errors import EngineError, EngineUnreachable, RequestNotSent
+from models.engines.errors import EngineError, EngineTimeout, EngineUnreachable, RequestNotSent
 from models.engines.launch.routing import policy_of
 from models.engines.protocol import GenerateRequest
 from models.engines.router_api import ROUTING_KEY_HEADER, lost_fields
@@ -39,6 +39,7 @@ from stages.sampling.slots import FIRST_COME
 
 REFUSED_LIMIT: Final = 8  # refused answers in a row, after which an engine is to be started anew
 LONGEST_AVOIDED_S: Final = 30.0
+UNHEARD: Final = 8  # publications that a client which had no time for the topic may be behind the engines
 ENGINE_WAIT_S: Final = 120.0  # how long a request without a deadline waits for any engine to come (back) up
 
 
@@ -68,6 +69,8 @@ class Route:
     held: int  # slots
     headers: Mapping[str, str] | None = None
     generation: str = ""  # of the weights of this run, "" before an engine has any
+    oldest: int = -1  # version that every engine has that may get it
+    newest: Callable[[], int | None] = lambda: None  # version that an engine can have at most, when it is called
     flight: InFlightRequest = field(default_factory=InFlightRequest)
 
     @property
@@ -133,7 +136,9 @@ class Routes:
             return None
         target.refused_in_a_row += 1
         target.avoided_until = time.monotonic() + min(0.5 * 2**target.refused_in_a_row, LONGEST_AVOIDED_S)
-        if target.refused_in_a_row % REFUSED_LIMIT or target.entry is None:
+        # Answers that are late come together where an engine has more work than it can do: no reason to end it.
+        late = isinstance(fault, EngineTimeout)
+        if late or target.refused_in_a_row % REFUSED_LIMIT or target.entry is None:
             return None
         return Complaint(
             target.name, target.incarnation, f"{target.refused_in_a_row} answers in a row were refused: {fault}"[:500]
@@ -156,6 +161,8 @@ class Routes:
                 # weights change; a client that has not heard of it yet names old weights for a moment, as does every
                 # request that is in flight while they change.
                 route.label, route.generation = self._label(target), self.directory.generation
+                if need.policy == POLICY:
+                    route.oldest, route.newest = self.directory.oldest(self._behind(target)), self._newest
                 if target.name == ROUTER and self.ranking.policy == "session":
                     route.headers = {ROUTING_KEY_HEADER: need.key}
                 return route
@@ -256,7 +263,17 @@ class Routes:
 
     def _label(self, target: Target) -> str | None:
         """The weights that a request sent there now will meet."""
-        return self.directory.settled(self.directory.serving() if target.name == ROUTER else [target])
+        return self.directory.settled(self._behind(target))
+
+    def _behind(self, target: Target) -> list[Target]:
+        """The engines that may get a request sent there."""
+        return self.directory.serving() if target.name == ROUTER else [target]
+
+    def _newest(self) -> int | None:
+        """An engine may know of publications before this client does. A lie within this is found by the trainer, which
+        knows for certain."""
+        published = self.directory.published
+        return None if published is None else published + UNHEARD * self.config.asynchrony.update_weights_interval
 
 
 def _misgiving(target: Target, need: RouteRequest) -> tuple[bool, bool, bool]:

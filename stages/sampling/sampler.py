@@ -26,7 +26,7 @@ from configs.schema import Config
 from models.engines.errors import EngineError, EngineProtocolError, EngineTimeout, EngineUnreachable
 from models.engines.noise import sample_seed
 from models.engines.protocol import GenerateRequest
-from stages.engine_entries import ASKED, POLICY, RETRACTED
+from stages.engine_entries import ASKED, POLICY, RETRACTED, SLOW
 from stages.messages import Complaint
 from stages.ports import Topic
 from stages.sampling.attempt import Attempt
@@ -98,7 +98,7 @@ class Sampler:
         # from a client that was started anew or from another run on the same engines.
         self._origin = f"{replica}-{uuid.uuid4().hex[:8]}"
         self._serial = itertools.count()
-        self._complaints: list[Complaint] = []  # for the supervisor, about engines whose answers are refused
+        self._complaints: dict[str, Complaint] = {}  # of engines whose answers are refused or crawl, by topic key
         sglang = config.engine.engine == "sglang"
         # Tokens as they are made, so that they survive their engine. Ours would pay too much for it on a CPU: they tell
         # of a member when it has ended, and only to requests of several is that worth a stream.
@@ -203,7 +203,8 @@ class Sampler:
         """One request for members that have the same tokens so far, the first of them `index`. `ended` is told of each
         that ends; the others are in the attempt, with its error."""
         request, tell = call.request, call.tell
-        attempt = Attempt(request, list(results), ended, self.rollout.partial_rollout or tell is not None)
+        keeps = self.rollout.partial_rollout or tell is not None
+        attempt = Attempt(request, list(results), ended, keeps, least_per_s=self.rollout.min_tokens_per_sec)
         if tell is not None:
             attempt.grew = lambda place, chunk: tell(index + place, chunk)
         first = results[0]
@@ -288,8 +289,17 @@ class Sampler:
         self.routes.lost(route.target)
 
     def _judge(self, route: Route, attempt: Attempt) -> None:
-        """Whether what the engine answered made sense."""
-        refused = attempt.error if isinstance(attempt.error, EngineProtocolError) else attempt.refused
+        """Whether what the engine answered made sense. Next to nothing for the whole time of a request makes none,
+        unless the engine had to stand still for the trainer, or the caller waits no longer."""
+        crawled = attempt.crawled and not attempt.out_of_time and self.directory.turn_s < route.flight.began_s
+        if crawled and not route.target.crawled:
+            route.target.crawled = True  # said once of an incarnation
+            why = (
+                f"{attempt.reused} new tokens came of a request in --request-timeout-secs {self.directory.timeout_s:g}"
+            )
+            self._complaints[f"{SLOW}{route.target.name}"] = Complaint(route.target.name, route.target.incarnation, why)
+        nonsense = crawled or isinstance(attempt.error, EngineProtocolError)
+        refused = attempt.error if nonsense else attempt.refused
         if refused is None and attempt.error is not None:
             return  # it did not answer
         if refused is not None:
@@ -297,7 +307,7 @@ class Sampler:
             log.warning("an answer of %s is refused: %s", route.target.name, refused)
         complaint = self.routes.answered(route.target, refused)
         if complaint is not None:
-            self._complaints.append(complaint)
+            self._complaints[f"complaint/{complaint.engine}"] = complaint
 
     async def survives(
         self, request: SampleRequest | ScoreRequest, losses: Losses, error: Exception, *, progress: bool
@@ -342,8 +352,8 @@ class Sampler:
                 told = self.retractions
                 await topic.publish(f"{RETRACTED}{self.replica}", str(told).encode())
             while self._complaints:
-                complaint = self._complaints.pop()
-                await topic.publish(f"complaint/{complaint.engine}", msgspec.msgpack.encode(complaint))
+                key, complaint = self._complaints.popitem()
+                await topic.publish(key, msgspec.msgpack.encode(complaint))
 
 
 def worth_a_stream(request: SampleRequest) -> bool:

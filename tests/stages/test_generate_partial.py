@@ -12,7 +12,9 @@ from models.engines.client import EngineClient
 from models.engines.errors import EngineTimeout
 from models.engines.noise import sample_seed
 from models.engines.protocol import GenerateOutput
-from stages.messages import Sample, VersionRun
+from stages.engine_entries import SLOW as SLOW_KEY
+from stages.messages import Complaint, Sample, VersionRun
+from stages.ports import read_value
 from tests.stages.engine_rig import (
     FAST_MS,
     LENGTH,
@@ -307,6 +309,25 @@ async def test_a_request_that_takes_too_long_goes_on_from_what_it_has(
     assert (sample.status, sample.response_length) == ("truncated", LENGTH)
     assert response_ids(sample) == written(log, [0] * len(log), sample)
     assert sample.reused_tokens == LENGTH - len(log[-1].outputs[0].output_ids)
+
+
+async def test_an_answer_at_a_crawl_ends_by_the_bound_and_its_engine_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    log = record_exchanges(monkeypatch)
+    bounds = {"request_timeout_secs": 0.4, "max_retries": 1, "min_tokens_per_sec": 1000.0}
+    crawling = simulated(100.0, length=1000)
+    async with generating(tmp_path, streamed=True, engine=crawling, rollout={**bounds}) as world:
+        await world.ready()
+        await world.ask(make_group(0, 1))
+        (sample,) = (await world.answer()).samples
+        await until(lambda: read_value(world.rig.topic, f"{SLOW_KEY}engine-0", Complaint) is not None)
+        slow = read_value(world.rig.topic, f"{SLOW_KEY}engine-0", Complaint)
+    assert len(log) == 2, "the request and one retry, whatever tokens have come"
+    assert sample.status == "failed"
+    assert "gave no answer within timeout_s=0.4" in (sample.error or "")
+    assert slow is not None
+    assert slow.reason.endswith("new tokens came of a request in --request-timeout-secs 0.4")
 
 
 async def test_an_update_before_the_loss_leaves_both_versions_named(

@@ -29,7 +29,8 @@ from tests.stages.train_rig import training
 
 ASKED = SampleRequest(SamplingParams(max_new_tokens=2), [1, 2])
 WIRE = GenerateRequest(input_ids=[1, 2], sampling_params=SamplingParams(max_new_tokens=2), return_logprob=True)
-SENT = Sent(AnswerLimits.of(WIRE, 50), met="7.3", generation="7")
+SENT = Sent(AnswerLimits.of(WIRE, 50), met="7.3", generation="7", newest=5)
+UNSETTLED = Sent(AnswerLimits.of(WIRE, 50), generation="7", oldest=2, newest=5)  # an update is under way
 
 
 def answer(ids: list[int], *labels: str) -> GenerateOutput:
@@ -49,6 +50,7 @@ def answer(ids: list[int], *labels: str) -> GenerateOutput:
         (answer([4, 5], "6.9"), "weights '6.9' are of another run; those of this run are called 7.N"),
         (answer([4, 5], "7.2"), "weights '7.2' are older than 7.3, which the engine had when asked"),
         (answer([4, 5], "7.3", "7.1"), "weights '7.1' are older than 7.3"),
+        (answer([4, 5], "7.6"), "weights '7.6' are newer than any that were published (up to 5)"),
         (answer([4, 5], "7.99999999999999"), "is not of the form generation.version"),
         (answer([4, 5], "7.²"), "is not of the form generation.version"),
         (answer([4, 5, 6], "7.3"), "has 3 new tokens, and 2 were allowed"),
@@ -65,7 +67,18 @@ def test_a_member_whose_answer_cannot_be_true_fails_and_keeps_nothing_of_it(outp
     assert (good.finish, good.token_ids) == ("stop", (4, 5))
 
 
-async def test_an_engine_that_whose_answers_are_all_refused_is_reported_to_the_supervisor(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("label", "words"), [("7.1", "older than version 2, which it had when asked"), ("7.6", "newer than any")]
+)
+def test_during_an_update_versions_have_bounds_too(label: str, words: str) -> None:
+    result = extended(ASKED, SampleResult(), answer([4, 5], label), 1.0, UNSETTLED)
+    assert (result.finish, result.token_ids) == ("failed", ())
+    assert words in str(result.error)
+    for good in ("7.2", "7.3", "7.5"):
+        assert extended(ASKED, SampleResult(), answer([4, 5], good), 1.0, UNSETTLED).finish == "stop"
+
+
+async def test_an_engine_whose_answers_are_all_refused_is_reported_to_the_supervisor(tmp_path: Path) -> None:
     async with generating(tmp_path) as world:
         await world.ready()
         await core_of(world.engines[0]).relabel("6.0")

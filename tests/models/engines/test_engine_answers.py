@@ -120,11 +120,11 @@ def event(payload: object) -> bytes:
     return b"data: " + json.dumps(payload).encode() + b"\n\n"
 
 
-def piece(ids: list[int], finish: str | None = None) -> dict[str, object]:
+def piece(ids: list[int], finish: str | None = None, count: int | None = None) -> dict[str, object]:
     meta = {
         "id": "r",
         "finish_reason": finish and {"type": finish},
-        "completion_tokens": len(ids),
+        "completion_tokens": len(ids) if count is None else count,
         "output_token_logprobs": [[-0.5, token, None] for token in ids],
     }
     return {"output_ids": ids, "meta_info": meta}
@@ -181,8 +181,9 @@ async def test_an_answer_that_never_ends_is_cut(serving: Serve) -> None:
         (b"", event(piece([])), "chunks for 0 tokens, and no end"),
         (event(piece([1])), event(piece([1])), "chunks for 1 tokens, and no end"),
         (event(piece([1, 2, 3, 4])), event(piece([1, 2, 3, 4, 5])), "has 5 new tokens, and 4 were allowed"),
+        (event(piece([1] * 50, "stop", 3)), event(piece([])), "has 50 new tokens, and 4 were allowed"),
     ],
-    ids=["line", "nothing", "the same", "more"],
+    ids=["line", "nothing", "the same", "more", "more than counted"],
 )
 async def test_a_stream_that_never_ends_is_cut(serving: Serve, first: bytes, again: bytes, words: str) -> None:
     client = await serving(first, again, endless=True)
