@@ -15,7 +15,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from launching import SIMULATED, SMALL, here, made_model
+from launching import SIMULATED, SMALL, Finished, here, made_model
 
 import launch as program
 from configs.schema.engine import EngineConfig, SimulatedEngineConfig
@@ -99,7 +99,7 @@ def test_nothing_of_a_hostile_engine_is_trained(
 
 
 def main() -> None:
-    """The toy problem with the embedded engine beside a liar."""
+    """The embedded engine beside a liar, with rewards by chance."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--seconds", type=float, default=300)
     parser.add_argument("--run-dir", type=Path, required=True)
@@ -107,10 +107,11 @@ def main() -> None:
     routes.LONGEST_AVOIDED_S = 1.0  # type: ignore[misc]  # else it would be asked once in half a minute
     model, trained = made_model()[1], asked.run_dir.with_name(f"{asked.run_dir.name}-trained")
     with serving(SpoiltEngine(EngineConfig(), model, {})) as good, serving(Liar(EngineConfig(), model, seed=3)) as liar:
-        run = ["--config", "toy", "--num-rollout", "100000", "--deadline-s", str(asked.seconds), "--no-live"]
+        run = [*SMALL, *made_model(), "--num-rollout", "100000", "--deadline-s", str(asked.seconds)]
         code = program.main(
             ["--run-dir", str(asked.run_dir), *run, *flags(trained, good, liar), "--runner", "inprocess"]
         )
+    Finished(code, "", "", asked.run_dir).check_books()
     check(asked.run_dir, trained)
     sys.stdout.write(f"exit code {code}, told {dict(liar.told)}\n")
     for detail, count in reasons(asked.run_dir).most_common():
