@@ -2,7 +2,7 @@
 
 A lie is known by the log-prob of its tokens. By hand, for as long as you like (docs/engines.md):
 
-    PYTHONPATH=tests/pipeline python -m tests.pipeline.test_hostile_engine --seconds 300 --run-dir runs/hostile
+    PYTHONPATH=tests/pipeline python -m tests.pipeline.test_hostile_engine runs/hostile 300
 """
 
 from __future__ import annotations
@@ -101,8 +101,8 @@ def test_nothing_of_a_hostile_engine_is_trained(
 def main() -> None:
     """The embedded engine beside a liar, with rewards by chance."""
     parser = argparse.ArgumentParser()
-    parser.add_argument("--seconds", type=float, default=300)
-    parser.add_argument("--run-dir", type=Path, required=True)
+    parser.add_argument("run_dir", type=Path)
+    parser.add_argument("seconds", type=float)
     asked = parser.parse_args()
     routes.LONGEST_AVOIDED_S = 1.0  # type: ignore[misc]  # else it would be asked once in half a minute
     model, trained = made_model()[1], asked.run_dir.with_name(f"{asked.run_dir.name}-trained")
