@@ -79,6 +79,11 @@ def find_stop(text: str, stops: Sequence[str]) -> str | None:
     return min(hits)[1] if hits else None
 
 
+def ends_within_stop(text: str, stops: Sequence[str]) -> bool:
+    """Whether a text ends with the beginning of a stop string, so that the next tokens may complete it."""
+    return any(text.endswith(stop[:length]) for stop in stops for length in range(1, len(stop)))
+
+
 def tail_tokens(stops: Sequence[str]) -> int:
     """How many last tokens must be decoded to see any stop string that the newest token completes: each token that
     shows at all carries a byte or more; the margin is for special tokens that are skipped."""

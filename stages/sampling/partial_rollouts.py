@@ -6,6 +6,7 @@ member that has not ended then goes on alone, behind its partial output (`--part
 Invariants:
 - a token is in a result once: of a lost request only the certain prefix is kept, and the next request begins after it;
 - a member that ended in a broken stream is whole and is not asked again;
+- a stop string ends a member wherever it was cut up: an engine looks for it in what it makes itself;
 - a member that cannot be generated fails alone, with the reason: nothing is raised for it.
 """
 
@@ -18,6 +19,7 @@ from typing import Protocol
 
 import msgspec
 
+from models.engines.text import ends_within_stop
 from stages.sampling.attempt import Attempt
 from stages.sampling.losses import Losses
 from stages.sampling.requests import SampleRequest
@@ -110,9 +112,11 @@ class PartialRollouts:
 
     def _from_where(self, call: Call, result: SampleResult) -> SampleResult:
         """What an aborted member goes on from: its partial output, or the beginning of the request. The tokens of a
-        text are the engine's to know, so that none can be put behind it. What was told of is always kept."""
-        kept = result
-        if not (self._keeps_partial or call.tell) or call.request.text:
+        text are the engine's to know, so that none can be put behind it. Behind the first half of a stop string none
+        can either, for the engine would not see it completed. What was told of is always kept."""
+        kept, stop = result, call.request.params.stop or ()
+        within = ends_within_stop(result.text, [stop] if isinstance(stop, str) else stop)
+        if (not call.tell and (within or not self._keeps_partial)) or call.request.text:
             kept = SampleResult("aborted", resumed=result.resumed, spent_s=result.spent_s)
         return msgspec.structs.replace(kept, resumed=result.resumed + 1)
 

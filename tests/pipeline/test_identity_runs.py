@@ -93,14 +93,14 @@ def kill_worker(run_dir: Path) -> None:
 
 def test_everything_is_killed_and_the_run_resumed(tmp_path: Path, talk: Sequence[str]) -> None:
     run_dir, env = tmp_path / "run", noting(tmp_path / "noted")
-    process = start(run_dir, *talk, "--num-rollout", "12", "--scale", "engine=2", "--max-restarts", "9", **env)
+    process = start(run_dir, *talk, "--num-rollout", "9", "--scale", "engine=2", "--max-restarts", "9", **env)
     wait_for_steps(process, run_dir, 2)
     kill_worker(run_dir)
     wait_for_steps(process, run_dir, 3)
     kill(run_dir, "agents-0")
-    wait_for_steps(process, run_dir, 5)
+    wait_for_steps(process, run_dir, 4)
     kill(run_dir, "engine-0")
-    wait_for_steps(process, run_dir, 7)
+    wait_for_steps(process, run_dir, 6)
     process.kill()
     process.wait()
     process = start(None, "--resume", str(run_dir), **env)
@@ -108,6 +108,6 @@ def test_everything_is_killed_and_the_run_resumed(tmp_path: Path, talk: Sequence
     assert done.code == 0, done.err[-3000:]
     done.check_books()
     mixed, rollouts_ = check_run(tmp_path, run_dir)
-    assert rollouts_ == 12 * 4 * 4
+    assert rollouts_ == 9 * 4 * 4
     assert mixed, "no turn saw the weights change"
     assert done.summary["groups"]["failed"] == 0
