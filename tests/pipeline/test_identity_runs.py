@@ -94,7 +94,7 @@ def kill_worker(run_dir: Path) -> None:
 def test_everything_is_killed_and_the_run_resumed(tmp_path: Path, talk: Sequence[str]) -> None:
     run_dir, env = tmp_path / "run", noting(tmp_path / "noted")
     process = start(run_dir, *talk, "--num-rollout", "9", "--scale", "engine=2", "--max-restarts", "9", **env)
-    wait_for_steps(process, run_dir, 2)
+    wait_for_steps(process, run_dir, 2, timeout_s=300)
     kill_worker(run_dir)
     wait_for_steps(process, run_dir, 3)
     kill(run_dir, "agents-0")
