@@ -44,8 +44,11 @@ def function_schema(name: str, description: str, properties: Mapping[str, object
 class FunctionTool:
     """An async function as a tool: its parameters become the schema, its docstring the description."""
 
-    def __init__(self, function: Callable[..., Awaitable[object]], path: str) -> None:
+    def __init__(self, function: Callable[..., Awaitable[object]], path: str, version: str | None = None) -> None:
+        """`version` says that the function is deterministic: see stages/tools/answer_cache.py."""
         self.name = function.__name__
+        if version is not None:
+            self.version = version
         self._function = function
         self._signature = inspect.signature(function)
         properties, required = _parameters(function, self._signature, path)

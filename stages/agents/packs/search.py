@@ -43,6 +43,7 @@ class Search(ToolEpisode):
             raise ValueError(f"topk is {topk}, but must be at least 1")
         self._topk, self._document_chars = topk, document_chars
         self._retriever: Retriever = Server(url, timeout_s) if url else Index(corpus)
+        self._indexed = "" if url else corpus
 
     @classmethod
     def tasks(cls, split: Literal["train", "heldout"], seed: int) -> Iterator[Mapping[str, Any]]:
@@ -57,11 +58,15 @@ class Search(ToolEpisode):
             }
 
     async def open_tools(self, task: Task) -> Sequence[Tool]:
-        return [_Search(self._retriever, self._topk, self._document_chars)]
+        search = _Search(self._retriever, self._topk, self._document_chars)
+        if self._indexed:  # a server's answers may change
+            search.version = f"{self._indexed} {self._topk} {self._document_chars}"
+        return [search]
 
 
 class _Search:
     name = "search"
+    version: str
     schema: Schema = function_schema(
         "search",
         "Look something up. Answers with the documents that fit the query best.",

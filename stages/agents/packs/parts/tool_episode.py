@@ -7,19 +7,24 @@ A tool that changes the world has `effects = True`: its calls are made once (sta
 episode takes its turns again; one of which nobody knows whether it took effect is an error that says so.
 
 Invariants: every call of a turn has one observation, in their order, which carries its id; an observation has at most
-`result_chars` characters; InfrastructureError passes, everything else that a tool raises is an observation.
+`result_chars` characters; InfrastructureError passes, everything else that a tool raises is an observation; a tool that
+declares a `version` is asked the same thing once per process (stages/tools/answer_cache.py).
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Final
 
 from configs.schema.did_you_mean import nearest
 from stages.agents.environment import InfrastructureError, Start, Step, Task, Turn
 from stages.agents.messages import Message, ToolCall
 from stages.agents.once import NoEffect, Once, Uncertain
+from stages.tools.answer_cache import AnswerCache, Deterministic
 from stages.tools.errors import ToolCallError
 from stages.tools.tool import Arguments, Tool
+
+_ANSWERS: Final = AnswerCache()  # of all episodes of this process
 
 
 class ToolEpisode:
@@ -35,7 +40,7 @@ class ToolEpisode:
             raise ValueError(f"max_calls is {max_calls} and result_chars {result_chars}; both must be at least 1")
         self._max_calls, self._result_chars, self._system = max_calls, result_chars, system
         self._tools: dict[str, Tool] = {}
-        self._calls = self._errors = 0
+        self._calls = self._errors = self._cached = 0
 
     async def open_tools(self, task: Task) -> Sequence[Tool]:
         """The tools of this episode."""
@@ -48,7 +53,7 @@ class ToolEpisode:
 
     async def step(self, turn: Turn) -> Step:
         if turn.truncated or not (turn.message.tool_calls or turn.malformed):
-            return Step(done=True, metrics={"tool_calls": float(self._calls), "tool_errors": float(self._errors)})
+            return Step(done=True, metrics=self._metrics())
         if turn.malformed:
             return Step((Message("tool", self._error(turn.malformed)),))
         return Step(tuple([await self._answered(call) for call in turn.message.tool_calls]))
@@ -77,14 +82,16 @@ class ToolEpisode:
             hint = f"did you mean {near!r}?" if near else f"there are: {', '.join(self._tools)}"
             raise ToolCallError(f"there is no tool {call.name[:100]!r}; {hint}")
         if not getattr(tool, "effects", False):
-            return await tool.call(call.arguments)
+            answer, kept = await _ANSWERS.call(tool, call.arguments)
+            self._cached += kept
+            return answer
         try:
-            answer = await self.once(self._effect, call.name, call.arguments)
+            made = await self.once(self._effect, call.name, call.arguments)
         except NoEffect as error:
             raise InfrastructureError(str(error)) from error
-        if "error" in answer:
-            raise ToolCallError(answer["error"])
-        return str(answer["text"])
+        if "error" in made:
+            raise ToolCallError(made["error"])
+        return str(made["text"])
 
     async def _effect(self, name: str, arguments: Arguments) -> dict[str, str]:
         """A call that changes the world. What breaks in the middle of it is uncertain."""
@@ -94,6 +101,12 @@ class ToolEpisode:
             return {"error": str(error)}
         except InfrastructureError as error:
             raise Uncertain(f"whether this call took effect is not known: {error}") from error
+
+    def _metrics(self) -> dict[str, float]:
+        metrics = {"tool_calls": float(self._calls), "tool_errors": float(self._errors)}
+        if any(isinstance(tool, Deterministic) for tool in self._tools.values()):
+            metrics["cached_calls"] = float(self._cached)
+        return metrics
 
     def _error(self, words: str) -> str:
         self._errors += 1
