@@ -21,8 +21,16 @@ class EnvironmentConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only
         Meta(description="Python interpreter of the workers, for packages of their own; default: the run's"),
     ] = None
     step_deadline_s: Annotated[float, Meta(gt=0, description="seconds for one reset or step")] = 60.0
+    concurrency: Annotated[
+        int, Meta(ge=0, description="resets, steps and agents at a time per replica of the agents stage; 0 = no limit")
+    ] = 0
     episode_deadline_s: Annotated[
-        float, Meta(gt=0, description="seconds for the whole episode of an agent, which is then graded as it is")
+        float,
+        Meta(
+            gt=0,
+            description="seconds that an episode may spend in its environment, from the start of its world on; its "
+            "rollout fails then. An agent has them for all of its run, and is then graded as it is",
+        ),
     ] = 1800.0
     ignore_reasoning: Annotated[
         bool,

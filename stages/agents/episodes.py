@@ -36,6 +36,7 @@ class Episode(Struct, frozen=True):
     answers: tuple[str, ...] = ()  # digests of the start and of the answer to each turn
     snapshot: bytes = b""
     metrics: dict[str, float] = {}
+    spent_s: float = 0.0  # in the environment
 
 
 class Episodes:
@@ -62,9 +63,11 @@ class Episodes:
             episode.answers,
             episode.snapshot,
             turns=lambda: [self._turn(sample, episode, span, number) for number, span in enumerate(episode.turns)],
+            spent_s=episode.spent_s,
         )
         taken = await self.hosting.step(record, turn)
-        after = self._answered(group, sample, episode, turn, taken)
+        spent = msgspec.structs.replace(episode, spent_s=record.spent_s)
+        after = self._answered(group, sample, spent, turn, taken)
         if after.done:
             self.hosting.end(record.task.episode)
         return after
@@ -75,7 +78,8 @@ class Episodes:
 
     async def _begun(self, group: PromptGroup, sample: Sample) -> Sample:
         """The rollout with the prompt that its environment makes."""
-        begun = await self.hosting.reset(task_of(group, sample))
+        record = Record(task_of(group, sample))
+        begun = await self.hosting.reset(record)
         start = begun.start
         ids = self.chat.start(start.messages, start.tools)
         if not ids or (self._context is not None and len(ids) >= self._context):
@@ -83,7 +87,7 @@ class Episodes:
                 f"environment {self._name}: the first prompt has {len(ids)} tokens, but must have some and leave room "
                 f"in a context of {self._context}; shorten it, or raise --rollout-max-context-len"
             )
-        episode = Episode(len(ids), start.tools, answers=(digest(start),), snapshot=begun.state)
+        episode = Episode(len(ids), start.tools, answers=(digest(start),), snapshot=begun.state, spent_s=record.spent_s)
         fresh = new_sample(ids, sample.index)
         return LoopStage.write_state(fresh, episode)
 

@@ -10,6 +10,7 @@ moment; infrastructure that fails is retried with a bound on other processes, an
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import json
 import logging
@@ -51,6 +52,7 @@ class Record:
     answers: tuple[str, ...] = ()  # digests of the start and of the answer to each turn
     snapshot: bytes = b""
     turns: Callable[[], list[Turn]] = list  # those that were taken, in case they must be taken again
+    spent_s: float = 0.0  # in its environment, what came to nothing included; raised by each call
 
 
 @dataclass
@@ -94,6 +96,9 @@ class Hosting:
         self._retired: list[WorkerProcess] = []
         self._live: OrderedDict[str, _Live] = OrderedDict()
         self._names = itertools.count()
+        self._places: contextlib.AbstractAsyncContextManager[Any] = (
+            asyncio.Semaphore(table.concurrency) if table.concurrency else contextlib.nullcontext()
+        )
         self.replayed = self.retried = 0
 
     async def open(self) -> Hosted:
@@ -113,14 +118,15 @@ class Hosting:
             for worker in (*self._workers, *self._retired):
                 ends.create_task(worker.close())
 
-    async def reset(self, task: Task) -> Begun:
+    async def reset(self, record: Record) -> Begun:
         """Begin an episode. Raises EnvironmentFailed."""
+        task = record.task
 
         async def once() -> Begun:
             live = await self._place(task.episode)
             return msgspec.msgpack.decode(await self._call(live, Begin(live.name, task)), type=Begun)
 
-        return await self._insist(once, task.episode)
+        return await self._insist(lambda: self._timed(once, record), task.episode)
 
     async def step(self, record: Record, turn: Turn) -> Taken:
         """One turn of an episode, wherever it was. Raises EnvironmentFailed."""
@@ -132,7 +138,7 @@ class Hosting:
             live.taken, live.used, live.busy = record.taken + 1, time.monotonic(), False
             return taken
 
-        return await self._insist(once, episode)
+        return await self._insist(lambda: self._timed(once, record), episode)
 
     async def run(self, task: Task, attempt: Callable[[Ask], Coroutine[Any, Any, T]]) -> T:
         """The whole episode of an agent, begun anew where infrastructure fails. Raises EnvironmentFailed.
@@ -177,7 +183,8 @@ class Hosting:
         while True:
             trying = await self.outage.wait()
             try:
-                found = await once()
+                async with self._places:
+                    found = await once()
             except _Infrastructure as error:
                 before = self.outage.lasted_s
                 self.outage.failed(str(error), trying)
@@ -197,6 +204,23 @@ class Hosting:
                 return found
             finally:
                 self.outage.ended(trying)
+
+    async def _timed(self, once: Callable[[], Coroutine[Any, Any, T]], record: Record) -> T:
+        """An attempt within what the episode has left: the start of its world and attempts that failed count, waiting
+        for an outage, a place or an engine does not. Raises EnvironmentFailed."""
+        limit_s, began = self.table.episode_deadline_s, time.monotonic()
+        try:
+            async with asyncio.timeout(max(0.0, limit_s - record.spent_s)) as running:
+                return await once()
+        except TimeoutError:
+            if not running.expired():
+                raise
+            raise EnvironmentFailed(
+                f"environment {self.table.name}: the episode was in its environment for longer than "
+                f"episode_deadline_s {limit_s:g} s, starts and retries included"
+            ) from None
+        finally:
+            record.spent_s += time.monotonic() - began
 
     async def _again(self, record: Record) -> _Live:
         """The episode where it is, or made anew."""

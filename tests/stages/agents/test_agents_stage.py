@@ -24,7 +24,9 @@ from stages.worker_process import PRINTED_BYTES
 from tests.stages.agents.play import WORLD, fresh, playing, world
 from tests.stages.stage_rig import idle, make_sample, make_slice, numbers, until
 
-COUNTER, FORGETFUL, SAVED = (WORLD.replace("World", name) for name in ("Counter", "Forgetful", "Saved"))
+COUNTER, FORGETFUL, SAVED, SLOW = (
+    WORLD.replace("World", name) for name in ("Counter", "Forgetful", "Saved", "Slow")
+)
 
 
 @pytest.fixture(scope="module")
@@ -302,3 +304,33 @@ async def test_what_a_worker_prints_is_bounded(tiny: Path, capfd: pytest.Capture
             await asyncio.sleep(0)
         assert said.count("x") == PRINTED_BYTES
         assert said.endswith("[what this worker process prints from here on is dropped]\n")
+
+
+async def test_an_episode_has_a_deadline_with_the_start_of_its_world(tiny: Path) -> None:
+    async with playing(tiny, world(episode_deadline_s=0.2, retries=9)) as play:
+        lost = only(await play.begin(fault="wait", at=-1))
+        assert (lost.status, lost.reward) == ("failed", None)
+        assert "environment world: the episode was in its environment for longer than episode_deadline_s 0.2 s" in (
+            lost.error or ""
+        )
+        (hosting,) = play.stages[0]._hostings
+        assert hosting.retried == 0, "to try again would take more than there is"
+
+
+async def test_the_deadline_of_an_episode_is_that_of_all_its_turns(tiny: Path) -> None:
+    async with playing(tiny, world(SLOW, episode_deadline_s=1.0)) as play:
+        slice_ = await play.begin(turns=9)
+        for _ in range(3):  # 0.4 s each
+            if only(slice_).status == "failed":
+                break
+            slice_ = await play.turn(slice_)
+        assert "longer than episode_deadline_s 1 s" in (only(slice_).error or "")
+
+
+async def test_only_so_many_turns_are_taken_at_a_time(tiny: Path) -> None:
+    async with playing(tiny, world(SLOW, concurrency=2)) as play:
+        begun = [await play.begin(index, turns=3) for index in range(4)]
+        for slice_ in begun:
+            await play.send(play.written(slice_, "7\n"))
+        after = {only(await play.receive()).response for _ in begun}
+        assert after <= {"7\n[1]", "7\n[2]"}

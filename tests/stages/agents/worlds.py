@@ -148,6 +148,22 @@ class Counter(World):
         return number + 1
 
 
+class Slow(World):
+    """Takes 0.4 s for each turn, and says how many were taken at a time, at the most, in its process."""
+
+    inside = most = 0
+
+    async def step(self, turn: Turn) -> Step:
+        Slow.inside += 1
+        Slow.most = max(Slow.most, Slow.inside)
+        await asyncio.sleep(0.4)
+        Slow.inside -= 1
+        return await super().step(turn)
+
+    def _answer(self) -> str:
+        return f"[{Slow.most}]"
+
+
 class Sync:
     """No environment: its step is not async."""
 

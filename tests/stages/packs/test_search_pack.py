@@ -53,7 +53,11 @@ async def test_an_episode_over_a_file(corpus: str) -> None:
     refused = await played.call("search", "alpha")
     assert refused == "error: all 4 calls are used up; give the answer"
     end = await played.say("Beta")
-    assert (end.done, end.reward, end.metrics) == (True, None, {"tool_calls": 5.0, "tool_errors": 2.0, "cached_calls": 0.0})
+    assert (end.done, end.reward, end.metrics) == (
+        True,
+        None,
+        {"tool_calls": 5.0, "tool_errors": 2.0, "cached_calls": 0.0},
+    )
 
 
 @pytest.mark.parametrize(
