@@ -129,10 +129,13 @@ class AgentsStage(LoopStage):
             self.activity.extra[name] = float(sum(getattr(hosting, name) for hosting in self._hostings))
 
     def _background(self, work: Coroutine[Any, Any, None]) -> None:
-        if self._tasks is None:
-            work.close()
-        else:
-            self._tasks.create_task(work)
+        try:
+            if self._tasks is not None:
+                self._tasks.create_task(work)
+                return
+        except RuntimeError:  # the stage is ending, and all processes with it
+            pass
+        work.close()
 
     def _tell(self, notice: OutageNotice) -> None:
         """Let the user know, through the topic."""

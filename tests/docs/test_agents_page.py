@@ -59,12 +59,16 @@ def test_the_test_of_the_page_passes_and_its_tool_answers(project: Path) -> None
 
 
 def test_the_recipe_of_the_page_loads(project: Path) -> None:
-    (recipe,) = [body for language, body in FENCE.findall(PAGE.read_text()) if language == "toml"]
+    recipe, mixed = [body for language, body in FENCE.findall(PAGE.read_text()) if language == "toml"]
     (project / "coins.toml").write_text(recipe)
     config = load_arguments(parse(["--config", str(project / "coins.toml"), "--num-rollout", "1"])).config
     (table,) = config.environment
     assert (table.class_path, table.options) == ("my_project.coins:Coins", {"most": 40})
     assert config.rollout.max_turns == tomllib.loads(recipe)["rollout"]["max_turns"]
+
+    (project / "mixed.toml").write_text(mixed)
+    both = load_arguments(parse(["--config", str(project / "mixed.toml"), "--num-rollout", "1"])).config
+    assert [table.name for table in both.environment] == ["guess_number", "maze"]
 
 
 def test_the_keys_of_the_table_are_on_the_page() -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from launching import SIMULATED, here, made_model, succeed_here
 
+import launch as program
 from pipeline.observe.metrics import read_metrics
 
 RECIPE = """
@@ -61,6 +62,21 @@ def test_a_run_whose_rollouts_live_in_an_environment(tmp_path: Path) -> None:
         "prompt": "",
         "metadata": {"turns": 2, "split": "train", "seed": 42, "prompt": "", "environment": "world"},
     }
+
+
+@pytest.mark.slow
+def test_rows_of_two_environments_are_trained_and_a_resume_goes_on_with_the_next_row(tmp_path: Path) -> None:
+    other = RECIPE.partition("[data]")[0].replace('"world"', '"other"').replace("workers = 2", "")
+    mixed = other + RECIPE.replace('prompt_data = ["world"]', 'prompt_data = ["world@[0:3]", "other@[0:1]"]', 1)
+    flags = [*recipe(tmp_path, mixed), "--num-rollout", "1", "--save-interval", "1"]
+    run_dir = succeed_here(tmp_path / "run", *flags).run_dir
+    assert program.main(["--resume", str(run_dir), "--num-rollout", "3"]) == 0
+    ledger = [json.loads(line) for line in (run_dir / "ledger.jsonl").read_text().splitlines()]
+    positions = [line["position"] for line in ledger if line["type"] == "admit" and not line["requeued"]]
+    assert positions == list(range(len(positions)))
+    assert len(positions) >= 12
+    names = set().union(*read_metrics(run_dir / "metrics.jsonl"))
+    assert {"env/world/turns", "env/other/turns"} <= names
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,66 @@
+"""Packs for environments of other libraries, hosted by interpreters of their own, against the real libraries."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+
+from models.tiny import make_tiny_checkpoint
+from tests.stages.agents.gateway.test_clients import interpreter
+from tests.stages.agents.play import playing, world
+from tests.stages.stage_rig import numbers
+
+OPENENV = "stages.agents.packs.openenv:Openenv"
+SERVER = Path(__file__).with_name("openenv_server.py")
+
+
+@asynccontextmanager
+async def openenv_server(python: str, home: Path) -> AsyncIterator[str]:
+    """A server of its own; its address."""
+    with socket.create_server(("127.0.0.1", 0)) as door:
+        process = await asyncio.create_subprocess_exec(
+            python, str(SERVER), str(door.fileno()), pass_fds=[door.fileno()], cwd=home, stdout=asyncio.subprocess.PIPE
+        )
+        port = door.getsockname()[1]
+    try:
+        assert process.stdout is not None
+        assert await process.stdout.readline() == b"up\n"
+        yield f"http://127.0.0.1:{port}"
+    finally:
+        process.kill()
+        await process.wait()
+
+
+@pytest.fixture
+def tiny(tmp_path: Path) -> Path:
+    return make_tiny_checkpoint(tmp_path / "tiny", tokenizer="arithmetic", hidden_size=32, num_layers=1)
+
+
+@pytest.mark.slow
+@pytest.mark.full
+async def test_an_environment_of_openenv(tiny: Path, tmp_path: Path) -> None:
+    python = interpreter("openenv")
+    async with openenv_server(python, tmp_path) as url:
+        options = {"url": url, "action": "guess", "observation": "hint", "reset": {"least": 1}}
+        async with playing(tiny, world(OPENENV, "openenv", options=options, python=python, retries=1)) as play:
+            begun = await play.begin(reset={"seed": 7})
+            (sample,) = begun.samples
+            assert play.tokenizer.decode(numbers(sample.token_ids)) == "go1-9:", sample.error
+            other = await play.begin(1, reset={"seed": 7, "least": 2})
+            after = await play.turn(begun, "3\n")
+            refused = await play.turn(after, "x\n")
+            raised = (await play.turn(refused, "99\n")).samples[0].response
+            assert "+x\nerror: " in raised, "a guess that is no number is refused by the server, with words"
+            assert raised.endswith("error: 99 is out of the question"), raised
+            (won,) = (await play.turn(other, "7\n")).samples
+            assert (won.done, won.reward, won.metrics["env/openenv/steps"]) == (True, 1.0, 1.0)
+            assert [one.reward for one in after.samples[0].turn_rewards] == [-0.5]
+    async with playing(tiny, world(OPENENV, "openenv", options={"url": url}, python=python, retries=1)) as play:
+        (lost,) = (await play.begin()).samples
+        assert (lost.status, lost.reward) == ("failed", None)
+        assert "infrastructure failed 2 times" in (lost.error or "")
