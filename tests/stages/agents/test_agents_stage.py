@@ -24,9 +24,7 @@ from stages.worker_process import PRINTED_BYTES
 from tests.stages.agents.play import WORLD, fresh, playing, world
 from tests.stages.stage_rig import idle, make_sample, make_slice, numbers, until
 
-COUNTER, FORGETFUL, SAVED, SLOW = (
-    WORLD.replace("World", name) for name in ("Counter", "Forgetful", "Saved", "Slow")
-)
+COUNTER, FORGETFUL, SAVED, SLOW = (WORLD.replace("World", name) for name in ("Counter", "Forgetful", "Saved", "Slow"))
 
 
 @pytest.fixture(scope="module")

@@ -6,7 +6,7 @@ import pytest
 
 from stages.agents.environment import Task, Turn
 from stages.agents.messages import Message, ToolCall
-from stages.agents.packs.tool_episode import ToolEpisode
+from stages.agents.packs.parts.tool_episode import ToolEpisode
 from stages.tools.answer_cache import AnswerCache
 from stages.tools.errors import ToolCallError
 from stages.tools.tool import FunctionTool, Tool
