@@ -15,6 +15,7 @@ from stages.data.prompt_set import PreparedPrompt
 from stages.evaluate.stage import EVAL_BASE, EvaluateStage, dataset_name
 from stages.messages import EvalDone, Int32Array, PromptGroup, RolloutSlice, Sample, WeightsAnnouncement, wire
 from stages.ports import Ports
+from tests.stages.agents.slime import user_code
 from tests.stages.stage_rig import (
     REPORT,
     Rig,
@@ -87,8 +88,9 @@ async def join(rig: Rig, replica: str = "evaluate-0") -> Ports:
 
 
 def make_stage(**evaluation: object) -> EvaluateStage:
+    observe = evaluation.pop("observe", {})
     sections = {"eval_prompt_data": ("held=held.jsonl",), **evaluation}
-    return EvaluateStage(make_context(make_config(eval=sections)))
+    return EvaluateStage(make_context(make_config(eval=sections, observe=observe)))
 
 
 @pytest.fixture(autouse=True)
@@ -377,3 +379,15 @@ async def test_every_sequence_of_an_answer_is_of_the_version() -> None:
         done = await one.result()
         assert not done.complete
         assert done.metrics["eval/held-mixed_versions"] == 1.0
+
+
+async def test_a_function_that_logs_is_told_of_each_data_set() -> None:
+    user_code.STARTED.clear()
+    log = "tests.stages.agents.slime.user_code:log_evaluation"
+    async with desk(n_samples_per_eval_prompt=1, observe={"custom_eval_rollout_log_function_path": log}) as one:
+        pin(one.rig, 2)
+        one.rig.applied(2)
+        for number, group in enumerate(await one.prompts(3)):
+            await one.answer(group, make_sample(0, version=2, reward=float(number)))
+        assert (await one.result()).metrics["eval/held"] == 1.0
+    assert user_code.STARTED == [(2, [0.0, 1.0, 2.0], ["q0", "q1", "q2"], ["a0", "a1", "a2"], 1.0)]

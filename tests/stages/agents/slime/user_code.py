@@ -242,6 +242,13 @@ def log_batch(
     return True
 
 
+def log_evaluation(rollout_id: int, args: Any, data: dict[str, Any], extra_metrics: dict[str, float]) -> bool:
+    for name, said in data.items():
+        prompts, labels = zip(*((sample.prompt, sample.label) for sample in said["samples"]), strict=True)
+        STARTED.append((rollout_id, said["rewards"], list(prompts), list(labels), extra_metrics[f"eval/{name}"]))
+    return False
+
+
 def log_raises(rollout_id: int, args: Any, samples: Any, rollout_extra_metrics: Any, rollout_time: float) -> bool:
     raise OSError("no tracker")
 
