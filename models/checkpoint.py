@@ -164,6 +164,11 @@ def latest_checkpoint(root: Path) -> Path | None:
     return found[-1] if found else None
 
 
+def manifests(root: Path) -> list[Manifest]:
+    """Of all complete checkpoints under `root`."""
+    return [read_manifest(path) for path in _complete(root)]
+
+
 def resumable_checkpoint(root: Path, tell: Callable[[str], None]) -> tuple[Path, Manifest] | None:
     """The newest checkpoint whose files are as they were written; None if none was ever completed.
 

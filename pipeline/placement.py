@@ -47,6 +47,7 @@ class Placement:
         model_path: str,
         train: TrainOptions,
         vocab_size: int | None,
+        lives: tuple[int, ...] = (),
         host: str | None = None,
     ) -> None:
         """`host`: of the controller, for processes on others. Raises UsageError for what does not fit on one."""
@@ -70,7 +71,8 @@ class Placement:
         max_context = config.rollout.rollout_max_context_len
         self.engines, self.frozen = _engines(config, count, model_path, max_context, places)
         asks = GenerateOptions(context_limit(config) or 1 << 30, vocab_size)
-        self.built_in: dict[str, StageOptions] = {"train": train, "generate": asks, "agents": asks}
+        agents = GenerateOptions(asks.max_context, vocab_size, lives)
+        self.built_in: dict[str, StageOptions] = {"train": train, "generate": asks, "agents": agents}
 
     def replicas(self) -> list[ReplicaSpec]:
         """One specification per replica, in the order in which they are started: the slow ones first."""

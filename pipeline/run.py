@@ -38,6 +38,7 @@ from pipeline.preflight.builtin_assets import prepare
 from pipeline.preflight.frozen_engines import check_frozen
 from pipeline.preflight.names import check_graders
 from pipeline.preflight.refusals import refuse
+from pipeline.record.episodes import read_lives, write_lives
 from pipeline.record.journal import RolledBack
 from pipeline.record.recorder import Recorder
 from pipeline.record.report import conclude, summarise
@@ -239,6 +240,8 @@ class Phase:
             experiment=experiment,
             data=self.prompts.fingerprint,
         )
+        start = manifest.step if manifest else 0
+        self.lives = (*read_lives(rundir.episodes), start) if config.environment else ()
         self.graph = build(self.config)
         self.slots = slots_directory(self.run_id, rundir, self.config.train.hf_checkpoint)
         self.launcher = launchers(rundir, threads(self.config, self.graph))
@@ -290,6 +293,7 @@ class Phase:
             model_path=str(self.checkpoint / "hf") if self.checkpoint is not None else self.config.train.hf_checkpoint,
             train=TrainOptions(start, self.epoch, resume_from, frozenset(self.restored), str(self.slots)),
             vocab_size=policy.vocab_size if policy is not None else None,
+            lives=self.lives,
             host=self.launcher.controller,
         )
 
@@ -301,6 +305,8 @@ class Phase:
     def _keep_config(self) -> None:
         if self.resolved:
             self.rundir.write_config(self.resolved)
+        if self.lives:
+            write_lives(self.rundir.episodes, self.lives)
         (self.rundir.path / "config.json").write_bytes(msgspec.json.encode(self.config))  # for people
 
     async def _main(self) -> str:

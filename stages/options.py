@@ -23,6 +23,7 @@ class GenerateOptions(Struct, frozen=True, tag="generate"):
 
     max_context: int = 1 << 30
     vocab_size: int | None = None  # a real SGLang server ends with all its requests when it is sent another token id
+    lives: tuple[int, ...] = ()  # steps from which this run was started, each time; the last one is this time
 
 
 StageOptions = TrainOptions | GenerateOptions

@@ -120,6 +120,7 @@ class RunSummary(Struct, frozen=True, kw_only=True):
     engine: EngineSummary = EngineSummary()
     router: RouterSummary = RouterSummary()
     restarts: dict[str, int] = {}  # by replica
+    uncertain_calls: int = 0  # that change the world, and of which nobody knows whether they took effect
     environment_outages: dict[str, OutageSummary] = {}  # by environment
     stalls: tuple[Stall, ...] = ()  # times in which nothing was trained for longer than --stall-notice-s
     seed: int = 0
@@ -254,6 +255,8 @@ def _results(summary: RunSummary) -> list[tuple[str, str]]:
     if summary.stalls:
         longest = max(stall.seconds for stall in summary.stalls)
         rows.append(("stalls", f"{len(summary.stalls)}, the longest of {duration(longest)}; see summary.json"))
+    if summary.uncertain_calls:
+        rows.append(("uncertain", f"{summary.uncertain_calls} calls of which nobody knows whether they took effect"))
     for name, outage in summary.environment_outages.items():
         rows.append(("outages", f"{name} {outage.outages}, {duration(outage.seconds)} in all: {outage.reason}"))
     if any(summary.restarts.values()):

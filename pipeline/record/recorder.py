@@ -17,13 +17,14 @@ import msgspec
 
 from configs.graph import loops, path
 from configs.schema import Config
-from models.checkpoint import Manifest, commit_directory, final_path, prune, write_manifest
+from models.checkpoint import Manifest, commit_directory, final_path, manifests, prune, write_manifest
 from pipeline.observe.metrics import Metrics
 from pipeline.observe.outages import OutageWatch
 from pipeline.observe.stalls import StallWatch
 from pipeline.observe.stats import STATS_PREFIX, LedgerCounts, StageStats
 from pipeline.observe.trace import TraceWriter
 from pipeline.observe.view import RunView
+from pipeline.record.episodes import forget_ended
 from pipeline.record.group_outcomes import GroupOutcomes
 from pipeline.record.journal import Admitted, Committed, Ended, Journal, Stepped
 from pipeline.record.run_directory import RunDir
@@ -212,6 +213,8 @@ class Recorder:
             if self.config.checkpoint.save_hf is not None and self.config.train.loss_type != "sft_loss":
                 save_hf(final, self.config.checkpoint.save_hf, report.step)
             prune(self.rundir.checkpoints, self.config.checkpoint.keep_last_n)
+            if self.config.environment:
+                forget_ended(self.rundir.episodes, manifests(self.rundir.checkpoints))
 
         await asyncio.to_thread(self.journal.sync)  # killed after the rename, the run is resumed from this checkpoint
         await asyncio.to_thread(seal)

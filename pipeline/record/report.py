@@ -25,6 +25,7 @@ from pipeline.observe.summary import (
     summarise_staleness,
     write_summary,
 )
+from pipeline.record.episodes import uncertain_in
 from pipeline.record.recorder import Recorder
 from pipeline.supervise.announce import read_fleet
 from stages.sample_log import SAMPLES_FILE
@@ -118,6 +119,7 @@ def summarise(recorder: Recorder, config: Config, reason: str) -> RunSummary:
         router=router_of(recorder, config),
         restarts=dict(recorder.restarts),
         stalls=recorder.stalls.stalls(time.monotonic()),
+        uncertain_calls=uncertain_in(recorder.rundir.episodes),
         environment_outages=recorder.outages.summary(),
         seed=config.run.seed,
         config_hash=recorder.experiment,

@@ -7,6 +7,7 @@
     logs/<replica>.log   what each process printed
     trace/, trace.json   spans of each stage, merged for Perfetto
     tensorboard/         events
+    episodes/            turns and calls of episodes that have not ended; see pipeline/record/episodes.py
     checkpoints/         step-NNNNNN, committed atomically; hf/ inside is a Hugging Face model
     summary.json, learning_curve.png
     bias.json            lengths and pass rates by how groups ended: what filters and staleness select
@@ -28,6 +29,7 @@ from typing import IO
 from models.weights.slots_directory import PREFIX, DirectoryLease, remove_stale
 from pipeline.errors import UsageError, too_many_files, user_error
 from pipeline.record.whole_file import write_whole
+from stages.agents.once import EPISODES_DIR
 
 MIN_FREE_BYTES = 64 << 20
 LOCK_FILE = ".lock"
@@ -55,6 +57,7 @@ class RunDir:
         self.config = self.path / "config.toml"
         self.metrics = self.path / "metrics.jsonl"
         self.ledger = self.path / "ledger.jsonl"
+        self.episodes = self.path / EPISODES_DIR
         self.summary = self.path / "summary.json"
         self.tensorboard = self.path / "tensorboard"
         self.sockets = Path()

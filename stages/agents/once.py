@@ -17,14 +17,17 @@ begun. Nothing but the standard library is imported: the interpreter of a worker
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hashlib
 import json
 import logging
 import os
+import re
 import secrets
 import zlib
 from collections.abc import Awaitable, Callable, Mapping
 from contextvars import ContextVar
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 from urllib.parse import quote, unquote
@@ -32,6 +35,9 @@ from urllib.parse import quote, unquote
 from models.disk import sync
 
 EPISODES_DIR: Final = "episodes"  # in the run directory
+ENDED_FILE: Final = "ended.json"  # there
+_CALL: Final = re.compile(r"[0-9a-f]{40}")
+_EVALUATED: Final = re.compile(r".*@(\d+):\d+")  # key of an evaluation's group, and the version that it is of
 
 _UNCERTAIN = "whether this call took effect is not known: whoever made it was lost before its result was written down"
 _call_id: ContextVar[str] = ContextVar("call_id")
@@ -53,6 +59,10 @@ class NoEffect(Exception):
     """For a call to raise that has certainly changed nothing: it is forgotten, and may be made again."""
 
 
+class GroupEnded(Exception):
+    """The call was not made: its group has ended, so that what it gave would not be kept."""
+
+
 class CallRaised(Exception):
     """What the call raised, now or when it was made: its type and text."""
 
@@ -65,7 +75,8 @@ def call_id() -> str:
 async def once(home: Path, key: Mapping[str, object], call: Callable[[], Awaitable[object]]) -> Any:
     """The result of `call`, which is made unless it was made before under this key. Results and keys are JSON.
 
-    Raises Uncertain, CallRaised, NoEffect, and OSError where nothing can be written down: the call is not made then.
+    Raises Uncertain, CallRaised, NoEffect, GroupEnded, and OSError where nothing can be written down: the call is not
+    made then.
     """
     path = home / hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:40]
     begun = {"key": key, "call_id": secrets.token_hex(16)}
@@ -123,14 +134,47 @@ class Once:
             raise
 
 
+@dataclass(frozen=True)
+class Ended:
+    """Groups that have ended for good: below `next_group`, not `open`; evaluations of versions before `step`."""
+
+    next_group: int
+    open: tuple[int, ...] = ()
+    step: int = 0
+
+    def has(self, group: str) -> bool:
+        """Whether the group with this key has."""
+        evaluated = _EVALUATED.fullmatch(group)
+        if evaluated is not None:
+            return int(evaluated[1]) < self.step
+        return group.isdigit() and int(group) < self.next_group and int(group) not in self.open
+
+
 def home_of(directory: Path, group: str) -> Path:
     """Where the calls of a group's episodes are written down."""
     return directory / quote(group, safe="")
 
 
 def groups_in(directory: Path) -> dict[str, Path]:
-    """The groups whose episodes made calls, and where these are."""
-    return {unquote(path.name): path for path in directory.iterdir()} if directory.is_dir() else {}
+    """The groups of which something is written down, and where."""
+    if not directory.is_dir():
+        return {}
+    return {unquote(path.name): path for path in directory.iterdir() if path.is_dir()}
+
+
+def uncertain_calls(home: Path) -> list[Path]:
+    """The files of a group's calls that have begun and not ended."""
+    return [path for path in home.iterdir() if _CALL.fullmatch(path.name) and not _has_ended(path)]
+
+
+def forget(home: Path) -> None:
+    """Remove what is written down of a group, but for calls of which nobody knows whether they took effect."""
+    kept = set(uncertain_calls(home))
+    for path in home.iterdir():
+        if path not in kept:
+            path.unlink(missing_ok=True)
+    with contextlib.suppress(OSError):  # not empty
+        home.rmdir()
 
 
 def _begin(path: Path, text: str) -> dict[str, Any] | None:
@@ -149,6 +193,10 @@ def _begin(path: Path, text: str) -> dict[str, Any] | None:
         begun.flush()
         os.fsync(begun.fileno())
     sync(path.parent)
+    ended = path.parents[1] / ENDED_FILE
+    if ended.exists() and Ended(**json.loads(ended.read_bytes())).has(unquote(path.parent.name)):
+        _forget(path)
+        raise GroupEnded(f"group {unquote(path.parent.name)} has ended: its episodes make no call any more")
     return None
 
 
@@ -166,6 +214,14 @@ def _write(path: Path, text: str) -> None:
         os.fsync(file.fileno())
     draft.replace(path)
     sync(path.parent)
+
+
+def _has_ended(path: Path) -> bool:
+    try:
+        _ended(path)
+    except Uncertain:
+        return False
+    return True
 
 
 def _ended(path: Path) -> dict[str, Any]:

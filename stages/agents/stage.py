@@ -29,9 +29,11 @@ from stages.agents.gateway.agent_episodes import AgentEpisodes, GatewayDoor
 from stages.agents.hosting import Hosting
 from stages.agents.once import EPISODES_DIR
 from stages.agents.outage import OutageNotice
+from stages.agents.turn_journal import TurnJournal
 from stages.base import LoopStage, StageContext, beside, failed
 from stages.data.tokenizer import load_tokenizer
 from stages.messages import PromptGroup, RolloutSlice, Sample
+from stages.options import GenerateOptions
 from stages.ports import Ports, Topic
 
 
@@ -45,6 +47,8 @@ class AgentsStage(LoopStage):
         self._hosts: dict[str, Episodes | AgentEpisodes] = {}
         self._door = GatewayDoor(context, self.activity.extra)
         self._hostings: list[Hosting] = []
+        self._episodes = context.run_dir / EPISODES_DIR
+        self._journal = TurnJournal(self._episodes, context.config, context.given(GenerateOptions).lives)
         self._tasks: asyncio.TaskGroup | None = None
         self._ports: Ports | None = None
         self._running: set[asyncio.Timeout] = set()
@@ -58,8 +62,7 @@ class AgentsStage(LoopStage):
         data = self.config.data
         tokenizer = load_tokenizer(self.config.train.hf_checkpoint, data.chat_template_path)
         chat = chat_format(self.config)
-        once = self.context.run_dir / EPISODES_DIR
-        hostings = [Hosting(table, self._background, self._tell, once) for table in self.config.environment]
+        hostings = [Hosting(table, self._background, self._tell, self._episodes) for table in self.config.environment]
         self._hostings += hostings
         async with asyncio.TaskGroup() as tasks:
             opening = [tasks.create_task(hosting.open()) for hosting in hostings]
@@ -118,6 +121,10 @@ class AgentsStage(LoopStage):
     async def _advanced(self, group: PromptGroup, sample: Sample) -> tuple[Sample, ...]:
         host = self._hosts[environment_of(self.config, group).name]
         if isinstance(host, Episodes):
+            if sample.turns:
+                await self._journal.keep(group, sample)
+            else:
+                sample = await self._journal.restore(group, sample)
             return (await host.advance(group, sample),)
         samples = await host.play(group, sample)
         self.activity.tokens += sum(part.new_tokens for part in samples)
@@ -125,6 +132,7 @@ class AgentsStage(LoopStage):
 
     def _count(self) -> None:
         """Figures of this replica."""
+        self.activity.extra["restored"] = float(self._journal.restored)
         for name in ("retried", "replayed"):
             self.activity.extra[name] = float(sum(getattr(hosting, name) for hosting in self._hostings))
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from struct import Struct as Layout
 from struct import error as LayoutError
-from typing import Any, BinaryIO, Final, get_args
+from typing import Any, BinaryIO, Final, TypeVar, get_args
 
 import msgspec
 import numpy as np
@@ -25,6 +25,7 @@ from models.checkpoint import CheckpointError, explain_disk_errors
 from stages.messages import Extra, RolloutSlice, WireArray
 
 BUFFER_FILE: Final = "buffer.msgpack"
+Message = TypeVar("Message", bound=msgspec.Struct)
 _RECORD: Final = Layout("<qqQ")  # group id, rollouts wanted, bytes of the message
 
 
@@ -57,8 +58,17 @@ def _decode_array(kind: type[WireArray | Extra], value: Any) -> Any:
     return np.frombuffer(data, dtype=dtype).reshape(shape).view(kind)
 
 
-_encoder = msgspec.msgpack.Encoder(enc_hook=_encode_array)
-_decoder = msgspec.msgpack.Decoder(RolloutSlice, dec_hook=_decode_array)
+def message_encoder() -> msgspec.msgpack.Encoder:
+    """Of messages in files: arrays are part of the bytes."""
+    return msgspec.msgpack.Encoder(enc_hook=_encode_array)
+
+
+def message_decoder(kind: type[Message]) -> msgspec.msgpack.Decoder[Message]:
+    """The other way."""
+    return msgspec.msgpack.Decoder(kind, dec_hook=_decode_array)
+
+
+_encoder, _decoder = message_encoder(), message_decoder(RolloutSlice)
 
 
 @dataclass(frozen=True)

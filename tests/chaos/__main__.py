@@ -9,7 +9,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from tests.chaos.suite import Running, Verdict, cases, table
+from tests.chaos.suite import Running, Verdict, calls_cases, cases, table
 
 
 def main() -> int:
@@ -17,16 +17,20 @@ def main() -> int:
     parser.add_argument("--kills", type=int, default=30)
     parser.add_argument("--seed", type=int, default=int(time.time()) % 100_000, help="of the plan; it is printed")
     parser.add_argument("--keep", type=Path, help="where runs with a fault are kept (default: a temporary directory)")
+    parser.add_argument("--calls", action="store_true", help="an environment with calls that change the world")
     arguments = parser.parse_args()
     sys.stdout.write(f"make chaos KILLS={arguments.kills} SEED={arguments.seed}\n")
+    made = calls_cases if arguments.calls else cases
     home = arguments.keep or Path(tempfile.mkdtemp(prefix="chaos-"))
     verdicts: list[Verdict] = []
-    for number, case in enumerate(cases(arguments.seed, arguments.kills)):
+    for number, case in enumerate(made(arguments.seed, arguments.kills)):
         started, place = time.monotonic(), home / f"{arguments.seed}-{number}"
         verdict = Running(case, place).run()
         verdicts.append(verdict)
         sys.stdout.write(f"{case.name}: {len(verdict.done)} kills, {verdict.resumes} resumes, ")
         sys.stdout.write(f"{time.monotonic() - started:.0f} s: {'; '.join(map(str, verdict.done))}\n")
+        if verdict.figures:
+            sys.stdout.write(f"  {verdict.figures}\n")
         for kill in verdict.missed:
             sys.stdout.write(f"  not reached: {kill}\n")
         for fault in verdict.faults:

@@ -52,12 +52,13 @@ class Watch:
         deadline = time.monotonic() + grace_s
         while (alive := list(marked(self.mark))) and time.monotonic() < deadline:
             time.sleep(0.05)
-        found = [f"process {pid}: {_command(pid)}" for pid in alive]
+        found = [f"process {pid}: {command(pid)}" for pid in alive]
         found += [f"{path} in shared memory" for name in sorted(self._names) if (path := SHARED / name).exists()]
         return found + [f"{path} of its sockets" for path in sorted(self.runtime.iterdir())]
 
 
-def _command(pid: int) -> str:
+def command(pid: int) -> str:
+    """The command line of a process."""
     with contextlib.suppress(OSError):
         return Path("/proc", str(pid), "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace").strip()
     return "ended just now"

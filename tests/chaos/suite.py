@@ -19,8 +19,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from tests.chaos import calls
 from tests.chaos.kills import CONTROLLER, FATAL, MOMENTS, PRUNE, RUNNING, SAVE, Kill, Seen, draw
-from tests.chaos.leftovers import MARK, Watch
+from tests.chaos.leftovers import MARK, Watch, command, marked
 from tests.chaos.oracle import KINDS, Expected, Fault, judge
 
 ROOT = Path(__file__).parent.parent.parent
@@ -50,6 +51,8 @@ class Case:
     flags: tuple[str, ...]
     kills: tuple[Kill, ...]
     warm: bool = False
+    calls: bool = False  # its environment writes a counter: calls.py
+    steps: int = STEPS
 
 
 @dataclass
@@ -61,6 +64,7 @@ class Verdict:
     missed: list[Kill] = field(default_factory=list)  # their moment never came
     resumes: int = 0
     faults: list[Fault] = field(default_factory=list)
+    figures: str = ""
 
 
 def flags(*, seed: int, save_interval: int = 1, computes: bool = False, warm: bool = False) -> list[str]:
@@ -69,6 +73,24 @@ def flags(*, seed: int, save_interval: int = 1, computes: bool = False, warm: bo
     if warm:
         found += ["--warm-start-steps", str(WARM_STEPS), "--warm-start-batch-size", str(BATCH)]
     return found
+
+
+def calls_flags(*, seed: int, steps: int) -> list[str]:
+    """Of a run whose environment writes a counter."""
+    found = flags(seed=seed)
+    for name in ("--prompt-data", "--label-key", "--rm-type", "--eval-prompt-data", "--eval-interval", "--num-rollout"):
+        place = found.index(name)
+        del found[place : place + 2]
+    return ["--config", str(calls.RECIPE), *found, "--num-rollout", str(steps), "--scale", "agents=2"]
+
+
+def calls_cases(seed: int, kills: int) -> Iterable[Case]:
+    """As `cases`, with calls that change the world."""
+    for number in range(10 * kills):
+        rng = random.Random(seed * 1_000_003 + number)
+        given = calls_flags(seed=rng.randrange(1 << 30), steps=STEPS)
+        drawn = calls.draw(rng, STEPS, rng.randrange(8, 14))
+        yield Case(f"{seed}.{number} calls", tuple(given), tuple(drawn), calls=True)
 
 
 def cases(seed: int, kills: int) -> Iterable[Case]:
@@ -94,6 +116,9 @@ class Running:
         self._seen = Seen(self._run_dir, KEEP)
         self._environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", MARK: self._mark}
         self._environment["XDG_RUNTIME_DIR"] = str(runtime)
+        self._calls = home / "calls"
+        self._calls.mkdir()
+        self._environment[calls.DIRECTORY] = str(self._calls)
         self._log = home / "terminal.log"
 
     def run(self) -> Verdict:
@@ -105,7 +130,10 @@ class Running:
             command = ["--resume", str(self._run_dir)] if begun else command
         faults = self.verdict.faults
         if not faults:
-            faults += judge(self._run_dir, Expected(STEPS, BATCH, BOUND, KEEP))
+            faults += judge(self._run_dir, Expected(self.verdict.case.steps, BATCH, BOUND, KEEP))
+            if self.verdict.case.calls:
+                faults += calls.judge_calls(self._run_dir, self._calls)
+                self.verdict.figures = calls.figures(self._run_dir, self._calls)
             if self.verdict.case.warm:
                 faults += judge(self._run_dir / "warm_start", Expected(WARM_STEPS, BATCH, BOUND, KEEP))
         faults += [Fault(LEFT, text) for text in self._watch.left()]
@@ -174,13 +202,16 @@ class Running:
         return after.moment in (RUNNING, SAVE, PRUNE) and self._seen.steps() > after.step
 
     def _pid(self, kill: Kill) -> int | None:
+        if kill.victim == "environment":
+            found = [pid for pid in marked(self._mark) if "stages.agents.worker" in command(pid)]
+            return found[int(kill.delay_s * 1000) % len(found)] if found else None
         home = self._run_dir / "warm_start" if kill.moment == "warm start" else self._run_dir
         try:
             pid = int((home / "replicas" / f"{kill.victim}.pid").read_text())
-            marked = f"{MARK}={self._mark}".encode() in Path(f"/proc/{pid}/environ").read_bytes()
+            ours = f"{MARK}={self._mark}".encode() in Path(f"/proc/{pid}/environ").read_bytes()
         except (OSError, ValueError):
             return None  # not started yet, or ended
-        return pid if marked else None  # the number may be another's by now
+        return pid if ours else None  # the number may be another's by now
 
     def _goes_on(self, code: int, killed: bool) -> bool:
         if self.verdict.faults or code == 0:
@@ -197,12 +228,12 @@ class Running:
 def table(verdicts: Sequence[Verdict]) -> str:
     """Kills by moment and victim, and what the oracle found."""
     done = Counter((kill.moment, kill.victim.split("-")[0]) for verdict in verdicts for kill in verdict.done)
-    victims = ("engine", "engines", "generate", "reward", "group", "evaluate", "train", "controller")
+    victims = tuple(dict.fromkeys(who for _, who in sorted(done)))
     lines = [f"{'killed':12}" + "".join(f"{victim:>11}" for victim in victims) + f"{'all':>7}"]
     for moment in (*MOMENTS, "all"):
         row = [sum(n for (at, who), n in done.items() if who == victim and moment in (at, "all")) for victim in victims]
         lines.append(f"{moment:12}" + "".join(f"{n:>11}" for n in row) + f"{sum(row):>7}")
     found = Counter(fault.kind for verdict in verdicts for fault in verdict.faults)
     lines.append(f"{len(verdicts)} runs, {sum(verdict.resumes for verdict in verdicts)} resumes")
-    lines.append(", ".join(f"{found[kind]} {kind}" for kind in (*KINDS, LEFT, BROKEN)))
+    lines.append(", ".join(f"{found[kind]} {kind}" for kind in dict.fromkeys((*KINDS, LEFT, BROKEN, *found))))
     return "\n".join(lines)

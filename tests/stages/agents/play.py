@@ -14,6 +14,7 @@ from configs.schema import Config, EnvironmentConfig
 from stages.agents.stage import AgentsStage
 from stages.data.tokenizer import Tokenizer, load_tokenizer
 from stages.messages import RolloutSlice, Sample, VersionRun, joined, without_prompt
+from stages.options import GenerateOptions
 from stages.sequences import join_runs, new_sample
 from tests.stages.stage_rig import Rig, make_config, make_context, make_group, open_rig, running, take
 
@@ -79,9 +80,11 @@ def write(sample: Sample, ids: list[int], text: str, status: Any) -> Sample:
 @asynccontextmanager
 async def playing(
     checkpoint: Path,
+    /,
     *tables: EnvironmentConfig,
     replicas: int = 1,
     run_dir: Path = Path("run"),
+    lives: tuple[int, ...] = (),
     **sections: Any,
 ) -> AsyncIterator[Play]:
     config = make_config(train={"hf_checkpoint": str(checkpoint)}, **sections)
@@ -89,9 +92,9 @@ async def playing(
     tokenizer = load_tokenizer(str(checkpoint))
     async with open_rig() as rig, AsyncExitStack() as stack:
         await rig.stream("generate.return", RolloutSlice)
-        stages, outlets = [], []
+        stages, outlets, built_in = [], [], GenerateOptions(lives=lives)
         for index in range(replicas):
-            stage = AgentsStage(make_context(config, run_dir, replica=f"agents-{index}"))
+            stage = AgentsStage(make_context(config, run_dir, replica=f"agents-{index}", built_in=built_in))
             inlet = f"agents-{index}"  # one each, so that the test says who gets what
             ports = await rig.join(
                 {"in": (inlet, RolloutSlice)}, {"out": ("generate.return", RolloutSlice)}, replica=inlet
