@@ -170,7 +170,7 @@ async def test_killed_at_any_step_a_call_took_effect_once_or_nobody_knows(
     assert outcomes == sorted(outcomes, key=["made", "uncertain", "known"].index), "in this order, as time goes on"
 
 
-@settings(max_examples=30)
+@settings(max_examples=30, deadline=None)
 @given(st.data())
 def test_a_damaged_file_is_never_a_result_nor_a_reason_to_call_again(data: st.DataObject) -> None:
     async def played(home: Path) -> None:
