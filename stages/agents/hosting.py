@@ -71,6 +71,14 @@ class _Live:
         return self.worker.open and self.worker.incarnation == self.incarnation
 
 
+async def _ready(worker: WorkerProcess) -> None:
+    """Raises WorkerLost for a process that does not start twice: once, it may have been killed."""
+    try:
+        await worker.ready()
+    except WorkerLost:
+        await worker.ready()
+
+
 def digest(answer: Start | Step) -> str:
     """Of what the model is shown and what it earns; metrics may be of the clock."""
     shown = (answer.messages, answer.tools) if isinstance(answer, Start) else (
@@ -106,7 +114,7 @@ class Hosting:
         try:
             async with asyncio.TaskGroup() as starts:
                 for worker in self._workers:
-                    starts.create_task(worker.ready())
+                    starts.create_task(_ready(worker))
         except* WorkerLost as group:
             raise EnvironmentFailed(f"environment {self.table.name}: {group.exceptions[0]}") from None
         return msgspec.msgpack.decode(self._workers[0].said, type=Hosted)

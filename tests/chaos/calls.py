@@ -77,7 +77,7 @@ def _append(name: str, line: object) -> None:
 
 def draw(rng: random.Random, steps: int, kills: int) -> list[Kill]:
     """So many kills at random moments; one in three ends the run, which is then resumed."""
-    moments = sorted((rng.randrange(steps - 1), rng.uniform(0, 1.0)) for _ in range(kills))
+    moments = sorted((rng.randrange(1, steps - 1), rng.uniform(0, 1.0)) for _ in range(kills))
     return [
         Kill(CONTROLLER if rng.random() < 0.3 else rng.choice(VICTIMS), RUNNING, step, delay_s)
         for step, delay_s in moments
