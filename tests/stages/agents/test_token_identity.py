@@ -21,6 +21,7 @@ import torch
 from configs.schema.engine import EngineConfig
 from models.tiny import make_tiny_checkpoint
 from stages.agents.stage import AgentsStage
+from stages.data.tokenizer import load_tokenizer
 from stages.messages import RolloutSlice, Sample
 from stages.options import GenerateOptions
 from tests.engine_record import Made, recording
@@ -51,11 +52,16 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
 
 @asynccontextmanager
 async def talking(
-    tmp_path: Path, checkpoints: list[Path], *, path: str = TALK, **options: Any
+    tmp_path: Path,
+    checkpoints: list[Path],
+    *,
+    path: str = TALK,
+    max_context: int = SHAPE["max_position_embeddings"],
+    **options: Any,
 ) -> AsyncIterator[tuple[World, AgentsStage]]:
     """Generate and agents stage with version 0 in the engines."""
     (tmp_path / "bare").mkdir()
-    limits = {"max_context": SHAPE["max_position_embeddings"], "vocab_size": 32}
+    limits = {"max_context": max_context, "vocab_size": load_tokenizer(str(checkpoints[0])).vocab_size}
     options = {
         "engine": ENGINE,
         "model": checkpoints[0],
