@@ -96,6 +96,7 @@ bench: $(STAMP)
 	$(BIN)/python -m bench.train --quick
 	$(BIN)/python -m bench.tools --quick
 	$(BIN)/python -m bench.agentic --quick
+	$(BIN)/python -m bench.gateway --quick
 
 clean:
 	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis *.egg-info

@@ -99,6 +99,20 @@ async def test_an_episode_that_infrastructure_ended_is_begun_anew(fault: str, tm
 
 
 @pytest.mark.slow
+async def test_what_engines_do_not_answer_is_no_fault_of_the_agent(tmp_path: Path) -> None:
+    patient, once = {"retries": 1000}, {"max_retries": 0}
+    async with agents(tmp_path, {"turns": 2}, table=patient, proxied=True, rollout=once) as (world, _, stage):
+        [hosting] = stage._hostings
+        world.proxies[0].answer_generate_with(500)
+        async with asyncio.TaskGroup() as tasks:
+            task = tasks.create_task(played(world))
+            await until(lambda: hosting.retried > 0)
+            world.proxies[0].answer_generate_with(0)
+        [parts] = await task
+    assert (parts[-1].status, parts[-1].reward) == ("completed", 1.0)
+
+
+@pytest.mark.slow
 async def test_an_agent_that_fails_fails_its_rollout_and_earns_nothing(tmp_path: Path) -> None:
     async with agents(tmp_path, {"fault": "error"}) as (world, _, _):
         [[sample]] = await played(world)

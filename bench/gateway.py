@@ -1,0 +1,245 @@
+"""Requests per second through the gateway, beside the same requests sent to the engine itself.
+
+    python -m bench.gateway [--quick] [--rounds N] [--output FILE]
+
+Conversations of several turns, many at a time, with one simulated engine in a process of its own. Contenders: token ids
+straight to the engine's /generate; the same ids to the gateway's /generate; chat completions, where the gateway writes
+the conversation as tokens. The gateway is in a process of its own too, with the production's sampler; it keeps the
+tokens of each session as in a run.
+
+Two settings: an engine that takes its time as a model does, and one that answers at once, which shows what a request
+costs the processor.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import json
+import multiprocessing
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import AsyncIterator, Iterator, Mapping
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import msgspec
+import numpy as np
+import uvloop
+
+from bench.report import Document, Series, command, machine, print_table, write_json
+from configs.schema import Config
+from models.tiny import make_tiny_checkpoint
+from stages.agents.chat_formats.load import load_chat_format
+from stages.agents.gateway.answers import Answers, OpenSession
+from stages.agents.gateway.server import Gateway
+from stages.agents.gateway.sessions import Session
+from stages.engine_entries import ADDRESS, DIRECTORY
+from stages.generate.requests import Requests
+from stages.messages import EngineAddress, EngineEntry, Int32Array, PromptGroup, wire
+from stages.sampling.sampler import Sampler
+from stages.sequences import new_sample
+
+SPAWN = multiprocessing.get_context("spawn")
+SLOTS, TURNS, PROMPT, MADE, SEEN = 64, 4, 200, 64, 32  # conversations at a time, turns; tokens
+SETTINGS = {"engine with 20 ms per token": (20.0, 0.1), "engine that takes no time": (0.001, 0.0)}
+CONTENDERS = ("direct", "gateway, token ids", "gateway, chat")
+
+
+class KnownEngine:
+    """A topic that says where one engine is, and nothing else, ever."""
+
+    def __init__(self, url: str) -> None:
+        entry = EngineEntry("engine-0", url, 0, state="serving", epoch=0, version=0, limit=SLOTS)
+        address = EngineAddress("engine-0", url, 0)
+        self._said = {f"{ADDRESS}engine-0": address, f"{DIRECTORY}engine-0": entry}
+        self._values = {key: msgspec.msgpack.encode(value) for key, value in self._said.items()}
+
+    def get(self, key: str) -> bytes | None:
+        return self._values.get(key)
+
+    def items(self, prefix: str) -> Mapping[str, bytes]:
+        return {key: value for key, value in self._values.items() if key.startswith(prefix)}
+
+    async def publish(self, key: str, value: bytes) -> None:
+        """Nobody listens."""
+
+    async def wait(self, revision: int, *prefixes: str) -> int:
+        """Once, and then never again."""
+        if revision:
+            await asyncio.Event().wait()
+        return 1
+
+
+# The gateway's process: it opens as many sessions as it is asked for, forgets those of the time before, and says how
+# much processor time it has taken so far.
+
+
+def serve_gateway(checkpoint: str, engine: str, link: Connection) -> None:
+    uvloop.run(_serve_gateway(checkpoint, engine, link))
+
+
+async def _serve_gateway(checkpoint: str, engine: str, link: Connection) -> None:
+    sections = {"train": {"hf_checkpoint": checkpoint}, "rollout": {"rollout_max_response_len": 8192, "max_turns": 99}}
+    config = msgspec.convert(sections, Config)
+    chat = load_chat_format(checkpoint)
+    sampler = Sampler(config, replica="agents-0", stage="agents")
+    answers = Answers(sampler, Requests(config, 1 << 20), chat)
+    async with asyncio.TaskGroup() as tasks, Gateway(answers) as gateway:
+        following = tasks.create_task(sampler.follow(KnownEngine(engine)))
+        await sampler.ready()
+        link.send(gateway.url)
+        sessions = contextlib.ExitStack()
+        while count := await asyncio.to_thread(link.recv):
+            sessions.close()
+            keys = [sessions.enter_context(gateway.session(_place(n, chat))).api_key for n in range(count)]
+            link.send((keys, time.process_time()))
+        sessions.close()
+        following.cancel()
+        await sampler.close()
+
+
+def _place(number: int, chat: Any) -> OpenSession:
+    group = PromptGroup(number, number, 0, "?", wire((), Int32Array), None, 1, number)
+    return OpenSession(group, new_sample((), 0), Session(chat, 0))
+
+
+# The client: this process.
+
+
+async def converse(http: aiohttp.ClientSession, contender: str, url: str, key: str, rng: np.random.Generator) -> None:
+    """One conversation."""
+    headers = {"Authorization": f"Bearer {key}"}
+    ids = rng.integers(97, 123, PROMPT).tolist()
+    messages: list[dict[str, str]] = [{"role": "user", "content": bytes(ids).decode()}]
+    for _ in range(TURNS):
+        if contender == "gateway, chat":
+            body: dict[str, Any] = {"model": "policy", "messages": messages, "max_tokens": MADE}
+            path = "/v1/chat/completions"
+        else:
+            sampling = {"max_new_tokens": MADE, "temperature": 1.0}
+            body = {"input_ids": ids, "sampling_params": sampling, "return_logprob": True}
+            path = "/generate"
+        async with http.post(url + path, json=body, headers=headers) as answer:
+            answer.raise_for_status()
+            said = await answer.json()
+        more = rng.integers(97, 123, SEEN).tolist()
+        if contender == "gateway, chat":
+            messages = [*messages, said["choices"][0]["message"], {"role": "user", "content": bytes(more).decode()}]
+        else:
+            ids = [*ids, *said["output_ids"], *more]
+
+
+async def measure(contender: str, url: str, keys: list[str]) -> float:
+    """Requests per second of so many conversations, as many at a time as the engine has slots."""
+    waiting = iter(enumerate(keys))
+
+    async def converse_on() -> None:
+        for number, key in waiting:
+            await converse(http, contender, url, key, np.random.default_rng(number))
+
+    async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as http:
+        start = time.perf_counter()
+        async with asyncio.TaskGroup() as tasks:
+            for _ in range(SLOTS):
+                tasks.create_task(converse_on())
+        return len(keys) * TURNS / (time.perf_counter() - start)
+
+
+@contextlib.contextmanager
+def engine(checkpoint: Path, home: Path, a_ms: float, c_ms: float) -> Iterator[str]:
+    """The address of an engine that carries version 0."""
+    ready = home / "ready.json"
+    ready.unlink(missing_ok=True)
+    timing = {"a_ms": a_ms, "c_ms": c_ms, "prefill_ms_per_token": 0.0, "vocab_size": 256}
+    lengths = {"length_mean": 1e6, "length_cap": 1 << 20}  # requests end where they are told to
+    config = {"engine": "simulated", "engine_slots": SLOTS, "simulated": {**timing, **lengths}}
+    arguments = ["--model-path", str(checkpoint), "--ready-file", str(ready), "--weight-version", "0.0"]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "models.engines.serve", *arguments, "--config", json.dumps(config)],
+        stderr=subprocess.DEVNULL,
+    )
+    try:
+        while not ready.exists():
+            if process.poll() is not None:
+                sys.exit(f"the engine ended with status {process.returncode}")
+            time.sleep(0.05)
+        yield json.loads(ready.read_text())["url"]
+    finally:
+        process.terminate()
+        process.wait()
+
+
+@contextlib.asynccontextmanager
+async def gateway(checkpoint: Path, engine_url: str) -> AsyncIterator[tuple[str, Connection]]:
+    ours, theirs = SPAWN.Pipe()
+    process = SPAWN.Process(target=serve_gateway, args=(str(checkpoint), engine_url, theirs), daemon=True)
+    process.start()
+    try:
+        yield await asyncio.to_thread(ours.recv), ours
+        ours.send(0)
+        await asyncio.to_thread(process.join, 10)
+    finally:
+        process.kill()
+
+
+async def opened(link: Connection, count: int) -> tuple[list[str], float]:
+    """Keys of new sessions, and the seconds of processor time that the gateway has taken."""
+    link.send(count)
+    keys, seconds = await asyncio.to_thread(link.recv)
+    return keys, seconds
+
+
+async def run(home: Path, rounds: int, conversations: int) -> list[Series]:
+    checkpoint = make_tiny_checkpoint(home / "tiny", num_layers=1)
+    series = []
+    for setting, (a_ms, c_ms) in SETTINGS.items():
+        values: dict[str, list[float]] = {name: [] for name in CONTENDERS}
+        spent: dict[str, list[float]] = {name: [] for name in CONTENDERS[1:]}
+        with engine(checkpoint, home, a_ms, c_ms) as url:
+            async with gateway(checkpoint, url) as (address, link):
+                for number in range(rounds + 1):  # the first one warms up
+                    for name in CONTENDERS:
+                        keys, before = await opened(link, conversations if number else SLOTS)
+                        rate = await measure(name, url if name == "direct" else address, keys)
+                        _, after = await opened(link, 1)
+                        if number:
+                            values[name].append(rate)
+                            if name in spent:
+                                spent[name].append(1000 * (after - before) / (len(keys) * TURNS))
+        for name in CONTENDERS:
+            said = f"{statistics.median(spent[name]):.2f} ms of the gateway's processor" if name in spent else ""
+            series.append(Series(setting, name, "requests/s", values[name], said))
+    return series
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="1 round with fewer conversations")
+    parser.add_argument("--rounds", type=int, default=0)
+    parser.add_argument("--output", type=Path, default=Path("bench_results/gateway.json"))
+    options = parser.parse_args()
+    rounds = options.rounds or (1 if options.quick else 3)
+    conversations = SLOTS if options.quick else 2 * SLOTS
+    about = machine(["aiohttp", "msgspec"])
+    with tempfile.TemporaryDirectory(prefix="sluice-bench-") as home:
+        series = uvloop.run(run(Path(home), rounds, conversations))
+    print_table(series, "direct")
+    remarks = [
+        f"{SLOTS} conversations at a time of {TURNS} turns: {PROMPT} tokens, {MADE} made and {SEEN} seen in each turn",
+        f"{rounds} rounds of {conversations} conversations, interleaved",
+        f"load {about.load_1min:.1f} on {about.cores} cores at the start",
+    ]
+    print("\n" + "\n".join(remarks))
+    write_json(options.output, Document("gateway", about, command(), remarks, series))
+    print(f"written to {options.output}")
+
+
+if __name__ == "__main__":
+    main()
