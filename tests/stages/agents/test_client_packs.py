@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import socket
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -11,7 +12,8 @@ from pathlib import Path
 import pytest
 
 from models.tiny import make_tiny_checkpoint
-from tests.stages.agents.gateway.test_clients import interpreter
+from tests.agent_clients import interpreter
+from tests.stages.agents.gateway.test_agent_episodes import agents, played
 from tests.stages.agents.play import playing, world
 from tests.stages.stage_rig import numbers
 
@@ -34,6 +36,12 @@ async def openenv_server(python: str, home: Path) -> AsyncIterator[str]:
     finally:
         process.kill()
         await process.wait()
+
+
+@pytest.fixture(autouse=True)
+def patience(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The packages take long to be imported."""
+    monkeypatch.setattr("tests.stages.stage_rig.LIMIT_S", 300.0)
 
 
 @pytest.fixture
@@ -64,3 +72,24 @@ async def test_an_environment_of_openenv(tiny: Path, tmp_path: Path) -> None:
         (lost,) = (await play.begin()).samples
         assert (lost.status, lost.reward) == ("failed", None)
         assert "infrastructure failed 2 times" in (lost.error or "")
+
+
+@pytest.mark.slow
+@pytest.mark.full
+async def test_an_environment_of_verifiers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its own taskset, harness and reward; what the policy was asked and answered is what is trained."""
+    here = Path(__file__).parent
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(here.parents[2]), str(here)]))
+    table = {
+        "name": "verifiers",
+        "path": "stages.agents.packs.verifiers:Verifiers",
+        "python": interpreter("verifiers"),
+    }
+    async with agents(tmp_path, {"env": {"taskset": {"id": "letters_taskset"}}}, table=table) as (world, writer, _):
+        rollouts = await played(world, 3, index=3)
+    for (sample,) in rollouts:
+        assert sample.error is None
+        prompt, made = next(one for one in writer.answered if len(one[1]) == sample.new_tokens)
+        assert numbers(sample.token_ids) == prompt + made
+        assert (sample.done, sample.reward) == (True, float(len(made) > 2)), "the end of the turn is a token as well"
+        assert sample.metrics["env/verifiers/long"] == sample.reward
