@@ -26,13 +26,13 @@ from stages.agents.messages import Message
 from stages.graders.grade import GradeRequest
 from stages.graders.registry import grade_request, listed_grader
 
-_PAIRS = 100 * 100  # sums of two numbers below 100, each of one split
-_HELDOUT = 10  # every tenth
+_HELDOUT = 10  # one in so many sums is never trained
 
 
 class MultiAgent:
     """Texts are options, so that a model with a small vocabulary can be shown its own: `ask` before the verdict,
-    `again` before another answer, `right` and `wrong` as verdicts (the last one in the verifier's turn counts)."""
+    `again` before another answer, `right` and `wrong` as verdicts (the last one in the verifier's turn counts). `below`
+    is for `tasks`."""
 
     def __init__(
         self,
@@ -45,6 +45,7 @@ class MultiAgent:
         again: str = "You are the solver again. Your answer is doubted: give another, or the same if you are sure.",
         right: str = "yes",
         wrong: str = "no",
+        below: int = 100,
     ) -> None:
         found = listed_grader(grader)
         if found is None or not found.in_stage:
@@ -63,16 +64,23 @@ class MultiAgent:
 
     @classmethod
     def tasks(
-        cls, split: Literal["train", "heldout"], seed: int, ask: str = ":", right: str = "+", wrong: str = "-"
+        cls,
+        split: Literal["train", "heldout"],
+        seed: int,
+        below: int = 100,
+        ask: str = ":",
+        right: str = "+",
+        wrong: str = "-",
     ) -> Iterator[Mapping[str, Any]]:
-        """Sums, with demonstrations of one round for a model without a chat template: half of the answers are wrong,
-        and those are not learnt, but that they are is."""
+        """Sums of two numbers below `below`, with demonstrations of one round for a model without a chat template: half
+        of the answers are wrong, and those are not learnt, but that they are is. The splits share no sum."""
+        pairs = list(range(below * below))
+        random.Random("held out").shuffle(pairs)
+        heldout = max(1, len(pairs) // _HELDOUT)
+        pairs = pairs[:heldout] if split == "heldout" else pairs[heldout:]
         chosen = random.Random(f"sums {split} {seed}")
         while True:
-            pair = chosen.randrange(_PAIRS)
-            if (pair % _HELDOUT == 0) != (split == "heldout"):
-                continue
-            one, other = divmod(pair, 100)
+            one, other = divmod(chosen.choice(pairs), below)
             label, is_right = str(one + other), chosen.random() < 0.5
             answer = label if is_right else str(max(0, one + other + chosen.choice((-10, -1, 1, 10))))
             is_right = answer == label

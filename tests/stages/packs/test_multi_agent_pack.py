@@ -94,3 +94,11 @@ async def test_demonstrations_are_episodes() -> None:
     assert 150 < right < 250
     heldout = {task["input"] for task in islice(MultiAgent.tasks("heldout", 0), 400)}
     assert not heldout & {task["input"] for task in tasks}
+
+
+def test_sums_can_be_smaller_and_the_splits_share_none() -> None:
+    train, heldout = (
+        {task["input"] for task in islice(MultiAgent.tasks(split, 1, below=10), 3000)} for split in ("train", "heldout")
+    )
+    assert train | heldout == {f"{one}+{other}=" for one in range(10) for other in range(10)}
+    assert (len(train), len(heldout)) == (90, 10)
