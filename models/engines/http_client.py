@@ -94,7 +94,7 @@ class HttpClient:
         async with self._answer("POST", path, payload, timeout_s, headers) as response:
             try:
                 # Read to the very end, which comes right after [DONE]: only then is the connection used again.
-                async for data in response.content.iter_any():
+                async for data in _pieces(response):
                     rest += len(data) if done else 0
                     if rest > MOST_REST:
                         break  # it says more after its last word: the connection is not used again
@@ -151,7 +151,7 @@ class HttpClient:
     async def _read(self, path: str, response: aiohttp.ClientResponse, most_bytes: int) -> bytes:
         """The body. Waits for its end, or until it is longer than an answer can be."""
         parts, count = [], 0
-        async for data in response.content.iter_any():
+        async for data in _pieces(response):
             parts.append(data)
             count += len(data)
             if count > most_bytes:
@@ -185,6 +185,19 @@ class HttpClient:
             connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEEPALIVE_S)
             self._session = aiohttp.ClientSession(connector=connector, auto_decompress=True)
         return self._session
+
+
+async def _pieces(response: aiohttp.ClientResponse) -> AsyncIterator[bytes]:
+    """The body as it comes. aiohttp has a plain RuntimeError for who reads on while the connection is being closed, as
+    it is by `close` when the server has been given up."""
+    while True:
+        try:
+            data = await response.content.readany()
+        except RuntimeError as error:
+            raise aiohttp.ClientConnectionError(str(error)) from error
+        if not data:
+            return
+        yield data
 
 
 def _words(body: bytes) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import pickle
 import subprocess
@@ -22,6 +23,7 @@ from models.engines.errors import (
     RequestNotSent,
 )
 from models.engines.protocol import GenerateOutput, GenerateRequest, SamplingParams, VersionSpan
+from models.engines.streamed import PartialOutputs
 
 # As a real server sends it, with keys that nobody here knows.
 ANSWER = {
@@ -158,8 +160,6 @@ async def test_a_dead_engine_is_unreachable() -> None:
 
 
 async def test_a_connection_lost_in_mid_answer_is_unreachable() -> None:
-    import asyncio
-
     async def hang_up(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await reader.readuntil(b"\r\n\r\n")
         writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: 100\r\n\r\n{")
@@ -170,6 +170,27 @@ async def test_a_connection_lost_in_mid_answer_is_unreachable() -> None:
     async with server, EngineClient(f"http://127.0.0.1:{port}") as client:
         with pytest.raises(EngineUnreachable, match="ClientPayloadError"):
             await client.generate(GenerateRequest(input_ids=[1]))
+
+
+async def test_who_reads_while_the_client_is_closed_has_lost_the_engine() -> None:
+    """And nothing else: what reads there is in the middle of a stage."""
+
+    class Closing(PartialOutputs):
+        def take(self, raw: bytes) -> None:
+            assert client._session is not None
+            assert client._session.connector is not None
+            for protocol in client._session.connector._acquired:
+                protocol.close()  # as the connector does when it is closed itself
+
+    async def begin(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: 100\r\n\r\ndata: {}\n\n")
+
+    server = await asyncio.start_server(begin, "127.0.0.1", 0)
+    port = server.sockets[0].getsockname()[1]
+    async with server, EngineClient(f"http://127.0.0.1:{port}", timeout_s=20) as client:
+        with pytest.raises(EngineUnreachable, match="Connection closed"):
+            await client.generate(GenerateRequest(input_ids=[1]), partial=Closing())
 
 
 async def test_bad_ids_are_refused_before_they_are_sent(serve) -> None:  # type: ignore[no-untyped-def]
