@@ -28,6 +28,7 @@ from stages.process_guard import become_guarded
 READY: Final = -1
 ANSWER_BYTES: Final = 16 << 20
 NIL: Final = b"\xc0"
+OUT_OF_MEMORY: Final = 86  # exit status of a worker whose code wants more memory than it may have
 
 Handler = Callable[[msgspec.Raw], Awaitable[Any]]
 
@@ -87,7 +88,7 @@ async def _answer(writer: asyncio.StreamWriter, handler: Handler, number: int, c
     except Refusal as error:
         frame = _frame(number, error.kind, str(error))
     except MemoryError:
-        os._exit(1)  # nothing can be relied on any more
+        os._exit(OUT_OF_MEMORY)  # nothing can be relied on any more
     except BaseException as error:  # somebody's program: the caller learns what it raised
         frame = _frame(number, "failed", f"{type(error).__name__}: {error}")
     writer.write(frame)

@@ -21,7 +21,7 @@ from typing import Final
 import msgspec
 
 from stages.process_guard import end_guarded, start_guarded
-from stages.worker_calls import ANSWER_BYTES, READY
+from stages.worker_calls import ANSWER_BYTES, OUT_OF_MEMORY, READY
 
 _LOAD_LIMIT_S = 120.0  # to start Python and to import the user's module
 _CANCEL_S = 2.0  # from telling a call to stop until its process is killed
@@ -174,6 +174,8 @@ class WorkerProcess:
             code = await asyncio.to_thread(process.wait, _END_LOOK_S)
         except subprocess.TimeoutExpired:
             return "its worker process ended"
+        if code == OUT_OF_MEMORY:
+            return "its worker process ended: this call or another one wanted more memory than it may have"
         how = f"signal {signal.Signals(-code).name}" if code < 0 else f"exit status {code}"
         return f"its worker process ended with {how}; this call or another one crashed or blocked it"
 

@@ -113,6 +113,9 @@ class ToolsConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True)
         "<tool_response>{result}</tool_response>"
     )
     tool_deadline_s: Annotated[float, Meta(gt=0, description="seconds after which a tool call is abandoned")] = 10.0
+    tool_memory_gb: Annotated[
+        float, Meta(ge=0, description="most memory of the process of a tool of yours, GiB; 0 = no limit")
+    ] = 4.0
     tool_call_parser: Annotated[
         Literal[
             "hermes",

@@ -12,9 +12,10 @@ from stages.worker_process import CallFailed, WorkerLost, WorkerProcess
 class ToolProcess:
     """A tool by its import path. Use `ready` before `call`, and `close` at the end."""
 
-    def __init__(self, path: str, name: str, schema: Schema) -> None:
+    def __init__(self, path: str, name: str, schema: Schema, memory_bytes: int = 0) -> None:
+        """0 bytes: as many as there are."""
         self.name, self.schema = name, schema
-        self._worker = WorkerProcess("stages.tools.worker", (path,))
+        self._worker = WorkerProcess("stages.tools.worker", (path, memory_bytes))
 
     async def ready(self) -> None:
         """Waits until the process serves, and starts it where there is none. Raises ToolCallError."""

@@ -22,14 +22,14 @@ from stages.tools.tool import Tool
 BUILT_IN: dict[str, Callable[[], Tool]] = {"calculator": Calculator}
 
 
-def resolve_tools(names: Sequence[str]) -> dict[str, Tool]:
+def resolve_tools(names: Sequence[str], memory_gb: float = 0.0) -> dict[str, Tool]:
     """Tools by the name under which the model calls them, in the order given. Raises UnknownToolError.
 
-    Close those that were called with `close_tools`.
+    Close those that were called with `close_tools`. `memory_gb`: of the process of each of the user's; 0 = no limit.
     """
     tools: dict[str, Tool] = {}
     for name in names:
-        tool = BUILT_IN[name]() if name in BUILT_IN else _own_tool(name)
+        tool = BUILT_IN[name]() if name in BUILT_IN else _own_tool(name, int(memory_gb * (1 << 30)))
         if tool.name in tools:
             raise UnknownToolError(f"tools: two of them are called {tool.name!r}; rename one or leave it out")
         tools[tool.name] = tool
@@ -60,7 +60,7 @@ async def answer_call(tools: Mapping[str, Tool], text: str, opening: str, closin
         return f"error: no answer within {deadline_s:g} s"
 
 
-def _own_tool(path: str) -> Tool:
+def _own_tool(path: str, memory_bytes: int) -> Tool:
     if not all(path.partition(":")):
         near = nearest(path, BUILT_IN)
         guess = f"did you mean {near!r}? " if near else ""
@@ -68,4 +68,4 @@ def _own_tool(path: str) -> Tool:
             f"tools: {path!r} is no tool; {guess}Known: {', '.join(BUILT_IN)}, or your own as package.module:function"
         )
     tool = import_tool(path)
-    return ToolProcess(path, tool.name, tool.schema)
+    return ToolProcess(path, tool.name, tool.schema, memory_bytes)

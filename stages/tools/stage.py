@@ -34,7 +34,7 @@ class ToolStage(LoopStage):
         return bool(config.tools.tools) and any(_calls(config, sample) for sample in message.samples)
 
     async def setup(self) -> None:
-        self._tools = resolve_tools(self.settings.tools)
+        self._tools = resolve_tools(self.settings.tools, self.settings.tool_memory_gb)
         self._tokenizer = load_tokenizer(self.config.train.hf_checkpoint)
 
     async def close(self) -> None:

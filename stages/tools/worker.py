@@ -1,4 +1,4 @@
-"""The process of one tool: `python -m stages.tools.worker SOCKET_FD PARENT_PID IMPORT_PATH`.
+"""The process of one tool: `python -m stages.tools.worker SOCKET_FD PARENT_PID IMPORT_PATH MEMORY_BYTES`.
 
 A call is the arguments, its value the tool's answer as text, bounded; see stages/worker_calls.py.
 """
@@ -27,12 +27,14 @@ def main(arguments: list[str]) -> None:
                 return bounded(await tool.call(given))
             except ToolCallError as error:
                 raise Refusal("error", bounded(str(error))) from None
+            except MemoryError:
+                raise  # the end of this process
             except Exception as error:  # the model sees what the tool raised, the run goes on
                 raise Refusal("error", bounded(f"{type(error).__name__}: {error}")) from None
 
         return answer, None
 
-    serve(become_worker(int(arguments[0]), int(arguments[1])), prepare)
+    serve(become_worker(int(arguments[0]), int(arguments[1]), int(arguments[3])), prepare)
 
 
 if __name__ == "__main__":

@@ -119,7 +119,7 @@ async def test_a_row_chooses_its_environment(tiny: Path) -> None:
         ("infrastructure", "environment world: infrastructure failed 3 times, the last time: the sandbox is away"),
         slowly("exit", "infrastructure failed 3 times, the last time: its worker process ended with exit status 3"),
         slowly("kill", "its worker process ended with signal SIGKILL"),
-        slowly("eat", "its worker process ended with exit status 1"),
+        slowly("eat", "its worker process ended: this call or another one wanted more memory than it may have"),
         slowly("wait", "the last time: no answer within step_deadline_s 0.2 s"),
     ],
 )

@@ -70,6 +70,14 @@ async def crash(text: str) -> str:
     return text
 
 
+async def hoard(text: str) -> str:
+    """Keep more and more memory, by pieces, and never give it back."""
+    kept = []
+    while text == "all":
+        kept.append(bytearray(1 << 20))
+    return text
+
+
 async def much(text: str) -> str:
     return text * int(1e8)
 

@@ -12,15 +12,15 @@ from pathlib import Path
 
 import pytest
 
-from stages.tools import process as process_module
-from stages.tools.registry import answer_call
+from stages import worker_process
+from stages.tools.registry import answer_call, close_tools, resolve_tools
 from stages.tools.tool import RESULT_CHARS, Tool
 from tests.stages.toolkit.test_tool_calls import CLOSE, OPEN, PATH, call_text, opened
 
 pytestmark = pytest.mark.slow
 
 LONG_S = 60.0  # never reached
-ENDED = "error: the tool's process ended; this call or another one crashed or blocked it"
+CRASHED = "this call or another one crashed or blocked it"
 
 
 async def ask(tools: dict[str, Tool], text: str, deadline_s: float) -> str:
@@ -51,7 +51,7 @@ async def noted(file: Path) -> list[int]:
     [
         ("give_up", "x", "error: CancelledError: "),
         ("leave", "x", "error: SystemExit: 3"),
-        ("crash", "crash", ENDED),
+        ("crash", "crash", "error: its worker process ended with exit status 7; " + CRASHED),
         ("block", "block", "error: no answer within 0.2 s"),
         ("spin", "spin", "error: no answer within 0.2 s"),
         ("deaf", "deaf", "error: no answer within 0.2 s"),
@@ -60,19 +60,19 @@ async def noted(file: Path) -> list[int]:
 async def test_a_tool_that_misbehaves_is_answered_for_and_serves_again(
     tool: str, text: str, answer: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(process_module, "_CANCEL_S", 0.2)
+    monkeypatch.setattr(worker_process, "_CANCEL_S", 0.2)
     async with opened(f"{PATH}:{tool}") as tools, asyncio.timeout(LONG_S):
         for _ in range(2):  # each time after a call that was served
             assert await ask(tools, text, 0.2 if "within" in answer else LONG_S) == answer
             while (found := await ask(tools, "again", LONG_S)) not in ("again", answer):
-                assert found == ENDED
+                assert found.endswith(CRASHED)
         assert found == ("again" if text != "x" else answer)
 
 
 async def test_a_blocked_tool_holds_up_no_other_tool_and_loses_only_its_own_calls(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(process_module, "_CANCEL_S", 0.2)
+    monkeypatch.setattr(worker_process, "_CANCEL_S", 0.2)
     async with opened(f"{PATH}:block", f"{PATH}:echo") as tools, asyncio.timeout(LONG_S), asyncio.TaskGroup() as tasks:
 
         def call(name: str, text: str, deadline_s: float) -> asyncio.Task[str]:
@@ -84,7 +84,7 @@ async def test_a_blocked_tool_holds_up_no_other_tool_and_loses_only_its_own_call
         blocked = call("block", "block", 0.5)
         assert [await call("echo", str(n), LONG_S) for n in range(5)] == ["0", "1", "2", "3", "4"]
         assert await blocked == "error: no answer within 0.5 s"
-        assert await waits == ENDED
+        assert (await waits).endswith(CRASHED)
         assert await call("block", "served", LONG_S) == "served"
 
 
@@ -130,4 +130,22 @@ asyncio.run(main())
 async def test_a_tool_that_cannot_start_is_an_answer(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "executable", "/bin/false")
     async with opened(f"{PATH}:echo") as tools:
-        assert await ask(tools, "x", LONG_S) == "error: the tool's process does not start; its error output says why"
+        assert await ask(tools, "x", LONG_S) == "error: its worker process does not start: the error output says why"
+
+
+async def test_a_tool_that_allocates_without_bound_ends_alone_with_the_reason() -> None:
+    tools = resolve_tools([f"{PATH}:hoard", f"{PATH}:echo"], memory_gb=0.25)
+
+    async def call(name: str, text: str) -> str:
+        content = json.dumps({"name": name, "arguments": {"text": text}})
+        return await answer_call(tools, call_text(content), OPEN, CLOSE, LONG_S)
+
+    try:
+        async with asyncio.timeout(LONG_S):
+            assert await call("echo", "served") == "served"
+            hoarded = await call("hoard", "all")
+            assert hoarded.endswith("process ended: this call or another one wanted more memory than it may have")
+            assert await call("hoard", "nothing") == "nothing", "another process serves"
+            assert await call("echo", "served") == "served"
+    finally:
+        await close_tools(tools)
