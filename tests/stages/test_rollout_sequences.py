@@ -18,7 +18,7 @@ from stages.messages import Int32Array as Ids
 from stages.messages import Prefix, RolloutSlice, Sample, Settled, TurnReward, wire
 from stages.reward.stage import RewardStage
 from stages.rollouts import raw_returns, rollout_fault, token_rewards, trained_masks
-from stages.sequences import append_untrained, as_rollout, branch
+from stages.sequences import append_untrained, as_rollout, branch, cut
 from stages.train.batch import Batch, slice_sequences
 from tests.models.train.small_trainer import make_backend, train_step
 from tests.stages.custom_parts import SHARED, Agents, Game
@@ -277,3 +277,14 @@ def test_equal_batches_have_equal_hashes_and_a_prefix_counts() -> None:
     assert hashed(*branched()) != hashed(*branched(prefix=None)), "the shared tokens would be trained twice"
     assert hashed(make_sample(0)) != hashed(make_sample(0, prompt=(1, 2, 4)))
     assert np.isfinite(branched()[0].log_probs).all()
+
+
+@pytest.mark.parametrize(("length", "left"), [(11, [3, 4, 2]), (9, [3, 4, 2]), (7, [3, 4]), (5, [3, 2]), (3, [3]), (1, [3])])
+def test_what_is_cut_keeps_its_prompt(length: int, left: list[int]) -> None:
+    """Also where the context is shorter than the prompt: nothing of it may go, for it is another question then."""
+    whole = append_untrained(make_sample(n=4), [7, 7], "77")
+    sample = cut(whole, length)
+    assert [run.n_tokens for run in sample.version_runs] == left
+    assert sample.length == sum(left)
+    assert sample.fault() is None
+    assert branch(whole, length).prefix == Prefix(0, sample.length)
