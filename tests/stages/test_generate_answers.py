@@ -72,6 +72,13 @@ def test_experts_that_are_no_base64_of_numbers_are_told(sent: str, words: str) -
     assert (result.finish, result.token_ids) == ("failed", ())
 
 
+def test_pieces_are_joined_by_version_and_their_time_is_summed() -> None:
+    result = extended(ASKED, extended(ASKED, NEW, answer([1, 2], "abort"), 1.0), answer([3], "abort"), 1.0)
+    result = extended(ASKED, result, answer([4], label="0.2"), 1.0)
+    assert result.runs == (VersionRun(1, 3), VersionRun(2, 1))
+    assert result.spent_s == 3.0, "deadlines count the work on all pieces"
+
+
 def test_what_a_lost_engine_left_is_an_aborted_response() -> None:
     result = with_saved(ASKED, NEW, answer([1, 2, 3], None), 2.0, lost=True)
     assert (result.finish, result.reused_tokens, result.spent_s) == ("aborted", 3, 2.0)

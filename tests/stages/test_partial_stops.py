@@ -1,4 +1,5 @@
-"""A stop string that an abort cuts in two still ends the response."""
+"""What members of a request go on from: a stop string that an abort cuts in two still ends the response, and those that
+have ended are not asked again."""
 
 from __future__ import annotations
 
@@ -9,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from models.engines.errors import EngineUnreachable
 from models.engines.protocol import SamplingParams
 from models.engines.text import ends_within_stop, find_stop
 from stages.sampling.attempt import Attempt
@@ -57,6 +59,40 @@ async def test_what_ends_within_a_stop_string_begins_again(text: str, kept: bool
     assert (second.resumed, second.spent_s, second.finish) == (1, 1.0, "aborted")
     kept = kept or told  # of chunks none is taken back
     assert (second.token_ids, second.text) == (((1, 2), text) if kept else ((), ""))
+
+
+class LosesTwoOfThree:
+    """Ends the second member, and then the engine is lost before anything of the others has come."""
+
+    def __init__(self) -> None:
+        self.asked: list[tuple[int, int]] = []  # index of the first member, and how many
+
+    async def ask(self, call: Call, index: int, results: Sequence[SampleResult], ended: Emit) -> Attempt:
+        self.asked.append((index, len(results)))
+        attempt = Attempt(call.request, list(results), ended, True)
+        if len(self.asked) == 1:
+            attempt.left.pop(1)
+            ended(1, SampleResult("stop", token_ids=(7,)))
+            attempt.error = EngineUnreachable("http://engine", "it was lost")
+        else:
+            attempt.end_all("stop")
+        return attempt
+
+    async def survives(self, *_: object, progress: bool) -> bool:
+        return True
+
+    def drains(self, request: SampleRequest) -> bool:
+        return False
+
+
+async def test_those_that_are_left_go_on_under_their_own_numbers() -> None:
+    sender, emitted = LosesTwoOfThree(), dict[int, SampleResult]()
+    request = SampleRequest(SamplingParams(n=3), token_ids=[3])
+    call = Call(request, Losses.until(None), lambda index, result: emitted.update({index: result}))
+    await PartialRollouts(sender, keeps_partial=True).answer(call)
+    assert sender.asked[0] == (0, 3)
+    assert sorted(sender.asked[1:]) == [(0, 1), (2, 1)]
+    assert {index: result.token_ids for index, result in emitted.items()} == {0: (), 1: (7,), 2: ()}
 
 
 @given(st.text("ab"), st.text("ab", min_size=1, max_size=5), st.text("ab", min_size=1))

@@ -279,7 +279,9 @@ def test_equal_batches_have_equal_hashes_and_a_prefix_counts() -> None:
     assert np.isfinite(branched()[0].log_probs).all()
 
 
-@pytest.mark.parametrize(("length", "left"), [(11, [3, 4, 2]), (9, [3, 4, 2]), (7, [3, 4]), (5, [3, 2]), (3, [3]), (1, [3])])
+@pytest.mark.parametrize(
+    ("length", "left"), [(11, [3, 4, 2]), (9, [3, 4, 2]), (7, [3, 4]), (5, [3, 2]), (3, [3]), (1, [3])]
+)
 def test_what_is_cut_keeps_its_prompt(length: int, left: list[int]) -> None:
     """Also where the context is shorter than the prompt: nothing of it may go, for it is another question then."""
     whole = append_untrained(make_sample(n=4), [7, 7], "77")
