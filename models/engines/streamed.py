@@ -263,11 +263,11 @@ class PartialOutputs:
         sample, reason = self._samples[head.index], head.meta_info.finish_reason
         sample.take(raw, head, self.sent_label)
         self.chunks += 1
-        if self._limits is not None and self.chunks > self._limits.chunks:
-            raise StreamBroken(f"the stream has brought {self.chunks} chunks for {self.tokens} tokens, and no end")
-        count = max(sample.tokens, _count(head.output_ids))  # a chunk may hold more than it counts
-        if self._limits is not None and self._limits.tokens is not None and count > self._limits.tokens:
-            raise StreamBroken(f"a response has {count} new tokens, and {self._limits.tokens} were allowed")
+        try:
+            self._check(max(sample.tokens, _count(head.output_ids)))  # a chunk may hold more than it counts
+        except StreamBroken:
+            self._samples[head.index] = _Sample()  # nothing of it is certain, not even its beginning
+            raise
         if self._grew is not None and (news := sample.news()):
             if self._limits is not None and self._limits.log_probs:
                 self._limits.check_entries(f"response {head.meta_info.id[:80]!r}", news)
@@ -275,6 +275,15 @@ class PartialOutputs:
         if self._ended is not None and reason is not None and reason.status_code is None:
             self._ended(head.index, sample.finished(head.index, self._early_boundary))
         return None
+
+    def _check(self, count: int) -> None:
+        """Raises StreamBroken for a response of so many tokens if there cannot be one."""
+        if self._limits is None:
+            return
+        if self.chunks > self._limits.chunks:
+            raise StreamBroken(f"the stream has brought {self.chunks} chunks for {self.tokens} tokens, and no end")
+        if self._limits.tokens is not None and count > self._limits.tokens:
+            raise StreamBroken(f"a response has {count} new tokens, and {self._limits.tokens} were allowed")
 
     def _certain(self, index: int, sample: _Sample) -> GenerateOutput | None:
         """Asked of what a failure left: of a sample whose chunks make no sense nothing is certain."""

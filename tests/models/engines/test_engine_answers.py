@@ -210,6 +210,15 @@ async def test_chunks_that_contradict_each_other_leave_nothing_certain(serving: 
     assert partial.certain() == [None]
 
 
+async def test_of_a_response_that_is_too_long_not_even_the_beginning_is_certain(serving: Serve) -> None:
+    """It counts as few tokens as were allowed, and holds more."""
+    client = await serving(event(piece([1] * 50, "stop", count=3)))
+    partial = PartialOutputs()
+    with pytest.raises(EngineProtocolError, match="50 new tokens, and 4 were allowed"):
+        await client.generate(REQUEST, partial=partial)
+    assert partial.certain() == [None]
+
+
 async def test_scores_that_are_no_numbers_are_refused(serving: Serve) -> None:
     meta = {"id": "r", "input_token_logprobs": [[None, 1, None], [0.7, 2, None], [-1.0, 3, None]]}
     client = await serving(json.dumps({"output_ids": [], "meta_info": meta}).encode())
