@@ -17,7 +17,7 @@ from stages.agents.environment import InfrastructureError, Task, Turn
 from stages.agents.messages import Message, ToolCall
 from stages.agents.once import CallRaised, NoEffect, Once, Uncertain, call_id, groups_in
 from stages.agents.packs.parts.tool_episode import ToolEpisode
-from stages.tools.errors import ToolCallError
+from stages.tools.errors import NoAnswer, ToolCallError
 from stages.tools.tool import Arguments, function_schema
 
 EPISODE = "held@4:3/0"
@@ -217,6 +217,8 @@ class Bank(ToolEpisode):
         self._paid.append(to)
         if to == "nobody":
             raise ToolCallError("nobody is no customer")
+        if to == "slow":
+            raise NoAnswer("no answer within 5 s")
         if to == "gone":
             raise InfrastructureError("the line broke")
         return f"payment {len(self._paid)}"
@@ -224,7 +226,7 @@ class Bank(ToolEpisode):
 
 async def test_a_tool_that_changes_the_world_is_called_once_for_each_of_its_calls(tmp_path: Path) -> None:
     paid: list[object] = []
-    names = ("rent", "rent", "nobody", "gone")
+    names = ("rent", "rent", "nobody", "gone", "slow")
     turn = Turn(0, Message("assistant", "", tool_calls=tuple(ToolCall("pay", {"to": to}) for to in names)), "text")
 
     async def played(turn: Turn) -> list[str]:
@@ -236,6 +238,7 @@ async def test_a_tool_that_changes_the_world_is_called_once_for_each_of_its_call
     said = await played(turn)
     assert said[:3] == ["payment 1", "payment 2", "error: nobody is no customer"]
     assert said[3] == "error: whether this call took effect is not known: the line broke"
+    assert said[4] == "error: whether this call took effect is not known: no answer within 5 s"
     assert await played(turn) == said
     assert paid == list(names)
     with pytest.raises(InfrastructureError, match="closed"):

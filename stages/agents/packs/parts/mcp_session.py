@@ -18,7 +18,7 @@ from typing import Any, Final
 from msgspec import Struct
 
 from stages.agents.environment import InfrastructureError
-from stages.tools.errors import ToolCallError
+from stages.tools.errors import NoAnswer, ToolCallError
 
 _CLOSE_S: Final = 10.0  # for a server to end
 _CLOSED: Final = -32000  # the library's code for a connection that is gone
@@ -67,7 +67,7 @@ class McpSession:
         try:
             return await asyncio.wrap_future(asked)
         except TimeoutError:
-            raise ToolCallError(f"no answer within {deadline_s:g} s") from None
+            raise NoAnswer(f"no answer within {deadline_s:g} s") from None
         except Exception as error:
             code = getattr(error, "code", None)  # of an error that the server answered with
             if code is None or code == _CLOSED or self.ended:

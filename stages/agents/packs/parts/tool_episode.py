@@ -21,7 +21,7 @@ from stages.agents.environment import InfrastructureError, Start, Step, Task, Tu
 from stages.agents.messages import Message, ToolCall
 from stages.agents.once import NoEffect, Once, Uncertain
 from stages.tools.answer_cache import AnswerCache, Deterministic
-from stages.tools.errors import ToolCallError
+from stages.tools.errors import NoAnswer, ToolCallError
 from stages.tools.tool import Arguments, Tool
 
 _ANSWERS: Final = AnswerCache()  # of all episodes of this process
@@ -97,10 +97,10 @@ class ToolEpisode:
         """A call that changes the world. What breaks in the middle of it is uncertain."""
         try:
             return {"text": await self._tools[name].call(arguments)}
+        except (InfrastructureError, NoAnswer) as error:
+            raise Uncertain(f"whether this call took effect is not known: {error}") from error
         except ToolCallError as error:
             return {"error": str(error)}
-        except InfrastructureError as error:
-            raise Uncertain(f"whether this call took effect is not known: {error}") from error
 
     def _metrics(self) -> dict[str, float]:
         metrics = {"tool_calls": float(self._calls), "tool_errors": float(self._errors)}
