@@ -12,13 +12,19 @@ from stages.messages import Sample
 from tests.identity import check_identity, check_once, of_exchanges
 from tests.sglang_server import ON_SGLANG, RealServer
 from tests.stages.agents.test_token_identity import ask, talking
-from tests.stages.engine_rig import record_exchanges
+from tests.stages.engine_rig import Exchange, record_exchanges
 from tests.stages.faults import FaultProxy
 from tests.stages.stage_rig import until
 
 pytestmark = [*ON_SGLANG, pytest.mark.full]
 
 MEMBERS = 6
+
+
+def in_stream(exchange: Exchange) -> bool:
+    """Whether a part of its answer has come, and the rest has not."""
+    partial = exchange.partial
+    return partial is not None and partial.tokens > 0 and not (exchange.outputs or exchange.error or partial.complete)
 
 
 async def test_turns_an_update_and_a_lost_engine(
@@ -52,9 +58,10 @@ async def test_turns_an_update_and_a_lost_engine(
         for index in range(2):
             await world.weights.landed(1, engine=index)
         now = arrived()
-        await until(lambda: arrived() > now + 50)
-        world.proxies[0].kill()
-        world.lose(0)
+        await until(lambda: arrived() > now + 50 and any(in_stream(exchange) for exchange in exchanges))
+        lost = [proxy.url for proxy in world.proxies].index(next(filter(in_stream, exchanges)).url)
+        world.proxies[lost].kill()
+        world.lose(lost)
         samples: list[Sample] = []
         while len(samples) < MEMBERS:
             samples += (await world.answer()).samples
@@ -62,4 +69,5 @@ async def test_turns_an_update_and_a_lost_engine(
     looks = [check_identity((sample,), made, published) for sample in samples]
     check_once([answer for look in looks for answer in look.answers], made)
     assert {version for sample in samples for version in sample.model_versions} == {0, 1}
+    assert sum(sample.reused_tokens for sample in samples) > 0, "what the lost engine had sent was continued"
     assert max(sample.turns for sample in samples) > 3
