@@ -12,15 +12,16 @@ from typing import Any, get_args, get_type_hints
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec import structs
 
-from configs.schema import Config, DataConfig, ToolsConfig, TrainConfig
+from configs.schema import Config, DataConfig, EnvironmentConfig, RolloutConfig, ToolsConfig, TrainConfig
 from models.tiny import CHAT_TEMPLATE
 from stages.agents.chat import ChatFormat
 from stages.agents.chat_formats.errors import ChatFormatError
 from stages.agents.chat_formats.load import load_chat_format
 from stages.agents.chat_formats.parsers.registry import PARSERS
 from stages.agents.chat_formats.rendering import as_mapping
-from stages.agents.formats import chat_format
+from stages.agents.formats import chat_format, with_stops
 from stages.agents.messages import Message, ToolCall, ToolSchema
 from stages.data.tokenizer import Tokenizer, load_tokenizer
 from stages.tools.tool import function_schema
@@ -276,6 +277,15 @@ def test_settings_of_a_run() -> None:
     chat, (_, tokenizer) = chat_format(config), loaded(QWEN3)
     assert shown(QWEN3, chat.start((QUESTION,), ())).endswith("</think>\n\n")
     assert chat.reply(tokenizer.encode("[wait()]"), TOOLS).message.tool_calls == (ToolCall("wait", {}),)
+
+
+def test_what_ends_a_turn_stops_the_sampling_of_a_run_with_environments() -> None:
+    rollout = RolloutConfig(rollout_stop=("!",), rollout_stop_token_ids=(7,))
+    for family, stops in ((LLAMA3, (("!",), (7, 259))), (PLAIN, (("!", "</tool_call>"), (7,)))):
+        config = Config(train=TrainConfig(hf_checkpoint=checkpoint(family)), rollout=rollout)
+        assert with_stops(config) is config, "without, prompts are no conversations"
+        said = with_stops(structs.replace(config, environment=(EnvironmentConfig(name="any"),))).rollout
+        assert (said.rollout_stop, said.rollout_stop_token_ids) == stops
 
 
 def test_without_a_template_calls_stand_between_the_marks_of_the_run() -> None:
