@@ -75,6 +75,25 @@ def test_a_repeated_publication_is_stored_once() -> None:
     assert pair.server.entries.values["k"] == b"new"
 
 
+def test_what_a_dismissed_replica_sent_before_its_end_is_acknowledged_and_not_stored() -> None:
+    pair = Pair(0, drop=0.0)
+    pair.exchange()
+    gone, other = pair.clients[b"\0"], pair.clients[b"\1"]
+    gone.publish("stats/c0", b"1")
+    other.publish("stats/c1", b"1")
+    pair.exchange()
+    gone.publish("stats/c0", b"2")
+    late = [sent for sent in gone.flush(1.0) if isinstance(sent[0], wire.TopicPut)]
+    pair.server.dismiss("c0")
+    assert pair.server.entries.values == {"stats/c1": b"1"}
+    pair.server.flush()
+    for put, body in late:
+        assert isinstance(body, bytes)
+        pair.server.on_message(b"\0", put, body)
+    assert pair.server.entries.values == {"stats/c1": b"1"}
+    assert [type(answer) for _, answer, _ in pair.server.flush()] == [wire.TopicAck]
+
+
 def test_publications_are_resent_after_a_reconnect_and_resolve() -> None:
     pair = Pair(0, drop=0.0)
     pair.exchange()

@@ -81,6 +81,8 @@ class TopicServerCore:
         self.malformed = 0
         self.closing = False
         self.clients: dict[bytes, str] = {}  # route to incarnation
+        self._names: dict[bytes, str] = {}  # route to replica
+        self._dismissed: set[str] = set()
         self._newest: OrderedDict[str, int] = OrderedDict()  # publications stored, by incarnation
         self._out: list[tuple[bytes, FromTopic, Body]] = []
 
@@ -91,11 +93,18 @@ class TopicServerCore:
         if key in self.entries.values:
             self._change(key, None)
 
+    def dismiss(self, replica: str) -> None:
+        """A replica has ended for good: its keys (`.../<replica>`) go, and what it sent before is stored no more. A
+        message may be on its way longer than its sender lives, and nobody would drop its key a second time."""
+        self._dismissed.add(replica)
+        for key in [key for key in self.entries.values if key.endswith(f"/{replica}")]:
+            self.drop(key)
+
     def on_message(self, route: bytes, message: ToTopic, body: bytes | None) -> None:
         if isinstance(message, TopicHello):
             self._hello(route, message)
         elif isinstance(message, Fin):
-            self.clients.pop(route, None)
+            self.on_unreachable(route)
             self._out.append((route, FinAck(), None))
         elif route not in self.clients:
             self._out.append((route, Who(), None))
@@ -106,7 +115,8 @@ class TopicServerCore:
                 return
             if message.number > self._newest.get(incarnation, 0):
                 self._remember(incarnation, message.number)
-                self.publish(message.key, body)
+                if self._names.get(route) not in self._dismissed:
+                    self.publish(message.key, body)
             self._ack(route, message.number)
         elif (message.epoch, message.revision) != (self.epoch, self.shared_revision):
             self._snapshot(route)
@@ -115,6 +125,7 @@ class TopicServerCore:
 
     def on_unreachable(self, route: bytes) -> None:
         self.clients.pop(route, None)
+        self._names.pop(route, None)
 
     def flush(self) -> list[tuple[bytes, FromTopic, Body]]:
         out, self._out = self._out, []
@@ -130,7 +141,7 @@ class TopicServerCore:
             )
             self._out.append((route, Refuse("refused", reason), None))
             return
-        self.clients[route] = hello.incarnation
+        self.clients[route], self._names[route] = hello.incarnation, hello.replica
         self._snapshot(route)
 
     def _snapshot(self, route: bytes) -> None:

@@ -88,6 +88,12 @@ class TopicServer(CorePort):
         self._waiters.wake()
         self.link.wake()
 
+    def dismiss(self, replica: str) -> None:
+        """Delete the keys of a replica that has ended for good, and take no more from it."""
+        self.core.dismiss(replica)
+        self._waiters.wake()
+        self.link.wake()
+
     def get(self, key: str) -> bytes | None:
         return self.core.entries.values.get(key)
 
