@@ -184,6 +184,8 @@ class HttpClient:
         if self._session is None:
             connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEEPALIVE_S)
             self._session = aiohttp.ClientSession(connector=connector, auto_decompress=True)
+        if self._session.closed:  # `close` is at work: the server has been given up
+            raise aiohttp.ClientConnectionError("the client is being closed")
         return self._session
 
 

@@ -71,7 +71,7 @@ class Announcer:
         if (value := self.topic.get(STATS_PREFIX + name)) is not None:
             self.recorder.view.stage(StageStats.decode(value))
         self.recorder.view.retire(stage, name)
-        self.topic.drop(STATS_PREFIX + name)
+        self.topic.dismiss(name)
         self.recorder.say(f"{name} has ended, {stage} is scaled down")
 
     def engine_up(self, spec: EngineSpec, url: str, incarnation: int, version: str) -> None:

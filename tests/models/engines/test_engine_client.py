@@ -193,6 +193,15 @@ async def test_who_reads_while_the_client_is_closed_has_lost_the_engine() -> Non
             await client.generate(GenerateRequest(input_ids=[1]), partial=Closing())
 
 
+async def test_who_asks_while_the_client_is_closed_has_lost_the_engine() -> None:
+    async with EngineClient("http://127.0.0.1:9") as client:
+        assert not await client.health()
+        assert client._session is not None
+        await client._session.close()
+        with pytest.raises(EngineUnreachable, match="being closed"):
+            await client.generate(GenerateRequest(input_ids=[1]))
+
+
 async def test_bad_ids_are_refused_before_they_are_sent(serve) -> None:  # type: ignore[no-untyped-def]
     client, received = await serve(ANSWER, vocab_size=100)
     with pytest.raises(RequestNotSent, match=r"not sent to engine http.*: input_ids contains 100, outside the vocab"):
