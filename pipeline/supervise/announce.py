@@ -63,7 +63,7 @@ class Announcer:
             self._drop_engine(name)
         elif stage == "router":
             self._drop_router()
-        self.topic.dismiss(name)
+        self.topic.drop(STATS_PREFIX + name)
 
     def retired(self, stage: str, name: str) -> None:
         for hub in self.hubs.values():
