@@ -53,6 +53,7 @@ def check_identity(
     *,
     temperature: float = 1.0,
     keeps_cache: bool = False,
+    lost: bool = False,
 ) -> Checked:
     """Fails unless the sequences of a rollout are what engines were given and made.
 
@@ -60,6 +61,7 @@ def check_identity(
         made: the engines' record.
         checkpoints: the published weights by their version.
         keeps_cache: an update leaves the keys and values of requests in flight as they are (in_place).
+        lost: an engine was lost, so that the end of an answer may not have arrived.
     """
     wrong = rollout_fault(parts) if len(parts) > 1 else parts[0].fault()
     assert wrong is None, wrong
@@ -75,7 +77,7 @@ def check_identity(
         assert not np.asarray(part.log_probs)[~policy].any()
         pieces: list[tuple[int, int]] = []
         for start, end in _stretches(policy, begin):
-            found, spans = _put_together(part, start, end, made)
+            found, spans = _put_together(part, start, end, made, lost)
             answers += found
             pieces += spans
             tokens += end - start
@@ -107,7 +109,9 @@ def _check_shared(first: Sample, second: Sample, length: int) -> None:
         assert np.array_equal(getattr(first, name)[:length], getattr(second, name)[:length]), f"{name} of a branch"
 
 
-def _put_together(part: Sample, start: int, end: int, made: Sequence[Made]) -> tuple[list[int], list[tuple[int, int]]]:
+def _put_together(
+    part: Sample, start: int, end: int, made: Sequence[Made], lost: bool
+) -> tuple[list[int], list[tuple[int, int]]]:
     """The answers that tokens [start, end) are, one behind the other, and which tokens are of which."""
     ids, log_probs, versions = part.token_ids.tolist(), np.asarray(part.log_probs), part.versions.tolist()
     answers: list[int] = []
@@ -116,11 +120,14 @@ def _put_together(part: Sample, start: int, end: int, made: Sequence[Made]) -> t
     while at < end:
         longest, answer = 0, -1
         for number, one in enumerate(made):
-            n = min(len(one.ids), end - at)
-            if one.prompt != ids[:at] or n <= longest or (one.whole and n < len(one.ids)):
+            if one.prompt != ids[:at]:
                 continue
-            same = one.ids[:n] == ids[at : at + n] and one.versions[:n] == versions[at : at + n]
-            if same and np.array_equal(np.float32(one.log_probs[:n]), log_probs[at : at + n]):
+            n = min(len(one.ids), end - at)
+            same = np.array(one.ids[:n]) == ids[at : at + n]
+            same &= np.array(one.versions[:n]) == versions[at : at + n]
+            same &= np.float32(one.log_probs[:n]) == log_probs[at : at + n]
+            n = n if same.all() else int(same.argmin())
+            if n > longest and (lost or not one.whole or n == len(one.ids)):
                 longest, answer = n, number
         assert longest, (
             f"no engine made tokens {at} to {end} of rollout {part.index}, {ids[at:end]} of {versions[at:end]}; "

@@ -159,7 +159,7 @@ async def test_an_engine_and_a_worker_lost_in_mid_conversation(
         assert hosting.replayed > 0
         saved = sum(sample.reused_tokens for sample in samples)
         assert saved > 0
-    looks = check_all(samples, made, checkpoints, keeps_cache=True)
+    looks = check_all(samples, made, checkpoints, keeps_cache=True, lost=True)
     assert sum(look.boundaries for look in looks) > 0
     assert any(sample.model_versions[0] == 0 and sample.model_versions[-1] == 1 for sample in samples)
 
