@@ -34,6 +34,7 @@ def test_a_model_learns_through_a_client(pack: str, module: str, tmp_path: Path)
         "--n-samples-per-prompt", "8", "--rollout-max-response-len", "8", "--lr", "2e-3", "--log-interval", "5",
         cwd=tmp_path,
     )  # fmt: skip
+    done.check_books()
     reward = done.summary["reward"]
     assert reward["first"] < 0.2, reward
     assert reward["last"] > 0.45, reward
