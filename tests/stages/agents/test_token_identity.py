@@ -27,8 +27,8 @@ from stages.options import GenerateOptions
 from tests.engine_record import Made, recording
 from tests.identity import Checked, check_identity, check_once
 from tests.stages.agents.talks import EOS, STOPS, TALK, WANDERER, with_template
-from tests.stages.engine_rig import World, generating, tensors_of
-from tests.stages.stage_rig import make_context, make_group, running
+from tests.stages.engine_rig import World, generating, record_exchanges, tensors_of
+from tests.stages.stage_rig import make_context, make_group, running, until
 from tests.stages.test_generate_numerics import freeze_after
 
 pytestmark = pytest.mark.slow
@@ -142,19 +142,24 @@ async def test_an_engine_and_a_worker_lost_in_mid_conversation(
 ) -> None:
     """Partial output of the lost engine is continued by the other one, with newer weights; the lost worker's episodes
     take their turns again in another process."""
-    made = recording(monkeypatch)
+    made, exchanges = recording(monkeypatch), record_exchanges(monkeypatch)
     async with talking(tmp_path, checkpoints, engines=2, streamed=True, proxied=True) as (world, agents):
-        frozen, _ = freeze_after(world.engines[0], (20, 100_000), asyncio.get_running_loop())
+        loop = asyncio.get_running_loop()
+        [[frozen], [later]] = [freeze_after(world.engines[index], (20 + 5 * index,), loop) for index in range(2)]
         await ask(world, 4, 4)
         await frozen.wait()
         [hosting] = agents._hostings
         pid = hosting._workers[0].pid
         assert pid is not None
         os.kill(pid, signal.SIGKILL)
-        world.weights.publish(1)
-        await world.weights.landed(1, engine=1)
+        sent = [exchange.partial for exchange in exchanges if exchange.url == world.proxies[0].url]
+        generated = world.engines[0].core.totals().generated_tokens
+        await until(lambda: sum(partial.tokens for partial in sent if partial is not None) == generated)
         world.proxies[0].kill()
         world.lose(0)
+        await later.wait()
+        world.weights.publish(1)
+        await world.weights.landed(1, engine=1)
         samples = await episodes(world, 16)
         assert hosting.replayed > 0
         saved = sum(sample.reused_tokens for sample in samples)
