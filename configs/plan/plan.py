@@ -228,8 +228,8 @@ def _bounds(plan: Plan) -> list[str]:
     lines = ["asynchrony", f"  {staleness_line(plan.config)}"]
     if stale.bound:
         lines.append(
-            f"  smallest useful bound with these engine slots: {stale.useful} (chosen: {stale.bound}); above it only "
-            "staleness grows"
+            f"  a staleness bound of {stale.useful} keeps all engine slots busy (chosen: {stale.bound}); a higher one "
+            "only makes what is trained older"
         )
     known = ", ".join(f"{name} {seconds:.3g} s" for name, seconds in times.items())
     lines.append("  step time bound = max(generation, training) per batch; efficiency = bound / measured step time")

@@ -52,7 +52,9 @@ class MegatronConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
         Annotated[int, Meta(ge=1)] | None, Meta(description="layers of one recomputed block, with granularity full")
     ] = None
     optimizer_cpu_offload: Annotated[bool, Meta(description="optimizer in the memory of the host")] = False
-    optimizer_offload_fraction: Annotated[float, Meta(ge=0, le=1, description="share of it that is there")] = 1.0
+    optimizer_offload_fraction: Annotated[
+        float, Meta(ge=0, le=1, description="fraction of the optimizer that is kept in the memory of the host")
+    ] = 1.0
     megatron_args: Annotated[
         dict[str, Any],
         Meta(

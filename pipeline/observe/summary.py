@@ -114,6 +114,7 @@ class RunSummary(Struct, frozen=True, kw_only=True):
     tokens_per_s: float = 0.0  # trained
     generated_tokens_per_s: float = 0.0
     efficiency_vs_bound: float | None = None
+    busiest_stage: str = ""
     wasted_tokens: int = 0  # generated for groups that were not trained
     wasted_share: float = 0.0  # of all tokens generated for settled groups
     weight_versions: WeightVersions = WeightVersions()
@@ -247,7 +248,8 @@ def _results(summary: RunSummary) -> list[tuple[str, str]]:
     generated = quantity(summary.generated_tokens_per_s)
     rows.append(("tokens/s", f"{quantity(summary.tokens_per_s)} trained, {generated} generated"))
     if summary.efficiency_vs_bound is not None:
-        rows.append(("efficiency", f"{summary.efficiency_vs_bound:.0%} of the bound set by the busiest stage"))
+        busy = f"busiest stage ({summary.busiest_stage}) at work {summary.efficiency_vs_bound:.0%} of the time"
+        rows.append(("efficiency", busy))
     rows.append(("wasted", f"{summary.wasted_share:.1%} of the generated tokens"))
     counts = summary.groups
     groups = f"{counts.trained} trained, {counts.filtered} filtered, {counts.stale} stale, {counts.failed} failed"

@@ -98,7 +98,7 @@ class RunView:
         self.queues: dict[str, int] = {}  # messages waiting in front of a stage
         self._restarts: dict[str, int] = {}
         self.ledger = LedgerCounts()
-        self.gate: tuple[int, int | None] = (0, None)  # groups that are out, and how many may be
+        self.gate: tuple[int, int | None] = (0, None)  # open groups (admitted, not settled), and how many there may be
         self._steps: deque[tuple[float, int, int]] = deque()  # (time, step, trained tokens)
         self.version = 0  # of the weights that all engines carry
         self.wasted_tokens = 0  # generated for groups that were not trained

@@ -94,6 +94,7 @@ def summarise(recorder: Recorder, config: Config, reason: str) -> RunSummary:
     training_s = recorder.last_step_s - (recorder.training_started or recorder.started)
     trained, wasted = snapshot.trained_tokens, snapshot.wasted_tokens
     versions = recorder.versions
+    shares = view.busy_shares(engine_count(config))
     return RunSummary(
         mode=config.run.mode,
         exit_reason="completed" if reason == "finished" else reason,
@@ -105,7 +106,8 @@ def summarise(recorder: Recorder, config: Config, reason: str) -> RunSummary:
         eval=summarise_evals(recorder.eval_points()),
         tokens_per_s=round(trained / training_s, 1) if training_s > 0 else 0.0,
         generated_tokens_per_s=round((trained + wasted) / training_s, 1) if training_s > 0 else 0.0,
-        efficiency_vs_bound=efficiency_vs_bound(view.busy_shares(engine_count(config))),
+        efficiency_vs_bound=efficiency_vs_bound(shares),
+        busiest_stage=max(shares, key=shares.__getitem__, default=""),
         wasted_tokens=wasted,
         wasted_share=snapshot.wasted_share,
         weight_versions=WeightVersions(
