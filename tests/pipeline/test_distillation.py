@@ -122,6 +122,7 @@ def test_the_policy_learns_from_its_teacher_alone(home: Path) -> None:
     assert sum(found[-5:]) / 5 < 0.7
 
 
+@pytest.mark.full
 def test_a_killed_teacher_costs_no_sample(home: Path) -> None:
     run_dir = home / "run"
     process = start(

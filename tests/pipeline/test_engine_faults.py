@@ -77,6 +77,7 @@ def test_engines_that_die_and_hang_are_started_again(tmp_path: Path, backends: l
     nothing_left(run_dir)
 
 
+@pytest.mark.full
 def test_a_router_that_dies_and_hangs_is_started_again(tmp_path: Path) -> None:
     """The real sglang-router before simulated engines."""
     python, run_dir = needs_sglang(), tmp_path / "run"

@@ -26,6 +26,8 @@ from pipeline.supervise.health_probe import HealthProbe, HealthTracker, HttpProb
 from pipeline.supervise.restart_server import ServerSupervisor, StartCommand, SupervisedServer
 from pipeline.supervise.restarts import EngineSpec, Kind, Restarts
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture
 def rundir(tmp_path: Path) -> Iterator[RunDir]:

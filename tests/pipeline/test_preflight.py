@@ -50,6 +50,7 @@ def test_rows_are_looked_at_too() -> None:
         check_graders(config(), ["gsm8k", "mathh"])
 
 
+@pytest.mark.slow
 def test_functions_of_the_user_are_imported_and_asked_for_their_signature(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

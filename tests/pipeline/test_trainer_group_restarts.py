@@ -115,6 +115,8 @@ import asyncio, os, pathlib, signal, sys, time
 from models.train.trainer_group.rank_spec import Rendezvous
 from pipeline.hosts.rendezvous import from_command
 from pipeline.hosts.trainer_rank import announce, find
+
+pytestmark = pytest.mark.slow
 entry, name = from_command(sys.argv[2:])
 spec, _ = asyncio.run(find(entry, name))
 with pathlib.Path(sys.argv[1]).open("a") as file:

@@ -91,6 +91,7 @@ def test_a_killed_rank_before_any_save_beside_the_tasks_of_one_process(tmp_path:
     lost_nothing(done, 8, rank=0)
 
 
+@pytest.mark.full
 def test_a_killed_train_stage_takes_its_ranks_along_and_is_resumed(tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     flags = [*SMALL, *made_model(), *ENGINE, *TRAINER_GROUP, "--num-rollout", "8", "--save-interval", "3"]

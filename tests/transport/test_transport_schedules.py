@@ -44,7 +44,7 @@ SCENARIOS = {
 
 @pytest.mark.parametrize("name", SCENARIOS)
 def test_schedules(name: str) -> None:
-    for seed in range(25):
+    for seed in range(10):
         simulate(seed, SCENARIOS[name])
 
 
@@ -52,7 +52,7 @@ def test_schedules(name: str) -> None:
 @pytest.mark.full
 @pytest.mark.parametrize("name", SCENARIOS)
 def test_many_schedules(name: str) -> None:
-    for seed in range(25, 400):
+    for seed in range(10, 400):
         simulate(seed, SCENARIOS[name])
 
 

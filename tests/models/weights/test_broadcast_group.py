@@ -17,6 +17,8 @@ from models.weights.broadcast_group import WeightGroup, address_towards
 from models.weights.errors import GroupError
 from models.weights.tensor_route_payload import SharedBuffer
 
+pytestmark = pytest.mark.slow
+
 SPAWN = multiprocessing.get_context("spawn")
 LIMIT_S = 60.0
 
@@ -96,7 +98,6 @@ def test_a_partner_that_never_comes_is_an_error_in_time() -> None:
         group.join()
 
 
-@pytest.mark.slow
 def test_many_groups_live_side_by_side() -> None:
     groups = [WeightGroup("g", 2, "gloo", "127.0.0.1", timeout_s=LIMIT_S) for _ in range(2)]
     assert groups[0].port != groups[1].port

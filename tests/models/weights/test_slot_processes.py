@@ -37,6 +37,8 @@ WRITER_PROGRAM = """
 import sys, torch, msgspec
 from pathlib import Path
 from models.weights.shared_memory_writer import SlotWriter
+
+pytestmark = pytest.mark.slow
 writer = SlotWriter(Path(sys.argv[1]), Path(sys.argv[2]))
 specs = [item.spec for item in writer.layout.tensors]
 for version in range(1, int(sys.argv[3]) + 1):
@@ -58,7 +60,6 @@ def start_writer(slots: Path, source: Path, versions: int) -> subprocess.Popen[s
     )
 
 
-@pytest.mark.slow
 def test_a_reader_beside_a_writer_that_never_waits_accepts_only_whole_versions(tmp_path: Path) -> None:
     """The writer overwrites at full speed and knows nothing of readers: what passes the checks must be uniform."""
     tensors = {f"t{i}": torch.zeros(256, 1024) for i in range(4)}

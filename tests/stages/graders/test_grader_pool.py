@@ -98,7 +98,6 @@ async def test_an_overrun_is_killed_from_outside(bad: str) -> None:
         assert (pool.timeouts, pool.crashes) == (1, 0)
 
 
-@pytest.mark.slow
 async def test_importing_is_not_counted_but_the_item_after_it_is(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -294,6 +293,8 @@ def test_the_pool_works_under_uvloop() -> None:
     program = """
 import asyncio, uvloop
 from stages.graders.pool import GraderPool, GradeRequest
+
+pytestmark = pytest.mark.slow
 async def main():
     async with GraderPool(1, 1.0, 0) as pool:
         items = [GradeRequest("exact", "x", "x"), GradeRequest("sleep:60", ""), GradeRequest("crash", "")]
