@@ -31,6 +31,8 @@ from pipeline.supervise.trainer_group import (
 )
 from transport import Node
 
+pytestmark = pytest.mark.slow
+
 EIGHT = tuple("01234567")
 
 
@@ -115,8 +117,6 @@ import asyncio, os, pathlib, signal, sys, time
 from models.train.trainer_group.rank_spec import Rendezvous
 from pipeline.hosts.rendezvous import from_command
 from pipeline.hosts.trainer_rank import announce, find
-
-pytestmark = pytest.mark.slow
 entry, name = from_command(sys.argv[2:])
 spec, _ = asyncio.run(find(entry, name))
 with pathlib.Path(sys.argv[1]).open("a") as file:

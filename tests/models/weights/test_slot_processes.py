@@ -33,12 +33,12 @@ from models.weights.slots_directory import (
     remove_stale,
 )
 
+pytestmark = pytest.mark.slow
+
 WRITER_PROGRAM = """
 import sys, torch, msgspec
 from pathlib import Path
 from models.weights.shared_memory_writer import SlotWriter
-
-pytestmark = pytest.mark.slow
 writer = SlotWriter(Path(sys.argv[1]), Path(sys.argv[2]))
 specs = [item.spec for item in writer.layout.tensors]
 for version in range(1, int(sys.argv[3]) + 1):

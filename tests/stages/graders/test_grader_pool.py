@@ -20,6 +20,8 @@ from stages.graders.grade import Grade, GradeRequest
 from stages.graders.pool import GraderPool
 from tests.stages.graders.grading_rig import CountingPool
 
+pytestmark = pytest.mark.slow
+
 PATH = "tests.stages.graders.sample_graders"
 
 
@@ -293,8 +295,6 @@ def test_the_pool_works_under_uvloop() -> None:
     program = """
 import asyncio, uvloop
 from stages.graders.pool import GraderPool, GradeRequest
-
-pytestmark = pytest.mark.slow
 async def main():
     async with GraderPool(1, 1.0, 0) as pool:
         items = [GradeRequest("exact", "x", "x"), GradeRequest("sleep:60", ""), GradeRequest("crash", "")]
