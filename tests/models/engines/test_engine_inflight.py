@@ -118,12 +118,16 @@ async def test_log_probs_are_those_of_the_recorded_versions(
     rollouts = [Rollout([1, 2, 3]), Rollout([9, 8]), Rollout(list(range(20, 60)))]
     paths = await roll(engine, mode, rollouts)
     apart: list[float] = []
+    seen: set[str] = set()
     for rollout in rollouts:
         length = len(rollout.ids)
         assert 100 < length == rollout.spans[-1].end
-        assert [span.version for span in rollout.spans] == ["v0", "v1", "v2", "v3"]
+        versions = [span.version for span in rollout.spans]
+        assert versions[0] == "v0"
+        assert versions == sorted(set(versions)), "what arrives late may be of the version before: one may be missing"
+        seen |= set(versions)
         assert [span.start for span in rollout.spans] == [0, *[span.end for span in rollout.spans[:-1]]]
-        assert rollout.retractions == (3 if mode == "retract" else 0)
+        assert rollout.retractions == 0 if mode != "retract" else 0 < rollout.retractions <= 3
         assert rollout.resumed == (3 if mode == "abort" else 0)
         recorded = torch.tensor(rollout.log_probs)
         true = by_spans(paths, rollout.spans, rollout.prompt, rollout.ids, recomputed=mode != "in_place")
@@ -140,4 +144,5 @@ async def test_log_probs_are_those_of_the_recorded_versions(
             ]
             wrong = by_spans(paths, moved, rollout.prompt, rollout.ids, recomputed=mode != "in_place")
             assert float((recorded - wrong).abs().max()) > APART
+    assert seen == set(paths)
     assert max(apart) > APART, "the first token after the boundary is not of the old version"
