@@ -41,6 +41,7 @@ def recipe(directory: Path, text: str = RECIPE) -> list[str]:
     return ["--config", str(directory / "world.toml"), *FLAGS, *made_model(), *SIMULATED]
 
 
+@pytest.mark.slow
 def test_a_run_whose_rollouts_live_in_an_environment(tmp_path: Path) -> None:
     done = succeed_here(tmp_path / "run", *recipe(tmp_path), "--scale", "agents=2")
     rows = list(read_metrics(done.run_dir / "metrics.jsonl"))

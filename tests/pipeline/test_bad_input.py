@@ -119,6 +119,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
             time.sleep(0.2)
 
 
+@pytest.mark.slow
 def test_a_full_disk_at_the_start(small_disk: Path) -> None:
     (small_disk / "ballast").write_bytes(b"x" * (40 << 20))
     refused(launch(small_disk / "run", *SMALL, timeout_s=60), "disk", "full", "--run-dir")

@@ -157,6 +157,7 @@ def two_outside(tmp_path: Path) -> Iterator[list[Outside]]:
         yield engines
 
 
+@pytest.mark.full
 def test_external_engines_are_used_left_and_taken_back(tmp_path: Path, two_outside: list[Outside]) -> None:
     run_dir, model = tmp_path / "run", made_model()
     addresses = [word for engine in two_outside for word in ("--rollout-external-engine-addrs", engine.url)]

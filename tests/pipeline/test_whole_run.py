@@ -9,6 +9,7 @@ import json
 import re
 from pathlib import Path
 
+import pytest
 import torch
 from launching import NO_DATA, SIMULATED, SMALL, here, made_model, succeed_here
 from safetensors.torch import load_file
@@ -51,6 +52,7 @@ def test_embedded_engine_and_torch(tmp_path: Path) -> None:
     assert any(not torch.equal(before[name], moved[name].to(before[name].dtype)) for name in before)
 
 
+@pytest.mark.slow
 def test_prompts_that_nearly_fill_the_model(tmp_path: Path) -> None:
     """The response gets what the context leaves, and a prompt that leaves nothing is skipped: no rollout fails."""
     model = make_tiny_checkpoint(tmp_path / "model", tokenizer="arithmetic", max_position_embeddings=32)

@@ -102,6 +102,7 @@ async def test_the_length_grader_counts_tokens() -> None:
         assert first > second
 
 
+@pytest.mark.slow
 async def test_a_raising_a_dying_and_a_hanging_grader_fail_their_samples_only() -> None:
     async with grading(custom_rm_path=BEHAVE, reward_workers=1, reward_deadline_s=1.0, reward_retries=0) as (
         stage,

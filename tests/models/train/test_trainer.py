@@ -72,6 +72,7 @@ def test_gradient_is_that_of_the_definition(backend, sequences, run_step, aggreg
     same(gradient, expected)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("aggregation", AGGREGATIONS)
 def test_splits_order_packing_and_padding_change_nothing(backend, sequences, run_step, aggregation) -> None:  # type: ignore[no-untyped-def]
     batch = sequences()

@@ -225,6 +225,7 @@ def test_strings_hash_alike_in_every_run() -> None:
     assert len({attack("print(hash('a'), list({'b', 'c', 'd'}))").stdout for _ in range(3)}) == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "program", ["while True: pass", "import time\ntime.sleep(60)", "input()\nwhile True: print('x')"]
 )

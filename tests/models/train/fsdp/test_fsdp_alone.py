@@ -39,6 +39,8 @@ from models.train.packing.packing import Layout, Packing, Unit
 from models.train.packing.rows import attention_allowed, pack_rows
 from models.train.trainer import Trainer
 
+pytestmark = pytest.mark.slow
+
 Make = Callable[..., Trainer]
 
 
