@@ -64,16 +64,17 @@ def token_log_probs(
     layer: OutputLayer,
     targets: Tensor,
     *,
-    temperature: float = 1.0,
+    temperature: float | Tensor = 1.0,
     entropy: str = "none",
     chunk_tokens: int = 1024,
     vocabulary: Vocabulary = ALL,
 ) -> tuple[Tensor, Tensor | None]:
     """Log-probs [N] of `targets` [N] under softmax(logits / temperature), and the entropies [N].
 
-    `hidden` [N, H]. `entropy`: "none"; "value" computes it without a graph; "graph" keeps the graph, for a bonus in the
-    loss. `chunk_tokens`: of a block. Where the vocabulary is divided, collective over its group: all find the same
-    numbers; the gradient of `hidden` is that of the own rows, to be summed over the group.
+    `hidden` [N, H]. `temperature`: of all tokens, or [N] of each. `entropy`: "none"; "value" computes it without a
+    graph; "graph" keeps the graph, for a bonus in the loss. `chunk_tokens`: of a block. Where the vocabulary is
+    divided, collective over its group: all find the same numbers; the gradient of `hidden` is that of the own rows, to
+    be summed over the group.
     """
     weight, bias, device = layer.weight, layer.bias, hidden.device.type
     if torch.is_autocast_enabled(device):
@@ -95,7 +96,7 @@ class _Blocks:
 
     multiply: float
     cap: float | None
-    temperature: float
+    temperature: float | Tensor
     entropy: str
     chunk_tokens: int
     vocabulary: Vocabulary = field(default_factory=Vocabulary)
@@ -103,15 +104,21 @@ class _Blocks:
     def tokens(self, count: int) -> Iterator[slice]:
         return _slices(count, self.chunk_tokens)
 
-    def logits(self, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    def temperature_of(self, own: slice) -> float | Tensor:
+        """Of a block of tokens: one for all, or [n, 1], by which blocks of logits are scaled in place."""
+        return self.temperature[own, None] if isinstance(self.temperature, Tensor) else self.temperature
+
+    def logits(
+        self, hidden: Tensor, weight: Tensor, bias: Tensor | None, temperature: float | Tensor
+    ) -> tuple[Tensor, Tensor | None]:
         """Logits [n, v] over the temperature, in memory of their own, and, with a cap, their slope in (h W^T + b)."""
         made = hidden @ weight.T if bias is None else torch.addmm(bias, hidden, weight.T)
         scaled = made if made.dtype == torch.float64 else made.float()
         if self.cap is None:
-            return scaled.mul_(self.multiply / self.temperature), None
+            return scaled.mul_(self.multiply / temperature), None
         tanh = scaled.mul_(self.multiply / self.cap).tanh_()
-        slope = (1.0 - tanh.square()).mul_(self.multiply / self.temperature)
-        return tanh.mul_(self.cap / self.temperature), slope
+        slope = (1.0 - tanh.square()).mul_(self.multiply / temperature)
+        return tanh.mul_(self.cap / temperature), slope
 
     def places(self, targets: Tensor, ids: slice) -> tuple[Tensor, Tensor]:
         """Where the targets [n] are within a block of ids, and whether they are there."""
@@ -125,7 +132,7 @@ class _TokenLogProbs(torch.autograd.Function):  # type: ignore[misc]
     def forward(
         ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, blocks: _Blocks
     ) -> tuple[Tensor, Tensor]:
-        parts = [_statistics(hidden[own], weight, bias, targets[own], blocks) for own in blocks.tokens(len(targets))]
+        parts = [_statistics(hidden, weight, bias, targets, own, blocks) for own in blocks.tokens(len(targets))]
         empty = hidden.new_zeros(3, 0, dtype=torch.float64 if hidden.dtype == torch.float64 else torch.float32)
         normaliser, chosen, mean = _over_group(torch.cat([empty, *parts], dim=1), blocks.vocabulary.group)
         entropies = normaliser - mean if blocks.entropy != "none" else normaliser.new_zeros(0)
@@ -150,12 +157,13 @@ class _TokenLogProbs(torch.autograd.Function):  # type: ignore[misc]
             rows, row_bias = weight[ids], None if bias is None else bias[ids]
             to_rows = torch.zeros(rows.shape if wants_weight else (0,), dtype=normaliser.dtype, device=rows.device)
             for own in blocks.tokens(len(targets)):
-                logits, slope = blocks.logits(hidden[own], rows, row_bias)
+                temperature = blocks.temperature_of(own)
+                logits, slope = blocks.logits(hidden[own], rows, row_bias, temperature)
                 entropy = None if by_entropy is None else (by_entropy[own], mean[own])
                 gradient = _to_logits(logits, normaliser[own], of_log_probs[own], entropy)
                 at, inside = blocks.places(targets[own], ids)
                 gradient.scatter_add_(-1, at, torch.where(inside, of_log_probs[own], 0.0).unsqueeze(-1))
-                gradient.mul_(blocks.multiply / blocks.temperature if slope is None else slope)
+                gradient.mul_(blocks.multiply / temperature if slope is None else slope)
                 if to_bias is not None:
                     to_bias[ids] += gradient.sum(0)
                 del logits, slope
@@ -169,24 +177,26 @@ class _TokenLogProbs(torch.autograd.Function):  # type: ignore[misc]
         return to_hidden.to(hidden.dtype), to_weight, to_bias, None, None
 
 
-def _statistics(hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, blocks: _Blocks) -> Tensor:
-    """Of a few tokens, over the own part of the vocabulary [3, n]: log of the sum of exp, logit of the target, mean
+def _statistics(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, own: slice, blocks: _Blocks
+) -> Tensor:
+    """Of the tokens `own`, over the own part of the vocabulary [3, n]: log of the sum of exp, logit of the target, mean
     logit."""
+    hidden, targets, temperature = hidden[own], targets[own], blocks.temperature_of(own)
     found: Tensor | None = None
     for ids in blocks.vocabulary.ids(len(weight)):
-        own = _of_block(hidden, weight[ids], None if bias is None else bias[ids], targets, ids, blocks)
-        found = own if found is None else _joined(torch.stack([found, own]))
+        logits, _ = blocks.logits(hidden, weight[ids], None if bias is None else bias[ids], temperature)
+        part = _of_block(logits, targets, ids, blocks)
+        del logits  # before the next block is computed
+        found = part if found is None else _joined(torch.stack([found, part]))
     if found is None:  # rows of padding alone
         found = hidden.new_zeros(3, len(targets), dtype=torch.promote_types(hidden.dtype, torch.float32))
         found[0] = -torch.inf
     return found
 
 
-def _of_block(
-    hidden: Tensor, rows: Tensor, bias: Tensor | None, targets: Tensor, ids: slice, blocks: _Blocks
-) -> Tensor:
-    """The statistics [3, n] of one block; its logits end with the call."""
-    logits, _ = blocks.logits(hidden, rows, bias)
+def _of_block(logits: Tensor, targets: Tensor, ids: slice, blocks: _Blocks) -> Tensor:
+    """The statistics [3, n] of one block, whose logits are changed."""
     at, inside = blocks.places(targets, ids)
     chosen = torch.where(inside, logits.gather(-1, at).squeeze(-1), 0.0)
     normaliser = logits.logsumexp(-1)

@@ -37,6 +37,7 @@ class TrainSequence:
     prefix: tuple[int, int] | None = None  # (place, n): its first n tokens are those of that sequence of its rollout
     token_rewards: npt.NDArray[np.float32] | None = None  # [T], rewards of turns, those in its prefix included
     turn_total: float = 0.0  # sum of the rewards of turns of its rollout, each once
+    temperature: float | None = None  # at which its tokens were drawn; None: as configured
 
     @property
     def response_length(self) -> int:
@@ -53,10 +54,10 @@ class TrainBackend(Protocol):
     def logprobs(self, sequences: Sequence[TrainSequence]) -> list[npt.NDArray[np.float32]]:
         """Log-probs [T - prompt_length] of the tokens after each prompt, current weights, temperature applied."""
 
-    def begin_batch(self, *, rollouts: int, steps: int, version: int = 0) -> None:
+    def begin_batch(self, *, rollouts: int, steps: int, version: int = 0, lr_scale: float = 1.0) -> None:
         """Announce a rollout batch: its number of rollouts and of optimizer steps, and the version of the weights.
 
-        The staleness of a token is `version` minus the token's own.
+        The staleness of a token is `version` minus the token's own. `lr_scale`: factor of the batch's learning rate.
         """
 
     def accumulate(self, sequences: Sequence[TrainSequence]) -> None:

@@ -41,7 +41,7 @@ class SimulatedBackend:
     def logprobs(self, sequences: Sequence[TrainSequence]) -> list[npt.NDArray[np.float32]]:
         return [s.rollout_log_probs[s.prompt_length :] for s in sequences]
 
-    def begin_batch(self, *, rollouts: int, steps: int, version: int = 0) -> None:
+    def begin_batch(self, *, rollouts: int, steps: int, version: int = 0, lr_scale: float = 1.0) -> None:
         self._rollouts, self._steps_per_batch = rollouts, steps
 
     def accumulate(self, sequences: Sequence[TrainSequence]) -> None:

@@ -46,6 +46,7 @@ class Trainer:
         self._counters = Counters()
         self._steps_per_batch = 1
         self._version = 0
+        self._lr_scale = 1.0
 
     # ------------------------------------------------------------------ life cycle
 
@@ -77,9 +78,10 @@ class Trainer:
 
     # ------------------------------------------------------------------ the batch
 
-    def begin_batch(self, *, rollouts: int, steps: int, version: int = 0) -> None:
+    def begin_batch(self, *, rollouts: int, steps: int, version: int = 0, lr_scale: float = 1.0) -> None:
         """Announce a rollout batch. `rollouts` is a hint; what arrives counts. `steps`: calls of `step` it gets;
-        `version`: of the weights, from which the staleness of each token is counted.
+        `version`: of the weights, from which the staleness of each token is counted; `lr_scale`: factor of the learning
+        rate.
 
         Raises `BackendMisuse` if the batch before is not finished.
         """
@@ -93,7 +95,7 @@ class Trainer:
                 "are due; finish the batch before with step()"
             )
         self._steps_per_batch = steps
-        self._version = version
+        self._version, self._lr_scale = version, lr_scale
         self._begin()
 
     def _begin(self) -> None:
@@ -167,7 +169,7 @@ class Trainer:
             self._counters.skipped_steps += 1
             return self._models.refuse().for_its_loss()
         staleness = self._batch.staleness_sum / tokens
-        scale = 1.0 / (1.0 + self._spec.correction.staleness_lr_decay * staleness)
+        scale = self._lr_scale / (1.0 + self._spec.correction.staleness_lr_decay * staleness)
         result = self._models.update(divisor, lr_scale=scale)
         self._counters.skipped_steps += not result.applied
         return result

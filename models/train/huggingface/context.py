@@ -23,7 +23,7 @@ from torch import Tensor
 
 from models.train.errors import UnsupportedModel
 from models.train.packing.packing import Packing
-from models.train.packing.rows import Int64Array, PackedRows, attention_allowed
+from models.train.packing.rows import Float32Array, Int64Array, PackedRows, attention_allowed
 
 ATTENTION: Final = "sdpa_gathered"
 
@@ -34,6 +34,7 @@ class Part:
 
     rows: PackedRows  # whole
     targets: Int64Array  # [n] of this process, out of [N]
+    temperatures: Float32Array | None = None  # [n] of those
     own: Int64Array | None = None  # [n] which of the N chosen tokens are its own
     columns: slice | None = None  # of the padded rows
     source: Int64Array | None = None  # [n] flat positions in this process's part
@@ -71,7 +72,7 @@ class ContextParallel:
     def part(self, rows: PackedRows) -> Part:
         """What this process computes."""
         if self._group is None:
-            return Part(rows, rows.targets)
+            return Part(rows, rows.targets, rows.temperatures)
         length = rows.input_ids.shape[1]
         run = -(-length // self.size)
         row, column = np.divmod(rows.source, length)
@@ -80,6 +81,7 @@ class ContextParallel:
         return Part(
             rows,
             rows.targets[own],
+            None if rows.temperatures is None else rows.temperatures[own],
             own,
             slice(self._rank * run, (self._rank + 1) * run),
             row[own] * run + local[own],

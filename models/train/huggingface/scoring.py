@@ -125,11 +125,12 @@ class Scorer(Backbone):
         with self.autocast():
             chosen = self.own_hidden(part)
             targets = self._to_device(part.targets)
+            own, apart = self._temperature, part.temperatures
             log_probs, entropies = token_log_probs(
                 chosen,
                 output_layer(self.model),
                 targets,
-                temperature=self._temperature,
+                temperature=own if apart is None else self._to_device(apart).nan_to_num(own),
                 entropy=entropy,
                 chunk_tokens=self._chunk_tokens,
             )

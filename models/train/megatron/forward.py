@@ -97,11 +97,12 @@ class TokenScorer:
         """
         _gather_parameters(self._model.output_layer)
         chosen = chosen_hidden(self._model, hidden, inputs, partial_gradients=True)
+        apart = inputs.own_temperatures
         log_probs, entropies = token_log_probs(
             chosen,
             OutputLayer(self._weight()),
             inputs.own_targets,
-            temperature=self._temperature,
+            temperature=self._temperature if apart is None else apart.nan_to_num(self._temperature),
             entropy=entropy,
             chunk_tokens=self._chunk_tokens,
             vocabulary=self._vocabulary,

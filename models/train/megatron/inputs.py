@@ -40,11 +40,17 @@ class ModelInputs:
     places: Tensor  # [n] place in [S * B] (position first) whose output predicts a chosen token
     kept: Tensor | None  # [n] which of the N chosen tokens those are; None: all
     targets: Tensor  # [N] ids of the chosen tokens
+    temperatures: Tensor | None  # [N] as in `PackedRows`
 
     @property
     def own_targets(self) -> Tensor:
         """[n] ids of the chosen tokens that are predicted in this process."""
         return self.targets if self.kept is None else self.targets[self.kept]
+
+    @property
+    def own_temperatures(self) -> Tensor | None:
+        """[n] of those."""
+        return self.temperatures if self.temperatures is None or self.kept is None else self.temperatures[self.kept]
 
 
 def model_inputs(rows: PackedRows, form: RowForm) -> ModelInputs:
@@ -75,6 +81,7 @@ def model_inputs(rows: PackedRows, form: RowForm) -> ModelInputs:
         places=_tensor(column * height + row, form),
         kept=kept,
         targets=_tensor(rows.targets, form),
+        temperatures=None if rows.temperatures is None else _tensor(rows.temperatures, form),
     )
 
 

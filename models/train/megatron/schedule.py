@@ -44,7 +44,9 @@ class Pipeline:
         for chunk in chunks:
             config = unwrap(chunk).config
             config.variable_seq_lengths = stages > 1
-            config.deallocate_pipeline_outputs = stages > 1  # what the next stage has is not kept here
+            # What the next stage has is not kept here. Megatron's interleaved schedule lets go of an output before it
+            # has waited for its send: gloo then sends what others have written into that memory since.
+            config.deallocate_pipeline_outputs = stages > 1 and not interleaved
             config.calculate_per_token_loss = True  # numerators are left as they are
             config.finalize_model_grads_func = None
             if interleaved:

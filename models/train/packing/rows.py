@@ -12,6 +12,7 @@ No torch here.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -22,6 +23,7 @@ import numpy.typing as npt
 from models.train.packing.packing import Layout
 
 Int64Array = npt.NDArray[np.int64]
+Float32Array = npt.NDArray[np.float32]
 
 
 @dataclass(frozen=True)
@@ -34,6 +36,7 @@ class PackedRows:
     branch: Int64Array | None  # [B, L] 0 = prompt, i = i-th response of the unit; None without branches
     source: Int64Array  # [N] flat position in [B * L] whose output predicts the chosen token
     targets: Int64Array  # [N] ids of the chosen tokens, by sequence in the order of `Layout.items`
+    temperatures: Float32Array | None = None  # [N] by which their logits are divided, NaN: as configured; None: all so
 
 
 class _Segment(NamedTuple):
@@ -47,12 +50,16 @@ class _Segment(NamedTuple):
 
 
 def pack_rows(
-    layout: Layout, tokens: Sequence[npt.NDArray[np.int32]], chosen: Sequence[npt.NDArray[np.int64]]
+    layout: Layout,
+    tokens: Sequence[npt.NDArray[np.int32]],
+    chosen: Sequence[npt.NDArray[np.int64]],
+    temperatures: Sequence[float | None] = (),
 ) -> PackedRows:
     """Build the arrays of one micro-batch.
 
     `tokens[i]` [T_i]: all ids of sequence i; its last one is never an input. `chosen[i]`: ascending indices into it, at
     least 1 and, in a shared unit, at least the prompt's length, of the tokens whose log-probs are wanted.
+    `temperatures[i]`: by which the logits of sequence i are divided, None: as configured, as all are without any.
     """
     segments, sources = _segments(layout, tokens, chosen)
     width, size = layout.row_length, layout.padded_tokens
@@ -84,7 +91,17 @@ def pack_rows(
         branch=branch,
         source=np.concatenate(sources),
         targets=np.concatenate([tokens[item][chosen[item]] for item in layout.items]).astype(np.int64),
+        temperatures=_of_tokens(layout, chosen, temperatures),
     )
+
+
+def _of_tokens(
+    layout: Layout, chosen: Sequence[npt.NDArray[np.int64]], temperatures: Sequence[float | None]
+) -> Float32Array | None:
+    if not any(temperatures):
+        return None
+    own = [temperatures[item] or math.nan for item in layout.items]
+    return np.repeat(np.array(own, dtype=np.float32), [len(chosen[item]) for item in layout.items])
 
 
 def attention_allowed(unit: Int64Array, branch: Int64Array, columns: slice = slice(None)) -> npt.NDArray[np.bool_]:

@@ -31,9 +31,11 @@ def value_loss(values: Tensor, old_values: Tensor, returns: Tensor, *, clip: flo
 
     With it, where the clipped value is further from the return than the free one [N].
     """
+    change = values - old_values
     free = (values - returns).square()
-    held = (old_values + (values - old_values).clamp(-clip, clip) - returns).square()
-    return torch.maximum(free, held), held > free
+    held = (old_values + change.clamp(-clip, clip) - returns).square()
+    # Within the range both are the same value, and one is larger by rounding alone.
+    return torch.maximum(free, held), (held > free) & (change.abs() > clip)
 
 
 class ValueModel(torch.nn.Module):  # type: ignore[misc]

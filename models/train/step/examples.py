@@ -12,6 +12,7 @@ Invariants:
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -64,6 +65,7 @@ class Example:
     returns: Float32Array | None = None  # [K] what the critic learns
     rejected: bool = False  # with rs_unit rollout: its rollout failed a rule
     kept_scale: float = 1.0  # for renormalize_after_rejection
+    temperature: float | None = None  # at which its tokens were drawn; None: as configured
     logged: dict[str, float] = field(default_factory=dict)  # sums over its tokens, of what was decided for the batch
 
     @property
@@ -180,6 +182,7 @@ def example_of(sequence: TrainSequence, trainable: IntArray, coefficient: float 
         turn_total=sequence.turn_total,
         truncated=sequence.truncated,
         teacher_log_probs=None if teacher is None else teacher[trainable],
+        temperature=sequence.temperature,
     )
 
 
@@ -214,6 +217,11 @@ def check_sequence(sequence: TrainSequence, vocab_size: int) -> None:
         raise InvalidSequence(
             f"{name}: prompt_length 0 leaves no token to predict the first one from, which is never trained; "
             "keep at least one prompt token (e.g. BOS)"
+        )
+    if sequence.temperature is not None and not 0 < sequence.temperature < math.inf:
+        raise InvalidSequence(
+            f"{name}: its tokens were drawn at temperature {sequence.temperature}, by which logits cannot be divided; "
+            "give one above 0"
         )
     if sequence.loss_mask[:prompt].any():
         raise InvalidSequence(

@@ -113,10 +113,10 @@ class TrainerGroupBackend:
         assert isinstance(reply, Arrays)
         return reply.float32
 
-    def begin_batch(self, *, rollouts: int, steps: int, version: int = 0) -> None:
+    def begin_batch(self, *, rollouts: int, steps: int, version: int = 0, lr_scale: float = 1.0) -> None:
         """As `Trainer.begin_batch`."""
         self._journal.drop_superfluous()
-        self._ask(BeginBatch(rollouts, steps, version))
+        self._ask(BeginBatch(rollouts, steps, version, lr_scale))
 
     def accumulate(self, sequences: Sequence[TrainSequence]) -> None:
         """As `Trainer.accumulate`."""

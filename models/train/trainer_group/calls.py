@@ -32,6 +32,7 @@ class BeginBatch(Struct, frozen=True, tag=True):
     rollouts: int
     steps: int
     version: int
+    lr_scale: float = 1.0
 
 
 class Accumulate(Struct, frozen=True, tag=True):

@@ -76,8 +76,8 @@ class Member:
                 return Done()
             raise RuntimeError(f"{type(call).__name__} before Setup")
         match call:
-            case BeginBatch(rollouts, steps, version):
-                trainer.begin_batch(rollouts=rollouts, steps=steps, version=version)
+            case BeginBatch(rollouts, steps, version, lr_scale):
+                trainer.begin_batch(rollouts=rollouts, steps=steps, version=version, lr_scale=lr_scale)
             case Accumulate(sequences):
                 trainer.accumulate(sequences)
             case Flush():

@@ -72,6 +72,40 @@ def test_a_logit_that_is_no_number_is_seen() -> None:
     assert hidden.grad.isnan().all()
 
 
+@pytest.mark.parametrize("cap", [None, 1.5])
+@pytest.mark.parametrize("entropy", ["none", "graph"])
+def test_each_token_may_have_a_temperature_of_its_own(
+    entropy: str, cap: float | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Values and gradients are those of each token alone, at its own temperature."""
+    monkeypatch.setattr(module, "LOGPROB_CHUNK_IDS", 5)
+    generator = torch.Generator().manual_seed(3)
+    hidden, weight = (torch.randn(n, 4, generator=generator, dtype=torch.float64) for n in (7, 13))
+    targets = torch.randint(0, 13, (7,), generator=generator)
+    temperatures = torch.tensor([0.5, 1.0, 2.0, 0.5, 0.7, 1.0, 3.0], dtype=torch.float64)
+    results = []
+    for parts in ([slice(0, 7)], [slice(at, at + 1) for at in range(7)]):
+        inputs = [hidden.clone().requires_grad_(), weight.clone().requires_grad_()]
+        layer = OutputLayer(inputs[1], multiply=1.2, cap=cap)
+        values = [
+            token_log_probs(
+                inputs[0][own],
+                layer,
+                targets[own],
+                temperature=temperatures[own] if len(parts) == 1 else float(temperatures[own]),
+                entropy=entropy,
+                chunk_tokens=3,
+            )
+            for own in parts
+        ]
+        log_probs = torch.cat([one for one, _ in values])
+        total = log_probs.square().sum() + sum(one.square().sum() for _, one in values if one is not None)
+        total.backward()
+        results.append((log_probs, inputs[0].grad, inputs[1].grad))
+    for left, right in zip(*results, strict=True):
+        torch.testing.assert_close(left, right)
+
+
 def plain(hidden: Tensor, layer: OutputLayer, targets: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
     """The same from all logits at once."""
     log_probs = (layer(hidden) / temperature).log_softmax(-1)

@@ -6,11 +6,11 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from models.train.huggingface.optimizer import gradient_scale
-from models.train.packing.micro_batches import assign, balance, micro_batches
+from models.train.packing.micro_batches import assign, assign_layouts, balance, micro_batches
 from models.train.packing.packing import Packing, plan
 from models.train.step.examples import Example
 from models.train.step.totals import StepTotals
@@ -38,6 +38,17 @@ def test_one_long_sequence_weighs_as_much_as_many_short_ones() -> None:
     assert (long, len(short)) == ([8], 8)
     by_number = balance(ids_of(sizes), [1] * 9, Packing(64, share_prompts=False, balance=False), 2)
     assert sorted(map(len, by_number)) == [4, 5]
+
+
+@given(lengths, st.integers(2, 5))
+@example([2, 3, 4, 5, 40], 2)  # from the cheapest on, one rank would get all of the costly ones
+def test_micro_batches_that_are_there_are_assigned_equally(sizes: list[int], shares: int) -> None:
+    layouts = [layout for ids in ids_of(sizes) for layout in plan([ids], [1], APART)]
+    assigned = assign_layouts(layouts, APART, shares)
+    assert sorted(map(id, layouts)) == sorted(id(layout) for share in assigned for layout in share)
+    assert max(map(len, assigned)) - min(map(len, assigned)) <= 1
+    loads = [sum(APART.cost(layout.row_length) for layout in share) for share in assigned]
+    assert max(loads) - min(loads) <= max(APART.cost(size - 1) for size in sizes) + 1e-9
 
 
 @given(lengths, st.integers(1, 5))

@@ -37,6 +37,15 @@ def test_value_loss_golden() -> None:
     assert clipped.tolist() == [True, False, False]
 
 
+def test_a_value_within_the_range_is_not_clipped_by_rounding() -> None:
+    generator = torch.Generator().manual_seed(3)
+    old, returns = torch.rand(2, 1000, generator=generator)
+    old, values = 0.1 * old, 0.19 * torch.rand(1000, generator=generator)
+    held = (old + (values - old).clamp(-0.2, 0.2) - returns).square()
+    assert (held > (values - returns).square()).any(), "rounding makes some of them larger"
+    assert not value_loss(values, old, returns, clip=0.2)[1].any()
+
+
 def trained_examples(backend, sequences):  # type: ignore[no-untyped-def]
     """The examples of a batch of one step, as the step leaves them."""
     backend.accumulate(sequences)

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from models.algorithms.modes import Correction
-from models.train.errors import BackendMisuse
+from models.train.errors import BackendMisuse, InvalidSequence
 from tests.models.train.sequences import scored
 
 AGGREGATIONS = ["rollout_mean", "token_mean", "seq_mean", "constant"]
@@ -145,6 +145,20 @@ def test_log_probs_follow_temperature_and_length(backend, sequences) -> None:  #
     assert cold.logprobs([]) == []
 
 
+def test_sequences_of_two_temperatures_are_each_scored_at_their_own(backend, sequences) -> None:  # type: ignore[no-untyped-def]
+    """Also where they share a micro-batch, a row, a prompt; those that say nothing are as configured."""
+    batch = [*sequences(groups=2, per_group=3), *sequences(seed=5, groups=1)]
+    drawn = [(0.5, None, 2.0)[at % 3] for at in range(len(batch))]
+    mixed = [dataclasses.replace(one, temperature=t) for one, t in zip(batch, drawn, strict=True)]
+    alone = {t: backend(temperature=t).logprobs(batch) for t in (0.5, 0.9, 2.0)}
+    for budget in (10, 4096):
+        found = backend(temperature=0.9, max_tokens_per_gpu=budget).logprobs(mixed)
+        for at, (one, t) in enumerate(zip(found, drawn, strict=True)):
+            np.testing.assert_allclose(one, alone[t or 0.9][at], atol=1e-5)
+    with pytest.raises(InvalidSequence, match=r"drawn at temperature 0\.0, by which logits cannot be divided"):
+        backend().logprobs([dataclasses.replace(batch[0], temperature=0.0)])
+
+
 @pytest.mark.parametrize("steps", [2, 4])
 def test_every_step_of_a_batch_is_anchored_on_its_first_weights(backend, sequences, run_step, steps) -> None:  # type: ignore[no-untyped-def]
     """The gradient of each step is that of the definition, with anchors of the batch start and its own divisor."""
@@ -276,3 +290,13 @@ def test_temperature_divides_the_logits_of_rollouts_only(backend, sequences) -> 
     assert cold == warm
     cold, warm = (first_loss(temperature=t)["train/entropy_loss"] for t in (0.3, 1.0))
     assert cold < 0.9 * warm
+
+
+def test_the_learning_rate_of_a_batch_is_scaled_for_that_batch_alone(backend, sequences) -> None:  # type: ignore[no-untyped-def]
+    made = backend(lr=2e-3)
+    rates = []
+    for scale in (1.0, 0.25, 1.0):
+        made.begin_batch(rollouts=8, steps=1, lr_scale=scale)
+        made.accumulate(sequences(groups=2, per_group=4))
+        rates.append(made.step()["train/lr"])
+    assert rates == pytest.approx([2e-3, 5e-4, 2e-3])

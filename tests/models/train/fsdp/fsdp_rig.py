@@ -119,7 +119,7 @@ def make_architecture(name: str, directory: Path) -> Path:
 
 
 def make_sequences(seed: int, count: int | None = None) -> list[TrainSequence]:
-    """Uneven lengths, common prompts, masked tokens, rewards, truncated ends."""
+    """Uneven lengths, common prompts, masked tokens, rewards, truncated ends, two temperatures."""
     rng = np.random.default_rng(seed)
     out = []
     for group in range(4):
@@ -139,6 +139,7 @@ def make_sequences(seed: int, count: int | None = None) -> list[TrainSequence]:
                     version=index % 2,
                     reward=float(rng.integers(0, 4)),
                     truncated=bool(index % 2),
+                    temperature=1.4 if group % 2 else None,
                 )
             )
     return out[:count]

@@ -139,7 +139,7 @@ def make_models(directory: Path) -> None:
 
 
 def make_sequences(seed: int, *, broken: bool = False) -> list[TrainSequence]:
-    """Groups with common prompts, uneven responses, masked tokens; with rewards and truncated ends."""
+    """Groups with common prompts, uneven responses, masked tokens; rewards, truncated ends, two temperatures."""
     rng = np.random.default_rng(seed)
     out = []
     for group in range(4):
@@ -157,6 +157,7 @@ def make_sequences(seed: int, *, broken: bool = False) -> list[TrainSequence]:
                     advantage=np.inf if broken else rng.normal(),
                     reward=float(rng.integers(0, 4)),
                     truncated=bool(index % 2),
+                    temperature=1.4 if group % 2 else None,
                 )
             )
     return out
@@ -226,14 +227,38 @@ def parts_of(recipe: Recipe, batch: int) -> list[list[TrainSequence]]:
     return [[s for s in sequences if (s.group_id == first) is early] for early in (True, False)]
 
 
+class Sent:
+    """A tensor that is on its way: it may be read until its handle was waited for, so until then nobody changes it."""
+
+    def __init__(self, handle: Any, tensor: torch.Tensor) -> None:
+        self._handle, self._tensor, self._as_sent = handle, tensor, tensor.detach().clone()
+
+    def wait(self) -> None:
+        assert torch.equal(self._tensor.detach(), self._as_sent), "a tensor was changed while it was being sent"
+        self._handle.wait()
+
+
 class Counts:
-    """Schedules with a backward pass, and exchanges of policy and reference, in this process."""
+    """Schedules with a backward pass, exchanges of policy and reference, and sends to a stage of the pipeline that
+    are waited for later (each is checked, see `Sent`), in this process."""
 
     def __init__(self) -> None:
+        from megatron.core.pipeline_parallel import p2p_communication
+
         from models.train.megatron.reference import SwappedReference
         from models.train.megatron.schedule import Pipeline
 
         self.begin()
+        p2p_ops = p2p_communication._p2p_ops
+
+        def checked_p2p_ops(**sides: Any) -> dict[str, Any]:
+            requests = p2p_ops(**sides)
+            for side in requests.keys() & {"send_next", "send_prev"}:
+                requests[side] = Sent(requests[side], sides[f"tensor_{side}"])
+                self.sends += 1
+            return requests
+
+        p2p_communication._p2p_ops = checked_p2p_ops
         train, exchange = Pipeline.train, SwappedReference._exchange
 
         def counted_train(pipeline: Any, *args: Any) -> None:
@@ -247,7 +272,7 @@ class Counts:
         Pipeline.train, SwappedReference._exchange = counted_train, counted_exchange  # type: ignore[method-assign]
 
     def begin(self) -> None:
-        self.schedules = self.exchanges = 0
+        self.schedules = self.exchanges = self.sends = 0
 
 
 def write(out: Path, name: str, found: dict[str, Any], tensors: dict[str, torch.Tensor]) -> None:
@@ -266,5 +291,5 @@ def run_case(models: Path, out: Path, name: str, layout: dict[str, Any], recipes
         trainer = Trainer(make_spec(RECIPES[recipe], models, layout), MegatronModels)
         counts.begin()
         found, tensors = train(trainer, RECIPES[recipe])
-        found["schedules"], found["exchanges"] = counts.schedules, counts.exchanges
+        found |= {name: getattr(counts, name) for name in ("schedules", "exchanges", "sends")}
         write(out, f"{name}-{recipe}-{rank}", found, tensors)

@@ -74,7 +74,7 @@ def four_batches(backend: TrainerGroupBackend, root: Path, during: During = undi
 
 
 def commit(root: Path, step: int) -> None:
-    write_manifest(draft_path(root, step), Manifest(step=step, version=step, epoch=0))
+    write_manifest(draft_path(root, step), Manifest(step=step, version=step, run_generation=0))
     commit_directory(draft_path(root, step), final_path(root, step))
 
 

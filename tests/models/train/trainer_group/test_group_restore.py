@@ -110,7 +110,7 @@ def batch(backend: TrainerGroupBackend, number: int) -> None:
 
 
 def commit(root: Path, step: int) -> Path:
-    write_manifest(draft_path(root, step), Manifest(step=step, version=step, epoch=0))
+    write_manifest(draft_path(root, step), Manifest(step=step, version=step, run_generation=0))
     commit_directory(draft_path(root, step), final_path(root, step))
     return final_path(root, step)
 
