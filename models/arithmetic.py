@@ -13,7 +13,7 @@ Format of a row (one JSON object per line):
   produce them.
 
 A recipe for "tools" therefore sets --tool-call-open "[", --tool-call-close "]" and --tool-result-template "{result}",
-and grades the last number of the response.
+and grades the last number behind that result, which the model wrote.
 
 Invariants: no torch; train and held-out rows are disjoint; equal arguments give equal bytes; files appear whole.
 """

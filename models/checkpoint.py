@@ -29,7 +29,7 @@ from msgspec import Struct
 from models.disk import sync, sync_tree
 
 MANIFEST_FILE: Final = "manifest.json"
-FORMAT_VERSION: Final = 1
+FORMAT_VERSION: Final = 2
 _REPLACED: Final = ".replaced"
 
 
@@ -49,7 +49,7 @@ class Manifest(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     step: int  # rollout batches trained
     version: int  # weights version
-    epoch: int  # of the weights; rises by one at each resume
+    run_generation: int  # of the weights; rises by one at each resume
     ledger: str = "{}"  # JSON
     cursor: str = "{}"  # JSON: position in the data, shuffle seed, id counters
     config_hash: str = ""
@@ -99,7 +99,7 @@ def write_manifest(directory: Path, manifest: Manifest) -> Manifest:
 def read_manifest(directory: Path) -> Manifest:
     """Read and check the manifest of a committed checkpoint (its own checksum, and the sizes of the files it lists).
 
-    Raises CheckpointError if it is missing, damaged, of a newer format, or if a listed file is missing or of another
+    Raises CheckpointError if it is missing, damaged, of another format, or if a listed file is missing or of another
     size. `verify_files` checks the contents too.
     """
     path = directory / MANIFEST_FILE
@@ -117,10 +117,10 @@ def read_manifest(directory: Path) -> Manifest:
             f"{path} is damaged: checksum {found}, expected {sealed.xxh3}; use another checkpoint of this run"
         )
     version = msgspec.json.decode(sealed.manifest, type=_Format).format_version
-    if version > FORMAT_VERSION:
+    if version != FORMAT_VERSION:
         raise CheckpointError(
-            f"{path} has format_version {version}, this program reads up to {FORMAT_VERSION}; continue with the newer "
-            "program that wrote it"
+            f"{path} has format_version {version}, this program reads {FORMAT_VERSION}; continue with the version that "
+            f"wrote it, or begin a new run from its model with --hf-checkpoint {directory / 'hf'}"
         )
     manifest = msgspec.json.decode(sealed.manifest, type=Manifest)
     for name, entry in manifest.files.items():
@@ -159,7 +159,7 @@ def commit_directory(draft: Path, final: Path) -> None:
 
 
 def latest_checkpoint(root: Path) -> Path | None:
-    """The newest complete checkpoint under `root` by (epoch, step), or None. A damaged one is passed over."""
+    """The newest complete checkpoint under `root` by (run generation, step), or None. A damaged one is passed over."""
     found = _complete(root)
     return found[-1] if found else None
 
@@ -257,7 +257,7 @@ def _complete(root: Path, damaged: list[str] | None = None) -> list[Path]:
                 if damaged is not None:
                     damaged.append(str(error))
             else:
-                found.append((manifest.epoch, manifest.step, path))
+                found.append((manifest.run_generation, manifest.step, path))
     return [path for _, _, path in sorted(found)]
 
 

@@ -5,7 +5,8 @@ Invariants:
 - equal arguments give equal bytes in `model.safetensors`;
 - a directory appears whole (written beside, then renamed) or not at all; one that exists is reused only if it was
   made with the same arguments;
-- the tokenizer and the model agree on the vocabulary: every id that the model can sample decodes.
+- the tokenizer and the model agree on the vocabulary: every id that the model can sample decodes;
+- neither torch nor a model class is imported: a run makes its checkpoint before anything else, and somebody waits.
 """
 
 from __future__ import annotations
@@ -17,7 +18,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Literal
 
 import msgspec
+import numpy as np
 from msgspec import Struct
+from numpy.typing import NDArray
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -62,7 +65,8 @@ class TinyRecipe(Struct, frozen=True, kw_only=True):
     intermediate_size: int
     max_position_embeddings: int
     tie_word_embeddings: bool
-    format_version: int = 1
+    initializer_range: float
+    format_version: int = 2
 
     def check(self) -> None:
         """Raise `TinyCheckpointError` for a shape that no attention layer can have."""
@@ -75,6 +79,10 @@ class TinyRecipe(Struct, frozen=True, kw_only=True):
             raise TinyCheckpointError(
                 f"num_kv_heads={self.num_kv_heads} does not divide num_heads={self.num_heads}; choose a divisor"
             )
+
+    @property
+    def head_dim(self) -> int:
+        return self.hidden_size // self.num_heads
 
 
 def make_tiny_checkpoint(
@@ -90,12 +98,14 @@ def make_tiny_checkpoint(
     intermediate_size: int = 288,
     max_position_embeddings: int = 1024,
     tie_word_embeddings: bool = True,
+    initializer_range: float = 0.02,
 ) -> Path:
     """Make (or reuse) a small randomly initialised fp32 checkpoint and return its directory.
 
     `tokenizer="bytes"`: id = byte value, then pad 256, bos 257, eos 258 and reserved ids up to 264, with a chat
     template. `tokenizer="arithmetic"`: one id per character of `ARITHMETIC_CHARACTERS` from 1 on, pad 0, the newline
-    is EOS, 32 ids in all; with the default shape the model has 335,664 parameters.
+    is EOS, 32 ids in all; with the default shape the model has 335,664 parameters. `initializer_range`: standard
+    deviation of matrices and embeddings; norms begin at one, biases at zero.
 
     Raises `TinyCheckpointError` if the shape is impossible or if `directory` holds something else.
     """
@@ -110,6 +120,7 @@ def make_tiny_checkpoint(
         intermediate_size=intermediate_size,
         max_position_embeddings=max_position_embeddings,
         tie_word_embeddings=tie_word_embeddings,
+        initializer_range=initializer_range,
     )
     recipe.check()
     directory = Path(directory)
@@ -139,7 +150,13 @@ def _reuse(directory: Path, recipe: TinyRecipe) -> Path:
         raise TinyCheckpointError(
             f"{directory} exists and was not made here ({RECIPE_FILE} is missing); choose another path or remove it"
         )
-    found = msgspec.json.decode(path.read_bytes(), type=TinyRecipe)
+    try:
+        found = msgspec.json.decode(path.read_bytes(), type=TinyRecipe)
+    except msgspec.MsgspecError as error:
+        raise TinyCheckpointError(
+            f"{directory} holds a tiny checkpoint that another version has made ({error}); choose another path or "
+            "remove it"
+        ) from error
     if found != recipe:
         different = [
             f"{name}={getattr(found, name)!r} (asked: {getattr(recipe, name)!r})"
@@ -153,56 +170,81 @@ def _reuse(directory: Path, recipe: TinyRecipe) -> Path:
 
 
 def _write(draft: Path, recipe: TinyRecipe) -> None:
-    import torch
-    from transformers import AutoModelForCausalLM, GenerationConfig
-    from transformers.utils import logging as transformers_logging
+    from safetensors.numpy import save_file
 
     tokenizer = build_tokenizer(recipe.tokenizer)
-    config = _model_config(recipe, tokenizer)
-    with torch.random.fork_rng(devices=[]):  # the caller's random stream is not ours to advance
-        torch.manual_seed(recipe.seed)
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-    model.generation_config = GenerationConfig(
-        bos_token_id=tokenizer.bos_token_id,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
-        do_sample=True,
-        temperature=1.0,
-    )
-    bars = transformers_logging.is_progress_bar_enabled()
-    transformers_logging.disable_progress_bar()
-    try:
-        model.save_pretrained(draft)
-    finally:
-        if bars:
-            transformers_logging.enable_progress_bar()
+    special = {f"{name}_token_id": getattr(tokenizer, f"{name}_token_id") for name in ("bos", "eos", "pad")}
+    files = {
+        "config.json": {**_model_config(recipe), **special, "vocab_size": len(tokenizer)},
+        "generation_config.json": {**special, "do_sample": True, "temperature": 1.0},
+        RECIPE_FILE: recipe,
+    }
+    for name, content in files.items():
+        (draft / name).write_bytes(msgspec.json.format(msgspec.json.encode(content), indent=2))
+    save_file(_weights(recipe, len(tokenizer)), draft / "model.safetensors", metadata={"format": "pt"})
     tokenizer.save_pretrained(draft)
-    (draft / RECIPE_FILE).write_bytes(msgspec.json.format(msgspec.json.encode(recipe), indent=2))
     os.chmod(draft, 0o755)  # mkdtemp's 0700 is for the draft only
 
 
-def _model_config(recipe: TinyRecipe, tokenizer: PreTrainedTokenizerFast) -> Any:
-    from transformers import LlamaConfig, Qwen2Config, Qwen3Config
+def _weights(recipe: TinyRecipe, vocabulary: int) -> dict[str, NDArray[np.float32]]:
+    """Tensors by their names in the checkpoint; matrices are [outputs, inputs]."""
+    hidden, wide = recipe.hidden_size, recipe.intermediate_size
+    queries, keys = recipe.num_heads * recipe.head_dim, recipe.num_kv_heads * recipe.head_dim
+    random = np.random.RandomState(recipe.seed)  # its stream is the same in every version of numpy
 
-    kinds = {"qwen3": Qwen3Config, "qwen2": Qwen2Config, "llama": LlamaConfig}
-    shape: dict[str, Any] = {
-        "vocab_size": len(tokenizer),
+    def matrix(*shape: int) -> NDArray[np.float32]:
+        return (random.standard_normal(shape) * recipe.initializer_range).astype(np.float32)
+
+    def ones(size: int) -> NDArray[np.float32]:
+        return np.ones(size, dtype=np.float32)
+
+    tensors = {"model.embed_tokens.weight": matrix(vocabulary, hidden), "model.norm.weight": ones(hidden)}
+    for layer in range(recipe.num_layers):
+        of_layer = {
+            "input_layernorm.weight": ones(hidden),
+            "self_attn.q_proj.weight": matrix(queries, hidden),
+            "self_attn.k_proj.weight": matrix(keys, hidden),
+            "self_attn.v_proj.weight": matrix(keys, hidden),
+            "self_attn.o_proj.weight": matrix(hidden, queries),
+            "post_attention_layernorm.weight": ones(hidden),
+            "mlp.gate_proj.weight": matrix(wide, hidden),
+            "mlp.up_proj.weight": matrix(wide, hidden),
+            "mlp.down_proj.weight": matrix(hidden, wide),
+        }
+        if recipe.architecture == "qwen3":
+            of_layer |= {f"self_attn.{name}_norm.weight": ones(recipe.head_dim) for name in "qk"}
+        if recipe.architecture == "qwen2":
+            sizes = {"q": queries, "k": keys, "v": keys}
+            of_layer |= {f"self_attn.{name}_proj.bias": 0 * ones(size) for name, size in sizes.items()}
+        tensors |= {f"model.layers.{layer}.{name}": tensor for name, tensor in of_layer.items()}
+    if not recipe.tie_word_embeddings:
+        tensors["lm_head.weight"] = matrix(vocabulary, hidden)
+    return tensors
+
+
+def _model_config(recipe: TinyRecipe) -> dict[str, Any]:
+    """`config.json` but for the vocabulary; transformers has the defaults of what is not named."""
+    names = {"qwen3": "Qwen3", "qwen2": "Qwen2", "llama": "Llama"}
+    config: dict[str, Any] = {
+        "architectures": [f"{names[recipe.architecture]}ForCausalLM"],
+        "model_type": recipe.architecture,
+        "dtype": "float32",
         "hidden_size": recipe.hidden_size,
         "num_hidden_layers": recipe.num_layers,
         "num_attention_heads": recipe.num_heads,
         "num_key_value_heads": recipe.num_kv_heads,
         "intermediate_size": recipe.intermediate_size,
+        "hidden_act": "silu",
+        "rms_norm_eps": 1e-6,
         "max_position_embeddings": recipe.max_position_embeddings,
         "tie_word_embeddings": recipe.tie_word_embeddings,
         "rope_parameters": {"rope_type": "default", "rope_theta": 10_000.0},
-        "bos_token_id": tokenizer.bos_token_id,
-        "eos_token_id": tokenizer.eos_token_id,
-        "pad_token_id": tokenizer.pad_token_id,
+        "initializer_range": recipe.initializer_range,
         "use_cache": True,
     }
     if recipe.architecture != "qwen2":  # Qwen2 has no head_dim of its own: it is hidden_size / num_heads
-        shape["head_dim"] = recipe.hidden_size // recipe.num_heads
-    return kinds[recipe.architecture](**shape)
+        config |= {"head_dim": recipe.head_dim, "attention_bias": False}
+    return config
 
 
 def build_tokenizer(kind: TokenizerKind) -> PreTrainedTokenizerFast:

@@ -35,6 +35,7 @@ from models.engines.errors import EngineError, EngineStartError
 from models.engines.protocol import DEFAULT_LABEL
 from models.engines.server import EngineApp
 from models.engines.text import TextCodec
+from models.fault_injection import FaultPlan
 
 logger = logging.getLogger(__name__)
 _PR_SET_PDEATHSIG: Final = 1
@@ -49,7 +50,8 @@ class EngineServer:
     `seed` gives the noise of requests without a sampling seed. `port` 0 takes any free port, and replaces
     `config.engine_port`, which is the first port of all engines of a run. `stream_interval` is the number of tokens of
     a streamed chunk, unless a request says its own; with 0 each response is one chunk, sent when it has ended. With
-    `incremental_streaming` a chunk holds only what is new. Raises `EngineStartError` on entry.
+    `incremental_streaming` a chunk holds only what is new. `faults`: what requests meet on purpose. Raises
+    `EngineStartError` on entry.
     """
 
     config: EngineConfig
@@ -62,6 +64,7 @@ class EngineServer:
     weight_version: str = DEFAULT_LABEL
     stream_interval: int = 0
     incremental_streaming: bool = False
+    faults: FaultPlan | None = None
     core: EngineCore | None = field(default=None, init=False)
     url: str = field(default="", init=False)
     _runner: web.AppRunner | None = field(default=None, init=False)
@@ -74,7 +77,12 @@ class EngineServer:
             build_core, self.config, self.model_path, self.max_context_len, self.weight_version
         )
         app = EngineApp(
-            core, codec, self.seed, stream_interval=self.stream_interval, incremental=self.incremental_streaming
+            core,
+            codec,
+            self.seed,
+            stream_interval=self.stream_interval,
+            incremental=self.incremental_streaming,
+            faults=self.faults,
         )
         ended = self._ended = loop.create_future()
 
@@ -192,6 +200,10 @@ def _fast_loop() -> Callable[[], asyncio.AbstractEventLoop] | None:
     return factory
 
 
+def _fault_plan(text: str) -> FaultPlan:
+    return msgspec.json.decode(text, type=FaultPlan)
+
+
 def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="models.engines.serve", description="Serve a model over SGLang's protocol.")
     parser.add_argument("--engine", choices=("embedded", "simulated"), help="replaces engine of --config")
@@ -203,6 +215,7 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--max-context-len", type=int, help="longest prompt plus response, tokens")
     parser.add_argument("--weight-version", default=DEFAULT_LABEL, help="label of the first weights")
     parser.add_argument("--seed", type=int, default=0, help="noise of requests without a sampling seed")
+    parser.add_argument("--fault-plan", type=_fault_plan, help="faults on purpose, FaultPlan as JSON")
     parser.add_argument("--stream-interval", type=int, default=0, help="tokens of a chunk; 0: only at a response's end")
     parser.add_argument(
         "--incremental-streaming-output", action="store_true", help="a chunk holds what is new, not all so far"
@@ -235,6 +248,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             weight_version=arguments.weight_version,
             stream_interval=arguments.stream_interval,
             incremental_streaming=arguments.incremental_streaming_output,
+            faults=arguments.fault_plan,
         )
         with asyncio.Runner(loop_factory=_fast_loop()) as runner:
             runner.run(_serve(server, arguments.ready_file))

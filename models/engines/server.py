@@ -27,6 +27,7 @@ from models.engines.intake import Intake
 from models.engines.noise import mix
 from models.engines.protocol import EXPECTED_SGLANG, GenerateRequest, Load, Loads, ModelInfo, ServerInfo
 from models.engines.text import TextCodec
+from models.fault_injection import FaultPlan, InjectedError
 
 _MAX_BODY = 1 << 30
 _RATE_WINDOW_S = 0.5
@@ -38,10 +39,18 @@ class EngineApp:
     a chunk (0: a response is sent when it has ended), and whether a chunk holds only what is new."""
 
     def __init__(
-        self, core: EngineCore, codec: TextCodec, seed: int, *, stream_interval: int = 0, incremental: bool = False
+        self,
+        core: EngineCore,
+        codec: TextCodec,
+        seed: int,
+        *,
+        stream_interval: int = 0,
+        incremental: bool = False,
+        faults: FaultPlan | None = None,
     ) -> None:
         self._core, self._codec = core, codec
         self._stream_interval, self._incremental = stream_interval, incremental
+        self._faults = faults
         self._seeds = _seeds(seed)
         self._intake = Intake(core.facts, codec, lambda: next(self._seeds), stream_interval)
         self._open: dict[int, tuple[Completion, replies.Reply]] = {}
@@ -80,7 +89,8 @@ class EngineApp:
             "/metrics": self._metrics,
         }
         app.add_routes([web.get(path, handler) for path, handler in get.items()])
-        app.add_routes([web.post("/generate", self._generate), web.put("/generate", self._generate)])
+        generate = self._generate if self._faults is None else disturbed(self._generate, self._faults)
+        app.add_routes([web.post("/generate", generate), web.put("/generate", generate)])
         app.add_routes(self._control.routes())
         return app
 
@@ -212,6 +222,23 @@ class EngineApp:
             for name, value in values.items():
                 lines += [f"# TYPE sglang:{name} {kind}", f"sglang:{name} {value}"]
         return web.Response(text="\n".join(lines) + "\n")
+
+
+def disturbed(handler: Handler, plan: FaultPlan) -> Handler:
+    """The handler, some of whose requests meet a fault; `drop` closes the connection behind an answer that was made."""
+    requests = itertools.count(1)
+
+    async def handle(http: web.Request) -> web.StreamResponse:
+        try:
+            fault = await plan.meet(f"{plan.replica}/{next(requests)}")
+        except InjectedError as error:
+            raise RequestRefused(str(error), status=500) from error
+        response = await handler(http)
+        if fault is not None and fault.kind == "drop" and http.transport is not None:
+            http.transport.abort()
+        return response
+
+    return handle
 
 
 @web.middleware

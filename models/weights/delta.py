@@ -47,7 +47,7 @@ class TensorDelta(Struct, frozen=True, array_like=True):
 
 
 class DeltaHeader(Struct, frozen=True):
-    """What a difference leads from and to. Labels are `epoch.version`, digests those of the slots."""
+    """What a difference leads from and to. Labels are `run_generation.version`, digests those of the slots."""
 
     base: str
     base_digest: str

@@ -163,8 +163,8 @@ class DeltaMirror:
                 f"{path} leads on from digest {header.base_digest}, here lies {held.digest} as version "
                 f"{held.label}; take the full weights"
             )
-        epoch, _, version = header.label.partition(".")
-        new = slots.write(int(version), int(epoch), _as_torch(apply_delta(path, SlotReader(held))))
+        run_generation, _, version = header.label.partition(".")
+        new = slots.write(int(version), int(run_generation), _as_torch(apply_delta(path, SlotReader(held))))
         if new.digest != header.digest:
             self._held = None  # both slots are of no use as a base now: one is older, one is wrong
             raise DeltaError(f"{path} gave digest {new.digest} instead of {header.digest}; take the full weights")
@@ -172,7 +172,7 @@ class DeltaMirror:
 
 
 def _label(claim: SlotManifest) -> Label:
-    return claim.epoch, claim.version
+    return claim.run_generation, claim.version
 
 
 def _tensors_of(directory: Path) -> Iterator[tuple[str, torch.Tensor]]:

@@ -1,6 +1,6 @@
 """Writing end of the delta route: a directory of differences, with the full weights now and then.
 
-What lies there, by label `epoch.version`:
+What lies there, by label `run_generation.version`:
     full-0.8/          a Hugging Face checkpoint: where a reader without a base begins
     0.9-from-0.8.delta the difference of 0.9 to the version published before it
 
@@ -31,7 +31,7 @@ _FULL: Final = re.compile(r"full-(\d+)\.(\d+)$")
 _DELTA: Final = re.compile(r"(\d+)\.(\d+)-from-(\d+)\.(\d+)\.delta$")
 _STATE_FILES: Final = ("slot.state", "owner.pid")
 
-Label = tuple[int, int]  # epoch, version
+Label = tuple[int, int]  # run generation, version
 
 
 def text_of(label: Label) -> str:

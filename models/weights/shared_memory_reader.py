@@ -33,7 +33,7 @@ STATE_FILE: Final = "slot.state"  # the generation, one uint64
 class SlotManifest(Struct, frozen=True):
     """One published version: where it lies and how to tell that it still lies there."""
 
-    epoch: int  # rises by one at each resume
+    run_generation: int  # of this start of the run: 0, and one more at each resume
     version: int  # rollout batches trained
     path: str  # Hugging Face directory in shared memory
     digest: str  # xxh3_128 of the tensor bytes in file order, 32 hexadecimal digits
@@ -42,7 +42,7 @@ class SlotManifest(Struct, frozen=True):
     @property
     def label(self) -> str:
         """What an engine calls these weights; never used twice with other content."""
-        return f"{self.epoch}.{self.version}"
+        return f"{self.run_generation}.{self.version}"
 
 
 class SlotReader:

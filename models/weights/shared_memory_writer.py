@@ -94,7 +94,7 @@ class SlotWriter:
         """The slot that the next write overwrites."""
         return self._slots[self._next].path
 
-    def write(self, version: int, epoch: int, tensors: Iterator[tuple[str, torch.Tensor]]) -> SlotManifest:
+    def write(self, version: int, run_generation: int, tensors: Iterator[tuple[str, torch.Tensor]]) -> SlotManifest:
         """Copy one version into the older slot and return its manifest.
 
         `tensors` must name every tensor of the layout once, in any order and on any device. Raises LayoutMismatch
@@ -117,7 +117,7 @@ class SlotWriter:
                 "export exactly the names of the source checkpoint"
             )
         digest = digest_of(slot.data)
-        manifest = SlotManifest(epoch, version, str(slot.path), digest, slot.finish())
+        manifest = SlotManifest(run_generation, version, str(slot.path), digest, slot.finish())
         self._next = (self._next + 1) % SLOTS
         return manifest
 

@@ -28,12 +28,14 @@ from models.checkpoint import (
 )
 
 
-def make(root: Path, step: int, *, epoch: int = 0, commit: bool = True) -> Path:
+def make(root: Path, step: int, *, run_generation: int = 0, commit: bool = True) -> Path:
     draft = draft_path(root, step)
     (draft / "hf").mkdir(parents=True)
     (draft / "hf" / "model.safetensors").write_bytes(os.urandom(4096))
     (draft / "optimizer.bin").write_bytes(b"o" * step)
-    write_manifest(draft, Manifest(step=step, version=step, epoch=epoch, ledger='{"open":3}', config_hash="abc"))
+    write_manifest(
+        draft, Manifest(step=step, version=step, run_generation=run_generation, ledger='{"open":3}', config_hash="abc")
+    )
     if commit:
         commit_directory(draft, final_path(root, step))
     return final_path(root, step)
@@ -81,7 +83,7 @@ def test_a_failure_at_any_system_call_leaves_a_complete_checkpoint(tmp_path: Pat
     while True:
         root = tmp_path / str(n)
         old = read_manifest(make(root, 1))
-        make(root, step, epoch=1, commit=False)
+        make(root, step, run_generation=1, commit=False)
         calls = 0
 
         def failing(real, n=n):
@@ -105,7 +107,7 @@ def test_a_failure_at_any_system_call_leaves_a_complete_checkpoint(tmp_path: Pat
         assert latest is not None
         manifest = read_manifest(latest)
         verify_files(latest, manifest)
-        assert manifest == old or manifest.epoch == 1
+        assert manifest == old or manifest.run_generation == 1
         if calls <= n:
             break
         n += 1
@@ -115,7 +117,7 @@ def test_a_failure_at_any_system_call_leaves_a_complete_checkpoint(tmp_path: Pat
 
 def test_a_kill_between_the_two_renames_of_a_replacement_loses_nothing(tmp_path: Path, monkeypatch) -> None:
     old = read_manifest(make(tmp_path, 1))
-    make(tmp_path, 1, epoch=1, commit=False)
+    make(tmp_path, 1, run_generation=1, commit=False)
     real, calls = os.rename, 0
 
     def killed(source: Path, target: Path) -> None:
@@ -134,7 +136,7 @@ def test_a_kill_between_the_two_renames_of_a_replacement_loses_nothing(tmp_path:
     assert read_manifest(latest) == old
     commit_directory(draft_path(tmp_path, 1), final_path(tmp_path, 1))
     assert latest_checkpoint(tmp_path) == final_path(tmp_path, 1)
-    assert read_manifest(final_path(tmp_path, 1)).epoch == 1
+    assert read_manifest(final_path(tmp_path, 1)).run_generation == 1
 
 
 def test_a_draft_without_manifest_is_not_committed(tmp_path: Path) -> None:
@@ -180,18 +182,21 @@ def test_a_flipped_bit_in_a_file_is_found(tmp_path: Path) -> None:
         verify_files(path, read_manifest(path))
 
 
-def test_a_newer_format_is_refused_with_its_number(tmp_path: Path) -> None:
+@pytest.mark.parametrize("other", [1, 99])
+def test_another_format_is_refused_with_its_number(other: int, tmp_path: Path) -> None:
     draft = draft_path(tmp_path, 1)
     draft.mkdir()
-    write_manifest(draft, Manifest(step=1, version=1, epoch=0, format_version=99))
-    with pytest.raises(CheckpointError, match="format_version 99, this program reads up to 1"):
+    write_manifest(draft, Manifest(step=1, version=1, run_generation=0, format_version=other))
+    with pytest.raises(
+        CheckpointError, match=f"format_version {other}, this program reads 2; continue with the version"
+    ):
         read_manifest(draft)
 
 
-def test_latest_goes_by_epoch_first_and_prune_keeps_the_newest(tmp_path: Path) -> None:
+def test_latest_goes_by_run_generation_first_and_prune_keeps_the_newest(tmp_path: Path) -> None:
     make(tmp_path, 10)
     make(tmp_path, 20)
-    make(tmp_path, 15, epoch=1)  # resumed from 10: step 20 of epoch 0 never happened
+    make(tmp_path, 15, run_generation=1)  # resumed from 10: step 20 of run generation 0 never happened
     assert latest_checkpoint(tmp_path) == final_path(tmp_path, 15)
     assert prune(tmp_path, 2) == [final_path(tmp_path, 10)]
     assert prune(tmp_path, 1) == [final_path(tmp_path, 20)]
@@ -252,7 +257,7 @@ def check_every_flip_is_noticed(state: Path, root: Path) -> list[str]:
     """
     draft = draft_path(root, 1)
     shutil.copytree(state, draft)
-    write_manifest(draft, Manifest(step=1, version=1, epoch=0))
+    write_manifest(draft, Manifest(step=1, version=1, run_generation=0))
     commit_directory(draft, final := final_path(root, 1))
     assert resumable_checkpoint(root, lambda line: None) is not None
     rng = random.Random(0)

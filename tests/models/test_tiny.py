@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -22,8 +24,14 @@ ARITHMETIC = build_tokenizer("arithmetic")
 @pytest.mark.parametrize("architecture", ["qwen3", "qwen2", "llama"])
 @pytest.mark.parametrize("tokenizer", ["bytes", "arithmetic"])
 def test_loads_through_the_auto_classes(tmp_path: Path, architecture, tokenizer) -> None:
-    directory = make_tiny_checkpoint(tmp_path / "m", architecture=architecture, tokenizer=tokenizer, num_layers=1)
-    model = AutoModelForCausalLM.from_pretrained(directory)
+    tied = tokenizer == "bytes"
+    directory = make_tiny_checkpoint(
+        tmp_path / "m", architecture=architecture, tokenizer=tokenizer, num_layers=1, tie_word_embeddings=tied
+    )
+    model, report = AutoModelForCausalLM.from_pretrained(directory, output_loading_info=True)
+    assert not any(report.values()), report  # each tensor is there, and none beside them
+    assert type(model).__name__ == json.loads((directory / "config.json").read_text())["architectures"][0]
+    assert model.dtype == torch.float32
     loaded = AutoTokenizer.from_pretrained(directory)
     assert model.config.vocab_size == len(loaded)
     assert model.config.eos_token_id == loaded.eos_token_id == model.generation_config.eos_token_id
@@ -42,6 +50,28 @@ def test_the_arithmetic_shape_has_the_known_number_of_parameters(tmp_path: Path)
     model = AutoModelForCausalLM.from_pretrained(directory)
     assert model.num_parameters() == 335_664
     assert model.config.head_dim == 24
+
+
+@pytest.mark.parametrize("spread", [0.02, 0.06])
+def test_weights_begin_as_transformers_begins_them(tmp_path: Path, spread: float) -> None:
+    directory = make_tiny_checkpoint(tmp_path / "m", architecture="qwen2", num_layers=1, initializer_range=spread)
+    model = AutoModelForCausalLM.from_pretrained(directory)
+    fresh = AutoModelForCausalLM.from_config(model.config).state_dict()
+    for name, tensor in model.state_dict().items():
+        apart = abs(float(tensor.std()) - float(fresh[name].std()))
+        assert tensor.shape == fresh[name].shape, name
+        assert apart < 0.05 * spread, name
+        assert float(tensor.mean()) == pytest.approx(float(fresh[name].mean()), abs=spread / 10), name
+
+
+@pytest.mark.slow
+def test_a_checkpoint_is_made_without_torch(tmp_path: Path) -> None:
+    program = (
+        "import sys, pathlib, models.tiny; models.tiny.make_tiny_checkpoint(pathlib.Path(sys.argv[1]));"
+        "print('torch' in sys.modules)"
+    )
+    found = subprocess.run([sys.executable, "-c", program, tmp_path / "m"], capture_output=True, text=True, check=True)
+    assert found.stdout.strip() == "False"
 
 
 def test_seed_decides_the_weights_and_the_callers_random_stream_is_left_alone(tmp_path: Path) -> None:
@@ -64,6 +94,9 @@ def test_a_complete_directory_is_reused_and_another_one_is_refused(tmp_path: Pat
     assert (before.st_ino, before.st_mtime_ns) == (after.st_ino, after.st_mtime_ns)
     with pytest.raises(TinyCheckpointError, match=r"num_layers=1 \(asked: 2\).*choose another path"):
         make_tiny_checkpoint(tmp_path / "m", num_layers=2)
+    (directory / "tiny.json").write_text('{"architecture": "qwen3", "format_version": 1}')
+    with pytest.raises(TinyCheckpointError, match=r"another version has made .*missing required field.*choose another"):
+        make_tiny_checkpoint(directory, num_layers=1)
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "config.json").write_text("{}")
     with pytest.raises(TinyCheckpointError, match="was not made here"):
@@ -75,7 +108,7 @@ def test_a_failure_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.Mon
     def full(*_: object, **__: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("transformers.PreTrainedModel.save_pretrained", full)
+    monkeypatch.setattr("safetensors.numpy.save_file", full)
     with pytest.raises(OSError, match="No space left"):
         make_tiny_checkpoint(tmp_path / "m", num_layers=1)
     assert os.listdir(tmp_path) == []

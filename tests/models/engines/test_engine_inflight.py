@@ -9,13 +9,15 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 
+import msgspec
 import pytest
 import torch
 
 from models.engines.client import EngineClient
-from models.engines.protocol import EXPECTED_SGLANG, PauseMode, VersionSpan
+from models.engines.protocol import EXPECTED_SGLANG, ErrorDetail, PauseMode, VersionSpan
 from models.engines.serve import EngineServer
 from models.engines.streamed import PartialOutputs
 from tests.models.engines.conftest import REAL
@@ -49,6 +51,19 @@ async def engine(request: pytest.FixtureRequest, checkpoints: Callable[..., Path
         yield Target(client, Capabilities(), model, other, "v0")
 
 
+class LabelledChunks(PartialOutputs):
+    """Remembers how many tokens had arrived with the first chunk of each label."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first: dict[str, int] = {}
+
+    def take(self, raw: bytes) -> ErrorDetail | str | None:
+        error = super().take(raw)
+        self.first.setdefault(msgspec.json.decode(raw)["meta_info"]["weight_version"], self.tokens)
+        return error
+
+
 @dataclass
 class Rollout:
     """One response, resumed as often as it is aborted. Spans count from the response's first token."""
@@ -60,18 +75,18 @@ class Rollout:
     retractions: int = 0
     resumed: int = 0
     ending: bool = False
-    partial: PartialOutputs = field(default_factory=PartialOutputs)
+    partial: LabelledChunks = field(default_factory=LabelledChunks)
 
-    @property
-    def arrived(self) -> int:
-        return len(self.ids) + self.partial.tokens
+    def since(self, label: str) -> int:
+        """Tokens that arrived after the first chunk of this label."""
+        return self.partial.tokens - self.partial.first.get(label, self.partial.tokens)
 
     async def run(self, client: EngineClient) -> None:
         while not self.ending:
-            self.partial = PartialOutputs()
+            self.partial = LabelledChunks()
             request = ask([*self.prompt, *self.ids], max_new_tokens=LENGTH - len(self.ids))
             [output] = await client.generate(request, partial=self.partial)
-            start, self.partial = len(self.ids), PartialOutputs()
+            start, self.partial = len(self.ids), LabelledChunks()
             self.ids += output.output_ids
             self.log_probs += output.output_log_probs
             self.spans += [VersionSpan(s.version, s.start + start, s.end + start) for s in output.version_spans]
@@ -87,24 +102,24 @@ async def roll(target: Target, mode: PauseMode, rollouts: list[Rollout]) -> dict
     async with asyncio.TaskGroup() as group:
         for rollout in rollouts:
             group.create_task(rollout.run(client))
-        for label in ("v1", "v2", "v3"):
-            await longer(rollouts)
+        for before, label in pairwise(paths):
+            await longer(rollouts, before)
             await client.pause(mode)
             await client.update_weights_from_disk(paths[label], label, flush_cache=mode != "in_place")
             await client.resume()
-        await longer(rollouts)
+        await longer(rollouts, "v3")
         for rollout in rollouts:
             rollout.ending = True
         await client.abort()
     return {label: Path(path) for label, path in paths.items()}
 
 
-async def longer(rollouts: list[Rollout], tokens: int = 30) -> None:
-    """Wait until each rollout has so many tokens more."""
-    goals = [rollout.arrived + tokens for rollout in rollouts]
+async def longer(rollouts: list[Rollout], label: str, tokens: int = 30) -> None:
+    """Wait until so many tokens of each rollout have arrived after one that the server sent under this label. Counted
+    from the end of the update, all could be of the weights before, on a machine so busy that they are read late."""
 
     async def reached() -> bool:
-        return all(rollout.arrived >= goal for rollout, goal in zip(rollouts, goals, strict=True))
+        return all(rollout.since(label) >= tokens for rollout in rollouts)
 
     await until(reached, timeout_s=60)
 
@@ -118,16 +133,12 @@ async def test_log_probs_are_those_of_the_recorded_versions(
     rollouts = [Rollout([1, 2, 3]), Rollout([9, 8]), Rollout(list(range(20, 60)))]
     paths = await roll(engine, mode, rollouts)
     apart: list[float] = []
-    seen: set[str] = set()
     for rollout in rollouts:
         length = len(rollout.ids)
         assert 100 < length == rollout.spans[-1].end
-        versions = [span.version for span in rollout.spans]
-        assert versions[0] == "v0"
-        assert versions == sorted(set(versions)), "what arrives late may be of the version before: one may be missing"
-        seen |= set(versions)
+        assert [span.version for span in rollout.spans] == ["v0", "v1", "v2", "v3"]
         assert [span.start for span in rollout.spans] == [0, *[span.end for span in rollout.spans[:-1]]]
-        assert rollout.retractions == 0 if mode != "retract" else 0 < rollout.retractions <= 3
+        assert rollout.retractions == (3 if mode == "retract" else 0)
         assert rollout.resumed == (3 if mode == "abort" else 0)
         recorded = torch.tensor(rollout.log_probs)
         true = by_spans(paths, rollout.spans, rollout.prompt, rollout.ids, recomputed=mode != "in_place")
@@ -144,5 +155,4 @@ async def test_log_probs_are_those_of_the_recorded_versions(
             ]
             wrong = by_spans(paths, moved, rollout.prompt, rollout.ids, recomputed=mode != "in_place")
             assert float((recorded - wrong).abs().max()) > APART
-    assert seen == set(paths)
     assert max(apart) > APART, "the first token after the boundary is not of the old version"

@@ -89,6 +89,7 @@ def test_versions_and_options_come_from_the_environment(environment: FakeEnviron
     assert prefill.kind == "append"
 
 
+@pytest.mark.slow
 def test_an_answer_is_kept_until_the_installation_changes(environment: FakeEnvironment, cache: Path) -> None:
     first = probe(environment.python, cache=cache)
     assert probe(environment.python, cache=cache) == first

@@ -1,0 +1,105 @@
+"""Faults on purpose (`--fault-inject`): which message or request meets one, and what happens then.
+
+Invariants: the draw depends on nothing but the seed, the run generation, the place, the key of the message and how
+often it was delivered, so that the same run meets the same faults in whichever replica, and a message that comes
+again, or a resumed run, is drawn anew; a fault is written to `faults.jsonl` before it happens.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import signal
+import time
+from collections import Counter
+from pathlib import Path
+from typing import Final
+
+import msgspec
+import xxhash
+from msgspec import Struct
+
+from configs.schema import Config
+from configs.schema.fault_spec import FaultKind, FaultSpec, read_fault
+
+FAULTS_FILE: Final = "faults.jsonl"
+log = logging.getLogger("sluice.faults")
+
+
+class InjectedError(Exception):
+    """What `error` raises."""
+
+
+class InjectedFault(Struct, frozen=True):
+    """One line of `faults.jsonl`."""
+
+    stage: str
+    kind: FaultKind
+    replica: str
+    key: str
+    attempt: int
+    unix_s: float
+
+
+class FaultPlan(Struct, frozen=True):
+    """The faults of one place. `file`: where what happened is written down."""
+
+    faults: tuple[FaultSpec, ...]
+    seed: int
+    run_generation: int
+    replica: str
+    file: str
+
+    def draw(self, key: str, attempt: int) -> FaultSpec | None:
+        """The fault that a message meets at a delivery, the first in the order of the flags."""
+        for place, fault in enumerate(self.faults):
+            name = f"{self.seed}/{self.run_generation}/{place}/{fault.stage}/{fault.kind}/{key}/{attempt}"
+            if xxhash.xxh3_64_intdigest(name.encode()) < fault.probability * 2**64:
+                return fault
+        return None
+
+    async def meet(self, key: str, attempt: int = 1) -> FaultSpec | None:
+        """Draw, and have it happen. `drop` is left to the caller. Raises InjectedError."""
+        fault = self.draw(key, attempt)
+        if fault is None:
+            return None
+        self._note(InjectedFault(fault.stage, fault.kind, self.replica, key, attempt, time.time()))
+        said = f"{fault.kind} at {key}, attempt {attempt} (--fault-inject)"
+        log.warning("%s: %s", self.replica, said)
+        match fault.kind:
+            case "kill":
+                os.kill(os.getpid(), signal.SIGKILL)
+            case "error":
+                raise InjectedError(said)
+            case "hang":
+                time.sleep(fault.seconds)  # noqa: ASYNC251  (the event loop shall stand still)
+            case "slow":
+                await asyncio.sleep(fault.seconds)
+            case "drop":
+                pass
+        return fault
+
+    def _note(self, fault: InjectedFault) -> None:
+        """One write that appends is whole, whichever process does it. Elsewhere than on the run's host there may be no
+        such directory: the fault happens all the same."""
+        with contextlib.suppress(OSError), Path(self.file).open("ab", buffering=0) as file:
+            file.write(msgspec.json.encode(fault) + b"\n")
+
+
+def fault_plan(config: Config, stage: str, replica: str, *, run_generation: int, run_dir: Path) -> FaultPlan | None:
+    """What `--fault-inject` says of a stage, or of `engine`; None if nothing."""
+    faults = tuple(fault for fault in map(read_fault, config.debug.fault_inject) if fault.stage == stage)
+    return FaultPlan(faults, config.run.seed, run_generation, replica, str(run_dir / FAULTS_FILE)) if faults else None
+
+
+def injected(run_dir: Path) -> dict[str, int]:
+    """How many faults of each kind there were in all starts of a run, as `reward kill`. A torn last line, whose writer
+    was killed, is left out."""
+    path, found = run_dir / FAULTS_FILE, Counter[str]()
+    for line in path.read_bytes().splitlines() if path.exists() else ():
+        with contextlib.suppress(msgspec.DecodeError):
+            fault = msgspec.json.decode(line, type=InjectedFault)
+            found[f"{fault.stage} {fault.kind}"] += 1
+    return dict(sorted(found.items()))

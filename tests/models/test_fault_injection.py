@@ -1,0 +1,124 @@
+"""Faults on purpose: what a flag means, who meets a fault, what happens then, what is written down of it."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from configs.schema import Config
+from configs.schema.fault_spec import FaultSpec, read_fault
+from models.engines.client import EngineClient
+from models.engines.errors import EngineError, EngineUnreachable
+from models.engines.serve import EngineServer
+from models.fault_injection import FAULTS_FILE, FaultPlan, InjectedError, InjectedFault, fault_plan, injected
+from tests.models.engines.harness import SIMULATED, ask
+
+
+def plan(tmp_path: Path, *faults: str, **changed: Any) -> FaultPlan:
+    found = FaultPlan(tuple(map(read_fault, faults)), 7, 0, "reward-0", str(tmp_path / FAULTS_FILE))
+    return msgspec.structs.replace(found, **changed)
+
+
+def who(plan: FaultPlan, n: int = 4000, attempt: int = 1) -> set[int]:
+    return {key for key in range(n) if plan.draw(str(key), attempt) is not None}
+
+
+def test_a_flag_is_read_with_its_length() -> None:
+    assert read_fault("reward:0.25:kill") == FaultSpec("reward", 0.25, "kill", 0.0)
+    assert read_fault("train:1:slow:0.5") == FaultSpec("train", 1.0, "slow", 0.5)
+    assert read_fault("train:1:hang").seconds > 30, "a lease must run out"
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("reward", "must be stage:probability:kind"),
+        (":0.1:kill", "must be stage:probability:kind"),
+        ("reward:0.1:kill:1:2", "must be stage:probability:kind"),
+        ("reward:0.1:die", "the kind is 'die' and must be one of kill, error, hang, slow, drop"),
+        ("reward:0:kill", "above 0 and at most 1"),
+        ("reward:nan:kill", "above 0 and at most 1"),
+        ("reward:often:kill", "above 0 and at most 1"),
+        ("reward:0.1:kill:3", "seconds stand only behind hang and slow"),
+        ("reward:0.1:slow:-3", "the seconds are '-3'"),
+        ("reward:0.1:slow:inf", "the seconds are 'inf'"),
+    ],
+)
+def test_what_cannot_be_read_names_its_rule(text: str, words: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(words)):
+        read_fault(text)
+
+
+def test_the_same_messages_meet_faults_wherever_they_are(tmp_path: Path) -> None:
+    one = plan(tmp_path, "reward:0.1:kill")
+    assert who(one) == who(msgspec.structs.replace(one, replica="reward-3", file="elsewhere"))
+    assert 300 < len(who(one)) < 500
+    others = (
+        msgspec.structs.replace(one, seed=8),
+        msgspec.structs.replace(one, run_generation=1),  # a resumed run does not die of the same message for ever
+        plan(tmp_path, "group:0.1:kill"),
+    )
+    for other in (*map(who, others), who(one, attempt=2)):
+        assert 300 < len(other) < 500
+        assert len(other & who(one)) < 100, "drawn anew"
+
+
+def test_the_configuration_gives_each_stage_its_own(tmp_path: Path) -> None:
+    flags = {"fault_inject": ["reward:0.1:kill", "train:0.2:error", "reward:0.3:slow"]}
+    config = msgspec.convert({"debug": flags}, Config)
+    found = fault_plan(config, "reward", "reward-1", run_generation=3, run_dir=tmp_path)
+    assert found is not None
+    assert [fault.kind for fault in found.faults] == ["kill", "slow"]
+    assert (found.run_generation, found.seed) == (3, config.run.seed)
+    assert fault_plan(config, "group", "group-0", run_generation=0, run_dir=tmp_path) is None
+
+
+async def test_what_happens_is_written_down_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ends: list[tuple[int, int, dict[str, int]]] = []
+    monkeypatch.setattr(os, "kill", lambda pid, number: ends.append((pid, number, injected(tmp_path))))
+    await plan(tmp_path, "reward:1:kill").meet("12")
+    assert ends == [(os.getpid(), signal.SIGKILL, {"reward kill": 1})]
+    with pytest.raises(InjectedError, match=r"error at 13, attempt 2 \(--fault-inject\)"):
+        await plan(tmp_path, "group:1:error").meet("13", 2)
+    slow = await plan(tmp_path, "reward:1:slow:0.001").meet("14")
+    hang = await plan(tmp_path, "reward:1:hang:0.001").meet("15")
+    assert slow is not None
+    assert hang is not None
+    assert await plan(tmp_path, "reward:0.0001:kill").meet("16") is None
+    with (tmp_path / FAULTS_FILE).open("ab") as file:
+        file.write(b'{"stage":"rew')
+    assert injected(tmp_path) == {"group error": 1, "reward hang": 1, "reward kill": 1, "reward slow": 1}
+    lines = (tmp_path / FAULTS_FILE).read_bytes().splitlines()
+    first = msgspec.json.decode(lines[0], type=InjectedFault)
+    assert (first.replica, first.key, first.attempt) == ("reward-0", "12", 1)
+
+
+async def test_a_directory_that_is_not_here_stops_no_fault(tmp_path: Path) -> None:
+    with pytest.raises(InjectedError):
+        await plan(tmp_path / "elsewhere", "reward:1:error").meet("1")
+    assert injected(tmp_path / "elsewhere") == {}
+
+
+async def asked(tmp_path: Path, fault: str) -> None:
+    faults = plan(tmp_path, fault, replica="engine-0/0")
+    async with (
+        EngineServer(SIMULATED, "none", max_context_len=None, seed=1, faults=faults) as server,
+        EngineClient(server.url) as client,
+    ):
+        await client.server_info()  # only requests to generate meet faults
+        await client.generate(ask([1, 2], max_new_tokens=3))
+
+
+async def test_an_engine_drops_refuses_and_delays_answers(tmp_path: Path) -> None:
+    with pytest.raises(EngineUnreachable):
+        await asked(tmp_path, "engine:1:drop")
+    with pytest.raises(EngineError, match="error at engine-0/0/1"):
+        await asked(tmp_path, "engine:1:error")
+    await asked(tmp_path, "engine:1:slow:0.001")
+    assert injected(tmp_path) == {"engine drop": 1, "engine error": 1, "engine slow": 1}
