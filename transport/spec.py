@@ -9,7 +9,7 @@ import msgspec
 
 from transport.errors import UsageError
 
-Routing = Literal["least_loaded", "sticky"]
+Routing = Literal["least_loaded", "sticky", "keyed"]
 
 
 class StreamSpec(msgspec.Struct, frozen=True):

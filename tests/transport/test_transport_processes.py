@@ -101,6 +101,7 @@ async def test_a_killed_consumer_loses_nothing_even_unseen() -> None:
     assert f.letters == []
 
 
+@pytest.mark.slow
 async def test_a_frozen_consumer_is_replaced_and_its_late_answers_are_suppressed() -> None:
     async with fleet(0.01, lease_s=0.6) as f, asyncio.TaskGroup() as group:
         for replica in ("frozen", "other"):

@@ -32,6 +32,7 @@ SCENARIOS = {
     "regenerated": Scenario(regenerated=10, producer_deaths=1),
     "new hub": Scenario(hub_restarts=2, cuts=1),
     "sticky": Scenario(routing="sticky", consumer_deaths=2, leaves=1, cuts=1),
+    "keyed": Scenario(routing="keyed", consumer_deaths=3, leaves=2, cuts=4, freezes=1, killers=1, drop=0.02),
     "gathering": Scenario(gather=4, consumers=2, window_bytes=20_000, window_items=6, consumer_deaths=2),
     "tight": Scenario(capacity_items=1, capacity_bytes=1, window_items=1, window_bytes=1, drop=0.02),
     "slow work": Scenario(work_s=4.0, items=15),
@@ -150,6 +151,15 @@ def no_expiry(patch: pytest.MonkeyPatch) -> Rules:
             super().on_timer(now)
 
     return Rules(hub=Patient)
+
+
+@mutant("leases run by the wall clock, which is set", Scenario(work_s=0.6))
+def wall_clock(patch: pytest.MonkeyPatch) -> Rules:
+    class Wall(HubCore):
+        def on_timer(self, now: float) -> None:
+            super().on_timer(now + (3600.0 if now > 1.0 else 0.0))
+
+    return Rules(hub=Wall)
 
 
 @mutant("beats do not renew leases", Scenario(work_s=4.0, items=15))

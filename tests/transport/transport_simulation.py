@@ -109,6 +109,13 @@ class Simulation(World):
             size = sum(item.size for item in held)
             if len(held) > self.s.window_items or (size > self.s.window_bytes and len(held) > 1):
                 raise Violation(f"hub has {len(held)} items of {size} bytes at {peer.replica}, beyond its window")
+        if self.s.routing == "keyed":
+            parts = [part for peer in hub.consumers.values() if not peer.draining for part in peer.held_parts]
+            if len(parts) != len(set(parts)):
+                raise Violation(f"held by several consumers: {sorted(parts)}")
+            held_by = [{item.key.partition("/")[0] for item in peer.held.values()} for peer in hub.consumers.values()]
+            if held_by != [set(peer.held_parts) for peer in hub.consumers.values()]:
+                raise Violation("what consumers hold is not what is counted")
         if not hub.finishing and any(host.core.ended for host in self.consumers if host.alive):
             raise Violation("END before finish")
 

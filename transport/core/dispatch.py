@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from transport.core.routing import least_loaded, sticky
+from transport.core.routing import holder, keyed, least_loaded, sticky
 
 if TYPE_CHECKING:
     from transport.core.custody import Custody, Item
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 class Dispatch:
     def __init__(self, spec: StreamSpec, custody: Custody, consumers: dict[str, ConsumerPeer]) -> None:
         self._spec = spec
+        self._keyed = spec.routing == "keyed"
         self._route = sticky if spec.routing == "sticky" else least_loaded
         self._custody = custody
         self._consumers = consumers
@@ -31,14 +32,14 @@ class Dispatch:
     def assign(self, now: float) -> Iterator[tuple[Item, ConsumerPeer]]:
         """Pairs to be delivered, one by one: the caller leases each before it asks for the next."""
         yield from self._solitary(now)
-        while True:
-            open_to = [peer for peer in self._consumers.values() if peer is not self._ward]
-            if not open_to:
-                return
+        open_to = [peer for peer in self._consumers.values() if peer is not self._ward and peer.accepts(0)]
+        while open_to:
             pair = self._next(open_to)
             if pair is None:
                 return
             yield pair
+            if not pair[1].accepts(0):
+                open_to.remove(pair[1])
 
     def abandon(self, peer: ConsumerPeer) -> None:
         """The consumer takes nothing more."""
@@ -57,13 +58,12 @@ class Dispatch:
         return self._ward_until if self._ward is not None else None
 
     def _next(self, consumers: list[ConsumerPeer]) -> tuple[Item, ConsumerPeer] | None:
-        if not any(peer.accepts(0) for peer in consumers):
-            return None
         item = self._custody.next_ready()
         if item is None:
             return None
-        peer = self._route(item, consumers)
-        if peer is None:
+        # Keyed, all are asked: an item whose place is with the ward waits for it.
+        peer = keyed(item, self._consumers.values()) if self._keyed else self._route(item, consumers)
+        if peer is None or peer is self._ward:
             self._custody.put_back(item)
             return None
         return item, peer
@@ -80,7 +80,8 @@ class Dispatch:
             candidates = [peer for peer in self._consumers.values() if peer.connected and not peer.draining]
             if not candidates:
                 return
-            self._ward = min(candidates, key=lambda peer: (len(peer.held), peer is suspect.last))
+            beside = holder(suspect, candidates) if self._keyed else None
+            self._ward = beside or min(candidates, key=lambda peer: (len(peer.held), peer is suspect.last))
             self._ward_until = now + self._spec.lease_s
         if self.alone is None and not self._ward.held and self._ward.accepts(suspect.size):
             self.alone = self._custody.suspects.popleft()

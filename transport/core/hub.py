@@ -19,10 +19,9 @@ from transport.core.credit import Capacity
 from transport.core.custody import Body, Custody
 from transport.core.dedup import SeqWindow
 from transport.core.dispatch import Dispatch
-from transport.core.peers import ConsumerPeer, ProducerPeer
+from transport.core.peers import ConsumerPeer, ProducerPeer, mismatch
 from transport.spec import Held, HubStats, StreamSpec
 from transport.wire import (
-    PROTOCOL,
     Accepted,
     Drain,
     End,
@@ -70,6 +69,9 @@ class HubCore:
         self.malformed = 0
         self._routes: dict[bytes, ProducerPeer | ConsumerPeer] = {}
         self._departed: OrderedDict[str, ProducerPeer] = OrderedDict()  # so that a resend after a cut is recognised
+        # To be looked at by the next flush: who was heard of, and producers that were given less than they may need. A
+        # look at every peer for every message would cost replicas times messages.
+        self._heard: dict[ProducerPeer | ConsumerPeer, None] = {}
         self._out: list[Send] = []
         self._wake_at: float | None = None
         self._sessions = 0
@@ -91,6 +93,7 @@ class HubCore:
             return
         peer.silent_at = now + self.spec.lease_s
         peer.connected = True
+        self._heard[peer] = None
         if isinstance(message, Fin | FinAck):
             self._leave(peer, blame=isinstance(message, Fin) and message.blame)
             if isinstance(message, Fin):
@@ -144,19 +147,13 @@ class HubCore:
 
     def flush(self, now: float) -> list[Send]:
         """Acknowledge, grant and deliver: all that is due now, in this order for each peer."""
-        for producer in self.producers.values():
-            self._grant(producer)
-        for consumer in self.consumers.values():
-            if consumer.to_settle or consumer.beat:
-                credit = consumer.credit
-                sent = (credit.sent_items, credit.sent_bytes) if consumer.beat else (-1, -1)
-                self._out.append(
-                    Send(consumer.route, Settled(self.epoch, consumer.session, tuple(consumer.to_settle), *sent))
-                )
-                consumer.to_settle.clear()
-                if consumer.beat and self.ended:
-                    consumer.told_end = False  # whoever still beats may have missed it
-                consumer.beat = False
+        heard, self._heard = self._heard, {}
+        for peer in heard:
+            if isinstance(peer, ConsumerPeer):
+                if self.consumers.get(peer.incarnation) is peer:
+                    self._confirm(peer)
+            elif self.producers.get(peer.incarnation) is peer:
+                self._grant(peer)
         for item, consumer in self.dispatch.assign(now):
             item.leased_at = now
             self._out.append(Send(consumer.route, self.custody.lease(item, consumer), item.body))
@@ -257,21 +254,37 @@ class HubCore:
             max(peer.limit_bytes, peer.used_bytes + self.capacity.unused_bytes(held.held_bytes)),
         )
 
-    def _grant(self, peer: ProducerPeer) -> None:
-        """Acknowledge, and raise the limits: with each acknowledgement, on request, and when half is used up."""
-        limits = self._limits(peer)
-        starved = (
+    def _starved(self, peer: ProducerPeer) -> bool:
+        """Whether half of what it may send is used up."""
+        return (
             peer.limit_items - peer.used_items <= self.capacity.base_items // 2
             or peer.limit_bytes - peer.used_bytes <= self.capacity.base_bytes // 2
         )
-        raised = starved and limits != (peer.limit_items, peer.limit_bytes)
+
+    def _grant(self, peer: ProducerPeer) -> None:
+        """Acknowledge, and raise the limits: with each acknowledgement, on request, and when half is used up."""
+        limits = self._limits(peer)
+        raised = self._starved(peer) and limits != (peer.limit_items, peer.limit_bytes)
         if peer.connected and (peer.to_accept or peer.asked or raised):
             peer.limit_items, peer.limit_bytes = limits
             self._out.append(Send(peer.route, Accepted(self.epoch, tuple(peer.to_accept), *limits)))
             peer.to_accept.clear()
             peer.asked = False
+        if self._starved(peer):
+            self._heard[peer] = None  # as soon as there is room, which others make
 
     # Consumers.
+
+    def _confirm(self, peer: ConsumerPeer) -> None:
+        """Tell it that its verdicts are recorded; to a beat, also how far deliveries have gone."""
+        if not peer.to_settle and not peer.beat:
+            return
+        sent = (peer.credit.sent_items, peer.credit.sent_bytes) if peer.beat else (-1, -1)
+        self._out.append(Send(peer.route, Settled(self.epoch, peer.session, tuple(peer.to_settle), *sent)))
+        peer.to_settle.clear()
+        if peer.beat and self.ended:
+            peer.told_end = False  # whoever still beats may have missed it
+        peer.beat = False
 
     def _report(self, peer: ConsumerPeer, report: Report) -> None:
         if report.epoch != self.epoch:
@@ -307,7 +320,10 @@ class HubCore:
     # Coming and going.
 
     def _hello(self, now: float, route: bytes, hello: Hello) -> None:
-        problem = self._mismatch(hello)
+        problem = mismatch(hello, self.spec, self.run_id, self.schema)
+        known = hello.incarnation in self.producers or hello.incarnation in self.consumers
+        if problem is None and not known and len(self._routes) >= MAX_PEERS:
+            problem = f"stream {self.spec.name!r} already has {MAX_PEERS} peers, its limit; check for a reconnect loop"
         if problem is not None:
             self._out.append(Send(route, Refuse("refused", problem)))
             return
@@ -335,34 +351,12 @@ class HubCore:
             self._routes.pop(peer.route, None)
             peer.route = route
         self._routes[route] = peer
+        self._heard[peer] = None
         peer.connected = True
         peer.silent_at = silent_at
         self._note(silent_at)
         welcome = Welcome(self.epoch, peer.session, self.spec.lease_s, self.spec.max_message_bytes, *limits, *sent)
         self._out.append(Send(route, welcome))
-
-    def _mismatch(self, hello: Hello) -> str | None:
-        """Why the peer cannot be served, in one sentence, or None."""
-        name = self.spec.name
-        if hello.protocol != PROTOCOL:
-            return (
-                f"{hello.replica!r} speaks protocol {hello.protocol}, stream {name!r} {PROTOCOL}; install one version"
-            )
-        if hello.run_id != self.run_id:
-            return (
-                f"{hello.replica!r} is of run {hello.run_id!r}, stream {name!r} of {self.run_id!r}; check the address"
-            )
-        if hello.stream != name:
-            return f"{hello.replica!r} asked for stream {hello.stream!r}, here is {name!r}; check the address"
-        if self.schema is not None and self.schema[1] != hello.schema_hash:
-            return (
-                f"{hello.replica!r} declares schema {hello.schema} ({hello.schema_hash}), stream {name!r} carries "
-                f"{self.schema[0]} ({self.schema[1]}); run the same code on both sides"
-            )
-        known = hello.incarnation in self.producers or hello.incarnation in self.consumers
-        if not known and len(self._routes) >= MAX_PEERS:
-            return f"stream {name!r} already has {MAX_PEERS} peers, its limit; check for a reconnect loop"
-        return None
 
     def _lose(self, peer: ProducerPeer | ConsumerPeer, how: str) -> None:
         self._leave(peer, blame=True, how=how)

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, field
 
 from transport.core.credit import SendCredit
 from transport.core.custody import Item
 from transport.core.dedup import SeqWindow
+from transport.spec import StreamSpec
+from transport.wire import PROTOCOL, Hello
 
 
 @dataclass(slots=True, eq=False)
@@ -34,6 +37,7 @@ class ProducerPeer(Peer):
 class ConsumerPeer(Peer):
     credit: SendCredit = field(default_factory=SendCredit)
     held: dict[int, Item] = field(default_factory=dict)
+    held_parts: Counter[str] = field(default_factory=Counter)  # of each first part of a key, how many are held
     to_settle: list[int] = field(default_factory=list)
     beat: bool = False  # answer with how far deliveries have gone
     draining: bool = False
@@ -44,9 +48,31 @@ class ConsumerPeer(Peer):
         item.serial = self.credit.sent_items
         item.holder = self
         self.held[item.id] = item
+        self.held_parts[item.key.partition("/")[0]] += 1
 
     def give(self, item: Item) -> None:
         del self.held[item.id]
+        part = item.key.partition("/")[0]
+        self.held_parts[part] -= 1
+        if not self.held_parts[part]:
+            del self.held_parts[part]
 
     def accepts(self, size: int) -> bool:
         return self.connected and not self.draining and self.credit.fits(size, alone=not self.held)
+
+
+def mismatch(hello: Hello, spec: StreamSpec, run_id: str, schema: tuple[str, str] | None) -> str | None:
+    """Why a hub cannot serve a peer, in one sentence, or None. `schema`: name and hash of what the stream carries."""
+    name = spec.name
+    if hello.protocol != PROTOCOL:
+        return f"{hello.replica!r} speaks protocol {hello.protocol}, stream {name!r} {PROTOCOL}; install one version"
+    if hello.run_id != run_id:
+        return f"{hello.replica!r} is of run {hello.run_id!r}, stream {name!r} of {run_id!r}; check the address"
+    if hello.stream != name:
+        return f"{hello.replica!r} asked for stream {hello.stream!r}, here is {name!r}; check the address"
+    if schema is not None and schema[1] != hello.schema_hash:
+        return (
+            f"{hello.replica!r} declares schema {hello.schema} ({hello.schema_hash}), stream {name!r} carries "
+            f"{schema[0]} ({schema[1]}); run the same code on both sides"
+        )
+    return None
