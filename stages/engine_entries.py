@@ -23,6 +23,11 @@ DIRECTORY: Final = "directory/"
 RETRACTED: Final = "retracted/"  # topic `retracted/<client>`: how often its requests were retracted, as a number
 ASKED: Final = "/asked_s"  # end of the figure in which a client tells how long an engine's oldest request is under way
 SLOW: Final = "slow/"  # topic `slow/<engine>`: a `Complaint` for the user alone, that an answer came at a crawl
+# Ends of the figures in which the engines stage tells an engine's idle share, and its requests.
+IDLE: Final = "/idle"
+RUNNING: Final = "/running"
+WAITING: Final = "/waiting"
+LEAVE: Final = "leave/"  # topic `leave/<engine>`: it is to end; nothing is sent there, and what it holds goes elsewhere
 KEYS: Final = (ADDRESS, DIRECTORY)  # what to wait for: an entry begins and ceases to count with its address
 POLICY: Final = "policy"  # the policy that the run trains; every frozen model has its own name
 

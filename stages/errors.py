@@ -7,7 +7,7 @@ StageError
 │   └── FilterNameError  a filter that does not exist, or whose argument cannot be read
 ├── NoVerdicts           the curriculum waits for pass rates, and the grader gives none
 ├── SavedBatchError      a saved rollout batch cannot be trained
-├── Starved              group after group was settled without being trained
+├── Starved              group after group was not trained
 └── UntrainableGroup     the rewards of a group do not become advantages; it ends the group, not the run
 """
 
@@ -43,7 +43,7 @@ class SavedBatchError(StageError):
 
 
 class Starved(StageError):
-    """Group after group was settled without being trained."""
+    """Group after group was not trained."""
 
 
 class UntrainableGroup(StageError):

@@ -32,7 +32,7 @@ from stages.arrays import joined as joined
 from stages.arrays import wire as wire
 
 Status = Literal["pending", "completed", "truncated", "aborted", "failed"]
-Outcome = Literal["trained", "filtered", "stale", "failed", "surplus"]
+Outcome = Literal["trained", "filtered", "stale", "failed", "discarded"]
 
 
 class VersionRun(Struct, frozen=True, array_like=True):
@@ -59,6 +59,8 @@ class PromptGroup(Struct, frozen=True, array_like=True):
     dataset: str = "train"
     pinned_version: int = -1  # evaluation: the only version whose answer counts
     requeued: int = 0
+    temperature: float | None = None  # at which its rollouts are drawn, all their turns; None: as configured
+    top_p: float | None = None
 
     @property
     def key(self) -> str:
@@ -136,6 +138,7 @@ class Sample(Struct, frozen=True, array_like=True):
     loop_state: bytes = b""  # what a loop stage has to know at its next turn; dropped when the rollout leaves the loop
     extras: dict[str, Extra] = {}  # by name; kept as they are from stage to stage
     metrics: dict[str, float] = {}  # of its environment, by their full name; averaged over rollouts
+    answer_start: int = 0  # characters of `response` before what may be the answer: calls of tools, and their results
 
     @property
     def length(self) -> int:
@@ -318,8 +321,9 @@ class EngineEntry(EngineAddress, frozen=True):
     older than the process that listens there, and counts for nothing.
     """
 
-    state: Literal["loading", "serving", "updating", "away"] = "loading"  # requests are sent while serving or updating
-    epoch: int = -1  # of the weights it carries; -1 with version -1: none of this run
+    # Requests are sent while serving or updating. When `leaving`, it gives back what it holds; then it has `left`.
+    state: Literal["loading", "serving", "updating", "away", "leaving", "left"] = "loading"
+    run_generation: int = -1  # of the weights it carries; -1 with version -1: none of this run
     version: int = -1  # rollout batches that they were trained on
     fetching: int = -1  # version that is being read from its slot just now
     limit: int = 0  # samples that may be in flight at it, all clients together; 0 = not known yet
@@ -331,7 +335,7 @@ class EngineEntry(EngineAddress, frozen=True):
     @property
     def label(self) -> str | None:
         """What the engine calls its weights, None while it has none of this run."""
-        return None if self.version < 0 else f"{self.epoch}.{self.version}"
+        return None if self.version < 0 else f"{self.run_generation}.{self.version}"
 
 
 class RouterAddress(Struct, frozen=True):

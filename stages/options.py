@@ -12,7 +12,7 @@ class TrainOptions(Struct, frozen=True, tag="train"):
     """Where training starts, and where its weights are published."""
 
     start_step: int = 0
-    epoch: int = 0
+    run_generation: int = 0
     resume_from: str | None = None  # checkpoint directory
     restored: frozenset[int] = frozenset()  # groups that it keeps and the prompt stage leaves to the trainer
     slots: str = ""  # directory for the weight slots; none in supervised training

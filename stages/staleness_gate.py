@@ -12,7 +12,7 @@ train stage ask this gate. Demonstrations of supervised training were sampled by
 
 `extra` is over-sampling: groups beyond those that the batches need, in the place of those that filters will drop. It
 widens admission only. What filters then do not drop outlives its batch, and consumption refuses it: as stale, or, where
-eta is 0 and every leftover is too old, as surplus.
+eta is 0 and every leftover is too old, as discarded.
 """
 
 from __future__ import annotations

@@ -61,6 +61,7 @@ class Step(Struct, frozen=True):
     reward: float | None = None  # of this turn; with `done`, of the episode. None at the end: a grader decides
     done: bool = False
     metrics: Mapping[str, float] = {}  # averaged over episodes, as env/<environment>/<name>
+    answer: str | None = None  # what a grader reads if the episode ends here; None: all turns and observations
 
 
 class InfrastructureError(Exception):

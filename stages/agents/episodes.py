@@ -107,6 +107,8 @@ class Episodes:
         metrics = {**episode.metrics, **step.metrics}
         if step.done or turn.last:
             reward = step.reward if step.done else None
+            if step.answer is not None:
+                sample = replace(sample, response=step.answer)
             said = {**metrics, "turns": turn.number + 1}
             return replace(
                 sample,

@@ -16,7 +16,7 @@ import json
 import logging
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Collection, Coroutine
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final, TypeVar
@@ -107,6 +107,7 @@ class Hosting:
         self._places: contextlib.AbstractAsyncContextManager[Any] = (
             asyncio.Semaphore(table.concurrency) if table.concurrency else contextlib.nullcontext()
         )
+        self._of_tool = {name: asyncio.Semaphore(most) for name, most in table.tool_concurrency.items()}
         self.replayed = self.retried = 0
 
     async def open(self) -> Hosted:
@@ -146,7 +147,8 @@ class Hosting:
             live.taken, live.used, live.busy = record.taken + 1, time.monotonic(), False
             return taken
 
-        return await self._insist(lambda: self._timed(once, record), episode)
+        called = {call.name for call in turn.message.tool_calls}
+        return await self._insist(lambda: self._timed(once, record), episode, called)
 
     async def run(self, task: Task, attempt: Callable[[Ask], Coroutine[Any, Any, T]]) -> T:
         """The whole episode of an agent, begun anew where infrastructure fails. Raises EnvironmentFailed.
@@ -185,13 +187,21 @@ class Hosting:
             log.warning("environment %s: %s did not close well: %s", self.table.name, live.name, error or "no answer")
         await self._close_retired()
 
-    async def _insist(self, once: Callable[[], Coroutine[Any, Any, T]], episode: str) -> T:
-        """Try until it works; attempts during an outage do not count. Raises EnvironmentFailed."""
+    async def _insist(
+        self, once: Callable[[], Coroutine[Any, Any, T]], episode: str, called: Collection[str] = ()
+    ) -> T:
+        """Try until it works; attempts during an outage do not count. Raises EnvironmentFailed.
+
+        `called`: tools, each of which has so many places. Who waits for one of them holds no place of the environment.
+        """
+        places = [place for name, place in self._of_tool.items() if name in called]  # in one order: no circle
         failures = 0
         while True:
             trying = await self.outage.wait()
             try:
-                async with self._places:
+                async with contextlib.AsyncExitStack() as held:
+                    for place in (*places, self._places):
+                        await held.enter_async_context(place)
                     found = await once()
             except _Infrastructure as error:
                 before = self.outage.lasted_s

@@ -31,6 +31,7 @@ from msgspec.structs import replace
 from configs.schema import Config
 from models.disk import sync
 from stages.agents.once import home_of
+from stages.live_settings import sampling
 from stages.messages import PromptGroup, RolloutSlice, Sample, joined
 from stages.train.saved_groups import fingerprint, message_decoder, message_encoder
 
@@ -55,7 +56,7 @@ class TurnJournal:
     def __init__(self, directory: Path, config: Config, lives: Sequence[int]) -> None:
         self._directory, self._lives = directory, lives
         self._writes = bool(lives) and config.checkpoint.save_interval is not None
-        self._settings = about_settings(config)
+        self._settings, self._rollout = about_settings(config), config.rollout
         self._name = f"turns-{len(lives) - 1}-{secrets.token_hex(6)}.log"
         self._last: OrderedDict[str, tuple[int, int, int]] = OrderedDict()  # tokens, their hash, characters
         self._told = False
@@ -116,12 +117,14 @@ class TurnJournal:
 
     def _about(self, group: PromptGroup) -> bytes:
         row = group.prompt, group.label, group.seed, group.metadata, group.tools
-        return xxhash.xxh3_128_digest(msgspec.msgpack.encode((self._settings, row)))
+        drawn = sampling(group, self._rollout)
+        return xxhash.xxh3_128_digest(msgspec.msgpack.encode((self._settings, row, drawn)))
 
 
 def about_settings(config: Config) -> bytes:
     """Of all that decides what the tokens of a turn are, beside its weights."""
-    rollout = replace(config.rollout, num_rollout=None, num_epoch=None)  # a run may be made longer
+    # A run may be made longer; temperature and top-p are the group's.
+    rollout = replace(config.rollout, num_rollout=None, num_epoch=None, rollout_temperature=1.0, rollout_top_p=1.0)
     settings = config.environment, rollout, config.train.hf_checkpoint, config.data.chat_template_path
     return xxhash.xxh3_128_digest(fingerprint(RolloutSlice) + msgspec.json.encode(settings, order="sorted"))
 

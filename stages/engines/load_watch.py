@@ -16,7 +16,7 @@ from configs.schema import Config
 from models.engines.errors import EngineError
 from models.engines.protocol import Load
 from stages.base import Activity
-from stages.engine_entries import POLICY, RETRACTED
+from stages.engine_entries import IDLE, POLICY, RETRACTED, RUNNING, WAITING
 from stages.engines.concurrency_limit import CALM_USAGE, Limit, Reading
 from stages.engines.engine_control import EngineControl
 from stages.engines.idle_time import IdleMeter
@@ -69,7 +69,8 @@ class LoadWatch:
         if client is None or not control.serving:
             limit.restart()
             idle.forget()
-            self.activity.extra.pop(f"{control.name}/idle", None)
+            for figure in (IDLE, RUNNING, WAITING):
+                self.activity.extra.pop(f"{control.name}{figure}", None)
             return
         loads: list[Load] = []
         with contextlib.suppress(EngineError):  # an engine that is down says nothing
@@ -79,7 +80,9 @@ class LoadWatch:
         busy_s = self._busy_s[control.name] = sum(load.busy_s for load in loads)
         share = idle.saw(time.monotonic(), busy_s, sum(load.num_running_reqs for load in loads))
         if share is not None:
-            self.activity.extra[f"{control.name}/idle"] = share
+            self.activity.extra[f"{control.name}{IDLE}"] = share
+        self.activity.extra[f"{control.name}{RUNNING}"] = float(sum(load.num_running_reqs for load in loads))
+        self.activity.extra[f"{control.name}{WAITING}"] = float(sum(load.num_waiting_reqs for load in loads))
         if self.adaptive and control.entry.state == "serving":
             reading = Reading.of(loads)
             if reading.usage >= CALM_USAGE:  # elsewhere there was room

@@ -43,4 +43,4 @@ async def await_turn(topic: Topic, engine: str, announcement: WeightsAnnouncemen
 
 
 def _older(entry: EngineEntry, announcement: WeightsAnnouncement) -> bool:
-    return (entry.epoch, entry.version) < (announcement.epoch, announcement.version)
+    return (entry.run_generation, entry.version) < (announcement.run_generation, announcement.version)

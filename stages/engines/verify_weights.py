@@ -41,7 +41,7 @@ async def check_label(engine: str, client: EngineClient, label: str) -> None:
 def check_equal(topic: Topic, engine: str, announcement: WeightsAnnouncement, checksum: str) -> None:
     """Raise ChecksumDiffers if another engine reported another checksum for the same version."""
     for other in carrying(topic).values():
-        same = (other.epoch, other.version) == (announcement.epoch, announcement.version)
+        same = (other.run_generation, other.version) == (announcement.run_generation, announcement.version)
         if same and other.engine != engine and other.checksum and other.checksum != checksum:
             raise ChecksumDiffers(
                 f"{engine} has checksum {checksum} at version {announcement.version}, {other.engine} reported "

@@ -15,6 +15,7 @@ import msgspec
 from configs.schema import Config
 from models.engines.noise import GOLDEN, mix, sample_seed
 from models.engines.protocol import SamplingParams
+from stages.live_settings import sampling
 from stages.messages import PromptGroup, Sample
 from stages.sampling.requests import SampleRequest
 from stages.sampling.slots import FIRST_COME
@@ -47,12 +48,13 @@ class Requests:
     def params(self, group: PromptGroup, sample: Sample, budget: int, n: int) -> SamplingParams:
         """Sampling parameters of a request for `n` samples, of which `sample` is the first."""
         evaluating = group.purpose == "eval"
+        drawn = sampling(group, self.rollout)
         stop = list(self.rollout.rollout_stop)
         if self.config.tools.tools:
             stop.append(self.config.tools.tool_call_close)
         return SamplingParams(
-            temperature=self.config.eval.eval_temperature if evaluating else self.rollout.rollout_temperature,
-            top_p=1.0 if evaluating else self.rollout.rollout_top_p,
+            temperature=self.config.eval.eval_temperature if evaluating else drawn.temperature,
+            top_p=1.0 if evaluating else drawn.top_p,
             top_k=-1 if evaluating else self.rollout.rollout_top_k,
             max_new_tokens=budget,
             stop=stop or None,

@@ -1,9 +1,10 @@
 """The group stage: puts the rollouts of one prompt together again and decides whether they are worth training on.
 
 Invariants: a group leaves as one slice with its members in index order (sequences of a rollout in theirs), or is
-settled: here (filtered, failed, surplus), or by the controller, when a member became a dead letter. The leases of its
+settled: here (filtered, failed, discarded), or by the controller, when a member became a dead letter. The leases of its
 parts are released only then, so a lost replica loses nothing. For each (group, index) the first rollout wins: a
-redelivered prompt may produce others, and they are dropped.
+redelivered prompt may produce others, and they are dropped. Its stream is keyed: all slices of a group come to one
+replica, or to another one together; what a retired replica holds of groups that are not whole goes to another.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from stages.base import Stage, beside
 from stages.errors import FilterError
 from stages.group.filter_chain import resolve_filter
 from stages.group.filter_rules import FilterDecision, FilterState, GroupFilter
+from stages.live_settings import SETTINGS, newest_settings
 from stages.messages import PromptGroup, RolloutSlice, Sample, Settled, WeightsAnnouncement
 from stages.ports import Lease, Outlet, Ports, Topic, read_value
 from stages.reward.grading import Grading
@@ -72,6 +74,7 @@ class GroupStage(Stage):
     async def setup(self) -> None:
         self._open: dict[str, _Open] = {}
         self._state = FilterState()
+        self._names = self.config.filter.dynamic_sampling_filter
         self._filters: list[GroupFilter] = resolve_filter(self.config.filter, self._state, self.config)
         path = self.config.filter.rollout_sample_filter_path
         self._sample_filter = None if path is None else sample_filter(path)
@@ -88,22 +91,35 @@ class GroupStage(Stage):
             await self._grading.close()
 
     async def run(self, ports: Ports) -> None:
+        self._take_thresholds(ports.topic)  # of a replica that comes later, before its first group
         judges = [] if self._grading is None else [self._grading.follow(ports.topic)]
         async with beside(self._watch_topic(ports), *judges):
             await self._join(ports)
 
     async def _watch_topic(self, ports: Ports) -> None:
-        """Waits for `dead` (drops groups that lost a member for good) and `drain` (settles what is incomplete as
-        surplus). Cancelled when the inlet ends."""
+        """Waits for `dead` (drops groups that lost a member for good), `drain` (discards what is incomplete) and
+        `settings` (other thresholds of the filters). Cancelled when the inlet ends."""
         revision = 0
         while True:
-            revision = await ports.topic.wait(revision, "dead", "drain")
+            revision = await ports.topic.wait(revision, "dead", "drain", SETTINGS)
+            self._take_thresholds(ports.topic)
             self._drop_dead(ports.topic.get("dead"))
             reason = ports.topic.get("drain")
             if reason is not None and self._drain is None:
                 self._drain = reason.decode()
                 for open_ in list(self._open.values()):
-                    await self._surplus(open_, ports.outlets["settle"])
+                    await self._discard(open_, ports.outlets["settle"])
+
+    def _take_thresholds(self, topic: Topic) -> None:
+        """Groups that are judged from now on meet the filters as they were changed last."""
+        changed = newest_settings(topic)
+        if changed is not None and changed.dynamic_sampling_filter != self._names:
+            self._names = changed.dynamic_sampling_filter
+            self._filters = resolve_filter(
+                msgspec.structs.replace(self.config.filter, dynamic_sampling_filter=self._names),
+                self._state,
+                self.config,
+            )
 
     def _drop_dead(self, groups: bytes | None) -> None:
         """The controller has settled these groups: what is here of them is released, and what comes is dropped."""
@@ -143,7 +159,7 @@ class GroupStage(Stage):
         for sample in slice_.samples:
             open_.add(sample)
         if self._drain is not None:
-            await self._surplus(open_, ports.outlets["settle"])
+            await self._discard(open_, ports.outlets["settle"])
         elif open_.complete:
             self._claim(group.key)  # a drain must not settle it as well
             return open_
@@ -213,12 +229,12 @@ class GroupStage(Stage):
         self._state.passes(slice_.group)
         return kept
 
-    async def _surplus(self, open_: _Open, settle: Outlet[Settled]) -> None:
+    async def _discard(self, open_: _Open, settle: Outlet[Settled]) -> None:
         if self._open.get(open_.group.key) is not open_:
             return  # it leaves another way just now
         self._claim(open_.group.key)
         if open_.group.purpose == "train":
-            await settle.send(settlement(open_.slice, "surplus", self._drain or ""), open_.group.key)
+            await settle.send(settlement(open_.slice, "discarded", self._drain or ""), open_.group.key)
         self._release(open_)
 
     def _claim(self, key: str) -> None:

@@ -24,6 +24,7 @@ from stages.data.order import PromptOrder
 from stages.data.prompt_set import PromptSet
 from stages.engine_entries import KEYS, carrying
 from stages.errors import NoVerdicts, Starved
+from stages.live_settings import Sampling
 from stages.messages import (
     CheckpointReady,
     EvalDone,
@@ -104,13 +105,17 @@ class PromptStage(Stage):
         self.reasons: Counter[str] = Counter()
         self.completed = asyncio.Event()  # nothing is open and nothing more will be admitted
         self.draining: str | None = None
+        self.paused = False
+        rollout = context.config.rollout
+        self.sampling = Sampling(rollout.rollout_temperature, rollout.rollout_top_p)  # of groups that are submitted
+        self._bounds: deque[tuple[int, int]] = deque()  # of staleness, and from which batch on
         self._again = deque(g for g in self.ledger.open_groups() if g.group_id not in restored)  # submit as they are
         self._requeue: deque[int] = deque(snapshot.requeue if snapshot else ())  # prompts to be asked once more
         self._wake = asyncio.Event()
 
     @property
     def capacity(self) -> int:
-        if self.draining is not None:
+        if self.draining is not None or self.paused:
             return 0
         version = self.version if self.generates else self.steps
         if version < 0:
@@ -133,6 +138,21 @@ class PromptStage(Stage):
             self.draining = reason
             self._wake.set()
 
+    def bound(self, max_staleness: int, from_step: int) -> None:
+        """Admit by another bound as soon as the trainer is at batch `from_step`, which keeps to it."""
+        self._bounds.append((from_step, max_staleness))
+        self._take_bounds()
+
+    def _take_bounds(self) -> None:
+        while self._bounds and self._bounds[0][0] <= self.steps + 1:
+            self.gate = dataclasses.replace(self.gate, max_staleness=self._bounds.popleft()[1])
+            self._wake.set()
+
+    def pause(self, paused: bool) -> None:
+        """Admit no new group until told otherwise; what is out goes on."""
+        self.paused = paused
+        self._wake.set()
+
     async def run(self, ports: Ports) -> None:
         async with beside(self._watch_engines(ports), self._admit(ports)):
             await self._settle(ports)
@@ -151,7 +171,7 @@ class PromptStage(Stage):
         """Waits for the gate to open: an applied version, a settlement or a drain wakes it."""
         drained = False
         while True:
-            while self._again and self.draining is None and (self.version >= 0 or not self.generates):
+            while self._again and self._submits:
                 await self._submit(self._again.popleft(), ports.outlets["out"])
             if self.drawn is not None:
                 await self.drawn.reach(self.ledger.cursor + self.capacity)
@@ -163,11 +183,17 @@ class PromptStage(Stage):
                 await ports.topic.publish("drain", self.draining.encode())
                 while self._again:
                     self.close_groups(
-                        [Settled(self._again.popleft().group_id, "surplus", "drained before it was submitted")]
+                        [Settled(self._again.popleft().group_id, "discarded", "stopped before it was submitted")]
                     )
             self._check_end()
             await self._wake.wait()
             self._wake.clear()
+
+    @property
+    def _submits(self) -> bool:
+        """Whether groups that a checkpoint holds as open may go out again."""
+        admits = self.draining is None and not self.paused
+        return admits and (self.version >= 0 or not self.generates)
 
     @property
     def _has_prompt(self) -> bool:
@@ -186,7 +212,13 @@ class PromptStage(Stage):
         prompt = self.prompts.get(index)
         n_samples = 1 if self.supervised else self.config.rollout.n_samples_per_prompt
         fresh = prompt.group(group.group_id, index, n_samples, sampling_seed(self.config.run.seed, group.group_id))
-        message = msgspec.structs.replace(fresh, epoch=epoch, requeued=group.requeued)
+        message = msgspec.structs.replace(
+            fresh,
+            epoch=epoch,
+            requeued=group.requeued,
+            temperature=self.sampling.temperature,
+            top_p=self.sampling.top_p,
+        )
         self.activity.items_out += 1
         if self.saved is not None:
             await outlet.send(await asyncio.to_thread(self.saved.group, group.group_id), message.key)
@@ -222,6 +254,7 @@ class PromptStage(Stage):
         self.trainer_up = True
         if report.groups:
             self.steps = report.step
+            self._take_bounds()
             self.version = self.version if self.generates else report.step
             if report.last:
                 self.gate = dataclasses.replace(self.gate, total=report.step)
@@ -255,7 +288,7 @@ class PromptStage(Stage):
             self.idle_groups += 1
             self.reasons[f"{report.outcome}: {report.detail}"] += 1
             requeue = self.config.asynchrony.async_unused_samples_handler == "requeue"
-            if report.outcome in ("stale", "surplus") and requeue and group.requeued == 0:
+            if report.outcome in ("stale", "discarded") and requeue and group.requeued == 0:
                 self._requeue.append(group.position)
             elif self.drawn is not None:
                 self.drawn.forget(group.position)
@@ -267,7 +300,7 @@ class PromptStage(Stage):
         if self.draining is None and self.idle_groups > limit:
             worst = "; ".join(f"{n} x {reason}" for reason, n in self.reasons.most_common(3))
             raise Starved(
-                f"{self.idle_groups} groups in a row were settled without being trained ({worst}); "
+                f"{self.idle_groups} groups in a row were not trained ({worst}); "
                 f"look at the rewards, or raise --max-filter-rounds (now {self.config.filter.max_filter_rounds})"
             )
 

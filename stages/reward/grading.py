@@ -121,7 +121,7 @@ class Grading:
     def _ask(self, group: PromptGroup, sample: Sample, part: Component) -> Ask:
         request = GradeRequest(
             grader=part.grader,
-            response=sample.response,
+            response=_read_by(part.grader, sample),
             label=group.label,
             metadata=group.metadata,
             n_tokens=sample.response_length,
@@ -131,7 +131,7 @@ class Grading:
         )
         key = None
         if _worth_keeping(part.grader):
-            digest = hashlib.blake2b(sample.response.encode("utf-8", "replace"), digest_size=16).digest()
+            digest = hashlib.blake2b(request.response.encode("utf-8", "replace"), digest_size=16).digest()
             key = (group.dataset, group.pinned_version, group.group_id, sample.index, part.grader, digest)
         return Ask(request, group.prompt, f"{group.key}/{sample.index}", key)
 
@@ -227,6 +227,15 @@ class Grading:
         if self.observed.errors.bit_count() <= 1:  # the first, second, fourth, eighth, ... of them
             log.warning("rewarded with 0 (error %d of grading here): %s", self.observed.errors, reason)
         return replace(sample, reward=0.0, error=reason)
+
+
+def _read_by(grader: str, sample: Sample) -> str:
+    """What a grader reads: of a response with calls of tools, what the model wrote behind the last result.
+
+    All of it is for those who know what they look for: the user's functions, who answers outside, and `format`.
+    """
+    everything = is_import_path(grader) or outside(grader) is not None or grader.partition(":")[0] == "format"
+    return sample.response if everything else sample.response[sample.answer_start :]
 
 
 def _worth_keeping(grader: str) -> bool:

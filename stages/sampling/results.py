@@ -24,7 +24,7 @@ from stages.sequences import join_runs
 Finish = Literal["pending", "stop", "length", "aborted", "failed"]
 FINISH_OF: Final[dict[str, Finish]] = {"stop": "stop", "length": "length", "abort": "aborted"}
 OUT_OF_TIME: Final = "engines have worked on it for engine_s"
-DRAINED: Final = "the run drains"
+DRAINED: Final = "the run is stopping"
 
 
 class VersionLabelError(Exception):
@@ -32,7 +32,7 @@ class VersionLabelError(Exception):
 
 
 def label_version(label: str) -> int:
-    """`generation.version` -> version."""
+    """`run_generation.version` -> version."""
     _, separator, version = label.partition(".")
     if not separator or not (version.isascii() and version.isdigit() and len(version) < 10):
         raise VersionLabelError(

@@ -193,7 +193,7 @@ class Routes:
         ours = need.policy == POLICY
         wait_s = self.wait_s if need.deadline_s is None else need.deadline_s
         log = "logs/engine-*.log" if ours else f"logs/frozen-{need.policy}.log"
-        why = "the run drains" if self.directory.draining else f"it was not up within {wait_s:g} s; see {log}"
+        why = "the run is stopping" if self.directory.draining else f"it was not up within {wait_s:g} s; see {log}"
         return "the engines" if ours else need.policy, why
 
     async def _router(self, need: RouteRequest) -> Target | None:

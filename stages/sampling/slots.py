@@ -24,6 +24,7 @@ class Slots:
 
     def __init__(self, limit: int) -> None:
         self.taken = 0
+        self.queued = 0  # samples that wait; a number, for every request that chooses an engine asks for it
         self._limit = limit
         self._queue: list[_Waiter] = []  # a heap
         self._serial = itertools.count()
@@ -37,16 +38,12 @@ class Slots:
         self._limit = value
         self._grant()
 
-    @property
-    def queued(self) -> int:
-        """Samples that wait."""
-        return sum(waiter.n for waiter in self._queue)
-
     async def take(self, n: int, *, goes_on: bool, order: tuple[int, int] = FIRST_COME) -> None:
         """Waits for `n` slots; unblocked when those before it have theirs and there is room, or by `wake_all`."""
         place = (not goes_on, *order, next(self._serial))
         waiter = _Waiter(place, n, asyncio.get_running_loop().create_future())
         heapq.heappush(self._queue, waiter)
+        self.queued += n
         self._grant()
         try:
             await waiter.granted
@@ -54,8 +51,10 @@ class Slots:
             if waiter.granted.done() and not waiter.granted.cancelled():
                 self.release(n)
             else:
-                self._queue.remove(waiter)
-                heapq.heapify(self._queue)
+                if waiter in self._queue:  # else `_grant` came across it, cancelled, and dropped it
+                    self._queue.remove(waiter)
+                    heapq.heapify(self._queue)
+                    self.queued -= n
                 self._grant()
             raise
 
@@ -70,10 +69,14 @@ class Slots:
     def _grant(self, unbounded: bool = False) -> None:
         while self._queue:
             n = self._queue[0].n
+            if self._queue[0].granted.cancelled():  # its task has not run since
+                self.queued -= heapq.heappop(self._queue).n
+                continue
             fits = self.taken + n <= self._limit or (n > self._limit and 2 * self.taken <= self._limit)
             if not fits and not unbounded:
                 return
             waiter = heapq.heappop(self._queue)
+            self.queued -= waiter.n
             self.taken += waiter.n
             waiter.granted.set_result(None)
 

@@ -44,7 +44,7 @@ class TeacherStage(MapStage):
     def __init__(self, context: StageContext) -> None:
         super().__init__(context)
         self.teachers = teachers(context)
-        self.temperature = context.config.rollout.rollout_temperature
+        self.temperature = context.config.rollout.rollout_temperature  # which is not changed while the run goes on
 
     async def setup(self) -> None:
         self.sampler = Sampler(

@@ -2,7 +2,8 @@
 
 Invariants: no call takes longer than its deadline, whatever the tool does, for tools of the user have processes of
 their own; tokens of a tool's result carry loss mask 0, log-prob 0.0 and version -1, and the tokens that the engine made
-are kept as they are: nothing is tokenised twice.
+are kept as they are: nothing is tokenised twice; what a tool said is nobody's answer, so a built-in grader reads what
+stands behind it (`answer_start`).
 """
 
 from __future__ import annotations
@@ -58,7 +59,8 @@ class ToolStage(LoopStage):
             )
         self.activity.failures += result.startswith("error: ")
         text = self.settings.tool_result_template.replace("{result}", result)
-        return append_untrained(sample, self._tokenizer.encode(text), text)
+        after = append_untrained(sample, self._tokenizer.encode(text), text)
+        return msgspec.structs.replace(after, answer_start=len(after.response))
 
 
 def _calls(config: Config, sample: Sample) -> bool:

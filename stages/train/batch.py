@@ -24,6 +24,7 @@ from models.train.interface import TrainSequence
 from stages.agents.slime.arguments import slime_arguments
 from stages.agents.slime.hooks import has_args, shown
 from stages.errors import UntrainableGroup
+from stages.live_settings import sampling
 from stages.messages import RolloutSlice, Sample
 from stages.ports import Lease
 from stages.rollouts import (
@@ -45,7 +46,9 @@ def slice_sequences(config: Config, slice_: RolloutSlice) -> list[TrainSequence]
     """The sequences of one complete group with their advantages, as the trainer takes them. Raises UntrainableGroup."""
     members = rollouts(slice_.samples)
     values = _rollout_values(config, slice_, members)
-    group = slice_.group
+    group, configured = slice_.group, config.rollout.rollout_temperature
+    drawn = sampling(group, config.rollout).temperature
+    supervised = config.train.loss_type == "sft_loss"
     sequences = []
     for parts, value in zip(members, values, strict=True):
         total = turn_total(parts)
@@ -67,6 +70,7 @@ def slice_sequences(config: Config, slice_: RolloutSlice) -> list[TrainSequence]
                     prefix=prefix,
                     token_rewards=rewards,
                     turn_total=total,
+                    temperature=None if supervised or drawn == configured else drawn,
                 )
             )
     return sequences

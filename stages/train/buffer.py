@@ -7,6 +7,7 @@ gate before it trains a group, so an order decides what is learnt first, never w
 
 from __future__ import annotations
 
+import heapq
 import math
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -40,15 +41,19 @@ class Waiting:
     spare: str | None  # why it is worth little, if it is
 
 
+_Place = tuple[int, int, Waiting]  # by what it is ordered, arrival, which no two share
+
+
 class GroupBuffer:
     """Groups in the order of `--buffer-order`."""
 
     def __init__(self, config: Config) -> None:
         self._order = config.asynchrony.buffer_order
         self._custom: OrderFunction | None = import_path(self._order) if ":" in self._order else None
-        self._gate = StalenessGate.of(config)
+        self.gate = StalenessGate.of(config)
         self._has_spares = FALLBACK in config.filter.dynamic_sampling_filter
-        self._groups: list[Waiting] = []
+        self._judged = self._custom is not None or self._order == "priority"  # the order depends on the batch
+        self._groups: list[_Place] = []  # a heap, unless every choice looks at all of them
         self._spares: list[Waiting] = []
         self._arrivals = 0
 
@@ -67,7 +72,16 @@ class GroupBuffer:
             float(rewards.std()) if len(rewards) else 0.0,
             zero_std(slice_) if self._has_spares else None,
         )
-        (self._groups if waiting.spare is None else self._spares).append(waiting)
+        if waiting.spare is not None:
+            self._spares.append(waiting)
+        elif self._judged:
+            self._groups.append(self._place(waiting))
+        else:
+            heapq.heappush(self._groups, self._place(waiting))
+
+    def _place(self, waiting: Waiting) -> _Place:
+        by = waiting.arrival if self._order == "ready_first" else waiting.group_id
+        return by, waiting.arrival, waiting
 
     def ready(self, missing: int) -> bool:
         """Whether a batch that lacks `missing` groups can take one now."""
@@ -75,16 +89,19 @@ class GroupBuffer:
 
     def pop(self, step: int, missing: int) -> Lease[RolloutSlice] | None:
         """The next group for batch `step`, None if none is ready. Raises BufferOrderError."""
+        if self._groups and self._judged:
+            return self._groups.pop(self._choose(step, missing))[-1].lease
         if self._groups:
-            return self._groups.pop(self._choose(step, missing)).lease
+            return heapq.heappop(self._groups)[-1].lease
         if self.ready(missing):
             return self._spares.pop(_first(self._spares, lambda w: (w.group_id,))).lease
         return None
 
     def take_old(self, step: int) -> list[Lease[RolloutSlice]]:
         """Remove the groups that are too old for batch `step`, oldest first."""
-        old = [w for w in self._groups if not self._gate.fresh(step=step, oldest_version=w.oldest)]
-        self._groups = [w for w in self._groups if self._gate.fresh(step=step, oldest_version=w.oldest)]
+        old = [w for *_, w in self._groups if not self.gate.fresh(step=step, oldest_version=w.oldest)]
+        self._groups = [p for p in self._groups if self.gate.fresh(step=step, oldest_version=p[-1].oldest)]
+        heapq.heapify(self._groups)
         return [w.lease for w in sorted(old, key=lambda w: w.group_id)]
 
     def take_spares(self) -> list[tuple[Lease[RolloutSlice], str]]:
@@ -94,25 +111,21 @@ class GroupBuffer:
 
     def take_all(self) -> list[Lease[RolloutSlice]]:
         """Remove everything, oldest first."""
-        rest = sorted((*self._groups, *self._spares), key=lambda w: (w.group_id, w.arrival))
+        rest = sorted((*(w for *_, w in self._groups), *self._spares), key=lambda w: (w.group_id, w.arrival))
         self._groups, self._spares = [], []
         return [w.lease for w in rest]
 
     def _choose(self, step: int, missing: int) -> int:
+        """Index of the next group, where that depends on the batch."""
         if self._custom is not None:
             return self._ask(self._custom, step)
-        match self._order:
-            case "ready_first":
-                return _first(self._groups, lambda w: (w.arrival,))
-            case "priority":
-                last = self._deadline(step, missing)
-                return _first(self._groups, lambda w: (float(self._slack(w, step) > last), *self._priority(w, step)))
-            case _:
-                return _first(self._groups, lambda w: (w.group_id,))
+        last = self._deadline(step, missing)
+        waiting = [w for *_, w in self._groups]
+        return _first(waiting, lambda w: (float(self._slack(w, step) > last), *self._priority(w, step)))
 
     def _slack(self, waiting: Waiting, step: int) -> float:
         """Batches after `step` that could still take the group."""
-        return self._gate.batches_left(step=step, oldest_version=waiting.oldest)
+        return self.gate.batches_left(step=step, oldest_version=waiting.oldest)
 
     def _deadline(self, step: int, missing: int) -> float:
         """Only groups with this slack or less may be taken now, or some would become too old for want of a place.
@@ -120,11 +133,11 @@ class GroupBuffer:
         The batches up to k from now have `missing` + k * B places; if as many groups have a slack of k or less, none of
         these places is free for another (earliest deadline first, applied only where it binds).
         """
-        slacks = Counter(max(self._slack(waiting, step), 0) for waiting in self._groups)
+        slacks = Counter(max(self._slack(waiting, step), 0) for *_, waiting in self._groups)
         pressed = 0
-        for k in range(self._gate.max_staleness + 1):
+        for k in range(self.gate.max_staleness + 1):
             pressed += slacks[k]
-            if pressed >= missing + k * self._gate.batch:
+            if pressed >= missing + k * self.gate.batch:
                 return k
         return math.inf
 
@@ -135,8 +148,8 @@ class GroupBuffer:
         return (1.0, -waiting.signal, float(waiting.group_id))
 
     def _ask(self, function: OrderFunction, step: int) -> int:
-        self._groups.sort(key=lambda w: w.group_id)
-        slices = [w.lease.message for w in self._groups]
+        self._groups.sort()
+        slices = [w.lease.message for *_, w in self._groups]
         rule = f"it must return the index of one of the {len(slices)} waiting groups"
         try:
             chosen = as_index(function(slices, step))

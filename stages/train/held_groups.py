@@ -1,7 +1,7 @@
 """Complete groups in the trainer's care: from their arrival, or their return from a checkpoint, to their reported end.
 
 Invariants:
-- I2: nothing leaves for batch t that the gate does not let in (`refused`); it is settled as stale, or as surplus where
+- I2: nothing leaves for batch t that the gate does not let in (`refused`); it becomes stale, or is discarded where
   it is what over-sampling left of a synchronous batch.
 - A group id is held once, however often it is delivered.
 - A group is held until the message that settles it (its own, or the report of its step) is in the ledger's stream. So
@@ -11,6 +11,7 @@ Invariants:
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 from collections.abc import Awaitable, Callable, Sequence
 
 from configs.schema import Config
@@ -36,6 +37,10 @@ class HeldGroups:
         self._seen: set[int] = set()
         self._arrived = asyncio.Event()
         self._ended = False
+
+    def bound(self, max_staleness: int) -> None:
+        """From the next batch on no older token is trained."""
+        self.gate = self._buffer.gate = dataclasses.replace(self.gate, max_staleness=max_staleness)
 
     @property
     def groups(self) -> tuple[RolloutSlice, ...]:
@@ -107,7 +112,7 @@ class HeldGroups:
             return False
         detail = f"oldest token is of version {oldest}, batch {step}, bound {self.gate.max_staleness}"
         if self.gate.max_staleness == 0 and self.gate.extra > 0:
-            await self.settle(lease, "surplus", f"over-sampled: {detail}")
+            await self.settle(lease, "discarded", f"over-sampled: {detail}")
         else:
             await self.settle(lease, "stale", detail)
         return True
@@ -133,11 +138,11 @@ class HeldGroups:
             del self._held[lease.message.group.group_id]
 
     async def settle_rest(self) -> None:
-        """After the last batch: everything that is here or still comes is surplus. Ends with the inlet."""
+        """After the last batch: everything that is here or still comes is discarded. Ends with the inlet."""
         while True:
             rest = self._buffer.take_all()
             for lease in rest:
-                await self.settle(lease, "surplus", self.drained or "all rollout batches are trained")
+                await self.settle(lease, "discarded", self.drained or "all rollout batches are trained")
             if not rest and self._ended:
                 return
             if not rest:

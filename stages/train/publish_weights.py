@@ -43,10 +43,10 @@ class WeightPublisher:
             self._deltas = DeltaStore(Path(config.update.update_weight_delta_dir or run_dir / "weights"))
 
     def write(
-        self, version: int, epoch: int, tensors: Iterator[tuple[str, torch.Tensor]], *, pinned: bool
+        self, version: int, run_generation: int, tensors: Iterator[tuple[str, torch.Tensor]], *, pinned: bool
     ) -> WeightsAnnouncement:
         """Write one version into the free slot; what to announce of it."""
-        manifest = self._slots.write(version, epoch, tensors)
+        manifest = self._slots.write(version, run_generation, tensors)
         published = self._difference(manifest)
         return WeightsAnnouncement(
             **msgspec.structs.asdict(manifest),

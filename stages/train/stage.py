@@ -30,10 +30,12 @@ from stages.agents.slime.hooks import logged, rollout_log, shown
 from stages.base import Stage, StageContext, beside
 from stages.engines.colocation import TrainerTurn
 from stages.errors import UntrainableGroup
+from stages.live_settings import settings_at
 from stages.messages import CheckpointReady, Outcome, RolloutSlice, StepDone
 from stages.options import TrainOptions
 from stages.ports import Lease, Ports, Topic, read_value
 from stages.sample_log import SampleLog, drop_after
+from stages.train.asked_saves import AskedSaves
 from stages.train.batch import Batch, slice_sequences
 from stages.train.checkpoints import Checkpoints
 from stages.train.held_groups import HeldGroups
@@ -59,12 +61,13 @@ class TrainStage(Stage):
         self.total = config.rollout.num_rollout or 0
         self.supervised, self.generates = config.train.loss_type == "sft_loss", generates(config)
         self.options = context.given(TrainOptions)
-        self.steps, self.epoch = self.options.start_step, self.options.epoch
+        self.steps, self.run_generation = self.options.start_step, self.options.run_generation
         self.backend: TrainBackend  # from setup on
         self.weights: WeightPublisher | None = None
         self._torch = ThreadPoolExecutor(1, thread_name_prefix="torch")
         self._pinned = -1  # newest version that an evaluation needs
         self._reports = 0
+        self._asked_saves = AskedSaves()
         self._losses: deque[float] = deque(maxlen=10)
         self.samples = SampleLog(config, context.run_dir)
         path = config.observe.custom_rollout_log_function_path
@@ -156,12 +159,16 @@ class TrainStage(Stage):
             yield
 
     async def _train_batch(self, ports: Ports) -> bool:
-        """Train one rollout batch; False if the run ended before it was full (its groups are then surplus)."""
+        """Train one rollout batch; False if the run ended before it was full (its groups are then discarded)."""
         batch = Batch(self.config, self.steps)
         steps = self.config.train.num_steps_per_rollout or 1
         started_s, waited_s = time.perf_counter(), 0.0
         await self._in_torch(
-            self.backend.begin_batch, rollouts=batch.expected_rollouts, steps=steps, version=self.steps
+            self.backend.begin_batch,
+            rollouts=batch.expected_rollouts,
+            steps=steps,
+            version=self.steps,
+            lr_scale=self._take_settings(ports.topic),
         )
         while len(batch.leases) < self.batch_groups:
             clock, missing = time.perf_counter(), self.batch_groups - len(batch.leases)
@@ -186,6 +193,15 @@ class TrainStage(Stage):
         metrics["perf/train_time"] = batch.compute_s
         await self._finish(ports, batch, metrics, started_s)
         return True
+
+    def _take_settings(self, topic: Topic) -> float:
+        """What the user changed for the next batch: its bound of staleness is kept to, its learning rate's factor
+        returned."""
+        changed = settings_at(topic, self.steps + 1)
+        if changed is None:
+            return 1.0
+        self.groups.bound(changed.max_staleness)
+        return changed.lr_scale
 
     @property
     def _waits_for_all(self) -> bool:
@@ -254,11 +270,12 @@ class TrainStage(Stage):
         self.activity.items_out += len(batch.leases)
         self.activity.tokens += batch.trained_tokens
         if not last:
+            self._take_settings(ports.topic)
             await self.groups.clear(self.steps)
         if due:
             await self._publish(ports)
-        save = self.config.checkpoint.save_interval
-        if last or (save is not None and self.steps % save == 0):
+        save, asked = self.config.checkpoint.save_interval, self._asked_saves.due(ports.topic)
+        if last or asked or (save is not None and self.steps % save == 0):
             await self.checkpoints.save(self.steps)
         if reached:
             self.total = self.steps
@@ -285,7 +302,7 @@ class TrainStage(Stage):
     async def _report(self, ports: Ports, report: StepDone | CheckpointReady) -> None:
         self._reports += 1  # a step may be told of twice: at the start of a run, and when a drain saves it again
         with self.activity.working(), self.activity.sending():
-            await ports.outlets["settle"].send(report, f"{type(report).__name__}/{self.epoch}/{self._reports}")
+            await ports.outlets["settle"].send(report, f"{type(report).__name__}/{self.run_generation}/{self._reports}")
 
     async def _publish(self, ports: Ports, first: bool = False) -> None:
         """Write the weights into the free slot and announce them."""
@@ -304,7 +321,7 @@ class TrainStage(Stage):
         clock = time.perf_counter()
         with self._timed("publish_weights", f"version {self.steps}"):
             announcement = await self._in_torch(
-                lambda: weights.write(self.steps, self.epoch, self.backend.export_weights(), pinned=pinned)
+                lambda: weights.write(self.steps, self.run_generation, self.backend.export_weights(), pinned=pinned)
             )
         await weights.announce(ports.topic, ports.weights, announcement)
         await self.turn.release()

@@ -190,7 +190,7 @@ class Rig:
             "limit": 512,
             **fields,
         }
-        entry = EngineEntry(name, address.url, epoch=0, version=version, fetching=fetching, **values)
+        entry = EngineEntry(name, address.url, run_generation=0, version=version, fetching=fetching, **values)
         self.topic.publish(f"directory/{name}", msgspec.msgpack.encode(entry))
 
     def entry(self, engine: int = 0) -> EngineEntry | None:

@@ -42,6 +42,18 @@ def test_a_rollout_enters_the_baseline_once_however_many_sequences_it_has() -> N
     assert [s.response_length for s in found] == [2, 3, 4, 4, 4]
 
 
+def test_what_was_drawn_at_another_temperature_says_so() -> None:
+    members = [make_sample(0, reward=1.0), make_sample(1, reward=0.0)]
+
+    def drawn(at: float | None, **sections: Any) -> list[float | None]:
+        slice_ = make_slice(0, *members, temperature=at)
+        return [s.temperature for s in sequences(slice_, rollout={"rollout_temperature": 0.7}, **sections)]
+
+    assert drawn(0.4) == [0.4, 0.4]
+    assert drawn(0.7) == drawn(None) == [None, None]
+    assert drawn(0.4, train={"loss_type": "sft_loss"}) == [None, None], "what is learnt by heart was not drawn"
+
+
 def test_a_removed_sample_counts_in_the_baseline_and_is_not_trained() -> None:
     members = [make_sample(0, reward=1.0, remove_sample=True), make_sample(1, reward=0.0), make_sample(2, reward=0.0)]
     removed, *others = sequences(make_slice(0, *members))

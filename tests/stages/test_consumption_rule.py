@@ -63,7 +63,7 @@ class Given(Recorder):
         self.permits = threading.Semaphore(0)
         self.trained: list[tuple[int, TrainSequence]] = []
 
-    def begin_batch(self, *, rollouts: int, steps: int, version: int = 0) -> None:
+    def begin_batch(self, *, rollouts: int, steps: int, version: int = 0, lr_scale: float = 1.0) -> None:
         assert self.permits.acquire(timeout=LIMIT_S)
         self.batch = version
 
@@ -129,7 +129,7 @@ class TrainerBuffer(RuleBasedStateMachine):
 
     @rule(groups=st.lists(GROUP, min_size=1, max_size=3), backwards=st.booleans())
     def arrive(self, groups: list[Any], backwards: bool) -> None:
-        """After the last batch too: they are surplus then."""
+        """After the last batch too: they are discarded then."""
         made = [self.made(*one) for one in groups]
         self.loop.run_until_complete(self.deliver(made[::-1] if backwards else made))
 
@@ -163,7 +163,7 @@ class TrainerBuffer(RuleBasedStateMachine):
                 sent = self.sent[report.group_id]
                 too_old = self.step - oldest_trained(sent) > self.eta
                 made_up = max(run.version for sample in sent.samples for run in sample.version_runs) > self.step
-                told = report.outcome == "surplus" or (report.outcome == "failed" and made_up)
+                told = report.outcome == "discarded" or (report.outcome == "failed" and made_up)
                 assert too_old or told, f"group {report.group_id} was refused: {report.detail}"
             case StepDone():
                 for group_id in report.groups:
@@ -206,8 +206,13 @@ QUICK = settings(
 )
 
 
-def test_no_token_older_than_the_bound_is_trained() -> None:
-    run_state_machine_as_test(TrainerBuffer, settings=QUICK)
+MORE = pytest.param(60, marks=pytest.mark.slow)
+MANY = pytest.param(150, marks=[pytest.mark.slow, pytest.mark.full])
+
+
+@pytest.mark.parametrize("examples", [30, MORE, MANY], ids=["few", "more", "many"])
+def test_no_token_older_than_the_bound_is_trained(examples: int) -> None:
+    run_state_machine_as_test(TrainerBuffer, settings=settings(QUICK, max_examples=examples))
 
 
 @pytest.mark.parametrize("by", [1, -1], ids=["one version too many", "one too few"])

@@ -29,7 +29,12 @@ async def test_an_engine_is_served_after_its_first_update_and_its_entry_tells_of
             assert one.served()
             assert not core_of(one.servers[0]).paused
             report = one.entry()
-            assert (report.engine, report.epoch, report.version, report.fetching) == ("engine-0", 0, version, -1)
+            assert (report.engine, report.run_generation, report.version, report.fetching) == (
+                "engine-0",
+                0,
+                version,
+                -1,
+            )
         assert one.control().updates == 4
 
 

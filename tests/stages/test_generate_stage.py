@@ -60,6 +60,17 @@ async def test_a_group_is_one_request_and_its_samples_are_the_engines(
     assert len({tuple(response_ids(s)) for s in slice_.samples}) == 4, "each sample has its own noise"
 
 
+async def test_a_group_is_drawn_as_it_was_admitted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever the configuration of this replica says, which may be older or newer."""
+    log = record_exchanges(monkeypatch)
+    async with generating(tmp_path, rollout={"rollout_temperature": 0.7}, eval={"eval_temperature": 0.2}) as world:
+        await world.ready()
+        for group in (make_group(0, temperature=0.4, top_p=0.8), make_group(1, purpose="eval", pinned_version=0)):
+            await world.ask(group)
+            await world.answer()
+    assert [(one.params.temperature, one.params.top_p) for one in log] == [(0.4, 0.8), (0.2, 1.0)]
+
+
 async def test_nothing_is_asked_before_weights_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     log = record_exchanges(monkeypatch)
     async with generating(tmp_path) as world:
@@ -295,7 +306,7 @@ async def test_a_drain_before_any_engine_is_up_ends_the_wait(tmp_path: Path) -> 
         await world.ask(make_group(0, 2))
         world.rig.topic.publish("drain", b"interrupted")
         for sample in (await world.answer()).samples:
-            assert sample.status == "aborted" or "the run drains" in (sample.error or "")
+            assert sample.status == "aborted" or "the run is stopping" in (sample.error or "")
             assert sample.response_length == 0
         world.rig.hubs["generate"].finish()
         assert world.task is not None

@@ -247,7 +247,7 @@ async def test_a_drain_settles_what_is_incomplete_and_what_still_comes() -> None
         assert (await take(one.out)).group.group_id == 1
         one.rig.topic.publish("drain", b"interrupted")
         first = await settled(one)
-        assert (first.group_id, first.outcome, first.detail, first.tokens) == (0, "surplus", "interrupted", 4)
+        assert (first.group_id, first.outcome, first.detail, first.tokens) == (0, "discarded", "interrupted", 4)
         await one.send(make_slice(0, make_sample(1, reward=1.0), n_samples=2), make_slice(2))
         assert (await settled(one)).group_id == 2
         await one.rig.hubs["group"].wait_empty()
@@ -275,11 +275,11 @@ async def test_a_group_that_is_being_judged_when_the_drain_comes_is_settled_once
         assert one.rig.hubs["group"].stats().settled == 1
 
 
-async def test_a_part_that_comes_while_its_group_is_settled_as_surplus_does_no_harm() -> None:
+async def test_a_part_that_comes_while_its_group_is_discarded_does_no_harm() -> None:
     async with desk() as one:
         sending, accepted = asyncio.Event(), asyncio.Event()
         settle = one.rig.hubs["settle"]
-        original = one.stage._surplus
+        original = one.stage._discard
 
         async def slow(open_: Any, outlet: Any) -> None:
             class Slow:
@@ -290,7 +290,7 @@ async def test_a_part_that_comes_while_its_group_is_settled_as_surplus_does_no_h
 
             await original(open_, Slow())
 
-        one.stage._surplus = slow  # type: ignore[method-assign, assignment]
+        one.stage._discard = slow  # type: ignore[method-assign, assignment]
         await one.send(make_slice(0, make_sample(0, reward=1.0), n_samples=3))
         await idle()
         one.rig.topic.publish("drain", b"interrupted")

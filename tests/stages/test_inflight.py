@@ -237,3 +237,25 @@ def test_no_more_is_in_flight_than_the_limit_unless_one_request_is_larger(
         assert slots.taken == 0
 
     asyncio.run(play())
+
+
+async def test_all_who_wait_or_hold_slots_may_be_cancelled_at_once() -> None:
+    """As at the end of a run: a slot is given back while those in the queue are cancelled, but have not run since."""
+    slots = Slots(1)
+
+    async def hold() -> None:
+        await slots.take(1, goes_on=False)
+        try:
+            await asyncio.Event().wait()
+        finally:
+            slots.release(1)
+
+    tasks = [asyncio.create_task(hold()) for _ in range(4)]
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    assert (slots.taken, slots.queued) == (1, 3)
+    for task in tasks:
+        task.cancel()
+    ends = await asyncio.gather(*tasks, return_exceptions=True)
+    assert all(isinstance(end, asyncio.CancelledError) for end in ends), ends
+    assert (slots.taken, slots.queued) == (0, 0)

@@ -190,7 +190,7 @@ def test_over_sampled_runs_never_train_beyond_the_bound_and_never_stall(
                 assert step - version <= eta
                 taken.append(group_id)
             else:
-                ledger.settle(group_id, "surplus" if eta == 0 else "stale")
+                ledger.settle(group_id, "discarded" if eta == 0 else "stale")
         if len(taken) == batch:
             for group_id in taken:
                 ledger.settle(group_id, "trained")
@@ -198,7 +198,7 @@ def test_over_sampled_runs_never_train_beyond_the_bound_and_never_stall(
             publications.append((clock + rng.randint(1, 6), step))
             for entry in [e for e in ready if not gate.fresh(step=step, oldest_version=e[1])]:
                 ready.remove(entry)
-                ledger.settle(entry[0], "surplus" if eta == 0 else "stale")
+                ledger.settle(entry[0], "discarded" if eta == 0 else "stale")
         if step == 8:
             break
     assert step == 8, "the run must not stall"

@@ -76,11 +76,11 @@ async def test_over_sampling_admits_more_and_its_leftovers_are_asked_again() -> 
         assert await asked(one) == [(0, 0), (1, 1), (2, 2)]
         await one.report(Settled(1, "filtered", "zero_std_0.0"))
         assert await asked(one) == [(3, 3)], "a dropped group is replaced at once"
-        await one.report(step_done(1, 0, 2), Settled(3, "surplus", "over-sampled: ..."))
+        await one.report(step_done(1, 0, 2), Settled(3, "discarded", "over-sampled: ..."))
         assert await asked(one) == [], "the next weights have not landed"
         await one.land(1)
         assert await asked(one) == [(4, 3), (5, 4), (6, 5)], "the prompt of the leftover comes first"
-        await one.report(Settled(4, "surplus", "over-sampled: ..."))
+        await one.report(Settled(4, "discarded", "over-sampled: ..."))
         assert await asked(one) == [(7, 6)], "once"
 
 
@@ -89,7 +89,7 @@ async def test_leftovers_are_not_asked_again_if_the_user_says_so() -> None:
     async with prompting(batch=1, eta=0, config=config) as one:
         await one.land(0)
         assert await asked(one) == [(0, 0)]
-        await one.report(Settled(0, "surplus", "over-sampled: ..."))
+        await one.report(Settled(0, "discarded", "over-sampled: ..."))
         assert await asked(one) == [(1, 1)]
 
 
@@ -102,5 +102,5 @@ async def test_leftovers_of_the_last_batch_do_not_cut_off_its_evaluation() -> No
         assert one.rig.topic.get("drain") is None, "engines still answer the evaluation of version 1"
         await one.report(EvalDone(1, {"eval/x": 0.5}, True))
         assert one.rig.topic.get("drain") == b"all rollout batches are trained"
-        await one.report(Settled(1, "surplus", "all rollout batches are trained"))
+        await one.report(Settled(1, "discarded", "all rollout batches are trained"))
         assert one.stage.completed.is_set()

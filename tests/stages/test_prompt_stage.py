@@ -8,6 +8,7 @@ import pytest
 
 from stages.data.prompt_set import PreparedPrompt
 from stages.errors import Starved
+from stages.live_settings import Sampling
 from stages.messages import CheckpointReady, EvalDone, Int32Array, RolloutSlice, Settled, wire
 from stages.prompts.ledger import LedgerSnapshot, OpenGroup
 from stages.prompts.stage import sampling_seed
@@ -94,6 +95,17 @@ async def test_what_is_said_of_a_process_that_has_died_does_not_count_for_the_ga
         assert await one.admitted() == [1], "nobody carries version 0 any more"
 
 
+async def test_a_changed_sampling_holds_for_groups_that_are_admitted_from_then_on() -> None:
+    config = make_config(rollout={"rollout_temperature": 0.7, "rollout_top_p": 0.9})
+    async with prompting(config=config, batch=1, eta=0) as one:
+        await one.land(0)
+        first = await take(one.groups)
+        one.stage.sampling = Sampling(0.3, 1.0)
+        await one.report(Settled(0, "filtered"))
+        second = await take(one.groups)
+        assert [(g.temperature, g.top_p) for g in (first, second)] == [(0.7, 0.9), (0.3, 1.0)]
+
+
 async def test_messages_carry_what_was_asked_and_a_seed_of_their_own() -> None:
     config = make_config(rollout={"n_samples_per_prompt": 5}, run={"seed": 9}, data={"rollout_shuffle": False})
     row = PreparedPrompt("how many?", wire([4, 5, 6], Int32Array), "12", '{"level":3}', '[{"name":"x"}]')
@@ -137,14 +149,14 @@ async def test_open_groups_that_the_trainer_holds_are_not_asked_again() -> None:
         assert balanced(one.stage.ledger)
 
 
-async def test_open_groups_that_a_drain_overtakes_are_surplus() -> None:
+async def test_open_groups_that_a_drain_overtakes_are_discarded() -> None:
     snapshot = LedgerSnapshot(2, 2, {}, (OpenGroup(0, 0), OpenGroup(1, 1)))
     async with prompting(snapshot=snapshot) as one:
         one.stage.drain("interrupted")
         await idle()
         assert [(r.group_id, r.outcome, r.detail) for _, r in one.hooks.terminal] == [
-            (0, "surplus", "drained before it was submitted"),
-            (1, "surplus", "drained before it was submitted"),
+            (0, "discarded", "stopped before it was submitted"),
+            (1, "discarded", "stopped before it was submitted"),
         ]
         assert one.stage.completed.is_set()
 
@@ -174,11 +186,11 @@ async def test_drain_admits_no_more_and_completes_when_nothing_is_out() -> None:
         await one.land(5)
         assert one.rig.topic.get("drain") == b"stopped by the user"
         assert await one.admitted() == []
-        await one.report(Settled(0, "surplus", "stopped by the user"))
+        await one.report(Settled(0, "discarded", "stopped by the user"))
         assert not one.stage.completed.is_set()
         await one.report(step_done(1, 1))
         assert one.stage.completed.is_set()
-        assert one.stage.ledger.counts["trained"] == one.stage.ledger.counts["surplus"] == 1
+        assert one.stage.ledger.counts["trained"] == one.stage.ledger.counts["discarded"] == 1
 
 
 async def test_group_after_group_without_training_is_an_error_with_its_reasons() -> None:
@@ -193,7 +205,7 @@ async def test_group_after_group_without_training_is_an_error_with_its_reasons()
     with pytest.raises(ExceptionGroup) as caught:
         await starve()
     words = (
-        r"3 groups in a row were settled without being trained \(2 x filtered: zero_std_0; 1 x filtered: zero_std_1\); "
+        r"3 groups in a row were not trained \(2 x filtered: zero_std_0; 1 x filtered: zero_std_1\); "
         r"look at the rewards, or raise --max-filter-rounds \(now 2\)"
     )
     assert caught.group_contains(Starved, match=words)
@@ -258,7 +270,7 @@ async def test_what_is_out_after_the_last_batch_is_drained() -> None:
         one.stage.gate = StalenessGate(1, 2, 1)
         await one.report(step_done(1, 1))
         assert one.rig.topic.get("drain") == b"all rollout batches are trained"
-        await one.report(Settled(2, "surplus"))
+        await one.report(Settled(2, "discarded"))
         assert one.stage.completed.is_set()
 
 

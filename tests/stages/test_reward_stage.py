@@ -85,6 +85,21 @@ async def test_the_row_names_its_grader_and_a_custom_one_wins_over_both() -> Non
         assert sample.reward_parts == {"words": 2.0}
 
 
+@pytest.mark.parametrize(("grader", "reads_all"), [("gsm8k_flex", False), (r"format:.*42\].*", True), (GRADE, True)])
+async def test_what_a_tool_said_is_nobodys_answer(grader: str, reads_all: bool) -> None:
+    """A number is right where the model stated it behind the tool's result. Some graders look at the whole response."""
+    called = "[6*7]42]"
+    settings = {"custom_rm_path": grader, "reward_workers": 1} if grader == GRADE else {"rm_type": grader}
+    async with grading(**settings) as (_, send):
+        members = [make_sample(i, response=called + said) for i, said in enumerate(("=42", "=", ""))]
+        tools = [msgspec.structs.replace(sample, answer_start=len(called)) for sample in members]
+        found = (await send(make_slice(0, *tools, label="42")))[0].samples
+        whole = (await send(make_slice(1, *members, label="42")))[1].samples
+    graded, plain = [s.reward for s in found], [s.reward for s in whole]
+    assert len(set(plain)) == 1 or reads_all
+    assert graded == (plain if reads_all else [1.0, 0.0, 0.0])
+
+
 async def test_graders_that_draw_get_a_seed_of_each_sample() -> None:
     rewards = []
     for _ in range(2):

@@ -300,7 +300,7 @@ async def test_a_draining_run_does_not_wait_for_a_lost_teacher(policy: Path, tmp
         await world.send(rollouts(make_sample(0)))
         world.rig.topic.publish("drain", b"the user")
         [after] = (await take(world.out)).samples
-        assert "the run drains" in str(after.error)
+        assert "the run is stopping" in str(after.error)
 
 
 def embedded() -> EngineConfig:

@@ -143,7 +143,7 @@ async def test_a_drain_begins_no_further_batch_with_what_waits(tmp_path: Path, m
         assert (await one.report(StepDone)).groups == (0, 1), "it was being computed"
         saved = await one.report(CheckpointReady)
         assert (saved.step, kept(saved.path)) == (1, {2, 3, 4, 5, 6})
-        assert [(await one.report(Settled)).outcome for _ in range(5)] == ["surplus"] * 5
+        assert [(await one.report(Settled)).outcome for _ in range(5)] == ["discarded"] * 5
         await one.end()
 
 
@@ -206,7 +206,7 @@ async def test_restored_groups_pass_the_gate_again(tmp_path: Path, monkeypatch: 
         assert (await one.report(StepDone)).groups == (5, 7)
 
 
-async def test_a_drained_restored_group_is_surplus_and_stays_in_its_checkpoint(
+async def test_a_drained_restored_group_is_discarded_and_stays_in_its_checkpoint(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     options = resumed(tmp_path / "old", aged(4, 3), step=3, restored=(4,))

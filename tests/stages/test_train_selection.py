@@ -62,7 +62,7 @@ async def test_no_order_trains_what_is_too_old(tmp_path: Path, monkeypatch: pyte
         assert (await one.report(StepDone)).groups == (1,)
 
 
-async def test_what_over_sampling_leaves_of_a_synchronous_batch_is_surplus(
+async def test_what_over_sampling_leaves_of_a_synchronous_batch_is_discarded(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with training(tmp_path, monkeypatch, total=2, eta=0, hold=["begin"], filter=OVER) as one:
@@ -71,11 +71,11 @@ async def test_what_over_sampling_leaves_of_a_synchronous_batch_is_surplus(
         one.backend.begin.set()
         assert (await one.report(StepDone)).groups == (0, 1)
         left = await one.report(Settled)
-        assert (left.group_id, left.outcome) == (2, "surplus")
+        assert (left.group_id, left.outcome) == (2, "discarded")
         assert left.detail == "over-sampled: oldest token is of version 0, batch 1, bound 0"
         await one.send(group(3), group(4, version=1), group(5, version=1))
         late = await one.report(Settled)
-        assert (late.group_id, late.outcome) == (3, "surplus"), "it was still in flight when the batch was full"
+        assert (late.group_id, late.outcome) == (3, "discarded"), "it was still in flight when the batch was full"
         assert (await one.report(StepDone)).groups == (4, 5)
         await one.rig.hubs["train"].wait_empty()
 

@@ -200,7 +200,7 @@ async def test_the_death_of_a_reader_frees_its_slot(tmp_path: Path, monkeypatch:
         await one.rig.topic_until(lambda: getattr(one.rig.announced(), "version", -1) == 2)
 
 
-async def test_what_is_left_after_the_last_batch_is_surplus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_what_is_left_after_the_last_batch_is_discarded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async with training(tmp_path, monkeypatch, batch=1, total=1, hold=["begin"]) as one:
         await one.send(make_slice(0), make_slice(1))
         await one.arrived(2)
@@ -210,7 +210,7 @@ async def test_what_is_left_after_the_last_batch_is_surplus(tmp_path: Path, monk
         await one.send(make_slice(2))
         for group_id in (1, 2):
             left = await one.report(Settled)
-            assert (left.group_id, left.outcome) == (group_id, "surplus")
+            assert (left.group_id, left.outcome) == (group_id, "discarded")
             assert left.detail == "all rollout batches are trained"
             assert left.reward == 0.5
         await one.rig.hubs["train"].wait_empty()
@@ -229,7 +229,7 @@ async def test_a_drain_settles_the_unfinished_batch_and_saves_what_was_trained(
         assert saved.step == 1, "saved first: a resumed run finds the unfinished batch open"
         assert one.backend.log.index("discard") < one.backend.log.index("save")
         left = await one.report(Settled)
-        assert (left.group_id, left.outcome, left.detail) == (2, "surplus", "interrupted")
+        assert (left.group_id, left.outcome, left.detail) == (2, "discarded", "interrupted")
         await one.send(make_slice(3))
         assert (await one.report(Settled)).group_id == 3
         await one.end()
@@ -262,7 +262,7 @@ async def test_a_checkpoint_is_reported_after_its_step_and_its_weights(
 
 
 async def test_a_resumed_trainer_goes_on_from_its_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    options = TrainOptions(start_step=3, epoch=1, resume_from="checkpoints/step-3")
+    options = TrainOptions(start_step=3, run_generation=1, resume_from="checkpoints/step-3")
     async with training(tmp_path, monkeypatch, batch=1, total=4, options=options) as one:
         assert one.backend.log[:2] == ["setup", "load step-3"]
         await one.rig.topic_until(lambda: one.rig.announced() is not None)

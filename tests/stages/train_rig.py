@@ -22,6 +22,7 @@ from stages.messages import RolloutSlice, StepDone
 from stages.options import TrainOptions
 from stages.train.stage import TrainStage
 from tests.models.weights.made_up import checkpoint, values
+from tests.stages import stage_rig
 from tests.stages.stage_rig import REPORT, Rig, make_config, make_context, open_rig, running, take, until
 from transport.ports.inlet import Inlet
 from transport.ports.outlet import Outlet
@@ -44,8 +45,8 @@ class Recorder:
     def logprobs(self, sequences: Sequence[TrainSequence]) -> list[npt.NDArray[np.float32]]:
         return [s.rollout_log_probs[s.prompt_length :] for s in sequences]
 
-    def begin_batch(self, *, rollouts: int, steps: int, version: int = 0) -> None:
-        assert self.begin.wait(30)
+    def begin_batch(self, *, rollouts: int, steps: int, version: int = 0, lr_scale: float = 1.0) -> None:
+        assert self.begin.wait(stage_rig.LIMIT_S)
         self.log.append(f"begin {rollouts}x{steps}")
 
     def accumulate(self, sequences: Sequence[TrainSequence]) -> None:
@@ -54,7 +55,7 @@ class Recorder:
 
     def step(self) -> dict[str, float]:
         self.log.append("step")
-        assert self.may_step.wait(30)
+        assert self.may_step.wait(stage_rig.LIMIT_S)
         self.steps += 1
         return {"train/loss": 0.5}
 
@@ -74,7 +75,7 @@ class Recorder:
         self.log.append("export")
         pairs = list(values(self.steps).items())
         yield from pairs[:2]
-        assert self.may_export.wait(30)
+        assert self.may_export.wait(stage_rig.LIMIT_S)
         yield from pairs[2:]
 
     def save(self, directory: Path) -> None:

@@ -86,8 +86,8 @@ class AgentEpisodes:
                 outcome = await ask(endpoint)
         except TimeoutError:
             cut = True
-        except EnvironmentFailed:  # as agents end that are refused an answer
-            if not (place.truncated or place.drained or place.unanswered):
+        except EnvironmentFailed:  # as agents end that are refused an answer, and some that are given half of one
+            if not (place.truncated or place.drained or place.unanswered or session.cut):
                 raise
             cut = True
         if place.drained:

@@ -146,6 +146,7 @@ class Answers:
             prompt_length=request.prompt_length,
             session=session,
             returning=turn.number > 0,
+            order=self._requests.order(place.group, turn.draft),
             pinned_version=request.pinned_version,
             engine_s=request.engine_s,
         ), trained

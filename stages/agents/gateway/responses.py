@@ -101,7 +101,7 @@ class Responses:
                 yield said("response.function_call_arguments.delta", **where, delta=arguments)
                 yield said("response.function_call_arguments.done", **where, arguments=arguments, name=item["name"])
             else:
-                yield said("response.output_item.added", output_index=index, item={**item, "content": []})
+                yield said("response.output_item.added", output_index=index, item={**begun, "content": []})
                 place, thought = {**where, "content_index": 0}, item["content"][0]["text"]
                 yield said("response.reasoning_text.delta", **place, delta=thought)
                 yield said("response.reasoning_text.done", **place, text=thought)
@@ -155,7 +155,9 @@ def _thought(item: Item) -> str:
 
 
 def _output(answer: Answer) -> list[dict[str, Any]]:
-    message, done = answer.message, "incomplete" if answer.finish == "length" else "completed"
+    """What the model made, one item behind the other; an answer that was cut in its reasoning has no more than that."""
+    message, cut = answer.message, answer.finish == "length"
+    in_reasoning = cut and bool(message.reasoning_content) and not (message.content or message.tool_calls)
     items: list[dict[str, Any]] = []
     if message.reasoning_content:
         items.append(
@@ -165,12 +167,19 @@ def _output(answer: Answer) -> list[dict[str, Any]]:
                 "summary": [],
                 "content": [{"type": "reasoning_text", "text": message.reasoning_content}],
                 "encrypted_content": base64.b64encode(message.reasoning_content.encode()).decode(),
+                "status": "incomplete" if in_reasoning else "completed",
             }
         )
-    if message.content or not message.tool_calls:
+    if message.content or not (message.tool_calls or in_reasoning):
         text = {"type": "output_text", "text": message.content, "annotations": [], "logprobs": []}
         items.append(
-            {"id": f"msg_{answer.id}", "type": "message", "role": "assistant", "status": done, "content": [text]}
+            {
+                "id": f"msg_{answer.id}",
+                "type": "message",
+                "role": "assistant",
+                "status": "incomplete" if cut else "completed",
+                "content": [text],
+            }
         )
     for place, call in enumerate(message.tool_calls):
         items.append(
@@ -199,6 +208,7 @@ def _response(ask: Ask, answer: Answer, output: list[dict[str, Any]]) -> dict[st
         "error": None,
         "incomplete_details": {"reason": "max_output_tokens"} if cut else None,
         "instructions": None,
+        "max_output_tokens": ask.max_tokens,
         "metadata": {},
         "model": ask.model,
         "output": output,

@@ -106,6 +106,11 @@ class Session:
             self._replies[self._digests(answered)[-1]] = _Reply(place, after.length)
 
     @property
+    def cut(self) -> bool:
+        """Whether the newest answer ended at a limit of its length."""
+        return bool(self._sequences) and self._sequences[self._last].status == "truncated"
+
+    @property
     def recorded(self) -> tuple[Sample, ...]:
         """All sequences, each whole, without what they share."""
         return tuple(self._sequences)

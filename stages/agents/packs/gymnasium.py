@@ -14,22 +14,20 @@ from __future__ import annotations
 
 import importlib.util
 import re
-from collections.abc import Iterator, Mapping, Sequence
-from itertools import count
-from typing import Any, Final, Literal
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
 
 from stages.agents.environment import Start, Step, Task, Turn
 from stages.agents.messages import Message
-from stages.agents.packs.parts.random_state import RandomState
+from stages.agents.packs.parts.random_state import Seeded
 from stages.agents.packs.parts.tool_episode import shortened
 
-_HELDOUT: Final = 1 << 30
 _COLOURS: Final = re.compile(r"\x1b\[[0-9;]*m")
 _MARKED: Final = re.compile(r"\x1b\[[0-9;]*m(\w)\x1b\[0m")  # how toy_text shows where the player stands
 _READ_CHARS: Final = 2000  # of the end of an answer
 
 
-class Gymnasium:
+class Gymnasium(Seeded):
     """One episode. `settings` are those of `gymnasium.make`."""
 
     def __init__(
@@ -48,17 +46,10 @@ class Gymnasium:
         self._instructions, self._max_turns, self._result_chars = instructions, max_turns, result_chars
         self._return = 0.0
 
-    @classmethod
-    def tasks(cls, split: Literal["train", "heldout"], seed: int) -> Iterator[Mapping[str, Any]]:
-        """Seeds of episodes; the splits share none."""
-        for number in count(_HELDOUT if split == "heldout" else seed * 100_003 % (_HELDOUT >> 1)):
-            yield {"seed": number}
-
     async def reset(self, task: Task) -> Start:
         import gymnasium
 
-        seed = int(task.metadata.get("seed", task.seed)) & 0x7FFFFFFF
-        self._random = RandomState(seed)
+        seed = self.begin(task)
         with self._random.drawn_from():
             modes = gymnasium.spec(self._game)
             drawn = {"render_mode": "ansi"} if "ansi" in _render_modes(modes) else {}

@@ -111,8 +111,12 @@ class Grid:
     def _opened(self, cell: Cell, way: str) -> Cell:
         beyond = self._beyond(cell, way)
         self._ways[cell].add(way)
-        self._ways[beyond].add("nesw"[("nesw".index(way) + 2) % 4])
+        self._ways[beyond].add(_opposite(way))
         return beyond
+
+
+def _opposite(way: str) -> str:
+    return "nesw"[("nesw".index(way) + 2) % 4]
 
 
 def moves_of(text: str) -> str:
@@ -147,16 +151,35 @@ class Maze:
         self._at: Cell = (0, 0)
 
     @classmethod
-    def tasks(cls, split: Literal["train", "heldout"], seed: int) -> Iterator[Mapping[str, Any]]:
-        """Numbers of mazes; the two splits share none."""
+    def tasks(cls, split: Literal["train", "heldout"], seed: int, **options: Any) -> Iterator[Mapping[str, Any]]:
+        """Numbers of mazes; the two splits share none. Without instructions, for a model that is shown what to do, each
+        has a walk for a supervised warm start."""
+        maze = cls(**options)
         for number in count(_HELDOUT if split == "heldout" else seed * 1_000_003):
-            yield {"maze": number}
+            yield {"maze": number} if maze._instructions else {"maze": number, **maze.demonstration(number)}
+
+    def demonstration(self, number: int) -> dict[str, Any]:
+        """A walk to the end, or of as many moves as there are: at random through what is open, back only out of a dead
+        end, one end-of-sequence token (a line break) behind each move. `tool_spans`: what this environment wrote."""
+        grid, draw = Grid(self._size, number, self._open), random.Random(f"walk {number}")
+        at, back, text, spans = (0, 0), "", "", []
+        for left in reversed(range(self._most)):
+            ways = grid.ways(at)
+            way = draw.choice(ways.replace(back, "") or ways)
+            at, back = grid.after(at, way), _opposite(way)
+            text += f"{way}\n"
+            if at == grid.goal or not left:
+                break
+            sight = self._sight(grid, at)
+            spans.append((len(text), len(text) + len(sight)))
+            text += sight
+        return {"input": self._sight(grid, (0, 0)), "demonstration": text, "tool_spans": spans}
 
     async def reset(self, task: Task) -> Start:
         self._grid = Grid(self._size, int(task.metadata.get("maze", task.seed)), self._open)
         self._shortest = len(self._grid.shortest())
         told = (Message("system", self._instructions),) if self._instructions else ()
-        return Start((*told, Message("user", self._sight())))
+        return Start((*told, Message("user", self._sight(self._grid, self._at))))
 
     async def step(self, turn: Turn) -> Step:
         ways = moves_of(turn.message.content)
@@ -176,10 +199,10 @@ class Maze:
                 metrics["detour"] = self._moves / self._shortest
             return Step(reward=float(solved), done=True, metrics=metrics)
         said = "" if ways or not self._instructions else "Say n, e, s or w.\n"
-        return Step((Message("user", said + self._sight()),))
+        return Step((Message("user", said + self._sight(self._grid, self._at)),))
 
     async def close(self) -> None:
         """Nothing to end."""
 
-    def _sight(self) -> str:
-        return (self._grid.draw(self._at) if self._view == "map" else self._grid.near(self._at)) + "\n"
+    def _sight(self, grid: Grid, at: Cell) -> str:
+        return (grid.draw(at) if self._view == "map" else grid.near(at)) + "\n"

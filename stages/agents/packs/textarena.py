@@ -14,20 +14,18 @@ beside it in the process.
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Iterator, Mapping
-from itertools import count
-from typing import Any, Literal
+from collections.abc import Mapping
+from typing import Any
 
 from stages.agents.environment import Start, Step, Task, Turn
 from stages.agents.messages import Message
-from stages.agents.packs.parts.random_state import RandomState
+from stages.agents.packs.parts.random_state import Seeded
 from stages.agents.packs.parts.tool_episode import shortened
 
-_HELDOUT = 1 << 30
 _PLAYER = 0
 
 
-class Textarena:
+class Textarena(Seeded):
     """One game. `max_turns` of the model, `result_chars` of one observation, `settings` of the game."""
 
     def __init__(
@@ -44,17 +42,10 @@ class Textarena:
         self._max_turns, self._result_chars = max_turns, result_chars
         self._seen = 0  # characters of the observation that the model has read
 
-    @classmethod
-    def tasks(cls, split: Literal["train", "heldout"], seed: int) -> Iterator[Mapping[str, Any]]:
-        """Seeds of games; the splits share none."""
-        for number in count(_HELDOUT if split == "heldout" else seed * 100_003 % (_HELDOUT >> 1)):
-            yield {"seed": number}
-
     async def reset(self, task: Task) -> Start:
         import textarena
 
-        seed = int(task.metadata.get("seed", task.seed)) & 0x7FFFFFFF
-        self._random = RandomState(seed)
+        seed = self.begin(task)
         with self._random.drawn_from():
             self._world = textarena.make(self._game, **self._made_with)
             self._world.reset(num_players=1, seed=seed)

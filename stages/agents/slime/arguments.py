@@ -12,6 +12,8 @@ from typing import Any
 import msgspec
 
 from configs.schema import Config
+from stages.live_settings import sampling
+from stages.messages import PromptGroup
 
 # Settings of slime that are always so here.
 _FIXED: Mapping[str, object] = {
@@ -65,13 +67,14 @@ def slime_arguments(config: Config, **more: object) -> SlimeArguments:
     return SlimeArguments(**values)
 
 
-def sampling_parameters(config: Config, *, evaluation: bool) -> dict[str, Any]:
+def sampling_parameters(config: Config, group: PromptGroup) -> dict[str, Any]:
     """Of one request, in SGLang's words."""
-    rollout, evaluated = config.rollout, config.eval
+    rollout, evaluated, evaluation = config.rollout, config.eval, group.purpose == "eval"
+    drawn = sampling(group, rollout)
     longest = evaluated.eval_max_response_len if evaluation else rollout.rollout_max_response_len
     return {
-        "temperature": evaluated.eval_temperature if evaluation else rollout.rollout_temperature,
-        "top_p": 1.0 if evaluation else rollout.rollout_top_p,
+        "temperature": evaluated.eval_temperature if evaluation else drawn.temperature,
+        "top_p": 1.0 if evaluation else drawn.top_p,
         "top_k": -1 if evaluation else rollout.rollout_top_k,
         "max_new_tokens": longest or rollout.rollout_max_response_len,
         "stop": list(rollout.rollout_stop) or None,

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from itertools import pairwise
 from typing import Any
 
 import msgspec
@@ -21,7 +22,8 @@ import numpy.typing as npt
 from configs.schema import Config
 from stages.agents.slime import types as slime
 from stages.messages import Float32Array, Int32Array, Prefix, PromptGroup, Sample, UInt8Array, VersionRun, wire
-from stages.sequences import as_rollout, join_runs
+from stages.prefix_tree import PrefixTree
+from stages.sequences import as_rollout
 
 
 class ReturnedError(ValueError):
@@ -58,13 +60,13 @@ def returned_rollout(
     if not given or not all(_like_a_sample(one) for one in given):
         names = ", ".join(sorted({type(one).__name__ for one in given})) or "an empty list"
         raise ReturnedError(f"it returned {names}; return the sample, or a list of samples")
-    parts = [_sequence(one, recorded, first) for one in given]
+    known = PrefixTree()
+    for number, one in enumerate(recorded):
+        known.add(one.token_ids, number)
+    parts = [_sequence(one, recorded, known, first) for one in given]
     reward, reward_parts = _reward([one.reward for one in given], reward_key)
     parts[-1] = msgspec.structs.replace(parts[-1], reward=reward, reward_parts=reward_parts)
-    parts = list(as_rollout(*parts))
-    for place in range(1, len(parts)):
-        parts[place] = msgspec.structs.replace(parts[place], prefix=_shared(parts, place))
-    return tuple(parts)
+    return _with_prefixes(as_rollout(*parts))
 
 
 def _like_a_sample(one: Any) -> bool:
@@ -72,7 +74,8 @@ def _like_a_sample(one: Any) -> bool:
     return all(hasattr(one, name) for name in ("tokens", "response_length", "status", "loss_mask", "reward"))
 
 
-def _sequence(given: Any, recorded: Sequence[Sample], first: Sample) -> Sample:
+def _sequence(given: Any, recorded: Sequence[Sample], known: PrefixTree, first: Sample) -> Sample:
+    """`known`: the recorded sequences by their tokens."""
     status = str(getattr(given.status, "value", given.status))
     if status not in ("completed", "truncated", "aborted", "failed"):
         raise ReturnedError(
@@ -82,7 +85,7 @@ def _sequence(given: Any, recorded: Sequence[Sample], first: Sample) -> Sample:
         said = (given.metadata or {}).get("error") if isinstance(given.metadata, Mapping) else None
         return msgspec.structs.replace(first, status=status, error=str(said or f"the function says: {status}"))
     ids, prompt_length = _ids(given)
-    made, versions, log_probs, trained = _made(ids, recorded)
+    made, versions, log_probs, trained = _made(ids, recorded, known)
     versions[:prompt_length], log_probs[:prompt_length] = -1, 0.0
     mask = _mask(given, prompt_length, versions, made) & trained
     source = recorded[-1] if recorded else first
@@ -121,27 +124,18 @@ def _ids(given: Any) -> tuple[npt.NDArray[np.int64], int]:
 
 
 def _made(
-    ids: npt.NDArray[np.int64], recorded: Sequence[Sample]
+    ids: npt.NDArray[np.int64], recorded: Sequence[Sample], known: PrefixTree
 ) -> tuple[int, npt.NDArray[np.int32], npt.NDArray[np.float32], npt.NDArray[np.uint8]]:
     """(tokens from the first on that the record has, [T] version, log-prob of each, and whether it may be trained:
     what was drawn in another way than the policy is trained for may not)."""
-    found, same = None, 0
-    for one in recorded:
-        n = _common(one.token_ids, ids)
-        if n > same or found is None:
-            found, same = one, n
+    number, same = known.longest(ids)
     versions, log_probs = np.full(len(ids), -1, np.int32), np.zeros(len(ids), np.float32)
     trained = np.zeros(len(ids), np.uint8)
-    if found is not None:
+    if same:
+        found = recorded[number]
         versions[:same], log_probs[:same] = found.versions[:same], found.log_probs[:same]
         trained[:same] = found.loss_mask[:same]
     return same, versions, log_probs, trained
-
-
-def _common(first: npt.NDArray[Any], second: npt.NDArray[Any]) -> int:
-    n = min(len(first), len(second))
-    differ = np.flatnonzero(first[:n] != second[:n])
-    return int(differ[0]) if len(differ) else n
 
 
 def _mask(given: Any, prompt_length: int, versions: npt.NDArray[np.int32], made: int) -> npt.NDArray[np.uint8]:
@@ -180,7 +174,8 @@ def _drift(made: int, length: int) -> str:
 
 
 def _runs(versions: npt.NDArray[np.int32]) -> tuple[VersionRun, ...]:
-    return join_runs((), tuple(VersionRun(int(version), 1) for version in versions))
+    edges = [0, *(np.flatnonzero(np.diff(versions)) + 1).tolist(), len(versions)]
+    return tuple(VersionRun(int(versions[start]), end - start) for start, end in pairwise(edges) if start < end)
 
 
 def _teacher(given: Any, prompt_length: int, length: int) -> Float32Array:
@@ -217,13 +212,12 @@ def _reward(rewards: Sequence[Any], key: str | None) -> tuple[float | None, dict
     return value, parts
 
 
-def _shared(parts: Sequence[Sample], place: int) -> Prefix | None:
-    """What a sequence has in common with an earlier one, if some of that is trained."""
-    best: Prefix | None = None
-    part = parts[place]
-    for other in parts[:place]:
-        n = _common(part.token_ids, other.token_ids)
-        n = min(n, _common(part.loss_mask, other.loss_mask), _common(part.versions, other.versions))
-        if n > (best.length if best else 0) and part.loss_mask[:n].any():
-            best = Prefix(other.sequence, n)
-    return best
+def _with_prefixes(parts: Sequence[Sample]) -> tuple[Sample, ...]:
+    """The sequences, each with what it has in common with an earlier one, if some of that is trained."""
+    tree, found = PrefixTree(), list[Sample]()
+    for place, part in enumerate(parts):
+        shown = np.stack([part.token_ids, part.loss_mask, part.versions], axis=1)
+        other, n = tree.longest(shown)
+        found.append(msgspec.structs.replace(part, prefix=Prefix(other, n) if part.loss_mask[:n].any() else None))
+        tree.add(shown, place)
+    return tuple(found)

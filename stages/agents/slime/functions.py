@@ -115,7 +115,7 @@ class GenerateFunctions:
         session = Session(NoChat(), sample.index)
         evaluation = group.purpose == "eval"
         named = {"evaluation": evaluation} if "evaluation" in inspect.signature(function).parameters else {}
-        params = sampling_parameters(self.config, evaluation=evaluation)
+        params = sampling_parameters(self.config, group)
         given = given_sample(self.config, group, sample)
         with gateway.session(OpenSession(group, sample, session)) as endpoint:
             args = self.args.asking(endpoint.base_url, endpoint.api_key)

@@ -54,7 +54,10 @@ class Talk:
 
 class Wanderer:
     """An agent with turns, branches (also within a turn, by tokens), requests side by side, an edited reply, and a
-    context that it compacts and goes on with."""
+    context that it compacts and goes on with. It rests behind the first answer."""
+
+    def __init__(self, rest_s: float = 0.0) -> None:
+        self.rest_s = rest_s
 
     async def run(self, task: Task, endpoint: Endpoint) -> Outcome:
         headers = {"Authorization": f"Bearer {endpoint.api_key}"}
@@ -74,6 +77,7 @@ class Wanderer:
             said: list[dict[str, Any]] = []
             question, more, other = ({"role": "user", "content": text} for text in ("1+2=?", "7", "8-9"))
             first = await ask(question)
+            await asyncio.sleep(self.rest_s)
             prompt, made = said[0]["prompt_token_ids"], said[0]["choices"][0]["token_ids"]
             async with asyncio.TaskGroup() as tasks:
                 tasks.create_task(ask(question, first, more))

@@ -20,6 +20,7 @@ from stages.agents import outage
 from stages.agents.stage import AgentsStage
 from stages.messages import RolloutSlice, Sample, TurnReward
 from stages.rollouts import rollout_fault
+from stages.tools.tool import function_schema
 from stages.worker_process import PRINTED_BYTES
 from tests.stages.agents.play import WORLD, fresh, playing, world
 from tests.stages.stage_rig import idle, make_sample, make_slice, numbers, until
@@ -86,6 +87,17 @@ async def test_where_graders_are_named_they_decide(tiny: Path) -> None:
     async with playing(tiny, reward={"rm_type": "length:3"}, rollout={"max_turns": 1}) as play:
         assert only(await play.turn(await play.begin(turns=5))).reward is None
         assert only(await play.turn(await play.begin(1, turns=1))).reward == 1.0
+
+
+async def test_an_environment_says_what_graders_read_of_an_episode_that_ends(tiny: Path) -> None:
+    async with playing(tiny, rollout={"max_turns": 2}) as play:
+        ended = only(await play.turn(await play.begin(turns=1, answer="42"), "7\n"))
+        assert (ended.done, ended.status, ended.response) == (True, "completed", "42")
+        first = await play.turn(await play.begin(1, turns=5, answer="42"), "7\n")
+        assert only(first).response == "7\n[1]", "it goes on"
+        last = only(await play.turn(first, "8\n"))
+        assert (last.done, last.status, last.response) == (True, "truncated", "42")
+        assert play.tokenizer.decode(numbers(last.token_ids)) == "5:7[1]8", "what is trained is as it was"
 
 
 async def test_a_turn_without_a_token_ends_an_episode_that_has_no_room(tiny: Path) -> None:
@@ -332,3 +344,17 @@ async def test_only_so_many_turns_are_taken_at_a_time(tiny: Path) -> None:
             await play.send(play.written(slice_, "7\n"))
         after = {only(await play.receive()).response for _ in begun}
         assert after <= {"7\n[1]", "7\n[2]"}
+
+
+async def test_only_so_many_turns_with_calls_of_a_tool_are_taken_at_a_time(tiny: Path) -> None:
+    """Turns without one are not held up by them."""
+    marks = {"tool_call_open": "[", "tool_call_close": "]"}
+    tools = [function_schema("add", "", {"what": {"type": "string"}}, ["what"])]
+    async with playing(tiny, world(SLOW, tool_concurrency={"add": 1, "other": 1}), tools=marks) as play:
+        begun = [await play.begin(index, turns=3, tools=tools) for index in range(5)]
+        for slice_ in begun[:3]:
+            await play.send(play.written(slice_, "[1+2]"))
+        assert [only(await play.receive()).response for _ in range(3)] == ["[1+2][1]"] * 3
+        for slice_ in begun[3:]:
+            await play.send(play.written(slice_, "1+2"))
+        assert {only(await play.receive()).response for _ in range(2)} == {"1+2[2]"}

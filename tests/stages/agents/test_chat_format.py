@@ -25,7 +25,7 @@ from stages.agents.formats import chat_format, with_stops
 from stages.agents.messages import Message, ToolCall, ToolSchema
 from stages.data.tokenizer import Tokenizer, load_tokenizer
 from stages.tools.tool import function_schema
-from tests.stages.agents.chat_templates import ALPACA, BROKEN, LLAMA3, QWEN3, THINKER, Family, make_checkpoint
+from tests.stages.agents.chat_templates import ALPACA, BROKEN, GLM45, LLAMA3, QWEN3, THINKER, Family, make_checkpoint
 
 TINY = Family(CHAT_TEMPLATE, ("<|pad|>", "<|bos|>", "<|eos|>"), ("<|eos|>",), bos="<|bos|>")
 PLAIN = ALPACA._replace(template="")
@@ -89,6 +89,10 @@ NEXT = Message("user", "And now?")
         (ALPACA, "Here.\n", "\n### Instruction:\nAnd now?\n\n### Response:\n"),
         (ALPACA, "Here.\n\n", "### Instruction:\nAnd now?\n\n### Response:\n"),
         (PLAIN, "Here.", "And now?"),
+        # what ends a turn opens the next message: it stands there once, if it is the token that is wanted
+        (GLM45, "\n<think></think>\nHere.<|user|>", "\nAnd now?<|assistant|>"),
+        (GLM45, "\n<think></think>\nHere.<|observation|>", "<|user|>\nAnd now?<|assistant|>"),
+        (GLM45, "\n<think></think>\nHere.", "<|user|>\nAnd now?<|assistant|>"),
     ],
 )
 def test_a_turn_is_closed_once(family: Family, turn: str, expected: str) -> None:

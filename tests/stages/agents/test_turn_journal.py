@@ -83,6 +83,10 @@ async def test_what_another_prompt_or_setting_made_is_not_restored(tmp_path: Pat
     assert await restored(tmp_path, 0, 1) is not None
     assert await restored(tmp_path, 0, 1, rollout={"num_rollout": 99}) is not None
     assert await restored(tmp_path, 0, 1, rollout={"rollout_temperature": 0.5}) is None
+    cold = msgspec.structs.replace(GROUP, temperature=0.5)
+    assert await restored(tmp_path, 0, 1, group=cold) is None, "its turns are drawn as it was admitted"
+    again = msgspec.structs.replace(GROUP, temperature=1.0)
+    assert await restored(tmp_path, 0, 1, group=again, rollout={"rollout_temperature": 0.5}) is not None
     assert await restored(tmp_path, 0, 1, group=msgspec.structs.replace(GROUP, seed=GROUP.seed + 1)) is None
     assert await restored(tmp_path, 0, 1, group=msgspec.structs.replace(GROUP, prompt="another")) is None
 
@@ -160,7 +164,7 @@ class Killed(BaseException):
 
 def checkpoint(step: int, next_group: int, *opened: int) -> Manifest:
     ledger = LedgerSnapshot(next_group, 0, {}, tuple(OpenGroup(group, 0) for group in opened))
-    return Manifest(step=step, version=step, epoch=0, ledger=msgspec.json.encode(ledger).decode())
+    return Manifest(step=step, version=step, run_generation=0, ledger=msgspec.json.encode(ledger).decode())
 
 
 async def test_what_ended_in_every_checkpoint_is_removed_but_for_uncertain_calls(tmp_path: Path) -> None:

@@ -61,7 +61,7 @@ class World:
     async def reset(self, task: Task) -> Start:
         self.task = task
         await self._fail(-1)
-        return Start((Message("user", self.prompt),))
+        return Start((Message("user", self.prompt),), tuple(task.metadata.get("tools", ())))
 
     async def step(self, turn: Turn) -> Step:
         assert turn.number == self.turns, f"turn {turn.number} after {self.turns} turns"
@@ -72,9 +72,10 @@ class World:
         if note is not None:
             with Path(note).open("a") as file:
                 file.write(f"{self.task.episode} {turn.number} {os.getpid()} {turn.text!r} {turn.last}\n")
+        answer = self.task.metadata.get("answer")
         if self.turns == self.task.metadata.get("turns", 2):
-            return Step(reward=1.0, done=True, metrics={"length": float(len(turn.text))})
-        return Step((Message("user", self._answer()),), reward=0.25)
+            return Step(reward=1.0, done=True, metrics={"length": float(len(turn.text))}, answer=answer)
+        return Step((Message("user", self._answer()),), reward=0.25, answer=answer)
 
     async def close(self) -> None:
         assert not self.closed

@@ -9,6 +9,7 @@ from episodes import Episode
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from models.tiny import ARITHMETIC_CHARACTERS
 from stages.agents.environment import Environment, Turn
 from stages.agents.messages import Message
 from stages.agents.packs.maze import STEPS, Grid, Maze, moves_of
@@ -119,6 +120,25 @@ async def test_rollouts_of_a_group_meet_the_same_maze_and_splits_share_none() ->
     train, heldout = ({task["maze"] for task in islice(Maze.tasks(split, 1), 2000)} for split in ("train", "heldout"))
     assert len(train) == len(heldout) == 2000
     assert not train & heldout
+
+
+async def test_demonstrations_are_walks_as_the_environment_answers_them() -> None:
+    options = {"size": 3, "view": "near", "max_moves": 10, "instructions": ""}
+    rewards = []
+    for task in islice(Maze.tasks("train", 1, **options), 40):
+        text, spans = task["demonstration"], task["tool_spans"]
+        assert set(task["input"] + text) <= set(ARITHMETIC_CHARACTERS)
+        maze, played = Maze(**options), 0
+        start = await maze.reset(Episode.task(metadata=task))
+        assert start.messages[-1].content == task["input"]
+        for number, (begin, end) in enumerate([*spans, (len(text), len(text))]):
+            way = text[played:begin]
+            step = await maze.step(Turn(number, Message("assistant", way.strip()), way))
+            assert "".join(message.content for message in step.messages) == text[begin:end]
+            played = end
+        assert step.done
+        rewards.append(step.reward)
+    assert set(rewards) == {0.0, 1.0}, "some walks find the end within their moves"
 
 
 def test_options_that_make_no_maze_are_refused() -> None:

@@ -17,11 +17,13 @@ from pathlib import Path
 import pytest
 from episodes import Episode
 
-from stages.agents.environment import Environment, InfrastructureError
+from stages.agents.environment import Environment, InfrastructureError, Step
 from stages.agents.messages import ToolCall
 from stages.agents.packs import python_tool
 from stages.agents.packs.parts.interpreters import Interpreters
 from stages.agents.packs.python_tool import PythonTool
+from stages.graders.grade import GradeRequest
+from stages.graders.gsm8k import grade_gsm8k_flex
 
 ROOT = Path(__file__).resolve().parents[3]
 TIMELESS = 60.0  # a deadline that a loaded machine does not meet either
@@ -68,6 +70,22 @@ async def episode(**options: object) -> AsyncIterator[Episode]:
         yield played
     finally:
         await environment.close()
+
+
+async def test_what_the_tool_printed_is_not_the_models_answer() -> None:
+    """The grader of the recipe reads the last turn alone, also where no turn can follow a call."""
+
+    def earned(step: Step) -> float | None:
+        assert step.answer is not None
+        return grade_gsm8k_flex(GradeRequest("gsm8k_flex", step.answer, "408", "{}", n_tokens=1)).score
+
+    async with episode(deadline_s=TIMELESS) as played:
+        called = await played.say("[12*34]", ToolCall("python", "12*34"))
+        assert called.messages[0].content == "408"
+        assert earned(called) == 0.0
+        assert earned(await played.say("")) == 0.0
+        stated = await played.say("=408\n")
+        assert (stated.done, earned(stated)) == (True, 1.0)
 
 
 async def test_an_episode_by_hand() -> None:

@@ -1,7 +1,8 @@
 """An episode in which a model may call tools before it answers: what the packs with tools have in common.
 
-A turn without a call is the answer, and ends the episode; what it is worth is for a grader to say. Whatever goes wrong
-with a call is an observation of the form `error: ...`.
+A turn without a call is the answer, and ends the episode; what it is worth is for a grader to say, who reads the last
+turn as the model wrote it: what a tool said is nobody's answer. Whatever goes wrong with a call is an observation of
+the form `error: ...`.
 
 A tool that changes the world has `effects = True`: its calls are made once (stages/agents/once.py), also when a lost
 episode takes its turns again; one of which nobody knows whether it took effect is an error that says so.
@@ -53,10 +54,10 @@ class ToolEpisode:
 
     async def step(self, turn: Turn) -> Step:
         if turn.truncated or not (turn.message.tool_calls or turn.malformed):
-            return Step(done=True, metrics=self._metrics())
+            return Step(done=True, metrics=self._metrics(), answer=turn.text)
         if turn.malformed:
-            return Step((Message("tool", self._error(turn.malformed)),))
-        return Step(tuple([await self._answered(call) for call in turn.message.tool_calls]))
+            return Step((Message("tool", self._error(turn.malformed)),), answer=turn.text)
+        return Step(tuple([await self._answered(call) for call in turn.message.tool_calls]), answer=turn.text)
 
     async def close(self) -> None:
         """The episode is over."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -50,3 +51,21 @@ class Asker:
                 raise ValueError("no idea")
             case "sleep":
                 await asyncio.sleep(600)
+
+
+class Strict:
+    """Asks by Responses, for so many tokens at most each time, and raises in the end."""
+
+    def __init__(self, limits: Sequence[int]) -> None:
+        self.limits = limits
+
+    async def run(self, task: Task, endpoint: Endpoint) -> Outcome:
+        items: list[dict[str, Any]] = [{"role": "user", "content": "go"}]
+        async with aiohttp.ClientSession(headers={"x-api-key": endpoint.api_key}) as http:
+            for limit in self.limits:
+                body = {"input": items, "max_output_tokens": limit}
+                async with http.post(f"{endpoint.base_url}/v1/responses", json=body) as answer:
+                    answer.raise_for_status()
+                    response = await answer.json()
+                items += [*response["output"], {"role": "user", "content": "on"}]
+        raise ValueError(f"the last answer is {response['status']}: {response['incomplete_details']}")

@@ -15,12 +15,13 @@ from stages.agents.stage import AgentsStage
 from stages.messages import RolloutSlice, Sample
 from stages.options import GenerateOptions
 from stages.rollouts import rollout_fault, trained_masks
+from tests.agent_clients import interpreter
 from tests.stages.agents.gateway.gateway_rig import ScriptedWriter, scripted
 from tests.stages.agents.gateway.toy_chat import VOCABULARY
 from tests.stages.engine_rig import World
 from tests.stages.stage_rig import make_context, make_group, running, until
 
-ASKER = "tests.stages.agents.gateway.plain_agents:Asker"
+PLAIN = "tests.stages.agents.gateway.plain_agents"
 
 
 @asynccontextmanager
@@ -33,7 +34,14 @@ async def agents(
     **sections: Any,
 ) -> AsyncIterator[tuple[World, ScriptedWriter, AgentsStage]]:
     """Generate and agents stages, and an engine that answers with a number of letters that hangs on the prompt."""
-    environment = {"name": "asker", "path": ASKER, "options": options, "memory_gb": 0, "retries": 1, **(table or {})}
+    environment = {
+        "name": "asker",
+        "path": f"{PLAIN}:Asker",
+        "options": options,
+        "memory_gb": 0,
+        "retries": 1,
+        **(table or {}),
+    }
     async with scripted(
         tmp_path,
         lambda prompt: "x" * (1 + len(prompt) % 7),
@@ -138,6 +146,40 @@ async def test_an_agent_that_meets_a_limit_is_graded_as_it_is(
         assert (parts[-1].status, parts[-1].reward) == ("truncated", 0.0), "no grader, and no reward of its own"
         assert rollout_fault(parts) is None
         assert stage.activity.extra["retried"] == 0.0
+
+
+@pytest.mark.slow
+async def test_an_agent_that_fails_over_an_answer_that_was_cut_is_truncated(tmp_path: Path) -> None:
+    """What it was answered is trained; the fault is not its program's."""
+    strict = {"path": f"{PLAIN}:Strict"}
+    async with agents(tmp_path, {"limits": [50, 1]}, table=strict) as (world, writer, stage):
+        [[sample]] = await played(world)
+        assert stage.activity.extra["retried"] == 0.0
+    assert (sample.status, sample.reward, sample.error, sample.turns) == ("truncated", 0.0, None, 2)
+    assert int(sample.loss_mask.sum()) == sum(len(made) for _, made in writer.answered)
+
+
+@pytest.mark.slow
+async def test_an_agent_that_fails_later_than_at_an_answer_that_was_cut_fails(tmp_path: Path) -> None:
+    strict = {"path": f"{PLAIN}:Strict"}
+    async with agents(tmp_path, {"limits": [1, 50]}, table=strict) as (world, _, _):
+        [[sample]] = await played(world)
+    assert (sample.status, sample.reward) == ("failed", None)
+    assert sample.error == "environment asker: ValueError: the last answer is completed: None"
+
+
+@pytest.mark.slow
+async def test_openai_agents_whose_answer_is_cut_is_truncated(tmp_path: Path) -> None:
+    """It takes a response that is incomplete for a fault of the model, and raises."""
+    pack = {"path": "stages.agents.packs.openai_agents:OpenaiAgents", "python": interpreter("agents")}
+    short = {"rollout_max_response_len": 1}
+    async with agents(tmp_path, {"api": "responses"}, table=pack, rollout=short) as (world, writer, stage):
+        [[sample]] = await played(world)
+        assert stage.activity.extra["retried"] == 0.0
+    assert (sample.status, sample.reward, sample.turns) == ("truncated", 0.0, 1)
+    [(prompt, made)] = writer.answered
+    assert sample.token_ids.tolist() == [*prompt, *made]
+    assert sample.loss_mask.tolist() == [0] * len(prompt) + [1] * len(made)
 
 
 @pytest.mark.slow

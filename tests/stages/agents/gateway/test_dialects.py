@@ -267,6 +267,37 @@ async def test_responses(tmp_path: Path) -> None:
         assert sample.turns == 2
 
 
+@pytest.mark.parametrize(
+    ("text", "asked", "kinds"),
+    [
+        ("Hello.", 3, {"message": "incomplete"}),
+        ("<think>easy</think>It is 3.", 21, {"reasoning": "completed", "message": "incomplete"}),
+        ("<think>easy</think>It is 3.", 19, {"reasoning": "incomplete"}),
+        (f"I add.{CALL} And", 77, {"message": "incomplete", "function_call": "completed"}),
+    ],
+    ids=["text", "behind its reasoning", "in its reasoning", "behind a call"],
+)
+async def test_a_response_that_is_cut_is_incomplete(
+    text: str, asked: int, kinds: dict[str, str], tmp_path: Path
+) -> None:
+    """As the API of OpenAI has it: a status, a reason, and the items as far as they came."""
+    async with opened(tmp_path, lambda prompt: text) as rig:
+        body = {"input": "Hi", "max_output_tokens": asked}
+        status, whole = await rig.post("/v1/responses", body)
+        _, events = await rig.post("/v1/responses", {**body, "input": "Ho", "stream": True})
+        assert [sample.status for sample in rig.samples()] == ["truncated", "truncated"]
+    assert status == 200
+    assert events[0][1]["response"]["incomplete_details"] is None
+    assert events[-1][0] == "response.incomplete"
+    for response in (whole, events[-1][1]["response"]):
+        assert (response["status"], response["error"]) == ("incomplete", None)
+        assert response["incomplete_details"] == {"reason": "max_output_tokens"}
+        assert (response["max_output_tokens"], response["usage"]["output_tokens"]) == (asked, asked)
+        assert {item["type"]: item["status"] for item in response["output"]} == kinds
+    done = [data["item"] for name, data in events if name == "response.output_item.done"]
+    assert {item["type"]: item["status"] for item in done} == kinds
+
+
 async def test_a_stream_of_a_response_with_a_call(tmp_path: Path) -> None:
     async with opened(tmp_path, script) as rig:
         body = {

@@ -16,6 +16,9 @@ from stages.agents.gateway import server
 from stages.agents.gateway.answers import OpenSession
 from stages.agents.gateway.server import Limits
 from stages.agents.gateway.sessions import Session
+from stages.sampling.requests import SampleRequest
+from stages.sampling.results import SampleResult
+from stages.sampling.sampler import Sampler
 from stages.sequences import new_sample
 from tests.stages.agents.gateway.gateway_rig import Rig, opened
 from tests.stages.agents.gateway.toy_chat import ToyChat
@@ -231,3 +234,23 @@ async def test_sampling_is_the_policys_unless_told_otherwise(honoured: bool, tmp
     assert asked == [0.25 if honoured else 1.0, 1.0]
     assert bool(cold.loss_mask.any()) is not honoured, "what was sampled otherwise is not trained"
     assert warm.loss_mask.any()
+
+
+async def test_requests_wait_for_an_engine_in_the_order_of_their_group(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As turns of environments do: the oldest group first, and in it who has the most turns behind it."""
+    async with opened(tmp_path, hello) as rig:
+        orders, sample = [], Sampler.sample
+
+        async def noted(sampler: Sampler, request: SampleRequest) -> list[SampleResult]:
+            orders.append(request.order)
+            return await sample(sampler, request)
+
+        monkeypatch.setattr(Sampler, "sample", noted)
+        younger = OpenSession(make_group(5, 4), new_sample((1,), 0), Session(ToyChat()))
+        with rig.gateway.session(younger) as endpoint:
+            for said in ([], [{"role": "assistant", "content": "Hello."}, *QUESTION["messages"]]):
+                body = {"messages": [*QUESTION["messages"], *said]}
+                assert (await rig.post(CHAT, body, key=endpoint.api_key))[0] == 200
+    assert orders == [(5, 0), (5, -1)]

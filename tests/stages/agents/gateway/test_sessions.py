@@ -34,6 +34,12 @@ def result(text: str, *runs: tuple[int, int], cut: bool = False, seed: int = 0) 
     )
 
 
+def owner(parts: tuple[Sample, ...], place: int, at: int) -> int:
+    """The sequence in which that token is trained: those that share it leave it to the first."""
+    prefix = parts[place].prefix
+    return place if prefix is None or at >= prefix.length else owner(parts, prefix.sequence, at)
+
+
 @dataclass
 class Asked:
     """An agent and the engines in one: each request is answered at once, and what was consumed is kept."""
@@ -52,24 +58,26 @@ class Asked:
         return reply
 
     def check(self) -> tuple[Sample, ...]:
-        """Each answer stands in one sequence, behind what the engine was given for it; nothing else is trained."""
+        """Each answer stands in one sequence, behind what the engine was given for it; each of its tokens is trained
+        once, there or in the sequence that it shares the token with, and nothing else is trained."""
         parts = self.session.samples()
         assert rollout_fault(parts) is None
         masks, left = trained_masks(parts), [part.loss_mask.copy() for part in parts]
         for ids, made in self.log:
             end = len(ids) + len(made.token_ids)
-            [place] = [
-                place
+            [(place, trained)] = [
+                (place, trained)
                 for place, part in enumerate(parts)
                 if part.token_ids[:end].tolist() == [*ids, *made.token_ids]
-                and masks[place][len(ids) : end].all()
-                and left[place][len(ids) : end].all()
                 and np.array_equal(part.log_probs[len(ids) : end], np.array(made.log_probs, np.float32))
+                and (trained := [(owner(parts, place, at), at) for at in range(len(ids), end)])
+                and all(masks[of][at] and left[of][at] for of, at in trained)
             ][:1]
             assert parts[place].versions[len(ids) : end].tolist() == [
                 run.version for run in made.runs for _ in range(run.n_tokens)
             ]
-            left[place][len(ids) : end] = 0
+            for of, at in trained:
+                left[of][at] = 0
         assert sum(int(mask.sum()) for mask in masks) == sum(len(made.token_ids) for _, made in self.log)
         return parts
 
@@ -169,6 +177,23 @@ def test_the_sequence_of_the_newest_turn_comes_last_also_if_others_branch_off_it
     assert parts[-1].prefix is not None
 
 
+def test_the_sequence_that_is_graded_is_that_of_the_newest_turn(asked: Asked) -> None:
+    def graded() -> str:
+        return asked.check()[-1].response
+
+    main = asked(USER, text="main")
+    helper = asked(SYSTEM, USER, text="helper")
+    assert graded() == "helper"
+    asked(USER, main, Message("user", "two"), text="main 2")
+    assert graded() == "main 2"
+    asked.answer(asked.session.open(Conversation((SYSTEM, USER, helper, USER))), result("cut", cut=True))
+    assert graded() == "cut"
+    assert asked.session.cut
+    asked(USER, main, Message("user", "three"), text="branch")
+    assert graded() == "branch"
+    assert not asked.session.cut
+
+
 def test_two_answers_to_one_conversation_that_begin_alike_share_nothing_but_what_was_asked(asked: Asked) -> None:
     turns = [asked.session.open(Conversation((USER,))) for _ in range(2)]
     asked.answer(turns[0], result("yes, I do", seed=1))
@@ -176,6 +201,18 @@ def test_two_answers_to_one_conversation_that_begin_alike_share_nothing_but_what
     one, other = asked.check()
     assert other.prefix is not None
     assert other.prefix.length == len(turns[0].ids) == one.prompt_length
+
+
+def test_an_answer_is_trained_in_two_sequences_where_an_edited_one_kept_its_beginning(asked: Asked) -> None:
+    """The sequence of the newest turn comes last, so the edited one, which shares one token, has it."""
+    reply = asked(USER, text="a")
+    asked(USER, msgspec.structs.replace(reply, content="ab"), Message("user", "two"), text="of the edited")
+    asked(USER, reply, Message("user", "three"), text="newest")
+    edited, newest = asked.check()
+    at = len(asked.log[0][0])
+    assert newest.prefix is not None
+    assert newest.prefix.length == at + 1
+    assert [mask[at : at + 2].tolist() for mask in trained_masks((edited, newest))] == [[1, 0], [0, 1]]
 
 
 def test_conversations_of_a_client_that_sends_tokens(asked: Asked) -> None:
