@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from typing import Final
 
 from configs.cli.command_line import Arguments, read
 from configs.errors import ConfigError
@@ -16,6 +17,8 @@ from configs.load import load_arguments, with_work
 from configs.plan.staleness import staleness_line
 from configs.rules.validate import examined
 from configs.schema import Config
+
+CONTROL: Final = ("status", "scale", "set", "pause", "resume", "drain", "save")  # commands to a run that goes on
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -40,6 +43,10 @@ def _main(argv: Sequence[str]) -> int:
         from pipeline.observe.samples import main as show_samples
 
         return show_samples(argv[1:])
+    if argv and argv[0] in CONTROL:
+        from pipeline.control.client import main as control
+
+        return control(argv)
     arguments = read(argv)
     if arguments.help:
         from configs.cli.help import render_help

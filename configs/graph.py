@@ -40,7 +40,6 @@ FOLLOWED: Final = ("generate", "reward", "teacher")  # built-in stages behind wh
 SINGLE: Final[Mapping[str, str]] = {
     "engines": "it is the single owner of the engines (--scale engine=N says how many of those there are)",
     "prompts": "it is the single writer of the ledger",
-    "group": "it joins the rollouts of a group, which must meet in one place",
     "train": "it is the single writer of the weights and their version",
     "evaluate": "it joins the answers of one version, which must meet in one place",
 }
@@ -58,7 +57,7 @@ class Stream(Struct, frozen=True):
     consumer: tuple[str, str]
     producers: tuple[tuple[str, str], ...]
     feedback: bool = False
-    routing: Literal["least_loaded", "sticky"] = "least_loaded"
+    routing: Literal["least_loaded", "sticky", "keyed"] = "least_loaded"
 
 
 def chain(config: Config, head: str, passed: frozenset[str] = frozenset()) -> tuple[StageConfig, ...]:
@@ -149,7 +148,13 @@ def streams(config: Config) -> tuple[Stream, ...]:
     order = path(config)
     reporters = [name for name in order if name in ("group", "train")]
     found = [
-        Stream(name, PROMPT if name == "generate" else SLICE, (name, "in"), ((before, "out"),))
+        Stream(
+            name,
+            PROMPT if name == "generate" else SLICE,
+            (name, "in"),
+            ((before, "out"),),
+            routing="keyed" if name == "group" else "least_loaded",  # the rollouts of a group meet in one replica
+        )
         for before, name in pairwise(order)
     ]
     for name in loops(config):  # turns of a rollout go to one replica, which may keep what belongs to it in a cache

@@ -188,7 +188,7 @@ def config_hash(config: Config) -> str:
 
 
 def _outside_hash(key: str) -> bool:
-    return key in _NOT_HASHED or key.startswith("observe.")
+    return key in _NOT_HASHED or key.startswith(("observe.", "ray."))
 
 
 def _plain(config: Config, key: str) -> Any:

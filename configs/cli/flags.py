@@ -22,6 +22,7 @@ Kind = Literal["bool", "scalar", "list", "map", "json", "tables"]
 
 SECTIONS: Final[Mapping[str, str]] = {
     "run": "The run: mode, place on disk, life cycle, placement",
+    "ray": "Processes on a Ray cluster",
     "data": "Data: where prompts come from",
     "rollout": "Rollout: how many, and how they are sampled",
     "engine": "Inference engine",
@@ -47,7 +48,7 @@ SECTIONS: Final[Mapping[str, str]] = {
     "checkpoint": "Checkpoints",
     "observe": "Observation",
     "warm_start": "Supervised warm start",
-    "debug": "Debugging: saved rollout batches, parts of a run alone",
+    "debug": "Debugging: saved rollout batches, parts of a run alone, faults on purpose",
     "stage": "Custom stages",
     "environment": "Environments",
 }

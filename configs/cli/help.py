@@ -21,7 +21,10 @@ from configs.presets import preset_names
 PAGE: Final = Path(__file__).resolve().parent.parent.parent / "docs" / "configuration.md"
 END: Final = "<!-- end of the generated tables -->"
 USAGE: Final = "usage: python launch.py [--config RECIPE ...] [--flag value ...] [section.key=value ...]"
-OTHER: Final = "       python launch.py samples RUN    show samples of a run in the terminal; see samples --help"
+OTHER: Final = (
+    "       python launch.py samples RUN    show samples of a run in the terminal; see samples --help\n"
+    "       python launch.py status RUN     what a running run does; also scale, set, pause, resume, save, drain"
+)
 _COLUMN = 34
 
 

@@ -16,6 +16,7 @@ from configs.plan.parallel_layout import layout_of, trainer_processes
 from configs.plan.run_estimate import RunEstimate, estimate_run
 from configs.plan.staleness import predicted_staleness, simulated_times, staleness_line
 from configs.schema import Config
+from configs.schema.fault_spec import read_fault
 from configs.schema.router import router_kind
 from configs.sources import described_model, known_model
 
@@ -72,7 +73,7 @@ def _frozen(config: Config, name: str, place: str) -> FrozenPlan:
 
 
 def _stages(config: Config) -> tuple[StagePlan, ...]:
-    local = config.run.runner == "local"
+    local = config.run.runner != "inprocess"
     own = {stage.name for stage in config.stage}
     graders = config.reward.reward_workers
     found = []
@@ -93,7 +94,7 @@ def _stages(config: Config) -> tuple[StagePlan, ...]:
 
 def _own_processes(config: Config) -> bool:
     """Whether an engine of this run is a process."""
-    return config.run.runner == "local" or config.engine.engine == "sglang"
+    return config.run.runner != "inprocess" or config.engine.engine == "sglang"
 
 
 def _engine(config: Config) -> str:
@@ -104,7 +105,7 @@ def _engine(config: Config) -> str:
     if config.engine.engine == "sglang":
         gpus = sglang.rollout_num_gpus_per_engine
         return f"SGLang server in its own processes, {gpus} GPU{'s' if gpus > 1 else ''} where there are any"
-    return "process with an HTTP server" if config.run.runner == "local" else "thread with an HTTP server"
+    return "process with an HTTP server" if config.run.runner != "inprocess" else "thread with an HTTP server"
 
 
 def _router(config: Config) -> str:
@@ -122,7 +123,7 @@ def _processes(config: Config, stages: tuple[StagePlan, ...]) -> int:
     router = 1 if router_kind(config) != "none" and config.router.router_address is None else 0
     trainer_group = trainer_processes(config) if "train" in path(config) else 0
     elsewhere = {"prompts"} | ({"engine"} if config.sglang.rollout_external_engine_addrs else set())
-    if config.run.runner == "local":
+    if config.run.runner != "inprocess":
         return (
             1
             + graders
@@ -169,7 +170,7 @@ def _graph(plan: Plan) -> list[str]:
     if "teacher" in label:
         lines.append("  teacher <-> frozen engines   (HTTP)")
     reporters = ", ".join(name for s in edges if s.name == "settle" for name, _ in s.producers)
-    lines.append(f"  {reporters} -> prompts   (every group settled once)")
+    lines.append(f"  {reporters} -> prompts   (each group's outcome, once)")
     return lines
 
 
@@ -184,6 +185,8 @@ def _placement(plan: Plan) -> list[str]:
     for engine in plan.frozen:
         where = f"{server} with an HTTP server, weights of" if engine.started else "not started here, asked at"
         lines.append(f"  frozen-{engine.name:<5} x1   {where} {engine.place}")
+    if faults := plan.config.debug.fault_inject:
+        lines.append(f"  faults on purpose: {'; '.join(str(read_fault(text)) for text in faults)}")
     return lines
 
 

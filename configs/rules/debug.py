@@ -1,17 +1,20 @@
-"""Parts of a run alone, and saved rollout batches."""
+"""Parts of a run alone, saved rollout batches, faults on purpose."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
 
+from configs.graph import replicas
 from configs.schema import Config
 from configs.schema.debug import batch_file
+from configs.schema.fault_spec import read_fault
 
 
 def debug_faults(config: Config) -> Iterator[str]:
     debug = config.debug
     saved, loaded = debug.save_debug_rollout_data, debug.load_debug_rollout_data
+    yield from _injection_faults(config)
     yield from _template_faults("--save-debug-rollout-data", saved)
     yield from _template_faults("--load-debug-rollout-data", loaded)
     if debug.debug_rollout_only and (debug.debug_train_only or loaded is not None):
@@ -37,6 +40,35 @@ def debug_faults(config: Config) -> Iterator[str]:
             "generates nothing"
         )
     yield from _missing_faults(loaded, config.rollout.num_rollout)
+
+
+def _injection_faults(config: Config) -> Iterator[str]:
+    """What `--fault-inject` asks for and this run cannot do."""
+    own_engines = config.engine.engine != "sglang" and not config.sglang.rollout_external_engine_addrs
+    known = [name for name in replicas(config) if name != "engines"]  # which takes no messages
+    for text in config.debug.fault_inject:
+        try:
+            fault = read_fault(text)
+        except ValueError as error:
+            yield f"--fault-inject {text!r}: {error}"
+            continue
+        if fault.stage not in known:
+            yield (
+                f"--fault-inject {text!r}: there is no stage {fault.stage} in this run that takes messages; choose one "
+                f"of {', '.join(known)}"
+            )
+        elif fault.kind == "drop" and fault.stage != "engine":
+            yield f"--fault-inject {text!r}: drop is of an answer, so only engine has it; choose another kind"
+        elif fault.stage == "engine" and not own_engines:
+            yield (
+                f"--fault-inject {text!r}: only the embedded and the simulated engine, started by the run, have "
+                "faults on purpose; choose --engine simulated, or disturb generate"
+            )
+        elif fault.kind in ("kill", "hang") and config.run.runner == "inprocess":
+            yield (
+                f"--fault-inject {text!r}: with --runner inprocess {fault.kind} would be of the whole run; choose "
+                "--runner local, or the kind error or slow"
+            )
 
 
 def _template_faults(label: str, template: str | None) -> Iterator[str]:

@@ -23,6 +23,11 @@ def scale_faults(config: Config) -> Iterator[str]:
             yield f"--scale {name}={count} leaves no replica, but each stage needs at least one; set {name}=1"
         elif name in SINGLE and count > 1:
             yield f"--scale {name}={count} is too many, for there can be only one: {SINGLE[name]}; leave {name} out"
+        elif name == "group" and count > 1 and "duplicate_prompt" in config.filter.dynamic_sampling_filter:
+            yield (
+                f"--scale group={count} shares groups out, but --dynamic-sampling-filter duplicate_prompt compares "
+                "each with all before it, which must meet in one replica; leave one of them out"
+            )
         elif name == "tools" and not config.tools.tools:
             yield f"--scale tools={count} scales a stage that this run does not have; add --tools, or leave tools out"
         elif name == "agents" and not config.environment:

@@ -216,10 +216,10 @@ def warnings(config: Config) -> Iterator[str]:
             f"--train-backend torch keeps a whole copy of the model, its gradients and optimizer in each of "
             f"{layout.world} processes; --train-backend fsdp divides them"
         )
-    if backend != "simulated" and parallel.actor_num_nodes > 1:
+    if backend != "simulated" and parallel.actor_num_nodes > 1 and config.run.runner != "ray":
         yield (
             f"--actor-num-nodes is {parallel.actor_num_nodes}, but --runner {config.run.runner} starts all processes "
-            "on this machine; such a layout can be planned (--dry-run), not yet started"
+            "on this machine; such a layout can be planned (--dry-run), and started with --runner ray"
         )
     size = config.train.global_batch_size
     if size is not None and size < layout.data:

@@ -90,6 +90,7 @@ def _of_the_rest(config: Config) -> Iterator[_Readers]:
     rejects = bool(correction.rollout_rs) or correction.rs_veto is not None
     of_rules = ("correction.rs_unit", "correction.renormalize_after_rejection")
     yield "--rollout-rs or --rs-veto", rejects, of_rules
+    yield "--runner ray", config.run.runner == "ray", _section("ray")
     yield "--use-opd", config.distill.use_opd, ("distill.opd_teacher",)
     delta = config.update.update_weight_transport == "delta"
     yield "--update-weight-transport delta", delta, ("update.update_weight_delta_dir",)

@@ -23,6 +23,7 @@ from configs.schema.health import HealthConfig
 from configs.schema.megatron import MegatronConfig
 from configs.schema.parallel import ParallelConfig
 from configs.schema.presets import ModelConfig
+from configs.schema.ray import RayConfig
 from configs.schema.reward import FilterConfig, RewardConfig, ToolsConfig
 from configs.schema.rollout import RolloutConfig
 from configs.schema.router import RouterConfig
@@ -52,6 +53,7 @@ __all__ = [
     "ModelConfig",
     "ObserveConfig",
     "ParallelConfig",
+    "RayConfig",
     "RewardConfig",
     "RolloutConfig",
     "RouterConfig",
@@ -68,6 +70,7 @@ __all__ = [
 
 class Config(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     run: RunConfig = RunConfig()
+    ray: RayConfig = RayConfig()
     data: DataConfig = DataConfig()
     rollout: RolloutConfig = RolloutConfig()
     engine: EngineConfig = EngineConfig()

@@ -1,4 +1,5 @@
-"""Parts of a run alone, and rollout batches kept on disk. Owner: `stages/train/saved_batches`."""
+"""Parts of a run alone, rollout batches kept on disk, faults on purpose. Owners: `stages/train/saved_batches`,
+`models/fault_injection`."""
 
 from __future__ import annotations
 
@@ -25,6 +26,13 @@ class DebugConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True)
     debug_rollout_only: Annotated[
         bool, Meta(description="generate and grade, but train nothing: every version has the weights of the start")
     ] = False
+    fault_inject: Annotated[
+        tuple[str, ...],
+        Meta(
+            description="disturb a stage on purpose, as stage:probability:kind, e.g. reward:0.01:kill; kinds: kill, "
+            "error, hang, slow, for engine also drop; repeatable"
+        ),
+    ] = ()
 
 
 def generates(config: Config) -> bool:

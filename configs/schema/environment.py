@@ -24,6 +24,10 @@ class EnvironmentConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only
     concurrency: Annotated[
         int, Meta(ge=0, description="resets, steps and agents at a time per replica of the agents stage; 0 = no limit")
     ] = 0
+    tool_concurrency: Annotated[
+        dict[str, Annotated[int, Meta(ge=1)]],
+        Meta(description="turns at a time that call the tool of this name, per replica of the agents stage"),
+    ] = {}
     episode_deadline_s: Annotated[
         float,
         Meta(

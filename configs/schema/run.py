@@ -18,16 +18,17 @@ class RunConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
         None
     )
     runner: Annotated[
-        Literal["local", "inprocess"], Meta(description="one process per stage replica, or everything in one process")
+        Literal["local", "inprocess", "ray"],
+        Meta(description="a process per stage replica, all in one process, or a process each on a Ray cluster"),
     ] = "local"
     deadline_s: Annotated[
         Annotated[float, Meta(gt=0)] | None,
-        Meta(description="drain and stop after this many seconds"),
+        Meta(description="finish in-flight work and stop after this many seconds"),
     ] = None
-    drain_s: Annotated[float, Meta(gt=0, description="most seconds that a drain may take")] = 30.0
+    drain_s: Annotated[float, Meta(gt=0, description="most seconds to finish in-flight work at a stop")] = 30.0
     stall_notice_s: Annotated[
         float,
-        Meta(gt=0, description="seconds without a trained or settled group after which the run says what it waits for"),
+        Meta(gt=0, description="seconds without an outcome of any group after which the run says what it waits for"),
     ] = 60.0
     stall_limit_s: Annotated[
         float,

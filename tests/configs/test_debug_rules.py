@@ -31,11 +31,30 @@ def a_config(**sections: Any) -> Config:
         ({"debug": {"load_debug_rollout_data": "/no/{rollout_id}"}}, "there is no /no/0 for batch 0; correct the path"),
         ({"debug": {"load_debug_rollout_data": "x"}, "run": {"resume": "y"}}, "cut differently"),
         ({"debug": {"load_debug_rollout_data": "x"}, "train": {"loss_type": "sft_loss"}}, "leave one out"),
+        ({"debug": {"fault_inject": ["reward:0.1:die"]}}, "'reward:0.1:die': the kind is 'die' and must be one of"),
+        ({"debug": {"fault_inject": ["rewards:0.1:kill"]}}, "no stage rewards in this run that takes messages; choose"),
+        ({"debug": {"fault_inject": ["engines:0.1:kill"]}}, "no stage engines in this run that takes messages"),
+        ({"debug": {"fault_inject": ["reward:0.1:drop"]}}, "only engine has it; choose another kind"),
+        (
+            {"debug": {"fault_inject": ["engine:0.1:kill"]}, "engine": {"engine": "sglang"}},
+            "choose --engine simulated, or disturb generate",
+        ),
+        (
+            {"debug": {"fault_inject": ["reward:0.1:kill"]}, "run": {"runner": "inprocess"}},
+            "would be of the whole run; choose --runner local",
+        ),
     ],
 )
 def test_faults(sections: dict[str, Any], words: str) -> None:
     faults = list(debug_faults(a_config(**sections)))
     assert any(words in fault for fault in faults), faults
+
+
+def test_faults_that_a_run_can_have_are_taken() -> None:
+    every = ["engine:1:drop", "prompts:0.1:kill", "generate:0.1:hang", "reward:0.1:error", "train:0.5:slow:3"]
+    assert not list(debug_faults(a_config(debug={"fault_inject": every})))
+    sft = a_config(debug={"fault_inject": ["reward:0.1:kill"]}, train={"loss_type": "sft_loss"})
+    assert any("choose one of prompts, train" in fault for fault in debug_faults(sft))
 
 
 def test_a_missing_batch_is_named_with_the_length_that_works(tmp_path: Path) -> None:

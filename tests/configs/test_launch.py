@@ -229,8 +229,8 @@ def test_each_recipe_is_right(name: str, tmp_path: Path, monkeypatch: pytest.Mon
 def test_the_recipes_there_are() -> None:
     assert recipe_names() == (
         "agent_openai", "async_tis", "cispo", "dapo", "dr_grpo", "grpo", "grpo_sync", "gsm8k", "gspo", "guess_number",
-        "multi_agent", "opd", "ppo", "python_tool", "quickstart", "reasoning_gym", "reinforce_pp", "rloo", "search",
-        "tools", "toy",
+        "maze", "multi_agent", "opd", "ppo", "python_tool", "quickstart", "reasoning_gym", "reinforce_pp", "rloo",
+        "search", "tools", "toy",
     )  # fmt: skip
 
 

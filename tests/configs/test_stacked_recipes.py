@@ -14,7 +14,7 @@ from configs.load import load, load_arguments, read_recipe, recipe_names, with_w
 from configs.rules.validate import checked
 from configs.schema import Config
 
-ENVIRONMENTS = ("guess_number", "multi_agent", "python_tool", "reasoning_gym", "search")
+ENVIRONMENTS = ("guess_number", "maze", "multi_agent", "python_tool", "reasoning_gym", "search")
 PROBLEMS = ("agent_openai", "gsm8k", "quickstart", "tools", "toy", *ENVIRONMENTS)
 ALGORITHMS = tuple(name for name in recipe_names() if name not in PROBLEMS)
 # What a recipe of an algorithm never says: it belongs to a model, its data, or the length of a run.

@@ -131,7 +131,10 @@ def test_the_base_is_right() -> None:
         (["--scale", "train=2"], "there can be only one: it is the single writer of the weights"),
         (["--scale", "engines=2"], "it is the single owner of the engines (--scale engine=N says how many"),
         (["--scale", "prompts=2"], "there can be only one: it is the single writer of the ledger"),
-        (["--scale", "group=2"], "there can be only one: it joins the rollouts of a group"),
+        (
+            ["--scale", "group=2", "--dynamic-sampling-filter", "duplicate_prompt"],
+            "duplicate_prompt compares each with all before it, which must meet in one replica",
+        ),
         (["--scale", "evaluate=2"], "there can be only one: it joins the answers of one version"),
         (["--scale", "tools=2"], "--scale tools=2 scales a stage that this run does not have; add --tools"),
         (["--engine-port", "65535", "--scale", "engine=2"], "the last engine would need 65536"),

@@ -1,0 +1,61 @@
+"""One value of `--fault-inject`: which stage is disturbed, how often, in which way."""
+
+from __future__ import annotations
+
+import math
+from typing import Final, Literal, get_args
+
+from msgspec import Struct
+
+FaultKind = Literal["kill", "error", "hang", "slow", "drop"]
+KINDS: Final[tuple[str, ...]] = get_args(FaultKind)
+FORM: Final = "stage:probability:kind, or stage:probability:kind:seconds"
+# Longer than a lease without a sign of life (30 s), and than the health checks of an engine by default (45 s).
+_SECONDS: Final = {"hang": 60.0, "slow": 1.0}
+
+
+class FaultSpec(Struct, frozen=True):
+    """`probability`: of each message that the stage takes; for `engine`, of each request to generate. `seconds`: length
+    of a `hang` or `slow`, 0 for other kinds."""
+
+    stage: str
+    probability: float
+    kind: FaultKind
+    seconds: float = 0.0
+
+    def __str__(self) -> str:
+        length = f" for {self.seconds:g} s" if self.seconds else ""
+        return f"{self.stage} {self.kind}{length}, {self.probability:.3g} of {self.unit}"
+
+    @property
+    def unit(self) -> str:
+        return "requests" if self.stage == "engine" else "messages"
+
+
+def read_fault(text: str) -> FaultSpec:
+    """Raises ValueError that names the rule."""
+    stage, *rest = text.split(":")
+    if not stage or len(rest) not in (2, 3):
+        raise ValueError(f"must be {FORM}, such as reward:0.01:kill")
+    kind = next((known for known in get_args(FaultKind) if known == rest[1]), None)
+    if kind is None:
+        raise ValueError(f"the kind is {rest[1]!r} and must be one of {', '.join(KINDS)}")
+    probability = _number(rest[0])
+    if not 0 < probability <= 1:
+        raise ValueError(f"the probability is {rest[0]!r} and must be a number above 0 and at most 1")
+    seconds = _SECONDS.get(kind, 0.0)
+    if len(rest) == 3:
+        if kind not in _SECONDS:
+            raise ValueError(f"seconds stand only behind {' and '.join(_SECONDS)}, not behind {kind}")
+        seconds = _number(rest[2])
+        if not 0 < seconds <= 86400:
+            raise ValueError(f"the seconds are {rest[2]!r} and must be a number above 0, a day at the most")
+    return FaultSpec(stage, probability, kind, seconds)
+
+
+def _number(text: str) -> float:
+    try:
+        number = float(text)
+    except ValueError:
+        return math.nan
+    return number
