@@ -2,6 +2,7 @@
 
 The main loop of Sluice in three hops: `launch.py` -> `pipeline.run.run` -> `Controller.run`; what circulates is told in
 stages/prompts/stage.py (admission and settlement), stages/generate/stage.py and stages/train/stage.py.
+What the user asks of a run that goes on comes in through pipeline/control.
 
 Life and death
 1. Hubs and topic listen before any replica starts; the prompt stage admits once engines carry published weights.
@@ -21,10 +22,15 @@ import errno
 import logging
 import signal
 from collections.abc import Iterator
+from typing import Any
 
 import msgspec
 
+from models.fault_injection import fault_plan
+from pipeline.control.endpoint import endpoint as control_endpoint
+from pipeline.control.run_control import RunControl
 from pipeline.errors import DrainTimeout, Stalled
+from pipeline.hosts.faulty_inlet import FaultyInlet
 from pipeline.hosts.launcher import Launcher
 from pipeline.hosts.other_host import publish_files
 from pipeline.hosts.rendezvous import CONFIG, Keys, make_keys
@@ -41,7 +47,7 @@ from pipeline.supervise.restarts import Lifecycle
 from pipeline.supervise.runner import ProcessRunner, Runner, TaskRunner
 from stages.base import beside
 from stages.engines.stage import END
-from stages.ports import Ports
+from stages.ports import Inlet, Ports
 from stages.prompts.stage import PromptStage
 from transport import Hub, Node, TopicServer
 from transport.links.security import load_security
@@ -78,8 +84,10 @@ class Controller:
             monitor = Monitor(self.stage, self.recorder, self.hubs, waits)
             observe = self.config.observe
             served = endpoint(observe.prometheus_host, observe.prometheus_port, monitor.facts)
+            control = RunControl(self.stage, self.recorder, runner, monitor, self.hubs, topic, self._interrupt)
+            asked = control_endpoint(self.rundir.path, self.rundir.sockets, control.answer)
             with self._signals(), monitor:
-                async with served, beside(monitor.run(), self._deadline()), asyncio.TaskGroup() as tasks:
+                async with served, asked, beside(monitor.run(), self._deadline()), asyncio.TaskGroup() as tasks:
                     replicas = tasks.create_task(runner.run())
                     stage = tasks.create_task(self.stage.run(await self._ports(node, topic.address)))
                     try:
@@ -101,18 +109,19 @@ class Controller:
 
     async def _ports(self, node: Node, topic: str) -> Ports:
         out = self.graph.outlets("prompts")["out"]
-        schemas = self.placement.schemas
+        schemas, name = self.placement.schemas, "prompts-0"
+        settle: Inlet[Any] = await node.inlet(
+            self.hubs["settle"].address, "settle", schemas["settle"], window_items=256, replica=name
+        )
+        generation, run_dir = self.placement.run_generation, self.rundir.path
+        faults = fault_plan(self.config, "prompts", name, run_generation=generation, run_dir=run_dir)
+        if faults is not None:
+            settle = FaultyInlet(settle, faults)
         return Ports(
-            "prompts-0",
-            inlets={
-                "settle": await node.inlet(
-                    self.hubs["settle"].address, "settle", schemas["settle"], window_items=256, replica="prompts-0"
-                )
-            },
-            outlets={
-                "out": await node.outlet(self.hubs[out.name].address, out.name, schemas[out.name], replica="prompts-0")
-            },
-            topic=await node.topic(topic, replica="prompts-0"),
+            name,
+            inlets={"settle": settle},
+            outlets={"out": await node.outlet(self.hubs[out.name].address, out.name, schemas[out.name], replica=name)},
+            topic=await node.topic(topic, replica=name),
         )
 
     async def _until_completed(self, replicas: asyncio.Task[None]) -> None:
@@ -143,7 +152,8 @@ class Controller:
         now = asyncio.get_running_loop().time()
         self._drain_since = self._drain_since if self._drain_since is not None else now
         if now - self._drain_since > self.config.run.drain_s:
-            raise DrainTimeout(f"the drain took longer than --drain-s {self.config.run.drain_s:g} with {self._left()}")
+            limit = f"--drain-s {self.config.run.drain_s:g}"
+            raise DrainTimeout(f"in-flight work was not finished within {limit}: {self._left()}")
 
     def _left(self) -> str:
         queues = ", ".join(
@@ -151,7 +161,7 @@ class Controller:
             for name, hub in self.hubs.items()
             if (stats := hub.stats()).queued or stats.leased
         )
-        return f"{self.stage.ledger.open} groups open ({queues or 'no message in any stream'})"
+        return f"{self.stage.ledger.open} groups in flight ({queues or 'no message in any stream'})"
 
     async def _end(
         self, topic: TopicServer, runner: Runner, replicas: asyncio.Task[None], stage: asyncio.Task[None]
@@ -201,7 +211,8 @@ class Controller:
         self._interrupts += 1
         if self._interrupts == 1:
             self.reason = "interrupted"
-            self.recorder.say(f"draining (at most {self.config.run.drain_s:g} s); press Ctrl-C again to stop at once")
+            at_most = f"{self.config.run.drain_s:g} s"
+            self.recorder.say(f"finishing what is in flight (at most {at_most}); press Ctrl-C again to stop at once")
             self.stage.drain(self.reason)
         else:
             self._stop_at_once()

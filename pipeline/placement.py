@@ -12,14 +12,18 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from configs.graph import Stream, engine_count, frozen_engines, is_address
 from configs.schema import Config
 from models.context import context_limit
+from models.fault_injection import fault_plan
 from models.import_path import import_path
 from models.train.trainer_group.rank_spec import needs_trainer_group, processes_of
 from models.weights.slots_directory import choose_directory
+from pipeline.errors import UsageError
 from pipeline.graph import Graph, Node
-from pipeline.hosts.gpus import visible_gpus
+from pipeline.hosts.gpus import gpus_to_divide
 from pipeline.hosts.replica import PortSpec, ReplicaSpec
 from pipeline.record.run_directory import RunDir
 from pipeline.stream_limits import UNBOUNDED_BYTES
@@ -69,7 +73,9 @@ class Placement:
         places = frozen_engines(config) if has_engines else {}
         count = engine_count(config) if has_engines else 0
         max_context = config.rollout.rollout_max_context_len
+        self.run_generation = train.run_generation
         self.engines, self.frozen = _engines(config, count, model_path, max_context, places)
+        self.engines = [self._disturbed(spec) for spec in self.engines]
         asks = GenerateOptions(context_limit(config) or 1 << 30, vocab_size)
         agents = GenerateOptions(asks.max_context, vocab_size, lives)
         self.built_in: dict[str, StageOptions] = {"train": train, "generate": asks, "agents": agents}
@@ -95,16 +101,47 @@ class Placement:
             loops=self.graph.loops if node.name == "generate" else (),
             options=node.options,
             built_in=self.built_in.get(node.name),
+            run_generation=self.run_generation,
             host=self.host if node.name == "train" else "",
         )
+
+    @property
+    def room(self) -> int:
+        """Messages that a stage which joins may hold."""
+        most = StalenessGate.of(self.config).most_open * self.config.rollout.n_samples_per_prompt
+        return max(4096, most * 4)
+
+    def engine(self, number: int) -> EngineSpec:
+        """One engine more, while the run goes on. Raises UsageError where there is no GPU for it."""
+        held = {gpu for spec in (*self.engines, *self.frozen) for gpu in spec.gpus}
+        gpus: tuple[str, ...] = ()
+        if held:
+            free = [gpu for gpu in gpus_to_divide(self.config) if gpu not in held]
+            if len(free) < self.config.sglang.rollout_num_gpus_per_engine:
+                raise UsageError(
+                    f"there is no GPU for another engine: {len(held)} of those that are visible have one; end one "
+                    "first, or resume the run with more in CUDA_VISIBLE_DEVICES"
+                )
+            [gpus] = engines_gpus(self.config, free, 1)
+        # Any free port: the one that follows may be a frozen engine's.
+        added = msgspec.structs.replace(
+            self.engines[0], name=f"engine-{number}", port=0, seed=self.config.run.seed + number, gpus=gpus
+        )
+        return self._disturbed(added)
+
+    def _disturbed(self, spec: EngineSpec) -> EngineSpec:
+        """With the faults that the user asked for."""
+        plan = fault_plan(
+            self.config, "engine", spec.name, run_generation=self.run_generation, run_dir=self.rundir.path
+        )
+        return msgspec.structs.replace(spec, faults=plan)
 
     def _port(self, stream: Stream, node: Node) -> PortSpec:
         rollout = self.config.rollout
         items = node.concurrency * 2
         size = 8 << 20
         if node.name in HOLDERS:
-            gate = StalenessGate.of(self.config)
-            items = max(4096, gate.most_open * rollout.n_samples_per_prompt * 4)
+            items = self.room
             size = UNBOUNDED_BYTES
         elif node.name == "generate":
             slots = math.ceil(max(1, len(self.engines)) * rollout.server_concurrency / node.replicas)
@@ -145,7 +182,7 @@ def _engines(
     checkpoints = {name: place for name, place in frozen.items() if not is_address(place)}
     gpus: tuple[tuple[str, ...], ...] = ((),) * (started + len(checkpoints))
     if settings.engine == "sglang" and gpus:
-        gpus = engines_gpus(config, visible_gpus(), len(gpus))
+        gpus = engines_gpus(config, gpus_to_divide(config), len(gpus))
     engines = [
         EngineSpec(f"engine-{i}", settings, model_path, max_context, port + i if port else 0, seed + i, gpus=gpus[i])
         for i in range(started)

@@ -13,15 +13,16 @@ import dataclasses
 import shutil
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import msgspec
 
 from configs.load import config_hash, dump_toml
+from configs.phases import supervised, untrained, with_model
 from configs.resolve import num_rollout_for
 from configs.schema import Config
-from configs.schema.debug import DebugConfig, generates
+from configs.schema.debug import generates
 from models.checkpoint import Manifest, latest_checkpoint, remove_leftovers, resumable_checkpoint
 from models.context import context_limit
 from models.import_path import add_working_directory
@@ -39,7 +40,7 @@ from pipeline.preflight.frozen_engines import check_frozen
 from pipeline.preflight.names import check_graders
 from pipeline.preflight.refusals import refuse
 from pipeline.record.episodes import read_lives, write_lives
-from pipeline.record.journal import RolledBack
+from pipeline.record.journal import RolledBack, last_run_generation
 from pipeline.record.recorder import Recorder
 from pipeline.record.report import conclude, summarise
 from pipeline.record.run_directory import RunDir, disk_error
@@ -61,15 +62,20 @@ from stages.train.saved_groups import restorable
 Launchers = Callable[[RunDir, int], Launcher]  # where processes run, with so many threads each
 
 
-def run(config: Config, launchers: Launchers = LocalLauncher) -> int:
-    """Run to the end; return the exit code: 0 done, 130 interrupted. Raises RunError with one sentence for the user."""
+def run(config: Config, launchers: Launchers | None = None) -> int:
+    """Run to the end; return the exit code: 0 done, 130 interrupted. Raises RunError with one sentence for the user.
+
+    `launchers`: instead of those that `--runner` names.
+    """
     add_working_directory()  # graders, filters, tools and stages of the user's own, as in the workers
     raise_file_limit()
     directory = Path(config.run.resume or config.run.run_dir or time.strftime("runs/%Y%m%d-%H%M%S"))
     try:
         with interruptible(), RunDir(directory).open(resume=config.run.resume is not None) as rundir:
             try:
-                return _run(config, rundir, launchers)
+                refuse(config)  # now, not after a warm start
+                with _connected(config, launchers) as found:
+                    return _run(config, rundir, found)
             except Exception as error:
                 if rundir.gone:  # whatever failed by that
                     raise UsageError(
@@ -94,9 +100,20 @@ def run(config: Config, launchers: Launchers = LocalLauncher) -> int:
         raise UsageError(sentence) from error
 
 
+@contextlib.contextmanager
+def _connected(config: Config, launchers: Launchers | None) -> Iterator[Launchers]:
+    """What the runner needs, for the time of the block."""
+    if launchers is not None or config.run.runner != "ray":
+        yield launchers or LocalLauncher
+        return
+    from pipeline.hosts.ray_cluster import connected
+
+    with connected(config) as found:
+        yield found
+
+
 def _run(config: Config, rundir: RunDir, launchers: Launchers) -> int:
     resolved = dump_toml(config)
-    refuse(config)  # now, not after a warm start
     for place in (SHARED_MEMORY, rundir.path):
         remove_stale(place)  # weight slots that killed runs left
     experiment = config_hash(config)
@@ -109,9 +126,9 @@ def _run(config: Config, rundir: RunDir, launchers: Launchers) -> int:
             rundir.write_config(resolved)
         config = _warm_start(config, rundir, launchers)
     elif config.warm_start.warm_start_steps:
-        config = _with_model(config, rundir.path / "warm_start" / "model")
+        config = with_model(config, rundir.path / "warm_start" / "model")
     if config.debug.debug_rollout_only:
-        config = _untrained(config)
+        config = untrained(config)
     with Phase(config, rundir, launchers, found, experiment, resolved) as phase:
         try:
             reason = phase.run()
@@ -129,25 +146,13 @@ def _tell(line: str) -> None:
     sys.stderr.write(f"{line}\n")
 
 
-def _with_model(config: Config, model: Path) -> Config:
-    """The configuration with another starting point; a reference or critic that had none of its own follows."""
-    replace, start = msgspec.structs.replace, config.train.hf_checkpoint
-    reference = str(model) if config.train.ref_load in (None, start) else config.train.ref_load
-    critic = str(model) if config.critic.critic_load in (None, start) else config.critic.critic_load
-    return replace(
-        config,
-        train=replace(config.train, hf_checkpoint=str(model), ref_load=reference),
-        critic=replace(config.critic, critic_load=critic),
-    )
-
-
 def _warm_start(config: Config, rundir: RunDir, launchers: Launchers) -> Config:
     """Supervised training on prompt + label; returns the configuration with its model as the starting point."""
     home = rundir.path / "warm_start"
     model = home / "model"
     if not model.is_dir():
         shutil.rmtree(home, ignore_errors=True)
-        with RunDir(home).open(resume=False) as phase_dir, Phase(_supervised(config), phase_dir, launchers) as phase:
+        with RunDir(home).open(resume=False) as phase_dir, Phase(supervised(config), phase_dir, launchers) as phase:
             reason = phase.run()
             if reason != "finished":
                 raise Interrupted(f"{reason} in the warm start; start it again with --resume {rundir.path}")
@@ -156,52 +161,7 @@ def _warm_start(config: Config, rundir: RunDir, launchers: Launchers) -> Config:
                 raise RunError(f"the warm start left no checkpoint in {phase_dir.checkpoints}")
             shutil.copytree(trained / "hf", home / "model.draft", dirs_exist_ok=True)
             (home / "model.draft").rename(model)
-    return _with_model(config, model)
-
-
-def _untrained(config: Config) -> Config:
-    """The configuration with a trainer that takes no time and gives the weights of the start as every version."""
-    replace = msgspec.structs.replace
-    train = replace(config.train, train_backend="simulated", simulated_step_s=0.0)
-    return replace(config, train=train, checkpoint=replace(config.checkpoint, save_interval=None))
-
-
-def _supervised(config: Config) -> Config:
-    """The configuration of the warm start: the same machine with loss = sft and no engines."""
-    replace = msgspec.structs.replace
-    warm = config.warm_start
-    return replace(
-        config,
-        data=replace(
-            config.data,
-            prompt_data=warm.warm_start_data or config.data.prompt_data,
-            label_key=warm.warm_start_label_key or config.data.label_key,
-            rollout_shuffle=True,
-        ),
-        rollout=replace(
-            config.rollout,
-            num_rollout=warm.warm_start_steps,
-            num_epoch=None,
-            rollout_batch_size=warm.warm_start_batch_size,
-            n_samples_per_prompt=1,
-        ),
-        train=replace(
-            config.train,
-            loss_type="sft_loss",
-            lr=warm.warm_start_lr,
-            global_batch_size=warm.warm_start_batch_size,
-            num_steps_per_rollout=1,
-        ),
-        asynchrony=replace(config.asynchrony, max_staleness=2, update_weights_interval=1),
-        eval=replace(config.eval, eval_interval=None, eval_prompt_data=()),
-        tools=replace(config.tools, tools=()),
-        checkpoint=replace(config.checkpoint, save_interval=None),
-        observe=replace(config.observe, use_tensorboard=False),
-        debug=DebugConfig(),
-        run=replace(config.run, scale={}),
-        stage=(),
-        environment=(),
-    )
+    return with_model(config, model)
 
 
 class Phase:
@@ -224,7 +184,8 @@ class Phase:
         self.prompts = _prompts(config, tokenizer, rundir)
         self.eos_id = tokenizer.eos_ids[0] if tokenizer.eos_ids else None
         self.config = with_stops(_with_data(config, self.prompts))
-        self.epoch = manifest.epoch + 1 if manifest else 0
+        known = max(manifest.run_generation if manifest else 0, last_run_generation(rundir.ledger))
+        self.run_generation = known + 1 if config.run.resume else 0
         self.snapshot = msgspec.json.decode(manifest.ledger, type=LedgerSnapshot) if manifest else None
         self._check_data()
         if isinstance(self.prompts, DrawnPrompts) and manifest and self.snapshot:
@@ -235,7 +196,7 @@ class Phase:
         self.recorder = Recorder(
             self.config,
             rundir,
-            epoch=self.epoch,
+            run_generation=self.run_generation,
             resume_step=manifest.step if manifest else (0 if config.run.resume else None),
             experiment=experiment,
             data=self.prompts.fingerprint,
@@ -290,8 +251,10 @@ class Phase:
             self.rundir,
             self.graph,
             self.run_id,
-            model_path=str(self.checkpoint / "hf") if self.checkpoint is not None else self.config.train.hf_checkpoint,
-            train=TrainOptions(start, self.epoch, resume_from, frozenset(self.restored), str(self.slots)),
+            # Not the checkpoint that the run goes on from: it is pruned in time, and a later restart reads this again.
+            # The weights are brought to an engine before its first prompt in any case.
+            model_path=self.config.train.hf_checkpoint,
+            train=TrainOptions(start, self.run_generation, resume_from, frozenset(self.restored), str(self.slots)),
             vocab_size=policy.vocab_size if policy is not None else None,
             lives=self.lives,
             host=self.launcher.controller,
@@ -309,18 +272,28 @@ class Phase:
             write_lives(self.rundir.episodes, self.lives)
         (self.rundir.path / "config.json").write_bytes(msgspec.json.encode(self.config))  # for people
 
+    def _begun(self) -> None:
+        """A resumed run has its weights. Their labels must not be used again, however soon it is killed."""
+        self._keep_config()
+        self.recorder.journal.write()
+        self.recorder.journal.sync()
+
     async def _main(self) -> str:
         task = asyncio.current_task()
         if task is not None:
             task.set_name("sluice-main")
         if self.config.run.resume is None:
             self._keep_config()
+            self.recorder.journal.begin_with(self.recorder.began)
         else:
-            self.recorder.begun = self._keep_config  # the trainer may refuse: what was refused changes nothing
+            self.recorder.begun = self._begun  # the trainer may refuse: what was refused changes nothing
             remove_leftovers(self.rundir.checkpoints)
             step = self.manifest.step if self.manifest else 0
             next_group = self.snapshot.next_group if self.snapshot else 0
-            self.recorder.journal.begin_with(RolledBack(step, self.epoch, next_group, self.reopened, self.restored))
+            self.recorder.journal.begin_with(
+                RolledBack(step, self.run_generation, next_group, self.reopened, self.restored),
+                self.recorder.began,
+            )
         loads = self.config.debug.load_debug_rollout_data is not None
         gate = StalenessGate.of(self.config)
         stage = PromptStage(

@@ -29,6 +29,11 @@ def visible_gpus(environment: Mapping[str, str] = os.environ, devices: Path = Pa
     return entries[: entries.index("-1")] if "-1" in entries else entries  # CUDA stops reading at -1
 
 
+def gpus_to_divide(config: Config) -> tuple[str, ...]:
+    """GPUs of this machine that the run divides itself; none on a cluster, where each process gets its own."""
+    return () if config.run.runner == "ray" else visible_gpus()
+
+
 def trainers_gpu(config: Config) -> int | None:
     """Place of the trainer's GPU among the visible ones; None if it trains on a CPU."""
     device = config.train.train_device

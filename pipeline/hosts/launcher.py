@@ -11,8 +11,9 @@ Invariants, for every launcher:
 
 from __future__ import annotations
 
+import asyncio
 import signal
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Final, Protocol
@@ -38,8 +39,8 @@ class ProcessSpec(Struct, frozen=True):
         env: variables beside those that processes of the run have anyway.
         ours: whether it is a program of this project; another one gets the environment of the host as it is.
         grace_s: time that it gets at the end to finish by itself; 0 = it needs none.
-        files: files and directories that it reads, which lie at the same path on its host: a launcher for other hosts
-            brings those that do not.
+        files: files and directories that it reads: a launcher for other hosts brings those that do not lie at the same
+            path there, and names the place of its copy in `argv` instead.
         sweep: whether what it leaves behind is ended with it in any case. Else that is left to itself, such as
             Python's resource tracker, which tidies up after its process.
     """
@@ -76,6 +77,9 @@ class Handle(Protocol):
     async def kill(self) -> int:
         """End it and all that it started at once, or what is left of them; its exit status."""
 
+    async def stop(self) -> None:
+        """Ask it to end; kill it, and what it left behind, after its grace."""
+
     def remember_shared(self) -> None:
         """Told while it comes up: what it holds in shared memory by now is removed for it, should it or the run be
         killed."""
@@ -98,6 +102,16 @@ class Launcher(Protocol):
         """The controller's host as processes on other hosts reach it; None: there are none, all meet in a private
         directory of this one."""
 
+    async def place(self, name: str) -> None:
+        """Choose the host of a process; before its `address` and `held_port` are asked for. Raises UsageError if there
+        is none for it."""
+
+    def expect(self, name: str) -> None:
+        """A process more than the run began with is to be placed. Raises UsageError if there is no room for it now."""
+
+    async def release(self, name: str) -> None:
+        """The process of that name has ended and is not started again."""
+
     async def spawn(self, spec: ProcessSpec, resources: Resources = ANYTHING) -> Handle: ...
 
     def address(self, name: str) -> str:
@@ -108,6 +122,14 @@ class Launcher(Protocol):
 
     async def stop_all(self) -> None:
         """Ask every process to end, wait at most its grace, then kill it and what it left behind."""
+
+
+async def stop_together(handles: Iterable[Handle]) -> None:
+    """Stop those that are alive. Waits for all of them."""
+    async with asyncio.TaskGroup() as tasks:
+        for handle in handles:
+            if handle.alive:
+                tasks.create_task(handle.stop())
 
 
 def ending(code: int) -> str:

@@ -17,13 +17,16 @@ from typing import Any
 from msgspec import Struct
 
 from configs.schema import Config
+from models.fault_injection import fault_plan
 from models.import_path import import_path
+from pipeline.hosts.faulty_inlet import FaultyInlet
 from pipeline.hosts.rendezvous import awaited, retire_key
 from pipeline.hosts.weights_source import FetchedWeights, OfferedWeights
 from pipeline.observe.stats import STATS_PREFIX, StageStats
 from pipeline.observe.trace import TraceWriter
 from stages.base import Stage, StageContext, beside
 from stages.options import StageOptions
+from stages.ports import Inlet as TakenFrom
 from stages.ports import Ports
 from transport import Inlet, Node, TopicClient
 
@@ -55,6 +58,7 @@ class ReplicaSpec(Struct, frozen=True):
     loops: tuple[str, ...] = ()
     options: dict[str, Any] = {}  # of a custom stage, as the user wrote them
     built_in: StageOptions | None = None
+    run_generation: int = 0
     host: str = ""  # under which other hosts reach what it binds; empty: there are none
 
 
@@ -106,12 +110,20 @@ async def _serve(stage: Stage, spec: ReplicaSpec, node: Node, topic: TopicClient
     }
     fetched = FetchedWeights(node, topic, f"{spec.replica}-{secrets.token_hex(4)}", Path(spec.run_dir))
     weights = OfferedWeights(node, topic, spec.host) if spec.host else fetched
-    ports = Ports(spec.replica, inlets, outlets, topic, weights)
+    taken: dict[str, TakenFrom[Any]] = dict(inlets)
+    faults = fault_plan(
+        stage.config, spec.stage, spec.replica, run_generation=spec.run_generation, run_dir=Path(spec.run_dir)
+    )
+    if faults is not None:
+        taken = {name: FaultyInlet(inlet, faults) for name, inlet in inlets.items()}
+    ports = Ports(spec.replica, taken, outlets, topic, weights)
     async with beside(_publish_stats(stage, spec, ports), _retire(spec, topic, inlets.values())):
         try:
             await stage.run(ports)
         finally:
             fetched.close()
+        for inlet in inlets.values():  # what a retired replica still holds, parts of groups, goes to another one
+            await inlet.close()
     await ports.topic.publish(STATS_PREFIX + spec.replica, _stats(stage, spec))
 
 

@@ -73,7 +73,9 @@ class Monitor:
     def _watch_progress(self) -> None:
         """Say what waits for what, where nothing was trained for long."""
         now, ledger = time.monotonic(), self.stage.ledger
-        done = (ledger.admitted - ledger.open, self.stage.steps, self.stage.trainer_up, len(self.recorder.evals))
+        paused_s = now if self.stage.paused else 0.0  # the run stands still since the user wants it to
+        ended = ledger.admitted - ledger.open
+        done = (ended, self.stage.steps, self.stage.trainer_up, len(self.recorder.evals), paused_s)
         moved = sum(hub.stats().accepted for hub in self.hubs.values())
         said = self.recorder.stalls.look(now, done, moved, lambda quiet_s: self.waits.sentence(now, quiet_s))
         if said is not None:
@@ -88,8 +90,9 @@ class Monitor:
                 self.recorder.say(f"{slow.engine}: {slow.reason}; the request is sent again, to another engine if any")
 
     def _watch_engines(self) -> None:
-        """An engine keeps its place when its address goes: it is lost, not gone."""
-        self._engines = dict.fromkeys(self._engines)
+        """An engine keeps its place when its address goes: it is lost, not gone, unless it was scaled away."""
+        left = self.recorder.view.engines_left
+        self._engines = {name: None for name in self._engines if name not in left}
         self._engines |= {name: address.url for name, address in addresses(self.topic).items()}
 
     def _router_metrics(self) -> str | None:

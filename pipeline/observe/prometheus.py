@@ -22,7 +22,7 @@ from pipeline.observe.exposition import CONTENT_TYPE, Family, Kind, read, write
 from pipeline.observe.stats import RunSnapshot
 
 SCRAPE_S: Final = 2.0  # most that an engine may take to answer
-OUTCOMES: Final = ("trained", "filtered", "stale", "failed", "surplus")
+OUTCOMES: Final = ("trained", "filtered", "stale", "failed", "discarded")
 STATES: Final = ("busy", "starved", "blocked", "stalled")
 
 
@@ -73,15 +73,15 @@ def progress(run: RunSnapshot) -> list[Family]:
 
 def groups(run: RunSnapshot) -> list[Family]:
     """Ledger and gate."""
-    ended = Family("sluice_groups_settled_total", "counter", "Groups that reached their end, by outcome.")
+    ended = Family("sluice_groups_settled_total", "counter", "Groups that have their outcome, by outcome.")
     for outcome in OUTCOMES:
         ended.add(getattr(run.ledger, outcome), outcome=outcome)
-    capacity = None if run.gate_capacity is None else float(run.gate_capacity)
+    capacity = None if run.may_enter is None else float(run.may_enter)
     return [
         one("sluice_groups_admitted_total", "counter", "Groups that entered.", run.ledger.admitted),
         ended,
-        one("sluice_groups_open", "gauge", "Groups on their way.", run.ledger.open),
-        one("sluice_gate_capacity_groups", "gauge", "Groups that may still enter now.", capacity),
+        one("sluice_groups_open", "gauge", "Groups in flight.", run.ledger.open),
+        one("sluice_gate_capacity_groups", "gauge", "Groups that may enter now.", capacity),
     ]
 
 

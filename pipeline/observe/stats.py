@@ -44,6 +44,15 @@ class StageStats(Struct, frozen=True):
         return msgspec.msgpack.decode(data, type=StageStats)
 
 
+class Changed(Struct, frozen=True, tag="change"):
+    """The user changed something while the run went on: after `step` batches `what` became `value`. Also a line of the
+    journal."""
+
+    step: int
+    what: str
+    value: str
+
+
 class LedgerCounts(Struct, frozen=True):
     """Groups by state. admitted == the sum of all others."""
 
@@ -52,7 +61,7 @@ class LedgerCounts(Struct, frozen=True):
     filtered: int = 0
     stale: int = 0
     failed: int = 0
-    surplus: int = 0
+    discarded: int = 0
     open: int = 0
 
 
@@ -96,8 +105,8 @@ class RunSnapshot:
     elapsed_s: float
     eta_s: float | None  # None until two steps are done
     version: int
-    gate_open: int
-    gate_capacity: int | None
+    in_flight: int  # groups that were admitted and have no outcome yet
+    may_enter: int | None  # groups that the staleness gate lets in now
     stages: tuple[StageRow, ...]
     ledger: LedgerCounts
     reward_mean: float | None
@@ -110,7 +119,7 @@ class RunSnapshot:
     trained_tokens_per_s: float
     wasted_tokens: int
     wasted_share: float  # of the tokens generated for settled groups
-    busiest: tuple[str, float] | None  # stage that sets the bound now, and its busy share: the efficiency against it
+    busiest: tuple[str, float] | None  # stage with the largest busy share now, and that share
     engines: tuple[EngineRow, ...] = ()
     supervised: bool = False  # labels are learnt: there is a loss, and neither reward nor staleness
     loss: float | None = None

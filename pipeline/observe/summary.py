@@ -20,7 +20,7 @@ from msgspec import Struct
 from pipeline.observe.errors import SummaryError
 from pipeline.observe.outages import OutageSummary
 from pipeline.observe.stalls import Stall
-from pipeline.observe.stats import LedgerCounts
+from pipeline.observe.stats import Changed, LedgerCounts
 from pipeline.observe.table import duration, number, quantity
 from pipeline.record.whole_file import write_json
 from stages.train.batch_metrics import quantile
@@ -113,6 +113,7 @@ class RunSummary(Struct, frozen=True, kw_only=True):
     eval: EvalSummary = EvalSummary()
     tokens_per_s: float = 0.0  # trained
     generated_tokens_per_s: float = 0.0
+    effective_training_time: float | None = None  # share of the wall clock of all starts that ended in a step
     efficiency_vs_bound: float | None = None
     busiest_stage: str = ""
     wasted_tokens: int = 0  # generated for groups that were not trained
@@ -121,8 +122,10 @@ class RunSummary(Struct, frozen=True, kw_only=True):
     engine: EngineSummary = EngineSummary()
     router: RouterSummary = RouterSummary()
     restarts: dict[str, int] = {}  # by replica
+    faults_injected: dict[str, int] = {}  # on purpose, by stage and kind, in all starts of the run
     uncertain_calls: int = 0  # that change the world, and of which nobody knows whether they took effect
     environment_outages: dict[str, OutageSummary] = {}  # by environment
+    changes: tuple[Changed, ...] = ()  # by the user while the run went on
     stalls: tuple[Stall, ...] = ()  # times in which nothing was trained for longer than --stall-notice-s
     seed: int = 0
     config_hash: str = ""
@@ -250,17 +253,28 @@ def _results(summary: RunSummary) -> list[tuple[str, str]]:
     if summary.efficiency_vs_bound is not None:
         busy = f"busiest stage ({summary.busiest_stage}) at work {summary.efficiency_vs_bound:.0%} of the time"
         rows.append(("efficiency", busy))
+    if summary.effective_training_time is not None:
+        rows.append(
+            ("effective", f"{summary.effective_training_time:.1%} of the wall clock ended in a step that counts")
+        )
     rows.append(("wasted", f"{summary.wasted_share:.1%} of the generated tokens"))
     counts = summary.groups
     groups = f"{counts.trained} trained, {counts.filtered} filtered, {counts.stale} stale, {counts.failed} failed"
-    rows.append(("groups", f"{groups}, {counts.surplus} surplus, {counts.open} open"))
+    rows.append(("groups", f"{groups}, {counts.discarded} discarded, {counts.open} in flight"))
     if summary.stalls:
         longest = max(stall.seconds for stall in summary.stalls)
         rows.append(("stalls", f"{len(summary.stalls)}, the longest of {duration(longest)}; see summary.json"))
+    if summary.faults_injected:
+        rows.append(("faults on purpose", ", ".join(f"{name} {n}" for name, n in summary.faults_injected.items())))
     if summary.uncertain_calls:
         rows.append(("uncertain", f"{summary.uncertain_calls} calls of which nobody knows whether they took effect"))
     for name, outage in summary.environment_outages.items():
         rows.append(("outages", f"{name} {outage.outages}, {duration(outage.seconds)} in all: {outage.reason}"))
+    if summary.changes:
+        said = ", ".join(
+            f"{change.what} {change.value}".rstrip() + f" (step {change.step})" for change in summary.changes[-5:]
+        )
+        rows.append(("changed", said))
     if any(summary.restarts.values()):
         rows.append(("restarts", ", ".join(f"{stage} {n}" for stage, n in summary.restarts.items() if n)))
     return rows

@@ -105,7 +105,7 @@ def plain_line(snapshot: RunSnapshot) -> str:
     parts.append(f"staleness {_staleness(snapshot)}")
     parts.append(f"v{snapshot.version}")
     parts.append(f"{quantity(snapshot.trained_tokens_per_s)} trained tok/s")
-    parts.append(f"open {snapshot.gate_open}" + (f"/{snapshot.gate_capacity}" if snapshot.gate_capacity else ""))
+    parts.append(_in_flight(snapshot))
     parts.append(f"wasted {snapshot.wasted_share:.1%}")
     if snapshot.ledger.failed:
         parts.append(f"failed {snapshot.ledger.failed}")
@@ -135,7 +135,6 @@ def render(snapshot: RunSnapshot, width: int, notes: tuple[str, ...] = ()) -> Re
 
 
 def _header(snapshot: RunSnapshot) -> Text:
-    capacity = "" if snapshot.gate_capacity is None else f"/{snapshot.gate_capacity}"
     total = "" if snapshot.total_steps is None else f"/{snapshot.total_steps}"
     text = Text(overflow="fold")
     text.append(" sluice ", style="bold reverse")
@@ -144,8 +143,12 @@ def _header(snapshot: RunSnapshot) -> Text:
     if snapshot.supervised:
         return text
     text.append("  version ").append(str(snapshot.version), style="bold")
-    text.append("  gate ").append(f"{snapshot.gate_open}{capacity}", style="bold").append(" open")
-    return text
+    return text.append(f"  {_in_flight(snapshot)}", style="bold")
+
+
+def _in_flight(snapshot: RunSnapshot) -> str:
+    """Groups, and how many more the staleness gate lets in now."""
+    return f"in flight {snapshot.in_flight}" + (f", may enter {snapshot.may_enter}" if snapshot.may_enter else "")
 
 
 def _progress(snapshot: RunSnapshot, width: int) -> RenderableType:
@@ -245,12 +248,12 @@ def _footer(snapshot: RunSnapshot) -> list[RenderableType]:
     flow.append(" of tokens")
     if snapshot.busiest is not None:
         stage, share = snapshot.busiest
-        flow.append("   efficiency ").append(f"{share:.0%}", style="bold").append(f" of the bound ({stage})")
+        flow.append(f"   busiest stage ({stage}) busy ").append(f"{share:.0%}", style="bold")
     counts = snapshot.ledger
     groups = Text("groups ", overflow="fold").append(f"{counts.trained} trained", style="bold")
     groups.append(f", {counts.filtered} filtered, {counts.stale} stale, ")
     groups.append(f"{counts.failed} failed", style="bold red" if counts.failed else "")
-    groups.append(f", {counts.surplus} surplus, {counts.open} open")
+    groups.append(f", {counts.discarded} discarded, {counts.open} in flight")
     return [reward, flow, groups]
 
 

@@ -14,10 +14,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from pipeline.observe.stats import COUNTERS, EngineRow, LedgerCounts, RunSnapshot, StageRow, StageStats
-from stages.engine_entries import ASKED
+from stages.engine_entries import ASKED, IDLE
 
 ENGINE_BUSY = "engine_busy_s"  # busy seconds of all engines, as the engines stage tells them
-IDLE = "/idle"  # end of the name under which the engines stage tells an engine's idle share
 
 
 @dataclass
@@ -89,7 +88,7 @@ class RunView:
         self._supervised = supervised
         self._loss: float | None = None
         self._total_steps = total_steps
-        self._bound = staleness_bound
+        self.bound = staleness_bound
         self._started_s = started_s
         self._window_s = window_s
         self._order = list(stages)
@@ -98,7 +97,7 @@ class RunView:
         self.queues: dict[str, int] = {}  # messages waiting in front of a stage
         self._restarts: dict[str, int] = {}
         self.ledger = LedgerCounts()
-        self.gate: tuple[int, int | None] = (0, None)  # open groups (admitted, not settled), and how many there may be
+        self.gate: tuple[int, int | None] = (0, None)  # groups in flight, and how many more may enter
         self._steps: deque[tuple[float, int, int]] = deque()  # (time, step, trained tokens)
         self.version = 0  # of the weights that all engines carry
         self.wasted_tokens = 0  # generated for groups that were not trained
@@ -107,6 +106,8 @@ class RunView:
         self._evals: dict[str, tuple[int, float]] = {}
         self._up: frozenset[str] = frozenset()
         self._engines: dict[str, tuple[int, float] | None] = {}
+        self.engines_left: set[str] = set()  # scaled away
+        self.most_engines = 0  # at once
         self.staleness: dict[int, int] = {}  # trained tokens by staleness, all steps
 
     def stage(self, stats: StageStats) -> None:
@@ -137,10 +138,12 @@ class RunView:
     def engines(self, reports: Mapping[str, tuple[int, float] | None]) -> None:
         """The engines that have an address: (version, seconds of the newest update), None before the first.
 
-        One that was there before and is not named is lost.
+        One that was there before and is not named is lost, unless it was scaled away (`engines_left`).
         """
-        self._engines = {**dict.fromkeys(self._engines), **reports}
+        known = {**dict.fromkeys(self._engines), **reports}
+        self._engines = {name: report for name, report in known.items() if name not in self.engines_left}
         self._up = frozenset(reports)
+        self.most_engines = max(self.most_engines, len(self._engines))
 
     def step(
         self, step: int, *, at_s: float, metrics: Mapping[str, float], tokens: int, staleness: Mapping[int, int]
@@ -210,8 +213,8 @@ class RunView:
             elapsed_s=now_s - self._started_s,
             eta_s=self._eta_s(now_s),
             version=self.version,
-            gate_open=self.gate[0],
-            gate_capacity=self.gate[1],
+            in_flight=self.gate[0],
+            may_enter=self.gate[1],
             stages=rows,
             ledger=self.ledger,
             reward_mean=self._rewards[-1] if self._rewards else None,
@@ -219,7 +222,7 @@ class RunView:
             evals=dict(self._evals),
             staleness_mean=weighted / total if total else None,
             staleness_max=max((lag for lag, count in self.staleness.items() if count), default=None),
-            staleness_bound=self._bound,
+            staleness_bound=self.bound,
             trained_tokens=self._trained_tokens,
             trained_tokens_per_s=self._token_rate(),
             wasted_tokens=self.wasted_tokens,

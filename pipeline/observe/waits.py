@@ -31,7 +31,7 @@ class Waits:
         self, placement: Placement, stage: PromptStage, view: RunView, hubs: Mapping[str, Hub], topic: TopicServer
     ) -> None:
         self.config, self.graph = placement.config, placement.graph
-        self.engines = [spec.name for spec in placement.engines]
+        self.placement = placement
         self.stage, self.view, self.hubs, self.topic = stage, view, hubs, topic
 
     def sentence(self, now_s: float, quiet_s: float) -> str:
@@ -105,7 +105,7 @@ class Waits:
         there, known = addresses(self.topic), entries(self.topic)
         newest = read_value(self.topic, "weights", WeightsAnnouncement)
         asked = self.view.asked_s()
-        for name in self.engines:
+        for name in (spec.name for spec in self.placement.engines):
             if name not in there:
                 yield f"{name} is not up"
             elif (trouble := _trouble(known.get(name), newest)) is not None:
@@ -117,11 +117,13 @@ class Waits:
 def _trouble(entry: EngineEntry | None, newest: WeightsAnnouncement | None) -> str | None:
     """What is not right with an engine that has an address."""
     detail = f": {entry.detail}" if entry is not None and entry.detail else ""
+    if entry is not None and entry.state in ("leaving", "left"):
+        return "is leaving"
     if entry is None or (entry.version < 0 and newest is None):
         return f"has no weights yet{detail}"
     if entry.state == "away":
         return f"is left out{detail}"
-    if newest is None or (entry.epoch, entry.version) >= (newest.epoch, newest.version):
+    if newest is None or (entry.run_generation, entry.version) >= (newest.run_generation, newest.version):
         return None
     has = f"has version {entry.version}" if entry.version >= 0 else "has no weights yet"
     return f"{has} and {'takes' if entry.fetching >= 0 else 'lacks'} version {newest.version}{detail}"

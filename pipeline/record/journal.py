@@ -21,6 +21,7 @@ import msgspec
 from msgspec import Struct
 
 from pipeline.errors import UsageError
+from pipeline.observe.stats import Changed
 
 _SEAL_BYTES: Final = len(b',"crc":"00000000"}\n')
 _OTHER_FORMAT: Final = re.compile(rb"[0-9a-f]{8} \{")
@@ -28,6 +29,13 @@ _OTHER_FORMAT: Final = re.compile(rb"[0-9a-f]{8} \{")
 
 class JournalDamaged(UsageError):
     """A line in the middle cannot be read, or the file is of another version."""
+
+
+class Began(Struct, frozen=True, tag="begin"):
+    """One start of the run. `before_s`: unix time of the last sign of the start before it, 0 if there was none."""
+
+    unix_s: float
+    before_s: float = 0.0
 
 
 class Admitted(Struct, frozen=True, tag="admit"):
@@ -49,6 +57,7 @@ class Stepped(Struct, frozen=True, tag="step"):
     step: int
     token_hash: str
     oldest: int  # largest staleness among its trained tokens
+    took_s: float = 0.0  # since the step before it, or since the trainer's first weights of this start were out
 
 
 class Committed(Struct, frozen=True, tag="commit"):
@@ -59,13 +68,13 @@ class RolledBack(Struct, frozen=True, tag="rollback"):
     """The run was resumed from the checkpoint of `step`: what it holds as open is open again, however it ended."""
 
     step: int
-    epoch: int
+    run_generation: int
     next_group: int
     reopened: tuple[int, ...] = ()  # groups that the checkpoint's ledger holds as open
     restored: tuple[int, ...] = ()  # those of them that the trainer found complete in the checkpoint
 
 
-Event = Admitted | Ended | Stepped | Committed | RolledBack
+Event = Began | Admitted | Ended | Stepped | Committed | RolledBack | Changed
 
 
 class Journal:
@@ -81,9 +90,9 @@ class Journal:
         self._encoder = msgspec.json.Encoder()
         self._first: tuple[Event, ...] = ()
 
-    def begin_with(self, event: Event) -> None:
-        """Write that event in front of the next one: what is refused before anything happens leaves no line."""
-        self._first = (event,)
+    def begin_with(self, *events: Event) -> None:
+        """Write these events in front of the next one: what is refused before anything happens leaves no line."""
+        self._first = events
 
     def write(self, *events: Event) -> None:
         first, self._first = self._first, ()
@@ -155,6 +164,14 @@ def read_journal(path: Path) -> Iterator[Event]:
             yield decoder.decode(line)
 
 
+def last_run_generation(path: Path) -> int:
+    """The run generation of the newest life of a run: 0 before its first resume. No later one may repeat it, also if it
+    begins at the same checkpoint, since labels of weights carry it."""
+    if not path.exists():
+        return 0
+    return max((event.run_generation for event in read_journal(path) if isinstance(event, RolledBack)), default=0)
+
+
 class Audit(Struct):
     """What the journal says of a run, roll-backs applied."""
 
@@ -198,7 +215,7 @@ def audit(path: Path) -> Audit:
                 admitted = {g for g in admitted if g < event.next_group}
                 again = set(event.reopened)
                 ended = {g: e for g, e in ended.items() if g in admitted and _survives(e, event.step, g in again)}
-            case Committed():
+            case Began() | Committed() | Changed():
                 pass
     outcomes: dict[str, int] = {}
     for end in ended.values():

@@ -21,12 +21,13 @@ from models.checkpoint import Manifest, commit_directory, final_path, manifests,
 from pipeline.observe.metrics import Metrics
 from pipeline.observe.outages import OutageWatch
 from pipeline.observe.stalls import StallWatch
-from pipeline.observe.stats import STATS_PREFIX, LedgerCounts, StageStats
+from pipeline.observe.stats import STATS_PREFIX, Changed, LedgerCounts, StageStats
 from pipeline.observe.trace import TraceWriter
 from pipeline.observe.view import RunView
+from pipeline.record.effective_time import EffectiveTime, last_sign_s, resumed_time
 from pipeline.record.episodes import forget_ended
 from pipeline.record.group_outcomes import GroupOutcomes
-from pipeline.record.journal import Admitted, Committed, Ended, Journal, Stepped
+from pipeline.record.journal import Admitted, Began, Committed, Ended, Journal, Stepped, read_journal
 from pipeline.record.run_directory import RunDir
 from pipeline.record.save_hf import save_hf
 from pipeline.supervise.outage import consequence
@@ -69,14 +70,16 @@ class Recorder:
         config: Config,
         rundir: RunDir,
         *,
-        epoch: int = 0,
+        run_generation: int = 0,
         resume_step: int | None = None,
         experiment: str = "",
         data: str = "",
     ) -> None:
-        self.config, self.rundir, self.epoch = config, rundir, epoch
+        self.config, self.rundir, self.run_generation = config, rundir, run_generation
         self.experiment, self.data = experiment, data  # hash of the configuration, fingerprint of the prompts
         self.started = time.monotonic()
+        self.began = Began(time.time())
+        self.effective = EffectiveTime(self.began.unix_s)
         self.training_started: float | None = None  # when the trainer's first weights were out
         self.last_step_s = self.started
         self.outages = OutageWatch()
@@ -98,6 +101,8 @@ class Recorder:
         self.versions: list[int] = []
         self.restarts: dict[str, int] = {}
         self.dead_letters: list[str] = []
+        self.staleness_bound = config.asynchrony.max_staleness  # the largest that applied
+        self.changes: list[Changed] = []  # by the user, also before a resume
         self.delta_ratios: list[float] = []  # per step, where weights travel as differences
         self.lines: Callable[[str], None] = lambda line: None  # where a message to the user goes
         self.begun: Callable[[], None] = lambda: None  # called once the trainer has its weights: nothing is refused now
@@ -112,7 +117,12 @@ class Recorder:
         return self._metrics
 
     def __enter__(self) -> Recorder:
+        before_s = last_sign_s(self.rundir.ledger, self.rundir.metrics, self.rundir.summary)
         self.journal = Journal(self.rundir.ledger)
+        if self._resume_step is not None:
+            self.changes = [event for event in read_journal(self.rundir.ledger) if isinstance(event, Changed)]
+            self.began = Began(self.began.unix_s, before_s)
+            self.effective = resumed_time(read_journal(self.rundir.ledger), self.began, self._resume_step)
         self.spans = TraceWriter(self.rundir.trace, "prompts-0", stage="prompts", enabled=self.config.observe.trace)
         return self
 
@@ -157,12 +167,14 @@ class Recorder:
             self.training_started = self.last_step_s = now
             self.view.begin()
             return
-        self.last_step_s = now
+        took_s, self.last_step_s = now - self.last_step_s, now
+        self.effective.steps[report.step] = took_s
         tallied = {} if self.config.train.loss_type == "sft_loss" else self.group_outcomes.step(report)
         metrics = {**report.metrics, **tallied, **self._ledger_metrics(), **self._weights_metrics()}
+        metrics["perf/effective_training_time"] = self.effective.share(time.time())
         if "reward/mean" in metrics:
             self.rewards.append(metrics["reward/mean"])
-        self.journal.write(Stepped(report.step, report.token_hash, max(report.staleness, default=0)))
+        self.journal.write(Stepped(report.step, report.token_hash, max(report.staleness, default=0), round(took_s, 3)))
         self.view.step(report.step, at_s=now, metrics=metrics, tokens=report.tokens, staleness=report.staleness)
         self._open_metrics().write(
             report.step,
@@ -201,7 +213,7 @@ class Recorder:
         manifest = Manifest(
             step=report.step,
             version=report.version,
-            epoch=self.epoch,
+            run_generation=self.run_generation,
             ledger=msgspec.json.encode(ledger).decode(),
             config_hash=self.experiment,
             cursor=self.data,
@@ -227,6 +239,19 @@ class Recorder:
         self.restarts[replica] = self.restarts.get(replica, 0) + 1
         self.view.restarted(stage)
         self.say(f"{replica} ended with {why}; restarting it, {consequence(self.config, stage)}")
+
+    def changed(self, what: str, value: str) -> None:
+        """The user changed something while the run goes on. Journalled before he is told that it is so."""
+        change = Changed(self.view.snapshot(time.monotonic()).step, what, value)
+        self.changes.append(change)
+        self.journal.write(change)
+        self.journal.flush()
+        self.say(f"changed: {what} {value}".rstrip())
+
+    def bound(self, max_staleness: int) -> None:
+        """The bound of staleness was changed."""
+        self.staleness_bound = max(self.staleness_bound or 0, max_staleness)
+        self.view.bound = max_staleness
 
     def dead_letter(self, stream: str, key: str, reason: str) -> None:
         self.dead_letters.append(f"{stream} {key}: {reason}")

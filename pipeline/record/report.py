@@ -10,6 +10,7 @@ from configs.graph import engine_count
 from configs.schema import Config
 from configs.schema.router import router_kind
 from models.checkpoint import latest_checkpoint
+from models.fault_injection import injected
 from pipeline.observe.perfetto import merge
 from pipeline.observe.plot import plot_metrics_file
 from pipeline.observe.summary import (
@@ -38,7 +39,7 @@ def conclude(recorder: Recorder, config: Config, reason: str) -> RunSummary:
     write_summary(rundir.summary, summary)
     curve = rundir.path / "learning_curve.png"
     if recorder.rewards or recorder.evals:
-        bound = config.asynchrony.max_staleness
+        bound = recorder.staleness_bound
         title = f"{config.run.mode}, {summary.steps} rollout batches"
         plot_metrics_file(rundir.metrics, curve, title=title, staleness_bound=bound)
     trace = rundir.path / "trace.json"
@@ -67,16 +68,16 @@ def conclude(recorder: Recorder, config: Config, reason: str) -> RunSummary:
 
 def engines_of(recorder: Recorder, config: Config) -> EngineSummary:
     """The engines that generate, as they last came up; a phase without engines has none."""
-    count = engine_count(config)
-    if count == 0:
+    if engine_count(config) == 0:
         return EngineSummary()
+    count = len(recorder.view.engine_rows()) or engine_count(config)
     up = {name: facts for name, facts in read_fleet(recorder.rundir).items() if facts.role == "engine"}
     kinds = sorted({facts.kind for facts in up.values()}) or [config.engine.engine]
     return EngineSummary(
         kind=", ".join(kinds),
         version=", ".join(sorted({facts.version for facts in up.values() if facts.version})),
         count=count,
-        restarts=sum(recorder.restarts.get(f"engine-{i}", 0) for i in range(count)),
+        restarts=sum(n for name, n in recorder.restarts.items() if name.startswith("engine-")),
         reused_tokens=int(recorder.view.extra("generate", "reused_tokens")),
     )
 
@@ -94,18 +95,19 @@ def summarise(recorder: Recorder, config: Config, reason: str) -> RunSummary:
     training_s = recorder.last_step_s - (recorder.training_started or recorder.started)
     trained, wasted = snapshot.trained_tokens, snapshot.wasted_tokens
     versions = recorder.versions
-    shares = view.busy_shares(engine_count(config))
+    shares = view.busy_shares(max(engine_count(config), view.most_engines))
     return RunSummary(
         mode=config.run.mode,
         exit_reason="completed" if reason == "finished" else reason,
         steps=snapshot.step,
         wall_s=round(recorder.wall_s, 3),
         groups=recorder.counts(),
-        staleness=summarise_staleness(view.staleness, config.asynchrony.max_staleness),
+        staleness=summarise_staleness(view.staleness, recorder.staleness_bound),
         reward=summarise_reward(recorder.rewards),
         eval=summarise_evals(recorder.eval_points()),
         tokens_per_s=round(trained / training_s, 1) if training_s > 0 else 0.0,
         generated_tokens_per_s=round((trained + wasted) / training_s, 1) if training_s > 0 else 0.0,
+        effective_training_time=round(recorder.effective.share(time.time()), 4),
         efficiency_vs_bound=efficiency_vs_bound(shares),
         busiest_stage=max(shares, key=shares.__getitem__, default=""),
         wasted_tokens=wasted,
@@ -120,7 +122,9 @@ def summarise(recorder: Recorder, config: Config, reason: str) -> RunSummary:
         engine=engines_of(recorder, config),
         router=router_of(recorder, config),
         restarts=dict(recorder.restarts),
+        changes=tuple(recorder.changes),
         stalls=recorder.stalls.stalls(time.monotonic()),
+        faults_injected=injected(recorder.rundir.path),
         uncertain_calls=uncertain_in(recorder.rundir.episodes),
         environment_outages=recorder.outages.summary(),
         seed=config.run.seed,

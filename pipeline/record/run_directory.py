@@ -23,6 +23,7 @@ import fcntl
 import os
 import secrets
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import IO
 
@@ -30,9 +31,12 @@ from models.weights.slots_directory import PREFIX, DirectoryLease, remove_stale
 from pipeline.errors import UsageError, too_many_files, user_error
 from pipeline.record.whole_file import write_whole
 from stages.agents.once import EPISODES_DIR
+from transport.links.address import IPC_PATH_LIMIT
 
 MIN_FREE_BYTES = 64 << 20
 LOCK_FILE = ".lock"
+# "/sluice-01234567/trainer-group-123456.sock", the longest name of a socket, and some room.
+SOCKET_PATH_BYTES = 48
 
 
 def disk_error(path: Path, error: OSError) -> UsageError:
@@ -42,6 +46,17 @@ def disk_error(path: Path, error: OSError) -> UsageError:
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         return UsageError(f"the disk of the run directory {path} is full; free some space or choose another --run-dir")
     return UsageError(f"the run directory {path} cannot be used: {error.strerror or error}; choose another --run-dir")
+
+
+def _home_of_sockets(homes: Sequence[Path]) -> Path:
+    """The first directory in which the path of a socket is short enough for the kernel."""
+    for home in homes:
+        if len(os.fsencode(home)) + SOCKET_PATH_BYTES <= IPC_PATH_LIMIT:
+            return home
+    raise UsageError(
+        f"the paths of sockets in {' and '.join(map(str, homes))} would be longer than the {IPC_PATH_LIMIT} bytes that "
+        f"the kernel takes; set TMPDIR to a directory whose path has at most {IPC_PATH_LIMIT - SOCKET_PATH_BYTES} bytes"
+    )
 
 
 class RunDir:
@@ -85,7 +100,7 @@ class RunDir:
             homes = [Path(home) for home in (runtime, tempfile.gettempdir()) if home and Path(home).is_dir()]
             for home in homes:
                 remove_stale(home)  # what killed runs left; a live one holds the lock of its own
-            self._sockets = DirectoryLease(homes[0] / f"{PREFIX}{secrets.token_hex(4)}")
+            self._sockets = DirectoryLease(_home_of_sockets(homes) / f"{PREFIX}{secrets.token_hex(4)}")
             self.sockets = self._sockets.directory
         except BlockingIOError:
             raise UsageError(f"--run-dir {self.path} is in use by another run; choose another directory") from None
@@ -106,6 +121,10 @@ class RunDir:
     def write_config(self, text: str) -> None:
         """Keep the resolved configuration. Only once nothing can refuse it: a resume reads it before its own flags."""
         write_whole(self.config, text.encode())
+
+    def write_pid(self, name: str, pid: int) -> None:
+        """Keep the number of a process, on its own host, for those who look for it: `replicas/<name>.pid`."""
+        write_whole(self.specs / f"{name}.pid", str(pid).encode())
 
     def _check_space(self) -> None:
         probe = self.path / ".space"

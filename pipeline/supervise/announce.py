@@ -80,6 +80,13 @@ class Announcer:
         kind = _kind(version) if spec.external else spec.config.engine
         self._remember(spec.name, ServerInfo(kind, url, incarnation, version, spec.kind))
 
+    def engine_left(self, spec: EngineSpec) -> None:
+        self._drop_engine(spec.name)
+        self.recorder.view.engines_left.add(spec.name)
+        if self._fleet.pop(spec.name, None) is not None:
+            write_json(self.recorder.rundir.fleet, self._fleet)
+        self.recorder.say(f"{spec.name} has ended, engine is scaled down")
+
     def engine_away(self, spec: EngineSpec, why: str) -> None:
         self._drop_engine(spec.name)
         self._away(spec.name, spec.external, why, spec.kind)

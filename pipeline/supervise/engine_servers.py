@@ -80,6 +80,9 @@ class EmbeddedOrSimulatedServer(EngineProcess):
         ]
         if spec.max_context:
             argv += ["--max-context-len", str(spec.max_context)]
+        if spec.faults is not None:  # requests are counted from one by each incarnation, and draw anew
+            plan = msgspec.structs.replace(spec.faults, replica=f"{self.name}/{incarnation}")
+            argv += ["--fault-plan", msgspec.json.encode(plan).decode()]
         return ProcessSpec(self.name, tuple(argv), sweep=True, files=(spec.model_path,)), f"http://{host}:{port}"
 
 
@@ -121,20 +124,32 @@ class InProcessEngine:
 
     def __init__(self, spec: EngineSpec, lifecycle: Lifecycle) -> None:
         self.spec, self.lifecycle = spec, lifecycle
+        self._retired = False
+
+    def retire(self) -> None:
+        """End it for good; `run` returns then."""
+        self._retired = True
 
     async def run(self) -> None:
-        """Waits for its crash, which raises EngineError, or for a complaint; unblocked by cancellation. Raises
-        ReplicaFailed for the latter, since a thread cannot be ended and started anew."""
+        """Waits for its crash, which raises EngineError, for a complaint, or for its retirement; unblocked by
+        cancellation. Raises ReplicaFailed for a complaint, since a thread cannot be ended and started anew."""
         spec = self.spec
         server = EngineServer(
-            spec.config, spec.model_path, max_context_len=spec.max_context, seed=spec.seed, port=spec.port
+            spec.config,
+            spec.model_path,
+            max_context_len=spec.max_context,
+            seed=spec.seed,
+            port=spec.port,
+            faults=spec.faults,
         )
         async with server:
             async with EngineClient(server.url) as client:
                 info = await client.server_info()
             self.lifecycle.engine_up(spec, server.url, 0, info.version)
             async with asyncio.TaskGroup() as tasks:
-                tasks.create_task(server.wait())
-                while (why := self.lifecycle.complaint(spec.name, 0)) is None:  # noqa: ASYNC110  (a look at the topic)
+                crash = tasks.create_task(server.wait())
+                while not self._retired:
+                    if (why := self.lifecycle.complaint(spec.name, 0)) is not None:
+                        raise ReplicaFailed(f"{spec.name}: {why}; an engine in this process cannot be started anew")
                     await asyncio.sleep(COMPLAINT_POLL_S)
-                raise ReplicaFailed(f"{spec.name}: {why}; an engine in this process cannot be started anew")
+                crash.cancel()

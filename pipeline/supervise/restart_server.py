@@ -68,11 +68,18 @@ class ServerSupervisor:
         self.server, self.launcher, self.restarts, self.health = server, launcher, restarts, health
         self.lifecycle: Lifecycle = restarts.lifecycle
         self._served = False
+        self._retired = asyncio.Event()
+
+    def retire(self) -> None:
+        """End the server for good; `run` returns then."""
+        self._retired.set()
 
     async def run(self) -> None:
         """Waits for the server's end; starts it again with a new incarnation. Raises ReplicaFailed or UsageError."""
         for incarnation in itertools.count():
             why, process = await self._one_incarnation(incarnation)
+            if self._retired.is_set():
+                return
             words, log = process.last_error(), process.log
             if not self._served and incarnation + 1 >= STARTS_WITHOUT_SERVING:
                 raise ReplicaFailed(
@@ -81,18 +88,22 @@ class ServerSupervisor:
             await self.restarts.again(self.server.kind, self.server.name, why, words, log)
 
     async def _one_incarnation(self, incarnation: int) -> tuple[str, Handle]:
-        """Waits for the process's end or for its loss by its health; returns why it ended."""
+        """Waits for the process's end, its loss by its health, or its retirement; returns why it ended."""
+        await self.launcher.place(self.server.name)
         with self.server.start_command(incarnation, self.launcher) as start:
             process = await self.launcher.spawn(start.process, start.resources)
             async with asyncio.TaskGroup() as tasks:
                 ended = tasks.create_task(process.wait())
                 serving = tasks.create_task(self._serve(start, process, incarnation))
-                await asyncio.wait((ended, serving), return_when=asyncio.FIRST_COMPLETED)
-                await asyncio.wait((ended,), timeout=END_NOTICE_S)  # looks may fail before the end is noticed
-                verdict = None if ended.done() else serving.result()
+                retired = tasks.create_task(self._retired.wait())
+                await asyncio.wait((ended, serving, retired), return_when=asyncio.FIRST_COMPLETED)
+                if not retired.done():
+                    await asyncio.wait((ended,), timeout=END_NOTICE_S)  # looks may fail before the end is noticed
+                verdict = serving.result() if serving.done() and not ended.done() else None
                 serving.cancel()
+                retired.cancel()
                 code = await process.kill()
-        if verdict is None and code == EXIT_USER_ERROR:
+        if verdict is None and code == EXIT_USER_ERROR and not self._retired.is_set():
             raise UsageError(f"{self.server.name}: {process.last_error()}")
         return verdict or ending(code), process
 

@@ -16,6 +16,7 @@ from typing import Final, Literal, Protocol
 from msgspec import Struct
 
 from configs.schema import EngineConfig
+from models.fault_injection import FaultPlan
 from pipeline.errors import ReplicaFailed
 
 # Time in which a process may be started again `--max-restarts` times: what is lost now and then in weeks goes on; what
@@ -28,7 +29,7 @@ class EngineSpec(Struct, frozen=True):
     """One engine. `frozen`: the name of its policy, for an engine that gets no new weights.
 
     `external`: the address of one that runs already, which is watched and never started or ended. `gpus`: those that
-    it may see, as CUDA_VISIBLE_DEVICES names them; empty = as the environment says.
+    it may see, as CUDA_VISIBLE_DEVICES names them; empty = as the environment says. `faults`: of `--fault-inject`.
     """
 
     name: str
@@ -40,6 +41,7 @@ class EngineSpec(Struct, frozen=True):
     frozen: str = ""
     external: str = ""
     gpus: tuple[str, ...] = ()
+    faults: FaultPlan | None = None
 
     @property
     def kind(self) -> Kind:
@@ -62,6 +64,9 @@ class Lifecycle(Protocol):
 
     def engine_up(self, spec: EngineSpec, url: str, incarnation: int, version: str) -> None:
         """It serves. `version`: as the server itself names it."""
+
+    def engine_left(self, spec: EngineSpec) -> None:
+        """An engine that was scaled away has ended: nobody is to expect it any more."""
 
     def engine_away(self, spec: EngineSpec, why: str) -> None:
         """An engine that is not ours to restart does not answer: nothing is asked of it until it is up again."""

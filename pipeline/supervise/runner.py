@@ -25,7 +25,7 @@ from pipeline.hosts.rendezvous import Entry, Keys, retire_key, spec_key
 from pipeline.hosts.replica import ReplicaSpec, run_replica
 from pipeline.placement import Placement
 from pipeline.supervise.restarts import Lifecycle, Restarts
-from pipeline.supervise.servers import run_servers
+from pipeline.supervise.servers import Servers
 from pipeline.supervise.trainer_group import TrainerGroup
 from stages.base import beside
 from transport import Node, TopicServer
@@ -55,6 +55,7 @@ class Runner(ABC):
         self._group: TrainerGroup | None = None
         if needs_trainer_group(config):
             self._group = TrainerGroup(config, self.rundir, launcher, self._restarts, self.entry, topic)
+        self._servers = Servers(placement, topic, launcher, self._restarts, in_process=self.in_process)
         self._replicas: asyncio.TaskGroup | None = None  # while it runs
         self._running: dict[str, ReplicaSpec] = {}
         self._retiring: set[str] = set()
@@ -67,10 +68,8 @@ class Runner(ABC):
     async def run(self) -> None:
         """Start everything; wait until all replicas have ended. An error of any of them propagates."""
         try:
-            engines = [*self.placement.engines, *self.placement.frozen]
-            servers = run_servers(self.config, engines, self.launcher, self._restarts, in_process=self.in_process)
             ranks = [] if self._group is None else [self._group.run()]
-            async with beside(servers, *ranks):
+            async with beside(self._servers.run(), *ranks):
                 async with asyncio.TaskGroup() as self._replicas:
                     for spec in self.placement.replicas():
                         self._start(spec)
@@ -78,16 +77,33 @@ class Runner(ABC):
         finally:
             await self.launcher.stop_all()
 
-    def scale(self, stage: str, count: int) -> None:
-        """Bring a running stage to `count` replicas, and say so on the topic (`scale/<stage>`).
+    def replicas(self, stage: str) -> list[str]:
+        """Replicas of a stage, or engines, that are to stay, the oldest first."""
+        if stage == "engine":
+            return self._servers.engines
+        return [name for name, spec in self._running.items() if spec.stage == stage and name not in self._retiring]
 
-        New ones are started; of surplus ones the youngest take no new work, finish what they hold, and end.
-        Raises UsageError.
-        """
-        present = [name for name, spec in self._running.items() if spec.stage == stage and name not in self._retiring]
-        if self._replicas is None or not present or count < 1 or (count > 1 and stage in SINGLE):
+    def refusal(self, stage: str, count: int) -> str | None:
+        """Why a stage, or the engines, cannot be brought to `count` now; None if they can."""
+        present, why = self.replicas(stage), None
+        if stage == "engine" and present and count >= 1:
+            why = self._servers.scalable()
+        elif self._replicas is None or not present or count < 1 or (count > 1 and stage in SINGLE):
             why = SINGLE.get(stage, "a stage that runs has at least one replica, and only such a stage is scaled")
-            raise UsageError(f"{stage} cannot be scaled from {len(present)} to {count} replicas: {why}")
+        return None if why is None else f"{stage} cannot be scaled from {len(present)} to {count} replicas: {why}"
+
+    def scale(self, stage: str, count: int) -> None:
+        """Bring a running stage, or the engines, to `count` replicas, and say so on the topic (`scale/<stage>`).
+
+        New ones are started; of surplus ones the youngest take no new work, finish what they hold (an engine gives it
+        back), and end. Raises UsageError.
+        """
+        if (why := self.refusal(stage, count)) is not None:
+            raise UsageError(why)
+        if stage == "engine":
+            self._servers.scale(count)
+            return
+        present = self.replicas(stage)
         for name in present[count:]:
             self._retiring.add(name)
             self.topic.publish(retire_key(name), b"")
@@ -107,6 +123,7 @@ class Runner(ABC):
         if spec.replica in self._retiring:
             self._retiring.remove(spec.replica)
             self.topic.drop(retire_key(spec.replica))
+            await self.launcher.release(spec.replica)
             self.lifecycle.retired(spec.stage, spec.replica)
 
     @abstractmethod

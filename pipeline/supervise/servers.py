@@ -1,67 +1,164 @@
 """All servers of a run: its engines, those of frozen models, the router; one supervisor each, or a watcher for one that
-runs already.
+runs already. Engines that are ours to start come and go while the run goes on.
 
 Invariants: they start side by side and are waited for in parallel; the environment of SGLang is asked what it holds
-only if one of them is part of it.
+only if one of them is part of it; an engine that goes has given back what it held, or has had the time for it; the
+number of an engine is used once, so that what is said of one is never taken for another.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Final
 
 from configs.schema import Config
 from configs.schema.router import router_kind
+from models.engines.launch.environment import Installed
 from pipeline.hosts.launcher import Launcher
+from pipeline.placement import Placement
 from pipeline.preflight.sglang import prepare_sglang
 from pipeline.supervise.engine_servers import EmbeddedOrSimulatedServer, InProcessEngine, SglangServer
 from pipeline.supervise.external_servers import ExternalEngine, ExternalRouter
-from pipeline.supervise.restart_server import ServerSupervisor, SupervisedServer
+from pipeline.supervise.restart_server import ServerSupervisor
 from pipeline.supervise.restarts import EngineSpec, Restarts
 from pipeline.supervise.router_server import RouterServer
+from stages.engine_entries import ADDRESS, DIRECTORY, LEAVE, entries
+from transport import TopicServer
+
+LEAVE_S: Final = 30.0  # time that an engine gets to give back what it holds
 
 
-class Supervised(Protocol):
-    """What is run until cancelled."""
-
-    async def run(self) -> None: ...
+Own = InProcessEngine | ServerSupervisor  # ends for good when it is told to retire
 
 
-async def run_servers(
-    config: Config, specs: Sequence[EngineSpec], launcher: Launcher, restarts: Restarts, *, in_process: bool
-) -> None:
-    """Waits for all servers of a run; unblocked by cancellation, or by the first that cannot be started again.
+class Servers:
+    """The servers of one run. `in_process`: whether our own engines run as threads of this process."""
 
-    The processes are stopped by whoever has the launcher.
-    `in_process`: whether our own engines run as threads of this process.
-    """
-    found = await supervisors(config, specs, launcher, restarts, in_process=in_process)
-    async with asyncio.TaskGroup() as tasks:
-        for one in found:
-            tasks.create_task(one.run())
+    def __init__(
+        self, placement: Placement, topic: TopicServer, launcher: Launcher, restarts: Restarts, *, in_process: bool
+    ) -> None:
+        self.config, self.placement, self.topic = placement.config, placement, topic
+        self.launcher, self.restarts, self.in_process = launcher, restarts, in_process
+        self._tasks: asyncio.TaskGroup | None = None  # while they run
+        self._engines: dict[str, tuple[Own, asyncio.Task[None]]] = {}  # those that may go
+        self._leaving: set[str] = set()
+        self._numbers = len(placement.engines)  # of the next engine
+        self._installed: Installed | None = None
+
+    @property
+    def engines(self) -> list[str]:
+        """Names of the engines that generate and are to stay, the oldest first."""
+        return [spec.name for spec in self.placement.engines if spec.name not in self._leaving]
+
+    async def run(self) -> None:
+        """Waits for all servers; unblocked by cancellation, or by the first that cannot be started again.
+
+        The processes are stopped by whoever has the launcher.
+        """
+        specs = [*self.placement.engines, *self.placement.frozen]
+        found, self._installed = await supervisors(
+            self.config, specs, self.launcher, self.restarts, in_process=self.in_process
+        )
+        generating = {spec.name for spec in self.placement.engines}
+        async with asyncio.TaskGroup() as self._tasks:
+            for name, one in found.items():
+                task = self._tasks.create_task(one.run())
+                if name in generating and not isinstance(one, ExternalEngine | ExternalRouter):
+                    self._engines[name] = one, task
+        self._tasks = None
+
+    def scalable(self) -> str | None:
+        """Why engines cannot come and go now, None if they can."""
+        config = self.config
+        if config.sglang.rollout_external_engine_addrs:
+            return "they are not started by this run (--rollout-external-engine-addrs)"
+        if config.asynchrony.colocate:
+            return "they share their devices with the trainer (--colocate)"
+        if config.engine.engine == "sglang" and config.sglang.rollout_num_gpus is not None:
+            return "--rollout-num-gpus says how many there are; resume the run with another one"
+        return None if self._tasks is not None and self._engines else "they have not been started yet"
+
+    def scale(self, count: int) -> None:
+        """Start engines, or have the youngest leave; `scalable` was asked. Raises UsageError without a GPU for one."""
+        present = self.engines
+        assert self._tasks is not None
+        for _ in range(count - len(present)):
+            spec = self.placement.engine(self._numbers)
+            self.launcher.expect(spec.name)
+            self._numbers += 1
+            self.placement.engines.append(spec)
+            one = server_of(
+                spec, self.config, self._installed, self.launcher, self.restarts, in_process=self.in_process
+            )
+            self._engines[spec.name] = one, self._tasks.create_task(one.run())
+        for name in present[count:]:
+            self._leaving.add(name)
+            self._tasks.create_task(self._retire(next(s for s in self.placement.engines if s.name == name)))
+
+    async def _retire(self, spec: EngineSpec) -> None:
+        """Waits until the engine has given back what it held, `LEAVE_S` at most, then ends it."""
+        name = spec.name
+        self.topic.publish(LEAVE + name, b"")
+        with contextlib.suppress(TimeoutError):  # it is lost then, and its requests go on elsewhere all the same
+            async with asyncio.timeout(LEAVE_S):
+                revision = 0
+                while self.topic.get(ADDRESS + name) is not None and not self._has_left(name):
+                    revision = await self.topic.wait(revision, ADDRESS + name, DIRECTORY + name)
+        engine, task = self._engines.pop(name)
+        engine.retire()
+        await asyncio.wait({task})  # else it might still be announced
+        self.placement.engines.remove(spec)
+        self._leaving.remove(name)
+        await self.launcher.release(name)
+        self.restarts.lifecycle.engine_left(spec)
+        self.topic.drop(LEAVE + name)
+
+    def _has_left(self, name: str) -> bool:
+        entry = entries(self.topic).get(name)
+        return entry is not None and entry.state == "left"
 
 
 async def supervisors(
     config: Config, specs: Sequence[EngineSpec], launcher: Launcher, restarts: Restarts, *, in_process: bool
-) -> list[Supervised]:
-    """What supervises or watches each of the servers."""
+) -> tuple[dict[str, Own | ExternalEngine | ExternalRouter], Installed | None]:
+    """What supervises or watches each of the servers, and the environment of SGLang if one of them is part of it."""
     lifecycle, health = restarts.lifecycle, config.health
-    found: list[Supervised] = [ExternalEngine(spec, lifecycle, health) for spec in specs if spec.external]
+    found: dict[str, Own | ExternalEngine | ExternalRouter] = {
+        spec.name: ExternalEngine(spec, lifecycle, health) for spec in specs if spec.external
+    }
     router, address = router_kind(config), config.router.router_address
     if router != "none" and address is not None:
-        found.append(ExternalRouter(router, address, lifecycle, health))
-    own = [spec for spec in specs if spec.ours]
-    servers: list[SupervisedServer] = []
-    if in_process:
-        found += [InProcessEngine(spec, lifecycle) for spec in own]
-    else:
-        servers += [EmbeddedOrSimulatedServer(spec, lifecycle) for spec in own]
-    foreign = [spec for spec in specs if not spec.ours and not spec.external]
-    if foreign or (router != "none" and address is None):
+        found["router"] = ExternalRouter(router, address, lifecycle, health)
+    installed: Installed | None = None
+    if (router != "none" and address is None) or any(not spec.ours and not spec.external for spec in specs):
         # In a thread: it may have to run SGLang's imports, which take seconds.
         installed = await asyncio.to_thread(prepare_sglang, config, warn=False)
-        servers += [SglangServer(spec, config, installed, lifecycle) for spec in foreign]
-        if router != "none" and address is None:
-            servers.append(RouterServer(router, config, installed, lifecycle))
-    return found + [ServerSupervisor(server, launcher, restarts, health) for server in servers]
+    for spec in specs:
+        if not spec.external:
+            found[spec.name] = server_of(spec, config, installed, launcher, restarts, in_process=in_process)
+    if router != "none" and address is None and installed is not None:
+        found["router"] = ServerSupervisor(
+            RouterServer(router, config, installed, lifecycle), launcher, restarts, health
+        )
+    return found, installed
+
+
+def server_of(
+    spec: EngineSpec,
+    config: Config,
+    installed: Installed | None,
+    launcher: Launcher,
+    restarts: Restarts,
+    *,
+    in_process: bool,
+) -> Own:
+    """What supervises one engine that is ours to start. `installed`: needed for SGLang's."""
+    lifecycle = restarts.lifecycle
+    if spec.ours and in_process:
+        return InProcessEngine(spec, lifecycle)
+    if spec.ours:
+        return ServerSupervisor(EmbeddedOrSimulatedServer(spec, lifecycle), launcher, restarts, config.health)
+    assert installed is not None
+    return ServerSupervisor(SglangServer(spec, config, installed, lifecycle), launcher, restarts, config.health)

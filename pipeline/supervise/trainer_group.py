@@ -28,7 +28,7 @@ from models.train.trainer_group.rank_spec import (
     processes_of,
 )
 from pipeline.errors import EXIT_DISK_FULL, EXIT_USER_ERROR, ReplicaFailed, UsageError, check_repeatable
-from pipeline.hosts.gpus import slices, trainers_gpu, visible_gpus
+from pipeline.hosts.gpus import gpus_to_divide, slices, trainers_gpu
 from pipeline.hosts.launcher import Handle, Launcher, Resources, ending
 from pipeline.hosts.rendezvous import Entry, spec_key
 from pipeline.record.run_directory import RunDir
@@ -55,10 +55,10 @@ class Loss(Struct, frozen=True):
 def check_trainer_group(config: Config) -> None:
     """Raises UsageError for a trainer group that this machine's runners do not start."""
     nodes = config.parallel.actor_num_nodes
-    if needs_trainer_group(config) and nodes > 1:
+    if needs_trainer_group(config) and nodes > 1 and config.run.runner != "ray":
         raise UsageError(
             f"--actor-num-nodes {nodes} places the trainer on several machines, but --runner {config.run.runner} "
-            "starts all processes on this one; set --actor-num-nodes 1 (a runner on Ray will place the nodes)"
+            "starts all processes on this one; set --actor-num-nodes 1, or --runner ray"
         )
 
 
@@ -109,7 +109,7 @@ class TrainerGroup:
         self._config, self._rundir, self._launcher, self._restarts = config, rundir, launcher, restarts
         self._entry, self._topic = entry, topic
         self._count = processes_of(config.parallel)
-        self._gpus = trainer_group_gpus(config, visible_gpus())
+        self._gpus = trainer_group_gpus(config, gpus_to_divide(config))
         self._came_up = False
 
     async def run(self) -> None:
@@ -121,6 +121,7 @@ class TrainerGroup:
                 "from its start; set the number of batches that you would rather repeat"
             )
         for incarnation in itertools.count():
+            await self._launcher.place(_name(0))
             with self._launcher.held_port(_name(0)) as port:
                 running = [await self._spawn(rank, incarnation, port) for rank in range(self._count)]
                 loss = await self._one_incarnation(incarnation, running)
@@ -154,7 +155,7 @@ class TrainerGroup:
         spec = RankSpec(
             rank=rank,
             processes=self._count,
-            local_rank=rank,
+            local_rank=rank % self._config.parallel.actor_num_gpus_per_node,
             incarnation=incarnation,
             store=(self._launcher.address(_name(0)), port),
             address=str(self._rundir.sockets / f"trainer-group-{incarnation}.sock"),
@@ -165,13 +166,15 @@ class TrainerGroup:
 
     def _rank_environment(self, rank: int) -> dict[str, str]:
         """What torchrun would set, for what reads it; the ranks have their specifications."""
+        per_node = self._config.parallel.actor_num_gpus_per_node
+        # All on this machine, whatever its name resolves to; each on another host knows its own way to the others.
+        one_host = {"GLOO_SOCKET_IFNAME": os.environ.get("GLOO_SOCKET_IFNAME", "lo")}
         return {
-            # All on this machine, whatever its name resolves to.
-            "GLOO_SOCKET_IFNAME": os.environ.get("GLOO_SOCKET_IFNAME", "lo"),
+            **(one_host if self._launcher.controller is None else {}),
             "RANK": str(rank),
             "WORLD_SIZE": str(self._count),
-            "LOCAL_RANK": str(rank),
-            "LOCAL_WORLD_SIZE": str(self._count),
+            "LOCAL_RANK": str(rank % per_node),
+            "LOCAL_WORLD_SIZE": str(per_node),
         }
 
     async def _arrival(self, incarnation: int) -> None:

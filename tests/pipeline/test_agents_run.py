@@ -43,7 +43,7 @@ def recipe(directory: Path, text: str = RECIPE) -> list[str]:
 
 @pytest.mark.slow
 def test_a_run_whose_rollouts_live_in_an_environment(tmp_path: Path) -> None:
-    done = succeed_here(tmp_path / "run", *recipe(tmp_path), "--scale", "agents=2")
+    done = succeed_here(tmp_path / "run", *recipe(tmp_path), "--scale", "agents=2", "--scale", "group=2")
     rows = list(read_metrics(done.run_dir / "metrics.jsonl"))
     trained = [row for row in rows if "env/world/turns" in row]
     assert len(trained) == 2

@@ -12,17 +12,15 @@ from pathlib import Path
 
 import pytest
 from fake_servers import FAKE, PATIENCE_S, Told, configured, gone, outside, scheduler
-from hypothesis import given
-from hypothesis import strategies as st
 
 from configs.schema import Config
 from models.engines.client import EngineClient
 from pipeline.errors import ReplicaFailed, leaf
 from pipeline.hosts.free_port import held_port
-from pipeline.hosts.launcher import Handle, Launcher, ProcessSpec, ProcessState
+from pipeline.hosts.launcher import Handle, Launcher, ProcessSpec
 from pipeline.hosts.local_launcher import LocalLauncher
 from pipeline.record.run_directory import RunDir
-from pipeline.supervise.health_probe import HealthProbe, HealthTracker, HttpProbe, SchedulerProbe
+from pipeline.supervise.health_probe import HealthProbe, HttpProbe, SchedulerProbe
 from pipeline.supervise.restart_server import ServerSupervisor, StartCommand, SupervisedServer
 from pipeline.supervise.restarts import EngineSpec, Kind, Restarts
 
@@ -130,33 +128,6 @@ async def test_engines_that_take_no_weights_end_the_run_when_the_budget_of_resta
         await kept.launcher.stop_all()
 
 
-# ------------------------------------------------------------------ the account of looks
-
-
-@given(st.lists(st.booleans(), max_size=40), st.integers(1, 5))
-def test_an_engine_is_lost_after_n_faults_in_a_row_and_recovers_with_one_good_look(looks: list[bool], n: int) -> None:
-    account = HealthTracker(n)
-    for i, good in enumerate(looks):
-        before = account.up
-        change = account.saw(None if good else f"fault {i}")
-        newest = looks[: i + 1][-n:]
-        assert (change == "lost") == (before and len(newest) == n and not any(newest))
-        assert (change == "recovered") == (good and not before)
-        if change == "lost":
-            assert f"fault {i}" in account.why
-    faults_at_the_end = next((i for i, good in enumerate(reversed(looks)) if good), len(looks))
-    assert account.up == (faults_at_the_end < n)
-
-
-def test_the_reason_counts_its_looks() -> None:
-    account = HealthTracker(2)
-    assert account.saw("no answer") is None
-    assert account.saw("no answer") == "lost"
-    assert account.why == "2 failed health checks in a row (no answer)"
-    account.mark_down()
-    assert account.saw(None) == "recovered"
-
-
 # ------------------------------------------------------------------ one server
 
 
@@ -205,26 +176,6 @@ async def test_a_scheduler_may_be_silent_while_it_loads_weights(fake: Path) -> N
             loading = False
             fault = await look()
             assert fault == "the scheduler does not answer: /server_info gave no answer within 0.5 s"
-
-
-class Busy:
-    """Processes that use this share of one core."""
-
-    def __init__(self, share: float) -> None:
-        self.share = share
-
-    def state(self) -> ProcessState:
-        return ProcessState((), self.share * asyncio.get_running_loop().time())
-
-
-@pytest.mark.parametrize(("share", "healthy"), [(0.1, False), (0.3, True)])
-async def test_a_scheduler_that_computes_is_no_dead_one(fake: Path, share: float, healthy: bool) -> None:
-    """A long prefill answers nothing and is busy; one that hangs uses next to nothing."""
-    with held_port() as port:
-        async with outside(fake, port), EngineClient(f"http://127.0.0.1:{port}", connect_timeout_s=5.0) as client:
-            os.kill(await scheduler(client), signal.SIGSTOP)
-            look = SchedulerProbe(HttpProbe(client, 0.5), Busy(share), lambda: False)  # type: ignore[arg-type]
-            assert (await look() is None) is healthy
 
 
 async def test_a_server_that_never_comes_up_ends_the_run_with_its_last_words(rundir: RunDir, fake: Path) -> None:

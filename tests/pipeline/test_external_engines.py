@@ -62,6 +62,7 @@ async def watched(run: Callable[[], Coroutine[None, None, None]]) -> AsyncIterat
         task.cancel()
 
 
+@pytest.mark.slow
 async def test_an_external_engine_is_dropped_while_it_is_away_and_taken_back(fake: Path, policy: Path) -> None:
     told = Told()
     with held_port() as port:
@@ -137,6 +138,7 @@ def test_models_are_told_apart_by_what_is_known(
     assert differs(PolicyConfig(("Tiny",), 32, 64, 2), info, theirs) == found
 
 
+@pytest.mark.slow
 async def test_a_frozen_engine_at_an_address_is_watched_too_and_may_serve_any_model(fake: Path, policy: Path) -> None:
     told, config = Told(), configured()
     with held_port() as port:
@@ -160,6 +162,7 @@ async def test_a_frozen_engine_that_is_not_there_is_told_with_its_own_flag() -> 
             await ExternalEngine(spec, Told(), config.health).run()
 
 
+@pytest.mark.slow
 async def test_a_router_at_an_address_is_dropped_while_it_is_away_and_comes_back_anew(fake: Path) -> None:
     told, config = Told(), configured()
     with held_port() as port:
@@ -198,7 +201,8 @@ async def test_what_was_given_by_address_is_watched_by_the_fleet(tmp_path: Path)
     restarts = Restarts(Told(), 0)
     with RunDir(tmp_path / "run").open(resume=False) as rundir:
         specs = [frozen_spec(config, "judge", "http://j:1")]
-        engine, router = await supervisors(config, specs, LocalLauncher(rundir), restarts, in_process=False)
+        found, _ = await supervisors(config, specs, LocalLauncher(rundir), restarts, in_process=False)
+        engine, router = found.values()
     assert isinstance(engine, ExternalEngine)
     assert (engine.spec.name, engine.spec.frozen, engine.url) == ("frozen-judge", "judge", "http://j:1")
     assert isinstance(router, ExternalRouter)

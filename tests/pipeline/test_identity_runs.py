@@ -3,11 +3,14 @@ weights make of it, with everything killed that can be."""
 
 from __future__ import annotations
 
+import itertools
+import json
 import os
 import signal
 from collections.abc import Sequence
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from launching import finish, start
@@ -20,7 +23,7 @@ from stages.rollouts import rollouts
 from stages.train.saved_batches import load_batch
 from tests.engine_record import noted, noting
 from tests.identity import check_identity, check_once
-from tests.stages.agents.talks import STOPS, with_template
+from tests.stages.agents.talks import STOPS, Talk, with_template
 
 pytestmark = pytest.mark.slow
 
@@ -30,20 +33,43 @@ name = "talk"
 path = "tests.stages.agents.talks:Talk"
 workers = 2
 
+[[environment]]
+name = "openai_client"
+retries = 100
+
+[[environment]]
+name = "wanderer"
+path = "tests.stages.agents.talks:Wanderer"
+options = {{ rest_s = 0.7 }} # so that a kill meets some of them in the middle
+retries = 100
+
+[reward]
+rm_type = "random:0.5" # of the client; the others have rewards of their own
+
 [data]
-prompt_data = ["talk"]
+prompt_data = ["{rows}"]
 """
+KINDS = ("talk", "openai_client", "wanderer")
+ASKED = ("1+2=?", "7", "8-9")  # by a user of the plain client, each behind an answer
+REQUESTS = 8  # of one Wanderer
 
 
 @pytest.fixture
-def talk(tmp_path: Path) -> list[str]:
+def conversations(tmp_path: Path) -> list[str]:
     """Flags of a run of small conversations that saves all weights and all batches."""
     torch.set_num_threads(1)
     model = make_tiny_checkpoint(
         tmp_path / "model", tokenizer="arithmetic", hidden_size=32, num_layers=2, intermediate_size=64,
         max_position_embeddings=256,
     )  # fmt: skip
-    (tmp_path / "talk.toml").write_text(RECIPE)
+    users, rows = [{"role": "user", "content": text} for text in ASKED], tmp_path / "rows.jsonl"
+    talks = itertools.cycle(Talk.tasks("train", 0))
+    with rows.open("w") as file:
+        for number in range(66):
+            kind = KINDS[number % len(KINDS)]
+            metadata = {**(next(talks) if kind == "talk" else {}), "environment": kind}
+            file.write(json.dumps({"input": users, "metadata": metadata}) + "\n")
+    (tmp_path / "talk.toml").write_text(RECIPE.format(rows=rows))
     return [
         "--config", str(tmp_path / "talk.toml"), "--hf-checkpoint", str(with_template(model)),
         "--save-debug-rollout-data", str(tmp_path / "batches" / "{rollout_id}.msgpack"),
@@ -83,23 +109,27 @@ def children(pid: int) -> list[int]:
     return found
 
 
-def kill_worker(run_dir: Path) -> None:
-    """Of an environment: the guard's child is the process that hosts the episodes."""
+def kill_workers(run_dir: Path) -> None:
+    """Of all environments: a guard's child is the process that hosts the episodes."""
     agents = int((run_dir / "replicas" / "agents-0.pid").read_text())
     guards = [pid for pid in children(agents) if b"stages.agents.worker" in Path(f"/proc/{pid}/cmdline").read_bytes()]
-    [worker] = children(guards[0])
-    os.kill(worker, signal.SIGKILL)
+    assert guards
+    for guard in guards:
+        for worker in children(guard):
+            os.kill(worker, signal.SIGKILL)
 
 
-def test_everything_is_killed_and_the_run_resumed(tmp_path: Path, talk: Sequence[str]) -> None:
+def test_everything_is_killed_and_the_run_resumed(tmp_path: Path, conversations: Sequence[str]) -> None:
+    """Episodes of an environment go on where they were. Agents, which ask through the gateway (branches, requests at a
+    time, a compacted context), begin anew, and nothing of what was lost is trained."""
     run_dir, env = tmp_path / "run", noting(tmp_path / "noted")
-    process = start(run_dir, *talk, "--num-rollout", "9", "--scale", "engine=2", "--max-restarts", "9", **env)
+    process = start(run_dir, *conversations, "--num-rollout", "9", "--scale", "engine=2", "--max-restarts", "9", **env)
     wait_for_steps(process, run_dir, 2, timeout_s=300)
-    kill_worker(run_dir)
-    wait_for_steps(process, run_dir, 3)
-    kill(run_dir, "agents-0")
-    wait_for_steps(process, run_dir, 4)
+    kill(run_dir, "generate-0")
     kill(run_dir, "engine-0")
+    kill_workers(run_dir)
+    wait_for_steps(process, run_dir, 4)
+    kill(run_dir, "agents-0")  # with the gateway and all of its sessions
     wait_for_steps(process, run_dir, 6)
     process.kill()
     process.wait()
@@ -111,3 +141,23 @@ def test_everything_is_killed_and_the_run_resumed(tmp_path: Path, talk: Sequence
     assert rollouts_ == 9 * 4 * 4
     assert mixed, "no turn saw the weights change"
     assert done.summary["groups"]["failed"] == 0
+    played = [parts for _, parts in trained(tmp_path)]
+    for kind in KINDS:
+        mine = [parts for parts in played if f"env/{kind}/turns" in parts[-1].metrics]
+        versions = {version for parts in mine for part in parts for version in part.model_versions}
+        assert len(versions) > 1, f"{kind}: trained of versions {versions}"
+        if kind != "talk":
+            for parts in mine:
+                check_one_attempt(parts)
+
+
+def check_one_attempt(parts: Sequence[Sample]) -> None:
+    """As many turns as its agent asks for in one life, or fewer where it met a limit."""
+    said, limited = parts[-1].metrics, parts[-1].status == "truncated"
+    if "env/wanderer/turns" in said:
+        assert said["env/wanderer/turns"] == REQUESTS or (limited and said["env/wanderer/turns"] < REQUESTS), said
+        return
+    [only] = parts
+    made = only.versions >= 0
+    assert np.count_nonzero(np.diff(made, prepend=False) & made) == only.turns == said["env/openai_client/turns"]
+    assert only.turns == len(ASKED) or (limited and only.turns < len(ASKED))

@@ -50,7 +50,7 @@ def test_plain_run(tmp_path: Path) -> None:
 
 
 def test_the_first_terminal_state_counts_and_a_second_training_is_reported(tmp_path: Path) -> None:
-    books = audited(tmp_path, *admitted(0, 1), *trained(1, 0), Ended(0, "surplus", 1), *trained(2, 0, 1))
+    books = audited(tmp_path, *admitted(0, 1), *trained(1, 0), Ended(0, "discarded", 1), *trained(2, 0, 1))
     assert books.outcomes == {"trained": 2}
     assert books.trained == {0: 1, 1: 2}
     assert books.twice == (0,)
@@ -65,11 +65,11 @@ def test_what_later_steps_trained_is_open_after_a_rollback(tmp_path: Path) -> No
 
 
 def test_a_drain_after_the_checkpoint_is_undone_by_a_resume(tmp_path: Path) -> None:
-    """The drained run settles its rest as surplus at the checkpoint's own step; the checkpoint knows it as open."""
-    drained = [*admitted(0, 1, 2), Ended(2, "surplus", 1), *trained(1, 0), Committed(1), Ended(1, "surplus", 1)]
-    assert audited(tmp_path, *drained).outcomes == {"surplus": 2, "trained": 1}
+    """The stopped run discards its rest at the checkpoint's own step; the checkpoint knows it as open."""
+    drained = [*admitted(0, 1, 2), Ended(2, "discarded", 1), *trained(1, 0), Committed(1), Ended(1, "discarded", 1)]
+    assert audited(tmp_path, *drained).outcomes == {"discarded": 2, "trained": 1}
     books = audited(tmp_path, RolledBack(1, 2, next_group=3, reopened=(1,)), *trained(2, 1))
-    assert books.outcomes == {"surplus": 1, "trained": 2}
+    assert books.outcomes == {"discarded": 1, "trained": 2}
     assert books.open == 0
 
 

@@ -277,7 +277,7 @@ async def test_threads_of_processes_are_few_and_sleep_where_they_wait(
     tell = f"import os; print(*(os.environ.get(name) for name in {names!r}))"
     process = await LocalLauncher(rundir, 3).spawn(ProcessSpec("one", (sys.executable, "-c", tell)))
     assert await process.wait() == 0
-    assert process.last_line() == "3 PASSIVE 0 7"
+    assert process.last_line() == "3 PASSIVE 1000 7"
 
 
 @pytest.mark.parametrize(

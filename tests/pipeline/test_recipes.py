@@ -25,7 +25,7 @@ SMALL = [
     "--rm-type", "random:0.5", "--reward-workers", "0", "--eval-interval", "none", "eval.eval_prompt_data=[]",
 ]  # fmt: skip
 # An environment that rewards by itself rewards nothing of what an untrained model does, so every group has to count.
-PACKS = ("multi_agent", "python_tool", "reasoning_gym", "search")
+PACKS = ("maze", "multi_agent", "python_tool", "reasoning_gym", "search")
 NEEDS = {"agent_openai": "openai", "reasoning_gym": "reasoning_gym", "search": "bm25s"}
 
 

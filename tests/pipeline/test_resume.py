@@ -5,15 +5,17 @@ from __future__ import annotations
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
 import pytest
 from launching import ROOT, SIMULATED, SMALL, environment, finish, made_model, start, succeed_here
-from test_kill import wait_for_steps
+from test_kill import kill, steps_done, wait_for_steps, wait_until
 
 import launch as program
 from models.checkpoint import final_path
+from pipeline.record.journal import RolledBack, read_journal
 from tests.models.test_checkpoint import flip
 
 pytestmark = pytest.mark.slow
@@ -58,6 +60,36 @@ def test_a_refused_resume_changes_nothing_and_a_damaged_checkpoint_is_passed_ove
     assert contents(run_dir) == before
 
 
+def test_a_run_that_goes_on_again_and_again_needs_no_checkpoint_that_was_pruned(tmp_path: Path) -> None:
+    """Resumed twice from one checkpoint its weights have different labels, as engines that it does not own may have
+    those of the first time; and its engines start again after that checkpoint is gone."""
+    run_dir = tmp_path / "run"
+    flags = [*SMALL, *made_model(), *SIMULATED, "--simulated-step-s", "0.2"]
+    more = ["--runner", "local", "--num-rollout", "400"]
+    succeed_here(run_dir, *flags, "--num-rollout", "2", "--save-interval", "2", "--keep-last-n", "1")
+    process = start(None, "--resume", str(run_dir), *more, "--save-interval", "100")
+    wait_for_steps(process, run_dir, 3)
+    process.kill()
+    process.communicate()
+    process = start(None, "--resume", str(run_dir), *more, "--save-interval", "2")
+    wait_until(process, lambda: final_path(run_dir / "checkpoints", 4).is_dir(), "a checkpoint of its own")
+    wait_until(process, lambda: not final_path(run_dir / "checkpoints", 2).is_dir(), "the first one is pruned")
+    engine = run_dir / "replicas" / "engine-0.pid"
+    before = engine.read_text()
+    kill(run_dir, "engine-0")
+    wait_until(process, lambda: engine.exists() and engine.read_text() != before, "another engine")
+    read = Path(f"/proc/{engine.read_text()}/cmdline").read_text()
+    assert "--model-path" in read
+    assert str(run_dir / "checkpoints") not in read
+    wait_for_steps(process, run_dir, steps_done(run_dir) + 4)
+    process.send_signal(signal.SIGINT)
+    done = finish(process, run_dir, 60)
+    assert done.code == 130, done.err[-2000:]
+    done.check_books()
+    resumes = [event for event in read_journal(run_dir / "ledger.jsonl") if isinstance(event, RolledBack)]
+    assert [(event.step, event.run_generation) for event in resumes] == [(2, 1), (2, 2)]
+
+
 @pytest.mark.parametrize(
     "numbers",
     [(signal.SIGINT, signal.SIGINT), pytest.param((signal.SIGHUP,), marks=pytest.mark.full, id="closed terminal")],
@@ -65,8 +97,8 @@ def test_a_refused_resume_changes_nothing_and_a_damaged_checkpoint_is_passed_ove
 def test_a_run_that_is_stopped_at_once_leaves_no_weights_in_shared_memory(
     tmp_path: Path, numbers: tuple[signal.Signals, ...]
 ) -> None:
-    run_dir, runtime = tmp_path / "run", tmp_path / "runtime"
-    runtime.mkdir()
+    run_dir = tmp_path / "run"
+    runtime = Path(tempfile.mkdtemp(prefix="home-"))  # a path of sockets is short
     slow = [*SIMULATED, "--simulated-step-s", "3"]  # the drain waits for the batch in training
     process = start(run_dir, *SMALL, *made_model(), *slow, XDG_RUNTIME_DIR=str(runtime))
     wait_for_steps(process, run_dir, 1)
@@ -82,6 +114,7 @@ def test_a_run_that_is_stopped_at_once_leaves_no_weights_in_shared_memory(
     assert not slots.exists()
     assert not (run_dir / sockets.name).exists()
     assert not sockets.exists()
+    runtime.rmdir()
 
 
 def test_too_few_open_files_are_one_sentence(tmp_path: Path) -> None:

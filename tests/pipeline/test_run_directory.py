@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import signal
+import socket
 import subprocess
 import sys
+import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from pipeline.errors import UsageError
 from pipeline.record.run_directory import RunDir
 
 HOLD = "import sys; from pathlib import Path; from pipeline.record.run_directory import RunDir; "
@@ -16,11 +20,10 @@ HOLD += "rundir = RunDir(Path(sys.argv[1])).open(resume=False); print(rundir.soc
 
 
 @pytest.fixture
-def runtime(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    home = tmp_path / "runtime"
-    home.mkdir()
-    monkeypatch.setenv("XDG_RUNTIME_DIR", str(home))
-    return home
+def runtime(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    with tempfile.TemporaryDirectory(prefix="home-") as home:  # its path is short, whatever tmp_path is
+        monkeypatch.setenv("XDG_RUNTIME_DIR", home)
+        yield Path(home)
 
 
 def test_what_a_killed_run_left_of_its_sockets_goes_with_the_next_start(tmp_path: Path, runtime: Path) -> None:
@@ -46,3 +49,20 @@ def test_the_configuration_is_replaced_whole(tmp_path: Path, runtime: Path) -> N
         rundir.write_config("[train]\n")
         assert (kept.read(), rundir.config.read_text()) == ("[run]\n", "[train]\n")
         kept.close()
+
+
+def test_sockets_go_where_their_paths_are_short_enough(
+    tmp_path: Path, runtime: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    deep, short = tmp_path / ("d" * 60) / ("e" * 40), runtime
+    deep.mkdir(parents=True)
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(deep))
+    monkeypatch.setattr(tempfile, "tempdir", str(short))
+    with RunDir(tmp_path / "run").open(resume=False) as rundir:
+        assert rundir.sockets.parent == short
+        for name in ("ask.sock", "trainer-group-123456.sock"):
+            with socket.socket(socket.AF_UNIX) as listening:
+                listening.bind(str(rundir.sockets / name))
+    monkeypatch.setattr(tempfile, "tempdir", str(deep))
+    with pytest.raises(UsageError, match="107 bytes that the kernel takes; set TMPDIR to a directory whose path has"):
+        RunDir(tmp_path / "other").open(resume=False)

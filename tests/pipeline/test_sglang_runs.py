@@ -185,7 +185,7 @@ def test_engines_killed_and_stopped_in_mid_generation(tap: Path) -> None:
     rows = tapped(run_dir)
     check_spans(rows)
     saved = sum(row["reused"] for row in rows)
-    assert 0 < saved <= summary["engine"]["reused_tokens"], "tokens of surplus groups count too"
+    assert 0 < saved <= summary["engine"]["reused_tokens"], "tokens of discarded groups count too"
 
 
 @pytest.mark.parametrize("mode", MODES)

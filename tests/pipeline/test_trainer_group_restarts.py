@@ -90,7 +90,7 @@ def test_more_ranks_than_gpus_are_refused() -> None:
 
 
 def test_several_nodes_are_refused_with_what_would_place_them() -> None:
-    with pytest.raises(UsageError, match=r"--actor-num-nodes 2 .* --runner local .*Ray"):
+    with pytest.raises(UsageError, match=r"--actor-num-nodes 2 .* --runner local .* --runner ray"):
         check_trainer_group(config_of(nodes=2))
     check_trainer_group(config_of(nodes=1))
 

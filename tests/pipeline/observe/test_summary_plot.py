@@ -119,7 +119,7 @@ def test_the_closing_text_says_what_happened_where_it_is_and_what_next(tmp_path:
         "12.3k trained",
         "51 versions by delta, differences of 1/12.5 of the bytes",
         "busiest stage (train) at work 93% of the time",
-        "90 trained, 5 filtered, 2 stale, 3 failed, 0 surplus, 0 open",
+        "90 trained, 5 filtered, 2 stale, 3 failed, 0 discarded, 0 in flight",
         "reward 2",
         f"AutoModelForCausalLM.from_pretrained('{tmp_path}/hf')",
         f"tensorboard --logdir {tmp_path}/tb",

@@ -72,7 +72,7 @@ def test_pass_rates_of_all_groups_are_averaged() -> None:
 def test_the_bias_report_compares_what_was_trained_with_what_was_not(tmp_path: Path) -> None:
     group_outcomes = GroupOutcomes(4)
     group_outcomes.settled(Settled(0, "stale", tokens=4 * 100, reward=0.0, pass_rate=0.0))
-    group_outcomes.settled(Settled(1, "surplus", tokens=4))  # cut short: it has no length of its own
+    group_outcomes.settled(Settled(1, "discarded", tokens=4))  # cut short: it has no length of its own
     group_outcomes.settled(Settled(2, "trained", step=1, pass_rate=1.0))
     group_outcomes.settled(Settled(3, "trained", step=1, pass_rate=0.25))
     lengths = {"rollout/group_len/16": 1.0, "rollout/group_len/32": 1.0, "rollout/response_len/mean": 20.0}
@@ -88,7 +88,7 @@ def test_the_bias_report_compares_what_was_trained_with_what_was_not(tmp_path: P
         "pass_rates": {"0.2": 1, "1.0": 1},
     }
     assert report["stale"]["lengths"] == {"128": 1}
-    assert report["surplus"] == {
+    assert report["discarded"] == {
         "groups": 1,
         "length_mean": None,
         "pass_rate_mean": None,
@@ -145,7 +145,7 @@ async def test_the_recorder_tells_of_the_weights_on_their_way(recorder: Recorder
         topic = await node.topic_server("topic")
         topic.publish("stats/train-0", StageStats(stage="train", replica="train-0", unix_s=1.0, extra=extra).encode())
         for i, update_s in enumerate((0.25, 0.75)):
-            entry = EngineEntry(f"engine-{i}", "", 0, state="serving", epoch=0, version=1, update_s=update_s)
+            entry = EngineEntry(f"engine-{i}", "", 0, state="serving", run_generation=0, version=1, update_s=update_s)
             topic.publish(f"directory/engine-{i}", msgspec.msgpack.encode(entry))
         for i in range(3):
             address = EngineAddress(f"engine-{i}", "", 0)

@@ -56,7 +56,7 @@ def made_up_run() -> RunView:
     view.version = 4
     view.gate = (6, 12)
     view.wasted_tokens = 100
-    view.ledger = LedgerCounts(admitted=30, trained=16, filtered=3, stale=1, failed=2, surplus=0, open=8)
+    view.ledger = LedgerCounts(admitted=30, trained=16, filtered=3, stale=1, failed=2, discarded=0, open=8)
     view.evaluated("heldout", 3, 0.625)
     return view
 
@@ -143,7 +143,7 @@ def test_supervised_steps_are_called_what_they_are() -> None:
     text = console.export_text()
     assert "warm start" in text
     assert "loss 1.250" in text
-    for word in ("reward", "staleness", "gate", "version", "efficiency"):
+    for word in ("reward", "staleness", "in flight", "version", "busiest"):
         assert word not in text
 
 
@@ -177,18 +177,18 @@ def test_the_table_fits_and_keeps_what_matters(width: int) -> None:
         "async",
         "step 4/10",
         "version 4",
-        "gate 6/12",
+        "in flight 6, may enter 12",
         "40%",
         "generate",
         "75%",
         "0.400",
         "2 failed",
-        "8 open",
+        "8 in flight",
     ):
         assert words in joined, words
     assert "eval heldout 0.625 at v3" in joined
     assert "mean 1.00 max 2 (bound 2)" in joined
-    assert "efficiency 75% of the bound (generate)" in joined
+    assert "busiest stage (generate) busy 75%" in joined
     assert "ETA 0:30" in joined
 
 

@@ -1,0 +1,127 @@
+"""The control endpoint of a run: a unix socket in its private directory, one request and one reply a connection.
+
+`control.json` in the run directory names the socket and holds a token made for this run; both are for the owner alone
+(mode 0600, the socket's directory 0700). Another process of the same user that does not know the run directory cannot
+guess the token.
+
+Invariants: a request is bounded in size and time, and so are the connections at a time, so that nobody holds up the
+controller's loop; a request without the token is refused before it is looked at; an error in a command is its answer
+and never the run's end; the file is gone when the run has ended.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hmac
+import logging
+import os
+import secrets
+from collections.abc import AsyncIterator, Awaitable, Callable
+from pathlib import Path
+from typing import Final
+
+import msgspec
+
+from pipeline.control.messages import CONTROL_FILE, MOST_BYTES, Command, ControlAddress, Reply, Request
+
+log = logging.getLogger("sluice.control")
+
+SOCKET: Final = "ask.sock"  # no longer than the other names there: a path of a socket has at most 107 bytes
+READ_S: Final = 5.0
+ANSWER_S: Final = 20.0
+MOST_CONNECTIONS: Final = 8
+REFUSED: Final = Reply(False, ("the token is not that of this run",))
+
+Answer = Callable[[Command], Awaitable[Reply]]
+
+
+class UnverifiedRequest(msgspec.Struct, frozen=True):
+    """A request of which only the token is looked at."""
+
+    token: str
+    command: msgspec.Raw
+
+
+@contextlib.asynccontextmanager
+async def endpoint(run_dir: Path, sockets: Path, answer: Answer) -> AsyncIterator[None]:
+    """Answer commands for the time of the block."""
+    path, file = sockets / SOCKET, run_dir / CONTROL_FILE
+    address = ControlAddress(str(path), secrets.token_urlsafe(32))
+    control = ControlServer(address.token, answer)
+    before = os.umask(0o177)
+    try:
+        server = await asyncio.start_unix_server(control.serve, path, limit=MOST_BYTES)
+    finally:
+        os.umask(before)
+    try:
+        write_private(file, msgspec.json.encode(address))
+        yield
+    finally:
+        file.unlink(missing_ok=True)
+        server.close()
+
+
+def write_private(path: Path, content: bytes) -> None:
+    """A file for its owner alone, from the moment that it is there."""
+    draft = path.with_name(f".{path.name}.draft")
+    draft.unlink(missing_ok=True)
+    with os.fdopen(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
+        file.write(content)
+    draft.replace(path)
+
+
+class ControlServer:
+    def __init__(self, token: str, answer: Answer) -> None:
+        self._token, self._answer = token, answer
+        self._connections = 0
+
+    async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """One connection. Waits for its line, then for the command; each within its time."""
+        self._connections += 1
+        try:
+            reply = await self._reply(reader)
+            with contextlib.suppress(OSError, TimeoutError):  # who asked has gone
+                async with asyncio.timeout(READ_S):
+                    writer.write(msgspec.json.encode(reply) + b"\n")
+                    await writer.drain()
+        finally:
+            self._connections -= 1
+            writer.close()
+
+    async def _reply(self, reader: asyncio.StreamReader) -> Reply:
+        if self._connections > MOST_CONNECTIONS:
+            return Reply(False, (f"{MOST_CONNECTIONS} requests are being answered; try again",))
+        try:
+            async with asyncio.timeout(READ_S):
+                line = await reader.readuntil(b"\n")
+        except asyncio.LimitOverrunError:
+            return Reply(False, (f"a request has at most {MOST_BYTES} bytes",))
+        except asyncio.IncompleteReadError:
+            return Reply(False, ("a request is one line of JSON",))
+        except TimeoutError:
+            return Reply(False, (f"no request came within {READ_S:g} s",))
+        except OSError as error:
+            return Reply(False, (str(error),))
+        return await self._answered(line)
+
+    async def _answered(self, line: bytes) -> Reply:
+        try:
+            token = msgspec.json.decode(line, type=UnverifiedRequest).token
+        except (msgspec.MsgspecError, UnicodeDecodeError):
+            return Reply(False, ("a request is one line of JSON with token and command",))
+        if not hmac.compare_digest(token.encode(), self._token.encode()):
+            log.warning("a request with a wrong token was refused")
+            return REFUSED
+        try:
+            command = msgspec.json.decode(line, type=Request).command
+        except msgspec.MsgspecError as error:
+            return Reply(False, (f"the command cannot be read: {error}",))
+        try:
+            async with asyncio.timeout(ANSWER_S):
+                return await self._answer(command)
+        except TimeoutError:
+            return Reply(False, (f"the command took longer than {ANSWER_S:g} s; status says whether it was done",))
+        except Exception as error:  # of the command, which must not end the run
+            log.exception("the command %s failed", type(command).__name__.lower())
+            return Reply(False, (f"{type(error).__name__}: {error}",))

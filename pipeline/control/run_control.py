@@ -1,0 +1,219 @@
+"""What the commands do to a running run.
+
+A change is checked by the rules of the configuration, as if the run were resumed with it as a flag; then it is made,
+journalled, and written into `config.toml` of the run directory. So a resumed run begins with what was changed last, and
+a flag of the resume outranks it.
+
+Invariants: of several changes in one command either all are made or none; what is refused changes nothing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import time
+from collections.abc import Callable, Mapping
+
+from configs.errors import ConfigError
+from pipeline.control.changed_config import FILTER, SAMPLED, STALENESS, keep, with_flags, with_settings
+from pipeline.control.messages import (
+    Command,
+    Drain,
+    EngineStatus,
+    Pause,
+    QueueStatus,
+    Reply,
+    Resume,
+    RunStatus,
+    Save,
+    Scale,
+    Set,
+    Status,
+)
+from pipeline.errors import UsageError
+from pipeline.observe.monitor import Monitor
+from pipeline.record.recorder import Recorder
+from pipeline.supervise.runner import Runner
+from stages.engine_entries import POLICY, RUNNING, WAITING, addresses, entries
+from stages.live_settings import SETTINGS, Sampling, Settings, write_settings
+from stages.prompts.stage import PromptStage
+from stages.train.asked_saves import SAVE
+from transport import Hub, TopicServer
+
+
+class RunControl:
+    """Answers for one run. `drain` is what Ctrl-C does."""
+
+    def __init__(
+        self,
+        stage: PromptStage,
+        recorder: Recorder,
+        runner: Runner,
+        monitor: Monitor,
+        hubs: Mapping[str, Hub],
+        topic: TopicServer,
+        drain: Callable[[], None],
+    ) -> None:
+        self.stage, self.recorder, self.runner, self.monitor = stage, recorder, runner, monitor
+        self.hubs, self.topic, self.drain = hubs, topic, drain
+        self.rundir = recorder.rundir
+        self._saves = 0
+        self._settings: tuple[Settings, ...] = ()
+        self._one_at_a_time = asyncio.Lock()
+
+    async def answer(self, command: Command) -> Reply:
+        """Do it. What is wrong with it is its answer."""
+        if isinstance(command, Status):
+            return Reply(True, status=self.status())
+        async with self._one_at_a_time:
+            if self.stage.draining is not None:
+                return Reply(False, (f"the run is ending: {self.stage.draining}",))
+            try:
+                return Reply(True, await self._do(command))
+            except ConfigError as error:
+                return Reply(False, tuple(error.faults))
+            except UsageError as error:
+                return Reply(False, (str(error),))
+
+    async def _do(self, command: Command) -> tuple[str, ...]:
+        match command:
+            case Scale():
+                return await self._scale(command.counts)
+            case Set():
+                return await self._set(command.changes)
+            case Pause():
+                return self._pause(True)
+            case Resume():
+                return self._pause(False)
+            case Save():
+                return self._save()
+            case Drain():
+                self.recorder.changed("drain", "")
+                self.drain()
+                return (f"finishing what is in flight, at most {self.runner.config.run.drain_s:g} s",)
+        raise UsageError("status is not among the changes")
+
+    # ------------------------------------------------------------------ changes
+
+    async def _scale(self, counts: Mapping[str, int]) -> tuple[str, ...]:
+        self._begun()
+        wanted = [f"{stage}={count}" for stage, count in counts.items()]
+        config = await asyncio.to_thread(with_flags, self.rundir, ["--scale", *wanted])
+        refused = [why for stage, n in counts.items() if (why := self.runner.refusal(stage, n)) is not None]
+        if refused:
+            raise ConfigError(refused)
+        said = []
+        for stage, count in sorted(counts.items(), key=lambda item: item[0] != "engine"):  # which may lack a GPU
+            before = len(self.runner.replicas(stage))
+            self.runner.scale(stage, count)
+            if count != before:
+                self.recorder.changed(f"scale {stage}", str(count))
+            said.append(f"{stage}: {before} -> {count}")
+        keep(self.rundir, config, self.runner.config)
+        return tuple(said)
+
+    def _pause(self, paused: bool) -> tuple[str, ...]:
+        if self.stage.paused == paused:
+            return ("the run is paused already" if paused else "the run is not paused",)
+        self.stage.pause(paused)
+        self.recorder.changed("pause" if paused else "resume", "")
+        if not paused:
+            return ("new groups are admitted again",)
+        return (f"no new group is admitted; {self.stage.ledger.open} are under way and go on",)
+
+    def _save(self) -> tuple[str, ...]:
+        self._begun()
+        self._saves += 1
+        self.topic.publish(SAVE, str(self._saves).encode())
+        self.recorder.changed("save", "")
+        later = "; the run is paused, so that step may not end before it goes on" if self.stage.paused else ""
+        return (f"a checkpoint follows step {self.stage.steps + 1}{later}",)
+
+    def _begun(self) -> None:
+        if self.recorder.training_started is None:
+            raise UsageError("the run is still starting; try again when its trainer has its weights")
+
+    # ------------------------------------------------------------------ settings
+
+    async def _set(self, changes: Mapping[str, str]) -> tuple[str, ...]:
+        self._begun()
+        config, changed = await asyncio.to_thread(with_settings, self.rundir, changes)
+        if not changed:
+            return ("nothing differs from what is set",)
+        bound = config.asynchrony.max_staleness or 0
+        self._check_room(bound)
+        # The trainer collects the batch after the last one of which was heard, or, if its report is on its way, the one
+        # after that. The next one is the first of which it certainly hears in time.
+        step = self.stage.steps + 3
+        started = self.runner.config
+        scale = config.train.lr / started.train.lr if config.train.lr != started.train.lr else 1.0
+        self._settings = (*self._settings, Settings(step, bound, scale, config.filter.dynamic_sampling_filter))
+        self.topic.publish(SETTINGS, write_settings(self._settings))
+        if STALENESS in changed:
+            self.stage.bound(bound, step)
+            self.recorder.bound(bound)
+        self.stage.sampling = Sampling(config.rollout.rollout_temperature, config.rollout.rollout_top_p)
+        keep(self.rundir, config, started)
+        groups = {FILTER: "that are judged", **dict.fromkeys(SAMPLED, "that are admitted")}
+        said = []
+        for key, value in changed.items():
+            shown = " ".join(value) if isinstance(value, tuple) else f"{value:g}"
+            when = f"for groups {groups[key]} from now on" if key in groups else f"from step {step} on"
+            self.recorder.changed(f"set {key.rpartition('.')[2]}", f"{shown} {when}")
+            said.append(f"{key.rpartition('.')[2]}: {shown}, {when}")
+        return tuple(said)
+
+    def _check_room(self, bound: int) -> None:
+        """The stages that join hold all that is out, and were given room for it at the start. Raises UsageError."""
+        gate = dataclasses.replace(self.stage.gate, max_staleness=bound)
+        members = self.runner.config.rollout.n_samples_per_prompt
+        room = self.runner.placement.room // (2 * members)
+        if gate.most_open > room:
+            raise UsageError(
+                f"max_staleness {bound} lets {gate.most_open} groups out, and the streams of this run have room for "
+                f"{room}; drain it and resume it with --max-staleness {bound}"
+            )
+
+    # ------------------------------------------------------------------ status
+
+    def status(self) -> RunStatus:
+        """All that is known of the run now."""
+        self.monitor.refresh()
+        snapshot = self.recorder.view.snapshot(time.monotonic())
+        state = "running" if self.stage.trainer_up else "starting"
+        if self.stage.draining is not None:
+            state = f"stopping: {self.stage.draining}"
+        elif self.stage.paused:
+            state = "paused"
+        return RunStatus(
+            run=str(self.rundir.path),
+            state=state,
+            snapshot=snapshot,
+            engines=self._engines(),
+            queues=tuple(self._queue(name, hub) for name, hub in self.hubs.items()),
+            replicas={row.stage: len(self.runner.replicas(row.stage)) for row in snapshot.stages},
+            changes=tuple(self.recorder.changes),
+        )
+
+    def _engines(self) -> tuple[EngineStatus, ...]:
+        there, known = addresses(self.topic, POLICY), entries(self.topic, POLICY)
+        rows = {row.name: row for row in self.recorder.view.engine_rows()}
+        found = []
+        for name in sorted({*self.runner.replicas("engine"), *there}, key=lambda name: (len(name), name)):
+            entry, row = known.get(name), rows.get(name)
+            found.append(
+                EngineStatus(
+                    name=name,
+                    state=entry.state if entry is not None else "starting",
+                    version=entry.version if entry is not None and entry.version >= 0 else None,
+                    running=int(self.recorder.view.extra("engines", f"{name}{RUNNING}")),
+                    waiting=int(self.recorder.view.extra("engines", f"{name}{WAITING}")),
+                    limit=entry.limit if entry is not None else 0,
+                    idle=row.idle if row is not None else None,
+                )
+            )
+        return tuple(found)
+
+    def _queue(self, name: str, hub: Hub) -> QueueStatus:
+        stats = hub.stats()
+        return QueueStatus(name, stats.queued, stats.leased, stats.consumers)

@@ -1,0 +1,151 @@
+"""The Ray actor that owns one process of a run: it starts it on its node, ends it, and tells its output and its end.
+
+Invariants: the process ends with the actor, however that ends, and the actor with the controller's job; its directory
+is private and is removed with it, or by the next actor here if it was killed; nothing but numbers, texts and bytes goes
+through Ray.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import fcntl
+import os
+import socket
+import struct
+import sys
+import tempfile
+from contextlib import ExitStack
+from pathlib import Path
+from secrets import token_hex
+from typing import Final
+
+import msgspec
+
+from models.weights.slots_directory import PREFIX, DirectoryLease, remove_stale
+from pipeline.hosts.free_port import PortInUse, held_port
+from pipeline.hosts.launcher import ProcessSpec
+from pipeline.hosts.local_launcher import LocalHandle, LocalLauncher
+from pipeline.record.run_directory import RunDir
+
+OUTPUT_WAIT_S: Final = 2.0  # longest wait for new output
+POLL_S: Final = 0.1  # between two looks at the log
+CHUNK_BYTES: Final = 1 << 20
+_GET_ADDRESS: Final = 0x8915  # SIOCGIFADDR
+
+
+class ProcessActor:
+    """Owner of one process; a name's next incarnation may be started by the same one."""
+
+    def __init__(self, cwd: str, threads: str) -> None:
+        """`cwd`: where the user started the run; used where it exists here too."""
+        import ray
+
+        self.node = str(ray.get_runtime_context().get_node_id())
+        self.address = str(ray.util.get_node_ip_address())
+        if os.path.isdir(cwd):
+            os.chdir(cwd)
+        os.environ["OMP_NUM_THREADS"] = threads  # Ray sets it to the CPUs that it counts for the actor
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", interface_of(self.address))
+        home = Path(tempfile.gettempdir())
+        remove_stale(home)
+        self._lease = DirectoryLease(home / f"{PREFIX}actor-{token_hex(4)}")
+        rundir = RunDir(self._lease.directory)
+        rundir.sockets = self._lease.directory
+        for directory in (rundir.logs, rundir.specs):
+            directory.mkdir()
+        self._launcher = LocalLauncher(rundir)
+        self._handle: LocalHandle | None = None
+        self._held: dict[int, ExitStack] = {}
+        self._copies: dict[str, str] = {}  # what was brought, by its path on the controller's host
+
+    async def ready(self) -> tuple[str, str]:
+        """Id and address of the node."""
+        return self.node, self.address
+
+    async def hold_port(self, port: int) -> int | str:
+        """A port of this node, kept until it is released; why not, if it cannot be."""
+        with ExitStack() as stack:
+            try:
+                number = stack.enter_context(held_port(port, self.address))
+            except PortInUse as error:
+                return str(error.strerror)
+            self._held[number] = stack.pop_all()
+        return number
+
+    async def release_port(self, port: int) -> None:
+        if (stack := self._held.pop(port, None)) is not None:
+            stack.close()
+
+    async def missing(self, paths: list[str]) -> list[str]:
+        """Those that are neither seen here nor were brought."""
+        return [path for path in paths if path not in self._copies and not os.path.exists(path)]
+
+    async def copy_file(self, path: str, file: str, content: bytes, mode: int) -> None:
+        """Add bytes to a file of what lies at `path` on the controller's host; `file`: its place in that, or empty."""
+        copy = self._copies.setdefault(path, str(self._lease.directory / f"file-{len(self._copies)}"))
+        target = Path(copy, file) if file else Path(copy)
+        target.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        handle = os.open(target, os.O_WRONLY | os.O_CREAT | os.O_APPEND, mode)
+        with os.fdopen(handle, "ab") as opened:
+            opened.write(content)
+
+    async def spawn(self, encoded: bytes) -> tuple[int, int]:
+        """Start a process; its number on this node, and where its part of the log begins."""
+        spec = msgspec.msgpack.decode(encoded, type=ProcessSpec)
+        argv = tuple(self._copies.get(argument, argument) for argument in spec.argv)
+        if spec.ours:  # by the Python of this node
+            argv = (sys.executable, *argv[1:])
+        self._handle = await self._launcher.spawn(msgspec.structs.replace(spec, argv=argv))
+        return self._handle.pid, self._handle.log_start
+
+    async def output(self, offset: int) -> tuple[bytes, int | None]:
+        """What the process has printed from `offset` on, and its exit status once that was all.
+
+        Waits for more output or for its end, at most `OUTPUT_WAIT_S`.
+        """
+        handle = self._handle
+        assert handle is not None
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(OUTPUT_WAIT_S):
+                while not (content := _read(handle.log, offset)) and handle.alive:
+                    with contextlib.suppress(TimeoutError):
+                        async with asyncio.timeout(POLL_S):
+                            await handle.wait()
+        ended = not handle.alive  # before the last look: what it printed is in the log by then
+        content = _read(handle.log, offset)
+        return content, await handle.wait() if ended and len(content) < CHUNK_BYTES else None
+
+    async def remember_shared(self) -> None:
+        if self._handle is not None:
+            self._handle.remember_shared()
+
+    async def kill(self) -> None:
+        """End the process and all that it started, or what is left of them."""
+        if self._handle is not None:
+            await self._handle.kill()
+
+    async def stop(self) -> None:
+        """Ask the process to end; kill it after its grace."""
+        await self._launcher.stop_all()
+
+    async def close(self) -> None:
+        """Remove what this actor keeps on its node."""
+        self._lease.release()
+
+
+def interface_of(address: str) -> str:
+    """The network interface that has an address; the loopback one if none has."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asked:
+        for _, name in socket.if_nameindex():
+            with contextlib.suppress(OSError):  # it has no IPv4 address
+                answer = fcntl.ioctl(asked.fileno(), _GET_ADDRESS, struct.pack("256s", name.encode()[:15]))
+                if socket.inet_ntoa(answer[20:24]) == address:
+                    return name
+    return "lo"
+
+
+def _read(log: Path, offset: int) -> bytes:
+    with log.open("rb") as file:
+        file.seek(offset)
+        return file.read(CHUNK_BYTES)

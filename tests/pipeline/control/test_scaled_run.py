@@ -1,0 +1,195 @@
+"""A run of which stages and engines come and go under load: nothing is lost, and what is trained stays the same."""
+
+from __future__ import annotations
+
+import asyncio
+import subprocess
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from launching import SIMULATED, SMALL, finish, made_model, start, succeed_here
+from launching import here as run_here
+from scripted_run import Scripted, scripted
+
+from pipeline.control.client import NotRunning, ask
+from pipeline.control.messages import Command, Drain, Pause, Reply, Resume, RunStatus, Save, Scale, Set, Status
+from pipeline.observe.stats import Changed
+from pipeline.observe.trace import Span, read_records
+from pipeline.record.journal import Committed, read_journal
+from pipeline.supervise.announce import read_fleet
+from pipeline.supervise.servers import Servers
+from stages.engine_entries import LEAVE, addresses, carrying
+from tests.chaos.oracle import Expected, judge
+
+pytestmark = pytest.mark.slow
+
+# What the simulated engine writes behind a partial output is another text than it would have written in one piece; so
+# here an aborted response is begun anew. tests/stages/test_leaving_engine.py has one that goes on elsewhere.
+SYNC = [
+    *SMALL, *made_model(), *SIMULATED, "--mode", "sync", "--deterministic",
+    "--rollout-max-response-len", "48", "engine.simulated.length_mean=30", "--simulated-step-s", "0.01",
+    "--no-partial-rollout", "--dynamic-sampling-filter", "length:20_48",
+]  # fmt: skip
+LOADED = [
+    *SYNC,
+    "engine.simulated.a_ms=6",
+    "--num-rollout",
+    "4000",
+]  # a batch takes a quarter of a second, so that all this is under load
+FIRST = {"engine": "2", "reward": "4", "group": "2", "generate": "2"}
+PATIENCE_S = 120.0
+
+
+def done(run_dir: Path, command: Command) -> Reply:
+    reply = ask(run_dir, command)
+    assert reply.ok, reply.lines
+    return reply
+
+
+def until(process: subprocess.Popen[str], run_dir: Path, holds: Callable[[RunStatus], bool]) -> RunStatus:
+    """The first status of which it holds."""
+    deadline = time.monotonic() + PATIENCE_S
+    while time.monotonic() < deadline:
+        assert process.poll() is None, process.communicate()
+        try:
+            status = ask(run_dir, Status()).status
+        except NotRunning:  # it starts
+            status = None
+        if status is not None and holds(status):
+            return status
+        time.sleep(0.05)
+    raise AssertionError("it never came to that")
+
+
+def passed_on(run_dir: Path) -> set[str]:
+    """Replicas of the group stage that have put a group together."""
+    spans = [
+        record for record in read_records(run_dir / "trace") if isinstance(record, Span) and record.name == "group"
+    ]
+    return {span.replica for span in spans}
+
+
+def committed(run_dir: Path) -> bool:
+    return any(isinstance(event, Committed) for event in read_journal(run_dir / "ledger.jsonl"))
+
+
+def test_scaled_up_and_down_under_load_the_same_is_trained(tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    process = start(run_dir, *LOADED)
+    try:
+        until(process, run_dir, lambda status: status.snapshot.step >= 2)
+        done(run_dir, Scale({"reward": 4, "group": 2, "generate": 2, "engine": 2}))
+        wide = until(process, run_dir, lambda s: [e.state for e in s.engines] == ["serving"] * 2)
+        assert all(engine.version is not None for engine in wide.engines)
+        rows = {"reward": 4, "group": 2, "generate": 2}
+        until(process, run_dir, lambda s: all(r.replicas == rows.get(r.stage, 1) for r in s.snapshot.stages))
+        until(process, run_dir, lambda s: s.engines[1].running > 0)
+        until(process, run_dir, lambda _: "group-1" in passed_on(run_dir))
+        done(run_dir, Scale({"engine": 1, "reward": 2, "group": 1, "generate": 1}))
+        until(process, run_dir, lambda s: [engine.name for engine in s.engines] == ["engine-0"])
+        done(run_dir, Save())
+        until(process, run_dir, lambda s: {r.stage: r.replicas for r in s.snapshot.stages}["group"] == 1)
+        done(run_dir, Scale({"engine": 2}))
+        until(process, run_dir, lambda s: [engine.name for engine in s.engines] == ["engine-0", "engine-2"])
+        until(process, run_dir, lambda _: committed(run_dir))  # as was asked: nothing else saves before the end
+        done(run_dir, Drain())  # however quick or slow the machine is, all of this was within the run
+    except BaseException:
+        process.kill()
+        raise
+    ended = finish(process, run_dir)
+    assert ended.code == 130, ended.err
+    ended.check_books()
+    steps = max(ended.audit.batches)
+    assert judge(run_dir, Expected(steps=steps, groups_per_step=4, bound=0)) == []
+    fast = [*SYNC, "engine.simulated.a_ms=0", "--num-rollout", str(steps)]
+    assert ended.audit.batches == succeed_here(tmp_path / "alone", *fast).audit.batches, (
+        "who generates, grades and filters changes nothing of a synchronous run"
+    )
+    assert ended.summary["restarts"] == {}
+    assert ended.summary["groups"]["filtered"] > 0
+    changes = [(change["what"], change["value"]) for change in ended.summary["changes"]]
+    assert changes[:4] == [(f"scale {stage}", n) for stage, n in FIRST.items()]
+    with pytest.raises(NotRunning, match="is not running"):
+        ask(run_dir, Status())
+
+
+def test_a_paused_run_admits_nothing_and_a_resumed_one_begins_with_what_was_changed(tmp_path: Path) -> None:
+    flags = [*SMALL, *made_model(), *SIMULATED, "--num-rollout", "4000"]
+
+    async def first(run: Scripted) -> None:
+        control = await control_of(run)
+        await run.steps(2)
+        assert (await control(Scale({"generate": 2}))).ok
+        assert not (await control(Scale({"train": 2, "generate": 3}))).ok
+        assert len(run.generating()) == 2, "of what is refused nothing is done"
+        assert (await control(Pause())).ok
+        await run.until(lambda: run.controller.stage.ledger.open == 0)
+        admitted = run.controller.stage.ledger.admitted
+        status = (await control(Status())).status
+        assert status is not None
+        assert status.state == "paused"
+        await asyncio.sleep(0.3)
+        assert run.controller.stage.ledger.admitted == admitted
+        assert (await control(Resume())).ok
+        assert not (await control(Set({"max_staleness": "3", "n_samples_per_prompt": "8"}))).ok
+        assert run.controller.stage.gate.max_staleness == 2, "of what is refused nothing is done"
+        reply = await control(Set({"max_staleness": "3", "lr": "5e-5"}))
+        assert reply.ok, reply.lines
+        await run.steps(5)
+        assert run.controller.stage.gate.max_staleness == 3
+
+    async def second(run: Scripted) -> None:
+        await run.until(lambda: len(run.generating()) == 2)
+        assert run.controller.stage.gate.max_staleness == 3
+        assert run.controller.config.train.lr == 5e-5
+        await control_of(run)
+
+    with pytest.MonkeyPatch.context() as patch:
+        scripted(patch, tmp_path / "run", first, lambda run_dir: run_here(run_dir, *flags).code)
+    with pytest.MonkeyPatch.context() as patch:
+        again = scripted(
+            patch, tmp_path / "run", second, lambda run_dir: run_here(run_dir, "--resume", str(run_dir)).code
+        )
+    kept = [(change.what, change.value) for change in again.controller.recorder.changes]
+    assert [what for what, _ in kept] == ["scale generate", "pause", "resume", "set lr", "set max_staleness"]
+    assert kept == [
+        (e.what, e.value) for e in read_journal(tmp_path / "run" / "ledger.jsonl") if isinstance(e, Changed)
+    ]
+
+
+def test_an_engine_ends_when_it_has_given_back_what_it_held(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[bool] = []
+    has_left = Servers._has_left
+
+    def noted(servers: Servers, name: str) -> bool:
+        seen.append(has_left(servers, name))
+        return seen[-1]
+
+    async def script(run: Scripted) -> None:
+        control, topic = await control_of(run), run.runner.topic
+        assert (await control(Scale({"engine": 2}))).ok
+        await run.until(lambda: len(carrying(topic)) == 2)
+        await run.steps(2)
+        assert (await control(Scale({"engine": 1}))).ok
+        await run.until(lambda: list(addresses(topic)) == ["engine-0"])
+        assert seen[-1], "it was not waited for, or not told to leave"
+        await run.until(lambda: not topic.items(LEAVE))
+        await run.steps(2)
+        status = (await control(Status())).status
+        assert status is not None
+        assert [engine.name for engine in status.engines] == ["engine-0"], "it is gone, and not lost"
+        assert read_fleet(run.controller.rundir).keys() == {"engine-0"}
+
+    monkeypatch.setattr(Servers, "_has_left", noted)
+    flags = [*SMALL, *made_model(), *SIMULATED, "--num-rollout", "4000"]
+    ended = scripted(monkeypatch, tmp_path / "run", script, lambda run_dir: run_here(run_dir, *flags).code)
+    assert ended.controller.recorder.restarts == {}
+
+
+async def control_of(run: Scripted) -> Callable[[Command], asyncio.Future[Reply]]:
+    """The run's endpoint, asked through its socket from another thread, once the trainer has its weights."""
+    await run.until(lambda: run.controller.recorder.training_started is not None)
+    loop = asyncio.get_running_loop()
+    return lambda command: loop.run_in_executor(None, ask, run.run_dir, command)
