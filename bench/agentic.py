@@ -24,7 +24,7 @@ from io import StringIO
 from pathlib import Path
 
 from bench.modes import configuration
-from bench.report import Document, Series, command, machine, write_json
+from bench.report import Series, finish, machine
 from pipeline.observe.metrics import read_metrics
 from pipeline.run import run
 
@@ -147,11 +147,9 @@ def main() -> None:
         f"{ENGINES} simulated engines of {SLOTS} slots, a turn takes "
         f"{TURN_TOKENS * SCALE * (A_MS + C_MS * SLOTS) / 1000:.1f} s",
         f"{rounds} rounds of {steps} batches of {GROUPS} x {MEMBERS}, the first {warm_up} batches are not counted",
-        f"load {about.load_1min:.1f} on {about.cores} cores at the start",
+        about.load,
     ]
-    print("\n" + "\n".join(remarks))
-    write_json(options.output, Document("agentic", about, command(), remarks, series))
-    print(f"written to {options.output}")
+    finish(options.output, about, remarks, series)
 
 
 if __name__ == "__main__":

@@ -33,7 +33,7 @@ import msgspec
 import numpy as np
 import uvloop
 
-from bench.report import Document, Series, command, machine, print_table, write_json
+from bench.report import Series, finish, machine, print_table
 from configs.schema import Config
 from models.tiny import make_tiny_checkpoint
 from stages.agents.chat_formats.load import load_chat_format
@@ -56,7 +56,7 @@ class KnownEngine:
     """A topic that says where one engine is, and nothing else, ever."""
 
     def __init__(self, url: str) -> None:
-        entry = EngineEntry("engine-0", url, 0, state="serving", epoch=0, version=0, limit=SLOTS)
+        entry = EngineEntry("engine-0", url, 0, state="serving", run_generation=0, version=0, limit=SLOTS)
         address = EngineAddress("engine-0", url, 0)
         self._said = {f"{ADDRESS}engine-0": address, f"{DIRECTORY}engine-0": entry}
         self._values = {key: msgspec.msgpack.encode(value) for key, value in self._said.items()}
@@ -234,11 +234,9 @@ def main() -> None:
     remarks = [
         f"{SLOTS} conversations at a time of {TURNS} turns: {PROMPT} tokens, {MADE} made and {SEEN} seen in each turn",
         f"{rounds} rounds of {conversations} conversations, interleaved",
-        f"load {about.load_1min:.1f} on {about.cores} cores at the start",
+        about.load,
     ]
-    print("\n" + "\n".join(remarks))
-    write_json(options.output, Document("gateway", about, command(), remarks, series))
-    print(f"written to {options.output}")
+    finish(options.output, about, remarks, series)
 
 
 if __name__ == "__main__":

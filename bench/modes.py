@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from io import StringIO
 from pathlib import Path
 
-from bench.report import Document, Series, command, machine, write_json
+from bench.report import Series, finish, machine
 from configs.load import load
 from configs.rules.validate import checked
 from configs.schema import Config
@@ -154,12 +154,10 @@ def main() -> None:
         f"simulated engines and trainer at {SCALE:g} of real time; {ENGINES} engines of {SLOTS} slots, "
         f"{GROUPS} groups of {MEMBERS}, lognormal lengths (mean {LENGTH_MEAN}, sigma 1, cap {LENGTH_CAP})",
         f"{rounds} rounds of {steps} batches, modes alternate, the first {WARM_UP} batches are not counted",
-        f"load {about.load_1min:.1f} on {about.cores} cores at the start",
+        about.load,
         "speed-up: against sync of the same split (engines and trainer on devices of their own)",
     ]
-    print("\n" + "\n".join(remarks))
-    write_json(options.output, Document("modes", about, command(), remarks, series))
-    print(f"written to {options.output}")
+    finish(options.output, about, remarks, series)
 
 
 if __name__ == "__main__":

@@ -22,7 +22,7 @@ from pathlib import Path
 import numpy as np
 
 from bench.off_policy_run import Curves, Task, measure
-from bench.report import Document, Series, command, machine, print_table, write_json
+from bench.report import Series, finish, machine, print_table
 
 COMMON = (
     "--num-steps-per-rollout", "2", "--lr", "6e-5", "--lr-warmup-iters", "20", "--engine-dtype", "bfloat16",
@@ -153,11 +153,10 @@ def main() -> None:
         *[f"{name}: {' '.join(CONTENDERS.get(name, CONTENDERS['TIS']))}" for name in names],
         "a seed fixes warm start, prompts and sampling noise, and is the same for all contenders",
     ]
-    print("\n" + "\n".join(remarks))
-    write_json(options.output, Document("off_policy", about, command(), remarks, series))
+    finish(options.output, about, remarks, series)
     title = f"Staleness {options.staleness}, engine in bfloat16, trainer in float32; mean and range of {seeds} seeds"
     draw(results, options.plot, title)
-    print(f"written to {options.output} and {options.plot}")
+    print(f"and {options.plot}")
 
 
 if __name__ == "__main__":

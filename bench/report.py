@@ -26,6 +26,11 @@ class Machine(msgspec.Struct, frozen=True):
     versions: dict[str, str]
     started_unix_s: float
 
+    @property
+    def load(self) -> str:
+        """A remark."""
+        return f"load {self.load_1min:.1f} on {self.cores} cores at the start"
+
 
 class Series(msgspec.Struct, frozen=True):
     """All rounds of one contender in one setting. `values` in `unit`; more is better unless the unit is a time."""
@@ -91,11 +96,11 @@ def print_table(series: Sequence[Series], baseline: str) -> None:
             print(f"  {one.name:{width}}  {figures}  {ratio:>11}  {one.unit} {one.note}")
 
 
-def write_json(path: Path, document: Document) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_bytes(msgspec.json.format(msgspec.json.encode(document), indent=2) + b"\n")
-
-
-def command() -> list[str]:
-    """How this benchmark was started, without the place of the files."""
-    return ["python", "-m", f"bench.{Path(sys.argv[0]).stem}", *sys.argv[1:]]
+def finish(output: Path, about: Machine, remarks: list[str], series: list[Series]) -> None:
+    """Print the remarks, and write all of it. The command is written without the place of the files."""
+    name = Path(sys.argv[0]).stem
+    document = Document(name, about, ["python", "-m", f"bench.{name}", *sys.argv[1:]], remarks, series)
+    print("\n" + "\n".join(remarks))
+    output.parent.mkdir(parents=True, exist_ok=True)
+    output.write_bytes(msgspec.json.format(msgspec.json.encode(document), indent=2) + b"\n")
+    print(f"written to {output}")

@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from bench.report import Document, Series, command, machine, print_table, write_json
+from bench.report import Series, finish, machine, print_table
 from configs.schema import Config, ObserveConfig
 from configs.schema.reward import RewardConfig
 from pipeline.hosts.replica import PortSpec, ReplicaSpec, run_replica
@@ -198,14 +198,12 @@ def main() -> None:
     remarks = [
         f"{rounds} rounds of {seconds:g} s, contenders alternate; groups of {MEMBERS}, {CONCURRENCY} in work per "
         f"replica, the first {WARM_UP_S:g} s are not counted",
-        f"load {about.load_1min:.1f} on {about.cores} cores at the start; replicas, grader processes, feeder and taker "
+        f"{about.load}; replicas, grader processes, feeder and taker "
         "share them, so that graders that compute cannot scale beyond the cores",
         "sleep:0.05 has a ceiling of 20 samples/s per grader process",
     ]
     print_table(series, name_of(1, 1))
-    print("\n" + "\n".join(remarks))
-    write_json(options.output, Document("reward", about, command(), remarks, series))
-    print(f"written to {options.output}")
+    finish(options.output, about, remarks, series)
 
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
 from pathlib import Path
 
-from bench.report import Document, Series, command, machine, print_table, write_json
+from bench.report import Series, finish, machine, print_table
 from stages.agents.packs.parts.interpreters import Interpreter, Interpreters
 from stages.graders.sandbox import Limits, StdinCase, run_cases
 
@@ -118,13 +118,11 @@ def main() -> None:
     series = [Series(setting, name, "executions/s", found) for (setting, name), found in values.items()]
     remarks = [
         f"{rounds} rounds of {seconds:g} s, contenders alternate; the code: {CODE}",
-        f"load {about.load_1min:.1f} on {about.cores} cores at the start",
+        about.load,
         "bubblewrap: " + ("measured" if shutil.which("bwrap") else "not installed here, so not measured"),
     ]
     print_table(series, BASELINE)
-    print("\n" + "\n".join(remarks))
-    write_json(options.output, Document("tools", about, command(), remarks, series))
-    print(f"written to {options.output}")
+    finish(options.output, about, remarks, series)
 
 
 if __name__ == "__main__":

@@ -24,7 +24,7 @@ from typing import Any
 
 import torch
 
-from bench.report import Document, Machine, Series, command, machine, write_json
+from bench.report import Machine, Series, finish, machine
 from bench.train_plans import dealings, packings
 from bench.train_speed import (
     CONTENDERS,
@@ -199,9 +199,7 @@ def main() -> None:
     print_exact(series)
     print_speeds(speeds)
     notes = remarks_of(setting, about) + found
-    print("\n" + "\n".join(notes))
-    write_json(options.output, Document("train", about, command(), notes, series + speeds))
-    print(f"written to {options.output}")
+    finish(options.output, about, notes, series + speeds)
 
 
 if __name__ == "__main__":

@@ -19,7 +19,7 @@ from pathlib import Path
 
 import zmq
 
-from bench.report import Document, Series, command, machine, print_table, write_json
+from bench.report import Series, finish, machine, print_table
 from transport import DeadLetter, Node, StreamSpec
 
 SPAWN = multiprocessing.get_context("spawn")
@@ -253,13 +253,11 @@ def main() -> None:
     ]
     remarks = [
         f"{rounds} interleaved rounds; ratios below 1.5x are noise on a machine that is not idle",
-        f"load {about.load_1min:.1f} on {about.cores} cores at the start; producer and consumer share them",
+        f"{about.load}; producer and consumer share them",
         "ipc on one machine: nothing here says anything about a network",
     ]
     print_table(series, BASELINE)
-    print("\n" + "\n".join(remarks))
-    write_json(options.output, Document("transport", about, command(), remarks, series))
-    print(f"written to {options.output}")
+    finish(options.output, about, remarks, series)
 
 
 if __name__ == "__main__":

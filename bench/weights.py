@@ -23,7 +23,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from bench.report import Document, Machine, Series, command, machine, print_table, write_json
+from bench.report import Machine, Series, finish, machine, print_table
 from bench.weights_model import Versions, make_model
 from bench.weights_rig import Fleet, Kind, fleet, sglang_python
 
@@ -115,9 +115,7 @@ def main() -> None:
                 series += asyncio.run(measure(kind, versions, engines, rounds, Path(directory)))
     print_table(series, BASELINE)
     notes = remarks(rounds, about, options.engines)
-    print("\n" + "\n".join(notes))
-    write_json(options.output, Document("weights", about, command(), notes, series))
-    print(f"written to {options.output}")
+    finish(options.output, about, notes, series)
 
 
 if __name__ == "__main__":

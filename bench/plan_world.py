@@ -1,0 +1,198 @@
+"""What a simulation has in place of sockets, clocks and engines: a loop in virtual time, streams, topic, engines.
+
+Invariants: time moves only where the loop would wait, and then to the next event; a message is received once, in the
+order in which it was sent; an engine is the simulated engine's schedule itself, with its client's slots.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import selectors
+from collections import deque
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from models.engines.core import Completion, SamplingRule
+from models.engines.simulated_schedule import Schedule
+from models.engines.simulated_writer import Writer
+from stages.sampling.slots import Slots
+from transport.core.topic import Entries
+
+RULE = SamplingRule(1.0, 1.0, -1, 0.0)
+
+
+class _Clock(selectors.SelectSelector):
+    """Where the event loop would wait for the time, the time moves."""
+
+    now = 0.0
+
+    def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
+        ready = super().select(0)
+        if not ready and timeout is None:
+            raise RuntimeError("everybody in the simulation waits for somebody else: no event is left")
+        self.now += 0.0 if ready else timeout or 0.0
+        return ready
+
+
+class VirtualLoop(asyncio.SelectorEventLoop):
+    """An event loop whose time is that of the simulation. Nothing in it may use a thread."""
+
+    def __init__(self) -> None:
+        self._virtual = _Clock()
+        super().__init__(self._virtual)
+
+    def time(self) -> float:
+        return self._virtual.now
+
+
+class _Silent(Writer):
+    """Completions are as long as they ask to be, and nobody reads their tokens."""
+
+    def extend(self, completion: Completion, count: int) -> None:
+        pass
+
+
+class Engine(Schedule):
+    """The simulated engine's schedule, driven by timers of the loop; and the client's slots for it."""
+
+    def begin(self, client: Slots) -> None:
+        self.client = client
+        self._writer = _Silent(self.config, "")
+        self._ended: dict[int, asyncio.Future[None]] = {}
+        self._loop = asyncio.get_running_loop()
+        self._timer: asyncio.TimerHandle | None = None
+        self._since = self.loaded_s = self.stalled_s = self.slot_s = 0.0
+
+    @property
+    def load(self) -> int:
+        """What the clients' routing looks at: samples in flight and queued."""
+        return self.client.taken + self.client.queued
+
+    def ask(self, completions: Sequence[Completion]) -> None:
+        """Send one request; `ended` waits for each of its completions."""
+        self.count()
+        for completion in completions:
+            self._ended[id(completion)] = self._loop.create_future()
+        self.submit(self._loop.time(), completions)
+        self.look()
+
+    async def ended(self, completion: Completion) -> None:
+        """Waits until it has all its tokens, and gives its slot back."""
+        try:
+            await self._ended[id(completion)]
+        finally:
+            self._ended.pop(id(completion), None)
+            self.client.release(1)
+
+    def count(self) -> None:
+        """Bring the sums of busy time up to now."""
+        now = self._loop.time()
+        if not self.paused:
+            self.loaded_s += (now - self._since) * (self.running > 0)
+            self.slot_s += (now - self._since) * self.running
+        self._since = now
+
+    def look(self) -> None:
+        """Let happen what is due, and plan the next look."""
+        self.count()
+        self.advance(self._loop.time())
+        for completion in self.take_finished():
+            self._ended[id(completion)].set_result(None)
+        if self._timer is not None:
+            self._timer.cancel()
+        event = self.next_event()
+        self._timer = None if event is None else self._loop.call_at(event, self.look)
+
+    def stand(self, paused: bool) -> None:
+        """Stop decoding, the cache kept; or go on."""
+        self.look()
+        if paused:
+            self.pause(self._loop.time(), "in_place")
+        else:
+            self.resume(self._loop.time())
+        self.look()
+
+    async def update(self, version: int, seconds: float) -> None:
+        """Take new weights: running completions go on with them."""
+        held = self.paused  # by the trainer, whose turn it is
+        self.stand(True)
+        await asyncio.sleep(seconds)
+        self.stalled_s += seconds
+        self.relabel(self._loop.time(), str(version))
+        if not held:
+            self.stand(False)
+
+
+def completion_of(serial: int, context: int, tokens: int) -> Completion:
+    prompt = np.zeros(context, dtype=np.int32)
+    return Completion(
+        rid=str(serial), group=serial, sample=0, prompt=prompt, prompt_key=b"", rule=RULE, seed=serial, max_new=tokens,
+        min_new=0, stop_ids=(), stop_strings=(), skip_special=True, trim_stop=True, stream=False, extra_key="",
+        score_from=-1,
+    )  # fmt: skip
+
+
+class Item:
+    """A message in the care of its only consumer."""
+
+    attempt = 1
+
+    def __init__(self, message: Any, key: str) -> None:
+        self.message, self.key = message, key
+
+    def done(self) -> None:
+        """Nobody else waits for it."""
+
+    def poison(self, reason: str) -> None:
+        raise RuntimeError(f"message {self.key} was refused: {reason}")
+
+
+class Pipe:
+    """Both ends of a stream: what is sent is received once, in the order in which it was sent."""
+
+    def __init__(self) -> None:
+        self._items: deque[Item] = deque()
+        self._arrived = asyncio.Event()
+
+    async def send(self, message: Any, key: str) -> None:
+        self._items.append(Item(message, key))
+        self._arrived.set()
+
+    async def receive(self) -> Item | None:
+        """Waits for a message; a simulation is cancelled, it does not end."""
+        while not self._items:
+            self._arrived.clear()
+            await self._arrived.wait()
+        return self._items.popleft()
+
+
+class Board:
+    """The topic. Values that change at one moment wake a reader once."""
+
+    def __init__(self) -> None:
+        self._entries = Entries()
+        self._changed = asyncio.Event()
+
+    def get(self, key: str) -> bytes | None:
+        return self._entries.values.get(key)
+
+    def items(self, prefix: str) -> Mapping[str, bytes]:
+        return {key: value for key, value in self._entries.values.items() if key.startswith(prefix)}
+
+    def put(self, key: str, value: msgspec.Struct) -> None:
+        self._entries.change({key: msgspec.msgpack.encode(value)})
+        changed, self._changed = self._changed, asyncio.Event()
+        changed.set()
+
+    async def publish(self, key: str, value: bytes) -> None:
+        self._entries.change({key: value})
+        changed, self._changed = self._changed, asyncio.Event()
+        changed.set()
+
+    async def wait(self, revision: int, *prefixes: str) -> int:
+        while not self._entries.changed_since(revision, prefixes or ("",)):
+            await self._changed.wait()
+        return self._entries.revision

@@ -1,0 +1,209 @@
+"""What the control plane costs per rollout as a run grows: more in flight, more replicas of its stages.
+
+    python -m bench.scale [--quick] [--in-flight 100 1000 10000] [--replicas 1 4 16] [--output FILE]
+
+Whole production runs (controller, stages, hubs, HTTP, journal) on the simulated engine and trainer, whose time is set
+and which compute nothing. Over the batches behind the warm-up it counts, in all processes of the run together: CPU
+seconds, wake-ups (voluntary context switches of all threads) and rollouts that ended. Each is given per rollout, and as
+a ratio to the smallest run of its series. `--in-flight 100000` and `--replicas 64` want minutes and GB of memory.
+
+CPU seconds hold the simulated engine and the bookkeeping of tokens too, which one rollout costs however many there are.
+A replica also costs CPU while it waits (figures twice a second, beats): more of that is in the figures the longer a run
+takes for its rollouts.
+"""
+
+from __future__ import annotations
+
+import argparse
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Final
+
+import msgspec
+
+from bench.processes import Usage, usage
+from bench.report import Series, finish, machine
+
+ROOT: Final = Path(__file__).resolve().parent.parent
+MEMBERS: Final = 8
+WARM_UP, COUNTED = 2, 4  # batches
+LEAST_ROLLOUTS: Final = 1500
+LENGTH: Final = 64
+STAGES: Final = ("generate", "reward", "group")
+POLL_S: Final = 0.1
+
+
+class Point(msgspec.Struct, frozen=True, kw_only=True):
+    """One run. `in_flight`: rollouts, by the gate; `replicas`: of generate, reward and group each."""
+
+    in_flight: int
+    replicas: int
+
+    @property
+    def groups(self) -> int:
+        """Of a batch: twice as many are in flight."""
+        return max(1, self.in_flight // MEMBERS // 2)
+
+    @property
+    def batches(self) -> int:
+        """Small batches are many, so that there is something to count."""
+        return max(3 if self.in_flight > 50_000 else COUNTED, LEAST_ROLLOUTS // (self.groups * MEMBERS))
+
+
+class Cost(msgspec.Struct, frozen=True, kw_only=True):
+    """Of the counted batches, per rollout: CPU milliseconds, wake-ups; and the seconds and rollouts that they took."""
+
+    cpu_ms: float
+    wakeups: float
+    seconds: float
+    rollouts: int
+    processes: int
+    by_process: dict[str, float]  # CPU milliseconds per rollout, of the processes of one name together
+
+
+def flags(point: Point, run_dir: Path) -> list[str]:
+    """The engine is never short of slots, and takes a third of a second for a rollout."""
+    simulated = {
+        "a_ms": 5, "c_ms": 0, "length_mean": LENGTH, "length_sigma": 0.5, "length_cap": 4 * LENGTH, "update_s": 0.05,
+        "vocab_size": 250,
+    }  # fmt: skip
+    scale = [f"{stage}={point.replicas}" for stage in STAGES]
+    return [
+        "--mode", "async", "--async-buffer-size", "1", "--hf-checkpoint", "tiny", "--prompt-data", "arithmetic",
+        "--label-key", "label", "--engine", "simulated", "--engine-slots", str(point.in_flight),
+        *(part for text in ("engine=1", *scale) for part in ("--scale", text)),
+        "--train-backend", "simulated", "--simulated-step-s", "0.01", "--rm-type", "random:0.5",
+        "--rollout-batch-size", str(point.groups), "--n-samples-per-prompt", str(MEMBERS),
+        "--num-rollout", str(WARM_UP + point.batches), "--rollout-max-response-len", str(4 * LENGTH),
+        "--rollout-max-context-len", str(8 * LENGTH), "--server-concurrency", str(point.in_flight), "--seed", "1",
+        "--rollout-seed", "1", "--samples-interval", "0", "--no-live", "--no-trace", "--no-use-tensorboard",
+        "--log-interval", "100000", "--run-dir", str(run_dir),
+        *[f"engine.simulated.{key}={value}" for key, value in simulated.items()],
+    ]  # fmt: skip
+
+
+def measure(point: Point) -> Cost:
+    """One run, watched from outside. Raises RuntimeError with the end of its output if it fails."""
+    with tempfile.TemporaryDirectory(prefix="sluice-bench-") as home:
+        run_dir, said = Path(home) / "run", Path(home) / "said"
+        with said.open("wb") as output:
+            child = subprocess.Popen(
+                [sys.executable, "launch.py", *flags(point, run_dir)], cwd=ROOT, stdout=output, stderr=output
+            )
+        first: tuple[int, Usage] | None = None
+        last: tuple[int, Usage] | None = None
+        try:
+            for step, rollouts in _steps(run_dir / "metrics.jsonl", child):
+                if step >= WARM_UP and first is None:
+                    first = rollouts, usage(child.pid)
+                elif first is not None and step < WARM_UP + point.batches:
+                    last = rollouts, usage(child.pid)
+        finally:
+            if child.poll() is None:
+                child.terminate()
+            child.wait()
+        if child.returncode != 0 or first is None or last is None:
+            raise RuntimeError(f"{point}: exit code {child.returncode}\n{said.read_text()[-4000:]}")
+    return _cost(first, last)
+
+
+def _cost(first: tuple[int, Usage], last: tuple[int, Usage]) -> Cost:
+    rollouts, (before, after) = last[0] - first[0], (first[1], last[1])
+    return Cost(
+        cpu_ms=1e3 * (after.cpu_s - before.cpu_s) / rollouts,
+        wakeups=(after.wakeups - before.wakeups) / rollouts,
+        seconds=after.at_s - before.at_s,
+        rollouts=rollouts,
+        processes=len(after.by_process),
+        by_process=_named(before, after, rollouts),
+    )
+
+
+def _named(before: Usage, after: Usage, rollouts: int) -> dict[str, float]:
+    found: dict[str, float] = {}
+    for pid, (name, cpu_s) in after.by_process.items():
+        spent = cpu_s - before.by_process.get(pid, (name, 0.0))[1]
+        found[name] = found.get(name, 0.0) + 1e3 * spent / rollouts
+    return found
+
+
+def _steps(metrics: Path, child: subprocess.Popen[bytes]) -> Iterator[tuple[int, int]]:
+    """(step, rollouts that have ended) as the run writes its rows; ends with the run."""
+    seen = 0
+    while True:
+        over = child.poll() is not None
+        lines = metrics.read_bytes().splitlines() if metrics.exists() else []
+        if len(lines) > seen:
+            seen = len(lines)
+            row: Mapping[str, float] = msgspec.json.decode(lines[-1])
+            ended = sum(
+                row.get(f"ledger/{end}", 0.0) for end in ("trained", "stale", "filtered", "failed", "discarded")
+            )
+            yield int(row["step"]), int(ended) * MEMBERS
+        if over:
+            return
+        time.sleep(POLL_S)
+
+
+def report(costs: Mapping[Point, Cost]) -> list[Series]:
+    """Print both series, each with its ratios to its smallest run; return what the JSON file holds."""
+    series: list[Series] = []
+    least = min(point.replicas for point in costs)
+    narrow = [point for point in costs if point.replicas == least]
+    common = max((point.in_flight for point in costs if point.replicas != least), default=0)
+    wide = [point for point in costs if point.in_flight == common]
+    for title, points in (("rollouts in flight", narrow), ("replicas of generate, reward and group each", wide)):
+        if len(points) < 2:
+            continue
+        base = costs[points[0]]
+        print(f"\n{title}\n{'':>10} {'CPU ms a rollout':>17} {'wake-ups a rollout':>21} {'rollouts':>9} {'seconds':>8}")
+        for point in points:
+            cost, name = costs[point], str(point.in_flight if points is narrow else point.replicas)
+            print(
+                f"{name:>10} {cost.cpu_ms:9.2f} {cost.cpu_ms / base.cpu_ms:6.2f}x {cost.wakeups:13.2f} "
+                f"{cost.wakeups / base.wakeups:6.2f}x {cost.rollouts:9} {cost.seconds:8.1f}   "
+                + ", ".join(f"{name} {ms:.2f}" for name, ms in sorted(cost.by_process.items(), key=lambda x: -x[1])[:6])
+            )
+            for unit in ("cpu_ms", "wakeups", "rollouts", "seconds"):
+                series.append(Series(title, name, unit, [float(getattr(cost, unit))]))
+    return series
+
+
+def points(in_flight: Sequence[int], replicas: Sequence[int], wide: int) -> list[Point]:
+    """Each number in flight with the fewest replicas, and each number of replicas with `wide` in flight."""
+    least = min(replicas)
+    found = [Point(in_flight=n, replicas=least) for n in sorted(in_flight)]
+    found += [Point(in_flight=wide, replicas=r) for r in sorted(replicas) if len(replicas) > 1]
+    return list(dict.fromkeys(found))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="100 and 1,000 in flight, 1 and 2 replicas")
+    parser.add_argument("--in-flight", type=int, nargs="+", default=None, help="default 100 1000 10000")
+    parser.add_argument("--replicas", type=int, nargs="+", default=None, help="default 1 4 16")
+    parser.add_argument("--wide", type=int, default=1000, help="rollouts in flight where replicas are compared")
+    parser.add_argument("--output", type=Path, default=Path("bench_results/scale.json"))
+    options = parser.parse_args()
+    in_flight = options.in_flight or ([100, 1000] if options.quick else [100, 1000, 10_000])
+    replicas = options.replicas or ([1, 2] if options.quick else [1, 4, 16])
+    about = machine(["pyzmq", "msgspec", "aiohttp"])
+    costs: dict[Point, Cost] = {}
+    for point in points(in_flight, replicas, options.wide):
+        print(f"{point.in_flight:,} in flight, {point.replicas} replicas of each stage", flush=True)
+        costs[point] = measure(point)
+    series = report(costs)
+    remarks = [
+        f"groups of {MEMBERS}, {LENGTH} tokens each on average; {WARM_UP} batches of warm-up are not counted; one run "
+        "for each figure (indicative)",
+        about.load,
+    ]
+    finish(options.output, about, remarks, series)
+
+
+if __name__ == "__main__":
+    main()
