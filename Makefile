@@ -97,6 +97,8 @@ bench: $(STAMP)
 	$(BIN)/python -m bench.tools --quick
 	$(BIN)/python -m bench.agentic --quick
 	$(BIN)/python -m bench.gateway --quick
+	$(BIN)/python -m bench.plan --quick
+	$(BIN)/python -m bench.scale --quick
 
 clean:
 	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis *.egg-info

@@ -6,6 +6,7 @@ import ast
 import re
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -99,3 +100,66 @@ def test_light_processes_stay_light(command: str, absent: tuple[str, ...]) -> No
     script = f"import sys; {command}; {check}"
     done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr[-2000:]
+
+
+# What stands in one place alone: an expression, and the files that may have it.
+SEAMS = {
+    "engines are controlled by the engines stage alone": (
+        r"import stages\.engines|from stages\.engines\.(?!colocation)",
+        "stages/(?!engines/)",
+    ),
+    "processes are numbers inside pipeline/hosts alone": (r"os\.kill|killpg|getpgid|/proc/", "pipeline/(?!hosts/)"),
+    "who may be meant is guessed in one place": (r"difflib", r"(?!configs/schema/did_you_mean\.py)"),
+    "no import path is taken apart but in one place": (r"importlib\.import_module", "pipeline/|transport/"),
+    "what goes between stages has types": (
+        r"dict\[str, (Any|object)\]",
+        "transport/|stages/[a-z_]+\\.py|stages/(engines|sampling|generate|group|prompts|train|evaluate|reward)/",
+    ),
+    "words that a reader would have to learn": (
+        r"class _?(Fleet|Charge|Birth|Look|Account|Pulse|Flight|Landing|Crew)\b|raise_in_main|passed_on",
+        "(?!bench/)",
+    ),
+}
+
+
+@pytest.mark.parametrize("rule", SEAMS)
+def test_what_stands_in_one_place(rule: str) -> None:
+    pattern, where = SEAMS[rule]
+    files = [path for path in SOURCES if re.match(where, str(path.relative_to(ROOT)))]
+    assert files
+    assert [str(path) for path in files if re.search(pattern, path.read_text())] == []
+
+
+# Called by a framework, or by whoever writes an environment.
+CALLED_BY_OTHERS = {
+    "CallsOnce", "Snapshots", "add_samples", "convert_tokens_to_ids", "effective_response_length", "from_dict",
+    "get_reward_value", "load_common", "record_event", "reducer_override", "update_from_meta_info", "wait_event",
+    "wait_stream", "_get_save_and_finalize_callbacks",
+}  # fmt: skip
+BY_PATH = ("transport/testing/", "stages/agents/packs/", "models/engines/launch/shims/")
+FOR_TESTS = {"MemoryNode"}  # streams without sockets, for stages of one's own
+
+
+def test_nothing_is_there_for_its_tests_alone() -> None:
+    """A rule that only tests call proves nothing of a run."""
+    texts = {str(path.relative_to(ROOT)): path.read_text() for path in [*SOURCES, ROOT / "launch.py"]}
+    said = Counter(word for text in texts.values() for word in re.findall(r"\w+", text))
+    kinds = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
+    alone = {
+        node.name
+        for name, text in texts.items()
+        if not name.startswith(BY_PATH)
+        for node in ast.walk(ast.parse(text))
+        if isinstance(node, kinds) and said[node.name] == 1 and not node.name.startswith("__")
+    }
+    assert alone - CALLED_BY_OTHERS - FOR_TESTS == set(), "call it in the source, or delete it"
+
+
+@pytest.mark.parametrize("folder", ["stages", "pipeline", "models", "models/train", "transport", "configs"])
+def test_a_package_is_a_map_of_folders(folder: str) -> None:
+    """What a newcomer opens first has few files, and README names each of its folders."""
+    assert len(list((ROOT / folder).glob("*.py"))) <= 18
+    readme = (ROOT / "README.md").read_text()
+    layout = readme[readme.index("## How the project is laid out") :]
+    inside = [path.name for path in (ROOT / folder).iterdir() if (path / "__init__.py").exists()]
+    assert [name for name in inside if not re.search(rf"\b{name}\b", layout)] == []

@@ -46,7 +46,7 @@ class Fault:
 class State:
     """The books after some lines of the journal."""
 
-    epoch: int = 0
+    run_generation: int = 0
     step: int = 0
     next_group: int = 0
     cursor: int = 0
@@ -121,6 +121,8 @@ def _apply(event: dict[str, Any], state: State, expected: Expected, faults: list
                 faults.append(
                     Fault(DISAGREE, f"a checkpoint of step {event['step']} is written down in step {state.step}")
                 )
+        case "begin" | "change":  # of a start of the program, and by the user: neither touches the books
+            pass
         case other:
             faults.append(Fault(DISAGREE, f"the journal knows no line of type {other}"))
 
@@ -181,7 +183,10 @@ def rolled_back(history: list[State], event: dict[str, Any], faults: list[Fault]
             break
     else:
         faults.append(
-            Fault(DISAGREE, f"a run went on from step {step} with groups open as they never were: {sorted(reopened)}")
+            Fault(
+                DISAGREE,
+                f"a run went on from step {step} with other groups in flight than there were: {sorted(reopened)}",
+            )
         )
         place = max((i for i, state in enumerate(history) if state.step <= step), default=0)
         state = history[place]
@@ -191,9 +196,12 @@ def rolled_back(history: list[State], event: dict[str, Any], faults: list[Fault]
     if not set(event["restored"]) <= reopened:
         faults.append(Fault(DISAGREE, f"groups restored in step {step} were not open: {event['restored']}"))
     resumed = state.copy()
-    resumed.epoch = event["epoch"]
-    if step and resumed.epoch <= state.epoch:
-        faults.append(Fault(DISAGREE, f"epoch {resumed.epoch} follows epoch {state.epoch}: labels of weights repeat"))
+    resumed.run_generation = event["run_generation"]
+    if step and resumed.run_generation <= state.run_generation:
+        now, before = resumed.run_generation, state.run_generation
+        faults.append(
+            Fault(DISAGREE, f"run generation {now} follows run generation {before}: labels of weights repeat")
+        )
     return [*history[: place + 1], resumed]
 
 
@@ -222,7 +230,7 @@ def judge_metrics(path: Path, history: list[State], expected: Expected, faults: 
             faults.append(Fault(DISAGREE, f"a row of step {row['step']}, which the journal does not know"))
             continue
         state = after[row["step"]]
-        said = {name: row[f"ledger/{name}"] for name in ("trained", "stale", "failed", "filtered", "surplus")}
+        said = {name: row[f"ledger/{name}"] for name in ("trained", "stale", "failed", "filtered", "discarded")}
         said |= {"open": row["ledger/open"], "duplicates": row["ledger/duplicates"]}
         known = dict.fromkeys(said, 0) | state.counts | {"open": len(state.open), "duplicates": state.duplicates}
         if said != known:
@@ -282,9 +290,9 @@ def _judge_ledger(directory: Path, manifest: dict[str, Any], history: list[State
     ledger = json.loads(manifest["ledger"])
     open_ = {group: (position, requeued) for group, position, requeued in ledger["open"]}
     counts = {outcome: n for outcome, n in ledger["counts"].items() if n}
-    held = (manifest["step"], manifest["epoch"], ledger["next_group"], ledger["cursor"], open_, counts)
+    held = (manifest["step"], manifest["run_generation"], ledger["next_group"], ledger["cursor"], open_, counts)
     for state in history:
-        known = (state.step, state.epoch, state.next_group, state.cursor, state.open, state.counts)
+        known = (state.step, state.run_generation, state.next_group, state.cursor, state.open, state.counts)
         if (known, state.duplicates, state.batch) == (held, ledger["duplicates"], []):
             break
     else:

@@ -10,9 +10,11 @@ from __future__ import annotations
 import os
 import random
 import secrets
+import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -109,8 +111,9 @@ class Running:
     def __init__(self, case: Case, home: Path) -> None:
         self.verdict = Verdict(case)
         self._left = list(case.kills)
-        self._run_dir, runtime = home / "run", home / "runtime"
-        runtime.mkdir(parents=True)
+        home.mkdir(parents=True, exist_ok=True)
+        self._run_dir = home / "run"
+        runtime = Path(tempfile.mkdtemp(prefix="chaos-"))  # a path of sockets is short, whatever `home` is
         self._mark = secrets.token_hex(8)
         self._watch = Watch(self._mark, runtime)
         self._seen = Seen(self._run_dir, KEEP)
@@ -137,6 +140,7 @@ class Running:
             if self.verdict.case.warm:
                 faults += judge(self._run_dir / "warm_start", Expected(WARM_STEPS, BATCH, BOUND, KEEP))
         faults += [Fault(LEFT, text) for text in self._watch.left()]
+        shutil.rmtree(self._watch.runtime)
         self.verdict.missed += self._left
         return self.verdict
 

@@ -55,9 +55,9 @@ class Run:
         self.journal = [
             *map(admit, range(4)), *batch(1, 0, 2), commit(1), admit(4), settle(1, "filtered", 1),
             *batch(2, 3, 4, oldest=1), admit(5),
-            {"type": "rollback", "step": 1, "epoch": 1, "next_group": 4, "reopened": [1, 3], "restored": [3]},
+            {"type": "rollback", "step": 1, "run_generation": 1, "next_group": 4, "reopened": [1, 3], "restored": [3]},
             admit(4), *batch(2, 3, 1, oldest=2), commit(2), *map(admit, (5, 6)), *batch(3, 4, 6, oldest=1), commit(3),
-            settle(5, "surplus", 3),
+            settle(5, "discarded", 3),
         ]  # fmt: skip
         self.rows = [self.row(1, 0, open_=2), self.row(2, 2, open_=1), self.row(3, 1, open_=1)]
         self.checkpoints: dict[str, Event] = {
@@ -68,7 +68,7 @@ class Run:
 
     def row(self, number: int, oldest: float, open_: int) -> Event:
         ledger = {"trained": 2.0 * number, "open": float(open_)} | dict.fromkeys(
-            ("filtered", "stale", "failed", "surplus", "duplicates"), 0.0
+            ("filtered", "stale", "failed", "discarded", "duplicates"), 0.0
         )
         return {"step": number, "staleness/max": oldest} | {f"ledger/{name}": value for name, value in ledger.items()}
 
@@ -77,7 +77,7 @@ class Run:
             "next_group": next_group, "cursor": next_group, "counts": {"trained": trained, "stale": 0},
             "open": open_, "duplicates": 0,
         }  # fmt: skip
-        return {"step": number, "version": number, "epoch": 1, "ledger": ledger}
+        return {"step": number, "version": number, "run_generation": 1, "ledger": ledger}
 
     def write(self, home: Path) -> Path:
         lines = []
@@ -136,7 +136,7 @@ def one_more(run: Run) -> None:
 NEWEST = "step-00000003"
 ROLLBACK = next(event for event in Run().journal if event["type"] == "rollback")
 MUTANTS: dict[str, tuple[Change, str, str]] = {
-    "a group without an end": (drop(settle(5, "surplus", 3)), LOST, "group 5 has no end"),
+    "a group without an end": (drop(settle(5, "discarded", 3)), LOST, "group 5 has no end"),
     "a group that was never admitted": (drop(admit(6)), DISAGREE, "group 6 ends as trained and was never admitted"),
     "a group id left out": (replace(admit(5), admit(6)), LOST, "group 6 is admitted where group 5 was next"),
     "a prompt left out": (replace(admit(6), admit(6) | {"position": 7}), LOST, "group 6 asks position 7 where 6"),
@@ -151,12 +151,13 @@ MUTANTS: dict[str, tuple[Change, str, str]] = {
     "a batch trained twice": (replace(step(3, 1), step(3, 1, "tokens 2")), TWICE, "steps 2 and 3 trained the same tok"),
     "a step that was rolled back and counts": (
         replace(ROLLBACK, ROLLBACK | {"step": 2, "reopened": [1], "next_group": 5}),
-        DISAGREE, "a run went on from step 2 with groups open as they never were"),
+        DISAGREE, "a run went on from step 2 with other groups in flight than there were"),
     "an over-stale step": (replace(step(3, 1), step(3, 3)), STALE, "step 3 trained tokens 3 versions old, over 2"),
     "an over-stale row": (edit(2, staleness_max=3.0), STALE, "row of step 3: 3 versions, over 2"),
     "a resume that passed over a checkpoint": (replace(step(2, 1), step(2, 1), commit(2)), LOST,
                                                "went on from step 1 although step 2 was in a checkpoint"),
-    "an epoch that repeats": (replace(ROLLBACK, ROLLBACK | {"epoch": 0}), DISAGREE, "epoch 0 follow"),
+    "a run generation that repeats": (replace(ROLLBACK, ROLLBACK | {"run_generation": 0}), DISAGREE,
+                                      "run generation 0 follow"),
     "a commit of another step": (replace(commit(3), commit(2)), DISAGREE, "of step 2 is written down in step 3"),
     "a row left out": (lambda run: run.rows.pop(1), LOST, "0 rows of step 2"),
     "a row written twice": (lambda run: run.rows.append(run.rows[2]), TWICE, "2 rows of step 3"),
@@ -191,7 +192,7 @@ def test_a_group_that_is_told_of_twice_is_no_fault(tmp_path: Path) -> None:
     """A replica that was killed after its report tells it again: the first end counts, and the ledger counts both."""
 
     def again(run: Run) -> None:
-        replace(settle(5, "surplus", 3), settle(5, "surplus", 3), settle(5, "failed", 3))(run)
+        replace(settle(5, "discarded", 3), settle(5, "discarded", 3), settle(5, "failed", 3))(run)
 
     assert found(tmp_path, again) == []
 

@@ -7,8 +7,10 @@ import re
 from fnmatch import fnmatch
 from pathlib import Path
 
+import msgspec
 import pytest
 
+from bench.plan_hardware import Job
 from configs.cli.command_line import RESERVED
 from configs.cli.flags import flags
 from configs.cli.passthrough import SLIME
@@ -19,7 +21,7 @@ LINK = re.compile(r"!?\[[^\]]*\]\(([^)\s]+)\)")
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```", re.MULTILINE | re.DOTALL)
 FLAG = re.compile(r"(?<![\w-])--([a-z][a-z0-9-]*)")
 
-# Flags of other programs, of the engine server's own command line, and of `launch.py samples`.
+# Flags of other programs, of the engine server's own command line, and of `launch.py samples` and `status`.
 FOREIGN = {
     "logdir",
     "quick",
@@ -31,8 +33,10 @@ FOREIGN = {
     "megatron",
     "out",
 }
+FOREIGN |= {f.name.replace("_", "-") for f in msgspec.structs.fields(Job)} | {"published", "in-flight", "replicas"}
 FOREIGN |= {"system-prompt", "output-format"}
-FOREIGN |= {"step", "group", "reward", "failed", "untrained"}
+FOREIGN |= {"address", "head", "labels", "working-dir"}  # of Ray
+FOREIGN |= {"step", "group", "reward", "failed", "untrained", "json"}
 # Written on purpose as mistakes, or as a value that looks like a flag.
 WRONG = {"rollout-batch-sise", "rollout-batch", "end", *SLIME}
 

@@ -1,0 +1,404 @@
+"""Rules of the product that are broken on purpose, each in one place, and what sees it: a test that cannot fail proves
+nothing. docs/reliability.md has the table, with the mutants that other tests keep beside their subject.
+
+Some are seen by the oracle of the chaos suite, in the books of three steps that are killed after the second and
+resumed (`live`), kept by the product's own recorder, journal and checkpoints. Others are seen by an existing test,
+which is called here under the mutant and must fail.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import importlib
+import inspect
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import zmq
+
+from configs.schema import Config
+from models.checkpoint import draft_path, remove_leftovers, resumable_checkpoint
+from pipeline.record import journal as journal_module
+from pipeline.record.journal import Journal, RolledBack
+from pipeline.record.recorder import Recorder
+from pipeline.record.run_directory import RunDir
+from stages.generate.stage import GenerateStage
+from stages.group.stage import GroupStage
+from stages.messages import CheckpointReady, Outcome, Settled, StepDone, VersionRun, WeightsAnnouncement
+from stages.ports import read_value
+from stages.prompts.ledger import Ledger, LedgerSnapshot
+from stages.prompts.stage import PromptStage
+from stages.staleness_gate import StalenessGate
+from stages.train.buffer import GroupBuffer
+from stages.train.held_groups import HeldGroups
+from stages.train.publish_weights import WeightPublisher
+from stages.train.stage import TrainStage
+from tests.chaos.oracle import DISAGREE, LOST, STALE, TWICE, Expected, judge
+from transport.core.session import Session
+
+EXPECTED = Expected(steps=3, groups_per_step=2, bound=2)
+CONFIG = msgspec.convert({"observe": {"use_tensorboard": False, "trace": False}}, Config)
+Patch = Callable[[pytest.MonkeyPatch], object]
+
+
+# ---------------------------------------------------------------------- what the oracle sees
+
+
+class Life:
+    """One start of a run of which only the books are kept, as the prompt stage keeps them."""
+
+    def __init__(self, rundir: RunDir) -> None:
+        self.rundir = rundir
+        remove_leftovers(rundir.checkpoints)
+        found = resumable_checkpoint(rundir.checkpoints, lambda line: None)
+        manifest = found[1] if found is not None else None
+        snapshot = msgspec.json.decode(manifest.ledger, type=LedgerSnapshot) if manifest is not None else None
+        resumed = rundir.ledger.exists()
+        self.run_generation = journal_module.last_run_generation(rundir.ledger) + 1 if resumed else 0
+        step = manifest.step if manifest is not None else 0
+        self.recorder = Recorder(
+            CONFIG, rundir, run_generation=self.run_generation, resume_step=step if resumed else None
+        )
+        self.ledger = self.recorder.ledger = Ledger(snapshot)
+        self._first: tuple[journal_module.Event, ...] = ()
+        if resumed and snapshot is not None:
+            reopened = tuple(group.group_id for group in snapshot.open)
+            self._first = (RolledBack(step, self.run_generation, snapshot.next_group, reopened),)
+
+    def __enter__(self) -> Life:
+        self.recorder.__enter__()
+        self.recorder.journal.begin_with(*self._first, self.recorder.began)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.recorder.__exit__(None, None, None)
+
+    def admit(self, count: int) -> None:
+        for _ in range(count):
+            self.recorder.admitted(self.ledger.admit(position=self.ledger.cursor))
+
+    def end(self, step: int, outcome: Outcome, *groups: int) -> None:
+        self.recorder.settled([(step, Settled(group, outcome, step=step)) for group in groups])
+        for group in groups:
+            self.ledger.settle(group, outcome)
+
+    async def step(self, number: int, *groups: int, lag: int = 0) -> None:
+        self.end(number, "trained", *groups)
+        metrics, oldest = {"staleness/max": float(lag)}, {lag: 10}
+        await self.recorder.step(
+            StepDone(number, number, groups, metrics, 10, token_hash=f"{groups}", staleness=oldest)
+        )
+
+    def draft(self, number: int) -> Path:
+        path = draft_path(self.rundir.checkpoints, number)
+        path.mkdir()
+        (path / "buffer.msgpack").write_bytes(b"0" * 16)
+        return path
+
+    async def save(self, number: int) -> None:
+        ready = CheckpointReady(number, number, str(self.draft(number)))
+        await self.recorder.commit(ready, self.ledger.snapshot())
+
+
+async def live(home: Path) -> None:
+    """Three steps of two groups; killed after the second, while its checkpoint is written, and resumed."""
+    with RunDir(home).open(resume=False) as rundir:
+        with Life(rundir) as first:
+            await first.recorder.step(StepDone(0, 0, (), {}, 0))
+            first.admit(6)
+            await first.step(1, 0, 1)
+            await first.save(1)
+            first.admit(1)
+            first.end(1, "filtered", 2)
+            await first.step(2, 3, 4, lag=1)
+            first.draft(4)  # of a step that the second life does not reach, and so does not write over
+        with Life(rundir) as second:
+            await second.recorder.step(StepDone(1, 1, (), {}, 0))
+            second.admit(2)
+            await second.step(2, 2, 3, lag=1)
+            await second.save(2)
+            second.end(2, "failed", 4)
+            await second.step(3, 5, 6, lag=2)
+            second.end(3, "discarded", 7)
+            await second.save(3)
+
+
+def kept_from_before(patch: pytest.MonkeyPatch) -> None:
+    """The ids that a checkpoint holds are written apart from it, and so of another moment."""
+    commit, kept = Recorder.commit, list[LedgerSnapshot]()
+
+    async def late(self: Recorder, report: CheckpointReady, ledger: LedgerSnapshot) -> None:
+        kept.append(ledger)
+        await commit(self, report, kept[-2] if report.step == EXPECTED.steps else ledger)
+
+    patch.setattr(Recorder, "commit", late)
+
+
+def forgets_open_groups(patch: pytest.MonkeyPatch) -> None:
+    """What was settled after the checkpoint stays settled after the roll-back."""
+    make = Ledger.__init__
+
+    def made(self: Ledger, snapshot: LedgerSnapshot | None = None) -> None:
+        make(self, snapshot)
+        self._open = {}
+
+    patch.setattr(Ledger, "__init__", made)
+
+
+def loses_ends(patch: pytest.MonkeyPatch) -> None:
+    settled = Recorder.settled
+
+    def quiet(self: Recorder, groups: Any) -> None:
+        settled(self, [(at, report) for at, report in groups if report.outcome != "filtered" and at != 3])
+
+    patch.setattr(Recorder, "settled", quiet)
+
+
+def keeps_rows(patch: pytest.MonkeyPatch) -> None:
+    """Rows of steps that never happened stay."""
+    opened = Recorder._open_metrics
+
+    def kept(self: Recorder) -> Any:
+        self._resume_step = None
+        return opened(self)
+
+    patch.setattr(Recorder, "_open_metrics", kept)
+
+
+def ages_late(patch: pytest.MonkeyPatch) -> None:
+    """The bound of consumption is off by one: what was two versions old is three."""
+    step = Recorder.step
+
+    async def older(self: Recorder, report: StepDone) -> None:
+        lag = {age + 1: n for age, n in report.staleness.items()}
+        await step(self, msgspec.structs.replace(report, staleness=lag))
+
+    patch.setattr(Recorder, "step", older)
+
+
+SEEN_BY_THE_ORACLE: dict[str, tuple[Patch, str, str]] = {
+    "checkpoint and ids in two files": (kept_from_before, DISAGREE, "books that the journal never had"),
+    "dedup set not rolled back": (forgets_open_groups, DISAGREE, "the journal"),
+    "version number reused after restore": (
+        lambda patch: patch.setattr(journal_module, "last_run_generation", lambda path: -1),
+        DISAGREE,
+        "labels of weights repeat",
+    ),
+    "no roll-back is written down": (
+        lambda patch: patch.setattr(Journal, "begin_with", lambda self, *events: None),
+        TWICE,
+        "step 2 is there again",
+    ),
+    "an end that is not journaled": (loses_ends, LOST, "has no end"),
+    "rows of undone steps stay": (keeps_rows, TWICE, "2 rows of step 2"),
+    "consumption off by one": (ages_late, STALE, "trained tokens 3 versions old, over 2"),
+    "half a checkpoint is left": (
+        lambda patch: patch.setattr("tests.chaos.test_mutants.remove_leftovers", lambda root: None),
+        DISAGREE,
+        ".step-00000004.draft was left behind",
+    ),
+}
+
+
+async def test_the_oracle_has_nothing_to_say_of_the_rules_as_they_are(tmp_path: Path) -> None:
+    await live(tmp_path / "run")
+    assert judge(tmp_path / "run", EXPECTED) == []
+
+
+@pytest.mark.parametrize("name", SEEN_BY_THE_ORACLE)
+async def test_the_oracle_sees_the_mutant(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    patch, kind, words = SEEN_BY_THE_ORACLE[name]
+    patch(monkeypatch)
+    await live(tmp_path / "run")
+    faults = judge(tmp_path / "run", EXPECTED)
+    assert [fault for fault in faults if fault.kind == kind and words in fault.text], faults
+
+
+# ---------------------------------------------------------------------- what a test sees
+
+
+def trains_again(patch: pytest.MonkeyPatch) -> None:
+    add = HeldGroups.add
+
+    def again(self: HeldGroups, lease: Any) -> None:
+        self._seen.clear()
+        add(self, lease)
+
+    patch.setattr(HeldGroups, "add", again)
+
+
+def releases_at_once(patch: pytest.MonkeyPatch) -> None:
+    take = GroupStage._take
+
+    async def eager(self: GroupStage, lease: Any, ports: Any) -> Any:
+        lease.done()
+        patch.setattr(self, "_release", lambda open_: None)
+        return await take(self, lease, ports)
+
+    patch.setattr(GroupStage, "_take", eager)
+
+
+def newest_first(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(GroupBuffer, "_place", lambda self, waiting: (-waiting.group_id, waiting.arrival, waiting))
+
+
+def frees_slots_at_the_step(patch: pytest.MonkeyPatch) -> None:
+    def capacity(self: PromptStage) -> int:
+        if self.version < 0:
+            return 0
+        return self.gate.capacity(version=self.steps, trained=self.ledger.trained, open_groups=self.ledger.open)
+
+    patch.setattr(PromptStage, "capacity", property(capacity))
+
+
+def label_off_by_one(patch: pytest.MonkeyPatch) -> None:
+    write = WeightPublisher.write
+
+    def ahead(self: WeightPublisher, version: int, *rest: Any, **named: Any) -> Any:
+        return write(self, version + 1, *rest, **named)
+
+    patch.setattr(WeightPublisher, "write", ahead)
+
+
+def label_before_weights(patch: pytest.MonkeyPatch) -> None:
+    """The next version is announced as soon as its step is done, with the slot that is still to be written."""
+    finish = TrainStage._publish
+
+    async def publish(self: TrainStage, ports: Any, first: bool = False) -> None:
+        if not first:
+            told = read_value(ports.topic, "weights", WeightsAnnouncement)
+            assert told is not None
+            early = msgspec.structs.replace(told, version=self.steps)
+            await ports.topic.publish("weights", msgspec.msgpack.encode(early))
+        await finish(self, ports, first)
+
+    patch.setattr(TrainStage, "_publish", publish)
+
+
+def stamped_by_the_client(patch: pytest.MonkeyPatch) -> None:
+    """All tokens of an answer get the version that the engine has when the answer is there."""
+
+    def joined(had: Any, runs: Any) -> tuple[VersionRun, ...]:
+        every = (*had, *runs)
+        return (VersionRun(every[-1].version, sum(run.n_tokens for run in every)),) if every else ()
+
+    patch.setattr("stages.sampling.results.join_runs", joined)
+
+
+def one_inlet_for_prompts_and_turns(patch: pytest.MonkeyPatch) -> None:
+    serve = GenerateStage._serve
+    room: dict[int, asyncio.Semaphore] = {}
+
+    async def pump(self: GenerateStage, inlet: Any, ports: Any) -> None:
+        places = room.setdefault(id(self), asyncio.Semaphore(2))
+        async with asyncio.TaskGroup() as tasks:
+            while True:
+                await places.acquire()
+                if (lease := await inlet.receive()) is None:
+                    return
+                tasks.create_task(serve(self, lease, ports)).add_done_callback(lambda _: places.release())
+
+    patch.setattr(GenerateStage, "_pump", pump)
+
+
+def not_mandatory(patch: pytest.MonkeyPatch) -> None:
+    real = zmq.Socket.set
+    patch.setattr(
+        zmq.Socket, "set", lambda self, option, value: option == zmq.ROUTER_MANDATORY or real(self, option, value)
+    )
+
+
+def sends_any_size(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Session, "max_message_bytes", property(lambda self: 1 << 40, lambda self, size: None), raising=False)
+
+
+def unsynced_journal(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Journal, "sync", lambda self: None)
+    patch.setattr(Journal, "flush", lambda self: None)
+
+
+def nan_is_a_score(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr("stages.graders.grade.math", type("Math", (), {"isfinite": staticmethod(lambda value: True)}))
+
+
+NAN = {"value": math.nan, "words": "'score' is nan"}
+ANNOUNCED = "tests.stages.test_train_stage:test_a_version_is_announced_only_when_its_slot_is_complete"
+SEEN_BY_A_TEST: dict[str, tuple[Patch, str, dict[str, Any]]] = {
+    "a group delivered twice is trained twice": (
+        trains_again, "tests.stages.test_train_stage:test_a_group_is_trained_once_however_often_it_is_delivered", {},
+    ),
+    "released before it is handed over": (
+        releases_at_once, "tests.stages.test_group_stage:test_leases_are_released_only_after_the_group_has_left", {},
+    ),
+    "newest first": (newest_first, "tests.stages.test_train_stage:test_the_oldest_groups_here_are_trained_first", {}),
+    "consumption check off": (
+        lambda patch: patch.setattr(StalenessGate, "fresh", lambda self, **ask: True),
+        "tests.stages.test_train_stage:test_a_group_that_waited_too_long_becomes_stale_here", {},
+    ),
+    "slot freed at batch take": (
+        frees_slots_at_the_step,
+        "tests.stages.test_prompt_stage:test_the_gate_follows_the_formula_and_frees_only_when_weights_have_landed", {},
+    ),
+    "version label off by one": (label_off_by_one, ANNOUNCED, {}),
+    "label published before weights": (label_before_weights, ANNOUNCED, {}),
+    "version stamped by client": (
+        stamped_by_the_client,
+        "tests.stages.test_generate_stage:test_version_runs_are_the_engines_spans_and_neighbours_are_joined", {},
+    ),
+    "shared feedback inlet": (
+        one_inlet_for_prompts_and_turns,
+        "tests.stages.test_generate_loops:test_the_feedback_edge_flows_while_prompts_fill_the_window", {},
+    ),
+    "ROUTER_MANDATORY off": (
+        not_mandatory, "tests.transport.test_transport_security:test_a_route_to_nobody_is_reported", {},
+    ),
+    "oversize not checked by sender": (
+        sends_any_size,
+        "tests.stages.test_map_stage:"
+        "test_a_slice_above_the_limit_goes_on_failed_with_the_reason_and_the_replica_lives", {},
+    ),
+    "rename without fsync": (
+        lambda patch: patch.setattr("models.checkpoint.sync_tree", lambda path: None),
+        "tests.models.test_checkpoint:test_files_then_directory_then_rename_then_parent", {},
+    ),
+    "journal not synced before the checkpoint": (
+        unsynced_journal,
+        "tests.pipeline.test_journal:"
+        "test_what_came_before_a_checkpoint_is_in_the_journal_when_the_checkpoint_appears", {},
+    ),
+    "NaN reward accepted": (
+        nan_is_a_score, "tests.stages.graders.test_rule_graders:test_what_a_grader_may_not_return", NAN,
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SEEN_BY_A_TEST)
+async def test_a_test_sees_the_mutant(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    patch, where, given = SEEN_BY_A_TEST[name]
+    module, _, function = where.partition(":")
+    test = getattr(importlib.import_module(module), function)
+    fixtures = {"tmp_path": tmp_path, "run_dir": tmp_path, "monkeypatch": monkeypatch}
+    wanted = {name: value for name, value in fixtures.items() if name in inspect.signature(test).parameters}
+    monkeypatch.setattr("tests.stages.stage_rig.LIMIT_S", 2.0)  # what hangs under the mutant shall not do so for long
+    patch(monkeypatch)
+    try:
+        found = test(**wanted, **given)
+        if inspect.isawaitable(found):
+            await found
+    except Exception as error:
+        if not any(isinstance(one, AssertionError | TimeoutError) for one in leaves(error)):
+            raise  # it fails by the patch, not by what it says
+    else:
+        pytest.fail(f"{where} does not see it")
+
+
+def leaves(error: BaseException) -> list[BaseException]:
+    """An error, or those that a group of them holds."""
+    if isinstance(error, BaseExceptionGroup):
+        return [one for part in error.exceptions for one in leaves(part)]
+    return [error]
