@@ -76,9 +76,8 @@ class Placement:
         self.run_generation = train.run_generation
         self.engines, self.frozen = _engines(config, count, model_path, max_context, places)
         self.engines = [self._disturbed(spec) for spec in self.engines]
-        asks = GenerateOptions(context_limit(config) or 1 << 30, vocab_size)
-        agents = GenerateOptions(asks.max_context, vocab_size, lives)
-        self.built_in: dict[str, StageOptions] = {"train": train, "generate": asks, "agents": agents}
+        asks = GenerateOptions(context_limit(config) or 1 << 30, vocab_size, lives)
+        self.built_in: dict[str, StageOptions] = {"train": train, "generate": asks, "agents": asks}
 
     def replicas(self) -> list[ReplicaSpec]:
         """One specification per replica, in the order in which they are started: the slow ones first."""

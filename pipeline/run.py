@@ -39,7 +39,7 @@ from pipeline.preflight.builtin_assets import prepare
 from pipeline.preflight.frozen_engines import check_frozen
 from pipeline.preflight.names import check_graders
 from pipeline.preflight.refusals import refuse
-from pipeline.record.episodes import read_lives, write_lives
+from pipeline.record.episodes import keeps_rollouts, read_lives, write_lives
 from pipeline.record.journal import RolledBack, last_run_generation
 from pipeline.record.recorder import Recorder
 from pipeline.record.report import conclude, summarise
@@ -202,7 +202,7 @@ class Phase:
             data=self.prompts.fingerprint,
         )
         start = manifest.step if manifest else 0
-        self.lives = (*read_lives(rundir.episodes), start) if config.environment else ()
+        self.lives = (*read_lives(rundir.episodes), start) if keeps_rollouts(config) else ()
         self.graph = build(self.config)
         self.slots = slots_directory(self.run_id, rundir, self.config.train.hf_checkpoint)
         self.launcher = launchers(rundir, threads(self.config, self.graph))

@@ -53,6 +53,14 @@ class CheckpointConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=
         str | None,
         Meta(description="also write the weights of each checkpoint in Hugging Face format here; {step} is its number"),
     ] = None
+    response_journal_tokens: Annotated[
+        int,
+        Meta(
+            ge=0,
+            description="with --save-interval: write responses down every this many tokens, so that those of a killed "
+            "process go on where they were; 0 = off",
+        ),
+    ] = 256
 
 
 class ObserveConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):

@@ -199,7 +199,8 @@ class PartialOutputs:
     is known. Then only chunks with this label are certain. Without it the label of a sample's first chunk is taken;
     that is wrong if an update lands within the milliseconds between the first token and the chunk that brings it.
     `ended` is told of each sample that has finished, at once, while others go on; not of one that the engine rejected,
-    for that is an error of the whole call. `grew` is told of certain tokens (log-prob, id, text) as they come.
+    for that is an error of the whole call. `grew` is told of certain tokens (log-prob, id, text) as they come,
+    `counted` of how many of a sample are certain by now.
     """
 
     def __init__(
@@ -207,8 +208,9 @@ class PartialOutputs:
         sent_label: str | None = None,
         ended: Callable[[int, GenerateOutput], None] | None = None,
         grew: Callable[[int, list[LogprobEntry]], None] | None = None,
+        counted: Callable[[int, int], None] | None = None,
     ) -> None:
-        self.sent_label, self._ended, self._grew = sent_label, ended, grew
+        self.sent_label, self._ended, self._grew, self._counted = sent_label, ended, grew, counted
         self.last_s = time.monotonic()  # when something arrived last, at first when the request was sent
         self.chunks = 0
         self._samples: list[_Sample] = []
@@ -228,7 +230,7 @@ class PartialOutputs:
     def certain(self) -> list[GenerateOutput | None]:
         """By sample (prompt by prompt, the `n` samples of each side by side): the response if it has finished, else the
         prefix whose versions are certain, with its spans and without a finish reason; None if nothing is certain."""
-        return [self._certain(index, sample) for index, sample in enumerate(self._samples)]
+        return [self.certain_of(index) for index in range(len(self._samples))]
 
     def outputs(self) -> list[GenerateOutput]:
         """All responses. Raises `StreamBroken` if one has not finished."""
@@ -272,6 +274,8 @@ class PartialOutputs:
             if self._limits is not None and self._limits.log_probs:
                 self._limits.check_entries(f"response {head.meta_info.id[:80]!r}", news)
             self._grew(head.index, news)
+        if self._counted is not None and reason is None:
+            self._counted(head.index, sample.sure[-1][1] if sample.sure else 0)
         if self._ended is not None and reason is not None and reason.status_code is None:
             self._ended(head.index, sample.finished(head.index, self._early_boundary))
         return None
@@ -285,10 +289,10 @@ class PartialOutputs:
         if self._limits.tokens is not None and count > self._limits.tokens:
             raise StreamBroken(f"a response has {count} new tokens, and {self._limits.tokens} were allowed")
 
-    def _certain(self, index: int, sample: _Sample) -> GenerateOutput | None:
-        """Asked of what a failure left: of a sample whose chunks make no sense nothing is certain."""
+    def certain_of(self, index: int) -> GenerateOutput | None:
+        """The same of one sample. Of one whose chunks make no sense nothing is certain."""
         try:
-            return sample.certain(index, self._early_boundary)
+            return self._samples[index].certain(index, self._early_boundary)
         except (StreamBroken, *UNDECODABLE):
             return None
 

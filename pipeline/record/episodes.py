@@ -1,28 +1,45 @@
-"""The directory of a run's episodes: what each life adds, what checkpoints make superfluous, what is left to tell.
+"""The directory of a run's rollouts: what each life adds, what checkpoints make superfluous, what is left to tell.
 
     RUN/episodes/lives.json       the step from which each life of the run went on
                  ended.json       groups that no resume can open again
-                 <group>/         turns and calls of its episodes: stages/agents/turn_journal.py, stages/agents/once.py
+                 <group>/         responses, turns and calls of its rollouts: stages/generate/rollout_records.py,
+                                  stages/agents/once.py
 
 Invariants: what a group left is removed once it has ended in every checkpoint that is there; before that it is said to
-have ended, so that none of its calls is made again; what is not known of a call is never removed.
+have ended, so that none of its calls is made again; what is not known of a call is never removed. Responses go as soon
+as their group has ended, but for those that a resume from the newest checkpoint could use.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Final
 
 import msgspec
 
+from configs.schema import Config
+from configs.schema.debug import generates
 from models.checkpoint import Manifest
 from models.disk import sync
 from pipeline.record.whole_file import write_whole
-from stages.agents.once import ENDED_FILE, Ended, forget, groups_in, uncertain_calls
+from stages.agents.once import ENDED_FILE, Ended, forget, groups_in, home_of, uncertain_calls
+from stages.generate.rollout_records import RESPONSES
 from stages.prompts.ledger import LedgerSnapshot
 
 LIVES_FILE: Final = "lives.json"
+
+
+def keeps_rollouts(config: Config) -> bool:
+    """Whether the run may write something of its rollouts down."""
+    return bool(config.environment) or keeps_responses(config)
+
+
+def keeps_responses(config: Config) -> bool:
+    """Whether parts of responses are written down."""
+    checkpoint = config.checkpoint
+    return checkpoint.save_interval is not None and checkpoint.response_journal_tokens > 0 and generates(config)
 
 
 def read_lives(directory: Path) -> tuple[int, ...]:
@@ -51,6 +68,16 @@ def forget_ended(directory: Path, checkpoints: Sequence[Manifest]) -> None:
     for group, home in groups_in(directory).items():
         if ended.has(group):
             forget(home)
+
+
+def forget_responses(directory: Path, groups: Iterable[int]) -> None:
+    """Remove the responses of groups that have ended."""
+    for group in groups:
+        home = home_of(directory, str(group))
+        for path in home.glob(f"{RESPONSES}-*.log"):
+            path.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):  # it is not there, or keeps turns or calls
+            home.rmdir()
 
 
 def uncertain_in(directory: Path) -> int:

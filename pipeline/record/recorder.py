@@ -25,7 +25,7 @@ from pipeline.observe.stats import STATS_PREFIX, Changed, LedgerCounts, StageSta
 from pipeline.observe.trace import TraceWriter
 from pipeline.observe.view import RunView
 from pipeline.record.effective_time import EffectiveTime, last_sign_s, resumed_time
-from pipeline.record.episodes import forget_ended
+from pipeline.record.episodes import forget_ended, forget_responses, keeps_responses, keeps_rollouts
 from pipeline.record.group_outcomes import GroupOutcomes
 from pipeline.record.journal import Admitted, Began, Committed, Ended, Journal, Stepped, read_journal
 from pipeline.record.run_directory import RunDir
@@ -107,6 +107,9 @@ class Recorder:
         self.lines: Callable[[str], None] = lambda line: None  # where a message to the user goes
         self.begun: Callable[[], None] = lambda: None  # called once the trainer has its weights: nothing is refused now
         self._resume_step = resume_step
+        self._committed = resume_step or 0
+        self._responses = keeps_responses(config)
+        self._ended: list[tuple[int, int]] = []  # (batches trained, group) since the newest checkpoint
         self._metrics: Metrics | None = None
 
     def _open_metrics(self) -> Metrics:
@@ -151,6 +154,8 @@ class Recorder:
     def settled(self, groups: Sequence[tuple[int, Settled]]) -> None:
         self.journal.write(*(Ended(s.group_id, s.outcome, max(s.step, at), s.detail) for at, s in groups))
         self.journal.flush()
+        if self._responses:
+            self._ended += [(max(report.step, at), report.group_id) for at, report in groups]
         for _, report in groups:
             self.group_outcomes.settled(report)
             if report.outcome != "trained":
@@ -183,6 +188,16 @@ class Recorder:
             trained_tokens=self.view.snapshot(now).trained_tokens,
         )
         self._watch_ess(report)
+        await self._forget_responses()
+
+    async def _forget_responses(self) -> None:
+        """Of the groups that ended so long after the newest checkpoint that only newer weights can have made them: a
+        resume from it could use none of their tokens."""
+        last = self._committed + (self.staleness_bound or 0) + 1
+        ended = [group for step, group in self._ended if step > last]
+        if ended:
+            self._ended = [(step, group) for step, group in self._ended if step <= last]
+            await asyncio.to_thread(forget_responses, self.rundir.episodes, ended)
 
     def _watch_ess(self, report: StepDone) -> None:
         """Say it, now and then, when few of the trained tokens carry nearly all of the weight."""
@@ -225,12 +240,13 @@ class Recorder:
             if self.config.checkpoint.save_hf is not None and self.config.train.loss_type != "sft_loss":
                 save_hf(final, self.config.checkpoint.save_hf, report.step)
             prune(self.rundir.checkpoints, self.config.checkpoint.keep_last_n)
-            if self.config.environment:
+            if keeps_rollouts(self.config):
                 forget_ended(self.rundir.episodes, manifests(self.rundir.checkpoints))
 
         await asyncio.to_thread(self.journal.sync)  # killed after the rename, the run is resumed from this checkpoint
         await asyncio.to_thread(seal)
         self.journal.write(Committed(report.step))
+        self._committed, self._ended = report.step, []  # of what ended before, checkpoints decide
         await asyncio.to_thread(self.journal.sync)
 
     # ------------------------------------------------------------------ from the controller

@@ -7,7 +7,7 @@
     logs/<replica>.log   what each process printed
     trace/, trace.json   spans of each stage, merged for Perfetto
     tensorboard/         events
-    episodes/            turns and calls of episodes that have not ended; see pipeline/record/episodes.py
+    episodes/            responses, turns and calls of rollouts that have not ended; see pipeline/record/episodes.py
     checkpoints/         step-NNNNNN, committed atomically; hf/ inside is a Hugging Face model
     summary.json, learning_curve.png
     bias.json            lengths and pass rates by how groups ended: what filters and staleness select

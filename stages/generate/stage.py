@@ -20,11 +20,13 @@ from typing import Final
 
 import msgspec
 
+from stages.agents.once import EPISODES_DIR
 from stages.agents.slime.functions import GenerateFunctions, function_of
 from stages.agents.slime.rollout_functions import RolloutFunction
 from stages.base import Stage, StageContext, beside, send_slice
 from stages.generate.loops import Loops
 from stages.generate.requests import Requests
+from stages.generate.response_journal import ResponseJournal
 from stages.generate.turns import Turns
 from stages.messages import PromptGroup, RolloutSlice, Sample, without_prompt
 from stages.options import GenerateOptions
@@ -59,7 +61,8 @@ class GenerateStage(Stage):
             extra=self.activity.extra,
         )
         requests, vocab_size = Requests(self.config, self.options.max_context), self.options.vocab_size
-        self.turns = Turns(requests, self.sampler, self.activity)
+        self.journal = ResponseJournal(context.run_dir / EPISODES_DIR, self.config, self.options.lives)
+        self.turns = Turns(requests, self.sampler, self.activity, self.journal)
         self.functions = GenerateFunctions(self.config, self.sampler, requests, self.activity, vocab_size)
         path = self.rollout.rollout_function_path
         self.batches = None if path is None else RolloutFunction(self.config, self.functions, path)
@@ -72,7 +75,9 @@ class GenerateStage(Stage):
 
     async def run(self, ports: Ports) -> None:
         batches = () if self.batches is None else (self.batches.run(),)
-        async with beside(self.sampler.follow(ports.topic), self.functions.follow(ports.topic), *batches):
+        self.turns.topic = ports.topic
+        follows = self.sampler.follow(ports.topic), self.functions.follow(ports.topic)
+        async with beside(*follows, self.journal.run(), *batches):
             await self.sampler.ready()
             async with asyncio.TaskGroup() as pumps:
                 for name in ("in", "eval", "return"):

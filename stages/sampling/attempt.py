@@ -37,6 +37,14 @@ from stages.sampling.routes import Route
 STOP_GRACE_S: Final = 5.0  # for the answer to a request that was aborted at a deadline
 
 
+@dataclass(frozen=True)
+class Progress:
+    """Who is told what a member has so far, whenever `tokens` more of it are certain; by its place."""
+
+    tokens: int
+    tell: Callable[[int, SampleResult], None]
+
+
 @dataclass
 class Attempt:
     """One request for the members of `had`, which have the same tokens so far."""
@@ -46,6 +54,7 @@ class Attempt:
     ended: Callable[[int, SampleResult], None]  # told of each member that ends, by its place in `had`
     keeps_partial: bool
     grew: Callable[[int, Chunk], None] | None = None  # told of tokens as they come, by the member's place
+    progress: Progress | None = None
     error: Exception | None = None
     refused: Exception | None = None  # what was wrong with a member's answer, if anything was
     out_of_time: bool = False  # the caller's time was over, not the request's
@@ -58,6 +67,8 @@ class Attempt:
     _newest: Callable[[], int | None] = lambda: None
     _stopped: bool = False  # by us, at the deadline
     _open: dict[int, SampleResult] = field(init=False)
+    _partial: PartialOutputs | None = None
+    _told: dict[int, int] = field(default_factory=dict)  # tokens with which `progress` was told of a member
 
     def __post_init__(self) -> None:
         self._open = dict(enumerate(self.had))
@@ -102,7 +113,10 @@ class Attempt:
         limits = AnswerLimits.of(wire, route.client.limits.vocab_size)
         self._newest = route.newest
         self._sent = Sent(limits, route.label, route.generation, route.oldest)
-        partial = PartialOutputs(route.label, self._land, self.grew and self._grow) if streamed else None
+        partial: PartialOutputs | None = None
+        if streamed:
+            counted = self._count if self.progress is not None else None
+            partial = self._partial = PartialOutputs(route.label, self._land, self.grew and self._grow, counted)
         outputs: list[GenerateOutput] | None = None
         async with asyncio.TaskGroup() as tasks:
             timer = None
@@ -149,6 +163,18 @@ class Attempt:
     def _grow(self, place: int, entries: Sequence[LogprobEntry]) -> None:
         if self.grew is not None and place in self._open:
             self.grew(place, Chunk(tuple(e[1] for e in entries), tuple(e[0] or 0.0 for e in entries)))
+
+    def _count(self, place: int, tokens: int) -> None:
+        """So many tokens of the answer are certain."""
+        if self.progress is None or self._partial is None or place not in self._open:
+            return
+        if tokens - self._told.get(place, 0) < self.progress.tokens:
+            return
+        self._told[place] = tokens
+        output = self._partial.certain_of(place)
+        result = with_saved(self.request, self._open[place], output, self._spent_s, self._known, lost=False)
+        if result.finish != "failed":
+            self.progress.tell(place, result)
 
     def _land(self, place: int, output: GenerateOutput) -> None:
         """The engine has ended a member."""

@@ -20,7 +20,7 @@ from typing import Protocol
 import msgspec
 
 from models.engines.text import ends_within_stop
-from stages.sampling.attempt import Attempt
+from stages.sampling.attempt import Attempt, Progress
 from stages.sampling.losses import Losses
 from stages.sampling.requests import SampleRequest
 from stages.sampling.results import Chunk, SampleResult, failed
@@ -36,6 +36,8 @@ class Call:
     losses: Losses
     emit: Emit  # of each member, when it has ended
     tell: Callable[[int, Chunk], None] | None = None  # of each member's tokens as they come
+    had: Sequence[SampleResult] = ()  # what each member begins with, of requests that somebody else sent; none: nothing
+    progress: Progress | None = None
 
 
 class RequestSender(Protocol):
@@ -53,17 +55,21 @@ class PartialRollouts:
         self._sender, self._keeps_partial = sender, keeps_partial
 
     async def answer(self, call: Call) -> None:
-        none = [SampleResult()] * call.request.n
+        had = list(call.had) or [SampleResult()] * call.request.n
         async with asyncio.TaskGroup() as tasks:
 
             def go_on(index: int, result: SampleResult) -> None:
                 # Each member counts on from what the joint request lost.
                 tasks.create_task(self._alone(replace(call, losses=replace(call.losses)), index, result))
 
-            if call.request.n == 1:
-                go_on(0, none[0])
-            else:
-                await self._together(call, none, go_on)
+            if call.request.n > 1 and all(result.finish == "pending" for result in had):
+                await self._together(call, had, go_on)
+                return
+            for index, result in enumerate(had):
+                if result.finish == "pending" or goes_on(result):
+                    go_on(index, result)
+                else:
+                    call.emit(index, result)
 
     async def _together(self, call: Call, results: list[SampleResult], go_on: Emit) -> None:
         """One request for all; sent again as it is while nothing at all has come of it. What an update aborted goes on

@@ -29,7 +29,7 @@ from models.engines.protocol import GenerateRequest
 from stages.engine_entries import ASKED, POLICY, RETRACTED, SLOW
 from stages.messages import Complaint
 from stages.ports import Topic
-from stages.sampling.attempt import Attempt
+from stages.sampling.attempt import Attempt, Progress
 from stages.sampling.engine_directory import EngineDirectory
 from stages.sampling.losses import LOSSES, Losses, UnknownPolicy
 from stages.sampling.partial_rollouts import Call, Emit, PartialRollouts
@@ -129,10 +129,17 @@ class Sampler:
     # ------------------------------------------------------------------ what is asked
 
     @asynccontextmanager
-    async def stream(self, request: SampleRequest) -> AsyncIterator[Members[SampleResult]]:
-        """The members of the request as they end, to iterate over inside the block. Leaving it ends the rest."""
+    async def stream(
+        self, request: SampleRequest, had: Sequence[SampleResult] = (), progress: Progress | None = None
+    ) -> AsyncIterator[Members[SampleResult]]:
+        """The members of the request as they end, to iterate over inside the block. Leaving it ends the rest.
+
+        `had`: what each member has already, of requests that another process sent. It is gone on from as from what a
+        lost engine left; a member that had ended is given back as it is.
+        """
         members = Members[SampleResult](request.n)
-        async with self._answering(Call(request, Losses.until(request.deadline_s), members.put), members):
+        losses = Losses.until(request.deadline_s)
+        async with self._answering(Call(request, losses, members.put, had=had, progress=progress), members):
             yield members
 
     @asynccontextmanager
@@ -207,6 +214,8 @@ class Sampler:
         attempt = Attempt(request, list(results), ended, keeps, least_per_s=self.rollout.min_tokens_per_sec)
         if tell is not None:
             attempt.grew = lambda place, chunk: tell(index + place, chunk)
+        if (progress := call.progress) is not None:
+            attempt.progress = replace(progress, tell=lambda place, result: progress.tell(index + place, result))
         first = results[0]
         left_s = None if request.engine_s is None else request.engine_s - max(r.spent_s for r in results)
         budget = request.params.max_new_tokens or 0
@@ -244,6 +253,7 @@ class Sampler:
         """Take a place, send, and have the attempt told how it ended. Raises what keeps it from being sent."""
         request = attempt.request
         ours, told = request.policy == POLICY, attempt.grew is not None
+        streams = told or attempt.progress is not None
         prompt = np.asarray(request.token_ids[: request.prompt_length or None], dtype=np.int32).tobytes()
         need = RouteRequest(
             key=request.session,
@@ -260,11 +270,13 @@ class Sampler:
                 # The engine's prefix cache is keyed by this: what one version computed must not serve another. Of
                 # weights that are not certain to be one version, nothing may be cached under a name used twice.
                 wire = msgspec.structs.replace(wire, extra_key=route.label or f"{wire.rid}~")
+            if attempt.progress is not None and not self._tokens_come:
+                wire = _told_each(wire, attempt.progress.tokens)
             self._note(route)
             await attempt.run(
                 route,
                 wire,
-                streamed=told or (ours and (self._tokens_come or (self._ends_come and worth_a_stream(request)))),
+                streamed=streams or (ours and (self._tokens_come or (self._ends_come and worth_a_stream(request)))),
                 tokens_come=told or self._tokens_come,
                 left_s=left_s,
                 late_s=losses.left_s,
@@ -360,3 +372,11 @@ def worth_a_stream(request: SampleRequest) -> bool:
     """Whether hearing of each member when it ends, instead of all at the end, gives slots back in time that counts."""
     budget = request.params.max_new_tokens
     return request.n > 1 and (budget is None or budget > SHORT_RESPONSE)
+
+
+def _told_each(wire: GenerateRequest, tokens: int) -> GenerateRequest:
+    """The request to an engine that would tell of a member only when it has ended."""
+    params = wire.sampling_params
+    if isinstance(params, list):
+        return wire
+    return msgspec.structs.replace(wire, sampling_params=msgspec.structs.replace(params, stream_interval=tokens))
