@@ -17,6 +17,7 @@ HEADER_LIMIT = 1 << 20
 KEY_LIMIT = 1024
 REASON_LIMIT = 4000
 CHUNK_LIMIT = 16 << 20
+FRAMES_LIMIT = 1 << 16  # behind a header; each extra of a body, such as an image, is one
 
 Count = Annotated[int, Meta(ge=0, le=2**63 - 1)]
 Name = Annotated[str, Meta(max_length=KEY_LIMIT)]

@@ -23,9 +23,11 @@ from pipeline.hosts import die_with_parent as die_with_parent
 from pipeline.hosts.free_port import HOST, held_port
 from pipeline.hosts.launcher import ANYTHING, STOP_GRACE_S, ProcessSpec, ProcessState, Resources, stop_together
 from pipeline.hosts.process_group import group_state, kill_group, living, remove, shared_files
+from pipeline.observe.visible import visible
 from pipeline.record.run_directory import RunDir
 
 GROUP_GONE_S = 5.0
+PRIVATE = 0o077
 _TAIL_BYTES = 64 << 10
 # "torch.OutOfMemoryError: CUDA out of memory" with or without a time before it, and what SGLang prints of a lost child.
 _ERROR = re.compile(r"^(?:\[[^\]]*\]\s*)?(?:(?:\w+\.)*\w*(?:Error|Exception): \S|.*\bcrashed with exit code\b).*")
@@ -152,6 +154,7 @@ class LocalLauncher:
                 stderr=asyncio.subprocess.STDOUT,
                 env=env,
                 start_new_session=True,  # Ctrl-C is for the controller
+                umask=-1 if spec.ours else PRIVATE,  # SGLang's own sockets lie in the directory of temporary files
             )
         handle = self.handles[spec.name] = LocalHandle(spec, process, self.rundir, start)
         self.rundir.write_pid(spec.name, process.pid)
@@ -187,5 +190,5 @@ def _lines(log: Path, start: int) -> list[str]:
         end = file.seek(0, os.SEEK_END)
         file.seek(max(start, end - _TAIL_BYTES))
         text = file.read().decode(errors="replace")
-        return [line.strip() for line in text.splitlines() if line.strip()]
+        return [visible(line.strip()) for line in text.splitlines() if line.strip()]
     return []

@@ -43,6 +43,13 @@ def publish_files(topic: TopicServer, checkpoint: str) -> None:
                 topic.publish(FILES + path.name, path.read_bytes())
 
 
+def plain_name(name: str) -> str:
+    """A file's name that came over the wire. Raises ValueError where it would lead out of its directory."""
+    if not name or name in (".", "..") or "/" in name or "\0" in name:
+        raise ValueError(f"{name!r} on the topic is no name of a file; is something else writing to this run's topic?")
+    return name
+
+
 @contextlib.contextmanager
 def settled(topic: TopicClient, run_dir: str, config: Config) -> Iterator[tuple[str, Config]]:
     """Run directory and configuration with places that exist on this host, for the time of the block."""
@@ -56,7 +63,7 @@ def settled(topic: TopicClient, run_dir: str, config: Config) -> Iterator[tuple[
             checkpoint = Path(home, "checkpoint")
             checkpoint.mkdir()
             for key, value in files.items():
-                (checkpoint / key.removeprefix(FILES)).write_bytes(value)
+                (checkpoint / plain_name(key.removeprefix(FILES))).write_bytes(value)
             config = msgspec.structs.replace(
                 config, train=msgspec.structs.replace(config.train, hf_checkpoint=str(checkpoint))
             )

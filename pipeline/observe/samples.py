@@ -22,6 +22,7 @@ from rich.text import Text
 
 from configs.load import read_recipe
 from pipeline.observe.errors import SamplesError
+from pipeline.observe.visible import visible
 from stages.data.errors import DataError
 from stages.data.tokenizer import Tokenizer, load_tokenizer
 from stages.sample_log import SAMPLES_FILE, Run, SampleRow
@@ -30,11 +31,6 @@ CONFIG_FILE: Final = "config.toml"
 UNTRAINED: Final = "dim"
 _PALETTE: Final = ("cyan", "yellow", "green", "magenta", "blue", "red")
 _BOUND = re.compile(r"(<=|>=|<|>|=)?\s*(-?\d+(?:\.\d+)?(?:e-?\d+)?)")
-
-# What models write may hold the commands of a terminal.
-_VISIBLE: Final = {code: 0x2400 + code for code in range(32) if chr(code) not in "\n\t"} | {
-    code: 0xFFFD for code in range(127, 160)
-}
 
 Decode = Callable[[Sequence[int]], str]
 
@@ -150,8 +146,8 @@ def render(row: SampleRow, decode: Decode | None) -> Text:
     text = _head(row)
     for what, said in (("error", row.error), ("why", row.detail)):
         if said:
-            text.append(f"{what}: {said.translate(_VISIBLE)}\n", "red")
-    text.append("prompt: ", "bold").append(f"{row.prompt.translate(_VISIBLE)}\n", UNTRAINED)
+            text.append(f"{what}: {visible(said)}\n", "red")
+    text.append("prompt: ", "bold").append(f"{visible(row.prompt)}\n", UNTRAINED)
     start = row.prompt_tokens
     for turn in row.turns:
         pieces = _pieces(row, start, start + turn.tokens)
@@ -177,7 +173,7 @@ def _head(row: SampleRow) -> Text:
         text.append(" | correct" if row.is_correct else " | wrong")
     text.append(f" | {row.status} | {row.prompt_tokens} + {row.response_tokens} tokens")
     text.append(" | removed from training" if row.removed else "")
-    text.append(f" | label {row.label.translate(_VISIBLE)}" if row.label is not None else "").append("\n")
+    text.append(f" | label {visible(row.label)}" if row.label is not None else "").append("\n")
     return text
 
 
@@ -217,11 +213,11 @@ def _coloured(row: SampleRow, whole: str, pieces: Sequence[tuple[int, int, int, 
     text = Text()
     styles = [colour[version] if mask else UNTRAINED for _, _, version, mask in pieces]
     if len(pieces) <= 1 or decode is None:
-        return text.append(whole.translate(_VISIBLE), max(set(styles), key=styles.count) if styles else None)
+        return text.append(visible(whole), max(set(styles), key=styles.count) if styles else None)
     shown = 0
     for (_, end, _, _), style in zip(pieces, styles, strict=True):
         before = decode(row.ids[pieces[0][0] : end])  # from the turn's beginning: a character may lie across
-        text.append(before[shown:].translate(_VISIBLE), style)
+        text.append(visible(before[shown:]), style)
         shown = len(before)
     return text
 

@@ -24,6 +24,7 @@ from pipeline.observe.stalls import StallWatch
 from pipeline.observe.stats import STATS_PREFIX, Changed, LedgerCounts, StageStats
 from pipeline.observe.trace import TraceWriter
 from pipeline.observe.view import RunView
+from pipeline.observe.visible import visible
 from pipeline.record.effective_time import EffectiveTime, last_sign_s, resumed_time
 from pipeline.record.episodes import forget_ended, forget_responses, keeps_responses, keeps_rollouts
 from pipeline.record.group_outcomes import GroupOutcomes
@@ -144,7 +145,7 @@ class Recorder:
 
     def say(self, line: str) -> None:
         """A line for the user."""
-        self.lines(line)
+        self.lines(visible(line))
 
     # ------------------------------------------------------------------ RunHooks
 

@@ -26,6 +26,7 @@ from pipeline.observe.summary import (
     summarise_staleness,
     write_summary,
 )
+from pipeline.observe.visible import visible
 from pipeline.record.episodes import uncertain_in
 from pipeline.record.recorder import Recorder
 from pipeline.supervise.announce import read_fleet
@@ -62,7 +63,7 @@ def conclude(recorder: Recorder, config: Config, reason: str) -> RunSummary:
         tensorboard=rundir.tensorboard if config.observe.use_tensorboard else None,
         resume_command=f"python launch.py --resume {rundir.path}" if reason != "finished" else None,
     )
-    sys.stdout.write(f"{text}\n")
+    sys.stdout.write(f"{visible(text)}\n")
     return summary
 
 

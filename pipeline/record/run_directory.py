@@ -12,7 +12,7 @@
     summary.json, learning_curve.png
     bias.json            lengths and pass rates by how groups ended: what filters and staleness select
 
-Invariants: a directory belongs to one live run (it is locked), and a finished run is never written over; the directory
+Invariants: a new directory is for its owner alone; it belongs to one live run (it is locked), and a finished run is never written over; the directory
 of its sockets is locked as well, so that the next run can tell and remove what a killed one left.
 """
 
@@ -22,6 +22,7 @@ import errno
 import fcntl
 import os
 import secrets
+import stat
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
@@ -91,8 +92,9 @@ class RunDir:
                 f"--resume {self.path} holds no run (no config.toml); give the directory of an earlier run"
             )
         try:
-            for directory in (self.path, self.logs, self.trace, self.checkpoints, self.specs):
-                directory.mkdir(parents=True, exist_ok=True)
+            self._make_private()
+            for directory in (self.logs, self.trace, self.checkpoints, self.specs):
+                directory.mkdir(exist_ok=True)
             self._lock = (self.path / LOCK_FILE).open("w")
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             self._check_space()
@@ -107,6 +109,23 @@ class RunDir:
         except OSError as error:
             raise disk_error(self.path, error) from error
         return self
+
+    def _make_private(self) -> None:
+        """Make the directory for its owner alone: it holds prompts, what tools answered, and the settings. One that is
+        there keeps its mode; who else may write in it could put links in the way of what is written."""
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        self.path.mkdir(mode=0o700, exist_ok=True)
+        found = self.path.stat()
+        if found.st_mode & stat.S_IWOTH:
+            raise UsageError(
+                f"--run-dir {self.path} can be written by every user of this machine (mode "
+                f"{stat.S_IMODE(found.st_mode):04o}); chmod o-w it, or choose a new directory"
+            )
+        if found.st_uid != os.geteuid() and os.geteuid() != 0:
+            raise UsageError(
+                f"--run-dir {self.path} is owned by another user ({found.st_uid}), who could replace what is written "
+                "there; choose a directory of your own"
+            )
 
     @property
     def gone(self) -> bool:

@@ -15,6 +15,7 @@ from typing import Final
 
 import msgspec
 
+from pipeline.observe.visible import visible
 from pipeline.record.recorder import Recorder
 from stages.messages import Settled, group_of
 from transport import DeadLetter, TopicServer
@@ -34,7 +35,7 @@ class DeadLetters:
         self._groups: deque[str] = deque(maxlen=REMEMBERED)
 
     def __call__(self, letter: DeadLetter) -> None:
-        log.error("dead letter in stream %s, key %s: %s", letter.stream, letter.key, letter.reason)
+        log.error("dead letter in stream %s, key %s: %s", letter.stream, visible(letter.key), visible(letter.reason))
         self._recorder.dead_letter(letter.stream, letter.key, letter.reason)
         group, counted = group_of(letter.key)
         if counted is not None:

@@ -14,7 +14,7 @@ from stages.group.stage import GroupStage
 from stages.messages import RolloutSlice, Settled
 from tests.stages.group_rig import join
 from tests.stages.stage_rig import make_context, make_sample, make_slice, open_rig, running, take
-from transport import StreamSpec
+from transport import DeadLetter, StreamSpec
 
 
 def member(group: int, index: int) -> RolloutSlice:
@@ -78,3 +78,12 @@ async def test_a_group_stage_that_starts_later_knows_of_it() -> None:
             feed = await rig.outlet("group")
             await feed.send(member(0, 1), member(0, 1).key)
             await rig.hubs["group"].wait_empty()
+
+
+def test_what_a_dead_letter_says_commands_no_terminal(caplog: pytest.LogCaptureFixture) -> None:
+    recorder: Any = SimpleNamespace(dead_letter=lambda *letter: None)
+    topic: Any = SimpleNamespace(publish=lambda *entry: None)
+    letters = DeadLetters(topic, recorder, lambda reports: None)
+    letters(DeadLetter("reward", "0/1\x1b[2J", b"", b"", "ValueError: \x1b]0;x\x07 \x9b1m"))
+    assert "ValueError: " in caplog.text
+    assert not set(caplog.text) & {"\x1b", "\x07", "\x9b"}

@@ -42,6 +42,25 @@ def test_what_a_killed_run_left_of_its_sockets_goes_with_the_next_start(tmp_path
     assert list(runtime.iterdir()) == []
 
 
+def test_a_new_directory_is_for_its_owner_alone(tmp_path: Path, runtime: Path) -> None:
+    with RunDir(tmp_path / "new" / "run").open(resume=False) as rundir:
+        assert rundir.path.stat().st_mode & 0o777 == 0o700
+    (tmp_path / "shared").mkdir()
+    (tmp_path / "shared").chmod(0o750)
+    with RunDir(tmp_path / "shared").open(resume=False) as rundir:
+        assert rundir.path.stat().st_mode & 0o777 == 0o750, "whom its owner lets in is the owner's affair"
+
+
+def test_a_directory_in_which_anybody_can_put_links_is_refused(tmp_path: Path, runtime: Path) -> None:
+    (tmp_path / "open").mkdir()
+    (tmp_path / "open").chmod(0o777)
+    (tmp_path / "open" / "logs").symlink_to(tmp_path)
+    with pytest.raises(UsageError, match=r"can be written by every user of this machine \(mode 0777\); chmod o-w it"):
+        RunDir(tmp_path / "open").open(resume=False)
+    assert not (tmp_path / "engine-0.log").exists()
+    assert [path.name for path in (tmp_path / "open").iterdir()] == ["logs"], "nothing was written there"
+
+
 def test_the_configuration_is_replaced_whole(tmp_path: Path, runtime: Path) -> None:
     with RunDir(tmp_path / "run").open(resume=False) as rundir:
         rundir.write_config("[run]\n")

@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import msgspec
+import numpy as np
 import pytest
 import zmq
 
@@ -25,6 +26,7 @@ from transport import (
     DeadLetter,
     LinkLost,
     LinkRefused,
+    MessageInvalid,
     Node,
     Security,
     SecurityError,
@@ -34,8 +36,11 @@ from transport import (
     wire,
 )
 from transport.codec import Codec
+from transport.links import zmq_link
 from transport.links.address import parse
 from transport.links.security import create_keys, load_security, zap_reply
+from transport.ports import outlet as outlet_port
+from transport.testing.net import Extra
 from transport.wire import Hello, Put, Report
 
 PACKAGE = Path(transport.__file__).parent
@@ -151,6 +156,16 @@ def test_key_files_are_private_and_complete(run_dir: Path) -> None:
         load_security(run_dir / "keys", "worker")
     with pytest.raises(SecurityError, match=r"cannot be read .* create_keys"):
         load_security(run_dir / "keys", "nobody")
+
+
+def test_a_key_that_somebody_else_put_there_is_refused(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    create_keys(run_dir / "keys", ["worker"])
+    (run_dir / "keys" / "link.key").symlink_to(run_dir / "keys" / "worker.key")
+    with pytest.raises(SecurityError, match=r"link.key' cannot be read \(Too many levels of symbolic links\)"):
+        load_security(run_dir / "keys", "link")
+    monkeypatch.setattr(os, "geteuid", lambda: 1234)
+    with pytest.raises(SecurityError, match=r"is owned by user \d+, who knows it; create new keys"):
+        load_security(run_dir / "keys", "worker")
 
 
 def test_the_allow_list_grants_curve_only(run_dir: Path) -> None:
@@ -293,6 +308,48 @@ async def test_a_sender_that_skips_the_size_check_harms_only_itself(run_dir: Pat
         for number in range(20):
             await good.send(b"fine", str(number))
         assert hub.stats().accepted == 20
+
+
+async def test_a_message_of_too_many_frames_is_not_kept(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """libzmq bounds each frame, and neither how many a message has nor what they sum up to."""
+    letters: list[DeadLetter] = []
+    monkeypatch.setattr(zmq_link, "FRAMES_LIMIT", 50)
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    try:
+        async with asyncio.timeout(20), Node("run", "node", close_s=0.2) as node:
+            hub = await node.hub(StreamSpec("s", f"ipc://{run_dir}/s", max_message_bytes=1 << 20), letters.append)
+            outlet = await node.outlet(hub.address, "s", bytes)
+            evil = context.socket(zmq.DEALER)
+            evil.set(zmq.LINGER, 0)
+            evil.connect(hub.address)
+            codec = Codec(bytes)
+            hello = wire.encode(Hello(1, "run", "s", "producer", "evil", "evil", codec.name, codec.hash))
+            many, large = [b"x"] * 51, [b"x" * (1 << 20)] * 4  # 3 MiB and a little more are what the socket lets pass
+            evil.send(hello)
+            for number, frames in enumerate((many, large), 1):
+                size = sum(map(len, frames))
+                evil.send_multipart([wire.encode(Put(number, f"evil{number}", size, 0)), *frames])
+            while hub.stats().malformed < 2:
+                await asyncio.sleep(0.01)
+            await outlet.send(b"fine", "good")
+            assert (hub.stats().accepted, hub.stats().malformed) == (1, 2)
+            evil.close()
+        assert [(letter.key, letter.body) for letter in letters] == [("", b""), ("", b"")]
+    finally:
+        context.term()
+
+
+async def test_extras_beyond_the_limit_are_refused_before_they_are_sent(
+    run_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(outlet_port, "FRAMES_LIMIT", 3)
+    async with Node("run", "node") as node:
+        hub = await node.hub(StreamSpec("s", f"ipc://{run_dir}/s"), ignore)
+        outlet = await node.outlet(hub.address, "s", list[Extra])
+        extra = np.zeros(2).view(Extra)
+        await outlet.send([extra, extra], "two")
+        with pytest.raises(MessageInvalid, match="message 'three' has 3 extras, at most 2 travel with it"):
+            await outlet.send([extra, extra, extra], "three")
 
 
 async def test_a_route_to_nobody_is_reported(run_dir: Path) -> None:

@@ -20,6 +20,7 @@ from transport.errors import SecurityError
 
 ZAP_ADDRESS = "inproc://zeromq.zap.01"
 KEY_LENGTH = 40  # characters of Z85
+KEY_FILE_LIMIT = 4096  # bytes
 
 
 class KeyPair(msgspec.Struct, frozen=True):
@@ -74,17 +75,24 @@ def load_security(directory: Path, name: str = "server") -> Security:
 
 
 def read_keys(path: Path) -> KeyPair:
-    """Read one key file; refuse it when others could have read it."""
+    """Read one key file; refuse it when others could have read or made it."""
     try:
-        mode = stat.S_IMODE(path.stat().st_mode)
-        data = path.read_bytes()
+        # Looked at after it is open: what is read is what was looked at, and a link leads nowhere else.
+        with os.fdopen(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC), "rb") as file:
+            found = os.fstat(file.fileno())
+            data = file.read(KEY_FILE_LIMIT)
     except OSError as error:
         raise SecurityError(
             f"key file {str(path)!r} cannot be read ({error.strerror}); create it with create_keys"
         ) from error
+    mode = stat.S_IMODE(found.st_mode)
     if mode & 0o077:
         raise SecurityError(
             f"key file {str(path)!r} has mode {mode:04o}, others can read it; create new keys with mode 0600"
+        )
+    if found.st_uid != os.geteuid():
+        raise SecurityError(
+            f"key file {str(path)!r} is owned by user {found.st_uid}, who knows it; create new keys with create_keys"
         )
     try:
         return msgspec.json.decode(data, type=KeyPair)

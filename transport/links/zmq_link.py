@@ -28,7 +28,7 @@ from transport.links import address as addresses
 from transport.links.address import Address
 from transport.links.link import Decode, Endpoint, Link
 from transport.links.security import ZAP_ADDRESS, Security, zap_reply
-from transport.wire import HEADER_LIMIT, AnyMessage, Put, Work, encode
+from transport.wire import FRAMES_LIMIT, HEADER_LIMIT, AnyMessage, Put, Work, encode
 
 COPY_BELOW = 64 << 10  # bytes; smaller bodies are cheaper to copy than to track
 MESSAGE_FUSE = 100_000  # high-water mark: never reached while credit is respected
@@ -83,6 +83,7 @@ class ZmqLink(Link):
         self._socket = socket
         self._router = socket.socket_type == zmq.ROUTER
         self._decode = decode
+        self._most_bytes = cast(int, socket.get(zmq.MAXMSGSIZE))  # libzmq bounds each frame, this their sum
         self._unsent: deque[tuple[AnyMessage, Body]] = deque()
         self._monitor: zmq.Socket[bytes] | None = None
         self._arrived = self._reported = True  # whether the descriptors of socket and monitor have told of something
@@ -184,20 +185,29 @@ class ZmqLink(Link):
             # Bad UTF-8 is a ValueError and deep nesting a RecursionError, neither is a MsgspecError.
             with contextlib.suppress(msgspec.MsgspecError, ValueError, RecursionError, MemoryError):
                 message = self._decode(header)
-        body: Body = None
-        if self._socket.get(zmq.RCVMORE):
-            small = getattr(message, "size", 0) < COPY_BELOW
-            body = self._socket.recv(copy=True) if small else self._socket.recv(copy=False)
-            more: list[Body] = []
-            while self._socket.get(zmq.RCVMORE):
-                more.append(self._socket.recv(copy=True) if small else self._socket.recv(copy=False))
-            if more:
-                body = (body, *more)
-                message = message if isinstance(message, Put | Work) else None  # nothing else carries extras
+        body = self._take_body(small=getattr(message, "size", 0) < COPY_BELOW)
+        if body == () or (isinstance(body, tuple) and not isinstance(message, Put | Work)):
+            message, body = None, None  # more than a message may have; nothing else carries extras
         if message is None:
             self.endpoint.on_malformed(route, header)
         else:
             self.endpoint.on_message(route, message, body)
+
+    def _take_body(self, *, small: bool) -> Body:
+        """The frames behind the header; an empty tuple if they are more, or larger, than those of a message may be.
+        They are read to the end in any case: the next message begins behind them."""
+        frames: list[bytes | zmq.Frame] = []
+        count, left = 0, self._most_bytes
+        while self._socket.get(zmq.RCVMORE):
+            frame = self._socket.recv(copy=True) if small else self._socket.recv(copy=False)
+            count, left = count + 1, left - len(frame)
+            if count > FRAMES_LIMIT or left < 0:
+                frames = []
+            else:
+                frames.append(frame)
+        if count > FRAMES_LIMIT or left < 0:
+            return ()
+        return tuple(frames) if count > 1 else frames[0] if frames else None
 
     def _take_events(self, monitor: zmq.Socket[bytes]) -> None:
         while readable(monitor):

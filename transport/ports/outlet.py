@@ -11,7 +11,7 @@ from transport.core.custody import Body
 from transport.core.producer import Parcel, ProducerCore
 from transport.errors import MessageInvalid, MessageTooLarge, UsageError
 from transport.ports.endpoint import PeerPort
-from transport.wire import KEY_LIMIT, AnyMessage, FromHub
+from transport.wire import FRAMES_LIMIT, KEY_LIMIT, AnyMessage, FromHub
 
 T = TypeVar("T")
 
@@ -41,6 +41,10 @@ class Outlet(PeerPort[ProducerCore], Generic[T]):
         if not key or len(key) > KEY_LIMIT:
             raise MessageInvalid(f"key {key[:40]!r} has {len(key)} characters; use 1 to {KEY_LIMIT}")
         frames = self._codec.encode(message)
+        if len(frames) > FRAMES_LIMIT:
+            raise MessageInvalid(
+                f"message {key!r} has {len(frames) - 1} extras, at most {FRAMES_LIMIT - 1} travel with it; send less"
+            )
         size, limit = total(frames), self.session.max_message_bytes
         if size > limit:
             raise MessageTooLarge(
