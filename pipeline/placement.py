@@ -17,6 +17,7 @@ import msgspec
 from configs.graph import Stream, engine_count, frozen_engines, is_address
 from configs.schema import Config
 from models.context import context_limit
+from models.engines.token import TokenFile, read_token, run_token
 from models.fault_injection import fault_plan
 from models.import_path import import_path
 from models.train.trainer_group.rank_spec import needs_trainer_group, processes_of
@@ -74,7 +75,10 @@ class Placement:
         count = engine_count(config) if has_engines else 0
         max_context = config.rollout.rollout_max_context_len
         self.run_generation = train.run_generation
+        file = config.sglang.rollout_external_engine_token_file
+        self.external_token = read_token(Path(file).expanduser()) if file is not None else None
         self.engines, self.frozen = _engines(config, count, model_path, max_context, places)
+        self.engines, self.frozen = self._guarded(self.engines), self._guarded(self.frozen)
         self.engines = [self._disturbed(spec) for spec in self.engines]
         asks = GenerateOptions(context_limit(config) or 1 << 30, vocab_size, lives)
         self.built_in: dict[str, StageOptions] = {"train": train, "generate": asks, "agents": asks}
@@ -127,6 +131,17 @@ class Placement:
             self.engines[0], name=f"engine-{number}", port=0, seed=self.config.run.seed + number, gpus=gpus
         )
         return self._disturbed(added)
+
+    def run_token(self) -> TokenFile:
+        """Of the servers that this run starts."""
+        return run_token(self.rundir.sockets / "engine-token")
+
+    def _guarded(self, specs: list[EngineSpec]) -> list[EngineSpec]:
+        """With what requests to them must bring: the run's own token, or that of those that run already."""
+        return [
+            msgspec.structs.replace(spec, token=self.external_token if spec.external else self.run_token())
+            for spec in specs
+        ]
 
     def _disturbed(self, spec: EngineSpec) -> EngineSpec:
         """With the faults that the user asked for."""

@@ -18,6 +18,7 @@ import numpy as np
 import numpy.typing as npt
 from msgspec import Struct
 
+from models.engines.token import Token
 from models.weights.shared_memory_reader import SlotManifest
 
 # Whoever writes a stage finds the fields' types here too.
@@ -305,7 +306,13 @@ class WeightsAnnouncement(SlotManifest, frozen=True):
     delta: str = ""  # delta route: manifest of this version's difference
 
 
-class EngineAddress(Struct, frozen=True):
+class Server(Struct, frozen=True, kw_only=True):
+    """What is told of a server of either kind."""
+
+    token: Token | None = None  # what requests to it must bring
+
+
+class EngineAddress(Server, frozen=True):
     """Topic value `engine/<engine>`: where an engine listens; `incarnation` rises when it is started anew."""
 
     engine: str
@@ -338,7 +345,7 @@ class EngineEntry(EngineAddress, frozen=True):
         return None if self.version < 0 else f"{self.run_generation}.{self.version}"
 
 
-class RouterAddress(Struct, frozen=True):
+class RouterAddress(Server, frozen=True):
     """Topic value `router`: where the router in front of the engines listens; `incarnation` as for an engine."""
 
     kind: str  # sglang or smg

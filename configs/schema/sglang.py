@@ -25,6 +25,13 @@ class SglangConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
     rollout_external_engine_addrs: Annotated[
         tuple[str, ...], Meta(description="engines that run already, as http://host:port; none is started then")
     ] = ()
+    rollout_external_engine_token_file: Annotated[
+        str | None,
+        Meta(
+            description="file (mode 0600) with the token of engines, router and frozen engines that run already: what "
+            "SGLang was given as its api key"
+        ),
+    ] = None
     sglang_args: Annotated[
         dict[str, Any],
         Meta(description="options of the SGLang server by name; on the command line --sglang-<option> value"),

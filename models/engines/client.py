@@ -47,6 +47,7 @@ from models.engines.protocol import (
 )
 from models.engines.spans import with_spans
 from models.engines.streamed import PartialOutputs, StreamBroken
+from models.engines.token import Token
 
 # SGLang's words for "the weights did change, the cache was not emptied", sent with status 400.
 _UPDATED_BUT_NOT_FLUSHED: Final = "Weights were updated"
@@ -78,8 +79,9 @@ class EngineClient(HttpClient):
         vocab_size: int | None = None,
         context_length: int | None = None,
         early_boundary: bool = False,
+        token: Token | None = None,
     ) -> None:
-        super().__init__(base_url, connect_timeout_s=connect_timeout_s)
+        super().__init__(base_url, connect_timeout_s=connect_timeout_s, token=token)
         self.limits = RequestLimits(vocab_size, context_length)
         self.early_boundary = early_boundary
         self._timeout_s = timeout_s

@@ -5,6 +5,7 @@
     ├── EngineAborted         somebody ended a request whose parts are of no use: it may be sent again
     ├── EngineTimeout         no answer in time: the engine may still be at work on it
     ├── EngineRefused         4xx with the server's words: sending it again cannot help
+    │   ├── EngineUnauthorized    401 or 403: the token is missing or wrong
     │   └── RequestNotSent        our own client's refusal, with the words of `RequestLimits`; a ValueError too
     ├── EngineProtocolError   the answer is not what the protocol promises
     └── EngineServerError     raised inside a server process
@@ -80,6 +81,21 @@ class EngineRefused(EngineError):
 
     def __str__(self) -> str:
         return f"engine {self.url} refused the call with {self.status}: {self.reason}"
+
+
+class EngineUnauthorized(EngineRefused):
+    """The server wants another token than the one that was sent, or wants one and none was sent."""
+
+    def __init__(self, url: str, status: int, reason: str, sent: bool) -> None:
+        super().__init__(url, status, reason)
+        self.args, self.sent = (url, status, reason, sent), sent
+
+    def __str__(self) -> str:
+        what = "the token that was sent is not the one that it was started with" if self.sent else "no token was sent"
+        return (
+            f"engine {self.url} refused the call with {self.status} ({self.reason}): {what}; give the token of servers "
+            "that run already in a file, with --rollout-external-engine-token-file"
+        )
 
 
 class RequestNotSent(EngineRefused, ValueError):

@@ -17,13 +17,22 @@ import msgspec
 from msgspec import Struct
 
 from models.engines.answers import UNDECODABLE
-from models.engines.errors import EngineError, EngineProtocolError, EngineRefused, EngineTimeout, EngineUnreachable
+from models.engines.errors import (
+    EngineError,
+    EngineProtocolError,
+    EngineRefused,
+    EngineTimeout,
+    EngineUnauthorized,
+    EngineUnreachable,
+)
 from models.engines.protocol import ErrorBody, ErrorDetail, error_words
 from models.engines.streamed import DONE, EventLines, PartialOutputs, StreamBroken
+from models.engines.token import Token
 
 T = TypeVar("T")
 MOST_BYTES: Final = 64 << 20  # of an answer that follows from no request for tokens
 MOST_REST: Final = 64 << 10  # behind a stream's last word
+UNAUTHORIZED: Final = (401, 403)
 _JSON_HEADERS: Final = {"Content-Type": "application/json"}
 _KEEPALIVE_S: Final = 4.0  # below the 5 s after which SGLang's server closes an idle connection
 
@@ -31,8 +40,9 @@ _KEEPALIVE_S: Final = 4.0  # below the 5 s after which SGLang's server closes an
 class HttpClient:
     """Connections to `base_url` ("http://host:port"). Their number has no bound."""
 
-    def __init__(self, base_url: str, *, connect_timeout_s: float) -> None:
-        self.base_url = base_url.rstrip("/")
+    def __init__(self, base_url: str, *, connect_timeout_s: float, token: Token | None = None) -> None:
+        """`token`: what the server wants to be sent with each request."""
+        self.base_url, self._token = base_url.rstrip("/"), token
         self._connect_timeout_s = connect_timeout_s
         self._session: aiohttp.ClientSession | None = None
 
@@ -140,6 +150,8 @@ class HttpClient:
         data = None if payload is None else msgspec.json.encode(payload)
         limits = aiohttp.ClientTimeout(total=timeout_s, connect=None, sock_connect=self._connect_timeout_s)
         sent = {**_JSON_HEADERS, **(headers or {})}
+        if self._token is not None:
+            sent["Authorization"] = self._token.header
         with self._typed(path, timeout_s):
             async with self._open().request(
                 method, self.base_url + path, data=data, headers=sent, timeout=limits
@@ -177,6 +189,8 @@ class HttpClient:
     def _refuse(self, path: str, status: int, body: bytes) -> None:
         if status >= 500:
             raise EngineUnreachable(self.base_url, f"{path} answered {status}: {_words(body)}")
+        if status in UNAUTHORIZED:
+            raise EngineUnauthorized(self.base_url, status, _words(body), self._token is not None)
         raise EngineRefused(self.base_url, status, _words(body))
 
     def _open(self) -> aiohttp.ClientSession:

@@ -18,6 +18,7 @@ from msgspec import Struct
 from models.engines.errors import EngineRefused
 from models.engines.http_client import HttpClient
 from models.engines.protocol import GenerateRequest, SamplingParams
+from models.engines.token import Token
 
 ROUTING_KEY_HEADER: Final = "X-SMG-Routing-Key"  # requests of one key go to one engine, with the right policy
 REGULAR: Final = "regular"  # worker type of an engine that does everything
@@ -91,14 +92,15 @@ class _Workers(Struct, frozen=True):
 
 class _NewWorker(Role, frozen=True, omit_defaults=True, kw_only=True):
     url: str
+    api_key: str | None = None
 
 
 class RouterClient(HttpClient):
     """Worker API of the router at `base_url`. Raises the errors of `EngineClient`. A router that is well may have no
     worker."""
 
-    def __init__(self, base_url: str, *, timeout_s: float = 10.0) -> None:
-        super().__init__(base_url, connect_timeout_s=timeout_s)
+    def __init__(self, base_url: str, *, timeout_s: float = 10.0, token: Token | None = None) -> None:
+        super().__init__(base_url, connect_timeout_s=timeout_s, token=token)
         self._timeout_s = timeout_s
 
     async def workers(self) -> list[RouterWorker]:
@@ -106,10 +108,11 @@ class RouterClient(HttpClient):
         body = await self.call("GET", "/workers", None, self._timeout_s)
         return list(self.decode("/workers", body or b"{}", _Workers).workers)
 
-    async def add(self, url: str, role: Role | None = None) -> bool:
-        """Ask for a worker; it is listed seconds later. False if the router still has one at this address."""
-        role = role or Role()
-        new = _NewWorker(url=url, worker_type=role.worker_type, bootstrap_port=role.bootstrap_port)
+    async def add(self, url: str, role: Role | None = None, token: Token | None = None) -> bool:
+        """Ask for a worker; it is listed seconds later. False if the router still has one at this address. `token`:
+        what the router sends it, before what it was sent itself."""
+        role, key = role or Role(), token.text if token is not None else None
+        new = _NewWorker(url=url, worker_type=role.worker_type, bootstrap_port=role.bootstrap_port, api_key=key)
         try:
             await self.call("POST", "/workers", new, self._timeout_s)
         except EngineRefused as error:

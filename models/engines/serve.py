@@ -15,6 +15,7 @@ import asyncio
 import ctypes
 import errno
 import gc
+import ipaddress
 import json
 import logging
 import os
@@ -35,6 +36,7 @@ from models.engines.errors import EngineError, EngineStartError
 from models.engines.protocol import DEFAULT_LABEL
 from models.engines.server import EngineApp
 from models.engines.text import TextCodec
+from models.engines.token import Token, read_token
 from models.fault_injection import FaultPlan
 
 logger = logging.getLogger(__name__)
@@ -50,8 +52,8 @@ class EngineServer:
     `seed` gives the noise of requests without a sampling seed. `port` 0 takes any free port, and replaces
     `config.engine_port`, which is the first port of all engines of a run. `stream_interval` is the number of tokens of
     a streamed chunk, unless a request says its own; with 0 each response is one chunk, sent when it has ended. With
-    `incremental_streaming` a chunk holds only what is new. `faults`: what requests meet on purpose. Raises
-    `EngineStartError` on entry.
+    `incremental_streaming` a chunk holds only what is new. `faults`: what requests meet on purpose. `token`:
+    what requests must bring; only a server on the loopback address may do without. Raises `EngineStartError` on entry.
     """
 
     config: EngineConfig
@@ -65,12 +67,18 @@ class EngineServer:
     stream_interval: int = 0
     incremental_streaming: bool = False
     faults: FaultPlan | None = None
+    token: Token | None = None
     core: EngineCore | None = field(default=None, init=False)
     url: str = field(default="", init=False)
     _runner: web.AppRunner | None = field(default=None, init=False)
     _ended: asyncio.Future[None] | None = field(default=None, init=False)
 
     async def __aenter__(self) -> EngineServer:
+        if self.token is None and not _is_loopback(self.host):
+            raise EngineStartError(
+                f"--host {self.host} lets other machines use this server and change its weights, and it has no token; "
+                "name a file with one with --token-file, or leave --host out"
+            )
         loop = asyncio.get_running_loop()
         # Loading a checkpoint takes time that other coroutines of this process should not lose.
         core, codec = await asyncio.to_thread(
@@ -83,6 +91,7 @@ class EngineServer:
             stream_interval=self.stream_interval,
             incremental=self.incremental_streaming,
             faults=self.faults,
+            token=self.token,
         )
         ended = self._ended = loop.create_future()
 
@@ -170,6 +179,15 @@ def _die_with_parent(parent: int) -> None:
             raise SystemExit("the parent process has ended; the engine server ends too")
 
 
+def _is_loopback(host: str) -> bool:
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
 def _write_ready(path: Path, url: str) -> None:
     draft = path.with_name(f".{path.name}.{os.getpid()}")
     draft.write_text(json.dumps({"url": url, "pid": os.getpid()}))
@@ -210,6 +228,7 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--model-path", required=True, help="Hugging Face checkpoint directory")
     parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--port", type=int, default=0, help="0 = any free port")
+    parser.add_argument("--token-file", type=Path, help="file (mode 0600) with the token that requests must bring")
     parser.add_argument("--ready-file", type=Path, help="gets {url, pid} as JSON when requests are served")
     parser.add_argument("--config", default="{}", help="EngineConfig as JSON")
     parser.add_argument("--max-context-len", type=int, help="longest prompt plus response, tokens")
@@ -249,6 +268,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             stream_interval=arguments.stream_interval,
             incremental_streaming=arguments.incremental_streaming_output,
             faults=arguments.fault_plan,
+            token=read_token(arguments.token_file).token if arguments.token_file else None,
         )
         with asyncio.Runner(loop_factory=_fast_loop()) as runner:
             runner.run(_serve(server, arguments.ready_file))

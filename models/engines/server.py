@@ -3,6 +3,7 @@
 Invariants:
 - a client that goes away aborts its requests; an abort answers the request itself with 200 and what there is;
 - a paused engine takes requests and lets them wait, `/health` stays 200 and `/ready` says 503;
+- with a token, nobody without it gets further than the open routes, whatever is asked;
 - refusals have SGLang's status and shapes (see `errors.RequestRefused`).
 """
 
@@ -27,6 +28,7 @@ from models.engines.intake import Intake
 from models.engines.noise import mix
 from models.engines.protocol import EXPECTED_SGLANG, GenerateRequest, Load, Loads, ModelInfo, ServerInfo
 from models.engines.text import TextCodec
+from models.engines.token import OPEN_ROUTES, Token
 from models.fault_injection import FaultPlan, InjectedError
 
 _MAX_BODY = 1 << 30
@@ -47,10 +49,12 @@ class EngineApp:
         stream_interval: int = 0,
         incremental: bool = False,
         faults: FaultPlan | None = None,
+        token: Token | None = None,
     ) -> None:
+        """`token`: what every request must bring, but for those of the open routes; None: nothing is asked."""
         self._core, self._codec = core, codec
         self._stream_interval, self._incremental = stream_interval, incremental
-        self._faults = faults
+        self._faults, self._token = faults, token
         self._seeds = _seeds(seed)
         self._intake = Intake(core.facts, codec, lambda: next(self._seeds), stream_interval)
         self._open: dict[int, tuple[Completion, replies.Reply]] = {}
@@ -75,7 +79,7 @@ class EngineApp:
 
     def application(self) -> web.Application:
         """The aiohttp application with all routes."""
-        app = web.Application(client_max_size=_MAX_BODY, middlewares=[_refusals])
+        app = web.Application(client_max_size=_MAX_BODY, middlewares=[_refusals, self._authorized])
         get = {
             "/health": self._health,
             "/health_generate": self._health,
@@ -93,6 +97,14 @@ class EngineApp:
         app.add_routes([web.post("/generate", generate), web.put("/generate", generate)])
         app.add_routes(self._control.routes())
         return app
+
+    @web.middleware
+    async def _authorized(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+        """Before anything of a request is read but its head."""
+        token, sent = self._token, request.headers.get("Authorization")
+        if token is not None and not request.path.startswith(OPEN_ROUTES) and not token.is_sent_by(sent):
+            raise RequestRefused("this server wants its token: Authorization: Bearer TOKEN", 401)
+        return await handler(request)
 
     async def _generate(self, http: web.Request) -> web.StreamResponse:
         """Wait for all completions of the request; unblocked by the engine, or by the client's leaving."""

@@ -27,7 +27,6 @@ from pipeline.observe.visible import visible
 from pipeline.record.run_directory import RunDir
 
 GROUP_GONE_S = 5.0
-PRIVATE = 0o077
 _TAIL_BYTES = 64 << 10
 # "torch.OutOfMemoryError: CUDA out of memory" with or without a time before it, and what SGLang prints of a lost child.
 _ERROR = re.compile(r"^(?:\[[^\]]*\]\s*)?(?:(?:\w+\.)*\w*(?:Error|Exception): \S|.*\bcrashed with exit code\b).*")
@@ -154,7 +153,6 @@ class LocalLauncher:
                 stderr=asyncio.subprocess.STDOUT,
                 env=env,
                 start_new_session=True,  # Ctrl-C is for the controller
-                umask=-1 if spec.ours else PRIVATE,  # SGLang's own sockets lie in the directory of temporary files
             )
         handle = self.handles[spec.name] = LocalHandle(spec, process, self.rundir, start)
         self.rundir.write_pid(spec.name, process.pid)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Final
 
-# Control characters as the pictures that Unicode has of them; those without a picture as the sign of what is unreadable.
+# Control characters as the pictures that Unicode has of them; those without one as the sign of what is unreadable.
 _PICTURES: Final = {code: 0x2400 + code for code in range(32) if chr(code) not in "\n\t"} | {
     code: 0xFFFD for code in range(127, 160)
 }

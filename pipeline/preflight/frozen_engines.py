@@ -15,7 +15,8 @@ from typing import Final
 from configs.graph import frozen_engines, is_address
 from configs.schema import Config
 from models.engines.client import EngineClient
-from models.engines.errors import EngineError, EngineRefused
+from models.engines.errors import EngineError, EngineRefused, EngineUnauthorized
+from models.engines.token import Token, read_token
 from pipeline.errors import UsageError
 from stages.data.tokenizer import Tokenizer, load_tokenizer
 
@@ -31,16 +32,20 @@ async def check_frozen(config: Config, tokenizer: Tokenizer) -> None:
     distill = config.distill
     places = frozen_engines(config)
     teachers = (distill.opd_teacher or tuple(places)) if distill.use_opd else ()
+    file = config.sglang.rollout_external_engine_token_file
+    token = read_token(Path(file).expanduser()).token if file is not None else None
     for name, place in places.items():
         if is_address(place):
-            await _check_running(name, place, tokenizer if name in teachers else None)
+            await _check_running(name, place, tokenizer if name in teachers else None, token)
         elif name in teachers:
             _check_checkpoint(name, Path(place), Path(config.train.hf_checkpoint), tokenizer)
 
 
-async def _check_running(name: str, url: str, tokenizer: Tokenizer | None) -> None:
+async def _check_running(name: str, url: str, tokenizer: Tokenizer | None, token: Token | None) -> None:
     """Is it well, and (with a tokenizer) does it split text as the policy does."""
-    async with EngineClient(url, timeout_s=HEALTH_S, control_timeout_s=HEALTH_S, connect_timeout_s=HEALTH_S) as client:
+    async with EngineClient(
+        url, timeout_s=HEALTH_S, control_timeout_s=HEALTH_S, connect_timeout_s=HEALTH_S, token=token
+    ) as client:
         if not await client.health():
             raise UsageError(
                 f"--frozen-engine {name}={url}: no healthy engine answers there; start it first, or give a checkpoint, "
@@ -50,6 +55,8 @@ async def _check_running(name: str, url: str, tokenizer: Tokenizer | None) -> No
             return
         try:
             theirs = await client.tokenize(PROBE)
+        except EngineUnauthorized as error:
+            raise UsageError(f"--frozen-engine {name}={url}: {error}") from error
         except EngineRefused as error:
             log.warning("the tokenizer of the frozen engine %s cannot be compared with the policy's: %s", name, error)
             return

@@ -12,8 +12,9 @@
     summary.json, learning_curve.png
     bias.json            lengths and pass rates by how groups ended: what filters and staleness select
 
-Invariants: a new directory is for its owner alone; it belongs to one live run (it is locked), and a finished run is never written over; the directory
-of its sockets is locked as well, so that the next run can tell and remove what a killed one left.
+Invariants: a new directory is for its owner alone; it belongs to one live run (it is locked), and a finished run is
+never written over; the directory of its sockets is locked as well, so that the next run can tell and remove what a
+killed one left.
 """
 
 from __future__ import annotations

@@ -37,6 +37,7 @@ class ServerInfo(Struct, frozen=True):
     version: str
     role: str  # engine, frozen, router
     metrics: str = ""  # address of its /metrics, where that is not the server's own
+    token_file: str = ""  # of the token that it wants, while it runs; the router of the run wants the same
 
 
 def read_fleet(rundir: RunDir) -> dict[str, ServerInfo]:
@@ -75,10 +76,12 @@ class Announcer:
         self.recorder.say(f"{name} has ended, {stage} is scaled down")
 
     def engine_up(self, spec: EngineSpec, url: str, incarnation: int, version: str) -> None:
-        address = EngineAddress(spec.name, url, incarnation, spec.frozen or POLICY)
+        token = spec.token.token if spec.token is not None else None
+        address = EngineAddress(spec.name, url, incarnation, spec.frozen or POLICY, token=token)
         self.topic.publish(f"engine/{spec.name}", msgspec.msgpack.encode(address))
         kind = _kind(version) if spec.external else spec.config.engine
-        self._remember(spec.name, ServerInfo(kind, url, incarnation, version, spec.kind))
+        file = spec.token.path if spec.token is not None else ""
+        self._remember(spec.name, ServerInfo(kind, url, incarnation, version, spec.kind, token_file=file))
 
     def engine_left(self, spec: EngineSpec) -> None:
         self._drop_engine(spec.name)
@@ -95,9 +98,10 @@ class Announcer:
         self._drop_router()
         self._away("router", url, why, "router")
 
-    def router_up(self, kind: str, url: str, incarnation: int, version: str, metrics: str) -> None:
-        self.topic.publish("router", msgspec.msgpack.encode(RouterAddress(kind, url, incarnation)))
-        self._remember("router", ServerInfo(kind, url, incarnation, version, "router", metrics))
+    def router_up(self, address: RouterAddress, version: str, metrics: str) -> None:
+        self.topic.publish("router", msgspec.msgpack.encode(address))
+        facts = ServerInfo(address.kind, address.url, address.incarnation, version, "router", metrics)
+        self._remember("router", facts)
 
     def loading(self, name: str) -> bool:
         entry = carrying(self.topic).get(name)

@@ -18,9 +18,11 @@ import msgspec
 
 from configs.schema import Config
 from models.engines.client import EngineClient
+from models.engines.launch.arguments import RUNNER, with_token
 from models.engines.launch.command import server_launch
 from models.engines.launch.environment import Installed
 from models.engines.serve import EngineServer
+from models.engines.token import TokenFile
 from pipeline.errors import ReplicaFailed, UsageError
 from pipeline.hosts.free_port import PortInUse
 from pipeline.hosts.launcher import Handle, Launcher, ProcessSpec, Resources
@@ -41,6 +43,12 @@ class EngineProcess(SupervisedServer):
         self.spec, self.lifecycle = spec, lifecycle
         self.name, self.kind = spec.name, spec.kind
 
+    @property
+    def token(self) -> TokenFile:
+        """Of the run; every engine that it starts has it."""
+        assert self.spec.token is not None
+        return self.spec.token
+
     @contextlib.contextmanager
     def start_command(self, incarnation: int, launcher: Launcher) -> Iterator[StartCommand]:
         """Raises UsageError if the port that the user chose is taken."""
@@ -48,7 +56,7 @@ class EngineProcess(SupervisedServer):
         try:
             with launcher.held_port(self.name, self.spec.port) as port:
                 process, url = self._process(incarnation, host, port)
-                yield StartCommand(process, url, Resources(self.spec.gpus))
+                yield StartCommand(process, url, Resources(self.spec.gpus), self.token.token)
         except PortInUse as error:
             raise UsageError(
                 f"{self.name}: {error.strerror}; choose another --engine-port (the first of the engines' ports), or 0 "
@@ -77,13 +85,15 @@ class EmbeddedOrSimulatedServer(EngineProcess):
             *("--port", str(port)),
             *("--config", msgspec.json.encode(spec.config).decode()),
             *("--seed", str(spec.seed)),
+            *("--token-file", self.token.path),
         ]
         if spec.max_context:
             argv += ["--max-context-len", str(spec.max_context)]
         if spec.faults is not None:  # requests are counted from one by each incarnation, and draw anew
             plan = msgspec.structs.replace(spec.faults, replica=f"{self.name}/{incarnation}")
             argv += ["--fault-plan", msgspec.json.encode(plan).decode()]
-        return ProcessSpec(self.name, tuple(argv), sweep=True, files=(spec.model_path,)), f"http://{host}:{port}"
+        files = (spec.model_path, self.token.path)
+        return ProcessSpec(self.name, tuple(argv), sweep=True, files=files), f"http://{host}:{port}"
 
 
 class SglangServer(EngineProcess):
@@ -106,10 +116,10 @@ class SglangServer(EngineProcess):
             seed=spec.seed + 7919 * incarnation,  # or it would repeat what the incarnation before sampled
             host=host,
         )
+        launch = with_token(launch, self.token.path)
+        files = (spec.model_path, self.token.path, RUNNER)
         grace_s = GPU_GRACE_S if self.installed.cuda else 0.0
-        process = ProcessSpec(
-            self.name, launch.argv, launch.env, ours=False, grace_s=grace_s, sweep=True, files=(spec.model_path,)
-        )
+        process = ProcessSpec(self.name, launch.argv, launch.env, ours=False, grace_s=grace_s, sweep=True, files=files)
         return process, launch.url
 
     def look(self, first: HttpProbe, process: Handle) -> HealthProbe:
@@ -141,9 +151,10 @@ class InProcessEngine:
             seed=spec.seed,
             port=spec.port,
             faults=spec.faults,
+            token=spec.token.token if spec.token is not None else None,
         )
         async with server:
-            async with EngineClient(server.url) as client:
+            async with EngineClient(server.url, token=server.token) as client:
                 info = await client.server_info()
             self.lifecycle.engine_up(spec, server.url, 0, info.version)
             async with asyncio.TaskGroup() as tasks:

@@ -21,10 +21,12 @@ from configs.schema.health import HealthConfig
 from models.engines.client import EngineClient
 from models.engines.errors import EngineError
 from models.engines.protocol import ModelInfo
+from models.engines.token import Token
 from pipeline.errors import UsageError
 from pipeline.supervise.health_probe import HealthProbe, HealthTracker, HttpProbe, SchedulerProbe, until
 from pipeline.supervise.restart_server import Waiting
 from pipeline.supervise.restarts import EngineSpec, Lifecycle
+from stages.messages import RouterAddress
 
 POLL_S: Final = 0.5
 FLAG: Final = "--rollout-external-engine-addrs"
@@ -77,7 +79,10 @@ class ExternalEngine:
     async def run(self) -> None:
         """Waits for the engine, then watches it, in turn. Raises UsageError if it is not there or not the right one."""
         timeout_s, interval_s = self.health.rollout_health_check_timeout, self.health.rollout_health_check_interval
-        async with EngineClient(self.url, control_timeout_s=timeout_s, connect_timeout_s=timeout_s) as client:
+        token = self.spec.token.token if self.spec.token is not None else None
+        async with EngineClient(
+            self.url, control_timeout_s=timeout_s, connect_timeout_s=timeout_s, token=token
+        ) as client:
             first = HttpProbe(client, timeout_s, "/model_info")  # not /health, which may have to generate
             cure = "start it first, or give its right address, or leave it out and engines start with the run"
             if self.spec.frozen:
@@ -144,19 +149,25 @@ async def _version(client: EngineClient) -> str:
 class ExternalRouter:
     """A router at an address. `run` until cancelled."""
 
-    def __init__(self, kind: str, address: str, lifecycle: Lifecycle, health: HealthConfig) -> None:
+    def __init__(
+        self, kind: str, address: str, lifecycle: Lifecycle, health: HealthConfig, token: Token | None = None
+    ) -> None:
+        """`token`: what requests to it must bring."""
         self.kind, self.url, self.lifecycle, self.health = kind, address.rstrip("/"), lifecycle, health
+        self.token = token
 
     async def run(self) -> None:
         """Waits for the router, then watches it, in turn. Raises UsageError if it is not there."""
         timeout_s, interval_s = self.health.rollout_health_check_timeout, self.health.rollout_health_check_interval
-        async with EngineClient(self.url, control_timeout_s=timeout_s, connect_timeout_s=timeout_s) as client:
+        async with EngineClient(
+            self.url, control_timeout_s=timeout_s, connect_timeout_s=timeout_s, token=self.token
+        ) as client:
             look = HttpProbe(client, timeout_s)
             cure = "start it first, or give its right address, or leave it out and one starts with the run"
             await arrival("router", self.url, look, self.lifecycle, self.health, f"{ROUTER_FLAG} {self.url}", cure)
             account = HealthTracker(self.health.rollout_health_check_failures)
             for incarnation in itertools.count():
-                self.lifecycle.router_up(self.kind, self.url, incarnation, "", "")
+                self.lifecycle.router_up(RouterAddress(self.kind, self.url, incarnation, token=self.token), "", "")
                 self.lifecycle.router_away(self.url, await until("lost", account, look, interval_s))
                 await until("recovered", account, look, interval_s)
                 self.lifecycle.say(f"router: {self.url} answers again")
@@ -171,6 +182,8 @@ async def arrival(
     try:
         async with asyncio.timeout(health.rollout_health_check_first_wait):
             while (fault := await look()) is not None:
+                if look.unauthorized:  # waiting does not help
+                    raise UsageError(f"{given}: {fault}")
                 waiting.tick()
                 await asyncio.sleep(POLL_S)
     except TimeoutError:

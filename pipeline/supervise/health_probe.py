@@ -24,7 +24,7 @@ from collections.abc import Callable
 from typing import Literal, Protocol
 
 from models.engines.client import EngineClient
-from models.engines.errors import EngineError, EngineTimeout, EngineUnreachable
+from models.engines.errors import EngineError, EngineTimeout, EngineUnauthorized, EngineUnreachable
 from pipeline.hosts.launcher import Handle
 
 Change = Literal["lost", "recovered"]
@@ -99,11 +99,16 @@ class HttpProbe:
 
     def __init__(self, client: EngineClient, timeout_s: float, path: str = "/health") -> None:
         self.client, self.timeout_s, self.path = client, timeout_s, path
+        self.unauthorized = False  # by the newest answer
 
     async def __call__(self) -> str | None:
         """None if a GET is answered with success in time; else what happened instead."""
+        self.unauthorized = False
         try:
             await self.client.call("GET", self.path, None, self.timeout_s)
+        except EngineUnauthorized as error:
+            self.unauthorized = True
+            return str(error)
         except EngineTimeout:
             return f"{self.path} gave no answer within {self.timeout_s:g} s"
         except EngineUnreachable as error:

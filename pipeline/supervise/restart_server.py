@@ -20,6 +20,7 @@ from msgspec import Struct
 from configs.schema.health import HealthConfig
 from models.engines.client import EngineClient
 from models.engines.errors import EngineError
+from models.engines.token import Token
 from pipeline.errors import EXIT_USER_ERROR, ReplicaFailed, UsageError
 from pipeline.hosts.launcher import ANYTHING, Handle, Launcher, ProcessSpec, Resources, ending
 from pipeline.supervise.health_probe import HealthProbe, HealthTracker, HttpProbe, until
@@ -39,6 +40,7 @@ class StartCommand(Struct, frozen=True):
     process: ProcessSpec
     url: str
     resources: Resources = ANYTHING
+    token: Token | None = None  # what requests to it must bring
 
 
 class SupervisedServer(ABC):
@@ -112,7 +114,10 @@ class ServerSupervisor:
         await self._arrival(start, process, incarnation)
         health = self.health
         async with EngineClient(
-            start.url, control_timeout_s=POLL_TIMEOUT_S, connect_timeout_s=health.rollout_health_check_timeout
+            start.url,
+            control_timeout_s=POLL_TIMEOUT_S,
+            connect_timeout_s=health.rollout_health_check_timeout,
+            token=start.token,
         ) as client:
             try:
                 await self.server.up(client, incarnation)
@@ -131,7 +136,7 @@ class ServerSupervisor:
         waiting = Waiting(self.server.name, self.lifecycle.say)
         try:
             async with asyncio.timeout(limit_s):
-                async with EngineClient(start.url, connect_timeout_s=POLL_TIMEOUT_S) as client:
+                async with EngineClient(start.url, connect_timeout_s=POLL_TIMEOUT_S, token=start.token) as client:
                     look = HttpProbe(client, POLL_TIMEOUT_S)
                     while await look() is not None:
                         waiting.tick()

@@ -16,8 +16,10 @@ from typing import Final, Literal, Protocol
 from msgspec import Struct
 
 from configs.schema import EngineConfig
+from models.engines.token import TokenFile
 from models.fault_injection import FaultPlan
 from pipeline.errors import ReplicaFailed
+from stages.messages import RouterAddress
 
 # Time in which a process may be started again `--max-restarts` times: what is lost now and then in weeks goes on; what
 # dies as soon as it has loaded (minutes, for a large model) ends the run.
@@ -30,6 +32,7 @@ class EngineSpec(Struct, frozen=True):
 
     `external`: the address of one that runs already, which is watched and never started or ended. `gpus`: those that
     it may see, as CUDA_VISIBLE_DEVICES names them; empty = as the environment says. `faults`: of `--fault-inject`.
+    `token`: what requests to it must bring.
     """
 
     name: str
@@ -42,6 +45,7 @@ class EngineSpec(Struct, frozen=True):
     external: str = ""
     gpus: tuple[str, ...] = ()
     faults: FaultPlan | None = None
+    token: TokenFile | None = None
 
     @property
     def kind(self) -> Kind:
@@ -71,7 +75,7 @@ class Lifecycle(Protocol):
     def engine_away(self, spec: EngineSpec, why: str) -> None:
         """An engine that is not ours to restart does not answer: nothing is asked of it until it is up again."""
 
-    def router_up(self, kind: str, url: str, incarnation: int, version: str, metrics: str) -> None:
+    def router_up(self, address: RouterAddress, version: str, metrics: str) -> None:
         """It takes requests; its engines have to be named to it anew. `metrics`: where it answers /metrics."""
 
     def router_away(self, url: str, why: str) -> None:

@@ -7,16 +7,19 @@ published weights; all are named again to a router of a new incarnation, which k
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Literal
 
 from configs.schema import Config
 from models.engines.client import EngineClient
+from models.engines.launch.arguments import RUNNER, with_token
 from models.engines.launch.environment import Installed
 from models.engines.launch.routing import router_launch
+from models.engines.token import TokenFile
 from pipeline.hosts.launcher import Launcher, ProcessSpec
 from pipeline.supervise.restart_server import StartCommand, SupervisedServer
 from pipeline.supervise.restarts import Kind, Lifecycle
+from stages.messages import RouterAddress
 
 RouterKind = Literal["sglang", "smg"]
 
@@ -27,8 +30,12 @@ class RouterServer(SupervisedServer):
     name = "router"
     kind: Kind = "router"
 
-    def __init__(self, kind: RouterKind, config: Config, installed: Installed, lifecycle: Lifecycle) -> None:
+    def __init__(
+        self, kind: RouterKind, config: Config, installed: Installed, lifecycle: Lifecycle, token: TokenFile
+    ) -> None:
+        """`token`: what requests to it must bring."""
         self.router, self.config, self.installed, self.lifecycle = kind, config, installed, lifecycle
+        self.token = token
         self._metrics = ""
 
     @contextlib.contextmanager
@@ -38,20 +45,12 @@ class RouterServer(SupervisedServer):
         with held(name) as port, held(name) as metrics_port:
             launch = router_launch(self.config, self.installed, port=port, metrics_port=metrics_port, host=host)
             self._metrics = f"http://{host}:{metrics_port}"
-            argv = tuple(without_sglang(launch.argv))
-            yield StartCommand(ProcessSpec(name, argv, launch.env, ours=False, sweep=True), launch.url)
+            launch = with_token(launch, self.token.path, hidden="sglang")
+            files = (self.token.path, RUNNER)
+            process = ProcessSpec(name, launch.argv, launch.env, ours=False, sweep=True, files=files)
+            yield StartCommand(process, launch.url, token=self.token.token)
 
     async def up(self, client: EngineClient, incarnation: int) -> None:
         version = self.installed.smg if self.router == "smg" else self.installed.router
-        self.lifecycle.router_up(self.router, client.base_url, incarnation, version or "", self._metrics)
-
-
-def without_sglang(argv: Sequence[str]) -> list[str]:
-    """The command `PYTHON -m MODULE ...` with SGLang hidden from the module.
-
-    sglang-router imports it where it can, for a debugging mode that is not used here, and with it torch: 6 s of
-    processor time and 0.5 GB for nothing.
-    """
-    python, _, module, *rest = argv
-    hide = f"import runpy, sys; sys.modules['sglang'] = None; runpy.run_module({module!r}, run_name='__main__')"
-    return [python, "-c", hide, *rest]
+        address = RouterAddress(self.router, client.base_url, incarnation, token=self.token.token)
+        self.lifecycle.router_up(address, version or "", self._metrics)

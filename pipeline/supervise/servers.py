@@ -59,7 +59,7 @@ class Servers:
         """
         specs = [*self.placement.engines, *self.placement.frozen]
         found, self._installed = await supervisors(
-            self.config, specs, self.launcher, self.restarts, in_process=self.in_process
+            self.placement, specs, self.launcher, self.restarts, in_process=self.in_process
         )
         generating = {spec.name for spec in self.placement.engines}
         async with asyncio.TaskGroup() as self._tasks:
@@ -121,16 +121,17 @@ class Servers:
 
 
 async def supervisors(
-    config: Config, specs: Sequence[EngineSpec], launcher: Launcher, restarts: Restarts, *, in_process: bool
+    placement: Placement, specs: Sequence[EngineSpec], launcher: Launcher, restarts: Restarts, *, in_process: bool
 ) -> tuple[dict[str, Own | ExternalEngine | ExternalRouter], Installed | None]:
     """What supervises or watches each of the servers, and the environment of SGLang if one of them is part of it."""
-    lifecycle, health = restarts.lifecycle, config.health
+    config, lifecycle, health = placement.config, restarts.lifecycle, placement.config.health
     found: dict[str, Own | ExternalEngine | ExternalRouter] = {
         spec.name: ExternalEngine(spec, lifecycle, health) for spec in specs if spec.external
     }
     router, address = router_kind(config), config.router.router_address
     if router != "none" and address is not None:
-        found["router"] = ExternalRouter(router, address, lifecycle, health)
+        token = placement.external_token
+        found["router"] = ExternalRouter(router, address, lifecycle, health, token.token if token else None)
     installed: Installed | None = None
     if (router != "none" and address is None) or any(not spec.ours and not spec.external for spec in specs):
         # In a thread: it may have to run SGLang's imports, which take seconds.
@@ -140,7 +141,7 @@ async def supervisors(
             found[spec.name] = server_of(spec, config, installed, launcher, restarts, in_process=in_process)
     if router != "none" and address is None and installed is not None:
         found["router"] = ServerSupervisor(
-            RouterServer(router, config, installed, lifecycle), launcher, restarts, health
+            RouterServer(router, config, installed, lifecycle, placement.run_token()), launcher, restarts, health
         )
     return found, installed
 

@@ -113,7 +113,9 @@ class EngineControl:
             self.client = self.current = None
         address = addresses(topic).get(self.name)
         if address is not None:
-            self.client = EngineClient(address.url, timeout_s=self.config.rollout.request_timeout_secs)
+            self.client = EngineClient(
+                address.url, timeout_s=self.config.rollout.request_timeout_secs, token=address.token
+            )
             self._in_a_row, self._in_full, self._paused = 0, False, False
             self.memory.attach(topic, address.incarnation)
             await self._adopt(topic, address, self.client)
@@ -126,7 +128,9 @@ class EngineControl:
         service first, and everything is loaded anew.
         """
         most = self.config.rollout.server_concurrency
-        fresh = EngineEntry(self.name, address.url, address.incarnation, address.policy, limit=most)
+        fresh = EngineEntry(
+            self.name, address.url, address.incarnation, address.policy, limit=most, token=address.token
+        )
         found = entries(topic).get(self.name)
         if address.policy != POLICY:
             self.entry = fresh

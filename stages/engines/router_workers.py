@@ -17,13 +17,14 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 
 import msgspec
 
 from models.engines.client import EngineClient
 from models.engines.errors import EngineError
 from models.engines.router_api import REGULAR, Role, RouterClient, RouterWorker, urls
+from models.engines.token import Token
 from stages.base import Activity
 from stages.engine_entries import POLICY, addresses, carrying
 from stages.messages import RouterAddress, RouterState
@@ -79,16 +80,17 @@ class RouterWorkers:
             return
         workers = await api.workers()
         listed, wanted, now = urls(workers), _wanted(topic), time.monotonic()
-        known = frozenset(address.url.rstrip("/") for address in addresses(topic, POLICY).values())
+        tokens = {address.url.rstrip("/"): address.token for address in addresses(topic, POLICY).values()}
+        known = tokens.keys()
         self._adding = {url: t for url, t in self._adding.items() if t > now and url in wanted - listed}
         self._removing = {url: t for url, t in self._removing.items() if t > now and url in listed}
         self._added |= wanted & listed
         self._roles |= {worker.url.rstrip("/"): worker.role for worker in workers}
         for url in sorted(wanted - listed - self._adding.keys()):
-            role = await self._role(url)
+            role = await self._role(url, tokens.get(url))
             log.info("adding %s to the router as %s", url, role.worker_type)
             self._added.add(url)
-            if await api.add(url, role):  # else the router has not yet forgotten it: at the next look
+            if await api.add(url, role, tokens.get(url)):  # else the router has not yet forgotten it: at the next look
                 self._adding[url] = now + UNDER_WAY_S
         for worker in self._unwanted(workers, known, wanted):
             log.info("removing %s from the router", worker.url)
@@ -101,11 +103,11 @@ class RouterWorkers:
         split = (self.state is not None and self.state.split) or not roles.isdisjoint(SPLIT)
         await self._publish(topic, up=bool(healthy) and (roles.issuperset(SPLIT) or not split), split=split)
 
-    async def _role(self, url: str) -> Role:
+    async def _role(self, url: str, token: Token | None) -> Role:
         """What the engine was to the router, else what it says itself."""
         if url not in self._roles:
             try:
-                async with EngineClient(url) as client:
+                async with EngineClient(url, token=token) as client:
                     info = await client.server_info()
             except EngineError:
                 return Role()  # of one that is just lost
@@ -113,9 +115,7 @@ class RouterWorkers:
             self._roles[url] = Role(mode, port if mode == "prefill" else None) if mode in SPLIT else Role()
         return self._roles[url]
 
-    def _unwanted(
-        self, workers: Sequence[RouterWorker], known: frozenset[str], wanted: frozenset[str]
-    ) -> list[RouterWorker]:
+    def _unwanted(self, workers: Sequence[RouterWorker], known: Set[str], wanted: frozenset[str]) -> list[RouterWorker]:
         """Workers to remove now: ours that may not be served, and those that were strangers for some looks."""
         plain = [worker for worker in workers if worker.worker_type == REGULAR]
         strangers = urls(plain) - known
@@ -127,7 +127,11 @@ class RouterWorkers:
     async def _attach(self, topic: Topic) -> None:
         """Take the newest router. Without an address there is none."""
         address = read_value(topic, "router", RouterAddress)
-        fresh = None if address is None else RouterState(address.kind, address.url, address.incarnation)
+        fresh = (
+            None
+            if address is None
+            else RouterState(address.kind, address.url, address.incarnation, token=address.token)
+        )
         if fresh == (None if self.state is None else msgspec.structs.replace(self.state, up=False, split=False)):
             return
         if self._api is not None:
@@ -138,7 +142,7 @@ class RouterWorkers:
         self._added.clear()
         self.state = fresh
         if fresh is not None:
-            self._api = RouterClient(fresh.url)
+            self._api = RouterClient(fresh.url, token=fresh.token)
 
     async def _publish(self, topic: Topic, **changes: bool) -> None:
         """Tell of the router what has changed."""

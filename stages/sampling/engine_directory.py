@@ -221,7 +221,7 @@ class EngineDirectory:
                 await _end(target)
         for name, entry in found.items():
             if name not in self.engines:
-                self.engines[name] = self._target(name, entry.url, entry.incarnation)
+                self.engines[name] = self._target(name, entry)
             self.engines[name].entry = entry
         await self._update_router(topic)
         self._share()
@@ -236,14 +236,18 @@ class EngineDirectory:
             self.router = None
             await _end(target)
         if self.router is None and address is not None:
-            self.router = self._target(ROUTER, address.url, address.incarnation)
+            self.router = self._target(ROUTER, address)
 
-    def _target(self, name: str, url: str, incarnation: int) -> Target:
+    def _target(self, name: str, address: EngineEntry | RouterAddress) -> Target:
         limits = self.limits
         client = EngineClient(
-            url, timeout_s=self.timeout_s, vocab_size=limits.vocab_size, context_length=limits.context_length
+            address.url,
+            timeout_s=self.timeout_s,
+            vocab_size=limits.vocab_size,
+            context_length=limits.context_length,
+            token=address.token,
         )
-        return Target(name, incarnation, client, Slots(self.concurrency))
+        return Target(name, address.incarnation, client, Slots(self.concurrency))
 
     def _share(self) -> None:
         """Give each target its slots; who waits for an engine that is away must choose another."""

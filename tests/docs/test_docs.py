@@ -34,7 +34,7 @@ FOREIGN = {
     "out",
 }
 FOREIGN |= {f.name.replace("_", "-") for f in msgspec.structs.fields(Job)} | {"published", "in-flight", "replicas"}
-FOREIGN |= {"system-prompt", "output-format"}
+FOREIGN |= {"system-prompt", "output-format", "host", "token-file"}
 FOREIGN |= {"address", "head", "labels", "working-dir"}  # of Ray
 FOREIGN |= {"step", "group", "reward", "failed", "untrained", "json"}
 # Written on purpose as mistakes, or as a value that looks like a flag.

@@ -17,6 +17,7 @@ from configs.schema import Config
 from models.engines.client import EngineClient
 from pipeline.supervise.health_probe import HttpProbe
 from pipeline.supervise.restarts import EngineSpec
+from stages.messages import RouterAddress
 
 PATIENCE_S = 20.0
 
@@ -67,8 +68,8 @@ class Told:
     def engine_away(self, spec: EngineSpec, why: str) -> None:
         self.events.append(("away", spec.name, why))
 
-    def router_up(self, kind: str, url: str, incarnation: int, version: str, metrics: str) -> None:
-        self.events.append(("router", kind, url, str(incarnation), version))
+    def router_up(self, address: RouterAddress, version: str, metrics: str) -> None:
+        self.events.append(("router", address.kind, address.url, str(address.incarnation), version))
 
     def router_away(self, url: str, why: str) -> None:
         self.events.append(("away", "router", why))

@@ -8,6 +8,8 @@ import os
 import signal
 from collections.abc import AsyncIterator, Callable, Coroutine
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import msgspec
 import pytest
@@ -16,6 +18,7 @@ from msgspec.structs import replace
 
 from configs.schema import Config
 from models.engines.protocol import ModelInfo
+from models.engines.token import Token, TokenFile
 from pipeline.errors import UsageError
 from pipeline.hosts.free_port import held_port
 from pipeline.hosts.local_launcher import LocalLauncher
@@ -27,7 +30,7 @@ from pipeline.supervise.outage import consequence
 from pipeline.supervise.restarts import EngineSpec, Restarts
 from pipeline.supervise.servers import supervisors
 from stages.engine_entries import addresses
-from stages.messages import Complaint
+from stages.messages import Complaint, RouterAddress
 from transport.links.memory import MemoryNetwork, MemoryNode
 
 
@@ -201,12 +204,13 @@ async def test_what_was_given_by_address_is_watched_by_the_fleet(tmp_path: Path)
     restarts = Restarts(Told(), 0)
     with RunDir(tmp_path / "run").open(resume=False) as rundir:
         specs = [frozen_spec(config, "judge", "http://j:1")]
-        found, _ = await supervisors(config, specs, LocalLauncher(rundir), restarts, in_process=False)
+        placement: Any = SimpleNamespace(config=config, external_token=TokenFile("f", Token("of-others")))
+        found, _ = await supervisors(placement, specs, LocalLauncher(rundir), restarts, in_process=False)
         engine, router = found.values()
     assert isinstance(engine, ExternalEngine)
     assert (engine.spec.name, engine.spec.frozen, engine.url) == ("frozen-judge", "judge", "http://j:1")
     assert isinstance(router, ExternalRouter)
-    assert (router.kind, router.url) == ("smg", "http://r:2")
+    assert (router.kind, router.url, router.token) == ("smg", "http://r:2", Token("of-others"))
 
 
 async def test_what_is_away_leaves_the_topic_and_the_words_say_what_follows(tmp_path: Path) -> None:
@@ -220,7 +224,7 @@ async def test_what_is_away_leaves_the_topic_and_the_words_say_what_follows(tmp_
             announcer = Announcer(topic, {}, recorder)
             spec = frozen_spec(config, "judge", "http://j:1")
             announcer.engine_up(spec, "http://j:1", 0, "0.5.23")
-            announcer.router_up("smg", "http://r:2", 0, "", "")
+            announcer.router_up(RouterAddress("smg", "http://r:2", 0), "", "")
             assert sorted(topic.items("")) == ["engine/frozen-judge", "router"]
             assert addresses(topic, "judge")["frozen-judge"].url == "http://j:1"
             assert read_fleet(rundir)["frozen-judge"].role == "frozen"

@@ -21,6 +21,8 @@ from configs.load import load
 from configs.resolve import resolve
 from configs.schema import Config
 from configs.schema.router import router_kind
+from models.engines.launch.arguments import Launch, with_token
+from models.engines.token import run_token
 from models.weights.slots_directory import LEFT_BEHIND_FILE
 from pipeline.errors import ReplicaFailed, UsageError
 from pipeline.graph import build
@@ -34,7 +36,6 @@ from pipeline.hosts.this_process import interruptible
 from pipeline.placement import threads
 from pipeline.record.run_directory import RunDir
 from pipeline.supervise.restarts import WINDOW_S, Restarts
-from pipeline.supervise.router_server import without_sglang
 
 
 @pytest.fixture
@@ -230,19 +231,29 @@ def test_which_router_stands_before_the_engines() -> None:
     assert resolved("sglang", loss="sft_loss") == "none"
 
 
-def test_the_router_is_started_without_sglang_and_what_it_imports(tmp_path: Path) -> None:
+def test_servers_of_others_get_their_token_where_nobody_sees_it(tmp_path: Path) -> None:
     (tmp_path / "gate.py").write_text("""
-import sys
+import logging, os, pathlib, sys
+assert os.umask(0) == 0o077
 try:
     import sglang.srt
 except ImportError:
-    print("hidden", __name__, sys.argv[1:])
+    print("hidden", __name__, sys.argv[1:], "launch" in sys.path[0])
+print(pathlib.Path("/proc/self/cmdline").read_text(), pathlib.Path("/proc/self/environ").read_text(), file=sys.stderr)
+logging.basicConfig(stream=sys.stderr)
+logging.warning("server_args=%s", {"api_key": sys.argv[-1]})
+logging.warning("%d of them", "x")
 """)
     (tmp_path / "sglang").mkdir()
     (tmp_path / "sglang" / "srt.py").touch()
-    command = without_sglang([sys.executable, "-m", "gate", "--port", "1"])
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
-    assert done.stdout.strip() == "hidden __main__ ['--port', '1']", done.stderr
+    token = run_token(tmp_path / "token")
+    launch = with_token(Launch((sys.executable, "-m", "gate", "--port", "1"), {}, ""), token.path, hidden="sglang")
+    done = subprocess.run(launch.argv, cwd=tmp_path, capture_output=True, text=True)
+    key = token.token.text
+    assert done.stdout.strip() == f"hidden __main__ ['--port', '1', '--api-key', '{key}'] False", done.stderr
+    assert "WARNING:root:server_args={'api_key': 'hidden'}" in done.stderr
+    assert "--port" in done.stderr
+    assert key not in done.stderr
 
 
 def test_what_ends_a_program_interrupts_the_controller_unless_it_is_ignored() -> None:

@@ -18,6 +18,7 @@ import msgspec
 import numpy as np
 
 from configs.schema import Config
+from models.engines.token import Token
 from stages.base import Stage, StageContext
 from stages.engine_entries import addresses, entries
 from stages.messages import (
@@ -197,8 +198,8 @@ class Rig:
         """What counts of an engine just now."""
         return entries(self.topic).get(f"engine-{engine}")
 
-    def engine_at(self, url: str, *, engine: int = 0, incarnation: int = 0) -> None:
-        address = EngineAddress(f"engine-{engine}", url, incarnation)
+    def engine_at(self, url: str, *, engine: int = 0, incarnation: int = 0, token: Token | None = None) -> None:
+        address = EngineAddress(f"engine-{engine}", url, incarnation, token=token)
         self.topic.publish(f"engine/engine-{engine}", msgspec.msgpack.encode(address))
 
     def lose_engine(self, engine: int = 0) -> None:

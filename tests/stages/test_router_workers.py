@@ -15,6 +15,7 @@ from aiohttp.test_utils import TestServer
 
 from models.engines.errors import EngineUnreachable
 from models.engines.router_api import Role, RouterClient
+from models.engines.token import Token
 from stages.base import Activity
 from stages.engines.router_workers import STRANGE_LOOKS, UNDER_WAY_S, RouterWorkers
 from stages.messages import EngineAddress, EngineEntry, RouterAddress, RouterState
@@ -93,6 +94,15 @@ async def test_an_engine_is_added_once_it_carries_weights() -> None:
         for _ in range(3):
             await post.look()
         assert post.router.posts == [OWN]
+
+
+async def test_the_router_is_given_the_token_of_each_engine() -> None:
+    async with posted() as post:
+        post.route()
+        post.rig.engine_at(OWN, token=Token("of-this-engine"))
+        post.rig.applied(0)
+        await post.looks()
+        assert post.router.roles[OWN]["api_key"] == "of-this-engine"
 
 
 async def test_an_addition_under_way_is_not_asked_again_until_it_takes_too_long(

@@ -9,14 +9,17 @@ from __future__ import annotations
 import os
 import platform
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any, Final
 
+import msgspec
 from msgspec import Struct
 
 from models.engines.launch.environment import SHIMS, Installed, Part
 from models.engines.launch.options import dashed, rendered
 
 LOOPBACK: Final = "127.0.0.1"
+RUNNER: Final = str(Path(__file__).with_name("with_token.py"))
 
 
 class Launch(Struct, frozen=True):
@@ -25,6 +28,14 @@ class Launch(Struct, frozen=True):
     argv: tuple[str, ...]
     env: dict[str, str]
     url: str
+
+
+def with_token(launch: Launch, token_file: str, *, hidden: str = "-") -> Launch:
+    """The same process with the token as its key, which neither its command line nor its environment shows. `hidden`: a
+    module that it may not import."""
+    python, flag, module, *rest = launch.argv
+    assert flag == "-m"
+    return msgspec.structs.replace(launch, argv=(python, RUNNER, token_file, module, hidden, *rest))
 
 
 class Arguments:

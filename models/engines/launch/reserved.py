@@ -10,11 +10,11 @@ from collections.abc import Mapping
 from typing import Final
 
 _CHECKPOINT = "Sluice serves the checkpoint that it trains; use --hf-checkpoint"
-_LOOPBACK = "engines answer on the loopback address only, for whoever reaches one can change its weights; leave it out"
+_LOOPBACK = "Sluice chooses where engines listen: on the loopback address unless the run has other hosts; leave it out"
 _PARALLEL = "it follows from --rollout-num-gpus-per-engine (divided by --sglang-pp-size); use that"
 _NODES = "an engine that Sluice starts stays on one machine; leave it out"
 _PROTOCOL = "the generate stage speaks plain HTTP with JSON; leave it out"
-_KEYS = "Sluice sends no key, and the loopback address is the boundary of trust; leave it out"
+_KEYS = "each run makes a token of its own, which no command line shows; leave it out"
 _VERSION = "versions of the weights are the trainer's to give; leave it out"
 
 SERVER_RESERVED: Final[Mapping[str, str]] = {

@@ -247,7 +247,7 @@ def _key(headers: Mapping[str, str]) -> str:
 
 def _digest(key: str) -> bytes:
     """Sessions are looked up by this, so that the time of a look says nothing of the keys."""
-    return hashlib.sha256(key.encode()).digest()
+    return hashlib.sha256(key.encode(errors="surrogateescape")).digest()
 
 
 def _json(body: Json, status: int = 200) -> web.Response:

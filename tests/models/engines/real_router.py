@@ -17,10 +17,14 @@ from typing import Any
 import pytest
 from aiohttp import web
 
-from pipeline.supervise.router_server import without_sglang
+from models.engines.launch.arguments import Launch, with_token
+from models.engines.token import TokenFile
 from tests.sglang_server import needs_sglang
 
 READY_S = 120.0
+# As a run starts it (models/engines/launch/with_token.py), but without a token.
+MODULE = "sglang_router.launch_router"
+RUN = f"import runpy, sys; sys.modules['sglang'] = None; runpy.run_module({MODULE!r}, run_name='__main__')"
 ROUTER_VERSION = "0.3.2"
 
 
@@ -31,17 +35,23 @@ def free_port() -> int:
 
 
 @contextmanager
-def router_process(directory: Path, policy: str = "round_robin", *more: str) -> Iterator[str]:
+def router_process(
+    directory: Path, policy: str = "round_robin", *more: str, token: TokenFile | None = None
+) -> Iterator[str]:
     """The address of a router without workers. Skips the test where it is not installed."""
     python = needs_sglang()
+    start = [str(python), "-c", RUN]
+    if token is not None:
+        module = (str(python), "-m", MODULE)
+        start = [*with_token(Launch(module, {}, ""), token.path, hidden="sglang").argv]
     version = f"from importlib.metadata import version; assert version('sglang-router') == '{ROUTER_VERSION}'"
     if subprocess.run([python, "-c", version], capture_output=True, cwd=directory).returncode:
         pytest.skip(f"sglang-router {ROUTER_VERSION} is not installed beside SGLang; run `make sglang-env`")
     url = f"http://127.0.0.1:{free_port()}"
-    command = [python, "-m", "sglang_router.launch_router", "--host", "127.0.0.1", "--port", url.rsplit(":", 1)[1]]
+    command = [*start, "--host", "127.0.0.1", "--port", url.rsplit(":", 1)[1]]
     command += ["--policy", policy, "--prometheus-port", str(free_port()), "--disable-retries", *more]
     with (directory / "router.log").open("wb") as log:
-        process = subprocess.Popen(without_sglang(command), stdout=log, stderr=subprocess.STDOUT, cwd=directory)
+        process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, cwd=directory)
         try:
             _wait(process, url, directory / "router.log")
             yield url
@@ -68,6 +78,7 @@ class Recorder:
         self.answer = answer
         self.bodies: list[dict[str, Any]] = []
         self.headers: list[dict[str, str]] = []
+        self.tokens: list[list[str]] = []  # all headers of that name, in their order
         self.url = ""
 
     async def __aenter__(self) -> Recorder:
@@ -91,5 +102,6 @@ class Recorder:
 
     async def _generate(self, request: web.Request) -> web.Response:
         self.bodies.append(json.loads(await request.read()))
+        self.tokens.append(request.headers.getall("Authorization", []))
         self.headers.append({name.lower(): value for name, value in request.headers.items()})
         return web.Response(text=self.answer, content_type="application/json")

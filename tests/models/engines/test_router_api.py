@@ -12,9 +12,10 @@ import msgspec
 import pytest
 
 from models.engines.client import EngineClient
-from models.engines.errors import EngineProtocolError, EngineRefused, EngineUnreachable
+from models.engines.errors import EngineProtocolError, EngineRefused, EngineUnauthorized, EngineUnreachable
 from models.engines.protocol import GenerateRequest, SamplingParams
 from models.engines.router_api import ROUTING_KEY_HEADER, TRAITS, Role, RouterClient, RouterWorker, lost_fields, urls
+from models.engines.token import Token, run_token
 from tests.models.engines.real_router import Recorder, router_process
 from tests.stages.faults import FakeRouter
 
@@ -94,6 +95,31 @@ async def serving(url: str, recorder: Recorder) -> AsyncIterator[RouterClient]:
         await router.remove(worker)
         while recorder.url in urls(await router.workers()):  # noqa: ASYNC110
             await asyncio.sleep(0.05)
+
+
+@pytest.mark.slow
+async def test_the_router_wants_the_token_and_passes_on_that_of_the_worker(tmp_path: Path) -> None:
+    """sglang-router 0.3.2 sends a worker its own key, and behind it what the request brought."""
+    token, theirs = run_token(tmp_path / "token"), Token("of-the-worker")
+    request = GenerateRequest(input_ids=[1])
+    with router_process(tmp_path, token=token) as url:
+        async with Recorder() as recorder, asyncio.timeout(60):
+            async with RouterClient(url, token=token.token) as router, EngineClient(url, token=token.token) as client:
+                assert await router.add(recorder.url, token=theirs)
+                while recorder.url not in urls(await router.workers(), healthy=True):  # noqa: ASYNC110
+                    await asyncio.sleep(0.05)
+                await client.generate(request)
+                assert recorder.tokens[-1][0] == theirs.header
+            for wrong in (None, theirs):
+                async with RouterClient(url, token=wrong) as router, EngineClient(url, token=wrong) as client:
+                    assert await router.health()
+                    with pytest.raises(EngineUnauthorized):
+                        await router.add("http://127.0.0.1:9")
+                    with pytest.raises(EngineUnauthorized):
+                        await router.workers()
+                    with pytest.raises(EngineUnauthorized):
+                        await client.generate(request)
+        assert token.token.text not in (tmp_path / "router.log").read_text()
 
 
 def test_every_field_of_a_request_is_judged() -> None:
