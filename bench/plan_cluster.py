@@ -61,6 +61,7 @@ class Simulation:
         self.tokens: dict[int, list[tuple[int, int]]] = {}  # group -> (version, tokens) of its rollouts
         self.trained: Counter[int] = Counter()
         self.trainer_s = 0.0
+        self.graders = asyncio.Semaphore(cluster.graders)
         self.ends: list[float] = []
         self.marks: list[tuple[float, float, float, float]] = []  # of the counters, at the end of each batch
         self.useful = 0
@@ -121,7 +122,7 @@ class Simulation:
         engine.ask(first)
         async with asyncio.TaskGroup() as tasks:
             members = [
-                tasks.create_task(self._rollout(f"{group.key}/{i}", parts, engine, one, order))
+                tasks.create_task(self._graded(f"{group.key}/{i}", parts, engine, one, order))
                 for i, (parts, one) in enumerate(zip(turns, first, strict=True))
             ]
         rewards = [1.0 if equal else float(i % 2) for i in range(len(members))]
@@ -135,6 +136,16 @@ class Simulation:
         engine = self.engines[self.ranking.rank(Choice(key, b"", n, loads))[0]]
         await engine.client.take(n, goes_on=goes_on, order=order)
         return engine
+
+    async def _graded(
+        self, key: str, turns: Sequence[int], engine: Engine, completion: Completion, order: tuple[int, int]
+    ) -> list[tuple[int, int]]:
+        """A rollout, then its turn at a grader."""
+        runs = await self._rollout(key, turns, engine, completion, order)
+        if self.cluster.graders:
+            async with self.graders:
+                await asyncio.sleep(self.cluster.reward_s)
+        return runs
 
     async def _rollout(
         self, key: str, turns: Sequence[int], engine: Engine, completion: Completion, order: tuple[int, int]

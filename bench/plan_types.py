@@ -24,6 +24,8 @@ class Cluster(msgspec.Struct, frozen=True, kw_only=True):
     cap: int = 3200
     turns: int = 1  # of a rollout; its tokens are divided evenly
     tool_s: float = 0.0  # mean wait between two turns (exponential)
+    graders: int = 0  # replicas of the reward stage, which grade one rollout at a time; 0: grading takes no time
+    reward_s: float = 0.0  # of one rollout
     filtered: float = 0.0  # share of groups whose rewards are all equal
     staleness: int = 1
     interval: int = 1  # batches between two publications

@@ -26,7 +26,9 @@ from typing import Any
 
 import msgspec
 
+from configs.autoscale import autoscale_limits
 from models.fault_injection import fault_plan
+from pipeline.control.autoscale import Adviser
 from pipeline.control.endpoint import endpoint as control_endpoint
 from pipeline.control.run_control import RunControl
 from pipeline.errors import DrainTimeout, Stalled
@@ -34,6 +36,7 @@ from pipeline.hosts.faulty_inlet import FaultyInlet
 from pipeline.hosts.launcher import Launcher
 from pipeline.hosts.other_host import publish_files
 from pipeline.hosts.rendezvous import CONFIG, Keys, make_keys
+from pipeline.observe.meter import Meter
 from pipeline.observe.monitor import Monitor
 from pipeline.observe.prometheus import endpoint
 from pipeline.observe.stats import STATS_PREFIX
@@ -81,13 +84,16 @@ class Controller:
                 self.placement.addresses[stream.name] = hub.address
             runner = self._runner(node, topic, Announcer(topic, self.hubs, self.recorder), keys)
             waits = Waits(self.placement, self.stage, self.recorder.view, self.hubs, topic)
-            monitor = Monitor(self.stage, self.recorder, self.hubs, waits)
+            meter = Meter(self.placement, self.stage, self.recorder, self.hubs, topic, runner.replicas, runner.refusal)
+            adviser = Adviser(meter, autoscale_limits(self.config))
+            monitor = Monitor(self.stage, self.recorder, self.hubs, waits, adviser.look)
             observe = self.config.observe
             served = endpoint(observe.prometheus_host, observe.prometheus_port, monitor.facts)
-            control = RunControl(self.stage, self.recorder, runner, monitor, self.hubs, topic, self._interrupt)
+            control = RunControl(self.stage, self.recorder, runner, monitor, adviser, self.hubs, topic, self._interrupt)
             asked = control_endpoint(self.rundir.path, self.rundir.sockets, control.answer)
             with self._signals(), monitor:
-                async with served, asked, beside(monitor.run(), self._deadline()), asyncio.TaskGroup() as tasks:
+                watch = beside(monitor.run(), control.autoscale(), self._deadline())
+                async with served, asked, watch, asyncio.TaskGroup() as tasks:
                     replicas = tasks.create_task(runner.run())
                     stage = tasks.create_task(self.stage.run(await self._ports(node, topic.address)))
                     try:

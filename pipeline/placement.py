@@ -114,18 +114,27 @@ class Placement:
         most = StalenessGate.of(self.config).most_open * self.config.rollout.n_samples_per_prompt
         return max(4096, most * 4)
 
+    def lacks_gpus(self, engines: int) -> str | None:
+        """Why there can be no so many engines more, None if there can."""
+        held = self._held_gpus()
+        free = [gpu for gpu in gpus_to_divide(self.config) if gpu not in held]
+        if not held or len(free) >= engines * self.config.sglang.rollout_num_gpus_per_engine:
+            return None
+        return (
+            f"there is no GPU for another engine: {len(held)} of those that are visible have one; end one first, or "
+            "resume the run with more in CUDA_VISIBLE_DEVICES"
+        )
+
+    def _held_gpus(self) -> set[str]:
+        return {gpu for spec in (*self.engines, *self.frozen) for gpu in spec.gpus}
+
     def engine(self, number: int) -> EngineSpec:
         """One engine more, while the run goes on. Raises UsageError where there is no GPU for it."""
-        held = {gpu for spec in (*self.engines, *self.frozen) for gpu in spec.gpus}
+        if (why := self.lacks_gpus(1)) is not None:
+            raise UsageError(why)
         gpus: tuple[str, ...] = ()
-        if held:
-            free = [gpu for gpu in gpus_to_divide(self.config) if gpu not in held]
-            if len(free) < self.config.sglang.rollout_num_gpus_per_engine:
-                raise UsageError(
-                    f"there is no GPU for another engine: {len(held)} of those that are visible have one; end one "
-                    "first, or resume the run with more in CUDA_VISIBLE_DEVICES"
-                )
-            [gpus] = engines_gpus(self.config, free, 1)
+        if held := self._held_gpus():
+            [gpus] = engines_gpus(self.config, [gpu for gpu in gpus_to_divide(self.config) if gpu not in held], 1)
         # Any free port: the one that follows may be a frozen engine's.
         added = msgspec.structs.replace(
             self.engines[0], name=f"engine-{number}", port=0, seed=self.config.run.seed + number, gpus=gpus

@@ -11,6 +11,7 @@ from typing import Final
 
 from msgspec import Struct
 
+from configs.autoscale import autoscale_faults
 from configs.errors import ConfigError
 from configs.resolve import derive
 from configs.rules import (
@@ -51,6 +52,7 @@ _FAULTS: Final[tuple[Check, ...]] = (
     files.checkpoint_faults,
     files.import_path_faults,
     layout.scale_faults,
+    autoscale_faults,
     layout.stage_faults,
     layout.tool_faults,
     environments.environment_faults,

@@ -38,6 +38,13 @@ class RunConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
         int, Meta(ge=0, description="restarts of one process within an hour before the run is given up")
     ] = 5
     scale: Annotated[dict[str, int], Meta(description="replicas by stage, as stage=N; repeatable")] = {}
+    autoscale: Annotated[
+        tuple[str, ...],
+        Meta(description="stages that the run scales by itself, and engine, as stage=LEAST..MOST; default: none"),
+    ] = ()
+    autoscale_window_s: Annotated[
+        float, Meta(gt=0, description="least seconds that the run is measured for an advice or a change of --autoscale")
+    ] = 30.0
 
 
 class CheckpointConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):

@@ -9,6 +9,7 @@ from typing import Final
 
 from msgspec import Struct
 
+from pipeline.observe.advice import Advice
 from pipeline.observe.stats import Changed, RunSnapshot
 
 CONTROL_FILE: Final = "control.json"  # in the run directory, for its owner alone: a `ControlAddress`
@@ -89,6 +90,7 @@ class RunStatus(Struct, frozen=True):
     queues: tuple[QueueStatus, ...] = ()
     replicas: dict[str, int] = {}  # by stage; those that are to stay
     changes: tuple[Changed, ...] = ()
+    advice: Advice | None = None  # None until enough was measured
 
 
 class Reply(Struct, frozen=True):

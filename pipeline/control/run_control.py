@@ -13,8 +13,10 @@ import asyncio
 import dataclasses
 import time
 from collections.abc import Callable, Mapping
+from typing import Final
 
 from configs.errors import ConfigError
+from pipeline.control.autoscale import Adviser
 from pipeline.control.changed_config import FILTER, SAMPLED, STALENESS, keep, with_flags, with_settings
 from pipeline.control.messages import (
     Command,
@@ -40,6 +42,8 @@ from stages.prompts.stage import PromptStage
 from stages.train.asked_saves import SAVE
 from transport import Hub, TopicServer
 
+AUTOSCALE_LOOK_S: Final = 1.0
+
 
 class RunControl:
     """Answers for one run. `drain` is what Ctrl-C does."""
@@ -50,12 +54,13 @@ class RunControl:
         recorder: Recorder,
         runner: Runner,
         monitor: Monitor,
+        adviser: Adviser,
         hubs: Mapping[str, Hub],
         topic: TopicServer,
         drain: Callable[[], None],
     ) -> None:
         self.stage, self.recorder, self.runner, self.monitor = stage, recorder, runner, monitor
-        self.hubs, self.topic, self.drain = hubs, topic, drain
+        self.adviser, self.hubs, self.topic, self.drain = adviser, hubs, topic, drain
         self.rundir = recorder.rundir
         self._saves = 0
         self._settings: tuple[Settings, ...] = ()
@@ -69,11 +74,39 @@ class RunControl:
             if self.stage.draining is not None:
                 return Reply(False, (f"the run is ending: {self.stage.draining}",))
             try:
-                return Reply(True, await self._do(command))
+                done = await self._do(command)
+                self._told(command)
+                return Reply(True, done)
             except ConfigError as error:
                 return Reply(False, tuple(error.faults))
             except UsageError as error:
                 return Reply(False, (str(error),))
+
+    async def autoscale(self) -> None:
+        """Make what `--autoscale` wants. Waits for the clock and for a command under way; runs until cancelled."""
+        own = self.adviser.autoscale
+        while own is not None:
+            await asyncio.sleep(AUTOSCALE_LOOK_S)
+            async with self._one_at_a_time:
+                if self.stage.draining is not None:
+                    return
+                counts, why = self.adviser.change()
+                if not counts:
+                    continue
+                try:
+                    await self._scale(counts, "autoscale")
+                    self.recorder.say(f"autoscale: {why}")
+                except (ConfigError, UsageError) as error:
+                    own.refused(counts)
+                    self.recorder.say(f"autoscale: {why}; but {error}")
+
+    def _told(self, command: Command) -> None:
+        """What the user changes is not judged by `--autoscale`, and what he scales he keeps."""
+        own = self.adviser.autoscale
+        if own is not None and isinstance(command, Scale):
+            own.users(command.counts)
+        elif own is not None and not isinstance(command, Save):
+            own.forget()
 
     async def _do(self, command: Command) -> tuple[str, ...]:
         match command:
@@ -95,7 +128,7 @@ class RunControl:
 
     # ------------------------------------------------------------------ changes
 
-    async def _scale(self, counts: Mapping[str, int]) -> tuple[str, ...]:
+    async def _scale(self, counts: Mapping[str, int], by: str = "scale") -> tuple[str, ...]:
         self._begun()
         wanted = [f"{stage}={count}" for stage, count in counts.items()]
         config = await asyncio.to_thread(with_flags, self.rundir, ["--scale", *wanted])
@@ -107,7 +140,7 @@ class RunControl:
             before = len(self.runner.replicas(stage))
             self.runner.scale(stage, count)
             if count != before:
-                self.recorder.changed(f"scale {stage}", str(count))
+                self.recorder.changed(f"{by} {stage}", str(count))
             said.append(f"{stage}: {before} -> {count}")
         keep(self.rundir, config, self.runner.config)
         return tuple(said)
@@ -193,6 +226,7 @@ class RunControl:
             queues=tuple(self._queue(name, hub) for name, hub in self.hubs.items()),
             replicas={row.stage: len(self.runner.replicas(row.stage)) for row in snapshot.stages},
             changes=tuple(self.recorder.changes),
+            advice=self.monitor.advice,
         )
 
     def _engines(self) -> tuple[EngineStatus, ...]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import secrets
 import time
 from collections.abc import Collection
@@ -20,9 +21,10 @@ from configs.schema import Config
 from models.fault_injection import fault_plan
 from models.import_path import import_path
 from pipeline.hosts.faulty_inlet import FaultyInlet
+from pipeline.hosts.processors import cpu_seconds
 from pipeline.hosts.rendezvous import awaited, retire_key
 from pipeline.hosts.weights_source import FetchedWeights, OfferedWeights
-from pipeline.observe.stats import STATS_PREFIX, StageStats
+from pipeline.observe.stats import CPU, STATS_PREFIX, StageStats
 from pipeline.observe.trace import TraceWriter
 from stages.base import Stage, StageContext, beside
 from stages.options import StageOptions
@@ -130,6 +132,7 @@ async def _serve(stage: Stage, spec: ReplicaSpec, node: Node, topic: TopicClient
 def _stats(stage: Stage, spec: ReplicaSpec) -> bytes:
     activity = stage.activity
     seconds = activity.settle()
+    own = {} if stage.config.run.runner == "inprocess" else {CPU: cpu_seconds(os.getpid())}
     return StageStats(
         stage=spec.stage,
         replica=spec.replica,
@@ -143,7 +146,7 @@ def _stats(stage: Stage, spec: ReplicaSpec) -> bytes:
         failures=activity.failures,
         tokens=activity.tokens,
         in_flight=activity.in_flight,
-        extra=dict(activity.extra),
+        extra={**activity.extra, **own},
     ).encode()
 
 

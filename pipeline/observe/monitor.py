@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
+from pipeline.observe.advice import Advice
 from pipeline.observe.prometheus import Facts
 from pipeline.observe.table import open_display
 from pipeline.observe.waits import Waits
@@ -23,8 +24,17 @@ REFRESH_S = 0.5
 class Monitor:
     """Feeds a display twice a second. A context manager."""
 
-    def __init__(self, stage: PromptStage, recorder: Recorder, hubs: Mapping[str, Hub], waits: Waits) -> None:
+    def __init__(
+        self,
+        stage: PromptStage,
+        recorder: Recorder,
+        hubs: Mapping[str, Hub],
+        waits: Waits,
+        advise: Callable[[], Advice | None] = lambda: None,
+    ) -> None:
         self.stage, self.recorder, self.hubs, self.waits, self.topic = stage, recorder, hubs, waits, waits.topic
+        self._advise = advise
+        self.advice: Advice | None = None
         observe = recorder.config.observe
         self.display = open_display(observe.live, log_interval=observe.log_interval)
         self._slow: set[tuple[str, int]] = set()
@@ -51,6 +61,8 @@ class Monitor:
             stage = name.split(".", 1)[0]
             queues[stage] = queues.get(stage, 0) + hub.stats().queued
         self.recorder.observe(self.topic, queues, self.stage.capacity, self.stage.version)
+        self.advice = self._advise()
+        self.recorder.view.advice = self.advice.sentence if self.advice is not None else ""
         self.display.update(self.recorder.view.snapshot(time.monotonic()))
         self._watch_engines()
         self._watch_progress()

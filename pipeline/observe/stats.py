@@ -14,6 +14,7 @@ import msgspec
 from msgspec import Struct
 
 STATS_PREFIX: Final = "stats/"  # of their keys; only the controller reads them, so they stay with the topic's server
+CPU: Final = "cpu_s"  # figure of a replica that is a process: its CPU time, with that of its children
 COUNTERS: Final = ("busy_s", "starved_s", "blocked_s", "stalled_s", "items_in", "items_out", "failures", "tokens")
 
 
@@ -121,5 +122,6 @@ class RunSnapshot:
     wasted_share: float  # of the tokens generated for settled groups
     busiest: tuple[str, float] | None  # stage with the largest busy share now, and that share
     engines: tuple[EngineRow, ...] = ()
+    advice: str = ""  # which stage to scale; empty until enough was measured
     supervised: bool = False  # labels are learnt: there is a loss, and neither reward nor staleness
     loss: float | None = None

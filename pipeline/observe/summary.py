@@ -125,7 +125,8 @@ class RunSummary(Struct, frozen=True, kw_only=True):
     faults_injected: dict[str, int] = {}  # on purpose, by stage and kind, in all starts of the run
     uncertain_calls: int = 0  # that change the world, and of which nobody knows whether they took effect
     environment_outages: dict[str, OutageSummary] = {}  # by environment
-    changes: tuple[Changed, ...] = ()  # by the user while the run went on
+    changes: tuple[Changed, ...] = ()  # by the user, or by --autoscale, while the run went on
+    advice: str = ""  # which stage to scale, as measured last
     stalls: tuple[Stall, ...] = ()  # times in which nothing was trained for longer than --stall-notice-s
     seed: int = 0
     config_hash: str = ""
@@ -253,6 +254,8 @@ def _results(summary: RunSummary) -> list[tuple[str, str]]:
     if summary.efficiency_vs_bound is not None:
         busy = f"busiest stage ({summary.busiest_stage}) at work {summary.efficiency_vs_bound:.0%} of the time"
         rows.append(("efficiency", busy))
+    if summary.advice:
+        rows.append(("advice", summary.advice))
     if summary.effective_training_time is not None:
         rows.append(
             ("effective", f"{summary.effective_training_time:.1%} of the wall clock ended in a step that counts")

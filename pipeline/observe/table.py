@@ -254,7 +254,8 @@ def _footer(snapshot: RunSnapshot) -> list[RenderableType]:
     groups.append(f", {counts.filtered} filtered, {counts.stale} stale, ")
     groups.append(f"{counts.failed} failed", style="bold red" if counts.failed else "")
     groups.append(f", {counts.discarded} discarded, {counts.open} in flight")
-    return [reward, flow, groups]
+    advice = [Text(f"advice {snapshot.advice}", overflow="fold")] if snapshot.advice else []
+    return [reward, flow, groups, *advice]
 
 
 def _staleness(snapshot: RunSnapshot) -> str:

@@ -109,6 +109,7 @@ class RunView:
         self.engines_left: set[str] = set()  # scaled away
         self.most_engines = 0  # at once
         self.staleness: dict[int, int] = {}  # trained tokens by staleness, all steps
+        self.advice = ""  # which stage to scale, in a sentence
 
     def stage(self, stats: StageStats) -> None:
         """Take a replica's report."""
@@ -197,6 +198,21 @@ class RunView:
         replicas = [replica for key, replica in self._replicas.items() if key[0] == stage]
         return sum(replica.newest.extra.get(name, 0.0) for replica in replicas)
 
+    def total(self, stage: str, name: str) -> float:
+        """One of the counters, summed over all replicas that the stage has had."""
+        return sum(replica.total()[name] for key, replica in self._replicas.items() if key[0] == stage)
+
+    def in_flight(self, stage: str) -> int:
+        """Messages that the replicas of a stage work on."""
+        return sum(r.newest.in_flight for key, r in self._replicas.items() if key[0] == stage and self._lives(key))
+
+    def alive(self) -> frozenset[tuple[str, str]]:
+        """(stage, replica) of those that report and were not scaled away."""
+        return frozenset(filter(self._lives, self._replicas))
+
+    def _lives(self, key: tuple[str, str]) -> bool:
+        return key not in self._retired
+
     def snapshot(self, now_s: float) -> RunSnapshot:
         """The run at `now_s`."""
         total = sum(self.staleness.values())
@@ -229,6 +245,7 @@ class RunView:
             wasted_share=self.wasted_tokens / generated if generated else 0.0,
             busiest=busiest,
             engines=self.engine_rows(),
+            advice=self.advice,
         )
 
     def engine_rows(self) -> tuple[EngineRow, ...]:

@@ -124,6 +124,7 @@ def summarise(recorder: Recorder, config: Config, reason: str) -> RunSummary:
         router=router_of(recorder, config),
         restarts=dict(recorder.restarts),
         changes=tuple(recorder.changes),
+        advice=snapshot.advice,
         stalls=recorder.stalls.stalls(time.monotonic()),
         faults_injected=injected(recorder.rundir.path),
         uncertain_calls=uncertain_in(recorder.rundir.episodes),

@@ -87,7 +87,7 @@ class Runner(ABC):
         """Why a stage, or the engines, cannot be brought to `count` now; None if they can."""
         present, why = self.replicas(stage), None
         if stage == "engine" and present and count >= 1:
-            why = self._servers.scalable()
+            why = self._servers.scalable() or self.placement.lacks_gpus(count - len(present))
         elif self._replicas is None or not present or count < 1 or (count > 1 and stage in SINGLE):
             why = SINGLE.get(stage, "a stage that runs has at least one replica, and only such a stage is scaled")
         return None if why is None else f"{stage} cannot be scaled from {len(present)} to {count} replicas: {why}"

@@ -13,6 +13,7 @@ from bench.plan import QUICK, Plan, changes, published_table, search, splits
 from bench.plan_cluster import simulate
 from bench.plan_hardware import Efficiency, Job, bounds, cluster_of, kv_tokens, shape_of, weight_bytes
 from bench.plan_published import Row, theory_cluster, verl_cluster
+from bench.plan_stages import best_split, stage_steps
 from bench.plan_types import Cluster, Result
 from configs.plan.parameters import total_parameters
 
@@ -51,6 +52,18 @@ def test_one_step_ahead_takes_the_longer_of_both() -> None:
 
 def test_in_turns_on_the_same_gpus_nothing_overlaps() -> None:
     assert simulate(replace(TRIVIAL, staleness=1, colocated=True)).step_s == pytest.approx(1.5)
+
+
+def test_a_grader_takes_one_rollout_at_a_time() -> None:
+    graded = replace(TRIVIAL, graders=1, reward_s=0.2)
+    assert simulate(graded).step_s == pytest.approx(1.0 + 2 * 0.2 + 0.5)
+    assert simulate(replace(graded, graders=2)).step_s == pytest.approx(1.0 + 0.2 + 0.5)
+
+
+def test_the_smallest_of_the_fastest_splits_is_best() -> None:
+    steps = stage_steps(replace(TRIVIAL, reward_s=0.2), (1, 2), (1, 2, 3))
+    assert best_split(steps) == (1, 2), "one group has two rollouts, at one engine"
+    assert best_split({(1, 1): 2.0, (2, 1): 1.0, (1, 2): 1.01, (4, 4): 0.99}) == (1, 2)
 
 
 def test_engines_stand_still_for_new_weights() -> None:

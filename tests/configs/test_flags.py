@@ -12,6 +12,7 @@ from config_values import NAMED, NESTED, values
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from configs.autoscale import autoscale_limits
 from configs.cli.command_line import RESERVED, parse
 from configs.cli.flags import SECTIONS, TABLES, Flag, flags, flags_by_key
 from configs.cli.passthrough import SLIME
@@ -124,6 +125,12 @@ def test_repeated_lists_join_and_scalars_keep_the_last() -> None:
 
 def test_a_value_may_begin_with_dashes_behind_an_equals_sign() -> None:
     assert load(["--rollout-stop=--end", "--tool-call-open", "["]).config.rollout.rollout_stop == ("--end",)
+
+
+def test_limits_of_autoscale_by_stage() -> None:
+    config = load(["--autoscale", "reward=1..8", "engine=1..4"]).config
+    assert autoscale_limits(config) == {"reward": (1, 8), "engine": (1, 4)}
+    assert autoscale_limits(load([]).config) == {}
 
 
 def test_scale_is_repeatable_and_takes_dotted_entries() -> None:

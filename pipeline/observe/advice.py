@@ -1,0 +1,211 @@
+"""Which stage a run should scale, from what was measured of it over a window. Pure.
+
+The rollouts of a run go round in a closed loop: the gate keeps about as many of them in flight as it lets in. So, by
+Little's law, a round takes `open / rate` seconds, and a stage's part of it is what it holds by the rate. A stage that
+always has work waiting is the bottleneck, and so many replicas more do so much more, until what waits is gone or the
+trainer is busy all the time. A stage that holds much without anything waiting for it may do a message no sooner with
+more replicas: its share of the round is what they could save at most, and only a trial can tell.
+
+Invariants: no advice leaves the limits; none adds to a stage that mostly waits for work, to one that cannot be scaled,
+or replicas that compute where no core is free, or engines where no GPU is.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from typing import Final, Literal
+
+from msgspec import Struct
+
+LEAST_GAIN: Final = 0.05  # what is less is within the noise of a window
+FULL: Final = 0.85  # share of the time from which a stage counts as always at work, or as always having a queue
+STARVED: Final = 0.5
+WAITS_CORES: Final = 0.25  # a replica that uses less of a core mostly waits for something else
+RELAXED: Final = 0.7  # share of the time that replicas may be at work after one of them has gone
+
+Limits = Mapping[str, tuple[int, int]]
+
+
+class StageLoad(Struct, frozen=True, kw_only=True):
+    """One stage that replicas do, or the engines, over a window. Shares of the replicas' time, means, rollouts."""
+
+    name: str
+    replicas: int
+    busy: float
+    starved: float
+    here: float = 0.0  # rollouts that wait for it or that it has in work
+    waiting: float = 0.0  # of them, those that no replica has begun
+    queued: float = 0.0  # share of the window in which something waited
+    cores: float = 0.0  # that one replica uses
+    fixed: str = ""  # why there can be no more of it, empty if there can
+
+
+class Window(Struct, frozen=True, kw_only=True):
+    """A run over some seconds."""
+
+    seconds: float
+    batches: int
+    step: int  # of the last of them
+    rate: float  # trained rollouts per second
+    open: float  # rollouts in flight, mean
+    train: float  # busy share of the trainer
+    stages: tuple[StageLoad, ...]
+    free_cores: float | None = None  # of this machine; None where replicas are elsewhere
+
+
+class Advice(Struct, frozen=True, kw_only=True):
+    """What to do: bring `stage` from `now` to `to` replicas. `gain`: of the rate, as a share; None where none is
+    expected."""
+
+    kind: Literal["up", "down", "train", "held", "balanced"]
+    sentence: str
+    stage: str = ""
+    now: int = 0
+    to: int = 0
+    gain: float | None = None
+    next: str = ""  # what is the bottleneck then
+    tried: bool = False  # whether only a trial can tell the gain
+
+
+def advise(window: Window, limits: Limits | None = None) -> Advice | None:
+    """What to scale. `limits`: of the stages that may be scaled, None for any. None if nothing was trained."""
+    if window.rate <= 0 or window.open <= 0:
+        return None
+    held: Advice | None = None
+    for stage, most in sorted(_candidates(window), key=lambda found: -_gain(window, found[0], found[1])):
+        if _gain(window, stage, most) < LEAST_GAIN:
+            break
+        found = _more(window, stage, most, limits)
+        if found.kind == "up":
+            return found
+        held = held or found
+        if _saturated(stage):  # all others wait for it, so that more of them bring nothing
+            return held
+    surplus = next((less for stage in window.stages if (less := _fewer(window, stage, limits))), None)
+    if surplus is not None:
+        return surplus
+    return _trains(window) if window.train >= 1 / (1 + 2 * LEAST_GAIN) else held or _balanced(window)
+
+
+def _candidates(window: Window) -> Iterator[tuple[StageLoad, int]]:
+    """Stages that more replicas may make faster, with the number up to which it is looked at: twice as many."""
+    for stage in window.stages:
+        if stage.starved < STARVED and stage.busy >= FULL and stage.here > 0:
+            yield stage, 2 * stage.replicas
+
+
+def _saturated(stage: StageLoad) -> bool:
+    return stage.queued >= FULL and stage.waiting > 0
+
+
+def _gain(window: Window, stage: StageLoad, to: int) -> float:
+    """What `to` replicas would add to the rate, as a share of it: at most what the trainer has time for."""
+    here, waiting = min(stage.here, window.open), min(stage.waiting, window.open)
+    if _saturated(stage):
+        faster = min(to / stage.replicas, window.open / max(window.open - waiting, 1e-9))
+    else:
+        faster = window.open / max(window.open - here * (1 - stage.replicas / to), 1e-9)
+    return min(faster, 1 / max(window.train, 1e-9)) - 1
+
+
+def _more(window: Window, stage: StageLoad, most: int, limits: Limits | None) -> Advice:
+    """More replicas of a stage, or why not: the fewest that bring nearly all that the most would."""
+    limit = most if limits is None else limits.get(stage.name, (1, stage.replicas))[1]
+    room = _room(window, stage)
+    allowed = min(most, limit, stage.replicas + room)
+    what = f"{_called(stage)} {_is(stage)} the bottleneck" if _saturated(stage) else _holds(window, stage)
+    if stage.fixed or allowed <= stage.replicas or _gain(window, stage, allowed) < LEAST_GAIN:
+        if stage.fixed:
+            why = f"no more can be added: {stage.fixed}"
+        elif room <= 0:
+            why = (
+                f"one replica uses {stage.cores:.1f} of a core and {window.free_cores or 0:.1f} are free, so that "
+                "more would only share them"
+            )
+        elif limits is not None and stage.name not in limits:
+            why = f"it is not among --autoscale; python launch.py scale RUN {stage.name}={most} would add some"
+        else:
+            why = f"--autoscale stops at {stage.replicas}: its limit, or the most that was of use"
+        return Advice(kind="held", sentence=f"{what}, but {why}", stage=stage.name, now=stage.replicas)
+    whole = _gain(window, stage, allowed)
+    to = next(n for n in range(stage.replicas + 1, allowed + 1) if _gain(window, stage, n) >= 0.95 * whole)
+    gain, then = _gain(window, stage, to), _next(window, stage, to)
+    sure = _saturated(stage)
+    would = (
+        f"{stage.name} {stage.replicas} -> {to} would make about {window.rate * (1 + gain):.3g} rollouts/s of "
+        f"{window.rate:.3g} (+{gain:.0%})"
+        if sure
+        else f"{stage.name} {stage.replicas} -> {to} may add up to {gain:.0%} to {window.rate:.3g} rollouts/s; only a "
+        "trial can tell"
+    )
+    follows = f", then {then} is next" if then and sure else ""
+    return Advice(
+        kind="up",
+        sentence=f"{what}; {would}{follows}",
+        stage=stage.name,
+        now=stage.replicas,
+        to=to,
+        gain=round(gain, 4),
+        next=then,
+        tried=not sure,
+    )
+
+
+def _room(window: Window, stage: StageLoad) -> int:
+    """Replicas for which there are cores. One that waits for a service or a clock needs none."""
+    if window.free_cores is None or stage.cores < WAITS_CORES:
+        return stage.replicas
+    return math.floor(window.free_cores / stage.cores)
+
+
+def _next(window: Window, stage: StageLoad, to: int) -> str:
+    """What bounds the run when the stage has that many: the trainer where it gets busy, else who holds most."""
+    if window.train * (1 + _gain(window, stage, to)) >= 0.95:
+        return "train"
+    others = [other for other in window.stages if other.name != stage.name]
+    return max(others, key=lambda other: other.here).name if others else ""
+
+
+def _fewer(window: Window, stage: StageLoad, limits: Limits | None) -> Advice | None:
+    """A stage of which fewer replicas would do, half of them at least. They are used for no more than they are busy."""
+    least = 1 if limits is None else limits.get(stage.name, (stage.replicas, 0))[0]
+    to = max(math.ceil(stage.replicas * stage.busy / RELAXED), math.ceil(stage.replicas / 2), least, 1)
+    if to >= stage.replicas or stage.queued >= 1 - FULL:
+        return None
+    return Advice(
+        kind="down",
+        sentence=f"{stage.name} is oversized: its {stage.replicas} are busy {stage.busy:.0%} of the time, {to} do",
+        stage=stage.name,
+        now=stage.replicas,
+        to=to,
+    )
+
+
+def _trains(window: Window) -> Advice:
+    return Advice(
+        kind="train",
+        sentence=f"train is the bottleneck: it computes {window.train:.0%} of the time, so that nothing to scale would "
+        f"add more than {1 / window.train - 1:.0%}",
+        stage="train",
+    )
+
+
+def _balanced(window: Window) -> Advice:
+    return Advice(
+        kind="balanced",
+        sentence=f"nothing to scale: for no stage does work wait all the time, and train is busy {window.train:.0%}",
+    )
+
+
+def _called(stage: StageLoad) -> str:
+    return "engines" if stage.name == "engine" else stage.name
+
+
+def _is(stage: StageLoad) -> str:
+    return "are" if stage.name == "engine" else "is"
+
+
+def _holds(window: Window, stage: StageLoad) -> str:
+    verb = "hold" if stage.name == "engine" else "holds"
+    return f"{_called(stage)} {verb} {min(1.0, stage.here / window.open):.0%} of the rollouts in flight, none waiting"

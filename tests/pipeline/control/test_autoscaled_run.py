@@ -1,0 +1,76 @@
+"""A run with a slow reward stage brings it up by itself, loses nothing, and leaves it to the user who scales it."""
+
+from __future__ import annotations
+
+import subprocess
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from launching import SIMULATED, SMALL, finish, made_model, start
+
+from pipeline.control.client import NotRunning, ask
+from pipeline.control.messages import Drain, Reply, RunStatus, Scale, Status
+
+pytestmark = pytest.mark.slow
+
+FLAGS = [
+    *SMALL, *made_model(), *SIMULATED, "--rm-type", "sleep:0.06", "--num-rollout", "4000", "--autoscale", "reward=1..2",
+    "--autoscale-window-s", "1", "--simulated-step-s", "0.01", "--log-interval", "100",
+]  # fmt: skip
+PATIENCE_S = 180.0
+
+
+def test_the_slow_stage_is_scaled_and_the_user_outranks(tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    process = start(run_dir, *FLAGS)
+    try:
+        until(process, run_dir, lambda status: status.replicas.get("reward") == 2)
+        held = until(process, run_dir, lambda status: status.advice is not None)
+        assert held.advice is not None
+        assert held.advice.kind in ("held", "up", "balanced")
+        assert held.snapshot.advice == held.advice.sentence
+        refused = ask(run_dir, Scale({"reward": 3}))
+        assert not refused.ok
+        assert "--autoscale reward=1..2 does not hold the 3 replicas" in refused.lines[0]
+        assert done(run_dir, Scale({"reward": 1})).lines == ("reward: 2 -> 1",)
+        by_hand = until(process, run_dir, lambda _: True).snapshot.step
+        later = until(process, run_dir, lambda s: s.snapshot.step >= by_hand + 16 and s.advice is not None)
+        assert later.replicas["reward"] == 1, "the bottleneck again, and the user's own"
+        assert later.advice is not None
+        assert later.advice.kind == "held"
+        done(run_dir, Drain())
+    except BaseException:
+        process.kill()
+        raise
+    ended = finish(process, run_dir)
+    assert ended.code == 130, ended.err
+    ended.check_books()
+    assert ended.summary["restarts"] == {}
+    assert ended.summary["groups"]["failed"] == 0
+    changes = [(change["what"], change["value"]) for change in ended.summary["changes"]]
+    assert changes == [("autoscale reward", "2"), ("scale reward", "1"), ("drain", "")]
+    assert "autoscale: reward is the bottleneck; reward 1 -> 2 would make about" in ended.out
+    assert ended.summary["advice"] == later.advice.sentence or "reward" in ended.summary["advice"]
+
+
+def done(run_dir: Path, command: Scale | Drain) -> Reply:
+    reply = ask(run_dir, command)
+    assert reply.ok, reply.lines
+    return reply
+
+
+def until(process: subprocess.Popen[str], run_dir: Path, holds: Callable[[RunStatus], bool]) -> RunStatus:
+    """The first status of which it holds."""
+    deadline = time.monotonic() + PATIENCE_S
+    while time.monotonic() < deadline:
+        assert process.poll() is None, process.communicate()
+        try:
+            status = ask(run_dir, Status()).status
+        except NotRunning:  # it starts
+            status = None
+        if status is not None and holds(status):
+            return status
+        time.sleep(0.1)
+    raise AssertionError("it never came to that")
