@@ -17,6 +17,7 @@ from collections.abc import Iterator, Mapping
 from typing import Final, Literal
 
 from msgspec import Struct
+from msgspec.structs import replace
 
 LEAST_GAIN: Final = 0.05  # what is less is within the noise of a window
 FULL: Final = 0.85  # share of the time from which a stage counts as always at work, or as always having a queue
@@ -82,10 +83,12 @@ def advise(window: Window, limits: Limits | None = None) -> Advice | None:
         held = held or found
         if _saturated(stage):  # all others wait for it, so that more of them bring nothing
             return held
-    surplus = next((less for stage in window.stages if (less := _fewer(window, stage, limits))), None)
+    if window.train >= 1 / (1 + 2 * LEAST_GAIN):
+        held = _trains(window)
+    surplus = next((less for stage in window.stages if (less := _fewer(stage, limits))), None)
     if surplus is not None:
-        return surplus
-    return _trains(window) if window.train >= 1 / (1 + 2 * LEAST_GAIN) else held or _balanced(window)
+        return replace(surplus, sentence=f"{held.sentence}; {surplus.sentence}") if held else surplus
+    return held or _balanced(window)
 
 
 def _candidates(window: Window) -> Iterator[tuple[StageLoad, int]]:
@@ -118,7 +121,7 @@ def _more(window: Window, stage: StageLoad, most: int, limits: Limits | None) ->
     if stage.fixed or allowed <= stage.replicas or _gain(window, stage, allowed) < LEAST_GAIN:
         if stage.fixed:
             why = f"no more can be added: {stage.fixed}"
-        elif room <= 0:
+        elif stage.replicas + room < min(most, limit):
             why = (
                 f"one replica uses {stage.cores:.1f} of a core and {window.free_cores or 0:.1f} are free, so that "
                 "more would only share them"
@@ -167,7 +170,7 @@ def _next(window: Window, stage: StageLoad, to: int) -> str:
     return max(others, key=lambda other: other.here).name if others else ""
 
 
-def _fewer(window: Window, stage: StageLoad, limits: Limits | None) -> Advice | None:
+def _fewer(stage: StageLoad, limits: Limits | None) -> Advice | None:
     """A stage of which fewer replicas would do, half of them at least. They are used for no more than they are busy."""
     least = 1 if limits is None else limits.get(stage.name, (stage.replicas, 0))[0]
     to = max(math.ceil(stage.replicas * stage.busy / RELAXED), math.ceil(stage.replicas / 2), least, 1)
@@ -208,4 +211,5 @@ def _is(stage: StageLoad) -> str:
 
 def _holds(window: Window, stage: StageLoad) -> str:
     verb = "hold" if stage.name == "engine" else "holds"
-    return f"{_called(stage)} {verb} {min(1.0, stage.here / window.open):.0%} of the rollouts in flight, none waiting"
+    share = min(1.0, stage.here / window.open)
+    return f"{_called(stage)} {verb} {share:.0%} of the rollouts in flight, though not always with a queue"

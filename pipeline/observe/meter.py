@@ -67,6 +67,7 @@ class Meter:
         topic: TopicServer,
         replicas: Callable[[str], list[str]],
         refusal: Callable[[str, int], str | None],
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.config, self.graph = placement.config, placement.graph
         self.stage, self.recorder, self.hubs, self.topic = stage, recorder, hubs, topic
@@ -77,14 +78,14 @@ class Meter:
         self._generates = "generate" in self._names
         self._sums = {name: _Sum() for name in (*self._names, *((ENGINE,) if self._generates else ()))}
         self._open = 0.0
-        self._last_s = time.monotonic()
+        self._clock, self._last_s = clock, clock()
         self._marks: deque[_Mark] = deque()
         self._state: tuple[object, ...] = ()
         self._began_step = -1
 
     def look(self) -> None:
         """Add what was since the last look. Called after the view was brought up to date."""
-        now = time.monotonic()
+        now = self._clock()
         passed, self._last_s = now - self._last_s, now
         if not self._generates:
             return

@@ -126,6 +126,20 @@ def placed(config: Config, tmp_path: Path) -> Placement:
         return Placement(config, rundir, graph, "id", model_path="m", train=train, vocab_size=None)
 
 
+def test_engines_are_added_as_far_as_there_are_gpus(
+    policy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    placement = placed(make(policy), tmp_path)
+    assert placement.lacks_gpus(9) is None, "on a CPU nobody has any"
+    placement.engines = [msgspec.structs.replace(placement.engines[0], gpus=("0",))]
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2")
+    assert placement.lacks_gpus(2) is None
+    assert placement.lacks_gpus(-1) is None, "fewer engines"
+    why = placement.lacks_gpus(3)
+    assert why is not None
+    assert "there is no GPU for another engine: 1 of those that are visible have one" in why
+
+
 def test_frozen_engines_are_placed_beside_those_that_generate(policy: Path, tmp_path: Path) -> None:
     config = make(
         policy, "t=one", "far=http://localhost:1", "j=two", engine={"engine_port": 7000}, run={"scale": {"engine": 2}}

@@ -64,6 +64,20 @@ def test_what_brings_nothing_is_taken_back_and_not_tried_again() -> None:
     assert scale_all(pipeline, own, None) == 0
 
 
+def test_what_brought_nothing_is_tried_again_when_the_run_has_become_faster() -> None:
+    held = SyntheticPipeline(
+        {"reward": 0.01}, {"reward": 1, "engine": 2}, 0.001, in_flight=100.0, delays={"engine": 5.0}
+    )
+    graded = SyntheticPipeline({"reward": 1.0, "engine": 0.01}, {"reward": 1, "engine": 2}, 0.001)
+    own = Autoscale(LIMITS)
+    assert own.decide(held.window())[0] == {"engine": 4}
+    held.replicas["engine"] = 4
+    assert own.decide(held.window())[0] == {"engine": 2}
+    held.replicas["engine"] = 2
+    assert own.decide(graded.window())[0] == {"reward": 2}, "the policy changed, and grading takes long"
+    assert own.decide(held.window())[0] == {"engine": 4}
+
+
 def test_replicas_that_are_not_needed_go_and_come_back_if_they_were() -> None:
     pipeline = SyntheticPipeline({"engine": 1.0, "reward": 0.1}, {"engine": 8, "reward": 8}, 0.2)
     own = Autoscale(LIMITS)

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
+
+import msgspec
+
 from pipeline.control.messages import EngineStatus, QueueStatus, RunStatus
 from pipeline.control.table import table
 from pipeline.observe.stats import Changed, LedgerCounts, RunSnapshot, StageRow
@@ -46,3 +50,13 @@ def test_the_table() -> None:
     assert cells["engine-0"] == ["serving", "197", "21", "3", "512", "27%"]
     assert cells["engine-1"] == ["starting", "-", "0", "0", "-", "-"]
     assert lines[-1] == "step 150: scale reward 2"
+
+
+def test_an_advice_is_told_in_full() -> None:
+    advice = "reward is the bottleneck; reward 1 -> 2 would make about 2 rollouts/s of 1 (+100%), then engine is next"
+    advised = msgspec.structs.replace(STATUS, snapshot=dataclasses.replace(SNAPSHOT, advice=advice))
+    lines = table(advised).splitlines()
+    assert lines[6:8] == [
+        "advice     reward is the bottleneck; reward 1 -> 2 would make about 2 rollouts/s",
+        "           of 1 (+100%), then engine is next",
+    ]

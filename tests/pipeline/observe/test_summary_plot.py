@@ -87,6 +87,7 @@ def summary() -> RunSummary:
         wasted_share=0.1,
         weight_versions=WeightVersions(0, 50, 51, "delta", 12.5),
         restarts={"reward": 2, "train": 0},
+        advice="train is the bottleneck",
         versions=package_versions(),
     )
 
@@ -119,6 +120,7 @@ def test_the_closing_text_says_what_happened_where_it_is_and_what_next(tmp_path:
         "12.3k trained",
         "51 versions by delta, differences of 1/12.5 of the bytes",
         "busiest stage (train) at work 93% of the time",
+        "advice        train is the bottleneck",
         "90 trained, 5 filtered, 2 stale, 3 failed, 0 discarded, 0 in flight",
         "reward 2",
         f"AutoModelForCausalLM.from_pretrained('{tmp_path}/hf')",

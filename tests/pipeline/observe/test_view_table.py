@@ -58,6 +58,7 @@ def made_up_run() -> RunView:
     view.wasted_tokens = 100
     view.ledger = LedgerCounts(admitted=30, trained=16, filtered=3, stale=1, failed=2, discarded=0, open=8)
     view.evaluated("heldout", 3, 0.625)
+    view.advice = "train is the bottleneck"
     return view
 
 
@@ -190,6 +191,7 @@ def test_the_table_fits_and_keeps_what_matters(width: int) -> None:
     assert "mean 1.00 max 2 (bound 2)" in joined
     assert "busiest stage (generate) busy 75%" in joined
     assert "ETA 0:30" in joined
+    assert "advice train is the bottleneck" in joined
 
 
 def test_wide_terminals_show_every_column_and_narrow_ones_the_first() -> None:

@@ -1,0 +1,122 @@
+"""A window is what was seen between two batches, and of one run alone."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import msgspec
+import pytest
+
+from configs.graph import loops
+from configs.load import load
+from pipeline.graph import build
+from pipeline.observe.meter import LEAST_BATCHES, Meter
+from pipeline.observe.stats import CPU, Changed, StageStats
+from pipeline.observe.view import RunView
+from stages.messages import EngineAddress, EngineEntry
+from stages.prompts.ledger import Ledger
+from stages.staleness_gate import StalenessGate
+
+ENGINE = {
+    "engine/engine-0": msgspec.msgpack.encode(EngineAddress("engine-0", "http://a", 1)),
+    "directory/engine-0": msgspec.msgpack.encode(
+        EngineEntry("engine-0", "http://a", 1, state="serving", run_generation=0, version=1, limit=64)
+    ),
+}
+
+
+class Run:
+    """A made-up run: a batch of 2 groups of 4 rollouts each 2 seconds; reward has one of 4 messages in work."""
+
+    def __init__(self) -> None:
+        arguments = ["--rollout-batch-size", "2", "--n-samples-per-prompt", "4", "--autoscale-window-s", "4"]
+        config = load(arguments).config
+        self.now = 0.0
+        self.view = RunView(mode="async", total_steps=None, staleness_bound=1, started_s=0.0)
+        self.recorder = SimpleNamespace(
+            view=self.view, changes=[], restarts={}, training_started=0.0, last_step_s=0.0, ledger=Ledger()
+        )
+        self.stage = SimpleNamespace(ledger=Ledger(), gate=StalenessGate(2, 1), steps=0, draining=None, paused=False)
+        graph = build(config)
+        self.queues = {stream.name: SimpleNamespace(queued=0, leased=0) for stream in graph.streams}
+        hubs = {name: SimpleNamespace(stats=lambda one=one: one) for name, one in self.queues.items()}
+        topic = SimpleNamespace(items=lambda prefix: {k: v for k, v in ENGINE.items() if k.startswith(prefix)})
+        assert not loops(config)
+        self.meter = Meter(
+            SimpleNamespace(config=config, graph=graph),  # type: ignore[arg-type]
+            self.stage,  # type: ignore[arg-type]
+            self.recorder,  # type: ignore[arg-type]
+            hubs,  # type: ignore[arg-type]
+            topic,  # type: ignore[arg-type]
+            lambda name: [f"{name}-0"],
+            lambda name, count: f"no {count} of group" if name == "group" else None,
+            lambda: self.now,
+        )
+
+    def batch(self) -> None:
+        """Two seconds in which two groups are trained, each of which came as four messages."""
+        ledger, reward = self.stage.ledger, self.queues["reward"]
+        groups = [ledger.admit(position=self.stage.steps * 2 + i).group_id for i in range(2)]
+        reward.queued, reward.leased = 1, 3
+        for _ in range(4):
+            self.now += 0.5
+            self.report()
+            self.meter.look()
+        for group in groups:
+            ledger.settle(group, "trained", 0)
+        self.stage.steps += 1
+        self.recorder.last_step_s = self.now
+
+    def report(self) -> None:
+        engines = {"engine-0/running": 6.0, "engine-0/waiting": 0.0, "engine-0/idle": 0.25}
+        told = {"reward": (0.9, {CPU: 0.5 * self.now}), "train": (0.4, {}), "engines": (0.0, engines)}
+        for name, (busy, extra) in told.items():
+            self.view.stage(
+                StageStats(
+                    stage=name, replica=f"{name}-0", unix_s=self.now, busy_s=busy * self.now,
+                    starved_s=(1 - busy) * self.now, items_in=int(4 * self.now), in_flight=1, extra=extra,
+                )
+            )  # fmt: skip
+        self.view.engines({"engine-0": (1, 0.1)})
+
+
+def test_a_window_has_the_rates_and_shares_of_its_batches() -> None:
+    run = Run()
+    while run.meter.window() is None:
+        run.batch()
+        assert run.stage.steps < 20
+    assert run.stage.steps == 2 + run.stage.gate.max_staleness + LEAST_BATCHES, "behind what was in flight before"
+    window = run.meter.window()
+    assert window is not None
+    assert (window.batches, window.step) == (LEAST_BATCHES, run.stage.steps - 1)
+    assert window.rate == pytest.approx(2 * 4 / 2)
+    assert window.train == pytest.approx(0.4)
+    assert window.open == pytest.approx(2 * 4)
+    stages = {stage.name: stage for stage in window.stages}
+    reward, engine = stages["reward"], stages["engine"]
+    assert (reward.busy, reward.starved, reward.queued) == (pytest.approx(0.9), pytest.approx(0.1), 1.0)
+    assert (reward.here, reward.waiting) == (pytest.approx(4), pytest.approx(3)), "a message is a rollout here"
+    assert reward.cores == pytest.approx(0.5)
+    assert (engine.busy, engine.here, engine.waiting, engine.queued) == (pytest.approx(0.75), pytest.approx(6), 0, 0)
+    assert engine.cores == pytest.approx(0.75), "the embedded engine computes here"
+    assert (stages["generate"].here, stages["group"].fixed) == (0, "no 2 of group")
+    assert "train" not in stages
+
+
+@pytest.mark.parametrize("what", ["change", "restart", "replica", "pause"])
+def test_two_different_runs_are_not_averaged(what: str) -> None:
+    run = Run()
+    for _ in range(9):
+        run.batch()
+    assert run.meter.window() is not None
+    if what == "change":
+        run.recorder.changes.append(Changed(9, "scale reward", "2"))
+    elif what == "restart":
+        run.recorder.restarts["reward-0"] = 1
+    elif what == "replica":
+        run.view.stage(StageStats(stage="reward", replica="reward-1", unix_s=run.now))
+    else:
+        run.stage.paused = True
+    run.meter.look()
+    assert run.meter.window() is None
+    assert run.meter.steady == (what != "pause")
