@@ -67,6 +67,7 @@ class Autoscale:
                     return self._try(advice)
                 return self._take_back(gained)
             self._keep(gained)
+            advice = advise(window, self.within(window))  # within what was learnt now
         if advice is None or advice.kind not in ("up", "down"):
             return {}, ""
         self._base = window.rate
