@@ -1,6 +1,6 @@
 """Does a run that scales itself find the planner's split? A production run with simulated engines and trainer.
 
-    python -m bench.autobalance [--quick] [--output FILE]
+    python -m bench.autobalance [--quick] [--reward-s S] [--output FILE]
 
 The planner (`bench/plan_cluster.py`, virtual time) is asked for the best number of engines and of reward replicas for
 set times: of a decode step, of grading a rollout (the grader waits, so that it needs no core) and of a trainer's step.
@@ -121,9 +121,11 @@ def report(plan_rate: float, outcomes: Mapping[str, Outcome]) -> list[Series]:
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="fewer batches, a smaller grid of the planner")
+    parser.add_argument("--reward-s", type=float, default=JOB.reward_s, help="seconds that grading a rollout takes")
     parser.add_argument("--output", type=Path, default=Path("bench_results/autobalance.json"))
     options = parser.parse_args(arguments)
-    job, about = planned(JOB), machine(["pyzmq", "msgspec", "aiohttp"])
+    job = planned(msgspec.structs.replace(JOB, reward_s=options.reward_s))
+    about = machine(["pyzmq", "msgspec", "aiohttp"])
     quick = options.quick
     plan = msgspec.structs.replace(job, batches=16) if quick else job
     steps = stage_steps(plan, range(1, MOST["engine"] + 1), range(1, MOST["reward"] + 1))

@@ -116,9 +116,10 @@ class Placement:
 
     def lacks_gpus(self, engines: int) -> str | None:
         """Why there can be no so many engines more, None if there can."""
-        held = self._held_gpus()
+        if not (held := self._held_gpus()):
+            return None
         free = [gpu for gpu in gpus_to_divide(self.config) if gpu not in held]
-        if not held or len(free) >= engines * self.config.sglang.rollout_num_gpus_per_engine:
+        if len(free) >= engines * self.config.sglang.rollout_num_gpus_per_engine:
             return None
         return (
             f"there is no GPU for another engine: {len(held)} of those that are visible have one; end one first, or "
