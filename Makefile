@@ -85,7 +85,7 @@ full: $(STAMP) sglang-env agents-env
 # Kills at random moments, and what an oracle says of them: make chaos KILLS=100 SEED=7
 KILLS ?= 30
 chaos: $(STAMP)
-	$(BIN)/python -m tests.chaos --kills $(KILLS) $(if $(SEED),--seed $(SEED)) $(if $(CALLS),--calls)
+	$(BIN)/python -m tests.chaos --kills $(KILLS) $(if $(SEED),--seed $(SEED)) $(if $(CALLS),--calls) $(if $(SYNC),--sync)
 
 bench: $(STAMP)
 	$(BIN)/python -m bench.transport --quick

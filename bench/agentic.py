@@ -8,8 +8,10 @@ their tools run, with the turns of the oldest group first and in the order in wh
 as there are slots, which is what an engine sees when generation and tools run in one function that keeps its slot.
 Everything but engines, trainer and tools is the production code.
 
-Reported: tokens per second beside those of the run without waits (the share of time that engines are busy), seconds per
-rollout batch, and how old a batch is when it is trained.
+Reported: groups that ended per second beside those of the run without waits (the share of what the engines can do that
+they do), the share of groups that were trained and not too old by then, seconds per rollout batch, and how old a batch
+is. Counted is the middle of a run: at its start all trajectories begin at once, and at its end, when nothing is left to
+admit, fewer and fewer are in flight.
 """
 
 from __future__ import annotations
@@ -22,6 +24,7 @@ from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import dataclass
 from io import StringIO
 from pathlib import Path
+from typing import Any
 
 from bench.modes import configuration
 from bench.report import Series, finish, machine
@@ -57,7 +60,8 @@ CONTENDERS = (
 
 @dataclass(frozen=True)
 class Outcome:
-    tokens_s: float
+    groups_s: float  # that ended, in whichever way: what engines made
+    trained: float  # share of them
     step_s: float
     staleness: float
     staleness_max: float
@@ -92,34 +96,42 @@ def flags(contender: Contender, steps: int, seed: int, home: Path) -> list[str]:
 
 
 def measure(contender: Contender, steps: int, warm_up: int, seed: int) -> Outcome:
-    """One run in a directory of its own; its first `warm_up` batches are not counted."""
+    """One run in a directory of its own; `steps` batches are counted, behind the first and before the last ones."""
+    begins = contender.ahead + warm_up
     with tempfile.TemporaryDirectory(prefix="sluice-bench-") as home:
         said = StringIO()
         with redirect_stdout(said), redirect_stderr(said):
-            code = run(configuration(flags(contender, steps + warm_up, seed, Path(home))))
+            code = run(configuration(flags(contender, begins + steps + contender.ahead, seed, Path(home))))
         if code != 0:
             sys.exit(f"{contender.name}: exit code {code}\n{said.getvalue()}")
         rows = [row for row in read_metrics(Path(home) / "run" / "metrics.jsonl") if "perf/step_time" in row]
-    first, last, counted = rows[warm_up - 1], rows[-1], rows[warm_up:]
+    first, last, counted = rows[begins - 1], rows[begins + steps - 1], rows[begins : begins + steps]
     seconds = last["wall_s"] - first["wall_s"]
+    ended = _ended(last) - _ended(first)
     return Outcome(
-        tokens_s=(last["trained_tokens"] - first["trained_tokens"]) / seconds,
-        step_s=seconds / len(counted),
+        groups_s=ended / seconds,
+        trained=(last["ledger/trained"] - first["ledger/trained"]) / ended,
+        step_s=seconds / steps,
         staleness=statistics.mean(row["staleness/start_mean"] for row in counted),
         staleness_max=max(row["staleness/max"] for row in counted),
     )
 
 
+def _ended(row: dict[str, Any]) -> float:
+    """Groups by the end of a batch."""
+    return float(sum(row[f"ledger/{name}"] for name in ("trained", "filtered", "stale", "failed", "discarded")))
+
+
 def report(results: dict[str, list[Outcome]]) -> list[Series]:
     """Print the table; return what the JSON file holds."""
-    print(f"\n{'':>20} {'tokens/s':>9} {'engines busy':>13} {'s/batch':>8} {'staleness':>10} {'max':>4}")
+    print(f"\n{'':>20} {'groups/s':>9} {'engines busy':>13} {'trained':>8} {'s/batch':>8} {'staleness':>10} {'max':>4}")
     series: list[Series] = []
     for name, outcomes in results.items():
-        busy = [o.tokens_s / base.tokens_s for o, base in zip(outcomes, results["no waits"], strict=True)]
+        busy = [o.groups_s / base.groups_s for o, base in zip(outcomes, results["no waits"], strict=True)]
         mean = {field: statistics.median(getattr(o, field) for o in outcomes) for field in Outcome.__annotations__}
         print(
-            f"{name:>20} {mean['tokens_s']:9.0f} {statistics.median(busy):13.2f} {mean['step_s']:8.2f} "
-            f"{mean['staleness']:10.2f} {mean['staleness_max']:4.0f}"
+            f"{name:>20} {mean['groups_s']:9.2f} {statistics.median(busy):13.2f} {mean['trained']:8.2f} "
+            f"{mean['step_s']:8.2f} {mean['staleness']:10.2f} {mean['staleness_max']:4.0f}"
         )
         series.append(Series("tools", name, "busy share", busy))
         series += [Series("tools", name, field, [getattr(o, field) for o in outcomes]) for field in mean]
@@ -133,7 +145,7 @@ def main() -> None:
     parser.add_argument("--output", type=Path, default=Path("bench_results/agentic.json"))
     options = parser.parse_args()
     rounds = options.rounds or (1 if options.quick else 3)
-    steps, warm_up = (8, AHEAD + 1) if options.quick else (32, 2 * AHEAD)
+    steps, warm_up = (4, 1) if options.quick else (20, 6)
     about = machine(["pyzmq", "msgspec", "torch", "aiohttp"])
     results: dict[str, list[Outcome]] = {}
     for number in range(rounds):
@@ -146,7 +158,7 @@ def main() -> None:
         f"waits lognormal, mean {WAIT_S:g} s, sigma {SIGMA:g}",
         f"{ENGINES} simulated engines of {SLOTS} slots, a turn takes "
         f"{TURN_TOKENS * SCALE * (A_MS + C_MS * SLOTS) / 1000:.1f} s",
-        f"{rounds} rounds of {steps} batches of {GROUPS} x {MEMBERS}, the first {warm_up} batches are not counted",
+        f"{rounds} rounds of {steps} batches of {GROUPS} x {MEMBERS} that are counted",
         about.load,
     ]
     finish(options.output, about, remarks, series)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from functools import partial
 
+import torch
+
 from configs.schema import Config
 from models.train.dp_group import DpGroup
 from models.train.huggingface.models import TorchModels
@@ -17,12 +19,14 @@ def build_backend(config: Config, total_batches: int) -> TrainBackend:
     """The configured backend for one process alone, not yet set up. `total_batches`: rollout batches of the run."""
     if config.train.train_backend == "simulated":
         return SimulatedBackend(config.train, steps=config.train.num_steps_per_rollout or 1)
+    torch.manual_seed(config.run.seed)  # for what a loss of the user's draws; also in the state that is saved
     return Trainer(train_spec(config, total_batches))
 
 
 def build_member(config: Config, total_batches: int, dp_group: DpGroup) -> Trainer:
     """What one process of a trainer group runs. `dp_group`: of plain copies (torch); sharded frameworks make their
     own."""
+    torch.manual_seed(config.run.seed)
     spec, async_save = train_spec(config, total_batches), config.checkpoint.async_save
     match config.train.train_backend:
         case "fsdp":

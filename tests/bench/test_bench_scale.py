@@ -32,7 +32,7 @@ def counted(program: str) -> tuple[float, int]:
 def test_grandchildren_are_counted_with_their_time_and_their_waits() -> None:
     spun_cpu_s, _ = counted(SPINS)
     _, wakeups = counted(SLEEPS)
-    assert spun_cpu_s >= 0.3
+    assert spun_cpu_s >= 0.25  # in whole ticks
     assert wakeups >= 190  # 200 sleeps of the grandchild; its parent alone has about ten
 
 

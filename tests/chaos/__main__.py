@@ -9,7 +9,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from tests.chaos.suite import Running, Verdict, calls_cases, cases, table
+from tests.chaos.suite import Running, Verdict, calls_cases, cases, sync_cases, table
 
 
 def main() -> int:
@@ -18,12 +18,17 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=int(time.time()) % 100_000, help="of the plan; it is printed")
     parser.add_argument("--keep", type=Path, help="where runs with a fault are kept (default: a temporary directory)")
     parser.add_argument("--calls", action="store_true", help="an environment with calls that change the world")
+    parser.add_argument("--sync", action="store_true", help="sync runs, compared with undisturbed ones bit for bit")
     arguments = parser.parse_args()
     sys.stdout.write(f"make chaos KILLS={arguments.kills} SEED={arguments.seed}\n")
-    made = calls_cases if arguments.calls else cases
     home = arguments.keep or Path(tempfile.mkdtemp(prefix="chaos-"))
     verdicts: list[Verdict] = []
-    for number, case in enumerate(made(arguments.seed, arguments.kills)):
+    made = (
+        sync_cases(arguments.seed, arguments.kills, home)
+        if arguments.sync
+        else (calls_cases if arguments.calls else cases)(arguments.seed, arguments.kills)
+    )
+    for number, case in enumerate(made):
         started, place = time.monotonic(), home / f"{arguments.seed}-{number}"
         verdict = Running(case, place).run()
         verdicts.append(verdict)

@@ -25,6 +25,7 @@ from tests.chaos import calls
 from tests.chaos.kills import CONTROLLER, FATAL, MOMENTS, PRUNE, RUNNING, SAVE, Kill, Seen, draw
 from tests.chaos.leftovers import MARK, Watch, command, marked
 from tests.chaos.oracle import KINDS, Expected, Fault, judge
+from tests.chaos.trained import Trained, judge_same, trained_by
 
 ROOT = Path(__file__).parent.parent.parent
 LEFT, BROKEN = "left over", "did not end"
@@ -55,6 +56,12 @@ class Case:
     warm: bool = False
     calls: bool = False  # its environment writes a counter: calls.py
     steps: int = STEPS
+    bound: int = BOUND
+    undisturbed: Trained | None = None  # what it has to train, whatever is killed
+
+    @property
+    def expected(self) -> Expected:
+        return Expected(self.steps, BATCH, self.bound, KEEP)
 
 
 @dataclass
@@ -75,6 +82,14 @@ def flags(*, seed: int, save_interval: int = 1, computes: bool = False, warm: bo
     if warm:
         found += ["--warm-start-steps", str(WARM_STEPS), "--warm-start-batch-size", str(BATCH)]
     return found
+
+
+def sync_flags(*, seed: int, save_interval: int = 1) -> list[str]:
+    """Of a sync run that computes: what it trains depends on nothing but its flags."""
+    found = flags(seed=seed, save_interval=save_interval, computes=True)
+    place = found.index("--max-staleness")
+    del found[place : place + 2]
+    return ["--mode", "sync", "--deterministic", *found]
 
 
 def calls_flags(*, seed: int, steps: int) -> list[str]:
@@ -105,6 +120,22 @@ def cases(seed: int, kills: int) -> Iterable[Case]:
         yield Case(f"{seed}.{number}{' computes' if computes else ''}", tuple(given), tuple(drawn), warm)
 
 
+def sync_cases(seed: int, kills: int, home: Path) -> Iterable[Case]:
+    """Sync runs with kills, each beside an undisturbed one of the same flags, which runs first, below `home`."""
+    for number in range(10 * kills):
+        rng = random.Random(seed * 1_000_003 + number)
+        given = tuple(sync_flags(seed=rng.randrange(1 << 30), save_interval=rng.randrange(1, 4)))
+        alone = Case(f"{seed}.{number} undisturbed", given, (), bound=0)
+        place = home / f"{alone.name}".replace(" ", "-")
+        verdict = Running(alone, place).run()
+        if verdict.faults:
+            raise RuntimeError(f"{alone.name}: {verdict.faults[0].text}; kept in {place}")
+        trained = trained_by(place / "run", alone.expected)
+        shutil.rmtree(place)
+        drawn = draw(rng, steps=STEPS, warm_steps=0, kills=rng.randrange(4, 8))
+        yield Case(f"{seed}.{number} sync", given, tuple(drawn), bound=0, undisturbed=trained)
+
+
 class Running:
     """A case while it runs. `home`: an empty directory."""
 
@@ -133,7 +164,10 @@ class Running:
             command = ["--resume", str(self._run_dir)] if begun else command
         faults = self.verdict.faults
         if not faults:
-            faults += judge(self._run_dir, Expected(self.verdict.case.steps, BATCH, BOUND, KEEP))
+            faults += judge(self._run_dir, self.verdict.case.expected)
+            if not faults and self.verdict.case.undisturbed is not None:
+                found = trained_by(self._run_dir, self.verdict.case.expected)
+                faults += judge_same(found, self.verdict.case.undisturbed)
             if self.verdict.case.calls:
                 faults += calls.judge_calls(self._run_dir, self._calls)
                 self.verdict.figures = calls.figures(self._run_dir, self._calls)
