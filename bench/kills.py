@@ -1,8 +1,8 @@
 """What deaths cost a stream, and what they lose: `python -m bench.kills [--quick]`.
 
 Three consumers take messages from a hub, work on each for a few milliseconds and pass it on; whoever dies is started
-again at once. Contenders, in one round: nobody dies; one consumer at random is ended by `kill -9` every 200 ms, or every
-50 ms; one stands still (SIGSTOP) every 150 ms, for one and a half leases. Real sockets, real processes, no model.
+again at once. Contenders, in one round: nobody dies; one consumer at random is ended by `kill -9` every 200 ms, or
+every 50 ms; one stands still (SIGSTOP) every 150 ms, for one and a half leases. Real sockets, real processes, no model.
 
 Reported: messages per second beside those of the run without deaths, what was lost and what arrived twice (it should
 say 0), and the milliseconds from a kill to the moment in which the hub hands out again what the dead consumer held.

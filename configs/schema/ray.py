@@ -19,7 +19,8 @@ class RayConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
         tuple[str, ...],
         Meta(
             description="nodes of a role (train, rollout, cpu) by their labels, as role=key:value,key:value, with | "
-            "before each fallback: rollout=market:spot|market:on-demand"
+            "before each fallback: rollout=market:spot|market:on-demand; * is one value that all nodes of a group "
+            "have: train=nvlink-domain:*"
         ),
     ] = ()
     ray_cpus: Annotated[

@@ -24,6 +24,7 @@ from pipeline.errors import UsageError
 
 Role = Literal["train", "rollout", "cpu"]
 Strategy = Literal["PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD"]
+ANY: Final = "*"  # a value that all nodes of a group share, whichever it is
 NODE_ID: Final = "ray.io/node-id"  # label that every node has
 _DEFAULT_CPUS: Final[Mapping[str, int]] = {"train": 1, "rollout": 1, "cpu": 0}
 _ROLES: Final[tuple[tuple[re.Pattern[str], Role], ...]] = (
@@ -195,10 +196,11 @@ _CURE: Final = (
 
 def choose(config: Config, role: Role, group: PlacementGroup, nodes: Sequence[Node]) -> Labels:
     """The labels to ask for: the first alternative that free nodes can hold, else the first that the nodes can hold
-    once others have given back what they took. Raises UsageError if none of them can."""
+    once others have given back what they took. `*` stands for one value that all nodes of the group have, such as an
+    NVLink domain. Raises UsageError if none of them can."""
     wanted = alternatives(config, role)
     for kind in ("free", "total"):
-        for labels in wanted:
+        for labels in (one for alternative in wanted for one in _with_values(alternative, nodes, kind)):
             if fits(group, [node for node in nodes if matches(node.labels, labels)], kind):
                 return labels
     on = " or ".join(_text(labels) for labels in wanted if labels)
@@ -206,6 +208,22 @@ def choose(config: Config, role: Role, group: PlacementGroup, nodes: Sequence[No
         f"--runner ray: {group.name} needs {_wanted(group)}{f' with {on}' if on else ''}, but the cluster has "
         f"{_inventory(nodes)}; {_CURE}{', or change --ray-labels' if on else ''}"
     )
+
+
+def _with_values(wanted: Labels, nodes: Sequence[Node], kind: str) -> list[Labels]:
+    """The labels with each value that could stand for their `*`, the one with the least room first: what is left over
+    elsewhere stays whole for others."""
+    keys = [key for key, value in wanted.items() if value == ANY]
+    if not keys:
+        return [wanted]
+    room: dict[tuple[str, ...], tuple[float, float]] = {}
+    for node in nodes:
+        if all(key in node.labels for key in keys):
+            there: Mapping[str, float] = getattr(node, kind)
+            values = tuple(node.labels[key] for key in keys)
+            gpus, cpus = room.get(values, (0.0, 0.0))
+            room[values] = gpus + there.get("GPU", 0), cpus + there.get("CPU", 0)
+    return [wanted | dict(zip(keys, values, strict=True)) for values in sorted(room, key=lambda one: (room[one], one))]
 
 
 def _wanted(group: PlacementGroup) -> str:
@@ -248,7 +266,8 @@ def _times(need: ResourceNeeds, there: Mapping[str, float]) -> int:
 
 def _note(config: Config, role: Role, chosen: Labels) -> list[str]:
     wanted = alternatives(config, role)
-    if chosen == wanted[0]:
+    first = {key: chosen.get(key, ANY) if value == ANY else value for key, value in wanted[0].items()}
+    if chosen == first:
         return []
     return [f"--ray-labels: no room for {role} on {_text(wanted[0])}; using {_text(chosen)}"]
 

@@ -107,6 +107,38 @@ def test_all_labels_of_one_alternative_must_hold_and_some_may_be_ruled_out() -> 
         assert "with gpu=H200,market=!spot" in refusal([node("1"), node("2", **labels)], *wanted)
 
 
+def domain(number: str, value: str, gpus: float = 4, **more: str) -> Node:
+    return node(number, 8, gpus, **{"nvlink": value, **more})
+
+
+def test_all_nodes_of_a_group_are_in_one_domain_the_scarcest_that_holds_it() -> None:
+    flags = ("--engine", "embedded", "--engine-device", "cuda", "--train-device", "cpu", "--scale", "engine=6",
+             "--ray-cpus", "rollout=0", "--update-weight-transport", "delta", "--update-weight-delta-dir", "/shared",
+             "--ray-labels", "rollout=nvlink:*")  # fmt: skip
+    found = placements(*flags, gpus=True)
+    group = found.groups["engines"]
+
+    def chosen(*nodes: Node) -> dict[str, str]:
+        return choose(found.config, "rollout", group, nodes)
+
+    a, b = [domain("1", "a"), domain("2", "a")], [domain("3", "b"), domain("4", "b"), domain("5", "b")]
+    assert chosen(*b, *a) == {"nvlink": "a"}  # b stays whole
+    assert chosen(*b, domain("1", "a"), domain("2", "c")) == {"nvlink": "b"}  # a and c together are no domain
+    assert chosen(*b, node("1", 8, 64)) == {"nvlink": "b"}  # a node without the label is in none
+    assert found.check([*a, *b]) == []
+    assert "with nvlink=*, but the cluster has" in refusal([domain("1", "a"), domain("2", "b")], *flags)
+
+
+def test_a_domain_has_a_fallback_and_goes_with_other_labels() -> None:
+    two = ("--train-backend", "fsdp", "--actor-num-nodes", "2", "--actor-num-gpus-per-node", "4", "--ray-labels")
+    apart = [domain("1", "a", gpu="H200"), domain("2", "b", gpu="H200"), domain("3", "b", gpu="H200")]
+    found = placements(*two, "train=nvlink:*,gpu:H200|gpu:H200", gpus=True)
+    # The first node must be the controller's, and nobody shares its domain.
+    assert found.check(apart) == ["--ray-labels: no room for train on nvlink=*,gpu=H200; using gpu=H200"]
+    assert found.check([*apart, domain("4", "a", gpu="H200")]) == []
+    assert "nvlink=*" in refusal(apart, *two, "train=nvlink:*,gpu:H200")
+
+
 def test_the_trainer_is_refused_labels_that_the_controllers_node_lacks() -> None:
     wanted = ("--ray-labels", "train=gpu:H200")
     assert "on the controller's node with gpu=H200" in refusal([node("1"), node("2", gpu="H200")], *wanted)
