@@ -157,7 +157,7 @@ async def measure(contender: Contender, count: int, seed: int) -> Outcome:
                 await until(lambda: len(jobs.core.consumers) == CONSUMERS)
                 tasks.create_task(feed())
                 quiet = not contender.every_s
-                disturbing = None if quiet else asyncio.create_task(consumers.disturb(contender, random.Random(seed)))
+                disturbing = None if quiet else tasks.create_task(consumers.disturb(contender, random.Random(seed)))
                 start = time.monotonic()
                 while len(got) < count and not letters:
                     lease = await inlet.receive()
