@@ -2,75 +2,34 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import subprocess
 import sys
 import time
-import urllib.error
-import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 from launching import ROOT, SIMULATED, SMALL, finish, here, made_model, start, succeed_here
+from token_checks import check_token, files_with
 
-from models.engines.token import read_token, run_token
+from models.engines.token import run_token
 
 pytestmark = pytest.mark.slow
 
 
-def status(url: str, token: str = "") -> int:
-    request = urllib.request.Request(url, headers={"Authorization": f"Bearer {token}"} if token else {})
-    try:
-        with urllib.request.urlopen(request, timeout=30) as answer:
-            return int(answer.status)
-    except urllib.error.HTTPError as error:
-        return error.code
-
-
-def engine(run_dir: Path) -> dict[str, Any]:
-    """What the run tells of its engine, once that serves."""
-    deadline = time.monotonic() + 120
-    while time.monotonic() < deadline:
-        with contextlib.suppress(OSError, KeyError):
-            found: dict[str, Any] = json.loads((run_dir / "replicas" / "fleet.json").read_text())["engine-0"]
-            return found
-        time.sleep(0.05)
-    raise AssertionError("the run has no engine")
-
-
-def shown_by_processes(run_dir: Path, controller: int) -> bytes:
-    """Command lines and environments of a run, as other users see the first and its own user both."""
-    pids = [controller, *(int(file.read_text()) for file in (run_dir / "replicas").glob("*.pid"))]
-    assert len(pids) > 4
-    return b"".join(Path(f"/proc/{pid}/{what}").read_bytes() for pid in pids for what in ("cmdline", "environ"))
-
-
 def test_every_request_of_a_run_brings_its_token_and_nobody_sees_it(tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
-    flags = [*SMALL, *made_model(), *SIMULATED, "--use-tensorboard", "--num-rollout", "60"]
-    process = start(run_dir, *flags)
+    process = start(run_dir, *SMALL, *made_model(), *SIMULATED, "--use-tensorboard", "--num-rollout", "60")
     try:
-        server = engine(run_dir)
-        file = Path(server["token_file"])
-        token = read_token(file).token.text
-        assert file.parent.stat().st_mode & 0o777 == 0o700
-        assert status(f"{server['url']}/health") == 200
-        assert status(f"{server['url']}/server_info") == 401
-        assert status(f"{server['url']}/server_info", "of-another-run") == 401
-        assert status(f"{server['url']}/server_info", token) == 200
-        shown = shown_by_processes(run_dir, process.pid)
-        assert str(file).encode() in shown
-        assert token.encode() not in shown
+        file = check_token(run_dir, process.pid, engine_0="/server_info")
     finally:
         done = finish(process, run_dir)
     assert done.code == 0, done.err[-3000:]
     done.check_books()
-    assert not file.exists()
-    assert token not in done.out + done.err
-    assert [path for path in run_dir.rglob("*") if path.is_file() and token.encode() in path.read_bytes()] == []
+    assert not Path(file.path).exists()
+    assert file.token.text not in done.out + done.err
+    assert files_with(run_dir, file.token.text) == []
 
 
 @pytest.fixture
@@ -108,5 +67,4 @@ def test_engines_that_run_already_want_their_own_token(tmp_path: Path, outside: 
         assert name in refused.err or number == 2
     done = succeed_here(tmp_path / "run", *flags, name, str(file))
     assert done.audit.outcomes["trained"] == 16
-    token = file.read_text()
-    assert [path for path in done.run_dir.rglob("*") if path.is_file() and token.encode() in path.read_bytes()] == []
+    assert files_with(done.run_dir, file.read_text()) == []

@@ -16,10 +16,13 @@ import pytest
 import torch
 from launching import SMALL, Finished, finish, start, succeed
 from test_kill import steps_done, wait_for_steps
+from token_checks import check_token, files_with
 
 from models.engines.client import EngineClient
 from models.engines.errors import EngineError
+from models.engines.launch.arguments import RUNNER
 from models.engines.protocol import EXPECTED_SGLANG
+from models.engines.token import read_token
 from tests.models.engines.forward_reference import by_one, by_pieces
 from tests.sglang_server import ON_SGLANG, RealServer, needs_sglang
 
@@ -76,12 +79,22 @@ def tapped(run_dir: Path) -> list[dict[str, Any]]:
 def test_a_run_on_two_servers_behind_the_router_learns(tap: Path) -> None:
     """The defaults of --engine sglang: two servers, the real router, weights swapped while they generate."""
     python = needs_sglang()
-    done = succeed(
-        tap / "run", *SMALL, "--engine", "sglang", "--sglang-python", str(python), "--scale", "engine=2",
+    run_dir = tap / "run"
+    process = start(
+        run_dir, *SMALL, "--engine", "sglang", "--sglang-python", str(python), "--scale", "engine=2",
         "--custom-rm-path", "tap:sevens", "--rm-type", "auto", "--num-rollout", "40", "--rollout-batch-size", "8",
         "--n-samples-per-prompt", "8", "--rollout-max-response-len", "8", "--lr", "1e-3", "--log-interval", "10",
         "--rollout-max-context-len", "128", "--check-weight-update-equal", cwd=tap,
     )  # fmt: skip
+    try:
+        token = check_token(
+            run_dir, process.pid, engine_0="/server_info", engine_1="/model_info", router="/workers"
+        ).token
+    finally:
+        done = finish(process, run_dir, timeout_s=400)
+    assert done.code == 0, done.err[-3000:]
+    done.check_books()
+    assert files_with(run_dir, token.text) == [], "SGLang writes its options into its log"
     summary = done.summary
     assert summary["reward"]["last"] > summary["reward"]["first"] + 0.3, summary["reward"]
     engine = summary["engine"]
@@ -95,16 +108,18 @@ def test_a_run_on_two_servers_behind_the_router_learns(tap: Path) -> None:
         assert log.count("Prefill batch") > 20, f"{name} got few requests"
 
 
-def engine_url(run_dir: Path, name: str) -> str:
-    """Where an engine listens, from the command line of its process."""
+def client_of(run_dir: Path, name: str) -> EngineClient:
+    """Of an engine, from the command line of its process."""
     pid = (run_dir / "replicas" / f"{name}.pid").read_text()
     words = Path(f"/proc/{pid}/cmdline").read_bytes().decode().split("\0")
-    return f"http://127.0.0.1:{words[words.index('--port') + 1]}"
+    url = f"http://127.0.0.1:{words[words.index('--port') + 1]}"
+    token = read_token(Path(words[words.index(RUNNER) + 1])).token
+    return EngineClient(url, connect_timeout_s=2.0, control_timeout_s=5.0, token=token)
 
 
-async def serving(url: str) -> str | None:
+async def serving(run_dir: Path, name: str) -> str | None:
     """The version that an engine generates with just now; None if it does not."""
-    async with EngineClient(url, connect_timeout_s=2.0, control_timeout_s=5.0) as client:
+    async with client_of(run_dir, name) as client:
         try:
             running = sum(load.num_running_reqs for load in await client.loads())
             return (await client.model_info()).weight_version if running else None
@@ -118,7 +133,7 @@ def wait_serving(process: object, run_dir: Path, name: str, oldest: int, timeout
     while time.monotonic() < deadline:
         assert process.poll() is None, "the run ended too early"  # type: ignore[attr-defined]
         with contextlib.suppress(OSError, ValueError):  # the process is between two lives
-            label = asyncio.run(serving(engine_url(run_dir, name)))
+            label = asyncio.run(serving(run_dir, name))
             if label is not None and int(label.rpartition(".")[2]) >= oldest:
                 return
         time.sleep(0.2)
