@@ -48,6 +48,7 @@ from pipeline.supervise.announce import Announcer
 from pipeline.supervise.dead_letters import DeadLetters
 from pipeline.supervise.restarts import Lifecycle
 from pipeline.supervise.runner import ProcessRunner, Runner, TaskRunner
+from pipeline.topic_writers import TOPIC_WRITERS
 from stages.base import beside
 from stages.engines.stage import END
 from stages.ports import Inlet, Ports
@@ -72,14 +73,18 @@ class Controller:
         """Run to the end. Raises RunError (or an error of the prompt stage) with everything stopped."""
         keys = make_keys(self.rundir.sockets / "keys") if self.launcher.controller else None
         async with Node(self.placement.run_id, "controller", load_security(keys[0]) if keys else None) as node:
-            topic = await node.topic_server(self.placement.topic, private=(STATS_PREFIX,))
+            topic = await node.topic_server(self.placement.topic, private=(STATS_PREFIX,), writers=TOPIC_WRITERS)
             topic.publish(CONFIG, msgspec.msgpack.encode(self.config))
             if keys is not None:
                 publish_files(topic, self.config.train.hf_checkpoint)
             dead_letters = DeadLetters(topic, self.recorder, self.stage.close_groups)
             for stream in self.graph.streams:
                 address = self.placement.addresses[stream.name]
-                spec = stream_spec(self.config, self.stage.gate, stream.name, address, stream.routing)
+                spec = msgspec.structs.replace(
+                    stream_spec(self.config, self.stage.gate, stream.name, address, stream.routing),
+                    producers=frozenset(stage for stage, _ in stream.producers),
+                    consumers=frozenset({stream.consumer[0]}),
+                )
                 hub = self.hubs[stream.name] = await node.hub(spec, dead_letters)
                 self.placement.addresses[stream.name] = hub.address
             runner = self._runner(node, topic, Announcer(topic, self.hubs, self.recorder), keys)

@@ -10,8 +10,8 @@ import asyncio
 import contextlib
 import os
 import secrets
-from collections.abc import Callable
-from types import TracebackType
+from collections.abc import Callable, Mapping
+from types import MappingProxyType, TracebackType
 from typing import Any, Protocol, TypeVar
 
 from transport import wire
@@ -154,10 +154,16 @@ class Node:
         await self._open(outlet)
         return outlet
 
-    async def topic_server(self, address: str, private: tuple[str, ...] = ()) -> TopicServer:
-        """Bind the run's topic here. Values below the `private` prefixes are for this process alone."""
+    async def topic_server(
+        self,
+        address: str,
+        private: tuple[str, ...] = (),
+        writers: Mapping[str, frozenset[str]] = MappingProxyType({}),
+    ) -> TopicServer:
+        """Bind the run's topic here. Values below the `private` prefixes are for this process alone; keys that begin
+        like one of `writers` are written by the replicas of these stages alone, and by this process."""
         fabric = self._usable()
-        server = TopicServer(TopicServerCore(self.run_id, secrets.randbits(62), private))
+        server = TopicServer(TopicServerCore(self.run_id, secrets.randbits(62), private, writers))
         server.link = await self._bind(fabric, address, server, VALUE_LIMIT, wire.decode_to_topic)
         self._start(server, self._hosts)
         return server

@@ -28,6 +28,9 @@ class StreamSpec(msgspec.Struct, frozen=True):
     max_message_bytes: int = 64 << 20
     routing: Routing = "least_loaded"
     dedup_keys: bool = True
+    # Stages whose replicas (`<stage>-<number>`) may send and take; None: whoever may connect.
+    producers: frozenset[str] | None = None
+    consumers: frozenset[str] | None = None
 
     def __post_init__(self) -> None:
         for field in ("capacity_items", "capacity_bytes", "max_attempts", "max_message_bytes"):

@@ -8,7 +8,6 @@ Invariant: a specification is on the topic before its process starts, and until 
 
 from __future__ import annotations
 
-import shutil
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -20,18 +19,19 @@ from msgspec import Struct
 from configs.schema import Config
 from pipeline.hosts.launcher import ProcessSpec
 from transport import Node, TopicClient
-from transport.links.security import create_keys, load_security
+from transport.links.security import SERVER, add_client, create_keys, load_security
 
 T = TypeVar("T")
 Keys = tuple[Path, Path] | None  # as `make_keys` returns them; None where all addresses are local
 CONFIG: Final = "config"
-WORKER_KEY: Final = "worker"  # name of the key that all started processes share
+SERVING: Final = "server"  # name of the directory of what binds
 GIVE_UP_S: Final = 30.0  # a topic or hub that is silent for so long is gone, and its run with it
 
 
 class Entry(Struct, frozen=True):
-    """The way into a run. `keys`: directory of the keys of its addresses; none where all of them are local. What binds
-    addresses itself has the server's key there."""
+    """The way into a run. `keys`: directory of keys of its addresses; none where all of them are local. A process of
+    its own has its own key there, what binds addresses itself the server's; the controller's has a directory for each
+    process."""
 
     run_id: str
     topic: str
@@ -39,13 +39,25 @@ class Entry(Struct, frozen=True):
 
     def process(self, module: str, name: str, *, env: Mapping[str, str] = {}, sweep: bool = False) -> ProcessSpec:
         """How a process of that name is started."""
-        keys = tuple(filter(None, [self.keys]))
+        keys = tuple(filter(None, [self._keys_of(name)]))
         argv = (sys.executable, "-P", "-m", module, self.run_id, self.topic, name, *keys)
         return ProcessSpec(name, argv, env, sweep=sweep, files=keys)
 
+    def _keys_of(self, name: str) -> str:
+        """The directory with what a process of that name needs; made at its first start."""
+        if not self.keys or self._serves:
+            return self.keys
+        own = Path(self.keys) / name
+        if not own.exists():
+            add_client(Path(self.keys).with_name(SERVING), name, own)
+        return str(own)
+
+    @property
+    def _serves(self) -> bool:
+        return Path(self.keys, f"{SERVER}.key").exists()
+
     def node(self, name: str) -> Node:
-        serves = Path(self.keys, "server.key").exists()
-        security = load_security(Path(self.keys), "server" if serves else WORKER_KEY) if self.keys else None
+        security = load_security(Path(self.keys), SERVER if self._serves else name) if self.keys else None
         return Node(self.run_id, name, security, give_up_s=GIVE_UP_S)
 
 
@@ -56,13 +68,11 @@ def from_command(arguments: Sequence[str]) -> tuple[Entry, str]:
 
 
 def make_keys(directory: Path) -> tuple[Path, Path]:
-    """Directories of new keys of a run: of what binds on the controller's host, and of all other processes."""
-    serving, worker = directory / "server", directory / "worker"
-    create_keys(serving, [WORKER_KEY])
-    worker.mkdir(mode=0o700)
-    for file in (f"{WORKER_KEY}.key", "server.pub"):
-        shutil.copy2(serving / file, worker)
-    return serving, worker
+    """Directories of the keys of a run: of what binds on the controller's host, and of all other processes."""
+    serving, processes = directory / SERVING, directory / "processes"
+    create_keys(serving, [])
+    processes.mkdir(mode=0o700)
+    return serving, processes
 
 
 def spec_key(name: str) -> str:

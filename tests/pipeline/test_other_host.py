@@ -21,8 +21,8 @@ import pipeline.run
 from pipeline.hosts.weights_source import SOURCE, WeightsServer
 from pipeline.record.journal import Audit, audit
 from stages.messages import RolloutSlice
-from transport import AddressRefused, LinkError, Node
-from transport.links.security import create_keys, load_security
+from transport import AddressRefused, LinkError, LinkRefused, Node
+from transport.links.security import add_client, create_keys, load_security
 
 pytestmark = pytest.mark.slow
 
@@ -80,6 +80,17 @@ def test_who_has_no_key_gets_nothing(over: OtherHost, tmp_path: Path, monkeypatc
                     await node.outlet(train, "train", RolloutSlice)
                 with pytest.raises((LinkError, AddressRefused)):
                     await (await node.byte_client(weights.address)).stat(weights.files[0])
+        add_client(run.keys[0], "reward-7", tmp_path / "its")  # what each process of the run is given
+        security = load_security(tmp_path / "its", "reward-7")
+        async with Node(run.runner.entry.run_id, "reward-7", security, give_up_s=5.0, close_s=0.1) as node:
+            there = await node.topic(topic)
+            with pytest.raises(LinkRefused, match="'reward-7' may not write 'weights' on the topic; only train may"):
+                await there.publish("weights", b"")
+            with pytest.raises(LinkRefused, match="'reward-7' is no producer of stream 'train'"):
+                await node.outlet(train, "train", RolloutSlice)
+        async with Node(run.runner.entry.run_id, "train-0", security, give_up_s=1.0, close_s=0.1) as node:
+            with pytest.raises(LinkError):
+                await node.topic(topic)
 
     flags = [*SMALL, *made_model(), *SIMULATED, "--num-rollout", "4000"]
     scripted(monkeypatch, tmp_path / "run", script, lambda place: program.main(["--run-dir", str(place), *flags]))

@@ -38,7 +38,7 @@ from transport import (
 from transport.codec import Codec
 from transport.links import zmq_link
 from transport.links.address import parse
-from transport.links.security import create_keys, load_security, zap_reply
+from transport.links.security import add_client, create_keys, load_security, zap_reply
 from transport.ports import outlet as outlet_port
 from transport.testing.net import Extra
 from transport.wire import Hello, Put, Report
@@ -147,7 +147,8 @@ def test_key_files_are_private_and_complete(run_dir: Path) -> None:
     server = load_security(run_dir / "keys")
     worker = load_security(run_dir / "keys", "worker")
     assert worker.server_public == server.own.public
-    assert worker.own.public in server.allowed
+    assert server.clients()[worker.own.public] == "worker"
+    assert worker.clients() == {}
     assert server.own.secret not in repr(server)
     with pytest.raises(SecurityError, match="exists and is not overwritten"):
         create_keys(run_dir / "keys", [])
@@ -173,7 +174,7 @@ def test_the_allow_list_grants_curve_only(run_dir: Path) -> None:
     security = load_security(run_dir / "keys")
     raw = zmq.utils.z85.decode(security.own.public)
     good = [b"1.0", b"7", b"sluice", b"", b"", b"CURVE", raw]
-    assert zap_reply(good, security.allowed)[1:3] == [b"7", b"200"]
+    assert zap_reply(good, security.clients())[1:5] == [b"7", b"200", b"OK", b"server"]
     for bad in (
         [*good[:5], b"NULL"],
         [*good[:6], b"x" * 32],
@@ -181,7 +182,7 @@ def test_the_allow_list_grants_curve_only(run_dir: Path) -> None:
         [],
         [*good[:5], b"PLAIN", b"a", b"b"],
     ):
-        assert zap_reply(bad, security.allowed)[2] == b"400"
+        assert zap_reply(bad, security.clients())[2] == b"400"
 
 
 async def test_unknown_keys_and_plain_peers_are_refused(run_dir: Path) -> None:
@@ -191,7 +192,7 @@ async def test_unknown_keys_and_plain_peers_are_refused(run_dir: Path) -> None:
     stranger = load_security(run_dir / "stranger").own
     async with asyncio.timeout(20), Node("run", "hub", security) as node:
         hub = await node.hub(StreamSpec("s", "tcp://127.0.0.1:0"), ignore)
-        async with Node("run", "w", load_security(run_dir / "keys", "worker")) as worker:
+        async with Node("run", "worker", load_security(run_dir / "keys", "worker")) as worker:
             outlet = await worker.outlet(hub.address, "s", bytes)
             await outlet.send(b"x", "k")
         async with Node("run", "w", Security(stranger, security.own.public)) as intruder:
@@ -200,10 +201,54 @@ async def test_unknown_keys_and_plain_peers_are_refused(run_dir: Path) -> None:
         async with Node("run", "w", give_up_s=0.5) as plain:
             with pytest.raises(LinkLost, match=r"heard nothing for give_up_s=0\.5"):
                 await plain.outlet(hub.address, "s", bytes)
-        async with Node("run", "w", load_security(run_dir / "keys", "worker")) as worker:
+        async with Node("run", "worker", load_security(run_dir / "keys", "worker")) as worker:
             with pytest.raises(SecurityError, match="does not own the run's server key"):
                 await worker.hub(StreamSpec("s", "tcp://127.0.0.1:0"), ignore)
         assert hub.stats().accepted == 1
+
+
+async def test_a_key_is_for_one_name(run_dir: Path) -> None:
+    create_keys(run_dir / "keys", [])
+    security = load_security(run_dir / "keys")
+    async with asyncio.timeout(20), Node("run", "hub", security) as node:
+        hub = await node.hub(StreamSpec("s", "tcp://127.0.0.1:0"), ignore)
+        topic = await node.topic_server("tcp://127.0.0.1:0")
+        add_client(run_dir / "keys", "reward-0", run_dir / "its")  # the server listens already
+        assert (run_dir / "its").stat().st_mode & 0o777 == 0o700
+        own = load_security(run_dir / "its", "reward-0")
+        async with Node("run", "reward-0", own) as honest:
+            await (await honest.outlet(hub.address, "s", bytes)).send(b"x", "k")
+            await (await honest.topic(topic.address)).publish("k", b"v")
+        async with Node("run", "train-0", own, give_up_s=0.5) as liar:
+            with pytest.raises(LinkLost, match=r"heard nothing for give_up_s=0\.5"):
+                await liar.outlet(hub.address, "s", bytes)
+            with pytest.raises(LinkLost, match=r"heard nothing for give_up_s=0\.5"):
+                await liar.topic(topic.address)
+        assert hub.stats().accepted == 1
+
+
+async def test_streams_and_keys_of_the_topic_are_for_certain_stages(run_dir: Path) -> None:
+    async with asyncio.timeout(10), Node("run", "hub") as node:
+        stages = {"producers": frozenset({"generate", "tools"}), "consumers": frozenset({"reward"})}
+        hub = await node.hub(StreamSpec("s", f"ipc://{run_dir}/s", **stages), ignore)
+        writers = {"weights": frozenset({"train"}), "config": frozenset[str]()}
+        topic = await node.topic_server(f"ipc://{run_dir}/t", writers=writers)
+        topic.publish("config", b"of the run")
+        await node.outlet(hub.address, "s", bytes, replica="tools-3")
+        await node.inlet(hub.address, "s", bytes, replica="reward-0")
+        for replica in ("reward-0", "generate", "generate-x-0", "train-0"):
+            with pytest.raises(LinkRefused, match=r"no producer of stream 's', whose producers are the stages gen"):
+                await node.outlet(hub.address, "s", bytes, replica=replica)
+        with pytest.raises(LinkRefused, match=r"no consumer of stream 's', whose consumers are the stages reward"):
+            await node.inlet(hub.address, "s", bytes, replica="generate-0")
+        train = await node.topic(topic.address, replica="train-0")
+        await train.publish("weights/pinned/1", b"1")
+        for key, who in (("weights", "only train may"), ("config", "only the controller may")):
+            worker = await node.topic(topic.address, replica="reward-0")
+            await worker.publish("stats/reward-0", b"2")
+            with pytest.raises(LinkRefused, match=rf"'reward-0' may not write '{key}' on the topic; {who}"):
+                await worker.publish(key, b"3")
+        assert dict(topic.items("")) == {"config": b"of the run", "weights/pinned/1": b"1", "stats/reward-0": b"2"}
 
 
 async def test_another_run_is_refused(run_dir: Path) -> None:
@@ -401,7 +446,7 @@ async def test_bytes_go_to_holders_of_a_key_alone(run_dir: Path) -> None:
             client = await other.byte_client(server.address)
             with pytest.raises(BlobGone, match=r"asked by run 'other'.* this byte server is of run 'run'"):
                 await client.stat("weights/1")
-        async with Node("run", "w", load_security(run_dir / "keys", "worker")) as worker:
+        async with Node("run", "worker", load_security(run_dir / "keys", "worker")) as worker:
             client = await worker.byte_client(server.address)
             buffer = bytearray(blob.size)
             await client.fetch(Transfer(blob, memoryview(buffer)))

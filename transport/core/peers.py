@@ -61,6 +61,11 @@ class ConsumerPeer(Peer):
         return self.connected and not self.draining and self.credit.fits(size, alone=not self.held)
 
 
+def stage_of(replica: str) -> str:
+    """The stage in a replica's name, `<stage>-<number>`."""
+    return replica.rpartition("-")[0]
+
+
 def mismatch(hello: Hello, spec: StreamSpec, run_id: str, schema: tuple[str, str] | None) -> str | None:
     """Why a hub cannot serve a peer, in one sentence, or None. `schema`: name and hash of what the stream carries."""
     name = spec.name
@@ -70,6 +75,12 @@ def mismatch(hello: Hello, spec: StreamSpec, run_id: str, schema: tuple[str, str
         return f"{hello.replica!r} is of run {hello.run_id!r}, stream {name!r} of {run_id!r}; check the address"
     if hello.stream != name:
         return f"{hello.replica!r} asked for stream {hello.stream!r}, here is {name!r}; check the address"
+    stages = spec.producers if hello.role == "producer" else spec.consumers
+    if stages is not None and stage_of(hello.replica) not in stages:
+        return (
+            f"{hello.replica!r} is no {hello.role} of stream {name!r}, whose {hello.role}s are the stages "
+            f"{', '.join(sorted(stages))}; check its name"
+        )
     if schema is not None and schema[1] != hello.schema_hash:
         return (
             f"{hello.replica!r} declares schema {hello.schema} ({hello.schema_hash}), stream {name!r} carries "

@@ -10,10 +10,12 @@ from __future__ import annotations
 
 from collections import OrderedDict, deque
 from collections.abc import Mapping
+from types import MappingProxyType
 
 import msgspec
 
 from transport.core.custody import Body
+from transport.core.peers import stage_of
 from transport.core.session import PeerCore
 from transport.wire import (
     PROTOCOL,
@@ -72,10 +74,17 @@ class Entries:
 
 
 class TopicServerCore:
-    def __init__(self, run_id: str, epoch: int, private: tuple[str, ...] = ()) -> None:
+    def __init__(
+        self,
+        run_id: str,
+        epoch: int,
+        private: tuple[str, ...] = (),
+        writers: Mapping[str, frozenset[str]] = MappingProxyType({}),
+    ) -> None:
+        """`writers`: of keys with a certain beginning, the stages whose replicas may write them; others may all."""
         self.run_id = run_id
         self.epoch = epoch
-        self.private = private
+        self.private, self.writers = private, writers
         self.entries = Entries()
         self.shared_revision = 0  # of what clients see
         self.malformed = 0
@@ -110,6 +119,10 @@ class TopicServerCore:
             self._out.append((route, Who(), None))
         elif isinstance(message, TopicPut):
             incarnation = self.clients[route]
+            if (why := self._forbidden(route, message.key)) is not None:
+                self.malformed += 1
+                self._out.append((route, Refuse("refused", why), None))
+                return
             if body is None:
                 self.malformed += 1
                 return
@@ -122,6 +135,15 @@ class TopicServerCore:
             self._snapshot(route)
         else:
             self._ack(route, 0)
+
+    def _forbidden(self, route: bytes, key: str) -> str | None:
+        """Why this client may not write a key, None if it may."""
+        name = self._names.get(route, "")
+        stages = next((stages for start, stages in self.writers.items() if key.startswith(start)), None)
+        if stages is None or stage_of(name) in stages:
+            return None
+        who = ", ".join(sorted(stages)) or "the controller"
+        return f"{name!r} may not write {key[:100]!r} on the topic; only {who} may"
 
     def on_unreachable(self, route: bytes) -> None:
         self.clients.pop(route, None)

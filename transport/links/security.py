@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import stat
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 import msgspec
@@ -18,6 +18,7 @@ from zmq.utils import z85
 
 from transport.errors import SecurityError
 
+SERVER = "server"  # name of the key that whoever binds an address owns
 ZAP_ADDRESS = "inproc://zeromq.zap.01"
 KEY_LENGTH = 40  # characters of Z85
 KEY_FILE_LIMIT = 4096  # bytes
@@ -41,7 +42,14 @@ class Security(msgspec.Struct, frozen=True):
 
     own: KeyPair
     server_public: str
-    allowed: frozenset[str] = frozenset()  # public keys of clients
+    directory: Path | None = None  # of a server: its clients' keys lie there, by their names, and may become more
+
+    def clients(self) -> dict[str, str]:
+        """Who may connect now: the name of each public key."""
+        if self.directory is None:
+            return {}
+        found = {_read_public(path): path.stem for path in self.directory.glob("*.pub")}
+        return found | {read_keys(path).public: path.stem for path in self.directory.glob("*.key")}
 
     def __post_init__(self) -> None:
         for what, key in (
@@ -58,20 +66,28 @@ class Security(msgspec.Struct, frozen=True):
 def create_keys(directory: Path, clients: Iterable[str]) -> None:
     """Write `server.key`, `server.pub` and one `<client>.key` each into a private directory; overwrites nothing."""
     directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-    for name in ("server", *clients):
+    for name in (SERVER, *clients):
         public, secret = zmq.curve_keypair()
         _write_private(directory / f"{name}.key", msgspec.json.encode(KeyPair(public.decode(), secret.decode())))
-        if name == "server":
+        if name == SERVER:
             _write_private(directory / "server.pub", public)
 
 
-def load_security(directory: Path, name: str = "server") -> Security:
-    """The security of one node: keys of `name`, and as the allow-list all keys of the directory."""
+def add_client(serving: Path, name: str, directory: Path) -> None:
+    """Give a client keys of its own in a private directory, and let the server of `serving` know it by that name."""
+    directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+    public, secret = zmq.curve_keypair()
+    _write_private(directory / f"{name}.key", msgspec.json.encode(KeyPair(public.decode(), secret.decode())))
+    _write_private(directory / "server.pub", _read_public(serving / "server.pub").encode())
+    _write_private(serving / f"{name}.pub", public)
+
+
+def load_security(directory: Path, name: str = SERVER) -> Security:
+    """The security of one node: keys of `name`, and for the server as the allow-list all keys of the directory."""
     own = read_keys(directory / f"{name}.key")
-    if name != "server":
+    if name != SERVER:
         return Security(own, _read_public(directory / "server.pub"))
-    pairs = [read_keys(path) for path in sorted(directory.glob("*.key"))]
-    return Security(own, own.public, frozenset(pair.public for pair in pairs))
+    return Security(own, own.public, directory)
 
 
 def read_keys(path: Path) -> KeyPair:
@@ -122,15 +138,10 @@ def _write_private(path: Path, data: bytes) -> None:
         file.write(data)
 
 
-def zap_reply(frames: list[bytes], allowed: frozenset[str]) -> list[bytes]:
-    """Answer one ZAP request (RFC 27): 200 for an allowed CURVE key, 400 for everything else."""
+def zap_reply(frames: list[bytes], allowed: Mapping[str, str]) -> list[bytes]:
+    """Answer one ZAP request (RFC 27): 200 and the name for an allowed CURVE key, 400 for everything else."""
     request_id = frames[1] if len(frames) > 1 else b""
-    granted = (
-        len(frames) == 7
-        and frames[0] == b"1.0"
-        and frames[5] == b"CURVE"
-        and len(frames[6]) == 32
-        and z85.encode(frames[6]).decode() in allowed
-    )
-    status = (b"200", b"OK") if granted else (b"400", b"key is not on the allow-list")
-    return [b"1.0", request_id, *status, b"peer" if granted else b"", b""]
+    asks = len(frames) == 7 and frames[0] == b"1.0" and frames[5] == b"CURVE" and len(frames[6]) == 32
+    name = allowed.get(z85.encode(frames[6]).decode(), "") if asks else ""
+    status = (b"200", b"OK") if name else (b"400", b"key is not on the allow-list")
+    return [b"1.0", request_id, *status, name.encode(), b""]

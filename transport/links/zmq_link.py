@@ -6,6 +6,7 @@ Invariants:
   nothing. A safety poll each second counts wake-ups that were missed (it must stay 0).
 - Routing ids are left to the ROUTER, new for each connection: a peer that reconnects can never be refused for an id
   that its broken connection still holds. Who a peer is, its HELLO says.
+- Where keys are asked for, a peer says hello by the name of its key alone.
 - ROUTER_MANDATORY shows a peer that has gone; IMMEDIATE keeps messages from queueing for a connection that never was.
 """
 
@@ -27,8 +28,8 @@ from transport.errors import AddressInvalid, SecurityError
 from transport.links import address as addresses
 from transport.links.address import Address
 from transport.links.link import Decode, Endpoint, Link
-from transport.links.security import ZAP_ADDRESS, Security, zap_reply
-from transport.wire import FRAMES_LIMIT, HEADER_LIMIT, AnyMessage, Put, Work, encode
+from transport.links.security import SERVER, ZAP_ADDRESS, Security, zap_reply
+from transport.wire import FRAMES_LIMIT, HEADER_LIMIT, AnyMessage, Hello, Put, TopicHello, Work, encode
 
 COPY_BELOW = 64 << 10  # bytes; smaller bodies are cheaper to copy than to track
 MESSAGE_FUSE = 100_000  # high-water mark: never reached while credit is respected
@@ -83,6 +84,7 @@ class ZmqLink(Link):
         self._socket = socket
         self._router = socket.socket_type == zmq.ROUTER
         self._decode = decode
+        self._guarded = self._router and bool(socket.get(zmq.CURVE_SERVER))
         self._most_bytes = cast(int, socket.get(zmq.MAXMSGSIZE))  # libzmq bounds each frame, this their sum
         self._unsent: deque[tuple[AnyMessage, Body]] = deque()
         self._monitor: zmq.Socket[bytes] | None = None
@@ -174,12 +176,16 @@ class ZmqLink(Link):
                 first = receive(NOBLOCK)
             except zmq.Again:  # it broke off just now
                 return taken
-            route, header = (first, receive()) if self._router else (b"", first)
-            self._hand_over(route, header)
+            if self._guarded:
+                frame = self._socket.recv(copy=False)
+                self._hand_over(first, frame.bytes, cast(str, frame.get("User-Id")))
+            else:
+                self._hand_over(*((first, receive()) if self._router else (b"", first)))
         self._arrived = True
         return limit
 
-    def _hand_over(self, route: bytes, header: bytes) -> None:
+    def _hand_over(self, route: bytes, header: bytes, key: str = SERVER) -> None:
+        """`key`: the name of the peer's key, where keys are asked for."""
         message: AnyMessage | None = None
         if len(header) <= HEADER_LIMIT:
             # Bad UTF-8 is a ValueError and deep nesting a RecursionError, neither is a MsgspecError.
@@ -188,6 +194,8 @@ class ZmqLink(Link):
         body = self._take_body(small=getattr(message, "size", 0) < COPY_BELOW)
         if body == () or (isinstance(body, tuple) and not isinstance(message, Put | Work)):
             message, body = None, None  # more than a message may have; nothing else carries extras
+        if isinstance(message, Hello | TopicHello) and key not in (SERVER, message.replica):
+            message = None  # it takes another's name
         if message is None:
             self.endpoint.on_malformed(route, header)
         else:
@@ -352,4 +360,4 @@ class ZmqFabric:
     def _answer_zap(self, zap: zmq.Socket[bytes]) -> None:
         assert self._security is not None
         while readable(zap):
-            zap.send_multipart(zap_reply(zap.recv_multipart(), self._security.allowed))
+            zap.send_multipart(zap_reply(zap.recv_multipart(), self._security.clients()))

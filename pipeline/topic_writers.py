@@ -1,0 +1,38 @@
+"""Who may write which keys of a run's topic: a reward worker publishes no weights. The controller's process may all.
+
+Keys that are not listed (figures, notices, what custom stages tell each other) are anybody's. The name of a replica is
+that of its key where processes are on several hosts; on one machine it is what the process says, for all processes
+there are one user's, and the table keeps mistakes out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Final
+
+from models.train.trainer_group.rank_spec import MEETING
+from pipeline.hosts.other_host import FILES, HOST
+from pipeline.hosts.rendezvous import CONFIG, retire_key, spec_key
+from pipeline.hosts.weights_source import SOURCE
+from stages.engine_entries import ADDRESS, DIRECTORY, LEAVE
+from stages.engines.colocation import KEY as DEVICE
+from stages.live_settings import SETTINGS
+from stages.train.asked_saves import SAVE
+
+_CONTROLLER: Final = frozenset[str]()
+_ENGINES, _TRAIN = frozenset({"engines"}), frozenset({"train"})
+
+# The first beginning that a key has counts.
+TOPIC_WRITERS: Final[Mapping[str, frozenset[str]]] = {
+    SOURCE: _TRAIN,
+    "weights": _TRAIN,
+    MEETING: frozenset({"train-rank"}),
+    DIRECTORY: _ENGINES,
+    "router_state": _ENGINES,
+    f"{DEVICE}/": _ENGINES,
+    DEVICE: _TRAIN,
+    "eval/": frozenset({"evaluate"}),
+    "drain": frozenset({"prompts"}),
+    **dict.fromkeys((CONFIG, spec_key(""), retire_key(""), HOST, FILES, SETTINGS, SAVE), _CONTROLLER),
+    **dict.fromkeys((ADDRESS, LEAVE, "router", "scale/", "dead", "end"), _CONTROLLER),
+}
