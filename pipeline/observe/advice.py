@@ -178,7 +178,9 @@ def _fewer(stage: StageLoad, limits: Limits | None) -> Advice | None:
         return None
     return Advice(
         kind="down",
-        sentence=f"{stage.name} is oversized: its {stage.replicas} are busy {stage.busy:.0%} of the time, {to} do",
+        sentence=(
+            f"{stage.name} is oversized: its {stage.replicas} are busy {stage.busy:.0%} of the time, {to} would do"
+        ),
         stage=stage.name,
         now=stage.replicas,
         to=to,

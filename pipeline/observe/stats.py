@@ -46,8 +46,8 @@ class StageStats(Struct, frozen=True):
 
 
 class Changed(Struct, frozen=True, tag="change"):
-    """The user changed something while the run went on: after `step` batches `what` became `value`. Also a line of the
-    journal."""
+    """The user, or `--autoscale`, changed something while the run went on: after `step` batches `what` became `value`.
+    Also a line of the journal."""
 
     step: int
     what: str

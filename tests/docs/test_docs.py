@@ -33,7 +33,12 @@ FOREIGN = {
     "megatron",
     "out",
 }
-FOREIGN |= {f.name.replace("_", "-") for f in msgspec.structs.fields(Job)} | {"published", "in-flight", "replicas"}
+FOREIGN |= {f.name.replace("_", "-") for f in msgspec.structs.fields(Job)} | {
+    "published",
+    "in-flight",
+    "replicas",
+    "reward-s",
+}
 FOREIGN |= {"system-prompt", "output-format", "host", "token-file"}
 FOREIGN |= {"address", "head", "labels", "working-dir"}  # of Ray
 FOREIGN |= {"step", "group", "reward", "failed", "untrained", "json"}

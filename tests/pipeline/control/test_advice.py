@@ -101,7 +101,7 @@ def test_what_is_said() -> None:
     trained = SyntheticPipeline({"engine": 0.1, "reward": 0.1}, {"engine": 1, "reward": 4}, 1.0)
     assert said(trained) == (
         "train is the bottleneck: it computes 100% of the time, so that nothing to scale would add more than 0%; "
-        "reward is oversized: its 4 are busy 2% of the time, 2 do"
+        "reward is oversized: its 4 are busy 2% of the time, 2 would do"
     )
     idle = SyntheticPipeline({"reward": 0.1}, {"reward": 1, "engine": 1}, 0.05, delays={"engine": 1000.0})
     assert said(idle).startswith("engines hold 100% of the rollouts in flight, though not always with a queue; engine")

@@ -27,19 +27,16 @@ def test_the_slow_stage_is_scaled_and_the_user_outranks(tmp_path: Path) -> None:
     process = start(run_dir, *FLAGS)
     try:
         until(process, run_dir, lambda status: status.replicas.get("reward") == 2)
-        held = until(process, run_dir, lambda status: status.advice is not None)
-        assert held.advice is not None
-        assert held.advice.kind in ("held", "up", "balanced")
-        assert held.snapshot.advice == held.advice.sentence
         refused = ask(run_dir, Scale({"reward": 3}))
         assert not refused.ok
         assert "--autoscale reward=1..2 does not hold the 3 replicas" in refused.lines[0]
         assert done(run_dir, Scale({"reward": 1})).lines == ("reward: 2 -> 1",)
         by_hand = until(process, run_dir, lambda _: True).snapshot.step
-        later = until(process, run_dir, lambda s: s.snapshot.step >= by_hand + 16 and s.advice is not None)
-        assert later.replicas["reward"] == 1, "the bottleneck again, and the user's own"
+        later = until(process, run_dir, lambda s: s.snapshot.step >= by_hand + 8 and s.advice is not None)
+        assert later.replicas["reward"] == 1, "it is the user's own"
         assert later.advice is not None
-        assert later.advice.kind == "held"
+        assert later.advice.kind not in ("up", "down"), "there is nothing left to scale"
+        assert later.snapshot.advice == later.advice.sentence
         done(run_dir, Drain())
     except BaseException:
         process.kill()
@@ -51,8 +48,9 @@ def test_the_slow_stage_is_scaled_and_the_user_outranks(tmp_path: Path) -> None:
     assert ended.summary["groups"]["failed"] == 0
     changes = [(change["what"], change["value"]) for change in ended.summary["changes"]]
     assert changes == [("autoscale reward", "2"), ("scale reward", "1"), ("drain", "")]
-    assert "autoscale: reward is the bottleneck; reward 1 -> 2 would make about" in ended.out
-    assert ended.summary["advice"] == later.advice.sentence or "reward" in ended.summary["advice"]
+    said = next(line for line in ended.out.splitlines() if line.startswith("autoscale: "))
+    assert "reward 1 -> 2" in said
+    assert ended.summary["advice"]
 
 
 def done(run_dir: Path, command: Scale | Drain) -> Reply:
