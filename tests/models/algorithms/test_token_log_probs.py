@@ -217,3 +217,50 @@ def test_the_pass_holds_one_block_of_logits_and_what_the_plan_says(entropy: str,
     planned = log_prob_pass(count, chunk, ids, width, dtype.itemsize)
     assert planned / 2 < living.peak <= planned
     assert living.peak < 0.1 * count * ids * 4
+
+
+class LargeOperations(TorchDispatchMode):
+    """Operations with an outcome of at least `numbers` numbers, in their order, and how many of them took new memory
+    for it."""
+
+    def __init__(self, numbers: int) -> None:
+        super().__init__()
+        self.numbers, self.names, self.allocations = numbers, list[str](), 0
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        given = {one.untyped_storage()._cdata for one in args if isinstance(one, Tensor)}
+        out = function(*args, **(kwargs or {}))
+        for tensor in out if isinstance(out, tuple | list) else (out,):
+            if isinstance(tensor, Tensor) and tensor.numel() >= self.numbers:
+                self.names.append(str(function))
+                self.allocations += tensor.untyped_storage()._cdata not in given
+        return out
+
+
+@pytest.mark.parametrize("cap", [None, 5.0])
+@pytest.mark.parametrize("entropy", ["none", "value", "graph"])
+def test_a_temperature_of_each_token_costs_no_pass_over_the_logits_more(entropy: str, cap: float | None) -> None:
+    """Neither an operation on a block of logits nor memory for one more than one temperature for all."""
+    count, chunk, ids, width = 24, 8, 4096, 3
+    hidden = torch.randn(count, width, requires_grad=True)
+    weight, targets = torch.randn(ids, width, requires_grad=True), torch.randint(ids, (count,))
+    seen = []
+    for temperature in (0.7, torch.full((count,), 0.7)):
+        with LargeOperations(chunk * ids) as operations:
+            log_probs, found = token_log_probs(
+                hidden,
+                OutputLayer(weight, cap=cap),
+                targets,
+                temperature=temperature,
+                entropy=entropy,
+                chunk_tokens=chunk,
+            )
+            (log_probs.sum() if found is None else log_probs.sum() + found.sum()).backward()
+        # A number and a tensor are two overloads of one operation.
+        seen.append(
+            ([name.rpartition(".")[0] for name in operations.names], operations.allocations, log_probs.detach())
+        )
+    (names, allocations, values), (names_each, allocations_each, values_each) = seen
+    assert len(names) >= 2 * count // chunk, "blocks were seen"
+    assert (names_each, allocations_each) == (names, allocations)
+    torch.testing.assert_close(values_each, values)
