@@ -15,6 +15,8 @@ import pytest
 from launching import SMALL, finish, made_model, start
 from namespace_launcher import NamespacesRefused, OtherHost, hidden
 
+from pipeline.observe.metrics import read_metrics
+
 ray = pytest.importorskip("ray", reason="Ray is not installed: pip install ray")
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("ray")]
@@ -77,6 +79,18 @@ def test_engines_generation_and_rewards_on_the_other_host(cluster: OtherHost, tm
     trace = {path.name.partition("-")[0] for path in (tmp_path / "run" / "trace").iterdir()}
     assert "train" in trace
     assert not trace & {"generate", "reward"}, "the run directory is the other host's own"
+
+
+@pytest.mark.full
+def test_the_quickstart_learns_with_engines_on_the_other_host(cluster: OtherHost, tmp_path: Path) -> None:
+    flags = ["--mode", "async", "--num-rollout", "100", "--eval-interval", "50", "--runner", "ray"]
+    flags += ["--ray-address", f"{cluster.here}:{PORT}", "--ray-labels", "rollout=side:there", "cpu=side:there"]
+    done = finish(start(tmp_path / "run", *flags), tmp_path / "run", timeout_s=1500)
+    assert done.code == 0, done.err[-3000:]
+    done.check_books()
+    scores = [row["eval/sums"] for row in read_metrics(done.run_dir / "metrics.jsonl") if "eval/sums" in row]
+    assert scores[-1] >= scores[0] + 0.08, scores  # standard error of the difference: 0.03
+    assert f"bytes from tcp://{cluster.here}:" in (tmp_path / "run" / "logs" / "engines-0.log").read_text()
 
 
 @pytest.mark.full
