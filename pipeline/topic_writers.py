@@ -22,7 +22,6 @@ from stages.train.asked_saves import SAVE
 _CONTROLLER: Final = frozenset[str]()
 _ENGINES, _TRAIN = frozenset({"engines"}), frozenset({"train"})
 
-# The first beginning that a key has counts.
 TOPIC_WRITERS: Final[Mapping[str, frozenset[str]]] = {
     SOURCE: _TRAIN,
     "weights": _TRAIN,

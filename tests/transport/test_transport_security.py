@@ -246,9 +246,12 @@ async def test_streams_and_keys_of_the_topic_are_for_certain_stages(run_dir: Pat
         for key, who in (("weights", "only train may"), ("config", "only the controller may")):
             worker = await node.topic(topic.address, replica="reward-0")
             await worker.publish("stats/reward-0", b"2")
+            await worker.publish("weights_of_mine", b"4")  # another key, which only begins alike
             with pytest.raises(LinkRefused, match=rf"'reward-0' may not write '{key}' on the topic; {who}"):
                 await worker.publish(key, b"3")
-        assert dict(topic.items("")) == {"config": b"of the run", "weights/pinned/1": b"1", "stats/reward-0": b"2"}
+        assert dict(topic.items("")) == {
+            "config": b"of the run", "weights/pinned/1": b"1", "stats/reward-0": b"2", "weights_of_mine": b"4"
+        }  # fmt: skip
 
 
 async def test_another_run_is_refused(run_dir: Path) -> None:

@@ -81,7 +81,8 @@ class TopicServerCore:
         private: tuple[str, ...] = (),
         writers: Mapping[str, frozenset[str]] = MappingProxyType({}),
     ) -> None:
-        """`writers`: of keys with a certain beginning, the stages whose replicas may write them; others may all."""
+        """`writers`: the stages whose replicas may write a key, and what stands below it after a slash; `name/` is of
+        the latter alone. Other keys are anybody's."""
         self.run_id = run_id
         self.epoch = epoch
         self.private, self.writers = private, writers
@@ -139,7 +140,8 @@ class TopicServerCore:
     def _forbidden(self, route: bytes, key: str) -> str | None:
         """Why this client may not write a key, None if it may."""
         name = self._names.get(route, "")
-        stages = next((stages for start, stages in self.writers.items() if key.startswith(start)), None)
+        first, slash, _ = key.partition("/")
+        stages = self.writers.get(first + slash, self.writers.get(first))
         if stages is None or stage_of(name) in stages:
             return None
         who = ", ".join(sorted(stages)) or "the controller"
