@@ -160,8 +160,8 @@ class Node:
         private: tuple[str, ...] = (),
         writers: Mapping[str, frozenset[str]] = MappingProxyType({}),
     ) -> TopicServer:
-        """Bind the run's topic here. Values below the `private` prefixes are for this process alone; `writers`: which stages
-        may write a key, beside this process (see TopicServerCore)."""
+        """Bind the run's topic here. Values below the `private` prefixes are for this process alone; `writers`: which
+        stages may write a key, beside this process (see TopicServerCore)."""
         fabric = self._usable()
         server = TopicServer(TopicServerCore(self.run_id, secrets.randbits(62), private, writers))
         server.link = await self._bind(fabric, address, server, VALUE_LIMIT, wire.decode_to_topic)
