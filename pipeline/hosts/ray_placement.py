@@ -2,7 +2,7 @@
 
 Invariants:
 - the train stage, and rank 0 of a trainer group, are on the controller's node: checkpoints and journal are written
-  there, and rank 0 meets the stage at a socket;
+  there, and rank 0 meets the stage at a socket; so is the evaluate stage, which reads the held-out data;
 - engines whose weights come through memory or files of their host are on one node, together with the engines stage,
   which brings the weights there;
 - what is refused here can never start on these nodes: what only has to wait for others is not refused.
@@ -28,7 +28,7 @@ ANY: Final = "*"  # a value that all nodes of a group share, whichever it is
 NODE_ID: Final = "ray.io/node-id"  # label that every node has
 _DEFAULT_CPUS: Final[Mapping[str, int]] = {"train": 1, "rollout": 1, "cpu": 0}
 _ROLES: Final[tuple[tuple[re.Pattern[str], Role], ...]] = (
-    (re.compile(r"train-(rank-)?\d+"), "train"),
+    (re.compile(r"train-(rank-)?\d+|evaluate-\d+"), "train"),
     (re.compile(r"engines?-\d+|frozen-.*"), "rollout"),
 )
 _THROUGH_THE_HOST: Final = ("disk", "tensor")  # routes of the weights that engines of one host share
@@ -137,6 +137,8 @@ class RayPlacement:
         """Of the process of that name."""
         role, number = role_of(name), int(name.rpartition("-")[2]) if name[-1].isdigit() else 0
         if role == "train":
+            if name.startswith("evaluate-"):
+                return ActorPlacement(role, self._cpu, here=True)
             if name.startswith("train-rank-"):
                 return ActorPlacement(role, self._rank, "trainer", number // self._per_node)
             if self._ranks:

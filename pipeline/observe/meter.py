@@ -170,7 +170,9 @@ class Meter:
         return last.at_s - first.at_s >= self.window_s and last.step - first.step >= LEAST_BATCHES
 
     def window(self) -> Window | None:
-        """The newest one, None while it is too short."""
+        """The newest one, None while it is too short, and when stages have ended, as they do one by one in the end."""
+        if not all(self.replicas(name) for name in self._names):
+            return None
         if len(self._marks) < 2 or not self._covers(first := self._marks[0], last := self._marks[-1]):
             return None
         seconds, members = last.at_s - first.at_s, self.config.rollout.n_samples_per_prompt

@@ -45,6 +45,15 @@ def test_a_run_of_defaults_needs_a_cpu_for_the_trainer_and_one_for_each_engine()
     assert placements("--ray-cpus", "cpu=2", "--ray-cpus", "train=3").of("generate-0").needs == ResourceNeeds(2, 0)
 
 
+def test_the_evaluate_stage_is_where_the_held_out_data_are_whatever_nodes_the_others_want() -> None:
+    found = placements("--eval-prompt-data", "arithmetic", "--eval-interval", "2", "--ray-labels", "cpu=pool:cpu")
+    assert "evaluate-0" in found.names()
+    assert found.of("evaluate-0").here
+    assert found.of("evaluate-0").needs == ResourceNeeds()
+    assert not found.of("reward-0").here
+    assert found.check([node("1"), node("2", pool="cpu")]) == []
+
+
 def test_engines_that_get_weights_through_their_host_are_on_one_node() -> None:
     two = [node("1", 2), node("2", 2)]
     flags = ("--ray-cpus", "rollout=2", "--ray-cpus", "train=0", "--scale", "engine=2")

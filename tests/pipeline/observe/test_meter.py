@@ -31,7 +31,7 @@ class Run:
     def __init__(self) -> None:
         arguments = ["--rollout-batch-size", "2", "--n-samples-per-prompt", "4", "--autoscale-window-s", "4"]
         config = load(arguments).config
-        self.now = 0.0
+        self.now, self.ended = 0.0, set[str]()
         self.view = RunView(mode="async", total_steps=None, staleness_bound=1, started_s=0.0)
         self.recorder = SimpleNamespace(
             view=self.view, changes=[], restarts={}, training_started=0.0, last_step_s=0.0, ledger=Ledger()
@@ -48,7 +48,7 @@ class Run:
             self.recorder,  # type: ignore[arg-type]
             hubs,  # type: ignore[arg-type]
             topic,  # type: ignore[arg-type]
-            lambda name: [f"{name}-0"],
+            lambda name: [] if name in self.ended else [f"{name}-0"],
             lambda name, count: f"no {count} of group" if name == "group" else None,
             lambda: self.now,
         )
@@ -120,3 +120,11 @@ def test_two_different_runs_are_not_averaged(what: str) -> None:
     run.meter.look()
     assert run.meter.window() is None
     assert run.meter.steady == (what != "pause")
+
+
+def test_nothing_is_said_of_a_run_whose_stages_have_begun_to_end() -> None:
+    run = Run()
+    for _ in range(9):
+        run.batch()
+    run.ended.add("generate")
+    assert run.meter.window() is None
