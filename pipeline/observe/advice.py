@@ -22,7 +22,9 @@ from msgspec.structs import replace
 LEAST_GAIN: Final = 0.05  # what is less is within the noise of a window
 FULL: Final = 0.85  # share of the time from which a stage counts as always at work, or as always having a queue
 STARVED: Final = 0.5
-WAITS_CORES: Final = 0.25  # a replica that uses less of a core mostly waits for something else
+# A replica that uses less of a core waits for something else. Not more than that: on a saturated machine one that
+# computes gets little of a core as well.
+WAITS_CORES: Final = 0.1
 RELAXED: Final = 0.7  # share of the time that replicas may be at work after one of them has gone
 
 Limits = Mapping[str, tuple[int, int]]

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 from synthetic_pipeline import SyntheticPipeline
 
-from pipeline.observe.advice import FULL, LEAST_GAIN, STARVED, Advice, StageLoad, Window, advise
+from pipeline.observe.advice import FULL, LEAST_GAIN, STARVED, WAITS_CORES, Advice, StageLoad, Window, advise
 
 SHARE = st.floats(0.0, 1.0)
 NAMES = ("generate", "reward", "engine", "tools")
@@ -62,7 +62,7 @@ def test_no_advice_leaves_the_limits_or_adds_to_what_waits_for_work(
         assert advice.gain is not None
         assert advice.gain >= LEAST_GAIN * 0.999
         assert advice.gain <= 1 / max(window.train, 1e-9) - 1 + 1e-3, "the trainer has no time for more"
-        if window.free_cores is not None and stage.cores >= 0.25:
+        if window.free_cores is not None and stage.cores >= WAITS_CORES:
             assert (advice.to - advice.now) * stage.cores <= window.free_cores + 1e-9
     else:
         assert stage.replicas / 2 <= advice.to < stage.replicas
@@ -132,11 +132,13 @@ def held(window: Window, limits: dict[str, tuple[int, int]] | None = None) -> Ad
 
 def test_replicas_that_compute_are_not_added_without_a_core_for_them() -> None:
     assert "one replica uses 0.9 of a core and 0.5 are free" in held(slow_reward(cores=0.9)).sentence
-    some, many = advise(slow_reward(cores=0.4)), advise(slow_reward(cores=0.1))
+    some, many = advise(slow_reward(cores=0.4)), advise(slow_reward(cores=0.05))
     assert some is not None
     assert (some.kind, some.to) == ("up", 3), "a core for one of them"
     assert many is not None
     assert (many.kind, many.to) == ("up", 4), "it waits, and shares nothing"
+    full = replace(slow_reward(cores=0.2), free_cores=0.05)
+    assert "more would only share them" in held(full).sentence, "others leave it that little"
 
 
 def test_why_the_bottleneck_stays() -> None:
