@@ -1,8 +1,8 @@
 """A worker process: one stage replica. Started as `python -m pipeline.hosts.worker RUN_ID TOPIC NAME [KEYS]`, never by
 fork; it finds everything else on the topic.
 
-It ends with 0 (done), 1 (failed: may be restarted), 2 (the user's mistake, e.g. an import path: not restarted) or 28
-(no space left). The last line of its log says why.
+It ends with 0 (done, or nothing is left to do), 1 (failed: may be restarted), 2 (the user's mistake, e.g. an import
+path: not restarted) or 28 (no space left). The last line of its log says why.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from pipeline.errors import exit_code, leaf, user_error
 from pipeline.hosts.other_host import settled
 from pipeline.hosts.rendezvous import Entry, from_command, read
 from pipeline.hosts.replica import ReplicaSpec, run_replica
+from transport import StreamFinished
 
 
 async def work(entry: Entry, name: str) -> None:
@@ -37,6 +38,9 @@ def main(argv: list[str]) -> int:
         uvloop.run(work(entry, name))
     except BaseException as error:
         cause = leaf(error)
+        if isinstance(cause, StreamFinished):  # it stood still, others took its work, and the run is complete
+            logging.info("%s ends: %s", name, cause)
+            return 0
         logging.exception("%s failed", name)
         logging.error("%s: %s", type(cause).__name__, user_error(cause) or cause)
         return exit_code(cause)

@@ -83,6 +83,8 @@ class Recorder:
         self.effective = EffectiveTime(self.began.unix_s)
         self.training_started: float | None = None  # when the trainer's first weights were out
         self.last_step_s = self.started
+        self._without_trainer_s: float | None = None  # since when
+        self.last_batch: tuple[int, ...] = ()  # groups of the newest step of this start
         self.outages = OutageWatch()
         self.stalls = StallWatch(config.run.stall_notice_s, config.run.stall_limit_s, self.started)
         self.ledger = Ledger()
@@ -108,7 +110,7 @@ class Recorder:
         self.lines: Callable[[str], None] = lambda line: None  # where a message to the user goes
         self.begun: Callable[[], None] = lambda: None  # called once the trainer has its weights: nothing is refused now
         self._resume_step = resume_step
-        self._committed = resume_step or 0
+        self.committed = resume_step or 0  # step of the newest checkpoint, or with which this start began
         self._responses = keeps_responses(config)
         self._ended: list[tuple[int, int]] = []  # (batches trained, group) since the newest checkpoint
         self._metrics: Metrics | None = None
@@ -164,15 +166,19 @@ class Recorder:
 
     async def step(self, report: StepDone) -> None:
         now = time.monotonic()
-        if report.publishes:
+        if report.publishes and report.version not in self.versions[-1:]:
             self.versions.append(report.version)
         if not report.groups:
             if self.training_started is None:
                 self._open_metrics()
                 self.begun()
-            self.training_started = self.last_step_s = now
-            self.view.begin()
+                self.training_started = self.last_step_s = now
+                self.view.begin()
+            elif self._without_trainer_s is not None:  # the time without a trainer is no step's
+                self.last_step_s += now - self._without_trainer_s
+            self._without_trainer_s = None
             return
+        self.last_batch = report.groups
         took_s, self.last_step_s = now - self.last_step_s, now
         self.effective.steps[report.step] = took_s
         tallied = {} if self.config.train.loss_type == "sft_loss" else self.group_outcomes.step(report)
@@ -194,7 +200,7 @@ class Recorder:
     async def _forget_responses(self) -> None:
         """Of the groups that ended so long after the newest checkpoint that only newer weights can have made them: a
         resume from it could use none of their tokens."""
-        last = self._committed + (self.staleness_bound or 0) + 1
+        last = self.committed + (self.staleness_bound or 0) + 1
         ended = [group for step, group in self._ended if step > last]
         if ended:
             self._ended = [(step, group) for step, group in self._ended if step <= last]
@@ -247,13 +253,15 @@ class Recorder:
         await asyncio.to_thread(self.journal.sync)  # killed after the rename, the run is resumed from this checkpoint
         await asyncio.to_thread(seal)
         self.journal.write(Committed(report.step))
-        self._committed, self._ended = report.step, []  # of what ended before, checkpoints decide
+        self.committed, self._ended = report.step, []  # of what ended before, checkpoints decide
         await asyncio.to_thread(self.journal.sync)
 
     # ------------------------------------------------------------------ from the controller
 
     def lost(self, stage: str, replica: str, why: str) -> None:
         self.restarts[replica] = self.restarts.get(replica, 0) + 1
+        if stage == "train" and self._without_trainer_s is None:
+            self._without_trainer_s = time.monotonic()
         self.view.restarted(stage)
         self.say(f"{replica} ended with {why}; restarting it, {consequence(self.config, stage)}")
 

@@ -8,12 +8,14 @@ Invariant: an address is dropped from the topic before its process is started ag
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections.abc import Mapping
 
 import msgspec
 from msgspec import Struct
 
+from models.checkpoint import final_path, remove_leftovers
 from pipeline.observe.stats import STATS_PREFIX, StageStats
 from pipeline.record.recorder import Recorder
 from pipeline.record.run_directory import RunDir
@@ -21,11 +23,14 @@ from pipeline.record.whole_file import write_json
 from pipeline.supervise.outage import consequence
 from pipeline.supervise.restarts import EngineSpec
 from stages.engine_entries import POLICY, carrying
-from stages.messages import Complaint, EngineAddress, RouterAddress
+from stages.messages import Complaint, EngineAddress, RouterAddress, group_of
+from stages.options import TrainOptions
 from stages.ports import read_value
 from transport import Hub, TopicServer
 
 log = logging.getLogger("sluice.controller")
+
+REPORTS_POLL_S = 0.02
 
 
 class ServerInfo(Struct, frozen=True):
@@ -59,12 +64,38 @@ class Announcer:
         log.warning("%s ended with %s; %s", name, why, consequence(self.config, stage))
         self.recorder.lost(stage, name, why)
         for hub in self.hubs.values():
-            hub.peer_lost(name)
+            hub.peer_lost(name, blame=stage != "train")  # it held all that waits, to whatever it was that killed it
         if stage in ("engine", "frozen"):
             self._drop_engine(name)
         elif stage == "router":
             self._drop_router()
         self.topic.drop(STATS_PREFIX + name)
+
+    async def trainer_goes_on(self, lost: TrainOptions, stream: str) -> TrainOptions | None:
+        settle = self.hubs["settle"]
+        reported = {held.key for held in settle.held()}
+        while reported & {held.key for held in settle.held()}:  # noqa: ASYNC110  (a hub announces no single message)
+            await asyncio.sleep(REPORTS_POLL_S)
+        recorder, step = self.recorder, self.recorder.committed
+        behind = recorder.ledger.trained // self.config.rollout.rollout_batch_size - step
+        repeat = recorder.last_batch if behind else ()
+        kept = lost.restored.union(group for _, group in map(group_of, (held.key for held in self.hubs[stream].held())))
+        if recorder.training_started is None or behind > 1 or not kept.issuperset(repeat):
+            return None
+        still_open = frozenset(group.group_id for group in recorder.ledger.open_groups())
+        checkpoint = final_path(recorder.rundir.checkpoints, step)
+        remove_leftovers(recorder.rundir.checkpoints)
+        return msgspec.structs.replace(
+            lost,
+            start_step=step,
+            resume_from=str(checkpoint) if checkpoint.is_dir() else lost.resume_from,
+            restored=lost.restored & still_open.union(repeat),
+            repeat=repeat,
+            restarts=lost.restarts + 1,
+            first_step=lost.first_step if lost.restarts else lost.start_step,
+            admitted=recorder.ledger.admitted,
+            open=still_open,
+        )
 
     def retired(self, stage: str, name: str) -> None:
         for hub in self.hubs.values():

@@ -20,6 +20,7 @@ from models.engines.token import TokenFile
 from models.fault_injection import FaultPlan
 from pipeline.errors import ReplicaFailed
 from stages.messages import RouterAddress
+from stages.options import TrainOptions
 
 # Time in which a process may be started again `--max-restarts` times: what is lost now and then in weeks goes on; what
 # dies as soon as it has loaded (minutes, for a large model) ends the run.
@@ -62,6 +63,10 @@ class Lifecycle(Protocol):
 
     def lost(self, stage: str, name: str, why: str) -> None:
         """A process ended, or was ended since it hung, and is started again: release its leases, count the restart."""
+
+    async def trainer_goes_on(self, lost: TrainOptions, stream: str) -> TrainOptions | None:
+        """What takes the place of a train stage that was told of as lost begins with; None if only a resume can go on.
+        `stream`: its groups. Waits until all that the lost one reported has been dealt with."""
 
     def retired(self, stage: str, name: str) -> None:
         """A replica that was scaled away has ended, well or not: what it still held goes to others."""

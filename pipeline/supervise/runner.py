@@ -4,9 +4,10 @@ A replica is a process (`ProcessRunner`) or, for tests and debugging, a task of 
 streams and protocol are the same.
 
 Invariants: a replica that ends without being asked to is reported as lost at once, so that its leases move on, and is
-started again with backoff within a bounded budget; the trainer is not, since its state is in its last checkpoint (the
-ranks of its trainer group are: they are no replica), and neither is a task; the number of a replica is used once;
-servers and ranks live as long as the replicas; nothing is left running when `run` returns, however it returns.
+started again with backoff within a bounded budget; the train stage only where nothing of it is lost, that is, where all
+its steps but the newest are in a checkpoint (the ranks of its trainer group always: they are no replica), and a task is
+not; the number of a replica is used once; servers and ranks live as long as the replicas; nothing is left running when
+`run` returns, however it returns.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from typing import ClassVar
 import msgspec
 
 from configs.graph import SINGLE
+from configs.schema import Config
 from models.train.trainer_group.rank_spec import needs_trainer_group
 from pipeline.errors import ReplicaFailed, UsageError, check_repeatable
 from pipeline.hosts.launcher import Handle, Launcher, ending
@@ -28,6 +30,7 @@ from pipeline.supervise.restarts import Lifecycle, Restarts
 from pipeline.supervise.servers import Servers
 from pipeline.supervise.trainer_group import TrainerGroup
 from stages.base import beside
+from stages.options import TrainOptions
 from transport import Node, TopicServer
 
 
@@ -148,25 +151,42 @@ class ProcessRunner(Runner):
 
     async def _keep(self, spec: ReplicaSpec) -> None:
         """Waits for the process to end; starts it again unless it ended well, or may not be."""
-        self.topic.publish(spec_key(spec.replica), msgspec.msgpack.encode(spec))
         entry = self.serving if spec.host else self.entry
         process = entry.process("pipeline.hosts.worker", spec.replica)
         while True:
+            self.topic.publish(spec_key(spec.replica), msgspec.msgpack.encode(spec))
             handle = await self.launcher.spawn(process)
             code = await handle.wait()
             if code == 0 or spec.replica in self._retiring:
                 break
-            await self._again(spec, code, handle)
+            spec = await self._again(spec, code, handle)
         self.topic.drop(spec_key(spec.replica))
 
-    async def _again(self, spec: ReplicaSpec, code: int, process: Handle) -> None:
-        """Report the loss and wait out the backoff, or give up. Raises ReplicaFailed or UsageError."""
+    async def _again(self, spec: ReplicaSpec, code: int, process: Handle) -> ReplicaSpec:
+        """Report the loss and wait out the backoff, or give up; what to start. Raises ReplicaFailed or UsageError."""
         why, words = ending(code), process.last_line()
         check_repeatable(spec.replica, code, words, self.rundir.path)
-        if spec.stage == "train":
+        options = spec.built_in
+        if not isinstance(options, TrainOptions):
+            await self._restarts.again(spec.stage, spec.replica, why, words, process.log)
+            return spec
+        found = None
+        if code < 0 and goes_on_alone(self.config):  # an exception would come again
+            await self._restarts.again(spec.stage, spec.replica, why, words, process.log)
+            found = await self.lifecycle.trainer_goes_on(options, spec.inlets["in"].stream)
+        if found is None:
             said = "" if code < 0 else f": {words}"
             raise ReplicaFailed(
                 f"{spec.replica} ended with {why}{said}; continue from the last checkpoint with --resume "
                 f"{self.rundir.path}"
             )
-        await self._restarts.again(spec.stage, spec.replica, why, words, process.log)
+        return msgspec.structs.replace(spec, built_in=found)
+
+
+def goes_on_alone(config: Config) -> bool:
+    """Whether a train stage that was killed may be started again while all else goes on: the ranks of a trainer group
+    and devices that it shares with engines know the one that is gone, and differences of weights follow each other."""
+    others = (
+        needs_trainer_group(config) or config.asynchrony.colocate or config.update.update_weight_transport == "delta"
+    )
+    return not others and config.debug.load_debug_rollout_data is None

@@ -35,12 +35,25 @@ class HeldGroups:
         self._buffer = GroupBuffer(config)
         self._held: dict[int, Lease[RolloutSlice]] = {}
         self._seen: set[int] = set()
+        self._admitted, self._open = 0, frozenset[int]()
+        self._repeated: dict[int, Lease[RolloutSlice] | None] = {}
         self._arrived = asyncio.Event()
         self._ended = False
 
     def bound(self, max_staleness: int) -> None:
         """From the next batch on no older token is trained."""
         self.gate = self._buffer.gate = dataclasses.replace(self.gate, max_staleness=max_staleness)
+
+    def know(self, admitted: int, still_open: frozenset[int], repeat: Sequence[int] = ()) -> None:
+        """Of so many groups only these have not ended: another one comes only because its release was lost, or to be
+        trained in the same step again."""
+        self._admitted, self._open, self._repeated = admitted, still_open, dict.fromkeys(repeat)
+
+    async def repeated(self) -> list[Lease[RolloutSlice]]:
+        """The groups of the step that is repeated, in its order. Waits for the last of them."""
+        while any(lease is None for lease in self._repeated.values()):
+            await self._arrival()
+        return [lease for lease in self._repeated.values() if lease is not None]
 
     @property
     def groups(self) -> tuple[RolloutSlice, ...]:
@@ -54,10 +67,15 @@ class HeldGroups:
     def add(self, lease: Lease[RolloutSlice]) -> None:
         """Take a group into care; one that was here before is released at once."""
         group_id = lease.message.group.group_id
-        if group_id in self._seen:
+        ended = group_id < self._admitted and group_id not in self._open and group_id not in self._repeated
+        if ended or group_id in self._seen:
             lease.done()
             return
         self._seen.add(group_id)
+        if group_id in self._repeated:
+            self._repeated[group_id] = lease
+            self._arrived.set()
+            return
         self._held[group_id] = lease
         self._buffer.push(lease)
         self._arrived.set()
@@ -133,8 +151,13 @@ class HeldGroups:
 
     def release(self, leases: Sequence[Lease[RolloutSlice]]) -> None:
         """Let go of groups whose end is in the ledger's stream."""
+        self.ended(leases)
         for lease in leases:
             lease.done()
+
+    def ended(self, leases: Sequence[Lease[RolloutSlice]]) -> None:
+        """No checkpoint is to keep these groups: their end is in the ledger's stream."""
+        for lease in leases:
             del self._held[lease.message.group.group_id]
 
     async def settle_rest(self) -> None:

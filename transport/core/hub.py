@@ -133,11 +133,11 @@ class HubCore:
         for peer in self._peers():
             self._note(peer.silent_at)
 
-    def peer_lost(self, replica: str) -> None:
+    def peer_lost(self, replica: str, *, blame: bool = True) -> None:
         """The supervisor saw the replica die: do not wait for its lease."""
         for peer in self._peers():
             if peer.replica == replica:
-                self._lose(peer, "died")
+                self._leave(peer, blame=blame, how="died")
 
     def finish(self) -> None:
         """Send END as soon as nothing is in custody any more."""

@@ -46,9 +46,10 @@ class Hub(CorePort):
         self.core.finish()
         self.link.wake()
 
-    def peer_lost(self, replica: str) -> None:
-        """The replica's process is known to be dead: release its leases and credit now."""
-        self.core.peer_lost(replica)
+    def peer_lost(self, replica: str, *, blame: bool = True) -> None:
+        """The replica's process is known to be dead: release its leases and credit now. What it sent and was not
+        accepted by now never is. `blame`: what it had started may have killed it."""
+        self.core.peer_lost(replica, blame=blame)
         self.link.wake()
 
     async def wait_empty(self) -> None:
