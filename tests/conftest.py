@@ -5,9 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 from models.tiny import make_tiny_checkpoint
 from tests.sglang_server import FIXTURES, RealServer, ServerPool, needs_sglang
+
+# Examples are judged by their result, never by the time that a busy machine takes.
+settings.register_profile("untimed", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("untimed")
 
 
 @pytest.fixture(scope="session")

@@ -9,17 +9,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import settings
 from torch import Tensor
 
 from configs.schema.algorithm import AlgorithmConfig
 from models.algorithms.aggregation import Aggregation, StepSize, coefficients, denominator
 from models.algorithms.modes import Correction
 from models.algorithms.tokens import PolicyTokens
-
-# Examples are judged by their result, never by the time that a busy machine takes.
-settings.register_profile("untimed", deadline=None)
-settings.load_profile("untimed")
 
 S1, S2 = 5, 3  # tokens of the two sequences; token 2 of the first is a tool's
 

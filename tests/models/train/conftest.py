@@ -8,16 +8,11 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import settings
 from small_trainer import Trained, make_backend, make_sequences, sequence, train_step, weights_of
 
 from models.tiny import make_tiny_checkpoint
 from models.train.interface import TrainSequence
 from models.train.trainer import Trainer
-
-# Examples are judged by their result, never by the time that a busy machine takes.
-settings.register_profile("untimed", deadline=None)
-settings.load_profile("untimed")
 
 
 @pytest.fixture(autouse=True)

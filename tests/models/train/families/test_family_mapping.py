@@ -22,7 +22,7 @@ from models.train.errors import CheckpointUnavailable
 from models.train.megatron.held_parameters import global_name
 from models.train.megatron.weights import check_names, read_part
 
-settings.register_profile("families", deadline=None, max_examples=50)
+settings.register_profile("families", settings.get_profile("untimed"), max_examples=50)
 settings.load_profile("families")
 
 
