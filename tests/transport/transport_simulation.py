@@ -39,7 +39,8 @@ class Simulation(World):
                 finishing = True
                 self.hub.finish()
                 self._flush_hub()
-            if finishing and all(host.core.ended for host in self.consumers if host.alive and not host.leaving):
+            staying = [host for host in self.consumers if host.alive and not host.leaving]
+            if finishing and staying and all(host.core.ended for host in staying):
                 break
             if self.now > self.s.patience_s or self.events > 200_000:
                 raise Violation(f"no end after {self.now:.1f} s and {self.events} events: {self.hub.stats()}")

@@ -76,13 +76,15 @@ class Dispatch:
             if self.alone is None:
                 self._ward = None
             return
-        if self._ward is None:
+        if self.alone is not None:
+            return
+        beside = holder(suspect, self._consumers.values()) if self._keyed else None
+        if self._ward is None or beside not in (None, self._ward):
             candidates = [peer for peer in self._consumers.values() if peer.connected and not peer.draining]
-            if not candidates:
+            if beside is None and not candidates:
                 return
-            beside = holder(suspect, candidates) if self._keyed else None
             self._ward = beside or min(candidates, key=lambda peer: (len(peer.held), peer is suspect.last))
             self._ward_until = now + self._spec.lease_s
-        if self.alone is None and not self._ward.held and self._ward.accepts(suspect.size):
+        if not self._ward.held and self._ward.accepts(suspect.size):
             self.alone = self._custody.suspects.popleft()
             yield self.alone, self._ward
