@@ -31,8 +31,8 @@ from bench.report import Series, finish, machine
 from pipeline.observe.metrics import read_metrics
 from pipeline.run import run
 
-ENGINES, SLOTS = 2, 64
-GROUPS, MEMBERS = 8, 8  # of a rollout batch: as many rollouts as one half of all slots
+ENGINES, SLOTS = 2, 40
+GROUPS, MEMBERS = 5, 8  # of a rollout batch: as many rollouts as one half of all slots
 TURNS, TURN_TOKENS = 4, 60
 WAIT_S, SIGMA = 5.0, 1.2
 A_MS, C_MS = 8.0, 0.1
@@ -145,7 +145,7 @@ def main() -> None:
     parser.add_argument("--output", type=Path, default=Path("bench_results/agentic.json"))
     options = parser.parse_args()
     rounds = options.rounds or (1 if options.quick else 3)
-    steps, warm_up = (4, 1) if options.quick else (20, 6)
+    steps, warm_up = (4, 1) if options.quick else (16, 4)
     about = machine(["pyzmq", "msgspec", "torch", "aiohttp"])
     results: dict[str, list[Outcome]] = {}
     for number in range(rounds):
