@@ -10,8 +10,8 @@ Everything but engines, trainer and tools is the production code.
 
 Reported: groups that ended per second beside those of the run without waits (the share of what the engines can do that
 they do), the share of groups that were trained and not too old by then, seconds per rollout batch, and how old a batch
-is. Counted is the middle of a run: at its start all trajectories begin at once, and at its end, when nothing is left to
-admit, fewer and fewer are in flight.
+is. Counted is the middle of a run, for as long as all that is in flight takes to be replaced once: at the start all
+trajectories begin at once and end in a crowd, and at the end, when nothing is left to admit, fewer are in flight.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ from bench.report import Series, finish, machine
 from pipeline.observe.metrics import read_metrics
 from pipeline.run import run
 
-ENGINES, SLOTS = 2, 40
-GROUPS, MEMBERS = 5, 8  # of a rollout batch: as many rollouts as one half of all slots
+ENGINES, SLOTS = 2, 32
+GROUPS, MEMBERS = 4, 8  # of a rollout batch: as many rollouts as one half of all slots
 TURNS, TURN_TOKENS = 4, 60
 WAIT_S, SIGMA = 5.0, 1.2
 A_MS, C_MS = 8.0, 0.1
@@ -145,20 +145,24 @@ def main() -> None:
     parser.add_argument("--output", type=Path, default=Path("bench_results/agentic.json"))
     options = parser.parse_args()
     rounds = options.rounds or (1 if options.quick else 3)
-    steps, warm_up = (4, 1) if options.quick else (16, 4)
+    warm_up = 1 if options.quick else 2
+    steps = {one.name: 4 if options.quick else max(6, one.ahead + 1) for one in CONTENDERS}
     about = machine(["pyzmq", "msgspec", "torch", "aiohttp"])
     results: dict[str, list[Outcome]] = {}
     for number in range(rounds):
         for contender in CONTENDERS:
             print(f"round {number + 1} of {rounds}: {contender.name}", flush=True)
-            results.setdefault(contender.name, []).append(measure(contender, steps, warm_up, seed=100 + number))
+            results.setdefault(contender.name, []).append(
+                measure(contender, steps[contender.name], warm_up, 100 + number)
+            )
     series = report(results)
     remarks = [
         f"{(AHEAD + 1) * GROUPS * MEMBERS} trajectories in flight, {TURNS} turns of {TURN_TOKENS} tokens on average, "
         f"waits lognormal, mean {WAIT_S:g} s, sigma {SIGMA:g}",
         f"{ENGINES} simulated engines of {SLOTS} slots, a turn takes "
         f"{TURN_TOKENS * SCALE * (A_MS + C_MS * SLOTS) / 1000:.1f} s",
-        f"{rounds} rounds of {steps} batches of {GROUPS} x {MEMBERS} that are counted",
+        f"{rounds} rounds of {max(steps.values())} batches of {GROUPS} x {MEMBERS} that are counted "
+        f"({min(steps.values())} where slots are kept)",
         about.load,
     ]
     finish(options.output, about, remarks, series)
