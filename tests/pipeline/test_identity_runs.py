@@ -138,7 +138,7 @@ def test_everything_is_killed_and_the_run_resumed(tmp_path: Path, conversations:
     assert done.code == 0, done.err[-3000:]
     done.check_books()
     mixed, rollouts_ = check_run(tmp_path, run_dir)
-    assert rollouts_ == 9 * 4 * 4
+    assert rollouts_ == 9 * 4 * 4, done.err[-3000:]
     assert mixed, "no turn saw the weights change"
     assert done.summary["groups"]["failed"] == 0
     played = [parts for _, parts in trained(tmp_path)]
