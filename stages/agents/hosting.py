@@ -20,6 +20,7 @@ from collections.abc import Callable, Collection, Coroutine
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final, TypeVar
+from weakref import WeakValueDictionary
 
 import msgspec
 import xxhash
@@ -103,6 +104,7 @@ class Hosting:
         self._workers = [self._worker() for _ in range(table.workers)]
         self._retired: list[WorkerProcess] = []
         self._live: OrderedDict[str, _Live] = OrderedDict()
+        self._turns: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()  # of episodes
         self._names = itertools.count()
         self._places: contextlib.AbstractAsyncContextManager[Any] = (
             asyncio.Semaphore(table.concurrency) if table.concurrency else contextlib.nullcontext()
@@ -135,7 +137,8 @@ class Hosting:
             live = await self._place(task.episode)
             return msgspec.msgpack.decode(await self._call(live, Begin(live.name, task)), type=Begun)
 
-        return await self._insist(lambda: self._timed(once, record), task.episode)
+        async with self._alone(task.episode):
+            return await self._insist(lambda: self._timed(once, record), task.episode)
 
     async def step(self, record: Record, turn: Turn) -> Taken:
         """One turn of an episode, wherever it was. Raises EnvironmentFailed."""
@@ -148,7 +151,13 @@ class Hosting:
             return taken
 
         called = {call.name for call in turn.message.tool_calls}
-        return await self._insist(lambda: self._timed(once, record), episode, called)
+        async with self._alone(episode):
+            return await self._insist(lambda: self._timed(once, record), episode, called)
+
+    def _alone(self, episode: str) -> asyncio.Lock:
+        """Turns of an episode are taken one after the other: what a killed replica had answered comes again, and may
+        meet the message that followed it. Each would end the world that the other has just made anew."""
+        return self._turns.setdefault(episode, asyncio.Lock())
 
     async def run(self, task: Task, attempt: Callable[[Ask], Coroutine[Any, Any, T]]) -> T:
         """The whole episode of an agent, begun anew where infrastructure fails. Raises EnvironmentFailed.

@@ -178,6 +178,18 @@ async def test_episodes_change_their_replica_at_any_turn(tiny: Path, tmp_path: P
         assert len({line.split()[2] for line in note.read_text().splitlines()}) == 2, "both took part"
 
 
+async def test_a_turn_that_comes_again_does_not_end_the_one_that_follows_it(tiny: Path) -> None:
+    """Of a replica that was killed after it had handed on an answer and before it had said so."""
+    async with playing(tiny, replicas=2) as play:
+        first = await play.turn(await play.begin(turns=4), "1\n")
+        second = await play.turn(first, "2\n")
+        await play.send(play.written(second, "3\n"), 1)
+        await play.send(play.written(first, "2\n"), 1)  # its answer was handed on before, and is dropped
+        third = await play.receive()
+        assert (only(third).error, only(third).response) == (None, "1\n[1]2\n[2]3\n[3]")
+        assert only(await play.turn(third, "4\n", replica=1)).reward == 1.0
+
+
 async def test_what_cannot_be_replayed_fails_unless_it_has_snapshots(tiny: Path) -> None:
     async with playing(tiny, world(FORGETFUL), world(SAVED, name="saved"), replicas=2) as play:
         moved = await play.turn(await play.begin(turns=3, environment="world"))
