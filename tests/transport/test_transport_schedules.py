@@ -57,6 +57,12 @@ def test_many_schedules(name: str) -> None:
         simulate(seed, SCENARIOS[name])
 
 
+@pytest.mark.parametrize("seed", [10, 404, 423, 436])
+def test_a_suspect_of_a_keyed_stream_goes_to_who_holds_its_like(seed: int) -> None:
+    """In these another consumer comes to hold it between the choice of the ward and the suspect's turn."""
+    simulate(seed, SCENARIOS["keyed"])
+
+
 def test_schedules_are_reproducible() -> None:
     runs = [simulate(7, SCENARIOS["everything"]) for _ in range(2)]
     assert runs[0].events == runs[1].events
