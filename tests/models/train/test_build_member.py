@@ -6,11 +6,12 @@ import sys
 from types import SimpleNamespace
 
 import pytest
+import torch
 from msgspec.structs import replace
 
 from configs.resolve import resolve
-from configs.schema import CheckpointConfig, Config, TrainConfig
-from models.train.build import build_member
+from configs.schema import CheckpointConfig, Config, RunConfig, TrainConfig
+from models.train.build import build_backend, build_member
 from models.train.dp_group import DpGroup
 
 
@@ -37,3 +38,14 @@ def test_background_saves_are_asked_for_and_waited_for(
     trainer.setup()
     trainer.finish_save()
     assert asked == [async_save, "finished"]
+
+
+@pytest.mark.parametrize("member", [False, True])
+def test_what_a_loss_of_the_user_draws_begins_with_the_seed_of_the_run(member: bool) -> None:
+    def drawn(seed: int) -> float:
+        config = resolve(Config(run=RunConfig(seed=seed)))
+        _ = build_member(config, 1, DpGroup()) if member else build_backend(config, 1)
+        return float(torch.rand(()))
+
+    with torch.random.fork_rng(devices=[]):
+        assert drawn(7) == drawn(7) != drawn(8)
