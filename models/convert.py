@@ -192,7 +192,7 @@ def _build(source: Path, sizes: dict[str, int] | None, checksums: dict[str, str]
 
 def _sharded(loaded: Loaded) -> dict[str, Any]:
     """The chunk's tensors with their places in the whole, as a training state has them."""
-    from models.train.megatron.checkpoint_tensors import POLICY, model_weights
+    from models.train.megatron.checkpoint.tensors import POLICY, model_weights
 
     return {"weights": {POLICY: model_weights([loaded.chunk], POLICY)}}
 
@@ -202,9 +202,9 @@ def _write_megatron(loaded: Loaded, out: Path) -> None:
     import megatron.core
     import torch
 
-    from models.train.megatron.checkpoint import parallel_layout
-    from models.train.megatron.checkpoint_files import STATE_DIR, MegatronState
-    from models.train.megatron.checkpoint_writing import Plan
+    from models.train.megatron.checkpoint.files import STATE_DIR, MegatronState
+    from models.train.megatron.checkpoint.state import parallel_layout
+    from models.train.megatron.checkpoint.writing import Plan
 
     files = out / STATE_DIR
     if loaded.rank == 0:
@@ -218,9 +218,9 @@ def _write_megatron(loaded: Loaded, out: Path) -> None:
 
 def _read_megatron(loaded: Loaded, directory: Path) -> None:
     """Fill the chunk; collective. Raises `TrainStateUnreadable`."""
-    from models.train.megatron.checkpoint import read_tensors
-    from models.train.megatron.checkpoint_files import read_state
-    from models.train.megatron.checkpoint_tensors import empty_weights, put_weights
+    from models.train.megatron.checkpoint.files import read_state
+    from models.train.megatron.checkpoint.state import read_tensors
+    from models.train.megatron.checkpoint.tensors import empty_weights, put_weights
 
     _state, index = read_state(directory)
     weights = _sharded(loaded)["weights"]

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from stages.graders.errors import UnknownGraderError
-from stages.graders.exact import grade_exact
 from stages.graders.grade import Grade, GradeRequest
-from stages.graders.gsm8k import grade_gsm8k, marked_number
+from stages.graders.math.gsm8k import grade_gsm8k, marked_number
+from stages.graders.text.exact import grade_exact
 
 _CURE = "set --rm-type to the grader that fits"
 

@@ -26,10 +26,19 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final
 
-from stages.graders.answer import after_thought
 from stages.graders.entry import Grader
 from stages.graders.grade import EXTRACTED_CHARS, Grade, GradeRequest, clean, failed
-from stages.graders.sandbox import CallCase, Case, CaseResult, CheckCase, Limits, SandboxError, StdinCase, run_cases
+from stages.graders.jail.sandbox import (
+    CallCase,
+    Case,
+    CaseResult,
+    CheckCase,
+    Limits,
+    SandboxError,
+    StdinCase,
+    run_cases,
+)
+from stages.graders.math.answer import after_thought
 
 DEFAULT_TOTAL_S: Final = 8.0
 CASE_S: Final = 4.0  # of one test, unless the metadata has `time_limit_s`

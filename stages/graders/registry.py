@@ -16,25 +16,18 @@ from functools import lru_cache, partial
 import msgspec
 
 from configs.schema.did_you_mean import nearest
-from stages.graders.boxed import last_box
 from stages.graders.choose import grade_auto
 from stages.graders.code import code_grader
 from stages.graders.custom import IMPORT_PATH, custom_grader
-from stages.graders.dapo import WRONG, grade_dapo
-from stages.graders.deepscaler import grade_deepscaler
 from stages.graders.entry import Entry, Grader, against_label, fixed
 from stages.graders.errors import UnknownGraderError
-from stages.graders.exact import grade_contains, grade_contains_label, grade_exact
-from stages.graders.format import format_grader
-from stages.graders.gpqa import grade_gpqa
 from stages.graders.grade import Grade, GradeRequest, failed
-from stages.graders.gsm8k import grade_gsm8k, grade_gsm8k_flex
-from stages.graders.ifbench import grade_ifbench, prepare_ifbench
-from stages.graders.ifeval import grade_ifeval
-from stages.graders.ifeval_rules import prepare_language
-from stages.graders.mathematics import grade_hendrycks, grade_strict, grade_verify, math_grader, symbolic
+from stages.graders.math.boxed import last_box
+from stages.graders.math.dapo import WRONG, grade_dapo
+from stages.graders.math.deepscaler import grade_deepscaler
+from stages.graders.math.gsm8k import grade_gsm8k, grade_gsm8k_flex
+from stages.graders.math.mathematics import grade_hendrycks, grade_strict, grade_verify, math_grader, symbolic
 from stages.graders.selection import stage_grader
-from stages.graders.squad import f1_grader, grade_exact_match
 from stages.graders.synthetic import (
     grade_constant,
     grade_crash,
@@ -43,6 +36,13 @@ from stages.graders.synthetic import (
     grade_sleep,
     parse_durations,
 )
+from stages.graders.text.exact import grade_contains, grade_contains_label, grade_exact
+from stages.graders.text.format import format_grader
+from stages.graders.text.gpqa import grade_gpqa
+from stages.graders.text.ifbench import grade_ifbench, prepare_ifbench
+from stages.graders.text.ifeval import grade_ifeval
+from stages.graders.text.ifeval_rules import prepare_language
+from stages.graders.text.squad import f1_grader, grade_exact_match
 
 BOXED = "boxed_"
 

@@ -31,7 +31,7 @@ from stages.graders.errors import PoolError
 from stages.graders.grade import Grade, GradeRequest, failed
 from stages.graders.observed import CacheKey, GradeCache, Observed
 from stages.graders.outside import Outside
-from stages.graders.pool import GraderPool
+from stages.graders.processes.pool import GraderPool
 from stages.graders.registry import is_import_path, listed_grader
 from stages.graders.selection import SINGLE, Row, Selection, outside
 from stages.graders.shaping import Overlong, shaped

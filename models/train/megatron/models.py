@@ -21,9 +21,9 @@ from models.train.dp_group import Float32Array
 from models.train.errors import BackendMisuse, TrainConfigInvalid
 from models.train.huggingface.loading import pick_device
 from models.train.huggingface.optimizer import UpdateResult
-from models.train.megatron.checkpoint import finish as finish_state
-from models.train.megatron.checkpoint import load as load_state
-from models.train.megatron.checkpoint import save as save_state
+from models.train.megatron.checkpoint.state import finish as finish_state
+from models.train.megatron.checkpoint.state import load as load_state
+from models.train.megatron.checkpoint.state import save as save_state
 from models.train.megatron.critic import MegatronCritic, into_critic
 from models.train.megatron.forward import TokenScorer
 from models.train.megatron.inputs import ModelInputs

@@ -21,7 +21,7 @@ from torch import Tensor
 from configs.schema.train import TrainConfig
 from models.train.errors import TrainConfigInvalid
 from models.train.huggingface.optimizer import UpdateResult, gradient_scale
-from models.train.megatron.options import split_options
+from models.train.megatron.settings.options import split_options
 from models.train.spec import TrainSpec
 from models.train.step.learning_rate import learning_rate
 

@@ -8,8 +8,8 @@ from typing import Any
 import msgspec
 
 from stages.graders.grade import Grade, GradeRequest
-from stages.graders.pool import GraderPool
-from stages.graders.process import Fault, GraderProcess
+from stages.graders.processes.pool import GraderPool
+from stages.graders.processes.process import Fault, GraderProcess
 from stages.graders.registry import grade_request
 
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from stages.graders.cpu_limit import CpuLimitError, cpu_limit
-from stages.graders.equality import same_answer
-from stages.graders.mathematics import SYMBOLIC_S
+from stages.graders.math.cpu_limit import CpuLimitError, cpu_limit
+from stages.graders.math.equality import same_answer
+from stages.graders.math.mathematics import SYMBOLIC_S, prepare
 from tests.stages.graders.cases_answers import WRONG, pairs
 from tests.stages.graders.grading_rig import grade
 
@@ -61,9 +61,10 @@ def test_a_text_that_uses_up_its_time_is_wrong_and_says_so(monkeypatch: pytest.M
         while True:
             pass
 
+    prepare()  # which compares once, without a limit
     with monkeypatch.context() as patched:
-        patched.setattr("stages.graders.mathematics.same_answer", endless)
-        patched.setattr("stages.graders.mathematics.SYMBOLIC_S", 0.05)
+        patched.setattr("stages.graders.math.mathematics.same_answer", endless)
+        patched.setattr("stages.graders.math.mathematics.SYMBOLIC_S", 0.05)
         found = grade("math", r"\boxed{x+1}", "x+2")
     assert (found.score, found.is_correct, found.error, found.status) == (0.0, False, None, "timeout")
     assert grade("math", r"\boxed{x+1}", "1+x").score == 1.0

@@ -16,12 +16,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stages.graders import sandbox
 from stages.graders.code import BAD_ENDS, code_grader, extract_program, grade_code, same
 from stages.graders.grade import Grade, GradeRequest
-from stages.graders.pool import GraderPool
+from stages.graders.jail import sandbox
+from stages.graders.jail.sandbox import CaseResult, Limits, SandboxError, StdinCase, run_cases
+from stages.graders.processes.pool import GraderPool
 from stages.graders.registry import find_grader
-from stages.graders.sandbox import CaseResult, Limits, SandboxError, StdinCase, run_cases
 
 SUMS = [{"input": "1 2\n", "output": "3\n"}, {"input": "5 6", "output": "11"}]
 ADD = "a, b = map(int, input().split())\nprint(a + b)"

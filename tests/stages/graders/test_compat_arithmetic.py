@@ -8,9 +8,9 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from stages.graders.arithmetic import NotArithmetic, equal_values
-from stages.graders.compat import compat_equal, plain_arithmetic
-from stages.graders.hendrycks import math_style
+from stages.graders.math.arithmetic import NotArithmetic, equal_values
+from stages.graders.math.compat import compat_equal, plain_arithmetic
+from stages.graders.math.hendrycks import math_style
 
 Sum = tuple[str, Fraction]
 

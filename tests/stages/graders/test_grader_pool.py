@@ -14,10 +14,10 @@ from pathlib import Path
 
 import pytest
 
-from stages.graders import process as process_module
 from stages.graders.errors import PoolError
 from stages.graders.grade import Grade, GradeRequest
-from stages.graders.pool import GraderPool
+from stages.graders.processes import process as process_module
+from stages.graders.processes.pool import GraderPool
 from tests.stages.graders.grading_rig import CountingPool
 
 pytestmark = pytest.mark.slow
@@ -206,7 +206,7 @@ async def test_a_grader_dies_with_the_stage_that_asked(grader: str, response: st
     metadata = json.dumps({"log": str(log)})
     program = f"""
 import asyncio, json
-from stages.graders.pool import GraderPool, GradeRequest
+from stages.graders.processes.pool import GraderPool, GradeRequest
 async def main():
     async with GraderPool(1, 600.0) as pool:
         await pool.grade_many([GradeRequest("{PATH}:{grader}", {response!r}, None, {metadata!r})])
@@ -254,7 +254,7 @@ def _sleepers() -> set[str]:
     for entry in Path("/proc").iterdir():
         with contextlib.suppress(OSError):
             command = (entry / "cmdline").read_bytes() if entry.name.isdigit() else b""
-            if b"stages.graders.worker" in command and str(os.getpid()).encode() in command.split(b"\0"):
+            if b"stages.graders.processes.worker" in command and str(os.getpid()).encode() in command.split(b"\0"):
                 found.add(entry.name)
     return {pid for pid in found if alive(int(pid))}
 
@@ -294,7 +294,7 @@ def test_the_pool_works_under_uvloop() -> None:
     """The loop that stages run on."""
     program = """
 import asyncio, uvloop
-from stages.graders.pool import GraderPool, GradeRequest
+from stages.graders.processes.pool import GraderPool, GradeRequest
 async def main():
     async with GraderPool(1, 1.0, 0) as pool:
         items = [GradeRequest("exact", "x", "x"), GradeRequest("sleep:60", ""), GradeRequest("crash", "")]
@@ -307,7 +307,7 @@ uvloop.run(main())
 
 def test_importing_the_pool_is_cheap() -> None:
     program = (
-        "import sys; import stages.graders.pool; "
+        "import sys; import stages.graders.processes.pool; "
         "print([name for name in ('torch', 'transformers', 'sympy', 'numpy', 'zmq') if name in sys.modules])"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)

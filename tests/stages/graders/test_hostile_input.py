@@ -10,10 +10,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from stages.graders.answer import find_answer, plain_form
 from stages.graders.errors import UnknownGraderError
 from stages.graders.grade import Grade, GradeRequest
-from stages.graders.guards import MAX_DEPTH, refusal_of
+from stages.graders.math.answer import find_answer, plain_form
+from stages.graders.math.guards import MAX_DEPTH, refusal_of
 from stages.graders.registry import GRADERS, find_grader
 from tests.stages.graders.grading_rig import CountingPool, grade
 

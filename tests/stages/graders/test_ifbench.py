@@ -9,7 +9,7 @@ import pytest
 
 from stages.graders.errors import UnknownGraderError
 from stages.graders.grade import Grade
-from stages.graders.ifbench import _checkers, prepare_ifbench
+from stages.graders.text.ifbench import _checkers, prepare_ifbench
 from tests.stages.graders.grading_rig import grade
 
 # (instruction, arguments, response, holds); of rules that need no data of NLTK

@@ -15,9 +15,9 @@ from pathlib import Path
 
 import pytest
 
-from stages.graders import sandbox
+from stages.graders.jail import sandbox
 from stages.graders.jail.landlock import landlock_version
-from stages.graders.sandbox import CaseResult, Limits, StdinCase, run_cases
+from stages.graders.jail.sandbox import CaseResult, Limits, StdinCase, run_cases
 from tests.stages.graders.jail_escapes import PROGRAM, attempts
 
 pytestmark = pytest.mark.skipif(platform.machine() != "x86_64", reason="the attempts are written for x86-64")

@@ -126,7 +126,7 @@ def asking() -> Sampler:
 
 def announce(rig: Rig, url: str) -> None:
     """As supervisor and engines stage do."""
-    address, entry = EngineAddress("strict", url, 0, "strict"), EngineEntry("strict", url, 0, "strict", "serving")
+    address, entry = EngineAddress("strict", url, 0, "strict"), EngineEntry("strict", url, 0, "strict", state="serving")
     rig.topic.publish("engine/strict", msgspec.msgpack.encode(address))
     rig.topic.publish("directory/strict", msgspec.msgpack.encode(entry))
 

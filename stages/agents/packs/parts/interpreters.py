@@ -22,7 +22,7 @@ import msgspec
 from msgspec import Struct
 
 from stages.agents.environment import InfrastructureError
-from stages.graders.sandbox import ENVIRONMENT, PYTHON, make_directory
+from stages.graders.jail.sandbox import ENVIRONMENT, PYTHON, make_directory
 
 Sandbox = Literal["auto", "bubblewrap", "jail"]
 

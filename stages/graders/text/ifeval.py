@@ -14,9 +14,9 @@ import msgspec
 from msgspec import Struct
 
 from configs.schema.did_you_mean import did_you_mean
-from stages.graders.answer import after_thought
 from stages.graders.grade import Grade, GradeRequest, failed
-from stages.graders.ifeval_rules import RULES, Arguments, Rule, RuleError
+from stages.graders.math.answer import after_thought
+from stages.graders.text.ifeval_rules import RULES, Arguments, Rule, RuleError
 
 
 class _Metadata(Struct):

@@ -19,8 +19,8 @@ from typing import Literal
 from msgspec import Struct
 
 from stages.graders.errors import PoolError
-from stages.graders.frames import LENGTH, LOADING, PROGRESS_BYTES, Reply, decode_reply, work_frame
 from stages.graders.grade import Grade, GradeRequest
+from stages.graders.processes.frames import LENGTH, LOADING, PROGRESS_BYTES, Reply, decode_reply, work_frame
 from stages.graders.synthetic import IN_WORKER_VARIABLE
 from stages.process_guard import end_guarded, start_guarded
 
@@ -198,7 +198,7 @@ def _spawn(memory_bytes: int) -> tuple[subprocess.Popen[bytes], socket.socket, m
         numbers = (theirs.fileno(), progress_fd, os.getpid(), memory_bytes)
         threads = os.environ.get("OMP_NUM_THREADS", "1")
         environment = {"OMP_NUM_THREADS": threads, IN_WORKER_VARIABLE: "1"}
-        process = start_guarded("stages.graders.worker", numbers, numbers[:2], environment)
+        process = start_guarded("stages.graders.processes.worker", numbers, numbers[:2], environment)
     finally:
         theirs.close()
         os.close(progress_fd)

@@ -18,8 +18,8 @@ import msgspec
 
 from configs.schema.did_you_mean import nearest
 from models.train.errors import TrainConfigInvalid
-from models.train.megatron.option_fields import DTYPE, DTYPES, NONE, Group, Kind, fields_of, known_fields
-from models.train.megatron.set_by_sluice import SET_BY_SLUICE
+from models.train.megatron.settings.option_fields import DTYPE, DTYPES, NONE, Group, Kind, fields_of, known_fields
+from models.train.megatron.settings.set_by_sluice import SET_BY_SLUICE
 
 
 @dataclass(frozen=True)

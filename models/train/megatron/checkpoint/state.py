@@ -30,7 +30,7 @@ from models.train.errors import TrainStateUnreadable, first_line
 from models.train.huggingface.hf_files import write_hf
 from models.train.huggingface.parts import random_state, restore_random_state
 from models.train.huggingface.state_files import MODEL_DIR
-from models.train.megatron.checkpoint_files import (
+from models.train.megatron.checkpoint.files import (
     STATE_DIR,
     Index,
     MegatronState,
@@ -38,8 +38,8 @@ from models.train.megatron.checkpoint_files import (
     read_state,
     torch_metadata,
 )
-from models.train.megatron.checkpoint_tensors import REFERENCE, Held
-from models.train.megatron.checkpoint_writing import Plan
+from models.train.megatron.checkpoint.tensors import REFERENCE, Held
+from models.train.megatron.checkpoint.writing import Plan
 from models.train.model_set import Counters
 
 if TYPE_CHECKING:

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 from torch import Tensor
 
-from models.train.megatron.checkpoint_files import MegatronState
-from models.train.megatron.optimizer_state import OptimizerState, on_host, owned_by
+from models.train.megatron.checkpoint.files import MegatronState
+from models.train.megatron.checkpoint.optimizer_state import OptimizerState, on_host, owned_by
 
 if TYPE_CHECKING:
     from models.train.megatron.models import MegatronModels

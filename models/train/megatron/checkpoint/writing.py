@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from models.train.huggingface.hf_files import write_tensors
-from models.train.megatron.checkpoint_files import MegatronState, Written, complete, index_of, written_by_all
+from models.train.megatron.checkpoint.files import MegatronState, Written, complete, index_of, written_by_all
 
 
 class Plan:

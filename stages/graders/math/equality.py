@@ -17,9 +17,9 @@ import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from stages.graders.notation import canonical
-from stages.graders.quantity import DEGREE, PERCENT, Quantity
-from stages.graders.reading import (
+from stages.graders.math.notation import canonical
+from stages.graders.math.quantity import DEGREE, PERCENT, Quantity
+from stages.graders.math.reading import (
     LIST,
     SET,
     UNION,
@@ -30,7 +30,7 @@ from stages.graders.reading import (
     UnreadableError,
     read,
 )
-from stages.graders.values import GREEK, is_formula, proportional, same_value, value_of
+from stages.graders.math.values import GREEK, is_formula, proportional, same_value, value_of
 
 _UNORDERED = frozenset((LIST, SET, UNION))
 _INTERVALS = frozenset(("()", "[)", "(]", "[]"))

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import msgspec
 
-from stages.graders.answer import Answer, verdict
 from stages.graders.grade import Grade, GradeRequest
-from stages.graders.mathematics import grade_compat
+from stages.graders.math.answer import Answer, verdict
+from stages.graders.math.mathematics import grade_compat
 
 _CLOSE = "</think>"
 _MARK = "###Response"

@@ -1,4 +1,4 @@
-"""A grader process: `python -m stages.graders.worker SOCKET_FD PROGRESS_FD PARENT_PID MEMORY_BYTES`.
+"""A grader process: `python -m stages.graders.processes.worker SOCKET_FD PROGRESS_FD PARENT_PID MEMORY_BYTES`.
 
 It grades chunks in order, says in shared memory what it is working on, and sends finished grades along when some time
 has passed. It has no deadline of its own: the pool kills it.
@@ -19,9 +19,9 @@ import sys
 import time
 
 from stages.graders.errors import UnknownGraderError
-from stages.graders.frames import IDLE, LENGTH, LOADING, PROGRESS_BYTES, Reply, decode_work, frame
 from stages.graders.grade import Grade, GradeRequest
 from stages.graders.jail.lockdown import bound
+from stages.graders.processes.frames import IDLE, LENGTH, LOADING, PROGRESS_BYTES, Reply, decode_work, frame
 from stages.graders.registry import find_grader, grade_request
 from stages.process_guard import become_guarded
 

@@ -15,9 +15,9 @@ import unicodedata
 
 from msgspec import Struct
 
-from stages.graders.boxed import TAIL_CHARS, Box, find_box
 from stages.graders.grade import EXTRACTED_CHARS as ANSWER_CHARS
 from stages.graders.grade import Grade, clean
+from stages.graders.math.boxed import TAIL_CHARS, Box, find_box
 
 _OPEN, _CLOSE = "<think>", "</think>"
 

@@ -12,8 +12,8 @@ from typing import Any
 
 from stages.graders.errors import UnknownGraderError
 from stages.graders.grade import Grade, GradeRequest, failed
-from stages.graders.ifeval import judge_instructions, read_instructions
-from stages.graders.ifeval_rules import Arguments, RuleError
+from stages.graders.text.ifeval import judge_instructions, read_instructions
+from stages.graders.text.ifeval_rules import Arguments, RuleError
 
 _DATA = "punkt punkt_tab averaged_perceptron_tagger_eng stopwords"
 

@@ -15,7 +15,7 @@ import re
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
-from stages.graders.guards import MAX_PARSED_DEPTH, nesting
+from stages.graders.math.guards import MAX_PARSED_DEPTH, nesting
 
 if TYPE_CHECKING:
     import sympy

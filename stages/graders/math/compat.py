@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import re
 
-from stages.graders.arithmetic import NotArithmetic, equal_values
-from stages.graders.hendrycks import math_style, untexted
+from stages.graders.math.arithmetic import NotArithmetic, equal_values
+from stages.graders.math.hendrycks import math_style, untexted
 
 _WORD = re.compile(r"\\(?:text|textbf|textit|textrm|mathrm|mathbf|mbox)\s*\{([^{}]*)\}")
 _MARKS = re.compile(r"\\[%$!,;:]|\\ |[$%~]|\\left|\\right|\\displaystyle|\\limits|\^\s*(?:\{\s*\\circ\s*\}|\\circ)")

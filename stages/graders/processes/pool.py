@@ -19,7 +19,7 @@ from contextlib import asynccontextmanager
 
 from stages.graders.errors import PoolError
 from stages.graders.grade import Grade, GradeRequest, failed
-from stages.graders.process import ChunkResult, Fault, GraderProcess
+from stages.graders.processes.process import ChunkResult, Fault, GraderProcess
 from stages.graders.registry import grade_request, is_import_path, listed_grader, refusal
 
 CHUNK = 32

@@ -24,7 +24,7 @@ MEMORY_BYTES: Final = 1 << 30
 OUTPUT_BYTES: Final = 1 << 20  # that one case may print
 _GRACE_S = 5.0  # for the jail itself, beyond the time of its cases
 _PREFIX = "sluice-jail"
-_ROOT = Path(__file__).resolve().parents[2]
+_ROOT = Path(__file__).resolve().parents[3]
 
 # No -E and no -I: the environment holds nothing of the caller's, and -E would ignore PYTHONHASHSEED.
 ENVIRONMENT: Final = {"PYTHONHASHSEED": "0", "LANG": "C.UTF-8", "PATH": "/usr/bin:/bin"}
