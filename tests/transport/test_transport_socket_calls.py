@@ -42,8 +42,8 @@ async def test_a_step_without_news_asks_the_socket_nothing(monkeypatch: pytest.M
     links: list[ZmqLink] = []
     original = ZmqLink.__init__
 
-    def made(link: ZmqLink, endpoint: Any, socket: Any, decode: Any) -> None:
-        original(link, endpoint, Counted(socket), decode)  # type: ignore[arg-type]
+    def made(link: ZmqLink, endpoint: Any, socket: Any, *rest: Any) -> None:
+        original(link, endpoint, Counted(socket), *rest)  # type: ignore[arg-type]
         links.append(link)
 
     monkeypatch.setattr(ZmqLink, "__init__", made)

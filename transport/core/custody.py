@@ -12,14 +12,14 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from transport.core.dedup import KeyMemory
-from transport.spec import DeadLetter, StreamSpec
+from transport.spec import DeadLetter, Held, HubStats, StreamSpec
 from transport.wire import Work, encode
 
 if TYPE_CHECKING:
-    from transport.core.peers import ConsumerPeer
+    from transport.core.peers import ConsumerPeer, ProducerPeer
 
 SUSPECT_DEATHS = 2
 SUSPECT_LOSSES = 3
@@ -46,6 +46,13 @@ class Item:
     last: ConsumerPeer | None = None  # who had it before; another one is preferred next
     suspect: bool = False
     tried_alone: bool = False
+    origins: list[tuple[ProducerPeer, int]] = field(default_factory=list)  # who keeps it, under which number
+
+
+class Letter(NamedTuple):
+    letter: DeadLetter  # without its body
+    body: Body
+    item: Item
 
 
 @dataclass(slots=True)
@@ -56,7 +63,9 @@ class Custody:
     ready: deque[Item] = field(default_factory=deque)
     again: deque[Item] = field(default_factory=deque)  # redeliveries go first
     suspects: deque[Item] = field(default_factory=deque)
-    letters: list[tuple[DeadLetter, Body]] = field(default_factory=list)
+    letters: list[Letter] = field(default_factory=list)
+    gone: list[Item] = field(default_factory=list)  # settled: their senders need keep them no longer
+    by_key: dict[str, Item] = field(default_factory=dict)  # where senders keep
     keys: KeyMemory = field(init=False)
     held_bytes: int = 0
     leased: int = 0
@@ -70,17 +79,20 @@ class Custody:
     def __post_init__(self) -> None:
         self.keys = KeyMemory(max(KEYS_REMEMBERED, 2 * self.spec.capacity_items))
 
-    def admit(self, key: str, size: int, checksum: int, body: Body) -> bool:
-        """Take custody. False: the key was accepted before, so this one is suppressed."""
+    def admit(self, key: str, size: int, checksum: int, body: Body) -> Item | None:
+        """Take custody. A key that was accepted before is suppressed: what is in custody under it, where senders keep,
+        else None."""
         if self.spec.dedup_keys and not self.keys.add(key):
             self.duplicates += 1
-            return False
+            return self.by_key.get(key)
         self.accepted += 1
         item = Item(self.accepted, key, size, checksum, body)
         self.items[item.id] = item
         self.held_bytes += size
         self.ready.append(item)
-        return True
+        if self.spec.senders_keep:
+            self.by_key[key] = item
+        return item
 
     def lease(self, item: Item, holder: ConsumerPeer) -> Work:
         """Hand the item to the holder and return the header of its delivery."""
@@ -107,6 +119,8 @@ class Custody:
             return False
         self._remove(item)
         self.settled += 1
+        if self.spec.senders_keep:
+            self.gone.append(item)
         return True
 
     def release(self, item: Item) -> None:
@@ -142,7 +156,32 @@ class Custody:
         self._remove(item)
         self.dead += 1
         self.keys.forget(item.key)
-        self.letters.append((DeadLetter(self.spec.name, item.key, header, b"", reason), body))
+        self.letters.append(Letter(DeadLetter(self.spec.name, item.key, header, b"", reason), body, item))
+
+    def stats(self, producers: int, consumers: int, malformed: int) -> HubStats:
+        return HubStats(
+            queued=len(self.items) - self.leased,
+            leased=self.leased,
+            accepted=self.accepted,
+            delivered=self.delivered,
+            redelivered=self.redelivered,
+            duplicates=self.duplicates,
+            dead_letters=self.dead,
+            bytes_queued=self.held_bytes,
+            producers=producers,
+            consumers=consumers,
+            settled=self.settled,
+            malformed=malformed,
+        )
+
+    def held(self, now: float) -> list[Held]:
+        """All messages in custody, oldest first."""
+        return [
+            Held(item.key, "", 0.0)
+            if item.holder is None
+            else Held(item.key, item.holder.replica, now - item.leased_at)
+            for item in self.items.values()
+        ]
 
     def next_ready(self) -> Item | None:
         """Oldest item to deliver, redeliveries first. Settled ones are skipped. The item is taken off the queue."""
@@ -170,6 +209,7 @@ class Custody:
     def _remove(self, item: Item) -> None:
         self.release(item)
         del self.items[item.id]
+        self.by_key.pop(item.key, None)
         self.held_bytes -= item.size
         item.state = "gone"
         item.body = None  # queues may still refer to the item

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass, field
 
-from transport.core.credit import SendCredit
+from transport.core.credit import Capacity, SendCredit
 from transport.core.custody import Item
 from transport.core.dedup import SeqWindow
 from transport.spec import StreamSpec
@@ -31,6 +31,27 @@ class ProducerPeer(Peer):
     limit_bytes: int = 0
     to_accept: list[int] = field(default_factory=list)
     asked: bool = False  # wants to hear its limits
+    unsettled: dict[int, Item] = field(default_factory=dict)  # which it keeps, where senders keep
+    to_release: list[int] = field(default_factory=list)  # of those it keeps, what is settled
+    owed: int = 0  # messages that it will put once more, since an earlier hub had them
+    leaving: bool = False  # and is let go when others keep what it keeps
+
+    @property
+    def within_credit(self) -> bool:
+        return self.used_items < self.limit_items and self.used_bytes < self.limit_bytes
+
+    def limits(self, capacity: Capacity, held_items: int, held_bytes: int) -> tuple[int, int]:
+        return (
+            max(self.limit_items, self.used_items + capacity.unused_items(held_items)),
+            max(self.limit_bytes, self.used_bytes + capacity.unused_bytes(held_bytes)),
+        )
+
+    def starved(self, capacity: Capacity) -> bool:
+        """Whether half of what it may send is used up."""
+        return (
+            self.limit_items - self.used_items <= capacity.base_items // 2
+            or self.limit_bytes - self.used_bytes <= capacity.base_bytes // 2
+        )
 
 
 @dataclass(slots=True, eq=False)

@@ -1,18 +1,24 @@
-"""A producer's half of the protocol: waits for credit, sends, resends until accepted.
+"""A producer's half of the protocol: waits for credit, sends, resends until accepted, keeps until settled.
 
-Invariants: sequence numbers are given when a message first goes out and never change, so the hub recognises a resend;
-acceptance resolves a message once; messages leave in the order in which they were offered.
+Invariants: sequence numbers are given when a message first goes out and do not change while the hub remembers this
+producer, so it recognises a resend; acceptance resolves a message once; messages leave in the order in which they were
+offered. Where the hub says that senders keep, a body is dropped when the hub says that its message is settled, and a
+hub that does not remember this producer gets all that are not: what is kept is in the hub's custody too, so that its
+capacity bounds it.
 """
 
 from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass
+from itertools import islice
 
 from transport.core.credit import SendCredit
 from transport.core.custody import Body
 from transport.core.session import PeerCore
 from transport.wire import Accepted, FromHub, Hello, Ping, Put, ToHub, Welcome
+
+ASKED_LIMIT = 100_000  # numbers in one ping
 
 
 @dataclass(slots=True, eq=False)
@@ -24,6 +30,7 @@ class Parcel:
     checksum: int
     body: Body
     seq: int = 0
+    sent: bool = False  # once, to whichever hub
     accepted: bool = False
 
 
@@ -33,12 +40,13 @@ class ProducerCore(PeerCore):
         self.credit = SendCredit()
         self.waiting: deque[Parcel] = deque()
         self.unaccepted: dict[int, Parcel] = {}
+        self.kept: dict[int, Parcel] = {}  # accepted and not settled, where senders keep
         self.accepted: list[Parcel] = []  # taken by the shell, which wakes the senders
         self._next_seq = 1
         self._quiet_beats = 0
 
     def on_link_up(self, now: float) -> None:
-        self._low_seq()
+        self._renew_hello()
         super().on_link_up(now)
 
     def offer(self, key: str, size: int, checksum: int, body: Body) -> Parcel:
@@ -48,7 +56,7 @@ class ProducerCore(PeerCore):
 
     def withdraw(self, parcel: Parcel) -> None:
         """Forget a message that has not gone out; one that has will be accepted all the same."""
-        if not parcel.seq:
+        if not parcel.sent:
             self.waiting.remove(parcel)
 
     def on_message(self, now: float, message: FromHub) -> None:
@@ -56,15 +64,15 @@ class ProducerCore(PeerCore):
             self._accepted(now, message)
             return
         if isinstance(message, Welcome):
-            awaited = self.session.state == "greeting"
+            awaited, known_as = self.session.state == "greeting", self.session.session
             changed = self.session.on_message(now, message)
-            self._welcome(now, message, changed, awaited)
+            self._welcome(message, changed or known_as not in (0, message.session), awaited)
         else:
-            self._low_seq()
+            self._renew_hello()
             self.session.on_message(now, message)
 
     def on_timer(self, now: float) -> None:
-        self._low_seq()
+        self._renew_hello()
         super().on_timer(now)
 
     def fin(self, now: float) -> None:
@@ -72,22 +80,24 @@ class ProducerCore(PeerCore):
 
     def flush(self, now: float) -> list[tuple[ToHub, Body]]:
         if self.session.beat_due(now):
-            self.session.out.append((Ping(), None))
+            again = sum(parcel.sent for parcel in self.waiting)
+            kept = tuple(islice(self.kept, ASKED_LIMIT))
+            self.session.out.append((Ping(self.session.epoch or 0, kept, again), None))
             self._quiet_beats += 1
             if self._quiet_beats >= 2 and self.unaccepted:  # no acceptance for a whole beat: something was lost
                 self._resend()
         if self.session.state == "open":
             self._pump()
+            if self.session.fin_pending and self.idle:
+                self.session.fin(now)
         return self.session.flush()
 
     @property
     def idle(self) -> bool:
         return not self.waiting and not self.unaccepted
 
-    def _low_seq(self) -> None:
-        low = min(self.unaccepted, default=0) or min((p.seq for p in self.waiting if p.seq), default=self._next_seq)
-        if low != self.session.hello.low_seq:
-            self.session.raise_low_seq(low)
+    def _renew_hello(self) -> None:
+        self.session.renew_hello(self._next_seq, len(self.kept) + len(self.unaccepted))
 
     def _pump(self) -> None:
         credit = self.credit
@@ -96,6 +106,7 @@ class ProducerCore(PeerCore):
             if not parcel.seq:
                 parcel.seq = self._next_seq
                 self._next_seq += 1
+            parcel.sent = True
             credit.use(parcel.size)
             self.unaccepted[parcel.seq] = parcel
             self._put(parcel)
@@ -118,17 +129,34 @@ class ProducerCore(PeerCore):
             if parcel is not None:
                 self._quiet_beats = 0
                 parcel.accepted = True
-                parcel.body = None
+                self._keep(seq, parcel)
                 self.accepted.append(parcel)
+        for seq in message.settled:
+            self.kept.pop(seq, None)
 
-    def _welcome(self, now: float, message: Welcome, changed: bool, awaited: bool) -> None:
-        forgotten = message.sent_items < self.credit.sent_items - len(self.unaccepted)
-        if changed or forgotten:  # the counters are gone: everything unaccepted goes again, under the new credit
-            self.waiting.extendleft(reversed(self.unaccepted.values()))
-            self.unaccepted.clear()
-            self.credit = SendCredit()
+    def _keep(self, seq: int, parcel: Parcel) -> None:
+        if self.session.senders_keep:
+            self.kept[seq] = parcel
+        else:
+            parcel.body = None
+
+    def _welcome(self, message: Welcome, forgotten: bool, awaited: bool) -> None:
+        if forgotten:
+            self._begin_anew(message.low_seq)
         elif awaited:  # the second answer to two quick hellos shows no loss
             self._resend()
         self.credit.grant(message.limit_items, message.limit_bytes)
-        if self.session.fin_pending:
-            self.session.fin(now)
+
+    def _begin_anew(self, first_seq: int) -> None:
+        """The hub has no memory of this producer: all that it is not known to be done with goes again, under new credit
+        and new numbers, since those of before have gaps and may still be on their way."""
+        for parcel in self.waiting:
+            parcel.seq = 0
+        again = {**self.kept, **self.unaccepted}
+        for _, parcel in sorted(again.items(), reverse=True):
+            parcel.seq = 0
+            self.waiting.appendleft(parcel)
+        self.kept.clear()
+        self.unaccepted.clear()
+        self._next_seq = first_seq
+        self.credit = SendCredit()

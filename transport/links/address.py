@@ -17,6 +17,8 @@ from typing import Literal
 from transport.errors import AddressInUse, AddressInvalid, AddressRefused
 
 IPC_PATH_LIMIT = 107  # bytes of sun_path, less the final zero
+KEY_LENGTH = 40  # characters of Z85
+KEY_MARK = "|"  # in no Z85 text
 WILDCARDS = ("*", "0.0.0.0", "::", "")
 
 
@@ -25,8 +27,10 @@ class Address:
     scheme: Literal["inproc", "ipc", "tcp"]
     place: str  # name, path or host
     port: int = 0
+    key: str = ""  # public key of who binds there, where that is not the run's server
 
     def __str__(self) -> str:
+        """Without the key."""
         if self.scheme != "tcp":
             return f"{self.scheme}://{self.place}"
         host = f"[{self.place}]" if ":" in self.place else self.place
@@ -34,7 +38,7 @@ class Address:
 
 
 def parse(text: str) -> Address:
-    """Parse inproc://NAME, ipc:///PATH or tcp://HOST:PORT; port 0 or * lets the system choose."""
+    """Parse inproc://NAME, ipc:///PATH, tcp://HOST:PORT or tcp://HOST:PORT|KEY; port 0 or * lets the system choose."""
     scheme, separator, place = text.partition("://")
     if not separator or not place or scheme not in ("inproc", "ipc", "tcp"):
         raise AddressInvalid(
@@ -44,12 +48,18 @@ def parse(text: str) -> Address:
         return Address("inproc", place)
     if scheme == "ipc":
         return _parse_ipc(text, place)
+    place, marked, key = place.partition(KEY_MARK)
+    if marked and len(key) != KEY_LENGTH:
+        raise AddressInvalid(
+            f"address {text!r} names a key of {len(key)} characters, a Z85 key has {KEY_LENGTH}; use the address that "
+            "the hub reports"
+        )
     host, separator, port = place.rpartition(":")
     host = host.removeprefix("[").removesuffix("]")
     number = 0 if port == "*" else int(port) if port.isascii() and port.isdigit() else -1
     if not separator or not 0 <= number < 65536:
         raise AddressInvalid(f"address {text!r} has port {port!r}, which is not 0 to 65535; use 0 for a free one")
-    return Address("tcp", host, number)
+    return Address("tcp", host, number, key)
 
 
 def _parse_ipc(text: str, place: str) -> Address:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import stat
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
 import msgspec
@@ -17,10 +17,10 @@ import zmq
 from zmq.utils import z85
 
 from transport.errors import SecurityError
+from transport.links.address import KEY_LENGTH
 
 SERVER = "server"  # name of the key that whoever binds an address owns
 ZAP_ADDRESS = "inproc://zeromq.zap.01"
-KEY_LENGTH = 40  # characters of Z85
 KEY_FILE_LIMIT = 4096  # bytes
 
 
@@ -37,15 +37,24 @@ class KeyPair(msgspec.Struct, frozen=True):
 class Security(msgspec.Struct, frozen=True):
     """What a node needs to speak over tcp beyond loopback: its own keys, the run's server key, the accepted clients.
 
-    A node that hosts hubs must own the server's secret key; the others know only its public half.
+    A node that binds addresses owns the server's secret key, or has a pair of its own for that, whose public half is
+    in its addresses; the others know only public halves.
     """
 
     own: KeyPair
     server_public: str
     directory: Path | None = None  # of a server: its clients' keys lie there, by their names, and may become more
+    serving: KeyPair | None = None  # with which a node binds that is not the run's server
+    admitted: Callable[[], Mapping[str, str]] | None = None  # whom such a node lets in now: the name of each public key
 
-    def clients(self) -> dict[str, str]:
+    @property
+    def binds_with(self) -> KeyPair | None:
+        return self.own if self.own.public == self.server_public else self.serving
+
+    def clients(self) -> Mapping[str, str]:
         """Who may connect now: the name of each public key."""
+        if self.admitted is not None:
+            return self.admitted()
         if self.directory is None:
             return {}
         found = {_read_public(path): path.stem for path in self.directory.glob("*.pub")}
@@ -73,13 +82,23 @@ def create_keys(directory: Path, clients: Iterable[str]) -> None:
             _write_private(directory / "server.pub", public)
 
 
-def add_client(serving: Path, name: str, directory: Path) -> None:
-    """Give a client keys of its own in a private directory, and let the server of `serving` know it by that name."""
+def add_client(serving: Path, name: str, directory: Path) -> str:
+    """Give a client keys of its own in a private directory, and let the server of `serving` know it by that name.
+    Returns its public key."""
     directory.mkdir(mode=0o700, parents=True, exist_ok=True)
     public, secret = zmq.curve_keypair()
     _write_private(directory / f"{name}.key", msgspec.json.encode(KeyPair(public.decode(), secret.decode())))
     _write_private(directory / "server.pub", _read_public(serving / "server.pub").encode())
     _write_private(serving / f"{name}.pub", public)
+    return public.decode()
+
+
+def with_serving_key(security: Security, admitted: Callable[[], Mapping[str, str]]) -> Security:
+    """Of a client that binds addresses too: with a new pair of keys for that. Its secret half is in no file and goes
+    nowhere."""
+    public, secret = zmq.curve_keypair()
+    pair = KeyPair(public.decode(), secret.decode())
+    return msgspec.structs.replace(security, serving=pair, admitted=admitted)
 
 
 def load_security(directory: Path, name: str = SERVER) -> Security:
@@ -138,10 +157,11 @@ def _write_private(path: Path, data: bytes) -> None:
         file.write(data)
 
 
-def zap_reply(frames: list[bytes], allowed: Mapping[str, str]) -> list[bytes]:
-    """Answer one ZAP request (RFC 27): 200 and the name for an allowed CURVE key, 400 for everything else."""
+def zap_reply(frames: list[bytes], allowed: Mapping[str, str], *, told_late: bool = False) -> list[bytes]:
+    """Answer one ZAP request (RFC 27): 200 and the name for an allowed CURVE key, 400 for everything else. `told_late`:
+    the list comes from elsewhere, and a key may be on it in a moment: 300, upon which a client tries again."""
     request_id = frames[1] if len(frames) > 1 else b""
     asks = len(frames) == 7 and frames[0] == b"1.0" and frames[5] == b"CURVE" and len(frames[6]) == 32
     name = allowed.get(z85.encode(frames[6]).decode(), "") if asks else ""
-    status = (b"200", b"OK") if name else (b"400", b"key is not on the allow-list")
+    status = (b"200", b"OK") if name else (b"300" if told_late else b"400", b"key is not on the allow-list")
     return [b"1.0", request_id, *status, name.encode(), b""]

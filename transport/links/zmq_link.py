@@ -24,16 +24,15 @@ import zmq
 import zmq.utils.monitor
 
 from transport.core.custody import Body
-from transport.errors import AddressInvalid, SecurityError
+from transport.errors import AddressInvalid
 from transport.links import address as addresses
 from transport.links.address import Address
-from transport.links.link import Decode, Endpoint, Link
-from transport.links.security import SERVER, ZAP_ADDRESS, Security, zap_reply
+from transport.links.link import STEP_LIMIT, Decode, Endpoint, Link
+from transport.links.security import SERVER
 from transport.wire import FRAMES_LIMIT, HEADER_LIMIT, AnyMessage, Hello, Put, TopicHello, Work, encode
 
 COPY_BELOW = 64 << 10  # bytes; smaller bodies are cheaper to copy than to track
 MESSAGE_FUSE = 100_000  # high-water mark: never reached while credit is respected
-CONNECT_LIMIT = 1 << 31  # a peer trusts its hub's sizes; the hub limits what peers send
 RECONNECT_MS = 50
 RECONNECT_MAX_MS = 1000
 HEARTBEAT_MS = 2000
@@ -78,9 +77,13 @@ def readable(socket: zmq.Socket[bytes]) -> bool:
 class ZmqLink(Link):
     """A ROUTER (routes are its peers) or a DEALER (the route is ignored)."""
 
-    def __init__(self, endpoint: Endpoint, socket: zmq.Socket[bytes], decode: Decode) -> None:
+    def __init__(
+        self, endpoint: Endpoint, socket: zmq.Socket[bytes], decode: Decode, server_public: str | None = None
+    ) -> None:
+        """`server_public`: whose key is asked for where an address names none; None: keys are not used."""
         super().__init__(endpoint)
         self.late_wakeups = 0
+        self._server_public = server_public
         self._socket = socket
         self._router = socket.socket_type == zmq.ROUTER
         self._decode = decode
@@ -100,8 +103,7 @@ class ZmqLink(Link):
         if self._router:
             self._bind(address)
         else:
-            self._socket.connect(str(address))
-            self.address = str(address)
+            self._connect(address)
         self._loop.add_reader(self._socket.fileno(), self._on_arrival)
         self.wake()
 
@@ -114,6 +116,17 @@ class ZmqLink(Link):
 
     def discard_unsent(self) -> None:
         self._unsent.clear()
+
+    def move(self, text: str) -> None:
+        address = addresses.parse(text)
+        addresses.check_exposure(address, keys=self._server_public is not None, binding=False)
+        self._arrived = True
+        while self._take(STEP_LIMIT) == STEP_LIMIT:
+            pass  # what the one of before had sent comes before anything of the next
+        with contextlib.suppress(zmq.ZMQError):  # it is not connected there
+            self._socket.disconnect(self.address)
+        self._connect(address)
+        self.wake()
 
     def check(self) -> None:
         """The safety poll: find what no wake-up announced, and count it."""
@@ -140,6 +153,12 @@ class ZmqLink(Link):
             self._socket.disable_monitor()
             self._monitor.close(0)
         self._socket.close(linger_ms)
+
+    def _connect(self, address: Address) -> None:
+        if self._server_public is not None and address.scheme == "tcp":
+            self._socket.set(zmq.CURVE_SERVERKEY, (address.key or self._server_public).encode())
+        self._socket.connect(str(address))
+        self.address = str(address)
 
     def _bind(self, address: Address) -> None:
         place = f"{str(address).removesuffix(':0')}:*" if address.scheme == "tcp" and not address.port else str(address)
@@ -280,84 +299,3 @@ class ZmqLink(Link):
             for place, frame in enumerate(frames, 1):
                 cheap = not isinstance(frame, zmq.Frame) and len(frame) < COPY_BELOW
                 self._socket.send(frame, SEND_MORE if place < len(frames) else NOBLOCK, copy=cheap)
-
-
-class ZmqFabric:
-    """One context and its links; with keys, also the ZAP handler that all servers of the context ask."""
-
-    def __init__(self, security: Security | None) -> None:
-        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self._security = security
-        self._links: list[ZmqLink] = []
-        self._zap: zmq.Socket[bytes] | None = None
-        self._loop = asyncio.get_running_loop()
-        self._poll = self._loop.call_later(1.0, self._safety_poll)
-
-    @property
-    def late_wakeups(self) -> int:
-        return sum(link.late_wakeups for link in self._links)
-
-    def bind(self, text: str, endpoint: Endpoint, max_message_bytes: int, decode: Decode) -> Link:
-        address = addresses.parse(text)
-        addresses.check_exposure(address, keys=self._security is not None, binding=True)
-        socket = new_socket(self._context, zmq.ROUTER, address, 2 * max_message_bytes + HEADER_LIMIT)
-        if self._security is not None and address.scheme == "tcp":
-            if self._security.own.public != self._security.server_public:
-                socket.close(0)
-                raise SecurityError(
-                    f"cannot bind {address}: this node does not own the run's server key; bind where it is"
-                )
-            self._start_zap()
-            socket.set(zmq.CURVE_SERVER, 1)
-            socket.set(zmq.CURVE_SECRETKEY, self._security.own.secret.encode())
-            socket.set(zmq.ZAP_DOMAIN, b"sluice")
-        return self._open(ZmqLink(endpoint, socket, decode), address)
-
-    def connect(self, text: str, endpoint: Endpoint, decode: Decode) -> Link:
-        address = addresses.parse(text)
-        addresses.check_exposure(address, keys=self._security is not None, binding=False)
-        socket = new_socket(self._context, zmq.DEALER, address, CONNECT_LIMIT)
-        if self._security is not None and address.scheme == "tcp":
-            socket.set(zmq.CURVE_SERVERKEY, self._security.server_public.encode())
-            socket.set(zmq.CURVE_PUBLICKEY, self._security.own.public.encode())
-            socket.set(zmq.CURVE_SECRETKEY, self._security.own.secret.encode())
-        return self._open(ZmqLink(endpoint, socket, decode), address)
-
-    async def close(self) -> None:
-        """Terminate the context in a thread, since it waits for lingering sockets."""
-        self._poll.cancel()
-        if self._zap is not None:
-            self._loop.remove_reader(self._zap.fileno())
-            self._zap.close(0)
-        for link in self._links:
-            link.close(0)
-        await self._loop.run_in_executor(None, self._context.term)
-
-    def _open(self, link: ZmqLink, address: Address) -> Link:
-        try:
-            link.open(address)
-        except BaseException:
-            link.close(0)
-            raise
-        self._links = [other for other in self._links if not other.closed]
-        self._links.append(link)
-        return link
-
-    def _safety_poll(self) -> None:
-        for link in self._links:
-            if not link.closed:
-                link.check()
-        if self._zap is not None:
-            self._answer_zap(self._zap)
-        self._poll = self._loop.call_later(1.0, self._safety_poll)
-
-    def _start_zap(self) -> None:
-        if self._zap is None:
-            self._zap = self._context.socket(zmq.REP)
-            self._zap.bind(ZAP_ADDRESS)
-            self._loop.add_reader(self._zap.fileno(), self._answer_zap, self._zap)
-
-    def _answer_zap(self, zap: zmq.Socket[bytes]) -> None:
-        assert self._security is not None
-        while readable(zap):
-            zap.send_multipart(zap_reply(zap.recv_multipart(), self._security.clients()))

@@ -10,8 +10,9 @@ from typing import Generic, TypeVar, cast
 import zmq
 
 from transport.codec import Buffer, Codec, Frames
-from transport.core.consumer import ConsumerCore, Delivery, Verdict
+from transport.core.consumer import ConsumerCore
 from transport.core.custody import Body
+from transport.core.repeats import Delivery, Verdict
 from transport.errors import DecodeError, UsageError
 from transport.ports.endpoint import PeerPort
 from transport.wire import AnyMessage, FromHub
@@ -55,14 +56,52 @@ class LeaseHandle(Generic[T]):
         self._inlet.settle(self._delivery, "poison", reason)
 
 
-class Inlet(PeerPort[ConsumerCore], Generic[T]):
-    """Made by `Node.inlet`. Safe to be used by several tasks of one loop."""
+class Arrivals:
+    """Tasks that wait for a delivery: of one inlet, or of several that are taken from together."""
 
-    def __init__(self, address: str, stream: str, core: ConsumerCore, codec: Codec[T]) -> None:
+    def __init__(self) -> None:
+        self._waiters: deque[asyncio.Future[None]] = deque()
+
+    @property
+    def awaited(self) -> bool:
+        return bool(self._waiters)
+
+    async def wait(self) -> None:
+        """Wait to be woken; whoever was woken looks for itself. Cancelling gives the wake-up to another."""
+        waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._waiters.append(waiter)
+        try:
+            await waiter
+        except asyncio.CancelledError:
+            if waiter.done() and not waiter.cancelled():
+                self.wake(1)  # it was meant for somebody
+            raise
+        finally:
+            if not waiter.done() or waiter.cancelled():
+                with contextlib.suppress(ValueError):  # already popped by `wake`
+                    self._waiters.remove(waiter)
+
+    def wake(self, count: int | None = None) -> None:
+        """So many of those that wait; None: all."""
+        woken = 0
+        while self._waiters and (count is None or woken < count):
+            waiter = self._waiters.popleft()
+            if not waiter.done():
+                waiter.set_result(None)
+                woken += 1
+
+
+class Inlet(PeerPort[ConsumerCore], Generic[T]):
+    """Made by `Node.inlet`. Safe to be used by several tasks of one loop. `arrivals`: shared by inlets that are taken
+    from together."""
+
+    def __init__(
+        self, address: str, stream: str, core: ConsumerCore, codec: Codec[T], arrivals: Arrivals | None = None
+    ) -> None:
         super().__init__(address, f"inlet of stream {stream!r}", core)
         self.quarantined = 0
         self._codec = codec
-        self._waiters: deque[asyncio.Future[None]] = deque()
+        self.arrivals = Arrivals() if arrivals is None else arrivals
 
     async def receive(self) -> LeaseHandle[T] | None:
         """Next message, or None once the stream is finished and empty, or this inlet drained.
@@ -72,26 +111,36 @@ class Inlet(PeerPort[ConsumerCore], Generic[T]):
         """
         self.check_process()
         while True:
-            delivery = self.core.take()
-            if delivery is not None:
-                lease = self._open_lease(delivery)
-                if lease is not None:
-                    return lease
-            elif self.core.ended or self.core.draining:
+            if (lease := self.take()) is not None:
+                return lease
+            if self.over():
                 return None
-            elif self.closed:
-                raise UsageError(f"{self.name} at {self.address} is closed; receive inside `async with Node`")
-            elif (fault := self.fault()) is not None:
-                raise fault
-            else:
-                await self._delivery()
+            await self.arrivals.wait()
+
+    def take(self) -> LeaseHandle[T] | None:
+        """The next message if one is here."""
+        while (delivery := self.core.take()) is not None:
+            if (lease := self._open_lease(delivery)) is not None:
+                return lease
+        return None
+
+    def over(self) -> bool:
+        """Whether nothing comes any more: the stream has ended, or this inlet drains. Raises where it is closed, or
+        cannot work."""
+        if self.core.ended or self.core.draining:
+            return True
+        if self.closed:
+            raise UsageError(f"{self.name} at {self.address} is closed; receive inside `async with Node`")
+        if (fault := self.fault()) is not None:
+            raise fault
+        return False
 
     async def drain(self) -> None:
         """Hand back what was not started and take nothing more; `receive` returns None. For scaling down."""
         if not self.core.draining:
             self.core.drain()
             self.link.wake()
-            self._wake_waiters()
+            self.arrivals.wake()
 
     def settle(self, delivery: Delivery, verdict: Verdict, reason: str = "") -> None:
         if delivery.settled:
@@ -107,7 +156,7 @@ class Inlet(PeerPort[ConsumerCore], Generic[T]):
             return
         self.core.fin(self.loop.time(), blame=blame)
         await self.leave(timeout_s)  # if the hub is gone, the lease settles it
-        self._wake_waiters()
+        self.arrivals.wake()
 
     # Driven by the owner task.
 
@@ -117,11 +166,11 @@ class Inlet(PeerPort[ConsumerCore], Generic[T]):
     def flush(self, now: float) -> None:
         self.send_all(self.core.flush(now))
         self.note_session()
-        if self._waiters:
+        if self.arrivals.awaited:
             if self.core.ended or self.core.draining or self.closed or self.fault() is not None:
-                self._wake_waiters()
+                self.arrivals.wake()
             else:
-                self._wake_waiters(len(self.core.ready))
+                self.arrivals.wake(len(self.core.ready))
 
     def _open_lease(self, delivery: Delivery) -> LeaseHandle[T] | None:
         if self.core.urgent:
@@ -136,25 +185,3 @@ class Inlet(PeerPort[ConsumerCore], Generic[T]):
             return None
         delivery.body = None
         return LeaseHandle(self, delivery, message)
-
-    async def _delivery(self) -> None:
-        waiter: asyncio.Future[None] = self.loop.create_future()
-        self._waiters.append(waiter)
-        try:
-            await waiter
-        except asyncio.CancelledError:
-            if waiter.done() and not waiter.cancelled():
-                self._wake_waiters(len(self.core.ready))  # the wake-up was meant for somebody
-            raise
-        finally:
-            if not waiter.done() or waiter.cancelled():
-                with contextlib.suppress(ValueError):  # already popped by _wake_waiters
-                    self._waiters.remove(waiter)
-
-    def _wake_waiters(self, count: int | None = None) -> None:
-        woken = 0
-        while self._waiters and (count is None or woken < count):
-            waiter = self._waiters.popleft()
-            if not waiter.done():
-                waiter.set_result(None)
-                woken += 1
