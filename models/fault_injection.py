@@ -62,23 +62,24 @@ class FaultPlan(Struct, frozen=True):
 
     async def meet(self, key: str, attempt: int = 1) -> FaultSpec | None:
         """Draw, and have it happen. `drop` is left to the caller. Raises InjectedError."""
+        fault = self.drawn(key, attempt)
+        if fault is not None and fault.kind == "slow":
+            await asyncio.sleep(fault.seconds)
+        elif fault is not None:
+            _happen(fault, key, attempt)
+        return fault
+
+    def meet_blocking(self, key: str) -> None:
+        """As `meet`, in a process that has no event loop. Raises InjectedError."""
+        if (fault := self.drawn(key)) is not None:
+            _happen(fault, key, 1)
+
+    def drawn(self, key: str, attempt: int = 1) -> FaultSpec | None:
+        """Draw, and write it down: the caller has it happen."""
         fault = self.draw(key, attempt)
-        if fault is None:
-            return None
-        self._note(InjectedFault(fault.stage, fault.kind, self.replica, key, attempt, time.time()))
-        said = f"{fault.kind} at {key}, attempt {attempt} (--fault-inject)"
-        log.warning("%s: %s", self.replica, said)
-        match fault.kind:
-            case "kill":
-                os.kill(os.getpid(), signal.SIGKILL)
-            case "error":
-                raise InjectedError(said)
-            case "hang":
-                time.sleep(fault.seconds)  # noqa: ASYNC251  (the event loop shall stand still)
-            case "slow":
-                await asyncio.sleep(fault.seconds)
-            case "drop":
-                pass
+        if fault is not None:
+            self._note(InjectedFault(fault.stage, fault.kind, self.replica, key, attempt, time.time()))
+            log.warning("%s: %s", self.replica, _said(fault, key, attempt))
         return fault
 
     def _note(self, fault: InjectedFault) -> None:
@@ -88,8 +89,25 @@ class FaultPlan(Struct, frozen=True):
             file.write(msgspec.json.encode(fault) + b"\n")
 
 
+def _said(fault: FaultSpec, key: str, attempt: int) -> str:
+    return f"{fault.kind} at {key}, attempt {attempt} (--fault-inject)"
+
+
+def _happen(fault: FaultSpec, key: str, attempt: int) -> None:
+    """In this process and thread; an event loop stands still meanwhile."""
+    match fault.kind:
+        case "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+        case "error":
+            raise InjectedError(_said(fault, key, attempt))
+        case "hang" | "slow":
+            time.sleep(fault.seconds)
+        case "drop":
+            pass
+
+
 def fault_plan(config: Config, stage: str, replica: str, *, run_generation: int, run_dir: Path) -> FaultPlan | None:
-    """What `--fault-inject` says of a stage, or of `engine`; None if nothing."""
+    """What `--fault-inject` says of a stage, or of `engine` or `rank`; None if nothing."""
     faults = tuple(fault for fault in map(read_fault, config.debug.fault_inject) if fault.stage == stage)
     return FaultPlan(faults, config.run.seed, run_generation, replica, str(run_dir / FAULTS_FILE)) if faults else None
 

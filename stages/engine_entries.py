@@ -28,6 +28,8 @@ IDLE: Final = "/idle"
 RUNNING: Final = "/running"
 WAITING: Final = "/waiting"
 LEAVE: Final = "leave/"  # topic `leave/<engine>`: it is to end; nothing is sent there, and what it holds goes elsewhere
+ORDER: Final = "order/"  # topic `order/<fetcher>/<engine>`: weights that an engine of its node is to get
+BROUGHT: Final = "brought/"  # topic `brought/<fetcher>/<engine>`: what has become of that order
 KEYS: Final = (ADDRESS, DIRECTORY)  # what to wait for: an entry begins and ceases to count with its address
 POLICY: Final = "policy"  # the policy that the run trains; every frozen model has its own name
 

@@ -310,15 +310,18 @@ class Server(Struct, frozen=True, kw_only=True):
     """What is told of a server of either kind."""
 
     token: Token | None = None  # what requests to it must bring
+    fetcher: str = ""  # what brings an engine's weights to its node; empty: nothing has to
 
 
 class EngineAddress(Server, frozen=True):
-    """Topic value `engine/<engine>`: where an engine listens; `incarnation` rises when it is started anew."""
+    """Topic value `engine/<engine>`: where an engine listens; `incarnation` rises when it is started anew.
+    `taken_over`: an earlier start of the run left it, in whatever state: nothing that it says of its weights counts."""
 
     engine: str
     url: str
     incarnation: int
     policy: str = "policy"  # whose weights it serves; a frozen model has its own name
+    taken_over: bool = False
 
 
 class EngineEntry(EngineAddress, frozen=True):

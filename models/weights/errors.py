@@ -9,6 +9,7 @@ WeightsError
 ├── DeltaError           a difference cannot be applied, or the chain to a version is broken
 ├── RouteUnfit           an engine cannot be reached by the announced route
 ├── NotVerified          an engine does not carry what it was given: other label, other checksum
+├── NotBrought           the fetcher of an engine's node could not bring them
 └── SlotDirectoryError   the slot directory cannot be made, or belongs to a live run
     └── SlotSpaceError   no room for two slots
 """
@@ -58,3 +59,7 @@ class RouteUnfit(WeightsError):
 
 class NotVerified(WeightsError):
     """An engine does not carry what it was given. It gets no request until it does."""
+
+
+class NotBrought(WeightsError):
+    """The fetcher of an engine's node could not bring the weights, or not put them in. Order them again."""

@@ -41,6 +41,12 @@ def choose_directory(name: str, fallback: Path, nbytes: int, *, shared_memory: P
     return fallback / f"{PREFIX}{name}"
 
 
+def slots_directory(run_id: str, run_dir: Path, checkpoint: str) -> Path:
+    """Where the weights are published: shared memory if it has room for two versions, else the run directory."""
+    nbytes = sum(file.stat().st_size for file in Path(checkpoint).glob("*.safetensors"))
+    return choose_directory(run_id, run_dir, 2 * nbytes)  # twice: the trainer may publish fp32 of a bf16 checkpoint
+
+
 class DirectoryLease:
     """Ownership of a slot directory, from construction to `release`."""
 
@@ -88,7 +94,7 @@ def remove_if_stale(directory: Path) -> bool:
         return False  # not a slot directory, or removed by another process just now
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        _remove_listed(directory / LEFT_BEHIND_FILE)
+        remove_listed(directory)
         shutil.rmtree(directory, ignore_errors=True)
         return not directory.exists()
     except BlockingIOError:
@@ -111,9 +117,10 @@ def list_left_behind(directory: Path, files: Iterable[Path]) -> None:
         file.writelines(f"{path}\n" for path in files)
 
 
-def _remove_listed(listing: Path) -> None:
+def remove_listed(directory: Path) -> None:
+    """Remove the files of shared memory that were listed in a directory: those who held them have ended."""
     with contextlib.suppress(OSError):  # none was listed
-        for path in map(Path, listing.read_text().splitlines()):
+        for path in map(Path, (directory / LEFT_BEHIND_FILE).read_text().splitlines()):
             if path.parent == SHARED_MEMORY:
                 with contextlib.suppress(OSError):  # it is gone already
                     path.unlink()

@@ -69,7 +69,7 @@ class Episodes:
         spent = msgspec.structs.replace(episode, spent_s=record.spent_s)
         after = self._answered(group, sample, spent, turn, taken)
         if after.done:
-            self.hosting.end(record.task.episode)
+            self.hosting.workers.end(record.task.episode)
         return after
 
     @property

@@ -65,7 +65,7 @@ class AgentsStage(LoopStage):
         hostings = [Hosting(table, self._background, self._tell, self._episodes) for table in self.config.environment]
         self._hostings += hostings
         async with asyncio.TaskGroup() as tasks:
-            opening = [tasks.create_task(hosting.open()) for hosting in hostings]
+            opening = [tasks.create_task(hosting.workers.open()) for hosting in hostings]
         for hosting, opened in zip(hostings, opening, strict=True):
             if opened.result().kind == "agent":
                 gateway = await self._door.open(chat, tokenizer)
@@ -76,7 +76,7 @@ class AgentsStage(LoopStage):
     async def close(self) -> None:
         await self._door.close()
         for hosting in self._hostings:
-            await hosting.close()
+            await hosting.workers.close()
 
     async def run(self, ports: Ports) -> None:
         """As many rollouts at a time as come: what bounds them is the gate, and most of them wait."""

@@ -35,10 +35,11 @@ from models.weights.errors import WeightsError
 from stages.base import Stage
 from stages.engine_entries import ADDRESS, DIRECTORY, LEAVE, POLICY, addresses, entries
 from stages.engines.colocation import MemoryKeeper, trainers_turn
+from stages.engines.fetcher_route import FetcherRoute, take_back
 from stages.engines.leaving import hand_over
 from stages.engines.rolling_update import await_turn
 from stages.engines.verify_weights import ChecksumDiffers, check_equal, check_label
-from stages.engines.weight_routes import WeightRoutes
+from stages.engines.weight_routes import WeightRoute, WeightRoutes
 from stages.engines.weight_transfer import Transfer
 from stages.messages import Complaint, EngineAddress, EngineEntry, WeightsAnnouncement
 from stages.ports import Topic, WeightsSource, read_value
@@ -118,6 +119,8 @@ class EngineControl:
             )
             self._in_a_row, self._in_full, self._paused = 0, False, False
             self.memory.attach(topic, address.incarnation)
+            if address.fetcher:
+                await take_back(topic, address)  # what an earlier life of this stage had ordered
             await self._adopt(topic, address, self.client)
 
     async def _adopt(self, topic: Topic, address: EngineAddress, client: EngineClient) -> None:
@@ -125,18 +128,17 @@ class EngineControl:
 
         One that served and still names what its entry says is left alone: nothing is loaded, no request notices. Any
         other may have been left half-way through an update, paused, with a mixture of two versions: it is taken out of
-        service first, and everything is loaded anew.
+        service first, and everything is loaded anew. So is one that an earlier start of the run has left: it may name
+        the very version that comes, of a training that never happened.
         """
         most = self.config.rollout.server_concurrency
-        fresh = EngineEntry(
-            self.name, address.url, address.incarnation, address.policy, limit=most, token=address.token
-        )
+        fresh = EngineEntry(**msgspec.structs.asdict(address), limit=most)
         found = entries(topic).get(self.name)
         if address.policy != POLICY:
             self.entry = fresh
             await self.publish(topic, state="serving")
         elif found is None:
-            self.entry = fresh
+            self.entry, self._in_full = fresh, address.taken_over
             await self.publish(topic)
         elif found.state == "serving" and await _carries(client, found.label):
             self.entry, self.current = found, _announced(topic, found)
@@ -204,6 +206,8 @@ class EngineControl:
         """One try to bring the engine to a version. Waits for its turn and, after a failure, for the next try."""
         if self.current is not None:  # else it is not serving: nothing stands still for it
             await await_turn(topic, self.name, announcement, self.update.update_weight_rolling)
+            # If a newer one came meanwhile, the trainer writes into this one's slot next, or does so by now.
+            announcement = self._due(topic) or announcement
         try:
             await self._update(topic, client, announcement)
         except (EngineError, WeightsError) as error:
@@ -245,8 +249,7 @@ class EngineControl:
         # Told before the slot is opened. The trainer then waits before it overwrites the slot, and no client names the
         # weights that its request will meet: from here on they may change at any moment.
         await self.publish(topic, state="updating" if served else "loading", fetching=announcement.version)
-        here = await self._weights.local(announcement)
-        route = self._routes.choose(here, in_full=self._in_full)
+        route, here = await self._route(topic, announcement)
         async with route.open(client, here) as transfer:
             with self.activity.stalled() if served else contextlib.nullcontext():
                 paused = time.perf_counter()
@@ -280,6 +283,15 @@ class EngineControl:
             checksum=checksum,
             detail="",
         )
+
+    async def _route(self, topic: Topic, announcement: WeightsAnnouncement) -> tuple[WeightRoute, WeightsAnnouncement]:
+        """The way to the engine, and the announcement as it is where that begins. An engine of another node has its
+        weights brought by the fetcher there, unless they are broadcast, which needs nothing on its node."""
+        if self.entry.fetcher and (self._in_full or announcement.transport != "distributed"):
+            entry = self.entry
+            return FetcherRoute(topic, entry, lambda: self._stands(topic), in_full=self._in_full), announcement
+        here = await self._weights.local(announcement)
+        return self._routes.choose(here, in_full=self._in_full), here
 
     async def _transfer(self, client: EngineClient, transfer: Transfer, label: str) -> None:
         """Put the weights in. In place, the cache is kept: its keys carry the version. Else it is emptied."""

@@ -7,7 +7,8 @@ and `router_state`. All others are clients of what it publishes, so that they co
 engine.
 
 Invariants:
-- there is one replica on a host, and no stream: what it knows is on the topic and in the engines themselves;
+- there is one replica, and no stream: what it knows is on the topic and in the engines themselves; what has to be done
+  on another node than its own, it has the fetcher there do (stages/engines/fetcher.py);
 - engines outlive it: while it is away they go on with the weights that they have, and the directory stands; started
   anew, it attaches to them again and loads nothing where nothing is due;
 - it ends when the controller says so, after all streams: generation and evaluation need the engines until then.

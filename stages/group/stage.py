@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import logging
 from collections import OrderedDict
 from dataclasses import dataclass, field
 
@@ -33,6 +34,9 @@ from stages.rollouts import closing, counting, rollout_fault, rollouts, settleme
 from stages.sample_log import SampleLog
 
 REMEMBERED_GROUPS = 100_000
+MOST_REASONS = 100  # that are told; one with a number in it is new each time
+
+log = logging.getLogger("sluice.group")
 
 
 @dataclass
@@ -80,6 +84,7 @@ class GroupStage(Stage):
         self._sample_filter = None if path is None else sample_filter(path)
         self._args = slime_arguments(self.config)
         self._drain: str | None = None
+        self._told: set[str] = set()  # why members failed, as far as the log says it
         self._finished: OrderedDict[str, None] = OrderedDict()  # newest groups that left: late duplicates end here
         self._samples = SampleLog(self.config, self.context.run_dir)
         if self.config.reward.group_rm:
@@ -206,10 +211,12 @@ class GroupStage(Stage):
             if wrong is not None:
                 return settlement(slice_, "failed", f"sample {parts[0].index}: {wrong}")
         here, wanted = len(closing(members)), len(closing(slice_.samples))
+        errors = sorted({s.error or s.status for s in slice_.samples if s.status not in ("completed", "truncated")})
         if here < members_needed(self.config, slice_.group.n_samples):
-            errors = sorted({s.error or s.status for s in slice_.samples if s.status not in ("completed", "truncated")})
             detail = f"insufficient_members: {here} of {wanted}; {'; '.join(errors)[:300]}"
             return settlement(slice_, "failed", detail)
+        if errors:
+            self._tell(slice_.group.key, f"{here} of its {wanted} rollouts", errors)
         kept = msgspec.structs.replace(slice_, samples=members)
         for filter_ in self._filters:
             try:
@@ -228,6 +235,13 @@ class GroupStage(Stage):
                 return settlement(slice_, "failed", detail)
         self._state.passes(slice_.group)
         return kept
+
+    def _tell(self, key: str, left: str, errors: list[str]) -> None:
+        """Why a group goes on without some members, each reason once: the metrics only count them."""
+        new = [error for error in errors if error not in self._told]
+        if new and len(self._told) < MOST_REASONS:
+            self._told.update(new)
+            log.warning("group %s goes on with %s; others failed: %s", key, left, "; ".join(new)[:1000])
 
     async def _discard(self, open_: _Open, settle: Outlet[Settled]) -> None:
         if self._open.get(open_.group.key) is not open_:

@@ -115,12 +115,16 @@ class PromptStage(Stage):
 
     @property
     def capacity(self) -> int:
+        """Groups that may be admitted now."""
+        return self._room(self.ledger.open)
+
+    def _room(self, open_groups: int) -> int:
         if self.draining is not None or self.paused:
             return 0
         version = self.version if self.generates else self.steps
         if version < 0:
             return 0
-        return self.gate.capacity(version=version, trained=self.ledger.trained, open_groups=self.ledger.open)
+        return self.gate.capacity(version=version, trained=self.ledger.trained, open_groups=open_groups)
 
     def snapshot(self) -> LedgerSnapshot:
         """The ledger, the prompts that wait for their second chance, what the curriculum knows, and what a data source
@@ -171,7 +175,9 @@ class PromptStage(Stage):
         """Waits for the gate to open: an applied version, a settlement or a drain wakes it."""
         drained = False
         while True:
-            while self._again and self._submits:
+            while self._again and self._room(self.ledger.open - len(self._again)) > 0:
+                # Of those open in a checkpoint some may have been admitted for versions after it, which never happened:
+                # they wait for theirs again.
                 await self._submit(self._again.popleft(), ports.outlets["out"])
             if self.drawn is not None:
                 await self.drawn.reach(self.ledger.cursor + self.capacity)
@@ -188,12 +194,6 @@ class PromptStage(Stage):
             self._check_end()
             await self._wake.wait()
             self._wake.clear()
-
-    @property
-    def _submits(self) -> bool:
-        """Whether groups that a checkpoint holds as open may go out again."""
-        admits = self.draining is None and not self.paused
-        return admits and (self.version >= 0 or not self.generates)
 
     @property
     def _has_prompt(self) -> bool:

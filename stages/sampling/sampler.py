@@ -16,54 +16,30 @@ import uuid
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
-from typing import Final, Generic, TypeVar
+from typing import TypeVar
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
 
 from configs.schema import Config
-from models.engines.errors import EngineError, EngineProtocolError, EngineTimeout, EngineUnreachable
-from models.engines.noise import sample_seed
+from models.engines.errors import EngineError, EngineTimeout, EngineUnreachable
 from models.engines.protocol import GenerateRequest
-from stages.engine_entries import ASKED, POLICY, RETRACTED, SLOW
-from stages.messages import Complaint
+from stages.engine_entries import POLICY
 from stages.ports import Topic
 from stages.sampling.attempt import Attempt, Progress
 from stages.sampling.engine_directory import EngineDirectory
 from stages.sampling.losses import LOSSES, Losses, UnknownPolicy
+from stages.sampling.members import Members
 from stages.sampling.partial_rollouts import Call, Emit, PartialRollouts
-from stages.sampling.requests import SampleRequest, ScoreRequest
+from stages.sampling.reports import Reports
+from stages.sampling.requests import SampleRequest, ScoreRequest, on_the_wire, told_each, worth_a_stream
 from stages.sampling.results import DRAINED, OUT_OF_TIME, Chunk, SampleResult, failed
 from stages.sampling.routes import Route, RouteRequest, Routes
 
 log = logging.getLogger("sluice.sampler")
 
-REPORT_INTERVAL_S: Final = 1.0
-SHORT_RESPONSE: Final = 16  # tokens; the members of a request for so few end within milliseconds of each other
-
 T = TypeVar("T", SampleResult, SampleResult | Chunk)
-
-
-class Members(Generic[T]):
-    """The members of a request, in the order in which they end; with chunks, what comes of them before that too."""
-
-    def __init__(self, n: int) -> None:
-        self.left = n
-        self._queue: asyncio.Queue[tuple[int, T]] = asyncio.Queue()
-
-    def put(self, index: int, item: T) -> None:
-        self._queue.put_nowait((index, item))
-
-    def __aiter__(self) -> Members[T]:
-        return self
-
-    async def __anext__(self) -> tuple[int, T]:
-        if not self.left:
-            raise StopAsyncIteration
-        index, item = await self._queue.get()
-        self.left -= isinstance(item, SampleResult)
-        return index, item
 
 
 class Sampler:
@@ -92,13 +68,12 @@ class Sampler:
         self.rollout, self.replica, self.policies = config.rollout, replica, tuple(policies)
         self.directory = EngineDirectory(config.rollout, replicas=replicas, stage=stage, vocab_size=vocab_size)
         self.routes = Routes(config, self.directory, index=index)
-        self.extra = {} if extra is None else extra
-        self.retries = self.retractions = 0
+        self.reports = Reports(replica, self.directory, self.routes, {} if extra is None else extra)
+        self.retries = 0
         # SGLang 0.5.23 aborts the id of every stream again two seconds after its end: no id may come twice, also not
         # from a client that was started anew or from another run on the same engines.
         self._origin = f"{replica}-{uuid.uuid4().hex[:8]}"
         self._serial = itertools.count()
-        self._complaints: dict[str, Complaint] = {}  # of engines whose answers are refused or crawl, by topic key
         sglang = config.engine.engine == "sglang"
         # Tokens as they are made, so that they survive their engine. Ours would pay too much for it on a CPU: they tell
         # of a member when it has ended, and only to requests of several is that worth a stream.
@@ -114,7 +89,7 @@ class Sampler:
         """Waits for the topic, and tells it how often requests were retracted; runs until cancelled."""
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(self.directory.follow(topic))
-            tasks.create_task(self._report(topic))
+            tasks.create_task(self.reports.run(topic))
 
     async def ready(self) -> None:
         """Waits for the first engine that carries published weights and can be sent to, or for a drain."""
@@ -227,27 +202,12 @@ class Sampler:
             attempt.end_all("length")
         else:
             try:
-                await self._send(attempt, self._wire(request, index, len(results), first), call.losses, left_s)
+                rid = f"{self._origin}-{next(self._serial):09d}"
+                wire = on_the_wire(request, rid, index, len(results), first.token_ids)
+                await self._send(attempt, wire, call.losses, left_s)
             except EngineError as error:  # no place for it
                 attempt.error = error
         return attempt
-
-    def _wire(self, request: SampleRequest, index: int, n: int, first: SampleResult) -> GenerateRequest:
-        """The request as the engine gets it. A member that goes on alone draws what it would have drawn among all."""
-        params = request.params
-        spent = len(first.token_ids)
-        budget = None if params.max_new_tokens is None else params.max_new_tokens - spent
-        seed = params.sampling_seed
-        if n == 1 and seed is not None:
-            seed = sample_seed(seed, index)
-        return GenerateRequest(
-            rid=f"{self._origin}-{next(self._serial):09d}",
-            input_ids=None if request.text else [*request.token_ids, *first.token_ids],
-            text=request.text or None,
-            sampling_params=msgspec.structs.replace(params, n=n, max_new_tokens=budget, sampling_seed=seed),
-            return_logprob=request.log_probs,
-            priority=request.priority,
-        )
 
     async def _send(self, attempt: Attempt, wire: GenerateRequest, losses: Losses, left_s: float | None) -> None:
         """Take a place, send, and have the attempt told how it ended. Raises what keeps it from being sent."""
@@ -271,8 +231,8 @@ class Sampler:
                 # weights that are not certain to be one version, nothing may be cached under a name used twice.
                 wire = msgspec.structs.replace(wire, extra_key=route.label or f"{wire.rid}~")
             if attempt.progress is not None and not self._tokens_come:
-                wire = _told_each(wire, attempt.progress.tokens)
-            self._note(route)
+                wire = told_each(wire, attempt.progress.tokens)
+            self.reports.note(route)
             await attempt.run(
                 route,
                 wire,
@@ -282,9 +242,9 @@ class Sampler:
                 late_s=losses.left_s,
                 workers=self.routes.workers(route),
             )
-        self.retractions += attempt.retractions if ours else 0
-        self._add("reused_tokens", attempt.reused)
-        self._judge(route, attempt)
+        self.reports.retractions += attempt.retractions if ours else 0
+        self.reports.add("reused_tokens", attempt.reused)
+        self.reports.judge(route, attempt)
         if isinstance(attempt.error, LOSSES):
             self._lost(route, losses)
 
@@ -300,27 +260,6 @@ class Sampler:
         losses.engine = route.target.name
         self.routes.lost(route.target)
 
-    def _judge(self, route: Route, attempt: Attempt) -> None:
-        """Whether what the engine answered made sense. Next to nothing for the whole time of a request makes none,
-        unless the engine had to stand still for the trainer, or the caller waits no longer."""
-        crawled = attempt.crawled and not attempt.out_of_time and self.directory.turn_s < route.flight.began_s
-        if crawled and not route.target.crawled:
-            route.target.crawled = True  # said once of an incarnation
-            why = (
-                f"{attempt.reused} new tokens came of a request in --request-timeout-secs {self.directory.timeout_s:g}"
-            )
-            self._complaints[f"{SLOW}{route.target.name}"] = Complaint(route.target.name, route.target.incarnation, why)
-        nonsense = crawled or isinstance(attempt.error, EngineProtocolError)
-        refused = attempt.error if nonsense else attempt.refused
-        if refused is None and attempt.error is not None:
-            return  # it did not answer
-        if refused is not None:
-            self._add("refused_answers", 1)
-            log.warning("an answer of %s is refused: %s", route.target.name, refused)
-        complaint = self.routes.answered(route.target, refused)
-        if complaint is not None:
-            self._complaints[f"complaint/{complaint.engine}"] = complaint
-
     async def survives(
         self, request: SampleRequest | ScoreRequest, losses: Losses, error: Exception, *, progress: bool
     ) -> bool:
@@ -332,7 +271,7 @@ class Sampler:
         if not losses.may_go_on(self.rollout.max_retries):
             return False
         self.retries += 1
-        self._add("engine_retries", 1)
+        self.reports.add("engine_retries", 1)
         log.info("a request is sent again: %s", error)
         await asyncio.sleep(losses.pause_s)
         return True
@@ -340,43 +279,3 @@ class Sampler:
     def drains(self, request: SampleRequest | ScoreRequest) -> bool:
         """In a drain the policy is asked nothing more; frozen engines still serve what was generated before it."""
         return self.draining and request.policy == POLICY
-
-    # ------------------------------------------------------------------ statistics
-
-    def _add(self, name: str, n: float) -> None:
-        self.extra[name] = self.extra.get(name, 0.0) + n
-
-    def _note(self, route: Route) -> None:
-        router = self.directory.router
-        targets = [router] if self.routes.routed and router is not None else self.directory.serving()
-        self.extra["in_flight_limit"] = float(sum(target.slots.limit for target in targets))
-        self.extra["in_flight_samples"] = float(sum(target.slots.taken for target in targets))
-
-    async def _report(self, topic: Topic) -> None:
-        """Waits for the clock. Only answers tell of retractions, and the engines' limit follows them."""
-        told = 0
-        while True:
-            await asyncio.sleep(REPORT_INTERVAL_S)
-            for key in [key for key in self.extra if key.endswith(ASKED)]:
-                del self.extra[key]
-            self.extra |= {f"{name}{ASKED}": seconds for name, seconds in self.directory.asked_s().items()}
-            if self.retractions != told:
-                told = self.retractions
-                await topic.publish(f"{RETRACTED}{self.replica}", str(told).encode())
-            while self._complaints:
-                key, complaint = self._complaints.popitem()
-                await topic.publish(key, msgspec.msgpack.encode(complaint))
-
-
-def worth_a_stream(request: SampleRequest) -> bool:
-    """Whether hearing of each member when it ends, instead of all at the end, gives slots back in time that counts."""
-    budget = request.params.max_new_tokens
-    return request.n > 1 and (budget is None or budget > SHORT_RESPONSE)
-
-
-def _told_each(wire: GenerateRequest, tokens: int) -> GenerateRequest:
-    """The request to an engine that would tell of a member only when it has ended."""
-    params = wire.sampling_params
-    if isinstance(params, list):
-        return wire
-    return msgspec.structs.replace(wire, sampling_params=msgspec.structs.replace(params, stream_interval=tokens))

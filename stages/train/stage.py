@@ -27,6 +27,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, ParamSpec, TypeVar
 
+from configs.schema import Config
 from configs.schema.debug import generates
 from models.train.trainer_group.rank_spec import MEETING, Rendezvous, needs_trainer_group
 from stages.agents.slime.hooks import logged, rollout_log, shown
@@ -75,6 +76,13 @@ class TrainStage(Stage):
         self.samples = SampleLog(config, context.run_dir)
         path = config.observe.custom_rollout_log_function_path
         self._log = None if path is None or self.supervised else rollout_log(path)
+
+    @staticmethod
+    def load_libraries(config: Config) -> None:
+        from models.train.build import load_libraries
+        from models.weights import shared_memory_writer as shared_memory_writer
+
+        load_libraries(config)
 
     async def _in_torch(self, function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
         return await asyncio.get_running_loop().run_in_executor(self._torch, lambda: function(*args, **kwargs))

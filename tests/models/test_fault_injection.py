@@ -6,7 +6,7 @@ import os
 import re
 import signal
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 import pytest
@@ -17,6 +17,11 @@ from models.engines.client import EngineClient
 from models.engines.errors import EngineError, EngineUnreachable
 from models.engines.serve import EngineServer
 from models.fault_injection import FAULTS_FILE, FaultPlan, InjectedError, InjectedFault, fault_plan, injected
+from models.train.dp_group import DpGroup
+from models.train.trainer_group.calls import Done, End, Flush
+from models.train.trainer_group.member import Member
+from pipeline.hosts.launcher import Handle
+from pipeline.supervise.engine_servers import KillingProbe
 from tests.models.engines.harness import SIMULATED, ask
 
 
@@ -103,6 +108,34 @@ async def test_a_directory_that_is_not_here_stops_no_fault(tmp_path: Path) -> No
     with pytest.raises(InjectedError):
         await plan(tmp_path / "elsewhere", "reward:1:error").meet("1")
     assert injected(tmp_path / "elsewhere") == {}
+
+
+def test_a_rank_meets_faults_at_its_calls_but_not_at_its_end(tmp_path: Path) -> None:
+    faults = plan(tmp_path, "rank:1:error", replica="train-rank-1/2")
+    member = Member(Config(), DpGroup(), leads=False, faults=faults)
+    for _ in range(2):
+        with pytest.raises(InjectedError, match=r"error at train-rank-1/2/[12] Flush"):
+            member.make(Flush())
+    assert member.make(End()) == Done()
+    assert injected(tmp_path) == {"rank error": 2}
+
+
+async def test_a_server_whose_requests_are_not_seen_is_killed_at_a_health_check(tmp_path: Path) -> None:
+    killed: list[str] = []
+
+    class Process:
+        async def kill(self) -> int:
+            killed.append("SIGKILL")
+            return -9
+
+    async def well() -> None:
+        return None
+
+    for fault, kills in (("engine:1:kill", ["SIGKILL"]), ("engine:0.0001:kill", [])):
+        killed.clear()
+        look = KillingProbe(well, cast(Handle, Process()), plan(tmp_path, fault, replica="engine-0/0"))
+        assert await look() is None
+        assert killed == kills
 
 
 async def asked(tmp_path: Path, fault: str) -> None:

@@ -53,11 +53,11 @@ class Fleet:
         await asyncio.wait((self.running,))
         await self.stage.close()
 
-    async def engine(self, index: int, *, incarnation: int = 0) -> EngineServer:
+    async def engine(self, index: int, *, incarnation: int = 0, fetcher: str = "") -> EngineServer:
         server = EngineServer(simulated(), str(self.bare), max_context_len=None, seed=index)
         await self.stack.enter_async_context(server)
         self.servers.append(server)
-        self.rig.engine_at(server.url, engine=index, incarnation=incarnation)
+        self.rig.engine_at(server.url, engine=index, incarnation=incarnation, fetcher=fetcher)
         await self.known(index)
         return server
 

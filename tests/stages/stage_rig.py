@@ -198,8 +198,10 @@ class Rig:
         """What counts of an engine just now."""
         return entries(self.topic).get(f"engine-{engine}")
 
-    def engine_at(self, url: str, *, engine: int = 0, incarnation: int = 0, token: Token | None = None) -> None:
-        address = EngineAddress(f"engine-{engine}", url, incarnation, token=token)
+    def engine_at(
+        self, url: str, *, engine: int = 0, incarnation: int = 0, token: Token | None = None, fetcher: str = ""
+    ) -> None:
+        address = EngineAddress(f"engine-{engine}", url, incarnation, fetcher=fetcher, token=token)
         self.topic.publish(f"engine/engine-{engine}", msgspec.msgpack.encode(address))
 
     def lose_engine(self, engine: int = 0) -> None:

@@ -11,7 +11,7 @@ from models.engines.client import EngineClient, WeightsUpdated
 from models.engines.errors import EngineRefused
 from models.engines.protocol import PauseMode
 from tests.stages.engine_rig import core_of
-from tests.stages.fleet_rig import fleet
+from tests.stages.fleet_rig import Fleet, fleet
 from tests.stages.stage_rig import idle, until
 
 
@@ -80,6 +80,26 @@ async def test_a_pinned_version_is_held_until_it_is_released(
         assert one.labels() == ["0.2"]
 
 
+def held_update(
+    one: Fleet, monkeypatch: pytest.MonkeyPatch
+) -> tuple[asyncio.Event, asyncio.Event, dict[str, list[str | None]]]:
+    """The first engine's updates tell that they have begun and wait until they may go on; and what each engine loads,
+    by its address."""
+    loading, go = asyncio.Event(), asyncio.Event()
+    loaded: dict[str, list[str | None]] = {server.url: [] for server in one.servers}
+    original = EngineClient.update_weights_from_disk
+
+    async def update(client: EngineClient, path: str, label: str | None, flush_cache: bool = True) -> WeightsUpdated:
+        loaded[client.base_url].append(label)
+        if client.base_url == one.servers[0].url:
+            loading.set()
+            await go.wait()
+        return await original(client, path, label, flush_cache)
+
+    monkeypatch.setattr(EngineClient, "update_weights_from_disk", update)
+    return loading, go, loaded
+
+
 async def test_updates_roll_over_the_engines_in_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async with fleet(tmp_path, monkeypatch) as one:
         for index in range(2):
@@ -87,23 +107,14 @@ async def test_updates_roll_over_the_engines_in_order(tmp_path: Path, monkeypatc
         one.weights.publish(0)
         await one.landed(0)
         await one.landed(0, engine=1)
-        loading, go = asyncio.Event(), asyncio.Event()
+        loading, go, _ = held_update(one, monkeypatch)
         paused: list[str] = []
-        original_update, original_pause = EngineClient.update_weights_from_disk, EngineClient.pause
-
-        async def update(
-            client: EngineClient, path: str, label: str | None, flush_cache: bool = True
-        ) -> WeightsUpdated:
-            if client.base_url == one.servers[0].url:
-                loading.set()
-                await go.wait()
-            return await original_update(client, path, label, flush_cache)
+        original_pause = EngineClient.pause
 
         async def pause(client: EngineClient, mode: PauseMode) -> None:
             paused.append(client.base_url)
             await original_pause(client, mode)
 
-        monkeypatch.setattr(EngineClient, "update_weights_from_disk", update)
         monkeypatch.setattr(EngineClient, "pause", pause)
         one.weights.publish(1)
         await loading.wait()
@@ -115,6 +126,27 @@ async def test_updates_roll_over_the_engines_in_order(tmp_path: Path, monkeypatc
         await one.landed(1, engine=1)
         assert one.entry(0).version == 1
         assert paused == [server.url for server in one.servers]
+
+
+async def test_who_waited_for_its_turn_takes_what_is_newest_then(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The slot of the version for which it waited is the next that the trainer writes into."""
+    async with fleet(tmp_path, monkeypatch) as one:
+        for index in range(2):
+            await one.engine(index)
+        one.weights.publish(0)
+        await one.landed(0)
+        await one.landed(0, engine=1)
+        loading, go, loaded = held_update(one, monkeypatch)
+        one.weights.publish(1)
+        await loading.wait()
+        one.weights.publish(2)
+        await idle()
+        go.set()
+        await one.landed(2)
+        await one.landed(2, engine=1)
+        assert [loaded[server.url] for server in one.servers] == [["0.1", "0.2"], ["0.2"]]
 
 
 async def test_an_engine_does_not_wait_for_one_that_died(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -22,7 +22,9 @@ class Values:
         self.values[f"engine/{name}"] = msgspec.msgpack.encode(address)
 
     def says(self, name: str, version: int, incarnation: int = 0, policy: str = "policy") -> None:
-        entry = EngineEntry(name, f"http://{name}", incarnation, policy, "serving", run_generation=0, version=version)
+        entry = EngineEntry(
+            name, f"http://{name}", incarnation, policy, state="serving", run_generation=0, version=version
+        )
         self.values[f"directory/{name}"] = msgspec.msgpack.encode(entry)
 
 

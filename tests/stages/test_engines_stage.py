@@ -113,19 +113,25 @@ async def test_a_stage_that_is_started_anew_leaves_an_engine_alone_that_serves_w
         assert one.labels() == ["0.1"]
 
 
-@pytest.mark.parametrize("left", ["updating", "paused", "mislabelled", "loading"])
+@pytest.mark.parametrize("left", ["updating", "paused", "mislabelled", "loading", "by an earlier start of the run"])
 async def test_an_engine_that_was_left_in_doubt_is_brought_up_in_full_and_resumed(
     left: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with fleet(tmp_path, monkeypatch) as one:
         server = await one.engine(0)
-        one.weights.publish(0)
+        announcement = one.weights.publish(0)
         await one.landed(0)
         await one.lose_stage()
         if left == "paused":
             await core_of(server).pause("in_place")
         elif left == "mislabelled":
             await core_of(server).relabel("0.7")
+        elif left == "by an earlier start of the run":  # it names the very version that comes, and nobody knows it
+            one.rig.topic.drop("directory/engine-0")
+            address = EngineAddress("engine-0", server.url, 0, taken_over=True)
+            one.rig.topic.publish("engine/engine-0", msgspec.msgpack.encode(address))
+            one.weights.announce(msgspec.structs.replace(announcement, transport="tensor"))
+            await core_of(server).pause("abort")
         else:
             state = {"updating": {"state": "updating", "fetching": 1}, "loading": {"state": "loading"}}[left]
             entry = msgspec.structs.replace(one.entry(), **state)

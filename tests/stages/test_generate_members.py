@@ -13,8 +13,7 @@ from configs.schema.engine import EngineConfig
 from models.engines.protocol import SamplingParams
 from models.tiny import make_tiny_checkpoint
 from stages.sampling.losses import UnknownPolicy
-from stages.sampling.requests import SampleRequest
-from stages.sampling.sampler import SHORT_RESPONSE
+from stages.sampling.requests import SHORT_RESPONSE, SampleRequest
 from tests.stages.engine_rig import (
     FAST_MS,
     LENGTH,

@@ -42,11 +42,11 @@ async def begun(tmp_path: Path, log: list[Exchange], *, streamed: bool) -> Excha
     """All members have more than one record; the stage is gone."""
     (tmp_path / EPISODES_DIR).mkdir()
     lives = {"options": {"lives": (0,)}}
-    async with generating(tmp_path, engine=simulated(SLOW_MS), streamed=streamed, **lives, **KEEPS) as world:
+    async with generating(tmp_path, engine=simulated(2 * SLOW_MS), streamed=streamed, **lives, **KEEPS) as world:
         await world.ready()
         await world.ask(GROUP)
-        await freeze(world.engines[0], tokens=3 * (2 * EVERY + 2))
         await until(lambda: log and log[0].partial is not None and log[0].partial.tokens >= 3 * (2 * EVERY + 1))
+        await freeze(world.engines[0], tokens=3)
         await world.stage.journal.flush()
         core = core_of(world.engines[0])
         first = log[0]

@@ -60,6 +60,18 @@ async def test_a_rollout_with_a_failed_sequence_is_no_member() -> None:
         assert report.reward == 1.0, "both rollouts were graded, and each counts once"
 
 
+async def test_why_members_failed_is_told_once_where_their_group_goes_on(caplog: pytest.LogCaptureFixture) -> None:
+    async with desk() as one:
+        for number, why in enumerate(["tool lost", "tool lost", "engine gone"]):
+            members = [make_sample(i, reward=float(i)) for i in (0, 1)]
+            await one.send(make_slice(number, *members, make_sample(2, status="failed", error=why), n_samples=3))
+            assert len((await take(one.out)).samples) == 2
+    told = [
+        record.getMessage().split(" goes on with ")[1] for record in caplog.records if record.name == "sluice.group"
+    ]
+    assert told == [f"2 of its 3 rollouts; others failed: {why}" for why in ("tool lost", "engine gone")]
+
+
 async def test_sequences_do_not_count_twice_in_what_is_reported() -> None:
     async with desk(make_config(filter={"dynamic_sampling_filter": ("reward:0.9_1",)})) as one:
         members = [*parts(0, 3, reward=1.0, is_correct=True), make_sample(1, reward=0.0, is_correct=False)]

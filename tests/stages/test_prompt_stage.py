@@ -149,6 +149,22 @@ async def test_open_groups_that_the_trainer_holds_are_not_asked_again() -> None:
         assert balanced(one.stage.ledger)
 
 
+async def test_open_groups_that_were_admitted_for_a_later_version_wait_for_it_again() -> None:
+    """A trainer may be two versions ahead of the ledger that is committed: asked at once, they would be of the version
+    before theirs, stale, and asked again under other ids, with other seeds."""
+    snapshot = LedgerSnapshot(10, 10, {"trained": 6}, tuple(OpenGroup(n, n) for n in range(6, 10)))
+    config = make_config(data={"rollout_shuffle": False})
+    async with prompting(batch=2, eta=0, config=config, snapshot=snapshot, restored={6}) as one:
+        await one.land(3)
+        assert await one.admitted() == [7]
+        await one.land(4)  # before the report of its step, which is behind a checkpoint's
+        assert await one.admitted() == [8, 9]
+        await one.report(step_done(4, 6, 7))
+        await one.land(5)
+        assert await one.admitted() == [10, 11]
+        assert balanced(one.stage.ledger)
+
+
 async def test_open_groups_that_a_drain_overtakes_are_discarded() -> None:
     snapshot = LedgerSnapshot(2, 2, {}, (OpenGroup(0, 0), OpenGroup(1, 1)))
     async with prompting(snapshot=snapshot) as one:

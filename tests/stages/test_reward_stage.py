@@ -18,7 +18,7 @@ from aiohttp import web
 from stages.base import Activity
 from stages.graders.errors import UnknownGraderError
 from stages.graders.observed import GradeCache, Observed, percentile
-from stages.graders.pool import Grade
+from stages.graders.processes.pool import Grade
 from stages.messages import EngineAddress, EngineEntry, RolloutSlice
 from stages.reward.grading import Grading, is_whole
 from stages.reward.stage import RewardStage
@@ -438,7 +438,7 @@ async def test_a_judge_is_found_through_the_topic() -> None:
     async with answering("/generate", answer) as (url, asked):
         topic = {
             "engine/strict": msgspec.msgpack.encode(EngineAddress("strict", url, 0, "strict")),
-            "directory/strict": msgspec.msgpack.encode(EngineEntry("strict", url, 0, "strict", "serving")),
+            "directory/strict": msgspec.msgpack.encode(EngineEntry("strict", url, 0, "strict", state="serving")),
         }
         sections = {"engine": {"frozen_engine": [f"strict={url}"]}}
         async with grading(sections, topic, rm_type="judge", judge_engine="strict") as (_, send):

@@ -209,7 +209,7 @@ async def test_frozen_engines_are_none_of_the_routers() -> None:
         post.route()
         value = msgspec.msgpack.encode(EngineAddress("frozen-judge", OTHER, 0, "judge"))
         post.rig.topic.publish("engine/frozen-judge", value)
-        entry = EngineEntry("frozen-judge", OTHER, 0, "judge", "serving", version=0)
+        entry = EngineEntry("frozen-judge", OTHER, 0, "judge", state="serving", version=0)
         post.rig.topic.publish("directory/frozen-judge", msgspec.msgpack.encode(entry))
         post.attach()
         await post.looks()

@@ -206,7 +206,7 @@ async def test_a_full_cache_lowers_the_slots(tmp_path: Path) -> None:
 async def test_retractions_that_answers_tell_of_reach_the_owner_of_the_limit(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("stages.sampling.sampler.REPORT_INTERVAL_S", 0.01)
+    monkeypatch.setattr("stages.sampling.reports.REPORT_INTERVAL_S", 0.01)
     async with generating(tmp_path, engine=simulated(SLOW_MS), pause_mode="retract") as world:
         await world.ready()
         await world.ask(make_group(0, 3))

@@ -22,7 +22,7 @@ from configs.schema.engine import EngineConfig
 from models.engines.client import EngineClient
 from models.engines.protocol import GenerateRequest, SamplingParams
 from models.engines.serve import EngineServer
-from models.engines.simulated_policy import simulated_scores
+from models.engines.simulated.policy import simulated_scores
 from models.tiny import make_tiny_checkpoint
 from stages.messages import EngineAddress, EngineEntry, Int32Array, RolloutSlice, Sample, wire
 from stages.teacher.stage import TeacherStage
@@ -61,7 +61,7 @@ class World:
     def announce(self, name: str, url: str, incarnation: int = 0) -> None:
         """As supervisor and engines stage do."""
         address = EngineAddress(name, url, incarnation, name)
-        entry = EngineEntry(name, url, incarnation, name, "serving")
+        entry = EngineEntry(name, url, incarnation, name, state="serving")
         self.rig.topic.publish(f"engine/{name}", msgspec.msgpack.encode(address))
         self.rig.topic.publish(f"directory/{name}", msgspec.msgpack.encode(entry))
 

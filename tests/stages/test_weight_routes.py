@@ -21,12 +21,14 @@ from models.engines.protocol import GenerateRequest, SamplingParams
 from models.engines.update_client import UpdateClient
 from models.weights.broadcast_group import WeightGroup
 from models.weights.errors import GroupError
+from stages.engines.fetcher import FetcherStage
 from stages.engines.weight_routes import DiskRoute, TensorRoute, WeightRoute
 from stages.messages import WeightsAnnouncement
+from stages.ports import Ports
 from stages.train.publish_weights import WeightPublisher
 from tests.sglang_server import ON_SGLANG, RealServer
 from tests.stages.fleet_rig import Fleet, fleet
-from tests.stages.stage_rig import make_config, until
+from tests.stages.stage_rig import make_config, make_context, running, until
 
 pytestmark = ON_SGLANG
 
@@ -117,6 +119,27 @@ async def test_after_an_update_the_engine_is_the_published_model(
         await one.landed(1)
         assert await UpdateClient(client).checksum() == wanted
         assert one.failures() == 0
+
+
+@pytest.mark.parametrize("route", ["tensor", "delta"])
+async def test_a_fetcher_puts_the_weights_in_by_the_announced_route(
+    route: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sglang: RealServer
+) -> None:
+    async with EngineClient(sglang.url) as client:
+        wanted = await loaded_checksum(client, sglang.other)
+    async with served(tmp_path, monkeypatch, sglang, route, check_weight_update_equal=True) as (one, publisher, client):
+        there = FetcherStage(make_context(one.config, tmp_path, replica="fetcher-0"))
+        topic = await one.rig.node.topic("topic", replica="fetcher-0")
+        async with running(there, Ports("fetcher-0", {}, {}, topic)):
+            one.rig.engine_at(sglang.url, incarnation=1, fetcher="fetcher-0")
+            for version, values in enumerate((tensors(sglang.model), tensors(sglang.other))):
+                publish(one, publisher, version, values)
+                await one.landed(version)
+                assert (await client.model_info()).weight_version == f"0.{version}"
+            assert one.entry().checksum == wanted
+            assert (one.entry().fetcher, one.failures(), there.activity.failures) == ("fetcher-0", 0, 0)
+            one.rig.topic.publish("end", b"")
+            await until(lambda: one.running.done())
 
 
 async def test_a_broken_group_leaves_the_engine_paused_and_is_made_again(

@@ -44,7 +44,7 @@ def main(token_file: str, module: str, hidden: str, arguments: list[str]) -> Non
         # of processor time and 0.5 GB for nothing.
         sys.modules[hidden] = None  # type: ignore[assignment]
     sys.path[0] = ""  # as with -m; the modules beside this file must not stand before those of the environment
-    sys.argv = [module, *arguments, "--api-key", token]
+    sys.argv = [module, *arguments, f"--api-key={token}"]  # apart, one that begins with "-" would be an option itself
     # As __main__, for SGLang's child processes look for that by its name.
     runpy.run_module(module, run_name="__main__", alter_sys=True)
 

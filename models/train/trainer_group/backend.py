@@ -330,9 +330,11 @@ class TrainerGroupBackend:
     def _place_of(self, directory: Path, *, wait: bool) -> Path:
         """Where a save lies. Waits for a draft to be committed, so that it is not renamed while ranks read it."""
         deadline = time.monotonic() + (self._commit_wait_s if wait else 0.0)
-        while (final := committed(directory)) is None and directory.is_dir() and time.monotonic() < deadline:
+        while True:
+            there = directory.is_dir()  # before the look for its final name, which it may get in between
+            if (final := committed(directory)) is not None or not there or time.monotonic() >= deadline:
+                return final or directory
             self._pause("while it restored its trainer group")
-        return final or directory
 
     def _succeed(self, link: Link, data: bytes) -> None:
         """Make a call that succeeded before. Raises TrainStateUnreadable of a load, else TrainerGroupDiverged."""

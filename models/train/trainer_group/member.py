@@ -6,6 +6,7 @@ made by all.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -13,6 +14,7 @@ import msgspec
 import torch
 
 from configs.schema import Config
+from models.fault_injection import FaultPlan
 from models.train.build import build_member
 from models.train.dp_group import DpGroup
 from models.train.trainer import Trainer
@@ -48,11 +50,18 @@ def run_to_end(tensors: Tensors) -> bool:
 
 
 class Member:
-    """The trainer of one rank. `dp_group`: of plain copies; sharded frameworks make their own."""
+    """The trainer of one rank. `dp_group`: of plain copies; sharded frameworks make their own. `faults`: on purpose."""
 
     def __init__(
-        self, config: Config, dp_group: DpGroup, *, leads: bool, send_weights: SendWeights = run_to_end
+        self,
+        config: Config,
+        dp_group: DpGroup,
+        *,
+        leads: bool,
+        send_weights: SendWeights = run_to_end,
+        faults: FaultPlan | None = None,
     ) -> None:
+        self._faults, self._calls = faults, itertools.count(1)
         self._config = _for_this_rank(config)
         self._dp_group, self._leads, self._send_weights = dp_group, leads, send_weights
         self._copies = config.train.train_backend == "torch"
@@ -63,7 +72,9 @@ class Member:
         return self._leads or not (self._copies and isinstance(call, Save | Export))
 
     def make(self, call: Call) -> Reply:
-        """Make the call. What the trainer raises propagates."""
+        """Make the call. What the trainer raises propagates, and so does InjectedError, which ends the rank."""
+        if self._faults is not None and not isinstance(call, End):
+            self._faults.meet_blocking(f"{self._faults.replica}/{next(self._calls)} {type(call).__name__}")
         if isinstance(call, Setup):
             total = self._config.rollout.num_rollout or 0
             made = build_member(self._config, total, self._dp_group)

@@ -51,7 +51,7 @@ def run_rank(spec: RankSpec, config: Config, announce: Callable[[Rendezvous], No
             dp_rank=spec.rank, dp_size=spec.processes, is_mp_src_rank=True, gloo=control_group.gloo
         )
         if not control_group.leads:
-            _follow(control_group, Member(config, dp_group, leads=False))
+            _follow(control_group, Member(config, dp_group, leads=False, faults=spec.faults))
             return
         server = stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
         server.bind(spec.address)
@@ -60,7 +60,8 @@ def run_rank(spec: RankSpec, config: Config, announce: Callable[[Rendezvous], No
         silence_s = min(LONGEST_SILENCE_S, timeout_s / SIGNS_PER_TIMEOUT)
         link = _meet(control_group, server, silence_s)
         sender = WeightSender(config.update.update_weight_buffer_size, silence_s)
-        member = Member(config, dp_group, leads=True, send_weights=partial(sender.send, link))
+        send = partial(sender.send, link)
+        member = Member(config, dp_group, leads=True, send_weights=send, faults=spec.faults)
         _lead(control_group, member, link, silence_s)
 
 

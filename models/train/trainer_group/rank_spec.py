@@ -16,6 +16,7 @@ from msgspec import Struct
 
 from configs.schema import Config
 from configs.schema.parallel import ParallelConfig
+from models.fault_injection import FaultPlan
 
 MEETING: Final = "trainer_group"  # key on the topic
 EXIT_STAGE_GONE: Final = 3  # of rank 0: the stage ended without ending its trainer group
@@ -46,7 +47,8 @@ class RankSpec(Struct, frozen=True):
     local_rank: int  # place among the GPUs that it sees
     incarnation: int
     store: tuple[str, int]  # host of rank 0, and the port there at which the ranks of this incarnation find each other
-    address: str  # of the socket of rank 0
+    address: str  # of the socket of rank 0; a name of a file where its host has sockets
+    faults: FaultPlan | None = None  # of `--fault-inject`
 
 
 class Rendezvous(Struct, frozen=True):

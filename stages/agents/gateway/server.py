@@ -98,7 +98,7 @@ class Gateway:
     @contextlib.contextmanager
     def session(self, place: OpenSession) -> Iterator[Endpoint]:
         """Where an agent asks for one rollout. At the end of the block its key is worth nothing."""
-        key = secrets.token_urlsafe(24)
+        key = secrets.token_hex(24)  # it may come after an option of a program, where none may begin with "-"
         digest = _digest(key)
         self._sessions[digest] = place
         try:

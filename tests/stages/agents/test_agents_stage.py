@@ -223,11 +223,11 @@ async def test_a_killed_worker_is_replaced_and_nothing_is_left_running(tiny: Pat
     async with playing(tiny) as play:
         slices = [await play.begin(index, turns=3) for index in range(4)]
         [hosting] = [host.hosting for host in play.stages[0]._hosts.values()]
-        pid = hosting._workers[0].pid
+        pid = hosting.workers.processes[0].pid
         assert pid is not None
         os.kill(pid, signal.SIGTERM)
-        await until(lambda: not hosting._workers[0].open)
-        worker, written = hosting._workers[0], [play.written(one, "7\n") for one in slices]
+        await until(lambda: not hosting.workers.processes[0].open)
+        worker, written = hosting.workers.processes[0], [play.written(one, "7\n") for one in slices]
         await play.send(written[0])
         await until(lambda: worker.pid not in (None, pid))
         await idle()
@@ -237,7 +237,7 @@ async def test_a_killed_worker_is_replaced_and_nothing_is_left_running(tiny: Pat
         slices = [await play.receive() for _ in slices]
         assert {only(one).response for one in slices} == {"7\n[1]"}
         assert hosting.replayed == 4
-        left = [hosting._workers[0].pid, pid]
+        left = [hosting.workers.processes[0].pid, pid]
     for pid in left:
         assert pid is not None
         with pytest.raises(ProcessLookupError):

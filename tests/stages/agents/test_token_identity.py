@@ -149,7 +149,7 @@ async def test_an_engine_and_a_worker_lost_in_mid_conversation(
         await ask(world, 4, 4)
         await frozen.wait()
         [hosting] = agents._hostings
-        pid = hosting._workers[0].pid
+        pid = hosting.workers.processes[0].pid
         assert pid is not None
         os.kill(pid, signal.SIGKILL)
         sent = [exchange.partial for exchange in exchanges if exchange.url == world.proxies[0].url]

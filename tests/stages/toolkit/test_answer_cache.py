@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+
 import pytest
 
 from stages.agents.environment import Task, Turn
@@ -9,7 +11,7 @@ from stages.agents.messages import Message, ToolCall
 from stages.agents.packs.parts.tool_episode import ToolEpisode
 from stages.tools.answer_cache import AnswerCache
 from stages.tools.errors import ToolCallError
-from stages.tools.tool import FunctionTool, Tool
+from stages.tools.tool import Arguments, FunctionTool, Tool, function_schema
 
 
 class Asked:
@@ -47,6 +49,55 @@ async def test_what_declares_nothing_or_fails_is_asked_each_time() -> None:
         with pytest.raises(ToolCallError, match="it is lost"):
             await cache.call(asked.tool("1"), {"title": "lost"})
     assert asked.times == 4
+
+
+class Slow:
+    """A tool whose answers come when they are let through; a `None` is a failure."""
+
+    def __init__(self) -> None:
+        self.name, self.version = "slow", "1"
+        self.schema = function_schema("slow", "", {}, [])
+        self.asked: list[asyncio.Future[str | None]] = []
+
+    async def call(self, arguments: Arguments) -> str:
+        self.asked.append(asyncio.get_running_loop().create_future())
+        if (answer := await self.asked[-1]) is None:
+            raise ToolCallError("it is lost")
+        return answer
+
+
+async def settle() -> None:
+    for _ in range(5):
+        await asyncio.sleep(0)
+
+
+async def test_what_is_asked_by_many_at_once_is_asked_of_the_tool_once() -> None:
+    slow, cache = Slow(), AnswerCache()
+    async with asyncio.TaskGroup() as tasks:
+        same = [tasks.create_task(cache.call(slow, {"q": 1})) for _ in range(4)]
+        other = tasks.create_task(cache.call(slow, {"q": 2}))
+        await settle()
+        assert len(slow.asked) == 2, "one for each question"
+        slow.asked[1].set_result("two")
+        assert await other == ("two", False), "does not wait for another question"
+        slow.asked[0].set_result("one")
+    assert [task.result() for task in same] == [("one", False), *[("one", True)] * 3]
+    assert not cache._under_way
+
+
+async def test_who_waits_asks_for_itself_if_the_first_failed_or_left() -> None:
+    slow, cache = Slow(), AnswerCache()
+    failing, leaving, third, fourth = (asyncio.create_task(cache.call(slow, {"q": 1})) for _ in range(4))
+    await settle()
+    slow.asked[0].set_result(None)
+    with pytest.raises(ToolCallError, match="it is lost"):
+        await failing
+    await settle()
+    leaving.cancel()
+    await settle()
+    assert len(slow.asked) == 3
+    slow.asked[2].set_result("here")
+    assert [await third, await fourth] == [("here", False), ("here", True)]
 
 
 async def test_the_cache_is_bounded_and_forgets_what_was_asked_for_longest_ago() -> None:

@@ -24,7 +24,7 @@ from models.engines.launch.routing import router_launch
 from models.engines.protocol import EXPECTED_SGLANG
 from tests.sglang_server import needs_sglang
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("options of sglang")]  # each worker would ask it anew
 
 # Several command lines in one process, for the imports take most of the time.
 PARSE = """

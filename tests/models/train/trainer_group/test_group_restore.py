@@ -28,6 +28,7 @@ from models.train.trainer_group.calls import (
     encode,
 )
 from models.train.trainer_group.errors import TrainerGroupClosed, TrainerGroupDiverged
+from models.train.trainer_group.journal import committed
 from models.train.trainer_group.link import Link, LinkLost
 from models.train.trainer_group.rank_spec import Rendezvous
 
@@ -168,6 +169,27 @@ def test_a_save_on_its_way_to_its_commit_is_waited_for(trainer_group: ToldGang, 
     trainer_group.die_at = ["batch 1"]
     committing.start()
     batch(backend, 1)
+    assert trainer_group.lives[1][:2] == ["Setup", "Load step-00000001"]
+
+
+def test_a_save_that_is_committed_between_two_looks_is_found(
+    trainer_group: ToldGang, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was taken for one that is gone, and everything was repeated from the initial weights."""
+    backend, root = made(trainer_group), tmp_path / "checkpoints"
+    backend.save(draft_path(root, 1))
+    looked: list[Path | None] = []
+
+    def look(directory: Path) -> Path | None:
+        looked.append(committed(directory))
+        if len(looked) == 1:
+            commit(root, 1)
+        return looked[-1]
+
+    monkeypatch.setattr("models.train.trainer_group.backend.committed", look)
+    trainer_group.die_at = ["batch 1"]
+    batch(backend, 1)
+    assert looked[:2] == [None, final_path(root, 1)]
     assert trainer_group.lives[1][:2] == ["Setup", "Load step-00000001"]
 
 

@@ -1,0 +1,166 @@
+"""The worker processes of one environment in one replica, and which episode is in which of them.
+
+Invariants: an episode is in one process at a time; what is here is a cache: any of it may be lost or dropped at any
+moment; a process whose world may be out of order takes no new episode, and ends with the last one that it has.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import json
+import logging
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Coroutine
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final
+
+import msgspec
+
+from configs.schema import EnvironmentConfig
+from stages.agents.calls import INFRASTRUCTURE, Call, End, Hosted
+from stages.agents.errors import EnvironmentFailed
+from stages.worker_process import CallFailed, WorkerLost, WorkerProcess
+
+log = logging.getLogger("sluice.agents")
+
+IDLE_S: Final = 900.0  # after which an episode that nobody has gone on with is dropped
+_END_S: Final = 10.0  # to close an environment
+
+
+class AttemptFailed(Exception):
+    """An attempt failed for a reason that says nothing about what the model did."""
+
+
+@dataclass
+class Live:
+    """An episode in a process."""
+
+    worker: WorkerProcess
+    name: str  # there; another one each time that the episode is made anew
+    incarnation: int = -1  # of the worker
+    taken: int = 0
+    used: float = field(default_factory=time.monotonic)
+    busy: bool = True
+
+    @property
+    def there(self) -> bool:
+        return self.worker.open and self.worker.incarnation == self.incarnation
+
+
+async def _ready(worker: WorkerProcess) -> None:
+    """Raises WorkerLost for a process that does not start twice: once, it may have been killed."""
+    try:
+        await worker.ready()
+    except WorkerLost:
+        await worker.ready()
+
+
+class Workers:
+    """See the module."""
+
+    def __init__(
+        self, table: EnvironmentConfig, background: Callable[[Coroutine[Any, Any, None]], None], once: Path
+    ) -> None:
+        self.table = table
+        self._background, self._once = background, once.absolute()
+        self.live: OrderedDict[str, Live] = OrderedDict()  # by episode
+        self._names = itertools.count()
+        self.processes = [self._worker() for _ in range(table.workers)]
+        self._retired: list[WorkerProcess] = []
+
+    async def open(self) -> Hosted:
+        """Start the workers; what the first one says of its class. Raises EnvironmentFailed."""
+        try:
+            async with asyncio.TaskGroup() as starts:
+                for worker in self.processes:
+                    starts.create_task(_ready(worker))
+        except* WorkerLost as group:
+            raise EnvironmentFailed(f"environment {self.table.name}: {group.exceptions[0]}") from None
+        return msgspec.msgpack.decode(self.processes[0].said, type=Hosted)
+
+    async def close(self) -> None:
+        """End all processes and what the episodes started."""
+        self.live.clear()
+        async with asyncio.TaskGroup() as ends:
+            for worker in (*self.processes, *self._retired):
+                ends.create_task(worker.close())
+
+    async def place(self, episode: str) -> Live:
+        """A process for an episode: the one with the fewest."""
+        self.end(episode)
+        self._drop_idle()
+        counts = {id(worker): 0 for worker in self.processes}
+        for live in self.live.values():
+            if id(live.worker) in counts:
+                counts[id(live.worker)] += 1
+        worker = min(self.processes, key=lambda worker: counts[id(worker)])
+        live = self.live[episode] = Live(worker, f"{episode}#{next(self._names)}")
+        try:
+            await worker.ready()
+        except WorkerLost as error:
+            raise AttemptFailed(str(error)) from None
+        live.incarnation = worker.incarnation
+        return live
+
+    async def call(self, live: Live, call: Call, limit_s: float | None = 0.0) -> msgspec.Raw:
+        """`limit_s`: 0 is the limit of a step, None is none. Raises AttemptFailed, EnvironmentFailed."""
+        limit_s = self.table.step_deadline_s if limit_s == 0.0 else limit_s
+        if not live.there:  # another episode has had its process started anew
+            raise AttemptFailed("its worker process ended")
+        try:
+            async with asyncio.timeout(limit_s):
+                value = await live.worker.call(call)
+        except WorkerLost as error:
+            raise AttemptFailed(str(error)) from None
+        except TimeoutError:
+            self._retire(live.worker)
+            assert limit_s is not None
+            raise AttemptFailed(f"no answer within step_deadline_s {limit_s:g} s") from None
+        except CallFailed as error:
+            if error.kind == INFRASTRUCTURE:
+                self._retire(live.worker)
+                raise AttemptFailed(str(error)) from None
+            raise EnvironmentFailed(f"environment {self.table.name}: {error}") from None
+        live.used, live.busy = time.monotonic(), False
+        return value
+
+    def end(self, episode: str) -> None:
+        """The episode is over. Nobody waits for its environment to be closed."""
+        live = self.live.pop(episode, None)
+        if live is not None and live.there:
+            self._background(self._end(live))
+
+    async def _end(self, live: Live) -> None:
+        try:
+            async with asyncio.timeout(_END_S):
+                await live.worker.call(End(live.name))
+        except (TimeoutError, WorkerLost, CallFailed) as error:
+            log.warning("environment %s: %s did not close well: %s", self.table.name, live.name, error or "no answer")
+        await self._close_retired()
+
+    def _drop_idle(self) -> None:
+        """Episodes that have not come back: their rollout failed or was dropped elsewhere."""
+        limit = time.monotonic() - IDLE_S
+        for episode in [name for name, live in self.live.items() if not live.busy and live.used < limit]:
+            self.end(episode)
+
+    def _retire(self, worker: WorkerProcess) -> None:
+        """Put a fresh process in the place of one whose world may be out of order; its episodes go on to their end."""
+        if worker in self.processes and len(self._retired) < self.table.workers:
+            self.processes[self.processes.index(worker)] = self._worker()
+            self._retired.append(worker)
+            self._background(self._close_retired())
+
+    async def _close_retired(self) -> None:
+        used = {id(live.worker) for live in self.live.values()}
+        for worker in [worker for worker in self._retired if id(worker) not in used]:
+            self._retired.remove(worker)
+            await worker.close()
+
+    def _worker(self) -> WorkerProcess:
+        table = self.table
+        arguments = (int(table.memory_gb * (1 << 30)), table.class_path, json.dumps(table.options), self._once)
+        return WorkerProcess("stages.agents.worker", arguments, python=table.python)
