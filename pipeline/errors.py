@@ -103,10 +103,12 @@ def too_many_files(error: BaseException) -> bool:
     return getattr(error, "errno", None) in (errno.EMFILE, errno.ENFILE)
 
 
-def _file_limit() -> str:
+def file_limit(needed: int = 0) -> str:
+    """The sentence for a limit of open files that is too low; `needed`: how many there must be, if that is known."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    least = f", which needs {needed}" if needed else ""
     return (
-        f"the limit of open files ({soft}, at most {hard}) is too low for this run: raise it, such as with "
+        f"the limit of open files ({soft}, at most {hard}) is too low for this run{least}: raise it, such as with "
         "`ulimit -n 4096`, or start fewer replicas with --scale"
     )
 
@@ -116,7 +118,7 @@ def user_error(error: BaseException) -> str | None:
     if disk_full(error):
         return f"there is no space left on the disk ({error}); free some, or choose another --run-dir"
     if too_many_files(error):
-        return _file_limit()
+        return file_limit()
     return str(error) if isinstance(error, USER_ERRORS) else None
 
 

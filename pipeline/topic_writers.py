@@ -12,9 +12,10 @@ from typing import Final
 
 from models.train.trainer_group.rank_spec import MEETING
 from pipeline.hosts.other_host import FILES, HOST
-from pipeline.hosts.rendezvous import CONFIG, retire_key, spec_key
+from pipeline.hosts.rendezvous import ADMITTED, CONFIG, retire_key, spec_key
+from pipeline.hosts.stream_hub import FACTS_PREFIX, HUB, command_key, stream_key
 from pipeline.hosts.weights_source import SOURCE
-from stages.engine_entries import ADDRESS, DIRECTORY, LEAVE
+from stages.engine_entries import ADDRESS, BROUGHT, DIRECTORY, LEAVE, ORDER
 from stages.engines.colocation import KEY as DEVICE
 from stages.live_settings import SETTINGS
 from stages.train.asked_saves import SAVE
@@ -27,11 +28,16 @@ TOPIC_WRITERS: Final[Mapping[str, frozenset[str]]] = {
     "weights": _TRAIN,
     MEETING: frozenset({"train-rank"}),
     DIRECTORY: _ENGINES,
+    ORDER: _ENGINES,
+    BROUGHT: frozenset({"fetcher"}),
     "router_state": _ENGINES,
     f"{DEVICE}/": _ENGINES,
     DEVICE: _TRAIN,
     "eval/": frozenset({"evaluate"}),
     "drain": frozenset({"prompts"}),
-    **dict.fromkeys((CONFIG, spec_key(""), retire_key(""), HOST, FILES, SETTINGS, SAVE), _CONTROLLER),
+    stream_key(""): frozenset({HUB}),
+    FACTS_PREFIX: frozenset({HUB}),
+    command_key(""): _CONTROLLER,
+    **dict.fromkeys((ADMITTED, CONFIG, spec_key(""), retire_key(""), HOST, FILES, SETTINGS, SAVE), _CONTROLLER),
     **dict.fromkeys((ADDRESS, LEAVE, "router", "scale/", "dead", "end"), _CONTROLLER),
 }

@@ -15,12 +15,17 @@ import sys
 PR_SET_PDEATHSIG = 1
 
 
-def main(argv: list[str]) -> None:
-    parent, command = int(argv[0]), argv[1:]
+def die_with(parent: int) -> None:
+    """From now on the kernel ends this process with its parent, which has this number."""
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:  # it ended before the order was given
         raise SystemExit("the parent process has ended; the program is not started")
+
+
+def main(argv: list[str]) -> None:
+    parent, command = int(argv[0]), argv[1:]
+    die_with(parent)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the controller
     os.execvp(command[0], command)
 

@@ -4,7 +4,8 @@
 sees a process number, a process group or /proc.
 
 Invariants, for every launcher:
-- a process ends with whoever started it, together with all that it started itself;
+- a process ends with whoever started it, together with all that it started itself; one with a note may outlive the
+  controller, if there is a next start of the run for it, and ends with the last;
 - a name has one process at a time; what it printed can be read here, after its end too;
 - after `stop_all` nothing runs.
 """
@@ -13,14 +14,21 @@ from __future__ import annotations
 
 import asyncio
 import signal
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Collection, Coroutine, Iterable, Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Final, Protocol
+from typing import Any, Final, Protocol, TypeVar
 
 from msgspec import Struct
 
+from pipeline.hosts.shared_files import SharedFiles
+
+T = TypeVar("T")
 STOP_GRACE_S: Final = 5.0
+
+
+SOCKETS: Final = "SLUICE_SOCKETS"  # in the environment: where processes of one host put sockets, for this user alone
+STANDBY: Final = "SLUICE_STANDBY"  # in the environment of a worker that is to wait for a line on its standard input
 
 
 class Resources(Struct, frozen=True):
@@ -30,6 +38,10 @@ class Resources(Struct, frozen=True):
 
 
 ANYTHING: Final = Resources()
+
+
+class HostGone(Exception):
+    """The host that a process was to be placed on is not there any more."""
 
 
 class ProcessSpec(Struct, frozen=True):
@@ -43,6 +55,8 @@ class ProcessSpec(Struct, frozen=True):
             path there, and names the place of its copy in `argv` instead.
         sweep: whether what it leaves behind is ended with it in any case. Else that is left to itself, such as
             Python's resource tracker, which tidies up after its process.
+        note: what the next start of the run needs to know to take it over, where it outlives this one: see
+            `Launcher.left`. Empty: it ends with this start.
     """
 
     name: str
@@ -52,6 +66,7 @@ class ProcessSpec(Struct, frozen=True):
     grace_s: float = STOP_GRACE_S
     sweep: bool = False
     files: tuple[str, ...] = ()
+    note: str = ""
 
 
 class ProcessState(Struct, frozen=True):
@@ -102,9 +117,16 @@ class Launcher(Protocol):
         """The controller's host as processes on other hosts reach it; None: there are none, all meet in a private
         directory of this one."""
 
-    async def place(self, name: str) -> None:
-        """Choose the host of a process; before its `address` and `held_port` are asked for. Raises UsageError if there
-        is none for it."""
+    say: Callable[[str], None]  # what tells the user that a process waits for a host; `quiet` at first
+
+    @property
+    def waiting(self) -> Mapping[str, str]:
+        """Processes for which no host has room now, and what they need. Their `place` waits."""
+
+    async def place(self, name: str, beside: str = "", sees: SharedFiles | None = None) -> None:
+        """Choose the host of a process; before its `address` and `held_port` are asked for. `beside`: one whose host it
+        must be; `sees`: what must be there. Raises UsageError if there is none for it, HostGone if that host is not
+        there any more."""
 
     def expect(self, name: str) -> None:
         """A process more than the run began with is to be placed. Raises UsageError if there is no room for it now."""
@@ -114,6 +136,22 @@ class Launcher(Protocol):
 
     async def spawn(self, spec: ProcessSpec, resources: Resources = ANYTHING) -> Handle: ...
 
+    def left(self, name: str) -> str:
+        """The note of a process of that name which an earlier start of the run has left; empty if there is none."""
+
+    def take_over(self, spec: ProcessSpec) -> Handle:
+        """The process that was left under the name of `spec`, in the place of one that `spawn` starts."""
+
+    async def end_left(self, names: Collection[str]) -> None:
+        """End what an earlier start of the run has left, but for these names."""
+
+    def leave(self) -> None:
+        """Leave processes with a note to the next start of the run: `stop_all` passes them over."""
+
+    async def stand_by(self, spec: ProcessSpec) -> None:
+        """Start a worker in advance, which loads what its stage needs and waits: the next `spawn` of its name wakes it.
+        A launcher may leave it, and one that has ended is not missed."""
+
     def address(self, name: str) -> str:
         """The host on which a process of that name listens, as all others reach it."""
 
@@ -122,6 +160,20 @@ class Launcher(Protocol):
 
     async def stop_all(self) -> None:
         """Ask every process to end, wait at most its grace, then kill it and what it left behind."""
+
+
+def quiet(line: str) -> None:
+    """Nobody is told."""
+
+
+async def unless(work: Coroutine[Any, Any, T], over: Coroutine[Any, Any, object]) -> T | None:
+    """The result of the work; None if `over` was first, which ends the work. Errors of both propagate."""
+    async with asyncio.TaskGroup() as tasks:
+        done, ended = tasks.create_task(work), tasks.create_task(over)
+        await asyncio.wait((done, ended), return_when=asyncio.FIRST_COMPLETED)
+        done.cancel()
+        ended.cancel()
+    return None if done.cancelled() else done.result()
 
 
 async def stop_together(handles: Iterable[Handle]) -> None:

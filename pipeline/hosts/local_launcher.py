@@ -1,8 +1,8 @@
 """Processes of a run on this machine: spawned, named, logged, ended with everything that they started.
 
 Invariants: each process leads a process group of its own, so that what it starts can be ended with it; its output goes
-to `logs/<name>.log`, its number to `replicas/<name>.pid`; the kernel ends it with this process, however this ends;
-after `stop_all` none is alive.
+to `logs/<name>.log`, its number to `replicas/<name>.pid`; the kernel ends it with this process, however this ends, or
+with the parent of `--auto-resume`, if that keeps it; after `stop_all` none is alive but what is left to a next start.
 """
 
 from __future__ import annotations
@@ -13,16 +13,30 @@ import os
 import re
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
+
+import msgspec
 
 import pipeline
 from models.weights.slots_directory import list_left_behind
 from pipeline.hosts import die_with_parent as die_with_parent
 from pipeline.hosts.free_port import HOST, held_port
-from pipeline.hosts.launcher import ANYTHING, STOP_GRACE_S, ProcessSpec, ProcessState, Resources, stop_together
+from pipeline.hosts.kept_processes import KeptProcess, KeptProcesses
+from pipeline.hosts.launcher import (
+    ANYTHING,
+    SOCKETS,
+    STANDBY,
+    STOP_GRACE_S,
+    ProcessSpec,
+    ProcessState,
+    Resources,
+    quiet,
+    stop_together,
+)
 from pipeline.hosts.process_group import group_state, kill_group, living, remove, shared_files
+from pipeline.hosts.shared_files import SharedFiles
 from pipeline.observe.visible import visible
 from pipeline.record.run_directory import RunDir
 
@@ -55,8 +69,16 @@ PASSIVE = {"OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "1000", "KMP_BLOCKTIM
 class LocalHandle:
     """A process of this machine."""
 
-    def __init__(self, spec: ProcessSpec, process: asyncio.subprocess.Process, rundir: RunDir, log_start: int) -> None:
-        self.spec, self.log, self._sockets = spec, _log(rundir, spec.name), rundir.sockets
+    def __init__(
+        self,
+        spec: ProcessSpec,
+        process: asyncio.subprocess.Process | KeptProcess,
+        log: Path,
+        log_start: int,
+        directory: Path,
+    ) -> None:
+        """`directory`: it goes with whoever the process ends with."""
+        self.spec, self.log, self._directory = spec, log, directory
         self.pid = process.pid  # also the number of its group
         self._process, self.log_start = process, log_start
         self._shared: set[Path] = set()  # what it would leave in shared memory
@@ -68,12 +90,22 @@ class LocalHandle:
     async def wait(self) -> int:
         return await self._process.wait()
 
+    def wake(self) -> bool:
+        """Have a process that stands by begin its work; False if it has ended."""
+        stdin = self._process.stdin
+        if not self.alive or stdin is None:
+            return False
+        self.log_start = self.log.stat().st_size
+        stdin.write(b"\n")
+        stdin.close()
+        return True
+
     def remember_shared(self) -> None:
         new = shared_files(self.pid) - self._shared
         if new:
             self._shared |= new
             with contextlib.suppress(OSError):  # the list is for those who come after a kill
-                list_left_behind(self._sockets, new)
+                list_left_behind(self._directory, new)
 
     def state(self) -> ProcessState | None:
         return group_state(self.pid)
@@ -115,14 +147,19 @@ class LocalHandle:
 
 
 class LocalLauncher:
-    """Implements `Launcher`. `threads`: how many each process may compute with."""
+    """Implements `Launcher`. `threads`: how many each process may compute with. `kept`: those that outlive this one."""
 
     controller: str | None = None
 
-    def __init__(self, rundir: RunDir, threads: int = 1) -> None:
-        self.rundir = rundir
-        self._environment = child_environment(threads)
+    def __init__(self, rundir: RunDir, threads: int = 1, kept: KeptProcesses | None = None) -> None:
+        self.rundir, self._kept = rundir, kept
+        if kept is not None:
+            rundir.servers = kept.directory
+        self._environment = {**child_environment(threads), SOCKETS: str(rundir.sockets)}
+        self.say: Callable[[str], None] = quiet
+        self.waiting: Mapping[str, str] = {}
         self.handles: dict[str, LocalHandle] = {}
+        self._standing_by: dict[str, LocalHandle] = {}
 
     def address(self, name: str) -> str:
         return HOST
@@ -130,7 +167,7 @@ class LocalLauncher:
     def held_port(self, name: str, port: int = 0) -> AbstractContextManager[int]:
         return held_port(port)
 
-    async def place(self, name: str) -> None:
+    async def place(self, name: str, beside: str = "", sees: SharedFiles | None = None) -> None:
         """See the Protocol. There is one host."""
 
     def expect(self, name: str) -> None:
@@ -140,26 +177,63 @@ class LocalLauncher:
         """See the Protocol. Nothing was kept for it."""
 
     async def spawn(self, spec: ProcessSpec, resources: Resources = ANYTHING) -> LocalHandle:
+        handle = self._standing_by.pop(spec.name, None)
+        if handle is None or not handle.wake():
+            handle = await self._start(spec, resources)
+        return self._named(handle)
+
+    def _named(self, handle: LocalHandle) -> LocalHandle:
+        self.handles[handle.spec.name] = handle
+        self.rundir.write_pid(handle.spec.name, handle.pid)
+        return handle
+
+    def left(self, name: str) -> str:
+        return self._kept.note(name) if self._kept is not None else ""
+
+    def take_over(self, spec: ProcessSpec) -> LocalHandle:
+        assert self._kept is not None
+        log = _log(self.rundir, spec.name)
+        start = log.stat().st_size if log.exists() else 0
+        return self._named(LocalHandle(spec, self._kept.take(spec.name), log, start, self._kept.directory))
+
+    async def end_left(self, names: Collection[str]) -> None:
+        for name in await self._kept.end_others(names) if self._kept is not None else ():
+            self.say(f"{name}: ended, an earlier start of the run left it and this one has no such server")
+
+    def leave(self) -> None:
+        if self._kept is not None:
+            self.handles = {name: handle for name, handle in self.handles.items() if not handle.spec.note}
+
+    async def stand_by(self, spec: ProcessSpec) -> None:
+        waiting = msgspec.structs.replace(spec, env={**spec.env, STANDBY: "1"})
+        self._standing_by[spec.name] = await self._start(waiting, ANYTHING, asyncio.subprocess.PIPE)
+
+    async def _start(
+        self, spec: ProcessSpec, resources: Resources, stdin: int = asyncio.subprocess.DEVNULL
+    ) -> LocalHandle:
         env = {**(self._environment if spec.ours else os.environ), **spec.env}
         if resources.gpus:
             env["CUDA_VISIBLE_DEVICES"] = ",".join(resources.gpus)
-        with _log(self.rundir, spec.name).open("ab") as log:
+        path = _log(self.rundir, spec.name)
+        if self._kept is not None and spec.note:
+            start = path.stat().st_size if path.exists() else 0
+            kept = await self._kept.start(spec.name, spec.argv, env, path, spec.note)
+            return LocalHandle(spec, kept, path, start, self._kept.directory)
+        with path.open("ab") as log:
             start = log.tell()
             process = await asyncio.create_subprocess_exec(
                 *(sys.executable, "-IS", str(die_with_parent.__file__), str(os.getpid())),
                 *spec.argv,
-                stdin=asyncio.subprocess.DEVNULL,
+                stdin=stdin,
                 stdout=log,
                 stderr=asyncio.subprocess.STDOUT,
                 env=env,
                 start_new_session=True,  # Ctrl-C is for the controller
             )
-        handle = self.handles[spec.name] = LocalHandle(spec, process, self.rundir, start)
-        self.rundir.write_pid(spec.name, process.pid)
-        return handle
+        return LocalHandle(spec, process, path, start, self.rundir.sockets)
 
     async def stop_all(self) -> None:
-        await stop_together(self.handles.values())
+        await stop_together([*self.handles.values(), *self._standing_by.values()])
 
 
 def _log(rundir: RunDir, name: str) -> Path:

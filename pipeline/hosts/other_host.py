@@ -3,7 +3,8 @@
 On the topic, where processes may be on other hosts: `host` (the controller's) and `files/<name>` (configuration and
 tokenizer of the checkpoint).
 
-Invariant: a process behaves the same on any host; on another one its run directory is a private one that ends with it.
+Invariant: a process behaves the same on any host; on another one its run directory is a private one that ends with it,
+but for the train stage, which has the run's own (pipeline/hosts/shared_files.py).
 """
 
 from __future__ import annotations
@@ -18,7 +19,9 @@ from typing import Final
 import msgspec
 
 from configs.schema import Config
+from models.weights.slots_directory import PREFIX, slots_directory
 from stages.data.tokenizer import CHECKPOINT_FILES
+from stages.options import TrainOptions
 from transport import TopicClient, TopicServer
 
 HOST: Final = "host"
@@ -53,8 +56,7 @@ def plain_name(name: str) -> str:
 @contextlib.contextmanager
 def settled(topic: TopicClient, run_dir: str, config: Config) -> Iterator[tuple[str, Config]]:
     """Run directory and configuration with places that exist on this host, for the time of the block."""
-    controllers = topic.get(HOST)
-    if controllers is None or controllers.decode() == host_id():
+    if not elsewhere(topic):
         yield run_dir, config
         return
     with tempfile.TemporaryDirectory(prefix="sluice-host-", ignore_cleanup_errors=True) as home:
@@ -68,3 +70,19 @@ def settled(topic: TopicClient, run_dir: str, config: Config) -> Iterator[tuple[
                 config, train=msgspec.structs.replace(config.train, hf_checkpoint=str(checkpoint))
             )
         yield home, config
+
+
+def elsewhere(topic: TopicClient) -> bool:
+    """Whether this process sees other files than the controller."""
+    controllers = topic.get(HOST)
+    return controllers is not None and controllers.decode() != host_id()
+
+
+def trainers_place(topic: TopicClient, options: TrainOptions, run_dir: str, config: Config) -> TrainOptions:
+    """With slots for the weights where this host has the room for them. Run directory and model are shared with the
+    controller: the process would not be here otherwise."""
+    if not elsewhere(topic):
+        return options
+    name = Path(options.slots).name.removeprefix(PREFIX)
+    here = slots_directory(name, Path(run_dir), config.train.hf_checkpoint)
+    return msgspec.structs.replace(options, slots=str(here))

@@ -11,6 +11,7 @@ import asyncio
 import contextlib
 import fcntl
 import os
+import signal
 import socket
 import struct
 import sys
@@ -22,10 +23,11 @@ from typing import Final
 
 import msgspec
 
-from models.weights.slots_directory import PREFIX, DirectoryLease, remove_stale
+from models.weights.slots_directory import PREFIX, SHARED_MEMORY, DirectoryLease, remove_stale
 from pipeline.hosts.free_port import PortInUse, held_port
 from pipeline.hosts.launcher import ProcessSpec
 from pipeline.hosts.local_launcher import LocalHandle, LocalLauncher
+from pipeline.hosts.shared_files import SharedFiles
 from pipeline.record.run_directory import RunDir
 
 OUTPUT_WAIT_S: Final = 2.0  # longest wait for new output
@@ -48,7 +50,8 @@ class ProcessActor:
         os.environ["OMP_NUM_THREADS"] = threads  # Ray sets it to the CPUs that it counts for the actor
         os.environ.setdefault("GLOO_SOCKET_IFNAME", interface_of(self.address))
         home = Path(tempfile.gettempdir())
-        remove_stale(home)
+        for place in (home, SHARED_MEMORY):
+            remove_stale(place)  # what was killed here left
         self._lease = DirectoryLease(home / f"{PREFIX}actor-{token_hex(4)}")
         rundir = RunDir(self._lease.directory)
         rundir.sockets = self._lease.directory
@@ -56,6 +59,7 @@ class ProcessActor:
             directory.mkdir()
         self._launcher = LocalLauncher(rundir)
         self._handle: LocalHandle | None = None
+        self._turn = asyncio.Lock()  # a run that ends while a process is being started must find it, and end it
         self._held: dict[int, ExitStack] = {}
         self._copies: dict[str, str] = {}  # what was brought, by its path on the controller's host
 
@@ -77,6 +81,10 @@ class ProcessActor:
         if (stack := self._held.pop(port, None)) is not None:
             stack.close()
 
+    async def lacking(self, encoded: bytes) -> str | None:
+        """What is not here of what those that train share, in words."""
+        return await asyncio.to_thread(msgspec.msgpack.decode(encoded, type=SharedFiles).lacking)
+
     async def missing(self, paths: list[str]) -> list[str]:
         """Those that are neither seen here nor were brought."""
         return [path for path in paths if path not in self._copies and not os.path.exists(path)]
@@ -96,7 +104,8 @@ class ProcessActor:
         argv = tuple(self._copies.get(argument, argument) for argument in spec.argv)
         if spec.ours:  # by the Python of this node
             argv = (sys.executable, *argv[1:])
-        self._handle = await self._launcher.spawn(msgspec.structs.replace(spec, argv=argv))
+        async with self._turn:
+            self._handle = await self._launcher.spawn(msgspec.structs.replace(spec, argv=argv))
         return self._handle.pid, self._handle.log_start
 
     async def output(self, offset: int) -> tuple[bytes, int | None]:
@@ -105,7 +114,8 @@ class ProcessActor:
         Waits for more output or for its end, at most `OUTPUT_WAIT_S`.
         """
         handle = self._handle
-        assert handle is not None
+        if handle is None:  # the run ended before it was started
+            return b"", -signal.SIGKILL
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(OUTPUT_WAIT_S):
                 while not (content := _read(handle.log, offset)) and handle.alive:
@@ -122,16 +132,19 @@ class ProcessActor:
 
     async def kill(self) -> None:
         """End the process and all that it started, or what is left of them."""
-        if self._handle is not None:
-            await self._handle.kill()
+        async with self._turn:
+            if self._handle is not None:
+                await self._handle.kill()
 
     async def stop(self) -> None:
         """Ask the process to end; kill it after its grace."""
-        await self._launcher.stop_all()
+        async with self._turn:
+            await self._launcher.stop_all()
 
     async def close(self) -> None:
-        """Remove what this actor keeps on its node."""
+        """Remove what this actor keeps on its node, and weights that its process left there when it was killed."""
         self._lease.release()
+        remove_stale()
 
 
 def interface_of(address: str) -> str:

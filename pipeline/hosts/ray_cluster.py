@@ -19,7 +19,8 @@ from typing import Any, Final
 from configs.schema import Config
 from pipeline.errors import UsageError
 from pipeline.hosts.ray_launcher import RayLauncher
-from pipeline.hosts.ray_placement import Node, RayPlacement
+from pipeline.hosts.ray_nodes import Node
+from pipeline.hosts.ray_placement import RayPlacement
 
 STORE_BYTES: Final = 100 << 20  # of a cluster of our own: only logs and small files go through it
 REACH_S: Final = 5.0

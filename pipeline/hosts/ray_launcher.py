@@ -1,8 +1,8 @@
 """Processes of a run on the nodes of a Ray cluster: each is the child of an actor, which Ray places and ends.
 
-Invariants: what an actor's node lacks is brought there before the process starts; a process whose actor is gone
-counts as killed, and the actor is ended before another takes its name; logs are readable here while it runs. Tokens and
-weights never go through Ray.
+Invariants: an actor is ended before another takes its name; a process that was lost with its node is placed anew by the
+labels of its role as soon as a node has room for it, and says once that it waits; tokens and weights never go through
+Ray.
 """
 
 from __future__ import annotations
@@ -11,143 +11,24 @@ import asyncio
 import contextlib
 import errno
 import os
-from collections.abc import Callable, Iterator
-from functools import cache
-from pathlib import Path
+from collections.abc import Callable, Collection, Iterator
 from typing import Any, Final
 
 import msgspec
 
-import pipeline
 from pipeline.errors import UsageError
 from pipeline.hosts.free_port import PortInUse
-from pipeline.hosts.launcher import ANYTHING, ProcessSpec, ProcessState, Resources, stop_together
-from pipeline.hosts.local_launcher import last_error, last_line
-from pipeline.hosts.ray_actor import CHUNK_BYTES, ProcessActor
-from pipeline.hosts.ray_placement import NODE_ID, ActorPlacement, Node, PlacementGroup, RayPlacement, choose
+from pipeline.hosts.launcher import ANYTHING, HostGone, ProcessSpec, Resources, quiet, stop_together
+from pipeline.hosts.ray_handle import ANSWER_TIMEOUT_S, PlacedActor, RayHandle, gone
+from pipeline.hosts.ray_nodes import Node, PlacementGroup, choose, divide, matches, seat_with_room, wanted_labels
+from pipeline.hosts.ray_placement import NODE_ID, ActorPlacement, RayPlacement
+from pipeline.hosts.ray_start import NotStarted, lacking, start_actor
+from pipeline.hosts.shared_files import SharedFiles
 from pipeline.record.run_directory import RunDir
 
-ANSWER_TIMEOUT_S: Final = 30.0  # without an answer of an actor, after which its process counts as lost
 PLACEMENT_TIMEOUT_S: Final = 120.0  # time in which Ray starts an actor; longer waits are for what others hold
-KILLED: Final = -9
-ROOT: Final = str(Path(pipeline.__file__).parent.parent)
-
-
-@cache
-def _gone() -> tuple[type[BaseException], ...]:
-    """What Ray raises where an actor is not there any more, or not heard of; and our own timeout."""
-    from ray.exceptions import RayActorError, WorkerCrashedError
-
-    return RayActorError, WorkerCrashedError, TimeoutError
-
-
-class PlacedActor:
-    """An actor on its node."""
-
-    def __init__(self, actor: Any, node: str, address: str) -> None:
-        self.actor, self.node, self.address = actor, node, address
-        self.lost = False
-
-    def end(self) -> None:
-        """At once, together with its process."""
-        import ray
-
-        self.lost = True
-        with contextlib.suppress(Exception):  # it may be gone in any way
-            ray.kill(self.actor, no_restart=True)
-
-
-class RayHandle:
-    """A process somewhere in the cluster. Implements `Handle`."""
-
-    def __init__(self, spec: ProcessSpec, placed: PlacedActor, log: Path) -> None:
-        self.spec, self.log, self._placed = spec, log, placed
-        log.touch()
-        self._start = log.stat().st_size
-        self._offset = 0  # of the log there: what has been copied
-        self._code: int | None = None
-        self._turn = asyncio.Lock()
-
-    async def start(self) -> int:
-        """Start it; its number there, 0 if its actor is gone."""
-        actor = self._placed.actor
-        try:
-            async with asyncio.timeout(ANSWER_TIMEOUT_S):
-                await _copy_files(actor, self.spec.files)
-                number, self._offset = await actor.spawn.remote(msgspec.msgpack.encode(self.spec))
-                return int(number)
-        except _gone() as error:
-            self._lose(error)
-            return 0
-
-    @property
-    def alive(self) -> bool:
-        return self._code is None
-
-    async def wait(self) -> int:
-        """See the Protocol. Whoever waits copies the log."""
-        while self._code is None:
-            async with self._turn:
-                if self._code is None:
-                    await self._follow()
-        return self._code
-
-    async def _follow(self) -> None:
-        """One answer of the actor: what was printed since, and perhaps the end."""
-        try:
-            async with asyncio.timeout(ANSWER_TIMEOUT_S):
-                content, code = await self._placed.actor.output.remote(self._offset)
-        except _gone() as error:
-            self._lose(error)
-            return
-        if content:
-            with self.log.open("ab") as file:
-                file.write(content)
-        self._offset += len(content)
-        self._code = code
-
-    def _lose(self, error: BaseException) -> None:
-        why = next(iter(str(error).strip().splitlines()), "") or f"no answer for {ANSWER_TIMEOUT_S:g} s"
-        with self.log.open("a") as file:
-            file.write(f"the Ray actor of {self.spec.name} is gone: {why}\n")
-        self._placed.end()
-        self._code = KILLED
-
-    async def kill(self) -> int:
-        await self._ask("kill")
-        return await self.wait()
-
-    async def stop(self) -> None:
-        """Waits for the end, which the actor brings about after the grace at the latest."""
-        async with asyncio.TaskGroup() as tasks:
-            tasks.create_task(self._ask("stop"))
-            tasks.create_task(self._ended())
-
-    async def _ended(self) -> None:
-        await self.wait()
-
-    async def _ask(self, method: str) -> None:
-        if self._placed.lost:
-            return
-        try:
-            async with asyncio.timeout(ANSWER_TIMEOUT_S + self.spec.grace_s):
-                await getattr(self._placed.actor, method).remote()
-        except _gone() as error:
-            if self._code is None:
-                self._lose(error)
-
-    def remember_shared(self) -> None:
-        if self.alive:
-            self._placed.actor.remember_shared.remote()
-
-    def state(self) -> ProcessState | None:
-        return None  # what it computes is not seen from here
-
-    def last_line(self) -> str:
-        return last_line(self.log, self._start)
-
-    def last_error(self) -> str:
-        return last_error(self.log, self._start)
+AGAIN_TIMEOUT_S: Final = 30.0  # the same where a node seemed to have room: it may be gone, or taken
+ROOM_POLL_S: Final = 2.0  # between two looks for room
 
 
 class RayLauncher:
@@ -159,12 +40,31 @@ class RayLauncher:
         self.placements, self._nodes, self.rundir = placements, nodes, rundir
         self._here = next(node for node in nodes() if node.here)
         self.controller: str | None = self._here.address
+        self.say: Callable[[str], None] = quiet
+        self.waiting: dict[str, str] = {}
         self._threads = os.environ.get("OMP_NUM_THREADS", str(threads))
         self._placed: dict[str, PlacedActor] = {}
         self._groups: dict[str, Any] = {}
+        self._planned: dict[str, str] = {}  # process of a group -> the node that it is to begin on
+        self._silent: set[str] = set()  # nodes of which nothing was heard; Ray tells later that they are gone
+        self._sees: dict[str, SharedFiles] = {}  # what must be on a process's node
+        self._unfit: set[str] = set()  # nodes that have not what must be there
         self._placing = asyncio.Lock()
         self._expected: set[str] = set()
         self.handles: dict[str, RayHandle] = {}
+
+    def left(self, name: str) -> str:
+        """See the Protocol. Actors end with the driver."""
+        return ""
+
+    def take_over(self, spec: ProcessSpec) -> RayHandle:
+        raise NotImplementedError("nothing is left by an earlier start")
+
+    async def end_left(self, names: Collection[str]) -> None:
+        """See the Protocol. There is nothing."""
+
+    def leave(self) -> None:
+        """See the Protocol. Nothing may be left."""
 
     def address(self, name: str) -> str:
         return self._placed[name].address
@@ -176,7 +76,7 @@ class RayLauncher:
         actor = self._placed[name].actor
         try:
             answer = ray.get(actor.hold_port.remote(port), timeout=ANSWER_TIMEOUT_S)  # a millisecond
-        except _gone():
+        except gone():
             yield port or 1  # the start finds out that the actor is gone
             return
         if isinstance(answer, str):
@@ -186,39 +86,95 @@ class RayLauncher:
         finally:
             actor.release_port.remote(answer)
 
-    async def place(self, name: str) -> None:
-        """See the Protocol. Waits for Ray to start the actor. Raises UsageError if no node can hold it."""
-        placed = self._placed.get(name)
-        if placed is not None and not placed.lost:
-            return
+    async def place(self, name: str, beside: str = "", sees: SharedFiles | None = None) -> None:
+        """See the Protocol. Waits for Ray to start the actor, `PLACEMENT_TIMEOUT_S` at most; one that was placed before
+        and lost waits for room without a limit."""
         placement = self.placements.of(name)
-        async with self._placing:  # the next one must see what this one took
-            self._placed[name] = await self._start_actor(name, placement)
-            self._expected.discard(name)
+        again = name in self._placed and not self._at_once(placement)
+        if sees is not None:
+            self._sees[name] = sees
+        # What takes room must see what the one before took; what takes none waits for nobody.
+        takes = placement.needs.cpus or placement.needs.gpus or placement.group
+        turn = self._placing if takes else contextlib.nullcontext()
+        while True:
+            async with turn:
+                placed = self._placed.get(name)
+                if placed is not None and not placed.lost:
+                    break
+                if placed is not None and placed.silent:
+                    self._silent.add(placed.node)
+                    placed.silent = False
+                try:
+                    options = await self._where(name, placement, beside, again=again)
+                    if options is not None and await self._started(name, placement, options, again=again):
+                        break
+                except NotStarted:
+                    if not again and not beside:
+                        raise self._waited(name, placement) from None
+            await asyncio.sleep(ROOM_POLL_S)
+        self._expected.discard(name)
+        address, waited = self._placed[name].address, self.waiting.pop(name, None) is not None
+        if waited or (name.startswith("train-") and self._placed[name] is not placed and address != self.controller):
+            self.say(f"{name}: placed on {address}")
+
+    async def _started(self, name: str, placement: ActorPlacement, options: dict[str, Any], *, again: bool) -> bool:
+        """Whether there is an actor now, on a node that sees what it must. Raises NotStarted, and UsageError for a node
+        that does not, unless the process was elsewhere before and can wait for another one."""
+        limit_s = AGAIN_TIMEOUT_S if again else PLACEMENT_TIMEOUT_S
+        placed = await start_actor(name, placement.needs, options, limit_s, self._threads, self._nodes)
+        self._silent.discard(placed.node)
+        sees, lack = self._sees.get(name), None
+        if sees is not None and placed.node != self._here.id:
+            lack = await lacking(placed, sees)
+        if lack is None:
+            self._placed[name] = placed
+            return True
+        await self._close(placed)
+        if not again:
+            raise UsageError(
+                f"--runner ray: {name} is to run on node {placed.address}, which {lack}; put run directory and model "
+                "on a file system that the nodes have at the same path, or choose nodes that have them with "
+                "--ray-labels train=KEY:VALUE"
+            )
+        self._unfit.add(placed.node)
+        self.say(f"{name}: node {placed.address} {lack}, it goes to another one")
+        return False
+
+    def _wait(self, name: str, placement: ActorPlacement) -> None:
+        """Say once that a process waits for room."""
+        if name in self.waiting:
+            return
+        left_out = self._silent | (self._unfit if name in self._sees else set())
+        heard_of = [node for node in self._nodes() if node.id not in left_out]
+        self.waiting[name] = lack = self._lack(placement, heard_of)
+        kind = name.rpartition("-")[0]
+        left = sum(other.rpartition("-")[0] == kind and not one.lost for other, one in self._placed.items())
+        goes_on = f"{left} of its kind go{'' if left > 1 else 'es'} on" if left else "none of its kind is left"
+        self.say(
+            f"{name}: no node has room for it ({lack}); {goes_on}. It is placed as soon as a node joins (ray start "
+            "--address) or what others use is free"
+        )
+
+    def _node_of(self, name: str) -> str:
+        """The node that a process was placed on. Raises HostGone."""
+        placed = self._placed.get(name)
+        if placed is None or placed.lost or placed.node not in {node.id for node in self._nodes()}:
+            raise HostGone(name)
+        return placed.node
 
     def expect(self, name: str) -> None:
         """See the Protocol."""
-        placement, beside = self.placements.of(name), self._beside(name)
+        placement = self.placements.of(name)
         times = 1 + sum(self.placements.of(other).needs == placement.needs for other in self._expected)
-        nodes = [node for node in self._nodes() if beside is None or node.id == beside]
+        nodes = self._nodes()
         if not any(placement.needs.within(node.free, times) for node in nodes):
             raise UsageError(f"there is no room for {name}: {self._lack(placement, nodes)}; end another process first")
         self._expected.add(name)
 
-    def _beside(self, name: str) -> str | None:
-        """The node on which a process must be for which its group has no bundle: that of the others."""
-        placement = self.placements.of(name)
-        if (
-            not placement.group
-            or placement.bundle >= 0
-            or self.placements.groups[placement.group].strategy != "STRICT_PACK"
-        ):
-            return None
-        return self._placed[f"{name.rpartition('-')[0]}s-0"].node  # of the engines stage
-
     async def release(self, name: str) -> None:
         """See the Protocol. What the actor holds is others' then."""
         self.handles.pop(name, None)
+        self.waiting.pop(name, None)
         if (placed := self._placed.pop(name, None)) is not None:
             await self._close(placed)
 
@@ -230,6 +186,9 @@ class RayLauncher:
         number = await handle.start()
         self.rundir.write_pid(spec.name, number)
         return handle
+
+    async def stand_by(self, spec: ProcessSpec) -> None:
+        """See the Protocol. An actor starts its process when it is needed."""
 
     async def stop_all(self) -> None:
         import ray
@@ -244,61 +203,107 @@ class RayLauncher:
 
     async def _close(self, placed: PlacedActor) -> None:
         if not placed.lost:
-            with contextlib.suppress(*_gone()):  # what it keeps is removed by the next one there
+            with contextlib.suppress(*gone()):  # what it keeps is removed by the next one there
                 async with asyncio.timeout(ANSWER_TIMEOUT_S):
                     await placed.actor.close.remote()
         placed.end()
 
-    async def _start_actor(self, name: str, placement: ActorPlacement) -> PlacedActor:
-        import ray
+    def _at_once(self, placement: ActorPlacement) -> bool:
+        """Whether it belongs to a group that is placed at once or not at all: with the trainer on its node."""
+        return bool(placement.group) and self.placements.groups[placement.group].near
 
-        options: dict[str, Any] = {
-            "num_cpus": placement.needs.cpus,
-            "num_gpus": placement.needs.gpus,
-            "max_restarts": 0,
-        }
+    async def _where(self, name: str, placement: ActorPlacement, beside: str, *, again: bool) -> dict[str, Any] | None:
+        """What to ask of Ray so that a process comes where it is to be. None: no node has room for it now."""
+        config, role = self.placements.config, placement.role
+        if beside:
+            return {"label_selector": {NODE_ID: self._node_of(beside)}}
+        if self._at_once(placement):
+            return {"scheduling_strategy": await self._bundle(self.placements.groups[placement.group], placement)}
+        if placement.here:
+            return {"label_selector": {NODE_ID: self._here.id}}
+        if placement.group and not again:
+            return {"label_selector": {NODE_ID: await self._plan(name, self.placements.groups[placement.group])}}
+        if again:
+            node = self._room(name, placement)
+            if node is None or node in self._silent:  # that one is tried all the same: it may have been the process
+                self._wait(name, placement)
+            return None if node is None else {"label_selector": {NODE_ID: node}}
+        alone, found = PlacementGroup(name, role, placement.needs, 1, "PACK", placement.near), self._nodes()
+        seat = choose(config, role, alone, found, self._of_its_kind(name, found))
+        if placement.near:
+            return {"label_selector": {NODE_ID: seat.node.id}}
+        spread = {"scheduling_strategy": "SPREAD"} if config.ray.ray_placement == "spread" else {}
+        return {"label_selector": seat.labels, **spread}
+
+    def _room(self, name: str, placement: ActorPlacement) -> str | None:
+        """A node with room for a process that was lost, if possible one that is heard of."""
+        config, role, needs = self.placements.config, placement.role, placement.needs
+        pack = config.ray.ray_placement == "pack" and (needs.cpus or needs.gpus)
         found = self._nodes()
-        if (beside := self._beside(name)) is not None:
-            options["label_selector"] = {NODE_ID: beside}
-        elif placement.group and placement.bundle >= 0:
-            options["scheduling_strategy"] = await self._bundle(
-                self.placements.groups[placement.group], placement, found
-            )
-        elif placement.here:
-            options["label_selector"] = {NODE_ID: self._here.id}
-        else:
-            alone = PlacementGroup(name, placement.role, placement.needs, 1, "PACK")
-            options["label_selector"] = choose(self.placements.config, placement.role, alone, found)
-            if self.placements.config.ray.ray_placement == "spread":
-                options["scheduling_strategy"] = "SPREAD"
-        if ray.get_runtime_context().runtime_env.get("working_dir"):  # instead of where this program lies
-            path = os.pathsep.join(filter(None, [ROOT, os.environ.get("PYTHONPATH")]))
-            options["runtime_env"] = {"env_vars": {"PYTHONPATH": path}}
-        actor = ray.remote(ProcessActor).options(**options).remote(os.getcwd(), self._threads)
-        try:
-            async with asyncio.timeout(PLACEMENT_TIMEOUT_S):
-                node, address = await actor.ready.remote()
-        except TimeoutError:
-            ray.kill(actor)
-            raise self._waited(name, placement) from None
-        except RuntimeError as error:  # how Ray says that an import failed there
-            raise UsageError(
-                f"--runner ray: the actor of {name} could not be started ({_last(error)}); each node needs this "
-                f"project at {ROOT}, and the Python that it is installed for"
-            ) from error
-        return PlacedActor(actor, node, address)
+        alone = PlacementGroup(name, role, needs, 1, "PACK" if pack else "SPREAD", placement.near)
+        self._silent &= {node.id for node in found}
+        fit = [node for node in found if not (name in self._sees and node.id in self._unfit)]
+        lost = self._placed.get(name)
+        before = lost.node if lost is not None else ""
+        if placement.near and lost and not lost.missed and before in {node.id for node in fit} - self._silent:
+            lost.missed = True  # it waits there for what the lost one held: Ray tells a little later that this is free
+            return before
+        for nodes in ([node for node in fit if node.id not in self._silent], fit):
+            seat = seat_with_room(config, role, alone, nodes, "free", self._of_its_kind(name, found), before)
+            if seat is not None and placement.near:
+                return seat.node.id
+            if seat is not None and (places := divide(alone, [n for n in nodes if matches(n.labels, seat.labels)])):
+                return places[0].id
+        return None
 
-    async def _bundle(self, group: PlacementGroup, placement: ActorPlacement, found: list[Node]) -> Any:
+    def _of_its_kind(self, name: str, found: list[Node]) -> list[Node]:
+        """Nodes of the other engines, if it is one."""
+        kind = name.rpartition("-")[0]
+        if kind != "engine":
+            return []
+        there = {one.node for other, one in self._placed.items() if other.rpartition("-")[0] == kind and not one.lost}
+        return [node for node in found if node.id in there]
+
+    async def _plan(self, name: str, group: PlacementGroup) -> str:
+        """The node on which a process of a group begins; planned for all with the first. Waits for what others hold."""
+        if name not in self._planned:
+            role = self.placements.of(name).role
+            deadline = asyncio.get_running_loop().time() + PLACEMENT_TIMEOUT_S
+            while True:
+                found = self._beside_the_trainer()
+                labels = choose(self.placements.config, role, group, found).labels
+                places = divide(group, [node for node in found if matches(node.labels, labels)])
+                if places is not None:
+                    break
+                if asyncio.get_running_loop().time() > deadline:
+                    raise NotStarted
+                await asyncio.sleep(ROOM_POLL_S)
+            names = [other for other in self.placements.names() if self.placements.of(other).group == group.name]
+            self._planned |= {other: node.id for other, node in zip(names, places, strict=True)}
+        return self._planned[name]
+
+    def _beside_the_trainer(self) -> list[Node]:
+        """The nodes, less what the trainer takes of one of them as soon as it is placed."""
+        found, trainer = self._nodes(), self.placements.trainer
+        if trainer.name in self._groups or trainer.name in self._placed:
+            return found
+        seat = seat_with_room(self.placements.config, trainer.role, trainer, found, "free")
+        if seat is None or "train-0" not in self.placements.names():
+            return found
+        taken = {"CPU": trainer.bundle.cpus, "GPU": trainer.bundle.gpus}
+        free = {kind: seat.node.free.get(kind, 0) - count for kind, count in taken.items()}
+        left = msgspec.structs.replace(seat.node, free=free)
+        return [left if node.id == left.id else node for node in found]
+
+    async def _bundle(self, group: PlacementGroup, placement: ActorPlacement) -> Any:
         """Where in its group a process goes; the group is made for the first of its processes."""
         import ray
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
         if group.name not in self._groups:
-            labels = choose(self.placements.config, group.role, group, found)
+            seat = choose(self.placements.config, group.role, group, self._nodes())
             need = {"CPU": group.bundle.cpus or 0.001, **({"GPU": group.bundle.gpus} if group.bundle.gpus else {})}
-            selectors = [dict(labels) for _ in range(group.bundles)]
-            if group.here:
-                selectors[0] = {NODE_ID: self._here.id}
+            selectors = [{NODE_ID: seat.node.id}, *(dict(seat.labels) for _ in range(group.bundles - 1))]
             made = ray.util.placement_group(
                 [need] * group.bundles, strategy=group.strategy, bundle_label_selector=selectors
             )
@@ -316,25 +321,8 @@ class RayLauncher:
         )
 
     def _lack(self, placement: ActorPlacement, nodes: list[Node]) -> str:
+        config, needs = self.placements.config, placement.needs
+        what = needs.words() if needs.cpus or needs.gpus else "a node"
         free = ", ".join(f"{node.address} ({node.free['CPU']:g} CPU, {node.free['GPU']:g} GPU)" for node in nodes)
-        return f"it needs {placement.needs.words()}, and free are {free}"
-
-
-def _last(error: BaseException) -> str:
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return lines[-1] if lines else type(error).__name__
-
-
-async def _copy_files(actor: Any, files: tuple[str, ...]) -> None:
-    """Copy to the actor's node what is not seen there."""
-    there = [path for path in files if Path(path).exists()]
-    for path in await actor.missing.remote(there) if there else []:
-        home = Path(path)
-        for file in sorted(home.rglob("*")) if home.is_dir() else [home]:
-            if file.is_file():
-                inside = str(file.relative_to(home)) if home.is_dir() else ""
-                mode = file.stat().st_mode & 0o777
-                with file.open("rb") as opened:
-                    await actor.copy_file.remote(path, inside, opened.read(CHUNK_BYTES), mode)
-                    while content := opened.read(CHUNK_BYTES):
-                        await actor.copy_file.remote(path, inside, content, mode)
+        free = free or "none"
+        return f"it needs {what}{wanted_labels(config, placement.role)}, and free are {free}"

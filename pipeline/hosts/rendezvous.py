@@ -9,7 +9,7 @@ Invariant: a specification is on the topic before its process starts, and until 
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Final, TypeVar
 
@@ -18,24 +18,28 @@ from msgspec import Struct
 
 from configs.schema import Config
 from pipeline.hosts.launcher import ProcessSpec
-from transport import Node, TopicClient
-from transport.links.security import SERVER, add_client, create_keys, load_security
+from pipeline.hosts.stream_hub import stream_key
+from transport import Node, TopicClient, TopicServer
+from transport.links.security import SERVER, add_client, create_keys, load_security, with_serving_key
 
 T = TypeVar("T")
+Topic = TopicClient | TopicServer
 Keys = tuple[Path, Path] | None  # as `make_keys` returns them; None where all addresses are local
 CONFIG: Final = "config"
 SERVING: Final = "server"  # name of the directory of what binds
+ADMITTED: Final = "client/"  # + name: public key of a process of the run, where there are keys
 GIVE_UP_S: Final = 30.0  # a topic or hub that is silent for so long is gone, and its run with it
 
 
 class Entry(Struct, frozen=True):
     """The way into a run. `keys`: directory of keys of its addresses; none where all of them are local. A process of
-    its own has its own key there, what binds addresses itself the server's; the controller's has a directory for each
-    process."""
+    its own has its own key there, what has the run's server key that; the controller's has a directory for each
+    process, and calls `admit` with the name and the public key of each that is new."""
 
     run_id: str
     topic: str
     keys: str = ""
+    admit: Callable[[str, str], None] | None = None
 
     def process(self, module: str, name: str, *, env: Mapping[str, str] = {}, sweep: bool = False) -> ProcessSpec:
         """How a process of that name is started."""
@@ -49,7 +53,9 @@ class Entry(Struct, frozen=True):
             return self.keys
         own = Path(self.keys) / name
         if not own.exists():
-            add_client(Path(self.keys).with_name(SERVING), name, own)
+            public = add_client(Path(self.keys).with_name(SERVING), name, own)
+            if self.admit is not None:
+                self.admit(name, public)
         return str(own)
 
     @property
@@ -60,11 +66,22 @@ class Entry(Struct, frozen=True):
         security = load_security(Path(self.keys), SERVER if self._serves else name) if self.keys else None
         return Node(self.run_id, name, security, give_up_s=GIVE_UP_S)
 
+    def serving_node(self, name: str, topic: Callable[[], TopicClient]) -> Node:
+        """Of a process that binds addresses with a key of its own. `topic`: tells who may connect there."""
+        if not self.keys:
+            return self.node(name)
+        security = load_security(Path(self.keys), name)
+
+        def admitted() -> Mapping[str, str]:
+            return {security.server_public: SERVER} | admitted_keys(topic())
+
+        return Node(self.run_id, name, with_serving_key(security, admitted), give_up_s=GIVE_UP_S)
+
 
 def from_command(arguments: Sequence[str]) -> tuple[Entry, str]:
     """The entry and the name in the arguments of a started process."""
     run_id, topic, name, *keys = arguments
-    return Entry(run_id, topic, *keys), name
+    return Entry(run_id, topic, keys[0] if keys else ""), name
 
 
 def make_keys(directory: Path) -> tuple[Path, Path]:
@@ -75,6 +92,16 @@ def make_keys(directory: Path) -> tuple[Path, Path]:
     return serving, processes
 
 
+def admit(topic: TopicServer, name: str, public: str) -> None:
+    """Tell those that bind addresses with keys of their own that a process of the run has this one."""
+    topic.publish(ADMITTED + name, public.encode())
+
+
+def admitted_keys(topic: TopicClient) -> dict[str, str]:
+    """The name of each public key."""
+    return {public.decode(): key.removeprefix(ADMITTED) for key, public in topic.items(ADMITTED).items()}
+
+
 def spec_key(name: str) -> str:
     return f"spec/{name}"
 
@@ -83,12 +110,17 @@ def retire_key(name: str) -> str:
     return f"retire/{name}"
 
 
-async def awaited(topic: TopicClient, key: str) -> bytes:
+async def awaited(topic: Topic, key: str) -> bytes:
     """The value of a key. Waits until it has one."""
     revision = 0
     while (value := topic.get(key)) is None:
         revision = await topic.wait(revision, key)
     return value
+
+
+async def stream_address(topic: Topic, stream: str) -> str:
+    """Where a stream is whose hub is in a process of its own. Waits until that is up."""
+    return (await awaited(topic, stream_key(stream))).decode()
 
 
 async def read(topic: TopicClient, name: str, kind: type[T]) -> tuple[T, Config]:

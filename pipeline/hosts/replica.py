@@ -23,6 +23,7 @@ from models.import_path import import_path
 from pipeline.hosts.faulty_inlet import FaultyInlet
 from pipeline.hosts.processors import cpu_seconds
 from pipeline.hosts.rendezvous import awaited, retire_key
+from pipeline.hosts.stream_ports import AnyInlet, PortSpec, StreamPorts
 from pipeline.hosts.weights_source import FetchedWeights, OfferedWeights
 from pipeline.observe.stats import CPU, STATS_PREFIX, StageStats
 from pipeline.observe.trace import TraceWriter
@@ -30,21 +31,11 @@ from stages.base import Stage, StageContext, beside
 from stages.options import StageOptions
 from stages.ports import Inlet as TakenFrom
 from stages.ports import Ports
-from transport import Inlet, Node, TopicClient
+from transport import Node, TopicClient
 
 STATS_INTERVAL_S = 0.5
 
 log = logging.getLogger("sluice.replica")
-
-
-class PortSpec(Struct, frozen=True):
-    """Where a port connects and what it carries."""
-
-    stream: str
-    address: str
-    schema: str  # import path of the message type
-    window_items: int = 16
-    window_bytes: int = 8 << 20
 
 
 class ReplicaSpec(Struct, frozen=True):
@@ -61,7 +52,7 @@ class ReplicaSpec(Struct, frozen=True):
     options: dict[str, Any] = {}  # of a custom stage, as the user wrote them
     built_in: StageOptions | None = None
     run_generation: int = 0
-    host: str = ""  # under which other hosts reach what it binds; empty: there are none
+    host: str = ""  # of a train stage: under which other hosts reach what it binds; empty: there are none
 
 
 async def run_replica(spec: ReplicaSpec, node: Node, topic: TopicClient, config: Config) -> None:
@@ -95,21 +86,9 @@ async def run_replica(spec: ReplicaSpec, node: Node, topic: TopicClient, config:
 
 
 async def _serve(stage: Stage, spec: ReplicaSpec, node: Node, topic: TopicClient) -> None:
-    outlets = {
-        name: await node.outlet(port.address, port.stream, import_path(port.schema), replica=spec.replica)
-        for name, port in spec.outlets.items()
-    }
-    inlets = {
-        name: await node.inlet(
-            port.address,
-            port.stream,
-            import_path(port.schema),
-            window_items=port.window_items,
-            window_bytes=port.window_bytes,
-            replica=spec.replica,
-        )
-        for name, port in spec.inlets.items()
-    }
+    streams = StreamPorts(node, topic, spec.replica)
+    outlets = {name: await streams.outlet(port) for name, port in spec.outlets.items()}
+    inlets = {name: await streams.inlet(port) for name, port in spec.inlets.items()}
     fetched = FetchedWeights(node, topic, f"{spec.replica}-{secrets.token_hex(4)}", Path(spec.run_dir))
     weights = OfferedWeights(node, topic, spec.host) if spec.host else fetched
     taken: dict[str, TakenFrom[Any]] = dict(inlets)
@@ -119,7 +98,7 @@ async def _serve(stage: Stage, spec: ReplicaSpec, node: Node, topic: TopicClient
     if faults is not None:
         taken = {name: FaultyInlet(inlet, faults) for name, inlet in inlets.items()}
     ports = Ports(spec.replica, taken, outlets, topic, weights)
-    async with beside(_publish_stats(stage, spec, ports), _retire(spec, topic, inlets.values())):
+    async with beside(_publish_stats(stage, spec, ports), _retire(spec, topic, inlets.values()), streams.follow()):
         try:
             await stage.run(ports)
         finally:
@@ -150,7 +129,7 @@ def _stats(stage: Stage, spec: ReplicaSpec) -> bytes:
     ).encode()
 
 
-async def _retire(spec: ReplicaSpec, topic: TopicClient, inlets: Collection[Inlet[Any]]) -> None:
+async def _retire(spec: ReplicaSpec, topic: TopicClient, inlets: Collection[AnyInlet]) -> None:
     """Waits for the topic `retire/<replica>`. The inlets end then: what was not begun goes back to their hubs."""
     await awaited(topic, retire_key(spec.replica))
     for inlet in inlets:

@@ -11,6 +11,7 @@ import asyncio
 import logging
 import os
 import sys
+from pathlib import Path
 
 import msgspec
 
@@ -19,6 +20,7 @@ from models.import_path import add_working_directory
 from models.train.trainer_group.errors import StageGone
 from models.train.trainer_group.rank_spec import EXIT_STAGE_GONE, MEETING, RankSpec, Rendezvous
 from pipeline.errors import exit_code, leaf, user_error
+from pipeline.hosts.launcher import SOCKETS
 from pipeline.hosts.rendezvous import Entry, from_command, read
 
 
@@ -39,6 +41,7 @@ def main(argv: list[str]) -> int:
     entry, name = from_command(argv)
     try:
         spec, config = asyncio.run(find(entry, name))
+        spec = msgspec.structs.replace(spec, address=str(Path(os.environ[SOCKETS], spec.address)))
         from models.train.trainer_group.rank import run_rank  # imports torch
 
         run_rank(spec, config, lambda rendezvous: asyncio.run(announce(entry, name, rendezvous)))

@@ -12,8 +12,9 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+from collections.abc import Coroutine
 from pathlib import Path
-from typing import Final
+from typing import Any, Final, TypeVar
 
 import msgspec
 from msgspec import Struct
@@ -23,11 +24,14 @@ from models.weights.layout import WEIGHTS_FILE
 from models.weights.local_copy import LocalCopies
 from models.weights.shared_memory_reader import STATE_FILE, SlotManifest
 from models.weights.slots_directory import choose_directory
+from pipeline.errors import leaf
+from pipeline.hosts.launcher import unless
 from pipeline.hosts.other_host import host_id
 from stages.messages import WeightsAnnouncement
 from stages.ports import read_value
 from transport import ByteClient, ByteServer, Node, TopicClient, Transfer, TransportError
 
+T = TypeVar("T")
 log = logging.getLogger("sluice.weights_source")
 SOURCE: Final = "weights_source"
 
@@ -41,7 +45,8 @@ class WeightsServer(Struct, frozen=True):
 
 
 class OfferedWeights:
-    """The trainer's side of `WeightsSource`: slots are used as they lie, and served to other hosts.
+    """The trainer's side of `WeightsSource`: slots are used as they lie, and served to other hosts, under the key of
+    the trainer's own process.
 
     `address`: the host under which others reach this one.
     """
@@ -91,7 +96,11 @@ class FetchedWeights:
             copy = self._copies.find(announcement) if self._copies is not None else None
             try:
                 copy = copy or await self._fetch(server, announcement)
+            except TornWeights:
+                await self._leave()
+                raise
             except TransportError as error:
+                await self._leave()  # who was refused, or asked a trainer that is gone, is refused for ever
                 raise TornWeights(
                     f"version {announcement.version} could not be fetched from {server.address}: {error}"
                 ) from error
@@ -100,22 +109,50 @@ class FetchedWeights:
     async def _fetch(self, server: WeightsServer, original: SlotManifest) -> SlotManifest:
         client = self._client
         if client is None or client.address != server.address:
+            await self._leave()
             client = self._client = await self._node.byte_client(server.address)
         slot = Path(original.path).name
         if self._copies is None:
-            nbytes = (await client.stat(f"{slot}/{WEIGHTS_FILE}")).size
+            nbytes = (await self._while_offered(server, client.stat(f"{slot}/{WEIGHTS_FILE}"))).size
             self._copies = await asyncio.to_thread(LocalCopies, choose_directory(self._name, self._fallback, nbytes))
-        directory, fetched = self._copies.begin(), 0
-        for name in server.files:
-            if name.startswith(f"{slot}/"):
-                fetched += await _copy(client, name, directory / Path(name).name)
+        fetched = await self._while_offered(server, _copy_all(client, server, slot, self._copies.begin()))
         copy = await asyncio.to_thread(self._copies.finish, original)
         log.info("version %d: fetched %d bytes from %s", original.version, fetched, server.address)
         return copy
 
+    async def _while_offered(self, server: WeightsServer, work: Coroutine[Any, Any, T]) -> T:
+        """Gives up as soon as another trainer offers weights: one that was lost in mid-fetch is silent for long. Raises
+        TornWeights then."""
+        try:
+            done = await unless(work, self._moved(server))
+        except ExceptionGroup as errors:
+            raise leaf(errors) from errors
+        if done is None:
+            raise TornWeights(f"the trainer that offered weights at {server.address} is gone; another one offers newer")
+        return done
+
+    async def _moved(self, server: WeightsServer) -> None:
+        """Waits for weights to be offered elsewhere."""
+        revision = 0
+        while (offered := read_value(self._topic, SOURCE, WeightsServer)) and offered.address == server.address:
+            revision = await self._topic.wait(revision, SOURCE)
+
+    async def _leave(self) -> None:
+        client, self._client = self._client, None
+        if client is not None:
+            await client.close()
+
     def close(self) -> None:
         if self._copies is not None:
             self._copies.close()
+
+
+async def _copy_all(client: ByteClient, server: WeightsServer, slot: str, directory: Path) -> int:
+    """Fetch the files of a slot; their bytes."""
+    sizes = [
+        await _copy(client, name, directory / Path(name).name) for name in server.files if name.startswith(f"{slot}/")
+    ]
+    return sum(sizes)
 
 
 async def _copy(client: ByteClient, name: str, target: Path) -> int:
