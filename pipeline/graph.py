@@ -13,6 +13,7 @@ from configs.schema import Config, StageConfig
 
 STAGES = {
     "engines": "stages.engines.stage:EnginesStage",
+    "fetcher": "stages.engines.fetcher:FetcherStage",  # in no graph: one on each node with engines
     "generate": "stages.generate.stage:GenerateStage",
     "tools": "stages.tools.stage:ToolStage",
     "agents": "stages.agents.stage:AgentsStage",

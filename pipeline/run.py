@@ -14,43 +14,42 @@ import shutil
 import sys
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 import msgspec
 
+from configs.graph import replicas
 from configs.load import config_hash, dump_toml
 from configs.phases import supervised, untrained, with_model
-from configs.resolve import num_rollout_for
 from configs.schema import Config
 from configs.schema.debug import generates
 from models.checkpoint import Manifest, latest_checkpoint, remove_leftovers, resumable_checkpoint
-from models.context import context_limit
 from models.import_path import add_working_directory
-from models.weights.slots_directory import SHARED_MEMORY, remove_if_stale, remove_stale
+from models.weights.slots_directory import SHARED_MEMORY, remove_if_stale, remove_stale, slots_directory
 from pipeline.controller import Controller
 from pipeline.errors import Interrupted, RunError, UsageError, leaf, user_error
 from pipeline.graph import build
+from pipeline.hosts.kept_processes import KeptProcesses
 from pipeline.hosts.launcher import Launcher
 from pipeline.hosts.local_launcher import LocalLauncher
 from pipeline.hosts.this_process import interruptible, raise_file_limit
 from pipeline.observe.summary import write_summary
-from pipeline.placement import Placement, slots_directory, threads
+from pipeline.placement import Placement, threads
 from pipeline.preflight.builtin_assets import prepare
+from pipeline.preflight.data import training_prompts, with_data
 from pipeline.preflight.frozen_engines import check_frozen
-from pipeline.preflight.names import check_graders
 from pipeline.preflight.refusals import refuse
 from pipeline.record.episodes import keeps_rollouts, read_lives, write_lives
 from pipeline.record.journal import RolledBack, last_run_generation
 from pipeline.record.recorder import Recorder
 from pipeline.record.report import conclude, summarise
 from pipeline.record.run_directory import RunDir, disk_error
+from pipeline.supervise.auto_resume import Resumed
 from pipeline.supervise.external_servers import read_policy_config
 from stages.agents.formats import with_stops
 from stages.base import StageContext
-from stages.data.load import load_train_prompts, row_preparer
-from stages.data.prompt_set import PromptSet
-from stages.data.tokenizer import Tokenizer, load_tokenizer
-from stages.graders.choose import choose_auto
+from stages.data.tokenizer import load_tokenizer
 from stages.options import TrainOptions
 from stages.prompts.drawn_prompts import DrawnPrompts
 from stages.prompts.ledger import LedgerSnapshot
@@ -62,20 +61,20 @@ from stages.train.saved_groups import restorable
 Launchers = Callable[[RunDir, int], Launcher]  # where processes run, with so many threads each
 
 
-def run(config: Config, launchers: Launchers | None = None) -> int:
+def run(config: Config, launchers: Launchers | None = None, *, resumed: Resumed | None = None) -> int:
     """Run to the end; return the exit code: 0 done, 130 interrupted. Raises RunError with one sentence for the user.
 
-    `launchers`: instead of those that `--runner` names.
+    `launchers`: instead of those that `--runner` names. `resumed`: by the parent of `--auto-resume`, if there is one.
     """
     add_working_directory()  # graders, filters, tools and stages of the user's own, as in the workers
-    raise_file_limit()
+    raise_file_limit(sum(replicas(config).values()))
     directory = Path(config.run.resume or config.run.run_dir or time.strftime("runs/%Y%m%d-%H%M%S"))
     try:
         with interruptible(), RunDir(directory).open(resume=config.run.resume is not None) as rundir:
             try:
                 refuse(config)  # now, not after a warm start
-                with _connected(config, launchers) as found:
-                    return _run(config, rundir, found)
+                with _connected(config, launchers, resumed) as found:
+                    return _run(config, rundir, found, resumed.times if resumed else 0)
             except Exception as error:
                 if rundir.gone:  # whatever failed by that
                     raise UsageError(
@@ -101,10 +100,12 @@ def run(config: Config, launchers: Launchers | None = None) -> int:
 
 
 @contextlib.contextmanager
-def _connected(config: Config, launchers: Launchers | None) -> Iterator[Launchers]:
+def _connected(config: Config, launchers: Launchers | None, resumed: Resumed | None) -> Iterator[Launchers]:
     """What the runner needs, for the time of the block."""
     if launchers is not None or config.run.runner != "ray":
-        yield launchers or LocalLauncher
+        keeps = resumed is not None and resumed.connection >= 0
+        kept = KeptProcesses(resumed.connection, resumed.directory) if resumed is not None and keeps else None
+        yield launchers or partial(LocalLauncher, kept=kept)
         return
     from pipeline.hosts.ray_cluster import connected
 
@@ -112,7 +113,7 @@ def _connected(config: Config, launchers: Launchers | None) -> Iterator[Launcher
         yield found
 
 
-def _run(config: Config, rundir: RunDir, launchers: Launchers) -> int:
+def _run(config: Config, rundir: RunDir, launchers: Launchers, resumed: int) -> int:
     resolved = dump_toml(config)
     for place in (SHARED_MEMORY, rundir.path):
         remove_stale(place)  # weight slots that killed runs left
@@ -130,6 +131,8 @@ def _run(config: Config, rundir: RunDir, launchers: Launchers) -> int:
     if config.debug.debug_rollout_only:
         config = untrained(config)
     with Phase(config, rundir, launchers, found, experiment, resolved) as phase:
+        if resumed:
+            phase.recorder.restarts["controller"] = resumed
         try:
             reason = phase.run()
         except BaseException as error:
@@ -181,9 +184,9 @@ class Phase:
         checkpoint, manifest = resumed if resumed is not None else (None, None)
         self.checkpoint, self.manifest = checkpoint, manifest
         tokenizer = self.tokenizer = load_tokenizer(config.train.hf_checkpoint, config.data.chat_template_path)
-        self.prompts = _prompts(config, tokenizer, rundir)
+        self.prompts = training_prompts(config, tokenizer, rundir)
         self.eos_id = tokenizer.eos_ids[0] if tokenizer.eos_ids else None
-        self.config = with_stops(_with_data(config, self.prompts))
+        self.config = with_stops(with_data(config, self.prompts, _tell))
         known = max(manifest.run_generation if manifest else 0, last_run_generation(rundir.ledger))
         self.run_generation = known + 1 if config.run.resume else 0
         self.snapshot = msgspec.json.decode(manifest.ledger, type=LedgerSnapshot) if manifest else None
@@ -204,7 +207,7 @@ class Phase:
         start = manifest.step if manifest else 0
         self.lives = (*read_lives(rundir.episodes), start) if keeps_rollouts(config) else ()
         self.graph = build(self.config)
-        self.slots = slots_directory(self.run_id, rundir, self.config.train.hf_checkpoint)
+        self.slots = slots_directory(self.run_id, rundir.path, self.config.train.hf_checkpoint)
         self.launcher = launchers(rundir, threads(self.config, self.graph))
         self.placement = self._place()
 
@@ -311,37 +314,3 @@ class Phase:
         controller = Controller(self.placement, stage, self.recorder, self.launcher)
         await controller.run()
         return controller.reason
-
-
-def _prompts(config: Config, tokenizer: Tokenizer, rundir: RunDir) -> PromptSet | DrawnPrompts:
-    if config.data.data_source_path is None or config.train.loss_type == "sft_loss":
-        return load_train_prompts(config, tokenizer)
-    context = context_limit(config)
-    limits = (config.data.rollout_max_prompt_len, None if context is None else context - 1)
-    return DrawnPrompts(
-        config,
-        rundir.path / "data_source",
-        row_preparer(config, tokenizer),
-        tokenizer.encode,
-        min((limit for limit in limits if limit is not None), default=None),
-    )
-
-
-def _with_data(config: Config, prompts: PromptSet | DrawnPrompts) -> Config:
-    """Fill in what only the data knows: the number of rollouts of an epoch, the grader."""
-    replace = msgspec.structs.replace
-    for line in prompts.report.lines():
-        _tell(line)
-    config = replace(config, rollout=replace(config.rollout, num_rollout=num_rollout_for(config, len(prompts))))
-    supervised = config.train.loss_type == "sft_loss"
-    if not supervised or config.warm_start.warm_start_steps:  # a warm start is not spent on data that fails after it
-        check_graders(config, prompts.report.rm_types)
-    if supervised:
-        return config
-    reward = config.reward
-    chosen = reward.custom_rm_path is not None or reward.reward_component or prompts.report.rm_types
-    if reward.rm_type == "auto" and not chosen and (prompts.report.labels or not config.environment):
-        grader, why = choose_auto(prompts.report.labels)
-        _tell(f"grader {grader}: {why}")
-        reward = replace(reward, rm_type=grader)
-    return replace(config, reward=reward)

@@ -33,6 +33,7 @@ from pipeline.control.messages import (
     Status,
 )
 from pipeline.errors import UsageError
+from pipeline.hosts.stream_hub import StreamHub
 from pipeline.observe.monitor import Monitor
 from pipeline.record.recorder import Recorder
 from pipeline.supervise.runner import Runner
@@ -40,7 +41,7 @@ from stages.engine_entries import POLICY, RUNNING, WAITING, addresses, entries
 from stages.live_settings import SETTINGS, Sampling, Settings, write_settings
 from stages.prompts.stage import PromptStage
 from stages.train.asked_saves import SAVE
-from transport import Hub, TopicServer
+from transport import TopicServer
 
 AUTOSCALE_LOOK_S: Final = 1.0
 
@@ -55,7 +56,7 @@ class RunControl:
         runner: Runner,
         monitor: Monitor,
         adviser: Adviser,
-        hubs: Mapping[str, Hub],
+        hubs: Mapping[str, StreamHub],
         topic: TopicServer,
         drain: Callable[[], None],
     ) -> None:
@@ -248,6 +249,6 @@ class RunControl:
             )
         return tuple(found)
 
-    def _queue(self, name: str, hub: Hub) -> QueueStatus:
+    def _queue(self, name: str, hub: StreamHub) -> QueueStatus:
         stats = hub.stats()
         return QueueStatus(name, stats.queued, stats.leased, stats.consumers)

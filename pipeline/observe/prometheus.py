@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
+import ipaddress
 from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import dataclass
 from typing import Final
@@ -23,6 +24,7 @@ from pipeline.observe.stats import RunSnapshot
 
 SCRAPE_S: Final = 2.0  # most that an engine may take to answer
 OUTCOMES: Final = ("trained", "filtered", "stale", "failed", "discarded")
+LOOPBACK: Final = ("127.0.0.1", "::1", "localhost")
 STATES: Final = ("busy", "starved", "blocked", "stalled")
 
 
@@ -178,7 +180,9 @@ async def endpoint(host: str, port: int, facts: Callable[[], Facts]) -> AsyncIte
     timeout = aiohttp.ClientTimeout(total=SCRAPE_S)
     async with aiohttp.ClientSession(timeout=timeout) as session:
 
-        async def answer(_: web.Request) -> web.Response:
+        async def answer(request: web.Request) -> web.Response:
+            if host in LOOPBACK and not by_address(request.host):
+                raise web.HTTPForbidden(text=f"ask for http://{host}:{port}/metrics\n")
             text = await joined(facts(), session)
             return web.Response(body=text.encode(), headers={"Content-Type": CONTENT_TYPE})
 
@@ -195,6 +199,17 @@ async def endpoint(host: str, port: int, facts: Callable[[], Facts]) -> AsyncIte
             yield
         finally:
             await runner.cleanup()
+
+
+def by_address(host: str) -> bool:
+    """Whether a `Host` (`name`, `name:port`, `[::1]:port`) is an address or `localhost`. What a web page asks through a
+    name of its own that leads to this machine has that name there, and is not answered on the loopback address."""
+    name = host[1 : host.index("]")] if host.startswith("[") and "]" in host else host.rpartition(":")[0] or host
+    if name == "localhost":
+        return True
+    with contextlib.suppress(ValueError):
+        return bool(ipaddress.ip_address(name))
+    return False
 
 
 def refusal(host: str, port: int, error: OSError) -> str:

@@ -13,13 +13,14 @@ from typing import Final
 
 from configs.graph import loops
 from configs.schema import Config
+from pipeline.hosts.stream_hub import StreamHub
 from pipeline.observe.view import RunView
 from pipeline.placement import JOINERS, Placement
 from stages.engine_entries import addresses, entries
 from stages.messages import EngineEntry, WeightsAnnouncement, group_of
 from stages.ports import read_value
 from stages.prompts.stage import PromptStage
-from transport import Held, Hub, TopicServer
+from transport import Held, TopicServer
 
 MOST_HOLDERS: Final = 3
 
@@ -28,10 +29,17 @@ class Waits:
     """Answers for one run."""
 
     def __init__(
-        self, placement: Placement, stage: PromptStage, view: RunView, hubs: Mapping[str, Hub], topic: TopicServer
+        self,
+        placement: Placement,
+        stage: PromptStage,
+        view: RunView,
+        hubs: Mapping[str, StreamHub],
+        topic: TopicServer,
+        lacking: Mapping[str, str],
     ) -> None:
+        """`lacking`: processes for which no host has room, and what they need."""
         self.config, self.graph = placement.config, placement.graph
-        self.placement = placement
+        self.placement, self.lacking = placement, lacking
         self.stage, self.view, self.hubs, self.topic = stage, view, hubs, topic
 
     def sentence(self, now_s: float, quiet_s: float) -> str:
@@ -107,7 +115,7 @@ class Waits:
         asked = self.view.asked_s()
         for name in (spec.name for spec in self.placement.engines):
             if name not in there:
-                yield f"{name} is not up"
+                yield f"{name} is not up" + (f": {why}" if (why := self.lacking.get(name)) else "")
             elif (trouble := _trouble(known.get(name), newest)) is not None:
                 yield f"{name} {trouble}"
             elif asked.get(name, 0.0) > least_s:

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator
 
 from configs.schema import Config
 from configs.schema.rejection import parse_rules
-from models.train.megatron.options import option_faults
+from models.train.megatron.settings.options import option_faults
 from pipeline.errors import Refused
 from pipeline.preflight.user_functions import check_functions, functions_of, graders_of
 from stages.errors import FilterNameError

@@ -19,6 +19,7 @@ killed one left.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import fcntl
 import os
@@ -37,6 +38,7 @@ from transport.links.address import IPC_PATH_LIMIT
 
 MIN_FREE_BYTES = 64 << 20
 LOCK_FILE = ".lock"
+SEAL_PREFIX = ".seal-"
 # "/sluice-01234567/trainer-group-123456.sock", the longest name of a socket, and some room.
 SOCKET_PATH_BYTES = 48
 
@@ -77,7 +79,8 @@ class RunDir:
         self.episodes = self.path / EPISODES_DIR
         self.summary = self.path / "summary.json"
         self.tensorboard = self.path / "tensorboard"
-        self.sockets = Path()
+        self.sockets = self.servers = Path()  # `servers`: what servers have in common; it lives as long as they
+        self.seal = self.path / f"{SEAL_PREFIX}{secrets.token_hex(16)}"  # who sees it, sees this directory
         self._sockets: DirectoryLease | None = None
         self._lock: IO[str] | None = None
 
@@ -99,12 +102,15 @@ class RunDir:
             self._lock = (self.path / LOCK_FILE).open("w")
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             self._check_space()
+            for old in self.path.glob(f"{SEAL_PREFIX}*"):  # of a run that was killed
+                old.unlink()
+            self.seal.touch(0o600)
             runtime = os.environ.get("XDG_RUNTIME_DIR")
             homes = [Path(home) for home in (runtime, tempfile.gettempdir()) if home and Path(home).is_dir()]
             for home in homes:
                 remove_stale(home)  # what killed runs left; a live one holds the lock of its own
             self._sockets = DirectoryLease(_home_of_sockets(homes) / f"{PREFIX}{secrets.token_hex(4)}")
-            self.sockets = self._sockets.directory
+            self.sockets = self.servers = self._sockets.directory
         except BlockingIOError:
             raise UsageError(f"--run-dir {self.path} is in use by another run; choose another directory") from None
         except OSError as error:
@@ -155,6 +161,9 @@ class RunDir:
             probe.unlink(missing_ok=True)
 
     def close(self) -> None:
+        if self._lock is not None:
+            with contextlib.suppress(OSError):  # the directory may be gone, or another
+                self.seal.unlink(missing_ok=True)
         if self._sockets is not None:
             self._sockets.release()
         if self._lock is not None:

@@ -9,13 +9,14 @@ Invariant: an address is dropped from the topic before its process is started ag
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections.abc import Mapping
+from pathlib import Path
 
 import msgspec
 from msgspec import Struct
 
-from models.checkpoint import final_path, remove_leftovers
+from models.checkpoint import CheckpointError, final_path, read_manifest, remove_leftovers, verify_files
+from pipeline.hosts.stream_hub import StreamHub
 from pipeline.observe.stats import STATS_PREFIX, StageStats
 from pipeline.record.recorder import Recorder
 from pipeline.record.run_directory import RunDir
@@ -26,9 +27,7 @@ from stages.engine_entries import POLICY, carrying
 from stages.messages import Complaint, EngineAddress, RouterAddress, group_of
 from stages.options import TrainOptions
 from stages.ports import read_value
-from transport import Hub, TopicServer
-
-log = logging.getLogger("sluice.controller")
+from transport import TopicServer
 
 REPORTS_POLL_S = 0.02
 
@@ -54,14 +53,13 @@ def read_fleet(rundir: RunDir) -> dict[str, ServerInfo]:
 class Announcer:
     """Implements `Lifecycle`."""
 
-    def __init__(self, topic: TopicServer, hubs: Mapping[str, Hub], recorder: Recorder) -> None:
+    def __init__(self, topic: TopicServer, hubs: Mapping[str, StreamHub], recorder: Recorder) -> None:
         self.config = recorder.config
         self.topic, self.hubs, self.recorder = topic, hubs, recorder
         self._fleet: dict[str, ServerInfo] = {}
         recorder.rundir.fleet.unlink(missing_ok=True)  # of the run that is resumed
 
     def lost(self, stage: str, name: str, why: str) -> None:
-        log.warning("%s ended with %s; %s", name, why, consequence(self.config, stage))
         self.recorder.lost(stage, name, why)
         for hub in self.hubs.values():
             hub.peer_lost(name, blame=stage != "train")  # it held all that waits, to whatever it was that killed it
@@ -79,11 +77,15 @@ class Announcer:
         recorder, step = self.recorder, self.recorder.committed
         behind = recorder.ledger.trained // self.config.rollout.rollout_batch_size - step
         repeat = recorder.last_batch if behind else ()
-        kept = lost.restored.union(group for _, group in map(group_of, (held.key for held in self.hubs[stream].held())))
+        account = await self.hubs[stream].account()
+        kept = lost.restored.union(group for _, group in map(group_of, (held.key for held in account)))
         if recorder.training_started is None or behind > 1 or not kept.issuperset(repeat):
             return None
         still_open = frozenset(group.group_id for group in recorder.ledger.open_groups())
         checkpoint = final_path(recorder.rundir.checkpoints, step)
+        if checkpoint.is_dir() and (fault := await asyncio.to_thread(_damage, checkpoint)) is not None:
+            recorder.say(fault)  # a resume passes it over
+            return None
         remove_leftovers(recorder.rundir.checkpoints)
         return msgspec.structs.replace(
             lost,
@@ -104,11 +106,13 @@ class Announcer:
             self.recorder.view.stage(StageStats.decode(value))
         self.recorder.view.retire(stage, name)
         self.topic.dismiss(name)
-        self.recorder.say(f"{name} has ended, {stage} is scaled down")
+        why = "no engine is left on its node" if stage == "fetcher" else f"{stage} is scaled down"
+        self.recorder.say(f"{name} has ended, {why}")
 
     def engine_up(self, spec: EngineSpec, url: str, incarnation: int, version: str) -> None:
         token = spec.token.token if spec.token is not None else None
-        address = EngineAddress(spec.name, url, incarnation, spec.frozen or POLICY, token=token)
+        policy, given = spec.frozen or POLICY, spec.taken_over
+        address = EngineAddress(spec.name, url, incarnation, policy, given, fetcher=spec.fetcher, token=token)
         self.topic.publish(f"engine/{spec.name}", msgspec.msgpack.encode(address))
         kind = _kind(version) if spec.external else spec.config.engine
         file = spec.token.path if spec.token is not None else ""
@@ -147,7 +151,6 @@ class Announcer:
 
     def _away(self, name: str, url: str, why: str, kind: str) -> None:
         what = consequence(self.config, kind)
-        log.warning("%s at %s: %s; %s", name, url, why, what)
         self.recorder.say(f"{name}: {url} is lost after {why}; {what}")
 
     def _drop_engine(self, name: str) -> None:
@@ -161,6 +164,15 @@ class Announcer:
     def _remember(self, name: str, facts: ServerInfo) -> None:
         self._fleet[name] = facts
         write_json(self.recorder.rundir.fleet, self._fleet)
+
+
+def _damage(checkpoint: Path) -> str | None:
+    """What is wrong with the files of a checkpoint, None if they are as they were written."""
+    try:
+        verify_files(checkpoint, read_manifest(checkpoint))
+    except CheckpointError as error:
+        return str(error)
+    return None
 
 
 def _kind(version: str) -> str:

@@ -2,13 +2,15 @@
 tests and debugging, our own as a thread of this process.
 
 Invariants: an engine's processes form one group, so that its scheduler and detokenizer end with it; its port is held
-for it where it runs; nothing here asks an engine to generate.
+for it where it runs; nothing here asks an engine to generate; one that an earlier start of the run left is announced as
+such, or ended.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import sys
 from abc import abstractmethod
 from collections.abc import Iterator
@@ -23,12 +25,15 @@ from models.engines.launch.command import server_launch
 from models.engines.launch.environment import Installed
 from models.engines.serve import EngineServer
 from models.engines.token import TokenFile
+from models.fault_injection import FaultPlan
 from pipeline.errors import ReplicaFailed, UsageError
 from pipeline.hosts.free_port import PortInUse
 from pipeline.hosts.launcher import Handle, Launcher, ProcessSpec, Resources
 from pipeline.supervise.health_probe import HealthProbe, HttpProbe, SchedulerProbe
 from pipeline.supervise.restart_server import StartCommand, SupervisedServer
 from pipeline.supervise.restarts import EngineSpec, Lifecycle
+from pipeline.supervise.take_over import Note, digest, read_note, refusal
+from pipeline.supervise.weight_fetchers import WeightFetchers
 
 # SGLang looks for SIGTERM every 5 s, then has its schedulers give their GPU memory back. On a CPU there is nothing to
 # give back, and nothing is written: it may be killed.
@@ -37,11 +42,14 @@ COMPLAINT_POLL_S: Final = 0.5  # between two looks for a complaint
 
 
 class EngineProcess(SupervisedServer):
-    """What our servers and SGLang's have in common."""
+    """What our servers and SGLang's have in common. `program`: what is started, as far as no command line tells it."""
 
-    def __init__(self, spec: EngineSpec, lifecycle: Lifecycle) -> None:
-        self.spec, self.lifecycle = spec, lifecycle
+    program = ""
+
+    def __init__(self, spec: EngineSpec, lifecycle: Lifecycle, fetchers: WeightFetchers) -> None:
+        self.spec, self.lifecycle, self._fetchers = spec, lifecycle, fetchers
         self.name, self.kind = spec.name, spec.kind
+        self._incarnation = 0
 
     @property
     def token(self) -> TokenFile:
@@ -52,10 +60,15 @@ class EngineProcess(SupervisedServer):
     @contextlib.contextmanager
     def start_command(self, incarnation: int, launcher: Launcher) -> Iterator[StartCommand]:
         """Raises UsageError if the port that the user chose is taken."""
-        host = launcher.address(self.name)
+        host, self._incarnation = launcher.address(self.name), incarnation
+        self.spec = msgspec.structs.replace(self.spec, taken_over=False)
+        if not self.spec.frozen:
+            self.spec = msgspec.structs.replace(self.spec, fetcher=self._fetchers.beside(self.name, host))
         try:
             with launcher.held_port(self.name, self.spec.port) as port:
-                process, url = self._process(incarnation, host, port)
+                process, url = self._process(self.spec, incarnation, host, port)
+                note = Note(url, self._digest(host)).encode()
+                process = msgspec.structs.replace(process, note=note)
                 yield StartCommand(process, url, Resources(self.spec.gpus), self.token.token)
         except PortInUse as error:
             raise UsageError(
@@ -63,8 +76,34 @@ class EngineProcess(SupervisedServer):
                 "for any free ones"
             ) from error
 
+    async def take_over(self, launcher: Launcher) -> tuple[StartCommand, Handle] | None:
+        """Waits for a server that was left to answer, and for the end of one that is of no use."""
+        if not (left := launcher.left(self.name)):
+            return None
+        clock = asyncio.get_running_loop().time
+        host, began, note = launcher.address(self.name), clock(), read_note(left)
+        process = msgspec.structs.replace(self._process(self.spec, 0, host, 0)[0], note=left)
+        handle, token = launcher.take_over(process), self.token.token
+        why: str | None = "it was started with other settings"
+        if note is not None and note.digest == self._digest(host):
+            why = await refusal(note.url, token, frozen=bool(self.spec.frozen))
+        if note is None or why is not None:
+            await handle.kill()
+            self.lifecycle.say(f"{self.name}: not taken over from the start before, a new one is started: {why}")
+            return None
+        self.spec = msgspec.structs.replace(self.spec, taken_over=True)
+        self.lifecycle.say(f"{self.name}: taken over from the start before in {clock() - began:.1f} s, at {note.url}")
+        return StartCommand(process, note.url, token=token, taken_over=True), handle
+
+    def _digest(self, host: str) -> str:
+        """Of all that the engine is started with but its port, where that is any, and what differs from one start of
+        the run to the next: its seed, and which requests meet a fault."""
+        faults = self.spec.faults and msgspec.structs.replace(self.spec.faults, run_generation=0)
+        process, _ = self._process(msgspec.structs.replace(self.spec, faults=faults), 0, host, 0)
+        return digest(process, self.spec.port, self.spec.gpus, self.program)
+
     @abstractmethod
-    def _process(self, incarnation: int, host: str, port: int) -> tuple[ProcessSpec, str]:
+    def _process(self, spec: EngineSpec, incarnation: int, host: str, port: int) -> tuple[ProcessSpec, str]:
         """What to start so that it listens there, and its address."""
 
     async def up(self, client: EngineClient, incarnation: int) -> None:
@@ -75,8 +114,7 @@ class EngineProcess(SupervisedServer):
 class EmbeddedOrSimulatedServer(EngineProcess):
     """Our server, embedded or simulated, as a process of its own."""
 
-    def _process(self, incarnation: int, host: str, port: int) -> tuple[ProcessSpec, str]:
-        spec = self.spec
+    def _process(self, spec: EngineSpec, incarnation: int, host: str, port: int) -> tuple[ProcessSpec, str]:
         argv = [
             *(sys.executable, "-P", "-m", "models.engines.serve"),
             *("--engine", spec.config.engine),
@@ -101,12 +139,14 @@ class SglangServer(EngineProcess):
 
     slow_start = True
 
-    def __init__(self, spec: EngineSpec, config: Config, installed: Installed, lifecycle: Lifecycle) -> None:
-        super().__init__(spec, lifecycle)
+    def __init__(
+        self, spec: EngineSpec, config: Config, installed: Installed, lifecycle: Lifecycle, fetchers: WeightFetchers
+    ) -> None:
+        super().__init__(spec, lifecycle, fetchers)
         self.config, self.installed = config, installed
+        self.program = f"SGLang {installed.sglang}"
 
-    def _process(self, incarnation: int, host: str, port: int) -> tuple[ProcessSpec, str]:
-        spec = self.spec
+    def _process(self, spec: EngineSpec, incarnation: int, host: str, port: int) -> tuple[ProcessSpec, str]:
         launch = server_launch(
             self.config,
             self.installed,
@@ -123,10 +163,26 @@ class SglangServer(EngineProcess):
         return process, launch.url
 
     def look(self, first: HttpProbe, process: Handle) -> HealthProbe:
-        return SchedulerProbe(first, process, self._slow)
+        probe, plan = SchedulerProbe(first, process, self._slow), self.spec.faults
+        if plan is None:
+            return probe
+        return KillingProbe(probe, process, msgspec.structs.replace(plan, replica=f"{self.name}/{self._incarnation}"))
 
     def _slow(self) -> bool:
         return self.kind == "engine" and self.lifecycle.loading(self.name)
+
+
+class KillingProbe:
+    """Looks, some of which kill the server on purpose: what it is asked is not seen here."""
+
+    def __init__(self, look: HealthProbe, process: Handle, plan: FaultPlan) -> None:
+        self._look, self._process, self._plan = look, process, plan
+        self._looks = itertools.count(1)
+
+    async def __call__(self) -> str | None:
+        if self._plan.drawn(f"{self._plan.replica}/{next(self._looks)}") is not None:
+            await self._process.kill()
+        return await self._look()
 
 
 class InProcessEngine:

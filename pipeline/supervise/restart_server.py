@@ -8,9 +8,10 @@ then its error ends the run, for more tries would give the same.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractContextManager
 from functools import partial
 from typing import ClassVar, Final
@@ -22,7 +23,7 @@ from models.engines.client import EngineClient
 from models.engines.errors import EngineError
 from models.engines.token import Token
 from pipeline.errors import EXIT_USER_ERROR, ReplicaFailed, UsageError
-from pipeline.hosts.launcher import ANYTHING, Handle, Launcher, ProcessSpec, Resources, ending
+from pipeline.hosts.launcher import ANYTHING, Handle, Launcher, ProcessSpec, Resources, ending, unless
 from pipeline.supervise.health_probe import HealthProbe, HealthTracker, HttpProbe, until
 from pipeline.supervise.restarts import Kind, Lifecycle, Restarts
 
@@ -41,6 +42,7 @@ class StartCommand(Struct, frozen=True):
     url: str
     resources: Resources = ANYTHING
     token: Token | None = None  # what requests to it must bring
+    taken_over: bool = False  # it serves already
 
 
 class SupervisedServer(ABC):
@@ -53,6 +55,10 @@ class SupervisedServer(ABC):
     @abstractmethod
     def start_command(self, incarnation: int, launcher: Launcher) -> AbstractContextManager[StartCommand]:
         """How to start it. What the start needs, such as a port, is held for the time of the `with` block."""
+
+    async def take_over(self, launcher: Launcher) -> tuple[StartCommand, Handle] | None:
+        """The process that an earlier start of the run has left, if it can be used; else it is ended."""
+        return None
 
     def look(self, first: HttpProbe, process: Handle) -> HealthProbe:
         """How its health is seen; `first`: the look at its `/health`."""
@@ -79,6 +85,9 @@ class ServerSupervisor:
     async def run(self) -> None:
         """Waits for the server's end; starts it again with a new incarnation. Raises ReplicaFailed or UsageError."""
         for incarnation in itertools.count():
+            await unless(self.launcher.place(self.server.name), self._retired.wait())
+            if self._retired.is_set():
+                return
             why, process = await self._one_incarnation(incarnation)
             if self._retired.is_set():
                 return
@@ -91,27 +100,35 @@ class ServerSupervisor:
 
     async def _one_incarnation(self, incarnation: int) -> tuple[str, Handle]:
         """Waits for the process's end, its loss by its health, or its retirement; returns why it ended."""
-        await self.launcher.place(self.server.name)
-        with self.server.start_command(incarnation, self.launcher) as start:
-            process = await self.launcher.spawn(start.process, start.resources)
-            async with asyncio.TaskGroup() as tasks:
-                ended = tasks.create_task(process.wait())
-                serving = tasks.create_task(self._serve(start, process, incarnation))
-                retired = tasks.create_task(self._retired.wait())
-                await asyncio.wait((ended, serving, retired), return_when=asyncio.FIRST_COMPLETED)
-                if not retired.done():
-                    await asyncio.wait((ended,), timeout=END_NOTICE_S)  # looks may fail before the end is noticed
-                verdict = serving.result() if serving.done() and not ended.done() else None
-                serving.cancel()
-                retired.cancel()
-                code = await process.kill()
+        async with self._begun(incarnation) as (start, process), asyncio.TaskGroup() as tasks:
+            ended = tasks.create_task(process.wait())
+            serving = tasks.create_task(self._serve(start, process, incarnation))
+            retired = tasks.create_task(self._retired.wait())
+            await asyncio.wait((ended, serving, retired), return_when=asyncio.FIRST_COMPLETED)
+            if not retired.done():
+                await asyncio.wait((ended,), timeout=END_NOTICE_S)  # looks may fail before the end is noticed
+            verdict = serving.result() if serving.done() and not ended.done() else None
+            serving.cancel()
+            retired.cancel()
+            code = await process.kill()
         if verdict is None and code == EXIT_USER_ERROR and not self._retired.is_set():
             raise UsageError(f"{self.server.name}: {process.last_error()}")
         return verdict or ending(code), process
 
+    @contextlib.asynccontextmanager
+    async def _begun(self, incarnation: int) -> AsyncIterator[tuple[StartCommand, Handle]]:
+        """Its process: one that is taken over, or a new one."""
+        if incarnation == 0 and (found := await self.server.take_over(self.launcher)) is not None:
+            self._served = True
+            yield found
+            return
+        with self.server.start_command(incarnation, self.launcher) as start:
+            yield start, await self.launcher.spawn(start.process, start.resources)
+
     async def _serve(self, start: StartCommand, process: Handle, incarnation: int) -> str:
         """Wait until it serves, announce it, then watch it. Returns why it is lost."""
-        await self._arrival(start, process, incarnation)
+        if not start.taken_over:
+            await self._arrival(start, process, incarnation)
         health = self.health
         async with EngineClient(
             start.url,

@@ -8,10 +8,9 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections import deque
 from collections.abc import Callable
 from pathlib import Path
-from typing import Final, Literal, Protocol
+from typing import Literal, Protocol
 
 from msgspec import Struct
 
@@ -19,12 +18,10 @@ from configs.schema import EngineConfig
 from models.engines.token import TokenFile
 from models.fault_injection import FaultPlan
 from pipeline.errors import ReplicaFailed
+from pipeline.supervise.restart_budget import WINDOW_S, RestartBudget, backoff_s
 from stages.messages import RouterAddress
 from stages.options import TrainOptions
 
-# Time in which a process may be started again `--max-restarts` times: what is lost now and then in weeks goes on; what
-# dies as soon as it has loaded (minutes, for a large model) ends the run.
-WINDOW_S: Final = 3600.0
 Kind = Literal["engine", "frozen", "router"]
 
 
@@ -33,7 +30,8 @@ class EngineSpec(Struct, frozen=True):
 
     `external`: the address of one that runs already, which is watched and never started or ended. `gpus`: those that
     it may see, as CUDA_VISIBLE_DEVICES names them; empty = as the environment says. `faults`: of `--fault-inject`.
-    `token`: what requests to it must bring.
+    `token`: what requests to it must bring. `fetcher`: what brings weights to the node that it was placed on.
+    `taken_over`: an earlier start of the run left it, with weights of its own.
     """
 
     name: str
@@ -47,6 +45,8 @@ class EngineSpec(Struct, frozen=True):
     gpus: tuple[str, ...] = ()
     faults: FaultPlan | None = None
     token: TokenFile | None = None
+    fetcher: str = ""
+    taken_over: bool = False
 
     @property
     def kind(self) -> Kind:
@@ -96,11 +96,6 @@ class Lifecycle(Protocol):
         """A line for the user."""
 
 
-def backoff_s(restarts: int) -> float:
-    """0.2, 0.4, 0.8 ... at most 10 seconds."""
-    return float(min(0.2 * 2 ** max(restarts - 1, 0), 10.0))
-
-
 class Restarts:
     """How often each process was started again. `limit`: within `WINDOW_S`; `counts`: in the whole run."""
 
@@ -108,19 +103,16 @@ class Restarts:
         self.lifecycle, self.limit = lifecycle, limit
         self.counts: dict[str, int] = {}
         self._clock = clock
-        self._recent: dict[str, deque[float]] = {}
+        self._budgets: dict[str, RestartBudget] = {}
 
     async def again(self, stage: str, name: str, why: str, words: str, log: Path) -> None:
         """Report a loss and wait out the backoff. Raises ReplicaFailed when there have been too many."""
         self.lifecycle.lost(stage, name, why)
         self.counts[name] = self.counts.get(name, 0) + 1
-        now, recent = self._clock(), self._recent.setdefault(name, deque())
-        recent.append(now)
-        while recent[0] <= now - WINDOW_S:
-            recent.popleft()
-        if len(recent) > self.limit:
+        lost = self._budgets.setdefault(name, RestartBudget(self.limit, self._clock)).lost()
+        if lost > self.limit:
             raise ReplicaFailed(
-                f"{name} ended {len(recent)} times within {WINDOW_S / 60:g} minutes, last with {why}: {words}; see "
+                f"{name} ended {lost} times within {WINDOW_S / 60:g} minutes, last with {why}: {words}; see "
                 f"{log}, or raise --max-restarts"
             )
-        await asyncio.sleep(backoff_s(len(recent)))
+        await asyncio.sleep(backoff_s(lost))

@@ -7,14 +7,15 @@ Invariants: a replica that ends without being asked to is reported as lost at on
 started again with backoff within a bounded budget; the train stage only where nothing of it is lost, that is, where all
 its steps but the newest are in a checkpoint (the ranks of its trainer group always: they are no replica), and a task is
 not; the number of a replica is used once; servers and ranks live as long as the replicas; nothing is left running when
-`run` returns, however it returns.
+`run` returns, however it returns, but servers after an error, where another start of the run may take them over.
 """
 
 from __future__ import annotations
 
 import asyncio
 from abc import ABC, abstractmethod
-from typing import ClassVar
+from functools import partial
+from typing import ClassVar, Final
 
 import msgspec
 
@@ -22,16 +23,21 @@ from configs.graph import SINGLE
 from configs.schema import Config
 from models.train.trainer_group.rank_spec import needs_trainer_group
 from pipeline.errors import ReplicaFailed, UsageError, check_repeatable
-from pipeline.hosts.launcher import Handle, Launcher, ending
-from pipeline.hosts.rendezvous import Entry, Keys, retire_key, spec_key
+from pipeline.hosts.launcher import Handle, Launcher, ProcessSpec, ending, unless
+from pipeline.hosts.rendezvous import Entry, Keys, admit, retire_key, spec_key
 from pipeline.hosts.replica import ReplicaSpec, run_replica
+from pipeline.hosts.shared_files import shared_files
 from pipeline.placement import Placement
+from pipeline.supervise.hub_processes import HubProcesses
 from pipeline.supervise.restarts import Lifecycle, Restarts
 from pipeline.supervise.servers import Servers
 from pipeline.supervise.trainer_group import TrainerGroup
 from stages.base import beside
+from stages.engines.stage import END
 from stages.options import TrainOptions
 from transport import Node, TopicServer
+
+ROOM_POLL_S: Final = 1.0
 
 
 class Runner(ABC):
@@ -51,14 +57,16 @@ class Runner(ABC):
         config = placement.config
         self.config, self.rundir, self.placement = config, placement.rundir, placement
         self.node, self.topic, self.launcher, self.lifecycle = node, topic, launcher, lifecycle
-        serving, worker = keys or ("", "")
-        self.entry = Entry(placement.run_id, topic.address, str(worker))
-        self.serving = Entry(placement.run_id, topic.address, str(serving))  # for what binds addresses itself
+        _, worker = keys or ("", "")
+        self.entry = Entry(placement.run_id, topic.address, str(worker), partial(admit, topic))
+        launcher.say = lifecycle.say
         self._restarts = Restarts(lifecycle, config.run.max_restarts)
         self._group: TrainerGroup | None = None
         if needs_trainer_group(config):
-            self._group = TrainerGroup(config, self.rundir, launcher, self._restarts, self.entry, topic)
-        self._servers = Servers(placement, topic, launcher, self._restarts, in_process=self.in_process)
+            generation = placement.run_generation
+            self._group = TrainerGroup(config, self.rundir, launcher, self._restarts, self.entry, topic, generation)
+        self.hub_processes: HubProcesses | None = None
+        self._servers = Servers(placement, topic, launcher, self._restarts, self.entry, in_process=self.in_process)
         self._replicas: asyncio.TaskGroup | None = None  # while it runs
         self._running: dict[str, ReplicaSpec] = {}
         self._retiring: set[str] = set()
@@ -72,11 +80,15 @@ class Runner(ABC):
         """Start everything; wait until all replicas have ended. An error of any of them propagates."""
         try:
             ranks = [] if self._group is None else [self._group.run()]
-            async with beside(self._servers.run(), *ranks):
+            hubs = [] if self.hub_processes is None else [self.hub_processes.run(self.entry, self._restarts)]
+            async with beside(self._servers.run(), *ranks, *hubs):
                 async with asyncio.TaskGroup() as self._replicas:
                     for spec in self.placement.replicas():
                         self._start(spec)
                 self._replicas = None
+        except Exception:  # neither the end nor the user's word: another start may go on with the servers
+            self.launcher.leave()
+            raise
         finally:
             await self.launcher.stop_all()
 
@@ -151,16 +163,40 @@ class ProcessRunner(Runner):
 
     async def _keep(self, spec: ReplicaSpec) -> None:
         """Waits for the process to end; starts it again unless it ended well, or may not be."""
-        entry = self.serving if spec.host else self.entry
-        process = entry.process("pipeline.hosts.worker", spec.replica)
+        process = self.entry.process("pipeline.hosts.worker", spec.replica)
         while True:
+            if spec.host:  # it trains: which host it is on is told others, and decides what it sees
+                sees = await asyncio.to_thread(shared_files, self.rundir, self.config)
+                await self.launcher.place(spec.replica, sees=sees)
+                spec = msgspec.structs.replace(spec, host=self.launcher.address(spec.replica))
             self.topic.publish(spec_key(spec.replica), msgspec.msgpack.encode(spec))
-            handle = await self.launcher.spawn(process)
-            code = await handle.wait()
+            handle = await unless(self.launcher.spawn(process), self._over(spec.replica))
+            if handle is None:  # no host had room for it
+                break
+            async with beside(self._stand_by(spec, process)):
+                code = await handle.wait()
             if code == 0 or spec.replica in self._retiring:
                 break
             spec = await self._again(spec, code, handle)
         self.topic.drop(spec_key(spec.replica))
+
+    async def _stand_by(self, spec: ReplicaSpec, process: ProcessSpec) -> None:
+        """Have the process ready that would take the place of a killed train stage: once that one's weights are out,
+        for both would want the processor. Waits for them."""
+        if self.config.run.train_standby and isinstance(spec.built_in, TrainOptions) and goes_on_alone(self.config):
+            await self.topic.wait(self.topic.revision, "weights")
+            try:
+                await self.launcher.stand_by(process)
+            except OSError as error:  # no memory, no more processes: the run does not need it
+                self.lifecycle.say(f"no process stands by for {spec.replica}: {error}")
+
+    async def _over(self, replica: str) -> None:
+        """Waits until a replica for which no host has room is not wanted any more."""
+        revision, keys = 0, (END, retire_key(replica))
+        while all(self.topic.get(key) is None for key in keys):
+            revision = await self.topic.wait(revision, *keys)
+        while replica not in self.launcher.waiting:  # noqa: ASYNC110  (a launcher announces nothing)
+            await asyncio.sleep(ROOM_POLL_S)
 
     async def _again(self, spec: ReplicaSpec, code: int, process: Handle) -> ReplicaSpec:
         """Report the loss and wait out the backoff, or give up; what to start. Raises ReplicaFailed or UsageError."""

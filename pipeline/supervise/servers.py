@@ -17,6 +17,7 @@ from configs.schema import Config
 from configs.schema.router import router_kind
 from models.engines.launch.environment import Installed
 from pipeline.hosts.launcher import Launcher
+from pipeline.hosts.rendezvous import Entry
 from pipeline.placement import Placement
 from pipeline.preflight.sglang import prepare_sglang
 from pipeline.supervise.engine_servers import EmbeddedOrSimulatedServer, InProcessEngine, SglangServer
@@ -24,6 +25,7 @@ from pipeline.supervise.external_servers import ExternalEngine, ExternalRouter
 from pipeline.supervise.restart_server import ServerSupervisor
 from pipeline.supervise.restarts import EngineSpec, Restarts
 from pipeline.supervise.router_server import RouterServer
+from pipeline.supervise.weight_fetchers import WeightFetchers
 from stages.engine_entries import ADDRESS, DIRECTORY, LEAVE, entries
 from transport import TopicServer
 
@@ -37,10 +39,18 @@ class Servers:
     """The servers of one run. `in_process`: whether our own engines run as threads of this process."""
 
     def __init__(
-        self, placement: Placement, topic: TopicServer, launcher: Launcher, restarts: Restarts, *, in_process: bool
+        self,
+        placement: Placement,
+        topic: TopicServer,
+        launcher: Launcher,
+        restarts: Restarts,
+        entry: Entry,
+        *,
+        in_process: bool,
     ) -> None:
         self.config, self.placement, self.topic = placement.config, placement, topic
         self.launcher, self.restarts, self.in_process = launcher, restarts, in_process
+        self.fetchers = WeightFetchers(placement, topic, launcher, restarts, entry)
         self._tasks: asyncio.TaskGroup | None = None  # while they run
         self._engines: dict[str, tuple[Own, asyncio.Task[None]]] = {}  # those that may go
         self._leaving: set[str] = set()
@@ -59,10 +69,12 @@ class Servers:
         """
         specs = [*self.placement.engines, *self.placement.frozen]
         found, self._installed = await supervisors(
-            self.placement, specs, self.launcher, self.restarts, in_process=self.in_process
+            self.placement, specs, self.launcher, self.restarts, self.fetchers, in_process=self.in_process
         )
+        await self.launcher.end_left([name for name, one in found.items() if isinstance(one, ServerSupervisor)])
         generating = {spec.name for spec in self.placement.engines}
         async with asyncio.TaskGroup() as self._tasks:
+            self.fetchers.tasks = self._tasks
             for name, one in found.items():
                 task = self._tasks.create_task(one.run())
                 if name in generating and not isinstance(one, ExternalEngine | ExternalRouter):
@@ -90,8 +102,9 @@ class Servers:
             self._numbers += 1
             self.placement.engines.append(spec)
             one = server_of(
-                spec, self.config, self._installed, self.launcher, self.restarts, in_process=self.in_process
-            )
+                spec, self.config, self._installed, self.launcher, self.restarts, self.fetchers,
+                in_process=self.in_process,
+            )  # fmt: skip
             self._engines[spec.name] = one, self._tasks.create_task(one.run())
         for name in present[count:]:
             self._leaving.add(name)
@@ -111,6 +124,7 @@ class Servers:
         await asyncio.wait({task})  # else it might still be announced
         self.placement.engines.remove(spec)
         self._leaving.remove(name)
+        self.fetchers.left(name)
         await self.launcher.release(name)
         self.restarts.lifecycle.engine_left(spec)
         self.topic.drop(LEAVE + name)
@@ -121,7 +135,13 @@ class Servers:
 
 
 async def supervisors(
-    placement: Placement, specs: Sequence[EngineSpec], launcher: Launcher, restarts: Restarts, *, in_process: bool
+    placement: Placement,
+    specs: Sequence[EngineSpec],
+    launcher: Launcher,
+    restarts: Restarts,
+    fetchers: WeightFetchers,
+    *,
+    in_process: bool,
 ) -> tuple[dict[str, Own | ExternalEngine | ExternalRouter], Installed | None]:
     """What supervises or watches each of the servers, and the environment of SGLang if one of them is part of it."""
     config, lifecycle, health = placement.config, restarts.lifecycle, placement.config.health
@@ -138,7 +158,7 @@ async def supervisors(
         installed = await asyncio.to_thread(prepare_sglang, config, warn=False)
     for spec in specs:
         if not spec.external:
-            found[spec.name] = server_of(spec, config, installed, launcher, restarts, in_process=in_process)
+            found[spec.name] = server_of(spec, config, installed, launcher, restarts, fetchers, in_process=in_process)
     if router != "none" and address is None and installed is not None:
         found["router"] = ServerSupervisor(
             RouterServer(router, config, installed, lifecycle, placement.run_token()), launcher, restarts, health
@@ -152,6 +172,7 @@ def server_of(
     installed: Installed | None,
     launcher: Launcher,
     restarts: Restarts,
+    fetchers: WeightFetchers,
     *,
     in_process: bool,
 ) -> Own:
@@ -160,6 +181,7 @@ def server_of(
     if spec.ours and in_process:
         return InProcessEngine(spec, lifecycle)
     if spec.ours:
-        return ServerSupervisor(EmbeddedOrSimulatedServer(spec, lifecycle), launcher, restarts, config.health)
+        return ServerSupervisor(EmbeddedOrSimulatedServer(spec, lifecycle, fetchers), launcher, restarts, config.health)
     assert installed is not None
-    return ServerSupervisor(SglangServer(spec, config, installed, lifecycle), launcher, restarts, config.health)
+    server = SglangServer(spec, config, installed, lifecycle, fetchers)
+    return ServerSupervisor(server, launcher, restarts, config.health)

@@ -19,6 +19,8 @@ import msgspec
 from msgspec import Struct
 
 from configs.schema import Config
+from configs.schema.fault_spec import RANK
+from models.fault_injection import fault_plan
 from models.train.trainer_group.rank_spec import (
     EXIT_STAGE_GONE,
     MEETING,
@@ -31,6 +33,7 @@ from pipeline.errors import EXIT_DISK_FULL, EXIT_USER_ERROR, ReplicaFailed, Usag
 from pipeline.hosts.gpus import gpus_to_divide, slices, trainers_gpu
 from pipeline.hosts.launcher import Handle, Launcher, Resources, ending
 from pipeline.hosts.rendezvous import Entry, spec_key
+from pipeline.hosts.shared_files import SharedFiles, shared_files
 from pipeline.record.run_directory import RunDir
 from pipeline.supervise.restart_server import POLL_S, STARTS_WITHOUT_SERVING, Waiting
 from pipeline.supervise.restarts import Restarts
@@ -103,14 +106,23 @@ class TrainerGroup:
     """The ranks of one run. `run` until they end well, or cancel it; whoever has the launcher stops them then."""
 
     def __init__(
-        self, config: Config, rundir: RunDir, launcher: Launcher, restarts: Restarts, entry: Entry, topic: TopicServer
+        self,
+        config: Config,
+        rundir: RunDir,
+        launcher: Launcher,
+        restarts: Restarts,
+        entry: Entry,
+        topic: TopicServer,
+        run_generation: int = 0,
     ) -> None:
         """Raises UsageError for too few GPUs."""
+        self._run_generation = run_generation
         self._config, self._rundir, self._launcher, self._restarts = config, rundir, launcher, restarts
         self._entry, self._topic = entry, topic
         self._count = processes_of(config.parallel)
         self._gpus = trainer_group_gpus(config, gpus_to_divide(config))
         self._came_up = False
+        self._sees: SharedFiles | None = None  # what must be on the ranks' nodes
 
     async def run(self) -> None:
         """Waits for the end of the ranks; starts all again after a loss. Raises ReplicaFailed or UsageError."""
@@ -120,8 +132,10 @@ class TrainerGroup:
                 f"{TRAINER_GROUP}: without --save-interval a lost rank makes all {self._count} of them repeat the run "
                 "from its start; set the number of batches that you would rather repeat"
             )
+        if self._launcher.controller is not None:
+            self._sees = await asyncio.to_thread(shared_files, self._rundir, self._config)
         for incarnation in itertools.count():
-            await self._launcher.place(_name(0))
+            await self._launcher.place(_name(0), sees=self._sees)
             with self._launcher.held_port(_name(0)) as port:
                 running = [await self._spawn(rank, incarnation, port) for rank in range(self._count)]
                 loss = await self._one_incarnation(incarnation, running)
@@ -152,13 +166,22 @@ class TrainerGroup:
 
     async def _spawn(self, rank: int, incarnation: int, port: int) -> Handle:
         name = _name(rank)
+        await self._launcher.place(name, sees=self._sees)
         spec = RankSpec(
             rank=rank,
             processes=self._count,
             local_rank=rank % self._config.parallel.actor_num_gpus_per_node,
             incarnation=incarnation,
             store=(self._launcher.address(_name(0)), port),
-            address=str(self._rundir.sockets / f"trainer-group-{incarnation}.sock"),
+            address=f"trainer-group-{incarnation}.sock",
+            # Calls are counted from one by each incarnation, and draw anew.
+            faults=fault_plan(
+                self._config,
+                RANK,
+                f"{name}/{incarnation}",
+                run_generation=self._run_generation,
+                run_dir=self._rundir.path,
+            ),
         )
         self._topic.publish(spec_key(name), msgspec.msgpack.encode(spec))
         process = self._entry.process("pipeline.hosts.trainer_rank", name, env=self._rank_environment(rank), sweep=True)

@@ -1,0 +1,176 @@
+"""`--auto-resume N`: a small parent that starts the run, and starts it again from its checkpoint when it dies.
+
+The run is a child process, the same program as without the flag; the parent holds no model and no state of it. Engine
+servers are children of the parent too, which one start of the run leaves to the next (pipeline/hosts/kept_servers.py).
+
+Invariants: only what another start can mend is started again, within a budget; what the user asks for (Ctrl-C, SIGTERM,
+SIGHUP) goes to the child and is no reason for another start; the child and all servers end with the parent, however
+this ends; no server is left to two starts in a row between which nothing was saved, since it may be why they end.
+Imports nothing but the standard library and what needs no more than that.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from types import FrameType
+from typing import Final, NamedTuple
+
+from models.weights.errors import SlotDirectoryError
+from pipeline.hosts.die_with_parent import die_with
+from pipeline.hosts.kept_servers import KeptServers
+from pipeline.supervise.restart_budget import WINDOW_S, RestartBudget, backoff_s
+
+CHILD: Final = "SLUICE_AUTO_RESUMED"  # the parent's process number, then the fields of `Resumed`, as JSON
+ERROR: Final = 1  # exit code of a run that ended with an error that is not the user's
+_PASSED_ON: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+class Resumed(NamedTuple):
+    """What the parent tells its child.
+
+    Args:
+        times: how often it started the run again before.
+        connection: file number of the child's end of what keeps servers; -1: none are kept.
+        directory: what those servers have in common lies there.
+    """
+
+    times: int
+    connection: int
+    directory: str
+
+
+def told_by_parent() -> Resumed | None:
+    """In a child of such a parent, what this tells it; None without one. Asked once, at the start: from then on the
+    child ends with its parent."""
+    told = os.environ.pop(CHILD, None)  # a program that the run starts is not such a child
+    if told is None:
+        return None
+    parent, *rest = json.loads(told)
+    die_with(parent)
+    resumed = Resumed(*rest)
+    if resumed.connection >= 0:
+        os.set_inheritable(resumed.connection, False)
+    return resumed
+
+
+class AutoResume:
+    """One run and its starts.
+
+    Args:
+        program: launch.py.
+        first: the command line with which the run begins, and its directory named in it; `again`: that with which it
+            goes on once the directory holds a run.
+        limit: starts again, within `WINDOW_S`.
+        keeps: whether a start of the run leaves its engine servers to the next one.
+    """
+
+    def __init__(
+        self, program: str, first: Sequence[str], again: Sequence[str], run_dir: Path, limit: int, *, keeps: bool
+    ) -> None:
+        self._program, self._first, self._again, self._run_dir = program, first, again, run_dir
+        self._servers: KeptServers | None = None
+        with contextlib.suppress(OSError, SlotDirectoryError):  # no room for its directory: the run will say so
+            self._servers = KeptServers() if keeps else None
+        self._budget = RestartBudget(limit)
+        self._child: subprocess.Popen[bytes] | None = None
+        self._asked = 0  # the newest signal by which the user wants it to end
+        self._unsent: list[int] = []  # such signals that the child was not sent yet
+
+    def run(self) -> int:
+        """Wait for the end of the run; its exit code, 128 and its number for a signal."""
+        for number in _PASSED_ON:
+            # Under nohup the run outlives its terminal.
+            if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:
+                signal.signal(number, self._pass_on)
+        try:
+            return self._starts()
+        finally:
+            if self._servers is not None:
+                self._servers.close()
+
+    def _starts(self) -> int:
+        """All starts of the program; the exit code."""
+        times, saved_before = 0, None
+        while True:
+            code = self._once(times)
+            why = None if self._stopping() else self._mendable(code)
+            if why is None:
+                return _shell_code(code)
+            lost, limit, window = self._budget.lost(), self._budget.limit, f"{WINDOW_S / 60:g} minutes"
+            if lost > limit:
+                _say(f"the run ended {lost} times within {window}, last with {why}; it is not started again: continue "
+                     f"with --resume {self._run_dir}, or raise --auto-resume")  # fmt: skip
+                return _shell_code(code)
+            times += 1
+            anew, saved = "", self._saved()
+            if self._servers is not None and saved == saved_before and self._servers.end():
+                anew = ", with new engines, since it has saved nothing after its last start"  # one may be why
+            saved_before = saved
+            _say(f"the run ended with {why}; {self._doing()}{anew} (start {lost} of at most {limit} within {window})")
+            time.sleep(backoff_s(lost))
+            if self._stopping():
+                return _shell_code(-self._asked)
+
+    def _once(self, times: int) -> int:
+        """One start of the program, to its end."""
+        begun = (self._run_dir / "config.toml").exists()
+        with self._servers.connection() if self._servers is not None else contextlib.nullcontext(-1) as connection:
+            directory = str(self._servers.directory) if self._servers is not None else ""
+            self._child = subprocess.Popen(
+                [sys.executable, self._program, *(self._again if begun else self._first)],
+                env={**os.environ, CHILD: json.dumps([os.getpid(), *Resumed(times, connection, directory)])},
+                process_group=0,  # the terminal's Ctrl-C comes to this process alone, which passes it on, once
+                pass_fds=(connection,) if connection >= 0 else (),
+            )
+        self._send()
+        try:
+            return self._child.wait() if self._servers is None else self._servers.wait(self._child)
+        finally:
+            self._child = None
+
+    def _mendable(self, code: int) -> str | None:
+        """What the run ended with, in words, if another start can mend it."""
+        if code < 0 and -code not in _PASSED_ON:
+            return f"signal {signal.Signals(-code).name}"
+        if code == ERROR and self._saved():  # without, it would only meet the same error on the same way
+            return "an error"
+        return None
+
+    def _saved(self) -> str:
+        """The newest checkpoint; empty if there is none."""
+        return max((str(file) for file in self._run_dir.glob("checkpoints/step-*/manifest.json")), default="")
+
+    def _doing(self) -> str:
+        if self._saved():
+            return f"resuming {self._run_dir} from its last checkpoint"
+        return f"starting it again in {self._run_dir}, from its beginning, since it has no checkpoint yet"
+
+    def _pass_on(self, number: int, frame: FrameType | None) -> None:
+        self._asked = number
+        self._unsent.append(number)
+        self._send()
+
+    def _send(self) -> None:
+        """A signal that comes while the child is being started, or meanwhile, is sent once all the same."""
+        while self._child is not None and self._unsent:
+            self._child.send_signal(self._unsent.pop())
+
+    def _stopping(self) -> bool:
+        return self._asked != 0
+
+
+def _shell_code(code: int) -> int:
+    return code if code >= 0 else 128 - code
+
+
+def _say(line: str) -> None:
+    sys.stderr.write(f"auto-resume: {line}\n")
+    sys.stderr.flush()
