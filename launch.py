@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Final
 
 from configs.cli.command_line import Arguments, read
@@ -56,23 +57,43 @@ def _main(argv: Sequence[str]) -> int:
     if arguments.version:
         sys.stdout.write(f"sluice {_version()}\n")
         return 0
-    config = _settle(arguments)
+    from pipeline.supervise.auto_resume import told_by_parent
+
+    resumed = told_by_parent()
+    config = _settle(arguments, tell=resumed is None)  # else the parent has told it
     if arguments.dry_run:
         from configs.plan.plan import make_plan, render
 
         sys.stdout.write(render(make_plan(config)))
         return 0
+    if config.run.auto_resume and resumed is None:
+        return _run_in_child(config, argv, arguments)
     sys.stderr.write(f"{staleness_line(config)}\n")
     from pipeline.run import run
 
-    return run(config)
+    return run(config, resumed=resumed)
 
 
-def _settle(arguments: Arguments) -> Config:
-    """The resolved and checked configuration; warnings go to stderr. Raises ConfigError with all that is wrong."""
+def _run_in_child(config: Config, argv: Sequence[str], arguments: Arguments) -> int:
+    """Start the run as a child, and start it again where that mends its end."""
+    from pipeline.supervise.auto_resume import AutoResume
+
+    # Engines that share their devices with the trainer would hold its memory when it starts again.
+    keeps = config.run.runner == "local" and not config.asynchrony.colocate
+    limit = config.run.auto_resume
+    if (resume := config.run.resume) is not None:
+        return AutoResume(__file__, argv, argv, Path(resume), limit, keeps=keeps).run()
+    run_dir = str(config.run.run_dir)
+    first = argv if "run.run_dir" in arguments.layer.values else [*argv, "--run-dir", run_dir]
+    return AutoResume(__file__, first, ["--resume", run_dir], Path(run_dir), limit, keeps=keeps).run()
+
+
+def _settle(arguments: Arguments, *, tell: bool) -> Config:
+    """The resolved and checked configuration. `tell`: warnings go to stderr. Raises ConfigError with all that is
+    wrong."""
     try:
         arguments, note = with_work(arguments)
-        if note and not arguments.faults:
+        if note and tell and not arguments.faults:
             sys.stderr.write(f"{note}\n")
         loaded = load_arguments(arguments)
     except ConfigError as error:
@@ -89,7 +110,7 @@ def _settle(arguments: Arguments) -> Config:
                 raise
     if faults:
         raise ConfigError(faults)
-    for warning in found.warnings:
+    for warning in found.warnings if tell else ():
         sys.stderr.write(f"warning: {warning}\n")
     return config
 
@@ -102,7 +123,6 @@ def _refuse(faults: Sequence[str], code: int) -> int:
 
 def _version() -> str:
     import tomllib
-    from pathlib import Path
 
     project = tomllib.loads((Path(__file__).resolve().parent / "pyproject.toml").read_text(encoding="utf-8"))
     return str(project["project"]["version"])

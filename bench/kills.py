@@ -28,6 +28,7 @@ from pathlib import Path
 
 from bench.report import Series, finish, machine, print_table
 from transport import DeadLetter, Hub, Node, StreamSpec
+from transport.core.custody import Item
 from transport.testing.net import until
 
 FORKS = multiprocessing.get_context("forkserver")  # a consumer is there after milliseconds: it imports nothing
@@ -77,10 +78,10 @@ async def _consume(jobs: str, results: str, name: str) -> None:
 class Consumers:
     """Those of one run: started again whenever they end, until the stream has ended."""
 
-    def __init__(self, jobs: Hub, results: Hub) -> None:
-        self.jobs, self.results = jobs, results
+    def __init__(self, jobs: Hub, results: Hub, tasks: asyncio.TaskGroup) -> None:
+        self.jobs, self.results, self._tasks = jobs, results, tasks
         self.live: dict[str, BaseProcess] = {}
-        self.killed_at: dict[str, float] = {}  # by name, until the hub has handed out again what it held
+        self.killed_at: dict[str, float] = {}  # by name
         self.again_ms: list[float] = []
 
     async def keep(self, place: int) -> None:
@@ -99,11 +100,17 @@ class Consumers:
             process.join()
             if process.exitcode == 0:
                 return
-            before = self.jobs.stats().redelivered
+            peers = [peer for peer in self.jobs.core.consumers.values() if peer.replica == name]
+            held = [item for peer in peers for item in peer.held.values()]
             self.jobs.peer_lost(name)
-            if self.jobs.stats().redelivered > before:  # it held something
-                self.again_ms.append(1000 * (time.monotonic() - self.killed_at[name]))
+            if held:
+                self._tasks.create_task(self._handed_out(self.killed_at[name], held))
             number += 1
+
+    async def _handed_out(self, killed_at: float, held: list[Item]) -> None:
+        """Note when the first of them is with another consumer."""
+        await until(lambda: any(item.state != "queued" for item in held))
+        self.again_ms.append(1000 * (time.monotonic() - killed_at))
 
     async def disturb(self, contender: Contender, rng: random.Random) -> int:
         """Until cancelled, which ends it between two deaths; so many deaths."""
@@ -145,13 +152,14 @@ async def measure(contender: Contender, count: int, seed: int) -> Outcome:
             results = await node.hub(StreamSpec("results", f"ipc://{directory}/r"), letters.append)
             inlet = await node.inlet(results.address, "results", bytes, window_items=256)
             outlet = await node.outlet(jobs.address, "jobs", bytes)
-            consumers, got = Consumers(jobs, results), Counter[str]()
+            got = Counter[str]()
 
             async def feed() -> None:
                 for number in range(count):
                     await outlet.send(BODY, str(number))
 
             async with asyncio.TaskGroup() as tasks:
+                consumers = Consumers(jobs, results, tasks)
                 for place in range(CONSUMERS):
                     tasks.create_task(consumers.keep(place))
                 await until(lambda: len(jobs.core.consumers) == CONSUMERS)
@@ -189,7 +197,7 @@ def main() -> None:
     options = parser.parse_args()
     rounds, count = options.rounds or (1 if options.quick else 3), 2_000 if options.quick else 5_000
     about = machine(["pyzmq", "msgspec"])
-    FORKS.set_forkserver_preload(["bench.report", "transport"])
+    FORKS.set_forkserver_preload(["bench.report", "transport", "transport.testing.net"])
     results: dict[str, list[Outcome]] = {}
     for number in range(rounds):
         for contender in CONTENDERS:

@@ -16,8 +16,8 @@ import msgspec
 import numpy as np
 
 from models.engines.core import Completion, SamplingRule
-from models.engines.simulated_schedule import Schedule
-from models.engines.simulated_writer import Writer
+from models.engines.simulated.schedule import Schedule
+from models.engines.simulated.writer import Writer
 from stages.sampling.slots import Slots
 from transport.core.topic import Entries
 

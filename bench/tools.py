@@ -20,7 +20,7 @@ from pathlib import Path
 
 from bench.report import Series, finish, machine, print_table
 from stages.agents.packs.parts.interpreters import Interpreter, Interpreters
-from stages.graders.sandbox import Limits, StdinCase, run_cases
+from stages.graders.jail.sandbox import Limits, StdinCase, run_cases
 
 CODE = "print(sum(n * n for n in range(1000)))"
 PRINTED = "332833500\n"

@@ -33,12 +33,14 @@ BUILT_IN: Final = (
     "group",
     "train",
     "evaluate",
+    "fetcher",
 )
 FOLLOWED: Final = ("generate", "reward", "teacher")  # built-in stages behind which a custom stage may stand
 
 # Stages of which there is one, with the reason.
 SINGLE: Final[Mapping[str, str]] = {
     "engines": "it is the single owner of the engines (--scale engine=N says how many of those there are)",
+    "fetcher": "it is started on each node that has engines, away from the engines stage",
     "prompts": "it is the single writer of the ledger",
     "train": "it is the single writer of the weights and their version",
     "evaluate": "it joins the answers of one version, which must meet in one place",

@@ -28,7 +28,15 @@ QUICKSTART: Final = "quickstart"
 TOY: Final = "toy"
 # Keys that say what is trained; a command line with none of them has a toy problem put under it.
 _WORK: Final = ("data.prompt_data", "train.hf_checkpoint", "run.resume", "model.model")
-_ENDS: Final = ("run.deadline_s", "run.drain_s", "run.max_restarts", "run.stall_notice_s", "run.stall_limit_s")
+_ENDS: Final = (
+    "run.deadline_s",
+    "run.drain_s",
+    "run.max_restarts",
+    "run.auto_resume",
+    "run.train_standby",
+    "run.stall_notice_s",
+    "run.stall_limit_s",
+)
 _NOT_HASHED: Final = ("run.run_dir", "run.resume", "debug.save_debug_rollout_data", *_ENDS)
 
 

@@ -5,7 +5,7 @@ passed on (`ALIASES`), others say what a model is, which here its checkpoint say
 
 Invariants: a flag of the schema always wins; what is nearly one of them is taken for a slip, not for an option; whether
 the installed program knows an option, and takes the value, is asked of that program (`pipeline.preflight.sglang`,
-`models.train.megatron.options`), not here.
+`models.train.megatron.settings.options`), not here.
 """
 
 from __future__ import annotations

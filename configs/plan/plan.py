@@ -129,6 +129,7 @@ def _processes(config: Config, stages: tuple[StagePlan, ...]) -> int:
             + graders
             + router
             + trainer_group
+            + min(config.run.hub_processes, (len(streams(config)) - 1) * config.run.hub_shards)
             + sum(stage.replicas for stage in stages if stage.name not in elsewhere)
         )
     servers = replicas(config).get("engine", 0) if config.engine.engine == "sglang" and "engine" not in elsewhere else 0
@@ -186,7 +187,10 @@ def _placement(plan: Plan) -> list[str]:
         where = f"{server} with an HTTP server, weights of" if engine.started else "not started here, asked at"
         lines.append(f"  frozen-{engine.name:<5} x1   {where} {engine.place}")
     if faults := plan.config.debug.fault_inject:
-        lines.append(f"  faults on purpose: {'; '.join(str(read_fault(text)) for text in faults)}")
+        told = "; ".join(str(read_fault(text)) for text in faults)
+        if plan.config.engine.engine == "sglang":
+            told = told.replace("of requests", "of health checks")
+        lines.append(f"  faults on purpose: {told}")
     return lines
 
 

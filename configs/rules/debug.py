@@ -6,9 +6,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from configs.graph import replicas
+from configs.plan.parallel_layout import trainer_processes
 from configs.schema import Config
 from configs.schema.debug import batch_file
-from configs.schema.fault_spec import read_fault
+from configs.schema.fault_spec import RANK, FaultKind, read_fault
 
 
 def debug_faults(config: Config) -> Iterator[str]:
@@ -44,8 +45,9 @@ def debug_faults(config: Config) -> Iterator[str]:
 
 def _injection_faults(config: Config) -> Iterator[str]:
     """What `--fault-inject` asks for and this run cannot do."""
-    own_engines = config.engine.engine != "sglang" and not config.sglang.rollout_external_engine_addrs
     known = [name for name in replicas(config) if name != "engines"]  # which takes no messages
+    if trainer_processes(config):
+        known.append(RANK)
     for text in config.debug.fault_inject:
         try:
             fault = read_fault(text)
@@ -57,18 +59,24 @@ def _injection_faults(config: Config) -> Iterator[str]:
                 f"--fault-inject {text!r}: there is no stage {fault.stage} in this run that takes messages; choose one "
                 f"of {', '.join(known)}"
             )
+        elif fault.stage == "engine" and (why := _engine_fault(config, fault.kind)):
+            yield f"--fault-inject {text!r}: {why}"
         elif fault.kind == "drop" and fault.stage != "engine":
             yield f"--fault-inject {text!r}: drop is of an answer, so only engine has it; choose another kind"
-        elif fault.stage == "engine" and not own_engines:
-            yield (
-                f"--fault-inject {text!r}: only the embedded and the simulated engine, started by the run, have "
-                "faults on purpose; choose --engine simulated, or disturb generate"
-            )
-        elif fault.kind in ("kill", "hang") and config.run.runner == "inprocess":
+        elif fault.kind in ("kill", "hang") and config.run.runner == "inprocess" and fault.stage != RANK:
             yield (
                 f"--fault-inject {text!r}: with --runner inprocess {fault.kind} would be of the whole run; choose "
                 "--runner local, or the kind error or slow"
             )
+
+
+def _engine_fault(config: Config, kind: FaultKind) -> str | None:
+    """Why the engines of this run cannot have it, None if they can."""
+    if config.sglang.rollout_external_engine_addrs:
+        return "engines that are not started by the run have no faults on purpose; disturb generate"
+    if config.engine.engine == "sglang" and kind != "kill":
+        return "SGLang's servers can only be killed on purpose; choose kill, --engine simulated, or disturb generate"
+    return None
 
 
 def _template_faults(label: str, template: str | None) -> Iterator[str]:

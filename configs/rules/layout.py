@@ -44,6 +44,21 @@ def scale_faults(config: Config) -> Iterator[str]:
         )
 
 
+def hub_faults(config: Config) -> Iterator[str]:
+    count = config.run.hub_processes
+    if count and config.run.runner == "inprocess":
+        yield (f"--hub-processes {count} wants processes, but --runner inprocess starts none; leave one of them out")
+    shards = config.run.hub_shards
+    if shards > 1 and shards > count:
+        yield (
+            f"--hub-shards {shards} divides each stream among processes, but --hub-processes is {count}, and two "
+            f"shards in one process share its core; set --hub-processes {shards} or more, or leave --hub-shards out"
+        )
+    for stage in config.stage:
+        if count and stage.name in ("hub", "keeper"):
+            yield f"stage.{stage.name} has the name of a part of --hub-processes; rename it to my_{stage.name}"
+
+
 def stage_faults(config: Config) -> Iterator[str]:
     names = Counter(stage.name for stage in config.stage)
     for name, count in names.items():

@@ -53,6 +53,7 @@ _FAULTS: Final[tuple[Check, ...]] = (
     files.import_path_faults,
     layout.scale_faults,
     autoscale_faults,
+    layout.hub_faults,
     layout.stage_faults,
     layout.tool_faults,
     environments.environment_faults,

@@ -29,8 +29,8 @@ class DebugConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True)
     fault_inject: Annotated[
         tuple[str, ...],
         Meta(
-            description="disturb a stage on purpose, as stage:probability:kind, e.g. reward:0.01:kill; kinds: kill, "
-            "error, hang, slow, for engine also drop; repeatable"
+            description="disturb a stage, engine or rank on purpose, as stage:probability:kind, e.g. reward:0.01:kill; "
+            "kinds: kill, error, hang, slow, for engine also drop; repeatable"
         ),
     ] = ()
 

@@ -10,13 +10,15 @@ from msgspec import Struct
 FaultKind = Literal["kill", "error", "hang", "slow", "drop"]
 KINDS: Final[tuple[str, ...]] = get_args(FaultKind)
 FORM: Final = "stage:probability:kind, or stage:probability:kind:seconds"
+RANK: Final = "rank"  # of a trainer group; the train stage, which hands it its work, is `train`
 # Longer than a lease without a sign of life (30 s), and than the health checks of an engine by default (45 s).
 _SECONDS: Final = {"hang": 60.0, "slow": 1.0}
 
 
 class FaultSpec(Struct, frozen=True):
-    """`probability`: of each message that the stage takes; for `engine`, of each request to generate. `seconds`: length
-    of a `hang` or `slow`, 0 for other kinds."""
+    """`probability`: of each message that the stage takes; for `engine`, of each request to generate (of SGLang, of
+    each health check); for `rank`, of each call that a rank of the trainer group makes. `seconds`: length of a `hang`
+    or `slow`, 0 for other kinds."""
 
     stage: str
     probability: float
@@ -29,7 +31,7 @@ class FaultSpec(Struct, frozen=True):
 
     @property
     def unit(self) -> str:
-        return "requests" if self.stage == "engine" else "messages"
+        return {"engine": "requests", RANK: "calls"}.get(self.stage, "messages")
 
 
 def read_fault(text: str) -> FaultSpec:

@@ -25,6 +25,13 @@ class RunConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
         Annotated[float, Meta(gt=0)] | None,
         Meta(description="finish in-flight work and stop after this many seconds"),
     ] = None
+    hub_processes: Annotated[
+        int, Meta(ge=0, description="processes that the hubs of the streams are divided over; 0: in the controller's")
+    ] = 0
+    hub_shards: Annotated[
+        int,
+        Meta(ge=1, description="hubs of each stream, in as many of --hub-processes, which divide its groups"),
+    ] = 1
     drain_s: Annotated[float, Meta(gt=0, description="most seconds to finish in-flight work at a stop")] = 30.0
     stall_notice_s: Annotated[
         float,
@@ -37,6 +44,21 @@ class RunConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     max_restarts: Annotated[
         int, Meta(ge=0, description="restarts of one process within an hour before the run is given up")
     ] = 5
+    train_standby: Annotated[
+        bool,
+        Meta(
+            description="keep a process that has loaded the train stage's libraries, to take its place at once if it "
+            "is killed; costs the memory of these"
+        ),
+    ] = False
+    auto_resume: Annotated[
+        int,
+        Meta(
+            ge=0,
+            description="start the whole run again when it is killed, or ends with an error after a checkpoint, at "
+            "most this many times within an hour; with --runner local its engines stay up meanwhile; 0 = off",
+        ),
+    ] = 0
     scale: Annotated[dict[str, int], Meta(description="replicas by stage, as stage=N; repeatable")] = {}
     autoscale: Annotated[
         tuple[str, ...],
