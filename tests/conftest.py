@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import os
+from collections.abc import Generator, Iterator
+from pathlib import Path
+from typing import Final
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -10,9 +13,20 @@ from hypothesis import HealthCheck, settings
 from models.tiny import make_tiny_checkpoint
 from tests.sglang_server import FIXTURES, RealServer, ServerPool, needs_sglang
 
+ROOT: Final = Path(__file__).resolve().parents[1]
+
 # Examples are judged by their result, never by the time that a busy machine takes.
 settings.register_profile("untimed", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("untimed")
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_runtest_teardown() -> Generator[None]:
+    """Hold a test to where the tests run: one that leaves its process in another directory breaks others after it."""
+    yield
+    if Path.cwd() != ROOT:
+        os.chdir(ROOT)
+        pytest.fail("this test has left its process in another directory; use monkeypatch.chdir", pytrace=False)
 
 
 @pytest.fixture(scope="session")

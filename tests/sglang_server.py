@@ -97,11 +97,15 @@ class RealServer:
         await client.abort()
         await client.update_weights_from_disk(str(self.model), label)
 
-    def stop(self) -> None:
-        """End the process and what it started: they are a session of their own."""
-        if self.process is None or self.process.poll() is not None:
+    def ask_to_end(self) -> None:
+        """The process and what it started: they are a session of their own. Takes SGLang five seconds."""
+        if self.process is not None and self.process.poll() is None:
+            os.killpg(self.process.pid, signal.SIGTERM)
+
+    def wait_ended(self) -> None:
+        """Until it has ended; kills it after 15 seconds."""
+        if self.process is None:
             return
-        os.killpg(self.process.pid, signal.SIGTERM)
         try:
             self.process.wait(15)
         except subprocess.TimeoutExpired:
@@ -143,7 +147,9 @@ class ServerPool:
 
     def close(self) -> None:
         for server in self._servers.values():
-            server.stop()
+            server.ask_to_end()
+        for server in self._servers.values():
+            server.wait_ended()
 
 
 _ENVIRONMENT: Final = {

@@ -103,6 +103,7 @@ def check_words(path: Path, text: str) -> None:
         ),
         ("import transport", ("torch", "stages", "models")),
         ("import pipeline.hosts.worker", ("torch", "transformers")),
+        ("import launch, pipeline.supervise.auto_resume", ("torch", "zmq", "ray", "numpy", "asyncio", "pipeline.run")),
     ],
 )
 def test_light_processes_stay_light(command: str, absent: tuple[str, ...]) -> None:

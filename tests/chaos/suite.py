@@ -1,12 +1,14 @@
 """Runs that are killed again and again, resumed, and judged: `make chaos KILLS=100 SEED=7`.
 
 Each run is the program as a user starts it, in a process of its own, with simulated engines and trainer (one in five
-computes). It gets a few kills of kills.py; where one ends it, it is resumed, until it is complete. Then the oracle
-reads what it left.
+computes). It gets a few kills of kills.py; where one ends it, it is resumed, by the suite or by `--auto-resume`, until
+it is complete. Then the oracle reads what it left.
 """
 
 from __future__ import annotations
 
+import contextlib
+import json
 import os
 import random
 import secrets
@@ -18,11 +20,25 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from tests.chaos import calls
-from tests.chaos.kills import CONTROLLER, FATAL, MAY_END, MOMENTS, PRUNE, RUNNING, SAVE, Kill, Seen, draw
+from tests.chaos.kills import (
+    EVERYTHING,
+    FATAL,
+    HUBS,
+    MAY_END,
+    MOMENTS,
+    PRUNE,
+    RUNNING,
+    SAVE,
+    Kill,
+    Seen,
+    among_hubs,
+    draw,
+    draw_fatal,
+)
 from tests.chaos.leftovers import MARK, Watch, command, marked
 from tests.chaos.oracle import KINDS, Expected, Fault, judge
 from tests.chaos.trained import Trained, judge_same, trained_by
@@ -30,6 +46,7 @@ from tests.chaos.trained import Trained, judge_same, trained_by
 ROOT = Path(__file__).parent.parent.parent
 LEFT, BROKEN = "left over", "did not end"
 STEPS, WARM_STEPS, BATCH, BOUND, KEEP = 20, 4, 4, 2, 2
+AUTO = ("--auto-resume", "50")
 LIMIT_S = 600.0  # of one start of the program: only what hangs meets it
 
 _EVERY_RUN = [
@@ -58,6 +75,7 @@ class Case:
     steps: int = STEPS
     bound: int = BOUND
     undisturbed: Trained | None = None  # what it has to train, whatever is killed
+    auto: bool = False  # it resumes itself
 
     @property
     def expected(self) -> Expected:
@@ -136,6 +154,22 @@ def sync_cases(seed: int, kills: int, home: Path) -> Iterable[Case]:
         yield Case(f"{seed}.{number} sync", given, tuple(drawn), bound=0, undisturbed=trained)
 
 
+def auto_cases(made: Iterable[Case]) -> Iterable[Case]:
+    """The same runs with `--auto-resume`: each kill ends the run, and nobody but the run itself starts it again."""
+    for case in made:
+        rng = random.Random(case.name)
+        drawn = draw_fatal(rng, steps=STEPS, kills=rng.randrange(4, 8))
+        yield replace(case, flags=(*case.flags, *AUTO), kills=tuple(drawn), auto=True)
+
+
+def hub_cases(made: Iterable[Case], shards: int) -> Iterable[Case]:
+    """The same runs with two hub processes, which are killed too, and so many shards of each stream in them."""
+    for case in made:
+        plan = among_hubs(random.Random(case.name), list(case.kills))
+        flags = (*case.flags, "--hub-processes", str(len(HUBS)), "--hub-shards", str(shards))
+        yield replace(case, flags=flags, kills=tuple(plan))
+
+
 class Running:
     """A case while it runs. `home`: an empty directory."""
 
@@ -164,6 +198,8 @@ class Running:
             command = ["--resume", str(self._run_dir)] if begun else command
         faults = self.verdict.faults
         if not faults:
+            restarts = json.loads((self._run_dir / "summary.json").read_bytes())["restarts"]
+            self.verdict.resumes += restarts.get("controller", 0)
             faults += judge(self._run_dir, self.verdict.case.expected)
             if not faults and self.verdict.case.undisturbed is not None:
                 found = trained_by(self._run_dir, self.verdict.case.expected)
@@ -222,16 +258,32 @@ class Running:
                 looked = time.monotonic()
             time.sleep(0.002)
         time.sleep(kill.delay_s)
-        pid = process.pid if kill.victim == CONTROLLER else self._pid(kill)
-        if pid is None or process.poll() is not None:
+        victims = self._victims(kill, process)
+        if not victims or process.poll() is not None:
             return False
         try:
-            os.kill(pid, signal.SIGKILL)
-        except ProcessLookupError:  # it is just being started anew
-            return False
+            for pid in victims:
+                os.kill(pid, signal.SIGKILL)
+        except ProcessLookupError:  # it is just being started anew, or ends by the first of these kills
+            if kill.victim != EVERYTHING:
+                return False
         self.verdict.done.append(self._left.pop(0))
         self._may_end = self._may_end or kill.victim in MAY_END
-        return kill.victim in FATAL
+        return kill.victim in FATAL and not self.verdict.case.auto
+
+    def _victims(self, kill: Kill, process: subprocess.Popen[bytes]) -> list[int]:
+        """None while there is no such process."""
+        controller, children = [process.pid], ""
+        if self.verdict.case.auto:
+            with contextlib.suppress(OSError):  # the parent has just ended
+                children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text()
+            controller = [pid for pid in map(int, children.split()) if "launch.py" in command(pid)]  # not its servers
+        if kill.victim == EVERYTHING and controller:
+            return [pid for pid in marked(self._mark) if pid != process.pid or not self.verdict.case.auto]
+        if kill.victim in FATAL:
+            return controller
+        found = self._pid(kill)
+        return [] if found is None else [found]
 
     def _overtaken(self) -> bool:
         """Whether a moment that lasts milliseconds was not seen, and that of the next kill is past."""

@@ -36,9 +36,17 @@ def a_config(**sections: Any) -> Config:
         ({"debug": {"fault_inject": ["engines:0.1:kill"]}}, "no stage engines in this run that takes messages"),
         ({"debug": {"fault_inject": ["reward:0.1:drop"]}}, "only engine has it; choose another kind"),
         (
-            {"debug": {"fault_inject": ["engine:0.1:kill"]}, "engine": {"engine": "sglang"}},
-            "choose --engine simulated, or disturb generate",
+            {"debug": {"fault_inject": ["engine:0.1:hang"]}, "engine": {"engine": "sglang"}},
+            "SGLang's servers can only be killed on purpose; choose kill, --engine simulated, or disturb generate",
         ),
+        (
+            {
+                "debug": {"fault_inject": ["engine:0.1:kill"]},
+                "sglang": {"rollout_external_engine_addrs": ["http://10.0.0.1:3000"]},
+            },
+            "engines that are not started by the run have no faults on purpose",
+        ),
+        ({"debug": {"fault_inject": ["rank:0.1:kill"]}}, "no stage rank in this run that takes messages"),
         (
             {"debug": {"fault_inject": ["reward:0.1:kill"]}, "run": {"runner": "inprocess"}},
             "would be of the whole run; choose --runner local",
@@ -53,6 +61,10 @@ def test_faults(sections: dict[str, Any], words: str) -> None:
 def test_faults_that_a_run_can_have_are_taken() -> None:
     every = ["engine:1:drop", "prompts:0.1:kill", "generate:0.1:hang", "reward:0.1:error", "train:0.5:slow:3"]
     assert not list(debug_faults(a_config(debug={"fault_inject": every})))
+    assert not list(debug_faults(a_config(debug={"fault_inject": ["engine:1:kill"]}, engine={"engine": "sglang"})))
+    ranks = {"debug": {"fault_inject": ["rank:1:hang"]}, "parallel": {"actor_num_gpus_per_node": 2}}
+    assert not list(debug_faults(a_config(**ranks)))
+    assert not list(debug_faults(a_config(**ranks, run={"runner": "inprocess"}))), "they are processes all the same"
     sft = a_config(debug={"fault_inject": ["reward:0.1:kill"]}, train={"loss_type": "sft_loss"})
     assert any("choose one of prompts, train" in fault for fault in debug_faults(sft))
 

@@ -1,45 +1,49 @@
 """A second host on this machine: chosen processes live in namespaces of their own.
 
 The host has its own network (a veth pair joins it to this one), its own processes and /proc, and its own files where
-runs keep theirs: /dev/shm, the directory of temporary files and the run directory are empty there. The project's code
-and the Python that runs it are seen from both, as an installation is.
+runs keep theirs: /dev/shm, the directory of temporary files and the run directory are empty there, but for what is
+shared. The project's code and the Python that runs it are seen from both, as an installation is.
 """
 
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import itertools
 import os
 import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import IO
 
 import msgspec
 
 from pipeline.hosts import die_with_parent
 from pipeline.hosts.launcher import ANYTHING, Handle, ProcessSpec, ProcessState, Resources
 from pipeline.hosts.local_launcher import LocalHandle, LocalLauncher
+from pipeline.hosts.shared_files import SharedFiles
 from pipeline.record.run_directory import RunDir
 
 ROOT = Path(__file__).parent.parent.parent
-# Held open from outside, so that it is seen although what lies above it is hidden. "ready" comes when all is in place.
+# Held open from outside, so that they are seen although what lies above is hidden. "ready" comes when all is in place.
 HOLD = """
 import os, subprocess, sys
-root, *hidden = sys.argv[1:]
-kept = os.open(root, os.O_PATH)
+count, *places = sys.argv[1:]
+seen, hidden = places[:int(count)], places[int(count):]
+kept = [os.open(place, os.O_PATH) for place in seen]
 for place in hidden:
     os.makedirs(place, exist_ok=True)
     subprocess.run(["mount", "-t", "tmpfs", "-o", "mode=1777", "none", place], check=True)
-os.makedirs(root, exist_ok=True)
-subprocess.run(["mount", "--no-canonicalize", "--bind", f"/proc/self/fd/{kept}", root], check=True, pass_fds=[kept])
+for place, fd in zip(seen, kept):
+    os.makedirs(place, exist_ok=True)
+    subprocess.run(["mount", "--no-canonicalize", "--bind", f"/proc/self/fd/{fd}", place], check=True, pass_fds=[fd])
 subprocess.run(["mount", "-t", "proc", "none", "/proc"], check=True)
 print("ready", flush=True)
 sys.stdin.read()
 """
-_numbers = itertools.count(os.getpid() % 200)
 
 
 class NamespacesRefused(Exception):
@@ -55,12 +59,26 @@ def _run(*command: str) -> str:
         raise NamespacesRefused(f"{' '.join(command)}: {error.stderr.strip()}") from None
 
 
-class OtherHost:
-    """The namespaces, for the time of a `with` block. `hidden`: directories that are empty there."""
+def _own_number() -> tuple[int, IO[str]]:
+    """A number that no other process has a network of, and what keeps it from others while it is open."""
+    for number in range(250):
+        held = Path(tempfile.gettempdir(), f"sluice-test-network-{number}").open("w")  # noqa: SIM115 - kept open
+        try:
+            fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            held.close()
+        else:
+            return number, held
+    raise NamespacesRefused("250 networks of tests are in use")
 
-    def __init__(self, *hidden: Path) -> None:
-        self._hidden = hidden
-        number = next(_numbers) % 250
+
+class OtherHost:
+    """The namespaces, for the time of a `with` block. `hidden`: directories that are empty there; `shared`: those in
+    them that are not."""
+
+    def __init__(self, *hidden: Path, shared: tuple[Path, ...] = ()) -> None:
+        self._hidden, self._seen = hidden, (ROOT, *shared)
+        number, self._number = _own_number()
         self.here, self.there = f"10.77.{number}.1", f"10.77.{number}.2"
         self._link = f"slu{os.getpid() % 100000}x{number}"
         self.ports = itertools.count(20_000)  # nobody else takes any there
@@ -70,7 +88,7 @@ class OtherHost:
             raise NamespacesRefused("namespaces need root and unshare(1)")
         self._holder = subprocess.Popen(
             ["unshare", "--net", "--mount", "--pid", "--ipc", "--fork", "--kill-child", "--propagation", "private",
-             sys.executable, "-c", HOLD, str(ROOT), *map(str, self._hidden)],
+             sys.executable, "-c", HOLD, str(len(self._seen)), *map(str, (*self._seen, *self._hidden))],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
         )  # fmt: skip
         try:
@@ -96,11 +114,13 @@ class OtherHost:
         _run(*inside, "addr", "add", f"{self.there}/24", "dev", peer)
         _run(*inside, "link", "set", peer, "up")
         _run(*inside, "link", "set", "lo", "up")
+        _run(*inside, "route", "add", "default", "via", self.here)
 
     def __exit__(self, *_: object) -> None:
         self._holder.kill()  # its namespaces end with it, and all that runs in them
         self._holder.communicate()
         subprocess.run(["ip", "link", "del", self._link], capture_output=True, check=False)
+        self._number.close()
 
     def inside(self, argv: tuple[str, ...]) -> tuple[str, ...]:
         """A command that runs there, and ends with the process that waits for it here."""
@@ -126,35 +146,45 @@ class _ThereHandle(LocalHandle):
         return None
 
 
+THERE = ("engine", "generate", "reward")
+
+
 class NamespaceLauncher(LocalLauncher):
-    """Starts the processes whose names begin with one of `there` on the other host, all others here."""
+    """Starts the processes whose names begin with one of a host's on that host, all others here."""
 
-    there = ("engine", "generate", "reward")
-
-    def __init__(self, host: OtherHost, rundir: RunDir, threads: int) -> None:
+    def __init__(self, hosts: Mapping[OtherHost, tuple[str, ...]], rundir: RunDir, threads: int) -> None:
         super().__init__(rundir, threads)
-        self.host, self.controller = host, host.here
+        self.hosts, self.controller = hosts, next(iter(hosts)).here
+        self._beside: dict[str, str] = {}
 
-    def _is_there(self, name: str) -> bool:
-        return name.startswith(self.there)
+    async def place(self, name: str, beside: str = "", sees: SharedFiles | None = None) -> None:
+        if beside:
+            self._beside[name] = beside
+
+    def host(self, name: str) -> OtherHost | None:
+        name = self._beside.get(name, name)
+        return next((host for host, there in self.hosts.items() if name.startswith(there)), None)
 
     def address(self, name: str) -> str:
-        return self.host.there if self._is_there(name) else super().address(name)
+        if (host := self.host(name)) is not None:
+            return host.there
+        return str(self.controller) if name.startswith(("hub-", "train-")) else super().address(name)
 
     @contextlib.contextmanager
     def held_port(self, name: str, port: int = 0) -> Iterator[int]:
-        if self._is_there(name):
-            yield port or next(self.host.ports)
+        if (host := self.host(name)) is not None:
+            yield port or next(host.ports)
             return
         with super().held_port(name, port) as held:
             yield held
 
     async def spawn(self, spec: ProcessSpec, resources: Resources = ANYTHING) -> Handle:
-        if not self._is_there(spec.name):
+        if (host := self.host(spec.name)) is None:
             return await super().spawn(spec, resources)
         for path in spec.files:
-            self.host.bring(Path(path))
-        handle = await super().spawn(msgspec.structs.replace(spec, argv=self.host.inside(spec.argv)), resources)
+            host.bring(Path(path))
+        Path(f"/proc/{host.pid}/root{self.rundir.sockets}").mkdir(mode=0o700, exist_ok=True)
+        handle = await super().spawn(msgspec.structs.replace(spec, argv=host.inside(spec.argv)), resources)
         handle.__class__ = _ThereHandle
         return handle
 

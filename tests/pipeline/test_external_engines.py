@@ -30,7 +30,7 @@ from pipeline.supervise.outage import consequence
 from pipeline.supervise.restarts import EngineSpec, Restarts
 from pipeline.supervise.servers import supervisors
 from stages.engine_entries import addresses
-from stages.messages import Complaint, RouterAddress
+from stages.messages import Complaint, EngineEntry, RouterAddress
 from transport.links.memory import MemoryNetwork, MemoryNode
 
 
@@ -205,7 +205,8 @@ async def test_what_was_given_by_address_is_watched_by_the_fleet(tmp_path: Path)
     with RunDir(tmp_path / "run").open(resume=False) as rundir:
         specs = [frozen_spec(config, "judge", "http://j:1")]
         placement: Any = SimpleNamespace(config=config, external_token=TokenFile("f", Token("of-others")))
-        found, _ = await supervisors(placement, specs, LocalLauncher(rundir), restarts, in_process=False)
+        none: Any = None  # nobody here has weights brought
+        found, _ = await supervisors(placement, specs, LocalLauncher(rundir), restarts, none, in_process=False)
         engine, router = found.values()
     assert isinstance(engine, ExternalEngine)
     assert (engine.spec.name, engine.spec.frozen, engine.url) == ("frozen-judge", "judge", "http://j:1")
@@ -239,11 +240,18 @@ async def test_what_is_away_leaves_the_topic_and_the_words_say_what_follows(tmp_
             topic.publish("complaint/engine-0", msgspec.msgpack.encode(complaint))
             assert announcer.complaint("engine-0", 0) == "5 failures in a row"
             assert announcer.complaint("engine-0", 1) is None, "a later life is not blamed"
-            for kind in ("directory", "device"):
-                topic.publish(f"{kind}/engine-0", b"")
+            entry = EngineEntry("engine-0", "http://e:3", 0, state="serving", run_generation=0, version=0, limit=8)
+            for fetching, loads in ((-1, False), (0, True), (5, True)):
+                known = replace(entry, fetching=fetching)
+                topic.publish("directory/engine-0", msgspec.msgpack.encode(known))
+                assert announcer.loading("engine-0") == loads
+            assert announcer.loading("engine-1"), "it has no weights yet"
+            topic.publish("device/engine-0", b"")
             announcer.engine_away(engine, "a failed health check (refused)")
             assert sorted(topic.items("")) == []
+            announcer.router_up(RouterAddress("sglang", "http://r:4", 0), "", "")
             announcer.lost("router", "router", "exit code 1")
+            assert sorted(topic.items("")) == [], "it is told of before another one is started"
     assert lines == [
         "frozen-judge: http://j:1 is lost after 2 failed health checks in a row (refused); what is asked of it waits "
         "until it is back",

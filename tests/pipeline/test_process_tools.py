@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import secrets
 import signal
 import socket
 import subprocess
@@ -22,7 +23,7 @@ from configs.resolve import resolve
 from configs.schema import Config
 from configs.schema.router import router_kind
 from models.engines.launch.arguments import Launch, with_token
-from models.engines.token import run_token
+from models.engines.token import read_token
 from models.weights.slots_directory import LEFT_BEHIND_FILE
 from pipeline.errors import ReplicaFailed, UsageError
 from pipeline.graph import build
@@ -35,7 +36,8 @@ from pipeline.hosts.process_group import shared_files
 from pipeline.hosts.this_process import interruptible
 from pipeline.placement import threads
 from pipeline.record.run_directory import RunDir
-from pipeline.supervise.restarts import WINDOW_S, Restarts
+from pipeline.supervise.restart_budget import WINDOW_S
+from pipeline.supervise.restarts import Restarts
 
 
 @pytest.fixture
@@ -231,26 +233,34 @@ def test_which_router_stands_before_the_engines() -> None:
     assert resolved("sglang", loss="sft_loss") == "none"
 
 
-def test_servers_of_others_get_their_token_where_nobody_sees_it(tmp_path: Path) -> None:
+@pytest.mark.parametrize("first", ["-", "x"])
+def test_servers_of_others_get_their_token_where_nobody_sees_it(first: str, tmp_path: Path) -> None:
+    """One in 64 begins with a sign that makes it look like an option."""
     (tmp_path / "gate.py").write_text("""
-import logging, os, pathlib, sys
+import argparse, logging, os, pathlib, sys
 assert os.umask(0) == 0o077
 try:
     import sglang.srt
 except ImportError:
-    print("hidden", __name__, sys.argv[1:], "launch" in sys.path[0])
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--port")
+    parser.add_argument("--api-key")
+    read = parser.parse_args()
+    print("hidden", __name__, read.port, read.api_key, "launch" in sys.path[0])
 print(pathlib.Path("/proc/self/cmdline").read_text(), pathlib.Path("/proc/self/environ").read_text(), file=sys.stderr)
 logging.basicConfig(stream=sys.stderr)
-logging.warning("server_args=%s", {"api_key": sys.argv[-1]})
+logging.warning("server_args=%s", {"api_key": read.api_key})
 logging.warning("%d of them", "x")
 """)
     (tmp_path / "sglang").mkdir()
     (tmp_path / "sglang" / "srt.py").touch()
-    token = run_token(tmp_path / "token")
+    (tmp_path / "token").touch(mode=0o600)
+    (tmp_path / "token").write_text(first + secrets.token_urlsafe(32))
+    token = read_token(tmp_path / "token")
     launch = with_token(Launch((sys.executable, "-m", "gate", "--port", "1"), {}, ""), token.path, hidden="sglang")
     done = subprocess.run(launch.argv, cwd=tmp_path, capture_output=True, text=True)
     key = token.token.text
-    assert done.stdout.strip() == f"hidden __main__ ['--port', '1', '--api-key', '{key}'] False", done.stderr
+    assert done.stdout.strip() == f"hidden __main__ 1 {key} False", done.stderr
     assert "WARNING:root:server_args={'api_key': 'hidden'}" in done.stderr
     assert "--port" in done.stderr
     assert key not in done.stderr
@@ -271,7 +281,7 @@ def test_what_ends_a_program_interrupts_the_controller_unless_it_is_ignored() ->
 
 def test_a_run_may_open_as_many_files_as_its_user() -> None:
     script = "import resource; from pipeline.hosts.this_process import raise_file_limit; "
-    script += "resource.setrlimit(resource.RLIMIT_NOFILE, (100, 500)); raise_file_limit(); "
+    script += "resource.setrlimit(resource.RLIMIT_NOFILE, (100, 500)); raise_file_limit(9); "
     script += "print(resource.getrlimit(resource.RLIMIT_NOFILE))"
     said = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, timeout=60)
     assert said.stdout == "(500, 500)\n", said.stderr

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import sys
+from typing import Any
 
 import pytest
 from launching import SMALL
@@ -12,7 +14,10 @@ from configs.load import load
 from configs.schema import Config
 from pipeline.errors import UsageError
 from pipeline.hosts.ray_actor import interface_of
-from pipeline.hosts.ray_placement import Node, RayPlacement, ResourceNeeds, choose
+from pipeline.hosts.ray_handle import PlacedActor
+from pipeline.hosts.ray_launcher import RayLauncher
+from pipeline.hosts.ray_nodes import Node, PlacementGroup, ResourceNeeds, Strategy, choose, divide, seat_with_room
+from pipeline.hosts.ray_placement import RayPlacement
 
 
 def config(*flags: str) -> Config:
@@ -39,9 +44,10 @@ def test_a_run_of_defaults_needs_a_cpu_for_the_trainer_and_one_for_each_engine()
     found = placements("--scale", "engine=2", "--scale", "reward=3")
     assert found.total == ResourceNeeds(3, 0)
     assert found.of("reward-2").needs == ResourceNeeds()
-    assert found.of("train-0").here
-    assert [found.of(name).group for name in ("engine-0", "engine-1", "engines-0")] == ["engines"] * 3
-    assert found.of("engine-7").bundle == -1  # one that came later
+    assert found.of("train-0").near
+    assert [found.of(name).group for name in ("engine-0", "engine-1")] == ["engines"] * 2
+    assert found.of("engines-0").here
+    assert found.of("engine-7").group == ""  # one that came later
     assert placements("--ray-cpus", "cpu=2", "--ray-cpus", "train=3").of("generate-0").needs == ResourceNeeds(2, 0)
 
 
@@ -54,35 +60,185 @@ def test_the_evaluate_stage_is_where_the_held_out_data_are_whatever_nodes_the_ot
     assert found.check([node("1"), node("2", pool="cpu")]) == []
 
 
-def test_engines_that_get_weights_through_their_host_are_on_one_node() -> None:
-    two = [node("1", 2), node("2", 2)]
+@pytest.mark.parametrize(
+    ("flags", "here"),
+    [
+        ([], True),
+        (["--ray-labels", "rollout=side:there"], True),
+        (["--ray-labels", "cpu=side:there"], False),
+        (["--ray-placement", "spread"], False),
+    ],
+)
+def test_hub_processes_are_on_the_controllers_node_unless_something_else_is_said(flags: list[str], here: bool) -> None:
+    placed = placements("--hub-processes", "2", *flags)
+    assert {placed.of(f"hub-{number}").here for number in range(2)} == {here}
+    placed.check([node("1"), node("2", side="there")])
+
+
+@pytest.mark.parametrize("route", ["disk", "delta"])
+def test_engines_may_be_on_several_nodes_whatever_brings_their_weights(route: str) -> None:
     flags = ("--ray-cpus", "rollout=2", "--ray-cpus", "train=0", "--scale", "engine=2")
-    assert "2 x 2 CPU, all on one node" in refusal(two, *flags)
-    assert placements(*flags).check([node("1", 2), node("2", 4)]) == []
-    shared = ("--update-weight-transport", "delta", "--update-weight-delta-dir", "/shared")
-    assert placements(*flags, *shared).check(two) == []
+    found = placements(*flags, "--update-weight-transport", route)
+    assert found.check([node("1", 2), node("2", 2)]) == []
+    assert found.check([node("1", 2), node("2", 4)]) == []
+    assert "engines needs 2 x 2 CPU, but the cluster has 2 nodes" in refusal([node("1", 2), node("2", 1)], *flags)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "room", "wanted"),
+    [
+        ("PACK", {"1": 8, "2": 4, "3": 2}, "2222"),  # the smallest that holds all
+        ("PACK", {"1": 2, "2": 3, "3": 1}, "2221"),  # several only as one has not the room, and then few
+        ("PACK", {"1": 4, "2": 4}, "1111"),  # the controller's, where no weights need be brought
+        ("PACK", {"1": 2, "2": 1}, None),
+        ("SPREAD", {"1": 8, "2": 4, "3": 2}, "1231"),
+        ("SPREAD", {"1": 9, "2": 0, "3": 1}, "1311"),
+    ],
+)
+def test_engines_are_divided_among_nodes(strategy: Strategy, room: dict[str, int], wanted: str | None) -> None:
+    group = PlacementGroup("engines", "rollout", ResourceNeeds(1), 4, strategy)
+    found = divide(group, [node(name, 16, free=free) for name, free in room.items()])
+    assert (None if found is None else "".join(one.id for one in found)) == wanted
+
+
+def test_an_engine_that_lost_its_node_stays_within_the_domain_of_the_others() -> None:
+    config_, one = (
+        config("--ray-labels", "rollout=nvlink:*|zone:near"),
+        PlacementGroup("engine-1", "rollout", ResourceNeeds(1), 1, "PACK"),
+    )
+
+    def labels(nodes: list[Node], others: list[Node]) -> dict[str, str] | None:
+        seat = seat_with_room(config_, "rollout", one, nodes, "free", others)
+        return None if seat is None else seat.labels
+
+    full, other = node("1", free=0, nvlink="a"), node("2", nvlink="b")
+    assert labels([full, other], [full]) is None
+    assert labels([full, other], []) == {"nvlink": "b"}
+    assert labels([full, other, node("3", nvlink="a")], [full]) == {"nvlink": "a"}
+    assert labels([full, other, node("3", zone="near")], [full]) == {"zone": "near"}
+
+
+def test_what_was_lost_in_silence_goes_to_a_node_that_is_heard_of() -> None:
+    """Ray tells that a node is gone only after a while."""
+    there: list[Node] = [node("1"), node("2", 2, side="there"), node("3", 8)]
+    nowhere: Any = None
+    launcher = RayLauncher(placements("--ray-labels", "cpu=side:there|side:!there"), lambda: there, nowhere)
+
+    def room(name: str) -> str | None:
+        return launcher._room(name, launcher.placements.of(name))
+
+    assert (room("reward-0"), room("engine-0")) == ("2", "2")
+    launcher._silent = {"2"}
+    assert (room("reward-0"), room("engine-0")) == ("3", "1")
+    launcher._silent = {"1", "2", "3"}
+    assert (room("reward-0"), room("engine-0")) == ("2", "2"), "it may be only the process that was silent"
+    there[:] = [node("1", free=0)]
+    assert (room("reward-0"), room("engine-0")) == ("1", None)
+    assert launcher._silent == {"1"}
 
 
 def test_ranks_go_to_as_many_nodes_as_the_trainer_has() -> None:
     two = ("--train-backend", "fsdp", "--actor-num-nodes", "2", "--actor-num-gpus-per-node", "4")
     found = placements(*two, gpus=True)
     group = found.groups["trainer"]
-    assert (group.bundle, group.bundles, group.strategy, group.here) == (ResourceNeeds(4, 4), 2, "STRICT_SPREAD", True)
+    assert (group.bundle, group.bundles, group.strategy, group.near) == (ResourceNeeds(4, 4), 2, "STRICT_SPREAD", True)
     assert [found.of(f"train-rank-{rank}").bundle for rank in (0, 3, 4, 7)] == [0, 0, 1, 1]
-    assert found.of("train-0").needs == ResourceNeeds()  # it only deals batches to them
+    stage = found.of("train-0")
+    assert (stage.needs, stage.group, stage.bundle) == (ResourceNeeds(), "trainer", 0)  # it only deals batches to them
     assert found.check([node("1", 8, 8), node("2", 8, 4)]) == []
     said = refusal([node("1", 8, 8)], *two)
     assert said.startswith(
-        "--runner ray: trainer needs 2 x 4 CPU and 4 GPU, each on a node of its own, the first on the controller's, "
-        "but the cluster has 10.0.0.1 (8 CPU, 8 GPU); join more nodes"
+        "--runner ray: trainer needs 2 x 4 CPU and 4 GPU, each on a node of its own, but the cluster has 10.0.0.1 "
+        "(8 CPU, 8 GPU); join more nodes"
     )
-    assert "the first on the controller's" in refusal([node("1", 8), node("2", 8, 4), node("3", 8, 4)], *two)
+    assert found.check([node("1", 8), node("2", 8, 4), node("3", 8, 5)]) == []
+    assert "each on a node of its own" in refusal([node("1", 8), node("2", 8, 8)], *two)
+
+
+@pytest.mark.parametrize(
+    ("nodes", "labels", "wanted"),
+    [
+        ([node("1", 8, 1), node("2", 8, 1)], (), "1"),  # the controller's node
+        ([node("1", 8, 8), node("2", 8, 1)], (), "1"),  # whatever room it has
+        ([node("1", 8), node("2", 8, 8), node("3", 8, 1)], (), "3"),  # a head without a GPU; the least room elsewhere
+        ([node("1", 1, 1, free=0), node("2", 8, 1)], (), "2"),  # taken by others
+        ([node("1", 1, 1, free=0), node("2", 8, 1, free=0)], (), "1"),  # it waits where it would be best
+        ([node("1", 8, 1), node("2", 8, 1, gpu="H200")], ("train=gpu:H200",), "2"),
+        ([node("1", 8, 1, gpu="A100"), node("2", 8, 1, gpu="H200")], ("train=gpu:H200|gpu:A100",), "2"),
+        ([node("1", 8, 1, gpu="A100"), node("2", 8, 0, gpu="H200")], ("train=gpu:H200|gpu:A100",), "1"),
+        ([node("1", 8, 1, rack="b"), node("2", 2, 1, rack="a")], ("train=rack:*",), "1"),
+    ],
+)
+@pytest.mark.parametrize("ranks", [False, True])
+def test_the_trainer_begins_on_the_controllers_node_or_where_there_is_room(
+    nodes: list[Node], labels: tuple[str, ...], wanted: str, ranks: bool
+) -> None:
+    backend = ("--train-backend", "fsdp") if ranks else ()
+    found = placements(*backend, "--engine-device", "cpu", *(("--ray-labels", *labels) if labels else ()), gpus=True)
+    assert found.trainer.near
+    assert found.trainer.bundle == ResourceNeeds(1, 1)
+    assert choose(found.config, "train", found.trainer, nodes).node.id == wanted
+    found.check(nodes)
+
+
+def test_a_shared_gpu_is_the_trainers() -> None:
+    flags = ("--colocate", "--mode", "sync", "--engine", "embedded", "--ray-labels", "train=side:there")
+    found, nodes = placements(*flags, gpus=True), [node("1", 8, 1), node("2", 8, 1, side="there")]
+    assert [found.of(name).group for name in ("train-0", "engine-0")] == ["engines", "engines"]
+    assert choose(found.config, found.trainer.role, found.trainer, nodes).node.id == "2"
+    assert found.check(nodes) == []
+    said = refusal(nodes, *flags, "rollout=side:here")
+    assert "with --colocate the engine has the trainer's GPU; leave rollout out" in said
+
+
+def launcher_of(found: RayPlacement, nodes: list[Node], *placed: tuple[str, str]) -> RayLauncher:
+    """`placed`: processes that were lost, by their nodes."""
+    nowhere: Any = None
+    launcher = RayLauncher(found, lambda: nodes, nowhere)
+    for name, where in placed:
+        lost = launcher._placed[name] = PlacedActor(nowhere, where, f"10.0.0.{where}")
+        lost.lost = True
+    return launcher
+
+
+def test_a_lost_trainer_goes_back_to_its_node_then_to_one_that_sees_its_files() -> None:
+    nodes = [node("1", 0), node("2", 4), node("3", 8)]
+    launcher = launcher_of(placements(), nodes, ("train-0", "3"))
+    seen: Any = object()
+    launcher._sees["train-0"] = seen
+
+    def room() -> str | None:
+        return launcher._room("train-0", launcher.placements.of("train-0"))
+
+    nodes[2] = node("3", 8, free=0)  # Ray has not told yet that it gave back what it held
+    assert room() == "3"
+    assert room() == "2", "others took it"
+    launcher._unfit.add("2")
+    assert room() is None
+    launcher._wait("train-0", launcher.placements.of("train-0"))
+    assert launcher.waiting["train-0"].endswith("free are 10.0.0.1 (0 CPU, 0 GPU), 10.0.0.3 (0 CPU, 0 GPU)")
+    nodes[2] = node("3", 8)
+    assert room() == "3"
+    launcher._silent = {"3"}
+    nodes.append(node("4", 16))
+    assert room() == "4"
+    nodes[0] = node("1", 8)
+    assert room() == "1", "the controller's"
+
+
+def test_engines_leave_the_trainer_its_place() -> None:
+    nodes = [node("1", 4, 1), node("2", 8, 8)]
+    launcher = launcher_of(placements("--engine", "embedded", gpus=True), nodes)
+    assert asyncio.run(launcher._plan("engine-0", launcher.placements.groups["engines"])) == "2"
+    nodes[0] = node("1", 4, 0)
+    launcher._planned.clear()
+    assert asyncio.run(launcher._plan("engine-0", launcher.placements.groups["engines"])) == "2"
 
 
 def test_what_is_missing_is_named() -> None:
     said = refusal([node("1", 8), node("2", 8, 1)], "--engine", "embedded", "--engine-device", "cuda", "--scale",
                    "engine=2", "--train-device", "cpu")  # fmt: skip
-    assert "engines needs 2 x 1 CPU and 1 GPU, all on one node" in said
+    assert "engines needs 2 x 1 CPU and 1 GPU, but the cluster has" in said
     assert "2 nodes: 10.0.0.1 (8 CPU, 0 GPU), 10.0.0.2 (8 CPU, 1 GPU)" in said
     assert "all processes of the run together need 6 CPU, but the cluster has 10.0.0.1 (4 CPU" in refusal(
         [node("1")], "--ray-cpus", "train=3", "--ray-cpus", "rollout=3"
@@ -96,7 +252,7 @@ def test_the_first_labels_with_room_are_taken() -> None:
     group = found.groups["engines"]
 
     def labels(*nodes: Node) -> dict[str, str]:
-        return choose(found.config, "rollout", group, nodes)
+        return choose(found.config, "rollout", group, nodes).labels
 
     assert labels(spot, demand) == {"market": "spot"}
     assert labels(node("1", market="on-demand")) == {"market": "on-demand"}
@@ -128,7 +284,7 @@ def test_all_nodes_of_a_group_are_in_one_domain_the_scarcest_that_holds_it() -> 
     group = found.groups["engines"]
 
     def chosen(*nodes: Node) -> dict[str, str]:
-        return choose(found.config, "rollout", group, nodes)
+        return choose(found.config, "rollout", group, nodes).labels
 
     a, b = [domain("1", "a"), domain("2", "a")], [domain("3", "b"), domain("4", "b"), domain("5", "b")]
     assert chosen(*b, *a) == {"nvlink": "a"}  # b stays whole
@@ -142,16 +298,23 @@ def test_a_domain_has_a_fallback_and_goes_with_other_labels() -> None:
     two = ("--train-backend", "fsdp", "--actor-num-nodes", "2", "--actor-num-gpus-per-node", "4", "--ray-labels")
     apart = [domain("1", "a", gpu="H200"), domain("2", "b", gpu="H200"), domain("3", "b", gpu="H200")]
     found = placements(*two, "train=nvlink:*,gpu:H200|gpu:H200", gpus=True)
-    # The first node must be the controller's, and nobody shares its domain.
-    assert found.check(apart) == ["--ray-labels: no room for train on nvlink=*,gpu=H200; using gpu=H200"]
-    assert found.check([*apart, domain("4", "a", gpu="H200")]) == []
-    assert "nvlink=*" in refusal(apart, *two, "train=nvlink:*,gpu:H200")
+    alone = [*apart[:2], domain("5", "c", gpu="H200")]
+    assert found.check(alone) == ["--ray-labels: no room for train on nvlink=*,gpu=H200; using gpu=H200"]
+    assert found.check(apart) == []  # in the domain of two others than the controller's
+    for nodes, first in ((apart, "2"), ([*apart, domain("4", "a", gpu="H200")], "1")):
+        assert choose(found.config, "train", found.groups["trainer"], nodes).node.id == first
+    assert "nvlink=*" in refusal(alone, *two, "train=nvlink:*,gpu:H200")
 
 
-def test_the_trainer_is_refused_labels_that_the_controllers_node_lacks() -> None:
-    wanted = ("--ray-labels", "train=gpu:H200")
-    assert "on the controller's node with gpu=H200" in refusal([node("1"), node("2", gpu="H200")], *wanted)
-    assert placements(*wanted).check([node("1", gpu="H200"), node("2")]) == []
+def test_labels_of_the_trainer_do_not_move_what_stays_with_the_controller() -> None:
+    wanted = ("--ray-labels", "train=gpu:H200", "cpu=gpu:H200", "--eval-prompt-data", "arithmetic", "--eval-interval",
+              "2", "--ray-cpus", "cpu=2")  # fmt: skip
+    found = placements(*wanted)
+    assert all(found.of(name).here for name in ("evaluate-0", "engines-0"))
+    assert found.check([node("1"), node("2", 32, gpu="H200")]) == []
+    said = refusal([node("1", 1), node("2", 32, gpu="H200")], *wanted)
+    assert "evaluate-0 needs 2 CPU on the controller's node, but the cluster has 2 nodes: 10.0.0.1 (1 CPU" in said
+    assert "with gpu=H200, but the cluster has" in refusal([node("1")], *wanted)
 
 
 @pytest.mark.parametrize(

@@ -140,7 +140,7 @@ def test_processes_go_to_nodes_by_their_labels(tmp_path: Path) -> None:
                 market = {node.id: node.labels.get("market") or node.labels.get("pool") for node in nodes()}
                 where = {name: market[launcher._placed[name].node] for name in names}
                 assert where == {
-                    "train-0": None, "engine-0": "spot", "engine-1": "spot", "engines-0": "spot", "reward-0": "cpu",
+                    "train-0": None, "engine-0": "spot", "engine-1": "spot", "engines-0": None, "reward-0": "cpu",
                 }  # fmt: skip
                 other = RayPlacement(
                     msgspec.structs.replace(config, run=msgspec.structs.replace(config.run, scale={})), gpus=False

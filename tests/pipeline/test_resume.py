@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import signal
 import subprocess
 import sys
@@ -117,13 +118,21 @@ def test_a_run_that_is_stopped_at_once_leaves_no_weights_in_shared_memory(
     runtime.rmdir()
 
 
-def test_too_few_open_files_are_one_sentence(tmp_path: Path) -> None:
-    command = ["bash", "-c", 'ulimit -n 64; exec "$@"', "bash", sys.executable, str(ROOT / "launch.py")]
-    flags = ["--run-dir", str(tmp_path / "run"), *SMALL, *made_model(), *SIMULATED]
+@pytest.mark.parametrize(("limit", "flags"), [(64, []), (128, ["--scale", "reward=9"])])
+def test_too_few_open_files_are_one_sentence(limit: int, flags: list[str], tmp_path: Path) -> None:
+    """Before anything is started: libzmq ends a process that has none left."""
+    command = ["bash", "-c", f'ulimit -n {limit}; exec "$@"', "bash", sys.executable, str(ROOT / "launch.py")]
+    flags = ["--run-dir", str(tmp_path / "run"), *SMALL, *made_model(), *SIMULATED, *flags]
     done = subprocess.run([*command, *flags], cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=240)
     assert done.returncode == 2
-    assert "the limit of open files (64, at most 64) is too low for this run: raise it" in done.stderr
+    said = done.stderr.splitlines()[-1]
+    assert re.fullmatch(
+        rf"error: the limit of open files \({limit}, at most {limit}\) is too low for this run, which needs \d+: raise "
+        r"it, such as with `ulimit -n 4096`, or start fewer replicas with --scale",
+        said,
+    )
     assert "Traceback" not in done.stderr
+    assert not (tmp_path / "run").exists()
 
 
 def test_a_run_directory_that_is_removed_is_named(tmp_path: Path) -> None:

@@ -14,15 +14,16 @@ from typing import Any
 
 import pytest
 import torch
-from launching import SMALL, Finished, finish, start, succeed
+from launching import SMALL, Finished, alive, finish, start, succeed
 from test_kill import steps_done, wait_for_steps
 from token_checks import check_token, files_with
 
 from models.engines.client import EngineClient
 from models.engines.errors import EngineError
 from models.engines.launch.arguments import RUNNER
-from models.engines.protocol import EXPECTED_SGLANG
+from models.engines.protocol import EXPECTED_SGLANG, GenerateRequest, SamplingParams
 from models.engines.token import read_token
+from pipeline.supervise.take_over import refusal
 from tests.models.engines.forward_reference import by_one, by_pieces
 from tests.sglang_server import ON_SGLANG, RealServer, needs_sglang
 
@@ -201,6 +202,60 @@ def test_engines_killed_and_stopped_in_mid_generation(tap: Path) -> None:
     check_spans(rows)
     saved = sum(row["reused"] for row in rows)
     assert 0 < saved <= summary["engine"]["reused_tokens"], "tokens of discarded groups count too"
+
+
+@pytest.mark.slow
+@pytest.mark.xdist_group("sglang")
+async def test_a_server_that_was_left_in_an_update_gives_up_what_it_was_asked(sglang: RealServer) -> None:
+    long = GenerateRequest(input_ids=[5, 6, 7], sampling_params=SamplingParams(max_new_tokens=900, ignore_eos=True))
+    async with EngineClient(sglang.url) as client, asyncio.TaskGroup() as tasks:
+        asked = tasks.create_task(client.generate(long))
+        async with asyncio.timeout(60):
+            while not sum(load.num_running_reqs for load in await client.loads()):  # noqa: ASYNC110
+                await asyncio.sleep(0.05)
+        await client.pause("in_place")
+        assert await refusal(sglang.url, None, frozen=False) is None
+        assert [output.aborted for output in await asked] == [True]
+        assert (await client.model_info()).weight_version
+        await client.resume()
+
+
+@pytest.mark.full
+@on_servers_of_its_own
+def test_a_server_outlives_the_controller_and_is_given_the_weights_of_the_resumed_run(tmp_path: Path) -> None:
+    """One of two servers hangs meanwhile: it is replaced, and the other one goes on."""
+    run_dir = tmp_path / "run"
+    process = start(
+        run_dir, *SMALL, *LONG, "--engine", "sglang", "--sglang-python", str(needs_sglang()), "--scale", "engine=2",
+        "--router", "none", "--num-rollout", "100000", "--save-interval", "1", "--rollout-max-context-len", "512",
+        "--auto-resume", "5", "--train-backend", "simulated", "--simulated-step-s", "0.4",
+    )  # fmt: skip
+    wait_for_steps(process, run_dir, 3, timeout_s=300)
+    wait_serving(process, run_dir, "engine-0", 2)
+    before = [int((run_dir / "replicas" / f"{name}.pid").read_text()) for name in ("engine-0", "engine-1")]
+    children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+    [controller] = [pid for pid in map(int, children) if b"launch.py" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+    strike(run_dir, "engine-1", signal.SIGSTOP)
+    os.kill(controller, signal.SIGKILL)
+    steps = steps_done(run_dir)
+    wait_for_steps(process, run_dir, steps + 5, timeout_s=200)
+    wait_serving(process, run_dir, "engine-0", 5)
+    assert int((run_dir / "replicas" / "engine-0.pid").read_text()) == before[0]
+    assert int((run_dir / "replicas" / "engine-1.pid").read_text()) != before[1]
+    assert not alive(before[1])
+
+    async def label() -> str:
+        async with client_of(run_dir, "engine-0") as client:
+            return (await client.model_info()).weight_version
+
+    assert asyncio.run(label()).startswith("1."), "weights of the second start"
+    process.send_signal(signal.SIGINT)
+    done = finish(process, run_dir)
+    check_books_of_interrupted(done)
+    assert "engine-0: taken over from the start before in" in done.out
+    assert "engine-1: not taken over from the start before, a new one is started: " in done.out
+    assert done.summary["restarts"] == {"controller": 1}
+    assert not alive(before[0])
 
 
 @pytest.mark.parametrize("mode", MODES)

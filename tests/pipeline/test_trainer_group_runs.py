@@ -118,3 +118,16 @@ def test_several_machines_are_refused(tmp_path: Path) -> None:
     assert done.code == 2
     assert "--actor-num-nodes 2" in done.err
     assert "Traceback" not in done.err
+
+
+@pytest.mark.full
+def test_ranks_that_are_killed_on_purpose_lose_nothing(tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    flags = [*SMALL, *made_model(), *ENGINE, *TRAINER_GROUP, "--num-rollout", "8", "--save-interval", "2"]
+    process = start(run_dir, *flags, "--fault-inject", "rank:0.02:kill", "--max-restarts", "100", "--seed", "3")
+    done = finish(process, run_dir)
+    assert done.code == 0, done.err[-3000:]
+    done.check_books()
+    assert sorted(done.audit.batches) == list(range(1, 9))
+    assert done.summary["faults_injected"]["rank kill"] >= done.summary["restarts"]["trainer-group"] >= 1
+    nothing_left(run_dir)

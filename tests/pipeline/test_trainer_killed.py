@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import re
+import signal
+import time
 from pathlib import Path
 
 import pytest
@@ -10,7 +13,7 @@ from launching import SIMULATED, SMALL, Finished, finish, made_model, start, suc
 from pipeline.observe.metrics import read_metrics
 from pipeline.record.journal import RolledBack, read_journal
 from tests.chaos.oracle import Expected, judge
-from tests.pipeline.test_kill import kill, pids, wait_for_steps, wait_until
+from tests.pipeline.test_kill import kill, pids, steps_done, wait_for_steps, wait_until
 
 pytestmark = pytest.mark.slow
 
@@ -50,8 +53,55 @@ def test_a_killed_trainer_goes_on_from_its_checkpoint_and_evaluations_come_once(
 
 
 @pytest.mark.full
+def test_a_killed_trainer_does_not_go_on_from_a_damaged_checkpoint(tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    flags = [*SMALL, *made_model(), *SIMULATED, "--num-rollout", "2000", "--save-interval", "1"]
+    process = start(run_dir, *flags)
+    wait_for_steps(process, run_dir, 2)
+    kill(run_dir, "train-0", signal.SIGSTOP)
+    time.sleep(1.0)  # what it reported is committed
+    newest = max((run_dir / "checkpoints").glob("step-*"))
+    weights = newest / "hf" / "model.safetensors"
+    data = bytearray(weights.read_bytes())
+    data[-1] ^= 1
+    weights.write_bytes(data)
+    kill(run_dir, "train-0")
+    done = finish(process, run_dir)
+    assert (done.code, "--resume" in done.err) == (1, True)
+    assert f"{weights} is damaged" in done.out
+    steps = int(newest.name.removeprefix("step-")) + 2
+    resumed = finish(start(None, "--resume", str(run_dir), "--num-rollout", str(steps)), run_dir)
+    assert resumed.code == 0, resumed.err[-3000:]
+    assert f"passed over: {weights} is damaged" in resumed.err
+
+
+@pytest.mark.full
 def test_a_killed_trainer_trains_the_same(tmp_path: Path) -> None:
     """In a synchronous run each token depends on all weights before it."""
     flags = [*SMALL, *made_model(), "--mode", "sync", "--deterministic", "--num-rollout", "6"]
     done = killed(tmp_path / "killed", (1, 2, 4), *flags)
     assert done.audit.batches == succeed(tmp_path / "run", *flags, "--save-interval", "1").audit.batches
+
+
+def standing_by(run_dir: Path) -> list[int]:
+    """Numbers of all processes that ever stood by."""
+    log = run_dir / "logs" / "train-0.log"
+    said = log.read_text() if log.exists() else ""
+    return [int(number) for number in re.findall(r"process (\d+) stands by for train-0", said)]
+
+
+def test_a_process_that_stands_by_takes_the_place_of_a_killed_trainer(tmp_path: Path) -> None:
+    """The one that stands by for it in turn ends with the run."""
+    run_dir = tmp_path / "run"
+    computes = [*SMALL, *made_model(), *SIMULATED[: SIMULATED.index("--train-backend")], "engine.simulated.a_ms=60"]
+    process = start(run_dir, *computes, "--train-standby", "--num-rollout", "2000", "--save-interval", "1")
+    wait_until(process, lambda: len(standing_by(run_dir)) == 1, "a process stands by")
+    kill(run_dir, "train-0")
+    wait_until(process, lambda: pids(run_dir, "train-0") == standing_by(run_dir)[:1], "it takes the place")
+    wait_for_steps(process, run_dir, steps_done(run_dir) + 2)
+    process.send_signal(signal.SIGTERM)
+    done = finish(process, run_dir)
+    assert done.code == 130, done.err[-3000:]
+    done.check_books()
+    assert done.summary["restarts"] == {"train-0": 1}
+    assert not any(Path("/proc", str(number)).exists() for number in standing_by(run_dir))

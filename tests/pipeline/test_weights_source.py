@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from models.weights.errors import WeightsError
+from models.weights.errors import TornWeights, WeightsError
 from models.weights.shared_memory_reader import SlotReader
 from models.weights.shared_memory_writer import SlotWriter
 from pipeline.hosts import weights_source
@@ -131,3 +131,27 @@ async def test_a_trainer_that_is_gone_is_an_error_of_the_update(
         await server.close()
         with pytest.raises(WeightsError, match=r"version 1 could not be fetched from tcp://127\.0\.0\.1"):
             await fetched.local(second)
+
+
+async def test_a_fetch_from_a_trainer_that_is_gone_ends_when_another_one_offers(
+    slots: SlotWriter, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with hosts(tmp_path, monkeypatch) as (offered, fetched):
+        fetched._node._give_up_s = None  # it would wait for ever
+        one = write(slots, 0)
+        await offer(offered, fetched, one)
+        assert offered._server is not None
+        offered._server.shut(0)
+        async with asyncio.timeout(20), asyncio.TaskGroup() as tasks:
+            task = tasks.create_task(expect_gone(fetched, one))
+            while not fetched._turn.locked():  # noqa: ASYNC110  (a lock announces nothing)
+                await asyncio.sleep(0.01)
+            assert not task.done()
+            offered._server, offered._files = None, set()
+            await offered.offer(Path(one.path))
+        assert contents(await fetched.local(one)) == contents(one)
+
+
+async def expect_gone(fetched: FetchedWeights, one: WeightsAnnouncement) -> None:
+    with pytest.raises(TornWeights, match="is gone; another one offers newer"):
+        await fetched.local(one)

@@ -23,10 +23,18 @@ def status(url: str, token: str = "") -> int:
         return error.code
 
 
-def server_of(run_dir: Path, name: str, timeout_s: float = 300) -> dict[str, Any]:
+def ended(process: int) -> bool:
+    """Also if nobody has waited for it."""
+    try:
+        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+    except OSError:
+        return True
+
+
+def server_of(run_dir: Path, name: str, controller: int, timeout_s: float = 300) -> dict[str, Any]:
     """What a run tells of one of its servers, once that serves."""
     deadline = time.monotonic() + timeout_s
-    while time.monotonic() < deadline:
+    while time.monotonic() < deadline and not ended(controller):
         with contextlib.suppress(OSError, KeyError):
             found: dict[str, Any] = json.loads((run_dir / "replicas" / "fleet.json").read_text())[name]
             return found
@@ -37,7 +45,7 @@ def server_of(run_dir: Path, name: str, timeout_s: float = 300) -> dict[str, Any
 def check_token(run_dir: Path, controller: int, **routes: str) -> TokenFile:
     """Of a run that goes on: its token, which each server (`engine_0="/a/route"`) wants and no process shows."""
     found = {name.replace("_", "-"): route for name, route in routes.items()}
-    servers = {name: server_of(run_dir, name) for name in found}
+    servers = {name: server_of(run_dir, name, controller) for name in found}
     file = read_token(Path(next(server["token_file"] for server in servers.values() if server["token_file"])))
     assert Path(file.path).parent.stat().st_mode & 0o777 == 0o700
     for name, server in servers.items():

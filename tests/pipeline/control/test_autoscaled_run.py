@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import subprocess
-import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from commands import done, until
 from launching import SIMULATED, SMALL, finish, made_model, start
 
-from pipeline.control.client import NotRunning, ask
-from pipeline.control.messages import Drain, Reply, RunStatus, Scale, Status
+from pipeline.control.client import ask
+from pipeline.control.messages import Drain, Scale
 
 pytestmark = pytest.mark.slow
 
@@ -19,7 +17,6 @@ FLAGS = [
     *SMALL, *made_model(), *SIMULATED, "--rm-type", "sleep:0.06", "--num-rollout", "4000", "--autoscale", "reward=1..2",
     "--autoscale-window-s", "1", "--simulated-step-s", "0.01", "--log-interval", "100",
 ]  # fmt: skip
-PATIENCE_S = 180.0
 
 
 def test_the_slow_stage_is_scaled_and_the_user_outranks(tmp_path: Path) -> None:
@@ -51,24 +48,3 @@ def test_the_slow_stage_is_scaled_and_the_user_outranks(tmp_path: Path) -> None:
     said = next(line for line in ended.out.splitlines() if line.startswith("autoscale: "))
     assert "reward 1 -> 2" in said
     assert ended.summary["advice"]
-
-
-def done(run_dir: Path, command: Scale | Drain) -> Reply:
-    reply = ask(run_dir, command)
-    assert reply.ok, reply.lines
-    return reply
-
-
-def until(process: subprocess.Popen[str], run_dir: Path, holds: Callable[[RunStatus], bool]) -> RunStatus:
-    """The first status of which it holds."""
-    deadline = time.monotonic() + PATIENCE_S
-    while time.monotonic() < deadline:
-        assert process.poll() is None, process.communicate()
-        try:
-            status = ask(run_dir, Status()).status
-        except NotRunning:  # it starts
-            status = None
-        if status is not None and holds(status):
-            return status
-        time.sleep(0.1)
-    raise AssertionError("it never came to that")

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-import subprocess
-import time
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from commands import done, until
 from launching import SIMULATED, SMALL, finish, made_model, start, succeed_here
 from launching import here as run_here
 from scripted_run import Scripted, scripted
 
 from pipeline.control.client import NotRunning, ask
-from pipeline.control.messages import Command, Drain, Pause, Reply, Resume, RunStatus, Save, Scale, Set, Status
+from pipeline.control.messages import Command, Drain, Pause, Reply, Resume, Save, Scale, Set, Status
 from pipeline.observe.stats import Changed
 from pipeline.observe.trace import Span, read_records
 from pipeline.record.journal import Committed, read_journal
@@ -39,28 +38,6 @@ LOADED = [
     "4000",
 ]  # a batch takes a quarter of a second, so that all this is under load
 FIRST = {"engine": "2", "reward": "4", "group": "2", "generate": "2"}
-PATIENCE_S = 120.0
-
-
-def done(run_dir: Path, command: Command) -> Reply:
-    reply = ask(run_dir, command)
-    assert reply.ok, reply.lines
-    return reply
-
-
-def until(process: subprocess.Popen[str], run_dir: Path, holds: Callable[[RunStatus], bool]) -> RunStatus:
-    """The first status of which it holds."""
-    deadline = time.monotonic() + PATIENCE_S
-    while time.monotonic() < deadline:
-        assert process.poll() is None, process.communicate()
-        try:
-            status = ask(run_dir, Status()).status
-        except NotRunning:  # it starts
-            status = None
-        if status is not None and holds(status):
-            return status
-        time.sleep(0.05)
-    raise AssertionError("it never came to that")
 
 
 def passed_on(run_dir: Path) -> set[str]:

@@ -31,7 +31,7 @@ class Run:
     def __init__(self) -> None:
         arguments = ["--rollout-batch-size", "2", "--n-samples-per-prompt", "4", "--autoscale-window-s", "4"]
         config = load(arguments).config
-        self.now, self.ended = 0.0, set[str]()
+        self.now, self.ended, self.waiting = 0.0, set[str](), 0.0
         self.view = RunView(mode="async", total_steps=None, staleness_bound=1, started_s=0.0)
         self.recorder = SimpleNamespace(
             view=self.view, changes=[], restarts={}, training_started=0.0, last_step_s=0.0, ledger=Ledger()
@@ -68,7 +68,7 @@ class Run:
         self.recorder.last_step_s = self.now
 
     def report(self) -> None:
-        engines = {"engine-0/running": 6.0, "engine-0/waiting": 0.0, "engine-0/idle": 0.25}
+        engines = {"engine-0/running": 6.0, "engine-0/waiting": self.waiting, "engine-0/idle": 0.25}
         told = {"reward": (0.9, {CPU: 0.5 * self.now}), "train": (0.4, {}), "engines": (0.0, engines)}
         for name, (busy, extra) in told.items():
             self.view.stage(
@@ -103,6 +103,24 @@ def test_a_window_has_the_rates_and_shares_of_its_batches() -> None:
     assert "train" not in stages
 
 
+@pytest.mark.parametrize(("waiting", "engine", "generate"), [(0.0, (6, 0, 0), (12, 12)), (2.0, (20, 14, 1), (0, 0))])
+def test_prompts_that_wait_for_full_engines_are_theirs(
+    waiting: float, engine: tuple[float, ...], generate: tuple[float, ...]
+) -> None:
+    run = Run()
+    run.waiting = waiting
+    run.queues["generate"].queued = 3  # prompts of 4 rollouts each
+    while (window := run.meter.window()) is None:
+        run.batch()
+        assert run.stage.steps < 20
+    stages = {stage.name: stage for stage in window.stages}
+    seen = stages["engine"]
+    assert (seen.here, seen.waiting, seen.queued) == pytest.approx(engine), (
+        "6 run, and those wait that it has no slot for"
+    )
+    assert (stages["generate"].here, stages["generate"].waiting) == pytest.approx(generate)
+
+
 @pytest.mark.parametrize("what", ["change", "restart", "replica", "pause"])
 def test_two_different_runs_are_not_averaged(what: str) -> None:
     run = Run()
@@ -128,3 +146,17 @@ def test_nothing_is_said_of_a_run_whose_stages_have_begun_to_end() -> None:
         run.batch()
     run.ended.add("generate")
     assert run.meter.window() is None
+
+
+def test_the_end_of_a_run_is_another_run_than_its_middle() -> None:
+    """When all groups that it will train are trained or in flight, no prompts enter any more."""
+    run = Run()
+    run.stage.gate = StalenessGate(2, 1, total=12)
+    for _ in range(10):
+        run.batch()
+    assert run.meter.steady, "20 of 24 are trained"
+    for position in range(20, 23):
+        run.stage.ledger.admit(position=position)
+    assert run.meter.steady, "one more is to enter"
+    run.stage.ledger.admit(position=23)
+    assert not run.meter.steady

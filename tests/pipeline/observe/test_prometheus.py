@@ -170,6 +170,30 @@ async def test_engines_that_answer_are_joined_and_the_others_are_down(hung: str)
     assert found["sluice_step"] == 4, "the run's own figures are there whatever the engines do"
 
 
+@pytest.mark.parametrize(
+    ("host", "status"),
+    [
+        ("127.0.0.1", 200),
+        ("localhost:9", 200),
+        ("[::1]:9", 200),
+        ("evil.example:9", 403),
+        ("evil.example", 403),
+        ("", 403),
+    ],
+)
+async def test_a_web_page_cannot_read_the_figures_through_a_name_of_its_own(host: str, status: int) -> None:
+    """A page's name may be made to lead to the loopback address; the browser then sends the name."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    async with (
+        endpoint("127.0.0.1", port, facts),
+        aiohttp.ClientSession() as session,
+        session.get(f"http://127.0.0.1:{port}/metrics", headers={"Host": host}) as answer,
+    ):
+        assert answer.status == status
+        assert ("sluice_step" in await answer.text()) == (status == 200)
+
+
 async def test_a_port_in_use_is_one_sentence_with_the_cure() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
