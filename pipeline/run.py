@@ -107,7 +107,7 @@ def _connected(config: Config, launchers: Launchers | None, resumed: Resumed | N
         kept = KeptProcesses(resumed.connection, resumed.directory) if resumed is not None and keeps else None
         yield launchers or partial(LocalLauncher, kept=kept)
         return
-    from pipeline.hosts.ray_cluster import connected
+    from pipeline.hosts.ray.cluster import connected
 
     with connected(config) as found:
         yield found

@@ -13,7 +13,7 @@ import pytest
 
 from pipeline.hosts.launcher import ProcessSpec
 from pipeline.hosts.process_group import living
-from pipeline.hosts.ray_actor import ProcessActor
+from pipeline.hosts.ray.actor import ProcessActor
 
 SLEEPS = ProcessSpec("one-0", (sys.executable, "-c", "import time; time.sleep(600)"))
 

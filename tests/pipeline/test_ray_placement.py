@@ -13,11 +13,11 @@ import launch as program
 from configs.load import load
 from configs.schema import Config
 from pipeline.errors import UsageError
-from pipeline.hosts.ray_actor import interface_of
-from pipeline.hosts.ray_handle import PlacedActor
-from pipeline.hosts.ray_launcher import RayLauncher
-from pipeline.hosts.ray_nodes import Node, PlacementGroup, ResourceNeeds, Strategy, choose, divide, seat_with_room
-from pipeline.hosts.ray_placement import RayPlacement
+from pipeline.hosts.ray.actor import interface_of
+from pipeline.hosts.ray.handle import PlacedActor
+from pipeline.hosts.ray.launcher import RayLauncher
+from pipeline.hosts.ray.nodes import Node, PlacementGroup, ResourceNeeds, Strategy, choose, divide, seat_with_room
+from pipeline.hosts.ray.placement import RayPlacement
 
 
 def config(*flags: str) -> Config:

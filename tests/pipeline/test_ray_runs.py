@@ -21,9 +21,9 @@ import launch as program
 from configs.load import load
 from pipeline.errors import UsageError
 from pipeline.hosts.launcher import ProcessSpec
-from pipeline.hosts.ray_cluster import nodes
-from pipeline.hosts.ray_launcher import RayLauncher
-from pipeline.hosts.ray_placement import RayPlacement
+from pipeline.hosts.ray.cluster import nodes
+from pipeline.hosts.ray.launcher import RayLauncher
+from pipeline.hosts.ray.placement import RayPlacement
 from pipeline.record.run_directory import RunDir
 
 ray = pytest.importorskip("ray", reason="Ray is not installed: pip install ray")

@@ -16,7 +16,7 @@ import msgspec
 
 from pipeline.hosts.launcher import ProcessSpec, ProcessState
 from pipeline.hosts.local_launcher import last_error, last_line
-from pipeline.hosts.ray_actor import CHUNK_BYTES
+from pipeline.hosts.ray.actor import CHUNK_BYTES
 
 ANSWER_TIMEOUT_S: Final = 30.0  # without an answer of an actor, after which its process counts as lost
 KILLED: Final = -9

@@ -21,7 +21,7 @@ from configs.rules.ray import alternatives
 from configs.schema import Config
 from models.train.trainer_group.rank_spec import needs_trainer_group, processes_of
 from pipeline.errors import UsageError
-from pipeline.hosts.ray_nodes import CURE, Node, PlacementGroup, ResourceNeeds, Role, Strategy, choose, inventory, note
+from pipeline.hosts.ray.nodes import CURE, Node, PlacementGroup, ResourceNeeds, Role, Strategy, choose, inventory, note
 
 NODE_ID: Final = "ray.io/node-id"  # label that every node has
 _DEFAULT_CPUS: Final[Mapping[str, int]] = {"train": 1, "rollout": 1, "cpu": 0}

@@ -18,9 +18,9 @@ from typing import Any, Final
 
 from configs.schema import Config
 from pipeline.errors import UsageError
-from pipeline.hosts.ray_launcher import RayLauncher
-from pipeline.hosts.ray_nodes import Node
-from pipeline.hosts.ray_placement import RayPlacement
+from pipeline.hosts.ray.launcher import RayLauncher
+from pipeline.hosts.ray.nodes import Node
+from pipeline.hosts.ray.placement import RayPlacement
 
 STORE_BYTES: Final = 100 << 20  # of a cluster of our own: only logs and small files go through it
 REACH_S: Final = 5.0

@@ -13,10 +13,10 @@ import msgspec
 
 import pipeline
 from pipeline.errors import UsageError
-from pipeline.hosts.ray_actor import ProcessActor
-from pipeline.hosts.ray_handle import ANSWER_TIMEOUT_S, PlacedActor, gone
-from pipeline.hosts.ray_nodes import Node, ResourceNeeds
-from pipeline.hosts.ray_placement import NODE_ID
+from pipeline.hosts.ray.actor import ProcessActor
+from pipeline.hosts.ray.handle import ANSWER_TIMEOUT_S, PlacedActor, gone
+from pipeline.hosts.ray.nodes import Node, ResourceNeeds
+from pipeline.hosts.ray.placement import NODE_ID
 from pipeline.hosts.shared_files import SharedFiles
 
 POLL_S: Final = 2.0  # between two looks at the cluster

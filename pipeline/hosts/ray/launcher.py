@@ -19,10 +19,10 @@ import msgspec
 from pipeline.errors import UsageError
 from pipeline.hosts.free_port import PortInUse
 from pipeline.hosts.launcher import ANYTHING, HostGone, ProcessSpec, Resources, quiet, stop_together
-from pipeline.hosts.ray_handle import ANSWER_TIMEOUT_S, PlacedActor, RayHandle, gone
-from pipeline.hosts.ray_nodes import Node, PlacementGroup, choose, divide, matches, seat_with_room, wanted_labels
-from pipeline.hosts.ray_placement import NODE_ID, ActorPlacement, RayPlacement
-from pipeline.hosts.ray_start import NotStarted, lacking, start_actor
+from pipeline.hosts.ray.handle import ANSWER_TIMEOUT_S, PlacedActor, RayHandle, gone
+from pipeline.hosts.ray.nodes import Node, PlacementGroup, choose, divide, matches, seat_with_room, wanted_labels
+from pipeline.hosts.ray.placement import NODE_ID, ActorPlacement, RayPlacement
+from pipeline.hosts.ray.start import NotStarted, lacking, start_actor
 from pipeline.hosts.shared_files import SharedFiles
 from pipeline.record.run_directory import RunDir
 

@@ -1,0 +1,1 @@
+"""Processes on the nodes of a Ray cluster."""
