@@ -95,6 +95,7 @@ class CheckpointConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=
 class ObserveConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     live: Annotated[bool | None, Meta(description="live table; default: if the output is a terminal")] = None
     use_tensorboard: Annotated[bool, Meta(description="write TensorBoard events")] = True
+    use_plot: Annotated[bool, Meta(description="draw the learning curve when the run ends")] = True
     trace: Annotated[bool, Meta(description="write a Perfetto trace of the stage spans of each sample")] = True
     log_interval: Annotated[int, Meta(ge=1, description="print a line every this many rollout batches")] = 10
     custom_rollout_log_function_path: Annotated[

@@ -7,12 +7,14 @@ import shutil
 from collections.abc import Iterator, KeysView
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from torch import Tensor
-
-from models.families.hugging_face_names import Piece
 from models.train.errors import CheckpointUnavailable, first_line
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from models.families.hugging_face_names import Piece
 
 _INDEX = "model.safetensors.index.json"
 _WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".index.json")
@@ -157,7 +159,7 @@ def files_by_name(directory: Path) -> dict[str, Path]:
             names = {name: directory / file for name, file in found.items()}
         else:
             for path in sorted(directory.glob("*.safetensors")):
-                with safe_open(path, framework="pt") as file:
+                with safe_open(path, framework="np") as file:  # names only
                     names |= dict.fromkeys(file.keys(), path)
     except (OSError, ValueError, KeyError, AttributeError, SafetensorError) as error:
         raise CheckpointUnavailable(

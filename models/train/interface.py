@@ -12,11 +12,15 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 import numpy.typing as npt
-import torch
+
+if TYPE_CHECKING:
+    import torch
+
+    from models.weights.layout import StoredTensor
 
 
 @dataclass(frozen=True)
@@ -72,7 +76,7 @@ class TrainBackend(Protocol):
     def discard(self) -> None:
         """Forget what was accumulated for the running batch; the weights stay as they are."""
 
-    def export_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
+    def export_weights(self) -> Iterator[tuple[str, torch.Tensor | StoredTensor]]:
         """Current weights under Hugging Face names, in a fixed order."""
 
     def save(self, directory: Path) -> None:

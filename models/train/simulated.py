@@ -1,7 +1,8 @@
 """A training backend that takes time instead of computing: for benchmarks of the schedule and tests of the life cycle.
 
 It sleeps `simulated_step_s` per optimizer step, spread over the sequences as they arrive, so that overlap with
-generation shows as it does with a real trainer. Weights are those of the checkpoint, unchanged.
+generation shows as it does with a real trainer. Weights are those of the checkpoint, unchanged: their bytes are passed
+on as they are, without torch.
 """
 
 from __future__ import annotations
@@ -14,11 +15,11 @@ from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
-import torch
 
 from configs.schema import TrainConfig
-from models.families.source import CheckpointTensors
+from models.families.source import files_by_name
 from models.train.interface import TrainSequence
+from models.weights.layout import StoredTensor, stored_tensors
 
 ARRIVAL_SHARE = 0.9  # of a step's time is spent as its sequences arrive, the rest in `step`
 
@@ -35,8 +36,9 @@ class SimulatedBackend:
 
     def setup(self) -> None:
         self._source = Path(self._train.hf_checkpoint)
-        with CheckpointTensors(self._source) as stored:
-            self._weights = {name: stored.whole(name) for name in stored}
+        self._weights = [
+            stored for file in sorted(set(files_by_name(self._source).values())) for stored in stored_tensors(file)
+        ]
 
     def logprobs(self, sequences: Sequence[TrainSequence]) -> list[npt.NDArray[np.float32]]:
         return [s.rollout_log_probs[s.prompt_length :] for s in sequences]
@@ -63,8 +65,8 @@ class SimulatedBackend:
     def discard(self) -> None:
         self._owed_s = 0.0
 
-    def export_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
-        yield from self._weights.items()
+    def export_weights(self) -> Iterator[tuple[str, StoredTensor]]:
+        yield from ((stored.spec.name, stored) for stored in self._weights)
 
     def save(self, directory: Path) -> None:
         shutil.copytree(self._source, directory / "hf", dirs_exist_ok=True)

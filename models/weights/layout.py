@@ -12,7 +12,7 @@ Invariants:
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Final
 
@@ -65,6 +65,17 @@ class Layout(Struct, frozen=True):
     @property
     def data_bytes(self) -> int:
         return self.file_bytes - len(self.header)
+
+
+class StoredTensor(Struct, frozen=True):
+    """A tensor as its bytes: for what passes tensors on and computes nothing, and so needs no torch."""
+
+    spec: TensorSpec
+    data: bytes
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.spec.shape
 
 
 class _HeaderEntry(Struct):
@@ -125,3 +136,11 @@ def read_layout(path: Path) -> Layout:
         if item.spec.dtype not in ELEMENT_BYTES or item.end - item.start != item.spec.nbytes or item.end > size:
             raise SourceError(f"{path}: the header's entry for {item.spec.name!r} does not fit the file; copy it again")
     return Layout(header=prefix + text, tensors=ranges, file_bytes=size)
+
+
+def stored_tensors(path: Path) -> Iterator[StoredTensor]:
+    """The tensors of a safetensors file, in file order. Raises SourceError if it is not one."""
+    with path.open("rb") as file:
+        for item in read_layout(path).tensors:
+            file.seek(item.start)
+            yield StoredTensor(item.spec, file.read(item.spec.nbytes))

@@ -15,24 +15,29 @@ from __future__ import annotations
 import errno
 import mmap
 import os
+import sys
 from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 import msgspec
 import numpy as np
-import torch
 from msgspec import Struct
 
 from models.families.source import copy_all_but_weights, files_by_name
 from models.weights.buckets import TORCH_NAMES
 from models.weights.errors import LayoutMismatch, SlotSpaceError, SourceError
-from models.weights.layout import WEIGHTS_FILE, Layout, TensorSpec, lay_out, read_layout
+from models.weights.layout import WEIGHTS_FILE, Layout, StoredTensor, TensorRange, TensorSpec, lay_out, read_layout
 from models.weights.shared_memory_reader import STATE_FILE, SlotManifest, digest_of
 from models.weights.slots_directory import DirectoryLease
-from models.weights.tensor_view import tensor_view
+
+if TYPE_CHECKING:
+    import torch
 
 SLOTS: Final = 2
+
+Exported = Iterator[tuple[str, "torch.Tensor | StoredTensor"]]  # names and tensors of one version
 
 
 class _ModelConfig(Struct):
@@ -40,7 +45,7 @@ class _ModelConfig(Struct):
 
 
 class _Slot:
-    """One directory with its two mappings and a typed view of each tensor."""
+    """One directory with its two mappings and the range of each tensor."""
 
     def __init__(self, directory: Path, layout: Layout) -> None:
         self.path = directory
@@ -51,15 +56,22 @@ class _Slot:
         self._map[: layout.data_start] = layout.header
         self.state = np.frombuffer(_map(state), dtype=np.uint64)
         self.data = np.frombuffer(self._map, dtype=np.uint8, offset=layout.data_start)
-        self.tensors = {
-            item.spec.name: tensor_view(self._map, TORCH_NAMES[item.spec.dtype], item.spec.shape, item.start)
-            for item in layout.tensors
-        }
+        self.tensors = {item.spec.name: item for item in layout.tensors}
 
     def begin(self) -> None:
         """Make the counter odd. A slot whose last write failed is odd already and moves to the next odd number."""
         counter = int(self.state[0])
         self.state[0] = counter + 2 if counter % 2 else counter + 1
+
+    def put(self, place: TensorRange, tensor: torch.Tensor | StoredTensor) -> None:
+        """Copy a tensor to its place: bytes as they are, a tensor of torch in the type of the layout."""
+        if isinstance(tensor, StoredTensor):
+            self._map[place.start : place.end] = tensor.data
+            return
+        from models.weights.tensor_view import tensor_view  # torch, which whoever made the tensor has loaded
+
+        view = tensor_view(self._map, TORCH_NAMES[place.spec.dtype], place.spec.shape, place.start)
+        view.copy_(tensor)
 
     def finish(self) -> int:
         """The new generation."""
@@ -94,7 +106,7 @@ class SlotWriter:
         """The slot that the next write overwrites."""
         return self._slots[self._next].path
 
-    def write(self, version: int, run_generation: int, tensors: Iterator[tuple[str, torch.Tensor]]) -> SlotManifest:
+    def write(self, version: int, run_generation: int, tensors: Exported) -> SlotManifest:
         """Copy one version into the older slot and return its manifest.
 
         `tensors` must name every tensor of the layout once, in any order and on any device. Raises LayoutMismatch
@@ -103,12 +115,11 @@ class SlotWriter:
         slot = self._slots[self._next]
         slot.begin()
         seen: set[str] = set()
-        with torch.no_grad():
+        with _no_gradients():
             for name, tensor in tensors:
                 if name in self._tied:
                     continue  # shares the storage of a tensor that is written under its own name
-                target = _target(slot, name, tensor, seen, version)
-                target.copy_(tensor)
+                slot.put(_place(slot, name, tensor, seen, version), tensor)
                 seen.add(name)
         missing = slot.tensors.keys() - seen
         if missing:
@@ -140,20 +151,31 @@ class SlotWriter:
             raise
 
 
-def _target(slot: _Slot, name: str, tensor: torch.Tensor, seen: set[str], version: int) -> torch.Tensor:
-    """The mapped view that a tensor goes to. Raises LayoutMismatch."""
-    target = slot.tensors.get(name)
-    if target is None or name in seen:
+def _no_gradients() -> AbstractContextManager[object]:
+    """What an export computes gets no graph. Where torch is not loaded nothing is computed."""
+    torch = sys.modules.get("torch")
+    return nullcontext() if torch is None else torch.no_grad()
+
+
+def _place(slot: _Slot, name: str, tensor: torch.Tensor | StoredTensor, seen: set[str], version: int) -> TensorRange:
+    """The range that a tensor goes to. Raises LayoutMismatch."""
+    place = slot.tensors.get(name)
+    if place is None or name in seen:
         problem = "was offered twice" if name in seen else "is not in the slot's layout"
         raise LayoutMismatch(
             f"tensor {name!r} of version {version} {problem}; export each name of the source checkpoint once"
         )
-    if tensor.shape != target.shape:
+    if tuple(tensor.shape) != place.spec.shape:
         raise LayoutMismatch(
             f"tensor {name!r} of version {version} has shape {tuple(tensor.shape)}, the slot was laid out for "
-            f"{tuple(target.shape)}; export whole tensors in Hugging Face shapes"
+            f"{place.spec.shape}; export whole tensors in Hugging Face shapes"
         )
-    return target
+    if isinstance(tensor, StoredTensor) and tensor.spec.dtype != place.spec.dtype:
+        raise LayoutMismatch(
+            f"tensor {name!r} of version {version} is stored as {tensor.spec.dtype}, the slot was laid out for "
+            f"{place.spec.dtype}; only tensors of torch are cast"
+        )
+    return place
 
 
 def _slot_specs(source: Path) -> list[TensorSpec]:

@@ -39,7 +39,7 @@ def conclude(recorder: Recorder, config: Config, reason: str) -> RunSummary:
     summary = summarise(recorder, config, reason)
     write_summary(rundir.summary, summary)
     curve = rundir.path / "learning_curve.png"
-    if recorder.rewards or recorder.evals:
+    if config.observe.use_plot and (recorder.rewards or recorder.evals):
         bound = recorder.staleness_bound
         title = f"{config.run.mode}, {summary.steps} rollout batches"
         plot_metrics_file(rundir.metrics, curve, title=title, staleness_bound=bound)

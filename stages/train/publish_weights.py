@@ -9,9 +9,7 @@ Invariants:
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -19,11 +17,9 @@ from configs.schema import Config
 from models.weights.delta import Published
 from models.weights.delta_store import DeltaStore
 from models.weights.shared_memory_reader import SlotManifest
+from models.weights.shared_memory_writer import Exported, SlotWriter
 from stages.messages import WeightsAnnouncement
 from stages.ports import Topic, WeightsSource
-
-if TYPE_CHECKING:
-    import torch
 
 log = logging.getLogger("sluice.train")
 
@@ -32,8 +28,6 @@ class WeightPublisher:
     """Slots and, for the route delta, the directory of differences. Blocking: use it from the thread of torch."""
 
     def __init__(self, config: Config, slots: Path, source: Path, run_dir: Path) -> None:
-        from models.weights.shared_memory_writer import SlotWriter  # torch
-
         self.transport = config.update.update_weight_transport
         self.newest = -1  # version of the last announcement
         self.delta_ratio = 0.0  # bytes of the weights by bytes of the last difference; 0: none was written
@@ -42,9 +36,7 @@ class WeightPublisher:
         if self.transport == "delta":
             self._deltas = DeltaStore(Path(config.update.update_weight_delta_dir or run_dir / "weights"))
 
-    def write(
-        self, version: int, run_generation: int, tensors: Iterator[tuple[str, torch.Tensor]], *, pinned: bool
-    ) -> WeightsAnnouncement:
+    def write(self, version: int, run_generation: int, tensors: Exported, *, pinned: bool) -> WeightsAnnouncement:
         """Write one version into the free slot; what to announce of it."""
         manifest = self._slots.write(version, run_generation, tensors)
         published = self._difference(manifest)

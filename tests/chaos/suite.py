@@ -55,7 +55,7 @@ _EVERY_RUN = [
     "--rollout-max-response-len", "6", "--num-rollout", str(STEPS), "--max-staleness", str(BOUND),
     "--keep-last-n", str(KEEP), "--eval-prompt-data", "held=arithmetic@[0:4]",
     "--eval-interval", "5", "--scale", "engine=2", "--scale", "generate=2", "--max-restarts", "20",
-    "--no-live", "--no-use-tensorboard", "--log-interval", "50",
+    "--no-live", "--no-use-tensorboard", "--no-use-plot", "--log-interval", "50",
 ]  # fmt: skip
 _SIMULATED = [
     "--engine", "simulated", "engine.simulated.vocab_size=32", "engine.simulated.length_mean=6",

@@ -28,6 +28,7 @@ NO_DATA = [
     "--hf-checkpoint", "tiny-arithmetic", "--label-key", "label", "--lr", "1e-4",
     "--rm-type", "random:0.5", "--num-rollout", "4", "--rollout-batch-size", "4", "--n-samples-per-prompt", "4",
     "--rollout-max-response-len", "6", "--no-live", "--log-interval", "1", "--no-use-tensorboard",
+    "--no-use-plot",
 ]  # fmt: skip
 
 

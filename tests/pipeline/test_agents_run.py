@@ -33,7 +33,7 @@ rollout_max_response_len = 64
 [asynchrony]
 async_buffer_size = 1
 """
-FLAGS = ["--no-live", "--log-interval", "1", "--no-use-tensorboard", "--rollout-shuffle"]
+FLAGS = ["--no-live", "--log-interval", "1", "--no-use-tensorboard", "--no-use-plot", "--rollout-shuffle"]
 
 
 def recipe(directory: Path, text: str = RECIPE) -> list[str]:

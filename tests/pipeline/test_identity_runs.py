@@ -75,7 +75,7 @@ def conversations(tmp_path: Path) -> list[str]:
         "--save-debug-rollout-data", str(tmp_path / "batches" / "{rollout_id}.msgpack"),
         "--save-interval", "1", "--keep-last-n", "999", "--lr", "1e-2", "--rollout-stop-token-ids", *map(str, STOPS),
         "--rollout-max-response-len", "150", "--rollout-batch-size", "4", "--n-samples-per-prompt", "4",
-        "--async-buffer-size", "2", "--no-live", "--log-interval", "1", "--no-use-tensorboard",
+        "--async-buffer-size", "2", "--no-live", "--log-interval", "1", "--no-use-tensorboard", "--no-use-plot",
     ]  # fmt: skip
 
 

@@ -19,7 +19,7 @@ ARITHMETIC = sorted(
 )
 BATCHES = 3
 SMALL = [
-    "--no-live", "--no-use-tensorboard", "--num-rollout", str(BATCHES),
+    "--no-live", "--no-use-tensorboard", "--no-use-plot", "--num-rollout", str(BATCHES),
     "--warm-start-steps", "3",
     "--warm-start-batch-size", "16", "--rollout-batch-size", "4", "--n-samples-per-prompt", "4",
     "--rm-type", "random:0.5", "--reward-workers", "0", "--eval-interval", "none", "eval.eval_prompt_data=[]",

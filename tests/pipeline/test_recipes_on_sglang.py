@@ -36,7 +36,7 @@ SMALL = [
     "--warm-start-steps", "0", "--num-rollout", "3", "--rollout-batch-size", "4", "--n-samples-per-prompt", "4",
     "--eval-interval", "none", "eval.eval_prompt_data=[]", "filter.dynamic_sampling_filter=[]",
     "--rollout-max-response-len", "200", "--rollout-max-context-len", "512",
-    "--no-live", "--no-use-tensorboard", "--log-interval", "1",
+    "--no-live", "--no-use-tensorboard", "--no-use-plot", "--log-interval", "1",
     "--rollout-stop-token-ids", "31",  # what an untrained model writes now and then
 ]  # fmt: skip
 

@@ -53,7 +53,15 @@ def tapped(run_dir: Path) -> list[dict[str, Any]]:
 
 def test_an_async_run_leaves_everything_behind(tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
-    flags = [*SMALL, "--use-tensorboard", "--eval-prompt-data", "held=arithmetic@[0:6]", "--eval-interval", "2"]
+    flags = [
+        *SMALL,
+        "--use-tensorboard",
+        "--use-plot",
+        "--eval-prompt-data",
+        "held=arithmetic@[0:6]",
+        "--eval-interval",
+        "2",
+    ]
     done = succeed(run_dir, *flags)
     summary = done.summary
     assert summary["mode"] == "async"

@@ -9,8 +9,6 @@ import asyncio
 from collections.abc import Coroutine, Mapping
 from typing import Any, ClassVar, Final
 
-import aiohttp
-
 from stages.agents.slime.user_loop import UserLoop
 
 RETRY_S: Final = 1.0
@@ -30,6 +28,8 @@ async def post(
     Waits a second and tries again where a server cannot be reached or is busy. A refusal is not tried again: the same
     request would be refused again.
     """
+    import aiohttp  # a third of a second in processes that load this package and never call
+
     for attempt in range(max_retries + 1):
         try:
             async with (

@@ -9,6 +9,7 @@ from contextlib import closing
 from itertools import pairwise
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -29,7 +30,7 @@ from models.weights.errors import (
     SourceError,
     TornWeights,
 )
-from models.weights.layout import TensorSpec, lay_out, read_layout
+from models.weights.layout import TensorSpec, lay_out, read_layout, stored_tensors
 from models.weights.shared_memory_reader import SlotManifest, SlotReader
 from models.weights.shared_memory_writer import SlotWriter
 
@@ -129,6 +130,21 @@ def test_layout_covers_the_data_exactly_and_aligns_every_tensor(items) -> None:
         assert tensor.start % (4 if tensor.spec.dtype == "F32" else 2) == 0
         position = tensor.end
     assert position == layout.file_bytes
+
+
+def test_stored_bytes_are_passed_on_as_they_are(tmp_path: Path) -> None:
+    tensors = {**values(3), "half": torch.randn(3, 2).bfloat16(), "one": torch.tensor(0.5), "none": torch.zeros(0, 4)}
+    stored = list(stored_tensors(checkpoint(tmp_path / "other", tensors) / "model.safetensors"))
+    source = checkpoint(tmp_path / "source", {name: torch.zeros_like(value) for name, value in tensors.items()})
+    with closing(SlotWriter(tmp_path / "slots", source)) as writer:
+        manifest = writer.write(1, 0, ((tensor.spec.name, tensor) for tensor in reversed(stored)))
+        SlotReader(manifest)
+        loaded = load_file(Path(manifest.path) / "model.safetensors")
+        assert loaded.keys() == tensors.keys()
+        assert all(torch.equal(loaded[name], value) for name, value in tensors.items())
+        wrong = msgspec.structs.replace(stored[0], spec=msgspec.structs.replace(stored[0].spec, dtype="I32"))
+        with pytest.raises(LayoutMismatch, match="is stored as I32, the slot was laid out for"):
+            writer.write(2, 0, iter([(wrong.spec.name, wrong)]))
 
 
 def test_values_are_cast_to_the_types_of_the_source(tmp_path: Path) -> None:
