@@ -36,10 +36,6 @@ class Batch(Struct, frozen=True):
     global_batch_size: int
     num_steps_per_rollout: int
 
-    @property
-    def rollouts(self) -> int:
-        return self.rollout_batch_size * self.n_samples_per_prompt
-
 
 def resolve(config: Config, given: Mapping[str, str] | None = None) -> Config:
     """A new configuration with everything derived. Raises `ConfigError` on a contradiction.

@@ -41,7 +41,8 @@ class Made(Struct, frozen=True):
 
 
 def made_by(completion: Completion, reason: FinishReason) -> Made:
-    labels = [span.version for span in completion.spans for _ in range(span.start, span.end)]
+    spans = completion.spans_over(len(completion.output_ids))
+    labels = [span.version for span in spans for _ in range(span.start, span.end)]
     return Made(
         completion.prompt.tolist(), list(completion.output_ids), list(completion.log_probs), labels, reason.type
     )

@@ -117,11 +117,6 @@ class Completion:
         self.finished_s = time.monotonic()
         self.finish = reason
 
-    @property
-    def spans(self) -> list[VersionSpan]:
-        """Half-open spans over the output tokens, none empty."""
-        return self.spans_over(len(self.output_ids))
-
     def spans_over(self, count: int) -> list[VersionSpan]:
         """Half-open spans over the first `count` output tokens; none if the request never entered."""
         ends = [start for _, start in self.span_starts[1:]] + [count]

@@ -15,7 +15,6 @@ Invariants:
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Final
@@ -211,7 +210,6 @@ class PartialOutputs:
         counted: Callable[[int, int], None] | None = None,
     ) -> None:
         self.sent_label, self._ended, self._grew, self._counted = sent_label, ended, grew, counted
-        self.last_s = time.monotonic()  # when something arrived last, at first when the request was sent
         self.chunks = 0
         self._samples: list[_Sample] = []
         self._early_boundary = False
@@ -252,12 +250,10 @@ class PartialOutputs:
         self._samples = [_Sample() for _ in range(samples)]
         self._limits = limits
         self._early_boundary = early_boundary
-        self.last_s = time.monotonic()
 
     def take(self, raw: bytes) -> ErrorDetail | str | None:
         """Add a chunk; returns the error if it is one. Raises `StreamBroken` or `msgspec.MsgspecError`."""
         head = _decode_head(raw)
-        self.last_s = time.monotonic()
         if head.error is not None:
             return head.error
         if not 0 <= head.index < len(self._samples):

@@ -37,10 +37,3 @@ def merge(held: Sequence[Tensor], split: Split) -> Tensor:
         halves = [one.chunk(2) for one in held]
         return torch.cat([half[0] for half in halves] + [half[1] for half in halves])
     return torch.cat(list(held), dim=1 if split == "columns" else 0)
-
-
-def divisible(rows: int, columns: int, split: Split, parts: int) -> bool:
-    """Whether a parameter of this size can be divided."""
-    if split == "columns":
-        return columns % parts == 0
-    return split in ("none", "vocabulary") or rows % (2 * parts if split == "gated_rows" else parts) == 0

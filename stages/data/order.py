@@ -45,7 +45,3 @@ class PromptOrder:
         if not self.shuffle:
             return epoch, offset
         return epoch, int(_permutation(self.n, self.seed, epoch)[offset])
-
-    def position(self, epoch: int, offset: int = 0) -> int:
-        """The position of the offset-th prompt of an epoch."""
-        return epoch * self.n + offset

@@ -92,7 +92,8 @@ def test_any_three_numbers_give_the_fourth(groups: int, samples: int, steps: int
         batch = batch_arithmetic(*numbers)
     except ConfigError:
         return
-    assert batch.rollouts == batch.global_batch_size * batch.num_steps_per_rollout
+    rollouts = batch.rollout_batch_size * batch.n_samples_per_prompt
+    assert rollouts == batch.global_batch_size * batch.num_steps_per_rollout
     assert all(
         number is None or number == found
         for number, found in zip(

@@ -29,7 +29,6 @@ class ConsumerCore(PeerCore):
         self.ended = False
         self.draining = False
         self.urgent = False  # a redelivered item was started: tell the hub before it can kill this process
-        self.duplicates = 0
         self._verdicts: dict[int, Refusal | None] = {}  # unconfirmed; None is done
         self._fresh: list[int] = []  # verdicts not yet reported at all
         self._started: list[int] = []
@@ -131,7 +130,6 @@ class ConsumerCore(PeerCore):
         self.session.heard(now)
         current = work.epoch == self.session.epoch and work.session == self.session.session
         if not current or work.serial <= self.window.seen_items:
-            self.duplicates += 1
             return
         self.window.see(work.serial, work.total_bytes)
         held = self.held.get(work.id)

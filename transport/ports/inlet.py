@@ -99,7 +99,6 @@ class Inlet(PeerPort[ConsumerCore], Generic[T]):
         self, address: str, stream: str, core: ConsumerCore, codec: Codec[T], arrivals: Arrivals | None = None
     ) -> None:
         super().__init__(address, f"inlet of stream {stream!r}", core)
-        self.quarantined = 0
         self._codec = codec
         self.arrivals = Arrivals() if arrivals is None else arrivals
 
@@ -180,7 +179,6 @@ class Inlet(PeerPort[ConsumerCore], Generic[T]):
         try:
             message = self._codec.decode(body_frames(delivery.body), work.size, work.checksum)
         except DecodeError as error:
-            self.quarantined += 1
             self.settle(delivery, "poison", f"quarantined at {self.session.hello.replica}: {error}")
             return None
         delivery.body = None

@@ -26,7 +26,7 @@ class SlotTable:
     """State of all slots; arrays are indexed by slot."""
 
     def __init__(self, slots: int, max_len: int, retain: bool) -> None:
-        self.slots, self.max_len, self.retains = slots, max_len, retain
+        self.slots, self.retains = slots, retain
         self.tokens = np.zeros((slots, max_len), dtype=np.int32)
         self.log_probs = np.zeros((slots, max_len), dtype=np.float32)
         self.length = np.zeros(slots, dtype=np.int64)

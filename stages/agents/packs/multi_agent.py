@@ -57,10 +57,10 @@ class MultiAgent:
             )
         self._grader, self._rounds, self._share = grader, rounds, verdict_share
         self._instructions, self._ask, self._again = instructions, ask, again
-        self._right, self._wrong = right, wrong
+        self._right = right
         self._verdict = re.compile(f"{_word(right)}|{_word(wrong)}", re.IGNORECASE)
         self._answers = self._true_verdicts = 0
-        self._correct, self._earned = False, 0.0
+        self._correct = False
 
     @classmethod
     def tasks(

@@ -33,7 +33,6 @@ from stages.graders.math.reading import (
 from stages.graders.math.values import GREEK, is_formula, proportional, same_value, value_of
 
 _UNORDERED = frozenset((LIST, SET, UNION))
-_INTERVALS = frozenset(("()", "[)", "(]", "[]"))
 _CLOCK = re.compile(r"\d{1,2}:\d{2}(?::\d{2})?", re.ASCII)
 _RATIO = re.compile(r"\d+(?:\.\d+)?(?::\d+(?:\.\d+)?)+", re.ASCII)
 _UNTEXT = re.compile(r"\\(?:text|mathrm)\{([^{}]*)\}")

@@ -63,7 +63,6 @@ _EVERYTHING = {r"\mathbb{R}": "()", r"\mathbb R": "()", r"\R": "()"}
 _MATRIX = re.compile(
     r"\\begin\{(?P<name>[a-zA-Z]*matrix|array)\}(?:\{[clr| ]*\})?(?P<inside>.*)\\end\{(?P=name)\}", re.DOTALL
 )
-_ASSIGNED = re.compile(r"^=|=$")
 
 
 def read(text: str, depth: int = 0) -> Node:
