@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,6 +13,7 @@ import pytest
 
 from configs.schema import Config
 from configs.schema.update import UpdateConfig
+from models.engines.client import EngineClient, WeightsUpdated
 from models.engines.protocol import PauseMode
 from models.engines.serve import EngineServer
 from stages.engines.engine_control import EngineControl
@@ -87,6 +88,48 @@ class Fleet:
         found = self.rig.entry(engine)
         assert found is not None
         return found
+
+
+@dataclass(frozen=True)
+class Update:
+    """What an engine is asked to load from disk."""
+
+    url: str
+    path: str
+    label: str | None
+    flush_cache: bool
+
+
+def before_updates(
+    monkeypatch: pytest.MonkeyPatch, hook: Callable[[Update], Awaitable[None]] | None = None
+) -> list[Update]:
+    """What engines are asked to load from now on. `hook` comes before each request; what it raises takes its place."""
+    asked: list[Update] = []
+    original = EngineClient.update_weights_from_disk
+
+    async def update(client: EngineClient, path: str, label: str | None, flush_cache: bool = True) -> WeightsUpdated:
+        asked.append(Update(client.base_url, path, label, flush_cache))
+        if hook is not None:
+            await hook(asked[-1])
+        return await original(client, path, label, flush_cache)
+
+    monkeypatch.setattr(EngineClient, "update_weights_from_disk", update)
+    return asked
+
+
+def hold_updates(
+    monkeypatch: pytest.MonkeyPatch, url: str | None = None
+) -> tuple[asyncio.Event, asyncio.Event, list[Update]]:
+    """Updates (of the engine at the address, or of all) tell that they have begun and wait until they may go on; and
+    what engines are asked to load."""
+    loading, go = asyncio.Event(), asyncio.Event()
+
+    async def hold(update: Update) -> None:
+        if url in (None, update.url):
+            loading.set()
+            await go.wait()
+
+    return loading, go, before_updates(monkeypatch, hold)
 
 
 @asynccontextmanager

@@ -14,7 +14,7 @@ import msgspec
 import pytest
 
 from configs.schema import Config
-from models.engines.client import EngineClient, WeightsUpdated
+from models.engines.client import EngineClient
 from models.engines.errors import EngineRefused
 from models.engines.memory import MemoryTag
 from models.engines.serve import EngineServer
@@ -28,7 +28,7 @@ from stages.engines.colocation import (
 from stages.messages import EngineAddress
 from stages.ports import read_value
 from tests.stages.engine_rig import SLOW_MS, core_of, freeze, generating, simulated, token_versions
-from tests.stages.fleet_rig import Fleet, fleet
+from tests.stages.fleet_rig import Fleet, Update, before_updates, fleet
 from tests.stages.stage_rig import TOPIC, Rig, idle, make_config, make_group, until
 
 COLOCATED = make_config(asynchrony={"colocate": True, "max_staleness": 0})
@@ -269,17 +269,14 @@ async def test_memory_is_taken_once_however_often_the_update_fails(
         turn = await trainer(one.rig)
         await handed_over(one, turn, 0)
         await turn.acquire()
-        original, tries = EngineClient.update_weights_from_disk, []
+        tries = []
 
-        async def update(
-            client: EngineClient, path: str, label: str | None, flush_cache: bool = True
-        ) -> WeightsUpdated:
+        async def refuse(update: Update) -> None:
             tries.append(set(away(one.servers[0])))
             if len(tries) < 3:
-                raise EngineRefused(client.base_url, 400, "not now")
-            return await original(client, path, label, flush_cache)
+                raise EngineRefused(update.url, 400, "not now")
 
-        monkeypatch.setattr(EngineClient, "update_weights_from_disk", update)
+        before_updates(monkeypatch, refuse)
         with control_calls(monkeypatch) as calls:
             await handed_over(one, turn, 1)
         assert tries == [{"kv_cache"}] * 3, "the cache's memory comes last: loading may need room"

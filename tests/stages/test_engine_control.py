@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from pathlib import Path
 
 import pytest
@@ -11,7 +10,7 @@ from models.engines.client import EngineClient, WeightsUpdated
 from models.engines.errors import EngineRefused
 from models.engines.protocol import PauseMode
 from tests.stages.engine_rig import core_of
-from tests.stages.fleet_rig import Fleet, fleet
+from tests.stages.fleet_rig import Update, before_updates, fleet, hold_updates
 from tests.stages.stage_rig import idle, until
 
 
@@ -80,26 +79,6 @@ async def test_a_pinned_version_is_held_until_it_is_released(
         assert one.labels() == ["0.2"]
 
 
-def held_update(
-    one: Fleet, monkeypatch: pytest.MonkeyPatch
-) -> tuple[asyncio.Event, asyncio.Event, dict[str, list[str | None]]]:
-    """The first engine's updates tell that they have begun and wait until they may go on; and what each engine loads,
-    by its address."""
-    loading, go = asyncio.Event(), asyncio.Event()
-    loaded: dict[str, list[str | None]] = {server.url: [] for server in one.servers}
-    original = EngineClient.update_weights_from_disk
-
-    async def update(client: EngineClient, path: str, label: str | None, flush_cache: bool = True) -> WeightsUpdated:
-        loaded[client.base_url].append(label)
-        if client.base_url == one.servers[0].url:
-            loading.set()
-            await go.wait()
-        return await original(client, path, label, flush_cache)
-
-    monkeypatch.setattr(EngineClient, "update_weights_from_disk", update)
-    return loading, go, loaded
-
-
 async def test_updates_roll_over_the_engines_in_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async with fleet(tmp_path, monkeypatch) as one:
         for index in range(2):
@@ -107,7 +86,7 @@ async def test_updates_roll_over_the_engines_in_order(tmp_path: Path, monkeypatc
         one.weights.publish(0)
         await one.landed(0)
         await one.landed(0, engine=1)
-        loading, go, _ = held_update(one, monkeypatch)
+        loading, go, _ = hold_updates(monkeypatch, one.servers[0].url)
         paused: list[str] = []
         original_pause = EngineClient.pause
 
@@ -138,7 +117,7 @@ async def test_who_waited_for_its_turn_takes_what_is_newest_then(
         one.weights.publish(0)
         await one.landed(0)
         await one.landed(0, engine=1)
-        loading, go, loaded = held_update(one, monkeypatch)
+        loading, go, asked = hold_updates(monkeypatch, one.servers[0].url)
         one.weights.publish(1)
         await loading.wait()
         one.weights.publish(2)
@@ -146,7 +125,8 @@ async def test_who_waited_for_its_turn_takes_what_is_newest_then(
         go.set()
         await one.landed(2)
         await one.landed(2, engine=1)
-        assert [loaded[server.url] for server in one.servers] == [["0.1", "0.2"], ["0.2"]]
+        loaded = [[update.label for update in asked if update.url == server.url] for server in one.servers]
+        assert loaded == [["0.1", "0.2"], ["0.2"]]
 
 
 async def test_an_engine_does_not_wait_for_one_that_died(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -168,19 +148,13 @@ async def test_a_torn_slot_is_never_served(when: str, tmp_path: Path, monkeypatc
         server = await one.engine(0)
         one.weights.publish(0)
         await one.landed(0)
-        original = EngineClient.update_weights_from_disk
-        loads: list[str | None] = []
 
-        async def update(
-            client: EngineClient, path: str, label: str | None, flush_cache: bool = True
-        ) -> WeightsUpdated:
-            loads.append(label)
-            if when == "during" and label == "0.1":
+        async def tear(update: Update) -> None:
+            if when == "during" and update.label == "0.1":
                 one.weights.write(2)
                 one.weights.write(3)  # into the slot of version 1
-            return await original(client, path, label, flush_cache)
 
-        monkeypatch.setattr(EngineClient, "update_weights_from_disk", update)
+        loads = before_updates(monkeypatch, tear)
         first = one.weights.write(1)
         if when == "before":
             one.weights.write(2)
@@ -225,21 +199,15 @@ async def test_an_update_that_the_engine_refuses_is_tried_again(
 ) -> None:
     async with fleet(tmp_path, monkeypatch) as one:
         await one.engine(0)
-        original = EngineClient.update_weights_from_disk
-        tries: list[str | None] = []
 
-        async def update(
-            client: EngineClient, path: str, label: str | None, flush_cache: bool = True
-        ) -> WeightsUpdated:
-            tries.append(label)
+        async def refuse(update: Update) -> None:
             if len(tries) < 3:
-                raise EngineRefused(client.base_url, 400, "no memory just now")
-            return await original(client, path, label, flush_cache)
+                raise EngineRefused(update.url, 400, "no memory just now")
 
-        monkeypatch.setattr(EngineClient, "update_weights_from_disk", update)
+        tries = before_updates(monkeypatch, refuse)
         one.weights.publish(0)
         await one.landed(0)
-        assert tries == ["0.0"] * 3
+        assert [update.label for update in tries] == ["0.0"] * 3
         assert one.served()
 
 
@@ -274,17 +242,16 @@ async def test_the_configured_mode_is_what_the_engine_is_asked_for(
     mode: PauseMode, flush: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked: list[object] = []
-    original_update, original_pause = EngineClient.update_weights_from_disk, EngineClient.pause
+    original_pause = EngineClient.pause
 
-    async def update(client: EngineClient, path: str, label: str | None, flush_cache: bool = True) -> WeightsUpdated:
-        asked.append(flush_cache)
-        return await original_update(client, path, label, flush_cache)
+    async def update(update: Update) -> None:
+        asked.append(update.flush_cache)
 
     async def pause(client: EngineClient, wanted: PauseMode) -> None:
         asked.append(wanted)
         await original_pause(client, wanted)
 
-    monkeypatch.setattr(EngineClient, "update_weights_from_disk", update)
+    before_updates(monkeypatch, update)
     monkeypatch.setattr(EngineClient, "pause", pause)
     async with fleet(tmp_path, monkeypatch, mode=mode) as one:
         await one.engine(0)
@@ -315,15 +282,11 @@ async def test_a_stall_is_accounted_for_while_the_engine_stands_still(
         one.weights.publish(0)
         await one.landed(0)
         seen: list[str] = []
-        original = EngineClient.update_weights_from_disk
 
-        async def update(
-            client: EngineClient, path: str, label: str | None, flush_cache: bool = True
-        ) -> WeightsUpdated:
+        async def look(_: Update) -> None:
             seen.append(one.stage.activity._state())
-            return await original(client, path, label, flush_cache)
 
-        monkeypatch.setattr(EngineClient, "update_weights_from_disk", update)
+        before_updates(monkeypatch, look)
         one.weights.publish(1)
         await one.landed(1)
         assert seen == ["stalled"]

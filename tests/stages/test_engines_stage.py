@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import threading
 from pathlib import Path
 from typing import Any
@@ -10,7 +9,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from models.engines.client import EngineClient, WeightsUpdated
+from models.engines.client import EngineClient
 from models.engines.errors import EngineRefused
 from models.engines.protocol import Load
 from models.weights.shared_memory_reader import SlotManifest, SlotReader
@@ -20,7 +19,7 @@ from stages.engines.load_watch import LoadWatch
 from stages.engines.stage import END
 from stages.messages import Complaint, EngineAddress
 from tests.stages.engine_rig import carried, core_of
-from tests.stages.fleet_rig import Fleet, fleet
+from tests.stages.fleet_rig import Fleet, Update, before_updates, fleet, hold_updates
 from tests.stages.stage_rig import idle, until
 
 
@@ -40,15 +39,13 @@ def count_calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 def refuse_updates(monkeypatch: pytest.MonkeyPatch, url: str) -> list[str]:
     """The engine at the address takes no weights from now on; returns the labels that it was given."""
     tries: list[str] = []
-    original = EngineClient.update_weights_from_disk
 
-    async def update(client: EngineClient, path: str, label: str | None, flush_cache: bool = True) -> WeightsUpdated:
-        if client.base_url != url:
-            return await original(client, path, label, flush_cache)
-        tries.append(str(label))
-        raise EngineRefused(client.base_url, 400, "no room for them")
+    async def refuse(update: Update) -> None:
+        if update.url == url:
+            tries.append(str(update.label))
+            raise EngineRefused(url, 400, "no room for them")
 
-    monkeypatch.setattr(EngineClient, "update_weights_from_disk", update)
+    before_updates(monkeypatch, refuse)
     return tries
 
 
@@ -136,21 +133,15 @@ async def test_an_engine_that_was_left_in_doubt_is_brought_up_in_full_and_resume
             state = {"updating": {"state": "updating", "fetching": 1}, "loading": {"state": "loading"}}[left]
             entry = msgspec.structs.replace(one.entry(), **state)
             one.rig.topic.publish("directory/engine-0", msgspec.msgpack.encode(entry))
-        loads: list[str] = []
-        original = EngineClient.update_weights_from_disk
 
-        async def update(
-            client: EngineClient, path: str, label: str | None, flush_cache: bool = True
-        ) -> WeightsUpdated:
-            loads.append(str(label))
+        async def look(_: Update) -> None:
             assert not one.served(), "nothing is sent to it before it is certain again"
-            return await original(client, path, label, flush_cache)
 
-        monkeypatch.setattr(EngineClient, "update_weights_from_disk", update)
+        loads = before_updates(monkeypatch, look)
         await one.start_stage()
         await until(lambda: bool(one.stage.engines) and one.control().updates > 0)
         await one.landed(0)
-        assert loads == ["0.0"]
+        assert [update.label for update in loads] == ["0.0"]
         assert (one.labels(), core_of(server).paused, one.entry().fetching) == (["0.0"], False, -1)
 
 
@@ -294,21 +285,12 @@ async def test_a_limit_that_follows_the_load_travels_in_the_entry(
 
 
 async def test_an_engine_that_is_being_updated_is_not_judged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    loaded, loading, go = Loaded(monkeypatch), asyncio.Event(), asyncio.Event()
+    loaded = Loaded(monkeypatch)
     async with fleet(tmp_path, monkeypatch) as one:
         await one.engine(0)
         one.weights.publish(0)
         await one.landed(0)
-        original = EngineClient.update_weights_from_disk
-
-        async def update(
-            client: EngineClient, path: str, label: str | None, flush_cache: bool = True
-        ) -> WeightsUpdated:
-            loading.set()
-            await go.wait()
-            return await original(client, path, label, flush_cache)
-
-        monkeypatch.setattr(EngineClient, "update_weights_from_disk", update)
+        loading, go, _ = hold_updates(monkeypatch)
         one.weights.publish(1)
         await loading.wait()
         loaded.load = Load(token_usage=0.99, num_running_reqs=100)

@@ -13,7 +13,6 @@ import msgspec
 import pytest
 
 from configs.schema.update import UpdateConfig
-from models.engines.client import EngineClient, WeightsUpdated
 from models.weights.errors import TornWeights
 from stages.engines.fetcher import FetcherStage
 from stages.messages import Complaint, WeightsAnnouncement
@@ -21,7 +20,7 @@ from stages.ports import Ports, SameHost
 from stages.train.publish_weights import WeightPublisher
 from tests.models.weights.made_up import checkpoint, values
 from tests.stages.engine_rig import core_of
-from tests.stages.fleet_rig import Fleet, fleet
+from tests.stages.fleet_rig import Fleet, Update, before_updates, fleet, hold_updates
 from tests.stages.stage_rig import idle, make_config, make_context, until
 
 
@@ -68,18 +67,9 @@ async def node(one: Fleet, name: str, tmp_path: Path) -> Node:
 
 
 @contextmanager
-def loads(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
-    """Directories that engines are asked to load."""
-    paths: list[str] = []
-    original = EngineClient.update_weights_from_disk
-
-    async def update(client: EngineClient, path: str, label: str | None, flush_cache: bool = True) -> WeightsUpdated:
-        paths.append(path)
-        return await original(client, path, label, flush_cache)
-
+def loads(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Update]]:
     with monkeypatch.context() as patch:
-        patch.setattr(EngineClient, "update_weights_from_disk", update)
-        yield paths
+        yield before_updates(patch)
 
 
 async def test_each_node_fetches_a_version_once_and_its_engines_load_it_from_there(
@@ -90,12 +80,12 @@ async def test_each_node_fetches_a_version_once_and_its_engines_load_it_from_the
         for index, fetcher in enumerate(["", "fetcher-0", "fetcher-1", "fetcher-1"]):
             await one.engine(index, fetcher=fetcher)
         for version in range(3):
-            with loads(monkeypatch) as paths:
+            with loads(monkeypatch) as loaded:
                 slot = one.weights.publish(version)
                 for index in range(4):
                     await one.landed(version, engine=index)
             homes = [str(there.weights.home / slot.label) for there in nodes]
-            assert sorted(paths) == sorted([slot.path, homes[0], homes[1], homes[1]])
+            assert sorted(load.path for load in loaded) == sorted([slot.path, homes[0], homes[1], homes[1]])
         assert one.labels() == ["0.2"] * 4
         wanted = {"0.0": 1, "0.1": 1, "0.2": 1}
         assert [dict(there.weights.fetched) for there in nodes] == [wanted, wanted]
@@ -109,17 +99,7 @@ async def test_a_fetcher_that_is_killed_finds_its_order_again(tmp_path: Path, mo
         server = await one.engine(0, fetcher="fetcher-0")
         one.weights.publish(0)
         await one.landed(0)
-        asked, hold = asyncio.Event(), asyncio.Event()
-        original = EngineClient.update_weights_from_disk
-
-        async def update(
-            client: EngineClient, path: str, label: str | None, flush_cache: bool = True
-        ) -> WeightsUpdated:
-            asked.set()
-            await hold.wait()
-            return await original(client, path, label, flush_cache)
-
-        monkeypatch.setattr(EngineClient, "update_weights_from_disk", update)
+        asked, hold, _ = hold_updates(monkeypatch)
         one.weights.publish(1)
         await asked.wait()
         assert core_of(server).paused
@@ -164,11 +144,11 @@ async def test_an_engine_that_its_fetcher_cannot_serve_goes_to_its_supervisor(
             await one.landed(0, engine=index)
         monkeypatch.setattr("stages.engines.rolling_update.TURN_TIMEOUT_S", 0.0)
         there.weights.broken = "version 1 could not be fetched"
-        with loads(monkeypatch) as paths:
+        with loads(monkeypatch) as loaded:
             slot = one.weights.publish(1)
             await one.landed(1, engine=1)
             await until(lambda: one.rig.topic.get("complaint/engine-0") is not None)
-        assert paths == [slot.path], "only the other engine"
+        assert [load.path for load in loaded] == [slot.path], "only the other engine"
         told = msgspec.msgpack.decode(one.rig.topic.get("complaint/engine-0") or b"", type=Complaint)
         assert told.reason.endswith("the update to version 1 failed: fetcher-0: version 1 could not be fetched")
         assert (one.labels(), one.entry().state) == (["0.0", "0.1"], "away")
@@ -213,12 +193,13 @@ async def test_differences_are_put_together_on_each_node(tmp_path: Path, monkeyp
         one.stack.callback(publisher.close)
         topic = await one.rig.node.topic("topic", replica="trainer")
         for version in range(4):
-            with loads(monkeypatch) as paths:
+            with loads(monkeypatch) as loaded:
                 announcement = publisher.write(version, 0, iter(values(version).items()), pinned=False)
                 await publisher.announce(topic, SameHost(), announcement)
                 for index in range(2):
                     await one.landed(version, engine=index)
-            assert len(set(paths)) == 2, "each node has a copy of its own"
+            paths = {load.path for load in loaded}
+            assert len(paths) == 2, "each node has a copy of its own"
             assert announcement.path not in paths
             assert all(Path(path).parent.name.startswith("sluice-mirror-") for path in paths), paths
         assert [one.failures(index) for index in range(2)] == [0, 0]

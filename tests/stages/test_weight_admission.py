@@ -25,7 +25,7 @@ from stages.train.publish_weights import WeightPublisher
 from stages.train.weight_barrier import await_landing
 from tests.models.weights.made_up import checkpoint, values
 from tests.stages.engine_rig import core_of
-from tests.stages.fleet_rig import Fleet, fleet
+from tests.stages.fleet_rig import Fleet, before_updates, fleet
 from tests.stages.stage_rig import idle, make_config, open_rig, until
 
 
@@ -52,23 +52,10 @@ def publish(one: Fleet, publisher: WeightPublisher, version: int) -> Path:
     return Path(announcement.path)
 
 
-def record_loads(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Directories that engines are asked to load from now on."""
-    paths: list[str] = []
-    original = EngineClient.update_weights_from_disk
-
-    async def update(client: EngineClient, path: str, label: str | None, flush_cache: bool = True) -> WeightsUpdated:
-        paths.append(path)
-        return await original(client, path, label, flush_cache)
-
-    monkeypatch.setattr(EngineClient, "update_weights_from_disk", update)
-    return paths
-
-
 async def test_differences_reach_an_embedded_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source = make_tiny_checkpoint(tmp_path / "model", hidden_size=32, num_layers=1, intermediate_size=64)
     config = make_config(update={"update_weight_transport": "delta"})
-    loads = record_loads(monkeypatch)
+    loads = before_updates(monkeypatch)
     async with fleet(tmp_path, monkeypatch, source=source) as one:
         server = EngineServer(EngineConfig(engine_device="cpu"), str(source), max_context_len=64, seed=0)
         await one.stack.enter_async_context(server)
@@ -86,7 +73,9 @@ async def test_differences_reach_an_embedded_engine(tmp_path: Path, monkeypatch:
         found = await server.core.checksums()
         assert publisher.delta_ratio > 1.5
         assert announcement.delta.endswith("0.2-from-0.1.delta")
-        assert all(not path.startswith(str(tmp_path / "published")) for path in loads), "loaded from the local copy"
+        assert all(not load.path.startswith(str(tmp_path / "published")) for load in loads), (
+            "loaded from the local copy"
+        )
         await server.core.update_weights(announcement.path, "again", False)
         assert await server.core.checksums() == found
 
@@ -113,13 +102,13 @@ async def test_an_engine_that_was_left_in_the_middle_of_an_update_is_loaded_in_f
         await one.lose_stage()
         left = msgspec.structs.replace(one.entry(), state="updating", fetching=1)
         one.rig.topic.publish("directory/engine-0", msgspec.msgpack.encode(left))
-        loads = record_loads(monkeypatch)
+        loads = before_updates(monkeypatch)
         await one.start_stage()
         await until(lambda: bool(one.stage.engines) and one.control().updates > 0)
-        assert loads == [str(slot)]
+        assert [load.path for load in loads] == [str(slot)]
         slot = publish(one, publisher, 1)
         await one.landed(1)
-        assert loads[1:] != [str(slot)], "from then on by its route again"
+        assert [load.path for load in loads[1:]] != [str(slot)], "from then on by its route again"
 
 
 @pytest.mark.parametrize("same_machine", [True, False])
@@ -151,7 +140,7 @@ async def test_without_a_way_the_slot_serves_or_nothing_changes(
 async def test_an_engine_whose_tensors_differ_is_not_admitted_and_is_loaded_in_full(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    loads = record_loads(monkeypatch)
+    loads = before_updates(monkeypatch)
     async with following(tmp_path, monkeypatch, check_weight_update_equal=True) as (one, publisher):
         publish(one, publisher, 0)
         await one.landed(0)
@@ -164,8 +153,8 @@ async def test_an_engine_whose_tensors_differ_is_not_admitted_and_is_loaded_in_f
         assert core_of(one.servers[0]).paused
         assert one.entry().version == 0
         assert "engine-9 reported another" in caplog.text
-        assert loads[1] != str(slot), "first by its route"
-        assert loads[2] == str(slot), "then in full from the trainer's slot"
+        assert loads[1].path != str(slot), "first by its route"
+        assert loads[2].path == str(slot), "then in full from the trainer's slot"
         one.rig.lose_engine(9)
         await one.landed(1)
         assert not core_of(one.servers[0]).paused
