@@ -20,7 +20,6 @@ Invariants: no torch; train and held-out rows are disjoint; equal arguments give
 
 from __future__ import annotations
 
-import os
 import random
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,6 +27,8 @@ from typing import Final, Literal
 
 import msgspec
 from msgspec import Struct
+
+from models.disk import write_whole
 
 Kind = Literal["add", "tools"]
 
@@ -101,6 +102,4 @@ def tool_row(x: int, y: int) -> ToolRow:
 def _write_rows(path: Path, kind: Kind, pairs: list[tuple[int, int]]) -> None:
     make = add_row if kind == "add" else tool_row
     encoder = msgspec.json.Encoder()
-    draft = path.with_name(f".{path.name}.{os.getpid()}")
-    draft.write_bytes(b"".join(encoder.encode(make(x, y)) + b"\n" for x, y in pairs))
-    draft.replace(path)
+    write_whole(path, b"".join(encoder.encode(make(x, y)) + b"\n" for x, y in pairs))

@@ -1,9 +1,11 @@
-"""What must be on the disk when a function returns. No torch."""
+"""Files that are there whole or not at all, and what must be on the disk when a function returns. No torch."""
 
 from __future__ import annotations
 
 import os
 from pathlib import Path
+
+import msgspec
 
 
 def sync(path: Path) -> None:
@@ -21,3 +23,22 @@ def sync_tree(directory: Path) -> None:
         for name in files:
             sync(Path(root) / name)
         sync(Path(root))
+
+
+def write_whole(path: Path, content: bytes, *, durable: bool = False) -> None:
+    """Write a file that is there as it was or as it is to be, whenever the process is killed.
+
+    `durable`: also if the machine fails, once this returns.
+    """
+    draft = path.with_name(f".{path.name}.{os.getpid()}")  # of this process, for another may write the same file
+    draft.write_bytes(content)
+    if durable:
+        sync(draft)
+    draft.replace(path)
+    if durable:
+        sync(path.parent)
+
+
+def write_json(path: Path, value: object) -> None:
+    """A struct as indented JSON, whole or not at all."""
+    write_whole(path, msgspec.json.format(msgspec.json.encode(value), indent=2) + b"\n")

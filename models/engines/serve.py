@@ -31,6 +31,7 @@ import msgspec
 from aiohttp import web
 
 from configs.schema.engine import EngineConfig
+from models.disk import write_whole
 from models.engines.core import Completion, EngineCore
 from models.engines.errors import EngineError, EngineStartError
 from models.engines.protocol import DEFAULT_LABEL
@@ -188,12 +189,6 @@ def _is_loopback(host: str) -> bool:
         return False
 
 
-def _write_ready(path: Path, url: str) -> None:
-    draft = path.with_name(f".{path.name}.{os.getpid()}")
-    draft.write_text(json.dumps({"url": url, "pid": os.getpid()}))
-    os.replace(draft, path)
-
-
 async def _serve(server: EngineServer, ready_file: Path | None) -> None:
     """Serve until SIGTERM or a crash."""
     loop = asyncio.get_running_loop()
@@ -203,7 +198,7 @@ async def _serve(server: EngineServer, ready_file: Path | None) -> None:
         gc.collect()
         gc.freeze()
         if ready_file is not None:
-            _write_ready(ready_file, server.url)
+            write_whole(ready_file, json.dumps({"url": server.url, "pid": os.getpid()}).encode())
         logger.info("serving at %s", server.url)
         await server.wait()
 

@@ -10,7 +10,6 @@ Invariants:
 from __future__ import annotations
 
 import math
-import os
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -18,6 +17,7 @@ from typing import TYPE_CHECKING, Final
 
 import msgspec
 
+from models.disk import write_whole
 from pipeline.observe.errors import MetricsError
 
 if TYPE_CHECKING:
@@ -166,9 +166,4 @@ def _repair(path: Path, resume_step: int | None) -> None:
     kept = [line for step, line in _rows(path) if resume_step is None or step <= resume_step]
     if sum(map(len, kept)) == path.stat().st_size:
         return
-    draft = path.with_name(f".{path.name}.draft")
-    with draft.open("wb") as file:
-        file.writelines(kept)
-        file.flush()
-        os.fsync(file.fileno())
-    draft.replace(path)
+    write_whole(path, b"".join(kept), durable=True)

@@ -17,12 +17,12 @@ from typing import Final
 import msgspec
 from msgspec import Struct
 
+from models.disk import write_json
 from pipeline.observe.errors import SummaryError
 from pipeline.observe.outages import OutageSummary
 from pipeline.observe.stalls import Stall
 from pipeline.observe.stats import Changed, LedgerCounts
 from pipeline.observe.table import duration, number, quantity
-from pipeline.record.whole_file import write_json
 from stages.train.batch_metrics import quantile
 
 PACKAGES: Final = (

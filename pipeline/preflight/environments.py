@@ -14,6 +14,7 @@ from typing import Literal
 import msgspec
 
 from configs.schema import Config, EnvironmentConfig
+from models.disk import write_whole
 from pipeline.errors import Refused, UsageError
 from pipeline.hosts.local_launcher import child_environment
 from stages.agents.calls import Hosted
@@ -67,9 +68,7 @@ def write_tasks(
     if not rows:
         raise UsageError(f"environment.{table.name}: tasks({split!r}) gives none; yield at least one, or give a file")
     path.parent.mkdir(parents=True, exist_ok=True)
-    draft = path.with_name(f".{path.name}.{os.getpid()}")
-    draft.write_bytes(b"".join(row + b"\n" for row in rows))
-    draft.replace(path)
+    write_whole(path, b"".join(row + b"\n" for row in rows))
     return path
 
 

@@ -22,8 +22,7 @@ import msgspec
 from configs.schema import Config
 from configs.schema.debug import generates
 from models.checkpoint import Manifest
-from models.disk import sync
-from pipeline.record.whole_file import write_whole
+from models.disk import write_whole
 from stages.agents.once import ENDED_FILE, Ended, forget, groups_in, home_of, uncertain_calls
 from stages.generate.rollout_records import RESPONSES
 from stages.prompts.ledger import LedgerSnapshot
@@ -51,7 +50,7 @@ def read_lives(directory: Path) -> tuple[int, ...]:
 def write_lives(directory: Path, lives: tuple[int, ...]) -> None:
     """Once this life has begun for certain, and before it makes anything."""
     directory.mkdir(exist_ok=True)
-    _write(directory / LIVES_FILE, msgspec.json.encode(lives))
+    write_whole(directory / LIVES_FILE, msgspec.json.encode(lives), durable=True)
 
 
 def forget_ended(directory: Path, checkpoints: Sequence[Manifest]) -> None:
@@ -64,7 +63,7 @@ def forget_ended(directory: Path, checkpoints: Sequence[Manifest]) -> None:
         tuple(sorted({group.group_id for ledger in ledgers for group in ledger.open})),
         min(manifest.step for manifest in checkpoints),
     )
-    _write(directory / ENDED_FILE, msgspec.json.encode(ended))
+    write_whole(directory / ENDED_FILE, msgspec.json.encode(ended), durable=True)
     for group, home in groups_in(directory).items():
         if ended.has(group):
             forget(home)
@@ -83,9 +82,3 @@ def forget_responses(directory: Path, groups: Iterable[int]) -> None:
 def uncertain_in(directory: Path) -> int:
     """Calls of which nobody knows whether they took effect."""
     return sum(len(uncertain_calls(home)) for home in groups_in(directory).values())
-
-
-def _write(path: Path, content: bytes) -> None:
-    write_whole(path, content)
-    sync(path)
-    sync(path.parent)

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from msgspec import Struct
 
-from pipeline.record.whole_file import write_json
+from models.disk import write_json
 from stages.messages import Settled, StepDone
 from stages.train.batch_metrics import length_bucket
 

@@ -30,9 +30,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import IO
 
+from models.disk import write_whole
 from models.weights.slots_directory import PREFIX, DirectoryLease, remove_stale
 from pipeline.errors import UsageError, too_many_files, user_error
-from pipeline.record.whole_file import write_whole
 from stages.agents.once import EPISODES_DIR
 from transport.links.address import IPC_PATH_LIMIT
 

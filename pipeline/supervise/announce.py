@@ -16,11 +16,11 @@ import msgspec
 from msgspec import Struct
 
 from models.checkpoint import CheckpointError, final_path, read_manifest, remove_leftovers, verify_files
+from models.disk import write_json
 from pipeline.hosts.stream_hub import StreamHub
 from pipeline.observe.stats import STATS_PREFIX, StageStats
 from pipeline.record.recorder import Recorder
 from pipeline.record.run_directory import RunDir
-from pipeline.record.whole_file import write_json
 from pipeline.supervise.outage import consequence
 from pipeline.supervise.restarts import EngineSpec
 from stages.engine_entries import POLICY, carrying

@@ -32,7 +32,7 @@ from pathlib import Path
 from typing import Any, Final
 from urllib.parse import quote, unquote
 
-from models.disk import sync
+from models.disk import sync, write_whole
 
 EPISODES_DIR: Final = "episodes"  # in the run directory
 ENDED_FILE: Final = "ended.json"  # there
@@ -90,7 +90,8 @@ async def once(home: Path, key: Mapping[str, object], call: Callable[[], Awaitab
             raise
         except Uncertain as error:
             error.call_id = error.call_id or call_id()
-            await asyncio.to_thread(_write, path, json.dumps({**begun, "reason": str(error)}))  # to say the same again
+            said = json.dumps({**begun, "reason": str(error)}).encode()  # to say the same again
+            await asyncio.to_thread(write_whole, path, said, durable=True)
             raise
         except Exception as error:
             ended = {"raised": f"{type(error).__name__}: {error}"}
@@ -201,19 +202,8 @@ def _begin(path: Path, text: str) -> dict[str, Any] | None:
 
 
 def _end(path: Path, ended: Mapping[str, object]) -> None:
-    body = json.dumps(ended)
-    _write(path, f"{zlib.crc32(body.encode()):08x} {body}")
-
-
-def _write(path: Path, text: str) -> None:
-    """What the file says now. It is there as it was or as it is to be."""
-    draft = path.with_name(f".{path.name}.{os.getpid()}")
-    with draft.open("w") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    draft.replace(path)
-    sync(path.parent)
+    body = json.dumps(ended).encode()
+    write_whole(path, b"%08x %b" % (zlib.crc32(body), body), durable=True)
 
 
 def _has_ended(path: Path) -> bool:
