@@ -1,6 +1,7 @@
 """A program: trains recipes on Megatron in every layout of `CASES`, in trainer groups of 1, 2 and 4 processes.
 
-Megatron is imported once; the processes of a trainer group are forked from here. `python megatron_cases.py MODELS OUT`.
+Megatron is imported once; the processes of a trainer group are forked from here.
+`python megatron_cases.py MODELS OUT SELECTION`, where the selection is a key of `SELECTIONS`.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import multiprocessing
 import os
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -51,9 +52,24 @@ CASES = (
     Case("tp2_ep2", 4, ("experts",), {**_EXPERTS, "expert_tensor_parallel_size": 1}),
     Case("tp2_ep2_cut", 4, ("experts",), _EXPERTS),
 )
+# One layout of each kind, and each recipe that is more than another model.
+FEW = {
+    "one": ("chunked", "broken", "supervised", "branches", "branches_flat"),
+    "tp2": ("five", "ppo", "renewed"),
+    "pp2": ("five", "broken"),
+    "pp2_virtual": ("five_untied",),
+    "dp2": ("five", "branches"),
+    "dp2_overlap": ("five_untied",),
+    "ep2": ("experts",),
+    "cp2": ("five_untied",),
+}
+SELECTIONS = {
+    "few": tuple(replace(case, recipes=FEW[case.name]) for case in CASES if case.name in FEW),
+    "all": CASES,
+}
 
 
-def run(rank: int, world: int, models: Path, out: Path) -> None:
+def run(rank: int, world: int, cases: Sequence[Case], models: Path, out: Path) -> None:
     """One process of a trainer group: all cases of its size."""
     import torch
     from gathered_attention import GatheredAttention
@@ -69,7 +85,7 @@ def run(rank: int, world: int, models: Path, out: Path) -> None:
         timeout=timedelta(seconds=DEADLINE_S),
     )
     core_attention, engine_installed = getattr(layers, _ATTENTION), processes.engine_installed
-    for case in CASES:
+    for case in cases:
         if case.world != world:
             continue
         if "context_parallel_size" in case.layout:
@@ -81,7 +97,7 @@ def run(rank: int, world: int, models: Path, out: Path) -> None:
     torch.distributed.destroy_process_group()
 
 
-def main(models: Path, out: Path) -> int:
+def main(models: Path, out: Path, cases: Sequence[Case]) -> int:
     """Run the trainer groups one after the other; 0 if all processes of all of them ended well."""
     import torch
 
@@ -92,8 +108,8 @@ def main(models: Path, out: Path) -> int:
     for name in ("build", "models", "weights"):
         importlib.import_module(f"models.train.megatron.{name}")
     fork = multiprocessing.get_context("fork")
-    for world in sorted({case.world for case in CASES}):
-        trainer_group = [fork.Process(target=run, args=(rank, world, models, out)) for rank in range(world)]
+    for world in sorted({case.world for case in cases}):
+        trainer_group = [fork.Process(target=run, args=(rank, world, cases, models, out)) for rank in range(world)]
         for process in trainer_group:
             process.start()
         for process in trainer_group:
@@ -108,4 +124,4 @@ def main(models: Path, out: Path) -> int:
 
 if __name__ == "__main__":
     sys.path[:0] = os.environ["SLUICE_TEST_PATH"].split(os.pathsep)
-    sys.exit(main(Path(sys.argv[1]), Path(sys.argv[2])))
+    sys.exit(main(Path(sys.argv[1]), Path(sys.argv[2]), SELECTIONS[sys.argv[3]]))

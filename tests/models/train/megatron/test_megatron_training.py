@@ -7,12 +7,13 @@ import math
 import os
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from megatron_cases import CASES, DEADLINE_S, Case
+from megatron_cases import DEADLINE_S, SELECTIONS, Case
 from megatron_rig import RECIPES, make_models, make_spec, train
 from safetensors.torch import load_file
 
@@ -24,11 +25,11 @@ SHARED = ("branches", "branches_flat")
 Expected = dict[str, tuple[dict[str, Any], dict[str, torch.Tensor]]]
 
 
-def of_torch(models: Path) -> Expected:
+def of_torch(models: Path, cases: Sequence[Case]) -> Expected:
     return {
         name: train(Trainer(make_spec(recipe, models), TorchModels), recipe)
         for name, recipe in RECIPES.items()
-        if any(name in case.recipes for case in CASES)
+        if any(name in case.recipes for case in cases)
     }
 
 
@@ -66,7 +67,9 @@ def differences(case: Case, recipe: str, out: Path, expected: Expected) -> list[
 
 
 @pytest.mark.slow
-def test_every_layout_trains_as_torch_does(tmp_path: Path) -> None:
+@pytest.mark.parametrize("selection", ["few", pytest.param("all", marks=pytest.mark.full)])
+def test_every_layout_trains_as_torch_does(tmp_path: Path, selection: str) -> None:
+    cases = SELECTIONS[selection]
     models, out = tmp_path / "models", tmp_path / "out"
     out.mkdir()
     make_models(models)
@@ -77,24 +80,25 @@ def test_every_layout_trains_as_torch_does(tmp_path: Path) -> None:
         "OMP_NUM_THREADS": "1",
         "PYTHONWARNINGS": "ignore",
     }
-    program = subprocess.Popen([sys.executable, f"{here}/megatron_cases.py", str(models), str(out)], env=environment)
+    command = [sys.executable, f"{here}/megatron_cases.py", str(models), str(out), selection]
+    program = subprocess.Popen(command, env=environment)
     try:
-        expected = of_torch(models)  # meanwhile
+        expected = of_torch(models, cases)  # meanwhile
         assert program.wait(3 * DEADLINE_S) == 0
     finally:
         program.kill()
-    wrong = [text for case in CASES for recipe in case.recipes for text in differences(case, recipe, out, expected)]
+    wrong = [text for case in cases for recipe in case.recipes for text in differences(case, recipe, out, expected)]
     assert not wrong, "\n".join(wrong[:40])
     check_expectations(expected)
     check_branches(out)
-    check_passes(out)
+    check_passes(out, cases)
 
 
-def check_passes(out: Path) -> None:
+def check_passes(out: Path, cases: Sequence[Case]) -> None:
     """A pipeline runs one schedule for a step of a few micro-batches, however they come; the reference is put in the
     policy's place, and taken out again, once for a batch; only where a process holds several chunks is anything sent
     while it computes."""
-    for case in CASES:
+    for case in cases:
         for recipe in case.recipes:
             found = json.loads((out / f"{case.name}-{recipe}-0.json").read_text())
             fields, steps = RECIPES[recipe].fields, RECIPES[recipe].steps
