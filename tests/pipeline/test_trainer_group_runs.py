@@ -63,10 +63,14 @@ def lost_nothing(done: Finished, steps: int, rank: int) -> None:
     nothing_left(run_dir)
 
 
-def test_a_killed_rank_loses_nothing(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "flags",
+    [pytest.param(ENGINE, id="torch"), pytest.param(MEGATRON, id="megatron", marks=pytest.mark.full)],
+)
+def test_a_killed_rank_loses_nothing(tmp_path: Path, flags: list[str]) -> None:
     run_dir = tmp_path / "run"
     process = start(
-        run_dir, *SMALL, *made_model(), *TRAINER_GROUP, *MEGATRON, "--num-rollout", "12", "--save-interval", "4"
+        run_dir, *SMALL, *made_model(), *TRAINER_GROUP, *flags, "--num-rollout", "12", "--save-interval", "4"
     )
     wait_for_steps(process, run_dir, 6)
     os.kill(number_of(run_dir, "train-rank-1"), signal.SIGKILL)

@@ -90,11 +90,22 @@ def standing_by(run_dir: Path) -> list[int]:
     return [int(number) for number in re.findall(r"process (\d+) stands by for train-0", said)]
 
 
-def test_a_process_that_stands_by_takes_the_place_of_a_killed_trainer(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "flags",
+    [
+        pytest.param([*SIMULATED, "--simulated-step-s", "0.3"], id="simulated"),
+        pytest.param(
+            [*SIMULATED[: SIMULATED.index("--train-backend")], "engine.simulated.a_ms=60"],
+            id="with libraries to load",
+            marks=pytest.mark.full,
+        ),
+    ],
+)
+def test_a_process_that_stands_by_takes_the_place_of_a_killed_trainer(tmp_path: Path, flags: list[str]) -> None:
     """The one that stands by for it in turn ends with the run."""
     run_dir = tmp_path / "run"
-    computes = [*SMALL, *made_model(), *SIMULATED[: SIMULATED.index("--train-backend")], "engine.simulated.a_ms=60"]
-    process = start(run_dir, *computes, "--train-standby", "--num-rollout", "2000", "--save-interval", "1")
+    flags = [*SMALL, *made_model(), *flags]
+    process = start(run_dir, *flags, "--train-standby", "--num-rollout", "2000", "--save-interval", "1")
     wait_until(process, lambda: len(standing_by(run_dir)) == 1, "a process stands by")
     kill(run_dir, "train-0")
     wait_until(process, lambda: pids(run_dir, "train-0") == standing_by(run_dir)[:1], "it takes the place")
