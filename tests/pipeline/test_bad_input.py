@@ -12,7 +12,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from launching import NO_DATA, SMALL, Finished, finish, here, launch, made_model, start
+from launching import NO_DATA, SIMULATED, SMALL, Finished, finish, here, launch, made_model, start
 from test_kill import wait_for_steps
 
 
@@ -97,7 +97,7 @@ def test_a_checkpoint_without_weights_is_named(tmp_path: Path) -> None:
 
     model = make_tiny_checkpoint(tmp_path / "model", tokenizer="arithmetic")
     (model / "model.safetensors").unlink()
-    refused(launch(tmp_path / "run", *SMALL, "--hf-checkpoint", str(model)), str(model))
+    refused(here(tmp_path / "run", *SMALL, "--hf-checkpoint", str(model)), str(model))
 
 
 @pytest.fixture
@@ -126,11 +126,14 @@ def test_a_full_disk_at_the_start(small_disk: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_disk_that_fills_up_in_mid_run(small_disk: Path) -> None:
+@pytest.mark.parametrize(
+    "flags",
+    [pytest.param(SIMULATED, id="simulated"), pytest.param([], id="torch", marks=pytest.mark.full)],
+)
+def test_a_disk_that_fills_up_in_mid_run(small_disk: Path, flags: list[str]) -> None:
     run_dir = small_disk / "run"
-    process = start(
-        run_dir, *SMALL, *made_model(), "--num-rollout", "2000", "--save-interval", "2", "--keep-last-n", "1"
-    )
+    flags = [*SMALL, *made_model(), *flags]
+    process = start(run_dir, *flags, "--num-rollout", "2000", "--save-interval", "2", "--keep-last-n", "1")
     wait_for_steps(process, run_dir, 3)
     with contextlib.suppress(OSError), (small_disk / "ballast").open("wb") as file:  # full, which is what is wanted
         while True:

@@ -38,15 +38,8 @@ PEEK_RECIPE = '[[stage]]\nname = "peek"\npath = "peek:Peek"\nafter = "teacher"\n
 
 # The simulated trainer publishes the weights that it began with: a teacher of the same checkpoint stays the policy.
 SAME_POLICY = [
-    *NO_DATA,
-    "--use-opd",
-    "--train-backend",
-    "simulated",
-    "--simulated-step-s",
-    "0.05",
-    "--config",
-    "peek.toml",
-]
+    *NO_DATA, "--use-opd", "--train-backend", "simulated", "--simulated-step-s", "0.05", "--config", "peek.toml",
+]  # fmt: skip
 
 
 @pytest.fixture
@@ -147,6 +140,11 @@ def test_teachers_that_cannot_teach_are_refused_at_the_start(home: Path) -> None
         here(home / "a", *flags, "t=tiny", cwd=home), "--frozen-engine t=", "choose a teacher with the same tokenizer"
     )
     refused(here(home / "b", *flags, "t=http://127.0.0.1:9", cwd=home), "t=http://127.0.0.1:9: no healthy engine")
+
+
+@pytest.mark.full
+def test_a_teacher_whose_process_cannot_start_is_named(home: Path) -> None:
+    flags = [*SAME_POLICY, *made_model(), "--prompt-data", "arithmetic", "--frozen-engine"]
     shutil.copytree(home / "other", home / "foreign")
     config = json.loads((home / "foreign" / "config.json").read_text())
     (home / "foreign" / "config.json").write_text(json.dumps({**config, "architectures": ["Gpt9ForCausalLM"]}))

@@ -1,11 +1,11 @@
-"""A run, and its resume, in which no process can unpickle anything."""
+"""A run that goes on from a checkpoint, in which no process can unpickle anything."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 import pytest
-from launching import SMALL, finish, made_model, start, succeed
+from launching import SMALL, finish, made_model, start, succeed_here
 
 pytestmark = pytest.mark.slow
 
@@ -34,10 +34,10 @@ note("poisoned")
 def test_nothing_is_unpickled_in_any_process_of_a_run(tmp_path: Path) -> None:
     (tmp_path / "sitecustomize.py").write_text(POISON)
     notes = tmp_path / "notes"
-    flags = [*SMALL, *made_model(), "--save-interval", "2"]
     env = {"PYTHONPATH": str(tmp_path), "POISON_NOTES": str(notes)}
-    succeed(tmp_path / "run", *flags, **env)
-    done = finish(start(None, "--resume", str(tmp_path / "run"), "--num-rollout", "6", **env), tmp_path / "run")
+    succeed_here(tmp_path / "run", *SMALL, *made_model(), "--num-rollout", "2", "--save-interval", "2")
+    resume = ["--resume", str(tmp_path / "run"), "--runner", "local", "--num-rollout", "6"]
+    done = finish(start(None, *resume, **env), tmp_path / "run")
     assert done.code == 0, done.err[-2000:]
     said = notes.read_text()
     assert all(name in said for name in ("launch.py", "models.engines.serve", "train-0", "generate-0", "reward-0"))

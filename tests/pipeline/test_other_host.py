@@ -56,7 +56,7 @@ def books_of(run_dir: Path, *flags: str) -> Audit:
 
 
 def test_weights_arrive_where_no_file_of_the_trainer_is_seen(over: OtherHost, tmp_path: Path) -> None:
-    books = books_of(tmp_path / "run", *SMALL, *made_model(), "--num-rollout", "6")
+    books = books_of(tmp_path / "run", *SMALL, *made_model(), *SIMULATED, "--num-rollout", "6")
     assert books.outcomes["trained"] == 24
     logs = "".join(path.read_text() for path in (tmp_path / "run" / "logs").glob("[efg]*.log"))
     assert all(f"version {version}: fetched" in logs for version in (0, 1))
@@ -165,6 +165,7 @@ def test_sync_trains_the_same_batches_there_though_a_replica_is_killed(
     assert json.loads((tmp_path / "run" / "summary.json").read_text())["restarts"] == {"generate-0": 1}
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("replicas", [2])
 def test_sync_trains_the_same_batches_here_though_a_replica_is_killed(tmp_path: Path, replicas: int) -> None:
     flags = [*SMALL, *made_model(), "--mode", "sync", "--deterministic", "--num-rollout", "8"]

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from launching import NO_DATA, SMALL, here, made_model, succeed, succeed_here
+from launching import NO_DATA, SIMULATED, SMALL, here, made_model, succeed, succeed_here
 
 from models.checkpoint import latest_checkpoint
 from pipeline.observe.metrics import read_metrics
@@ -53,16 +53,8 @@ def tapped(run_dir: Path) -> list[dict[str, Any]]:
 
 def test_an_async_run_leaves_everything_behind(tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
-    flags = [
-        *SMALL,
-        "--use-tensorboard",
-        "--use-plot",
-        "--eval-prompt-data",
-        "held=arithmetic@[0:6]",
-        "--eval-interval",
-        "2",
-    ]
-    done = succeed(run_dir, *flags)
+    evaluates = ["--eval-prompt-data", "held=arithmetic@[0:6]", "--eval-interval", "2"]
+    done = succeed(run_dir, *SMALL, *evaluates, "--use-tensorboard", "--use-plot")
     summary = done.summary
     assert summary["mode"] == "async"
     assert summary["steps"] == 4
@@ -183,11 +175,13 @@ def test_real_question_data_with_the_gsm8k_grader(tmp_path: Path) -> None:
 
 
 def test_weights_swapped_in_mid_generation_leave_both_versions_in_a_sample(tap: Path) -> None:
-    """Long answers, a fast trainer: tokens of one sample carry several versions, and their runs add up."""
+    """Long answers, a fast trainer: tokens of one sample carry several versions, and their runs add up.
+
+    That each token is its version's own: test_identity_runs.py, test_sglang_runs.py."""
     succeed(
-        tap / "run", *SMALL, *made_model(), "--config", str(tap / "tap.toml"), "--rollout-max-response-len", "160",
-        "--num-rollout", "10",
-        "--pause-generation-mode", "retract", "--rollout-stop-token-ids", "31", "--async-buffer-size", "3", cwd=tap,
+        tap / "run", *SMALL, *made_model(), *SIMULATED, "--config", str(tap / "tap.toml"),
+        "--rollout-max-response-len", "160", "engine.simulated.length_mean=150", "--num-rollout", "10",
+        "--pause-generation-mode", "retract", "--async-buffer-size", "3", cwd=tap,
     )  # fmt: skip
     rows = tapped(tap / "run")
     mixed = [r for r in rows if len(r["runs"]) > 1]

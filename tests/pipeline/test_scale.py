@@ -40,6 +40,7 @@ def test_tasks_come_and_go(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     assert done.controller.recorder.restarts == {}
 
 
+@pytest.mark.full
 def test_processes_come_and_go(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     done = scripted(monkeypatch, tmp_path / "run", one_three_one, as_processes)
     assert done.controller.recorder.restarts == {}, "a replica that is retired ends with 0, and is not started again"
