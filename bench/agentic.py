@@ -16,20 +16,14 @@ trajectories begin at once and end in a crowd, and at the end, when nothing is l
 
 from __future__ import annotations
 
-import argparse
 import statistics
-import sys
 import tempfile
-from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import dataclass
-from io import StringIO
 from pathlib import Path
 from typing import Any
 
-from bench.modes import configuration
-from bench.report import Series, finish, machine
-from pipeline.observe.metrics import read_metrics
-from pipeline.run import run
+from bench.modes import completed
+from bench.report import Series, arguments, finish, machine
 
 ENGINES, SLOTS = 2, 32
 GROUPS, MEMBERS = 4, 8  # of a rollout batch: as many rollouts as one half of all slots
@@ -99,12 +93,8 @@ def measure(contender: Contender, steps: int, warm_up: int, seed: int) -> Outcom
     """One run in a directory of its own; `steps` batches are counted, behind the first and before the last ones."""
     begins = contender.ahead + warm_up
     with tempfile.TemporaryDirectory(prefix="sluice-bench-") as home:
-        said = StringIO()
-        with redirect_stdout(said), redirect_stderr(said):
-            code = run(configuration(flags(contender, begins + steps + contender.ahead, seed, Path(home))))
-        if code != 0:
-            sys.exit(f"{contender.name}: exit code {code}\n{said.getvalue()}")
-        rows = [row for row in read_metrics(Path(home) / "run" / "metrics.jsonl") if "perf/step_time" in row]
+        given = flags(contender, begins + steps + contender.ahead, seed, Path(home))
+        rows = completed(contender.name, given, Path(home) / "run")
     first, last, counted = rows[begins - 1], rows[begins + steps - 1], rows[begins : begins + steps]
     seconds = last["wall_s"] - first["wall_s"]
     ended = _ended(last) - _ended(first)
@@ -139,11 +129,7 @@ def report(results: dict[str, list[Outcome]]) -> list[Series]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="1 round with fewer batches")
-    parser.add_argument("--rounds", type=int, default=0)
-    parser.add_argument("--output", type=Path, default=Path("bench_results/agentic.json"))
-    options = parser.parse_args()
+    options = arguments(__doc__, "agentic", "1 round with fewer batches").parse_args()
     rounds = options.rounds or (1 if options.quick else 3)
     warm_up = 1 if options.quick else 2
     steps = {one.name: 4 if options.quick else max(6, one.ahead + 1) for one in CONTENDERS}

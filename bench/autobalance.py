@@ -10,7 +10,6 @@ split. Compared are trained rollouts per second over the last batches, when the 
 
 from __future__ import annotations
 
-import argparse
 import subprocess
 import sys
 import tempfile
@@ -22,7 +21,7 @@ import msgspec
 
 from bench.plan_stages import Split, best_split, stage_steps
 from bench.plan_types import Cluster
-from bench.report import Series, finish, machine
+from bench.report import Series, arguments, finish, machine
 from pipeline.observe.metrics import read_metrics
 from pipeline.observe.summary import read_summary
 
@@ -118,12 +117,10 @@ def report(plan_rate: float, outcomes: Mapping[str, Outcome]) -> list[Series]:
     return series
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="fewer batches, a smaller grid of the planner")
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = arguments(__doc__, "autobalance", "fewer batches, a smaller grid of the planner", rounds="")
     parser.add_argument("--reward-s", type=float, default=JOB.reward_s, help="seconds that grading a rollout takes")
-    parser.add_argument("--output", type=Path, default=Path("bench_results/autobalance.json"))
-    options = parser.parse_args(arguments)
+    options = parser.parse_args(argv)
     job = planned(msgspec.structs.replace(JOB, reward_s=options.reward_s))
     about = machine(["pyzmq", "msgspec", "aiohttp"])
     quick = options.quick

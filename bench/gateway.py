@@ -13,7 +13,6 @@ costs the processor.
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import contextlib
 import json
@@ -33,7 +32,7 @@ import msgspec
 import numpy as np
 import uvloop
 
-from bench.report import Series, finish, machine, print_table
+from bench.report import Series, arguments, finish, machine, print_table
 from configs.schema import Config
 from models.tiny import make_tiny_checkpoint
 from stages.agents.chat_formats.load import load_chat_format
@@ -220,11 +219,7 @@ async def run(home: Path, rounds: int, conversations: int) -> list[Series]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="1 round with fewer conversations")
-    parser.add_argument("--rounds", type=int, default=0)
-    parser.add_argument("--output", type=Path, default=Path("bench_results/gateway.json"))
-    options = parser.parse_args()
+    options = arguments(__doc__, "gateway", "1 round with fewer conversations").parse_args()
     rounds = options.rounds or (1 if options.quick else 3)
     conversations = SLOTS if options.quick else 2 * SLOTS
     about = machine(["aiohttp", "msgspec"])

@@ -10,7 +10,6 @@ say 0), and the milliseconds from a kill to the moment in which the hub hands ou
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import contextlib
 import multiprocessing
@@ -24,9 +23,8 @@ import time
 from collections import Counter
 from dataclasses import dataclass, field
 from multiprocessing.process import BaseProcess
-from pathlib import Path
 
-from bench.report import Series, finish, machine, print_table
+from bench.report import Series, arguments, finish, machine, print_table
 from transport import DeadLetter, Hub, Node, StreamSpec
 from transport.core.custody import Item
 from transport.testing.net import until
@@ -190,11 +188,7 @@ async def measure(contender: Contender, count: int, seed: int) -> Outcome:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="1 round with fewer messages instead of 3")
-    parser.add_argument("--rounds", type=int, default=0, help="number of rounds")
-    parser.add_argument("--output", type=Path, default=Path("bench_results/kills.json"))
-    options = parser.parse_args()
+    options = arguments(__doc__, "kills", "1 round with fewer messages instead of 3").parse_args()
     rounds, count = options.rounds or (1 if options.quick else 3), 2_000 if options.quick else 5_000
     about = machine(["pyzmq", "msgspec"])
     FORKS.set_forkserver_preload(["bench.report", "transport", "transport.testing.net"])

@@ -13,7 +13,6 @@ trainer take time by a model, everything else (streams, stages, HTTP, weights) i
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import sys
 import tempfile
@@ -22,10 +21,9 @@ from dataclasses import dataclass
 from io import StringIO
 from pathlib import Path
 
-from bench.report import Series, finish, machine
+from bench.report import Series, arguments, finish, machine
 from configs.load import load
 from configs.rules.validate import checked
-from configs.schema import Config
 from pipeline.observe.metrics import read_metrics
 from pipeline.observe.summary import read_summary
 from pipeline.run import run
@@ -83,22 +81,23 @@ def flags(mode: str, ratio: float, steps: int, seed: int, run_dir: Path) -> list
     ]  # fmt: skip
 
 
-def configuration(arguments: list[str]) -> Config:
-    loaded = load(arguments)
+def completed(name: str, flags: list[str], run_dir: Path) -> list[dict[str, float]]:
+    """The rows of all batches of a run in this process. Its output is shown if it fails, which ends the benchmark."""
+    loaded = load(flags)
     config, _ = checked(loaded.config, loaded.given)
-    return config
+    said = StringIO()
+    with redirect_stdout(said), redirect_stderr(said):
+        code = run(config)
+    if code != 0:
+        sys.exit(f"{name}: exit code {code}\n{said.getvalue()}")
+    return [row for row in read_metrics(run_dir / "metrics.jsonl") if "perf/step_time" in row]
 
 
 def measure(mode: str, ratio: float, steps: int, seed: int) -> Outcome:
     """One run in a directory of its own."""
     with tempfile.TemporaryDirectory(prefix="sluice-bench-") as home:
         run_dir = Path(home) / "run"
-        said = StringIO()
-        with redirect_stdout(said), redirect_stderr(said):
-            code = run(configuration(flags(mode, ratio, steps, seed, run_dir)))
-        if code != 0:
-            sys.exit(f"{mode}: exit code {code}\n{said.getvalue()}")
-        rows = [row for row in read_metrics(run_dir / "metrics.jsonl") if "perf/step_time" in row]
+        rows = completed(mode, flags(mode, ratio, steps, seed, run_dir), run_dir)
         summary = read_summary(run_dir / "summary.json")
     counted = rows[WARM_UP:]
     tokens = (counted[-1]["trained_tokens"] - counted[0]["trained_tokens"]) / (len(counted) - 1)
@@ -136,11 +135,7 @@ def report(results: dict[tuple[float, str], list[Outcome]]) -> list[Series]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="1 round with fewer batches")
-    parser.add_argument("--rounds", type=int, default=0)
-    parser.add_argument("--output", type=Path, default=Path("bench_results/modes.json"))
-    options = parser.parse_args()
+    options = arguments(__doc__, "modes", "1 round with fewer batches").parse_args()
     rounds, steps = options.rounds or (1 if options.quick else 5), 12 if options.quick else 24
     about = machine(["pyzmq", "msgspec", "torch", "aiohttp"])
     results: dict[tuple[float, str], list[Outcome]] = {}

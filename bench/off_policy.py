@@ -11,7 +11,6 @@ Reward is what the newest weights earn at temperature 1 on 32 prompts x 8 rollou
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import tempfile
 from collections.abc import Sequence
@@ -22,7 +21,7 @@ from pathlib import Path
 import numpy as np
 
 from bench.off_policy_run import Curves, Task, measure
-from bench.report import Series, finish, machine, print_table
+from bench.report import Series, arguments, finish, machine, print_table
 
 COMMON = (
     "--num-steps-per-rollout", "2", "--lr", "6e-5", "--lr-warmup-iters", "20", "--engine-dtype", "bfloat16",
@@ -128,14 +127,12 @@ def draw(results: dict[str, list[Curves]], path: Path, title: str) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="1 seed and few batches")
+    parser = arguments(__doc__, "off_policy", "1 seed and few batches", rounds="")
     parser.add_argument("--seeds", type=int, default=0)
     parser.add_argument("--batches", type=int, default=0)
     parser.add_argument("--staleness", type=int, default=4)
     parser.add_argument("--only", nargs="*", default=None, help="names of contenders")
     parser.add_argument("--workers", type=int, default=2, help="seeds at one time")
-    parser.add_argument("--output", type=Path, default=Path("bench_results/off_policy.json"))
     parser.add_argument("--plot", type=Path, default=Path("bench_results/off_policy.png"))
     options = parser.parse_args()
     seeds, batches = options.seeds or (1 if options.quick else 5), options.batches or (30 if options.quick else 200)

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 
 import msgspec
 from msgspec.structs import replace
@@ -21,7 +20,7 @@ from bench.plan_cluster import simulate
 from bench.plan_hardware import GPUS, Efficiency, Job, bounds, cluster_of, shape_of
 from bench.plan_published import Row, rows
 from bench.plan_types import Result
-from bench.report import Series, finish, machine
+from bench.report import Series, arguments, finish, machine
 from configs.plan.parameters import total_parameters
 
 STATE_BYTES = 18  # of the trainer for each parameter: bfloat16 weights, fp32 gradients, weights and moments
@@ -151,12 +150,10 @@ def published_table(found: Sequence[Row]) -> str:
 
 
 def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="a small cluster and the published cases of seconds")
+    parser = arguments(__doc__, "plan", "a small cluster and the published cases of seconds", rounds="")
     parser.add_argument("--published", action="store_true", help="all published cases, and no plan")
     parser.add_argument("--most", type=int, default=6, help="splits that are simulated")
     parser.add_argument("--batches", type=int, default=12, help="publications of each simulation, 3 of them warm-up")
-    parser.add_argument("--output", type=Path, default=Path("bench_results/plan.json"))
     for field in msgspec.structs.fields(Job):
         if field.type in (int, float, str):
             flag = "--" + field.name.replace("_", "-")

@@ -5,6 +5,7 @@ A figure without its baseline of the same run and without its range is not print
 
 from __future__ import annotations
 
+import argparse
 import importlib.metadata
 import os
 import platform
@@ -52,6 +53,18 @@ class Document(msgspec.Struct, frozen=True):
     command: list[str]
     remarks: list[str]
     series: list[Series]
+
+
+def arguments(
+    description: str | None, name: str, quick: str, *, rounds: str = "number of rounds"
+) -> argparse.ArgumentParser:
+    """The options that benchmarks share. `quick`, `rounds`: their help; no `rounds` where there are none."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help=quick)
+    if rounds:
+        parser.add_argument("--rounds", type=int, default=0, help=rounds)
+    parser.add_argument("--output", type=Path, default=Path(f"bench_results/{name}.json"))
+    return parser
 
 
 def machine(packages: Sequence[str]) -> Machine:

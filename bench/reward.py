@@ -9,7 +9,6 @@ grader run in the same round; the baseline is one replica with one grader proces
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import itertools
 import multiprocessing
@@ -20,7 +19,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from bench.report import Series, finish, machine, print_table
+from bench.report import Series, arguments, finish, machine, print_table
 from configs.schema import Config, ObserveConfig
 from configs.schema.reward import RewardConfig
 from pipeline.hosts.replica import ReplicaSpec, run_replica
@@ -178,12 +177,9 @@ def name_of(count: int, workers: int) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="1 round of 3 s for each contender, not 5 of 8 s")
-    parser.add_argument("--rounds", type=int, default=0)
+    parser = arguments(__doc__, "reward", "1 round of 3 s for each contender, not 5 of 8 s")
     parser.add_argument("--workers", type=int, nargs="+", default=[1, 2], help="grader processes of one replica")
     parser.add_argument("--replicas", type=int, nargs="+", default=[1, 2], help="replicas with one grader process each")
-    parser.add_argument("--output", type=Path, default=Path("bench_results/reward.json"))
     options = parser.parse_args()
     rounds, seconds = options.rounds or (1 if options.quick else 5), 3.0 if options.quick else 8.0
     about = machine(["pyzmq", "msgspec", "math-verify", "sympy"])

@@ -16,7 +16,6 @@ takes for its rollouts.
 
 from __future__ import annotations
 
-import argparse
 import subprocess
 import sys
 import tempfile
@@ -28,7 +27,7 @@ from typing import Final
 import msgspec
 
 from bench.processes import Usage, usage
-from bench.report import Series, finish, machine
+from bench.report import Series, arguments, finish, machine
 
 ROOT: Final = Path(__file__).resolve().parent.parent
 MEMBERS: Final = 8
@@ -207,14 +206,12 @@ def points(
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="100 and 1,000 in flight, 1 and 2 replicas")
+    parser = arguments(__doc__, "scale", "100 and 1,000 in flight, 1 and 2 replicas", rounds="")
     parser.add_argument("--in-flight", type=int, nargs="+", default=None, help="default 100 1000 10000")
     parser.add_argument("--replicas", type=int, nargs="+", default=None, help="default 1 4 16")
     parser.add_argument("--wide", type=int, default=1000, help="rollouts in flight where replicas are compared")
     parser.add_argument("--hub-processes", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--hub-shards", type=int, nargs="+", default=[2], help="beside 1; with as many hub processes")
-    parser.add_argument("--output", type=Path, default=Path("bench_results/scale.json"))
     options = parser.parse_args()
     in_flight = options.in_flight or ([100, 1000] if options.quick else [100, 1000, 10_000])
     replicas = options.replicas or ([1, 2] if options.quick else [1, 4, 16])

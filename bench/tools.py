@@ -9,16 +9,14 @@ of code, and one episode for all; below bubblewrap too where that is installed. 
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import shutil
 import sys
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
-from pathlib import Path
 
-from bench.report import Series, finish, machine, print_table
+from bench.report import Series, arguments, finish, machine, print_table
 from stages.agents.packs.parts.interpreters import Interpreter, Interpreters
 from stages.graders.jail.sandbox import Limits, StdinCase, run_cases
 
@@ -101,11 +99,8 @@ async def one_round(seconds: float, at_once: int) -> dict[str, float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="1 round of 1 s for each contender, not 5 of 4 s")
-    parser.add_argument("--rounds", type=int, default=0)
+    parser = arguments(__doc__, "tools", "1 round of 1 s for each contender, not 5 of 4 s")
     parser.add_argument("--at-once", type=int, nargs="+", default=[1, 8], help="executions side by side")
-    parser.add_argument("--output", type=Path, default=Path("bench_results/tools.json"))
     options = parser.parse_args()
     rounds, seconds = options.rounds or (1 if options.quick else 5), 1.0 if options.quick else 4.0
     about = machine(["msgspec"])

@@ -24,7 +24,7 @@ from typing import Any
 
 import torch
 
-from bench.report import Machine, Series, finish, machine
+from bench.report import Machine, Series, arguments, finish, machine
 from bench.train_plans import dealings, packings
 from bench.train_speed import (
     CONTENDERS,
@@ -176,13 +176,12 @@ def remarks_of(setting: Setting, about: Machine) -> list[str]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="a smaller model, fewer shares, 3 rounds")
-    parser.add_argument("--rounds", type=int, default=0, help="timed steps of each backend")
+    parser = arguments(
+        __doc__, "train", "a smaller model, fewer shares, 3 rounds", rounds="timed steps of each backend"
+    )
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--size", choices=sorted(SIZES), help="default: quick or cpu, 0.6B on a GPU")
     parser.add_argument("--recompute", action="store_true", help="recompute activations; always for 4B")
-    parser.add_argument("--output", type=Path, default=Path("bench_results/train.json"))
     options = parser.parse_args()
     options.size = options.size or ("0.6B" if options.device == "cuda" else "quick" if options.quick else "cpu")
     os.environ["PYTHONWARNINGS"] = "ignore"  # of Megatron-core about what is not installed, in its processes

@@ -7,7 +7,6 @@ baselines say what that costs. Every contender moves the same bytes from a produ
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import multiprocessing
 import multiprocessing.queues
@@ -19,7 +18,7 @@ from pathlib import Path
 
 import zmq
 
-from bench.report import Series, finish, machine, print_table
+from bench.report import Series, arguments, finish, machine, print_table
 from transport import DeadLetter, Node, StreamSpec
 
 SPAWN = multiprocessing.get_context("spawn")
@@ -230,11 +229,7 @@ def contenders() -> dict[str, tuple[Contender, str]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="3 rounds with fewer messages instead of 5")
-    parser.add_argument("--rounds", type=int, default=0, help="number of rounds")
-    parser.add_argument("--output", type=Path, default=Path("bench_results/transport.json"))
-    options = parser.parse_args()
+    options = arguments(__doc__, "transport", "3 rounds with fewer messages instead of 5").parse_args()
     rounds = options.rounds or (3 if options.quick else 5)
     about = machine(["pyzmq", "msgspec", "ray"])
     values: dict[tuple[str, str], list[float]] = {}

@@ -12,7 +12,6 @@ of Adam at that learning rate makes it: that decides what the route delta has to
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import logging
 import statistics
@@ -23,7 +22,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from bench.report import Machine, Series, finish, machine, print_table
+from bench.report import Machine, Series, arguments, finish, machine, print_table
 from bench.weights_model import Versions, make_model
 from bench.weights_rig import Fleet, Kind, fleet, sglang_python
 
@@ -88,13 +87,10 @@ def remarks(rounds: int, about: Machine, engines: int) -> list[str]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="10 and 100 MB only, 3 rounds instead of 5")
-    parser.add_argument("--rounds", type=int, default=0, help="number of rounds")
+    parser = arguments(__doc__, "weights", "10 and 100 MB only, 3 rounds instead of 5")
     parser.add_argument("--engines", type=int, default=2, help="recording engines; one real server is used")
     parser.add_argument("--sizes", type=int, nargs="+", help="megabytes of the model")
     parser.add_argument("--receivers", nargs="+", choices=["recorder", "sglang"], help="default: what is there")
-    parser.add_argument("--output", type=Path, default=Path("bench_results/weights.json"))
     options = parser.parse_args()
     rounds = options.rounds or (3 if options.quick else 5)
     sizes = options.sizes or (QUICK_MB if options.quick else SIZES_MB)

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-QUICK = 'add_argument("--quick"'
-BENCHMARKS = sorted(path.stem for path in (ROOT / "bench").glob("*.py") if QUICK in path.read_text())
+SHARED = "arguments(__doc__, "  # the options that every benchmark has
+BENCHMARKS = sorted(path.stem for path in (ROOT / "bench").glob("*.py") if SHARED in path.read_text())
 
 
 def test_the_benchmarks_are_those_of_make_bench() -> None:
