@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 
 from transport import DeadLetter, Hub, Inlet, LinkLost, Node, StreamSpec
-from transport.testing.net import until
+from transport.testing.net import take_one, until
 
 WORKER = Path(__file__).with_name("transport_worker.py")
 
@@ -53,8 +53,7 @@ class Fleet:
         """Results by key until there are `count` different ones. Unblocked by results."""
         got: Counter[str] = Counter()
         while len(got) < count:
-            lease = await self.inlet.receive()
-            assert lease is not None
+            lease = await take_one(self.inlet)
             got[lease.key] += 1
             lease.done()
         return got
@@ -168,8 +167,7 @@ async def test_a_lost_hub_is_reported_after_give_up() -> None:
                 inlet = await peer.inlet(address, "s", bytes)
                 outlet = await peer.outlet(address, "s", bytes)
                 await outlet.send(b"x", "k")
-                lease = await inlet.receive()
-                assert lease is not None
+                await take_one(inlet)
             with pytest.raises(LinkLost, match=r"inlet of stream 's' at .* heard nothing for give_up_s=0\.6"):
                 await inlet.receive()
             with pytest.raises(LinkLost, match="outlet of stream 's'"):

@@ -40,7 +40,7 @@ from transport.links import zmq_link
 from transport.links.address import parse
 from transport.links.security import add_client, create_keys, load_security, zap_reply
 from transport.ports import outlet as outlet_port
-from transport.testing.net import Extra
+from transport.testing.net import Extra, take_one
 from transport.wire import Hello, Put, Report
 
 PACKAGE = Path(transport.__file__).parent
@@ -74,8 +74,7 @@ async def test_nothing_unpickles_at_run_time(monkeypatch: pytest.MonkeyPatch) ->
         inlet = await node.inlet(hub.address, "s", bytes)
         outlet = await node.outlet(hub.address, "s", bytes)
         await outlet.send(pickle.dumps({"a": 1}), "k")
-        lease = await inlet.receive()
-        assert lease is not None
+        lease = await take_one(inlet)
         lease.done()
 
 
@@ -328,8 +327,7 @@ async def test_hostile_frames_harm_nobody(run_dir: Path) -> None:
                 if round_number == 5:
                     evil.send(b"x" * (1 << 20))  # beyond the socket's limit: the connection is dropped
                 await outlet.send(b"good", str(round_number))
-                lease = await inlet.receive()
-                assert lease is not None
+                lease = await take_one(inlet)
                 assert (lease.message, lease.key) == (b"good", str(round_number))
                 lease.done()
                 await client.publish("k", b"%d" % round_number)
@@ -417,8 +415,7 @@ async def test_an_error_in_an_owner_task_ends_the_node(run_dir: Path) -> None:
             inlet = await node.inlet(hub.address, "s", bytes)
             outlet = await node.outlet(hub.address, "s", bytes)
             await outlet.send(b"x", "k")
-            lease = await inlet.receive()
-            assert lease is not None
+            lease = await take_one(inlet)
             lease.poison("no")
             await inlet.receive()
 

@@ -15,7 +15,7 @@ from transport.links.memory import MemoryNetwork, MemoryNode
 from transport.ports.inlet import Arrivals, LeaseHandle
 from transport.ports.shards import shard_of, shards_of, stream_of, window_of
 from transport.spec import Routing
-from transport.testing.net import until
+from transport.testing.net import take_one, until
 
 KEYS = st.text(st.characters(codec="utf-8", exclude_characters="/"), min_size=1, max_size=12)
 
@@ -141,8 +141,7 @@ async def test_the_end_is_that_of_all_shards() -> None:
     async with sharded() as stream, asyncio.TaskGroup() as tasks:
         inlet, outlet = await stream.inlet("a-0"), await stream.outlet("b-0")
         await outlet.send("x", stream.key_in(1))
-        lease = await inlet.receive()
-        assert lease is not None
+        lease = await take_one(inlet)
         waiting = tasks.create_task(inlet.receive())
         stream.hubs[0].finish()
         stream.hubs[1].finish()
@@ -184,8 +183,7 @@ async def test_what_was_not_begun_goes_to_others_from_all_shards() -> None:
         keys = [stream.key_in(shard, number) for shard in (0, 1) for number in range(3)]
         for key in keys:
             await outlet.send("x", key)
-        begun = await inlet.receive()
-        assert begun is not None
+        begun = await take_one(inlet)
         await inlet.drain()
         assert await inlet.receive() is None
         other = await stream.inlet("a-1")

@@ -5,7 +5,9 @@ The oracle believes the applications' books; it looks into the cores only for bo
 
 from __future__ import annotations
 
-from transport_world import Clock, Host, Rules, Scenario, Violation, World
+from typing import Any
+
+from transport_world import Host, Rules, Scenario, Violation, World
 
 from transport.core.consumer import ConsumerCore
 from transport.core.custody import SUSPECT_LOSSES, Item
@@ -14,15 +16,8 @@ from transport.core.producer import ProducerCore
 
 
 class Simulation(World):
-    def __init__(
-        self,
-        seed: int,
-        scenario: Scenario,
-        rules: Rules | None = None,
-        clock: Clock | None = None,
-        shard: tuple[int, int] = (0, 1),
-    ) -> None:
-        super().__init__(seed, scenario, rules, clock, shard)
+    def __init__(self, seed: int, scenario: Scenario, *world: Any, **named: Any) -> None:
+        super().__init__(seed, scenario, *world, **named)
         self.unkept: set[str] = set()  # in custody of a hub that died, and kept by nobody else
         faults = [
             fault

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import random
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
@@ -11,7 +13,8 @@ import pytest
 from transport.core.byte_transfer import CHUNKS_IN_FLIGHT, Blob, Transfer
 from transport.core.custody import Body
 from transport.errors import BlobGone, DecodeError, LinkLost, UsageError
-from transport.ports.byte_transfer import ByteServer
+from transport.node import Node
+from transport.ports.byte_transfer import ByteClient, ByteServer
 from transport.testing.net import Net, until
 from transport.wire import AnyMessage
 
@@ -39,6 +42,13 @@ def hold_back(server: ByteServer, after: int) -> list[tuple[bytes, AnyMessage]]:
     return held
 
 
+@asynccontextmanager
+async def connected(net: Net) -> AsyncIterator[tuple[Node, ByteServer, ByteClient]]:
+    async with net.node() as node:
+        server = await node.byte_server(net.address("bytes"))
+        yield node, server, await node.byte_client(server.address)
+
+
 class ByteConformance:
     """What a byte transfer promises."""
 
@@ -50,10 +60,8 @@ class ByteConformance:
     async def test_buffers_and_files_arrive_where_they_shall_lie(self, net: Net, tmp_path: Path) -> None:
         (tmp_path / "blob").write_bytes(DATA)
         (tmp_path / "copy").write_bytes(b"before")
-        async with net.node() as node:
-            server = await node.byte_server(net.address("bytes"))
+        async with connected(net) as (_, server, client):
             served = [server.serve("file", tmp_path / "blob"), server.serve("buffer", DATA), server.serve("none", b"")]
-            client = await node.byte_client(server.address)
             blobs = [await client.stat(blob.name) for blob in served]
             assert blobs == served
             buffer, transfer = room(blobs[0])
@@ -68,9 +76,7 @@ class ByteConformance:
             assert not transfer.missing
 
     async def test_few_chunks_are_under_way_at_a_time(self, net: Net) -> None:
-        async with net.node() as node:
-            server = await node.byte_server(net.address("bytes"))
-            client = await node.byte_client(server.address)
+        async with connected(net) as (_, server, client):
             buffer, transfer = room(server.serve("a", DATA))
             answer, most = server.on_message, 0
 
@@ -86,9 +92,7 @@ class ByteConformance:
             assert most <= CHUNKS_IN_FLIGHT
 
     async def test_what_is_not_served_is_named(self, net: Net) -> None:
-        async with net.node() as node:
-            server = await node.byte_server(net.address("bytes"))
-            client = await node.byte_client(server.address)
+        async with connected(net) as (_, server, client):
             with pytest.raises(BlobGone, match="no blob 'x' is served here"):
                 await client.stat("x")
             blob = server.serve("x", b"first")
@@ -106,9 +110,7 @@ class ByteConformance:
                 Transfer(blob, memoryview(b"12345"))
 
     async def test_a_damaged_chunk_is_noticed_and_asked_for_again(self, net: Net) -> None:
-        async with net.node() as node:
-            server = await node.byte_server(net.address("bytes"))
-            client = await node.byte_client(server.address)
+        async with connected(net) as (_, server, client):
             source = bytearray(DATA)
             buffer, transfer = room(server.serve("a", memoryview(source)))
             arrived, damages = client.core.on_message, 0
@@ -134,9 +136,7 @@ class ByteConformance:
             assert buffer == DATA
 
     async def test_a_server_that_goes_is_told_and_its_successor_sends_the_rest(self, net: Net, tmp_path: Path) -> None:
-        async with net.node() as node:
-            server = await node.byte_server(net.address("bytes"))
-            client = await node.byte_client(server.address)
+        async with connected(net) as (node, server, client):
             client.core.give_up_s = 0.3
             buffer, transfer = room(server.serve("a", DATA, generation="version 7"))
             held = hold_back(server, after=5)
@@ -161,25 +161,20 @@ class ByteConformance:
     async def test_a_server_that_comes_back_is_asked_again(self, net: Net) -> None:
         if not net.rebinds:
             pytest.skip("these links do not reconnect")
-        async with net.node() as node:
-            server = await node.byte_server(net.address("bytes"))
-            address = server.address
-            client = await node.byte_client(address)
+        async with connected(net) as (node, server, client):
             buffer, transfer = room(server.serve("a", DATA, generation="version 7"))
             held = hold_back(server, after=5)
             async with asyncio.TaskGroup() as group:
                 group.create_task(client.fetch(transfer))
                 await until(lambda: len(held) == CHUNKS_IN_FLIGHT)
                 await server.close()
-                again = await node.byte_server(address)
+                again = await node.byte_server(server.address)
                 again.serve("a", DATA, generation="version 7")
             assert buffer == DATA
             assert again.chunks >= CHUNKS - 5
 
     async def test_a_cancelled_fetch_can_be_taken_up_again(self, net: Net) -> None:
-        async with net.node() as node:
-            server = await node.byte_server(net.address("bytes"))
-            client = await node.byte_client(server.address)
+        async with connected(net) as (_, server, client):
             buffer, transfer = room(server.serve("a", DATA))
             answer, held = server.on_message, hold_back(server, after=5)
             async with asyncio.TaskGroup() as group:

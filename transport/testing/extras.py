@@ -7,7 +7,7 @@ import pytest
 
 from transport.codec import Codec, checksum, total
 from transport.errors import MessageTooLarge
-from transport.testing.net import Extra, Job, Net
+from transport.testing.net import Extra, Job, Net, take_one
 
 SMALL = np.arange(3, dtype="<i2").view(Extra)
 LARGE = np.arange(1 << 18, dtype="<f4").reshape(2, -1, 8).view(Extra)  # above the zero-copy threshold
@@ -30,21 +30,18 @@ class ExtrasConformance:
             first = await node.inlet(hub.address, "jobs", Job, replica="first", window_bytes=1 << 22)
             await outlet.send(Job(1, "x", extras=ALL), "one")
             assert hub.stats().bytes_queued > LARGE.nbytes + SMALL.nbytes  # limits and windows count them
-            lease = await first.receive()
-            assert lease is not None
+            lease = await take_one(first)
             check(lease.message)
             await first.close(blame=True)
             second = await node.inlet(hub.address, "jobs", Job, replica="second")
-            last = await second.receive()
-            assert last is not None
+            last = await take_one(second)
             assert last.attempt == 2
             check(last.message)
             check(lease.message)  # its own frames are kept as long as somebody looks at them
             forward = await node.outlet(hub.address, "jobs", Job)
             await forward.send(last.message, "two")  # a view of what was received travels on as it is
             last.done()
-            onward = await second.receive()
-            assert onward is not None
+            onward = await take_one(second)
             check(onward.message)
             onward.poison("enough")
             await hub.wait_empty()
@@ -73,8 +70,7 @@ class ExtrasConformance:
             short = frames[:-1]
             outlet.core.offer("missing", total(short), checksum(*short), short)
             await outlet.send(Job(2, "x", extras=ALL), "good")
-            lease = await inlet.receive()
-            assert lease is not None
+            lease = await take_one(inlet)
             assert lease.message.number == 2
             check(lease.message)
             lease.done()

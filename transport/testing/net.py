@@ -6,17 +6,18 @@ import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 
 import msgspec
 import numpy as np
 
 from transport.node import Node
 from transport.ports.hub import Hub
-from transport.ports.inlet import Inlet
+from transport.ports.inlet import Inlet, LeaseHandle
 from transport.spec import DeadLetter, Routing, StreamSpec
 
 LIMIT_S = 20.0
+T = TypeVar("T")
 
 
 class Int32s(np.ndarray[Any, np.dtype[Any]]):
@@ -88,6 +89,13 @@ async def send_jobs(node: Node, hub: Hub, numbers: range) -> None:
     async with asyncio.TaskGroup() as group:
         for number in numbers:
             group.create_task(outlet.send(Job(number), f"{number % 5}/{number}"))
+
+
+async def take_one(inlet: Inlet[T]) -> LeaseHandle[T]:
+    """The next message. Unblocked by its delivery; END is a failure."""
+    lease = await inlet.receive()
+    assert lease is not None, "the stream has ended"
+    return lease
 
 
 async def take_all(inlet: Inlet[Job]) -> list[int]:

@@ -12,7 +12,7 @@ import pytest
 
 from transport.codec import checksum
 from transport.errors import LinkRefused, MessageInvalid, MessageTooLarge, StreamFinished, UsageError
-from transport.testing.net import Int32s, Job, Net, Ping, Pong, send_jobs, take_all, until
+from transport.testing.net import Int32s, Job, Net, Ping, Pong, send_jobs, take_all, take_one, until
 
 
 class StreamConformance:
@@ -35,8 +35,7 @@ class StreamConformance:
             outlet = await node.outlet(hub.address, "jobs", Job)
             tokens = np.arange(100_000, dtype="<i4").view(Int32s)  # above the zero-copy threshold
             await outlet.send(Job(1, "ü", tokens), "a")
-            lease = await inlet.receive()
-            assert lease is not None
+            lease = await take_one(inlet)
             got = lease.message.tokens
             assert isinstance(got, Int32s)
             assert np.array_equal(got, tokens)
@@ -51,9 +50,7 @@ class StreamConformance:
             outlet = await node.outlet(hub.address, "jobs", union)
             await outlet.send(Ping(3), "a")
             await outlet.send(Pong("x"), "b")
-            first, second = await inlet.receive(), await inlet.receive()
-            assert first is not None
-            assert second is not None
+            first, second = await take_one(inlet), await take_one(inlet)
             assert (first.message, second.message) == (Ping(3), Pong("x"))
             with pytest.raises(MessageInvalid, match="a Job was sent where"):
                 await outlet.send(Job(1), "c")
@@ -92,8 +89,7 @@ class StreamConformance:
             attempts = []
             for name in ("one", "two", "three"):
                 inlet = await node.inlet(hub.address, "jobs", Job, window_items=1, replica=name)
-                lease = await inlet.receive()
-                assert lease is not None
+                lease = await take_one(inlet)
                 attempts.append(lease.attempt)
                 await inlet.close(blame=True)
             await hub.wait_empty()
@@ -106,8 +102,7 @@ class StreamConformance:
         async with net.stream() as (node, hub):
             inlet = await node.inlet(hub.address, "jobs", Job)
             await send_jobs(node, hub, range(1))
-            lease = await inlet.receive()
-            assert lease is not None
+            lease = await take_one(inlet)
             lease.poison("wrong number")
             await hub.wait_empty()
             assert hub.stats().dead_letters == 1
@@ -124,8 +119,7 @@ class StreamConformance:
                 outlet.core.offer(f"bad{number}", len(body), checksum(body), body)
             outlet.core.offer("flipped", 2, checksum(b"\x91\x01"), b"\x91\x02")
             await outlet.send(Job(7), "good")
-            lease = await inlet.receive()
-            assert lease is not None
+            lease = await take_one(inlet)
             assert lease.message == Job(7)
             lease.done()
             await hub.wait_empty()
@@ -169,8 +163,7 @@ class StreamConformance:
                 async with asyncio.timeout(0.05):
                     await outlet.send(Job(1), "1")
             inlet = await node.inlet(hub.address, "jobs", Job)
-            lease = await inlet.receive()
-            assert lease is not None
+            lease = await take_one(inlet)
             lease.done()
             await outlet.send(Job(2), "2")
             hub.finish()
@@ -181,8 +174,7 @@ class StreamConformance:
             holder = await node.inlet(hub.address, "jobs", Job, replica="holder")
             idle = await node.inlet(hub.address, "jobs", Job, replica="idle")
             await send_jobs(node, hub, range(1))
-            lease = await holder.receive()
-            assert lease is not None
+            lease = await take_one(holder)
             hub.finish()
             async with asyncio.TaskGroup() as group:
                 waiting = [group.create_task(idle.receive()) for _ in range(3)]
@@ -205,10 +197,9 @@ class StreamConformance:
             await asyncio.sleep(0.05)
             hub.peer_lost("lost")
             other = await node.inlet(hub.address, "jobs", Job, replica="other")
-            leases = [await other.receive(), await other.receive()]
-            assert [(lease.message.number, lease.attempt) for lease in leases if lease] == [(1, 2), (2, 2)]
+            leases = [await take_one(other), await take_one(other)]
+            assert [(lease.message.number, lease.attempt) for lease in leases] == [(1, 2), (2, 2)]
             for lease in leases:
-                assert lease is not None
                 lease.done()
             await hub.wait_empty()
         [letter] = net.letters
@@ -219,13 +210,11 @@ class StreamConformance:
         async with net.stream() as (node, hub):
             slow = await node.inlet(hub.address, "jobs", Job, replica="slow")
             await send_jobs(node, hub, range(1))
-            late = await slow.receive()
-            assert late is not None
+            late = await take_one(slow)
             await asyncio.sleep(0.02)
             quick = await node.inlet(hub.address, "jobs", Job, replica="quick")
             hub.peer_lost("slow")
-            lease = await quick.receive()
-            assert lease is not None
+            lease = await take_one(quick)
             assert (lease.message, lease.attempt) == (Job(0), 2)
             lease.done()
             await hub.wait_empty()
@@ -268,8 +257,7 @@ class StreamConformance:
         async with net.stream(max_attempts=1) as (node, hub):
             leaver = await node.inlet(hub.address, "jobs", Job, window_items=4, replica="leaver")
             await send_jobs(node, hub, range(4))
-            lease = await leaver.receive()
-            assert lease is not None
+            lease = await take_one(leaver)
             await leaver.drain()
             assert await leaver.receive() is None
             stayer = await node.inlet(hub.address, "jobs", Job, replica="stayer")
@@ -285,8 +273,7 @@ class StreamConformance:
         async with net.stream(max_attempts=1) as (node, hub):
             leaver = await node.inlet(hub.address, "jobs", Job, replica="leaver")
             await send_jobs(node, hub, range(3))
-            lease = await leaver.receive()
-            assert lease is not None
+            lease = await take_one(leaver)
             await leaver.close()
             lease.done()  # too late, and harmless
             assert hub.stats().queued == 3
@@ -325,8 +312,7 @@ class StreamConformance:
         async with net.stream() as (node, hub):
             inlet = await node.inlet(hub.address, "jobs", Job)
             await send_jobs(node, hub, range(1))
-            lease = await inlet.receive()
-            assert lease is not None
+            lease = await take_one(inlet)
             lease.done()
             with pytest.raises(UsageError, match="'0/0' was settled before; give each lease exactly one verdict"):
                 lease.poison("again")
@@ -359,8 +345,7 @@ class StreamConformance:
             inlet = await node.inlet(hub.address, "jobs", Job)
             outlet = await node.outlet(hub.address, "jobs", Job)
             await outlet.send(Job(1), "1")
-            orphan = await inlet.receive()
-            assert orphan is not None
+            orphan = await take_one(inlet)
             await hub.close()
             spec = msgspec.structs.replace(hub.core.spec, address=hub.address)
             again = await node.hub(spec, net.letters.append)
@@ -379,9 +364,7 @@ class StreamConformance:
             outlet = await node.outlet(hub.address, "jobs", Job)
             for number in range(6):
                 await outlet.send(Job(number), str(number))
-            first, held = await inlet.receive(), await inlet.receive()
-            assert first is not None
-            assert held is not None
+            first, held = await take_one(inlet), await take_one(inlet)
             first.done()
             await until(lambda: len(outlet.core.kept) == 5)
             hub.shut(0)  # no goodbye, as by kill -9
