@@ -189,39 +189,6 @@ class StreamConformance:
             with pytest.raises(StreamFinished, match="stream 'jobs' has ended"):
                 await outlet.send(Job(1), "1")
 
-    async def test_a_lost_replica_is_replaced_and_only_started_work_is_blamed(self, net: Net) -> None:
-        async with net.stream(max_attempts=1) as (node, hub):
-            lost = await node.inlet(hub.address, "jobs", Job, window_items=3, replica="lost")
-            await send_jobs(node, hub, range(3))
-            assert await lost.receive() is not None  # started 0, holds 1 and 2
-            await asyncio.sleep(0.05)
-            hub.peer_lost("lost")
-            other = await node.inlet(hub.address, "jobs", Job, replica="other")
-            leases = [await take_one(other), await take_one(other)]
-            assert [(lease.message.number, lease.attempt) for lease in leases] == [(1, 2), (2, 2)]
-            for lease in leases:
-                lease.done()
-            await hub.wait_empty()
-        [letter] = net.letters
-        assert letter.key == "0/0"
-        assert "replica 'lost' died while executing it (failed 1 of max_attempts=1)" in letter.reason
-
-    async def test_the_first_verdict_wins(self, net: Net) -> None:
-        async with net.stream() as (node, hub):
-            slow = await node.inlet(hub.address, "jobs", Job, replica="slow")
-            await send_jobs(node, hub, range(1))
-            late = await take_one(slow)
-            await asyncio.sleep(0.02)
-            quick = await node.inlet(hub.address, "jobs", Job, replica="quick")
-            hub.peer_lost("slow")
-            lease = await take_one(quick)
-            assert (lease.message, lease.attempt) == (Job(0), 2)
-            lease.done()
-            await hub.wait_empty()
-            late.done()
-            await until(lambda: hub.stats().duplicates > 0)
-            assert hub.stats().settled == 1
-
     async def test_a_key_is_accepted_once(self, net: Net) -> None:
         async with net.stream() as (node, hub):
             for replica in ("one", "two"):
@@ -252,35 +219,6 @@ class StreamConformance:
                 await outlet.send(Job(1, "x" * 2000), "big")
             await outlet.send(Job(2), "small")
             assert hub.stats().accepted == 1
-
-    async def test_draining_hands_over_what_was_not_started(self, net: Net) -> None:
-        async with net.stream(max_attempts=1) as (node, hub):
-            leaver = await node.inlet(hub.address, "jobs", Job, window_items=4, replica="leaver")
-            await send_jobs(node, hub, range(4))
-            lease = await take_one(leaver)
-            await leaver.drain()
-            assert await leaver.receive() is None
-            stayer = await node.inlet(hub.address, "jobs", Job, replica="stayer")
-            async with asyncio.TaskGroup() as group:
-                taking = group.create_task(take_all(stayer))
-                lease.done()
-                await leaver.close()
-                hub.finish()
-            assert sorted(taking.result()) == [1, 2, 3]
-        assert net.letters == []
-
-    async def test_closing_returns_leases_without_blame(self, net: Net) -> None:
-        async with net.stream(max_attempts=1) as (node, hub):
-            leaver = await node.inlet(hub.address, "jobs", Job, replica="leaver")
-            await send_jobs(node, hub, range(3))
-            lease = await take_one(leaver)
-            await leaver.close()
-            lease.done()  # too late, and harmless
-            assert hub.stats().queued == 3
-            stayer = await node.inlet(hub.address, "jobs", Job, replica="stayer")
-            hub.finish()
-            assert sorted(await take_all(stayer)) == [0, 1, 2]
-        assert net.letters == []
 
     async def test_sticky_streams_keep_a_prefix_together(self, net: Net) -> None:
         async with net.stream(routing="sticky") as (node, hub):
@@ -316,66 +254,3 @@ class StreamConformance:
             lease.done()
             with pytest.raises(UsageError, match="'0/0' was settled before; give each lease exactly one verdict"):
                 lease.poison("again")
-
-    async def test_leaving_with_an_error_blames_and_does_not_hang(self, net: Net) -> None:
-        async def fail() -> None:
-            async with net.stream(max_attempts=1) as (node, hub):
-                inlet = await node.inlet(hub.address, "jobs", Job)
-                await send_jobs(node, hub, range(2))
-                assert await inlet.receive() is not None
-                raise RuntimeError("application bug")
-
-        with pytest.raises(RuntimeError, match="application bug"):
-            await fail()
-        assert [letter.key for letter in net.letters] == ["0/0"]
-
-    async def test_leaving_when_cancelled_does_not_hang(self, net: Net) -> None:
-        async def linger() -> None:
-            async with asyncio.timeout(0.3), net.stream() as (node, hub):
-                inlet = await node.inlet(hub.address, "jobs", Job)
-                await inlet.receive()
-
-        with pytest.raises(TimeoutError):
-            await linger()
-
-    async def test_ports_survive_a_new_hub_at_the_same_address(self, net: Net) -> None:
-        if not net.rebinds:
-            pytest.skip("these links do not reconnect")
-        async with net.stream() as (node, hub):
-            inlet = await node.inlet(hub.address, "jobs", Job)
-            outlet = await node.outlet(hub.address, "jobs", Job)
-            await outlet.send(Job(1), "1")
-            orphan = await take_one(inlet)
-            await hub.close()
-            spec = msgspec.structs.replace(hub.core.spec, address=hub.address)
-            again = await node.hub(spec, net.letters.append)
-            await outlet.send(Job(2), "2")
-            orphan.done()  # of the old hub: nobody is told
-            again.finish()
-            assert await take_all(inlet) == [2]
-            assert again.stats().settled == 1
-
-    @pytest.mark.parametrize("moves", [False, True])
-    async def test_a_hub_that_loses_its_memory_loses_nothing_where_senders_keep(self, net: Net, moves: bool) -> None:
-        if not net.rebinds and not moves:
-            pytest.skip("these links do not reconnect")
-        async with net.stream(lease_s=1.0, senders_keep=True) as (node, hub):
-            inlet = await node.inlet(hub.address, "jobs", Job, window_items=2)
-            outlet = await node.outlet(hub.address, "jobs", Job)
-            for number in range(6):
-                await outlet.send(Job(number), str(number))
-            first, held = await take_one(inlet), await take_one(inlet)
-            first.done()
-            await until(lambda: len(outlet.core.kept) == 5)
-            hub.shut(0)  # no goodbye, as by kill -9
-            address = net.address("elsewhere") if moves else hub.address
-            spec = msgspec.structs.replace(hub.core.spec, address=address)
-            again = await node.hub(spec, net.letters.append, resume_s=0.6)
-            for port in (inlet, outlet) if moves else ():
-                port.move(again.address)
-            held.done()  # while nobody can hear it
-            again.finish()
-            assert await take_all(inlet) == [2, 3, 4, 5], "neither what was done before nor what was held comes again"
-            await until(lambda: not outlet.core.kept)
-            assert again.stats().settled == 5
-        assert net.letters == []
