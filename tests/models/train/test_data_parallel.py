@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import multiprocessing
 import os
 import sys
 from collections.abc import Callable
@@ -17,6 +16,7 @@ from sharded_trainer import CASES, run, train
 
 from models.train import dp_group
 from models.train.dp_group import DistributedDpGroup, DpGroup
+from tests.models.train.rank_processes import run_ranks
 
 # What depends on how the shares were packed; and a threshold at 0 of a margin that is 0 but for rounding.
 LAYOUT = {"train/micro_batches", "train/padding_frac", "train/shared_prompt_frac", "custom/accuracy"}
@@ -24,21 +24,8 @@ DEADLINE_S = 150
 
 
 def start(checkpoint: Path, out: Path, world: int) -> None:
-    context = multiprocessing.get_context("forkserver")  # imports once, in a process that has trained nothing
-    context.set_forkserver_preload(["sharded_trainer", "transformers.models.qwen3.modeling_qwen3"])
-    processes = [
-        context.Process(target=run, args=(str(checkpoint), str(out), rank, world, str(out / "rendezvous")))
-        for rank in range(world)
-    ]
-    for process in processes:
-        process.start()
-    for process in processes:
-        process.join(DEADLINE_S)
-    left = [process for process in processes if process.is_alive()]
-    for process in left:
-        process.kill()
-    assert not left, "a process waits for the others: they took different decisions"
-    assert [process.exitcode for process in processes] == [0] * world
+    imports = ["sharded_trainer", "transformers.models.qwen3.modeling_qwen3"]
+    run_ranks(run, (checkpoint, out), world, out / "rendezvous", imports=imports, deadline_s=DEADLINE_S)
 
 
 @pytest.mark.slow

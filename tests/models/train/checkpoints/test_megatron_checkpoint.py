@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import multiprocessing
 import os
 import shutil
 import sys
@@ -15,6 +14,7 @@ from checkpoint_rig import RUNS, make_models, work
 from safetensors.torch import load_file
 
 from tests.models.test_checkpoint import check_every_flip_is_noticed
+from tests.models.train.rank_processes import run_ranks
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("checkpoints")]
 # What depends on how the shares were packed.
@@ -23,22 +23,9 @@ DEADLINE_S = 240
 
 
 def start(root: Path, world: int) -> None:
-    context = multiprocessing.get_context("forkserver")  # imports once, in a process that has trained nothing
-    context.set_forkserver_preload(["checkpoint_rig", "transformers.models.qwen3_moe.modeling_qwen3_moe"])
-    places = [str(root / name) for name in ("models", "states", "out")]
-    processes = [
-        context.Process(target=work, args=(*places, rank, world, str(root / f"rendezvous-{world}")), daemon=True)
-        for rank in range(world)
-    ]
-    for process in processes:
-        process.start()
-    for process in processes:
-        process.join(DEADLINE_S)
-    left = [process for process in processes if process.is_alive()]
-    for process in left:
-        process.kill()
-    assert not left, "a process waits for the others"
-    assert [process.exitcode for process in processes] == [0] * world
+    imports = ["checkpoint_rig", "transformers.models.qwen3_moe.modeling_qwen3_moe"]
+    places = [root / name for name in ("models", "states", "out")]
+    run_ranks(work, places, world, root / f"rendezvous-{world}", imports=imports, deadline_s=DEADLINE_S)
 
 
 @pytest.fixture(scope="module")

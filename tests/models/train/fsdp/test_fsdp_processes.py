@@ -5,7 +5,6 @@ stopped.
 from __future__ import annotations
 
 import json
-import multiprocessing
 import os
 import sys
 from collections.abc import Iterator
@@ -18,6 +17,7 @@ from fsdp_rig import CASES, EXPERTS, RESUMED, STEPS, TIED, UNTIED, expected_of, 
 from safetensors.torch import load_file
 
 from models.tiny import make_tiny_checkpoint
+from tests.models.train.rank_processes import run_ranks
 
 # What depends on how the shares were packed.
 LAYOUT = {"train/micro_batches", "train/padding_frac", "train/shared_prompt_frac"}
@@ -36,21 +36,9 @@ def make_checkpoints(root: Path) -> Path:
 
 
 def start(checkpoints: Path, out: Path, states: Path, world: int) -> None:
-    context = multiprocessing.get_context("forkserver")  # imports once, in a process that has trained nothing
-    context.set_forkserver_preload(["fsdp_rig", "transformers.models.qwen3.modeling_qwen3", "peft"])
-    paths = (str(checkpoints), str(out), str(states))
-    processes = [
-        context.Process(target=run, args=(*paths, rank, world, str(out / "rendezvous"))) for rank in range(world)
-    ]
-    for process in processes:
-        process.start()
-    for process in processes:
-        process.join(DEADLINE_S)
-    left = [process for process in processes if process.is_alive()]
-    for process in left:
-        process.kill()
-    assert not left, "a process waits for the others: they did not do the same"
-    assert [process.exitcode for process in processes] == [0] * world
+    imports = ["fsdp_rig", "transformers.models.qwen3.modeling_qwen3", "peft"]
+    paths = (checkpoints, out, states)
+    run_ranks(run, paths, world, out / "rendezvous", imports=imports, deadline_s=DEADLINE_S)
 
 
 @pytest.fixture(scope="module")
