@@ -20,7 +20,6 @@ from __future__ import annotations
 import logging
 import shutil
 import threading
-import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Final, TypeVar
@@ -29,8 +28,6 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from models.checkpoint import MANIFEST_FILE, CheckpointError, read_manifest, verify_files
-from models.train.errors import TrainStateUnreadable
 from models.train.interface import TrainSequence
 from models.train.trainer_group.buckets import WeightReader
 from models.train.trainer_group.calls import (
@@ -54,16 +51,16 @@ from models.train.trainer_group.calls import (
     decode_reply,
     encode,
 )
-from models.train.trainer_group.errors import TrainerGroupClosed, TrainerGroupDiverged
+from models.train.trainer_group.errors import TrainerGroupClosed
 from models.train.trainer_group.faults import error_of
-from models.train.trainer_group.journal import CallJournal, Point, committed
+from models.train.trainer_group.journal import CallJournal
 from models.train.trainer_group.link import Link, LinkLost
 from models.train.trainer_group.rank_spec import Rendezvous
+from models.train.trainer_group.restoration import POLL_S, Restoration, pause
 from models.train.trainer_group.stream import WeightStream
 
 log = logging.getLogger("sluice.train")
 
-POLL_S: Final = 0.05
 COMMIT_WAIT_S: Final = 120.0
 T = TypeVar("T")
 
@@ -87,9 +84,8 @@ class TrainerGroupBackend:
         saves_in_background: bool = False,
         commit_wait_s: float = COMMIT_WAIT_S,
     ) -> None:
-        self._meeting, self._commit_wait_s = meeting, commit_wait_s
+        self._meeting = meeting
         self._saves_in_background = saves_in_background
-        self._unfinished: Path | None = None  # a save that is being written, and that nobody can have committed
         self._journal = CallJournal(home)
         self._link: Link | None = None  # to a trainer group that is where the last call left it
         self._newest: Link | None = None  # the same, or to one that is being brought there
@@ -99,6 +95,7 @@ class TrainerGroupBackend:
         self._stream: WeightStream | None = None
         self._calling = threading.Lock()
         self._closed = threading.Event()
+        self._restoration = Restoration(self._journal, self._closed, commit_wait_s)
 
     # ------------------------------------------------------------------ TrainBackend
 
@@ -139,7 +136,7 @@ class TrainerGroupBackend:
     def save(self, directory: Path) -> None:
         """As `Trainer.save`."""
         self._ask(Save(str(directory)), half_made=directory)
-        self._unfinished = directory if self._saves_in_background else None
+        self._restoration.unfinished = directory if self._saves_in_background else None
         self._journal.saved(directory)
         self._journal.drop_superfluous()
 
@@ -148,7 +145,7 @@ class TrainerGroupBackend:
         whatever was trained since.
         """
         self._ask(FinishSave())
-        self._unfinished = None
+        self._restoration.unfinished = None
 
     def load(self, directory: Path) -> None:
         """As `Trainer.load`."""
@@ -245,7 +242,7 @@ class TrainerGroupBackend:
             if self._closed.is_set():  # before it could be broken off
                 raise TrainerGroupClosed("the training backend was closed")
             if self._is_set_up:
-                self._restore(link)
+                self._restoration.bring(link, self._incarnation)
             self._link = link
         return self._link
 
@@ -256,11 +253,7 @@ class TrainerGroupBackend:
             if rendezvous is not None and rendezvous.incarnation > self._incarnation:
                 self._incarnation = rendezvous.incarnation
                 return Link.to(rendezvous.address)
-            self._pause("while it waited for its trainer group")
-
-    def _pause(self, doing: str) -> None:
-        if self._closed.wait(POLL_S):
-            raise TrainerGroupClosed(f"the training backend was closed {doing}")
+            pause(self._closed, "while it waited for its trainer group")
 
     def _say_lost(self, call: str, loss: LinkLost) -> None:
         self._drop_link()
@@ -275,77 +268,3 @@ class TrainerGroupBackend:
                 link.close()
         self._link = self._newest = self._stream = None
         self._reader.close()
-
-    # ------------------------------------------------------------------ after a loss
-
-    def _restore(self, link: Link) -> None:
-        """Bring a new trainer group to where the last call left the old one. Raises LinkLost, TrainStateUnreadable."""
-        started, repeated = time.monotonic(), 0
-        self._succeed(link, encode(Setup()))
-        point, directory = self._load_newest(link)
-        for item in self._journal.calls_after(point):
-            if isinstance(item, Point):
-                self._save_again(link, item)
-            else:
-                self._succeed(link, item)
-                repeated += 1
-        log.info(
-            "incarnation %d of the trainer group restored %s and repeated %d calls in %.1f s",
-            self._incarnation,
-            directory or "the initial weights",
-            repeated,
-            time.monotonic() - started,
-        )
-
-    def _save_again(self, link: Link, point: Point) -> None:
-        """Make a save again that could not be restored, at the moment when it was made first. Raises LinkLost."""
-        directory = point.directory
-        if directory is not None and committed(directory) is None:
-            shutil.rmtree(directory, ignore_errors=True)
-            self._succeed(link, encode(Save(str(directory))))
-            self._succeed(link, encode(FinishSave()))
-
-    def _load_newest(self, link: Link) -> tuple[Point, Path | None]:
-        """Load the newest save that can be read; from where calls are to be repeated, and what was loaded."""
-        points, refused = self._journal.points, "none is there"
-        for point in reversed(points):
-            if point.directory is None:
-                return point, None
-            newest = point is points[-1] and point.directory != self._unfinished
-            directory = self._place_of(point.directory, wait=newest)
-            try:
-                if directory.is_dir():
-                    if committed(directory) is not None and (directory / MANIFEST_FILE).exists():
-                        verify_files(directory, read_manifest(directory))
-                    self._succeed(link, encode(Load(str(directory))))
-                    return point, directory
-            except (CheckpointError, TrainStateUnreadable) as error:
-                log.warning("an older save has to be restored: %s", error)
-                refused = str(error)
-        raise TrainStateUnreadable(
-            f"the trainer group was lost and no save of this life of the run can be restored ({refused}); continue "
-            "from the last checkpoint with --resume"
-        )
-
-    def _place_of(self, directory: Path, *, wait: bool) -> Path:
-        """Where a save lies. Waits for a draft to be committed, so that it is not renamed while ranks read it."""
-        deadline = time.monotonic() + (self._commit_wait_s if wait else 0.0)
-        while True:
-            there = directory.is_dir()  # before the look for its final name, which it may get in between
-            if (final := committed(directory)) is not None or not there or time.monotonic() >= deadline:
-                return final or directory
-            self._pause("while it restored its trainer group")
-
-    def _succeed(self, link: Link, data: bytes) -> None:
-        """Make a call that succeeded before. Raises TrainStateUnreadable of a load, else TrainerGroupDiverged."""
-        if self._closed.is_set():
-            raise TrainerGroupClosed("the training backend was closed while it restored its trainer group")
-        reply = decode_reply(link.ask(data))
-        if not isinstance(reply, Raised):
-            return
-        error = error_of(reply)
-        if isinstance(error, TrainStateUnreadable):
-            raise error
-        raise TrainerGroupDiverged(
-            f"a call that succeeded before the trainer group was lost now raises {reply.name}: {reply.text}"
-        )

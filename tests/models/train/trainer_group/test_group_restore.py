@@ -186,7 +186,7 @@ def test_a_save_that_is_committed_between_two_looks_is_found(
             commit(root, 1)
         return looked[-1]
 
-    monkeypatch.setattr("models.train.trainer_group.backend.committed", look)
+    monkeypatch.setattr("models.train.trainer_group.restoration.committed", look)
     trainer_group.die_at = ["batch 1"]
     batch(backend, 1)
     assert looked[:2] == [None, final_path(root, 1)]
