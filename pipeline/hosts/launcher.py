@@ -83,6 +83,10 @@ class Handle(Protocol):
     def alive(self) -> bool: ...
 
     @property
+    def host_lost(self) -> bool:
+        """Whether, with the process, its host was lost, or what owned it there."""
+
+    @property
     def log(self) -> Path:
         """Where the user finds what it printed."""
 

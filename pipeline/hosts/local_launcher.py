@@ -87,6 +87,10 @@ class LocalHandle:
     def alive(self) -> bool:
         return self._process.returncode is None
 
+    @property
+    def host_lost(self) -> bool:
+        return False
+
     async def wait(self) -> int:
         return await self._process.wait()
 

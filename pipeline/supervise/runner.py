@@ -5,9 +5,10 @@ streams and protocol are the same.
 
 Invariants: a replica that ends without being asked to is reported as lost at once, so that its leases move on, and is
 started again with backoff within a bounded budget; the train stage only where nothing of it is lost, that is, where all
-its steps but the newest are in a checkpoint (the ranks of its trainer group always: they are no replica), and a task is
-not; the number of a replica is used once; servers and ranks live as long as the replicas; nothing is left running when
-`run` returns, however it returns, but servers after an error, where another start of the run may take them over.
+its steps but the newest are in a checkpoint (its trainer group then starts with it; a rank that is lost always), and a
+task is not; the number of a replica is used once; servers and ranks live as long as the replicas; nothing is left
+running when `run` returns, however it returns, but servers after an error, where another start of the run may take them
+over.
 """
 
 from __future__ import annotations
@@ -207,7 +208,10 @@ class ProcessRunner(Runner):
             await self._restarts.again(spec.stage, spec.replica, why, words, process.log)
             return spec
         found = None
-        if code < 0 and goes_on_alone(self.config):  # an exception would come again
+        alone = goes_on_alone(self.config) and (self._group is None or not process.host_lost)  # ranks are placed once
+        if code < 0 and alone:  # an exception would come again
+            if self._group is not None:
+                await self._group.stage_lost()
             await self._restarts.again(spec.stage, spec.replica, why, words, process.log)
             found = await self.lifecycle.trainer_goes_on(options, spec.inlets["in"].stream)
         if found is None:
@@ -216,13 +220,13 @@ class ProcessRunner(Runner):
                 f"{spec.replica} ended with {why}{said}; continue from the last checkpoint with --resume "
                 f"{self.rundir.path}"
             )
+        if self._group is not None:
+            self._group.stage_again()
         return msgspec.structs.replace(spec, built_in=found)
 
 
 def goes_on_alone(config: Config) -> bool:
-    """Whether a train stage that was killed may be started again while all else goes on: the ranks of a trainer group
-    and devices that it shares with engines know the one that is gone, and differences of weights follow each other."""
-    others = (
-        needs_trainer_group(config) or config.asynchrony.colocate or config.update.update_weight_transport == "delta"
-    )
+    """Whether a train stage that was killed may be started again while all else goes on: engines that share a device
+    with it know the one that is gone, and differences of weights follow each other."""
+    others = config.asynchrony.colocate or config.update.update_weight_transport == "delta"
     return not others and config.debug.load_debug_rollout_data is None

@@ -2,6 +2,7 @@
 
 Invariants:
 - before an incarnation starts, every process of the one before has ended: a socket, a file or a GPU has one user;
+- ranks end with their train stage, before another one takes its place, and that is no loss of theirs;
 - the loss is told with the rank that was lost first, not with those that noticed;
 - a trainer group that never came up is started twice, then its error ends the run; a user's mistake ends it at
   once.
@@ -10,6 +11,7 @@ Invariants:
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import os
 from collections.abc import Mapping, Sequence
@@ -122,6 +124,10 @@ class TrainerGroup:
         self._count = processes_of(config.parallel)
         self._gpus = trainer_group_gpus(config, gpus_to_divide(config))
         self._came_up = False
+        self._stage_gone, self._stage_there, self._none_left = asyncio.Event(), asyncio.Event(), asyncio.Event()
+        self._stages_lost = 0
+        self._stage_there.set()
+        self._none_left.set()
         self._sees: SharedFiles | None = None  # what must be on the ranks' nodes
 
     async def run(self) -> None:
@@ -135,13 +141,31 @@ class TrainerGroup:
         if self._launcher.controller is not None:
             self._sees = await asyncio.to_thread(shared_files, self._rundir, self._config)
         for incarnation in itertools.count():
+            await self._stage_there.wait()
+            stages_lost = self._stages_lost
             await self._launcher.place(_name(0), sees=self._sees)
+            self._none_left.clear()
             with self._launcher.held_port(_name(0)) as port:
                 running = [await self._spawn(rank, incarnation, port) for rank in range(self._count)]
                 loss = await self._one_incarnation(incarnation, running)
+            self._none_left.set()
             if loss is None:
                 return
-            await self._after(loss, incarnation, running[loss.rank])
+            if not await self._lost_with_stage(loss, stages_lost):
+                await self._after(loss, incarnation, running[loss.rank])
+
+    async def stage_lost(self) -> None:
+        """The train stage was killed. Waits until its ranks have ended, since they write what the next one reads."""
+        self._stages_lost += 1
+        self._stage_there.clear()
+        self._stage_gone.set()
+        await self._none_left.wait()
+        self._topic.drop(MEETING)  # the next stage is not to look for them there
+
+    def stage_again(self) -> None:
+        """Another train stage takes its place: start the ranks for it."""
+        self._stage_gone.clear()
+        self._stage_there.set()
 
     async def _one_incarnation(self, incarnation: int, running: Sequence[Handle]) -> Loss | None:
         """One incarnation, until none of its processes is left; None if it ended well."""
@@ -154,10 +178,15 @@ class TrainerGroup:
         async with asyncio.TaskGroup() as tasks:
             ends = [tasks.create_task(watch(rank)) for rank in ranks]
             arrival = tasks.create_task(self._arrival(incarnation))
-            await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
-            ended_well = not any(codes.values())
-            await asyncio.wait(ends, timeout=END_S if ended_well else NOTICE_S)
-            loss = verdict(codes)
+            gone = tasks.create_task(self._stage_gone.wait())
+            await asyncio.wait([gone, *ends], return_when=asyncio.FIRST_COMPLETED)
+            if gone.done():
+                loss: Loss | None = Loss(0, EXIT_STAGE_GONE)
+            else:
+                ended_well = not any(codes.values())
+                await asyncio.wait(ends, timeout=END_S if ended_well else NOTICE_S)
+                loss = verdict(codes)
+            gone.cancel()
             arrival.cancel()
             self._came_up = self._came_up or self._met() >= incarnation  # since the last look
             for process in running:
@@ -217,10 +246,17 @@ class TrainerGroup:
         met = read_value(self._topic, MEETING, Rendezvous)
         return -1 if met is None else met.incarnation
 
+    async def _lost_with_stage(self, loss: Loss, before: int) -> bool:
+        """Whether the ranks ended because their train stage did, of which the runner may learn later than they.
+        `before`: stages that were lost before they started."""
+        if loss.code == EXIT_STAGE_GONE and self._stages_lost == before:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(STAGE_GONE_S):
+                    await self._stage_gone.wait()
+        return self._stages_lost > before
+
     async def _after(self, loss: Loss, incarnation: int, process: Handle) -> None:
         """Tell the loss and wait out the backoff, or give up. Raises ReplicaFailed or UsageError."""
-        if loss.code == EXIT_STAGE_GONE:
-            await asyncio.sleep(STAGE_GONE_S)
         log, words = process.log, process.last_error()
         check_repeatable(_name(loss.rank), loss.code, words, self._rundir.path)
         why = f"{ending(loss.code)} of rank {loss.rank}"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import sys
+from collections.abc import Callable, Coroutine
 from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,7 @@ from pipeline.supervise.trainer_group import (
     trainer_group_gpus,
     verdict,
 )
+from tests.stages.stage_rig import until
 from transport import Node
 
 pytestmark = pytest.mark.slow
@@ -126,15 +128,22 @@ def up():
 """
 
 
+Stage = Callable[[TrainerGroup, LocalLauncher], Coroutine[Any, Any, None]]
+
+
+async def nothing(kept: TrainerGroup, launcher: LocalLauncher) -> None:
+    """The train stage lives as long as its ranks."""
+
+
 @pytest.fixture
 def keep(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     """Runs a trainer group whose ranks are a few lines of Python; returns what its `Lifecycle` was told."""
 
-    async def run(behaviour: str, limit: int = 3) -> Told:
+    async def run(behaviour: str, limit: int = 3, beside: Stage = nothing) -> Told:
         async with AsyncExitStack() as stack:
-            return await kept_by(stack, behaviour, limit)
+            return await kept_by(stack, behaviour, limit, beside)
 
-    async def kept_by(stack: AsyncExitStack, behaviour: str, limit: int) -> Told:
+    async def kept_by(stack: AsyncExitStack, behaviour: str, limit: int, beside: Stage) -> Told:
         script = tmp_path / "rank.py"
         script.write_text(RANK + behaviour)
         told = Told()
@@ -160,7 +169,9 @@ def keep(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
             monkeypatch.setattr(trainer_group, "NOTICE_S", 0.2)
             try:
                 async with asyncio.timeout(60):
+                    stage = asyncio.create_task(beside(kept, launcher))
                     await kept.run()
+                    await stage
             finally:
                 alive = [name for name, rank in launcher.handles.items() if rank.alive]
                 await launcher.stop_all()
@@ -206,6 +217,47 @@ async def test_ranks_that_end_well_are_not_started_again(keep: Any, tmp_path: Pa
     told = await keep("up()")
     assert told.losses == []
     assert all(life.startswith("0.") for life in (tmp_path / "lives").read_text().splitlines())
+
+
+ENDS_IN_ITS_SECOND_LIFE = """
+if spec.rank == 0: up()
+if spec.incarnation == 0: time.sleep(60)
+"""
+
+
+async def test_ranks_end_with_a_killed_train_stage_and_start_with_the_next_which_is_no_loss(
+    keep: Any, tmp_path: Path
+) -> None:
+    lives = tmp_path / "lives"
+
+    async def stage(kept: TrainerGroup, launcher: LocalLauncher) -> None:
+        await until(lambda: lives.exists() and len(lives.read_text().splitlines()) == 2)
+        await kept.stage_lost()
+        assert not [name for name, rank in launcher.handles.items() if rank.alive]
+        await asyncio.sleep(0.3)
+        assert len(lives.read_text().splitlines()) == 2, "they wait for the next train stage"
+        kept.stage_again()
+
+    told = await keep(ENDS_IN_ITS_SECOND_LIFE, limit=0, beside=stage)
+    assert told.losses == []
+    assert sorted(life.split()[0] for life in lives.read_text().splitlines()) == ["0.0", "0.1", "1.0", "1.1"]
+
+
+async def test_ranks_may_notice_the_end_of_their_train_stage_before_the_runner(keep: Any, tmp_path: Path) -> None:
+    async def stage(kept: TrainerGroup, launcher: LocalLauncher) -> None:
+        await until(lambda: len(launcher.handles) == 2 and not any(rank.alive for rank in launcher.handles.values()))
+        await asyncio.sleep(0.5)
+        await kept.stage_lost()
+        kept.stage_again()
+
+    told = await keep("up()\nif spec.incarnation == 0: sys.exit(3 if spec.rank == 0 else 0)", limit=0, beside=stage)
+    assert told.losses == []
+
+
+async def test_ranks_that_lost_a_train_stage_that_lives_are_lost(keep: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(trainer_group, "STAGE_GONE_S", 0.1)
+    told = await keep("up()\nif spec.incarnation == 0: sys.exit(3 if spec.rank == 0 else 0)")
+    assert told.losses == [("train", "trainer-group", "exit code 3 of rank 0")]
 
 
 def test_a_socket_fits_into_its_name(tmp_path: Path) -> None:

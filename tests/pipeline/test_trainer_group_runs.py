@@ -13,7 +13,9 @@ from pathlib import Path
 import pytest
 from launching import SIMULATED, SMALL, Finished, alive, finish, here, made_model, start, succeed_here
 
-from pipeline.record.journal import Stepped, read_journal
+from pipeline.record.journal import RolledBack, Stepped, read_journal
+from tests.chaos.oracle import Expected, judge
+from tests.pipeline.test_kill import wait_until
 
 pytestmark = pytest.mark.slow
 
@@ -96,11 +98,38 @@ def test_a_killed_rank_before_any_save_beside_the_tasks_of_one_process(tmp_path:
 
 
 @pytest.mark.full
-def test_a_killed_train_stage_takes_its_ranks_along_and_is_resumed(tmp_path: Path) -> None:
+@pytest.mark.parametrize("runner", ["local", pytest.param("ray", marks=pytest.mark.xdist_group("ray"))])
+def test_a_killed_train_stage_goes_on_with_its_ranks(runner: str, tmp_path: Path) -> None:
+    """It is killed with at most its newest step in no checkpoint."""
+    if runner == "ray":
+        pytest.importorskip("ray", reason="Ray is not installed: pip install ray")
     run_dir = tmp_path / "run"
-    flags = [*SMALL, *made_model(), *ENGINE, *TRAINER_GROUP, "--num-rollout", "8", "--save-interval", "3"]
+    flags = [*SMALL, *made_model(), *ENGINE, *TRAINER_GROUP, "--num-rollout", "8", "--save-interval", "1"]
+    flags += ["--runner", runner, *(["--ray-cpus", "train=0", "rollout=0"] if runner == "ray" else [])]
     process = start(run_dir, *flags)
-    wait_for_steps(process, run_dir, 4)
+    for steps in (2, 4):
+        wait_for_steps(process, run_dir, steps)
+        stage, rank = number_of(run_dir, "train-0"), number_of(run_dir, "train-rank-0")
+        os.kill(stage, signal.SIGKILL)
+        wait_until(process, lambda old=stage: number_of(run_dir, "train-0") != old, "the train stage is started anew")
+        wait_until(process, lambda old=rank: number_of(run_dir, "train-rank-0") != old, "its ranks are started anew")
+    done = finish(process, run_dir)
+    assert done.code == 0, done.err[-3000:]
+    done.check_books()
+    assert judge(run_dir, Expected(8, 4, done.summary["staleness"]["bound"])) == []
+    assert not any(isinstance(event, RolledBack) for event in read_journal(run_dir / "ledger.jsonl"))
+    assert done.summary["restarts"] == {"train-0": 2}, "the ranks' end was no loss of its own"
+    assert done.out.count("2 ranks are up again") == 2
+    nothing_left(run_dir)
+
+
+@pytest.mark.full
+def test_a_killed_train_stage_takes_its_ranks_along_and_is_resumed(tmp_path: Path) -> None:
+    """Where more than its newest step is in no checkpoint."""
+    run_dir = tmp_path / "run"
+    flags = [*SMALL, *made_model(), *ENGINE, *TRAINER_GROUP, "--num-rollout", "20", "--save-interval", "8"]
+    process = start(run_dir, *flags)
+    wait_for_steps(process, run_dir, 11)
     os.kill(number_of(run_dir, "train-0"), signal.SIGKILL)
     crashed = finish(process, run_dir)
     assert crashed.code == 1
@@ -113,7 +142,7 @@ def test_a_killed_train_stage_takes_its_ranks_along_and_is_resumed(tmp_path: Pat
     done = finish(process, run_dir)
     assert done.code == 0, done.err[-3000:]
     done.check_books()
-    assert sorted(done.audit.batches) == list(range(1, 9))
+    assert sorted(done.audit.batches) == list(range(1, 21))
     nothing_left(run_dir)
 
 

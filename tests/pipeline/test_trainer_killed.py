@@ -76,9 +76,10 @@ def test_a_killed_trainer_does_not_go_on_from_a_damaged_checkpoint(tmp_path: Pat
 
 
 @pytest.mark.full
-def test_a_killed_trainer_trains_the_same(tmp_path: Path) -> None:
+@pytest.mark.parametrize("ranks", [[], ["--actor-num-gpus-per-node", "2", "--train-device", "cpu"]], ids=["one", "two"])
+def test_a_killed_trainer_trains_the_same(ranks: list[str], tmp_path: Path) -> None:
     """In a synchronous run each token depends on all weights before it."""
-    flags = [*SMALL, *made_model(), "--mode", "sync", "--deterministic", "--num-rollout", "6"]
+    flags = [*SMALL, *made_model(), *ranks, "--mode", "sync", "--deterministic", "--num-rollout", "6"]
     done = killed(tmp_path / "killed", (1, 2, 4), *flags)
     assert done.audit.batches == succeed(tmp_path / "run", *flags, "--save-interval", "1").audit.batches
 

@@ -75,6 +75,10 @@ class RayHandle:
     def alive(self) -> bool:
         return self._code is None
 
+    @property
+    def host_lost(self) -> bool:
+        return self._placed.lost
+
     async def wait(self) -> int:
         """See the Protocol. Whoever waits copies the log."""
         while self._code is None:
