@@ -20,14 +20,15 @@ Invariant: the account sees no clock and no socket; equal looks give equal verdi
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
-from typing import Literal, Protocol
+from collections.abc import Awaitable, Callable
+from typing import Literal
 
 from models.engines.client import EngineClient
 from models.engines.errors import EngineError, EngineTimeout, EngineUnauthorized, EngineUnreachable
 from pipeline.hosts.launcher import Handle
 
 Change = Literal["lost", "recovered"]
+HealthProbe = Callable[[], Awaitable[str | None]]  # one look, within its timeout: a fault in words, or None
 
 IDLE_SHARE = 0.2  # of one core: processes that used less during a look did nothing
 
@@ -67,12 +68,6 @@ class HealthTracker:
         return f"{looks} ({self.last})"
 
 
-class HealthProbe(Protocol):
-    """One look. Waits at most its timeout; returns a fault in words, or None."""
-
-    async def __call__(self) -> str | None: ...
-
-
 async def until(
     change: Change,
     account: HealthTracker,
@@ -80,7 +75,7 @@ async def until(
     interval_s: float,
     complaint: Callable[[], str | None] = lambda: None,
 ) -> str:
-    """HealthProbe every `interval_s` seconds until the account says `change`; return why.
+    """Take a look every `interval_s` seconds until the account says `change`; return why.
 
     Waits for the clock and for each look; unblocked by that change, by a complaint of the engines stage about an engine
     that answers and yet takes no weights, or by cancellation.
