@@ -106,11 +106,6 @@ class Node:
             finally:
                 await self._fabric.close()
 
-    @property
-    def late_wakeups(self) -> int:
-        """Arrivals that only the safety poll found; must stay 0."""
-        return self._usable().late_wakeups
-
     async def hub(
         self,
         spec: StreamSpec,

@@ -191,4 +191,4 @@ async def test_an_idle_node_does_nothing() -> None:
             inlet.on_step = counted  # type: ignore[method-assign]
             await asyncio.sleep(1.3)
             assert steps <= 4
-            assert node.late_wakeups == 0
+            assert [port.link.late_wakeups for port in (hub, inlet)] == [0, 0]

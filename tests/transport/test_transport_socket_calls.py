@@ -68,4 +68,4 @@ async def test_a_step_without_news_asks_the_socket_nothing(monkeypatch: pytest.M
             assert len(links) == 3
             assert max(asked) < STEPS // 4, "only what it sent or was told of"
             assert [socket.in_vain for socket in sockets] == [0, 0, 0]  # type: ignore[attr-defined]
-            assert node.late_wakeups == 0
+            assert [link.late_wakeups for link in links] == [0, 0, 0]

@@ -95,9 +95,6 @@ class Link(ABC):
 class Fabric(Protocol):
     """Makes links. One per node."""
 
-    @property
-    def late_wakeups(self) -> int: ...
-
     def bind(self, text: str, endpoint: Endpoint, max_message_bytes: int, decode: Decode) -> Link: ...
 
     def connect(self, text: str, endpoint: Endpoint, decode: Decode) -> Link: ...

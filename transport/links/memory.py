@@ -142,8 +142,6 @@ class MemoryLink(Link):
 
 
 class MemoryFabric:
-    late_wakeups = 0  # nothing can come unannounced
-
     def __init__(self, network: MemoryNetwork) -> None:
         self._network = network
         self._links: list[MemoryLink] = []

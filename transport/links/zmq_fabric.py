@@ -28,10 +28,6 @@ class ZmqFabric:
         self._loop = asyncio.get_running_loop()
         self._poll = self._loop.call_later(1.0, self._safety_poll)
 
-    @property
-    def late_wakeups(self) -> int:
-        return sum(link.late_wakeups for link in self._links)
-
     def bind(self, text: str, endpoint: Endpoint, max_message_bytes: int, decode: Decode) -> Link:
         address = addresses.parse(text)
         addresses.check_exposure(address, keys=self._security is not None, binding=True)

@@ -82,7 +82,7 @@ class ZmqLink(Link):
     ) -> None:
         """`server_public`: whose key is asked for where an address names none; None: keys are not used."""
         super().__init__(endpoint)
-        self.late_wakeups = 0
+        self.late_wakeups = 0  # arrivals that only the safety poll found; must stay 0
         self._server_public = server_public
         self._socket = socket
         self._router = socket.socket_type == zmq.ROUTER
