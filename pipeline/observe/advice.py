@@ -47,7 +47,6 @@ class StageLoad(Struct, frozen=True, kw_only=True):
 class Window(Struct, frozen=True, kw_only=True):
     """A run over some seconds."""
 
-    seconds: float
     batches: int
     step: int  # of the last of them
     rate: float  # trained rollouts per second

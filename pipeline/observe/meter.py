@@ -182,7 +182,6 @@ class Meter:
         changes = {name: _difference(last.stages[name], first.stages[name]) for name in self._sums}
         train = changes["train"]
         return Window(
-            seconds=seconds,
             batches=last.step - first.step,
             step=last.step,
             rate=(last.trained - first.trained) * members / between,

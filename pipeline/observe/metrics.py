@@ -84,7 +84,6 @@ class TensorBoardMetrics:
         from tensorboard.compat.proto.summary_pb2 import Summary
         from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
-        self.directory = directory
         self._make_summary = Summary
         self._make_event = event_pb2.Event
         self._writer = EventFileWriter(str(directory))

@@ -65,7 +65,7 @@ class Sampler:
             vocab_size: token ids from this on are refused before they are sent, for they end a real SGLang.
             extra: where to count what was lost and saved.
         """
-        self.rollout, self.replica, self.policies = config.rollout, replica, tuple(policies)
+        self.rollout, self.policies = config.rollout, tuple(policies)
         self.directory = EngineDirectory(config.rollout, replicas=replicas, stage=stage, vocab_size=vocab_size)
         self.routes = Routes(config, self.directory, index=index)
         self.reports = Reports(replica, self.directory, self.routes, {} if extra is None else extra)

@@ -52,6 +52,6 @@ class SyntheticPipeline:
             )  # fmt: skip
         self.step += 5
         return Window(
-            seconds=30.0, batches=5, step=self.step, rate=rate * noise, open=self.in_flight, train=rate * self.train,
+            batches=5, step=self.step, rate=rate * noise, open=self.in_flight, train=rate * self.train,
             stages=tuple(stages),
         )  # fmt: skip

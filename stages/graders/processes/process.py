@@ -61,7 +61,6 @@ class GraderProcess:
         self._process = process
         self._reader, self._writer = reader, writer
         self._size: int | None = None  # of a frame whose length has come
-        self._shared = shared
         self._progress = memoryview(shared).cast("q")
         self._retired = False
 

@@ -26,7 +26,7 @@ def windows(draw: st.DrawFn) -> Window:
         for name in draw(st.lists(st.sampled_from(NAMES), unique=True))
     ]  # fmt: skip
     return Window(
-        seconds=30.0, batches=5, step=9, rate=draw(st.floats(0, 1e4)), open=draw(st.floats(0, 1e4)),
+        batches=5, step=9, rate=draw(st.floats(0, 1e4)), open=draw(st.floats(0, 1e4)),
         train=draw(SHARE), stages=tuple(stages), free_cores=draw(st.none() | st.floats(0, 64)),
     )  # fmt: skip
 
