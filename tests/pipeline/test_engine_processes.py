@@ -28,12 +28,6 @@ pytestmark = pytest.mark.slow
 
 
 @pytest.fixture
-def rundir(tmp_path: Path) -> Iterator[RunDir]:
-    with RunDir(tmp_path / "run").open(resume=False) as opened:
-        yield opened
-
-
-@pytest.fixture
 def fake(tmp_path: Path) -> Path:
     path = tmp_path / "fake.py"
     path.write_text(FAKE)

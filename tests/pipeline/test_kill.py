@@ -31,7 +31,7 @@ def steps_done(run_dir: Path) -> int:
     return sum(isinstance(e, Stepped) for e in read_journal(journal)) if journal.exists() else 0
 
 
-def wait_for_steps(process: object, run_dir: Path, steps: int, timeout_s: float = 120) -> None:
+def wait_for_steps(process: object, run_dir: Path, steps: int, timeout_s: float = 180) -> None:
     deadline = time.monotonic() + timeout_s
     while steps_done(run_dir) < steps:
         assert time.monotonic() < deadline, f"no {steps} steps within {timeout_s} s"

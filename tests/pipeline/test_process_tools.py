@@ -10,7 +10,6 @@ import socket
 import subprocess
 import sys
 import textwrap
-from collections.abc import Iterator
 from pathlib import Path
 
 import msgspec
@@ -38,13 +37,6 @@ from pipeline.placement import threads
 from pipeline.record.run_directory import RunDir
 from pipeline.supervise.restart_budget import WINDOW_S
 from pipeline.supervise.restarts import Restarts
-
-
-@pytest.fixture
-def rundir(tmp_path: Path) -> Iterator[RunDir]:
-    with RunDir(tmp_path / "run").open(resume=False) as opened:
-        yield opened
-
 
 # ------------------------------------------------------------------ processes, ports, GPUs
 

@@ -9,7 +9,7 @@ import asyncio
 import contextlib
 import os
 import signal
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -88,12 +88,6 @@ class Start:
     @property
     def handle(self) -> LocalHandle:
         return self.launcher.handles[NAME]
-
-
-@pytest.fixture
-def rundir(tmp_path: Path) -> Iterator[RunDir]:
-    with RunDir(tmp_path / "run").open(resume=False) as opened:
-        yield opened
 
 
 @pytest.fixture

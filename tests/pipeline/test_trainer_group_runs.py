@@ -13,28 +13,15 @@ from pathlib import Path
 import pytest
 from launching import SIMULATED, SMALL, Finished, alive, finish, here, made_model, start, succeed_here
 
-from pipeline.record.journal import RolledBack, Stepped, read_journal
+from pipeline.record.journal import RolledBack, read_journal
 from tests.chaos.oracle import Expected, judge
-from tests.pipeline.test_kill import wait_until
+from tests.pipeline.test_kill import steps_done, wait_for_steps, wait_until
 
 pytestmark = pytest.mark.slow
 
 TRAINER_GROUP = ["--actor-num-gpus-per-node", "2", "--train-device", "cpu"]
 ENGINE = SIMULATED[: SIMULATED.index("--train-backend")]
 MEGATRON = ["--train-backend", "megatron", "--tensor-model-parallel-size", "2"]
-
-
-def steps_done(run_dir: Path) -> int:
-    journal = run_dir / "ledger.jsonl"
-    return sum(isinstance(e, Stepped) for e in read_journal(journal)) if journal.exists() else 0
-
-
-def wait_for_steps(process: object, run_dir: Path, steps: int, timeout_s: float = 180) -> None:
-    deadline = time.monotonic() + timeout_s
-    while steps_done(run_dir) < steps:
-        assert time.monotonic() < deadline, f"no {steps} steps within {timeout_s} s"
-        assert process.poll() is None, "the run ended too early"  # type: ignore[attr-defined]
-        time.sleep(0.02)
 
 
 def number_of(run_dir: Path, name: str) -> int:

@@ -1,0 +1,16 @@
+"""Fixtures of the tests of whole runs and of what a controller starts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from pipeline.record.run_directory import RunDir
+
+
+@pytest.fixture
+def rundir(tmp_path: Path) -> Iterator[RunDir]:
+    with RunDir(tmp_path / "run").open(resume=False) as opened:
+        yield opened
