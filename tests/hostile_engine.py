@@ -23,6 +23,7 @@ from aiohttp import web
 from configs.schema.engine import EngineConfig
 from models.engines.protocol import GenerateRequest
 from models.engines.serve import EngineServer
+from tests.served_app import served_app
 
 Handler = Callable[[web.Request, bytes], Awaitable[web.StreamResponse | None]]
 
@@ -42,13 +43,9 @@ class SpoiltEngine:
         ):
             app = web.Application(client_max_size=1 << 28)
             app.router.add_route("*", "/{path:.*}", self._answer)
-            runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=0.1)
-            await runner.setup()
-            await web.TCPSite(runner, "127.0.0.1", 0).start()
-            self.url = f"http://127.0.0.1:{runner.addresses[0][1]}"
-            up.set()
-            await stop.wait()
-            await runner.cleanup()
+            async with served_app(app, handler_cancellation=True, shutdown_timeout=0.1) as self.url:
+                up.set()
+                await stop.wait()
 
     async def _answer(self, request: web.Request) -> web.StreamResponse:
         body = await request.read()

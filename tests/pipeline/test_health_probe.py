@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from models.engines.client import EngineClient
 from pipeline.hosts.launcher import ProcessState
 from pipeline.supervise.health_probe import HealthTracker, HttpProbe, SchedulerProbe
+from tests.served_app import served_app
 
 
 @given(st.lists(st.booleans(), max_size=40), st.integers(1, 5))
@@ -63,15 +64,9 @@ async def test_a_scheduler_that_computes_is_no_dead_one(share: float, healthy: b
 
     app = web.Application()
     app.add_routes([web.get("/health", healthily), web.get("/server_info", at_the_end)])
-    runner = web.AppRunner(app)
-    await runner.setup()
-    try:
-        await web.TCPSite(runner, "127.0.0.1", 0).start()
-        host, port = runner.addresses[0][:2]
-        async with EngineClient(f"http://{host}:{port}", connect_timeout_s=5.0) as client:
-            first = HttpProbe(client, 0.5)
-            look = SchedulerProbe(first, Busy(share), lambda: False)  # type: ignore[arg-type]
-            assert (await look() is None) is healthy
-    finally:
+    async with served_app(app) as url, EngineClient(url, connect_timeout_s=5.0) as client:
+        first = HttpProbe(client, 0.5)
+        look = SchedulerProbe(first, Busy(share), lambda: False)  # type: ignore[arg-type]
+        well = await look() is None
         over.set()
-        await runner.cleanup()
+    assert well is healthy

@@ -20,6 +20,7 @@ from launching import SIMULATED, SMALL, Finished, here, made_model, succeed_here
 from configs.schema.engine import EngineConfig, SimulatedEngineConfig
 from pipeline.observe.stalls import MOST_KEPT, Stall, StallWatch
 from tests.hostile_engine import SpoiltEngine, never, serving
+from tests.served_app import served_app
 
 QUICK = ["--stall-notice-s", "0.4"]
 
@@ -125,13 +126,11 @@ def deaf_service() -> Iterator[tuple[str, threading.Event]]:
         app, stop = web.Application(), asyncio.Event()
         loops.append(asyncio.get_running_loop())
         app.router.add_post("/", grade)
-        runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=0.1)
-        await runner.setup()
-        await web.TCPSite(runner, "127.0.0.1", 0).start()
-        urls.append(f"http://127.0.0.1:{runner.addresses[0][1]}/")
-        up.set()
-        with contextlib.suppress(asyncio.CancelledError):
-            await stop.wait()
+        async with served_app(app, handler_cancellation=True, shutdown_timeout=0.1) as url:
+            urls.append(f"{url}/")
+            up.set()
+            with contextlib.suppress(asyncio.CancelledError):
+                await stop.wait()
 
     thread = threading.Thread(target=lambda: asyncio.run(main()), daemon=True)
     thread.start()

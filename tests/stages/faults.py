@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any
@@ -13,6 +14,7 @@ import aiohttp
 from aiohttp import web
 
 from models.engines.router_api import TRAITS
+from tests.served_app import served_app
 
 
 class FaultProxy:
@@ -121,18 +123,16 @@ class FakeRouter:
         app.router.add_post("/workers", self._add)
         app.router.add_delete("/workers/{id}", self._remove)
         app.router.add_post("/generate", self._generate)
-        self._session = aiohttp.ClientSession()
-        self._runner = web.AppRunner(app, shutdown_timeout=0.1, handler_cancellation=True)
-        await self._runner.setup()
-        await web.TCPSite(self._runner, "127.0.0.1", 0).start()
-        self.url = f"http://127.0.0.1:{self._runner.addresses[0][1]}"
+        self._stack = AsyncExitStack()
+        served = served_app(app, shutdown_timeout=0.1, handler_cancellation=True)
+        self.url = await self._stack.enter_async_context(served)
+        self._session = await self._stack.enter_async_context(aiohttp.ClientSession())
         return self
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        await self._session.close()
-        await self._runner.cleanup()
+        await self._stack.aclose()
 
     @web.middleware
     async def _faults(self, request: web.Request, handler: Any) -> web.StreamResponse:

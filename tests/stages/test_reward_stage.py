@@ -22,6 +22,7 @@ from stages.graders.processes.pool import Grade
 from stages.messages import EngineAddress, EngineEntry, RolloutSlice
 from stages.reward.grading import Grading, is_whole
 from stages.reward.stage import RewardStage
+from tests.served_app import served_app
 from tests.stages.stage_rig import make_config, make_context, make_sample, make_slice, open_rig, running, take
 
 GRADE = "tests.stages.custom_parts:grade"
@@ -394,13 +395,8 @@ async def answering(path: str, answer: Any) -> AsyncIterator[tuple[str, list[Any
 
     application = web.Application()
     application.router.add_post(path, handle)
-    runner = web.AppRunner(application, shutdown_timeout=0.1)
-    await runner.setup()
-    await web.TCPSite(runner, "127.0.0.1", 0).start()
-    try:
-        yield f"http://127.0.0.1:{runner.addresses[0][1]}", asked
-    finally:
-        await runner.cleanup()
+    async with served_app(application, shutdown_timeout=0.1) as url:
+        yield url, asked
 
 
 async def test_a_reward_model_is_asked_by_the_stage_without_a_process() -> None:

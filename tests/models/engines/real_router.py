@@ -9,7 +9,7 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AsyncExitStack, contextmanager
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -19,6 +19,7 @@ from aiohttp import web
 
 from models.engines.launch.arguments import Launch, with_token
 from models.engines.token import TokenFile
+from tests.served_app import served_app
 from tests.sglang_server import needs_sglang
 
 READY_S = 120.0
@@ -86,16 +87,14 @@ class Recorder:
         app.router.add_post("/generate", self._generate)
         for path in ("/health", "/server_info", "/model_info", "/get_load"):
             app.router.add_get(path, self._empty)
-        self._runner = web.AppRunner(app, access_log=None)
-        await self._runner.setup()
-        await web.TCPSite(self._runner, "127.0.0.1", 0).start()
-        self.url = f"http://127.0.0.1:{self._runner.addresses[0][1]}"
+        self._stack = AsyncExitStack()
+        self.url = await self._stack.enter_async_context(served_app(app))
         return self
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        await self._runner.cleanup()
+        await self._stack.aclose()
 
     async def _empty(self, request: web.Request) -> web.Response:
         return web.json_response({})

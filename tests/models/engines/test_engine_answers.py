@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import AsyncExitStack
 
 import msgspec
 import pytest
@@ -15,6 +16,7 @@ from models.engines.client import EngineClient
 from models.engines.errors import EngineProtocolError, EngineRefused, EngineUnreachable
 from models.engines.protocol import GenerateOutput, GenerateRequest, MetaInfo, SamplingParams, VersionSpan
 from models.engines.streamed import PartialOutputs
+from tests.served_app import served_app
 
 REQUEST = GenerateRequest(
     input_ids=[1, 2, 3], sampling_params=SamplingParams(max_new_tokens=4), return_logprob=True, rid="r"
@@ -85,7 +87,6 @@ Serve = Callable[..., Awaitable[EngineClient]]
 @pytest.fixture
 async def serving() -> AsyncIterator[Serve]:
     """Makes a client of a server whose /generate writes these pieces, the last one again and again if `endless`."""
-    cleanups: list[Callable[[], Awaitable[None]]] = []
 
     async def serve(*pieces: bytes, status: int = 200, endless: bool = False) -> EngineClient:
         async def generate(request: web.Request) -> web.StreamResponse:
@@ -102,18 +103,11 @@ async def serving() -> AsyncIterator[Serve]:
 
         app = web.Application()
         app.router.add_post("/generate", generate)
-        runner = web.AppRunner(app)
-        await runner.setup()
-        site = web.TCPSite(runner, "127.0.0.1", 0)
-        await site.start()
-        port = site._server.sockets[0].getsockname()[1]  # type: ignore[union-attr]
-        client = EngineClient(f"http://127.0.0.1:{port}", vocab_size=100, timeout_s=120)
-        cleanups.extend([runner.cleanup, client.close])
-        return client
+        url = await stack.enter_async_context(served_app(app))
+        return await stack.enter_async_context(EngineClient(url, vocab_size=100, timeout_s=120))
 
-    yield serve
-    for cleanup in reversed(cleanups):
-        await cleanup()
+    async with AsyncExitStack() as stack:
+        yield serve
 
 
 def event(payload: object) -> bytes:

@@ -8,6 +8,7 @@ import pickle
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Callable
+from contextlib import AsyncExitStack
 
 import msgspec
 import pytest
@@ -24,6 +25,7 @@ from models.engines.errors import (
 )
 from models.engines.protocol import GenerateOutput, GenerateRequest, SamplingParams, VersionSpan
 from models.engines.streamed import PartialOutputs
+from tests.served_app import served_app
 
 # As a real server sends it, with keys that nobody here knows.
 ANSWER = {
@@ -53,7 +55,6 @@ Serve = Callable[..., "EngineClient"]
 @pytest.fixture
 async def serve() -> AsyncIterator[Callable[..., object]]:
     """Start a server whose every route answers the same; returns a client and the list of bodies received."""
-    closing = []
 
     async def start(
         body: object, status: int | dict[str, int] = 200, **options: object
@@ -67,16 +68,11 @@ async def serve() -> AsyncIterator[Callable[..., object]]:
 
         app = web.Application()
         app.router.add_route("*", "/{path:.*}", answer)
-        runner = web.AppRunner(app)
-        await runner.setup()
-        await web.TCPSite(runner, "127.0.0.1", 0).start()
-        client = EngineClient(f"http://127.0.0.1:{runner.addresses[0][1]}", **options)  # type: ignore[arg-type]
-        closing.extend([client.close, runner.cleanup])
-        return client, received
+        url = await stack.enter_async_context(served_app(app))
+        return await stack.enter_async_context(EngineClient(url, **options)), received  # type: ignore[arg-type]
 
-    yield start
-    for close in closing:
-        await close()
+    async with AsyncExitStack() as stack:
+        yield start
 
 
 async def test_answers_of_real_servers_decode(serve) -> None:  # type: ignore[no-untyped-def]

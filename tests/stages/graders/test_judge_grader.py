@@ -24,6 +24,7 @@ from stages.graders.grade import Grade
 from stages.graders.judge import DEFAULT_TEMPLATE, RETRY_TEMPERATURE, Judge, fill, load_template, parse_score
 from stages.messages import EngineAddress, EngineEntry
 from stages.sampling.sampler import Sampler
+from tests.served_app import served_app
 from tests.stages.stage_rig import Rig, make_config, open_rig
 
 
@@ -138,20 +139,17 @@ async def judging(*answers: web.Response, **options: Any) -> AsyncIterator[tuple
     application = web.Application(client_max_size=1 << 30)
     application.router.add_post("/generate", engine.handle)
     application.router.add_get("/health", engine.health)
-    runner = web.AppRunner(application, shutdown_timeout=0.1)
-    await runner.setup()
-    await web.TCPSite(runner, "127.0.0.1", 0).start()
     judge = Judge(asking(), RewardConfig(**{"rm_timeout_s": 20.0, "rm_retries": 2, "judge_max_tokens": 64, **options}))
-    async with open_rig() as rig, asyncio.TaskGroup() as tasks:
+    served = served_app(application, shutdown_timeout=0.1)
+    async with served as url, open_rig() as rig, asyncio.TaskGroup() as tasks:
         topic = await rig.node.topic(rig.topic.address, replica="judge")
         follower = tasks.create_task(judge.sampler.follow(topic))
-        announce(rig, f"http://127.0.0.1:{runner.addresses[0][1]}")
+        announce(rig, url)
         try:
             yield judge, engine
         finally:
             follower.cancel()
             await judge.sampler.close()
-            await runner.cleanup()
 
 
 async def test_a_judge_is_asked_in_text_and_greedily() -> None:

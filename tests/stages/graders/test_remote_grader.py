@@ -21,6 +21,7 @@ from configs.schema.reward import RewardConfig
 from stages.graders import remote as remote_module
 from stages.graders.grade import Grade
 from stages.graders.remote import MAX_ANSWER_BYTES, MAX_WAIT_S, MAX_WAITS, Question, RemoteReward, retry_after
+from tests.served_app import served_app
 
 ASKED = Question("3/1", "What is 1+1?", "2", "2", '{"level": 5}')
 Answer = web.Response | Callable[[web.Request], Awaitable[web.StreamResponse]]
@@ -60,25 +61,20 @@ async def serving(*answers: Answer, **options: Any) -> AsyncIterator[tuple[Remot
     server, pauses = Server(answers), []
     application = web.Application(client_max_size=1 << 30)
     application.router.add_post("/rm", server.handle)
-    runner = web.AppRunner(application, shutdown_timeout=0.1)
-    await runner.setup()
-    site = web.TCPSite(runner, "127.0.0.1", 0)
-    await site.start()
 
     async def sleep(seconds: float) -> None:
         pauses.append(seconds)
         await asyncio.sleep(0)
 
-    port = runner.addresses[0][1]
     settings: dict[str, Any] = {"rm_concurrency": 4, "rm_timeout_s": 20.0, "rm_retries": 3, **options}
     key = settings.pop("reward_key", None)
-    reward = RewardConfig(rm_url=f"http://127.0.0.1:{port}/rm", **settings)
-    client = RemoteReward(reward, key, sleep=sleep, jitter=lambda: 0.5)
-    try:
-        yield client, server, pauses
-    finally:
-        await client.close()
-        await runner.cleanup()
+    async with served_app(application, shutdown_timeout=0.1) as url:
+        reward = RewardConfig(rm_url=f"{url}/rm", **settings)
+        client = RemoteReward(reward, key, sleep=sleep, jitter=lambda: 0.5)
+        try:
+            yield client, server, pauses
+        finally:
+            await client.close()
 
 
 @pytest.mark.parametrize(

@@ -16,6 +16,7 @@ from models.tiny import ARITHMETIC_CHARACTERS
 from stages.agents.environment import InfrastructureError
 from stages.agents.packs.parts import towns
 from stages.agents.packs.search import Search
+from tests.served_app import served_app
 
 
 def need_bm25s() -> None:
@@ -98,14 +99,8 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 async def serving(handler: Handler) -> AsyncIterator[str]:
     app = web.Application()
     app.router.add_post("/retrieve", handler)
-    runner = web.AppRunner(app)
-    await runner.setup()
-    site = web.TCPSite(runner, "127.0.0.1", 0)
-    await site.start()
-    try:
-        yield f"http://127.0.0.1:{runner.addresses[0][1]}/retrieve"
-    finally:
-        await runner.cleanup()
+    async with served_app(app) as url:
+        yield f"{url}/retrieve"
 
 
 async def test_a_server_of_search_r1s_form_is_asked() -> None:
