@@ -49,6 +49,7 @@ def until(met: Callable[[], bool], what: str, limit_s: float = 60) -> None:
         time.sleep(0.05)
 
 
+@pytest.mark.full
 def test_the_same_batches_are_trained_as_without_ray(tmp_path: Path) -> None:
     flags = [*SMALL, *made_model(), "--mode", "sync", "--deterministic", "--num-rollout", "3"]
     alone = succeed_here(tmp_path / "alone", *flags)

@@ -48,6 +48,7 @@ def test_turns_in_an_environment_have_exact_tokens(tmp_path: Path, sglang: RealS
     (tmp_path / "tap.toml").write_text(TAP_RECIPE)
     done = succeed(
         tmp_path / "run", "--config", "multi_agent", str(tmp_path / "tap.toml"), *SMALL, "--engine", "sglang",
+        "--train-backend", "simulated", "--simulated-step-s", "0.05",
         "--hf-checkpoint", str(sglang.model), "--rollout-external-engine-addrs", sglang.url, cwd=tmp_path,
     )  # fmt: skip
     assert done.summary["engine"]["version"] == EXPECTED_SGLANG
