@@ -62,6 +62,14 @@ class Fleet:
         await self.known(index)
         return server
 
+    async def serving(self, count: int = 1) -> list[EngineServer]:
+        """So many engines, from 0 on, which serve version 0."""
+        servers = [await self.engine(index) for index in range(count)]
+        self.weights.publish(0)
+        for index in range(count):
+            await self.landed(0, engine=index)
+        return servers
+
     async def known(self, index: int = 0) -> None:
         """Wait until the stage controls the engine's newest incarnation."""
         await self.rig.topic_until(lambda: self.rig.entry(index) is not None)

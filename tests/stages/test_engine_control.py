@@ -81,11 +81,7 @@ async def test_a_pinned_version_is_held_until_it_is_released(
 
 async def test_updates_roll_over_the_engines_in_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async with fleet(tmp_path, monkeypatch) as one:
-        for index in range(2):
-            await one.engine(index)
-        one.weights.publish(0)
-        await one.landed(0)
-        await one.landed(0, engine=1)
+        await one.serving(2)
         loading, go, _ = hold_updates(monkeypatch, one.servers[0].url)
         paused: list[str] = []
         original_pause = EngineClient.pause
@@ -112,11 +108,7 @@ async def test_who_waited_for_its_turn_takes_what_is_newest_then(
 ) -> None:
     """The slot of the version for which it waited is the next that the trainer writes into."""
     async with fleet(tmp_path, monkeypatch) as one:
-        for index in range(2):
-            await one.engine(index)
-        one.weights.publish(0)
-        await one.landed(0)
-        await one.landed(0, engine=1)
+        await one.serving(2)
         loading, go, asked = hold_updates(monkeypatch, one.servers[0].url)
         one.weights.publish(1)
         await loading.wait()
@@ -131,11 +123,7 @@ async def test_who_waited_for_its_turn_takes_what_is_newest_then(
 
 async def test_an_engine_does_not_wait_for_one_that_died(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async with fleet(tmp_path, monkeypatch) as one:
-        for index in range(2):
-            await one.engine(index)
-        one.weights.publish(0)
-        await one.landed(0)
-        await one.landed(0, engine=1)
+        await one.serving(2)
         await one.servers[0].__aexit__(None, None, None)
         one.rig.lose_engine(0)
         one.weights.publish(1)
@@ -145,9 +133,7 @@ async def test_an_engine_does_not_wait_for_one_that_died(tmp_path: Path, monkeyp
 @pytest.mark.parametrize("when", ["before", "during"])
 async def test_a_torn_slot_is_never_served(when: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async with fleet(tmp_path, monkeypatch) as one:
-        server = await one.engine(0)
-        one.weights.publish(0)
-        await one.landed(0)
+        [server] = await one.serving()
 
         async def tear(update: Update) -> None:
             if when == "during" and update.label == "0.1":
@@ -179,9 +165,7 @@ async def test_bytes_that_are_not_the_announced_ones_are_never_loaded(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with fleet(tmp_path, monkeypatch) as one:
-        await one.engine(0)
-        one.weights.publish(0)
-        await one.landed(0)
+        await one.serving()
         announcement = one.weights.write(1)
         weights = Path(announcement.path) / "model.safetensors"
         with weights.open("r+b") as file:
@@ -254,17 +238,13 @@ async def test_the_configured_mode_is_what_the_engine_is_asked_for(
     before_updates(monkeypatch, update)
     monkeypatch.setattr(EngineClient, "pause", pause)
     async with fleet(tmp_path, monkeypatch, mode=mode) as one:
-        await one.engine(0)
-        one.weights.publish(0)
-        await one.landed(0)
+        await one.serving()
     assert asked == [mode, flush]
 
 
 async def test_a_new_address_takes_the_place_of_the_old_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async with fleet(tmp_path, monkeypatch) as one:
-        await one.engine(0)
-        one.weights.publish(0)
-        await one.landed(0)
+        await one.serving()
         again = await one.engine(0, incarnation=1)
         await until(lambda: core_of(again).label == "0.0")
         await one.landed(0)
@@ -278,9 +258,7 @@ async def test_a_stall_is_accounted_for_while_the_engine_stands_still(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with fleet(tmp_path, monkeypatch) as one:
-        await one.engine(0)
-        one.weights.publish(0)
-        await one.landed(0)
+        await one.serving()
         seen: list[str] = []
 
         async def look(_: Update) -> None:

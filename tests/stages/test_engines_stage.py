@@ -67,11 +67,7 @@ async def test_nothing_is_said_of_an_engine_that_died_while_its_slot_was_verifie
         original(self, claim)
 
     async with fleet(tmp_path, monkeypatch) as one:
-        for index in range(2):
-            await one.engine(index)
-        one.weights.publish(0)
-        for index in range(2):
-            await one.landed(0, engine=index)
+        await one.serving(2)
         monkeypatch.setattr(SlotReader, "__init__", read)
         one.weights.publish(1)
         await until(reading.is_set)
@@ -94,9 +90,7 @@ async def test_a_stage_that_is_started_anew_leaves_an_engine_alone_that_serves_w
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with fleet(tmp_path, monkeypatch) as one:
-        await one.engine(0)
-        one.weights.publish(0)
-        await one.landed(0)
+        await one.serving()
         await one.lose_stage()
         assert one.served(), "clients go on while nobody owns the engine"
         calls = count_calls(monkeypatch)
@@ -165,11 +159,7 @@ async def test_an_engine_that_takes_no_weights_goes_to_its_supervisor_and_the_ot
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with fleet(tmp_path, monkeypatch, max_failures=3) as one:
-        for index in range(2):
-            await one.engine(index)
-        one.weights.publish(0)
-        for index in range(2):
-            await one.landed(0, engine=index)
+        await one.serving(2)
         tries = refuse_updates(monkeypatch, one.servers[0].url)
         monkeypatch.setattr("stages.engines.rolling_update.TURN_TIMEOUT_S", 0.0)
         one.weights.publish(1)
@@ -228,11 +218,7 @@ async def test_at_a_drain_all_engines_give_back_what_they_run_and_the_stage_ends
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with fleet(tmp_path, monkeypatch) as one:
-        for index in range(2):
-            await one.engine(index)
-        one.weights.publish(0)
-        for index in range(2):
-            await one.landed(0, engine=index)
+        await one.serving(2)
         calls = count_calls(monkeypatch)
         one.rig.topic.publish("drain", b"the run is complete")
         await until(lambda: len(calls) == 2)
@@ -258,9 +244,7 @@ async def test_a_limit_that_follows_the_load_travels_in_the_entry(
 ) -> None:
     loaded = Loaded(monkeypatch)
     async with fleet(tmp_path, monkeypatch) as one:
-        await one.engine(0)
-        one.weights.publish(0)
-        await one.landed(0)
+        await one.serving()
         topic = await one.rig.node.topic(one.rig.topic.address, replica="watch")
         watch = LoadWatch(one.config, one.stage.engines, activity := Activity())
         most = one.config.rollout.server_concurrency
@@ -287,9 +271,7 @@ async def test_a_limit_that_follows_the_load_travels_in_the_entry(
 async def test_an_engine_that_is_being_updated_is_not_judged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     loaded = Loaded(monkeypatch)
     async with fleet(tmp_path, monkeypatch) as one:
-        await one.engine(0)
-        one.weights.publish(0)
-        await one.landed(0)
+        await one.serving()
         loading, go, _ = hold_updates(monkeypatch)
         one.weights.publish(1)
         await loading.wait()

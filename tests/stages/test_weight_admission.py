@@ -192,9 +192,7 @@ async def test_weights_that_came_without_a_flush_count(
 
     monkeypatch.setattr(EngineClient, "update_weights_from_disk", update)
     async with fleet(tmp_path, monkeypatch, mode="retract") as one:
-        await one.engine(0)
-        one.weights.publish(0)
-        await one.landed(0)
+        await one.serving()
         assert one.labels() == ["0.0"]
         assert one.failures() == 0
     assert asked == ([True] if flushed else [True, False])
@@ -230,11 +228,7 @@ async def test_at_most_so_many_engines_stand_still(
         await original_resume(client)
 
     async with fleet(tmp_path, monkeypatch, update=UpdateConfig(update_weight_rolling=rolling)) as one:
-        for index in range(4):
-            await one.engine(index)
-        one.weights.publish(0)
-        for index in range(4):
-            await one.landed(0, engine=index)
+        await one.serving(4)
         monkeypatch.setattr(EngineClient, "pause", pause)
         monkeypatch.setattr(EngineClient, "resume", resume)
         for version in (1, 2):
@@ -256,9 +250,7 @@ async def test_bytes_that_are_not_the_announced_ones_are_never_sent(
         return await original(client, method, path, payload, timeout_s)
 
     async with fleet(tmp_path, monkeypatch) as one:
-        await one.engine(0)
-        one.weights.publish(0)
-        await one.landed(0)
+        await one.serving()
         announcement = one.weights.write(1)
         with (Path(announcement.path) / "model.safetensors").open("r+b") as file:
             file.seek(-1, 2)
@@ -276,9 +268,7 @@ async def test_an_engine_without_the_route_says_so(route: str, tmp_path: Path, m
     """Engines of our own take no tensors. The configuration check refuses such a run; here an engine was addressed."""
     monkeypatch.setattr("stages.engines.weight_routes.GROUP_TIMEOUT_S", 0.2)
     async with fleet(tmp_path, monkeypatch) as one:
-        server = await one.engine(0)
-        one.weights.publish(0)
-        await one.landed(0)
+        [server] = await one.serving()
         one.weights.announce(msgspec.structs.replace(one.weights.write(1), transport=route))
         await until(lambda: one.failures() > 0)
         assert core_of(server).label == "0.0"
@@ -292,9 +282,7 @@ async def test_a_route_that_an_engine_does_not_serve_changes_nothing_but_is_repo
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with fleet(tmp_path, monkeypatch) as one:
-        await one.engine(0)
-        one.weights.publish(0)
-        await one.landed(0)
+        await one.serving()
         announcement = msgspec.structs.replace(one.weights.write(1), transport="carrier pigeon")
         one.weights.announce(announcement)
         await until(lambda: one.failures() > 0)
