@@ -72,6 +72,12 @@ class Finished:
     def audit(self) -> Audit:
         return audit(self.run_dir / "ledger.jsonl")
 
+    def check(self, code: int = 0) -> Finished:
+        """It has ended with this exit code, with balanced books."""
+        assert self.code == code, f"exit code {self.code}\n{self.out[-2000:]}\n{self.err[-3000:]}"
+        self.check_books()
+        return self
+
     def check_books(self) -> None:
         """Journal and summary agree, everything is settled, nothing was trained twice or too old."""
         books, groups = self.audit, self.summary["groups"]
@@ -153,10 +159,7 @@ def importable(directory: Path) -> Iterator[None]:
 
 def succeed_here(run_dir: Path, *flags: str, cwd: Path = ROOT) -> Finished:
     """Run to the end inside this process; it must succeed with balanced books."""
-    done = here(run_dir, *flags, cwd=cwd)
-    assert done.code == 0, f"exit code {done.code}\n{done.out[-2000:]}\n{done.err[-2000:]}"
-    done.check_books()
-    return done
+    return here(run_dir, *flags, cwd=cwd).check()
 
 
 def alive(pid: int) -> bool:

@@ -64,9 +64,7 @@ def test_engines_that_die_and_hang_are_started_again(tmp_path: Path, backends: l
     again = sum(json.loads(line).get("step", 0) > 0 for line in (run_dir / "metrics.jsonl").read_text().splitlines())
     wait_for_steps(process, run_dir, again + 2)
     process.send_signal(signal.SIGINT)
-    done = finish(process, run_dir)
-    assert done.code == 130, done.err[-3000:]
-    done.check_books()
+    done = finish(process, run_dir).check(130)
     summary = done.summary
     assert summary["engine"]["restarts"] == 2
     assert summary["engine"]["count"] == 2
@@ -90,9 +88,7 @@ def test_a_router_that_dies_and_hangs_is_started_again(tmp_path: Path) -> None:
         wait_until(process, started_again(run_dir, "router", incarnation), "the router serves again")
         wait_for_more_steps(process, run_dir)
     process.send_signal(signal.SIGINT)
-    done = finish(process, run_dir)
-    assert done.code == 130, done.err[-3000:]
-    done.check_books()
+    done = finish(process, run_dir).check(130)
     assert done.summary["router"]["kind"] == "sglang"
     assert done.summary["router"]["version"].count(".") == 2
     assert done.summary["restarts"]["router"] == 2
@@ -173,9 +169,7 @@ def test_external_engines_are_used_left_and_taken_back(tmp_path: Path, two_outsi
     wait_until(process, started_again(run_dir, "engine-1", 1), "the engine is taken back")
     wait_for_more_steps(process, run_dir)
     process.send_signal(signal.SIGINT)
-    done = finish(process, run_dir)
-    assert done.code == 130, done.err[-3000:]
-    done.check_books()
+    done = finish(process, run_dir).check(130)
     engine = done.summary["engine"]
     assert (engine["kind"], engine["version"], engine["count"]) == ("embedded", "0.5.23+embedded", 2)
     assert engine["restarts"] == 0

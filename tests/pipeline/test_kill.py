@@ -63,9 +63,7 @@ def test_killed_replicas_lose_nothing(tmp_path: Path) -> None:
     for i, victim in enumerate(victims):
         wait_for_steps(process, tmp_path / "run", 2 + 3 * i)
         kill(tmp_path / "run", victim)
-    done = finish(process, tmp_path / "run")
-    assert done.code == 0, done.err[-3000:]
-    done.check_books()
+    done = finish(process, tmp_path / "run").check()
     assert done.summary["groups"]["trained"] == 28 * 4
     assert sum(done.summary["restarts"].values()) >= len(victims) - 1
     events = read_journal(tmp_path / "run" / "ledger.jsonl")
@@ -90,9 +88,7 @@ def test_engines_outlive_their_stage(tmp_path: Path) -> None:
         wait_until(process, lambda old=old: pids(run_dir, "engines-0") != [old], "the stage is started anew")
         wait_for_steps(process, run_dir, 6 + 5 * i)  # gate and engines move on
     assert pids(run_dir, *engines) == before
-    done = finish(process, run_dir)
-    assert done.code == 0, done.err[-3000:]
-    done.check_books()
+    done = finish(process, run_dir).check()
     assert (done.summary["groups"]["trained"], done.summary["groups"]["failed"]) == (120, 0)
     assert done.summary["restarts"] == {"engines-0": kills}
     assert "goes on with weights 0." in (run_dir / "logs" / "engines-0.log").read_text()
@@ -172,9 +168,7 @@ def test_a_crashed_trainer_is_resumed_with_nothing_trained_twice(tmp_path: Path)
 
 def resume(run_dir: Path) -> Finished:
     process = start(None, "--resume", str(run_dir))
-    done = finish(process, run_dir)
-    assert done.code == 0, done.err[-3000:]
-    done.check_books()
+    done = finish(process, run_dir).check()
     return done
 
 
@@ -183,9 +177,7 @@ def test_ctrl_c_drains_and_can_be_resumed(tmp_path: Path) -> None:
     process = start(run_dir, *SMALL, *made_model(), *SLOW_TRAINER, "--num-rollout", "500")
     wait_for_steps(process, run_dir, 3)
     process.send_signal(signal.SIGINT)
-    done = finish(process, run_dir, 60)
-    assert done.code == 130, done.err[-2000:]
-    done.check_books()
+    done = finish(process, run_dir, 60).check(130)
     assert done.summary["exit_reason"] == "interrupted"
     steps = done.summary["steps"]
     forget_trace(run_dir)

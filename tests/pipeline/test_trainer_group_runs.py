@@ -100,9 +100,7 @@ def test_a_killed_train_stage_goes_on_with_its_ranks(runner: str, tmp_path: Path
         os.kill(stage, signal.SIGKILL)
         wait_until(process, lambda old=stage: number_of(run_dir, "train-0") != old, "the train stage is started anew")
         wait_until(process, lambda old=rank: number_of(run_dir, "train-rank-0") != old, "its ranks are started anew")
-    done = finish(process, run_dir)
-    assert done.code == 0, done.err[-3000:]
-    done.check_books()
+    done = finish(process, run_dir).check()
     assert judge(run_dir, Expected(8, 4, done.summary["staleness"]["bound"])) == []
     assert not any(isinstance(event, RolledBack) for event in read_journal(run_dir / "ledger.jsonl"))
     assert done.summary["restarts"] == {"train-0": 2}, "the ranks' end was no loss of its own"
@@ -126,9 +124,7 @@ def test_a_killed_train_stage_takes_its_ranks_along_and_is_resumed(tmp_path: Pat
     assert told == slow, "the ranks' end was no loss of its own"  # a busy machine takes its time to start them
     nothing_left(run_dir)
     process = start(None, "--resume", str(run_dir))
-    done = finish(process, run_dir)
-    assert done.code == 0, done.err[-3000:]
-    done.check_books()
+    done = finish(process, run_dir).check()
     assert sorted(done.audit.batches) == list(range(1, 21))
     nothing_left(run_dir)
 
@@ -145,9 +141,7 @@ def test_ranks_that_are_killed_on_purpose_lose_nothing(tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     flags = [*SMALL, *made_model(), *ENGINE, *TRAINER_GROUP, "--num-rollout", "8", "--save-interval", "2"]
     process = start(run_dir, *flags, "--fault-inject", "rank:0.02:kill", "--max-restarts", "100", "--seed", "3")
-    done = finish(process, run_dir)
-    assert done.code == 0, done.err[-3000:]
-    done.check_books()
+    done = finish(process, run_dir).check()
     assert sorted(done.audit.batches) == list(range(1, 9))
     assert done.summary["faults_injected"]["rank kill"] >= done.summary["restarts"]["trainer-group"] >= 1
     nothing_left(run_dir)

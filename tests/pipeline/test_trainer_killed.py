@@ -112,8 +112,6 @@ def test_a_process_that_stands_by_takes_the_place_of_a_killed_trainer(tmp_path: 
     wait_until(process, lambda: pids(run_dir, "train-0") == standing_by(run_dir)[:1], "it takes the place")
     wait_for_steps(process, run_dir, steps_done(run_dir) + 2)
     process.send_signal(signal.SIGTERM)
-    done = finish(process, run_dir)
-    assert done.code == 130, done.err[-3000:]
-    done.check_books()
+    done = finish(process, run_dir).check(130)
     assert done.summary["restarts"] == {"train-0": 1}
     assert not any(Path("/proc", str(number)).exists() for number in standing_by(run_dir))
