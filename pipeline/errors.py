@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import resource
+import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -93,9 +94,9 @@ def leaf(error: BaseException) -> BaseException:
 
 
 def disk_full(error: BaseException) -> bool:
-    """Whether there was no room to write. The second form is how safetensors says it."""
+    """Whether there was no room to write. The last two forms are how safetensors and shutil.copytree say it."""
     full = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
-    return full or "os error 28" in str(error)
+    return full or "os error 28" in str(error) or (isinstance(error, shutil.Error) and "[Errno 28]" in str(error))
 
 
 def too_many_files(error: BaseException) -> bool:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from launching import NO_DATA, SMALL, Finished, finish, here, launch, made_model, start
+from launching import NO_DATA, SIMULATED, SMALL, Finished, finish, here, launch, made_model, start
 from test_kill import wait_for_steps
 
 
@@ -126,11 +126,14 @@ def test_a_full_disk_at_the_start(small_disk: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.full
-def test_a_disk_that_fills_up_in_mid_run(small_disk: Path) -> None:
+@pytest.mark.parametrize(
+    "flags",
+    [pytest.param(SIMULATED, id="simulated"), pytest.param([], id="torch", marks=pytest.mark.full)],
+)
+def test_a_disk_that_fills_up_in_mid_run(small_disk: Path, flags: list[str]) -> None:
     run_dir = small_disk / "run"
-    flags = ["--num-rollout", "2000", "--save-interval", "2", "--keep-last-n", "1"]
-    process = start(run_dir, *SMALL, *made_model(), *flags)
+    flags = [*SMALL, *made_model(), *flags]
+    process = start(run_dir, *flags, "--num-rollout", "2000", "--save-interval", "2", "--keep-last-n", "1")
     wait_for_steps(process, run_dir, 3)
     with contextlib.suppress(OSError), (small_disk / "ballast").open("wb") as file:  # full, which is what is wanted
         while True:
