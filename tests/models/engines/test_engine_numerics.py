@@ -146,7 +146,7 @@ def test_retract_recomputes_under_the_new_weights(checkpoints: Checkpoints, n: i
     bench.stepper.resume()
     for completion in bench.finish():
         # The first step makes two tokens: one by the prefill, one by the decode that follows it.
-        assert [(span.version, span.start, span.end) for span in completion.spans] == [
+        assert [(span.version, span.start, span.end) for span in completion.spans_over(len(completion.output_ids))] == [
             ("w1", 0, 12),
             ("w2", 12, completion.max_new),
         ]
@@ -166,7 +166,10 @@ def test_in_place_keeps_the_old_cache_and_the_boundary_is_exact(checkpoints: Che
     bench.swap(new, "w2")
     bench.stepper.resume()
     [completion] = bench.finish()
-    assert [(span.version, span.start, span.end) for span in completion.spans] == [("w1", 0, 10), ("w2", 10, 40)]
+    assert [(span.version, span.start, span.end) for span in completion.spans_over(len(completion.output_ids))] == [
+        ("w1", 0, 10),
+        ("w2", 10, 40),
+    ]
     by_old = log_probs(before, [1, 2, 3], completion.output_ids)
     assert gap(completion.log_probs[:10], by_old[:10]) < TOLERANCE
     # The first token after the boundary is made by the new weights over the old cache: neither model alone.

@@ -112,7 +112,10 @@ def test_a_stream_goes_on_after_retraction_with_its_spans() -> None:
     clock.schedule.resume(clock.now)
     clock.drain()
     assert completion.output_ids[: len(shown)] == shown
-    assert [(span.version, span.start, span.end) for span in completion.spans] == [("w1", 0, 5), ("w2", 5, 20)]
+    assert [(span.version, span.start, span.end) for span in completion.spans_over(len(completion.output_ids))] == [
+        ("w1", 0, 5),
+        ("w2", 5, 20),
+    ]
 
 
 def test_busy_time_is_that_of_the_steps() -> None:
@@ -218,7 +221,10 @@ def test_pause_modes() -> None:
             assert completion.finish is not None
             assert (completion.finish.type, len(completion.output_ids)) == ("abort", 4)
             continue
-        assert [(span.version, span.start, span.end) for span in completion.spans] == [("w1", 0, 4), ("w2", 4, 20)]
+        assert [(span.version, span.start, span.end) for span in completion.spans_over(len(completion.output_ids))] == [
+            ("w1", 0, 4),
+            ("w2", 4, 20),
+        ]
         prefill = 0.014 if mode == "retract" else 0.0
         assert sim.ended["a"] == pytest.approx(1.0 + 16 * 0.011 + prefill)
         assert completion.retractions == (mode == "retract")
