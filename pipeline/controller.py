@@ -37,7 +37,7 @@ from pipeline.hosts.faulty_inlet import FaultyInlet
 from pipeline.hosts.launcher import Launcher
 from pipeline.hosts.other_host import publish_files
 from pipeline.hosts.rendezvous import CONFIG, Keys, make_keys
-from pipeline.hosts.stream_hub import FACTS_PREFIX, KEEPER, StreamHub
+from pipeline.hosts.stream_hub import FACTS_PREFIX, KEEPER, StreamHub, wait_quiet
 from pipeline.hosts.stream_ports import StreamPorts
 from pipeline.observe.meter import Meter
 from pipeline.observe.monitor import Monitor
@@ -243,11 +243,15 @@ class Controller:
     async def _end(
         self, topic: TopicServer, runner: Runner, replicas: asyncio.Task[None], stage: asyncio.Task[None]
     ) -> None:
-        """END in the order of the graph; each stream is empty before the next one ends. Bounded by `drain_s`."""
+        """END in the order of the graph; each stream is empty before the next one ends. Bounded by `drain_s`.
+
+        What goes round between generate and its loops may be of groups that have ended: it still has to come to rest.
+        """
         topic.publish("drain", (self.stage.draining or "the run is complete").encode())
         limit_s = self.config.run.drain_s
         try:
             async with asyncio.timeout(limit_s):
+                await wait_quiet([self.hubs[stream.name] for stream in self.graph.loop])
                 for stream in self.graph.ends():
                     if stream.name != "settle":
                         self.hubs[stream.name].finish()

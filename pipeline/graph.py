@@ -53,6 +53,12 @@ class Graph:
     def outlets(self, stage: str) -> dict[str, Stream]:
         return {outlet: s for s in self.streams for producer, outlet in s.producers if producer == stage}
 
+    @property
+    def loop(self) -> tuple[Stream, ...]:
+        """Streams in which a rollout may go round between generate and the stages that return it."""
+        fed = {s.consumer[0] for s in self.streams if s.feedback}
+        return tuple(s for s in self.streams if s.consumer[0] in fed)
+
     def ends(self) -> tuple[Stream, ...]:
         """Streams in the order in which they may end: feedback first, then downstream, the settle stream last."""
         order = [node.name for node in self.nodes] + ["prompts"]  # nodes are listed in the order of the flow

@@ -9,6 +9,8 @@ may be lost, come over a stream whose hub is in the controller (`UP`).
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import Sequence
 from typing import Final, Literal, Protocol
 
 from msgspec import Struct
@@ -20,6 +22,7 @@ HUB: Final = "hub"  # hub-0, hub-1 ...
 KEEPER: Final = "keeper"  # name of the producer that keeps what no other producer keeps
 FACTS_PREFIX: Final = "hub_facts/"
 LOSSES_TOLD: Final = 256
+QUIET_POLL_S: Final = 0.02
 
 
 class StreamHub(Protocol):
@@ -42,6 +45,23 @@ class StreamHub(Protocol):
 
     async def wait_empty(self) -> None:
         """Of a hub that was told to finish: wait until nothing is in custody, or may come back into it."""
+
+
+async def wait_quiet(hubs: Sequence[StreamHub]) -> None:
+    """Wait for a moment at which all streams of a loop are empty, so that none of them gets a message any more.
+
+    A message is in the next stream before it leaves the one before, so looks one after the other may miss one that goes
+    round. If in two rounds of looks each stream was empty, and accepted nothing between its two, all were empty between
+    the rounds.
+    """
+    before: list[int] = []
+    while True:
+        empty = [not await hub.account() for hub in hubs]
+        accepted = [hub.stats().accepted for hub in hubs]
+        if all(empty) and accepted == before:
+            return
+        before = accepted if all(empty) else []
+        await asyncio.sleep(QUIET_POLL_S)
 
 
 class HubProcessSpec(Struct, frozen=True):
