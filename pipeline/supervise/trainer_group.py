@@ -141,9 +141,9 @@ class TrainerGroup:
         if self._launcher.controller is not None:
             self._sees = await asyncio.to_thread(shared_files, self._rundir, self._config)
         for incarnation in itertools.count():
-            await self._stage_there.wait()
-            stages_lost = self._stages_lost
             await self._launcher.place(_name(0), sees=self._sees)
+            await self._stage_there.wait()  # last: a stage that is lost from here on waits for what follows
+            stages_lost = self._stages_lost
             self._none_left.clear()
             with self._launcher.held_port(_name(0)) as port:
                 running = [await self._spawn(rank, incarnation, port) for rank in range(self._count)]

@@ -31,7 +31,7 @@ def steps_done(run_dir: Path) -> int:
     return sum(isinstance(e, Stepped) for e in read_journal(journal)) if journal.exists() else 0
 
 
-def wait_for_steps(process: object, run_dir: Path, steps: int, timeout_s: float = 180) -> None:
+def wait_for_steps(process: object, run_dir: Path, steps: int, timeout_s: float = 120) -> None:
     deadline = time.monotonic() + timeout_s
     while steps_done(run_dir) < steps:
         assert time.monotonic() < deadline, f"no {steps} steps within {timeout_s} s"
@@ -168,8 +168,7 @@ def test_a_crashed_trainer_is_resumed_with_nothing_trained_twice(tmp_path: Path)
 
 def resume(run_dir: Path) -> Finished:
     process = start(None, "--resume", str(run_dir))
-    done = finish(process, run_dir).check()
-    return done
+    return finish(process, run_dir).check()
 
 
 def test_ctrl_c_drains_and_can_be_resumed(tmp_path: Path) -> None:

@@ -1,11 +1,11 @@
-"""A run that goes on from a checkpoint, in which no process can unpickle anything."""
+"""A run, and its resume, in which no process can unpickle anything."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 import pytest
-from launching import SMALL, finish, made_model, start, succeed_here
+from launching import SMALL, finish, made_model, start, succeed
 
 pytestmark = pytest.mark.slow
 
@@ -35,7 +35,7 @@ def test_nothing_is_unpickled_in_any_process_of_a_run(tmp_path: Path) -> None:
     (tmp_path / "sitecustomize.py").write_text(POISON)
     notes = tmp_path / "notes"
     env = {"PYTHONPATH": str(tmp_path), "POISON_NOTES": str(notes)}
-    succeed_here(tmp_path / "run", *SMALL, *made_model(), "--num-rollout", "2", "--save-interval", "2")
+    succeed(tmp_path / "run", *SMALL, *made_model(), "--num-rollout", "2", "--save-interval", "2", **env)
     resume = ["--resume", str(tmp_path / "run"), "--runner", "local", "--num-rollout", "6"]
     done = finish(start(None, *resume, **env), tmp_path / "run")
     assert done.code == 0, done.err[-2000:]

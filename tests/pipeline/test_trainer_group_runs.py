@@ -3,6 +3,7 @@ balance."""
 
 from __future__ import annotations
 
+import functools
 import os
 import re
 import signal
@@ -10,14 +11,18 @@ import threading
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 from launching import SIMULATED, SMALL, Finished, alive, finish, here, made_model, start, succeed_here
 
 from pipeline.record.journal import RolledBack, read_journal
 from tests.chaos.oracle import Expected, judge
-from tests.pipeline.test_kill import steps_done, wait_for_steps, wait_until
+from tests.pipeline import test_kill
+from tests.pipeline.test_kill import steps_done, wait_until
 
 pytestmark = pytest.mark.slow
+
+wait_for_steps = functools.partial(test_kill.wait_for_steps, timeout_s=180)  # all ranks load torch
 
 TRAINER_GROUP = ["--actor-num-gpus-per-node", "2", "--train-device", "cpu"]
 ENGINE = SIMULATED[: SIMULATED.index("--train-backend")]
@@ -105,6 +110,22 @@ def test_a_killed_train_stage_goes_on_with_its_ranks(runner: str, tmp_path: Path
     assert not any(isinstance(event, RolledBack) for event in read_journal(run_dir / "ledger.jsonl"))
     assert done.summary["restarts"] == {"train-0": 2}, "the ranks' end was no loss of its own"
     assert done.out.count("2 ranks are up again") == 2
+    nothing_left(run_dir)
+
+
+@pytest.mark.full
+@pytest.mark.xdist_group("ray")
+def test_a_train_stage_that_is_lost_with_its_host_ends_a_run_with_ranks(tmp_path: Path) -> None:
+    """Its actor is killed, as where its node is gone: the ranks were placed with it, once."""
+    pytest.importorskip("ray", reason="Ray is not installed: pip install ray")
+    run_dir = tmp_path / "run"
+    flags = [*SMALL, *made_model(), *ENGINE, *TRAINER_GROUP, "--num-rollout", "2000", "--save-interval", "1"]
+    process = start(run_dir, *flags, "--runner", "ray", "--ray-cpus", "train=0", "rollout=0")
+    wait_for_steps(process, run_dir, 2)
+    os.kill(psutil.Process(number_of(run_dir, "train-0")).ppid(), signal.SIGKILL)
+    done = finish(process, run_dir)
+    assert (done.code, "--resume" in done.err) == (1, True), done.err[-3000:]
+    assert "2 ranks are up again" not in done.out
     nothing_left(run_dir)
 
 
