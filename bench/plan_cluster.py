@@ -30,12 +30,12 @@ from models.engines.core import Completion
 from models.engines.launch.routing import policy_of
 from stages.base import StageContext
 from stages.group.stage import GroupStage
-from stages.messages import NO_IDS, EngineAddress, EngineEntry, PromptGroup, RolloutSlice, StepDone
+from stages.messages import NO_IDS, PromptGroup, RolloutSlice, StepDone
 from stages.ports import Lease, Ports
 from stages.prompts.stage import PromptStage
 from stages.sampling.engine_choice import Choice, Ranking, Slots
 from stages.staleness_gate import StalenessGate
-from stages.topic_values import ADDRESS, DIRECTORY
+from stages.topic_values import ADDRESS, DIRECTORY, EngineAddress, EngineEntry
 from stages.train.held_groups import HeldGroups
 
 

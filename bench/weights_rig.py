@@ -43,9 +43,9 @@ from models.weights.shared_memory_writer import SlotWriter
 from stages.base import StageContext
 from stages.engines.engine_control import EngineControl
 from stages.engines.stage import EnginesStage
-from stages.messages import EngineAddress, EngineEntry, WeightsAnnouncement
+from stages.messages import WeightsAnnouncement
 from stages.ports import SameHost, Topic
-from stages.topic_values import KEYS, carrying
+from stages.topic_values import KEYS, EngineAddress, EngineEntry, carrying
 from transport import Node
 
 Kind = Literal["recorder", "sglang"]

@@ -1,16 +1,15 @@
-"""What the runner tells a built-in stage beside the configuration. A custom stage gets the user's own mapping instead.
-
-Invariant: plain values that mean the same on every host, or name what a host of the trainer has.
-
-What every stage is: cheap to construct, set up explicitly, run until its inlets end.
+"""What every stage is: cheap to construct, set up explicitly, run until its inlets end.
 
 Nearly all custom stages subclass `MapStage` and write `process(message)`; a stage on a feedback edge subclasses
-`LoopStage` and also says which samples it wants.
+`LoopStage` and also says which samples it wants. `TrainOptions` and `GenerateOptions` are what the runner passes to
+built-in stages beside the configuration; a custom stage gets the mapping of its recipe instead.
 
 Invariants:
 - An input is released (`done`) only after its outputs are in the next hub's custody.
 - A message whose processing raises is passed on with its samples marked failed and the reason; the run goes on.
-- All tasks live in one TaskGroup; an error that is not about one message ends the replica, and the supervisor decides.
+- All tasks live in one TaskGroup; an error that is not about one message ends the replica, and the supervisor
+  decides.
+- Options are plain values that mean the same on every host, or name what a host of the trainer has.
 """
 
 from __future__ import annotations

@@ -1,22 +1,19 @@
-"""What the stages raise for the user, as an exception tree. Each sentence names the value, the rule and the cure.
+"""The exceptions that stages raise for the user. Each sentence names the value, the rule and the cure.
 
 StageError
-├── BufferOrderError     a buffer order of the user's own gave no waiting group
-├── DataSourceError      a data source of the user's own raised, or gave no prompts
+├── BufferOrderError     a custom buffer order gave no waiting group
+├── DataSourceError      a custom data source raised, or gave no prompts
 ├── FilterError          a filter cannot judge a group
 │   └── FilterNameError  a filter that does not exist, or whose argument cannot be read
 ├── NoVerdicts           the curriculum waits for pass rates, and the grader gives none
 ├── SavedBatchError      a saved rollout batch cannot be trained
 ├── Starved              group after group was not trained
 └── UntrainableGroup     the rewards of a group do not become advantages; it ends the group, not the run
-
-What can be wrong with the prompt data or the tokenizer, as one tree.
-
-    DataError
-    ├── SourceError      a path, a slice or a file format cannot be used
-    ├── RowError         one row cannot become a prompt (also the error of strict_data)
-    ├── EmptyDataError   no usable prompt is left
-    └── TokenizerError   the checkpoint has no usable tokenizer or chat template
+DataError
+├── SourceError          a path, a slice or a file format cannot be used
+├── RowError             one row cannot become a prompt (also the error of strict_data)
+├── EmptyDataError       no usable prompt is left
+└── TokenizerError       the checkpoint has no usable tokenizer or chat template
 
 All of them carry one sentence, so that they survive a process boundary.
 """

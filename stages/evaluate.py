@@ -1,15 +1,14 @@
-"""pass@k, best@k and mean@n of a set of groups, without bias: the numbers that k more rollouts would have given.
+"""The evaluate stage: held-out prompts at a known weights version, while training goes on.
 
-With n rollouts of a prompt, c of them correct, the chance that k of them drawn without replacement hold a correct one
-is 1 - C(n - c, k) / C(n, k) (Chen et al., arXiv:2107.03374). For rewards that are no verdict the same draw gives the
-expected maximum. k runs over the powers of two up to n; a prompt with fewer than k rollouts is left out of that k.
+The trainer pins a version. When every engine has applied it, the held-out prompts pass through the same generate,
+tool and reward stages as training prompts. Engines hold the pinned version until `eval/released` names it, so an
+answer cannot mix versions. If an engine restarts in between and an answer does mix them, it is counted as mixed and
+the result says `complete: false`.
 
-The evaluate stage: held-out prompts at a known weights version, while training goes on.
-
-The trainer pins a version; when every engine has applied it, its prompts go through the same generate, tool and reward
-stages as training's. Engines hold the pinned version until `eval/released` names it, so an answer cannot mix versions;
-one that does all the same (an engine was restarted in between) is counted as mixed and the evaluation says `complete:
-false`.
+pass@k, best@k and mean@n are unbiased. With n rollouts of a prompt, c of them correct, the chance that k of them
+drawn without replacement hold a correct one is 1 - C(n - c, k) / C(n, k) (Chen et al., arXiv:2107.03374). For rewards
+that are not verdicts the same draw gives the expected maximum. k runs over the powers of two up to n; a prompt with
+fewer than k rollouts is left out of that k.
 
 Invariant: every pinned version ends in exactly one EvalDone and one release, also at a deadline or a drain.
 """

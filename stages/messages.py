@@ -1,11 +1,25 @@
 """The messages between stages: frozen structs, arrays as typed raw bytes.
 
-A *group* is one prompt with `n_samples` rollouts. A `RolloutSlice` carries some or all rollouts of one group: a
-single-turn group travels whole in one slice, a multi-turn one sample by sample as each finishes, and the group stage
-puts them together again by (group_id, sample index).
+Glossary, used in all folders:
 
-Invariants: field order is the wire format (append only, with defaults); arrays of one sample have equal length, that of
-its tokens; every token lies in exactly one version run; a failed sample carries its reason.
+    group       one admitted prompt with its `n_samples` rollouts (`PromptGroup`); the unit of the ledger
+    rollout     one attempt at the prompt; it has one sequence or several, which share `Sample.index`
+    sample      one sequence of a rollout as it travels between stages (`Sample`)
+    turn        one request to an engine inside a rollout, and what follows it until the next request
+    slice       some or all rollouts of one group in one message (`RolloutSlice`)
+    lease       a slice that a stage holds and has not acknowledged yet
+    settle      to give a group its one outcome: trained, filtered, stale, failed or discarded
+    batch       the groups that one step of the trainer consumes; `step` counts batches, the first is 1
+    version     how many batches the weights were trained on; an engine stamps it on every token that it generates
+    staleness   batches between the version of a token and the batch that trains it
+    generation  how often the run was started (`run_generation`); a label of weights is `generation.version`
+    incarnation how often a process was started; facts about an earlier incarnation do not count
+
+A single-turn group travels whole in one slice. A multi-turn group travels sample by sample as each finishes, and the
+group stage joins them by (group_id, sample index).
+
+Invariants: field order is the wire format (append only, with defaults); arrays of one sample have equal length, that
+of its tokens; every token lies in exactly one version run; a failed sample carries its reason.
 """
 
 from __future__ import annotations
@@ -18,7 +32,6 @@ import numpy as np
 import numpy.typing as npt
 from msgspec import Struct
 
-from models.engines.token import Token
 from models.weights.shared_memory_reader import SlotManifest
 
 # Whoever writes a stage finds the fields' types here too.
@@ -304,68 +317,3 @@ class WeightsAnnouncement(SlotManifest, frozen=True):
     pinned: bool = False  # an evaluation needs this version: apply no other until it is released
     transport: str = "disk"  # route to the engines: disk, distributed, tensor, delta
     delta: str = ""  # delta route: manifest of this version's difference
-
-
-class Server(Struct, frozen=True, kw_only=True):
-    """What is told of a server of either kind."""
-
-    token: Token | None = None  # what requests to it must bring
-    fetcher: str = ""  # what brings an engine's weights to its node; empty: nothing has to
-
-
-class EngineAddress(Server, frozen=True):
-    """Topic value `engine/<engine>`: where an engine listens; `incarnation` rises when it is started anew.
-    `taken_over`: an earlier start of the run left it, in whatever state: nothing that it says of its weights counts."""
-
-    engine: str
-    url: str
-    incarnation: int
-    policy: str = "policy"  # whose weights it serves; a frozen model has its own name
-    taken_over: bool = False
-
-
-class EngineEntry(EngineAddress, frozen=True):
-    """Topic value `directory/<engine>`: what the engines stage says of one engine; its clients read nothing else.
-
-    It belongs to one incarnation: an entry whose incarnation is not that of the newest `engine/<engine>` address is
-    older than the process that listens there, and counts for nothing.
-    """
-
-    # Requests are sent while serving or updating. When `leaving`, it gives back what it holds; then it has `left`.
-    state: Literal["loading", "serving", "updating", "away", "leaving", "left"] = "loading"
-    run_generation: int = -1  # of the weights it carries; -1 with version -1: none of this run
-    version: int = -1  # rollout batches that they were trained on
-    fetching: int = -1  # version that is being read from its slot just now
-    limit: int = 0  # samples that may be in flight at it, all clients together; 0 = not known yet
-    update_s: float = 0.0
-    stall_s: float = 0.0
-    checksum: str = ""  # over the engine's tensors, if they are compared
-    detail: str = ""  # why it is away, or lacks the newest weights; for people
-
-    @property
-    def label(self) -> str | None:
-        """What the engine calls its weights, None while it has none of this run."""
-        return None if self.version < 0 else f"{self.run_generation}.{self.version}"
-
-
-class RouterAddress(Server, frozen=True):
-    """Topic value `router`: where the router in front of the engines listens; `incarnation` as for an engine."""
-
-    kind: str  # sglang or smg
-    url: str
-    incarnation: int
-
-
-class RouterState(RouterAddress, frozen=True):
-    """Topic value `router_state`: what the engines stage says of the router. It belongs to one incarnation of it."""
-
-    up: bool = False  # it has a healthy worker that serves a request: requests may be sent through it
-    split: bool = False  # prefill and decode are apart: no engine can serve a request alone
-
-
-class Complaint(Struct, frozen=True):
-    """Topic value `complaint/<engine>`: why the supervisor should start this incarnation of an engine anew."""
-
-    engine: str
-    incarnation: int
-    reason: str

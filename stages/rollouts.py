@@ -1,16 +1,15 @@
-"""How the sequences of a rollout are made and grow, but for what engines add: for generate and for loop stages. Pure.
+"""Sequences and rollouts: how a sample is made, grows and branches, and how the rollouts of a group are counted.
 
-Invariants: arrays keep equal length; neighbouring runs of one version are one run; what the policy did not make has
-loss mask 0, log-prob 0.0 and version -1.
+A rollout with several sequences (branches, sub-agents, a compacted context) travels as several samples that share
+`index`. The last sequence carries the rollout's reward. No I/O, no clock.
 
-Rollouts of a group: the unit in which rewards are counted, however many sequences each of them has.
-
-A rollout with several sequences (branches, sub-agents, compaction of its context) travels as several samples, which
-share `index`; the last sequence carries the rollout's reward. Pure arithmetic on messages.
-
-Invariants: a rollout counts once in every mean, filter and baseline, and a token that several of its sequences show
-once in every sum of tokens; a removed sample counts there as well, but none of
-its tokens is trained; a rollout is a member of its group only if all of its sequences are completed or truncated.
+Invariants:
+- arrays of a sample keep equal length; neighbouring runs of one version are one run; a token that the policy did not
+  generate has loss mask 0, log-prob 0.0 and version -1;
+- a rollout counts once in every mean, filter and baseline; a token that several of its sequences share counts once in
+  every sum of tokens;
+- a removed sample counts in its group's baseline, and none of its tokens is trained;
+- a rollout is a member of its group only if all of its sequences are completed or truncated.
 """
 
 from __future__ import annotations

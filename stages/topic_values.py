@@ -1,30 +1,29 @@
-"""The engine directory on the topic, as everybody reads it: gate, evaluation, trainer, clients of engines, recorder.
+"""The values on the topic that stages share: the engine directory, the router, and settings changed in a live run.
 
-Two keys tell of one engine. `engine/<engine>` is its address: the supervisor publishes it when the process serves, with
-an incarnation that rises at each start, and drops it when the process is lost. `directory/<engine>` is its entry: the
-engines stage publishes what that process carries and whether it takes requests.
+Engine directory. `engine/<engine>` is the address: the supervisor publishes it when the process serves, with an
+incarnation that rises at each start, and drops it when the process is lost. `directory/<engine>` is the entry: the
+engines stage publishes which weights the process carries and whether it takes requests.
 
-Invariant: an entry counts only while its incarnation is the one of the newest address. The two come from different
-processes, so an entry may arrive after the process that it speaks of has died; read by its name alone it would have
-requests sent to an engine that no longer has these weights, and the gate would count a version that nobody carries.
+Settings. A change names the first batch it applies to, some batches ahead. The trainer therefore knows it before that
+batch begins, and all groups of a batch are treated alike. Several changes may be pending.
 
-Settings that the user changes while the run goes on, as the stages read them from the topic.
-
-A change names the batch from which on it holds, some batches ahead, so that the trainer knows of it before it begins
-that batch and all its groups are treated alike. Several changes may be on their way.
-
-Invariant: for a batch the newest change counts whose `from_step` has come; before the first, the configuration.
+Invariants:
+- an entry counts only while its incarnation equals that of the newest address. Two processes write the two keys, so
+  an entry may arrive after its process has died. Read by name alone it would send requests to an engine without these
+  weights, and the gate would count a version that no engine carries;
+- a batch uses the newest change whose `from_step` it has reached; before the first change, the configuration.
 """
 
 from __future__ import annotations
 
-from typing import Final
+from typing import Final, Literal
 
 import msgspec
 from msgspec import Struct
 
 from configs.schema.rollout import RolloutConfig
-from stages.messages import EngineAddress, EngineEntry, PromptGroup
+from models.engines.token import Token
+from stages.messages import PromptGroup
 from stages.ports import Readable
 
 ADDRESS: Final = "engine/"
@@ -41,6 +40,71 @@ ORDER: Final = "order/"  # topic `order/<fetcher>/<engine>`: weights that an eng
 BROUGHT: Final = "brought/"  # topic `brought/<fetcher>/<engine>`: what has become of that order
 KEYS: Final = (ADDRESS, DIRECTORY)  # what to wait for: an entry begins and ceases to count with its address
 POLICY: Final = "policy"  # the policy that the run trains; every frozen model has its own name
+
+
+class Server(Struct, frozen=True, kw_only=True):
+    """What is told of a server of either kind."""
+
+    token: Token | None = None  # what requests to it must bring
+    fetcher: str = ""  # what brings an engine's weights to its node; empty: nothing has to
+
+
+class EngineAddress(Server, frozen=True):
+    """Topic value `engine/<engine>`: where an engine listens; `incarnation` rises when it is started anew.
+    `taken_over`: an earlier start of the run left it, in whatever state: nothing that it says of its weights counts."""
+
+    engine: str
+    url: str
+    incarnation: int
+    policy: str = "policy"  # whose weights it serves; a frozen model has its own name
+    taken_over: bool = False
+
+
+class EngineEntry(EngineAddress, frozen=True):
+    """Topic value `directory/<engine>`: what the engines stage says of one engine; its clients read nothing else.
+
+    It belongs to one incarnation: an entry whose incarnation is not that of the newest `engine/<engine>` address is
+    older than the process that listens there, and counts for nothing.
+    """
+
+    # Requests are sent while serving or updating. When `leaving`, it gives back what it holds; then it has `left`.
+    state: Literal["loading", "serving", "updating", "away", "leaving", "left"] = "loading"
+    run_generation: int = -1  # of the weights it carries; -1 with version -1: none of this run
+    version: int = -1  # rollout batches that they were trained on
+    fetching: int = -1  # version that is being read from its slot just now
+    limit: int = 0  # samples that may be in flight at it, all clients together; 0 = not known yet
+    update_s: float = 0.0
+    stall_s: float = 0.0
+    checksum: str = ""  # over the engine's tensors, if they are compared
+    detail: str = ""  # why it is away, or lacks the newest weights; for people
+
+    @property
+    def label(self) -> str | None:
+        """What the engine calls its weights, None while it has none of this run."""
+        return None if self.version < 0 else f"{self.run_generation}.{self.version}"
+
+
+class RouterAddress(Server, frozen=True):
+    """Topic value `router`: where the router in front of the engines listens; `incarnation` as for an engine."""
+
+    kind: str  # sglang or smg
+    url: str
+    incarnation: int
+
+
+class RouterState(RouterAddress, frozen=True):
+    """Topic value `router_state`: what the engines stage says of the router. It belongs to one incarnation of it."""
+
+    up: bool = False  # it has a healthy worker that serves a request: requests may be sent through it
+    split: bool = False  # prefill and decode are apart: no engine can serve a request alone
+
+
+class Complaint(Struct, frozen=True):
+    """Topic value `complaint/<engine>`: why the supervisor should start this incarnation of an engine anew."""
+
+    engine: str
+    incarnation: int
+    reason: str
 
 
 def addresses(topic: Readable, policy: str | None = None) -> dict[str, EngineAddress]:

@@ -24,9 +24,9 @@ from pipeline.record.run_directory import RunDir
 from pipeline.supervise.outage import consequence
 from pipeline.supervise.restarts import EngineSpec
 from stages.base import TrainOptions
-from stages.messages import Complaint, EngineAddress, RouterAddress, group_of
+from stages.messages import group_of
 from stages.ports import read_value
-from stages.topic_values import POLICY, carrying
+from stages.topic_values import POLICY, Complaint, EngineAddress, RouterAddress, carrying
 from transport import TopicServer
 
 REPORTS_POLL_S = 0.02

@@ -26,7 +26,7 @@ from pipeline.errors import UsageError
 from pipeline.supervise.health_probe import HealthProbe, HealthTracker, HttpProbe, SchedulerProbe, until
 from pipeline.supervise.restart_server import Waiting
 from pipeline.supervise.restarts import EngineSpec, Lifecycle
-from stages.messages import RouterAddress
+from stages.topic_values import RouterAddress
 
 POLL_S: Final = 0.5
 FLAG: Final = "--rollout-external-engine-addrs"

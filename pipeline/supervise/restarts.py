@@ -20,7 +20,7 @@ from models.fault_injection import FaultPlan
 from pipeline.errors import ReplicaFailed
 from pipeline.supervise.restart_budget import WINDOW_S, RestartBudget, backoff_s
 from stages.base import TrainOptions
-from stages.messages import RouterAddress
+from stages.topic_values import RouterAddress
 
 Kind = Literal["engine", "frozen", "router"]
 

@@ -19,7 +19,7 @@ from models.engines.token import TokenFile
 from pipeline.hosts.launcher import Launcher, ProcessSpec
 from pipeline.supervise.restart_server import StartCommand, SupervisedServer
 from pipeline.supervise.restarts import Kind, Lifecycle
-from stages.messages import RouterAddress
+from stages.topic_values import RouterAddress
 
 RouterKind = Literal["sglang", "smg"]
 

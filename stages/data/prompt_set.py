@@ -1,10 +1,8 @@
-"""The prompts of a run: every usable row of the prompt files, by index.
+"""The prompts of a run: every usable row of the prompt files, by index; one set for training, one per held-out file.
 
-Invariants: indices 0 .. len - 1 number the usable rows in file order, whatever the order in which they are asked for; a
-prompt is rendered and tokenised when it is first asked for (when a length limit is set, while loading); the same row
-gives the same prompt each time; `fingerprint` changes when a usable row changes, so that a resumed run can tell.
-
-The prompt sets that a configuration asks for: one for training, one for each held-out file.
+Invariants: indices 0 .. len - 1 number the usable rows in file order, in whatever order they are requested; a prompt
+is rendered and tokenised at its first use (while loading, if a length limit is set); the same row gives the same
+prompt each time; `fingerprint` changes when a usable row changes, so that a resumed run notices.
 """
 
 from __future__ import annotations

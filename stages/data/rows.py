@@ -1,11 +1,8 @@
-"""What was found while the prompt files were read: for the user, and for decisions at the start of a run.
+"""One decoded row becomes a checked prompt record (prompt, label, metadata, tools), and the report of a whole load.
 
-Invariants: `rows == kept + sum(skipped.values())`; at most `LISTED` bad rows are kept, the rest is only counted.
-
-One decoded row becomes a checked prompt record: prompt, label, metadata, tools.
-
-Invariants: nothing here raises anything but `BadValue`, whose text names the key and what was found; a label is text or
-None; metadata is a JSON object and tools a JSON list, both as text, so that they travel unchanged.
+Invariants: nothing here raises anything but `BadValue`, whose text names the key and the value; a label is text or
+None; metadata is a JSON object and tools a JSON list, both as text, so that they travel unchanged; `rows == kept +
+sum(skipped.values())`; at most `LISTED` bad rows are kept, the rest is only counted.
 """
 
 from __future__ import annotations

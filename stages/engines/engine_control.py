@@ -37,9 +37,19 @@ from stages.engines.colocation import MemoryKeeper, trainers_turn
 from stages.engines.router_workers import hand_over
 from stages.engines.weight_routes import FetcherRoute, WeightRoute, WeightRoutes, take_back
 from stages.engines.weight_transfer import ChecksumDiffers, Transfer, await_turn, check_equal, check_label
-from stages.messages import Complaint, EngineAddress, EngineEntry, WeightsAnnouncement
+from stages.messages import WeightsAnnouncement
 from stages.ports import Topic, WeightsSource, read_value
-from stages.topic_values import ADDRESS, DIRECTORY, LEAVE, POLICY, addresses, entries
+from stages.topic_values import (
+    ADDRESS,
+    DIRECTORY,
+    LEAVE,
+    POLICY,
+    Complaint,
+    EngineAddress,
+    EngineEntry,
+    addresses,
+    entries,
+)
 
 log = logging.getLogger("sluice.engines")
 

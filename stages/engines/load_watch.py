@@ -1,22 +1,17 @@
-"""How much of its time an engine does nothing. Pure: times come with the calls.
+"""Watches the loads of the engines: the share of time they are idle, and how many samples may be in flight at each.
 
-Our engines account for the seconds that they compute. SGLang does not: there each look counts for the time since the
-look before, as busy if anything ran at it.
+Our engines report the seconds that they compute. SGLang does not: there each observation counts for the time since
+the previous one, as busy if any request was running.
 
-How many samples may be in flight at an engine, all clients together: a limit that follows the engine's load.
-
-The limit is additive-increase, multiplicative-decrease. It is cut when the KV cache is nearly full, when requests were
-retracted for want of room, or when the engine's queue keeps growing; else it grows back to `--server-concurrency`.
+The limit of samples in flight is additive-increase, multiplicative-decrease. It is cut when the KV cache is nearly
+full, when requests were retracted for lack of room, or when the engine's queue keeps growing; otherwise it grows back
+to `--server-concurrency`. It is one number for all clients together, travels in the engine's directory entry, and is
+divided by the clients.
 
 Invariants:
-- 1 <= limit <= most, and one look changes it by one step only;
-- no cut before the last one has had its effect: what is in flight must have come down to the limit.
-
-Looks at the engines' loads: how long they have computed, and how many samples may be in flight at each.
-
-The limit is one number for all clients together and travels in the engine's directory entry; clients divide it.
-
-Invariant: an engine that is being updated is not judged; its queue grows because it stands still.
+- 1 <= limit <= most, and one observation changes it by one step only;
+- no cut before the previous cut has taken effect: the samples in flight must have come down to the limit;
+- an engine that is being updated is not judged; its queue grows because it stands still.
 """
 
 from __future__ import annotations

@@ -1,25 +1,19 @@
-"""Keeps the router's list of workers: the engines that carry this run's weights, and no others.
+"""Keeps the router's list of workers equal to the engines that carry this run's weights; lets engines leave a run.
 
-The engine directory on the topic says which those are, so that an engines stage that was started anew changes nothing
-at the router. Whether the router has anybody to send to is published as `router_state`.
+The list follows the engine directory on the topic, so a restart of the engines stage changes nothing at the router.
+`router_state` publishes whether the router has a worker to send to.
+
+An engine that leaves is marked `leaving`: clients send it nothing new. Its running requests are aborted; each client
+keeps the partial output and continues at another engine (stages/sampling/partial_rollouts.py). The abort repeats
+until the engine is empty, because a client may have sent a request before it read the mark.
 
 Invariants:
-- nothing is asked twice while it may be under way: adding takes seconds, and a second POST would bring a worker back
-  that was removed in between;
-- an error of the router delays and never ends anything: it is logged once per outage, and the look is repeated;
-- the list is compared afresh at each look, so a new router gets everything again;
-- a worker keeps its role: where prefill and decode are apart, one that was taken out comes back as what it was, and
-  workers with a role that are none of this run's engines are left alone.
-
-How an engine leaves a run that goes on: it gets no new work, gives back what it holds, and then says so.
-
-Clients choose among the entries of the directory, so that `leaving` turns new requests away. What the engine generates
-is aborted: each client has the partial output then and goes on behind it at another engine, as after an update that
-aborts (stages/sampling/partial_rollouts.py). The abort is repeated until the engine is empty, for a client may have
-sent before it heard.
-
-Invariant: nothing depends on this: an engine that ends without it is lost like any other, and its requests go on
-elsewhere, with less of what was generated.
+- no call is repeated while it may be in progress: adding a worker takes seconds, and a second POST would bring back a
+  worker that was removed in between;
+- a router error delays and never ends the run: it is logged once per outage, and the comparison is repeated;
+- the list is compared afresh each time, so a new router gets all workers again;
+- a worker keeps its role (prefill or decode); workers with a role that are not engines of this run are left alone;
+- nothing depends on leaving cleanly: an engine that ends without it is lost like any other engine.
 """
 
 from __future__ import annotations
@@ -38,9 +32,8 @@ from models.engines.errors import EngineError
 from models.engines.router_api import REGULAR, Role, RouterClient, RouterWorker, urls
 from models.engines.token import Token
 from stages.base import Activity
-from stages.messages import RouterAddress, RouterState
 from stages.ports import Topic, read_value
-from stages.topic_values import POLICY, addresses, carrying
+from stages.topic_values import POLICY, RouterAddress, RouterState, addresses, carrying
 
 log = logging.getLogger("sluice.router_workers")
 

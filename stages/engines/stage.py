@@ -1,31 +1,23 @@
-"""The engines stage: the single owner of the engines, from their first weights to the last abort.
+"""The engines stage: the single owner of the engines, from their first weights to the last abort; and its fetchers.
 
 The supervisor starts and restarts engine and router processes and publishes their addresses. This stage attaches to
-each, the frozen ones too, and is the only one that controls them: it brings weights, gives memory back and takes it
-again, names the engines to the router, watches their loads, and publishes the engine directory (`directory/<engine>`)
-and `router_state`. All others are clients of what it publishes, so that they come, go and die without touching an
-engine.
+each engine, frozen ones too, and alone controls them: it loads weights, frees and restores memory, registers engines
+with the router, watches loads, and publishes the engine directory (`directory/<engine>`) and `router_state`. All
+other parts are clients of these values, so they start, die and move without touching an engine.
+
+A fetcher does on another node what must happen beside its engines: it keeps the weights of a version on that node and
+loads them into an engine. The engines stage decides when: it pauses the engine, orders the load, verifies, and
+resumes the engine. A version is fetched once for all engines of a node (`ports.weights`). Orders and answers are
+values of the topic (stages/engines/weight_routes.py), so a restarted fetcher or engines stage finds what is to be
+done.
 
 Invariants:
-- there is one replica, and no stream: what it knows is on the topic and in the engines themselves; what has to be done
-  on another node than its own, it has the fetcher there do (stages/engines/stage.py);
-- engines outlive it: while it is away they go on with the weights that they have, and the directory stands; started
-  anew, it attaches to them again and loads nothing where nothing is due;
-- it ends when the controller says so, after all streams: generation and evaluation need the engines until then.
-
-The fetcher of a node: what has to be done beside engines that are not on the engines stage's node.
-
-It has an engine's weights lie on its node and puts them into the engine, as the engines stage orders. That alone
-decides when: it pauses the engine, has the order carried out, verifies, and lets the engine go on. A version is fetched
-once for all engines of the node (`ports.weights`).
-
-Orders and answers are values of the topic (stages/engines/weight_routes.py), so that a fetcher, or an engines stage,
-that is started anew finds what is to be done.
-
-Invariants:
-- nothing is put into an engine that was not asked for: the order counts how often;
-- what an order holds (a slot that an engine loads from) is given back when the order is taken back, or another takes
-  its place.
+- there is one replica, and no stream: its state is on the topic and in the engines themselves;
+- engines outlive it: while it is away they keep their weights, and the directory stands; after a restart it attaches
+  again and loads nothing where nothing is due;
+- it ends when the controller says so, after all streams: generation and evaluation need the engines until then;
+- a fetcher loads nothing without an order, and orders are numbered;
+- a slot that an engine loads from is released when its order is withdrawn or replaced.
 """
 
 from __future__ import annotations

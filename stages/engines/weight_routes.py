@@ -1,18 +1,16 @@
-"""The ways that weights take into one engine: disk, tensor, distributed, delta.
+"""The routes of weights into one engine: disk, tensor, distributed, delta, and through the fetcher of another node.
 
-Each has two halves. `open` is done while the engine generates: verify the slot, put the version together, join the
-engine's process group. `apply` is done while it stands still. What fails in `open` leaves the engine as it was; after a
-failure of `apply` it may hold a mixture, so it stays paused until an update succeeds.
+Each route has two halves. `open` runs while the engine generates: verify the slot, assemble the version, join the
+engine's process group. `apply` runs while the engine is paused. A failure in `open` leaves the engine as it was;
+after a failure in `apply` it may hold a mixture, so it stays paused until an update succeeds.
+
+A fetcher's route uses two values of the topic: `order/<fetcher>/<engine>`, what the engine is to get (empty: nothing
+any more), and `brought/<fetcher>/<engine>`, the progress. Both hold the newest value, so either side may restart.
 
 Invariants:
 - only bytes that were verified against the announced digest are sent, and a slot that changed meanwhile is noticed;
-- a bracket that was opened is closed, so that any other route may follow;
-- a group belongs to one incarnation of an engine, is made again after a failure, and destroyed at the end.
-
-Weights for an engine of another node, by the fetcher that is beside it: the engines stage's side.
-
-On the topic: `order/<fetcher>/<engine>`, what the engine is to get (empty: nothing any more), and
-`brought/<fetcher>/<engine>`, how far that has come. Both are the newest value, so that either side may be started anew.
+- an opened bracket is closed, so that any route may follow;
+- a process group belongs to one incarnation of an engine, is made anew after a failure, and is destroyed at the end.
 """
 
 from __future__ import annotations
@@ -40,9 +38,9 @@ from models.weights.delta_mirror import DeltaMirror
 from models.weights.errors import DeltaError, DigestMismatch, NotBrought, RouteUnfit
 from models.weights.shared_memory_reader import SlotReader
 from stages.engines.weight_transfer import DiskTransfer, GroupTransfer, TensorTransfer, Transfer, together
-from stages.messages import EngineAddress, WeightsAnnouncement
+from stages.messages import WeightsAnnouncement
 from stages.ports import Topic, read_value
-from stages.topic_values import ADDRESS, BROUGHT, ORDER
+from stages.topic_values import ADDRESS, BROUGHT, ORDER, EngineAddress
 
 if TYPE_CHECKING:
     from models.weights.broadcast_group import WeightGroup

@@ -1,16 +1,13 @@
-"""The order in which engines take new weights: by name, `--update-weight-rolling` at a time; the others serve.
+"""One update of one engine: its turn, the transfer of the bytes, and the check of the result.
 
-One version on its way into one engine that stands still.
+Engines update in the order of their names, `--update-weight-rolling` at a time; the others serve.
 
 Invariants:
-- the label goes with the last bucket, and so does the flush: until then nothing calls the weights new;
+- the label goes with the last bucket, and so does the flush of the cache: until then the weights do not count as new;
 - a bucket is copied out of the slot, the slot is checked, then the copy is sent: no torn byte leaves this process;
-- a bracket that was opened is closed, also after a failure.
-
-Does an engine carry what it was given? Asked after every update, before it goes on.
-
-Invariants: an engine is admitted at a version only if it names that version itself and, where checksums are compared,
-if its tensors have the checksum that other engines reported for the same version.
+- an opened bracket is closed, also after a failure;
+- an engine is admitted at a version only if it reports that version itself and, where checksums are compared, if its
+  tensors have the checksum that other engines reported for the same version.
 """
 
 from __future__ import annotations
@@ -32,9 +29,9 @@ from models.engines.update_client import UpdateClient
 from models.weights.buckets import Bucket, plan_buckets
 from models.weights.errors import NotVerified
 from models.weights.shared_memory_reader import SlotReader
-from stages.messages import EngineEntry, WeightsAnnouncement
+from stages.messages import WeightsAnnouncement
 from stages.ports import Topic
-from stages.topic_values import KEYS, carrying
+from stages.topic_values import KEYS, EngineEntry, carrying
 
 if TYPE_CHECKING:
     import torch

@@ -1,18 +1,15 @@
-"""The order in which prompts are visited: a pure function of (seed, epoch), with random access.
+"""The order in which prompts are visited, and the curriculum that skips some visits. No I/O, no clock.
 
-Invariants: positions 0, 1, 2, ... run through the epochs one after the other; each epoch is a permutation of all
-prompts; `index(position)` depends on nothing but (n, seed, shuffle, position), so the resumable cursor is the position
-itself. The hash is written out here, not taken from a library's random generator, so that a run which is resumed
-under another numpy version meets the same order.
+The order is a function of (seed, epoch) with random access. Positions 0, 1, 2, ... run through the epochs; each epoch
+is a permutation of all prompts. The curriculum keeps a moving average of each prompt's pass rate. While it lies
+outside [low, high], the prompt is visited only with probability `keep`.
 
-Curriculum by pass rate: prompts that are always or never solved are asked less often. Pure arithmetic.
-
-For each prompt a moving average of its groups' pass rates is kept. While it lies outside [low, high], a visit to the
-prompt takes place only with probability `keep`.
-
-Invariants: the draw of a visit depends on nothing but (seed, epoch, position), so that a resumed run repeats it; a
-prompt without a known pass rate is always asked, and every other one with a probability above 0; a search passes over
-at most one epoch of positions, then takes what comes.
+Invariants:
+- `index(position)` depends only on (n, seed, shuffle, position), so the resumable cursor is the position itself. The
+  hash is written out here, so that a resumed run meets the same order under another numpy version;
+- the draw of a visit depends only on (seed, epoch, position), so that a resumed run repeats it;
+- a prompt without a known pass rate is always visited, every other one with a probability above 0;
+- a search skips at most one epoch of positions, then takes the next prompt.
 """
 
 from __future__ import annotations

@@ -1,15 +1,16 @@
-"""What supervised training learns: the label of a row as if it were a rollout of the policy.
+"""Prompts that do not come from the prompt files alone: a user's data source, and demonstrations for supervised
+training.
 
-Invariants: it ends with one end-of-sequence token; what a tool wrote in it (`metadata.tool_spans`, in characters)
-is there and is not learnt.
+A data source (`--data-source-path`) is called as slime calls it: get_samples, save, load. It is called ahead of the
+ledger, in a thread. Each of its prompts gets a position in the order of arrival and is kept until its group is
+settled:
+a checkpoint holds it beside the source's own state. A demonstration is the label of a row, written as a rollout.
 
-Prompts that a user's data source gives (`--data-source-path`), as slime calls it: get_samples, save, load.
-
-The source is asked ahead of the ledger, in a thread. What it gave gets a position each, in the order in which it came,
-and is kept until its group has ended: a checkpoint holds it, beside what the source saves of itself.
-
-Invariants: a position has one prompt, also after a resume; the state that the source saves and the prompts that a
-checkpoint keeps are of the same moment, so that a resumed run is given what the first one would have been given next.
+Invariants:
+- a position has one prompt, also after a resume; the saved state of the source and the kept prompts belong to the
+  same moment, so a resumed run gets the prompts that the first run would have got next;
+- a demonstration ends with one end-of-sequence token; text that a tool wrote in it (`metadata.tool_spans`, in
+  characters) is present and has loss mask 0.
 """
 
 from __future__ import annotations

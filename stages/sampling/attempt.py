@@ -1,10 +1,10 @@
-"""One request at one engine: sent, ended by its deadline, and what it brought each of its members.
+"""One HTTP request at one engine: sent, ended by its deadline, and split into the results of its members.
 
-Invariants: a member gives its slot back when it ends, whatever the others do; of a member that did not end only what is
-certain is kept; an attempt has an error if it left members for another one.
+`Reports` publishes the figures of a sampler: requests in flight, retractions, and engines that the engines stage
+should check.
 
-What a sampler tells of its requests: figures for its stage, how often engines retracted, and which engine the
-engines stage should look at.
+Invariants: a member returns its slot when it ends, whatever the other members do; of a member that did not end only
+the certain prefix is kept; an attempt has an error if it left members for another attempt.
 """
 
 from __future__ import annotations
@@ -25,7 +25,6 @@ from models.engines.client import EngineClient
 from models.engines.errors import EngineError, EngineProtocolError, EngineTimeout, EngineUnreachable
 from models.engines.protocol import GenerateOutput, GenerateRequest, LogprobEntry
 from models.engines.streamed import PartialOutputs
-from stages.messages import Complaint
 from stages.ports import Topic
 from stages.sampling.engine_directory import EngineDirectory
 from stages.sampling.requests import (
@@ -41,7 +40,7 @@ from stages.sampling.requests import (
     with_saved,
 )
 from stages.sampling.routes import Route, Routes
-from stages.topic_values import ASKED, RETRACTED, SLOW
+from stages.topic_values import ASKED, RETRACTED, SLOW, Complaint
 
 STOP_GRACE_S: Final = 5.0  # for the answer to a request that was aborted at a deadline
 

@@ -1,18 +1,15 @@
-"""Slots of one engine at one of its clients, granted in an order.
+"""Which engine comes first for a request (dispatch policies), and the slots of one engine at one of its clients.
+
+Behind a router the router chooses; requests that bypass it follow the same policy. No I/O, no clock.
 
 Invariants:
-- slots are granted in order: samples that go on (with tokens, and often a cache, behind them) before fresh ones, those
-  with a smaller `order` before others, then as they came;
-- a request for more samples than there are slots is granted when half of them are free: were all to be free, a group
-  larger than the limit would wait for the slowest sample of the one before it, and with less it would overshoot twice;
-- each sample gives its slot back when it ends, whatever the others of its request do;
-- a turn that waits in a tool stage holds no slot.
-
-Which engine comes first for a request: the dispatch policies, pure.
-
-Behind a router it is the router that chooses; what goes to an engine directly all the same follows the same policy.
-
-Invariants: every ranking holds each engine once; `session` moves only the keys of an engine that came or went.
+- every ranking holds each engine once; `session` moves only the keys of an engine that joined or left;
+- slots are granted in order: resumed samples (with tokens, and often a cache, behind them) before fresh ones, then
+  the smaller `order`, then first come;
+- a request for more samples than there are slots is granted when half of them are free. Waiting for all would make a
+  group larger than the limit wait for the slowest sample before it; waiting for fewer would overshoot twice;
+- each sample returns its slot when it ends, whatever the other samples of its request do;
+- a turn that waits for a tool holds no slot.
 """
 
 from __future__ import annotations

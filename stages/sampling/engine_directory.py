@@ -24,10 +24,10 @@ from configs.schema.rollout import RolloutConfig
 from models.engines.client import EngineClient
 from models.engines.limits import RequestLimits
 from stages.engines.colocation import KEY, trainers_turn
-from stages.messages import EngineEntry, RouterAddress, RouterState, WeightsAnnouncement
+from stages.messages import WeightsAnnouncement
 from stages.ports import Topic, read_value
 from stages.sampling.engine_choice import Slots
-from stages.topic_values import ADDRESS, DIRECTORY, POLICY, entries
+from stages.topic_values import ADDRESS, DIRECTORY, POLICY, EngineEntry, RouterAddress, RouterState, entries
 
 ROUTER: Final = "router"
 WEIGHTS: Final = "weights"

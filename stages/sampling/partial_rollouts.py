@@ -1,15 +1,15 @@
-"""What a call has lost so far, and whether it goes on: a bounded number of times, or until its deadline.
+"""What happens to a request that an update or the loss of its engine breaks up: each member continues from what it has.
 
-What becomes of a request that an update or the loss of its engine cuts up: each member goes on from what it has.
-
-A request for n answers is one HTTP request, of which each member is handed on as it ends. Whatever breaks it up, each
-member that has not ended then goes on alone, behind its partial output (`--partial-rollout`) or from the beginning.
+A request for n answers is one HTTP request; each member is handed on as it ends. If the request breaks, each member
+that has not ended continues alone, behind its partial output (`--partial-rollout`) or from the beginning.
+`RetryState` bounds how often, by a count and by the deadline.
 
 Invariants:
-- a token is in a result once: of a lost request only the certain prefix is kept, and the next request begins after it;
-- a member that ended in a broken stream is whole and is not asked again;
-- a stop string ends a member wherever it was cut up: an engine looks for it in what it makes itself;
-- a member that cannot be generated fails alone, with the reason: nothing is raised for it.
+- a token is in a result once: of a lost request only the certain prefix is kept, and the next request begins after
+  it;
+- a member that ended in a broken stream is complete and is not requested again;
+- a stop string ends a member even where the request was cut inside it: an engine looks only at what it generates;
+- a member that cannot be generated fails alone, with the reason; no exception is raised for it.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ LONGEST_PAUSE_S: Final = 5.0
 
 
 class UnknownPolicy(EngineError):
-    """A name that none of the models asked here has."""
+    """A policy name that no engine of this sampler serves."""
 
     def __init__(self, name: str, known: Sequence[str]) -> None:
         super().__init__(name, tuple(known))
@@ -52,15 +52,15 @@ class UnknownPolicy(EngineError):
 
 
 @dataclass
-class Losses:
-    """Of one member in one call, and until when the call may go on."""
+class RetryState:
+    """The retry budget of one member in one call: failed requests so far, and the deadline."""
 
     deadline: float | None  # by the monotonic clock
     count: int = 0
-    engine: str = ""  # that was lost last
+    engine: str = ""  # the engine that was lost last
 
     @classmethod
-    def until(cls, deadline_s: float | None) -> Losses:
+    def until(cls, deadline_s: float | None) -> RetryState:
         return cls(None if deadline_s is None else time.monotonic() + deadline_s)
 
     @property
@@ -69,13 +69,13 @@ class Losses:
 
     @property
     def pause_s(self) -> float:
-        """How long to wait before the next try."""
+        """Seconds to wait before the next attempt."""
         return min(FIRST_PAUSE_S * 2.0 ** min(max(self.count - 1, 0), 10), LONGEST_PAUSE_S)
 
-    def count_in(self, error: Exception, *, progress: bool) -> bool:
-        """Take note of a failed request. False if sending it again cannot help.
+    def record(self, error: Exception, *, progress: bool) -> bool:
+        """Record a failed request. False if sending it again cannot help.
 
-        A request that took too long but brought tokens has lost nothing: the next one begins after them.
+        A request that timed out but returned tokens is no loss: the next request begins after them.
         """
         transient = isinstance(error, EngineRefused) and error.status in TRANSIENT_STATUS
         if not transient and not isinstance(error, LOSSES):
@@ -84,8 +84,8 @@ class Losses:
             self.count += 1
         return True
 
-    def may_go_on(self, max_retries: int) -> bool:
-        """Who has a deadline tries until then: a killed engine costs time, not answers. Others count."""
+    def may_retry(self, max_retries: int) -> bool:
+        """With a deadline: until then, so that a killed engine costs time and no answers. Without: a count."""
         left_s = self.left_s
         return self.count <= max_retries if left_s is None else self.pause_s < left_s
 
@@ -95,26 +95,28 @@ Emit = Callable[[int, SampleResult], None]
 
 @dataclass(frozen=True)
 class Call:
-    """One call of a caller, and who is told what comes of it."""
+    """One call of the sampler, and the callbacks that receive its results."""
 
     request: SampleRequest
-    losses: Losses
-    emit: Emit  # of each member, when it has ended
-    tell: Callable[[int, Chunk], None] | None = None  # of each member's tokens as they come
-    had: Sequence[SampleResult] = ()  # what each member begins with, of requests that somebody else sent; none: nothing
+    retries: RetryState
+    emit: Emit  # called once for each member, when it has ended
+    tell: Callable[[int, Chunk], None] | None = None  # called with the tokens of each member as they arrive
+    had: Sequence[SampleResult] = ()  # results of earlier requests that the members continue from; empty: from nothing
     progress: Progress | None = None
 
 
 class RequestSender(Protocol):
-    """What sends single requests: the sampler."""
+    """Sends single requests: the sampler."""
 
     async def ask(self, call: Call, index: int, results: Sequence[SampleResult], ended: Emit) -> Attempt: ...
-    async def survives(self, request: SampleRequest, losses: Losses, error: Exception, *, progress: bool) -> bool: ...
+    async def wait_to_retry(
+        self, request: SampleRequest, retries: RetryState, error: Exception, *, progress: bool
+    ) -> bool: ...
     def drains(self, request: SampleRequest) -> bool: ...
 
 
 class PartialRollouts:
-    """`answer` has each member of a call emitted once."""
+    """`answer` emits each member of a call exactly once."""
 
     def __init__(self, sender: RequestSender, *, keeps_partial: bool) -> None:
         self._sender, self._keeps_partial = sender, keeps_partial
@@ -124,8 +126,8 @@ class PartialRollouts:
         async with asyncio.TaskGroup() as tasks:
 
             def go_on(index: int, result: SampleResult) -> None:
-                # Each member counts on from what the joint request lost.
-                tasks.create_task(self._alone(replace(call, losses=replace(call.losses)), index, result))
+                # Each member continues the retry count of the joint request.
+                tasks.create_task(self._alone(replace(call, retries=replace(call.retries)), index, result))
 
             if call.request.n > 1 and all(result.finish == "pending" for result in had):
                 await self._together(call, had, go_on)
@@ -137,8 +139,10 @@ class PartialRollouts:
                     call.emit(index, result)
 
     async def _together(self, call: Call, results: list[SampleResult], go_on: Emit) -> None:
-        """One request for all; sent again as it is while nothing at all has come of it. What an update aborted goes on
-        at once, whatever the others do."""
+        """One request for all members, sent again unchanged while it has returned nothing at all.
+
+        A member that an update aborted continues at once, whatever the other members do.
+        """
 
         def ended(index: int, result: SampleResult) -> None:
             (go_on if goes_on(result) else call.emit)(index, result)
@@ -148,7 +152,7 @@ class PartialRollouts:
             if attempt.error is None:
                 return
             left = attempt.left
-            if not await self._sender.survives(call.request, call.losses, attempt.error, progress=False):
+            if not await self._sender.wait_to_retry(call.request, call.retries, attempt.error, progress=False):
                 for index, result in left.items():
                     call.emit(index, failed(result, attempt.error))
                 return
@@ -159,7 +163,7 @@ class PartialRollouts:
             results = list(left.values())
 
     async def _alone(self, call: Call, index: int, result: SampleResult) -> None:
-        """Requests for one member until it has ended."""
+        """Send requests for one member until it has ended."""
         while True:
             if result.finish == "aborted" and not self._sender.drains(call.request):
                 result = self._from_where(call, result)
@@ -172,7 +176,7 @@ class PartialRollouts:
             if attempt.error is not None and not ended:
                 [result] = attempt.left.values()
                 progress = not attempt.crawled
-                if not await self._sender.survives(call.request, call.losses, attempt.error, progress=progress):
+                if not await self._sender.wait_to_retry(call.request, call.retries, attempt.error, progress=progress):
                     ended.append(failed(result, attempt.error))
             elif goes_on(ended[0]):
                 [result] = ended
@@ -182,9 +186,12 @@ class PartialRollouts:
                 return
 
     def _from_where(self, call: Call, result: SampleResult) -> SampleResult:
-        """What an aborted member goes on from: its partial output, or the beginning of the request. The tokens of a
-        text are the engine's to know, so that none can be put behind it. Behind the first half of a stop string none
-        can either, for the engine would not see it completed. What was told of is always kept."""
+        """What an aborted member continues from: its partial output, or the beginning of the request.
+
+        It starts over in two cases. Only the engine knows the tokens of a text prompt, so none can be appended to it.
+        After the first half of a stop string none can be appended either: the engine would not see it completed.
+        Tokens that were already reported to the caller are always kept.
+        """
         kept, stop = result, call.request.params.stop or ()
         within = ends_within_stop(result.text, [stop] if isinstance(stop, str) else stop)
         if (not call.tell and (within or not self._keeps_partial)) or call.request.text:
@@ -193,5 +200,5 @@ class PartialRollouts:
 
 
 def goes_on(result: SampleResult) -> bool:
-    """Whether a member that an engine gave back is to be continued: it was aborted, and not by us."""
+    """Whether a member must be continued: the engine aborted it, and this client did not request that."""
     return result.finish == "aborted" and not result.reason

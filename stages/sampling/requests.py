@@ -1,14 +1,10 @@
-"""What a caller may ask of engines: a sampled answer, or log-probs of tokens that are there. No engine is named in it.
+"""What a caller requests of engines and what it gets: a sampled answer, or log-probs of given tokens.
 
-Invariant: a request says whose weights it wants (`policy`), never which engine: it may be answered by several, one
-after the other, each of which gets it with what the ones before it made (`on_the_wire`).
-
-From engines' answers to one result: tokens, log-probs and versions of the pieces joined. Pure.
-
-Invariants: token ids, log-probs and versions are the engine's; all have one length; neighbouring runs of one version
-are one run.
-
-The members of a request, handed over one by one.
+Invariants:
+- a request names the policy whose weights it wants, never an engine. Several engines may answer it in turn; each gets
+  it with the tokens of the previous engines appended (`on_the_wire`);
+- token ids, log-probs and versions are the engine's; all have one length; neighbouring runs of one version are one
+  run.
 """
 
 from __future__ import annotations

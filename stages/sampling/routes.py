@@ -31,10 +31,9 @@ from models.engines.errors import EngineError, EngineTimeout, EngineUnreachable,
 from models.engines.launch.routing import policy_of
 from models.engines.protocol import GenerateRequest
 from models.engines.router_api import ROUTING_KEY_HEADER, lost_fields
-from stages.messages import Complaint
 from stages.sampling.engine_choice import FIRST_COME, Choice, Ranking
 from stages.sampling.engine_directory import LOOK_S, ROUTER, EngineDirectory, InFlightRequest, Target
-from stages.topic_values import POLICY
+from stages.topic_values import POLICY, Complaint
 
 REFUSED_LIMIT: Final = 8  # refused answers in a row, after which an engine is to be started anew
 LONGEST_AVOIDED_S: Final = 30.0

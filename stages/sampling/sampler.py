@@ -1,7 +1,7 @@
-"""The one way to ask engines: `sample`, `stream` and `chunks` for answers, `score` for log-probs of given tokens.
+"""The client of all engines: `sample`, `stream` and `chunks` for answers, `score` for log-probs of given tokens.
 
-Generation, evaluation, teachers, judges and whoever asks next name a policy; which engine answers, and what becomes of
-a request that is lost, late or cut up by an update (stages/sampling/partial_rollouts.py), is settled in here.
+Callers (generation, evaluation, teachers, judges) name a policy. The sampler decides which engine answers, and handles
+requests that are lost, late or broken up by an update (stages/sampling/partial_rollouts.py).
 
 Invariant: a lost request is sent again at most `--max-retries` times, or until its deadline if it has one; a request
 that timed out but brought tokens is no loss.
@@ -28,7 +28,7 @@ from models.engines.protocol import GenerateRequest
 from stages.ports import Topic
 from stages.sampling.attempt import Attempt, Progress, Reports
 from stages.sampling.engine_directory import EngineDirectory
-from stages.sampling.partial_rollouts import LOSSES, Call, Emit, Losses, PartialRollouts, UnknownPolicy
+from stages.sampling.partial_rollouts import LOSSES, Call, Emit, PartialRollouts, RetryState, UnknownPolicy
 from stages.sampling.requests import (
     DRAINED,
     OUT_OF_TIME,
@@ -68,10 +68,10 @@ class Sampler:
         """
         Args:
             replica: names this client to the engines and in statistics.
-            stage: of which the topic tells how many replicas there are.
-            policies: names that may be asked for.
-            vocab_size: token ids from this on are refused before they are sent, for they end a real SGLang.
-            extra: where to count what was lost and saved.
+            stage: whose number of replicas is on the topic.
+            policies: names that requests may carry.
+            vocab_size: token ids from this on are refused before they are sent, because they crash a real SGLang.
+            extra: counters for lost requests and saved tokens.
         """
         self.rollout, self.policies = config.rollout, tuple(policies)
         self.directory = EngineDirectory(config.rollout, replicas=replicas, stage=stage, vocab_size=vocab_size)
@@ -94,7 +94,7 @@ class Sampler:
         return self.directory.draining
 
     async def follow(self, topic: Topic) -> None:
-        """Waits for the topic, and tells it how often requests were retracted; runs until cancelled."""
+        """Follow the topic and publish figures on it. Waits for the topic; runs until cancelled."""
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(self.directory.follow(topic))
             tasks.create_task(self.reports.run(topic))
@@ -109,7 +109,7 @@ class Sampler:
     async def close(self) -> None:
         await self.directory.close()
 
-    # ------------------------------------------------------------------ what is asked
+    # ------------------------------------------------------------------ calls
 
     @asynccontextmanager
     async def stream(
@@ -117,12 +117,12 @@ class Sampler:
     ) -> AsyncIterator[Members[SampleResult]]:
         """The members of the request as they end, to iterate over inside the block. Leaving it ends the rest.
 
-        `had`: what each member has already, of requests that another process sent. It is gone on from as from what a
-        lost engine left; a member that had ended is given back as it is.
+        `had`: what each member already has from requests of another process. The sampler continues from it as from the
+        output of a lost engine; a member that had ended is returned unchanged.
         """
         members = Members[SampleResult](request.n)
-        losses = Losses.until(request.deadline_s)
-        async with self._answering(Call(request, losses, members.put, had=had, progress=progress), members):
+        retries = RetryState.until(request.deadline_s)
+        async with self._answering(Call(request, retries, members.put, had=had, progress=progress), members):
             yield members
 
     @asynccontextmanager
@@ -136,7 +136,7 @@ class Sampler:
         interval = request.params.stream_interval or 1
         params = msgspec.structs.replace(request.params, stream_interval=interval)
         members = Members[SampleResult | Chunk](request.n)
-        call = Call(replace(request, params=params), Losses.until(request.deadline_s), members.put, members.put)
+        call = Call(replace(request, params=params), RetryState.until(request.deadline_s), members.put, members.put)
         async with self._answering(call, members):
             yield members
 
@@ -150,28 +150,28 @@ class Sampler:
         """[n - start] log-probs. Raises the engine's error: there is nothing that could be kept."""
         if request.policy not in self.policies:
             raise UnknownPolicy(request.policy, self.policies)
-        losses = Losses.until(request.deadline_s)
+        retries = RetryState.until(request.deadline_s)
         need = RouteRequest(request.session, request.token_ids.tobytes(), 1, request.policy, goes_on=True)
         while True:
             try:
-                return await self._score(request, self._again(need, losses, request.deadline_s), losses)
+                return await self._score(request, self._again(need, retries, request.deadline_s), retries)
             except EngineError as error:
-                if not await self.survives(request, losses, error, progress=False):
+                if not await self.wait_to_retry(request, retries, error, progress=False):
                     raise
 
-    async def _score(self, request: ScoreRequest, need: RouteRequest, losses: Losses) -> npt.NDArray[np.float32]:
+    async def _score(self, request: ScoreRequest, need: RouteRequest, retries: RetryState) -> npt.NDArray[np.float32]:
         async with self.routes.place(need) as route:
             try:
-                async with asyncio.timeout(losses.left_s), route.flight.under_way():
+                async with asyncio.timeout(retries.left_s), route.flight.under_way():
                     scores = await route.client.score(request.token_ids, request.start, temperature=request.temperature)
             except TimeoutError:
                 raise EngineTimeout(route.client.base_url, request.deadline_s or 0.0) from None
             except LOSSES:
-                self._lost(route, losses)
+                self._lost(route, retries)
                 raise
             if not route.flight.why:
                 return scores
-            self._lost(route, losses)
+            self._lost(route, retries)
             raise EngineUnreachable(route.client.base_url, route.flight.why)
 
     # ------------------------------------------------------------------ one request
@@ -190,8 +190,10 @@ class Sampler:
                 task.cancel()
 
     async def ask(self, call: Call, index: int, results: Sequence[SampleResult], ended: Emit) -> Attempt:
-        """One request for members that have the same tokens so far, the first of them `index`. `ended` is told of each
-        that ends; the others are in the attempt, with its error."""
+        """Send one request for members that have the same tokens so far, the first of them `index`.
+
+        `ended` is called for each that ends; the remaining members are in the attempt, with its error.
+        """
         request, tell = call.request, call.tell
         keeps = self.rollout.partial_rollout or tell is not None
         attempt = Attempt(request, list(results), ended, keeps, least_per_s=self.rollout.min_tokens_per_sec)
@@ -212,13 +214,13 @@ class Sampler:
             try:
                 rid = f"{self._origin}-{next(self._serial):09d}"
                 wire = on_the_wire(request, rid, index, len(results), first.token_ids)
-                await self._send(attempt, wire, call.losses, left_s)
+                await self._send(attempt, wire, call.retries, left_s)
             except EngineError as error:  # no place for it
                 attempt.error = error
         return attempt
 
-    async def _send(self, attempt: Attempt, wire: GenerateRequest, losses: Losses, left_s: float | None) -> None:
-        """Take a place, send, and have the attempt told how it ended. Raises what keeps it from being sent."""
+    async def _send(self, attempt: Attempt, wire: GenerateRequest, retries: RetryState, left_s: float | None) -> None:
+        """Take a route, send, and let the attempt record how it ended. Raises if the request could not be sent."""
         request = attempt.request
         ours, told = request.policy == POLICY, attempt.grew is not None
         streams = told or attempt.progress is not None
@@ -233,7 +235,7 @@ class Sampler:
             direct=ours and bool(self.routes.lost_fields(wire)),
             pinned_version=request.pinned_version,
         )
-        async with self.routes.place(self._again(need, losses, request.deadline_s)) as route:
+        async with self.routes.place(self._again(need, retries, request.deadline_s)) as route:
             if ours:
                 # The engine's prefix cache is keyed by this: what one version computed must not serve another. Of
                 # weights that are not certain to be one version, nothing may be cached under a name used twice.
@@ -247,41 +249,41 @@ class Sampler:
                 streamed=streams or (ours and (self._tokens_come or (self._ends_come and worth_a_stream(request)))),
                 tokens_come=told or self._tokens_come,
                 left_s=left_s,
-                late_s=losses.left_s,
+                late_s=retries.left_s,
                 workers=self.routes.workers(route),
             )
         self.reports.retractions += attempt.retractions if ours else 0
         self.reports.add("reused_tokens", attempt.reused)
         self.reports.judge(route, attempt)
         if isinstance(attempt.error, LOSSES):
-            self._lost(route, losses)
+            self._lost(route, retries)
 
-    # ------------------------------------------------------------------ losses
+    # ------------------------------------------------------------------ lost requests
 
-    def _again(self, need: RouteRequest, losses: Losses, deadline_s: float | None) -> RouteRequest:
-        """What is wanted of the next place after the losses so far."""
+    def _again(self, need: RouteRequest, retries: RetryState, deadline_s: float | None) -> RouteRequest:
+        """The route request of the next attempt, given the failed ones."""
         return msgspec.structs.replace(
-            need, again=losses.count > 0, lost=losses.engine, deadline=losses.deadline, deadline_s=deadline_s
+            need, again=retries.count > 0, lost=retries.engine, deadline=retries.deadline, deadline_s=deadline_s
         )
 
-    def _lost(self, route: Route, losses: Losses) -> None:
-        losses.engine = route.target.name
+    def _lost(self, route: Route, retries: RetryState) -> None:
+        retries.engine = route.target.name
         self.routes.lost(route.target)
 
-    async def survives(
-        self, request: SampleRequest | ScoreRequest, losses: Losses, error: Exception, *, progress: bool
+    async def wait_to_retry(
+        self, request: SampleRequest | ScoreRequest, retries: RetryState, error: Exception, *, progress: bool
     ) -> bool:
-        """Whether the call goes on after a failed request; if so, waits a little, longer each time."""
-        if not losses.count_in(error, progress=progress):
+        """Whether the call continues after a failed request; if so, sleeps first, longer each time."""
+        if not retries.record(error, progress=progress):
             return False
         if self.draining:
-            return self.drains(request)  # the next try gives back what there is
-        if not losses.may_go_on(self.rollout.max_retries):
+            return self.drains(request)  # the next attempt returns what there is
+        if not retries.may_retry(self.rollout.max_retries):
             return False
         self.retries += 1
         self.reports.add("engine_retries", 1)
-        log.info("a request is sent again: %s", error)
-        await asyncio.sleep(losses.pause_s)
+        log.info("sending a request again: %s", error)
+        await asyncio.sleep(retries.pause_s)
         return True
 
     def drains(self, request: SampleRequest | ScoreRequest) -> bool:

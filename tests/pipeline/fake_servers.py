@@ -17,7 +17,7 @@ from configs.schema import Config
 from models.engines.client import EngineClient
 from pipeline.supervise.health_probe import HttpProbe
 from pipeline.supervise.restarts import EngineSpec
-from stages.messages import RouterAddress
+from stages.topic_values import RouterAddress
 
 PATIENCE_S = 20.0
 

@@ -29,8 +29,7 @@ from pipeline.supervise.external_servers import ExternalEngine, ExternalRouter, 
 from pipeline.supervise.outage import consequence
 from pipeline.supervise.restarts import EngineSpec, Restarts
 from pipeline.supervise.servers import supervisors
-from stages.messages import Complaint, EngineEntry, RouterAddress
-from stages.topic_values import addresses
+from stages.topic_values import Complaint, EngineEntry, RouterAddress, addresses
 from transport.links.memory import MemoryNetwork, MemoryNode
 
 

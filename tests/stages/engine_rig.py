@@ -29,8 +29,9 @@ from models.weights.shared_memory_writer import SlotWriter
 from stages.base import GenerateOptions
 from stages.engines.stage import EnginesStage
 from stages.generate.stage import GenerateStage
-from stages.messages import PromptGroup, RolloutSlice, RouterAddress, Sample, WeightsAnnouncement
+from stages.messages import PromptGroup, RolloutSlice, Sample, WeightsAnnouncement
 from stages.ports import Ports, Topic
+from stages.topic_values import RouterAddress
 from tests.models.weights.made_up import checkpoint, values
 from tests.stages.faults import FaultProxy
 from tests.stages.stage_rig import Rig, make_config, make_context, open_rig, running, take, until

@@ -18,8 +18,8 @@ from models.engines.protocol import PauseMode
 from models.engines.serve import EngineServer
 from stages.engines.engine_control import EngineControl
 from stages.engines.stage import EnginesStage
-from stages.messages import EngineEntry
 from stages.ports import Ports
+from stages.topic_values import EngineEntry
 from tests.models.weights.made_up import checkpoint
 from tests.stages.engine_rig import Weights, core_of, served, simulated
 from tests.stages.stage_rig import Rig, make_config, make_context, open_rig, until

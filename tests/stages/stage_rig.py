@@ -21,8 +21,6 @@ from configs.schema import Config
 from models.engines.token import Token
 from stages.base import Stage, StageContext
 from stages.messages import (
-    EngineAddress,
-    EngineEntry,
     Float32Array,
     Int32Array,
     PromptGroup,
@@ -36,7 +34,7 @@ from stages.messages import (
     wire,
 )
 from stages.ports import Ports
-from stages.topic_values import addresses, entries
+from stages.topic_values import EngineAddress, EngineEntry, addresses, entries
 from transport.links.memory import MemoryNetwork, MemoryNode
 from transport.node import Node
 from transport.ports.hub import Hub

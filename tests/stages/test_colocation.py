@@ -25,8 +25,8 @@ from stages.engines.colocation import (
     colocated,
     holder,
 )
-from stages.messages import EngineAddress
 from stages.ports import read_value
+from stages.topic_values import EngineAddress
 from tests.stages.engine_rig import SLOW_MS, core_of, freeze, generating, simulated, token_versions
 from tests.stages.fleet_rig import Fleet, Update, before_updates, fleet
 from tests.stages.stage_rig import TOPIC, Rig, idle, make_config, make_group, until

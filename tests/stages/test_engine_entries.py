@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from stages.messages import EngineAddress, EngineEntry
-from stages.topic_values import addresses, carrying, entries
+from stages.topic_values import EngineAddress, EngineEntry, addresses, carrying, entries
 
 
 class Values:

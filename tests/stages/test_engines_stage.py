@@ -16,8 +16,7 @@ from models.weights.shared_memory_reader import SlotManifest, SlotReader
 from stages.base import Activity
 from stages.engines.load_watch import LoadWatch
 from stages.engines.stage import END
-from stages.messages import Complaint, EngineAddress
-from stages.topic_values import carrying
+from stages.topic_values import Complaint, EngineAddress, carrying
 from tests.stages.engine_rig import carried, core_of
 from tests.stages.fleet_rig import Fleet, Update, before_updates, fleet, hold_updates
 from tests.stages.stage_rig import idle, until

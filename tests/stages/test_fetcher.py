@@ -15,8 +15,9 @@ import pytest
 from configs.schema.update import UpdateConfig
 from models.weights.errors import TornWeights
 from stages.engines.stage import FetcherStage
-from stages.messages import Complaint, WeightsAnnouncement
+from stages.messages import WeightsAnnouncement
 from stages.ports import Ports, SameHost
+from stages.topic_values import Complaint
 from stages.train.publish_weights import WeightPublisher
 from tests.models.weights.made_up import checkpoint, values
 from tests.stages.engine_rig import core_of

@@ -12,9 +12,10 @@ from models.engines.client import EngineClient
 from models.engines.errors import EngineTimeout
 from models.engines.noise import sample_seed
 from models.engines.protocol import GenerateOutput
-from stages.messages import Complaint, Sample, VersionRun
+from stages.messages import Sample, VersionRun
 from stages.ports import read_value
 from stages.topic_values import SLOW as SLOW_KEY
+from stages.topic_values import Complaint
 from tests.stages.engine_rig import (
     FAST_MS,
     LENGTH,

@@ -19,9 +19,10 @@ from stages.base import Activity
 from stages.graders.errors import UnknownGraderError
 from stages.graders.observed import GradeCache, Observed, percentile
 from stages.graders.processes.pool import Grade
-from stages.messages import EngineAddress, EngineEntry, RolloutSlice
+from stages.messages import RolloutSlice
 from stages.reward.grading import Grading, is_whole
 from stages.reward.stage import RewardStage
+from stages.topic_values import EngineAddress, EngineEntry
 from tests.served_app import served_app
 from tests.stages.stage_rig import make_config, make_context, make_sample, make_slice, open_rig, running, take
 

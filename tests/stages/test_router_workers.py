@@ -18,8 +18,8 @@ from models.engines.router_api import Role, RouterClient
 from models.engines.token import Token
 from stages.base import Activity
 from stages.engines.router_workers import STRANGE_LOOKS, UNDER_WAY_S, RouterWorkers
-from stages.messages import EngineAddress, EngineEntry, RouterAddress, RouterState
 from stages.ports import Topic
+from stages.topic_values import EngineAddress, EngineEntry, RouterAddress, RouterState
 from tests.stages.faults import FakeRouter
 from tests.stages.stage_rig import Rig, idle, open_rig, until
 

@@ -24,8 +24,9 @@ from models.engines.protocol import GenerateRequest, SamplingParams
 from models.engines.serve import EngineServer
 from models.engines.simulated.policy import simulated_scores
 from models.tiny import make_tiny_checkpoint
-from stages.messages import EngineAddress, EngineEntry, Int32Array, RolloutSlice, Sample, wire
+from stages.messages import Int32Array, RolloutSlice, Sample, wire
 from stages.teacher import TeacherStage
+from stages.topic_values import EngineAddress, EngineEntry
 from transport.ports.inlet import Inlet
 from transport.ports.outlet import Outlet
 

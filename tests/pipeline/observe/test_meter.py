@@ -13,9 +13,9 @@ from pipeline.graph import build
 from pipeline.observe.meter import LEAST_BATCHES, Meter
 from pipeline.observe.stats import CPU, Changed, StageStats
 from pipeline.observe.view import RunView
-from stages.messages import EngineAddress, EngineEntry
 from stages.prompts.ledger import Ledger
 from stages.staleness_gate import StalenessGate
+from stages.topic_values import EngineAddress, EngineEntry
 
 ENGINE = {
     "engine/engine-0": msgspec.msgpack.encode(EngineAddress("engine-0", "http://a", 1)),

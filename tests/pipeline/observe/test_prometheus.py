@@ -29,7 +29,7 @@ from pipeline.observe.monitor import Monitor
 from pipeline.observe.prometheus import Facts, endpoint, families, joined
 from pipeline.observe.stats import StageStats
 from pipeline.supervise.announce import ServerInfo
-from stages.messages import EngineAddress
+from stages.topic_values import EngineAddress
 
 LINE = re.compile(r'^([a-zA-Z_:][\w:]*)(?:\{((?:[a-zA-Z_]\w*="(?:[^"\\\n]|\\["\\n])*",?)*)\})? (\S+)$')
 

@@ -16,8 +16,9 @@ from pipeline.record.group_outcomes import MOST_REASONS, GroupOutcomes
 from pipeline.record.recorder import Recorder
 from pipeline.record.report import summarise
 from pipeline.record.run_directory import RunDir
-from stages.messages import EngineAddress, EngineEntry, Settled, StepDone
+from stages.messages import Settled, StepDone
 from stages.prompts.ledger import Ledger, LedgerSnapshot
+from stages.topic_values import EngineAddress, EngineEntry
 from tests.stages.stage_rig import make_config
 from transport.links.memory import MemoryNetwork, MemoryNode
 

@@ -22,8 +22,8 @@ from models.tiny import make_tiny_checkpoint
 from stages.graders.errors import UnknownGraderError
 from stages.graders.grade import Grade
 from stages.graders.judge import DEFAULT_TEMPLATE, RETRY_TEMPERATURE, Judge, fill, load_template, parse_score
-from stages.messages import EngineAddress, EngineEntry
 from stages.sampling.sampler import Sampler
+from stages.topic_values import EngineAddress, EngineEntry
 from tests.served_app import served_app
 from tests.stages.stage_rig import Rig, make_config, open_rig
 
