@@ -47,7 +47,7 @@ STOP_GRACE_S: Final = 5.0  # for the answer to a request that was aborted at a d
 
 @dataclass(frozen=True)
 class Progress:
-    """Who is told what a member has so far, whenever `tokens` more of it are certain; by its place."""
+    """A callback that receives what a member has so far, each time `tokens` more tokens of it are certain."""
 
     tokens: int
     tell: Callable[[int, SampleResult], None]
@@ -59,41 +59,43 @@ class Attempt:
 
     request: SampleRequest
     had: list[SampleResult]
-    ended: Callable[[int, SampleResult], None]  # told of each member that ends, by its place in `had`
+    ended: Callable[[int, SampleResult], None]  # called when a member ends, with its place in `had`
     keeps_partial: bool
-    grew: Callable[[int, Chunk], None] | None = None  # told of tokens as they come, by the member's place
+    grew: Callable[[int, Chunk], None] | None = None  # called with tokens as they arrive, and the member's place
     progress: Progress | None = None
     error: Exception | None = None
-    refused: Exception | None = None  # what was wrong with a member's answer, if anything was
-    out_of_time: bool = False  # the caller's time was over, not the request's
-    least_per_s: float = 0.0  # tokens of a member, for an answer that takes too long to be worth going on with
-    reused: int = 0  # tokens saved of a request that was lost
+    refused: Exception | None = None  # the fault in a member's answer, if any
+    out_of_time: bool = False  # the caller's deadline passed, not the request's
+    least_per_s: float = 0.0  # tokens per second of a member, below which a timed-out request counts as lost
+    reused: int = 0  # tokens saved from a lost request
     retractions: int = 0
     _release: Callable[[], None] = lambda: None
     _started: float = 0.0
     _sent: Sent = UNCHECKED
     _newest: Callable[[], int | None] = lambda: None
-    _stopped: bool = False  # by us, at the deadline
+    _stopped: bool = False  # this client stopped it, at the deadline
     _open: dict[int, SampleResult] = field(init=False)
     _partial: PartialOutputs | None = None
-    _told: dict[int, int] = field(default_factory=dict)  # tokens with which `progress` was told of a member
+    _reported: dict[int, int] = field(default_factory=dict)  # tokens last passed to `progress`, by place
 
     def __post_init__(self) -> None:
         self._open = dict(enumerate(self.had))
 
     @property
     def left(self) -> dict[int, SampleResult]:
-        """Members that have not ended, with what is kept of them."""
+        """Members that have not ended, with the tokens kept of each."""
         return self._open
 
     @property
     def crawled(self) -> bool:
-        """The request took too long and brought next to nothing. An answer that drips a token a minute would otherwise
-        be waited for as long as it has tokens to come."""
+        """The request timed out and returned next to nothing.
+
+        Without this rule an engine that sends a token a minute would keep its client waiting until the last token.
+        """
         return isinstance(self.error, EngineTimeout) and self.reused < max(1.0, self.least_per_s * self._spent_s)
 
     def end_all(self, finish: Finish, reason: str = "") -> None:
-        """Give every member that is left back as it is."""
+        """End every open member with what it has."""
         for place, result in list(self._open.items()):
             self._settle(place, replace(result, finish=finish, reason=reason))
 
@@ -111,11 +113,11 @@ class Attempt:
         """Waits for the answer; unblocked by it, by the loss of the engine, or by a deadline.
 
         Args:
-            streamed: members are told of as they end.
-            tokens_come: the stream brings tokens before that.
-            left_s: engines may still work on the members, seconds.
-            late_s: the caller still waits, seconds.
-            workers: the engines that may hold the request.
+            streamed: the answer arrives as a stream, each member as it ends.
+            tokens_come: the stream also brings tokens before a member ends.
+            left_s: seconds that engines may still work on the members.
+            late_s: seconds that the caller still waits.
+            workers: clients of the engines that may hold the request.
         """
         self._started, self._release = time.perf_counter(), route.release
         limits = AnswerLimits.of(wire, route.client.limits.vocab_size)
@@ -153,19 +155,19 @@ class Attempt:
             self.end_all("aborted", OUT_OF_TIME)
 
     async def _end_at(self, left_s: float, route: Route, rid: str, workers: Sequence[EngineClient]) -> None:
-        """Waits for the deadline, then has the engine give back what it has; failing that, closes the connection.
+        """Waits for the deadline, then makes the engine return what it has; failing that, closes the connection.
 
-        SGLang gives each sample of a joint request an id of its own, so that it cannot be aborted by the request's: of
-        one that is streamed, what has arrived is kept.
+        SGLang gives each sample of a joint request its own id, so the request's id cannot abort it. Of a streamed
+        request the tokens that have arrived are kept.
         """
         await asyncio.sleep(left_s)
         self._stopped = True
         if workers:
-            with contextlib.suppress(TimeoutError):  # it has not answered
+            with contextlib.suppress(TimeoutError):  # the engine has not answered
                 async with asyncio.timeout(STOP_GRACE_S), asyncio.TaskGroup() as tasks:
                     for client in workers:
                         tasks.create_task(_abort(client, rid))
-                    await asyncio.Event().wait()  # for the answer, whose arrival cancels this
+                    await asyncio.Event().wait()  # until the answer arrives, which cancels this
         route.flight.end("its deadline passed")
 
     def _grow(self, place: int, entries: Sequence[LogprobEntry]) -> None:
@@ -173,21 +175,21 @@ class Attempt:
             self.grew(place, Chunk(tuple(e[1] for e in entries), tuple(e[0] or 0.0 for e in entries)))
 
     def _count(self, place: int, tokens: int) -> None:
-        """So many tokens of the answer are certain."""
+        """`tokens` tokens of the answer are certain now."""
         if self.progress is None or self._partial is None or place not in self._open:
             return
-        if tokens - self._told.get(place, 0) < self.progress.tokens:
+        if tokens - self._reported.get(place, 0) < self.progress.tokens:
             return
-        self._told[place] = tokens
+        self._reported[place] = tokens
         output = self._partial.certain_of(place)
         result = with_saved(self.request, self._open[place], output, self._spent_s, self._known, lost=False)
         if result.finish != "failed":
             self.progress.tell(place, result)
 
     def _land(self, place: int, output: GenerateOutput) -> None:
-        """The engine has ended a member."""
+        """Record a member that the engine has ended."""
         if place not in self._open:
-            return  # the end of the stream tells again of those that ended before
+            return  # the end of the stream repeats members that ended before
         had = self._open[place]
         result = extended(self.request, had, output, self._spent_s, self._known)
         if result.error is not None:
@@ -205,7 +207,7 @@ class Attempt:
             self._land(place, output)
 
     def _save(self, saved: Sequence[GenerateOutput | None]) -> None:
-        """Keep what is left of a request that was lost or stopped. A member that had ended in it is whole."""
+        """Keep the certain tokens of a request that was lost or stopped. A member that had ended in it is complete."""
         for place, had in list(self._open.items()):
             output = saved[place] if saved else None
             if output is not None and output.meta_info.finish_reason is not None:
@@ -227,7 +229,7 @@ class Attempt:
 
     @property
     def _known(self) -> Sent:
-        """What the answer is checked by, now that it is there."""
+        """The facts that the answer is checked against, read when it has arrived."""
         return replace(self._sent, newest=self._newest())
 
     @property
@@ -246,7 +248,7 @@ REPORT_INTERVAL_S: Final = 1.0
 
 
 class Reports:
-    """Of one sampler. `extra`: where its stage counts."""
+    """Figures of one sampler. `extra`: the counters of its stage."""
 
     def __init__(self, replica: str, directory: EngineDirectory, routes: Routes, extra: dict[str, float]) -> None:
         self.replica, self.directory, self.routes, self.extra = replica, directory, routes, extra
@@ -257,18 +259,21 @@ class Reports:
         self.extra[name] = self.extra.get(name, 0.0) + n
 
     def note(self, route: Route) -> None:
-        """How many requests engines may have and have, as this one is about to be sent."""
+        """Record how many requests engines may hold and do hold, just before a request is sent."""
         router = self.directory.router
         targets = [router] if self.routes.routed and router is not None else self.directory.serving()
         self.extra["in_flight_limit"] = float(sum(target.slots.limit for target in targets))
         self.extra["in_flight_samples"] = float(sum(target.slots.taken for target in targets))
 
     def judge(self, route: Route, attempt: Attempt) -> None:
-        """Whether what the engine answered made sense. Next to nothing for the whole time of a request makes none,
-        unless the engine had to stand still for the trainer, or the caller waits no longer."""
+        """Judge an answer, and complain about its engine if it is wrong.
+
+        Next to no tokens within the whole time-out is a wrong answer too, unless the engine stood still for the trainer
+        or the caller stopped waiting.
+        """
         crawled = attempt.crawled and not attempt.out_of_time and self.directory.turn_s < route.flight.began_s
         if crawled and not route.target.crawled:
-            route.target.crawled = True  # said once of an incarnation
+            route.target.crawled = True  # reported once per incarnation
             why = (
                 f"{attempt.reused} new tokens came of a request in --request-timeout-secs {self.directory.timeout_s:g}"
             )
@@ -276,7 +281,7 @@ class Reports:
         nonsense = crawled or isinstance(attempt.error, EngineProtocolError)
         refused = attempt.error if nonsense else attempt.refused
         if refused is None and attempt.error is not None:
-            return  # it did not answer
+            return  # the engine did not answer
         if refused is not None:
             self.add("refused_answers", 1)
             log.warning("an answer of %s is refused: %s", route.target.name, refused)
@@ -285,16 +290,16 @@ class Reports:
             self._complaints[f"complaint/{complaint.engine}"] = complaint
 
     async def run(self, topic: Topic) -> None:
-        """Waits for the clock. Only answers tell of retractions, and the engines' limit follows them."""
-        told = 0
+        """Publish figures every second; waits for the clock. Answers are the only source of retractions."""
+        published = 0
         while True:
             await asyncio.sleep(REPORT_INTERVAL_S)
             for key in [key for key in self.extra if key.endswith(ASKED)]:
                 del self.extra[key]
-            self.extra |= {f"{name}{ASKED}": seconds for name, seconds in self.directory.asked_s().items()}
-            if self.retractions != told:
-                told = self.retractions
-                await topic.publish(f"{RETRACTED}{self.replica}", str(told).encode())
+            self.extra |= {f"{name}{ASKED}": seconds for name, seconds in self.directory.oldest_request_s().items()}
+            if self.retractions != published:
+                published = self.retractions
+                await topic.publish(f"{RETRACTED}{self.replica}", str(published).encode())
             while self._complaints:
                 key, complaint = self._complaints.popitem()
                 await topic.publish(key, msgspec.msgpack.encode(complaint))

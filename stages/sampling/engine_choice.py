@@ -26,15 +26,15 @@ import xxhash
 
 from models.engines.launch.routing import Policy
 
-FIRST_COME = (0, 0)  # the order of callers who do not care
+FIRST_COME = (0, 0)  # order of callers without a preference
 
 
 class Slots:
-    """`limit` slots, for samples that wait in a queue."""
+    """`limit` slots, and a queue of samples that wait for them."""
 
     def __init__(self, limit: int) -> None:
         self.taken = 0
-        self.queued = 0  # samples that wait; a number, for every request that chooses an engine asks for it
+        self.queued = 0  # samples that wait; kept as a number because every choice of an engine reads it
         self._limit = limit
         self._queue: list[_Waiter] = []  # a heap
         self._serial = itertools.count()
@@ -61,7 +61,7 @@ class Slots:
             if waiter.granted.done() and not waiter.granted.cancelled():
                 self.release(n)
             else:
-                if waiter in self._queue:  # else `_grant` came across it, cancelled, and dropped it
+                if waiter in self._queue:  # else `_grant` has dropped it as cancelled
                     self._queue.remove(waiter)
                     heapq.heapify(self._queue)
                     self.queued -= n
@@ -73,7 +73,7 @@ class Slots:
         self._grant()
 
     def wake_all(self) -> None:
-        """Grant what is asked, whatever the limit: the engine is gone or the run drains, and who waits must look."""
+        """Grant all waiting requests whatever the limit, so that they choose again: the engine is gone or the run drains."""
         self._grant(unbounded=True)
 
     def _grant(self, unbounded: bool = False) -> None:
@@ -93,7 +93,7 @@ class Slots:
 
 @dataclass(order=True)
 class _Waiter:
-    place: tuple[bool, int, int, int]  # its last number is like no other's
+    place: tuple[bool, int, int, int]  # the last number is unique
     n: int = field(compare=False)
     granted: asyncio.Future[None] = field(compare=False)
 
@@ -103,11 +103,11 @@ CROWDED: Final = 1.25  # cache_aware leaves an engine with more than this share 
 
 @dataclass(frozen=True)
 class Choice:
-    """What a policy looks at. `loads`: samples in flight and queued by engine."""
+    """The input of a policy. `loads`: samples in flight and queued, by engine."""
 
     key: str  # requests of one key belong together: a group, with all turns of its rollouts
     prompt: bytes  # token ids of the prompt
-    n: int  # samples asked for
+    n: int  # samples of the request
     loads: Mapping[str, int]
 
     @property
@@ -121,7 +121,7 @@ class Ranking:
     def __init__(self, policy: Policy, seed: int) -> None:
         self.policy = policy
         self._random = random.Random(seed)
-        # Replicas begin at different engines: none knows of the others' requests, and at first all loads are equal.
+        # Replicas begin at different engines: none sees the requests of the rest, and at first all loads are equal.
         self._turn = self._first = seed
         self._rank: Callable[[Choice], Sequence[str]] = {
             "least_loaded": self._least_loaded,
@@ -133,7 +133,7 @@ class Ranking:
         }[policy]
 
     def rank(self, choice: Choice) -> list[str]:
-        """Names of all engines of the choice, the best first."""
+        """Names of all engines, best first."""
         return list(self._rank(choice))
 
     def _round_robin(self, choice: Choice) -> Sequence[str]:
@@ -156,12 +156,12 @@ class Ranking:
 
 
 def _session(choice: Choice) -> Sequence[str]:
-    """Rendezvous hashing: each key ranks the engines in an order of its own."""
+    """Rendezvous hashing: each key ranks the engines in its own order."""
     return _rendezvous(choice.names, choice.key.encode())
 
 
 def _cache_aware(choice: Choice) -> Sequence[str]:
-    """The engine that a prompt always goes to, which then has its prefix, unless that one is crowded."""
+    """The engine that always gets this prompt, and so has its prefix cached, unless it is crowded."""
     names = _rendezvous(choice.names, choice.prompt)
     bound = CROWDED * (sum(choice.loads.values()) + choice.n) / max(len(names), 1)
     return sorted(names, key=lambda name: choice.loads[name] > 0 and choice.loads[name] + choice.n > bound)

@@ -1,13 +1,13 @@
-"""The engines and the router as a client of them sees them: what the topic says of each, and a connection to it.
+"""The engines and the router as one of their clients sees them: the topic's entry of each, and a connection to it.
 
-Everybody who asks engines reads the same entries (stages/topic_values.py), so that no table says who asks which. A
-request that is under way at an engine whose address is taken back (the supervisor gave it up) is ended at once; its
-sender goes on elsewhere.
+All clients read the same entries (stages/topic_values.py), so no table assigns clients to engines. When the supervisor
+gives an engine up it withdraws its address: requests in flight there end at once, and their senders continue at another
+engine.
 
 Invariants:
 - a target is one incarnation of an engine: its slots, its connections and what is in flight there end with it;
 - an engine of the policy may serve only with weights of this run;
-- `settled` names weights only while every engine that may serve has exactly these and none is taking others.
+- `settled` names weights only while every engine that may serve has exactly these and none is loading others.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ from stages.topic_values import ADDRESS, DIRECTORY, POLICY, EngineEntry, RouterA
 ROUTER: Final = "router"
 WEIGHTS: Final = "weights"
 UNBOUNDED: Final = 1 << 30
-PROBE_S: Final = 3.0  # for a look at an engine's health before a lost request goes there
-LOOK_S: Final = 1.0  # between looks while no engine answers
+PROBE_S: Final = 3.0  # time-out of the health check before a lost request is sent to an engine
+LOOK_S: Final = 1.0  # between health checks while no engine answers
 
 
 class InFlightRequest:
-    """One request under way. `end` cancels it: the connection closes, and the engine then aborts the request.
+    """One request in flight. `end` cancels it: the connection closes, and the engine then aborts the request.
 
-    `why` tells afterwards whether it was ended, and for what reason.
+    `why` is the reason if it was ended, else empty.
     """
 
     def __init__(self) -> None:
@@ -49,7 +49,7 @@ class InFlightRequest:
 
     @asynccontextmanager
     async def under_way(self) -> AsyncIterator[None]:
-        """Around the call; when it is ended, the block is left without an error."""
+        """Wraps the call; `end` leaves the block without an error."""
         scope = self._scope = asyncio.timeout(None)
         try:
             async with scope:
@@ -71,33 +71,33 @@ class InFlightRequest:
 
 
 class CachedHealth:
-    """Whether a server answers, asked once for all who wait to know: hundreds of lost requests ask together."""
+    """The health of a server, checked once for all callers: hundreds of lost requests ask at the same time."""
 
     def __init__(self, client: EngineClient) -> None:
         self._client = client
-        self._asked_s = -math.inf
+        self._checked_s = -math.inf
         self._well = False
-        self._asking = asyncio.Lock()
+        self._checking = asyncio.Lock()
 
     async def answers_now(self) -> bool:
         """Waits for the server's answer, or for a time limit."""
-        async with self._asking:
-            if time.monotonic() - self._asked_s > LOOK_S:
+        async with self._checking:
+            if time.monotonic() - self._checked_s > LOOK_S:
                 try:
                     async with asyncio.timeout(PROBE_S):
                         self._well = await self._client.health()
                 except TimeoutError:
                     self._well = False
-                self._asked_s = time.monotonic()
+                self._checked_s = time.monotonic()
             return self._well
 
     def forget(self) -> None:
-        self._asked_s = -math.inf
+        self._checked_s = -math.inf
 
 
 @dataclass(eq=False)
 class Target:
-    """What requests are sent to: one incarnation of an engine, or of the router (which has no entry)."""
+    """A receiver of requests: one incarnation of an engine, or of the router (which has no entry)."""
 
     name: str
     incarnation: int
@@ -109,10 +109,10 @@ class Target:
 
     def __post_init__(self) -> None:
         self.health = CachedHealth(self.client)
-        self.suspected = False  # a request was lost there, and it has not answered since
+        self.suspected = False  # it lost a request and has not answered since
         self.refused_in_a_row = 0  # answers in a row that were refused
         self.crawled = False  # an answer came too slowly to be waited for
-        self.avoided_until = 0.0  # by the monotonic clock: asked only if there is no other
+        self.avoided_until = 0.0  # by the monotonic clock: until then it is the last choice
 
     @property
     def serves(self) -> bool:
@@ -123,7 +123,7 @@ class Target:
 
     @property
     def settled(self) -> bool:
-        """Whether what its entry says of its weights is true for what is sent there now."""
+        """Whether its entry names the weights that a request sent now will meet."""
         entry = self.entry
         return entry is not None and entry.state == "serving" and entry.fetching < 0
 
@@ -131,17 +131,17 @@ class Target:
 class EngineDirectory:
     """All engines by name, and the router, as one of `replicas` clients of the same kind sees them.
 
-    Without a router each engine has slots; behind one nobody knows who gets a request, and the router has slots for
-    all. A client's slots are its share of what the engines bear. Frozen engines have other clients, of which nobody
-    knows the number: who asks them bounds itself.
+    Without a router each engine has slots. With a router the receiving engine is unknown, so the router has slots for
+    all. A client's slots are its share of the engines' limits. The number of clients of frozen engines is unknown:
+    each such client bounds itself.
     """
 
     def __init__(
         self, rollout: RolloutConfig, *, replicas: int = 1, stage: str = "", vocab_size: int | None = None
     ) -> None:
-        """`stage`: the topic tells under `scale/<stage>` how many clients there are, if that changes."""
+        """`stage`: `scale/<stage>` on the topic holds the number of clients, if it changes."""
         self.timeout_s, self.stage = rollout.request_timeout_secs, stage
-        self.concurrency = rollout.server_concurrency  # samples in flight at an engine that has not said what it bears
+        self.concurrency = rollout.server_concurrency  # samples in flight at an engine without a published limit
         self.limits = RequestLimits(vocab_size)
         self.engines: dict[str, Target] = {}
         self.router: Target | None = None
@@ -149,7 +149,7 @@ class EngineDirectory:
         self.draining = False
         self.published: int | None = None  # version of the newest weights
         self.trainers_turn = False  # the engines stand still until the trainer has done its batch
-        self.turn_s = -math.inf  # when the last such time was seen, by the monotonic clock
+        self.turn_s = -math.inf  # when the trainer last had its turn, by the monotonic clock
         self._replicas = replicas
         self._changed = asyncio.Event()
 
@@ -162,7 +162,7 @@ class EngineDirectory:
             self.notify()
 
     def changed(self) -> asyncio.Event:
-        """Is set at the next change. Take it before looking: what changes between look and wait is then not missed."""
+        """Set at the next change. Take it before reading, so that no change between reading and waiting is missed."""
         return self._changed
 
     def notify(self) -> None:
@@ -183,29 +183,28 @@ class EngineDirectory:
 
     @property
     def generation(self) -> str:
-        """What the labels of this run's weights begin with; "" while no engine has any."""
+        """The prefix of this run's weight labels; "" while no engine has any."""
         labels = (target.entry.label for target in self.serving() if target.entry is not None)
         return next((label.partition(".")[0] for label in labels if label), "")
 
     def settled(self, targets: Iterable[Target]) -> str | None:
-        """The one label of all these engines, None while it is not one."""
+        """The label that all these engines share, or None."""
         targets = list(targets)
         labels = {target.entry.label for target in targets if target.entry is not None}
         return labels.pop() if len(labels) == 1 and all(target.settled for target in targets) else None
 
-    def asked_s(self) -> dict[str, float]:
-        """Seconds that the oldest request under way has taken so far, by the place that it was sent to."""
+    def oldest_request_s(self) -> dict[str, float]:
+        """Age in seconds of the oldest request in flight, by target."""
         targets = [*self.engines.values(), *([self.router] if self.router is not None else [])]
         now = time.monotonic()
         return {t.name: now - min(f.began_s for f in t.flights) for t in targets if t.flights}
 
     def oldest(self, targets: Iterable[Target]) -> int:
-        """The lowest version that any of these engines can have now: an entry names newer weights after they are there.
-        -1 if that is not known."""
+        """The lowest version that any of these engines can have now, -1 if unknown. An entry lags behind its engine."""
         return min((target.entry.version for target in targets if target.entry is not None), default=-1)
 
     async def _update(self, topic: Topic) -> None:
-        """Take what the topic says now."""
+        """Apply the current values of the topic."""
         announced = read_value(topic, WEIGHTS, WeightsAnnouncement)
         self.published = None if announced is None else announced.version
         self.draining = topic.get("drain") is not None
@@ -230,7 +229,7 @@ class EngineDirectory:
         address = read_value(topic, "router", RouterAddress)
         state = read_value(topic, "router_state", RouterState)
         if address is None or (state is not None and state.incarnation != address.incarnation):
-            state = None  # it is older than the process that listens there
+            state = None  # it belongs to an earlier process
         target, self.state = self.router, state
         if target is not None and (address is None or address.incarnation != target.incarnation):
             self.router = None
@@ -250,7 +249,7 @@ class EngineDirectory:
         return Target(name, address.incarnation, client, Slots(self.concurrency))
 
     def _share(self) -> None:
-        """Give each target its slots; who waits for an engine that is away must choose another."""
+        """Set each target's slots; requests that wait for an engine that is away must choose again."""
         total = 0
         for target in self.engines.values():
             entry = target.entry
@@ -269,7 +268,7 @@ class EngineDirectory:
 
 
 async def _end(target: Target) -> None:
-    """The process is given up: who asks it, or waits for a slot there, goes elsewhere."""
+    """The supervisor gave the process up: its requests, and those that wait for its slots, choose another engine."""
     for flight in tuple(target.flights):
         flight.end(f"{'the router' if target.name == ROUTER else target.name} was taken out of service")
     target.slots.wake_all()

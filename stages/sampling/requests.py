@@ -35,24 +35,24 @@ SHORT_RESPONSE: Final = 16  # tokens; the members of a request for so few end wi
 
 @dataclass(frozen=True)
 class SampleRequest:
-    """`params.n` answers to one context, the members of the request. A partial answer that the caller has already is
+    """`params.n` answers to one context: the members of the request. A partial answer that the caller already has is
     part of `token_ids`.
 
-    With `engine_s` a member is given back as it is when engines have worked on it for so long; waiting for one does not
-    count. With `deadline_s` the whole call, waiting included, fails at that time, and until then is sent again as often
-    as it is lost; without, losses are counted.
+    `engine_s` limits the seconds that engines work on a member, waiting excluded; then the member is returned as it is.
+    `deadline_s` limits the whole call, waiting included; until then a lost request is sent again without a count.
+    Without a deadline lost requests are counted.
     """
 
-    params: SamplingParams  # max_new_tokens and sampling_seed are those of the request, whatever pieces it comes in
+    params: SamplingParams  # max_new_tokens and sampling_seed of the whole request, however many pieces it takes
     token_ids: Sequence[int] = ()
     text: str = ""  # instead of token ids, for an engine to tokenise
-    prompt_length: int = 0  # tokens that all requests of a prompt have in common; 0: all
+    prompt_length: int = 0  # tokens that all requests of a prompt share; 0: all
     policy: str = POLICY
-    session: str = ""  # requests of one session go to one engine, where the policy of routing heeds it
-    returning: bool = False  # it has been here before, and goes before those that have not
-    order: tuple[int, int] = FIRST_COME  # smaller ones go first, among those that are alike in this
+    session: str = ""  # requests of one session go to one engine, if the routing policy uses sessions
+    returning: bool = False  # a later turn: it precedes first turns in the queue
+    order: tuple[int, int] = FIRST_COME  # smaller first, among first turns or among later turns
     log_probs: bool = True
-    pinned_version: int = -1  # engines with this version come first
+    pinned_version: int = -1  # prefer engines with this version
     priority: int | None = None  # in the engine's queue
     engine_s: float | None = None
     deadline_s: float | None = None
@@ -75,8 +75,10 @@ class ScoreRequest:
 
 
 def on_the_wire(request: SampleRequest, rid: str, index: int, n: int, made: Sequence[int]) -> GenerateRequest:
-    """The request as an engine gets it for the `n` members from `index` on, which have the tokens `made` so far. A
-    member that goes on alone draws what it would have drawn among all."""
+    """The engine request for the `n` members from `index` on, which have the tokens `made` so far.
+
+    A member that continues alone draws the same samples that it would have drawn among all members.
+    """
     params = request.params
     budget = None if params.max_new_tokens is None else params.max_new_tokens - len(made)
     seed = params.sampling_seed
@@ -92,8 +94,8 @@ def on_the_wire(request: SampleRequest, rid: str, index: int, n: int, made: Sequ
     )
 
 
-def told_each(wire: GenerateRequest, tokens: int) -> GenerateRequest:
-    """The request to an engine that would tell of a member only when it has ended."""
+def with_stream_interval(wire: GenerateRequest, tokens: int) -> GenerateRequest:
+    """The request with a report every `tokens` tokens, for an engine that otherwise reports only a member's end."""
     params = wire.sampling_params
     if isinstance(params, list):
         return wire
@@ -101,7 +103,7 @@ def told_each(wire: GenerateRequest, tokens: int) -> GenerateRequest:
 
 
 def worth_a_stream(request: SampleRequest) -> bool:
-    """Whether hearing of each member when it ends, instead of all at the end, gives slots back in time that counts."""
+    """Whether a stream, which returns each member's slot as it ends, pays for itself."""
     budget = request.params.max_new_tokens
     return request.n > 1 and (budget is None or budget > SHORT_RESPONSE)
 
@@ -113,7 +115,7 @@ DRAINED: Final = "the run is stopping"
 
 
 class VersionLabelError(Exception):
-    """An engine named weights that this run did not publish."""
+    """An engine reported weights that this run did not publish."""
 
 
 def label_version(label: str) -> int:
@@ -127,30 +129,30 @@ def label_version(label: str) -> int:
 
 
 class SampleResult(Struct, frozen=True):
-    """One member of a request, in the end or so far. What is summed counts all pieces that it was made in."""
+    """One member of a request, complete or so far. Counts are sums over all requests that produced it."""
 
     finish: Finish = "pending"
     token_ids: tuple[int, ...] = ()  # [R]
-    log_probs: tuple[float, ...] = ()  # [R], or empty if they were not asked for
-    runs: tuple[VersionRun, ...] = ()  # over all R tokens; version -1 of weights that never change
+    log_probs: tuple[float, ...] = ()  # [R], or empty if the request did not want them
+    runs: tuple[VersionRun, ...] = ()  # over all R tokens; version -1 for frozen weights
     text: str = ""
     reason: str = ""  # why it was aborted
     error: Exception | None = None  # why it failed
     cached_tokens: int = 0
     retractions: int = 0
-    resumed: int = 0  # times that another request went on with it
-    reused_tokens: int = 0  # saved from requests that were lost
+    resumed: int = 0  # how often a further request continued it
+    reused_tokens: int = 0  # saved from lost requests
     spec_proposed: int = 0
     spec_accepted: int = 0
-    routed_experts: bytes = b""  # of all tokens but the last, from the first of the context on
-    spent_s: float = 0.0  # engines worked on it
+    routed_experts: bytes = b""  # of all tokens but the last, starting with the context
+    spent_s: float = 0.0  # seconds that engines worked on it
 
 
 class Chunk(Struct, frozen=True):
-    """Further tokens of a member. They stay: whatever becomes of its engine, they are in its result."""
+    """Further tokens of a member. They are final: the result holds them, even if the engine is lost."""
 
     token_ids: tuple[int, ...]
-    log_probs: tuple[float, ...]  # zeros if they were not asked for
+    log_probs: tuple[float, ...]  # zeros if the request did not want them
 
 
 def failed(had: SampleResult, error: Exception) -> SampleResult:
@@ -158,16 +160,16 @@ def failed(had: SampleResult, error: Exception) -> SampleResult:
 
 
 class Sent(Struct, frozen=True):
-    """What is known of a request that was sent, for its answers to be checked by."""
+    """Facts about a sent request that its answers are checked against."""
 
     limits: AnswerLimits | None = None
-    met: str | None = None  # the weights that the engine had, if that is certain
+    met: str | None = None  # label of the engine's weights at the time, if certain
     generation: str = ""  # of the weights of this run, "" before any
-    oldest: int = -1  # version that the engine had at least
-    newest: int | None = None  # version that it can have now at most, if that is known
+    oldest: int = -1  # lowest version that the engine can have had
+    newest: int | None = None  # highest version that it can have now, if known
 
     def version(self, label: str) -> int:
-        """Raises VersionLabelError for weights that the engine cannot have made tokens with."""
+        """The version of a label. Raises VersionLabelError for weights that the engine cannot have used."""
         prefix, _, _ = label.partition(".")
         version = label_version(label)
         if self.generation and prefix != self.generation:
@@ -189,7 +191,7 @@ UNCHECKED: Final = Sent()
 def extended(
     request: SampleRequest, had: SampleResult, output: GenerateOutput, spent_s: float, sent: Sent = UNCHECKED
 ) -> SampleResult:
-    """The result with one answer after it; failed, without the answer, if that is not what was asked for."""
+    """The result with one answer appended; failed, without the answer, if the answer does not fit the request."""
     reason = output.meta_info.finish_reason
     finish = FINISH_OF.get(reason.type if reason else "")
     if finish is not None:
@@ -207,7 +209,7 @@ def with_saved(
     *,
     lost: bool,
 ) -> SampleResult:
-    """The result with what there is of an answer that did not end: aborted. `lost`: its engine did not give it back."""
+    """The result with the certain part of an unfinished answer: aborted. `lost`: the engine did not return it."""
     if output is None:
         return replace(had, finish="aborted", spent_s=had.spent_s + spent_s)
     kept = _appended(request, had, output, spent_s, "aborted", sent)
@@ -218,7 +220,7 @@ def _appended(
     request: SampleRequest, had: SampleResult, output: GenerateOutput, spent_s: float, finish: Finish, sent: Sent
 ) -> SampleResult:
     meta, ids = output.meta_info, output.output_ids
-    named = request.policy == POLICY  # weights that never change are called as their checkpoint is
+    named = request.policy == POLICY  # frozen weights carry the name of their checkpoint, not a label
     spent_s += had.spent_s
     try:
         if sent.limits is not None:
@@ -248,10 +250,9 @@ def _appended(
 
 
 def _joined_experts(had: bytes, output: GenerateOutput) -> bytes:
-    """Choices of experts for all tokens but the last, from the first of the context on.
+    """Choices of experts for all tokens but the last, starting with the context.
 
-    Every answer begins with its context, and so repeats what is known already; of that, the first choice counts, for it
-    made the tokens.
+    Every answer repeats its context. The first choice of a token counts, because it produced the tokens.
     """
     sent = output.meta_info.routed_experts
     if not sent:
@@ -269,7 +270,7 @@ T = TypeVar("T", SampleResult, SampleResult | Chunk)
 
 
 class Members(Generic[T]):
-    """The members of a request, in the order in which they end; with chunks, what comes of them before that too."""
+    """The members of a request in the order in which they end; with chunks, also their tokens before that."""
 
     def __init__(self, n: int) -> None:
         self.left = n

@@ -1,14 +1,13 @@
-"""Where a request goes: through the router to any engine, or directly to one that the policy of routing chooses.
+"""Where a request goes: through the router to any engine, or directly to the engine that the routing policy chooses.
 
-Sessions are hashed over the engine directory (rendezvous hashing), which is the same everywhere: a returning turn finds
-the engine that has its prefix from whichever client it is sent, without a table. That is a hint; an engine that is away
-is passed over.
+Sessions are hashed over the engine directory (rendezvous hashing). The directory is the same for all clients, so a
+returning turn finds the engine that has its prefix from any client, without a table. This is a hint: an engine that is
+away is skipped.
 
 Invariants:
 - only engines that may serve get requests, and only while there is a slot for the samples;
-- a request that was lost goes on at an engine that has just answered a look at its health, rather not at the one that
-  lost it, and never through the router: nobody can tell the router whom to avoid. Where prefill and decode are apart
-  there is no other way;
+- a lost request continues at an engine that has just passed a health check, preferably not the engine that lost it.
+  It bypasses the router, which cannot be given an engine to avoid, unless prefill and decode are separate;
 - `Route.label` names the weights that the request will meet, or is None when that is not certain.
 """
 
@@ -37,38 +36,38 @@ from stages.topic_values import POLICY, Complaint
 
 REFUSED_LIMIT: Final = 8  # refused answers in a row, after which an engine is to be started anew
 LONGEST_AVOIDED_S: Final = 30.0
-UNHEARD: Final = 8  # publications that a client which had no time for the topic may be behind the engines
-ENGINE_WAIT_S: Final = 120.0  # how long a request without a deadline waits for any engine to come (back) up
+UNHEARD: Final = 8  # publications that a busy client may lag behind the engines
+ENGINE_WAIT_S: Final = 120.0  # how long a request without a deadline waits for an engine to be up
 
 
 class RouteRequest(Struct, frozen=True):
-    """What a request wants of the place that it goes to."""
+    """The requirements of a request on its route."""
 
-    key: str  # of its session: requests of one key belong together
+    key: str  # of its session: requests with one key belong together
     prompt: bytes  # token ids of the prompt
     n: int  # samples
     policy: str = POLICY
-    goes_on: bool = False  # it has tokens already, or comes back from a tool
-    order: tuple[int, int] = FIRST_COME  # among those that wait for slots
-    direct: bool = False  # the router would lose a field of it
-    again: bool = False  # it was lost before
-    lost: str = ""  # by this engine, if it is known
+    goes_on: bool = False  # it has tokens already, or returns from a tool
+    order: tuple[int, int] = FIRST_COME  # in the queue for slots, smaller first
+    direct: bool = False  # the router would drop one of its fields
+    again: bool = False  # an earlier attempt was lost
+    lost: str = ""  # engine that lost it, if known
     pinned_version: int = -1
     deadline: float | None = None  # of the whole call, by the monotonic clock
-    deadline_s: float | None = None  # which was so many seconds at its beginning
+    deadline_s: float | None = None  # the same as a duration, as the caller gave it
 
 
 @dataclass
 class Route:
-    """A place for one request, with its slots taken."""
+    """A target for one request, with its slots taken."""
 
     target: Target
-    label: str | None  # of the weights on every engine that may get it, if it is one label
+    label: str | None  # of the weights on every engine that may get the request, if all have the same
     held: int  # slots
     headers: Mapping[str, str] | None = None
     generation: str = ""  # of the weights of this run, "" before an engine has any
-    oldest: int = -1  # version that every engine has that may get it
-    newest: Callable[[], int | None] = lambda: None  # version that an engine can have at most, when it is called
+    oldest: int = -1  # lowest version among the engines that may get the request
+    newest: Callable[[], int | None] = lambda: None  # highest version that an engine can have at the time of the call
     flight: InFlightRequest = field(default_factory=InFlightRequest)
 
     @property
@@ -76,7 +75,7 @@ class Route:
         return self.target.client
 
     def release(self, n: int = 1) -> None:
-        """Give slots back, each of them once."""
+        """Return slots, each of them once."""
         n = min(n, self.held)
         self.held -= n
         self.target.in_flight -= n
@@ -84,7 +83,7 @@ class Route:
 
 
 class Routes:
-    """Chooses for one client."""
+    """Chooses routes for one client."""
 
     def __init__(self, config: Config, directory: EngineDirectory, *, index: int) -> None:
         self.config, self.directory = config, directory
@@ -93,7 +92,7 @@ class Routes:
         self.ranking = Ranking(policy_of(config), seed=index)
         sglang = config.engine.engine == "sglang"
         self.wait_s = max(ENGINE_WAIT_S, config.health.rollout_health_check_first_wait if sglang else 0.0)
-        self._early: bool | None = None if sglang else False  # whether versions' boundaries come a token early
+        self._early: bool | None = None if sglang else False  # whether version boundaries come one token early
 
     def ready(self, policy: str = POLICY) -> bool:
         """True if a request could be sent now."""
@@ -103,15 +102,17 @@ class Routes:
         return bool(self.directory.serving(policy))
 
     def lost_fields(self, request: GenerateRequest) -> tuple[str, ...]:
-        """Fields of the request that would not pass the router."""
+        """Fields of the request that the router would drop."""
         if not self.routed:
             return ()
         return lost_fields(self.directory.state.kind if self.directory.state is not None else self.kind, request)
 
     @asynccontextmanager
     async def place(self, need: RouteRequest) -> AsyncIterator[Route]:
-        """A place with slots for the request. Waits for an engine and for its slots; unblocked by either, by a drain or
-        by a time limit. Raises `EngineUnreachable` for the last two."""
+        """A route with slots for the request. Waits for an engine and for its slots.
+
+        Unblocked by both, by a drain or by a time limit; raises `EngineUnreachable` for the last two.
+        """
         route = await self._take(need)
         target = route.target
         target.flights.add(route.flight)
@@ -122,19 +123,21 @@ class Routes:
             route.release(route.held)
 
     def lost(self, target: Target) -> None:
-        """A request was lost there: nobody is sent there again before it has answered a look at its health."""
+        """A request was lost at the target: it gets no more before it has passed a health check."""
         target.suspected = True
         target.health.forget()
 
     def answered(self, target: Target, fault: Exception | None) -> Complaint | None:
-        """An engine has answered, sensibly or not. After an answer that is refused it is asked last for a while, longer
-        each time; after `REFUSED_LIMIT` times in a row, what the supervisor is to be told."""
+        """Record an answer of an engine. After a refused answer the engine ranks last for a while, longer each time.
+
+        Returns a complaint for the supervisor after `REFUSED_LIMIT` refused answers in a row.
+        """
         if fault is None:
             target.refused_in_a_row = 0
             return None
         target.refused_in_a_row += 1
         target.avoided_until = time.monotonic() + min(0.5 * 2**target.refused_in_a_row, LONGEST_AVOIDED_S)
-        # Answers that are late come together where an engine has more work than it can do: no reason to end it.
+        # Late answers cluster where an engine has too much work: no reason to restart it.
         late = isinstance(fault, EngineTimeout)
         if late or target.refused_in_a_row % REFUSED_LIMIT or target.entry is None:
             return None
@@ -143,11 +146,11 @@ class Routes:
         )
 
     def workers(self, route: Route) -> list[EngineClient]:
-        """Clients of the engines that may hold a request of this route, for control calls: a router passes none on."""
+        """Clients of the engines that may hold a request of this route. Control calls bypass the router."""
         return [t.client for t in self.directory.serving()] if route.target.name == ROUTER else [route.client]
 
     async def _take(self, need: RouteRequest) -> Route:
-        # By the first choice; a second one, after a wait for slots that came to nothing, waits no longer.
+        # One deadline for all choices: a second choice, after a wait for slots in vain, gets no extra time.
         deadline = time.monotonic() + self.wait_s if need.deadline is None else need.deadline
         while True:
             target = await self._choose(need, deadline)
@@ -155,9 +158,9 @@ class Routes:
             target.in_flight += need.n
             route = Route(target, None, need.n)
             if (need.policy != POLICY or not self.directory.draining) and self._stands(target, need):
-                # Asked only now, for slots may have taken their time. An engine's entry says `updating` before its
-                # weights change; a client that has not heard of it yet names old weights for a moment, as does every
-                # request that is in flight while they change.
+                # Read only now, because the slots may have taken long. An engine's entry becomes `updating` before its
+                # weights change. A client that has not received that yet names the old weights for a moment, as does
+                # every request in flight during the change.
                 route.label, route.generation = self._label(target), self.directory.generation
                 if need.policy == POLICY:
                     route.oldest, route.newest = self.directory.oldest(self._behind(target)), self._newest
@@ -167,8 +170,10 @@ class Routes:
             route.release(need.n)
 
     async def _choose(self, need: RouteRequest, deadline: float) -> Target:
-        """Waits for a place that is up; unblocked by any change, or by the deadline, which a trainer that has the
-        engines' devices puts off."""
+        """Waits for a target that is up; unblocked by any change, or by the deadline.
+
+        The deadline moves while the trainer holds the engines' devices.
+        """
         directory = self.directory
         while (left := deadline - time.monotonic()) > 0:
             if need.deadline is None and directory.trainers_turn:
@@ -179,30 +184,30 @@ class Routes:
             target = await self._router(need) or await self._engine(need)
             if target is not None:
                 return target
-            if directory.draining:  # a frozen engine is asked to the end, but not waited for
+            if directory.draining:  # frozen engines serve to the end, but are not waited for
                 break
             with contextlib.suppress(TimeoutError):  # the loop looks again
                 async with asyncio.timeout(min(left, LOOK_S)):
                     await changed.wait()
-        raise EngineUnreachable(*self._nobody(need))
+        raise EngineUnreachable(*self._unreachable(need))
 
-    def _nobody(self, need: RouteRequest) -> tuple[str, str]:
-        """Who was waited for, and why in vain."""
-        ours = need.policy == POLICY
+    def _unreachable(self, need: RouteRequest) -> tuple[str, str]:
+        """The name of the missing engines, and why waiting for them failed."""
+        trained = need.policy == POLICY
         wait_s = self.wait_s if need.deadline_s is None else need.deadline_s
-        log = "logs/engine-*.log" if ours else f"logs/frozen-{need.policy}.log"
+        log = "logs/engine-*.log" if trained else f"logs/frozen-{need.policy}.log"
         why = "the run is stopping" if self.directory.draining else f"it was not up within {wait_s:g} s; see {log}"
-        return "the engines" if ours else need.policy, why
+        return "the engines" if trained else need.policy, why
 
     async def _router(self, need: RouteRequest) -> Target | None:
-        """The router, if the request may go through it and it has somebody to send it to."""
+        """The router, if the request may use it and it has a worker to send it to."""
         target = self.directory.router
         if target is None or self._alone(need) or not self.ready() or not await self._well(target, need):
             return None
         return target if await self._prepare(target.client) else None
 
     def _alone(self, need: RouteRequest) -> bool:
-        """Whether one engine is to serve the request. Raises `RequestNotSent` for one that nobody can serve."""
+        """Whether the request must go to one engine directly. Raises `RequestNotSent` if no engine can serve it."""
         if not self.routed or need.policy != POLICY:
             return True
         if self.directory.state is None or not self.directory.state.split:
@@ -216,7 +221,7 @@ class Routes:
         return False
 
     async def _engine(self, need: RouteRequest) -> Target | None:
-        """The engine that the policy ranks first; of those that answer, if the request was lost before."""
+        """The engine that the policy ranks first; after a lost attempt, the first that passes a health check."""
         if not self._alone(need):
             return None
         targets = {target.name: target for target in self.directory.serving(need.policy)}
@@ -230,8 +235,11 @@ class Routes:
         return None
 
     async def _well(self, target: Target, need: RouteRequest) -> bool:
-        """Whether a request may be sent there. One that was lost before, or that comes after one which was lost there,
-        asks first: until the supervisor has noticed, a dead engine has the least load of all."""
+        """Whether a request may be sent to the target.
+
+        After a lost request the target's health is checked first: until the supervisor notices, a dead engine has the
+        least load of all.
+        """
         if need.again or target.suspected:
             target.suspected = not await target.health.answers_now()
             return not target.suspected
@@ -241,43 +249,44 @@ class Routes:
         return target.in_flight + (0 if self.routed else target.slots.queued)
 
     async def _prepare(self, client: EngineClient) -> bool:
-        """Have the client know what all clients of these engines must know. False if no engine could be asked."""
+        """Give the client the facts that hold for all engines. False if no engine has answered yet."""
         if self._early is None:
-            asked = next(iter(self.directory.serving()), None)
-            if asked is None:
+            engine = next(iter(self.directory.serving()), None)
+            if engine is None:
                 return False
             try:
-                self._early = await asked.client.has_early_boundaries(self.config.engine.pause_generation_mode)
+                self._early = await engine.client.has_early_boundaries(self.config.engine.pause_generation_mode)
             except EngineError:
-                return False  # asked again at the next look
+                return False  # the next attempt asks again
         client.early_boundary = self._early
         return True
 
     def _stands(self, target: Target, need: RouteRequest) -> bool:
-        """True if the place is still what it was when it was chosen: slots may take their time."""
+        """Whether the target is still valid after the wait for slots."""
         if target.name == ROUTER:
             return self.directory.router is target and self.ready()
-        return any(target is other for other in self.directory.serving(need.policy))
+        return any(target is serving for serving in self.directory.serving(need.policy))
 
     def _label(self, target: Target) -> str | None:
-        """The weights that a request sent there now will meet."""
+        """The weights that a request sent to the target now will meet."""
         return self.directory.settled(self._behind(target))
 
     def _behind(self, target: Target) -> list[Target]:
-        """The engines that may get a request sent there."""
+        """The engines that may get a request sent to the target."""
         return self.directory.serving() if target.name == ROUTER else [target]
 
     def _newest(self) -> int | None:
-        """An engine may know of publications before this client does. A lie within this is found by the trainer, which
-        knows for certain."""
+        """Highest version that an engine can have now. An engine may apply a version before this client learns of it.
+
+        The bound is loose by `UNHEARD` publications; the trainer, which knows the exact version, checks again.
+        """
         published = self.directory.published
         return None if published is None else published + UNHEARD * self.config.asynchrony.update_weights_interval
 
 
 def _misgiving(target: Target, need: RouteRequest) -> tuple[bool, bool, bool]:
-    """What speaks against an engine before its place in the ranking: it lost the request, has lately answered what had
-    to be refused (such answers come quickly, so that it would have the least load of all), or has other weights than
-    the caller can use.
+    """Reasons against an engine that count before its rank: it lost the request, gave a refused answer lately, or has
+    weights that the caller cannot use. Refused answers come quickly, so such an engine would have the least load.
     """
     version = target.entry.version if target.entry is not None else -1
     wrong = need.pinned_version >= 0 and version != need.pinned_version

@@ -39,7 +39,7 @@ from stages.sampling.requests import (
     ScoreRequest,
     failed,
     on_the_wire,
-    told_each,
+    with_stream_interval,
     worth_a_stream,
 )
 from stages.sampling.routes import Route, RouteRequest, Routes
@@ -78,13 +78,13 @@ class Sampler:
         self.routes = Routes(config, self.directory, index=index)
         self.reports = Reports(replica, self.directory, self.routes, {} if extra is None else extra)
         self.retries = 0
-        # SGLang 0.5.23 aborts the id of every stream again two seconds after its end: no id may come twice, also not
-        # from a client that was started anew or from another run on the same engines.
+        # SGLang 0.5.23 aborts the id of every stream again two seconds after its end: no id may repeat, not even from a
+        # restarted client or from another run on the same engines.
         self._origin = f"{replica}-{uuid.uuid4().hex[:8]}"
         self._serial = itertools.count()
         sglang = config.engine.engine == "sglang"
-        # Tokens as they are made, so that they survive their engine. Ours would pay too much for it on a CPU: they tell
-        # of a member when it has ended, and only to requests of several is that worth a stream.
+        # SGLang streams tokens as they are generated, so that they survive their engine. On a CPU our engines would pay
+        # too much for that: they report a member when it ends, which only a request for several members needs.
         self._tokens_come = sglang and config.health.stream_interval > 0
         self._ends_come = not sglang
 
@@ -127,9 +127,10 @@ class Sampler:
 
     @asynccontextmanager
     async def chunks(self, request: SampleRequest) -> AsyncIterator[Members[SampleResult | Chunk]]:
-        """As `stream`, with the tokens of each member as they come, `stream_interval` of its parameters at a time
-        (default 1), before its result, which has all of them. Tokens whose version is not certain yet come with the
-        result alone. Raises ValueError for a text: behind tokens that were told of, only tokens can be continued.
+        """As `stream`, with the tokens of each member as they arrive, `stream_interval` tokens at a time (default 1).
+
+        The result follows with all tokens. Tokens whose version is not certain yet come with the result alone. Raises
+        ValueError for a text prompt: after reported tokens only token ids can be continued.
         """
         if request.text:
             raise ValueError("chunks of a text cannot be continued at another engine; give its token ids")
@@ -147,7 +148,7 @@ class Sampler:
         return tuple(found[index] for index in range(request.n))
 
     async def score(self, request: ScoreRequest) -> npt.NDArray[np.float32]:
-        """[n - start] log-probs. Raises the engine's error: there is nothing that could be kept."""
+        """[n - start] log-probs. Raises the engine's error, since no partial answer exists."""
         if request.policy not in self.policies:
             raise UnknownPolicy(request.policy, self.policies)
         retries = RetryState.until(request.deadline_s)
@@ -222,8 +223,8 @@ class Sampler:
     async def _send(self, attempt: Attempt, wire: GenerateRequest, retries: RetryState, left_s: float | None) -> None:
         """Take a route, send, and let the attempt record how it ended. Raises if the request could not be sent."""
         request = attempt.request
-        ours, told = request.policy == POLICY, attempt.grew is not None
-        streams = told or attempt.progress is not None
+        trained, chunked = request.policy == POLICY, attempt.grew is not None
+        streams = chunked or attempt.progress is not None
         prompt = np.asarray(request.token_ids[: request.prompt_length or None], dtype=np.int32).tobytes()
         need = RouteRequest(
             key=request.session,
@@ -232,27 +233,27 @@ class Sampler:
             policy=request.policy,
             goes_on=request.returning or attempt.had[0].finish == "aborted",
             order=request.order,
-            direct=ours and bool(self.routes.lost_fields(wire)),
+            direct=trained and bool(self.routes.lost_fields(wire)),
             pinned_version=request.pinned_version,
         )
         async with self.routes.place(self._again(need, retries, request.deadline_s)) as route:
-            if ours:
-                # The engine's prefix cache is keyed by this: what one version computed must not serve another. Of
-                # weights that are not certain to be one version, nothing may be cached under a name used twice.
+            if trained:
+                # The key of the engine's prefix cache: entries of one version must not serve another. While the version
+                # is uncertain, the key must be unique.
                 wire = msgspec.structs.replace(wire, extra_key=route.label or f"{wire.rid}~")
             if attempt.progress is not None and not self._tokens_come:
-                wire = told_each(wire, attempt.progress.tokens)
+                wire = with_stream_interval(wire, attempt.progress.tokens)
             self.reports.note(route)
             await attempt.run(
                 route,
                 wire,
-                streamed=streams or (ours and (self._tokens_come or (self._ends_come and worth_a_stream(request)))),
-                tokens_come=told or self._tokens_come,
+                streamed=streams or (trained and (self._tokens_come or (self._ends_come and worth_a_stream(request)))),
+                tokens_come=chunked or self._tokens_come,
                 left_s=left_s,
                 late_s=retries.left_s,
                 workers=self.routes.workers(route),
             )
-        self.reports.retractions += attempt.retractions if ours else 0
+        self.reports.retractions += attempt.retractions if trained else 0
         self.reports.add("reused_tokens", attempt.reused)
         self.reports.judge(route, attempt)
         if isinstance(attempt.error, LOSSES):
