@@ -73,7 +73,7 @@ class Slots:
         self._grant()
 
     def wake_all(self) -> None:
-        """Grant all waiting requests whatever the limit, so that they choose again: the engine is gone or the run drains."""
+        """Grant all waiting requests whatever the limit: the engine is gone or the run drains, so they choose again."""
         self._grant(unbounded=True)
 
     def _grant(self, unbounded: bool = False) -> None:
