@@ -1,23 +1,22 @@
-"""Trainer and engines that share their devices in turns: who has them, told over the topic.
+"""Trainer and engines that share their devices in turns; the topic names the current owner.
 
 A synchronous run generates a batch, trains it, publishes, generates again; the two never compute at the same time. With
 `--colocate` they do not hold memory at the same time either:
 
 1. The batch is complete. The trainer publishes `device` = (train, turn) and waits.
-2. The engines stage waits for an evaluation that holds an engine's version, stops the engine (requests in flight answer
-   with what they have), waits until nothing runs, has it give back the memory of cache and weights, and reports
-   `device/<engine>`.
-3. All engines that the topic names have reported: the trainer takes its own state back to the device and trains.
+2. The engines stage waits for an evaluation that holds an engine's version, pauses the engine (requests in flight
+   return what they have), waits until nothing runs, releases cache and weights, and reports `device/<engine>`.
+3. All engines on the topic have reported: the trainer moves its own state back to the device and trains.
 4. New weights lie in a slot and are announced: the trainer moves its state to the host, and publishes `device` =
    (engine, turn).
-5. The engines stage takes the memory of the weights back, updates, takes the cache's, lets the engine go on.
+5. The engines stage restores the memory of the weights, updates, restores the cache, and resumes the engine.
 
 Invariants:
-- the trainer computes only while every engine with an address has given its memory back, in this very turn: what an
-  engine gave back in an earlier one it may have taken since;
-- an engine whose memory was given back generates nothing before it has new weights;
-- an engine that comes up in the trainer's turn gives its memory back before it gets weights;
-- what is away is told with the engine's incarnation, so that an engines stage that was started anew knows it.
+- the trainer computes only while every engine with an address has released its memory in this same turn: memory that
+  was released in an earlier turn may be in use again;
+- an engine that released its memory generates nothing before it has new weights;
+- an engine that starts in the trainer's turn releases its memory before it gets weights;
+- released memory is reported with the engine's incarnation, so that a restarted engines stage knows it.
 """
 
 from __future__ import annotations
@@ -45,9 +44,9 @@ log = logging.getLogger("sluice.colocation")
 
 KEY: Final = "device"
 GIVEN_BACK: Final[tuple[MemoryTag, ...]] = ("kv_cache", "weights")
-IDLE_LIMIT_S = 30.0  # for an engine that was paused to end what it runs
+IDLE_LIMIT_S = 30.0  # for a paused engine to finish its running requests
 IDLE_POLL_S = 0.05
-PATIENCE_S = 30.0  # of the trainer between two lines about engines that it waits for
+PATIENCE_S = 30.0  # between two log lines of the trainer about engines that it waits for
 
 
 class Device(Struct, frozen=True):
@@ -58,11 +57,11 @@ class Device(Struct, frozen=True):
 
 
 class EngineMemory(Struct, frozen=True):
-    """Topic value `device/<engine>`: what one incarnation of an engine has given back."""
+    """Topic value `device/<engine>`: the memory that one incarnation of an engine has released."""
 
     engine: str
     incarnation: int
-    turn: int  # in which it was reported
+    turn: int  # of this report
     away: tuple[MemoryTag, ...]
 
     def empty(self, incarnation: int, turn: int) -> bool:
@@ -76,7 +75,7 @@ def colocated(config: Config) -> bool:
 
 
 def holder(topic: Topic) -> Device:
-    """Whose turn it is. Where nothing is said, the engines'."""
+    """Whose turn it is; without a value on the topic, the engines'."""
     return read_value(topic, KEY, Device) or Device("engine", 0)
 
 
@@ -86,7 +85,7 @@ def trainers_turn(topic: Topic) -> bool:
 
 
 class MemoryKeeper:
-    """What one engine has given back. An engine that nobody asks to is never touched."""
+    """Tracks the memory that one engine has released."""
 
     def __init__(self, engine: str) -> None:
         self.engine = engine
@@ -95,19 +94,19 @@ class MemoryKeeper:
         self._turn = -1  # of the last report
 
     def attach(self, topic: Topic, incarnation: int) -> None:
-        """Begin with an engine, perhaps with what an earlier life of the engines stage had it give back."""
+        """Attach to an engine; memory released under an earlier process of the engines stage stays known."""
         self._incarnation = incarnation
         report = read_value(topic, f"{KEY}/{self.engine}", EngineMemory)
         mine = report is not None and report.incarnation == incarnation
         self.away, self._turn = (report.away, report.turn) if report is not None and mine else ((), -1)
 
     def due(self, topic: Topic) -> bool:
-        """Whether memory is to be given back now, or to be reported as away in this turn too."""
+        """Whether memory must be released now, or reported as released in this turn."""
         device = holder(topic)
         return device.owner == "train" and (device.turn != self._turn or set(self.away) != set(GIVEN_BACK))
 
     async def give_back(self, topic: Topic, client: EngineClient) -> None:
-        """Stop the engine, wait until it is idle, give back, report. Raises EngineError; may be called again."""
+        """Pause the engine, wait until it is idle, release, report. Raises EngineError; may be called again."""
         turn, there = holder(topic).turn, [tag for tag in GIVEN_BACK if tag not in self.away]
         if there:
             await client.pause("abort")
@@ -116,10 +115,10 @@ class MemoryKeeper:
         await self._report(topic, turn, GIVEN_BACK)
 
     async def take(self, topic: Topic, client: EngineClient, tag: MemoryTag) -> None:
-        """Take one kind of memory again, if it is away. Raises EngineError."""
+        """Restore one kind of memory, if it is released. Raises EngineError."""
         if tag in self.away:
             await UpdateClient(client).resume_memory((tag,))
-            await self._report(topic, self._turn, tuple(other for other in self.away if other != tag))
+            await self._report(topic, self._turn, tuple(kind for kind in self.away if kind != tag))
 
     async def _report(self, topic: Topic, turn: int, away: tuple[MemoryTag, ...]) -> None:
         self.away, self._turn = away, turn
@@ -128,9 +127,9 @@ class MemoryKeeper:
 
 
 async def _until_idle(client: EngineClient) -> None:
-    """Waits until the paused engine runs nothing: SGLang's scheduler ends itself when it must give back memory in use.
+    """Waits until the paused engine runs nothing: SGLang's scheduler exits if it must release memory in use.
 
-    What waits inside is not counted: it came after the pause, and stays.
+    Requests in its queue do not count: they arrived after the pause, and stay.
     """
     deadline = time.monotonic() + IDLE_LIMIT_S
     while running := sum(load.num_running_reqs for load in await client.loads()):
@@ -145,8 +144,8 @@ InTorch = Callable[[Callable[[], Any]], Awaitable[Any]]  # runs a blocking funct
 class TrainerTurn:
     """The trainer's side. Without `--colocate` both calls do nothing.
 
-    A backend that has the methods `onload()` and `offload()` is called, in the thread of torch, after the devices
-    became the trainer's and before they stop to be. After `offload` it must still be able to save its state.
+    If the backend has methods `onload()` and `offload()`, they are called in the thread of torch: after the trainer's
+    turn begins, and before it ends. After `offload` the backend must still be able to save its state.
     """
 
     def __init__(self, config: Config, topic: Topic, in_torch: InTorch, backend: object) -> None:
@@ -159,7 +158,7 @@ class TrainerTurn:
     async def acquire(self) -> None:
         """Take the devices: call it when the batch is complete, before anything is computed.
 
-        Waits until every engine with an address has given its memory back; unblocked by the reports, or by the loss
+        Waits until every engine with an address has released its memory; unblocked by the reports, or by the loss
         of an engine. There is no time limit: without the memory the step would fail.
         """
         if not self.on:

@@ -12,9 +12,9 @@ Invariants:
 - While an evaluation holds a version, no other is applied; updates roll over the engines in the order of their names,
   and at most `update_weight_rolling` of them stand still at once.
 - In the trainer's turn of a colocated run (stages/engines/colocation.py) an engine has no weights, and gets none.
-- What may be a mixture is never served: an engine whose update failed half-way, whose slot changed while it was read,
-  or that does not name what it was given, stays paused and `loading` until an update succeeds.
-- What is published belongs to the incarnation that was asked: nothing is said of an engine that was lost meanwhile.
+- A possible mixture is never served. An engine stays paused and `loading` until an update succeeds if its update
+  failed half-way, its slot changed during the read, or it does not report the new label.
+- A published entry belongs to the incarnation it describes: nothing is published for an engine that was lost meanwhile.
 - No failure repeats for ever: after `update_weight_max_failures` in a row the supervisor is asked for a new engine.
 """
 
@@ -35,7 +35,7 @@ from models.weights.errors import WeightsError
 from stages.base import Stage
 from stages.engines.colocation import MemoryKeeper, trainers_turn
 from stages.engines.router_workers import hand_over
-from stages.engines.weight_routes import FetcherRoute, WeightRoute, WeightRoutes, take_back
+from stages.engines.weight_routes import FetcherRoute, WeightRoute, WeightRoutes, withdraw_order
 from stages.engines.weight_transfer import ChecksumDiffers, Transfer, await_turn, check_equal, check_label
 from stages.messages import WeightsAnnouncement
 from stages.ports import Topic, WeightsSource, read_value
@@ -55,7 +55,7 @@ log = logging.getLogger("sluice.engines")
 
 RETRY_S = 0.25  # doubled at each failure in a row
 MOST_DETAIL = 300  # characters
-MOST_RETRY = 32  # times RETRY_S, between two tries
+MOST_RETRY = 32  # longest pause between two attempts, in units of RETRY_S
 
 
 class EngineControl:
@@ -65,20 +65,20 @@ class EngineControl:
         self.name, self.stage, self.config, self.activity = name, stage, stage.config, stage.activity
         config = self.config
         self.update, self.pause_mode = config.update, config.engine.pause_generation_mode
-        self.client: EngineClient | None = None  # of the incarnation that `entry` tells of
+        self.client: EngineClient | None = None  # of the incarnation that `entry` describes
         self.entry = EngineEntry(name, "", -1, limit=config.rollout.server_concurrency)
-        self.current: WeightsAnnouncement | None = None  # what it carries, if it may be served
+        self.current: WeightsAnnouncement | None = None  # its weights, if they may be served
         self.memory = MemoryKeeper(name)
         self.updates = self.failures = 0
         self._routes = WeightRoutes(name, self.update, mirror)
         self._weights = weights
-        self._in_full = False  # what it carries is in doubt: the next update rests on none of it
+        self._in_full = False  # its weights are in doubt: the next update must replace all of them
         self._in_a_row = 0  # failures since the last success
         self._paused = False
 
     @property
     def serving(self) -> bool:
-        """Whether requests are sent to it now."""
+        """Whether clients send requests to it now."""
         return self.client is not None and self.entry.state in ("serving", "updating")
 
     async def follow(self, topic: Topic) -> None:
@@ -100,8 +100,10 @@ class EngineControl:
                 await self.client.close()
 
     async def publish(self, topic: Topic, **changes: object) -> None:
-        """Change the entry. Nothing is said of an incarnation that is not the newest: its supervisor has taken its
-        entry back, and what would be published now is older than that."""
+        """Change the entry, and publish it if its incarnation is still the newest.
+
+        The supervisor withdraws the entry of a lost incarnation; a later value from here would be outdated.
+        """
         self.entry = msgspec.structs.replace(self.entry, **changes)
         if self._stands(topic):
             await topic.publish(DIRECTORY + self.name, msgspec.msgpack.encode(self.entry))
@@ -110,10 +112,10 @@ class EngineControl:
         address = addresses(topic).get(self.name)
         return address is not None and address.incarnation == self.entry.incarnation
 
-    # ------------------------------------------------------------------ beginning with an incarnation
+    # ------------------------------------------------------------------ attaching to an incarnation
 
     async def _attach(self, topic: Topic) -> None:
-        """Take the engine's newest address; without one there is nothing to control."""
+        """Attach to the engine's newest address; without an address there is nothing to control."""
         if self.client is not None:
             if self._stands(topic):
                 return
@@ -127,16 +129,16 @@ class EngineControl:
             self._in_a_row, self._in_full, self._paused = 0, False, False
             self.memory.attach(topic, address.incarnation)
             if address.fetcher:
-                await take_back(topic, address)  # what an earlier life of this stage had ordered
+                await withdraw_order(topic, address)  # an order of an earlier process of this stage
             await self._adopt(topic, address, self.client)
 
     async def _adopt(self, topic: Topic, address: EngineAddress, client: EngineClient) -> None:
-        """Begin with an engine that is new, or go on with one that an earlier life of this stage has left.
+        """Attach to a new engine, or to one that an earlier process of this stage controlled.
 
-        One that served and still names what its entry says is left alone: nothing is loaded, no request notices. Any
-        other may have been left half-way through an update, paused, with a mixture of two versions: it is taken out of
-        service first, and everything is loaded anew. So is one that an earlier start of the run has left: it may name
-        the very version that comes, of a training that never happened.
+        An engine that served and still reports the label of its entry keeps its weights, and its requests continue.
+        Any other engine may be paused half-way through an update, with a mixture of two versions: it is taken out of
+        service and loaded in full. The same holds for an engine left by an earlier start of the run: its label may
+        equal a coming version, but of a training that never happened.
         """
         most = self.config.rollout.server_concurrency
         fresh = EngineEntry(**msgspec.structs.asdict(address), limit=most)
@@ -149,13 +151,13 @@ class EngineControl:
             await self.publish(topic)
         elif found.state == "serving" and await _carries(client, found.label):
             self.entry, self.current = found, _announced(topic, found)
-            log.info("%s goes on with weights %s", self.name, found.label)
+            log.info("%s keeps its weights %s", self.name, found.label)
         else:
             self.entry, self._in_full, self._paused = found, True, True
             await self.publish(topic, state="loading", fetching=-1)
 
     async def _leave(self, topic: Topic) -> None:
-        """Give back what the engine holds. It carries no weights from now on: nobody waits for it to take any."""
+        """Empty the engine. Its entry names no weights any more, so the gate does not wait for its updates."""
         await self.publish(topic, state="leaving", run_generation=-1, version=-1, fetching=-1)
         if self.client is not None:
             await hand_over(self.client, lambda: self._stands(topic))
@@ -163,10 +165,10 @@ class EngineControl:
             self.client = None
         await self.publish(topic, state="left")
 
-    # ------------------------------------------------------------------ what is due
+    # ------------------------------------------------------------------ due work
 
     async def _advance(self, topic: Topic) -> bool:
-        """Do what is due, once: give memory back, or take weights. False if nothing is."""
+        """Do one piece of due work: release memory, or load weights. False if nothing is due."""
         client = self.client
         if client is None or self.entry.policy != POLICY or topic.get(LEAVE + self.name) is not None:
             return False
@@ -198,28 +200,30 @@ class EngineControl:
         return int(topic.get("eval/released") or b"-1") < mine.version
 
     async def _give_back(self, topic: Topic, client: EngineClient) -> None:
-        """One try to clear the device for the trainer. Waits, after a failure, for the next try."""
+        """One attempt to clear the device for the trainer. After a failure, waits for the next attempt."""
         self.current, self._paused = None, True
-        await self.publish(topic, state="loading")  # before the pause: who still sent would wait for a whole step
+        await self.publish(
+            topic, state="loading"
+        )  # before the pause, or a request sent now would wait for a whole step
         try:
             with self.stage.span("release_memory", detail=self.name):
                 await self.memory.give_back(topic, client)
         except EngineError as error:
-            await self._failed(topic, f"it did not give its memory back: {error}")
+            await self._failed(topic, f"it did not release its memory: {error}")
         else:
             self._in_a_row = 0
 
     async def _bring(self, topic: Topic, client: EngineClient, announcement: WeightsAnnouncement) -> None:
-        """One try to bring the engine to a version. Waits for its turn and, after a failure, for the next try."""
-        if self.current is not None:  # else it is not serving: nothing stands still for it
+        """One attempt to load a version. Waits for its turn and, after a failure, for the next attempt."""
+        if self.current is not None:  # an engine that does not serve needs no turn
             await await_turn(topic, self.name, announcement, self.update.update_weight_rolling)
-            # If a newer one came meanwhile, the trainer writes into this one's slot next, or does so by now.
+            # If a newer version came meanwhile, the trainer writes into the slot of this version next, or already does.
             announcement = self._due(topic) or announcement
         try:
             await self._update(topic, client, announcement)
         except (EngineError, WeightsError) as error:
             self._in_full = self._in_full or isinstance(error, ChecksumDiffers)
-            if self._paused:  # else it goes on serving the weights that it has
+            if self._paused:  # else it keeps serving its weights
                 self.current = None
             reason = f"the update to version {announcement.version} failed: {error}"
             state = "serving" if self.current is not None else "loading"
@@ -229,8 +233,11 @@ class EngineControl:
             self._in_a_row = 0
 
     async def _failed(self, topic: Topic, reason: str) -> None:
-        """Count a failure and wait for the next try, longer after each in a row. The last one is the supervisor's: the
-        wait then ends with the incarnation. Both waits end when the engine is lost."""
+        """Count a failure and wait for the next attempt, longer after each in a row.
+
+        After the last allowed failure the supervisor is asked to restart the engine, and the wait ends with the
+        incarnation. Both waits end when the engine is lost.
+        """
         log.warning("%s: %s", self.name, reason)
         self.failures += 1
         self.activity.failures += 1
@@ -243,7 +250,7 @@ class EngineControl:
             complaint = Complaint(self.name, self.entry.incarnation, why)
             await topic.publish(f"complaint/{self.name}", msgspec.msgpack.encode(complaint))
         revision = 0
-        with contextlib.suppress(TimeoutError):  # then it is tried again
+        with contextlib.suppress(TimeoutError):  # then the next attempt follows
             async with asyncio.timeout(limit_s):
                 while self._stands(topic) and topic.get(LEAVE + self.name) is None:
                     revision = await topic.wait(revision, ADDRESS + self.name, LEAVE + self.name)
@@ -253,20 +260,20 @@ class EngineControl:
     async def _update(self, topic: Topic, client: EngineClient, announcement: WeightsAnnouncement) -> None:
         started, started_s = time.perf_counter(), time.time()
         served = self.current is not None
-        # Told before the slot is opened. The trainer then waits before it overwrites the slot, and no client names the
-        # weights that its request will meet: from here on they may change at any moment.
+        # Published before the slot is opened. The trainer then waits before it overwrites the slot, and clients stop
+        # naming the weights of their requests, which may change at any moment from here on.
         await self.publish(topic, state="updating" if served else "loading", fetching=announcement.version)
         route, here = await self._route(topic, announcement)
         async with route.open(client, here) as transfer:
             with self.activity.stalled() if served else contextlib.nullcontext():
                 paused = time.perf_counter()
-                self._paused = True  # even if the call fails: it may have been heard
-                if not self.memory.away:  # else it stands still already
+                self._paused = True  # even if the call fails: the engine may have received it
+                if not self.memory.away:  # else it is paused already
                     await client.pause(self.pause_mode)
                 await self.memory.take(topic, client, "weights")
                 await self._transfer(client, transfer, announcement.label)
                 checksum = await self._verify(topic, client, announcement)
-                # The cache's memory comes last: loading may need the room.
+                # The cache's memory comes last: loading may need the space.
                 await self.memory.take(topic, client, "kv_cache")
                 await client.resume()
                 self._paused = False
@@ -292,8 +299,10 @@ class EngineControl:
         )
 
     async def _route(self, topic: Topic, announcement: WeightsAnnouncement) -> tuple[WeightRoute, WeightsAnnouncement]:
-        """The way to the engine, and the announcement as it is where that begins. An engine of another node has its
-        weights brought by the fetcher there, unless they are broadcast, which needs nothing on its node."""
+        """The route to the engine, and the announcement with paths that are valid where the route begins.
+
+        The fetcher of another node brings the weights of its engines, except by broadcast, which needs no files there.
+        """
         if self.entry.fetcher and (self._in_full or announcement.transport != "distributed"):
             entry = self.entry
             return FetcherRoute(topic, entry, lambda: self._stands(topic), in_full=self._in_full), announcement
@@ -301,7 +310,7 @@ class EngineControl:
         return self._routes.choose(here, in_full=self._in_full), here
 
     async def _transfer(self, client: EngineClient, transfer: Transfer, label: str) -> None:
-        """Put the weights in. In place, the cache is kept: its keys carry the version. Else it is emptied."""
+        """Load the weights. Mode in_place keeps the cache, whose keys carry the version; other modes flush it."""
         flush = self.pause_mode != "in_place"
         done = await transfer.apply(flush)
         if flush and not done.cache_flushed:
@@ -311,7 +320,7 @@ class EngineControl:
                 await transfer.apply(False)
 
     async def _verify(self, topic: Topic, client: EngineClient, announcement: WeightsAnnouncement) -> str:
-        """The engine's checksum if it is compared, else "". Raises NotVerified."""
+        """The engine's checksum if checksums are compared, else "". Raises NotVerified."""
         await check_label(self.name, client, announcement.label)
         if not self.update.check_weight_update_equal:
             return ""
@@ -321,7 +330,7 @@ class EngineControl:
 
 
 async def _carries(client: EngineClient, label: str | None) -> bool:
-    """Whether the engine itself says that it carries these weights and takes requests."""
+    """Whether the engine itself reports these weights and takes requests."""
     try:
         return label is not None and (await client.model_info()).weight_version == label and await client.ready()
     except EngineError:

@@ -36,17 +36,17 @@ WINDOW_LOOKS = 8
 
 
 class IdleMeter:
-    """Idle share of one engine over its last looks."""
+    """Idle share of one engine over its last observations."""
 
     def __init__(self, looks: int = WINDOW_LOOKS) -> None:
         self._seen: deque[tuple[float, float]] = deque(maxlen=looks)  # (time, busy seconds by then)
-        self._accounts = False  # it tells its busy seconds
+        self._accounts = False  # the engine reports its busy seconds
         self._sampled_s = 0.0
 
-    def saw(self, now_s: float, busy_s: float, running: int) -> float | None:
-        """Take a look: busy seconds since the engine's start (0 where it does not count them), requests that run.
+    def observe_idle(self, now_s: float, busy_s: float, running: int) -> float | None:
+        """Add an observation: busy seconds since the engine's start (0 if it does not count them), running requests.
 
-        The share in [0, 1] since the oldest look kept; None at the first.
+        Returns the idle share in [0, 1] since the oldest kept observation; None at the first.
         """
         if busy_s > 0.0 and not self._accounts:
             self._accounts = True
@@ -55,30 +55,30 @@ class IdleMeter:
             self._sampled_s += now_s - self._seen[-1][0]
         busy = busy_s if self._accounts else self._sampled_s
         if self._seen and busy < self._seen[-1][1]:
-            self._seen.clear()  # it was started anew
+            self._seen.clear()  # the engine was restarted
         self._seen.append((now_s, busy))
         (start, first), (end, last) = self._seen[0], self._seen[-1]
         return min(1.0, max(0.0, 1.0 - (last - first) / (end - start))) if end > start else None
 
     def forget(self) -> None:
-        """It is not looked at any more: the next look is a first one."""
+        """Drop all observations: the next observation is a first one."""
         self._seen.clear()
 
 
 HIGH_USAGE: Final = 0.92  # share of the KV cache in use from which the limit is cut
 CALM_USAGE: Final = 0.80  # up to which it grows
 CUT: Final = 0.75
-STEPS: Final = 32  # looks from nothing to `most`
-QUEUE_LOOKS: Final = 2  # looks in a row that find a longer queue
+STEPS: Final = 32  # observations from 0 to `most`
+QUEUE_LOOKS: Final = 2  # observations in a row with a longer queue
 
 
 @dataclass(frozen=True)
 class Reading:
-    """One look at an engine, all its data-parallel ranks together."""
+    """One observation of an engine, all its data-parallel ranks together."""
 
     usage: float  # share of the KV cache in use, of the fullest rank
     waiting: int  # requests in the engine's queue
-    retractions: int = 0  # since the look before, for want of room
+    retractions: int = 0  # since the previous observation, for lack of room
 
     @classmethod
     def of(cls, loads: Sequence[Load], retractions: int = 0) -> Reading:
@@ -87,7 +87,7 @@ class Reading:
 
 
 class Limit:
-    """Controller of one engine's limit. Pure: told what was seen, says what may be in flight (samples)."""
+    """Controller of one engine's limit, in samples. No I/O, no clock."""
 
     def __init__(self, most: int) -> None:
         self.most = self.value = most
@@ -96,7 +96,7 @@ class Limit:
         self._longer = 0
 
     def observe(self, reading: Reading, in_flight: int) -> int:
-        """The limit after one more look; `in_flight` samples are at the engine now."""
+        """The limit after one more observation; `in_flight` samples are at the engine now."""
         self._longer = self._longer + 1 if reading.waiting > self._waiting else 0
         self._waiting = reading.waiting
         if reading.usage >= HIGH_USAGE or reading.retractions > 0 or self._longer >= QUEUE_LOOKS:
@@ -109,7 +109,7 @@ class Limit:
         return self.value
 
     def restart(self) -> None:
-        """The engine is a new one."""
+        """Reset for a new engine process."""
         self.value, self._waiting, self._longer = self.most, 0, 0
 
 
@@ -117,12 +117,12 @@ LOADS_INTERVAL_S = 2.0
 
 
 class LoadWatch:
-    """The loads of `engines`, which is looked at afresh each time."""
+    """Watches the loads of `engines`, a mapping that is read again each time."""
 
     def __init__(self, config: Config, engines: Mapping[str, EngineControl], activity: Activity) -> None:
         self.engines, self.activity = engines, activity
         self.adaptive = config.rollout.adaptive_concurrency
-        # Pausing retracts in this mode: a retraction then says nothing about room.
+        # Pausing retracts in this mode, so a retraction is no sign of a lack of room.
         self.heeds_retractions = config.engine.pause_generation_mode != "retract"
         self.most = config.rollout.server_concurrency
         self.limits: dict[str, Limit] = {}
@@ -149,9 +149,9 @@ class LoadWatch:
         extra["limit_cuts"] = float(sum(limit.cuts for limit in self.limits.values()))
 
     def _retractions(self, topic: Topic) -> int:
-        """Since the look before. Only the answers tell of them, so the clients count."""
+        """Retractions since the previous observation. They are known from answers alone, so the clients count them."""
         before, self._retracted = self._retracted, sum(int(value) for value in topic.items(RETRACTED).values())
-        return max(0, self._retracted - before)  # a client that was started anew counts from nothing
+        return max(0, self._retracted - before)  # a restarted client counts from zero
 
     async def _ask(self, topic: Topic, control: EngineControl, retractions: int) -> None:
         limit = self.limits.setdefault(control.name, Limit(self.most))
@@ -164,19 +164,19 @@ class LoadWatch:
                 self.activity.extra.pop(f"{control.name}{figure}", None)
             return
         loads: list[Load] = []
-        with contextlib.suppress(EngineError):  # an engine that is down says nothing
+        with contextlib.suppress(EngineError):  # an engine that is down does not answer
             loads = await client.loads()
         if not loads or control.client is not client:
             return
         busy_s = self._busy_s[control.name] = sum(load.busy_s for load in loads)
-        share = idle.saw(time.monotonic(), busy_s, sum(load.num_running_reqs for load in loads))
+        share = idle.observe_idle(time.monotonic(), busy_s, sum(load.num_running_reqs for load in loads))
         if share is not None:
             self.activity.extra[f"{control.name}{IDLE}"] = share
         self.activity.extra[f"{control.name}{RUNNING}"] = float(sum(load.num_running_reqs for load in loads))
         self.activity.extra[f"{control.name}{WAITING}"] = float(sum(load.num_waiting_reqs for load in loads))
         if self.adaptive and control.entry.state == "serving":
             reading = Reading.of(loads)
-            if reading.usage >= CALM_USAGE:  # elsewhere there was room
+            if reading.usage >= CALM_USAGE:  # below it retractions had another cause
                 reading = Reading.of(loads, retractions)
             limit.observe(reading, sum(load.num_running_reqs + load.num_waiting_reqs for load in loads))
         if limit.value != control.entry.limit:

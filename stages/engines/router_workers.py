@@ -49,13 +49,13 @@ class RouterWorkers:
 
     def __init__(self, activity: Activity) -> None:
         self.activity = activity
-        self.state: RouterState | None = None  # as it was published last; None while there is no router
+        self.state: RouterState | None = None  # as published last; None while there is no router
         self._api: RouterClient | None = None
         self._added: set[str] = set()
         self._adding: dict[str, float] = {}  # address -> when to ask again
         self._removing: dict[str, float] = {}
         self._strange: dict[str, int] = {}
-        self._roles: dict[str, Role] = {}  # address -> what it was when it was listed, or says that it is
+        self._roles: dict[str, Role] = {}  # address -> its role when it was listed, or as it reports
         self._failing = False
 
     async def run(self, topic: Topic) -> None:
@@ -95,7 +95,7 @@ class RouterWorkers:
             role = await self._role(url, tokens.get(url))
             log.info("adding %s to the router as %s", url, role.worker_type)
             self._added.add(url)
-            if await api.add(url, role, tokens.get(url)):  # else the router has not yet forgotten it: at the next look
+            if await api.add(url, role, tokens.get(url)):  # else the router still lists it: add at the next comparison
                 self._adding[url] = now + UNDER_WAY_S
         for worker in self._unwanted(workers, known, wanted):
             log.info("removing %s from the router", worker.url)
@@ -109,19 +109,19 @@ class RouterWorkers:
         await self._publish(topic, up=bool(healthy) and (roles.issuperset(SPLIT) or not split), split=split)
 
     async def _role(self, url: str, token: Token | None) -> Role:
-        """What the engine was to the router, else what it says itself."""
+        """The role that the router had for the engine, else the role that the engine reports."""
         if url not in self._roles:
             try:
                 async with EngineClient(url, token=token) as client:
                     info = await client.server_info()
             except EngineError:
-                return Role()  # of one that is just lost
+                return Role()  # the engine was just lost
             mode, port = info.disaggregation_mode, info.disaggregation_bootstrap_port
             self._roles[url] = Role(mode, port if mode == "prefill" else None) if mode in SPLIT else Role()
         return self._roles[url]
 
     def _unwanted(self, workers: Sequence[RouterWorker], known: Set[str], wanted: frozenset[str]) -> list[RouterWorker]:
-        """Workers to remove now: ours that may not be served, and those that were strangers for some looks."""
+        """Workers to remove now: engines of this run that must not serve, and workers that stayed unknown."""
         plain = [worker for worker in workers if worker.worker_type == REGULAR]
         strangers = urls(plain) - known
         self._strange = {url: self._strange.get(url, 0) + 1 for url in strangers}
@@ -142,15 +142,15 @@ class RouterWorkers:
         if self._api is not None:
             await self._api.close()
             self._api = None
-        for asked in (self._adding, self._removing, self._strange, self._roles):
-            asked.clear()
+        for pending in (self._adding, self._removing, self._strange, self._roles):
+            pending.clear()
         self._added.clear()
         self.state = fresh
         if fresh is not None:
             self._api = RouterClient(fresh.url, token=fresh.token)
 
     async def _publish(self, topic: Topic, **changes: bool) -> None:
-        """Tell of the router what has changed."""
+        """Publish the changed state of the router."""
         if self.state is None:
             return
         self.state = msgspec.structs.replace(self.state, **changes)
@@ -166,17 +166,17 @@ def _wanted(topic: Topic) -> frozenset[str]:
 
 
 LOOK_S: Final = 0.2
-EMPTY_LOOKS: Final = 3  # in a row, after which nothing more is expected: all clients have heard
+EMPTY_LOOKS: Final = 3  # empty observations in a row after which all clients have read the mark
 
 
 async def hand_over(client: EngineClient, stands: Callable[[], bool]) -> None:
     """Empty an engine whose entry says `leaving`. Waits until it holds nothing, or is lost.
 
-    `stands`: whether the engine is still the one that `client` asks.
+    `stands`: whether `client` still talks to the current incarnation.
     """
     empty = 0
     while empty < EMPTY_LOOKS and stands():
-        with contextlib.suppress(EngineError):  # lost, or busy: looked at again
+        with contextlib.suppress(EngineError):  # lost, or busy: checked again
             loads = await client.loads()
             busy = any(load.num_running_reqs + load.num_waiting_reqs for load in loads)
             empty = 0 if busy else empty + 1

@@ -43,7 +43,7 @@ from stages.engines.weight_routes import WeightRoutes, WeightsBrought, WeightsOr
 from stages.ports import Ports, Topic, read_value
 from stages.topic_values import ADDRESS, BROUGHT, ORDER, addresses
 
-END: Final = "end"  # topic key: the streams have ended, and with them the need of engines
+END: Final = "end"  # topic key: the streams have ended, so engines are not needed any more
 
 
 class EnginesStage(Stage):
@@ -52,7 +52,7 @@ class EnginesStage(Stage):
     def __init__(self, context: StageContext) -> None:
         super().__init__(context)
         self.engines: dict[str, EngineControl] = {}
-        # One local copy for all engines, under a name of its own in each run: what a killed stage left is taken over.
+        # One local copy for all engines, named after the run: the copy of a killed stage is taken over.
         run = uuid.uuid5(uuid.NAMESPACE_URL, str(context.run_dir.resolve())).hex[:12]
         self._mirror = DeltaMirror(f"mirror-{run}-{context.replica}", context.run_dir)
         self.watch = LoadWatch(self.config, self.engines, self.activity)
@@ -62,7 +62,7 @@ class EnginesStage(Stage):
         self._mirror.close()
 
     async def run(self, ports: Ports) -> None:
-        """Waits for the topic: engines that come, a drain, the end. Unblocked by the end alone."""
+        """Waits for the topic: new engines, a drain, the end. Unblocked by the end alone."""
         topic = ports.topic
         async with asyncio.TaskGroup() as tasks:
             background = [tasks.create_task(self.watch.run(topic))]
@@ -81,7 +81,7 @@ class EnginesStage(Stage):
                 task.cancel()
 
     async def _abort_all(self) -> None:
-        """Have the engines give back what they hold. A client that drains sends nothing more, and takes what comes."""
+        """Abort all requests of the engines. A draining client sends nothing more and keeps the partial output."""
         async with asyncio.TaskGroup() as tasks:
             for control in self.engines.values():
                 tasks.create_task(_abort(control))
@@ -97,7 +97,7 @@ log = logging.getLogger("sluice.fetcher")
 
 
 class FetcherStage(Stage):
-    """All orders of one node, side by side. It has no stream."""
+    """Carries out all orders of one node concurrently. It has no stream."""
 
     def __init__(self, context: StageContext) -> None:
         super().__init__(context)
@@ -129,12 +129,12 @@ class FetcherStage(Stage):
                 task.cancel()
 
     async def _carry_out(self, order: WeightsOrder, key: str, ports: Ports) -> None:
-        """Waits until the order is taken back, which cancels it. Errors are its answer."""
+        """Runs until the order is withdrawn, which cancels it. An error becomes the answer."""
         topic, engine, applied = ports.topic, order.engine, 0
         answer = BROUGHT + key.removeprefix(ORDER)
-        told = read_value(topic, answer, WeightsBrought)
-        if told is not None and told.id == order.id:  # by an earlier life of this fetcher
-            applied = told.applied
+        previous = read_value(topic, answer, WeightsBrought)
+        if previous is not None and previous.id == order.id:  # answered by an earlier process of this fetcher
+            applied = previous.applied
         timeout_s = self.config.rollout.request_timeout_secs
         routes = WeightRoutes(engine.engine, self.config.update, self._mirror)
         try:
@@ -143,7 +143,7 @@ class FetcherStage(Stage):
                 async with routes.choose(here, in_full=order.in_full).open(client, here) as transfer:
                     await topic.publish(answer, msgspec.msgpack.encode(WeightsBrought(order.id, applied)))
                     while True:
-                        order = await self._asked(topic, key, order, applied)
+                        order = await self._next_apply(topic, key, order, applied)
                         with self.activity.working():
                             updated = await transfer.apply(order.flush_cache)
                         applied = order.applies
@@ -156,8 +156,8 @@ class FetcherStage(Stage):
         finally:
             await routes.close()
 
-    async def _asked(self, topic: Topic, key: str, order: WeightsOrder, applied: int) -> WeightsOrder:
-        """The order when it asks for the weights to be put in once more. Waits for that."""
+    async def _next_apply(self, topic: Topic, key: str, order: WeightsOrder, applied: int) -> WeightsOrder:
+        """The order once it wants the weights loaded again. Waits for that."""
         revision = 0
         while True:
             newest = order_at(topic, key)
@@ -167,6 +167,6 @@ class FetcherStage(Stage):
 
 
 def order_at(topic: Topic, key: str) -> WeightsOrder | None:
-    """The order below a key; None if there was none, or it was taken back."""
+    """The order under a key; None without one, or after it was withdrawn."""
     value = topic.get(key)
     return msgspec.msgpack.decode(value, type=WeightsOrder) if value else None

@@ -49,16 +49,15 @@ if TYPE_CHECKING:
 log = logging.getLogger("sluice.weight_routes")
 
 GROUP_TIMEOUT_S = 120.0  # to meet, and for one broadcast
-LEAVE_TIMEOUT_S = 2.0  # for telling an engine that its group ends
+LEAVE_TIMEOUT_S = 2.0  # for the call that ends an engine's group
 
 
 class WeightRoute(ABC):
-    """How one engine gets announced weights."""
+    """A route by which one engine gets announced weights."""
 
     @abstractmethod
     def open(self, client: EngineClient, announcement: WeightsAnnouncement) -> AbstractAsyncContextManager[Transfer]:
-        """Prepare what can be prepared while the engine generates. Raises WeightsError or EngineError: the engine is
-        as it was."""
+        """Prepare while the engine generates. Raises WeightsError or EngineError; the engine is then unchanged."""
 
 
 class DiskRoute(WeightRoute):
@@ -71,7 +70,7 @@ class DiskRoute(WeightRoute):
 
 
 class TensorRoute(WeightRoute):
-    """This process hands the slot over bucket by bucket, in shared memory or as a CUDA handle. Same machine only."""
+    """This process passes the slot bucket by bucket, in shared memory or as a CUDA handle. Same machine only."""
 
     def __init__(self, bucket_bytes: int) -> None:
         self.bucket_bytes = bucket_bytes
@@ -104,14 +103,14 @@ class DistributedRoute(WeightRoute):
         try:
             yield transfer
         except BaseException:
-            await self._leave()  # whatever it was, the two ends may be at different broadcasts now
+            await self._leave()  # the two ends may be at different broadcasts now
             raise
 
     async def close(self) -> None:
         await self._leave()
 
     async def _joined(self, client: EngineClient) -> tuple[WeightGroup, UpdateClient]:
-        """The group with this client's engine. Made at the first update of each incarnation, and after a failure."""
+        """The group with this client's engine, created at the first update of an incarnation and after a failure."""
         if self._group is not None and self._update is not None and self._update.client is client:
             return self._group, self._update
         await self._leave()
@@ -141,13 +140,13 @@ class DistributedRoute(WeightRoute):
         if group is None or update is None:
             return
         group.close()
-        with contextlib.suppress(EngineError, TimeoutError):  # an engine that is gone has left it already
+        with contextlib.suppress(EngineError, TimeoutError):  # a lost engine has left already
             async with asyncio.timeout(LEAVE_TIMEOUT_S):
                 await update.destroy_group(group.name)
 
 
 class DeltaRoute(WeightRoute):
-    """The version is put together beside the engine from compressed differences; the engine loads it from there."""
+    """The version is assembled beside the engine from compressed differences; the engine loads it from there."""
 
     def __init__(self, mirror: DeltaMirror, *, anew: bool = False) -> None:
         self.mirror, self.anew = mirror, anew
@@ -168,7 +167,7 @@ class DeltaRoute(WeightRoute):
 
 
 class WeightRoutes:
-    """All ways to one engine. `mirror` is shared by the engines of a process."""
+    """All routes to one engine. The engines of a process share `mirror`."""
 
     def __init__(self, engine: str, update: UpdateConfig, mirror: DeltaMirror) -> None:
         bucket_bytes = update.update_weight_buffer_size
@@ -181,7 +180,7 @@ class WeightRoutes:
         }
 
     def choose(self, announcement: WeightsAnnouncement, *, in_full: bool = False) -> WeightRoute:
-        """The announced route; `in_full` the one that rests on least: all weights, loaded from a directory."""
+        """The announced route; with `in_full` the safest route, all weights loaded from a directory."""
         route = self._routes.get(announcement.transport)
         if route is None:
             raise RouteUnfit(
@@ -194,7 +193,7 @@ class WeightRoutes:
         return self._disk
 
     async def close(self) -> None:
-        """Give back what is held between updates. May be called twice."""
+        """Release what is kept between updates. May be called twice."""
         await self._distributed.close()
 
 
@@ -211,18 +210,18 @@ def _check_ranks(route: str, client: EngineClient, ranks: ServerInfo) -> None:
 
 
 class WeightsOrder(Struct, frozen=True):
-    """Topic value: bring the announced weights to the engine's node; put them in as often as `applies` says."""
+    """Topic value: bring the announced weights to the engine's node, and load them `applies` times."""
 
     id: str
     engine: EngineAddress
     announcement: WeightsAnnouncement
     in_full: bool = False
     applies: int = 0
-    flush_cache: bool = False  # at the last of them
+    flush_cache: bool = False  # at the last load
 
 
 class WeightsBrought(Struct, frozen=True):
-    """Topic value: the weights are there and verified, and were put in `applied` times; or why not."""
+    """Topic value: the weights are on the node, verified, and were loaded `applied` times; or the error."""
 
     id: str  # of the order
     applied: int = 0
@@ -235,7 +234,7 @@ def order_key(engine: EngineAddress) -> str:
 
 
 class FetcherRoute(WeightRoute):
-    """Whatever the announced route is, carried out beside the engine. `stands`: whether the engine is still there."""
+    """Runs the announced route beside the engine. `stands`: whether the engine still exists."""
 
     def __init__(self, topic: Topic, engine: EngineAddress, stands: Callable[[], bool], *, in_full: bool) -> None:
         self.topic, self.engine, self.stands, self.in_full = topic, engine, stands, in_full
@@ -248,11 +247,11 @@ class FetcherRoute(WeightRoute):
             await transfer.carried_out()
             yield transfer
         finally:
-            await take_back(self.topic, self.engine)
+            await withdraw_order(self.topic, self.engine)
 
 
 class OrderedTransfer:
-    """Weights that lie on the engine's node. Implements `Transfer`."""
+    """Weights on the engine's node. Implements `Transfer`."""
 
     def __init__(self, route: FetcherRoute, order: WeightsOrder) -> None:
         self.route, self.order = route, order
@@ -261,11 +260,11 @@ class OrderedTransfer:
         order = msgspec.structs.replace(self.order, applies=self.order.applies + 1, flush_cache=flush_cache)
         self.order = order
         answer = await self.carried_out()
-        assert answer.updated is not None, "it was put in"
+        assert answer.updated is not None, "a carried-out order has a result"
         return answer.updated
 
     async def carried_out(self) -> WeightsBrought:
-        """Give the order as it is now. Waits for its answer; unblocked by the engine's loss too. Raises NotBrought or
+        """Publish the order. Waits for its answer, or for the loss of the engine. Raises NotBrought or
         EngineUnreachable."""
         topic, engine, order = self.route.topic, self.route.engine, self.order
         await topic.publish(order_key(engine), msgspec.msgpack.encode(order))
@@ -278,17 +277,17 @@ class OrderedTransfer:
                 if answer.applied >= order.applies:
                     return answer
             if not self.route.stands():
-                raise EngineUnreachable(engine.url, "it was lost while its weights were on their way")
+                raise EngineUnreachable(engine.url, "it was lost during the transfer of its weights")
             revision = await topic.wait(revision, key, ADDRESS + engine.engine)
 
 
-async def take_back(topic: Topic, engine: EngineAddress) -> None:
-    """No order is left for this engine."""
+async def withdraw_order(topic: Topic, engine: EngineAddress) -> None:
+    """Withdraw the order for this engine, if any."""
     await topic.publish(order_key(engine), b"")
 
 
 def _address(engine: EngineAddress) -> EngineAddress:
-    """Without what an entry says more."""
+    """The address alone, if an entry is given."""
     return EngineAddress(
         engine.engine, engine.url, engine.incarnation, engine.policy, fetcher=engine.fetcher, token=engine.token
     )

@@ -41,16 +41,16 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("sluice.engines")
 
-TURN_TIMEOUT_S = 10.0  # how long an engine waits for the ones before it that have not begun
-TURN_LIMIT_S = 600.0  # and for ones that are at it
+TURN_TIMEOUT_S = 10.0  # how long an engine waits for previous engines that have not begun
+TURN_LIMIT_S = 600.0  # and for previous engines that are updating
 
 
 async def await_turn(topic: Topic, engine: str, announcement: WeightsAnnouncement, rolling: int) -> None:
-    """Waits until fewer than `rolling` of the engines before this one, by name, still lack the version.
+    """Waits until fewer than `rolling` of the previous engines, by name, still lack the version.
 
-    So at most `rolling` engines stand still at once: of those at it, the last by name has all others before it.
-    Unblocked by their entries, by their death (an entry then counts no more), or by a time limit, so that an engine
-    that cannot be updated does not hold up the rest; the limit is short while none of them is at it.
+    So at most `rolling` engines stand still at once: all updating engines precede the last of them by name.
+    Unblocked by their entries, by their death (their entries then cease to count), or by a time limit, so that an
+    engine that cannot be updated does not delay the rest. The limit is short while none of them is updating.
     """
     started, revision = time.monotonic(), 0
     idle_since = started
@@ -63,9 +63,9 @@ async def await_turn(topic: Topic, engine: str, announcement: WeightsAnnouncemen
             idle_since = now
         if now - idle_since > TURN_TIMEOUT_S or now - started > TURN_LIMIT_S:
             names = ", ".join(entry.engine for entry in lacking)
-            log.warning("%s takes version %d before its turn: %s lack it", engine, announcement.version, names)
+            log.warning("%s loads version %d before its turn: %s lack it", engine, announcement.version, names)
             return
-        with contextlib.suppress(TimeoutError):  # the loop looks again
+        with contextlib.suppress(TimeoutError):  # the loop checks again
             async with asyncio.timeout(1.0):
                 revision = await topic.wait(revision, *KEYS)
 
@@ -78,14 +78,14 @@ T = TypeVar("T")
 
 
 class Transfer(Protocol):
-    """Weights that are ready to be put into an engine that is paused."""
+    """Weights that are ready to be loaded into a paused engine."""
 
     async def apply(self, flush_cache: bool) -> WeightsUpdated:
-        """Put them in. Raises EngineError or WeightsError: the engine may hold a mixture then. May be called again."""
+        """Load them. Raises EngineError or WeightsError: the engine may hold a mixture then. May be called again."""
 
 
 class DiskTransfer:
-    """A directory that the engine loads by itself; `check` tells afterwards whether it stayed as it was."""
+    """A directory that the engine loads by itself; `check` raises if the directory changed meanwhile."""
 
     def __init__(self, client: EngineClient, path: str, label: str, check: Callable[[], None]) -> None:
         self.client, self.path, self.label, self.check = client, path, label, check
@@ -97,7 +97,7 @@ class DiskTransfer:
 
 
 class BucketTransfer:
-    """Buckets of a verified slot, one after the other inside a bracket. Subclasses say how one is sent."""
+    """Buckets of a verified slot, sent in order inside a bracket. Subclasses send one bucket."""
 
     def __init__(self, update: UpdateClient, label: str, slot: SlotReader, bucket_bytes: int) -> None:
         self.update, self.label, self.slot = update, label, slot
@@ -111,7 +111,7 @@ class BucketTransfer:
                 await self._send(bucket, None, False)
             done = await self._send(self.buckets[-1], self.label, flush_cache)
         except BaseException:
-            with contextlib.suppress(EngineError):  # the first error counts; the next update closes it otherwise
+            with contextlib.suppress(EngineError):  # the first error counts; the next update closes the bracket
                 await self.update.end()
             raise
         await self.update.end()
@@ -121,7 +121,7 @@ class BucketTransfer:
         raise NotImplementedError
 
     def _fill(self, target: torch.Tensor, bucket: Bucket) -> None:
-        """Copy a bucket out of the slot into the begin of a flat host tensor. Raises TornWeights."""
+        """Copy a bucket out of the slot to the start of a flat host tensor. Raises TornWeights."""
         np.copyto(target.numpy()[: bucket.nbytes], self.slot.between(bucket.start, bucket.end))
         self.slot.check()
 
@@ -166,10 +166,10 @@ class GroupTransfer(BucketTransfer):
 
 
 async def together(blocking: Callable[[], None], call: Coroutine[Any, Any, T]) -> T:
-    """Run a blocking half of a rendezvous beside the HTTP call that brings the other half; the call's answer.
+    """Run the blocking half of a rendezvous beside the HTTP call that starts the other half; return the call's answer.
 
-    Waits for both; unblocked by the first error, which is raised. The blocking half has a thread of its own that does
-    not hold the process up at its end: gloo cannot be interrupted, only timed out.
+    Waits for both; unblocked by the first error, which is raised. The blocking half runs in a daemon thread, so that it
+    cannot delay the end of the process: gloo cannot be interrupted, only timed out.
     """
     ended: Future[None] = Future()
     ended.set_running_or_notify_cancel()  # it cannot be interrupted
@@ -205,28 +205,28 @@ class ChecksumDiffers(NotVerified):
 
 
 async def check_label(engine: str, client: EngineClient, label: str) -> None:
-    """Raise NotVerified unless the engine names these weights. Asks again a few times: the answer comes from another
-    process of the server than the one that loaded them."""
-    named: str | None = None
+    """Raise NotVerified unless the engine reports this label. Asks a few times, because a different process of the
+    server answers than the process that loaded the weights."""
+    reported: str | None = None
     for attempt in range(LABEL_TRIES):
         if attempt:
             await asyncio.sleep(LABEL_WAIT_S)
-        named = (await client.model_info()).weight_version
-        if named == label:
+        reported = (await client.model_info()).weight_version
+        if reported == label:
             return
     raise NotVerified(
-        f"{engine} reports weights {named!r} after an update to {label!r}; it stays paused until it names them: was it "
-        "updated by someone else?"
+        f"{engine} reports weights {reported!r} after an update to {label!r}; it stays paused until it reports them. "
+        "Did another client update it?"
     )
 
 
 def check_equal(topic: Topic, engine: str, announcement: WeightsAnnouncement, checksum: str) -> None:
     """Raise ChecksumDiffers if another engine reported another checksum for the same version."""
-    for other in carrying(topic).values():
-        same = (other.run_generation, other.version) == (announcement.run_generation, announcement.version)
-        if same and other.engine != engine and other.checksum and other.checksum != checksum:
+    for peer in carrying(topic).values():
+        same = (peer.run_generation, peer.version) == (announcement.run_generation, announcement.version)
+        if same and peer.engine != engine and peer.checksum and peer.checksum != checksum:
             raise ChecksumDiffers(
-                f"{engine} has checksum {checksum} at version {announcement.version}, {other.engine} reported "
-                f"{other.checksum}; it gets no requests until they agree, and is now loaded in full. Engines that "
+                f"{engine} has checksum {checksum} at version {announcement.version}, {peer.engine} reported "
+                f"{peer.checksum}; it gets no requests until they agree, and is now loaded in full. Engines that "
                 "differ by design (other tensor-parallel size, other precision) need --no-check-weight-update-equal"
             )

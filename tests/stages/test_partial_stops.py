@@ -14,7 +14,7 @@ from models.engines.errors import EngineUnreachable
 from models.engines.protocol import SamplingParams
 from models.engines.text import ends_within_stop, find_stop
 from stages.sampling.attempt import Attempt
-from stages.sampling.partial_rollouts import Call, Emit, Losses, PartialRollouts
+from stages.sampling.partial_rollouts import Call, Emit, PartialRollouts, RetryState
 from stages.sampling.requests import Chunk, SampleRequest, SampleResult
 
 
@@ -31,7 +31,7 @@ class AbortsOnce:
         ended(0, SampleResult(finish, token_ids=(1, 2), log_probs=(-1.0, -2.0), text=self.text, spent_s=1.0))
         return Attempt(call.request, [], ended, True)
 
-    async def survives(self, *_: object, progress: bool) -> bool:
+    async def wait_to_retry(self, *_: object, progress: bool) -> bool:
         raise AssertionError("nothing fails")
 
     def drains(self, request: SampleRequest) -> bool:
@@ -49,7 +49,7 @@ async def test_what_ends_within_a_stop_string_begins_again(text: str, kept: bool
         raise AssertionError("no chunk comes")
 
     request = SampleRequest(SamplingParams(stop=["</tool_call>", "\n\n"]), token_ids=[3])
-    call = Call(request, Losses.until(None), lambda _, result: emitted.append(result), tell if told else None)
+    call = Call(request, RetryState.until(None), lambda _, result: emitted.append(result), tell if told else None)
     await PartialRollouts(sender, keeps_partial=True).answer(call)
     assert [result.finish for result in emitted] == ["stop"]
     first, second = sender.asked
@@ -76,7 +76,7 @@ class LosesTwoOfThree:
             attempt.end_all("stop")
         return attempt
 
-    async def survives(self, *_: object, progress: bool) -> bool:
+    async def wait_to_retry(self, *_: object, progress: bool) -> bool:
         return True
 
     def drains(self, request: SampleRequest) -> bool:
@@ -86,7 +86,7 @@ class LosesTwoOfThree:
 async def test_those_that_are_left_go_on_under_their_own_numbers() -> None:
     sender, emitted = LosesTwoOfThree(), dict[int, SampleResult]()
     request = SampleRequest(SamplingParams(n=3), token_ids=[3])
-    call = Call(request, Losses.until(None), lambda index, result: emitted.update({index: result}))
+    call = Call(request, RetryState.until(None), lambda index, result: emitted.update({index: result}))
     await PartialRollouts(sender, keeps_partial=True).answer(call)
     assert sender.asked[0] == (0, 3)
     assert sorted(sender.asked[1:]) == [(0, 1), (2, 1)]
