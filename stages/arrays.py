@@ -1,7 +1,7 @@
 """The arrays that messages carry: of one number type and dimension, or, as extras, of any.
 
-Invariants: nobody writes to an array of a message; byte order is little-endian. How they travel, the transport says,
-which knows them by `wire_dtype` and `wire_frame` (transport/codec.py).
+Invariants: an array of a message is never written to; byte order is little-endian. The transport recognises these
+types by `wire_dtype` and `wire_frame` (transport/codec.py).
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class UInt8Array(WireArray):
 class Extra(np.ndarray[Any, np.dtype[Any]]):
     """An array of any number type and shape beside the tokens: an image, the choices of experts.
 
-    It travels as a frame of its own, uncopied: do not write to it once its sample is sent. Read-only after decoding.
+    It travels as a separate frame, uncopied: do not write to it once its sample is sent. Read-only after decoding.
     """
 
     wire_frame: ClassVar[bool] = True

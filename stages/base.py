@@ -49,7 +49,7 @@ class TrainOptions(Struct, frozen=True, tag="train"):
 
 
 class GenerateOptions(Struct, frozen=True, tag="generate"):
-    """What a replica has to know of the model before it asks for anything."""
+    """Facts about the model that a generate replica needs before its first request."""
 
     max_context: int = 1 << 30
     vocab_size: int | None = None  # a real SGLang server ends with all its requests when it is sent another token id
@@ -66,7 +66,7 @@ State = TypeVar("State", bound=msgspec.Struct)
 
 
 class Spans(Protocol):
-    """Where a stage writes what it did and when."""
+    """Receives the spans of a stage for the trace."""
 
     def add(
         self, name: str, start_s: float, dur_s: float, *, group: int = -1, sample: int = -1, detail: str = ""
@@ -118,7 +118,7 @@ class Activity:
 
     @contextmanager
     def sending(self) -> Iterator[None]:
-        """Around a `send` inside `working`: the time counts as blocked unless other work goes on."""
+        """Wraps a `send` inside `working`: the time counts as blocked unless other work continues."""
         self.settle()
         self._working -= 1
         self._sending += 1
@@ -153,10 +153,10 @@ class StageContext:
     concurrency: int = 8
     options: Mapping[str, Any] = field(default_factory=dict)  # [stage.options] of a custom stage, as the user wrote it
     built_in: StageOptions | None = None
-    loops: tuple[str, ...] = ()  # import paths of the loop stages behind generate, in the order they are asked
+    loops: tuple[str, ...] = ()  # import paths of the loop stages behind generate, in their order
 
     def given(self, kind: type[Options]) -> Options:
-        """What the runner says to a built-in stage; the defaults where it says nothing."""
+        """The runner's options for a built-in stage, or their defaults."""
         return self.built_in if isinstance(self.built_in, kind) else kind()
 
 
@@ -184,19 +184,19 @@ class Stage(ABC):
 
     @contextmanager
     def span(self, name: str, *, group: int = -1, sample: int = -1, detail: str = "") -> Iterator[list[str]]:
-        """A span of the trace around the block, which may append to what is said of it."""
-        start_s, clock, said = time.time(), time.perf_counter(), [detail] if detail else []
+        """A span of the trace around the block, which may append details."""
+        start_s, clock, details = time.time(), time.perf_counter(), [detail] if detail else []
         try:
-            yield said
+            yield details
         finally:
             self.context.spans.add(
-                name, start_s, time.perf_counter() - clock, group=group, sample=sample, detail=", ".join(said)
+                name, start_s, time.perf_counter() - clock, group=group, sample=sample, detail=", ".join(details)
             )
 
 
 @asynccontextmanager
 async def beside(*work: Coroutine[Any, Any, None]) -> AsyncIterator[None]:
-    """Run coroutines beside the block, and cancel those that are left at its end. An error of one ends all."""
+    """Run coroutines beside the block and cancel the remaining ones at its end. An error of any ends all."""
     async with asyncio.TaskGroup() as tasks:
         running = [tasks.create_task(one) for one in work]
         yield
@@ -205,7 +205,7 @@ async def beside(*work: Coroutine[Any, Any, None]) -> AsyncIterator[None]:
 
 
 def _is_cancelled() -> bool:
-    """Whether somebody wants the running task to end."""
+    """Whether the running task has been cancelled."""
     task = asyncio.current_task()
     return task is not None and task.cancelling() > 0
 
@@ -217,7 +217,7 @@ def failed(slice_: RolloutSlice, reason: str) -> RolloutSlice:
 
 
 async def send_slice(outlet: Outlet[RolloutSlice], slice_: RolloutSlice) -> None:
-    """Hand a slice over; one that is larger than the stream takes goes on without its tokens, its samples failed.
+    """Send a slice. If it exceeds the stream's limit, send it without tokens, its samples failed.
 
     Without this the replica would end on the error, and the same message would end the next one that it is given to.
     """
@@ -279,18 +279,18 @@ class LoopStage(MapStage):
 
     Tools, agents, environments. The slice holds all sequences of one rollout. Any replica may get any turn of it, so
     what an episode has to remember travels in the message: `read_state`, `write_state`. A sequence that comes back with
-    `done` set has ended: no engine is asked for more, and when all have, the rollout leaves for grading.
+    `done` set has ended: it gets no further turn, and when all have ended, the rollout leaves for grading.
     """
 
     begins: ClassVar[bool] = False
     """Whether rollouts come here before the model's first turn, without a token, and after the last one, also where
-    `--max-turns` leaves no further turn. Such a stage makes the prompt, and says itself that a rollout is done."""
+    `--max-turns` leaves no further turn. Such a stage makes the prompt and decides when a rollout is done."""
 
     @classmethod
     def wants(cls, config: Config, options: Mapping[str, Any], message: RolloutSlice) -> bool:
-        """Whether this stage goes on with the rollout of the slice. `options`: those of this stage in the recipe.
+        """Whether this stage continues the rollout of the slice. `options`: of this stage in the recipe.
 
-        Asked in the generate stage after each turn; what it raises fails the rollout.
+        Called in the generate stage after each turn; an exception fails the rollout.
         """
         raise TypeError(
             f"{cls.__name__} is used as a loop stage and must define the class method wants(config, options, message)"

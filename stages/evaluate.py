@@ -163,8 +163,8 @@ class EvaluateStage(Stage):
         )
         if (path := self.config.observe.custom_eval_rollout_log_function_path) is not None:
             given = {name: self._graded(version, name) for name in self.sets}
-            said = ("--custom-eval-rollout-log-function-path", eval_log(path), version, self.config)
-            await logged(*said, eval_data(given), dict(metrics))
+            call = ("--custom-eval-rollout-log-function-path", eval_log(path), version, self.config)
+            await logged(*call, eval_data(given), dict(metrics))
         self.released = version
         await ports.outlets["settle"].send(EvalDone(version, metrics, complete, detail), f"eval/{version}")
         await ports.topic.publish("eval/released", str(version).encode())

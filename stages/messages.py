@@ -57,7 +57,7 @@ class VersionRun(Struct, frozen=True, array_like=True):
 
 
 class PromptGroup(Struct, frozen=True, array_like=True):
-    """One admitted prompt: what is asked, of whom it came, and how many rollouts are wanted."""
+    """One admitted prompt: its text, its row in the data, and how many rollouts it gets."""
 
     group_id: int
     prompt_index: int  # row in the data after filtering
@@ -142,14 +142,14 @@ class Sample(Struct, frozen=True, array_like=True):
     remove_sample: bool = False  # counts in its group's baseline, is not trained
     teacher_log_probs: Float32Array = msgspec.field(default_factory=lambda: NO_FLOATS)  # [T] or empty
     reused_tokens: int = 0  # tokens saved from an engine that was lost while it made them
-    replaced: int = 0  # times begun anew because its group's deadline passed
+    replaced: int = 0  # times restarted because its group's deadline passed
     spec_proposed: int = 0  # speculative decoding: draft tokens proposed, and accepted
     spec_accepted: int = 0
     policy: str = "policy"  # whose weights made the model tokens
-    prefix: Prefix | None = None  # what it has in common with an earlier sequence of its rollout
+    prefix: Prefix | None = None  # shared with an earlier sequence of its rollout
     turn_rewards: tuple[TurnReward, ...] = ()  # beside the reward at the end
-    done: bool = False  # a loop stage has ended it: no engine is asked for more
-    loop_state: bytes = b""  # what a loop stage has to know at its next turn; dropped when the rollout leaves the loop
+    done: bool = False  # a loop stage has ended it: it gets no further turn
+    loop_state: bytes = b""  # state of a loop stage for its next turn; dropped when the rollout leaves the loop
     extras: dict[str, Extra] = {}  # by name; kept as they are from stage to stage
     metrics: dict[str, float] = {}  # of its environment, by their full name; averaged over rollouts
     answer_start: int = 0  # characters of `response` before what may be the answer: calls of tools, and their results
@@ -203,7 +203,7 @@ class Sample(Struct, frozen=True, array_like=True):
             return f"version runs cover {covered} of {n} tokens"
         if not np.isfinite(self.log_probs).all():
             return "a log-prob is not finite"
-        start, first_made = 0, n  # by runs, for this is asked of every sample that is trained
+        start, first_made = 0, n  # by runs, because this runs for every trained sample
         for run in self.version_runs:
             end = start + run.n_tokens
             if run.version >= 0:
@@ -225,7 +225,7 @@ class Sample(Struct, frozen=True, array_like=True):
 
 
 def without_tokens(sample: Sample) -> Sample:
-    """The sample with nothing in it but what became of it: for one that failed and is too large to travel."""
+    """The sample without its tokens: for a failed sample that is too large to travel."""
     return Sample(
         index=sample.index,
         status=sample.status,
@@ -252,7 +252,7 @@ class RolloutSlice(Struct, frozen=True, array_like=True):
 
     @property
     def n_tokens(self) -> int:
-        """Tokens after the prompts, those that several sequences show once."""
+        """Tokens after the prompts; tokens shared by several sequences count once."""
         return sum(s.new_tokens for s in self.samples)
 
     @property
@@ -272,7 +272,7 @@ class Settled(Struct, frozen=True, array_like=True, tag=True):
     step: int = -1
     tokens: int = 0  # generated for it
     reward: float | None = None  # mean over its graded rollouts
-    pass_rate: float | None = None  # share of correct rollouts, where the grader says which are
+    pass_rate: float | None = None  # share of correct rollouts, if the grader judges correctness
 
 
 class StepDone(Struct, frozen=True, array_like=True, tag=True):

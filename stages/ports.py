@@ -90,12 +90,12 @@ class WeightsSource(Protocol):
     """Published weights, on whichever host they are wanted."""
 
     async def offer(self, slot: Path) -> None:
-        """Let other hosts fetch what this directory holds, now and after each time that it is written anew."""
+        """Let other hosts fetch the files of this directory, now and after each rewrite."""
 
     async def local(self, announcement: WeightsAnnouncement) -> WeightsAnnouncement:
         """The same announcement with a path that lies on this host.
 
-        Waits until all bytes are here. Raises WeightsError if they are not those that were announced: ask again with
+        Waits until all bytes are here. Raises WeightsError if they differ from the announced ones: ask again with
         the newest announcement.
         """
 

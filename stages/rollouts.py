@@ -54,7 +54,7 @@ def new_sample(prompt: Sequence[int] | npt.NDArray[np.int32], index: int) -> Sam
 
 
 def cut(sample: Sample, length: int) -> Sample:
-    """The first tokens, the prompt at least: for a sample whose last ones, which nothing of ours made, are too many."""
+    """The first `length` tokens, at least the prompt: for a sample with too many observation tokens at its end."""
     length = max(length, sample.prompt_length)
     runs: list[VersionRun] = []
     left = length
@@ -71,9 +71,9 @@ def cut(sample: Sample, length: int) -> Sample:
 
 
 def branch(sample: Sample, length: int, response: str = "") -> Sample:
-    """A sequence that begins with the first `length` tokens of another of its rollout, and goes on from there.
+    """A sequence that begins with the first `length` tokens of an earlier one of its rollout and continues from there.
 
-    `response`: their text after the prompt. Of the counts and rewards of the other sequence it has none; `as_rollout`
+    `response`: their text after the prompt. It takes over no counts and no rewards; `as_rollout`
     gives it its place.
     """
     head = cut(sample, length)
@@ -242,12 +242,12 @@ def raw_rewards(samples: Iterable[Sample]) -> npt.NDArray[np.float64]:
 
 
 def verdicts(samples: Iterable[Sample]) -> list[bool]:
-    """Which rollouts are correct, of those whose grader says so. A reward is no verdict: its scale is the grader's."""
+    """Which rollouts are correct, for those with a verdict. A reward is no verdict: its scale is the grader's."""
     return [sample.is_correct for sample in closing(samples) if sample.is_correct is not None]
 
 
 def pass_rate(samples: Iterable[Sample]) -> float | None:
-    """Share of correct rollouts, None where no grader says which are."""
+    """Share of correct rollouts, None without a verdict."""
     known = verdicts(samples)
     return sum(known) / len(known) if known else None
 

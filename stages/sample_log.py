@@ -1,12 +1,15 @@
 """`samples.jsonl` in the run directory: a few rollouts of the run as people read them, with how each group ended.
 
-The train stage writes groups that it trained or refused, the group stage those that never came that far. One line is
-one sequence of a rollout.
+The train stage writes groups that it trained or refused; the group stage writes groups that it filtered or failed.
+One line is one sequence of a rollout.
 
-Invariants: writers hold the file's lock for one append, which first cuts off what a killed writer left unfinished, so
-that every line is whole; the file does not grow beyond `--samples-max-mb` by more than one batch, and does not end
-before the run, because the steps between two that are written double with each sixteenth of it that is full; a resumed
-run drops what was written after the step that it resumes from; a full disk costs samples, not the run.
+Invariants:
+- a writer holds the file's lock for one append and first cuts off an unfinished line of a killed writer, so that every
+  line is whole;
+- the file exceeds `--samples-max-mb` by at most one batch, and covers the whole run: the steps between two written ones
+  double with each sixteenth of the file that is full;
+- a resumed run drops lines after the step that it resumes from;
+- a full disk costs samples, not the run.
 """
 
 from __future__ import annotations
@@ -42,7 +45,7 @@ Run = tuple[int, int]  # value, tokens
 
 
 class TurnRow(Struct, frozen=True, omit_defaults=True):
-    """One stretch of a sequence: what the model wrote, or what it was told."""
+    """One part of a sequence: text of the model, or text given to it."""
 
     role: Literal["model", "observation"]
     tokens: int
@@ -235,7 +238,7 @@ class _Step(Struct):
 
 
 def _step(line: bytes) -> float:
-    """The step of a line; infinite for what is no line of ours, which is dropped."""
+    """The step of a line; infinite for a line of unknown format, which is dropped."""
     try:
         return msgspec.json.decode(line, type=_Step).step
     except (msgspec.MsgspecError, UnicodeDecodeError):
@@ -244,7 +247,7 @@ def _step(line: bytes) -> float:
 
 @contextmanager
 def _locked(path: Path) -> Iterator[int]:
-    """The file, open for appending; nobody else writes to it during the block."""
+    """The file, open for appending, under a lock."""
     file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
     try:
         fcntl.flock(file, fcntl.LOCK_EX)

@@ -10,8 +10,8 @@ that needs many turns can outlive any admission rule. A slot frees when new weig
 until then a new prompt would be born old. The consumption rule stands here alone (`batches_left`); the buffer and the
 train stage ask this gate. Demonstrations of supervised training were sampled by no policy and have no age (`ages`).
 
-`extra` is over-sampling: groups beyond those that the batches need, in the place of those that filters will drop. It
-widens admission only. What filters then do not drop outlives its batch, and consumption refuses it: as stale, or, where
+`extra` is over-sampling: groups beyond the need of the batches, to replace groups that filters will drop. It widens
+admission only. A group that filters keep all the same outlives its batch, and consumption refuses it: as stale, or, if
 eta is 0 and every leftover is too old, as discarded.
 """
 
@@ -26,7 +26,7 @@ from stages.group.filter_chain import filters_on
 
 
 def over_sampling(config: Config) -> int:
-    """Groups that are in flight beyond those that the batches need: 0 unless filters are on."""
+    """Groups in flight beyond the need of the batches: 0 unless filters are on."""
     wanted = config.filter.over_sampling_batch_size
     if wanted is None or not filters_on(config.filter) or not generates(config):
         return 0

@@ -44,7 +44,7 @@ class TeacherStage(MapStage):
     def __init__(self, context: StageContext) -> None:
         super().__init__(context)
         self.teachers = teachers(context)
-        self.temperature = context.config.rollout.rollout_temperature  # which is not changed while the run goes on
+        self.temperature = context.config.rollout.rollout_temperature  # constant during a run
 
     async def setup(self) -> None:
         self.sampler = Sampler(
@@ -94,7 +94,7 @@ class TeacherStage(MapStage):
         return self.teachers[0] if named is None else str(named)
 
     async def _score(self, name: str, sample: Sample) -> Float32Array:
-        """[T] log-probs. Only what lies between the first and the last trained token is asked for."""
+        """[T] log-probs. Scores only the tokens from the first to the last trained token."""
         found = np.zeros(sample.length, dtype=np.float32)
         trained = np.flatnonzero(sample.loss_mask)
         if not len(trained):
@@ -116,11 +116,11 @@ class TeacherStage(MapStage):
         ids = np.array([1, 2, 3, 4], dtype=np.int32)
         try:
             raw = await self._log_probs(name, ids, 1, 1.0)
-            asked = await self._log_probs(name, ids, 1, self.temperature)
+            scaled = await self._log_probs(name, ids, 1, self.temperature)
         except EngineError as error:
-            log.warning("teacher %s could not be asked how it scores: %s", name, error)
+            log.warning("the probe of how teacher %s scores failed: %s", name, error)
             return
-        if float(np.abs(raw - asked).max()) < PROBE_GAP:
+        if float(np.abs(raw - scaled).max()) < PROBE_GAP:
             log.warning(
                 "teacher %s scores at temperature 1, but rollout_temperature is %g: its distribution is compared with "
                 "the policy's at that temperature; use an embedded teacher, or --rollout-temperature 1",

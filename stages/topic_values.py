@@ -29,29 +29,31 @@ from stages.ports import Readable
 ADDRESS: Final = "engine/"
 DIRECTORY: Final = "directory/"
 RETRACTED: Final = "retracted/"  # topic `retracted/<client>`: how often its requests were retracted, as a number
-ASKED: Final = "/asked_s"  # end of the figure in which a client tells how long an engine's oldest request is under way
+ASKED: Final = "/asked_s"  # suffix of a client's figure: age of the oldest request in flight at an engine
 SLOW: Final = "slow/"  # topic `slow/<engine>`: a `Complaint` for the user alone, that an answer came at a crawl
-# Ends of the figures in which the engines stage tells an engine's idle share, and its requests.
+# Suffixes of figures of the engines stage: idle share of an engine, and its requests.
 IDLE: Final = "/idle"
 RUNNING: Final = "/running"
 WAITING: Final = "/waiting"
-LEAVE: Final = "leave/"  # topic `leave/<engine>`: it is to end; nothing is sent there, and what it holds goes elsewhere
-ORDER: Final = "order/"  # topic `order/<fetcher>/<engine>`: weights that an engine of its node is to get
-BROUGHT: Final = "brought/"  # topic `brought/<fetcher>/<engine>`: what has become of that order
+LEAVE: Final = "leave/"  # topic `leave/<engine>`: it must end; clients send elsewhere, its requests move
+ORDER: Final = "order/"  # topic `order/<fetcher>/<engine>`: weights for an engine of the fetcher's node
+BROUGHT: Final = "brought/"  # topic `brought/<fetcher>/<engine>`: the progress of that order
 KEYS: Final = (ADDRESS, DIRECTORY)  # what to wait for: an entry begins and ceases to count with its address
 POLICY: Final = "policy"  # the policy that the run trains; every frozen model has its own name
 
 
 class Server(Struct, frozen=True, kw_only=True):
-    """What is told of a server of either kind."""
+    """Facts about an engine or a router."""
 
-    token: Token | None = None  # what requests to it must bring
-    fetcher: str = ""  # what brings an engine's weights to its node; empty: nothing has to
+    token: Token | None = None  # that requests to it must carry
+    fetcher: str = ""  # that brings weights to the engine's node; empty: not needed
 
 
 class EngineAddress(Server, frozen=True):
-    """Topic value `engine/<engine>`: where an engine listens; `incarnation` rises when it is started anew.
-    `taken_over`: an earlier start of the run left it, in whatever state: nothing that it says of its weights counts."""
+    """Topic value `engine/<engine>`: where an engine listens; `incarnation` rises at each start of its process.
+
+    `taken_over`: an earlier start of the run left it in an unknown state; its own report of its weights does not count.
+    """
 
     engine: str
     url: str
@@ -61,13 +63,13 @@ class EngineAddress(Server, frozen=True):
 
 
 class EngineEntry(EngineAddress, frozen=True):
-    """Topic value `directory/<engine>`: what the engines stage says of one engine; its clients read nothing else.
+    """Topic value `directory/<engine>`: the engines stage's entry of one engine; clients read nothing else.
 
     It belongs to one incarnation: an entry whose incarnation is not that of the newest `engine/<engine>` address is
     older than the process that listens there, and counts for nothing.
     """
 
-    # Requests are sent while serving or updating. When `leaving`, it gives back what it holds; then it has `left`.
+    # Clients send while it is serving or updating. A `leaving` engine returns its requests; then it has `left`.
     state: Literal["loading", "serving", "updating", "away", "leaving", "left"] = "loading"
     run_generation: int = -1  # of the weights it carries; -1 with version -1: none of this run
     version: int = -1  # rollout batches that they were trained on
@@ -93,14 +95,14 @@ class RouterAddress(Server, frozen=True):
 
 
 class RouterState(RouterAddress, frozen=True):
-    """Topic value `router_state`: what the engines stage says of the router. It belongs to one incarnation of it."""
+    """Topic value `router_state`: the engines stage's entry of one incarnation of the router."""
 
-    up: bool = False  # it has a healthy worker that serves a request: requests may be sent through it
+    up: bool = False  # it has a healthy worker: requests may be sent through it
     split: bool = False  # prefill and decode are apart: no engine can serve a request alone
 
 
 class Complaint(Struct, frozen=True):
-    """Topic value `complaint/<engine>`: why the supervisor should start this incarnation of an engine anew."""
+    """Topic value `complaint/<engine>`: why the supervisor should restart this incarnation of an engine."""
 
     engine: str
     incarnation: int
@@ -115,7 +117,7 @@ def addresses(topic: Readable, policy: str | None = None) -> dict[str, EngineAdd
 
 
 def entries(topic: Readable, policy: str | None = None) -> dict[str, EngineEntry]:
-    """What is known of the engines that have an address, by the engine's name; of one policy, or of all."""
+    """Entries of the engines that have an address, by the engine's name; of one policy, or of all."""
     decoder = msgspec.msgpack.Decoder(EngineEntry)
     current = addresses(topic, policy)
     found = {key.removeprefix(DIRECTORY): value for key, value in topic.items(DIRECTORY).items()}
@@ -124,16 +126,16 @@ def entries(topic: Readable, policy: str | None = None) -> dict[str, EngineEntry
 
 
 def carrying(topic: Readable) -> dict[str, EngineEntry]:
-    """The entries of engines that carry weights of this run. One that has none yet holds nobody up."""
+    """Entries of the engines that carry weights of this run. An engine without weights delays no other."""
     return {name: entry for name, entry in entries(topic, POLICY).items() if entry.version >= 0}
 
 
 SETTINGS: Final = "settings"
-MOST_KEPT: Final = 16  # changes on the topic; older ones are long in force
+MOST_KEPT: Final = 16  # changes on the topic; older changes are in force already
 
 
 class Settings(Struct, frozen=True):
-    """All of them, changed or not, from batch `from_step` (the first is 1) on."""
+    """All settings, changed or not, from batch `from_step` (the first is 1) on."""
 
     from_step: int
     max_staleness: int
@@ -163,7 +165,7 @@ def write_settings(history: tuple[Settings, ...]) -> bytes:
 
 
 def settings_at(topic: Readable, step: int) -> Settings | None:
-    """Those of a batch; None while nothing was changed."""
+    """The settings of a batch; None before the first change."""
     value = topic.get(SETTINGS)
     if value is None:
         return None
@@ -172,6 +174,6 @@ def settings_at(topic: Readable, step: int) -> Settings | None:
 
 
 def newest_settings(topic: Readable) -> Settings | None:
-    """Those that were changed last, in force or not."""
+    """The newest change, in force or not."""
     value = topic.get(SETTINGS)
     return None if value is None else msgspec.msgpack.decode(value, type=tuple[Settings, ...])[-1]

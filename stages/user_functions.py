@@ -1,7 +1,7 @@
 """`python -m stages.user_functions grader=my_code:score filter=my_code:keep`: can a run call these functions?
 
 Imports them in a process of their own, for a user's module may take memory, print, or end the process. Answers with a
-JSON list of what is wrong with each, as the only line of its standard output.
+JSON list of faults, as the only line of its standard output.
 """
 
 from __future__ import annotations

@@ -54,7 +54,7 @@ class PreparedPrompt(Struct, frozen=True):
     label: str | None
     metadata: str  # JSON object
     tools: str  # JSON list: the run's tools, then the row's own
-    label_ids: Int32Array = NO_IDS  # [L], filled where labels are what is learnt
+    label_ids: Int32Array = NO_IDS  # [L], filled in supervised training
 
     def group(self, group_id: int, index: int, n_samples: int, seed: int) -> PromptGroup:
         """The prompt, which is the one of the index, as a group of so many rollouts."""
@@ -251,7 +251,7 @@ class Preparer:
 
 
 def _tokenized(tokenize: Tokenize, text: str, limit: int | None) -> Sequence[int]:
-    """The tokens of a text. One of megabytes costs minutes and gigabytes: its beginning tells that it is too long."""
+    """The tokens of a text. Of a text of megabytes only the beginning is encoded, which shows that it is too long."""
     if limit is not None and len(text) > _HEAD_CHARACTERS * (limit + 1):
         head = text[: _HEAD_CHARACTERS * (limit + 1)]
         n_tokens = len(tokenize(head))

@@ -46,7 +46,7 @@ class LedgerSnapshot(Struct, frozen=True):
     open: tuple[OpenGroup, ...]
     duplicates: int = 0
     tokens: dict[str, int] = {}
-    requeue: tuple[int, ...] = ()  # positions of stale prompts that wait to be asked once more
+    requeue: tuple[int, ...] = ()  # positions of stale prompts that wait for their second visit
     skipped: int = 0  # positions that the curriculum passed over
     pass_rates: dict[int, float] = {}  # prompt index -> moving average, with a curriculum
     drawn: dict[int, DrawnRow] = {}  # position -> prompt of a data source whose group has not ended, or not begun

@@ -67,7 +67,7 @@ class PassRateCurriculum:
         self.rates: dict[int, float] = dict(rates or {})
 
     def observe(self, index: int, pass_rate: float | None) -> None:
-        """A group of the prompt was graded; None says nothing."""
+        """Record the pass rate of a graded group; None is no information."""
         if not self.on or pass_rate is None:
             return
         before = self.rates.get(index, pass_rate)

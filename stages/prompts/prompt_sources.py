@@ -116,7 +116,7 @@ class DrawnPrompts:
         return self._rows[position]
 
     def forget(self, position: int) -> None:
-        """The group of a position has ended, and is not asked again."""
+        """The group of a position is settled: its prompt is not needed again."""
         self._rows.pop(position, None)
 
     def resume(self, rows: Mapping[int, DrawnRow], cursor: int, step: int) -> None:

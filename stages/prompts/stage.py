@@ -82,7 +82,7 @@ class PromptStage(Stage):
     ) -> None:
         """`saved`: batches that take the place of generation.
 
-        `restored`: groups open in `snapshot` that the trainer holds complete: settled like all, not asked again."""
+        `restored`: groups open in `snapshot` that the trainer holds complete: settled like all, not generated again."""
         super().__init__(context)
         data = context.config.data
         self.prompts, self.gate, self.hooks = prompts, gate, hooks
@@ -107,7 +107,9 @@ class PromptStage(Stage):
         self.sampling = Sampling(rollout.rollout_temperature, rollout.rollout_top_p)  # of groups that are submitted
         self._bounds: deque[tuple[int, int]] = deque()  # of staleness, and from which batch on
         self._again = deque(g for g in self.ledger.open_groups() if g.group_id not in restored)  # submit as they are
-        self._requeue: deque[int] = deque(snapshot.requeue if snapshot else ())  # prompts to be asked once more
+        self._requeue: deque[int] = deque(
+            snapshot.requeue if snapshot else ()
+        )  # prompts that wait for their second visit
         self._wake = asyncio.Event()
 
     @property
@@ -134,7 +136,7 @@ class PromptStage(Stage):
         )
 
     def drain(self, reason: str) -> None:
-        """Admit no more; what is out is settled by whoever holds it. Unblocks everybody through the topic `drain`."""
+        """Admit no more; the holder of each open group settles it. Unblocks all stages through the topic `drain`."""
         if self.draining is None:
             self.draining = reason
             self._wake.set()
@@ -150,7 +152,7 @@ class PromptStage(Stage):
             self._wake.set()
 
     def pause(self, paused: bool) -> None:
-        """Admit no new group until told otherwise; what is out goes on."""
+        """Admit no new group until `resume`; open groups continue."""
         self.paused = paused
         self._wake.set()
 
@@ -173,8 +175,8 @@ class PromptStage(Stage):
         drained = False
         while True:
             while self._again and self._room(self.ledger.open - len(self._again)) > 0:
-                # Of those open in a checkpoint some may have been admitted for versions after it, which never happened:
-                # they wait for theirs again.
+                # Some groups open in the checkpoint were admitted for later versions, which this run has not reached yet:
+                # they wait for the gate like new groups.
                 await self._submit(self._again.popleft(), ports.outlets["out"])
             if self.drawn is not None:
                 await self.drawn.reach(self.ledger.cursor + self.capacity)
@@ -194,7 +196,7 @@ class PromptStage(Stage):
 
     @property
     def _has_prompt(self) -> bool:
-        """Whether the next prompt is there; a data source is asked for it before."""
+        """Whether the next prompt is available; a data source is called for it first."""
         return self.drawn is None or bool(self._requeue) or self.ledger.cursor < self.drawn.reached
 
     def _admit_one(self) -> OpenGroup:
@@ -259,8 +261,8 @@ class PromptStage(Stage):
             rates = report.pass_rates
             if not rates and not self.curriculum.rates and self.curriculum.on:
                 raise NoVerdicts(
-                    "--curriculum pass_rate needs a grader that says which responses are correct, and nothing in batch "
-                    f"{report.step} says so; return is_correct beside the score, or leave --curriculum out"
+                    "--curriculum pass_rate needs a grader that judges which responses are correct, and no response of "
+                    f"batch {report.step} has a verdict; return is_correct beside the score, or leave --curriculum out"
                 )
             self.close_groups(
                 [Settled(g, "trained", step=report.step, tokens=share, pass_rate=rates.get(g)) for g in report.groups]
