@@ -175,7 +175,7 @@ class PromptStage(Stage):
         drained = False
         while True:
             while self._again and self._room(self.ledger.open - len(self._again)) > 0:
-                # Some groups open in the checkpoint were admitted for later versions, which this run has not reached yet:
+                # Some groups open in the checkpoint were admitted for later versions, not reached yet in this run:
                 # they wait for the gate like new groups.
                 await self._submit(self._again.popleft(), ports.outlets["out"])
             if self.drawn is not None:
