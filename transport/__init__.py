@@ -28,7 +28,6 @@ from transport.ports.byte_transfer import ByteClient, ByteServer
 from transport.ports.hub import Hub
 from transport.ports.inlet import Inlet
 from transport.ports.outlet import Outlet
-from transport.ports.shards import ShardedInlet, ShardedOutlet
 from transport.ports.topic import TopicClient, TopicServer
 from transport.spec import DeadLetter, Held, HubStats, StreamSpec
 
@@ -57,8 +56,6 @@ __all__ = [
     "Outlet",
     "Security",
     "SecurityError",
-    "ShardedInlet",
-    "ShardedOutlet",
     "StreamFinished",
     "StreamSpec",
     "TopicClient",

@@ -33,7 +33,6 @@ from pipeline.control.messages import (
     Status,
 )
 from pipeline.errors import UsageError
-from pipeline.hosts.stream_hub import StreamHub
 from pipeline.observe.monitor import Monitor
 from pipeline.record.recorder import Recorder
 from pipeline.supervise.runner import Runner
@@ -41,7 +40,7 @@ from stages.engine_entries import POLICY, RUNNING, WAITING, addresses, entries
 from stages.live_settings import SETTINGS, Sampling, Settings, write_settings
 from stages.prompts.stage import PromptStage
 from stages.train.asked_saves import SAVE
-from transport import TopicServer
+from transport import Hub, TopicServer
 
 AUTOSCALE_LOOK_S: Final = 1.0
 
@@ -56,7 +55,7 @@ class RunControl:
         runner: Runner,
         monitor: Monitor,
         adviser: Adviser,
-        hubs: Mapping[str, StreamHub],
+        hubs: Mapping[str, Hub],
         topic: TopicServer,
         drain: Callable[[], None],
     ) -> None:
@@ -249,6 +248,6 @@ class RunControl:
             )
         return tuple(found)
 
-    def _queue(self, name: str, hub: StreamHub) -> QueueStatus:
+    def _queue(self, name: str, hub: Hub) -> QueueStatus:
         stats = hub.stats()
         return QueueStatus(name, stats.queued, stats.leased, stats.consumers)

@@ -283,7 +283,7 @@ def hostile_frames(rng: random.Random) -> list[bytes]:
     """A multipart message that no honest peer sends: noise, damaged headers, lying headers."""
     codec = Codec(bytes)
     digest = rng.choice([codec.hash, "unknown"])
-    hello = Hello(1, "run", "s", "producer", "evil", rng.randbytes(4).hex(), codec.name, digest)
+    hello = Hello(wire.PROTOCOL, "run", "s", "producer", "evil", rng.randbytes(4).hex(), codec.name, digest)
     report = Report(rng.getrandbits(60), 1, 2**62, 2**62, 2**62, (1, 2, 3), tuple(range(50)), (), tuple(range(9)))
     honest = [
         wire.encode(hello),
@@ -369,7 +369,7 @@ async def test_a_message_of_too_many_frames_is_not_kept(run_dir: Path, monkeypat
             evil.set(zmq.LINGER, 0)
             evil.connect(hub.address)
             codec = Codec(bytes)
-            hello = wire.encode(Hello(1, "run", "s", "producer", "evil", "evil", codec.name, codec.hash))
+            hello = wire.encode(Hello(wire.PROTOCOL, "run", "s", "producer", "evil", "evil", codec.name, codec.hash))
             many, large = [b"x"] * 51, [b"x" * (1 << 20)] * 4  # 3 MiB and a little more are what the socket lets pass
             evil.send(hello)
             for number, frames in enumerate((many, large), 1):

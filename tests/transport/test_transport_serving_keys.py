@@ -114,23 +114,18 @@ async def test_a_process_that_is_told_of_late_is_not_refused(keys: Keys, monkeyp
         assert hub.stats().accepted == 1
 
 
-async def test_peers_move_to_a_hub_with_another_key_and_to_no_impostor(keys: Keys) -> None:
+async def test_peers_connect_to_no_impostor(keys: Keys) -> None:
     own = keys.client("generate-0")
-    async with asyncio.timeout(20), Node("run", "generate-0", own) as sender:
+    async with asyncio.timeout(20):
         async with Node("run", "hub-0", keys.hub("hub-0")) as node:
             address = (await node.hub(spec(), ignore)).address
-            outlet = await sender.outlet(address, "s", bytes)
-            await outlet.send(b"x", "1")
         async with Node("run", "hub-1", keys.hub("hub-1")) as node:
             hub = await node.hub(spec(), ignore)
-            impostor = hub.address.partition(KEY_MARK)[0]  # it cannot prove to be the one whose key is asked for
+            impostor = hub.address.partition(KEY_MARK)[0]  # it cannot prove that it owns the key that is asked for
             for key in (f"{KEY_MARK}{parse(address).key}", ""):
                 async with Node("run", "generate-0", own, give_up_s=0.3) as deceived:
                     with pytest.raises(LinkLost, match="heard nothing"):
                         await deceived.outlet(impostor + key, "s", bytes)
-            outlet.move(hub.address)
-            await outlet.send(b"x", "2")
-            assert hub.stats().accepted == 1
 
 
 def test_a_key_of_an_address_is_whole() -> None:

@@ -12,14 +12,14 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from typing import TYPE_CHECKING, Literal
 
 from transport.core.dedup import KeyMemory
 from transport.spec import DeadLetter, Held, HubStats, StreamSpec
 from transport.wire import Work, encode
 
 if TYPE_CHECKING:
-    from transport.core.peers import ConsumerPeer, ProducerPeer
+    from transport.core.peers import ConsumerPeer
 
 SUSPECT_DEATHS = 2
 SUSPECT_LOSSES = 3
@@ -46,13 +46,6 @@ class Item:
     last: ConsumerPeer | None = None  # who had it before; another one is preferred next
     suspect: bool = False
     tried_alone: bool = False
-    origins: list[tuple[ProducerPeer, int]] = field(default_factory=list)  # who keeps it, under which number
-
-
-class Letter(NamedTuple):
-    letter: DeadLetter  # without its body
-    body: Body
-    item: Item
 
 
 @dataclass(slots=True)
@@ -63,9 +56,7 @@ class Custody:
     ready: deque[Item] = field(default_factory=deque)
     again: deque[Item] = field(default_factory=deque)  # redeliveries go first
     suspects: deque[Item] = field(default_factory=deque)
-    letters: list[Letter] = field(default_factory=list)
-    gone: list[Item] = field(default_factory=list)  # settled: their senders need keep them no longer
-    by_key: dict[str, Item] = field(default_factory=dict)  # where senders keep
+    letters: list[tuple[DeadLetter, Body]] = field(default_factory=list)  # the letters without their bodies
     keys: KeyMemory = field(init=False)
     held_bytes: int = 0
     leased: int = 0
@@ -79,20 +70,16 @@ class Custody:
     def __post_init__(self) -> None:
         self.keys = KeyMemory(max(KEYS_REMEMBERED, 2 * self.spec.capacity_items))
 
-    def admit(self, key: str, size: int, checksum: int, body: Body) -> Item | None:
-        """Take custody. A key that was accepted before is suppressed: what is in custody under it, where senders keep,
-        else None."""
+    def admit(self, key: str, size: int, checksum: int, body: Body) -> None:
+        """Take custody; a key that was accepted before is suppressed."""
         if self.spec.dedup_keys and not self.keys.add(key):
             self.duplicates += 1
-            return self.by_key.get(key)
+            return
         self.accepted += 1
         item = Item(self.accepted, key, size, checksum, body)
         self.items[item.id] = item
         self.held_bytes += size
         self.ready.append(item)
-        if self.spec.senders_keep:
-            self.by_key[key] = item
-        return item
 
     def lease(self, item: Item, holder: ConsumerPeer) -> Work:
         """Hand the item to the holder and return the header of its delivery."""
@@ -119,8 +106,6 @@ class Custody:
             return False
         self._remove(item)
         self.settled += 1
-        if self.spec.senders_keep:
-            self.gone.append(item)
         return True
 
     def release(self, item: Item) -> None:
@@ -156,7 +141,7 @@ class Custody:
         self._remove(item)
         self.dead += 1
         self.keys.forget(item.key)
-        self.letters.append(Letter(DeadLetter(self.spec.name, item.key, header, b"", reason), body, item))
+        self.letters.append((DeadLetter(self.spec.name, item.key, header, b"", reason), body))
 
     def stats(self, producers: int, consumers: int, malformed: int) -> HubStats:
         return HubStats(
@@ -209,7 +194,6 @@ class Custody:
     def _remove(self, item: Item) -> None:
         self.release(item)
         del self.items[item.id]
-        self.by_key.pop(item.key, None)
         self.held_bytes -= item.size
         item.state = "gone"
         item.body = None  # queues may still refer to the item

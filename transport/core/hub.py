@@ -7,21 +7,18 @@ Invariants:
 - A broken link is no death: the consumer may come back within `grace_s` and keep what it holds. The supervisor's
   `peer_lost`, a lease that runs out, and a grace that runs out are deaths, and blame what was started there.
 - END is sent only after `finish()`, with nothing in custody.
-- Where senders keep what they sent until it is settled, the hub may lose its memory: see `Keeping`.
 - Peers are known by incarnation; a route is only where to answer. Nothing is kept for a peer that never said hello.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
-from itertools import chain
 from typing import NamedTuple
 
 from transport.core.credit import Capacity
-from transport.core.custody import Body, Custody, Item
+from transport.core.custody import Body, Custody
 from transport.core.dedup import SeqWindow
 from transport.core.dispatch import Dispatch
-from transport.core.keeping import Keeping
 from transport.core.peers import ConsumerPeer, ProducerPeer, mismatch
 from transport.spec import HubStats, StreamSpec
 from transport.wire import (
@@ -54,12 +51,9 @@ class Send(NamedTuple):
 
 
 class HubCore:
-    """See the module. `now` is any monotonic clock, the same one in all calls. `resume_until`: on that clock, for a hub
-    that takes the place of one whose senders keep what it had."""
+    """See the module. `now` is any monotonic clock, the same in all calls."""
 
-    def __init__(
-        self, spec: StreamSpec, run_id: str, epoch: int, *, grace_s: float = GRACE_S, resume_until: float = 0.0
-    ) -> None:
+    def __init__(self, spec: StreamSpec, run_id: str, epoch: int, *, grace_s: float = GRACE_S) -> None:
         self.spec = spec
         self.run_id = run_id
         self.epoch = epoch
@@ -69,7 +63,6 @@ class HubCore:
         self.producers: dict[str, ProducerPeer] = {}
         self.consumers: dict[str, ConsumerPeer] = {}
         self.dispatch = Dispatch(spec, self.custody, self.consumers)
-        self.keeping = Keeping(spec, self.custody, self.producers, self.consumers, resume_until)
         self.schema: tuple[str, str] | None = None  # of whoever said hello first
         self.finishing = False
         self.closing = False
@@ -93,7 +86,7 @@ class HubCore:
             return
         peer = self._routes.get(route)
         if peer is None:
-            if isinstance(message, Fin) and not self.keeping.on:
+            if isinstance(message, Fin):
                 self._out.append(Send(route, FinAck()))
             elif not isinstance(message, FinAck):
                 self._out.append(Send(route, Who()))
@@ -102,14 +95,14 @@ class HubCore:
         peer.connected = True
         self._heard[peer] = None
         if isinstance(message, Fin | FinAck):
-            self._goodbye(peer, message)
+            self._leave(peer, blame=isinstance(message, Fin) and message.blame)
+            if isinstance(message, Fin):
+                self._out.append(Send(route, FinAck()))
         elif isinstance(peer, ProducerPeer):
             if isinstance(message, Put):
                 self._put(peer, message, body)
             elif isinstance(message, Ping):
                 peer.asked = True
-                if message.epoch == self.epoch:
-                    self.keeping.asked(peer, message)
             else:
                 self.malformed += 1
         elif isinstance(message, Report):
@@ -137,7 +130,6 @@ class HubCore:
                 how = "was silent for a lease" if peer.connected else "lost its link"
                 self._leave(peer, blame=True, how=how)
         self.dispatch.on_timer(now)
-        self.keeping.on_timer(now)
         self._wake_at = None
         for peer in self._peers():
             self._note(peer.silent_at)
@@ -156,7 +148,6 @@ class HubCore:
 
     def flush(self, now: float) -> list[Send]:
         """Acknowledge, grant and deliver: all that is due now, in this order for each peer."""
-        self._release()
         heard, self._heard = self._heard, {}
         for peer in heard:
             if isinstance(peer, ConsumerPeer):
@@ -164,8 +155,7 @@ class HubCore:
                     self._confirm(peer)
             elif self.producers.get(peer.incarnation) is peer:
                 self._grant(peer)
-        others = () if self.keeping.resuming else self.dispatch.assign(now)
-        for item, consumer in chain(self.keeping.returns(), others):
+        for item, consumer in self.dispatch.assign(now):
             item.leased_at = now
             self._out.append(Send(consumer.route, self.custody.lease(item, consumer), item.body))
         if self.ended:
@@ -178,12 +168,12 @@ class HubCore:
 
     def deadline(self) -> float | None:
         """When on_timer wants to be called; may be early, is never late."""
-        times = [self._wake_at, self.dispatch.deadline(), self.keeping.resume_until if self.keeping.resuming else None]
+        times = [self._wake_at, self.dispatch.deadline()]
         return min((time for time in times if time is not None), default=None)
 
     @property
     def ended(self) -> bool:
-        return self.finishing and not self.custody.items and not self.keeping.waits
+        return self.finishing and not self.custody.items
 
     def knows(self, route: bytes) -> bool:
         return route in self._routes
@@ -228,36 +218,23 @@ class HubCore:
             peer.seqs.add(put.seq)
             peer.used_items += 1
             peer.used_bytes += put.size
-            item = self.custody.admit(put.key, put.size, put.checksum, body)
+            self.custody.admit(put.key, put.size, put.checksum, body)
             peer.to_accept.append(put.seq)
-            if self.keeping.on:
-                self.keeping.note(peer, put.seq, item)
 
     def _limits(self, peer: ProducerPeer) -> tuple[int, int]:
         return peer.limits(self.capacity, len(self.custody.items), self.custody.held_bytes)
 
     def _grant(self, peer: ProducerPeer) -> None:
-        """Acknowledge, release, and raise the limits: with each acknowledgement, on request, when half is used up."""
+        """Acknowledge, and raise the limits: with each acknowledgement, on request, when half is used up."""
         limits = self._limits(peer)
         raised = peer.starved(self.capacity) and limits != (peer.limit_items, peer.limit_bytes)
-        if peer.connected and (peer.to_accept or peer.to_release or peer.asked or raised):
+        if peer.connected and (peer.to_accept or peer.asked or raised):
             peer.limit_items, peer.limit_bytes = limits
-            said = Accepted(self.epoch, tuple(peer.to_accept), *limits, settled=tuple(peer.to_release))
-            self._out.append(Send(peer.route, said))
+            self._out.append(Send(peer.route, Accepted(self.epoch, tuple(peer.to_accept), *limits)))
             peer.to_accept.clear()
-            peer.to_release.clear()
             peer.asked = False
         if peer.starved(self.capacity):
             self._heard[peer] = None  # as soon as there is room, which others make
-
-    def told(self, item: Item) -> None:
-        """Whoever keeps the account has the item's dead letter: its senders need keep it no longer."""
-        self.custody.gone.append(item)
-
-    def _release(self) -> None:
-        gone, self.custody.gone = self.custody.gone, []
-        for item in gone:
-            self._heard.update(dict.fromkeys(self.keeping.release(item)))
 
     # Consumers.
 
@@ -275,8 +252,6 @@ class HubCore:
     def _report(self, peer: ConsumerPeer, report: Report) -> None:
         if report.epoch != self.epoch:
             return
-        if report.held is not None and self.keeping.on:
-            self.keeping.claim(peer, report.claims)
         current = report.session == peer.session
         if current:
             peer.credit.grant(report.limit_items, report.limit_bytes)
@@ -324,9 +299,7 @@ class HubCore:
                 seqs = SeqWindow(hello.low_seq)
                 session = self._next_session()
                 peer = ProducerPeer(route, hello.replica, hello.incarnation, silent_at, session, seqs=seqs)
-                peer.owed = hello.unsettled if self.keeping.on else 0
             self.producers[hello.incarnation] = peer
-            peer.leaving = False
             peer.limit_items, peer.limit_bytes = limits = self._limits(peer)
             sent = (peer.used_items, peer.used_bytes)
         else:
@@ -347,17 +320,7 @@ class HubCore:
         self._note(silent_at)
         low = peer.seqs.low if isinstance(peer, ProducerPeer) else 1
         about = (self.epoch, peer.session, self.spec.lease_s, self.spec.max_message_bytes)
-        self._out.append(Send(route, Welcome(*about, *limits, *sent, self.keeping.on, low)))
-
-    def _goodbye(self, peer: ProducerPeer | ConsumerPeer, message: Fin | FinAck) -> None:
-        if isinstance(message, Fin) and isinstance(peer, ProducerPeer) and peer.unsettled:
-            if not peer.leaving:
-                self.keeping.leaves(peer)
-            if not self.keeping.may_leave(peer):
-                return  # it says goodbye again
-        self._leave(peer, blame=isinstance(message, Fin) and message.blame)
-        if isinstance(message, Fin):
-            self._out.append(Send(peer.route, FinAck()))
+        self._out.append(Send(route, Welcome(*about, *limits, *sent, low)))
 
     def _leave(self, peer: ProducerPeer | ConsumerPeer, *, blame: bool, how: str = "failed") -> None:
         """Forget a peer; what it held is delivered to others, and blamed if it had been started."""
@@ -365,8 +328,6 @@ class HubCore:
         if isinstance(peer, ProducerPeer):
             self.producers.pop(peer.incarnation, None)
             peer.to_accept.clear()
-            if not peer.leaving and not self.closing:
-                self.keeping.leaves(peer)
             self._departed[peer.incarnation] = peer
             if len(self._departed) > REMEMBERED_PRODUCERS:
                 self._departed.popitem(last=False)
@@ -374,7 +335,6 @@ class HubCore:
         self.consumers.pop(peer.incarnation, None)
         alone = self.dispatch.alone
         self.dispatch.abandon(peer)
-        self.keeping.gone(peer)
         for item in list(peer.held.values()):
             if blame and (item.started or item is alone):
                 self.custody.fail(item, f"replica {peer.replica!r} {how} while executing it")

@@ -31,10 +31,6 @@ class ProducerPeer(Peer):
     limit_bytes: int = 0
     to_accept: list[int] = field(default_factory=list)
     asked: bool = False  # wants to hear its limits
-    unsettled: dict[int, Item] = field(default_factory=dict)  # which it keeps, where senders keep
-    to_release: list[int] = field(default_factory=list)  # of those it keeps, what is settled
-    owed: int = 0  # messages that it will put once more, since an earlier hub had them
-    leaving: bool = False  # and is let go when others keep what it keeps
 
     @property
     def within_credit(self) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal, cast
+from typing import Literal
 
 from msgspec import structs
 
@@ -45,11 +45,10 @@ class Session:
         self.epoch: int | None = None
         self.lease_s = 0.0
         self.max_message_bytes = 0
-        self.senders_keep = False
         self.refusal: Refuse | None = None
         self.lost = False  # silent for longer than give_up_s
         self.out: list[tuple[ToHub, Body]] = []
-        self.heard_at = 0.0
+        self._heard_at = 0.0
         self._beat_at = 0.0
         self._beat_due = False
         self.session = 0
@@ -61,7 +60,7 @@ class Session:
         return self.fin_pending or self.state in ("leaving", "left")
 
     def start(self, now: float) -> None:
-        self.heard_at = now
+        self._heard_at = now
         self.say_hello(now)
 
     def say_hello(self, now: float) -> None:
@@ -73,12 +72,12 @@ class Session:
         self.out.append((self.hello, None))
         self._beat_at = now + self._interval(HELLO_RETRY_S)
 
-    def renew_hello(self, low_seq: int, unsettled: int) -> None:
-        if (low_seq, unsettled) != (self.hello.low_seq, self.hello.unsettled):
-            self.hello = structs.replace(self.hello, low_seq=low_seq, unsettled=unsettled)
+    def renew_hello(self, low_seq: int) -> None:
+        if low_seq != self.hello.low_seq:
+            self.hello = structs.replace(self.hello, low_seq=low_seq)
 
     def heard(self, now: float) -> None:
-        self.heard_at = now
+        self._heard_at = now
         self.lost = False
 
     def on_message(self, now: float, message: FromHub) -> bool:
@@ -90,7 +89,6 @@ class Session:
             self.session = message.session
             self.lease_s = message.lease_s
             self.max_message_bytes = message.max_message_bytes
-            self.senders_keep = message.senders_keep
             if self.state != "left":
                 self.state = "open"
                 self.beat_now(now)
@@ -101,10 +99,9 @@ class Session:
             self.say_hello(now)
         elif isinstance(message, Fin):  # the hub closes; all that was reported before is with it
             self.out.append((FinAck(), None))
-            if self.leaving and not self.senders_keep:
+            if self.leaving:
                 self.state = "left"
-            elif self.state in ("open", "leaving"):  # another incarnation may come: greet it when it does
-                self.fin_pending = self.state == "leaving"
+            elif self.state == "open":  # another incarnation may come: greet it when it does
                 self.state = "greeting"
                 self._beat_at = now + self._interval(HELLO_RETRY_S)
         elif isinstance(message, FinAck) and self.state == "leaving":
@@ -138,9 +135,7 @@ class Session:
             self._beat_at = now + FIN_RETRY_S
 
     def on_timer(self, now: float) -> None:
-        # A hub whose senders keep what it has is started again, however long that takes: nobody leaves with it.
-        patient = self.senders_keep or self.give_up_s is None
-        if not patient and now - self.heard_at >= cast(float, self.give_up_s):
+        if self.give_up_s is not None and now - self._heard_at >= self.give_up_s:
             self.lost = True
         if now < self._beat_at:
             return

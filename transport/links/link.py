@@ -77,10 +77,6 @@ class Link(ABC):
         """Forget what waits for a connection: a hello makes it pointless."""
 
     @abstractmethod
-    def move(self, text: str) -> None:
-        """Connect to another address: what was at the one of before is gone. For clients."""
-
-    @abstractmethod
     def close(self, linger_ms: int) -> None: ...
 
     @abstractmethod

@@ -89,10 +89,6 @@ class MemoryLink(Link):
             self._events.append(True)
             self.wake()
 
-    def move(self, text: str) -> None:
-        self.address = text
-        self.reconnect()
-
     def report_down(self) -> None:
         self._events.append(False)
         self.wake()

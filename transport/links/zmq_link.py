@@ -27,7 +27,7 @@ from transport.core.custody import Body
 from transport.errors import AddressInvalid
 from transport.links import address as addresses
 from transport.links.address import Address
-from transport.links.link import STEP_LIMIT, Decode, Endpoint, Link
+from transport.links.link import Decode, Endpoint, Link
 from transport.links.security import SERVER
 from transport.wire import FRAMES_LIMIT, HEADER_LIMIT, AnyMessage, Hello, Put, TopicHello, Work, encode
 
@@ -116,17 +116,6 @@ class ZmqLink(Link):
 
     def discard_unsent(self) -> None:
         self._unsent.clear()
-
-    def move(self, text: str) -> None:
-        address = addresses.parse(text)
-        addresses.check_exposure(address, keys=self._server_public is not None, binding=False)
-        self._arrived = True
-        while self._take(STEP_LIMIT) == STEP_LIMIT:
-            pass  # what the one of before had sent comes before anything of the next
-        with contextlib.suppress(zmq.ZMQError):  # it is not connected there
-            self._socket.disconnect(self.address)
-        self._connect(address)
-        self.wake()
 
     def check(self) -> None:
         """The safety poll: find what no wake-up announced, and count it."""

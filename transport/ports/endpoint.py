@@ -115,11 +115,6 @@ class PeerPort(CorePort, Generic[C]):
         if self.link_ups > 1:  # the first connection is greeted by `opened`, and may have been welcomed by now
             self.core.on_link_up(self.loop.time())
 
-    def move(self, address: str) -> None:
-        """Its hub is at another address now."""
-        self.address = address
-        self.link.move(address)
-
     def send_all(self, out: list[tuple[ToHub, Body]] | list[tuple[ToTopic, Body]]) -> None:
         for message, body in out:
             if isinstance(message, Hello | TopicHello):

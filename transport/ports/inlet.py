@@ -10,9 +10,8 @@ from typing import Generic, TypeVar, cast
 import zmq
 
 from transport.codec import Buffer, Codec, Frames
-from transport.core.consumer import ConsumerCore
+from transport.core.consumer import ConsumerCore, Delivery, Verdict
 from transport.core.custody import Body
-from transport.core.repeats import Delivery, Verdict
 from transport.errors import DecodeError, UsageError
 from transport.ports.endpoint import PeerPort
 from transport.wire import AnyMessage, FromHub
@@ -56,51 +55,13 @@ class LeaseHandle(Generic[T]):
         self._inlet.settle(self._delivery, "poison", reason)
 
 
-class Arrivals:
-    """Tasks that wait for a delivery: of one inlet, or of several that are taken from together."""
-
-    def __init__(self) -> None:
-        self._waiters: deque[asyncio.Future[None]] = deque()
-
-    @property
-    def awaited(self) -> bool:
-        return bool(self._waiters)
-
-    async def wait(self) -> None:
-        """Wait to be woken; whoever was woken looks for itself. Cancelling gives the wake-up to another."""
-        waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._waiters.append(waiter)
-        try:
-            await waiter
-        except asyncio.CancelledError:
-            if waiter.done() and not waiter.cancelled():
-                self.wake(1)  # it was meant for somebody
-            raise
-        finally:
-            if not waiter.done() or waiter.cancelled():
-                with contextlib.suppress(ValueError):  # already popped by `wake`
-                    self._waiters.remove(waiter)
-
-    def wake(self, count: int | None = None) -> None:
-        """So many of those that wait; None: all."""
-        woken = 0
-        while self._waiters and (count is None or woken < count):
-            waiter = self._waiters.popleft()
-            if not waiter.done():
-                waiter.set_result(None)
-                woken += 1
-
-
 class Inlet(PeerPort[ConsumerCore], Generic[T]):
-    """Made by `Node.inlet`. Safe to be used by several tasks of one loop. `arrivals`: shared by inlets that are taken
-    from together."""
+    """Made by `Node.inlet`. Safe to be used by several tasks of one loop."""
 
-    def __init__(
-        self, address: str, stream: str, core: ConsumerCore, codec: Codec[T], arrivals: Arrivals | None = None
-    ) -> None:
+    def __init__(self, address: str, stream: str, core: ConsumerCore, codec: Codec[T]) -> None:
         super().__init__(address, f"inlet of stream {stream!r}", core)
         self._codec = codec
-        self.arrivals = Arrivals() if arrivals is None else arrivals
+        self._receivers: deque[asyncio.Future[None]] = deque()
 
     async def receive(self) -> LeaseHandle[T] | None:
         """Next message, or None once the stream is finished and empty, or this inlet drained.
@@ -110,36 +71,23 @@ class Inlet(PeerPort[ConsumerCore], Generic[T]):
         """
         self.check_process()
         while True:
-            if (lease := self.take()) is not None:
-                return lease
-            if self.over():
+            while (delivery := self.core.take()) is not None:
+                if (lease := self._open_lease(delivery)) is not None:
+                    return lease
+            if self.core.ended or self.core.draining:
                 return None
-            await self.arrivals.wait()
-
-    def take(self) -> LeaseHandle[T] | None:
-        """The next message if one is here."""
-        while (delivery := self.core.take()) is not None:
-            if (lease := self._open_lease(delivery)) is not None:
-                return lease
-        return None
-
-    def over(self) -> bool:
-        """Whether nothing comes any more: the stream has ended, or this inlet drains. Raises where it is closed, or
-        cannot work."""
-        if self.core.ended or self.core.draining:
-            return True
-        if self.closed:
-            raise UsageError(f"{self.name} at {self.address} is closed; receive inside `async with Node`")
-        if (fault := self.fault()) is not None:
-            raise fault
-        return False
+            if self.closed:
+                raise UsageError(f"{self.name} at {self.address} is closed; receive inside `async with Node`")
+            if (fault := self.fault()) is not None:
+                raise fault
+            await self._delivered()
 
     async def drain(self) -> None:
         """Hand back what was not started and take nothing more; `receive` returns None. For scaling down."""
         if not self.core.draining:
             self.core.drain()
             self.link.wake()
-            self.arrivals.wake()
+            self._wake(None)
 
     def settle(self, delivery: Delivery, verdict: Verdict, reason: str = "") -> None:
         if delivery.settled:
@@ -155,7 +103,7 @@ class Inlet(PeerPort[ConsumerCore], Generic[T]):
             return
         self.core.fin(self.loop.time(), blame=blame)
         await self.leave(timeout_s)  # if the hub is gone, the lease settles it
-        self.arrivals.wake()
+        self._wake(None)
 
     # Driven by the owner task.
 
@@ -165,11 +113,33 @@ class Inlet(PeerPort[ConsumerCore], Generic[T]):
     def flush(self, now: float) -> None:
         self.send_all(self.core.flush(now))
         self.note_session()
-        if self.arrivals.awaited:
-            if self.core.ended or self.core.draining or self.closed or self.fault() is not None:
-                self.arrivals.wake()
-            else:
-                self.arrivals.wake(len(self.core.ready))
+        if self._receivers:
+            over = self.core.ended or self.core.draining or self.closed or self.fault() is not None
+            self._wake(None if over else len(self.core.ready))
+
+    async def _delivered(self) -> None:
+        """Wait to be woken, then look again. Cancelling gives the wake-up to another receiver."""
+        receiver: asyncio.Future[None] = self.loop.create_future()
+        self._receivers.append(receiver)
+        try:
+            await receiver
+        except asyncio.CancelledError:
+            if receiver.done() and not receiver.cancelled():
+                self._wake(1)
+            raise
+        finally:
+            if not receiver.done() or receiver.cancelled():
+                with contextlib.suppress(ValueError):  # already popped by `_wake`
+                    self._receivers.remove(receiver)
+
+    def _wake(self, count: int | None) -> None:
+        """Wake so many receivers; None: all."""
+        woken = 0
+        while self._receivers and (count is None or woken < count):
+            receiver = self._receivers.popleft()
+            if not receiver.done():
+                receiver.set_result(None)
+                woken += 1
 
     def _open_lease(self, delivery: Delivery) -> LeaseHandle[T] | None:
         if self.core.urgent:

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 from typing import Generic, TypeVar, cast
 
-from transport.codec import Codec, Frames, checksum, total
+from transport.codec import Codec, checksum, total
 from transport.core.custody import Body
 from transport.core.producer import Parcel, ProducerCore
 from transport.errors import MessageInvalid, MessageTooLarge, UsageError
@@ -14,7 +14,6 @@ from transport.ports.endpoint import PeerPort
 from transport.wire import FRAMES_LIMIT, KEY_LIMIT, AnyMessage, FromHub
 
 T = TypeVar("T")
-HAND_OVER_S = 60.0  # a hub that died is back long before
 
 
 class Outlet(PeerPort[ProducerCore], Generic[T]):
@@ -33,7 +32,11 @@ class Outlet(PeerPort[ProducerCore], Generic[T]):
         Cancelling withdraws the message if it has not gone out yet; otherwise it is delivered all the same.
         Raises MessageTooLarge, MessageInvalid, StreamFinished, LinkRefused, LinkLost.
         """
-        self._check_usable()
+        self.check_process()
+        if self.closed or self.session.leaving:
+            raise UsageError(f"{self.name} at {self.address} is closed; send inside `async with Node`")
+        if (fault := self.fault()) is not None:
+            raise fault
         if not key or len(key) > KEY_LIMIT:
             raise MessageInvalid(f"key {key[:40]!r} has {len(key)} characters; use 1 to {KEY_LIMIT}")
         frames = self._codec.encode(message)
@@ -47,12 +50,7 @@ class Outlet(PeerPort[ProducerCore], Generic[T]):
                 f"message {key!r} has {size} bytes, max_message_bytes of stream {self._stream!r} is {limit}; "
                 f"raise it or send less"
             )
-        await self.forward(frames, key)
-
-    async def forward(self, frames: Frames, key: str) -> None:
-        """As `send`, for a message that another outlet of this stream has encoded."""
-        self._check_usable()
-        parcel = self.core.offer(key, total(frames), checksum(*frames), frames)
+        parcel = self.core.offer(key, size, checksum(*frames), frames)
         accepted: asyncio.Future[None] = self.loop.create_future()
         self._senders[parcel] = accepted
         self.link.wake()
@@ -64,17 +62,9 @@ class Outlet(PeerPort[ProducerCore], Generic[T]):
                 self.core.withdraw(parcel)
 
     async def close(self, *, blame: bool = False, timeout_s: float = 1.5) -> None:
-        """Wait until the hub has everything that went out (at most `timeout_s`), say goodbye, leave.
-
-        Where senders keep, the goodbye is answered when others keep what is not settled; should the hub have died, that
-        takes until it is back, and is waited for unless this end is an error's.
-        """
+        """Wait until the hub has everything that went out (at most `timeout_s`), say goodbye, leave."""
         if self.closed:
             return
-        if self.core.kept and not blame:
-            timeout_s = max(timeout_s, HAND_OVER_S)
-        elif self.session.senders_keep and self.core.idle and self.link_downs >= self.link_ups:
-            timeout_s = 0.0  # there is no hub, and nothing is owed to it
         with contextlib.suppress(TimeoutError):  # the hub may be gone; unaccepted messages were never promised
             async with asyncio.timeout(timeout_s):
                 if self.fault() is None:
@@ -85,13 +75,6 @@ class Outlet(PeerPort[ProducerCore], Generic[T]):
                 await self.left()
         self.shut(1000)
         self._fail_senders(UsageError(f"{self.name} at {self.address} was closed while sending"))
-
-    def _check_usable(self) -> None:
-        self.check_process()
-        if self.closed or self.session.leaving:
-            raise UsageError(f"{self.name} at {self.address} is closed; send inside `async with Node`")
-        if (fault := self.fault()) is not None:
-            raise fault
 
     # Driven by the owner task.
 

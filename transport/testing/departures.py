@@ -113,28 +113,3 @@ class DepartureConformance:
             again.finish()
             assert await take_all(inlet) == [2]
             assert again.stats().settled == 1
-
-    @pytest.mark.parametrize("moves", [False, True])
-    async def test_a_hub_that_loses_its_memory_loses_nothing_where_senders_keep(self, net: Net, moves: bool) -> None:
-        if not net.rebinds and not moves:
-            pytest.skip("these links do not reconnect")
-        async with net.stream(lease_s=1.0, senders_keep=True) as (node, hub):
-            inlet = await node.inlet(hub.address, "jobs", Job, window_items=2)
-            outlet = await node.outlet(hub.address, "jobs", Job)
-            for number in range(6):
-                await outlet.send(Job(number), str(number))
-            first, held = await take_one(inlet), await take_one(inlet)
-            first.done()
-            await until(lambda: len(outlet.core.kept) == 5)
-            hub.shut(0)  # no goodbye, as by kill -9
-            address = net.address("elsewhere") if moves else hub.address
-            spec = msgspec.structs.replace(hub.core.spec, address=address)
-            again = await node.hub(spec, net.letters.append, resume_s=0.6)
-            for port in (inlet, outlet) if moves else ():
-                port.move(again.address)
-            held.done()  # while nobody can hear it
-            again.finish()
-            assert await take_all(inlet) == [2, 3, 4, 5], "neither what was done before nor what was held comes again"
-            await until(lambda: not outlet.core.kept)
-            assert again.stats().settled == 5
-        assert net.letters == []

@@ -67,7 +67,6 @@ class Net:
         lease_s: float = 5.0,
         routing: Routing = "least_loaded",
         dedup_keys: bool = True,
-        senders_keep: bool = False,
     ) -> AsyncIterator[tuple[Node, Hub]]:
         async with self.node() as node:
             spec = StreamSpec(
@@ -79,7 +78,6 @@ class Net:
                 max_message_bytes=max_message_bytes,
                 routing=routing,
                 dedup_keys=dedup_keys,
-                senders_keep=senders_keep,
             )
             yield node, await node.hub(spec, self.letters.append)
 
