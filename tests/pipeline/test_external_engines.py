@@ -31,7 +31,7 @@ from pipeline.supervise.restarts import EngineSpec, Restarts
 from pipeline.supervise.servers import supervisors
 from stages.engine_entries import addresses
 from stages.messages import Complaint, EngineEntry, RouterAddress
-from transport.links.memory import MemoryNetwork, MemoryNode
+from tests.transport.memory_link import MemoryNetwork, MemoryNode
 
 
 @pytest.fixture

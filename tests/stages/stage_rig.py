@@ -37,7 +37,7 @@ from stages.messages import (
     wire,
 )
 from stages.ports import Ports
-from transport.links.memory import MemoryNetwork, MemoryNode
+from tests.transport.memory_link import MemoryNetwork, MemoryNode
 from transport.node import Node
 from transport.ports.hub import Hub
 from transport.ports.inlet import Inlet

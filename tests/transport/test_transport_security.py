@@ -18,6 +18,7 @@ import pytest
 import zmq
 
 import transport
+from tests.transport.conformance_net import Extra, take_one
 from transport import (
     AddressInUse,
     AddressInvalid,
@@ -40,7 +41,6 @@ from transport.links import zmq_link
 from transport.links.address import parse
 from transport.links.security import add_client, create_keys, load_security, zap_reply
 from transport.ports import outlet as outlet_port
-from transport.testing.net import Extra, take_one
 from transport.wire import Hello, Put, Report
 
 PACKAGE = Path(transport.__file__).parent

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import zmq
 
+from tests.transport.conformance_net import take_one, until
 from transport import Node, StreamSpec
 from transport.links.zmq_link import ZmqLink
-from transport.testing.net import take_one, until
 
 STEPS = 200
 

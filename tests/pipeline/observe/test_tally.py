@@ -19,7 +19,7 @@ from pipeline.record.run_directory import RunDir
 from stages.messages import EngineAddress, EngineEntry, Settled, StepDone
 from stages.prompts.ledger import Ledger, LedgerSnapshot
 from tests.stages.stage_rig import make_config
-from transport.links.memory import MemoryNetwork, MemoryNode
+from tests.transport.memory_link import MemoryNetwork, MemoryNode
 
 
 def step(n: int, *groups: int, **metrics: float) -> StepDone:

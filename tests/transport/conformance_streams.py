@@ -1,4 +1,4 @@
-"""What a stream promises, as tests for any kind of link. See `transport.testing`."""
+"""What a stream promises, as tests for any kind of link."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ import msgspec
 import numpy as np
 import pytest
 
+from tests.transport.conformance_net import Int32s, Job, Net, Ping, Pong, send_jobs, take_all, take_one, until
 from transport.codec import checksum
 from transport.errors import LinkRefused, MessageInvalid, MessageTooLarge, StreamFinished, UsageError
-from transport.testing.net import Int32s, Job, Net, Ping, Pong, send_jobs, take_all, take_one, until
 
 
 class StreamConformance:
