@@ -6,8 +6,8 @@ from collections import Counter
 
 import pytest
 
+from transport.core.custody import ConsumerPeer, ProducerPeer
 from transport.core.hub import HubCore, Send
-from transport.core.peers import ConsumerPeer, ProducerPeer
 from transport.spec import StreamSpec
 from transport.wire import PROTOCOL, Accepted, Hello, Put, Report, Role, Settled, Welcome, Work
 

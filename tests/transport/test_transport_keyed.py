@@ -105,7 +105,7 @@ def test_a_consumer_that_leaves_gets_nothing_more_and_what_it_held_follows() -> 
     stream.held["a"].clear()
     stream.flush()
     assert all(len(stream.holders(group)) == 1 for group in owners)
-    assert not stream.hub.dispatch.alone
+    assert not stream.hub.dispatch.solitary
 
 
 def test_what_belongs_to_a_consumer_with_a_broken_link_waits_for_it() -> None:

@@ -12,9 +12,8 @@ from transport_world import Rules, Scenario, Violation
 
 from transport.core import custody as custody_module
 from transport.core.consumer import ConsumerCore
-from transport.core.credit import Capacity, SendCredit
+from transport.core.credit import Capacity, KeyMemory, SendCredit, SeqWindow
 from transport.core.custody import Custody, Item
-from transport.core.dedup import KeyMemory, SeqWindow
 from transport.core.hub import HubCore
 from transport.core.producer import ProducerCore
 from transport.wire import Report

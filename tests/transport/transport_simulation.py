@@ -8,8 +8,7 @@ from __future__ import annotations
 from transport_world import Host, Rules, Scenario, Violation, World
 
 from transport.core.consumer import ConsumerCore
-from transport.core.custody import SUSPECT_LOSSES, Item
-from transport.core.peers import ConsumerPeer
+from transport.core.custody import SUSPECT_LOSSES, ConsumerPeer, Item
 
 
 class Simulation(World):

@@ -42,7 +42,7 @@ class ConsumerCore(PeerCore):
         self.held: dict[int, Delivery] = {}
         self.ended = False
         self.draining = False
-        self.urgent = False  # a redelivered item was started: tell the hub before it can kill this process
+        self.urgent = False  # a redelivered item was started: report it before it can kill this process
         self._verdicts: dict[int, Refusal | None] = {}  # unconfirmed; None is done
         self._fresh: list[int] = []  # verdicts not yet reported at all
         self._started: list[int] = []
@@ -62,7 +62,7 @@ class ConsumerCore(PeerCore):
                 self._welcome(now, message, changed, message.session != session)
 
     def take(self) -> Delivery | None:
-        """Hand the next delivery to the application: from now on it is blamed if this replica dies."""
+        """Hand the next delivery to the application. From now on the hub blames it if this replica dies."""
         if not self.ready:
             return None
         delivery = self.ready.popleft()
@@ -86,7 +86,7 @@ class ConsumerCore(PeerCore):
         self._fresh.append(item_id)
 
     def drain(self) -> None:
-        """Ask for nothing more and hand back what was not started; what was started may be finished."""
+        """Accept nothing more and hand back what was not started; what was started may be finished."""
         self.draining = True
         self.session.out.append((Drain(), None))
         self._return(list(self.ready))
@@ -141,7 +141,7 @@ class ConsumerCore(PeerCore):
             return
         self.window.see(work.serial, work.total_bytes)
         held = self.held.get(work.id)
-        if held is not None:  # the hub doubted it: keep ours under the new attempt
+        if held is not None:  # the hub thought it lost: keep the delivery that is here, under the new attempt
             held.attempt = max(held.attempt, work.attempt)
             self.session.beat_now(now)
             return
@@ -165,7 +165,7 @@ class ConsumerCore(PeerCore):
         for item_id in message.ids:
             self._verdicts.pop(item_id, None)
         if message.session == self.session.session and message.sent_items > self.window.seen_items:
-            # Deliveries before this answer were lost: their share of the window is free again, tell the hub.
+            # Deliveries before this answer were lost: report that their share of the window is free again.
             self.window.see(message.sent_items, message.sent_bytes)
             self.session.beat_now(now)
 

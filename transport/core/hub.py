@@ -1,9 +1,9 @@
-"""The hub of one stream: takes custody from producers, delivers under lease to consumers, keeps account.
+"""The hub of one stream: takes custody from producers, delivers under lease to consumers, counts every message.
 
 Invariants:
 - ACCEPTED is sent only for what is in custody; custody ends with the first verdict, or as a dead letter.
-- A lease is on the link: it holds while its consumer is heard of. A beat is a full account of what the consumer holds,
-  so a delivery that was lost on the way is noticed without waiting for the lease.
+- A lease holds while messages of its consumer arrive. A beat lists all that the consumer holds, so the hub notices a
+  lost delivery without waiting for the lease.
 - A broken link is no death: the consumer may come back within `grace_s` and keep what it holds. The supervisor's
   `peer_lost`, a lease that runs out, and a grace that runs out are deaths, and blame what was started there.
 - END is sent only after `finish()`, with nothing in custody.
@@ -15,11 +15,9 @@ from __future__ import annotations
 from collections import OrderedDict
 from typing import NamedTuple
 
-from transport.core.credit import Capacity
-from transport.core.custody import Body, Custody
-from transport.core.dedup import SeqWindow
+from transport.core.credit import Capacity, SeqWindow
+from transport.core.custody import Body, ConsumerPeer, Custody, ProducerPeer, mismatch
 from transport.core.dispatch import Dispatch
-from transport.core.peers import ConsumerPeer, ProducerPeer, mismatch
 from transport.spec import HubStats, StreamSpec
 from transport.wire import (
     Accepted,
@@ -63,15 +61,15 @@ class HubCore:
         self.producers: dict[str, ProducerPeer] = {}
         self.consumers: dict[str, ConsumerPeer] = {}
         self.dispatch = Dispatch(spec, self.custody, self.consumers)
-        self.schema: tuple[str, str] | None = None  # of whoever said hello first
+        self.schema: tuple[str, str] | None = None  # of the first peer
         self.finishing = False
         self.closing = False
         self.malformed = 0
         self._routes: dict[bytes, ProducerPeer | ConsumerPeer] = {}
         self._departed: OrderedDict[str, ProducerPeer] = OrderedDict()  # so that a resend after a cut is recognised
-        # To be looked at by the next flush: who was heard of, and producers that were given less than they may need. A
-        # look at every peer for every message would cost replicas times messages.
-        self._heard: dict[ProducerPeer | ConsumerPeer, None] = {}
+        # Peers for the next flush: those that sent a message, and producers with less credit than they may need. A look
+        # at every peer for every message would cost replicas times messages.
+        self._due: dict[ProducerPeer | ConsumerPeer, None] = {}
         self._out: list[Send] = []
         self._wake_at: float | None = None
         self._sessions = 0
@@ -79,7 +77,7 @@ class HubCore:
     # What comes in.
 
     def on_message(self, now: float, route: bytes, message: ToHub, body: Body = None) -> None:
-        """Take one decoded message. `body` has as many bytes as a Put says: the shell has checked that."""
+        """Take a decoded message. `body` has as many bytes as a Put says: the shell has checked that."""
         if isinstance(message, Hello):
             if not self.closing:
                 self._hello(now, route, message)
@@ -93,7 +91,7 @@ class HubCore:
             return
         peer.silent_at = now + self.spec.lease_s
         peer.connected = True
-        self._heard[peer] = None
+        self._due[peer] = None
         if isinstance(message, Fin | FinAck):
             self._leave(peer, blame=isinstance(message, Fin) and message.blame)
             if isinstance(message, Fin):
@@ -102,7 +100,7 @@ class HubCore:
             if isinstance(message, Put):
                 self._put(peer, message, body)
             elif isinstance(message, Ping):
-                peer.asked = True
+                peer.wants_limits = True
             else:
                 self.malformed += 1
         elif isinstance(message, Report):
@@ -148,8 +146,8 @@ class HubCore:
 
     def flush(self, now: float) -> list[Send]:
         """Acknowledge, grant and deliver: all that is due now, in this order for each peer."""
-        heard, self._heard = self._heard, {}
-        for peer in heard:
+        due, self._due = self._due, {}
+        for peer in due:
             if isinstance(peer, ConsumerPeer):
                 if self.consumers.get(peer.incarnation) is peer:
                     self._confirm(peer)
@@ -160,8 +158,8 @@ class HubCore:
             self._out.append(Send(consumer.route, self.custody.lease(item, consumer), item.body))
         if self.ended:
             for consumer in self.consumers.values():
-                if not consumer.told_end and consumer.connected:
-                    consumer.told_end = True
+                if not consumer.end_sent and consumer.connected:
+                    consumer.end_sent = True
                     self._out.append(Send(consumer.route, End(self.epoch)))
         out, self._out = self._out, []
         return out
@@ -213,7 +211,7 @@ class HubCore:
             self._out.append(Send(peer.route, Refuse("finished", f"stream {self.spec.name!r} has ended")))
         elif put.size > self.spec.max_message_bytes or not peer.within_credit:
             self.malformed += 1
-            peer.asked = True
+            peer.wants_limits = True
         else:
             peer.seqs.add(put.seq)
             peer.used_items += 1
@@ -228,25 +226,25 @@ class HubCore:
         """Acknowledge, and raise the limits: with each acknowledgement, on request, when half is used up."""
         limits = self._limits(peer)
         raised = peer.starved(self.capacity) and limits != (peer.limit_items, peer.limit_bytes)
-        if peer.connected and (peer.to_accept or peer.asked or raised):
+        if peer.connected and (peer.to_accept or peer.wants_limits or raised):
             peer.limit_items, peer.limit_bytes = limits
             self._out.append(Send(peer.route, Accepted(self.epoch, tuple(peer.to_accept), *limits)))
             peer.to_accept.clear()
-            peer.asked = False
+            peer.wants_limits = False
         if peer.starved(self.capacity):
-            self._heard[peer] = None  # as soon as there is room, which others make
+            self._due[peer] = None  # grant more as soon as consumers make room
 
     # Consumers.
 
     def _confirm(self, peer: ConsumerPeer) -> None:
-        """Tell it that its verdicts are recorded; to a beat, also how far deliveries have gone."""
+        """Confirm recorded verdicts; in answer to a beat, also say how far deliveries have gone."""
         if not peer.to_settle and not peer.beat:
             return
         sent = (peer.credit.sent_items, peer.credit.sent_bytes) if peer.beat else (-1, -1)
         self._out.append(Send(peer.route, Settled(self.epoch, peer.session, tuple(peer.to_settle), *sent)))
         peer.to_settle.clear()
         if peer.beat and self.ended:
-            peer.told_end = False  # whoever still beats may have missed it
+            peer.end_sent = False  # a consumer that still beats may have missed it
         peer.beat = False
 
     def _report(self, peer: ConsumerPeer, report: Report) -> None:
@@ -307,14 +305,14 @@ class HubCore:
             if peer is None:
                 peer = ConsumerPeer(route, hello.replica, hello.incarnation, silent_at, self._next_session())
                 self.consumers[hello.incarnation] = peer
-            peer.told_end = False
+            peer.end_sent = False
             limits = (0, 0)
             sent = (peer.credit.sent_items, peer.credit.sent_bytes)
         if peer.route != route:
             self._routes.pop(peer.route, None)
             peer.route = route
         self._routes[route] = peer
-        self._heard[peer] = None
+        self._due[peer] = None
         peer.connected = True
         peer.silent_at = silent_at
         self._note(silent_at)
@@ -323,7 +321,7 @@ class HubCore:
         self._out.append(Send(route, Welcome(*about, *limits, *sent, low)))
 
     def _leave(self, peer: ProducerPeer | ConsumerPeer, *, blame: bool, how: str = "failed") -> None:
-        """Forget a peer; what it held is delivered to others, and blamed if it had been started."""
+        """Forget a peer; its items are delivered to other consumers, and blamed if they had been started."""
         self._routes.pop(peer.route, None)
         if isinstance(peer, ProducerPeer):
             self.producers.pop(peer.incarnation, None)
@@ -333,10 +331,10 @@ class HubCore:
                 self._departed.popitem(last=False)
             return
         self.consumers.pop(peer.incarnation, None)
-        alone = self.dispatch.alone
+        solitary = self.dispatch.solitary
         self.dispatch.abandon(peer)
         for item in list(peer.held.values()):
-            if blame and (item.started or item is alone):
+            if blame and (item.started or item is solitary):
                 self.custody.fail(item, f"replica {peer.replica!r} {how} while executing it")
             else:
                 self.custody.requeue(item, died=blame)

@@ -1,4 +1,4 @@
-"""What both kinds of peers share: hello until welcomed, a beat while idle, silence, goodbye."""
+"""The part of the protocol that producers, consumers and topic clients share: hello, beats, silence, goodbye."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ State = Literal["new", "greeting", "open", "leaving", "left"]
 
 
 class PeerCore:
-    """What the protocol cores of all peers share: each has a session, whose timer is theirs."""
+    """Base of the protocol cores of all peers: each has a session, which has its timer."""
 
     def __init__(self, hello: Hello, give_up_s: float | None) -> None:
         self.session = Session(hello, give_up_s)
@@ -52,7 +52,7 @@ class Session:
         self._beat_at = 0.0
         self._beat_due = False
         self.session = 0
-        self.fin_pending = False  # the hub asked who this is in the middle of a goodbye: greet, report, goodbye again
+        self.fin_pending = False  # the hub lost this peer during the goodbye: greet, report, say goodbye again
         self.blame = False
 
     @property
@@ -64,7 +64,7 @@ class Session:
         self.say_hello(now)
 
     def say_hello(self, now: float) -> None:
-        """Introduce this peer (again): at the start, after a reconnect, and when the hub asks who this is."""
+        """Introduce this peer: at the start, after a reconnect, and when the hub does not know it."""
         if self.state == "left":
             return
         self.fin_pending = self.fin_pending or self.state == "leaving"
@@ -81,7 +81,7 @@ class Session:
         self.lost = False
 
     def on_message(self, now: float, message: FromHub) -> bool:
-        """Take a message about the relation itself. True: this is another incarnation of the hub."""
+        """Take a message about the session itself. True: this is another incarnation of the hub."""
         self.heard(now)
         if isinstance(message, Welcome):
             changed = self.epoch is not None and self.epoch != message.epoch
