@@ -26,8 +26,7 @@ from transport.links.security import Security
 from transport.node import Node
 from transport.ports.byte_transfer import ByteClient, ByteServer
 from transport.ports.hub import Hub
-from transport.ports.inlet import Inlet
-from transport.ports.outlet import Outlet
+from transport.ports.stream import Inlet, Outlet
 from transport.ports.topic import TopicClient, TopicServer
 from transport.spec import DeadLetter, Held, HubStats, StreamSpec
 

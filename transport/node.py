@@ -27,8 +27,7 @@ from transport.links.zmq_fabric import ZmqFabric
 from transport.ports.byte_transfer import ByteClient, ByteServer
 from transport.ports.endpoint import PeerPort
 from transport.ports.hub import Hub
-from transport.ports.inlet import Inlet
-from transport.ports.outlet import Outlet
+from transport.ports.stream import Inlet, Outlet
 from transport.ports.topic import VALUE_LIMIT, TopicClient, TopicServer
 from transport.spec import DeadLetter, StreamSpec
 from transport.wire import PROTOCOL, Hello, TopicHello
@@ -218,7 +217,7 @@ class Node:
 
     def _start(self, port: Port, ports: list[Port]) -> None:
         assert self._tasks is not None
-        ports[:] = [other for other in ports if not other.closed]
+        ports[:] = [earlier for earlier in ports if not earlier.closed]
         ports.append(port)
         self._tasks.create_task(port.link.run(), name=f"link {port.link.address}")
 

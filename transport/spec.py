@@ -1,4 +1,4 @@
-"""What a stream is, and what its hub tells about it: plain values, validated once at construction."""
+"""The declaration of a stream, and the facts of its hub: plain values, validated at construction."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class StreamSpec(msgspec.Struct, frozen=True):
     max_message_bytes: int = 64 << 20
     routing: Routing = "least_loaded"
     dedup_keys: bool = True
-    # Stages whose replicas (`<stage>-<number>`) may send and take; None: whoever may connect.
+    # Stages whose replicas (`<stage>-<number>`) may send and take; None: any that may connect.
     producers: frozenset[str] | None = None
     consumers: frozenset[str] | None = None
 
@@ -54,7 +54,7 @@ class DeadLetter:
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """One message in a hub's custody, for people who ask what it waits for."""
+    """One message in a hub's custody, and the replica that has it."""
 
     key: str
     holder: str  # replica that has it; empty while it waits for one

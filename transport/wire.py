@@ -26,7 +26,7 @@ Role = Literal["producer", "consumer"]
 
 
 class Refusal(Struct, frozen=True, array_like=True, gc=False):
-    """A verdict other than done: `poison` dead-letters, `returned` is nobody's fault."""
+    """A verdict other than done: `poison` dead-letters, `returned` blames no one."""
 
     id: Count
     attempt: Count
@@ -87,7 +87,7 @@ class Fin(Struct, frozen=True, array_like=True, tag=6, gc=False):
 
 
 class FinAck(Struct, frozen=True, array_like=True, tag=7, gc=False):
-    """Nothing more will come from here: the other side may close."""
+    """Nothing more will come from here: the peer may close."""
 
 
 # From a hub to its peer.
@@ -204,7 +204,7 @@ class TopicAck(Struct, frozen=True, array_like=True, tag=50, gc=False):
 # Byte transfer.
 
 
-class ByteAsk(Struct, frozen=True, array_like=True, tag=64, gc=False):
+class ByteRequest(Struct, frozen=True, array_like=True, tag=64, gc=False):
     """Send me these bytes of a blob; of none, its size and generation. Complete in itself: it may be repeated."""
 
     protocol: int
@@ -236,12 +236,12 @@ FromHub = Welcome | Refuse | Accepted | Work | Settled | Who | End | Fin | FinAc
 ToTopic = TopicHello | TopicPut | TopicPing | Fin
 FromTopic = TopicSnapshot | TopicChange | TopicAck | Refuse | Who | FinAck
 FromBytes = ByteChunk | ByteRefusal
-AnyMessage = ToHub | FromHub | ToTopic | FromTopic | ByteAsk | FromBytes
+AnyMessage = ToHub | FromHub | ToTopic | FromTopic | ByteRequest | FromBytes
 
 encode = msgspec.msgpack.Encoder().encode
 decode_to_hub = msgspec.msgpack.Decoder(ToHub).decode
 decode_from_hub = msgspec.msgpack.Decoder(FromHub).decode
 decode_to_topic = msgspec.msgpack.Decoder(ToTopic).decode
 decode_from_topic = msgspec.msgpack.Decoder(FromTopic).decode
-decode_to_bytes = msgspec.msgpack.Decoder(ByteAsk).decode
+decode_to_bytes = msgspec.msgpack.Decoder(ByteRequest).decode
 decode_from_bytes = msgspec.msgpack.Decoder(FromBytes).decode

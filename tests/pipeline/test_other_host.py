@@ -39,9 +39,9 @@ def host(tmp_path: Path) -> Iterator[OtherHost]:
 
 
 @pytest.fixture
-def over(host: OtherHost, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> OtherHost:
-    """Runs of this process place their processes on the other host, and those that are asked for beside."""
-    launchers = functools.partial(NamespaceLauncher, {host: (*THERE, *getattr(request, "param", ()))})
+def over(host: OtherHost, monkeypatch: pytest.MonkeyPatch) -> OtherHost:
+    """Runs of this process place their processes on the other host."""
+    launchers = functools.partial(NamespaceLauncher, {host: THERE})
     monkeypatch.setattr(pipeline.run, "run", functools.partial(pipeline.run.run, launchers=launchers))
     return host
 

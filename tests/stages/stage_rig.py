@@ -40,8 +40,7 @@ from stages.ports import Ports
 from tests.transport.memory_link import MemoryNetwork, MemoryNode
 from transport.node import Node
 from transport.ports.hub import Hub
-from transport.ports.inlet import Inlet
-from transport.ports.outlet import Outlet
+from transport.ports.stream import Inlet, Outlet
 from transport.ports.topic import TopicServer
 from transport.spec import DeadLetter, StreamSpec
 

@@ -26,8 +26,7 @@ from models.engines.simulated.policy import simulated_scores
 from models.tiny import make_tiny_checkpoint
 from stages.messages import EngineAddress, EngineEntry, Int32Array, RolloutSlice, Sample, wire
 from stages.teacher.stage import TeacherStage
-from transport.ports.inlet import Inlet
-from transport.ports.outlet import Outlet
+from transport.ports.stream import Inlet, Outlet
 
 VOCABULARY = 256
 GROUPS = itertools.count()  # a stream takes each key once

@@ -13,7 +13,7 @@ import numpy as np
 
 from transport.node import Node
 from transport.ports.hub import Hub
-from transport.ports.inlet import Inlet, LeaseHandle
+from transport.ports.stream import Inlet, LeaseHandle
 from transport.spec import DeadLetter, Routing, StreamSpec
 
 LIMIT_S = 20.0

@@ -173,7 +173,7 @@ class ByteConformance:
     @pytest.fixture(autouse=True)
     def _patience(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """Chunks are counted here, so none may be asked for twice because the machine is busy."""
-        monkeypatch.setattr("transport.core.byte_transfer.ASK_AGAIN_S", 5.0)
+        monkeypatch.setattr("transport.core.byte_transfer.RETRY_S", 5.0)
 
     async def test_buffers_and_files_arrive_where_they_shall_lie(self, net: Net, tmp_path: Path) -> None:
         (tmp_path / "blob").write_bytes(DATA)

@@ -95,7 +95,6 @@ async def test_cut_connections_lose_and_repeat_nothing() -> None:
         await proxy.stop()
     assert set(got) == {str(number) for number in range(300)}
     assert (stats.accepted, stats.settled) == (300, 300)
-    assert inlet.link_downs >= 1
     assert proxy.cuts >= 4
     assert letters == []
 

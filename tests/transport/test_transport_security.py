@@ -40,7 +40,7 @@ from transport.codec import Codec
 from transport.links import zmq_link
 from transport.links.address import parse
 from transport.links.security import add_client, create_keys, load_security, zap_reply
-from transport.ports import outlet as outlet_port
+from transport.ports import stream as stream_port
 from transport.wire import Hello, Put, Report
 
 PACKAGE = Path(transport.__file__).parent
@@ -388,7 +388,7 @@ async def test_a_message_of_too_many_frames_is_not_kept(run_dir: Path, monkeypat
 async def test_extras_beyond_the_limit_are_refused_before_they_are_sent(
     run_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(outlet_port, "FRAMES_LIMIT", 3)
+    monkeypatch.setattr(stream_port, "FRAMES_LIMIT", 3)
     async with Node("run", "node") as node:
         hub = await node.hub(StreamSpec("s", f"ipc://{run_dir}/s"), ignore)
         outlet = await node.outlet(hub.address, "s", list[Extra])

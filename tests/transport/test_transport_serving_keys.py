@@ -26,22 +26,22 @@ def ignore(letter: DeadLetter) -> None:
 
 
 class Keys:
-    """Of a run: its server's, and those of clients by name, of which the hub is told some."""
+    """Of a run: the server key, and client keys by name; the hub admits some of them."""
 
     def __init__(self, place: Path) -> None:
         self.place = place
         create_keys(place / "server", [])
         self.server = load_security(place / "server")
-        self.told = {self.server.server_public: SERVER}
+        self.admitted = {self.server.server_public: SERVER}
 
-    def client(self, name: str, *, told: bool = True) -> Security:
+    def client(self, name: str, *, admitted: bool = True) -> Security:
         public = add_client(self.place / "server", name, self.place / name)
-        if told:
-            self.told[public] = name
+        if admitted:
+            self.admitted[public] = name
         return load_security(self.place / name, name)
 
     def hub(self, name: str) -> Security:
-        return with_serving_key(self.client(name), lambda: self.told)
+        return with_serving_key(self.client(name), lambda: self.admitted)
 
 
 @pytest.fixture
@@ -96,20 +96,20 @@ async def test_a_process_that_is_told_of_late_is_not_refused(keys: Keys, monkeyp
     monkeypatch.setattr(zmq_link, "HANDSHAKE_MS", 200)  # after which it tries again
     async with asyncio.timeout(20), Node("run", "hub-0", keys.hub("hub-0")) as node, asyncio.TaskGroup() as tasks:
         asked = asyncio.Event()
-        told = keys.told
+        admitted = keys.admitted
 
-        class Told(dict[str, str]):
+        class Admitted(dict[str, str]):
             def get(self, key: str, default: str = "") -> str:  # type: ignore[override]
                 asked.set()
-                return told.get(key, default)
+                return admitted.get(key, default)
 
-        keys.told = Told()
+        keys.admitted = Admitted()
         hub = await node.hub(spec(), ignore)
-        late = keys.client("generate-1", told=False)
+        late = keys.client("generate-1", admitted=False)
         async with Node("run", "generate-1", late) as sender:
             opening = tasks.create_task(sender.outlet(hub.address, "s", bytes))
             await asked.wait()
-            told[late.own.public] = "generate-1"
+            admitted[late.own.public] = "generate-1"
             await (await opening).send(b"x", "1")
         assert hub.stats().accepted == 1
 

@@ -5,7 +5,7 @@ Invariants:
 - A delivery whose serial is not above the newest seen is a duplicate or was overtaken: it is dropped, and the next
   beat (a full account) makes the hub redeliver it if it was needed. So the window is never exceeded.
 - Deliveries of an earlier hub incarnation (orphans) may still be finished by the application. Their verdicts are
-  reported to nobody.
+  not reported.
 """
 
 from __future__ import annotations

@@ -49,7 +49,7 @@ class ProducerCore(PeerCore):
         return parcel
 
     def withdraw(self, parcel: Parcel) -> None:
-        """Forget a message that has not gone out; one that has will be accepted all the same."""
+        """Forget a message that has not gone out; a message that has is accepted all the same."""
         if not parcel.sent:
             self.waiting.remove(parcel)
 

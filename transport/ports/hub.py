@@ -1,4 +1,4 @@
-"""The hub of a stream in the process that hosts it: the core, a link, dead letters, and whoever waits for it."""
+"""The hub of a stream in the process that hosts it: the core, a link, dead letters, and waiting tasks."""
 
 from __future__ import annotations
 
@@ -11,8 +11,7 @@ from typing import cast
 from transport.codec import total
 from transport.core.custody import Body
 from transport.core.hub import HubCore, Send
-from transport.ports.endpoint import CorePort
-from transport.ports.inlet import body_frames
+from transport.ports.endpoint import CorePort, body_frames
 from transport.spec import DeadLetter, Held, HubStats
 from transport.wire import AnyMessage, Put, ToHub, encode
 
@@ -77,7 +76,7 @@ class Hub(CorePort):
         size = message.size if isinstance(message, Put) else 0
         if isinstance(message, Put) and (body is None or total(body_frames(body)) != size):
             self.core.malformed += 1
-            if self.core.knows(route):  # strangers are only counted, so that they cannot flood the callback
+            if self.core.knows(route):  # unknown peers are only counted, so that they cannot flood the callback
                 reason = f"body is not of the {size} bytes that its header says"
                 self._quarantine(message.key, encode(message), body, reason)
             return
