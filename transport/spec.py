@@ -27,7 +27,6 @@ class StreamSpec(msgspec.Struct, frozen=True):
     max_attempts: int = 5  # failed executions before a message is dead-lettered
     max_message_bytes: int = 64 << 20
     routing: Routing = "least_loaded"
-    dedup_keys: bool = True
     # Stages whose replicas (`<stage>-<number>`) may send and take; None: any that may connect.
     producers: frozenset[str] | None = None
     consumers: frozenset[str] | None = None

@@ -66,7 +66,6 @@ class Net:
         max_message_bytes: int = 1 << 20,
         lease_s: float = 5.0,
         routing: Routing = "least_loaded",
-        dedup_keys: bool = True,
     ) -> AsyncIterator[tuple[Node, Hub]]:
         async with self.node() as node:
             spec = StreamSpec(
@@ -77,7 +76,6 @@ class Net:
                 max_attempts=max_attempts,
                 max_message_bytes=max_message_bytes,
                 routing=routing,
-                dedup_keys=dedup_keys,
             )
             yield node, await node.hub(spec, self.letters.append)
 

@@ -196,13 +196,6 @@ class StreamConformance:
                 await outlet.send(Job(1), "same")
             assert (hub.stats().accepted, hub.stats().duplicates) == (1, 1)
 
-    async def test_keys_may_repeat_where_the_stream_says_so(self, net: Net) -> None:
-        async with net.stream(dedup_keys=False) as (node, hub):
-            outlet = await node.outlet(hub.address, "jobs", Job)
-            await outlet.send(Job(1), "same")
-            await outlet.send(Job(2), "same")
-            assert (hub.stats().accepted, hub.stats().duplicates) == (2, 0)
-
     async def test_strangers_are_refused_with_both_names(self, net: Net) -> None:
         async with net.stream() as (node, hub):
             await node.outlet(hub.address, "jobs", Job)

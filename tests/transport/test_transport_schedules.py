@@ -82,10 +82,20 @@ def mutant(name: str, scenario: Scenario) -> Callable[[Patch], Patch]:
     return register
 
 
-@mutant("no deduplication of resent messages", Scenario(duplicate=0.1, cuts=4, dedup_keys=False))
+RESENT = Scenario(duplicate=0.1, cuts=4)
+
+
+@mutant("no deduplication of resent messages", RESENT)
 def no_seq_dedup(patch: pytest.MonkeyPatch) -> Rules:
     patch.setattr(SeqWindow, "__contains__", lambda self, seq: False)
+    patch.setattr(KeyMemory, "add", lambda self, key: True)
     return Rules()
+
+
+def test_resent_messages_are_known_by_their_numbers_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(KeyMemory, "add", lambda self, key: True)
+    for seed in range(8):
+        simulate(seed, RESENT)
 
 
 @mutant("no deduplication of keys", Scenario(producer_deaths=3, regenerated=10))

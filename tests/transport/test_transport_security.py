@@ -312,7 +312,7 @@ async def test_hostile_frames_harm_nobody(run_dir: Path) -> None:
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     try:
         async with asyncio.timeout(30), Node("run", "node") as node:
-            spec = StreamSpec("s", f"ipc://{run_dir}/s", max_message_bytes=1 << 16, dedup_keys=False)
+            spec = StreamSpec("s", f"ipc://{run_dir}/s", max_message_bytes=1 << 16)
             hub = await node.hub(spec, letters.append)
             topic = await node.topic_server(f"ipc://{run_dir}/t")
             outlet = await node.outlet(hub.address, "s", bytes)

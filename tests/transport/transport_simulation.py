@@ -189,7 +189,7 @@ class Simulation(World):
         if not self.s.hub_restarts:
             distinct = len(self.offered)
             renewed = self.s.producer_deaths and (self.s.poisons or self.s.killers)
-            if (self.s.dedup_keys or not self.s.producer_deaths) and not renewed and stats.accepted != distinct:
+            if not renewed and stats.accepted != distinct:
                 raise Violation(f"{stats.accepted} accepted for {distinct} distinct messages")
         for peer in self.hub.producers.values():
             if len(peer.seqs) > 2 * self.hub.capacity.base_items:

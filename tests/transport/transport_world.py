@@ -40,7 +40,6 @@ class Scenario:
     lease_s: float = 1.0
     max_attempts: int = 5
     routing: str = "least_loaded"
-    dedup_keys: bool = True
     drop: float = 0.0
     duplicate: float = 0.0
     reorder: bool = False
@@ -115,7 +114,7 @@ class World:
         self._last_words: set[bytes] = set()  # of the dead: what the kernel had already will arrive
         self.spec = StreamSpec(
             "s", "sim", scenario.capacity_items, scenario.capacity_bytes, scenario.lease_s, scenario.max_attempts,
-            1 << 20, scenario.routing, scenario.dedup_keys,  # type: ignore[arg-type]
+            1 << 20, scenario.routing,  # type: ignore[arg-type]
         )  # fmt: skip
         self.hub = self._new_hub()
         self._echoes: dict[bytes, Host] = {}  # where what a dead hub had sent still arrives

@@ -137,7 +137,7 @@ class Custody:
 
     def admit(self, key: str, size: int, checksum: int, body: Body) -> None:
         """Take custody; a key that was accepted before is suppressed."""
-        if self.spec.dedup_keys and not self.keys.add(key):
+        if not self.keys.add(key):
             self.duplicates += 1
             return
         self.accepted += 1
