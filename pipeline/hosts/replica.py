@@ -26,8 +26,7 @@ from pipeline.hosts.rendezvous import awaited, retire_key
 from pipeline.hosts.weights_source import FetchedWeights, OfferedWeights
 from pipeline.observe.stats import CPU, STATS_PREFIX, StageStats
 from pipeline.observe.trace import TraceWriter
-from stages.base import Stage, StageContext, beside
-from stages.options import StageOptions
+from stages.base import Stage, StageContext, StageOptions, beside
 from stages.ports import Inlet as TakenFrom
 from stages.ports import Ports
 from transport import Inlet, Node, TopicClient
