@@ -1,8 +1,6 @@
-"""What the control plane costs per rollout as a run grows: more in flight, more replicas of its stages, and hubs in
-processes of their own.
+"""What the control plane costs per rollout as a run grows: more in flight, and more replicas of its stages.
 
-    python -m bench.scale [--quick] [--in-flight 100 1000 10000] [--replicas 1 4 16] [--hub-processes 0 1 2]
-        [--hub-shards 2]
+    python -m bench.scale [--quick] [--in-flight 100 1000 10000] [--replicas 1 4 16]
 
 Whole production runs (controller, stages, hubs, HTTP, journal) on the simulated engine and trainer, whose time is set
 and which compute nothing. Over the batches behind the warm-up it counts, in all processes of the run together: CPU
@@ -43,12 +41,6 @@ class Point(msgspec.Struct, frozen=True, kw_only=True):
 
     in_flight: int
     replicas: int
-    hub_processes: int = 0
-    hub_shards: int = 1
-
-    @property
-    def hubs(self) -> str:
-        return f"{self.hub_processes}" + (f" / {self.hub_shards}" if self.hub_shards > 1 else "")
 
     @property
     def groups(self) -> int:
@@ -88,8 +80,7 @@ def flags(point: Point, run_dir: Path) -> list[str]:
         "--num-rollout", str(WARM_UP + point.batches), "--rollout-max-response-len", str(4 * LENGTH),
         "--rollout-max-context-len", str(8 * LENGTH), "--server-concurrency", str(point.in_flight), "--seed", "1",
         "--rollout-seed", "1", "--samples-interval", "0", "--no-live", "--no-trace", "--no-use-tensorboard",
-        "--log-interval", "100000", "--run-dir", str(run_dir), "--hub-processes", str(point.hub_processes),
-        "--hub-shards", str(point.hub_shards),
+        "--log-interval", "100000", "--run-dir", str(run_dir),
         *[f"engine.simulated.{key}={value}" for key, value in simulated.items()],
     ]  # fmt: skip
 
@@ -161,16 +152,12 @@ def report(costs: Mapping[Point, Cost]) -> list[Series]:
     """Print both series, each with its ratios to its smallest run; return what the JSON file holds."""
     series: list[Series] = []
     least = min(point.replicas for point in costs)
-    here = [point for point in costs if not point.hub_processes]
-    narrow = [point for point in here if point.replicas == least]
-    common = max((point.in_flight for point in here if point.replicas != least), default=0)
-    wide = [point for point in here if point.in_flight == common]
-    away = max(((point.in_flight, point.replicas) for point in costs if point.hub_processes), default=None)
-    apart = [point for point in costs if (point.in_flight, point.replicas) == away]
+    narrow = [point for point in costs if point.replicas == least]
+    common = max((point.in_flight for point in costs if point.replicas != least), default=0)
+    wide = [point for point in costs if point.in_flight == common]
     for title, points, field in (
         ("rollouts in flight", narrow, "in_flight"),
         ("replicas of generate, reward and group each", wide, "replicas"),
-        ("hub processes (0: hubs in the controller) / shards", apart, "hubs"),
     ):
         if len(points) < 2:
             continue
@@ -188,20 +175,11 @@ def report(costs: Mapping[Point, Cost]) -> list[Series]:
     return series
 
 
-def points(
-    in_flight: Sequence[int], replicas: Sequence[int], wide: int, hubs: Sequence[int] = (), shards: Sequence[int] = (1,)
-) -> list[Point]:
-    """Each number in flight with the fewest replicas, and each number of replicas with `wide` in flight; with the most
-    of these, each number of hub processes, and with each of those as many shards as there may be."""
+def points(in_flight: Sequence[int], replicas: Sequence[int], wide: int) -> list[Point]:
+    """Each number in flight with the fewest replicas, and each number of replicas with `wide` in flight."""
     least = min(replicas)
     found = [Point(in_flight=n, replicas=least) for n in sorted(in_flight)]
     found += [Point(in_flight=wide, replicas=r) for r in sorted(replicas) if len(replicas) > 1]
-    found += [
-        Point(in_flight=wide, replicas=max(replicas), hub_processes=n, hub_shards=k)
-        for n in sorted(hubs)
-        for k in sorted({1, *shards})
-        if len(hubs) > 1 and k <= max(1, n)
-    ]
     return list(dict.fromkeys(found))
 
 
@@ -210,17 +188,13 @@ def main() -> None:
     parser.add_argument("--in-flight", type=int, nargs="+", default=None, help="default 100 1000 10000")
     parser.add_argument("--replicas", type=int, nargs="+", default=None, help="default 1 4 16")
     parser.add_argument("--wide", type=int, default=1000, help="rollouts in flight where replicas are compared")
-    parser.add_argument("--hub-processes", type=int, nargs="+", default=[0, 1, 2])
-    parser.add_argument("--hub-shards", type=int, nargs="+", default=[2], help="beside 1; with as many hub processes")
     options = parser.parse_args()
     in_flight = options.in_flight or ([100, 1000] if options.quick else [100, 1000, 10_000])
     replicas = options.replicas or ([1, 2] if options.quick else [1, 4, 16])
     about = machine(["pyzmq", "msgspec", "aiohttp"])
     costs: dict[Point, Cost] = {}
-    for point in points(in_flight, replicas, options.wide, options.hub_processes, options.hub_shards):
-        hubs = f", {point.hub_processes} hub processes" if point.hub_processes else ""
-        hubs += f" with {point.hub_shards} shards of each stream" if point.hub_shards > 1 else ""
-        print(f"{point.in_flight:,} in flight, {point.replicas} replicas of each stage{hubs}", flush=True)
+    for point in points(in_flight, replicas, options.wide):
+        print(f"{point.in_flight:,} in flight, {point.replicas} replicas of each stage", flush=True)
         costs[point] = measure(point)
     series = report(costs)
     remarks = [

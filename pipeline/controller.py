@@ -21,8 +21,8 @@ import contextlib
 import errno
 import logging
 import signal
-from collections.abc import Coroutine, Iterator
-from typing import Any
+from collections.abc import Iterator, Sequence
+from typing import Any, Final
 
 import msgspec
 
@@ -37,8 +37,6 @@ from pipeline.hosts.faulty_inlet import FaultyInlet
 from pipeline.hosts.launcher import Launcher
 from pipeline.hosts.other_host import publish_files
 from pipeline.hosts.rendezvous import CONFIG, Keys, make_keys
-from pipeline.hosts.stream_hub import FACTS_PREFIX, KEEPER, StreamHub, wait_quiet
-from pipeline.hosts.stream_ports import StreamPorts
 from pipeline.observe.meter import Meter
 from pipeline.observe.monitor import Monitor
 from pipeline.observe.prometheus import endpoint
@@ -49,9 +47,6 @@ from pipeline.record.recorder import Recorder
 from pipeline.stream_limits import stream_spec
 from pipeline.supervise.announce import Announcer
 from pipeline.supervise.dead_letters import DeadLetters
-from pipeline.supervise.hub_processes import HubProcesses
-from pipeline.supervise.lost_groups import LostGroups, Sent
-from pipeline.supervise.remote_hubs import Commands, Keeper, RemoteHub, ShardedHub
 from pipeline.supervise.restarts import Lifecycle
 from pipeline.supervise.runner import ProcessRunner, Runner, TaskRunner
 from pipeline.topic_writers import TOPIC_WRITERS
@@ -59,10 +54,11 @@ from stages.base import beside
 from stages.engines.stage import END
 from stages.ports import Inlet, Ports
 from stages.prompts.stage import PromptStage
-from transport import Node, StreamSpec, TopicServer
+from transport import Hub, Node, StreamSpec, TopicServer
 from transport.links.security import load_security
 
 log = logging.getLogger("sluice.controller")
+EMPTY_POLL_S: Final = 0.02
 
 
 class Controller:
@@ -71,7 +67,7 @@ class Controller:
     def __init__(self, placement: Placement, stage: PromptStage, recorder: Recorder, launcher: Launcher) -> None:
         self.config, self.rundir, self.graph = placement.config, placement.rundir, placement.graph
         self.placement, self.stage, self.recorder, self.launcher = placement, stage, recorder, launcher
-        self.hubs: dict[str, StreamHub] = {}
+        self.hubs: dict[str, Hub] = {}
         self.reason = "finished"
         self._interrupts = 0
 
@@ -79,18 +75,15 @@ class Controller:
         """Run to the end. Raises RunError (or an error of the prompt stage) with everything stopped."""
         keys = make_keys(self.rundir.sockets / "keys") if self.launcher.controller else None
         async with Node(self.placement.run_id, "controller", load_security(keys[0]) if keys else None) as node:
-            private = (STATS_PREFIX, FACTS_PREFIX)
-            topic = await node.topic_server(self.placement.topic, private=private, writers=TOPIC_WRITERS)
+            topic = await node.topic_server(self.placement.topic, private=(STATS_PREFIX,), writers=TOPIC_WRITERS)
             topic.publish(CONFIG, msgspec.msgpack.encode(self.config))
             if keys is not None:
                 publish_files(topic, self.config.train.hf_checkpoint)
             dead_letters = DeadLetters(topic, self.recorder, self.stage.close_groups)
             for stream in self.graph.streams:
-                if not self.placement.elsewhere(stream.name):
-                    hub = self.hubs[stream.name] = await node.hub(self._spec(stream, stream.name), dead_letters)
-                    self.placement.addresses[stream.name] = hub.address
+                hub = self.hubs[stream.name] = await node.hub(self._spec(stream), dead_letters)
+                self.placement.addresses[stream.name] = hub.address
             runner = self._runner(node, topic, Announcer(topic, self.hubs, self.recorder), keys)
-            keeping = await self._remote_hubs(node, topic, runner, dead_letters)
             waits = Waits(self.placement, self.stage, self.recorder.view, self.hubs, topic, self.launcher.waiting)
             meter = Meter(self.placement, self.stage, self.recorder, self.hubs, topic, runner.replicas, runner.refusal)
             adviser = Adviser(meter, autoscale_limits(self.config))
@@ -100,11 +93,10 @@ class Controller:
             control = RunControl(self.stage, self.recorder, runner, monitor, adviser, self.hubs, topic, self._interrupt)
             asked = control_endpoint(self.rundir.path, self.rundir.sockets, control.answer)
             with self._signals(), monitor:
-                watch = beside(monitor.run(), control.autoscale(), self._deadline(), *keeping)
+                watch = beside(monitor.run(), control.autoscale(), self._deadline())
                 async with served, asked, watch, asyncio.TaskGroup() as tasks:
                     replicas = tasks.create_task(runner.run())
-                    ports, moved = await self._ports(node, topic)
-                    stage = tasks.create_task(self._prompts(ports, moved))
+                    stage = tasks.create_task(self.stage.run(await self._ports(node, topic)))
                     try:
                         await self._until_completed(replicas)
                         await self._end(topic, runner, replicas, stage)
@@ -118,88 +110,31 @@ class Controller:
     def _stalled(self, more: str = "") -> Stalled:
         return Stalled(f"{self._stall}{more}; continue with --resume {self.rundir.path}")
 
-    def _spec(self, stream: Stream, name: str) -> StreamSpec:
-        """`name`: of the stream, or of one of its shards. Each of these may hold all: there may be one group."""
-        spec = stream_spec(self.config, self.stage.gate, name, self.placement.addresses[name], stream.routing)
-        producers = frozenset(stage for stage, _ in stream.producers)
-        elsewhere = bool(self.placement.elsewhere(stream.name))
+    def _spec(self, stream: Stream) -> StreamSpec:
+        address = self.placement.addresses[stream.name]
         return msgspec.structs.replace(
-            spec,
-            producers=producers | {KEEPER} if elsewhere else producers,
+            stream_spec(self.config, self.stage.gate, stream.name, address, stream.routing),
+            producers=frozenset(stage for stage, _ in stream.producers),
             consumers=frozenset({stream.consumer[0]}),
-            senders_keep=elsewhere,
         )
-
-    async def _remote_hubs(
-        self, node: Node, topic: TopicServer, runner: Runner, dead_letter: DeadLetters
-    ) -> list[Coroutine[Any, Any, None]]:
-        """Prepare the hubs in processes of their own; what runs beside them here."""
-        if not self.placement.hub_processes:
-            return []
-        specs = {
-            shard: self._spec(stream, shard)
-            for stream in self.graph.streams
-            for shard in self.placement.elsewhere(stream.name)
-        }
-        streams = {
-            process: [specs[shard] for shard in shards] for process, shards in self.placement.hub_processes.items()
-        }
-        keeper = Keeper(node, topic, self.placement.schemas, dead_letter)
-        await keeper.open(self.placement.handed_over, list(specs.values()))
-        remote: dict[str, StreamHub] = {}
-        for process, names in self.placement.hub_processes.items():
-            commands = Commands(process, topic)
-            remote |= {shard: RemoteHub(shard, commands) for shard in names}
-        for stream in self.graph.streams:
-            if shards := self.placement.elsewhere(stream.name):
-                self.hubs[stream.name] = ShardedHub([remote[shard] for shard in shards])
-        runner.hub_processes = HubProcesses(self.placement, self.launcher, topic, streams, keeper.address)
-        lost = LostGroups(
-            self.hubs,
-            topic,
-            self.config.rollout.n_samples_per_prompt,
-            self._sent,
-            dead_letter,
-        )
-        return [keeper.run(), lost.run()]
-
-    def _sent(self) -> set[int]:
-        """Open groups whose prompts are no longer here."""
-        open_ = {group.group_id for group in self.stage.ledger.open_groups()}
-        sent = self._out.groups if self._out is not None else set()
-        sent &= open_
-        return set(sent)
-
-    _out: Sent | None = None  # of the prompt stage
-
-    async def _prompts(self, ports: Ports, moved: Coroutine[Any, Any, None]) -> None:
-        async with beside(moved):
-            await self.stage.run(ports)
 
     def _runner(self, node: Node, topic: TopicServer, lifecycle: Lifecycle, keys: Keys) -> Runner:
         kind = TaskRunner if self.config.run.runner == "inprocess" else ProcessRunner
         return kind(self.placement, node, topic, self.launcher, lifecycle, keys)
 
-    async def _ports(self, node: Node, topic: TopicServer) -> tuple[Ports, Coroutine[Any, Any, None]]:
-        """Of the prompt stage, and what lets them follow a hub that comes up elsewhere."""
-        name = "prompts-0"
+    async def _ports(self, node: Node, topic: TopicServer) -> Ports:
+        """Ports of the prompt stage."""
+        name, addresses, schemas = "prompts-0", self.placement.addresses, self.placement.schemas
         settle: Inlet[Any] = await node.inlet(
-            self.placement.addresses["settle"], "settle", self.placement.schemas["settle"], window_items=256,
-            replica=name,
-        )  # fmt: skip
+            addresses["settle"], "settle", schemas["settle"], window_items=256, replica=name
+        )
         generation, run_dir = self.placement.run_generation, self.rundir.path
         faults = fault_plan(self.config, "prompts", name, run_generation=generation, run_dir=run_dir)
         if faults is not None:
             settle = FaultyInlet(settle, faults)
-        streams = StreamPorts(node, topic, name)
-        self._out = Sent(await streams.outlet(self.placement.outlet(self.graph.outlets("prompts")["out"])))
-        ports = Ports(
-            name,
-            inlets={"settle": settle},
-            outlets={"out": self._out},
-            topic=await node.topic(topic.address, replica=name),
-        )
-        return ports, streams.follow()
+        out = self.graph.outlets("prompts")["out"].name
+        outlet = await node.outlet(addresses[out], out, schemas[out], replica=name)
+        return Ports(name, {"settle": settle}, {"out": outlet}, await node.topic(topic.address, replica=name))
 
     async def _until_completed(self, replicas: asyncio.Task[None]) -> None:
         """Waits for the ledger to be closed.
@@ -251,7 +186,7 @@ class Controller:
         limit_s = self.config.run.drain_s
         try:
             async with asyncio.timeout(limit_s):
-                await wait_quiet([self.hubs[stream.name] for stream in self.graph.loop])
+                await wait_empty([self.hubs[stream.name] for stream in self.graph.loop])
                 for stream in self.graph.ends():
                     if stream.name != "settle":
                         self.hubs[stream.name].finish()
@@ -301,6 +236,15 @@ class Controller:
     def _stop_at_once(self) -> None:
         self.reason = "stopped at once"
         cancel_main_task()
+
+
+async def wait_empty(hubs: Sequence[Hub]) -> None:
+    """Wait until all streams of a loop are empty at the same moment: then no message can enter any of them.
+
+    A stage sends a message on before it acknowledges the message. So a message of the loop is always in some hub.
+    """
+    while any(hub.held() for hub in hubs):  # noqa: ASYNC110  (hubs announce no single message)
+        await asyncio.sleep(EMPTY_POLL_S)
 
 
 def cancel_main_task() -> None:

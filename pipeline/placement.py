@@ -1,14 +1,14 @@
 """Where everything is: addresses of the streams, specifications of the replicas, windows of their ports.
 
 Invariant: a stage that joins (group, train) has a window as large as everything that can be out, in items and in bytes;
-otherwise the parts it waits for could be held back by the parts it holds. Of each shard, too: all may be in one.
+otherwise the parts it waits for could be held back by the parts it holds.
 """
 
 from __future__ import annotations
 
 import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -24,16 +24,13 @@ from models.train.trainer_group.rank_spec import needs_trainer_group, processes_
 from pipeline.errors import UsageError
 from pipeline.graph import Graph, Node
 from pipeline.hosts.gpus import gpus_to_divide
-from pipeline.hosts.replica import ReplicaSpec
-from pipeline.hosts.stream_hub import HUB
-from pipeline.hosts.stream_ports import PortSpec
+from pipeline.hosts.replica import PortSpec, ReplicaSpec
 from pipeline.record.run_directory import RunDir
 from pipeline.stream_limits import UNBOUNDED_BYTES
 from pipeline.supervise.restarts import EngineSpec
 from pipeline.supervise.trainer_group import check_trainer_group, engines_gpus
 from stages.base import GenerateOptions, StageOptions, TrainOptions
 from stages.staleness_gate import StalenessGate
-from transport.ports.shards import shards_of, window_of
 
 _BYTES_A_THREAD = 4 << 20  # a million parameters
 _MANY = 1 << 10
@@ -67,12 +64,8 @@ class Placement:
                 return remote
             return f"inproc://{run_id}-{place}" if tasks else f"ipc://{rundir.sockets / place}.sock"
 
-        self.hub_processes = _hub_processes(config, [stream.name for stream in graph.streams])
         # Where they are bound: with port 0, what they report is where they are found.
         self.addresses = {s.name: address(str(i), tasks=in_process) for i, s in enumerate(graph.streams)}
-        shards = (shard for process in self.hub_processes.values() for shard in process)
-        self.addresses |= {shard: address(f"shard-{i}", tasks=False) for i, shard in enumerate(shards)}
-        self.handed_over = address("hubs", tasks=False)  # by hubs in processes of their own, to the controller
         # Ranks are processes beside the tasks of one process too, and have their work from the topic.
         self.topic = address("topic", tasks=in_process and not needs_trainer_group(config))
         self.schemas: dict[str, Any] = {s.name: import_path(s.schema) for s in graph.streams}
@@ -114,14 +107,8 @@ class Placement:
             host=self.host if node.name == "train" else "",
         )
 
-    def elsewhere(self, stream: str) -> tuple[str, ...]:
-        """The stream's shards, if its hubs are in processes of their own; none if there is one here."""
-        return shards_of(stream, self.config.run.hub_shards) if self.hub_processes and stream != "settle" else ()
-
     def outlet(self, stream: Stream) -> PortSpec:
-        shards = self.elsewhere(stream.name)
-        address = "" if shards else self.addresses[stream.name]
-        return PortSpec(stream.name, address, stream.schema, shards=len(shards) or 1)
+        return PortSpec(stream.name, self.addresses[stream.name], stream.schema)
 
     @property
     def room(self) -> int:
@@ -178,7 +165,6 @@ class Placement:
     def _inlet(self, stream: Stream, node: Node) -> PortSpec:
         rollout, port = self.config.rollout, self.outlet(stream)
         items = node.concurrency * 2
-        size = 8 << 20
         if node.name in HOLDERS:
             return msgspec.structs.replace(port, window_items=self.room, window_bytes=UNBOUNDED_BYTES)
         if node.name == "generate":
@@ -187,18 +173,7 @@ class Placement:
             # A group is leased until its slowest member has ended, and by then most of its slots are others': twice as
             # many groups as there are slots for keep them all in use.
             items = 1 + (slots if stream.name == "generate.return" else max(1, 2 * slots // members))
-        # What was a window is divided: a replica has no more in its care than without shards.
-        return msgspec.structs.replace(
-            port, window_items=window_of(items, port.shards), window_bytes=window_of(size, port.shards)
-        )
-
-
-def _hub_processes(config: Config, streams: Sequence[str]) -> dict[str, list[str]]:
-    """Names of the processes that have hubs, and the shards of streams that each has: of one stream never two. What
-    goes to the ledger stays with it."""
-    divided = [shard for name in streams if name != "settle" for shard in shards_of(name, config.run.hub_shards)]
-    count = min(config.run.hub_processes, len(divided))
-    return {f"{HUB}-{i}": divided[i::count] for i in range(count)}
+        return msgspec.structs.replace(port, window_items=items)
 
 
 def computing(config: Config, graph: Graph) -> int:

@@ -1,6 +1,19 @@
 """How typed messages move between stages: streams with credit and leases, a latest-value topic, bytes by name.
 
-Knows no stage and no tensor. Start at `Node`; the protocol itself is in `transport.core`, as pure state machines.
+Knows no stage and no tensor. Start at `Node`; `transport.core` has the protocol itself, as state machines without I/O.
+
+Glossary
+    stream       one edge of the graph: producers send, consumers receive
+    hub          the server of one stream, in the controller's process
+    custody      a hub's promise to keep a message from ACCEPTED to its verdict
+    lease        a message that is handed to one consumer until its verdict
+    verdict      done, poison (dead letter) or returned (to be delivered again); done and poison settle a message
+    credit       how much a peer may still send, in items and bytes, as absolute counters
+    window       how much a consumer may hold
+    beat         a peer's periodic message; a consumer's beat lists all that it holds
+    epoch        number of a hub's incarnation; a session is that of one peer within it
+    incarnation  name of one life of a peer; replica is its name over all lives
+    topic        newest value of each key, shared by all processes of a run
 """
 
 from transport.core.byte_transfer import Blob, Transfer
@@ -26,9 +39,7 @@ from transport.links.security import Security
 from transport.node import Node
 from transport.ports.byte_transfer import ByteClient, ByteServer
 from transport.ports.hub import Hub
-from transport.ports.inlet import Inlet
-from transport.ports.outlet import Outlet
-from transport.ports.shards import ShardedInlet, ShardedOutlet
+from transport.ports.stream import Inlet, Outlet
 from transport.ports.topic import TopicClient, TopicServer
 from transport.spec import DeadLetter, Held, HubStats, StreamSpec
 
@@ -57,8 +68,6 @@ __all__ = [
     "Outlet",
     "Security",
     "SecurityError",
-    "ShardedInlet",
-    "ShardedOutlet",
     "StreamFinished",
     "StreamSpec",
     "TopicClient",

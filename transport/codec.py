@@ -36,7 +36,7 @@ NUMBERS = frozenset(np.dtype(code).newbyteorder("<").str for code in "?bBhHiIqQe
 DECODE_FAILURES = (msgspec.MsgspecError, ValueError, RecursionError, MemoryError, TypeError, OverflowError)
 
 
-@functools.cache  # asked for every array of every message
+@functools.cache  # called for every array of every message
 def is_wire_array(kind: object) -> bool:
     """Whether values of the type travel as raw bytes."""
     return (

@@ -10,7 +10,7 @@
     │   ├── MessageTooLarge
     │   └── MessageInvalid      does not encode, or its key is unusable
     ├── DecodeError             a body that is not of its schema; never raised into a stage, ends in quarantine
-    ├── LinkError               the other side
+    ├── LinkError               the peer or the hub
     │   ├── LinkRefused         it answered REFUSE: protocol, run, stream or schema differ
     │   ├── LinkLost            it has been silent for longer than give_up_s
     │   ├── StreamFinished      the stream has ended, nothing more is accepted
@@ -64,15 +64,15 @@ class DecodeError(TransportError):
 
 
 class LinkError(TransportError):
-    """Something is wrong with the other side."""
+    """Something is wrong with the peer or the hub."""
 
 
 class LinkRefused(LinkError):
-    """The other side refused this peer."""
+    """The hub or server refused this peer."""
 
 
 class LinkLost(LinkError):
-    """The other side has been silent for longer than give_up_s."""
+    """The hub or server has been silent for longer than give_up_s."""
 
 
 class StreamFinished(LinkError):

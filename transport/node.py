@@ -10,7 +10,7 @@ import asyncio
 import contextlib
 import os
 import secrets
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from types import MappingProxyType, TracebackType
 from typing import Any, Protocol, TypeVar
 
@@ -26,11 +26,10 @@ from transport.links.security import Security
 from transport.links.zmq_fabric import ZmqFabric
 from transport.ports.byte_transfer import ByteClient, ByteServer
 from transport.ports.endpoint import PeerPort
-from transport.ports.hub import Hub, OnLetter, OnUnkept
-from transport.ports.inlet import Arrivals, Inlet
-from transport.ports.outlet import Outlet
+from transport.ports.hub import Hub
+from transport.ports.stream import Inlet, Outlet
 from transport.ports.topic import VALUE_LIMIT, TopicClient, TopicServer
-from transport.spec import StreamSpec
+from transport.spec import DeadLetter, StreamSpec
 from transport.wire import PROTOCOL, Hello, TopicHello
 
 T = TypeVar("T")
@@ -106,23 +105,10 @@ class Node:
             finally:
                 await self._fabric.close()
 
-    async def hub(
-        self,
-        spec: StreamSpec,
-        on_dead_letter: OnLetter,
-        *,
-        on_unkept: OnUnkept | None = None,
-        resume_s: float = 0.0,
-    ) -> Hub:
-        """Bind the hub of a stream here. Raises AddressInUse, AddressRefused, AddressInvalid.
-
-        `on_unkept`: where senders keep, takes what the last sender that kept it has left. `resume_s`: this hub takes
-        the place of one that is gone; how long its peers have to come back before anything is given to others, or ends.
-        """
+    async def hub(self, spec: StreamSpec, on_dead_letter: Callable[[DeadLetter], None]) -> Hub:
+        """Bind the hub of a stream here. Raises AddressInUse, AddressRefused, AddressInvalid."""
         fabric = self._usable()
-        resume_until = asyncio.get_running_loop().time() + resume_s if resume_s else 0.0
-        core = HubCore(spec, self.run_id, secrets.randbits(62), resume_until=resume_until)
-        hub = Hub(core, on_dead_letter, on_unkept)
+        hub = Hub(HubCore(spec, self.run_id, secrets.randbits(62)), on_dead_letter)
         hub.link = await self._bind(fabric, spec.address, hub, spec.max_message_bytes, wire.decode_to_hub)
         self._start(hub, self._hosts)
         return hub
@@ -136,10 +122,8 @@ class Node:
         window_items: int = 16,
         window_bytes: int = 8 << 20,
         replica: str | None = None,
-        arrivals: Arrivals | None = None,
     ) -> Inlet[T]:
-        """Connect a consumer and wait for its welcome. At most `window_items` are in its care at a time. `arrivals`:
-        shared by inlets that are taken from together (`ShardedInlet`)."""
+        """Connect a consumer and wait for its welcome. At most `window_items` are in its care at a time."""
         fabric = self._usable()
         if window_items < 1 or window_bytes < 1:
             raise UsageError(
@@ -148,7 +132,7 @@ class Node:
         codec = Codec(schema)
         hello = self._hello(stream, "consumer", codec.name, codec.hash, replica)
         core = ConsumerCore(hello, window_items, window_bytes, give_up_s=self._give_up_s)
-        inlet: Inlet[T] = Inlet(address, stream, core, codec, arrivals)
+        inlet: Inlet[T] = Inlet(address, stream, core, codec)
         inlet.link = fabric.connect(address, inlet, wire.decode_from_hub)
         await self._open(inlet)
         return inlet
@@ -233,7 +217,7 @@ class Node:
 
     def _start(self, port: Port, ports: list[Port]) -> None:
         assert self._tasks is not None
-        ports[:] = [other for other in ports if not other.closed]
+        ports[:] = [earlier for earlier in ports if not earlier.closed]
         ports.append(port)
         self._tasks.create_task(port.link.run(), name=f"link {port.link.address}")
 

@@ -1,4 +1,4 @@
-"""What a stream is, and what its hub tells about it: plain values, validated once at construction."""
+"""The declaration of a stream, and the facts of its hub: plain values, validated at construction."""
 
 from __future__ import annotations
 
@@ -27,11 +27,7 @@ class StreamSpec(msgspec.Struct, frozen=True):
     max_attempts: int = 5  # failed executions before a message is dead-lettered
     max_message_bytes: int = 64 << 20
     routing: Routing = "least_loaded"
-    dedup_keys: bool = True
-    # Producers keep each message until it is settled, and put it again where the hub has lost its memory: for a hub
-    # whose process may die alone.
-    senders_keep: bool = False
-    # Stages whose replicas (`<stage>-<number>`) may send and take; None: whoever may connect.
+    # Stages whose replicas (`<stage>-<number>`) may send and take; None: any that may connect.
     producers: frozenset[str] | None = None
     consumers: frozenset[str] | None = None
 
@@ -40,8 +36,6 @@ class StreamSpec(msgspec.Struct, frozen=True):
             value = getattr(self, field)
             if value < 1:
                 raise UsageError(f"stream {self.name!r}: {field} is {value} but must be at least 1; raise it")
-        if self.senders_keep and not self.dedup_keys:
-            raise UsageError(f"stream {self.name!r}: senders_keep needs dedup_keys, or a repeat would be two messages")
         if not self.lease_s > 0:
             raise UsageError(f"stream {self.name!r}: lease_s is {self.lease_s} but must be positive; 30 is usual")
 
@@ -59,7 +53,7 @@ class DeadLetter:
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """One message in a hub's custody, for people who ask what it waits for."""
+    """One message in a hub's custody, and the replica that has it."""
 
     key: str
     holder: str  # replica that has it; empty while it waits for one

@@ -12,7 +12,7 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta, Struct
 
-PROTOCOL = 1
+PROTOCOL = 2
 HEADER_LIMIT = 1 << 20
 KEY_LIMIT = 1024
 REASON_LIMIT = 4000
@@ -26,7 +26,7 @@ Role = Literal["producer", "consumer"]
 
 
 class Refusal(Struct, frozen=True, array_like=True, gc=False):
-    """A verdict other than done: `poison` dead-letters, `returned` is nobody's fault."""
+    """A verdict other than done: `poison` dead-letters, `returned` blames no one."""
 
     id: Count
     attempt: Count
@@ -47,7 +47,6 @@ class Hello(Struct, frozen=True, array_like=True, tag=1, gc=False):
     schema: Name
     schema_hash: Name
     low_seq: Count = 1  # a hub without memory of this producer gets no sequence number below
-    unsettled: Count = 0  # messages that a hub without memory of this producer gets once more
 
 
 class Put(Struct, frozen=True, array_like=True, tag=2, gc=False):
@@ -60,11 +59,7 @@ class Put(Struct, frozen=True, array_like=True, tag=2, gc=False):
 
 
 class Ping(Struct, frozen=True, array_like=True, tag=3, gc=False):
-    """A producer is alive and would like to hear its limits, and which of those that it keeps are settled."""
-
-    epoch: Count = 0
-    kept: tuple[Count, ...] = ()
-    again: Count = 0  # messages that an earlier incarnation of the hub had, and this one has yet to get
+    """A producer is alive and asks for its limits."""
 
 
 class Report(Struct, frozen=True, array_like=True, tag=4, gc=False):
@@ -79,7 +74,6 @@ class Report(Struct, frozen=True, array_like=True, tag=4, gc=False):
     done: tuple[Count, ...] = ()
     refused: tuple[Refusal, ...] = ()
     held: tuple[Count, ...] | None = None
-    claims: tuple[Name, ...] = ()  # keys that it holds from an earlier incarnation of the hub, or has finished
 
 
 class Drain(Struct, frozen=True, array_like=True, tag=5, gc=False):
@@ -93,7 +87,7 @@ class Fin(Struct, frozen=True, array_like=True, tag=6, gc=False):
 
 
 class FinAck(Struct, frozen=True, array_like=True, tag=7, gc=False):
-    """Nothing more will come from here: the other side may close."""
+    """Nothing more will come from here: the peer may close."""
 
 
 # From a hub to its peer.
@@ -108,7 +102,6 @@ class Welcome(Struct, frozen=True, array_like=True, tag=16, gc=False):
     limit_bytes: int
     sent_items: Count
     sent_bytes: Count
-    senders_keep: bool = False
     low_seq: Count = 1  # from which a producer that the hub did not know numbers its messages
 
 
@@ -124,7 +117,6 @@ class Accepted(Struct, frozen=True, array_like=True, tag=18, gc=False):
     seqs: tuple[Count, ...]
     limit_items: int
     limit_bytes: int
-    settled: tuple[Count, ...] = ()  # need be kept no longer
 
 
 class Work(Struct, frozen=True, array_like=True, tag=19, gc=False):
@@ -212,7 +204,7 @@ class TopicAck(Struct, frozen=True, array_like=True, tag=50, gc=False):
 # Byte transfer.
 
 
-class ByteAsk(Struct, frozen=True, array_like=True, tag=64, gc=False):
+class ByteRequest(Struct, frozen=True, array_like=True, tag=64, gc=False):
     """Send me these bytes of a blob; of none, its size and generation. Complete in itself: it may be repeated."""
 
     protocol: int
@@ -244,12 +236,12 @@ FromHub = Welcome | Refuse | Accepted | Work | Settled | Who | End | Fin | FinAc
 ToTopic = TopicHello | TopicPut | TopicPing | Fin
 FromTopic = TopicSnapshot | TopicChange | TopicAck | Refuse | Who | FinAck
 FromBytes = ByteChunk | ByteRefusal
-AnyMessage = ToHub | FromHub | ToTopic | FromTopic | ByteAsk | FromBytes
+AnyMessage = ToHub | FromHub | ToTopic | FromTopic | ByteRequest | FromBytes
 
 encode = msgspec.msgpack.Encoder().encode
 decode_to_hub = msgspec.msgpack.Decoder(ToHub).decode
 decode_from_hub = msgspec.msgpack.Decoder(FromHub).decode
 decode_to_topic = msgspec.msgpack.Decoder(ToTopic).decode
 decode_from_topic = msgspec.msgpack.Decoder(FromTopic).decode
-decode_to_bytes = msgspec.msgpack.Decoder(ByteAsk).decode
+decode_to_bytes = msgspec.msgpack.Decoder(ByteRequest).decode
 decode_from_bytes = msgspec.msgpack.Decoder(FromBytes).decode

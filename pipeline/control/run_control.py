@@ -33,7 +33,6 @@ from pipeline.control.messages import (
     Status,
 )
 from pipeline.errors import UsageError
-from pipeline.hosts.stream_hub import StreamHub
 from pipeline.observe.monitor import Monitor
 from pipeline.record.recorder import Recorder
 from pipeline.supervise.runner import Runner
@@ -50,7 +49,7 @@ from stages.topic_values import (
     write_settings,
 )
 from stages.train.asked_saves import SAVE
-from transport import TopicServer
+from transport import Hub, TopicServer
 
 AUTOSCALE_LOOK_S: Final = 1.0
 
@@ -65,7 +64,7 @@ class RunControl:
         runner: Runner,
         monitor: Monitor,
         adviser: Adviser,
-        hubs: Mapping[str, StreamHub],
+        hubs: Mapping[str, Hub],
         topic: TopicServer,
         drain: Callable[[], None],
     ) -> None:
@@ -258,6 +257,6 @@ class RunControl:
             )
         return tuple(found)
 
-    def _queue(self, name: str, hub: StreamHub) -> QueueStatus:
+    def _queue(self, name: str, hub: Hub) -> QueueStatus:
         stats = hub.stats()
         return QueueStatus(name, stats.queued, stats.leased, stats.consumers)

@@ -18,7 +18,6 @@ from msgspec import Struct
 
 from configs.schema import Config
 from pipeline.hosts.launcher import ProcessSpec
-from pipeline.hosts.stream_hub import stream_key
 from transport import Node, TopicClient, TopicServer
 from transport.links.security import SERVER, add_client, create_keys, load_security, with_serving_key
 
@@ -116,11 +115,6 @@ async def awaited(topic: Topic, key: str) -> bytes:
     while (value := topic.get(key)) is None:
         revision = await topic.wait(revision, key)
     return value
-
-
-async def stream_address(topic: Topic, stream: str) -> str:
-    """Where a stream is whose hub is in a process of its own. Waits until that is up."""
-    return (await awaited(topic, stream_key(stream))).decode()
 
 
 async def read(topic: TopicClient, name: str, kind: type[T]) -> tuple[T, Config]:

@@ -23,18 +23,27 @@ from models.import_path import import_path
 from pipeline.hosts.faulty_inlet import FaultyInlet
 from pipeline.hosts.processors import cpu_seconds
 from pipeline.hosts.rendezvous import awaited, retire_key
-from pipeline.hosts.stream_ports import AnyInlet, PortSpec, StreamPorts
 from pipeline.hosts.weights_source import FetchedWeights, OfferedWeights
 from pipeline.observe.stats import CPU, STATS_PREFIX, StageStats
 from pipeline.observe.trace import TraceWriter
 from stages.base import Stage, StageContext, StageOptions, beside
 from stages.ports import Inlet as TakenFrom
 from stages.ports import Ports
-from transport import Node, TopicClient
+from transport import Inlet, Node, TopicClient
 
 STATS_INTERVAL_S = 0.5
 
 log = logging.getLogger("sluice.replica")
+
+
+class PortSpec(Struct, frozen=True):
+    """Where a port connects and what it carries."""
+
+    stream: str
+    address: str
+    schema: str  # import path of the message type
+    window_items: int = 16
+    window_bytes: int = 8 << 20
 
 
 class ReplicaSpec(Struct, frozen=True):
@@ -85,9 +94,18 @@ async def run_replica(spec: ReplicaSpec, node: Node, topic: TopicClient, config:
 
 
 async def _serve(stage: Stage, spec: ReplicaSpec, node: Node, topic: TopicClient) -> None:
-    streams = StreamPorts(node, topic, spec.replica)
-    outlets = {name: await streams.outlet(port) for name, port in spec.outlets.items()}
-    inlets = {name: await streams.inlet(port) for name, port in spec.inlets.items()}
+    name = spec.replica
+    outlets = {
+        key: await node.outlet(port.address, port.stream, import_path(port.schema), replica=name)
+        for key, port in spec.outlets.items()
+    }
+    inlets: dict[str, Inlet[Any]] = {
+        key: await node.inlet(
+            port.address, port.stream, import_path(port.schema), window_items=port.window_items,
+            window_bytes=port.window_bytes, replica=name,
+        )
+        for key, port in spec.inlets.items()
+    }  # fmt: skip
     fetched = FetchedWeights(node, topic, f"{spec.replica}-{secrets.token_hex(4)}", Path(spec.run_dir))
     weights = OfferedWeights(node, topic, spec.host) if spec.host else fetched
     taken: dict[str, TakenFrom[Any]] = dict(inlets)
@@ -97,7 +115,7 @@ async def _serve(stage: Stage, spec: ReplicaSpec, node: Node, topic: TopicClient
     if faults is not None:
         taken = {name: FaultyInlet(inlet, faults) for name, inlet in inlets.items()}
     ports = Ports(spec.replica, taken, outlets, topic, weights)
-    async with beside(_publish_stats(stage, spec, ports), _retire(spec, topic, inlets.values()), streams.follow()):
+    async with beside(_publish_stats(stage, spec, ports), _retire(spec, topic, inlets.values())):
         try:
             await stage.run(ports)
         finally:
@@ -128,7 +146,7 @@ def _stats(stage: Stage, spec: ReplicaSpec) -> bytes:
     ).encode()
 
 
-async def _retire(spec: ReplicaSpec, topic: TopicClient, inlets: Collection[AnyInlet]) -> None:
+async def _retire(spec: ReplicaSpec, topic: TopicClient, inlets: Collection[Inlet[Any]]) -> None:
     """Waits for the topic `retire/<replica>`. The inlets end then: what was not begun goes back to their hubs."""
     await awaited(topic, retire_key(spec.replica))
     for inlet in inlets:

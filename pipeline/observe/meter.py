@@ -16,14 +16,13 @@ from msgspec import Struct
 
 from configs.graph import SINGLE, loops
 from pipeline.hosts.processors import IdleCores
-from pipeline.hosts.stream_hub import StreamHub
 from pipeline.observe.advice import StageLoad, Window
 from pipeline.observe.stats import CPU
 from pipeline.placement import JOINERS, Placement
 from pipeline.record.recorder import Recorder
 from stages.prompts.stage import PromptStage
 from stages.topic_values import POLICY, RUNNING, WAITING, entries
-from transport import TopicServer
+from transport import Hub, TopicServer
 
 LEAST_BATCHES: Final = 4
 LOOKS: Final = 20  # sums that are kept of a window
@@ -64,7 +63,7 @@ class Meter:
         placement: Placement,
         stage: PromptStage,
         recorder: Recorder,
-        hubs: Mapping[str, StreamHub],
+        hubs: Mapping[str, Hub],
         topic: TopicServer,
         replicas: Callable[[str], list[str]],
         refusal: Callable[[str, int], str | None],

@@ -6,7 +6,6 @@ import asyncio
 import time
 from collections.abc import Callable, Mapping
 
-from pipeline.hosts.stream_hub import StreamHub
 from pipeline.observe.advice import Advice
 from pipeline.observe.prometheus import Facts
 from pipeline.observe.table import open_display
@@ -16,6 +15,7 @@ from pipeline.supervise.announce import read_fleet
 from stages.ports import read_value
 from stages.prompts.stage import PromptStage
 from stages.topic_values import SLOW, Complaint, addresses
+from transport import Hub
 
 REFRESH_S = 0.5
 
@@ -27,7 +27,7 @@ class Monitor:
         self,
         stage: PromptStage,
         recorder: Recorder,
-        hubs: Mapping[str, StreamHub],
+        hubs: Mapping[str, Hub],
         waits: Waits,
         advise: Callable[[], Advice | None] = lambda: None,
     ) -> None:

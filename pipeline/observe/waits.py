@@ -13,14 +13,13 @@ from typing import Final
 
 from configs.graph import loops
 from configs.schema import Config
-from pipeline.hosts.stream_hub import StreamHub
 from pipeline.observe.view import RunView
 from pipeline.placement import JOINERS, Placement
 from stages.messages import WeightsAnnouncement, group_of
 from stages.ports import read_value
 from stages.prompts.stage import PromptStage
 from stages.topic_values import EngineEntry, addresses, entries
-from transport import Held, TopicServer
+from transport import Held, Hub, TopicServer
 
 MOST_HOLDERS: Final = 3
 
@@ -33,7 +32,7 @@ class Waits:
         placement: Placement,
         stage: PromptStage,
         view: RunView,
-        hubs: Mapping[str, StreamHub],
+        hubs: Mapping[str, Hub],
         topic: TopicServer,
         lacking: Mapping[str, str],
     ) -> None:

@@ -17,7 +17,6 @@ from msgspec import Struct
 
 from models.checkpoint import CheckpointError, final_path, read_manifest, remove_leftovers, verify_files
 from models.disk import write_json
-from pipeline.hosts.stream_hub import StreamHub
 from pipeline.observe.stats import STATS_PREFIX, StageStats
 from pipeline.record.recorder import Recorder
 from pipeline.record.run_directory import RunDir
@@ -27,7 +26,7 @@ from stages.base import TrainOptions
 from stages.messages import group_of
 from stages.ports import read_value
 from stages.topic_values import POLICY, Complaint, EngineAddress, RouterAddress, carrying
-from transport import TopicServer
+from transport import Hub, TopicServer
 
 REPORTS_POLL_S = 0.02
 
@@ -53,7 +52,7 @@ def read_fleet(rundir: RunDir) -> dict[str, ServerInfo]:
 class Announcer:
     """Implements `Lifecycle`."""
 
-    def __init__(self, topic: TopicServer, hubs: Mapping[str, StreamHub], recorder: Recorder) -> None:
+    def __init__(self, topic: TopicServer, hubs: Mapping[str, Hub], recorder: Recorder) -> None:
         self.config = recorder.config
         self.topic, self.hubs, self.recorder = topic, hubs, recorder
         self._fleet: dict[str, ServerInfo] = {}
@@ -77,8 +76,7 @@ class Announcer:
         recorder, step = self.recorder, self.recorder.committed
         behind = recorder.ledger.trained // self.config.rollout.rollout_batch_size - step
         repeat = recorder.last_batch if behind else ()
-        account = await self.hubs[stream].account()
-        kept = lost.restored.union(group for _, group in map(group_of, (held.key for held in account)))
+        kept = lost.restored.union(group for _, group in map(group_of, (held.key for held in self.hubs[stream].held())))
         if recorder.training_started is None or behind > 1 or not kept.issuperset(repeat):
             return None
         still_open = frozenset(group.group_id for group in recorder.ledger.open_groups())

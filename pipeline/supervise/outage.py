@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from configs.graph import engine_count, replicas
 from configs.schema import Config
-from pipeline.hosts.stream_hub import HUB
 
 
 def consequence(config: Config, kind: str) -> str:
@@ -13,8 +12,6 @@ def consequence(config: Config, kind: str) -> str:
         return "new requests wait for it, those it had go on at the engines directly"
     if kind == "engines":
         return "the engines go on with the weights that they have until it is back"
-    if kind == HUB:
-        return "its streams wait until it is back, and their senders keep what is in them"
     if kind == "fetcher":
         return "the engines of its node go on with the weights that they have until it is back"
     if kind == "frozen":

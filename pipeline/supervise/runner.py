@@ -29,7 +29,6 @@ from pipeline.hosts.rendezvous import Entry, Keys, admit, retire_key, spec_key
 from pipeline.hosts.replica import ReplicaSpec, run_replica
 from pipeline.hosts.shared_files import shared_files
 from pipeline.placement import Placement
-from pipeline.supervise.hub_processes import HubProcesses
 from pipeline.supervise.restarts import Lifecycle, Restarts
 from pipeline.supervise.servers import Servers
 from pipeline.supervise.trainer_group import TrainerGroup
@@ -65,7 +64,6 @@ class Runner(ABC):
         if needs_trainer_group(config):
             generation = placement.run_generation
             self._group = TrainerGroup(config, self.rundir, launcher, self._restarts, self.entry, topic, generation)
-        self.hub_processes: HubProcesses | None = None
         self._servers = Servers(placement, topic, launcher, self._restarts, self.entry, in_process=self.in_process)
         self._replicas: asyncio.TaskGroup | None = None  # while it runs
         self._running: dict[str, ReplicaSpec] = {}
@@ -80,8 +78,7 @@ class Runner(ABC):
         """Start everything; wait until all replicas have ended. An error of any of them propagates."""
         try:
             ranks = [] if self._group is None else [self._group.run()]
-            hubs = [] if self.hub_processes is None else [self.hub_processes.run(self.entry, self._restarts)]
-            async with beside(self._servers.run(), *ranks, *hubs):
+            async with beside(self._servers.run(), *ranks):
                 async with asyncio.TaskGroup() as self._replicas:
                     for spec in self.placement.replicas():
                         self._start(spec)

@@ -51,11 +51,6 @@ def test_one_thing_changes_between_the_runs_of_a_series() -> None:
     ]  # fmt: skip
 
 
-def test_shards_are_compared_where_there_are_processes_for_them() -> None:
-    found = points([1000], [2], wide=1000, hubs=[2, 0, 1], shards=[2])
-    assert [(point.hub_processes, point.hub_shards) for point in found] == [(0, 1), (1, 1), (2, 1), (2, 2)]
-
-
 def test_one_number_of_replicas_adds_no_run() -> None:
     assert points([100, 100_000], [1], wide=1000) == [Point(in_flight=n, replicas=1) for n in (100, 100_000)]
 

@@ -12,7 +12,6 @@ MOMENTS = (START, WARM, RUNNING, SAVE, PRUNE, RESUME, END)
 CONTROLLER, TRAIN = "controller", "train-0"
 EVERYTHING = "everything"  # all processes of the run at once, but the parent of --auto-resume
 WITHIN = ("generate-0", "generate-1", "reward-0", "group-0", "evaluate-0", "engines-0", "engine-0", "engine-1")
-HUBS = ("hub-0", "hub-1")
 FATAL = (CONTROLLER, EVERYTHING)  # the run ends and is resumed
 MAY_END = (TRAIN,)  # it does if the newest step is not in a checkpoint
 WORST = (CONTROLLER, *MAY_END)
@@ -59,17 +58,6 @@ def draw_fatal(rng: random.Random, *, steps: int, kills: int) -> list[Kill]:
     """So many kills at such moments, each of the controller or of everything."""
     plan = draw(rng, steps=steps, warm_steps=0, kills=kills)
     return [replace(kill, victim=rng.choice((CONTROLLER, EVERYTHING))) for kill in plan]
-
-
-def among_hubs(rng: random.Random, plan: list[Kill]) -> list[Kill]:
-    """The same plan, with half of the kills that no run ends by made of hub processes."""
-    moments = (RUNNING, SAVE, PRUNE, RESUME, END)
-    return [
-        replace(kill, victim=rng.choice(HUBS))
-        if kill.victim in WITHIN and kill.moment in moments and rng.random() < 0.5
-        else kill
-        for kill in plan
-    ]
 
 
 class Seen:

@@ -27,7 +27,6 @@ from tests.chaos import calls
 from tests.chaos.kills import (
     EVERYTHING,
     FATAL,
-    HUBS,
     MAY_END,
     MOMENTS,
     PRUNE,
@@ -35,7 +34,6 @@ from tests.chaos.kills import (
     SAVE,
     Kill,
     Seen,
-    among_hubs,
     draw,
     draw_fatal,
 )
@@ -160,14 +158,6 @@ def auto_cases(made: Iterable[Case]) -> Iterable[Case]:
         rng = random.Random(case.name)
         drawn = draw_fatal(rng, steps=STEPS, kills=rng.randrange(4, 8))
         yield replace(case, flags=(*case.flags, *AUTO), kills=tuple(drawn), auto=True)
-
-
-def hub_cases(made: Iterable[Case], shards: int) -> Iterable[Case]:
-    """The same runs with two hub processes, which are killed too, and so many shards of each stream in them."""
-    for case in made:
-        plan = among_hubs(random.Random(case.name), list(case.kills))
-        flags = (*case.flags, "--hub-processes", str(len(HUBS)), "--hub-shards", str(shards))
-        yield replace(case, flags=flags, kills=tuple(plan))
 
 
 class Running:

@@ -168,7 +168,7 @@ class NamespaceLauncher(LocalLauncher):
     def address(self, name: str) -> str:
         if (host := self.host(name)) is not None:
             return host.there
-        return str(self.controller) if name.startswith(("hub-", "train-")) else super().address(name)
+        return str(self.controller) if name.startswith("train-") else super().address(name)
 
     @contextlib.contextmanager
     def held_port(self, name: str, port: int = 0) -> Iterator[int]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +10,7 @@ import pytest
 from launching import SIMULATED, SMALL, here, made_model
 from scripted_run import Scripted, scripted
 
-from pipeline.hosts.stream_hub import wait_quiet
-from transport import HubStats
+from pipeline.controller import wait_empty
 
 LATE = """
 import asyncio
@@ -45,46 +43,25 @@ def test_what_is_in_a_loop_comes_to_rest_before_streams_end(tmp_path: Path, monk
     scripted(monkeypatch, tmp_path / "run", script, lambda run_dir: here(run_dir, *flags, cwd=tmp_path).code)
 
 
-class Passed:
-    """Two streams between which one message goes round, always to the one that was just looked at."""
+class Emptied:
+    """A stream that is empty from its second look on, when the other stream gets the message."""
 
-    def __init__(self, rounds: int) -> None:
-        self.at, self.left = 1, 2 * rounds
-        self.accepted = [0, 1]
+    def __init__(self) -> None:
+        self.looks = 0
+        self.following: Emptied | None = None
 
-    def look(self, stream: int) -> list[Any]:
-        found = [object()] if self.left and self.at == stream else []
-        if self.left and self.at != stream:
-            self.at, self.left = stream, self.left - 1
-            self.accepted[stream] += 1
-        return found
-
-    def hub(self, stream: int) -> Any:
-        passed = self
-
-        class Hub:
-            async def account(self) -> list[Any]:
-                return passed.look(stream)
-
-            def stats(self) -> HubStats:
-                return HubStats(0, 0, passed.accepted[stream], 0, 0, 0, 0, 0, 0, 0)
-
-        return Hub()
+    def held(self) -> list[Any]:
+        self.looks += 1
+        if self.looks > 5 and self.following is not None:
+            self.following.looks, self.following = 0, None
+        return [object()] if self.looks <= 5 else []
 
 
-async def test_a_message_that_goes_round_is_not_missed_by_looks_one_after_the_other() -> None:
-    passed = Passed(rounds=5)
+async def test_streams_of_a_loop_are_empty_at_the_same_moment() -> None:
+    last, first = Emptied(), Emptied()
+    last.looks, first.following = 100, last
+    hubs: Any = [first, last]
     async with asyncio.timeout(10):
-        await wait_quiet([passed.hub(0), passed.hub(1)])
-    assert passed.left == 0
-
-
-async def test_streams_that_are_never_empty_are_waited_for() -> None:
-    class Held(Passed):
-        def look(self, stream: int) -> list[Any]:
-            return [object()] if stream else []
-
-    with contextlib.suppress(TimeoutError):
-        async with asyncio.timeout(0.2):
-            await wait_quiet([Held(1).hub(0), Held(1).hub(1)])
-            pytest.fail("a stream holds a message")
+        await wait_empty(hubs)
+    assert first.looks > 5
+    assert last.looks > 5

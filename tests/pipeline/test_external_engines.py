@@ -30,7 +30,7 @@ from pipeline.supervise.outage import consequence
 from pipeline.supervise.restarts import EngineSpec, Restarts
 from pipeline.supervise.servers import supervisors
 from stages.topic_values import Complaint, EngineEntry, RouterAddress, addresses
-from transport.links.memory import MemoryNetwork, MemoryNode
+from tests.transport.memory_link import MemoryNetwork, MemoryNode
 
 
 @pytest.fixture

@@ -20,7 +20,6 @@ from test_kill import kill, steps_done, wait_for_steps
 
 import launch as program
 import pipeline.run
-from pipeline.hosts.rendezvous import stream_address
 from pipeline.hosts.weights_source import SOURCE, WeightsServer
 from pipeline.record.journal import Audit, audit
 from stages.messages import RolloutSlice
@@ -40,9 +39,9 @@ def host(tmp_path: Path) -> Iterator[OtherHost]:
 
 
 @pytest.fixture
-def over(host: OtherHost, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> OtherHost:
-    """Runs of this process place their processes on the other host, and those that are asked for beside."""
-    launchers = functools.partial(NamespaceLauncher, {host: (*THERE, *getattr(request, "param", ()))})
+def over(host: OtherHost, monkeypatch: pytest.MonkeyPatch) -> OtherHost:
+    """Runs of this process place their processes on the other host."""
+    launchers = functools.partial(NamespaceLauncher, {host: THERE})
     monkeypatch.setattr(pipeline.run, "run", functools.partial(pipeline.run.run, launchers=launchers))
     return host
 
@@ -103,16 +102,14 @@ def test_engines_of_two_hosts_carry_the_same_weights_though_a_fetcher_is_killed(
     assert "failed" not in logs["engines-0"]
 
 
-@pytest.mark.parametrize("over", [("hub",)], indirect=True)
 def test_who_has_no_key_gets_nothing(over: OtherHost, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async def script(run: Scripted) -> None:
         await run.until(lambda: run.runner.topic.get(SOURCE) is not None)
         topic = run.runner.topic.address
-        train = await stream_address(run.runner.topic, "train")
+        train = run.controller.placement.addresses["train"]
         weights = msgspec.msgpack.decode(run.runner.topic.get(SOURCE) or b"", type=WeightsServer)
-        bound = [topic, weights.address, run.controller.placement.addresses["settle"]]
+        bound = [topic, weights.address, train]
         assert all(address.startswith(f"tcp://{over.here}:") for address in bound)
-        assert train.startswith(f"tcp://{over.there}:"), "a hub process there, with a key of its own"
         assert run.keys is not None
         assert "|" in weights.address, "a key of the trainer's own"
         create_keys(tmp_path / "made", ["worker"])  # of the thief's own; what the run's server is called, anybody knows
@@ -137,7 +134,7 @@ def test_who_has_no_key_gets_nothing(over: OtherHost, tmp_path: Path, monkeypatc
             with pytest.raises(LinkError):
                 await node.topic(topic)
 
-    flags = [*SMALL, *made_model(), *SIMULATED, "--num-rollout", "4000", "--hub-processes", "1"]
+    flags = [*SMALL, *made_model(), *SIMULATED, "--num-rollout", "4000"]
     scripted(monkeypatch, tmp_path / "run", script, lambda place: program.main(["--run-dir", str(place), *flags]))
 
 
@@ -176,22 +173,3 @@ def test_sync_trains_the_same_batches_here_though_a_replica_is_killed(tmp_path: 
     done = finish(process, tmp_path / "run")
     assert done.code == 0, done.err[-3000:]
     assert done.audit.batches == alone
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("over", [("hub-1",)], indirect=True)
-def test_hub_processes_that_come_back_at_other_addresses_are_found_from_there(over: OtherHost, tmp_path: Path) -> None:
-    run_dir, killed = tmp_path / "run", []
-
-    def murder() -> None:
-        for steps, hub in ((3, "hub-0"), (6, "hub-1")):
-            while steps_done(run_dir) < steps:
-                time.sleep(0.05)
-            kill(run_dir, hub)
-            killed.append(hub)
-
-    threading.Thread(target=murder, daemon=True).start()
-    flags = [*SMALL, *made_model(), *SIMULATED, "--simulated-step-s", "0.5", "--num-rollout", "16"]
-    books = books_of(run_dir, *flags, "--hub-processes", "2")
-    assert books.outcomes == {"trained": 64}
-    assert killed == ["hub-0", "hub-1"]

@@ -11,6 +11,8 @@ import subprocess
 import sys
 import textwrap
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import msgspec
 import pytest
@@ -32,11 +34,17 @@ from pipeline.hosts.gpus import slices, visible_gpus
 from pipeline.hosts.launcher import ProcessSpec, Resources
 from pipeline.hosts.local_launcher import LocalLauncher, last_error
 from pipeline.hosts.process_group import shared_files
+from pipeline.hosts.rendezvous import Entry
+from pipeline.hosts.replica import ReplicaSpec
 from pipeline.hosts.this_process import interruptible
 from pipeline.placement import threads
 from pipeline.record.run_directory import RunDir
+from pipeline.supervise import silence
 from pipeline.supervise.restart_budget import WINDOW_S
 from pipeline.supervise.restarts import Restarts
+from pipeline.supervise.weight_fetchers import WeightFetchers
+from stages.engines.stage import END
+from transport import Node
 
 # ------------------------------------------------------------------ processes, ports, GPUs
 
@@ -315,3 +323,48 @@ def test_no_more_threads_than_the_model_is_worth(
     loaded = load(["--hf-checkpoint", str(tmp_path), "--prompt-data", "arithmetic", "--num-rollout", "2", *flags])
     config = resolve(loaded.config, loaded.given)
     assert threads(config, build(config)) == expected
+
+
+class Silent:
+    """A process that publishes nothing. Implements what is used of `Launcher` and `Handle`."""
+
+    controller = "10.0.0.1"
+
+    def __init__(self) -> None:
+        self.starts, self.code, self.ended, self.log = 0, -9, asyncio.Event(), Path("fetcher-0.log")
+
+    async def place(self, name: str, beside: str = "") -> None: ...
+
+    async def spawn(self, spec: ProcessSpec) -> Silent:
+        self.starts += 1
+        self.ended.clear()
+        return self
+
+    async def wait(self) -> int:
+        await self.ended.wait()
+        return self.code
+
+    async def kill(self) -> int:
+        self.ended.set()
+        return self.code
+
+    async def release(self, name: str) -> None: ...
+
+    def last_line(self) -> str:
+        return ""
+
+
+async def test_a_silent_fetcher_is_ended_and_started_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(silence, "HANG_S", 1.0)
+    started: Any = Silent()
+    async with asyncio.timeout(30), Node("run", "controller") as node, asyncio.TaskGroup() as tasks:
+        topic = await node.topic_server("inproc://silent-fetcher")
+        spec = ReplicaSpec("fetcher", "fetcher-0", "", 0, 1, 1, str(tmp_path), {}, {})
+        placement: Any = SimpleNamespace(rundir=SimpleNamespace(path=tmp_path), replica=lambda *_: spec)
+        fetchers = WeightFetchers(placement, topic, started, Restarts(Told(), 5), Entry("run", topic.address))
+        fetchers.tasks = tasks
+        assert fetchers.beside("engine-1", "10.0.0.2") == "fetcher-0"
+        await eventually(lambda: [("started again",)] if started.starts == 2 else [])
+        topic.publish(END, b"")
+        started.code = 0  # as after the end of the run
+        started.ended.set()

@@ -102,7 +102,6 @@ def test_all_but_the_controller_on_the_other_host_where_the_trainer_is_killed(
         in (refused.err)
     )
     flags += ["--num-rollout", "8", "--save-interval", "1", "--scale", "engine=2", "--ray-placement", "spread"]
-    flags += ["--hub-processes", "2", "--hub-shards", "2"]
     process = start(run_dir, *flags)
     wait_for_steps(process, run_dir, 2)
     trainer = (run_dir / "replicas" / "train-0.pid").read_text()
@@ -124,8 +123,6 @@ def test_all_but_the_controller_on_the_other_host_where_the_trainer_is_killed(
     fetched = re.findall(r"version \d+: fetched \d+ bytes from tcp://(\S+):\d+", log("engines-0"))
     assert set(fetched) == {cluster.there}
     assert "fetched" not in log("fetcher-0"), "the slots are on its own host"
-    hubs = log("hub-0") + log("hub-1")
-    assert sorted(re.findall(rf"(group#\d) is at tcp://{cluster.there}:", hubs)) == ["group#0", "group#1"]
     trace = {path.name.partition("-")[0] for path in (run_dir / "trace").iterdir()}
     assert "train" in trace
     assert not trace & {"generate", "reward"}, "the run directory is the other host's own"

@@ -60,21 +60,6 @@ def test_the_evaluate_stage_is_where_the_held_out_data_are_whatever_nodes_the_ot
     assert found.check([node("1"), node("2", pool="cpu")]) == []
 
 
-@pytest.mark.parametrize(
-    ("flags", "here"),
-    [
-        ([], True),
-        (["--ray-labels", "rollout=side:there"], True),
-        (["--ray-labels", "cpu=side:there"], False),
-        (["--ray-placement", "spread"], False),
-    ],
-)
-def test_hub_processes_are_on_the_controllers_node_unless_something_else_is_said(flags: list[str], here: bool) -> None:
-    placed = placements("--hub-processes", "2", *flags)
-    assert {placed.of(f"hub-{number}").here for number in range(2)} == {here}
-    placed.check([node("1"), node("2", side="there")])
-
-
 @pytest.mark.parametrize("route", ["disk", "delta"])
 def test_engines_may_be_on_several_nodes_whatever_brings_their_weights(route: str) -> None:
     flags = ("--ray-cpus", "rollout=2", "--ray-cpus", "train=0", "--scale", "engine=2")

@@ -35,8 +35,7 @@ from stages.topic_values import RouterAddress
 from tests.models.weights.made_up import checkpoint, values
 from tests.stages.faults import FaultProxy
 from tests.stages.stage_rig import Rig, make_config, make_context, open_rig, running, take, until
-from transport.ports.inlet import Inlet
-from transport.ports.outlet import Outlet
+from transport.ports.stream import Inlet, Outlet
 
 VOCABULARY = 256
 LENGTH = 40  # tokens of every response of the simulated engine

@@ -35,11 +35,10 @@ from stages.messages import (
 )
 from stages.ports import Ports
 from stages.topic_values import EngineAddress, EngineEntry, addresses, entries
-from transport.links.memory import MemoryNetwork, MemoryNode
+from tests.transport.memory_link import MemoryNetwork, MemoryNode
 from transport.node import Node
 from transport.ports.hub import Hub
-from transport.ports.inlet import Inlet
-from transport.ports.outlet import Outlet
+from transport.ports.stream import Inlet, Outlet
 from transport.ports.topic import TopicServer
 from transport.spec import DeadLetter, StreamSpec
 

@@ -29,8 +29,7 @@ from tests.stages.stage_rig import (
     take,
     until,
 )
-from transport.ports.inlet import Inlet
-from transport.ports.outlet import Outlet
+from transport.ports.stream import Inlet, Outlet
 
 
 class Held:

@@ -27,8 +27,7 @@ from models.tiny import make_tiny_checkpoint
 from stages.messages import Int32Array, RolloutSlice, Sample, wire
 from stages.teacher import TeacherStage
 from stages.topic_values import EngineAddress, EngineEntry
-from transport.ports.inlet import Inlet
-from transport.ports.outlet import Outlet
+from transport.ports.stream import Inlet, Outlet
 
 VOCABULARY = 256
 GROUPS = itertools.count()  # a stream takes each key once

@@ -1,4 +1,7 @@
-"""The conformance suite on every kind of link."""
+"""The conformance suite on every kind of link: a new kind of link is trusted when it passes, and not before.
+
+Each test uses only what `Node` promises. Nothing measures time: the limits only turn a hang into a failure.
+"""
 
 from __future__ import annotations
 
@@ -9,10 +12,17 @@ from pathlib import Path
 
 import pytest
 
+from tests.transport.conformance_departures import DepartureConformance, ExtrasConformance
+from tests.transport.conformance_net import Net
+from tests.transport.conformance_streams import StreamConformance
+from tests.transport.conformance_topics import ByteConformance, TopicConformance
+from tests.transport.memory_link import MemoryNetwork, MemoryNode
 from transport import Node
-from transport.links.memory import MemoryNetwork, MemoryNode
 from transport.links.security import create_keys, load_security
-from transport.testing import Net, PortConformance
+
+
+class PortConformance(StreamConformance, DepartureConformance, ExtrasConformance, TopicConformance, ByteConformance):
+    """Everything. The subclass gives the fixture `net`."""
 
 
 @pytest.fixture

@@ -12,9 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
+from tests.transport.conformance_net import Extra
 from transport import DecodeError, MessageInvalid
 from transport.codec import Codec, Frames, checksum, total
-from transport.testing.net import Extra
 
 
 class Part(msgspec.Struct, frozen=True, array_like=True):

@@ -16,8 +16,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.transport.conformance_net import take_one, until
 from transport import DeadLetter, Hub, Inlet, LinkLost, Node, StreamSpec
-from transport.testing.net import take_one, until
 
 WORKER = Path(__file__).with_name("transport_worker.py")
 

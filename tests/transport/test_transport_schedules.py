@@ -3,24 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import pytest
 from msgspec import structs
-from transport_sharded_simulation import simulate_shards
 from transport_simulation import simulate
 from transport_world import Rules, Scenario, Violation
 
 from transport.core import custody as custody_module
 from transport.core.consumer import ConsumerCore
-from transport.core.credit import Capacity, SendCredit
+from transport.core.credit import Capacity, KeyMemory, SendCredit, SeqWindow
 from transport.core.custody import Custody, Item
-from transport.core.dedup import KeyMemory, SeqWindow
 from transport.core.hub import HubCore
-from transport.core.keeping import Keeping
 from transport.core.producer import ProducerCore
-from transport.core.repeats import Repeats
 from transport.wire import Report
 
 SCENARIOS = {
@@ -31,27 +26,10 @@ SCENARIOS = {
     "deaths": Scenario(consumer_deaths=3, producer_deaths=2),
     "unsupervised deaths": Scenario(consumer_deaths=3, producer_deaths=1, supervised=0.0),
     "frozen": Scenario(freezes=2, cuts=2),
-    "leaving": Scenario(leaves=3, max_attempts=1),
+    "leaving": Scenario(leaves=3, producer_leaves=2, max_attempts=1),
     "killer": Scenario(killers=1, poisons=2, consumer_deaths=1, concurrency=3),
     "regenerated": Scenario(regenerated=10, producer_deaths=1),
     "new hub": Scenario(hub_restarts=2, cuts=1),
-    "new hub, senders keep": Scenario(senders_keep=True, hub_restarts=3, offer_s=2.0, work_s=0.4, items=80),
-    "new hub, senders keep, lossy": Scenario(
-        senders_keep=True, hub_restarts=2, drop=0.05, duplicate=0.05, reorder=True, cuts=2, offer_s=2.0, work_s=0.4,
-    ),
-    "one death at a time": Scenario(
-        senders_keep=True, hub_restarts=2, producer_deaths=2, consumer_deaths=1, producer_leaves=2, leaves=1, cuts=1,
-        apart_s=1.4, offer_s=9.0, work_s=1.5, items=80, window_items=12, window_bytes=20_000, capacity_items=60,
-        capacity_bytes=80_000, concurrency=8,
-    ),
-    "hub and others die together": Scenario(
-        senders_keep=True, hub_restarts=3, producer_deaths=3, consumer_deaths=2, producer_leaves=1, drop=0.02,
-        offer_s=2.0, work_s=0.6, killers=1, poisons=1,
-    ),
-    "keyed, senders keep": Scenario(
-        senders_keep=True, routing="keyed", hub_restarts=2, consumer_deaths=1, leaves=1, cuts=2, gather=4, consumers=2,
-        window_bytes=40_000, window_items=20, apart_s=1.4, offer_s=4.0,
-    ),
     "sticky": Scenario(routing="sticky", consumer_deaths=2, leaves=1, cuts=1),
     "keyed": Scenario(routing="keyed", consumer_deaths=3, leaves=2, cuts=4, freezes=1, killers=1, drop=0.02),
     "gathering": Scenario(gather=4, consumers=2, window_bytes=20_000, window_items=6, consumer_deaths=2),
@@ -68,30 +46,6 @@ SCENARIOS = {
 def test_schedules(name: str) -> None:
     for seed in range(10):
         simulate(seed, SCENARIOS[name])
-
-
-SHARDED = {
-    "hubs die": replace(SCENARIOS["new hub, senders keep"], hub_restarts=2),
-    "everything": Scenario(
-        senders_keep=True, routing="keyed", hub_restarts=1, consumer_deaths=2, producer_deaths=1, producer_leaves=1,
-        leaves=1, freezes=1, cuts=2, drop=0.02, duplicate=0.02, offer_s=2.0, work_s=0.4, killers=1, poisons=1,
-        window_items=20, window_bytes=40_000,
-    ),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("name", SHARDED)
-def test_schedules_of_shards(name: str) -> None:
-    for seed in range(3):
-        simulate_shards(seed, SHARDED[name])
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("seeds", [range(3, 15), pytest.param(range(15, 200), marks=pytest.mark.full)], ids=str)
-@pytest.mark.parametrize("name", SHARDED)
-def test_many_schedules_of_shards(name: str, seeds: range) -> None:
-    for seed in seeds:
-        simulate_shards(seed, SHARDED[name])
 
 
 @pytest.mark.slow
@@ -128,10 +82,20 @@ def mutant(name: str, scenario: Scenario) -> Callable[[Patch], Patch]:
     return register
 
 
-@mutant("no deduplication of resent messages", Scenario(duplicate=0.1, cuts=4, dedup_keys=False))
+RESENT = Scenario(duplicate=0.1, cuts=4)
+
+
+@mutant("no deduplication of resent messages", RESENT)
 def no_seq_dedup(patch: pytest.MonkeyPatch) -> Rules:
     patch.setattr(SeqWindow, "__contains__", lambda self, seq: False)
+    patch.setattr(KeyMemory, "add", lambda self, key: True)
     return Rules()
+
+
+def test_resent_messages_are_known_by_their_numbers_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(KeyMemory, "add", lambda self, key: True)
+    for seed in range(8):
+        simulate(seed, RESENT)
 
 
 @mutant("no deduplication of keys", Scenario(producer_deaths=3, regenerated=10))
@@ -359,103 +323,6 @@ def no_rehello(patch: pytest.MonkeyPatch) -> Rules:
                 super().on_message(now, message, body)
 
     return Rules(consumer=Mute)
-
-
-KEPT = SCENARIOS["new hub, senders keep"]
-APART = SCENARIOS["one death at a time"]
-
-
-@mutant("a sender drops the body when it is accepted", KEPT)
-def body_dropped_at_accepted(patch: pytest.MonkeyPatch) -> Rules:
-    patch.setattr(ProducerCore, "_keep", lambda self, seq, parcel: None)
-    return Rules()
-
-
-class Renumbering(ProducerCore):
-    """Counts from one at each hub, so that only the epoch tells what a number of an old one means."""
-
-    def _renew_hello(self) -> None:
-        self.session.renew_hello(1, len(self.kept) + len(self.unaccepted))
-
-
-def test_numbers_may_begin_again_at_each_hub() -> None:
-    for seed in range(10):
-        simulate(seed, KEPT, Rules(producer=Renumbering))
-
-
-@mutant("a settled notice of an old hub is believed", KEPT)
-def old_notices_believed(patch: pytest.MonkeyPatch) -> Rules:
-    class Gullible(Renumbering):
-        def _accepted(self, now: float, message: Any) -> None:
-            super()._accepted(now, structs.replace(message, epoch=self.session.epoch or 0))
-
-    return Rules(producer=Gullible)
-
-
-@mutant("numbers go on where a new hub does not begin", KEPT)
-def numbers_of_before(patch: pytest.MonkeyPatch) -> Rules:
-    class Counting(ProducerCore):
-        def _begin_anew(self, first_seq: int) -> None:
-            super()._begin_anew(1)
-
-    return Rules(producer=Counting)
-
-
-@mutant("a message is released when it is delivered", replace(KEPT, consumer_deaths=4))
-def released_at_delivery(patch: pytest.MonkeyPatch) -> Rules:
-    original = Custody.lease
-
-    def lease(self: Custody, item: Item, holder: Any) -> Any:
-        self.gone.append(item)
-        return original(self, item, holder)
-
-    patch.setattr(Custody, "lease", lease)
-    return Rules()
-
-
-@mutant("nobody keeps what a dead sender had kept", APART)
-def not_handed_over(patch: pytest.MonkeyPatch) -> Rules:
-    class Alone(HubCore):
-        def flush(self, now: float) -> list[Any]:
-            out = super().flush(now)
-            self.keeping.unkept.clear()
-            return out
-
-    return Rules(hub=Alone)
-
-
-@mutant("a sender's goodbye is answered before others keep what it kept", replace(APART, producer_leaves=4))
-def let_go_early(patch: pytest.MonkeyPatch) -> Rules:
-    patch.setattr(Keeping, "may_leave", lambda self, peer: True)
-    patch.setattr(Keeping, "leaves", lambda self, peer: None)
-    return Rules()
-
-
-@mutant("a new hub ends before its senders are back", replace(KEPT, work_s=1.0))
-def ended_at_once(patch: pytest.MonkeyPatch) -> Rules:
-    patch.setattr(Keeping, "waits", property(lambda self: False))
-    return Rules()
-
-
-@mutant("consumers claim nothing", KEPT)
-def no_claims(patch: pytest.MonkeyPatch) -> Rules:
-    patch.setattr(Repeats, "claims", lambda self, now: ())
-    return Rules()
-
-
-@mutant("a claimed message is taken for a new one", KEPT)
-def repeats_not_known(patch: pytest.MonkeyPatch) -> Rules:
-    patch.setattr(ConsumerCore, "_repeated", lambda self, now, work: False)
-    return Rules()
-
-
-@mutant("what is kept is never released", KEPT)
-def never_released(patch: pytest.MonkeyPatch) -> Rules:
-    class Hoarder(HubCore):
-        def _release(self) -> None:
-            self.custody.gone.clear()
-
-    return Rules(hub=Hoarder)
 
 
 @pytest.mark.parametrize("name", MUTANTS)

@@ -18,6 +18,7 @@ import pytest
 import zmq
 
 import transport
+from tests.transport.conformance_net import Extra, take_one
 from transport import (
     AddressInUse,
     AddressInvalid,
@@ -39,8 +40,7 @@ from transport.codec import Codec
 from transport.links import zmq_link
 from transport.links.address import parse
 from transport.links.security import add_client, create_keys, load_security, zap_reply
-from transport.ports import outlet as outlet_port
-from transport.testing.net import Extra, take_one
+from transport.ports import stream as stream_port
 from transport.wire import Hello, Put, Report
 
 PACKAGE = Path(transport.__file__).parent
@@ -283,7 +283,7 @@ def hostile_frames(rng: random.Random) -> list[bytes]:
     """A multipart message that no honest peer sends: noise, damaged headers, lying headers."""
     codec = Codec(bytes)
     digest = rng.choice([codec.hash, "unknown"])
-    hello = Hello(1, "run", "s", "producer", "evil", rng.randbytes(4).hex(), codec.name, digest)
+    hello = Hello(wire.PROTOCOL, "run", "s", "producer", "evil", rng.randbytes(4).hex(), codec.name, digest)
     report = Report(rng.getrandbits(60), 1, 2**62, 2**62, 2**62, (1, 2, 3), tuple(range(50)), (), tuple(range(9)))
     honest = [
         wire.encode(hello),
@@ -312,7 +312,7 @@ async def test_hostile_frames_harm_nobody(run_dir: Path) -> None:
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     try:
         async with asyncio.timeout(30), Node("run", "node") as node:
-            spec = StreamSpec("s", f"ipc://{run_dir}/s", max_message_bytes=1 << 16, dedup_keys=False)
+            spec = StreamSpec("s", f"ipc://{run_dir}/s", max_message_bytes=1 << 16)
             hub = await node.hub(spec, letters.append)
             topic = await node.topic_server(f"ipc://{run_dir}/t")
             outlet = await node.outlet(hub.address, "s", bytes)
@@ -369,7 +369,7 @@ async def test_a_message_of_too_many_frames_is_not_kept(run_dir: Path, monkeypat
             evil.set(zmq.LINGER, 0)
             evil.connect(hub.address)
             codec = Codec(bytes)
-            hello = wire.encode(Hello(1, "run", "s", "producer", "evil", "evil", codec.name, codec.hash))
+            hello = wire.encode(Hello(wire.PROTOCOL, "run", "s", "producer", "evil", "evil", codec.name, codec.hash))
             many, large = [b"x"] * 51, [b"x" * (1 << 20)] * 4  # 3 MiB and a little more are what the socket lets pass
             evil.send(hello)
             for number, frames in enumerate((many, large), 1):
@@ -388,7 +388,7 @@ async def test_a_message_of_too_many_frames_is_not_kept(run_dir: Path, monkeypat
 async def test_extras_beyond_the_limit_are_refused_before_they_are_sent(
     run_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(outlet_port, "FRAMES_LIMIT", 3)
+    monkeypatch.setattr(stream_port, "FRAMES_LIMIT", 3)
     async with Node("run", "node") as node:
         hub = await node.hub(StreamSpec("s", f"ipc://{run_dir}/s"), ignore)
         outlet = await node.outlet(hub.address, "s", list[Extra])

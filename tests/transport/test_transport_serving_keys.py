@@ -26,22 +26,22 @@ def ignore(letter: DeadLetter) -> None:
 
 
 class Keys:
-    """Of a run: its server's, and those of clients by name, of which the hub is told some."""
+    """Of a run: the server key, and client keys by name; the hub admits some of them."""
 
     def __init__(self, place: Path) -> None:
         self.place = place
         create_keys(place / "server", [])
         self.server = load_security(place / "server")
-        self.told = {self.server.server_public: SERVER}
+        self.admitted = {self.server.server_public: SERVER}
 
-    def client(self, name: str, *, told: bool = True) -> Security:
+    def client(self, name: str, *, admitted: bool = True) -> Security:
         public = add_client(self.place / "server", name, self.place / name)
-        if told:
-            self.told[public] = name
+        if admitted:
+            self.admitted[public] = name
         return load_security(self.place / name, name)
 
     def hub(self, name: str) -> Security:
-        return with_serving_key(self.client(name), lambda: self.told)
+        return with_serving_key(self.client(name), lambda: self.admitted)
 
 
 @pytest.fixture
@@ -96,41 +96,36 @@ async def test_a_process_that_is_told_of_late_is_not_refused(keys: Keys, monkeyp
     monkeypatch.setattr(zmq_link, "HANDSHAKE_MS", 200)  # after which it tries again
     async with asyncio.timeout(20), Node("run", "hub-0", keys.hub("hub-0")) as node, asyncio.TaskGroup() as tasks:
         asked = asyncio.Event()
-        told = keys.told
+        admitted = keys.admitted
 
-        class Told(dict[str, str]):
+        class Admitted(dict[str, str]):
             def get(self, key: str, default: str = "") -> str:  # type: ignore[override]
                 asked.set()
-                return told.get(key, default)
+                return admitted.get(key, default)
 
-        keys.told = Told()
+        keys.admitted = Admitted()
         hub = await node.hub(spec(), ignore)
-        late = keys.client("generate-1", told=False)
+        late = keys.client("generate-1", admitted=False)
         async with Node("run", "generate-1", late) as sender:
             opening = tasks.create_task(sender.outlet(hub.address, "s", bytes))
             await asked.wait()
-            told[late.own.public] = "generate-1"
+            admitted[late.own.public] = "generate-1"
             await (await opening).send(b"x", "1")
         assert hub.stats().accepted == 1
 
 
-async def test_peers_move_to_a_hub_with_another_key_and_to_no_impostor(keys: Keys) -> None:
+async def test_peers_connect_to_no_impostor(keys: Keys) -> None:
     own = keys.client("generate-0")
-    async with asyncio.timeout(20), Node("run", "generate-0", own) as sender:
+    async with asyncio.timeout(20):
         async with Node("run", "hub-0", keys.hub("hub-0")) as node:
             address = (await node.hub(spec(), ignore)).address
-            outlet = await sender.outlet(address, "s", bytes)
-            await outlet.send(b"x", "1")
         async with Node("run", "hub-1", keys.hub("hub-1")) as node:
             hub = await node.hub(spec(), ignore)
-            impostor = hub.address.partition(KEY_MARK)[0]  # it cannot prove to be the one whose key is asked for
+            impostor = hub.address.partition(KEY_MARK)[0]  # it cannot prove that it owns the key that is asked for
             for key in (f"{KEY_MARK}{parse(address).key}", ""):
                 async with Node("run", "generate-0", own, give_up_s=0.3) as deceived:
                     with pytest.raises(LinkLost, match="heard nothing"):
                         await deceived.outlet(impostor + key, "s", bytes)
-            outlet.move(hub.address)
-            await outlet.send(b"x", "2")
-            assert hub.stats().accepted == 1
 
 
 def test_a_key_of_an_address_is_whole() -> None:

@@ -5,38 +5,26 @@ The oracle believes the applications' books; it looks into the cores only for bo
 
 from __future__ import annotations
 
-from typing import Any
-
 from transport_world import Host, Rules, Scenario, Violation, World
 
 from transport.core.consumer import ConsumerCore
-from transport.core.custody import SUSPECT_LOSSES, Item
-from transport.core.peers import ConsumerPeer
-from transport.core.producer import ProducerCore
+from transport.core.custody import SUSPECT_LOSSES, ConsumerPeer, Item
 
 
 class Simulation(World):
-    def __init__(self, seed: int, scenario: Scenario, *world: Any, **named: Any) -> None:
-        super().__init__(seed, scenario, *world, **named)
-        self.unkept: set[str] = set()  # in custody of a hub that died, and kept by nobody else
-        faults = [
-            fault
-            for fault, times in (
-                (self._kill_consumer, scenario.consumer_deaths),
-                (self._kill_producer, scenario.producer_deaths),
-                (self._freeze, scenario.freezes),
-                (self._cut, scenario.cuts),
-                (self._leave, scenario.leaves),
-                (self._restart_hub, scenario.hub_restarts),
-                (self._leave_producer, scenario.producer_leaves),
-            )
-            for _ in range(times)
-        ]
-        if scenario.apart_s:
-            self.rng.shuffle(faults)
-        for number, fault in enumerate(faults):
-            at = self.rng.uniform(0.05, 2)
-            self.at(scenario.apart_s * (number + self.rng.uniform(0.1, 0.3)) if scenario.apart_s else at, fault)
+    def __init__(self, seed: int, scenario: Scenario, rules: Rules | None = None) -> None:
+        super().__init__(seed, scenario, rules)
+        for fault, times in (
+            (self._kill_consumer, scenario.consumer_deaths),
+            (self._kill_producer, scenario.producer_deaths),
+            (self._freeze, scenario.freezes),
+            (self._cut, scenario.cuts),
+            (self._leave, scenario.leaves),
+            (self._restart_hub, scenario.hub_restarts),
+            (self._leave_producer, scenario.producer_leaves),
+        ):
+            for _ in range(times):
+                self.at(self.rng.uniform(0.05, 2), fault)
 
     finishing = False
 
@@ -70,8 +58,6 @@ class Simulation(World):
         self.finishing = True
         self.hub.finish()
         self._flush_hub()
-        if self.s.senders_keep and self.s.hub_restarts and not self.s.apart_s:
-            self.at(self.rng.uniform(0.0, 0.4), self._restart_hub)
 
     # Faults.
 
@@ -130,33 +116,17 @@ class Simulation(World):
 
     def _restart_hub(self) -> None:
         """kill -9 of the hub: its memory is gone, and another one comes to the same place."""
-        if not self.s.senders_keep:
-            self.doubt |= {key for key in self.offered if key not in self.done}
+        self.doubt |= {key for key in self.offered if key not in self.done}
         finishing = self.hub.finishing
         self.hub = self._new_hub()
         self.hub.finishing = finishing  # who asks for the end asks each incarnation
         self.hub_timer_at = float("inf")
-        self._look_for_lost()
         for host in self.hosts:
             if not host.alive or (host.leaving and isinstance(host.core, ConsumerCore)):
                 continue
             self._echoes[host.route] = host
             self._connect(host)
             self.at(self.rng.uniform(0.01, 0.2), lambda host=host: self._link_up(host))
-
-    def _die(self, host: Host, *, supervised: bool) -> None:
-        super()._die(host, supervised=supervised)
-        self._look_for_lost()
-
-    def _look_for_lost(self) -> None:
-        """After a death: what was accepted, has no end, and is with nobody. Hub and sender have died together."""
-        if self.s.senders_keep:
-            senders = [host.core for host in self.hosts if host.alive and isinstance(host.core, ProducerCore)]
-            there = {item.key for item in self.hub.custody.items.values()}
-            for core in senders:
-                there.update(parcel.key for parcel in (*core.kept.values(), *core.unaccepted.values(), *core.waiting))
-            self.unkept |= self.accepted - set(self.done) - set(self.letters) - there
-            self.doubt |= self.unkept
 
     # Oracle.
 
@@ -186,14 +156,12 @@ class Simulation(World):
             raise Violation("END before finish")
 
     def _outstanding(self, peer: ConsumerPeer) -> list[Item]:
-        """What the hub counts at a consumer, less what that has finished or knows to be lost: news of those may be lost
-        and are said again at its next beat, so that they take no room in its window. What an earlier hub had delivered
-        has its place there from before."""
+        """What the hub counts at a consumer, less what the consumer has finished or knows to be lost: the consumer
+        reports those again in its next beat, and they take no room in its window."""
         core = next(h.core for h in self.hosts if h.core.session.hello.incarnation == peer.incarnation)
         current = (core.session.epoch, core.session.session) == (self.hub.epoch, peer.session)
         seen = core.window.seen_items if current else 0
-        held = [item for item in peer.held.values() if item.id in core.held or item.serial > seen]
-        return [item for item in held if item.key not in (*core._repeats.orphans, *core._repeats._doubted)]
+        return [item for item in peer.held.values() if item.id in core.held or item.serial > seen]
 
     def _final_audit(self) -> None:
         stats = self.hub.stats()
@@ -206,40 +174,26 @@ class Simulation(World):
                 again = self.s.regenerated or self.s.producer_deaths  # a key that was buried may be sent anew
                 if not (1 <= self.letters[key] <= (9 if again else 1)) and key not in self.doubt:
                     raise Violation(f"{key} was dead-lettered {self.letters[key]} times instead of once")
-                hubs = 1 + (self.s.hub_restarts + 1) * self.s.senders_keep  # each of them counts anew
-                if self.kills[key] > hubs * (self.s.max_attempts + SUSPECT_LOSSES) and key not in self.doubt:
+                if self.kills[key] > self.s.max_attempts + SUSPECT_LOSSES and key not in self.doubt:
                     raise Violation(f"{key} killed {self.kills[key]} times, max_attempts is {self.s.max_attempts}")
             elif self.letters[key]:
                 raise Violation(f"{key} is healthy but was dead-lettered")
             elif not self.done[key] and key not in self.doubt:
                 raise Violation(f"{key} is lost: nobody finished it")
-        if self.s.apart_s and self.unkept:
-            raise Violation(f"kept by nobody but a hub that died, although nothing else died then: {self.unkept}")
         s = self.s
-        if s.senders_keep and not (s.consumer_deaths or s.freezes or s.cuts or s.leaves or s.drop or s.killers):
-            self._audit_repeats()
         if not (s.consumer_deaths or s.freezes or s.cuts or s.leaves or s.hub_restarts or s.killers):
             # Nobody died, so nothing justifies a second execution, however bad the network.
             for key in self.offered - self.poisons:
                 if self.done[key] != 1:
                     raise Violation(f"{key} was finished {self.done[key]} times")
-        for host in self.hosts:
-            if host.alive and isinstance(host.core, ProducerCore) and len(host.core.kept) > self.s.capacity_items:
-                raise Violation(f"{host.name} keeps {len(host.core.kept)} messages, more than a hub may hold")
         if not self.s.hub_restarts:
             distinct = len(self.offered)
             renewed = self.s.producer_deaths and (self.s.poisons or self.s.killers)
-            if (self.s.dedup_keys or not self.s.producer_deaths) and not renewed and stats.accepted != distinct:
+            if not renewed and stats.accepted != distinct:
                 raise Violation(f"{stats.accepted} accepted for {distinct} distinct messages")
         for peer in self.hub.producers.values():
             if len(peer.seqs) > 2 * self.hub.capacity.base_items:
                 raise Violation("duplicate detection grows without bound")
-
-    def _audit_repeats(self) -> None:
-        """Consumers were there all the time: what they had taken when the hub died is not executed a second time."""
-        for key in self.offered - self.poisons:
-            if self.done[key] > 1:
-                raise Violation(f"{key} was executed {self.done[key]} times although only the hub died")
 
 
 def simulate(seed: int, scenario: Scenario, rules: Rules | None = None) -> Simulation:

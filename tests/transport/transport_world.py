@@ -13,17 +13,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from transport import wire
-from transport.core.consumer import ConsumerCore
-from transport.core.custody import Item
+from transport.core.consumer import ConsumerCore, Delivery
 from transport.core.hub import HubCore
 from transport.core.producer import Parcel, ProducerCore
-from transport.core.repeats import Delivery
-from transport.ports.shards import shard_of
 from transport.spec import StreamSpec
 from transport.wire import PROTOCOL, Hello, ToHub, Welcome
-
-# Longer than any peer takes to connect again, and to greet again where a greeting was lost.
-RESUME_S, LOSSY_RESUME_S = 0.3, 4.5
 
 
 class Violation(AssertionError):
@@ -46,7 +40,6 @@ class Scenario:
     lease_s: float = 1.0
     max_attempts: int = 5
     routing: str = "least_loaded"
-    dedup_keys: bool = True
     drop: float = 0.0
     duplicate: float = 0.0
     reorder: bool = False
@@ -56,9 +49,7 @@ class Scenario:
     cuts: int = 0
     leaves: int = 0  # graceful, with a newcomer
     hub_restarts: int = 0
-    senders_keep: bool = False
     producer_leaves: int = 0  # graceful, with a newcomer
-    apart_s: float = 0.0  # between two faults; 0: at any time, also at once
     offer_s: float = 1.0  # how long messages are offered
     regenerated: int = 0  # messages sent once more by another producer under the same key
     killers: int = 0  # messages that kill whoever executes them
@@ -95,7 +86,7 @@ class Host:
 
 
 class Clock:
-    """Virtual time, and what will happen in it: of one stream, or of several shards of one."""
+    """Virtual time, and what will happen in it."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -112,35 +103,24 @@ class Clock:
 
 
 class World:
-    """`shard`: which of how many this is; it has the keys that belong to it."""
-
-    def __init__(
-        self,
-        seed: int,
-        scenario: Scenario,
-        rules: Rules | None = None,
-        clock: Clock | None = None,
-        shard: tuple[int, int] = (0, 1),
-    ) -> None:
-        self.rng = random.Random(seed * shard[1] + shard[0])
+    def __init__(self, seed: int, scenario: Scenario, rules: Rules | None = None) -> None:
+        self.rng = random.Random(seed)
         self.s = scenario
         self.rules = rules or Rules()
-        self.clock = clock or Clock()
+        self.clock = Clock()
         self.events = 0
         self._last_arrival: dict[tuple[bytes, bool], float] = {}
         self._routes: dict[bytes, Host] = {}
         self._last_words: set[bytes] = set()  # of the dead: what the kernel had already will arrive
         self.spec = StreamSpec(
             "s", "sim", scenario.capacity_items, scenario.capacity_bytes, scenario.lease_s, scenario.max_attempts,
-            1 << 20, scenario.routing, scenario.dedup_keys, scenario.senders_keep,  # type: ignore[arg-type]
+            1 << 20, scenario.routing,  # type: ignore[arg-type]
         )  # fmt: skip
         self.hub = self._new_hub()
         self._echoes: dict[bytes, Host] = {}  # where what a dead hub had sent still arrives
         self.hub_timer_at = float("inf")
         keys = [f"{i % 7}/{i}" for i in range(scenario.items)]
-        mine = [key for key in keys if shard_of(key, shard[1]) == shard[0]]
-        self.sizes = {key: self.rng.randint(1, scenario.max_size) for key in mine}
-        keys = list(self.sizes)
+        self.sizes = {key: self.rng.randint(1, scenario.max_size) for key in keys}
         self.rng.shuffle(keys)
         self.killers = set(keys[: scenario.killers])
         self.poisons = set(keys[scenario.killers : scenario.killers + scenario.poisons])
@@ -154,7 +134,6 @@ class World:
         self.ended: set[str] = set()
         self.blamed: Counter[str] = Counter()  # executions that died, by key
         self.hosts: list[Host] = []
-        self.keepers: list[Host] = [self._new_producer("keeper")] if scenario.senders_keep else []
         self.consumers: list[Host] = [self._new_consumer(f"c{i}") for i in range(scenario.consumers)]
         self.producers: list[Host] = [self._new_producer(f"p{i}") for i in range(scenario.producers)]
         for number, key in enumerate(self.sizes):
@@ -211,29 +190,13 @@ class World:
                 continue
             header = wire.encode(message)
             self._transmit(route, False, header, lambda r=route, h=header, b=body: self._to_host(r, h, b))
-        for letter in self.hub.custody.letters:
-            self.letters[letter.letter.key] += 1
-            self.at(0.005, lambda hub=self.hub, item=letter.item: self._told(hub, item))
+        for letter, _ in self.hub.custody.letters:
+            self.letters[letter.key] += 1
         self.hub.custody.letters.clear()
-        for item in self.hub.keeping.unkept:
-            self.at(self.rng.uniform(0.001, 0.02), lambda key=item.key: self._keep(key))
-        self.hub.keeping.unkept.clear()
         deadline = self.hub.deadline()
         if deadline is not None and deadline < self.hub_timer_at:
             self.hub_timer_at = deadline
             self.at(max(0.0, deadline - self.now), self._hub_timer)
-
-    def _told(self, hub: HubCore, item: Item) -> None:
-        """Who keeps the account has the letter."""
-        if self.s.senders_keep and hub is self.hub:
-            hub.told(item)
-            self._flush_hub()
-
-    def _keep(self, key: str) -> None:
-        """The keeper has what nobody else keeps."""
-        [keeper] = self.keepers
-        keeper.core.offer(key, self.sizes[key], 0, key)
-        self._flush_host(keeper)
 
     def _hub_timer(self) -> None:
         if self.now >= self.hub_timer_at:
@@ -298,11 +261,7 @@ class World:
     # Processes.
 
     def _new_hub(self) -> HubCore:
-        again = self.s.senders_keep and hasattr(self, "hub")
-        resume_until = self.now + (LOSSY_RESUME_S if self.s.drop else RESUME_S) if again else 0.0
-        return self.rules.hub(
-            self.spec, "run", self.rng.getrandbits(40), grace_s=0.3, resume_until=resume_until
-        )  # fmt: skip
+        return self.rules.hub(self.spec, "run", self.rng.getrandbits(40), grace_s=0.3)
 
     def _hello(self, name: str, role: wire.Role) -> Hello:
         return Hello(PROTOCOL, "run", "s", role, name, self.rng.randbytes(8).hex(), "Schema", "hash")
@@ -396,20 +355,12 @@ class World:
         self._flush_host(new)
 
     def _all_accepted(self) -> bool:
-        senders = [*self.producers, *self.keepers]
-        return self.now > self.quiet_at and all(host.alive and host.core.idle for host in senders)
+        return self.now > self.quiet_at and all(host.alive and host.core.idle for host in self.producers)
 
     @property
     def quiet_at(self) -> float:
-        """When nothing is offered any more and all faults but those at the end have struck."""
-        return max(self.s.offer_s + 1.2, 0.2 + self.s.apart_s * (1 + self.faults))
-
-    @property
-    def faults(self) -> int:
-        s = self.s
-        return (
-            s.consumer_deaths + s.producer_deaths + s.freezes + s.cuts + s.leaves + s.hub_restarts + s.producer_leaves
-        )
+        """When nothing is offered any more and all faults have struck."""
+        return max(self.s.offer_s + 1.2, 2.2)
 
     def check_window(self, host: Host) -> None:
         held = [*host.core.ready, *(delivery for delivery in host.working if not delivery.settled)]

@@ -1,8 +1,8 @@
-"""The asking side of a byte transfer, as a pure machine: chunks of named blobs, asked for a few at a time.
+"""The client of a byte transfer, without I/O: it requests chunks of named blobs, a few at a time.
 
 Invariants:
-- The server remembers nothing of its clients: every ask is complete in itself and may be repeated, so a lost answer, a
-  broken link and a new server at the same address all have one cure, to ask again.
+- The server remembers nothing of its clients: every request is complete in itself and may be repeated. So a lost
+  answer, a broken link and a new server at the same address all have one cure, to send the request again.
 - A chunk is written only when its checksum is right and it is of the generation that the transfer began with, so that
   a blob never becomes a mixture of two.
 - Answers to a call that has ended are dropped: nothing is written into a buffer that its owner has taken back.
@@ -17,12 +17,12 @@ from typing import NamedTuple
 
 from transport.codec import Buffer, checksum
 from transport.errors import BlobGone, DecodeError, LinkLost, TransportError, UsageError
-from transport.wire import PROTOCOL, ByteAsk, ByteChunk, ByteRefusal
+from transport.wire import PROTOCOL, ByteChunk, ByteRefusal, ByteRequest
 
 CHUNK_BYTES = 1 << 20
 CHUNKS_IN_FLIGHT = 8  # fills a link of 10 Gbit/s up to 6 ms of delay
-DAMAGE_LIMIT = 3  # of one chunk: whatever damages it as often will go on to
-ASK_AGAIN_S = 1.0  # after silence; what is merely slow is not asked for twice
+DAMAGE_LIMIT = 3  # of one chunk: more attempts would be damaged too
+RETRY_S = 1.0  # after silence; a request that is merely slow is not repeated
 
 
 class Blob(NamedTuple):
@@ -35,7 +35,7 @@ class Blob(NamedTuple):
 
 class Transfer:
     """What of a blob has arrived where it shall go: a writable buffer, or an open file. Survives a lost server: it can
-    be fetched again, also through another client, and only what is missing is asked for.
+    be fetched again, also through another client, and only missing chunks are requested.
     """
 
     def __init__(self, blob: Blob, into: memoryview | int, *, at: int = 0, chunk_bytes: int = CHUNK_BYTES) -> None:
@@ -64,67 +64,71 @@ class Transfer:
 
 @dataclass(slots=True, eq=False)
 class Call:
-    """One call of a client: what it has still to ask for, and how it ended."""
+    """One call of a client: the chunks that are still to be requested, and how it ended."""
 
     name: str
     generation: str  # empty: of whichever there is
     missing: deque[tuple[int, int]]
-    transfer: Transfer | None = None  # none: it asks about the blob only
-    asked: int = 0  # asks that wait for their answers
+    transfer: Transfer | None = None  # none: a question about size and generation
+    pending: int = 0  # requests that wait for their answers
     blob: Blob | None = None
     fault: TransportError | None = None
     damages: dict[int, int] = field(default_factory=dict)  # by offset
 
     @property
     def ended(self) -> bool:
-        return self.fault is not None or not (self.missing or self.asked)
+        return self.fault is not None or not (self.missing or self.pending)
 
 
 class ByteClientCore:
-    """See the module. `now` is any monotonic clock, the same one in all calls."""
+    """See the module. `now` is any monotonic clock, the same in all calls."""
 
     def __init__(self, run_id: str, address: str, *, give_up_s: float | None, in_flight: int) -> None:
         self.give_up_s = give_up_s
         self._run_id, self._address, self._in_flight = run_id, address, in_flight
         self._calls: list[Call] = []
-        self._asks: dict[int, tuple[ByteAsk, Call]] = {}  # waiting for their answers, by number
-        self._again: list[ByteAsk] = []
+        self._requests: dict[int, tuple[ByteRequest, Call]] = {}  # waiting for their answers, by number
+        self._retries: list[ByteRequest] = []
         self._number = 0
         self._heard_at = 0.0
-        self._asked_at = 0.0
+        self._requested_at = 0.0
 
     def begin(self, now: float, call: Call) -> None:
-        if not self._calls:  # silence is only that of a server which was asked
-            self._heard_at = self._asked_at = now
+        if not self._calls:  # a server without requests may be silent
+            self._heard_at = self._requested_at = now
         self._calls.append(call)
 
     def end(self, call: Call) -> None:
         """The caller has its result, or does not wait any more: what was not answered is missing again."""
         self._calls.remove(call)
-        for number in [number for number, (_, other) in self._asks.items() if other is call]:
+        for number in [number for number, (_, owner) in self._requests.items() if owner is call]:
             self._put_back(number)
 
     def on_message(self, now: float, message: ByteChunk | ByteRefusal, body: Buffer) -> None:
-        self._heard_at = self._asked_at = now
-        if message.number not in self._asks:
-            return  # the second answer to what was asked twice, or a call that has ended
-        ask, call = self._asks[message.number]
+        self._heard_at = self._requested_at = now
+        if message.number not in self._requests:
+            return  # the second answer to a repeated request, or of a call that has ended
+        request, call = self._requests[message.number]
         if isinstance(message, ByteRefusal):
             self._put_back(message.number)
             call.fault = BlobGone(f"{self._address}: {message.reason}")
         elif call.transfer is None:
             self._answered(message.number)
-            call.blob = Blob(ask.name, message.generation, message.total)
-        elif len(body) == ask.size and message.generation == ask.generation and checksum(body) == message.checksum:
+            call.blob = Blob(request.name, message.generation, message.total)
+        elif (
+            len(body) == request.size
+            and message.generation == request.generation
+            and checksum(body) == message.checksum
+        ):
             self._answered(message.number)
-            call.transfer.write(ask.offset, body)
+            call.transfer.write(request.offset, body)
         else:
             self._put_back(message.number)
-            self._damaged(ask, call)
+            self._damaged(request, call)
 
     def on_link_up(self) -> None:
         """Connected anew: what was under way is lost."""
-        self._again = [ask for ask, _ in self._asks.values()]
+        self._retries = [request for request, _ in self._requests.values()]
 
     def on_timer(self, now: float) -> None:
         if self.give_up_s is not None and now - self._heard_at >= self.give_up_s:
@@ -133,42 +137,44 @@ class ByteClientCore:
                     f"byte server at {self._address} was silent for give_up_s={self.give_up_s} while {call.name!r} "
                     f"was fetched; fetch it again, there or where it is served now: what has arrived is kept"
                 )
-        elif now - self._asked_at >= ASK_AGAIN_S:
-            self._again = [ask for ask, _ in self._asks.values()]
-            self._asked_at = now
+        elif now - self._requested_at >= RETRY_S:
+            self._retries = [request for request, _ in self._requests.values()]
+            self._requested_at = now
 
-    def flush(self) -> list[ByteAsk]:
+    def flush(self) -> list[ByteRequest]:
         """What is to be sent now."""
-        out, self._again = self._again, []
+        out, self._retries = self._retries, []
         for call in self._calls:
-            while call.missing and call.asked < self._in_flight and call.fault is None:
+            while call.missing and call.pending < self._in_flight and call.fault is None:
                 self._number += 1
-                ask = ByteAsk(PROTOCOL, self._run_id, self._number, call.name, call.generation, *call.missing.popleft())
-                self._asks[self._number] = ask, call
-                call.asked += 1
-                out.append(ask)
+                request = ByteRequest(
+                    PROTOCOL, self._run_id, self._number, call.name, call.generation, *call.missing.popleft()
+                )
+                self._requests[self._number] = request, call
+                call.pending += 1
+                out.append(request)
         return out
 
     def deadline(self) -> float | None:
         if not self._calls:
             return None
-        again = self._asked_at + ASK_AGAIN_S
+        again = self._requested_at + RETRY_S
         return again if self.give_up_s is None else min(again, self._heard_at + self.give_up_s)
 
     @staticmethod
-    def _damaged(ask: ByteAsk, call: Call) -> None:
-        times = call.damages[ask.offset] = call.damages.get(ask.offset, 0) + 1
+    def _damaged(request: ByteRequest, call: Call) -> None:
+        times = call.damages[request.offset] = call.damages.get(request.offset, 0) + 1
         if times >= DAMAGE_LIMIT:
             call.fault = DecodeError(
-                f"bytes {ask.offset} to {ask.offset + ask.size} of blob {ask.name!r} were damaged {times} times on "
-                f"their way; check that nothing writes to the blob while it is served"
+                f"bytes {request.offset} to {request.offset + request.size} of blob {request.name!r} were damaged "
+                f"{times} times on their way; check that nothing writes to the blob while it is served"
             )
 
-    def _answered(self, number: int) -> tuple[ByteAsk, Call]:
-        ask, call = self._asks.pop(number)
-        call.asked -= 1
-        return ask, call
+    def _answered(self, number: int) -> tuple[ByteRequest, Call]:
+        request, call = self._requests.pop(number)
+        call.pending -= 1
+        return request, call
 
     def _put_back(self, number: int) -> None:
-        ask, call = self._answered(number)
-        call.missing.appendleft((ask.offset, ask.size))
+        request, call = self._answered(number)
+        call.missing.appendleft((request.offset, request.size))

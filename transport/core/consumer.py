@@ -4,20 +4,34 @@ Invariants:
 - A delivery is handed to the application once per lease; a verdict is repeated in every beat until the hub confirms it.
 - A delivery whose serial is not above the newest seen is a duplicate or was overtaken: it is dropped, and the next
   beat (a full account) makes the hub redeliver it if it was needed. So the window is never exceeded.
-- Deliveries of an earlier hub incarnation (orphans) may still be finished by the application. Nobody is told, unless
-  senders keep: then they come once more, to whoever claims their keys, and what is held or finished here by then is
-  not handed to the application a second time (see `Repeats`).
+- Deliveries of an earlier hub incarnation (orphans) may still be finished by the application. Their verdicts are
+  not reported.
 """
 
 from __future__ import annotations
 
 from collections import deque
+from dataclasses import dataclass
+from typing import Literal
 
 from transport.core.credit import ReceiveWindow
 from transport.core.custody import Body
-from transport.core.repeats import Delivery, Repeats, Verdict
 from transport.core.session import PeerCore
 from transport.wire import REASON_LIMIT, Drain, End, FromHub, Hello, Refusal, Report, Settled, ToHub, Welcome, Work
+
+Verdict = Literal["done", "poison", "returned"]
+
+
+@dataclass(slots=True, eq=False)
+class Delivery:
+    """One message in a consumer's care."""
+
+    work: Work
+    body: Body
+    attempt: int
+    started: bool = False
+    settled: bool = False
+    orphan: bool = False
 
 
 class ConsumerCore(PeerCore):
@@ -28,11 +42,10 @@ class ConsumerCore(PeerCore):
         self.held: dict[int, Delivery] = {}
         self.ended = False
         self.draining = False
-        self.urgent = False  # a redelivered item was started: tell the hub before it can kill this process
+        self.urgent = False  # a redelivered item was started: report it before it can kill this process
         self._verdicts: dict[int, Refusal | None] = {}  # unconfirmed; None is done
         self._fresh: list[int] = []  # verdicts not yet reported at all
         self._started: list[int] = []
-        self._repeats = Repeats()  # what a hub without memory may deliver once more
 
     def on_message(self, now: float, message: FromHub, body: Body = None) -> None:
         if isinstance(message, Work):
@@ -49,7 +62,7 @@ class ConsumerCore(PeerCore):
                 self._welcome(now, message, changed, message.session != session)
 
     def take(self) -> Delivery | None:
-        """Hand the next delivery to the application: from now on it is blamed if this replica dies."""
+        """Hand the next delivery to the application. From now on the hub blames it if this replica dies."""
         if not self.ready:
             return None
         delivery = self.ready.popleft()
@@ -64,14 +77,16 @@ class ConsumerCore(PeerCore):
         delivery.settled = True
         self.window.release(delivery.work.size)
         delivery.body = None
-        if self.session.senders_keep:
-            self._repeats.settled(delivery.work.key, verdict, reason)
-        if not delivery.orphan:
-            del self.held[delivery.work.id]
-            self._decide(delivery.work.id, delivery.attempt, verdict, reason)
+        if delivery.orphan:
+            return
+        item_id = delivery.work.id
+        del self.held[item_id]
+        refusal = None if verdict == "done" else Refusal(item_id, delivery.attempt, verdict, reason[:REASON_LIMIT])
+        self._verdicts[item_id] = refusal
+        self._fresh.append(item_id)
 
     def drain(self) -> None:
-        """Ask for nothing more and hand back what was not started; what was started may be finished."""
+        """Accept nothing more and hand back what was not started; what was started may be finished."""
         self.draining = True
         self.session.out.append((Drain(), None))
         self._return(list(self.ready))
@@ -83,7 +98,6 @@ class ConsumerCore(PeerCore):
         self.ready.clear()
         if not blame:
             self._return(list(self.held.values()))
-        self._repeats.orphans.clear()  # should they come once more, they go back
         self._report()
         self.session.fin(now, blame=blame)
 
@@ -96,11 +110,6 @@ class ConsumerCore(PeerCore):
             self._report()
         self.urgent = False
         return self.session.flush()
-
-    def _decide(self, item_id: int, attempt: int, verdict: Verdict, reason: str) -> None:
-        refusal = None if verdict == "done" else Refusal(item_id, attempt, verdict, reason[:REASON_LIMIT])
-        self._verdicts[item_id] = refusal
-        self._fresh.append(item_id)
 
     def _report(self, *, beat: bool = False) -> None:
         if self.session.epoch is None:
@@ -120,7 +129,6 @@ class ConsumerCore(PeerCore):
             done,
             refused,
             tuple(self.held) if beat else None,
-            self._repeats.claims(self.session.heard_at) if beat else (),
         )
         self._fresh = []
         self._started = []
@@ -133,7 +141,7 @@ class ConsumerCore(PeerCore):
             return
         self.window.see(work.serial, work.total_bytes)
         held = self.held.get(work.id)
-        if held is not None:  # the hub doubted it: keep ours under the new attempt
+        if held is not None:  # the hub thought it lost: keep the delivery that is here, under the new attempt
             held.attempt = max(held.attempt, work.attempt)
             self.session.beat_now(now)
             return
@@ -142,28 +150,13 @@ class ConsumerCore(PeerCore):
             self._fresh.append(work.id)  # the verdict was lost on its way: repeat it
             return
         self._verdicts.pop(work.id, None)
-        if not self._repeated(now, work):
-            delivery = Delivery(work, body, work.attempt)
-            self.window.hold(work.size)
-            self.held[work.id] = delivery
-            if self.draining or self.session.leaving:
-                self.settle(delivery, "returned")
-            else:
-                self.ready.append(delivery)
-
-    def _repeated(self, now: float, work: Work) -> bool:
-        """Whether an earlier incarnation of the hub delivered this, and it is here or was finished here: its place in
-        the window is that of the first delivery, so that the hub may send it beyond its credit."""
-        if (finished := self._repeats.finished_before(work.key)) is not None:
-            self._decide(work.id, work.attempt, *finished)
-            return True
-        delivery = self._repeats.orphans.pop(work.key, None)
-        if delivery is None:
-            return False
-        delivery.work, delivery.attempt, delivery.orphan = work, work.attempt, False
+        delivery = Delivery(work, body, work.attempt)
+        self.window.hold(work.size)
         self.held[work.id] = delivery
-        self.session.beat_now(now)
-        return True
+        if self.draining or self.session.leaving:
+            self.settle(delivery, "returned")
+        else:
+            self.ready.append(delivery)
 
     def _settled(self, now: float, message: Settled) -> None:
         self.session.heard(now)
@@ -172,7 +165,7 @@ class ConsumerCore(PeerCore):
         for item_id in message.ids:
             self._verdicts.pop(item_id, None)
         if message.session == self.session.session and message.sent_items > self.window.seen_items:
-            # Deliveries before this answer were lost: their share of the window is free again, tell the hub.
+            # Deliveries before this answer were lost: report that their share of the window is free again.
             self.window.see(message.sent_items, message.sent_bytes)
             self.session.beat_now(now)
 
@@ -180,8 +173,6 @@ class ConsumerCore(PeerCore):
         if changed:
             for delivery in self.held.values():
                 delivery.orphan = True
-            if self.session.senders_keep:
-                self._repeats.hub_changed(self.held.values(), now + self.session.lease_s)
             self.held.clear()
             self._verdicts.clear()
             self._fresh.clear()

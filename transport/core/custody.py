@@ -1,25 +1,22 @@
-"""What a hub holds: every accepted message, from ACCEPTED to its one verdict.
+"""What a hub holds and for whom: every accepted message, from ACCEPTED to its one verdict, and the connected peers.
 
 Invariants:
 - accepted == settled + dead + in custody (queued or leased), at all times.
-- The first verdict wins; a later one changes nothing but a counter.
+- The first verdict wins; a later verdict changes nothing but a counter.
 - Only an item that was started at the time of its failure is blamed; after `max_attempts` failures it is dead.
-- An item is a suspect once it was started in two replicas that died, or merely held by three (the news of its start
+- An item is a suspect once it was started in two replicas that died, or merely held by three (the report of its start
   may die with the process). It is next run alone, so that its neighbours do not share its fate; a death there is proof.
 """
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from typing import Literal
 
-from transport.core.dedup import KeyMemory
+from transport.core.credit import Capacity, KeyMemory, SendCredit, SeqWindow
 from transport.spec import DeadLetter, Held, HubStats, StreamSpec
-from transport.wire import Work, encode
-
-if TYPE_CHECKING:
-    from transport.core.peers import ConsumerPeer, ProducerPeer
+from transport.wire import PROTOCOL, Hello, Work, encode
 
 SUSPECT_DEATHS = 2
 SUSPECT_LOSSES = 3
@@ -37,22 +34,83 @@ class Item:
     body: Body
     attempt: int = 0  # deliveries so far
     failures: int = 0  # replicas that died, or left with an error, while executing it
-    losses: int = 0  # replicas that died while holding it unstarted, as far as was known
+    losses: int = 0  # replicas that died while holding it unstarted, as far as the hub knows
     state: Literal["queued", "leased", "gone"] = "queued"
     started: bool = False
     serial: int = 0  # of its newest delivery
-    leased_at: float = 0.0  # time of that
+    leased_at: float = 0.0  # time of its newest delivery
     holder: ConsumerPeer | None = None
-    last: ConsumerPeer | None = None  # who had it before; another one is preferred next
+    previous_holder: ConsumerPeer | None = None  # the next delivery prefers another consumer
     suspect: bool = False
     tried_alone: bool = False
-    origins: list[tuple[ProducerPeer, int]] = field(default_factory=list)  # who keeps it, under which number
 
 
-class Letter(NamedTuple):
-    letter: DeadLetter  # without its body
-    body: Body
-    item: Item
+@dataclass(slots=True, eq=False)
+class Peer:
+    """What a hub knows of a connected producer or consumer."""
+
+    route: bytes
+    replica: str
+    incarnation: str
+    silent_at: float  # when it counts as lost unless a message of it arrives
+    session: int
+    connected: bool = True
+
+
+@dataclass(slots=True, eq=False)
+class ProducerPeer(Peer):
+    seqs: SeqWindow = field(default_factory=SeqWindow)
+    used_items: int = 0
+    used_bytes: int = 0
+    limit_items: int = 0
+    limit_bytes: int = 0
+    to_accept: list[int] = field(default_factory=list)
+    wants_limits: bool = False
+
+    @property
+    def within_credit(self) -> bool:
+        return self.used_items < self.limit_items and self.used_bytes < self.limit_bytes
+
+    def limits(self, capacity: Capacity, held_items: int, held_bytes: int) -> tuple[int, int]:
+        return (
+            max(self.limit_items, self.used_items + capacity.unused_items(held_items)),
+            max(self.limit_bytes, self.used_bytes + capacity.unused_bytes(held_bytes)),
+        )
+
+    def starved(self, capacity: Capacity) -> bool:
+        """Whether half of what it may send is used up."""
+        return (
+            self.limit_items - self.used_items <= capacity.base_items // 2
+            or self.limit_bytes - self.used_bytes <= capacity.base_bytes // 2
+        )
+
+
+@dataclass(slots=True, eq=False)
+class ConsumerPeer(Peer):
+    credit: SendCredit = field(default_factory=SendCredit)
+    held: dict[int, Item] = field(default_factory=dict)
+    held_parts: Counter[str] = field(default_factory=Counter)  # held items by the first part of their keys
+    to_settle: list[int] = field(default_factory=list)
+    beat: bool = False  # answer with how far deliveries have gone
+    draining: bool = False
+    end_sent: bool = False
+
+    def take(self, item: Item) -> None:
+        self.credit.use(item.size)
+        item.serial = self.credit.sent_items
+        item.holder = self
+        self.held[item.id] = item
+        self.held_parts[item.key.partition("/")[0]] += 1
+
+    def give(self, item: Item) -> None:
+        del self.held[item.id]
+        part = item.key.partition("/")[0]
+        self.held_parts[part] -= 1
+        if not self.held_parts[part]:
+            del self.held_parts[part]
+
+    def accepts(self, size: int) -> bool:
+        return self.connected and not self.draining and self.credit.fits(size, alone=not self.held)
 
 
 @dataclass(slots=True)
@@ -61,11 +119,9 @@ class Custody:
     epoch: int
     items: dict[int, Item] = field(default_factory=dict)
     ready: deque[Item] = field(default_factory=deque)
-    again: deque[Item] = field(default_factory=deque)  # redeliveries go first
+    redeliveries: deque[Item] = field(default_factory=deque)  # go first
     suspects: deque[Item] = field(default_factory=deque)
-    letters: list[Letter] = field(default_factory=list)
-    gone: list[Item] = field(default_factory=list)  # settled: their senders need keep them no longer
-    by_key: dict[str, Item] = field(default_factory=dict)  # where senders keep
+    letters: list[tuple[DeadLetter, Body]] = field(default_factory=list)  # the letters without their bodies
     keys: KeyMemory = field(init=False)
     held_bytes: int = 0
     leased: int = 0
@@ -79,20 +135,16 @@ class Custody:
     def __post_init__(self) -> None:
         self.keys = KeyMemory(max(KEYS_REMEMBERED, 2 * self.spec.capacity_items))
 
-    def admit(self, key: str, size: int, checksum: int, body: Body) -> Item | None:
-        """Take custody. A key that was accepted before is suppressed: what is in custody under it, where senders keep,
-        else None."""
-        if self.spec.dedup_keys and not self.keys.add(key):
+    def admit(self, key: str, size: int, checksum: int, body: Body) -> None:
+        """Take custody; a key that was accepted before is suppressed."""
+        if not self.keys.add(key):
             self.duplicates += 1
-            return self.by_key.get(key)
+            return
         self.accepted += 1
         item = Item(self.accepted, key, size, checksum, body)
         self.items[item.id] = item
         self.held_bytes += size
         self.ready.append(item)
-        if self.spec.senders_keep:
-            self.by_key[key] = item
-        return item
 
     def lease(self, item: Item, holder: ConsumerPeer) -> Work:
         """Hand the item to the holder and return the header of its delivery."""
@@ -106,34 +158,26 @@ class Custody:
         holder.take(item)
         return self._header(item, holder.session, holder.credit.sent_bytes)
 
-    def _header(self, item: Item, session: int, total_bytes: int) -> Work:
-        return Work(
-            self.epoch, session, item.id, item.serial, total_bytes, item.attempt, item.key, item.size, item.checksum
-        )
-
-    def settle(self, item_id: int) -> bool:
-        """Record a done. False: unknown or already settled, counted as duplicate."""
+    def settle(self, item_id: int) -> None:
+        """Record a done; of an item that is unknown or settled it is a duplicate."""
         item = self.items.get(item_id)
         if item is None:
             self.duplicates += 1
-            return False
+            return
         self._remove(item)
         self.settled += 1
-        if self.spec.senders_keep:
-            self.gone.append(item)
-        return True
 
     def release(self, item: Item) -> None:
         """Take the item back from its holder; the caller queues it or buries it."""
         if item.holder is not None:
             item.holder.give(item)
-            item.last = item.holder
+            item.previous_holder = item.holder
             item.holder = None
             self.leased -= 1
         item.state = "queued"
 
     def requeue(self, item: Item, *, died: bool = False) -> None:
-        """Queue for redelivery; nobody is blamed."""
+        """Queue for redelivery without blame. `died`: the holder has died."""
         self.release(item)
         item.losses += died
         item.suspect = item.suspect or item.losses >= SUSPECT_LOSSES
@@ -156,7 +200,7 @@ class Custody:
         self._remove(item)
         self.dead += 1
         self.keys.forget(item.key)
-        self.letters.append(Letter(DeadLetter(self.spec.name, item.key, header, b"", reason), body, item))
+        self.letters.append((DeadLetter(self.spec.name, item.key, header, b"", reason), body))
 
     def stats(self, producers: int, consumers: int, malformed: int) -> HubStats:
         return HubStats(
@@ -184,8 +228,8 @@ class Custody:
         ]
 
     def next_ready(self) -> Item | None:
-        """Oldest item to deliver, redeliveries first. Settled ones are skipped. The item is taken off the queue."""
-        for queue in (self.again, self.ready):
+        """Take the oldest item to deliver off its queue, redeliveries first. Settled items are skipped."""
+        for queue in (self.redeliveries, self.ready):
             while queue:
                 item = queue.popleft()
                 if item.state == "queued":
@@ -200,16 +244,48 @@ class Custody:
         return None
 
     def put_back(self, item: Item) -> None:
-        """Undo next_ready for an item that nobody has room for."""
-        (self.again if item.attempt else self.ready).appendleft(item)
+        """Undo next_ready for an item for which no consumer has room."""
+        (self.redeliveries if item.attempt else self.ready).appendleft(item)
+
+    def _header(self, item: Item, session: int, total_bytes: int) -> Work:
+        return Work(
+            self.epoch, session, item.id, item.serial, total_bytes, item.attempt, item.key, item.size, item.checksum
+        )
 
     def _queue(self, item: Item) -> None:
-        (self.suspects if item.suspect and not item.tried_alone else self.again).append(item)
+        (self.suspects if item.suspect and not item.tried_alone else self.redeliveries).append(item)
 
     def _remove(self, item: Item) -> None:
         self.release(item)
         del self.items[item.id]
-        self.by_key.pop(item.key, None)
         self.held_bytes -= item.size
         item.state = "gone"
         item.body = None  # queues may still refer to the item
+
+
+def stage_of(replica: str) -> str:
+    """The stage in a replica's name, `<stage>-<number>`."""
+    return replica.rpartition("-")[0]
+
+
+def mismatch(hello: Hello, spec: StreamSpec, run_id: str, schema: tuple[str, str] | None) -> str | None:
+    """Why a hub cannot serve a peer, in one sentence, or None. `schema`: name and hash of what the stream carries."""
+    name = spec.name
+    if hello.protocol != PROTOCOL:
+        return f"{hello.replica!r} speaks protocol {hello.protocol}, stream {name!r} {PROTOCOL}; install one version"
+    if hello.run_id != run_id:
+        return f"{hello.replica!r} is of run {hello.run_id!r}, stream {name!r} of {run_id!r}; check the address"
+    if hello.stream != name:
+        return f"{hello.replica!r} asked for stream {hello.stream!r}, here is {name!r}; check the address"
+    stages = spec.producers if hello.role == "producer" else spec.consumers
+    if stages is not None and stage_of(hello.replica) not in stages:
+        return (
+            f"{hello.replica!r} is no {hello.role} of stream {name!r}, whose {hello.role}s are the stages "
+            f"{', '.join(sorted(stages))}; check its name"
+        )
+    if schema is not None and schema[1] != hello.schema_hash:
+        return (
+            f"{hello.replica!r} declares schema {hello.schema} ({hello.schema_hash}), stream {name!r} carries "
+            f"{schema[0]} ({schema[1]}); run the same code on both sides"
+        )
+    return None

@@ -1,28 +1,23 @@
-"""The hub of one stream: takes custody from producers, delivers under lease to consumers, keeps account.
+"""The hub of one stream: takes custody from producers, delivers under lease to consumers, counts every message.
 
 Invariants:
 - ACCEPTED is sent only for what is in custody; custody ends with the first verdict, or as a dead letter.
-- A lease is on the link: it holds while its consumer is heard of. A beat is a full account of what the consumer holds,
-  so a delivery that was lost on the way is noticed without waiting for the lease.
+- A lease holds while messages of its consumer arrive. A beat lists all that the consumer holds, so the hub notices a
+  lost delivery without waiting for the lease.
 - A broken link is no death: the consumer may come back within `grace_s` and keep what it holds. The supervisor's
   `peer_lost`, a lease that runs out, and a grace that runs out are deaths, and blame what was started there.
 - END is sent only after `finish()`, with nothing in custody.
-- Where senders keep what they sent until it is settled, the hub may lose its memory: see `Keeping`.
 - Peers are known by incarnation; a route is only where to answer. Nothing is kept for a peer that never said hello.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
-from itertools import chain
 from typing import NamedTuple
 
-from transport.core.credit import Capacity
-from transport.core.custody import Body, Custody, Item
-from transport.core.dedup import SeqWindow
+from transport.core.credit import Capacity, SeqWindow
+from transport.core.custody import Body, ConsumerPeer, Custody, ProducerPeer, mismatch
 from transport.core.dispatch import Dispatch
-from transport.core.keeping import Keeping
-from transport.core.peers import ConsumerPeer, ProducerPeer, mismatch
 from transport.spec import HubStats, StreamSpec
 from transport.wire import (
     Accepted,
@@ -54,12 +49,9 @@ class Send(NamedTuple):
 
 
 class HubCore:
-    """See the module. `now` is any monotonic clock, the same one in all calls. `resume_until`: on that clock, for a hub
-    that takes the place of one whose senders keep what it had."""
+    """See the module. `now` is any monotonic clock, the same in all calls."""
 
-    def __init__(
-        self, spec: StreamSpec, run_id: str, epoch: int, *, grace_s: float = GRACE_S, resume_until: float = 0.0
-    ) -> None:
+    def __init__(self, spec: StreamSpec, run_id: str, epoch: int, *, grace_s: float = GRACE_S) -> None:
         self.spec = spec
         self.run_id = run_id
         self.epoch = epoch
@@ -69,16 +61,15 @@ class HubCore:
         self.producers: dict[str, ProducerPeer] = {}
         self.consumers: dict[str, ConsumerPeer] = {}
         self.dispatch = Dispatch(spec, self.custody, self.consumers)
-        self.keeping = Keeping(spec, self.custody, self.producers, self.consumers, resume_until)
-        self.schema: tuple[str, str] | None = None  # of whoever said hello first
+        self.schema: tuple[str, str] | None = None  # of the first peer
         self.finishing = False
         self.closing = False
         self.malformed = 0
         self._routes: dict[bytes, ProducerPeer | ConsumerPeer] = {}
         self._departed: OrderedDict[str, ProducerPeer] = OrderedDict()  # so that a resend after a cut is recognised
-        # To be looked at by the next flush: who was heard of, and producers that were given less than they may need. A
-        # look at every peer for every message would cost replicas times messages.
-        self._heard: dict[ProducerPeer | ConsumerPeer, None] = {}
+        # Peers for the next flush: those that sent a message, and producers with less credit than they may need. A look
+        # at every peer for every message would cost replicas times messages.
+        self._due: dict[ProducerPeer | ConsumerPeer, None] = {}
         self._out: list[Send] = []
         self._wake_at: float | None = None
         self._sessions = 0
@@ -86,30 +77,30 @@ class HubCore:
     # What comes in.
 
     def on_message(self, now: float, route: bytes, message: ToHub, body: Body = None) -> None:
-        """Take one decoded message. `body` has as many bytes as a Put says: the shell has checked that."""
+        """Take a decoded message. `body` has as many bytes as a Put says: the shell has checked that."""
         if isinstance(message, Hello):
             if not self.closing:
                 self._hello(now, route, message)
             return
         peer = self._routes.get(route)
         if peer is None:
-            if isinstance(message, Fin) and not self.keeping.on:
+            if isinstance(message, Fin):
                 self._out.append(Send(route, FinAck()))
             elif not isinstance(message, FinAck):
                 self._out.append(Send(route, Who()))
             return
         peer.silent_at = now + self.spec.lease_s
         peer.connected = True
-        self._heard[peer] = None
+        self._due[peer] = None
         if isinstance(message, Fin | FinAck):
-            self._goodbye(peer, message)
+            self._leave(peer, blame=isinstance(message, Fin) and message.blame)
+            if isinstance(message, Fin):
+                self._out.append(Send(route, FinAck()))
         elif isinstance(peer, ProducerPeer):
             if isinstance(message, Put):
                 self._put(peer, message, body)
             elif isinstance(message, Ping):
-                peer.asked = True
-                if message.epoch == self.epoch:
-                    self.keeping.asked(peer, message)
+                peer.wants_limits = True
             else:
                 self.malformed += 1
         elif isinstance(message, Report):
@@ -137,7 +128,6 @@ class HubCore:
                 how = "was silent for a lease" if peer.connected else "lost its link"
                 self._leave(peer, blame=True, how=how)
         self.dispatch.on_timer(now)
-        self.keeping.on_timer(now)
         self._wake_at = None
         for peer in self._peers():
             self._note(peer.silent_at)
@@ -156,34 +146,32 @@ class HubCore:
 
     def flush(self, now: float) -> list[Send]:
         """Acknowledge, grant and deliver: all that is due now, in this order for each peer."""
-        self._release()
-        heard, self._heard = self._heard, {}
-        for peer in heard:
+        due, self._due = self._due, {}
+        for peer in due:
             if isinstance(peer, ConsumerPeer):
                 if self.consumers.get(peer.incarnation) is peer:
                     self._confirm(peer)
             elif self.producers.get(peer.incarnation) is peer:
                 self._grant(peer)
-        others = () if self.keeping.resuming else self.dispatch.assign(now)
-        for item, consumer in chain(self.keeping.returns(), others):
+        for item, consumer in self.dispatch.assign(now):
             item.leased_at = now
             self._out.append(Send(consumer.route, self.custody.lease(item, consumer), item.body))
         if self.ended:
             for consumer in self.consumers.values():
-                if not consumer.told_end and consumer.connected:
-                    consumer.told_end = True
+                if not consumer.end_sent and consumer.connected:
+                    consumer.end_sent = True
                     self._out.append(Send(consumer.route, End(self.epoch)))
         out, self._out = self._out, []
         return out
 
     def deadline(self) -> float | None:
         """When on_timer wants to be called; may be early, is never late."""
-        times = [self._wake_at, self.dispatch.deadline(), self.keeping.resume_until if self.keeping.resuming else None]
+        times = [self._wake_at, self.dispatch.deadline()]
         return min((time for time in times if time is not None), default=None)
 
     @property
     def ended(self) -> bool:
-        return self.finishing and not self.custody.items and not self.keeping.waits
+        return self.finishing and not self.custody.items
 
     def knows(self, route: bytes) -> bool:
         return route in self._routes
@@ -223,60 +211,45 @@ class HubCore:
             self._out.append(Send(peer.route, Refuse("finished", f"stream {self.spec.name!r} has ended")))
         elif put.size > self.spec.max_message_bytes or not peer.within_credit:
             self.malformed += 1
-            peer.asked = True
+            peer.wants_limits = True
         else:
             peer.seqs.add(put.seq)
             peer.used_items += 1
             peer.used_bytes += put.size
-            item = self.custody.admit(put.key, put.size, put.checksum, body)
+            self.custody.admit(put.key, put.size, put.checksum, body)
             peer.to_accept.append(put.seq)
-            if self.keeping.on:
-                self.keeping.note(peer, put.seq, item)
 
     def _limits(self, peer: ProducerPeer) -> tuple[int, int]:
         return peer.limits(self.capacity, len(self.custody.items), self.custody.held_bytes)
 
     def _grant(self, peer: ProducerPeer) -> None:
-        """Acknowledge, release, and raise the limits: with each acknowledgement, on request, when half is used up."""
+        """Acknowledge, and raise the limits: with each acknowledgement, on request, when half is used up."""
         limits = self._limits(peer)
         raised = peer.starved(self.capacity) and limits != (peer.limit_items, peer.limit_bytes)
-        if peer.connected and (peer.to_accept or peer.to_release or peer.asked or raised):
+        if peer.connected and (peer.to_accept or peer.wants_limits or raised):
             peer.limit_items, peer.limit_bytes = limits
-            said = Accepted(self.epoch, tuple(peer.to_accept), *limits, settled=tuple(peer.to_release))
-            self._out.append(Send(peer.route, said))
+            self._out.append(Send(peer.route, Accepted(self.epoch, tuple(peer.to_accept), *limits)))
             peer.to_accept.clear()
-            peer.to_release.clear()
-            peer.asked = False
+            peer.wants_limits = False
         if peer.starved(self.capacity):
-            self._heard[peer] = None  # as soon as there is room, which others make
-
-    def told(self, item: Item) -> None:
-        """Whoever keeps the account has the item's dead letter: its senders need keep it no longer."""
-        self.custody.gone.append(item)
-
-    def _release(self) -> None:
-        gone, self.custody.gone = self.custody.gone, []
-        for item in gone:
-            self._heard.update(dict.fromkeys(self.keeping.release(item)))
+            self._due[peer] = None  # grant more as soon as consumers make room
 
     # Consumers.
 
     def _confirm(self, peer: ConsumerPeer) -> None:
-        """Tell it that its verdicts are recorded; to a beat, also how far deliveries have gone."""
+        """Confirm recorded verdicts; in answer to a beat, also say how far deliveries have gone."""
         if not peer.to_settle and not peer.beat:
             return
         sent = (peer.credit.sent_items, peer.credit.sent_bytes) if peer.beat else (-1, -1)
         self._out.append(Send(peer.route, Settled(self.epoch, peer.session, tuple(peer.to_settle), *sent)))
         peer.to_settle.clear()
         if peer.beat and self.ended:
-            peer.told_end = False  # whoever still beats may have missed it
+            peer.end_sent = False  # a consumer that still beats may have missed it
         peer.beat = False
 
     def _report(self, peer: ConsumerPeer, report: Report) -> None:
         if report.epoch != self.epoch:
             return
-        if report.held is not None and self.keeping.on:
-            self.keeping.claim(peer, report.claims)
         current = report.session == peer.session
         if current:
             peer.credit.grant(report.limit_items, report.limit_bytes)
@@ -324,9 +297,7 @@ class HubCore:
                 seqs = SeqWindow(hello.low_seq)
                 session = self._next_session()
                 peer = ProducerPeer(route, hello.replica, hello.incarnation, silent_at, session, seqs=seqs)
-                peer.owed = hello.unsettled if self.keeping.on else 0
             self.producers[hello.incarnation] = peer
-            peer.leaving = False
             peer.limit_items, peer.limit_bytes = limits = self._limits(peer)
             sent = (peer.used_items, peer.used_bytes)
         else:
@@ -334,49 +305,36 @@ class HubCore:
             if peer is None:
                 peer = ConsumerPeer(route, hello.replica, hello.incarnation, silent_at, self._next_session())
                 self.consumers[hello.incarnation] = peer
-            peer.told_end = False
+            peer.end_sent = False
             limits = (0, 0)
             sent = (peer.credit.sent_items, peer.credit.sent_bytes)
         if peer.route != route:
             self._routes.pop(peer.route, None)
             peer.route = route
         self._routes[route] = peer
-        self._heard[peer] = None
+        self._due[peer] = None
         peer.connected = True
         peer.silent_at = silent_at
         self._note(silent_at)
         low = peer.seqs.low if isinstance(peer, ProducerPeer) else 1
         about = (self.epoch, peer.session, self.spec.lease_s, self.spec.max_message_bytes)
-        self._out.append(Send(route, Welcome(*about, *limits, *sent, self.keeping.on, low)))
-
-    def _goodbye(self, peer: ProducerPeer | ConsumerPeer, message: Fin | FinAck) -> None:
-        if isinstance(message, Fin) and isinstance(peer, ProducerPeer) and peer.unsettled:
-            if not peer.leaving:
-                self.keeping.leaves(peer)
-            if not self.keeping.may_leave(peer):
-                return  # it says goodbye again
-        self._leave(peer, blame=isinstance(message, Fin) and message.blame)
-        if isinstance(message, Fin):
-            self._out.append(Send(peer.route, FinAck()))
+        self._out.append(Send(route, Welcome(*about, *limits, *sent, low)))
 
     def _leave(self, peer: ProducerPeer | ConsumerPeer, *, blame: bool, how: str = "failed") -> None:
-        """Forget a peer; what it held is delivered to others, and blamed if it had been started."""
+        """Forget a peer; its items are delivered to other consumers, and blamed if they had been started."""
         self._routes.pop(peer.route, None)
         if isinstance(peer, ProducerPeer):
             self.producers.pop(peer.incarnation, None)
             peer.to_accept.clear()
-            if not peer.leaving and not self.closing:
-                self.keeping.leaves(peer)
             self._departed[peer.incarnation] = peer
             if len(self._departed) > REMEMBERED_PRODUCERS:
                 self._departed.popitem(last=False)
             return
         self.consumers.pop(peer.incarnation, None)
-        alone = self.dispatch.alone
+        solitary = self.dispatch.solitary
         self.dispatch.abandon(peer)
-        self.keeping.gone(peer)
         for item in list(peer.held.values()):
-            if blame and (item.started or item is alone):
+            if blame and (item.started or item is solitary):
                 self.custody.fail(item, f"replica {peer.replica!r} {how} while executing it")
             else:
                 self.custody.requeue(item, died=blame)

@@ -1,24 +1,19 @@
-"""A producer's half of the protocol: waits for credit, sends, resends until accepted, keeps until settled.
+"""A producer's half of the protocol: waits for credit, sends, resends until accepted.
 
-Invariants: sequence numbers are given when a message first goes out and do not change while the hub remembers this
-producer, so it recognises a resend; acceptance resolves a message once; messages leave in the order in which they were
-offered. Where the hub says that senders keep, a body is dropped when the hub says that its message is settled, and a
-hub that does not remember this producer gets all that are not: what is kept is in the hub's custody too, so that its
-capacity bounds it.
+Invariants: a message gets its sequence number when it first goes out, and keeps it while the hub remembers this
+producer, so the hub recognises a resend; acceptance resolves a message once; messages leave in the order in which they
+were offered. A hub that does not remember this producer gets all unaccepted messages once more.
 """
 
 from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass
-from itertools import islice
 
 from transport.core.credit import SendCredit
 from transport.core.custody import Body
 from transport.core.session import PeerCore
 from transport.wire import Accepted, FromHub, Hello, Ping, Put, ToHub, Welcome
-
-ASKED_LIMIT = 100_000  # numbers in one ping
 
 
 @dataclass(slots=True, eq=False)
@@ -30,7 +25,7 @@ class Parcel:
     checksum: int
     body: Body
     seq: int = 0
-    sent: bool = False  # once, to whichever hub
+    sent: bool = False  # at least once, to any hub
     accepted: bool = False
 
 
@@ -40,7 +35,6 @@ class ProducerCore(PeerCore):
         self.credit = SendCredit()
         self.waiting: deque[Parcel] = deque()
         self.unaccepted: dict[int, Parcel] = {}
-        self.kept: dict[int, Parcel] = {}  # accepted and not settled, where senders keep
         self.accepted: list[Parcel] = []  # taken by the shell, which wakes the senders
         self._next_seq = 1
         self._quiet_beats = 0
@@ -55,7 +49,7 @@ class ProducerCore(PeerCore):
         return parcel
 
     def withdraw(self, parcel: Parcel) -> None:
-        """Forget a message that has not gone out; one that has will be accepted all the same."""
+        """Forget a message that has not gone out; a message that has is accepted all the same."""
         if not parcel.sent:
             self.waiting.remove(parcel)
 
@@ -80,9 +74,7 @@ class ProducerCore(PeerCore):
 
     def flush(self, now: float) -> list[tuple[ToHub, Body]]:
         if self.session.beat_due(now):
-            again = sum(parcel.sent for parcel in self.waiting)
-            kept = tuple(islice(self.kept, ASKED_LIMIT))
-            self.session.out.append((Ping(self.session.epoch or 0, kept, again), None))
+            self.session.out.append((Ping(), None))
             self._quiet_beats += 1
             if self._quiet_beats >= 2 and self.unaccepted:  # no acceptance for a whole beat: something was lost
                 self._resend()
@@ -97,7 +89,7 @@ class ProducerCore(PeerCore):
         return not self.waiting and not self.unaccepted
 
     def _renew_hello(self) -> None:
-        self.session.renew_hello(self._next_seq, len(self.kept) + len(self.unaccepted))
+        self.session.renew_hello(self._next_seq)
 
     def _pump(self) -> None:
         credit = self.credit
@@ -129,16 +121,8 @@ class ProducerCore(PeerCore):
             if parcel is not None:
                 self._quiet_beats = 0
                 parcel.accepted = True
-                self._keep(seq, parcel)
+                parcel.body = None
                 self.accepted.append(parcel)
-        for seq in message.settled:
-            self.kept.pop(seq, None)
-
-    def _keep(self, seq: int, parcel: Parcel) -> None:
-        if self.session.senders_keep:
-            self.kept[seq] = parcel
-        else:
-            parcel.body = None
 
     def _welcome(self, message: Welcome, forgotten: bool, awaited: bool) -> None:
         if forgotten:
@@ -148,15 +132,13 @@ class ProducerCore(PeerCore):
         self.credit.grant(message.limit_items, message.limit_bytes)
 
     def _begin_anew(self, first_seq: int) -> None:
-        """The hub has no memory of this producer: all that it is not known to be done with goes again, under new credit
-        and new numbers, since those of before have gaps and may still be on their way."""
+        """The hub does not remember this producer: all unaccepted messages go again, under new credit and new numbers.
+        The previous numbers have gaps, and messages under them may still be on their way."""
         for parcel in self.waiting:
             parcel.seq = 0
-        again = {**self.kept, **self.unaccepted}
-        for _, parcel in sorted(again.items(), reverse=True):
+        for _, parcel in sorted(self.unaccepted.items(), reverse=True):
             parcel.seq = 0
             self.waiting.appendleft(parcel)
-        self.kept.clear()
         self.unaccepted.clear()
         self._next_seq = first_seq
         self.credit = SendCredit()

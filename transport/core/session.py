@@ -1,8 +1,8 @@
-"""What both kinds of peers share: hello until welcomed, a beat while idle, silence, goodbye."""
+"""The part of the protocol that producers, consumers and topic clients share: hello, beats, silence, goodbye."""
 
 from __future__ import annotations
 
-from typing import Literal, cast
+from typing import Literal
 
 from msgspec import structs
 
@@ -17,7 +17,7 @@ State = Literal["new", "greeting", "open", "leaving", "left"]
 
 
 class PeerCore:
-    """What the protocol cores of all peers share: each has a session, whose timer is theirs."""
+    """Base of the protocol cores of all peers: each has a session, which has its timer."""
 
     def __init__(self, hello: Hello, give_up_s: float | None) -> None:
         self.session = Session(hello, give_up_s)
@@ -45,15 +45,14 @@ class Session:
         self.epoch: int | None = None
         self.lease_s = 0.0
         self.max_message_bytes = 0
-        self.senders_keep = False
         self.refusal: Refuse | None = None
         self.lost = False  # silent for longer than give_up_s
         self.out: list[tuple[ToHub, Body]] = []
-        self.heard_at = 0.0
+        self._heard_at = 0.0
         self._beat_at = 0.0
         self._beat_due = False
         self.session = 0
-        self.fin_pending = False  # the hub asked who this is in the middle of a goodbye: greet, report, goodbye again
+        self.fin_pending = False  # the hub lost this peer during the goodbye: greet, report, say goodbye again
         self.blame = False
 
     @property
@@ -61,11 +60,11 @@ class Session:
         return self.fin_pending or self.state in ("leaving", "left")
 
     def start(self, now: float) -> None:
-        self.heard_at = now
+        self._heard_at = now
         self.say_hello(now)
 
     def say_hello(self, now: float) -> None:
-        """Introduce this peer (again): at the start, after a reconnect, and when the hub asks who this is."""
+        """Introduce this peer: at the start, after a reconnect, and when the hub does not know it."""
         if self.state == "left":
             return
         self.fin_pending = self.fin_pending or self.state == "leaving"
@@ -73,16 +72,16 @@ class Session:
         self.out.append((self.hello, None))
         self._beat_at = now + self._interval(HELLO_RETRY_S)
 
-    def renew_hello(self, low_seq: int, unsettled: int) -> None:
-        if (low_seq, unsettled) != (self.hello.low_seq, self.hello.unsettled):
-            self.hello = structs.replace(self.hello, low_seq=low_seq, unsettled=unsettled)
+    def renew_hello(self, low_seq: int) -> None:
+        if low_seq != self.hello.low_seq:
+            self.hello = structs.replace(self.hello, low_seq=low_seq)
 
     def heard(self, now: float) -> None:
-        self.heard_at = now
+        self._heard_at = now
         self.lost = False
 
     def on_message(self, now: float, message: FromHub) -> bool:
-        """Take a message about the relation itself. True: this is another incarnation of the hub."""
+        """Take a message about the session itself. True: this is another incarnation of the hub."""
         self.heard(now)
         if isinstance(message, Welcome):
             changed = self.epoch is not None and self.epoch != message.epoch
@@ -90,7 +89,6 @@ class Session:
             self.session = message.session
             self.lease_s = message.lease_s
             self.max_message_bytes = message.max_message_bytes
-            self.senders_keep = message.senders_keep
             if self.state != "left":
                 self.state = "open"
                 self.beat_now(now)
@@ -101,10 +99,9 @@ class Session:
             self.say_hello(now)
         elif isinstance(message, Fin):  # the hub closes; all that was reported before is with it
             self.out.append((FinAck(), None))
-            if self.leaving and not self.senders_keep:
+            if self.leaving:
                 self.state = "left"
-            elif self.state in ("open", "leaving"):  # another incarnation may come: greet it when it does
-                self.fin_pending = self.state == "leaving"
+            elif self.state == "open":  # another incarnation may come: greet it when it does
                 self.state = "greeting"
                 self._beat_at = now + self._interval(HELLO_RETRY_S)
         elif isinstance(message, FinAck) and self.state == "leaving":
@@ -138,9 +135,7 @@ class Session:
             self._beat_at = now + FIN_RETRY_S
 
     def on_timer(self, now: float) -> None:
-        # A hub whose senders keep what it has is started again, however long that takes: nobody leaves with it.
-        patient = self.senders_keep or self.give_up_s is None
-        if not patient and now - self.heard_at >= cast(float, self.give_up_s):
+        if self.give_up_s is not None and now - self._heard_at >= self.give_up_s:
             self.lost = True
         if now < self._beat_at:
             return

@@ -1,7 +1,7 @@
 """A topic as two pure machines: the server holds the newest value of each key, a client holds a copy.
 
-Invariants: the topic is level-triggered, so a client that missed changes asks for a snapshot and owes nobody the
-intermediate values; revisions rise by one for each change of one server incarnation; a repeated publication of the same
+Invariants: the topic is level-triggered, so a client that missed changes asks for a snapshot and skips the intermediate
+values; revisions rise by one for each change of one server incarnation; a repeated publication of the same
 client is stored once. Keys under `private` prefixes stay with the server: what only its own process reads (figures
 that every replica publishes twice a second) must not cost a message to every client.
 """
@@ -14,8 +14,7 @@ from types import MappingProxyType
 
 import msgspec
 
-from transport.core.custody import Body
-from transport.core.peers import stage_of
+from transport.core.custody import Body, stage_of
 from transport.core.session import PeerCore
 from transport.wire import (
     PROTOCOL,
@@ -44,7 +43,7 @@ encode_entries = msgspec.msgpack.Encoder().encode
 class Entries:
     """Newest value of each key, and when each changed last.
 
-    A dropped key keeps its revision: whoever waits for it must learn that it is gone.
+    A dropped key keeps its revision: a task that waits for the key must learn that it is gone.
     """
 
     def __init__(self) -> None:
@@ -82,7 +81,7 @@ class TopicServerCore:
         writers: Mapping[str, frozenset[str]] = MappingProxyType({}),
     ) -> None:
         """`writers`: the stages whose replicas may write a key, and what stands below it after a slash; `name/` is of
-        the latter alone. Other keys are anybody's."""
+        the latter alone. Any client may write other keys."""
         self.run_id = run_id
         self.epoch = epoch
         self.private, self.writers = private, writers
@@ -105,7 +104,7 @@ class TopicServerCore:
 
     def dismiss(self, replica: str) -> None:
         """A replica has ended for good: its keys (`.../<replica>`) go, and what it sent before is stored no more. A
-        message may be on its way longer than its sender lives, and nobody would drop its key a second time."""
+        message may be on its way longer than its sender lives, and its key would stay."""
         self._dismissed.add(replica)
         for key in [key for key in self.entries.values if key.endswith(f"/{replica}")]:
             self.drop(key)
@@ -120,9 +119,9 @@ class TopicServerCore:
             self._out.append((route, Who(), None))
         elif isinstance(message, TopicPut):
             incarnation = self.clients[route]
-            if (why := self._forbidden(route, message.key)) is not None:
+            if (refusal := self._forbidden(route, message.key)) is not None:
                 self.malformed += 1
-                self._out.append((route, Refuse("refused", why), None))
+                self._out.append((route, Refuse("refused", refusal), None))
                 return
             if body is None:
                 self.malformed += 1
@@ -138,14 +137,14 @@ class TopicServerCore:
             self._ack(route, 0)
 
     def _forbidden(self, route: bytes, key: str) -> str | None:
-        """Why this client may not write a key, None if it may."""
+        """Why this client may not write the key, or None."""
         name = self._names.get(route, "")
         first, slash, _ = key.partition("/")
         stages = self.writers.get(first + slash, self.writers.get(first))
         if stages is None or stage_of(name) in stages:
             return None
-        who = ", ".join(sorted(stages)) or "the controller"
-        return f"{name!r} may not write {key[:100]!r} on the topic; only {who} may"
+        writers = ", ".join(sorted(stages)) or "the controller"
+        return f"{name!r} may not write {key[:100]!r} on the topic; only {writers} may"
 
     def on_unreachable(self, route: bytes) -> None:
         self.clients.pop(route, None)

@@ -27,7 +27,7 @@ class Address:
     scheme: Literal["inproc", "ipc", "tcp"]
     place: str  # name, path or host
     port: int = 0
-    key: str = ""  # public key of who binds there, where that is not the run's server
+    key: str = ""  # public key of the server there, if it is not the run's server key
 
     def __str__(self) -> str:
         """Without the key."""
@@ -103,7 +103,7 @@ def check_exposure(address: Address, *, keys: bool, binding: bool) -> None:
 
 
 def prepare_ipc(address: Address) -> None:
-    """Make the directory private, and make sure nobody alive is bound to the path."""
+    """Make the directory private, and make sure that no living process is bound to the path."""
     path = Path(address.place)
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     found = path.parent.stat()
@@ -118,7 +118,7 @@ def prepare_ipc(address: Address) -> None:
         try:
             probe.connect(address.place)
         except OSError:
-            return  # nobody listens: absent, or left behind by a dead process
+            return  # no listener: absent, or left behind by a dead process
     raise in_use(address)
 
 

@@ -1,4 +1,4 @@
-"""What carries messages between a port and its hub: one owner task per link, which alone touches the link.
+"""The seam below the ports: a link carries messages between a port and its hub. Only its owner task touches it.
 
 Invariant: everything that a protocol core does happens in the owner task, or in a synchronous call on the same loop
 between two of its steps; so cores need no locks. After each step the core is flushed: no delay is ever added to
@@ -33,7 +33,7 @@ class Endpoint(Protocol):
     def on_link_down(self) -> None: ...
 
     def on_link_refused(self, reason: str) -> None:
-        """The other side does not accept this node's keys."""
+        """The peer does not accept this node's keys."""
 
     def on_step(self) -> None:
         """Everything that had arrived was handed over: run due timers and send what is due."""
@@ -75,10 +75,6 @@ class Link(ABC):
     @abstractmethod
     def discard_unsent(self) -> None:
         """Forget what waits for a connection: a hello makes it pointless."""
-
-    @abstractmethod
-    def move(self, text: str) -> None:
-        """Connect to another address: what was at the one of before is gone. For clients."""
 
     @abstractmethod
     def close(self, linger_ms: int) -> None: ...

@@ -1,4 +1,4 @@
-"""CURVE keys and who may use them.
+"""CURVE keys, and the clients that a server admits.
 
 Encryption alone is no authentication: a server that does not ask accepts any key. So a server always asks the
 allow-list through ZAP, and the list is part of `Security`. Keys live in files of mode 0600; nothing is read from the
@@ -19,7 +19,7 @@ from zmq.utils import z85
 from transport.errors import SecurityError
 from transport.links.address import KEY_LENGTH
 
-SERVER = "server"  # name of the key that whoever binds an address owns
+SERVER = "server"  # name of the key with which the run's addresses are bound
 ZAP_ADDRESS = "inproc://zeromq.zap.01"
 KEY_FILE_LIMIT = 4096  # bytes
 
@@ -45,7 +45,9 @@ class Security(msgspec.Struct, frozen=True):
     server_public: str
     directory: Path | None = None  # of a server: its clients' keys lie there, by their names, and may become more
     serving: KeyPair | None = None  # with which a node binds that is not the run's server
-    admitted: Callable[[], Mapping[str, str]] | None = None  # whom such a node lets in now: the name of each public key
+    admitted: Callable[[], Mapping[str, str]] | None = (
+        None  # clients that such a node admits now: the name of each public key
+    )
 
     @property
     def binds_with(self) -> KeyPair | None:
@@ -157,11 +159,13 @@ def _write_private(path: Path, data: bytes) -> None:
         file.write(data)
 
 
-def zap_reply(frames: list[bytes], allowed: Mapping[str, str], *, told_late: bool = False) -> list[bytes]:
-    """Answer one ZAP request (RFC 27): 200 and the name for an allowed CURVE key, 400 for everything else. `told_late`:
-    the list comes from elsewhere, and a key may be on it in a moment: 300, upon which a client tries again."""
+def zap_reply(frames: list[bytes], allowed: Mapping[str, str], *, retry_unknown: bool = False) -> list[bytes]:
+    """Answer a ZAP request (RFC 27): 200 and the name for an allowed CURVE key, 400 for everything else.
+
+    `retry_unknown`: an unknown key may be on the list in a moment, so the reply is 300 and the client tries again.
+    """
     request_id = frames[1] if len(frames) > 1 else b""
-    asks = len(frames) == 7 and frames[0] == b"1.0" and frames[5] == b"CURVE" and len(frames[6]) == 32
-    name = allowed.get(z85.encode(frames[6]).decode(), "") if asks else ""
-    status = (b"200", b"OK") if name else (b"300" if told_late else b"400", b"key is not on the allow-list")
+    valid = len(frames) == 7 and frames[0] == b"1.0" and frames[5] == b"CURVE" and len(frames[6]) == 32
+    name = allowed.get(z85.encode(frames[6]).decode(), "") if valid else ""
+    status = (b"200", b"OK") if name else (b"300" if retry_unknown else b"400", b"key is not on the allow-list")
     return [b"1.0", request_id, *status, name.encode(), b""]

@@ -1,4 +1,4 @@
-"""All ZeroMQ links of a node: one context, and with keys the handler that tells who may connect."""
+"""All ZeroMQ links of a node: one context, and with keys the handler that admits clients."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ class ZmqFabric:
         except BaseException:
             link.close(0)
             raise
-        self._links = [other for other in self._links if not other.closed]
+        self._links = [known for known in self._links if not known.closed]
         self._links.append(link)
         return link
 
@@ -99,4 +99,4 @@ class ZmqFabric:
         assert self._security is not None
         while readable(zap):
             late = self._security.admitted is not None
-            zap.send_multipart(zap_reply(zap.recv_multipart(), self._security.clients(), told_late=late))
+            zap.send_multipart(zap_reply(zap.recv_multipart(), self._security.clients(), retry_unknown=late))

@@ -2,11 +2,11 @@
 
 Invariants:
 - The descriptor of a zmq socket is edge-triggered, so after one wake-up everything is read until nothing is left, and
-  after sending the socket is asked again, for a send takes the edge away. A step in which neither happened asks it
-  nothing. A safety poll each second counts wake-ups that were missed (it must stay 0).
+  after sending the socket is polled again, for a send takes the edge away. A step in which neither happened does not
+  poll. A safety poll each second counts wake-ups that were missed (it must stay 0).
 - Routing ids are left to the ROUTER, new for each connection: a peer that reconnects can never be refused for an id
   that its broken connection still holds. Who a peer is, its HELLO says.
-- Where keys are asked for, a peer says hello by the name of its key alone.
+- Where keys are required, the replica in a peer's HELLO has the name of its key.
 - ROUTER_MANDATORY shows a peer that has gone; IMMEDIATE keeps messages from queueing for a connection that never was.
 """
 
@@ -27,7 +27,7 @@ from transport.core.custody import Body
 from transport.errors import AddressInvalid
 from transport.links import address as addresses
 from transport.links.address import Address
-from transport.links.link import STEP_LIMIT, Decode, Endpoint, Link
+from transport.links.link import Decode, Endpoint, Link
 from transport.links.security import SERVER
 from transport.wire import FRAMES_LIMIT, HEADER_LIMIT, AnyMessage, Hello, Put, TopicHello, Work, encode
 
@@ -80,7 +80,7 @@ class ZmqLink(Link):
     def __init__(
         self, endpoint: Endpoint, socket: zmq.Socket[bytes], decode: Decode, server_public: str | None = None
     ) -> None:
-        """`server_public`: whose key is asked for where an address names none; None: keys are not used."""
+        """`server_public`: the expected key where an address names none; None: keys are not used."""
         super().__init__(endpoint)
         self.late_wakeups = 0  # arrivals that only the safety poll found; must stay 0
         self._server_public = server_public
@@ -91,8 +91,8 @@ class ZmqLink(Link):
         self._most_bytes = cast(int, socket.get(zmq.MAXMSGSIZE))  # libzmq bounds each frame, this their sum
         self._unsent: deque[tuple[AnyMessage, Body]] = deque()
         self._monitor: zmq.Socket[bytes] | None = None
-        self._arrived = self._reported = True  # whether the descriptors of socket and monitor have told of something
-        self._sent = False  # since the socket was last asked
+        self._arrived = self._reported = True  # whether the descriptors of socket and monitor were readable
+        self._sent = False  # since the socket was last polled
         self._loop = asyncio.get_running_loop()
 
     def open(self, address: Address) -> None:
@@ -116,17 +116,6 @@ class ZmqLink(Link):
 
     def discard_unsent(self) -> None:
         self._unsent.clear()
-
-    def move(self, text: str) -> None:
-        address = addresses.parse(text)
-        addresses.check_exposure(address, keys=self._server_public is not None, binding=False)
-        self._arrived = True
-        while self._take(STEP_LIMIT) == STEP_LIMIT:
-            pass  # what the one of before had sent comes before anything of the next
-        with contextlib.suppress(zmq.ZMQError):  # it is not connected there
-            self._socket.disconnect(self.address)
-        self._connect(address)
-        self.wake()
 
     def check(self) -> None:
         """The safety poll: find what no wake-up announced, and count it."""
@@ -204,7 +193,7 @@ class ZmqLink(Link):
         return limit
 
     def _hand_over(self, route: bytes, header: bytes, key: str = SERVER) -> None:
-        """`key`: the name of the peer's key, where keys are asked for."""
+        """`key`: the name of the peer's key, where keys are required."""
         message: AnyMessage | None = None
         if len(header) <= HEADER_LIMIT:
             # Bad UTF-8 is a ValueError and deep nesting a RecursionError, neither is a MsgspecError.

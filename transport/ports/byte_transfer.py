@@ -1,10 +1,10 @@
 """Bytes by name from process to process: large ones, in chunks, straight to where they shall lie.
 
-The server answers asks from files and buffers and remembers nothing; the client keeps a few asks under way, which
-bounds what is in memory at either end. See `transport.core.byte_transfer` for what is lost, repeated or damaged.
+The server answers requests from files and buffers and remembers nothing; the client keeps a few requests under way,
+which bounds the memory at both ends. See `transport.core.byte_transfer` for what is lost, repeated or damaged.
 
-Invariant: whoever serves a blob does not change it; to change it, withdraw it first, then serve it anew. What changes
-nevertheless is noticed by checksums only if it changes between reading and arriving: compare a digest of the whole.
+Invariant: the server does not change a blob; to change it, withdraw it first, then serve it anew. Checksums notice
+other changes only between reading and arriving: compare a digest of the whole.
 """
 
 from __future__ import annotations
@@ -19,9 +19,8 @@ from transport.codec import Buffer, checksum
 from transport.core.byte_transfer import CHUNKS_IN_FLIGHT, Blob, ByteClientCore, Call, Transfer
 from transport.core.custody import Body
 from transport.errors import LinkRefused, UsageError
-from transport.ports.endpoint import CorePort
-from transport.ports.inlet import body_buffer
-from transport.wire import PROTOCOL, AnyMessage, ByteAsk, ByteChunk, ByteRefusal
+from transport.ports.endpoint import CorePort, body_buffer
+from transport.wire import PROTOCOL, AnyMessage, ByteChunk, ByteRefusal, ByteRequest
 
 
 class _Source:
@@ -87,7 +86,7 @@ class ByteServer(CorePort):
     # Driven by the owner task.
 
     def on_message(self, route: bytes, message: AnyMessage, body: Body) -> None:
-        assert isinstance(message, ByteAsk)
+        assert isinstance(message, ByteRequest)
         source = self._sources.get(message.name)
         refusal = self._refusal(message, source)
         if source is None or refusal:
@@ -101,16 +100,16 @@ class ByteServer(CorePort):
     def flush(self, now: float) -> None:
         """Answers are sent at once."""
 
-    def _refusal(self, ask: ByteAsk, source: _Source | None) -> str:
-        if (ask.protocol, ask.run_id) != (PROTOCOL, self._run_id):
+    def _refusal(self, request: ByteRequest, source: _Source | None) -> str:
+        if (request.protocol, request.run_id) != (PROTOCOL, self._run_id):
             return (
-                f"asked by run {ask.run_id!r}, protocol {ask.protocol}; this byte server is of run {self._run_id!r}, "
-                f"protocol {PROTOCOL}; check the address and the version"
+                f"asked by run {request.run_id!r}, protocol {request.protocol}; this byte server is of run "
+                f"{self._run_id!r}, protocol {PROTOCOL}; check the address and the version"
             )
         if source is None:
-            return f"no blob {ask.name[:200]!r} is served here (any more); look up what is announced now"
-        if ask.generation not in ("", source.generation):
-            return f"blob {ask.name[:200]!r} was served anew since this transfer began; begin again with stat"
+            return f"no blob {request.name[:200]!r} is served here (any more); look up what is announced now"
+        if request.generation not in ("", source.generation):
+            return f"blob {request.name[:200]!r} was served anew since this transfer began; begin again with stat"
         return ""
 
 
@@ -158,8 +157,8 @@ class ByteClient(CorePort):
             self.core.on_link_up()
 
     def flush(self, now: float) -> None:
-        for ask in self.core.flush():
-            self.link.send(b"", ask)
+        for request in self.core.flush():
+            self.link.send(b"", request)
         self._wake()
 
     def core_timer(self, now: float) -> None:

@@ -1,4 +1,4 @@
-"""What all ports share: the clock and the timer of a protocol core, and opening and closing with a bound."""
+"""The base of all ports: clock and timer of a protocol core, and opening and closing with a bound."""
 
 from __future__ import annotations
 
@@ -8,6 +8,9 @@ import os
 from abc import ABC, abstractmethod
 from typing import Generic, TypeVar
 
+import zmq
+
+from transport.codec import Buffer, Frames
 from transport.core.custody import Body
 from transport.core.session import PeerCore
 from transport.errors import LinkError, LinkLost, LinkRefused, StreamFinished, UsageError
@@ -15,6 +18,17 @@ from transport.links.link import Link
 from transport.wire import Hello, ToHub, TopicHello, ToTopic
 
 C = TypeVar("C", bound=PeerCore)
+
+
+def body_frames(body: Body) -> Frames:
+    """The bytes of a body: one frame, or a tuple of frames."""
+    frames = body if isinstance(body, tuple) else (body,)
+    return tuple(frame.buffer if isinstance(frame, zmq.Frame) else frame or b"" for frame in frames)
+
+
+def body_buffer(body: Body) -> Buffer:
+    """The bytes of a body of one frame."""
+    return body_frames(body)[0]
 
 
 class CorePort(ABC):
@@ -27,7 +41,6 @@ class CorePort(ABC):
         self.closed = False
         self.malformed = 0
         self.link_ups = 0
-        self.link_downs = 0
         self.link_refusal: str | None = None
         self._timer: asyncio.TimerHandle | None = None
         self._pid = os.getpid()
@@ -48,12 +61,11 @@ class CorePort(ABC):
         """The connection stands (again)."""
         self.link_ups += 1
 
-    def on_link_down(self) -> None:
+    def on_link_down(self) -> None:  # noqa: B027
         """The connection broke; the link reconnects by itself."""
-        self.link_downs += 1
 
     def on_link_refused(self, reason: str) -> None:
-        """The other side does not accept this node's keys."""
+        """The peer does not accept this node's keys."""
         self.link_refusal = reason
 
     def arm(self) -> None:
@@ -115,11 +127,6 @@ class PeerPort(CorePort, Generic[C]):
         if self.link_ups > 1:  # the first connection is greeted by `opened`, and may have been welcomed by now
             self.core.on_link_up(self.loop.time())
 
-    def move(self, address: str) -> None:
-        """Its hub is at another address now."""
-        self.address = address
-        self.link.move(address)
-
     def send_all(self, out: list[tuple[ToHub, Body]] | list[tuple[ToTopic, Body]]) -> None:
         for message, body in out:
             if isinstance(message, Hello | TopicHello):
@@ -127,7 +134,7 @@ class PeerPort(CorePort, Generic[C]):
             self.link.send(b"", message, body)
 
     def note_session(self) -> None:
-        """Wake whoever waits for the session to open, to end, or to fail."""
+        """Wake tasks that wait for the session to open, to end, or to fail."""
         if self.session.epoch is not None or self.fault() is not None:
             self._opened.set()
         if self.session.state == "left":
@@ -149,6 +156,14 @@ class PeerPort(CorePort, Generic[C]):
                 f"check that its hub is running and reachable"
             )
         return None
+
+    def check_usable(self) -> None:
+        """Raises UsageError or LinkError where this port cannot work (any more)."""
+        self.check_process()
+        if self.closed or self.session.leaving:
+            raise UsageError(f"{self.name} at {self.address} is closed; use it inside `async with Node`")
+        if (fault := self.fault()) is not None:
+            raise fault
 
     async def opened(self) -> None:
         """Wait for the welcome. Unblocked by it, by a refusal, or by give_up_s."""

@@ -1,4 +1,4 @@
-"""The hub of a stream in the process that hosts it: the core, a link, dead letters, and whoever waits for it."""
+"""The hub of a stream in the process that hosts it: the core, a link, dead letters, and waiting tasks."""
 
 from __future__ import annotations
 
@@ -6,30 +6,25 @@ import asyncio
 import contextlib
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
 from typing import cast
 
-from transport.codec import Frames, total
-from transport.core.custody import Body, Item
+from transport.codec import total
+from transport.core.custody import Body
 from transport.core.hub import HubCore, Send
-from transport.ports.endpoint import CorePort
-from transport.ports.inlet import body_frames
+from transport.ports.endpoint import CorePort, body_frames
 from transport.spec import DeadLetter, Held, HubStats
 from transport.wire import AnyMessage, Put, ToHub, encode
 
-# Takes a dead letter; what it returns tells when it is safe, nothing that it is.
-OnLetter = Callable[[DeadLetter], asyncio.Future[None] | None]
-OnUnkept = Callable[[str, Frames], None]  # key and body of a message whose sender has gone, where senders keep
 PROBE_DELAYS_S = (0.01, 0.1)  # a broken connection is reported a moment before its route is closed
 
 
 class Hub(CorePort):
     """Made by `Node.hub`; lives until its node closes."""
 
-    def __init__(self, core: HubCore, on_dead_letter: OnLetter, on_unkept: OnUnkept | None = None) -> None:
+    def __init__(self, core: HubCore, on_dead_letter: Callable[[DeadLetter], None]) -> None:
         super().__init__()
         self.core = core
-        self._on_dead_letter, self._on_unkept = on_dead_letter, on_unkept
+        self._on_dead_letter = on_dead_letter
         self._empty_waiters: list[asyncio.Future[None]] = []
         self._peerless = asyncio.Event()
 
@@ -44,10 +39,6 @@ class Hub(CorePort):
     def held(self) -> list[Held]:
         """All messages in custody, and who has had each of them for how long."""
         return self.core.custody.held(self.loop.time())
-
-    async def account(self) -> list[Held]:
-        """The same; of a hub in another process it takes a question."""
-        return self.held()
 
     def finish(self) -> None:
         """Nothing more will be sent: consumers get END as soon as everything is settled."""
@@ -85,7 +76,7 @@ class Hub(CorePort):
         size = message.size if isinstance(message, Put) else 0
         if isinstance(message, Put) and (body is None or total(body_frames(body)) != size):
             self.core.malformed += 1
-            if self.core.knows(route):  # strangers are only counted, so that they cannot flood the callback
+            if self.core.knows(route):  # unknown peers are only counted, so that they cannot flood the callback
                 reason = f"body is not of the {size} bytes that its header says"
                 self._quarantine(message.key, encode(message), body, reason)
             return
@@ -104,16 +95,8 @@ class Hub(CorePort):
     def flush(self, now: float) -> None:
         self._send_all(now, self.core.flush(now))
         letters, self.core.custody.letters = self.core.custody.letters, []
-        for letter, body, item in letters:
-            told = self._on_dead_letter(replace(letter, body=b"".join(body_frames(body))))
-            if told is not None:
-                told.add_done_callback(partial(self._told, item))
-            elif self.core.spec.senders_keep:
-                self._told(item)
-        unkept, self.core.keeping.unkept = self.core.keeping.unkept, []
-        for item in unkept:
-            if self._on_unkept is not None and item.state != "gone":
-                self._on_unkept(item.key, body_frames(item.body))
+        for letter, body in letters:
+            self._on_dead_letter(replace(letter, body=b"".join(body_frames(body))))
         if not self.core.custody.items:
             self._wake_empty()
         if self.core.closing and self.core.peerless:
@@ -133,11 +116,6 @@ class Hub(CorePort):
     def _probe(self) -> None:
         if not self.closed:
             self._send_all(self.loop.time(), self.core.probe())
-            self.link.wake()
-
-    def _told(self, item: Item, told: asyncio.Future[None] | None = None) -> None:
-        if told is None or not (told.cancelled() or told.exception()):
-            self.core.told(item)
             self.link.wake()
 
     def _quarantine(self, key: str, header: bytes, body: Body, reason: str) -> None:

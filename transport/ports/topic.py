@@ -9,8 +9,7 @@ from typing import cast
 from transport.core.custody import Body
 from transport.core.topic import Entries, TopicClientCore, TopicServerCore
 from transport.errors import LinkError, MessageInvalid, MessageTooLarge, UsageError
-from transport.ports.endpoint import CorePort, PeerPort
-from transport.ports.inlet import body_buffer
+from transport.ports.endpoint import CorePort, PeerPort, body_buffer
 from transport.wire import KEY_LIMIT, AnyMessage, FromTopic, ToTopic
 
 VALUE_LIMIT = 64 << 20
@@ -30,7 +29,7 @@ def _bytes(body: Body) -> bytes | None:
 
 
 class Waiters:
-    """Who waits for which keys: a change wakes those that read the key, and nobody else."""
+    """Tasks that wait for keys: a change wakes only the tasks that read the key."""
 
     def __init__(self, entries: Entries) -> None:
         self.entries = entries
@@ -38,7 +37,7 @@ class Waiters:
 
     async def wait(self, revision: int, prefixes: tuple[str, ...], check: Callable[[], None]) -> int:
         """Wait for a change after `revision` below one of the prefixes (none: of any key). `check` raises what is
-        wrong with the port; it is asked again after each wake-up."""
+        wrong with the port; it is called again after each wake-up."""
         prefixes = prefixes or ("",)
         while not self.entries.changed_since(revision, prefixes):
             check()
@@ -55,7 +54,7 @@ class Waiters:
             if everybody or self.entries.changed_since(revision, prefixes):
                 if not woken.done():
                     woken.set_result(None)
-            else:  # what was looked at is not looked at again, so that a long wait costs each change once
+            else:  # skip these changes from now on, so that a long wait costs each change once
                 self._waiting[woken] = (self.entries.revision, prefixes)
 
 
@@ -151,8 +150,7 @@ class TopicClient(PeerPort[TopicClientCore]):
 
     async def publish(self, key: str, value: bytes) -> None:
         """Replace the value of a key; returns when the server has it. Repeated after a reconnect, stored once."""
-        self.check_process()
-        self._check_usable()
+        self.check_usable()
         check_entry(key, value)
         number = self.core.publish(key, value)
         stored: asyncio.Future[None] = self.loop.create_future()
@@ -165,7 +163,7 @@ class TopicClient(PeerPort[TopicClientCore]):
 
     async def wait(self, revision: int, *prefixes: str) -> int:
         """See the stages' Topic. A fault and closing unblock it too."""
-        return await self._waiters.wait(revision, prefixes, self._check_usable)
+        return await self._waiters.wait(revision, prefixes, self.check_usable)
 
     async def close(self, *, blame: bool = False, timeout_s: float = 1.5) -> None:
         if self.closed:
@@ -191,13 +189,6 @@ class TopicClient(PeerPort[TopicClientCore]):
             self._fail(fault)
         else:
             self._waiters.wake()
-
-    def _check_usable(self) -> None:
-        if self.closed or self.session.leaving:
-            raise UsageError(f"the topic at {self.address} is closed; use it inside `async with Node`")
-        fault = self.fault()
-        if fault is not None:
-            raise fault
 
     def _fail(self, error: LinkError | UsageError) -> None:
         self._waiters.wake(everybody=True)

@@ -58,7 +58,6 @@ class RayPlacement:
         self._engine = ResourceNeeds(cpus["rollout"], self._engine_gpus(gpus))
         self._ranks = processes_of(config.parallel) if needs_trainer_group(config) else 0
         self._engines = engine_count(config) if not config.sglang.rollout_external_engine_addrs else 0
-        self._hubs_here = config.ray.ray_placement == "pack" and not any(alternatives(config, "cpu"))
         self._per_node = config.parallel.actor_num_gpus_per_node
         self.shared = bool(config.asynchrony.colocate and self._rank.gpus and self._engine.gpus)
         self.groups = {group.name: group for group in self._groups()}
@@ -91,8 +90,6 @@ class RayPlacement:
     def of(self, name: str) -> ActorPlacement:
         """Of the process of that name."""
         role, number = role_of(name), int(name.rpartition("-")[2]) if name[-1].isdigit() else 0
-        if name.startswith("hub-"):  # most streams begin or end at the controller's node
-            return ActorPlacement(role, self._cpu, here=self._hubs_here)
         if name.startswith("evaluate-"):
             return ActorPlacement(role, self._cpu, here=True)
         if name.startswith("engines-"):
@@ -119,7 +116,6 @@ class RayPlacement:
             counts.pop("engine", None)
         found = [f"{name}-{i}" for name, count in counts.items() for i in range(count)]
         found += [f"train-rank-{rank}" for rank in range(self._ranks)]
-        found += [f"hub-{i}" for i in range(self.config.run.hub_processes)]
         frozen = frozen_engines(self.config).items()
         return found + [f"frozen-{name}" for name, place in frozen if not is_address(place)]
 

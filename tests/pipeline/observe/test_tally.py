@@ -20,7 +20,7 @@ from stages.messages import Settled, StepDone
 from stages.prompts.ledger import Ledger, LedgerSnapshot
 from stages.topic_values import EngineAddress, EngineEntry
 from tests.stages.stage_rig import make_config
-from transport.links.memory import MemoryNetwork, MemoryNode
+from tests.transport.memory_link import MemoryNetwork, MemoryNode
 
 
 def step(n: int, *groups: int, **metrics: float) -> StepDone:

@@ -13,7 +13,7 @@ import numpy as np
 
 from transport.node import Node
 from transport.ports.hub import Hub
-from transport.ports.inlet import Inlet, LeaseHandle
+from transport.ports.stream import Inlet, LeaseHandle
 from transport.spec import DeadLetter, Routing, StreamSpec
 
 LIMIT_S = 20.0
@@ -66,8 +66,6 @@ class Net:
         max_message_bytes: int = 1 << 20,
         lease_s: float = 5.0,
         routing: Routing = "least_loaded",
-        dedup_keys: bool = True,
-        senders_keep: bool = False,
     ) -> AsyncIterator[tuple[Node, Hub]]:
         async with self.node() as node:
             spec = StreamSpec(
@@ -78,8 +76,6 @@ class Net:
                 max_attempts=max_attempts,
                 max_message_bytes=max_message_bytes,
                 routing=routing,
-                dedup_keys=dedup_keys,
-                senders_keep=senders_keep,
             )
             yield node, await node.hub(spec, self.letters.append)
 

@@ -1,4 +1,4 @@
-"""What a stream promises, as tests for any kind of link. See `transport.testing`."""
+"""What a stream promises, as tests for any kind of link."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ import msgspec
 import numpy as np
 import pytest
 
+from tests.transport.conformance_net import Int32s, Job, Net, Ping, Pong, send_jobs, take_all, take_one, until
 from transport.codec import checksum
 from transport.errors import LinkRefused, MessageInvalid, MessageTooLarge, StreamFinished, UsageError
-from transport.testing.net import Int32s, Job, Net, Ping, Pong, send_jobs, take_all, take_one, until
 
 
 class StreamConformance:
@@ -195,13 +195,6 @@ class StreamConformance:
                 outlet = await node.outlet(hub.address, "jobs", Job, replica=replica)
                 await outlet.send(Job(1), "same")
             assert (hub.stats().accepted, hub.stats().duplicates) == (1, 1)
-
-    async def test_keys_may_repeat_where_the_stream_says_so(self, net: Net) -> None:
-        async with net.stream(dedup_keys=False) as (node, hub):
-            outlet = await node.outlet(hub.address, "jobs", Job)
-            await outlet.send(Job(1), "same")
-            await outlet.send(Job(2), "same")
-            assert (hub.stats().accepted, hub.stats().duplicates) == (2, 0)
 
     async def test_strangers_are_refused_with_both_names(self, net: Net) -> None:
         async with net.stream() as (node, hub):

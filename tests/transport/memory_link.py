@@ -1,4 +1,4 @@
-"""Links without sockets: the same cores and ports inside one process, for unit tests of stages and for fault injection.
+"""Links without sockets, threads and clocks: the same cores and ports inside one process, for tests.
 
 Invariant: what travels is encoded and decoded as on a wire, so a message that would not survive a socket does not
 survive here either. Messages of one connection keep their order; a cut connection loses what was under way.
@@ -88,10 +88,6 @@ class MemoryLink(Link):
             server.accept(self)
             self._events.append(True)
             self.wake()
-
-    def move(self, text: str) -> None:
-        self.address = text
-        self.reconnect()
 
     def report_down(self) -> None:
         self._events.append(False)
