@@ -27,11 +27,10 @@ import msgspec
 from configs.schema import Config
 from stages.base import Activity
 from stages.graders.components import Component, combined, picked
-from stages.graders.errors import PoolError
 from stages.graders.grade import Grade, GradeRequest, failed
 from stages.graders.observed import CacheKey, GradeCache, Observed
 from stages.graders.outside import Outside
-from stages.graders.processes.pool import GraderPool
+from stages.graders.pool import GraderPool, pool_error_alone
 from stages.graders.registry import is_import_path, listed_grader
 from stages.graders.selection import SINGLE, Row, Selection, outside
 from stages.graders.shaping import Overlong, shaped
@@ -156,14 +155,11 @@ class Grading:
             grade = await self._outside.grade(ask.request, ask.prompt, ask.sample_id)
             found[position] = self._noted(ask, grade, time.perf_counter() - began)
 
-        try:
+        with pool_error_alone():
             async with asyncio.TaskGroup() as tasks:
                 for position in without:
                     tasks.create_task(ask_outside(position))
                 await ask_pool()
-        except BaseExceptionGroup as group:
-            broken = group.subgroup(PoolError)
-            raise group if broken is None else broken.exceptions[0] from None  # its words are the reason of all
         return [grade if grade is not None else failed("the grader gave no grade") for grade in found]
 
     def _noted(self, ask: Ask, grade: Grade, seconds: float) -> Grade:

@@ -18,7 +18,7 @@ from aiohttp import web
 from stages.base import Activity
 from stages.graders.errors import UnknownGraderError
 from stages.graders.observed import GradeCache, Observed, percentile
-from stages.graders.processes.pool import Grade
+from stages.graders.pool import Grade
 from stages.messages import EngineAddress, EngineEntry, RolloutSlice
 from stages.reward.grading import Grading, is_whole
 from stages.reward.stage import RewardStage
@@ -130,7 +130,7 @@ async def test_a_raising_a_dying_and_a_hanging_grader_fail_their_samples_only() 
         assert [s.reward for s in samples] == [None, 4.0, None, 4.0, None]
         errors = [s.error or "" for s in samples]
         assert errors[0] == f"grader {BEHAVE}: ValueError: no such answer"
-        assert "the grader process died (exit code 7)" in errors[2]
+        assert "the grader process died (exit status 7)" in errors[2]
         assert "no grade within 1 s (--reward-deadline-s)" in errors[4]
         assert found[1].samples[0].reward == 5.0, "the next group is graded as if nothing had happened"
         assert stage.activity.failures == 3
@@ -423,7 +423,7 @@ async def test_components_may_be_asked_at_several_places() -> None:
 async def test_grader_processes_that_cannot_start_are_said_in_words(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sys.executable", "/bin/false")
     async with answering("/rm", 1) as (url, _):
-        for parts in (["c=exact@1"], ["a=remote@1", "c=exact@1"]):
+        for parts in (["c=sleep:0@1"], ["a=remote@1", "c=sleep:0@1"]):
             async with grading(reward_component=parts, rm_url=url + "/rm", reward_workers=1) as (_, send):
                 (sample,) = (await send(said(0, "7", label="7")))[0].samples
                 assert (sample.error or "").startswith("RewardStage: PoolError: a grader process ended at its start")

@@ -26,11 +26,11 @@ from stages.graders.grade import Grade, GradeRequest, failed
 from stages.graders.math.answer import Answer, find_answer, plain_form, verdict
 from stages.graders.math.boxed import unboxed
 from stages.graders.math.compat import compat_equal
-from stages.graders.math.cpu_limit import CpuLimitError, cpu_limit
 from stages.graders.math.equality import same_answer, same_spelling
 from stages.graders.math.guards import MAX_PARSED_DEPTH, nesting, refusal_of
 from stages.graders.math.hendrycks import math_style
 from stages.graders.math.verify import prepare_symbolic, verify_equal
+from stages.workers.serve import CpuLimitError, cpu_limit
 
 DIALECTS = ("compat", "verify", "either")
 _NOT_A_NUMBER = re.compile(r"[-+]?\s*\\?(?:text\{)?\s*(?:nan|inf|infty|infinity)\s*\}?", re.IGNORECASE)

@@ -1,4 +1,4 @@
-"""A program in the jail tries everything of `jail_escapes`, as root and as a user, on Landlock of every version."""
+"""A program in the jail tries everything in escapes.py, as root and as a user, on Landlock of every version."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from pathlib import Path
 
 import pytest
 
-from stages.graders.jail import sandbox
-from stages.graders.jail.landlock import landlock_version
-from stages.graders.jail.sandbox import CaseResult, Limits, StdinCase, run_cases
-from tests.stages.graders.jail_escapes import PROGRAM, attempts
+from stages.sandbox import run as sandbox
+from stages.sandbox.lockdown import landlock_version
+from stages.sandbox.run import CaseResult, Limits, StdinCase, run_cases
+from tests.stages.sandbox.escapes import PROGRAM, attempts
 
 pytestmark = pytest.mark.skipif(platform.machine() != "x86_64", reason="the attempts are written for x86-64")
 
@@ -36,7 +36,7 @@ import struct
 assert c.CDLL(None).capset(struct.pack('=Ii', 0x20080522, 0), bytes(24)) == 0
 """
 _CLAMP = """
-import stages.graders.jail.lockdown as jailed
+import stages.sandbox.lockdown as jailed
 native = jailed.landlock_version
 jailed.landlock_version = lambda libc: min({version}, native(libc))
 """
@@ -65,9 +65,9 @@ def jailed(monkeypatch: pytest.MonkeyPatch, person: str, version: int) -> None:
     become = becoming(person)
     if become and subprocess.run([sys.executable, "-c", become], stderr=subprocess.DEVNULL).returncode:
         pytest.skip(f"to be {person} here needs a user namespace, which this machine does not permit")
-    prepare = become.replace("{", "{{").replace("}", "}}") + "from stages.graders.jail.serve import main"
+    prepare = become.replace("{", "{{").replace("}", "}}") + "from stages.sandbox.cases import main"
     clamp = _CLAMP.format(version=version) if version < NATIVE else ""
-    code = sandbox._PROGRAM.replace("; from stages.graders.jail.serve import main", "\n" + prepare + clamp + "\n")
+    code = sandbox._PROGRAM.replace("; from stages.sandbox.cases import main", "\n" + prepare + clamp + "\n")
     monkeypatch.setattr(sandbox, "_PROGRAM", code.replace("\n; ", "\n"))
 
 

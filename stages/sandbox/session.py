@@ -1,6 +1,6 @@
 """Warm interpreters: one process that has imported what programs like to have, and forks a session where one is wanted.
 
-    python -P -s -S -c "...; from stages.graders.jail.session import main; main(CONTROL_FD)"
+    python -P -s -S -c "...; from stages.sandbox.session import main; main(CONTROL_FD)"
 
 The first line on the control socket is a `Setup`; each descriptor that comes in after it is the socket of one session.
 A session is two forks: a keeper, which this module's `_keep` is, and a program below it that is locked down
@@ -14,10 +14,13 @@ which ends when the socket closes, and that with this process.
 
 from __future__ import annotations
 
+import ast
 import fcntl
 import importlib
 import json
+import linecache
 import os
+import random
 import select
 import shutil
 import signal
@@ -26,15 +29,17 @@ import sys
 import tempfile
 import time
 import traceback
+import types
 from contextlib import suppress
 from typing import Any, Final, NoReturn, TypedDict
 
-from stages.graders.jail.confine import FILE_BYTES, LOOK_S, confine, exceeds, is_full, preparation
-from stages.graders.jail.interpreter import FAILED, interpret
-from stages.graders.jail.lockdown import hide
-from stages.process_guard import die_with
+from stages.sandbox.lockdown import FILE_BYTES, LOOK_S, confine, exceeds, hide, is_full, preparation, text_stream
+from stages.workers.guard import die_with
 
 _OUTPUT_BYTES: Final = 256 << 10  # of one piece of code, beginning and end; the rest is counted
+ENDED: Final = b"\n"
+FAILED: Final = b"!"
+_FRAMES = 6  # of a traceback: the outermost
 _HANGUP: Final = select.POLLHUP | select.POLLRDHUP | select.POLLERR
 
 
@@ -238,3 +243,51 @@ class _Program:
         if size > most:
             text = text[: most // 2] + b"\n...\n" + os.pread(self._output, most // 2, size - most // 2)
         return text.decode("utf-8", "replace")
+
+
+def interpret(channel: int, source: int) -> NoReturn:
+    """A byte in, on `channel`, and the code stands in the file `source`; a byte back when it has ended."""
+    module = types.ModuleType("__main__")
+    sys.modules["__main__"] = module  # where dataclasses look for it
+    sys.stdin = text_stream(0, "r")
+    random.seed(0)  # an episode that is lost takes its turns again, and must meet the same answers
+    number = 0
+    while os.read(channel, 1):
+        number += 1
+        code = os.pread(source, os.fstat(source).st_size, 0).decode("utf-8", "replace")
+        sys.stdout = sys.stderr = text_stream(1, "w")
+        said = _run(code, f"<call {number}>", module.__dict__)
+        try:
+            sys.stdout.flush()
+        except (OSError, ValueError):
+            said = FAILED  # too much output, or it closed its own
+        os.write(channel, said)
+    os._exit(0)
+
+
+def _run(code: str, name: str, scope: dict[str, Any]) -> bytes:
+    linecache.cache[name] = (len(code), None, code.splitlines(keepends=True), name)
+    try:
+        tree = ast.parse(code, name)
+        last = tree.body[-1] if tree.body else None
+        if isinstance(last, ast.Expr):
+            tree.body.pop()
+        exec(compile(tree, name, "exec", dont_inherit=True), scope)
+        if isinstance(last, ast.Expr):
+            value = eval(compile(ast.Expression(last.value), name, "eval", dont_inherit=True), scope)
+            if value is not None:
+                print(repr(value))  # noqa: T201 - for the model
+    except SystemExit:
+        return ENDED
+    except BaseException as error:  # whatever it is, it is the code's own, and the next piece goes on after it
+        _tell(error)
+        return FAILED
+    return ENDED
+
+
+def _tell(error: BaseException) -> None:
+    try:
+        inner = error.__traceback__.tb_next if error.__traceback__ is not None else None  # without this file's frame
+        sys.stdout.write("".join(traceback.format_exception(type(error), error, inner, _FRAMES, chain=False)))
+    except BaseException:  # of an exception that cannot be printed, or with no room left to
+        return

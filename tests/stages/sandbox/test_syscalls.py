@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from stages.graders.jail.syscalls import (
+from stages.sandbox.syscalls import (
     ALLOWED,
     ARCHITECTURES,
     CLONE3,

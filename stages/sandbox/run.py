@@ -24,13 +24,13 @@ MEMORY_BYTES: Final = 1 << 30
 OUTPUT_BYTES: Final = 1 << 20  # that one case may print
 _GRACE_S = 5.0  # for the jail itself, beyond the time of its cases
 _PREFIX = "sluice-jail"
-_ROOT = Path(__file__).resolve().parents[3]
+_ROOT = Path(__file__).resolve().parents[2]
 
 # No -E and no -I: the environment holds nothing of the caller's, and -E would ignore PYTHONHASHSEED.
 ENVIRONMENT: Final = {"PYTHONHASHSEED": "0", "LANG": "C.UTF-8", "PATH": "/usr/bin:/bin"}
 PYTHON: Final = (sys.executable, "-P", "-s", "-S", "-X", "utf8", "-c")
 _PROGRAM = (
-    "import sys; sys.path.append({root!r}); from stages.graders.jail.serve import main; sys.path.pop(); main({parent})"
+    "import sys; sys.path.append({root!r}); from stages.sandbox.cases import main; sys.path.pop(); main({parent})"
 )
 
 
@@ -71,8 +71,10 @@ class Limits(Struct, frozen=True):
 
 
 class CaseResult(Struct, frozen=True):
-    """How a case went (see `jail.serve.Result`). `value`: what a call returned (JSON), the token of a check that ended,
-    or why programs cannot be isolated here."""
+    """How a case went (see `Result` in cases.py).
+
+    `value`: the result of a call (JSON), the token of a check that ended, or why programs cannot be isolated here.
+    """
 
     how: Literal["ok", "failed", "exit", "killed", "timeout", "output", "isolation"]
     stdout: str = ""

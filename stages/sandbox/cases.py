@@ -1,6 +1,6 @@
 """The jail's own process: reads one job, runs each case in a fork that is locked down, and tells how it went.
 
-    python -P -s -S -c "...; from stages.graders.jail.serve import main; main(PARENT)" < job.json > results.json
+    python -P -s -S -c "...; from stages.sandbox.cases import main; main(PARENT)" < job.json > results.json
 
 A job is `{program, cases, directory, case_s, total_s, memory_bytes, output_bytes}`; a case is `{"stdin": text}`,
 `{"call": name, "arguments": [...]}` or `{"check": code, "token": text}`. What a case should give is not known in here,
@@ -23,9 +23,8 @@ import types
 from contextlib import suppress
 from typing import Any, TypedDict
 
-from stages.graders.jail.confine import LOOK_S, confine, exceeds, is_full, preparation, text_stream
-from stages.graders.jail.lockdown import hide
-from stages.process_guard import die_with
+from stages.sandbox.lockdown import LOOK_S, confine, exceeds, hide, is_full, preparation, text_stream
+from stages.workers.guard import die_with
 
 _RESULT_FD = 3
 

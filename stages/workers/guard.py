@@ -1,8 +1,8 @@
-"""Processes that end with the one that started them, and take along all that they started themselves.
+"""Processes that end with their parent, together with everything they started.
 
-A parent-death signal reaches one process only, and a signal to a group not those who left it (a daemon). A guard is a
-process between the two: orphans below it become its children, so that it knows all of them, whatever they did.
-Linux only, and nothing but the standard library: the jail of programs imports this.
+A parent-death signal reaches one process only, and a signal to a process group misses a daemon that left the group. A
+guard stands between parent and worker: orphans below the guard become its children, so the guard knows all of them.
+Linux only, standard library only: the sandbox of programs imports this.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import resource
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from typing import Final, NoReturn
 
@@ -25,48 +25,50 @@ _END_S: Final = 20.0  # for a guard to kill what is below it
 
 
 def libc() -> ctypes.CDLL:
-    """The C library, for calls that Python has not."""
+    """The C library, for calls that Python does not have."""
     return ctypes.CDLL(None, use_errno=True)
 
 
 def die_with(parent: int, by: signal.Signals = signal.SIGKILL) -> None:
-    """This signal at the parent's death; if it died before, the end now."""
+    """Receive this signal at the parent's death. Ends now if the parent is dead already."""
     libc().prctl(_PR_SET_PDEATHSIG, by, 0, 0, 0)
     if os.getppid() != parent:
         os._exit(1)
 
 
-def start_guarded(
-    module: str,
-    arguments: Sequence[object],
-    descriptors: Sequence[int],
-    environment: Mapping[str, str],
-    *,
-    python: str | None = None,
-    stderr: int | None = None,
-) -> subprocess.Popen[bytes]:
-    """Start `python -m module ARGUMENTS...`, which calls `become_guarded`, with these descriptors.
+def bound(kind: int, value: int, hard: int | None = None) -> None:
+    """Set a hard resource limit of this process, or keep the lower limit that the process was started with."""
+    most = resource.getrlimit(kind)[1]
+    wanted = value if hard is None else hard
+    ceiling = wanted if most == resource.RLIM_INFINITY else min(wanted, most)
+    resource.setrlimit(kind, (min(value, ceiling), ceiling))
 
-    It gets this process's environment and import path, so that modules of the user are found as they are here. Another
-    interpreter (`python`) has packages of its own: it gets this project, the user's PYTHONPATH and the directory where
-    the run was started.
+
+def start_guarded(
+    module: str, arguments: Sequence[object], descriptor: int, *, python: str | None = None
+) -> subprocess.Popen[bytes]:
+    """Start `python -m module ARGUMENTS...` with a descriptor and a pipe as error output; it calls `become_guarded`.
+
+    The process gets this process's environment and import path, so modules of the user are found as they are here.
+    Another interpreter (`python`) has its own packages: it gets this project, the user's PYTHONPATH and the directory
+    where the run was started.
     """
     paths = [os.path.abspath(entry) if entry else os.getcwd() for entry in sys.path]
     if python is not None:
-        root = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+        root = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
         paths = [root, *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep)), os.getcwd()]
     return subprocess.Popen(
         [python or sys.executable, "-P", "-m", module, *map(str, arguments)],
-        pass_fds=descriptors,
+        pass_fds=(descriptor,),
         stdin=subprocess.DEVNULL,
-        stderr=stderr,
+        stderr=subprocess.PIPE,
         start_new_session=True,  # a Ctrl-C is for this process to handle
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(dict.fromkeys(paths)), **environment},
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(dict.fromkeys(paths))},
     )
 
 
 def end_guarded(process: subprocess.Popen[bytes]) -> None:
-    """End it and everything below it. Waits for that, some 20 seconds at the most."""
+    """End the process and everything below it. Waits for the end, 20 seconds at most."""
     if process.returncode is not None:
         return
     process.terminate()
@@ -79,10 +81,10 @@ def end_guarded(process: subprocess.Popen[bytes]) -> None:
 
 
 def become_guarded(parent: int) -> None:
-    """Fork. The new process returns from here; this one stays behind as its guard, and never returns.
+    """Fork. The child returns from here; the caller stays behind as the child's guard, and never returns.
 
-    The guard ends when what it guards has ended, at SIGTERM, and at the death of `parent`. Before, it kills everything
-    below it. It ends as the guarded process did, with its exit code or by its signal.
+    The guard ends when the guarded process has ended, at SIGTERM, and at the death of `parent`. Before it ends, the
+    guard kills everything below it. The guard ends as the guarded process did, with its exit code or by its signal.
     """
     signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
     libc().prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
@@ -90,14 +92,14 @@ def become_guarded(parent: int) -> None:
     guard = os.getpid()
     guarded = os.fork()
     if guarded:
-        os.closerange(3, _HIGHEST_FD)  # who reads from the guarded process sees its end
+        os.closerange(3, _HIGHEST_FD)  # a reader of the guarded process's output sees its end
         _keep(guarded)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
     die_with(guard)
 
 
 def _keep(guarded: int) -> NoReturn:
-    """Waits for the end of the guarded process; unblocked by it, and by SIGTERM."""
+    """Waits for the end of the guarded process; unblocked by the end, and by SIGTERM."""
     code = -signal.SIGKILL
     while signal.sigwaitinfo(_SIGNALS).si_signo != signal.SIGTERM:
         ended = dict(_reaped())
@@ -106,12 +108,12 @@ def _keep(guarded: int) -> NoReturn:
             break
     while _has_children():
         for pid in _children():
-            with suppress(ProcessLookupError, PermissionError):  # over, or another user's by now
+            with suppress(ProcessLookupError, PermissionError):  # it has ended, or belongs to another user by now
                 os.kill(pid, signal.SIGKILL)
-        signal.sigtimedwait({signal.SIGCHLD}, _AGAIN_S)  # the children of what was killed are the guard's next
+        signal.sigtimedwait({signal.SIGCHLD}, _AGAIN_S)  # the children of a killed process become the guard's
     if code >= 0:
         os._exit(code)
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # if there is to be a core, it is the other one's
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # a core file, if any, is the guarded process's
     with suppress(OSError):  # SIGKILL has no handler
         signal.signal(-code, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {-code})
@@ -127,7 +129,7 @@ def _reaped() -> Iterator[tuple[int, int]]:
 
 
 def _has_children() -> bool:
-    """After those that have ended are reaped."""
+    """Whether any child is left once all ended children are reaped."""
     for _ in _reaped():
         pass
     try:
