@@ -18,7 +18,7 @@ from pipeline.observe.errors import ObserveError
 from stages.agents.errors import AgentsError
 from stages.data.errors import DataError
 from stages.errors import StageError
-from stages.graders.errors import GradingError
+from stages.graders.grade import GradingError
 from stages.tools.errors import ToolError
 from transport.errors import AddressError, SecurityError
 

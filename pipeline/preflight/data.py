@@ -14,7 +14,7 @@ from pipeline.record.run_directory import RunDir
 from stages.data.load import load_train_prompts, row_preparer
 from stages.data.prompt_set import PromptSet
 from stages.data.tokenizer import Tokenizer
-from stages.graders.choose import choose_auto
+from stages.graders.registry import choose_auto
 from stages.prompts.drawn_prompts import DrawnPrompts
 
 

@@ -26,8 +26,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final
 
-from stages.graders.entry import Grader
-from stages.graders.grade import EXTRACTED_CHARS, Grade, GradeRequest, clean, failed
+from stages.graders.grade import EXTRACTED_CHARS, Grade, Grader, GradeRequest, clean, failed
 from stages.graders.math.answer import after_thought
 from stages.sandbox.run import (
     CallCase,

@@ -19,8 +19,7 @@ from typing import Any
 import msgspec
 
 from models.import_path import ImportPathError, import_function
-from stages.graders.errors import UnknownGraderError
-from stages.graders.grade import Grade, GradeRequest, as_grade, failed
+from stages.graders.grade import Grade, GradeRequest, UnknownGraderError, as_grade, failed
 
 IMPORT_PATH = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
 _PARAMETERS = ("response", "label", "metadata")

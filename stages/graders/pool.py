@@ -19,8 +19,7 @@ from typing import Final, Literal
 import msgspec
 from msgspec import Struct
 
-from stages.graders.errors import PoolError
-from stages.graders.grade import Grade, GradeRequest, clean, failed
+from stages.graders.grade import Grade, GradeRequest, PoolError, clean, failed
 from stages.graders.registry import grade_request, listed_grader, refusal
 from stages.workers.process import LOAD_LIMIT_S, CallFailed, WorkerLost, WorkerProcess
 

@@ -1,7 +1,7 @@
 """From the name of a grader to a function, and the one entry point `grade_request`.
 
-A name is `name` or `name:argument`, a `boxed_` in front takes the last box of the response first, and
-`package.module:function` is the user's own. A grader is a file of this package and one line of the table below.
+A name is `name` or `name:argument`; a `boxed_` in front takes the last box of the response first;
+`package.module:function` is the user's own grader. `auto` chooses by the labels.
 
 Invariants: a name is refused before anything is graded with it; `grade_request` raises nothing for a bad sample: an
 exception of a grader is a failed grade with its type and text.
@@ -11,23 +11,25 @@ from __future__ import annotations
 
 import importlib.util
 import math
+from collections.abc import Iterable
 from functools import lru_cache, partial
 
 import msgspec
 
 from configs.schema.did_you_mean import nearest
-from stages.graders.choose import grade_auto
 from stages.graders.code import code_grader
 from stages.graders.custom import IMPORT_PATH, custom_grader
-from stages.graders.entry import Entry, Grader, against_label, fixed
-from stages.graders.errors import UnknownGraderError
-from stages.graders.grade import Grade, GradeRequest, failed
-from stages.graders.math.boxed import last_box
-from stages.graders.math.dapo import WRONG, grade_dapo
-from stages.graders.math.deepscaler import grade_deepscaler
-from stages.graders.math.gsm8k import grade_gsm8k, grade_gsm8k_flex
-from stages.graders.math.mathematics import grade_hendrycks, grade_strict, grade_verify, math_grader, symbolic
-from stages.graders.selection import stage_grader
+from stages.graders.grade import Entry, Grade, Grader, GradeRequest, UnknownGraderError, against_label, failed, fixed
+from stages.graders.math.answer import last_box
+from stages.graders.math.final_line import WRONG, grade_dapo, grade_gsm8k, grade_gsm8k_flex, marked_number
+from stages.graders.math.mathematics import (
+    grade_deepscaler,
+    grade_hendrycks,
+    grade_strict,
+    grade_verify,
+    math_grader,
+    symbolic,
+)
 from stages.graders.synthetic import (
     grade_constant,
     grade_crash,
@@ -36,15 +38,36 @@ from stages.graders.synthetic import (
     grade_sleep,
     parse_durations,
 )
-from stages.graders.text.exact import grade_contains, grade_contains_label, grade_exact
-from stages.graders.text.format import format_grader
+from stages.graders.text.compare import (
+    f1_grader,
+    format_grader,
+    grade_contains,
+    grade_contains_label,
+    grade_exact,
+    grade_exact_match,
+)
 from stages.graders.text.gpqa import grade_gpqa
-from stages.graders.text.ifbench import grade_ifbench, prepare_ifbench
-from stages.graders.text.ifeval import grade_ifeval
+from stages.graders.text.ifeval import grade_ifbench, grade_ifeval, prepare_ifbench
 from stages.graders.text.ifeval_rules import prepare_language
-from stages.graders.text.squad import f1_grader, grade_exact_match
 
 BOXED = "boxed_"
+_CURE = "set --rm-type to the grader that fits"
+
+
+def grade_auto(request: GradeRequest) -> Grade:
+    """`gsm8k` for a label with '#### number', else `exact`."""
+    return grade_exact(request) if marked_number(request.label or "") is None else grade_gsm8k(request)
+
+
+def stage_grader(argument: str | None) -> Grader:
+    """What stands in the table for `remote` and `judge`: a grader process cannot ask them. Raises ValueError."""
+    if argument is not None and not argument.strip():
+        raise ValueError("the text after the colon is empty")
+
+    def refuse(request: GradeRequest) -> Grade:
+        return failed(f"{request.grader!r} is asked by the reward stage, not by a grader process")
+
+    return Grader(refuse, in_stage=False)
 
 
 def _contains(argument: str | None) -> Grader:
@@ -206,3 +229,26 @@ def grade_request(request: GradeRequest) -> Grade:
         return grader.run(request)
     except (Exception, SystemExit) as error:  # a grader is somebody's program; the sample fails with what it said
         return failed(f"{type(error).__name__}: {error}")
+
+
+def choose_auto(labels: Iterable[str | None]) -> tuple[str, str]:
+    """(grader, why in one sentence), from a sample of the labels. Raises UnknownGraderError if they do not agree."""
+    known = [label for label in labels if label is not None and label.strip()]
+    if not known:
+        raise UnknownGraderError(
+            f"rm_type 'auto' chooses by the labels, but there are none; set --label-key, or {_CURE}"
+        )
+    marked = sum(marked_number(label) is not None for label in known)
+    if marked == len(known):
+        return "gsm8k", f"all {marked} sampled labels end in '#### number'"
+    if marked:
+        raise UnknownGraderError(
+            f"rm_type 'auto' finds '#### number' in {marked} of {len(known)} sampled labels; {_CURE}"
+        )
+    return "exact", f"none of the {len(known)} sampled labels has a '#### number', so responses must equal the label"
+
+
+def outside(grader: str) -> tuple[str, str | None] | None:
+    """(`remote` or `judge`, its argument) of a grader that the stage asks itself; None if grader processes have it."""
+    base, separator, argument = grader.partition(":")
+    return (base, argument if separator else None) if base in ("remote", "judge") else None

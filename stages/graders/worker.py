@@ -12,8 +12,7 @@ import sys
 
 import msgspec
 
-from stages.graders.errors import UnknownGraderError
-from stages.graders.grade import Grade, GradeRequest
+from stages.graders.grade import Grade, GradeRequest, UnknownGraderError
 from stages.graders.registry import find_grader, grade_request
 from stages.graders.synthetic import IN_WORKER_VARIABLE
 from stages.workers.serve import become_worker, serve_in_turn

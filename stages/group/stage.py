@@ -24,12 +24,11 @@ from stages.agents.slime.arguments import slime_arguments
 from stages.agents.slime.hooks import removed, sample_filter
 from stages.base import Stage, beside
 from stages.errors import FilterError
-from stages.group.filter_chain import resolve_filter
-from stages.group.filter_rules import FilterDecision, FilterState, GroupFilter
+from stages.group.filters import FilterDecision, FilterState, GroupFilter, resolve_filter
 from stages.live_settings import SETTINGS, newest_settings
 from stages.messages import PromptGroup, RolloutSlice, Sample, Settled, WeightsAnnouncement
 from stages.ports import Lease, Outlet, Ports, Topic, read_value
-from stages.reward.grading import Grading
+from stages.reward.stage import Grading
 from stages.rollouts import closing, counting, rollout_fault, rollouts, settlement
 from stages.sample_log import SampleLog
 

@@ -17,8 +17,7 @@ import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from stages.graders.math.notation import canonical
-from stages.graders.math.quantity import DEGREE, PERCENT, Quantity
+from stages.graders.math.notation import DEGREE, PERCENT, Quantity, canonical
 from stages.graders.math.reading import (
     LIST,
     SET,

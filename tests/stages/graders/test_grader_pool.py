@@ -14,8 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from stages.graders.errors import PoolError
-from stages.graders.grade import Grade, GradeRequest
+from stages.graders.grade import Grade, GradeRequest, PoolError
 from stages.graders.pool import GraderPool
 from stages.workers.process import LOAD_LIMIT_S
 from tests.stages.graders.grading_rig import CountingPool

@@ -11,9 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from stages.graders.errors import UnknownGraderError
-from stages.graders.grade import Grade, GradeRequest
-from stages.graders.math.verify import _compare, prepare_symbolic
+from stages.graders.grade import Grade, GradeRequest, UnknownGraderError
+from stages.graders.math.mathematics import _compare, prepare_symbolic
 from stages.graders.pool import GraderPool
 from stages.graders.registry import find_grader, refusal
 from tests.stages.graders.grading_rig import CountingPool

@@ -18,9 +18,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from configs.schema.reward import RewardConfig
-from stages.graders import remote as remote_module
+from stages.reward import remote as remote_module
 from stages.graders.grade import Grade
-from stages.graders.remote import MAX_ANSWER_BYTES, MAX_WAIT_S, MAX_WAITS, Question, RemoteReward, retry_after
+from stages.reward.remote import MAX_ANSWER_BYTES, MAX_WAIT_S, MAX_WAITS, Question, RemoteReward, retry_after
 from tests.served_app import served_app
 
 ASKED = Question("3/1", "What is 1+1?", "2", "2", '{"level": 5}')

@@ -16,12 +16,11 @@ import pytest
 from aiohttp import web
 
 from stages.base import Activity
-from stages.graders.errors import UnknownGraderError
-from stages.graders.observed import GradeCache, Observed, percentile
+from stages.graders.grade import UnknownGraderError
 from stages.graders.pool import Grade
 from stages.messages import EngineAddress, EngineEntry, RolloutSlice
-from stages.reward.grading import Grading, is_whole
-from stages.reward.stage import RewardStage
+from stages.reward.observed import GradeCache, Observed, percentile
+from stages.reward.stage import Grading, RewardStage, is_whole
 from tests.served_app import served_app
 from tests.stages.stage_rig import make_config, make_context, make_sample, make_slice, open_rig, running, take
 

@@ -1,24 +1,62 @@
-"""Which grader a row gets.
+"""Which graders a row gets: one, or the weighted components of `--reward-component name=GRADER@WEIGHT`.
 
 Order: `custom_rm_path` of the row's metadata, `--custom-rm-path`, `rm_type` of the row's metadata, `--rm-type`. With
-`--reward-component` the components take the place of all four, and one whose grader is `auto` follows this order for
-the rows that name a grader themselves.
+`--reward-component` the components take the place of all four, and a component whose grader is `auto` follows this
+order for the rows that name a grader themselves.
 """
 
 from __future__ import annotations
 
+import math
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Final
 
 from msgspec import Struct
 
 from configs.schema.reward import RewardConfig
-from stages.graders.components import Component, parse_components
-from stages.graders.entry import Grader
-from stages.graders.grade import Grade, GradeRequest, failed
+from stages.graders.grade import UnknownGraderError
 
+_NAME = re.compile(r"[A-Za-z_][\w.-]*")
+_FORM = "write name=GRADER@WEIGHT, for example acc=math@0.8"
 SINGLE: Final = "reward"  # what the only component is called where --reward-component is not used
 _MATH: Final = ("math", "boxed_math")
 _OF_DEADLINE = 0.8
+
+
+@dataclass(frozen=True)
+class Component:
+    """One addend of a reward."""
+
+    name: str
+    grader: str
+    weight: float
+
+
+def parse_components(texts: Sequence[str]) -> tuple[Component, ...]:
+    """Read the flag's values. The grader is what stands between the first `=` and the last `@`.
+
+    Raises UnknownGraderError with the value that cannot be used.
+    """
+    found: dict[str, Component] = {}
+    for text in texts:
+        name, separator, rest = text.partition("=")
+        grader, at, number = rest.rpartition("@")
+        if not separator or not at or not grader:
+            raise UnknownGraderError(f"--reward-component is {text!r}, but has no grader and weight; {_FORM}")
+        if not _NAME.fullmatch(name):
+            raise UnknownGraderError(f"--reward-component is {text!r}, but {name!r} is no name of a metric; {_FORM}")
+        if name in found:
+            raise UnknownGraderError(f"--reward-component names {name!r} twice; give each component its own name")
+        try:
+            weight = float(number)
+        except ValueError:
+            weight = math.nan
+        if not math.isfinite(weight):
+            raise UnknownGraderError(f"--reward-component is {text!r}, but {number!r} is no finite weight; {_FORM}")
+        found[name] = Component(name, grader, weight)
+    return tuple(found.values())
 
 
 class Row(Struct, frozen=True):
@@ -64,20 +102,3 @@ class Selection:
         if grader in _MATH:
             return f"{grader}:{self.reward.math_equivalence}"
         return f"{grader}:{_OF_DEADLINE * self.reward.reward_deadline_s:g}" if grader == "code" else grader
-
-
-def stage_grader(argument: str | None) -> Grader:
-    """What stands in the table for `remote` and `judge`: a grader process cannot ask them. Raises ValueError."""
-    if argument is not None and not argument.strip():
-        raise ValueError("the text after the colon is empty")
-
-    def refuse(request: GradeRequest) -> Grade:
-        return failed(f"{request.grader!r} is asked by the reward stage, not by a grader process")
-
-    return Grader(refuse, in_stage=False)
-
-
-def outside(grader: str) -> tuple[str, str | None] | None:
-    """(`remote` or `judge`, its argument) of a grader that the stage asks itself; None if grader processes have it."""
-    base, separator, argument = grader.partition(":")
-    return (base, argument if separator else None) if base in ("remote", "judge") else None

@@ -7,10 +7,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from configs.schema.reward import RewardConfig
-from stages.graders.components import Component, combined, parse_components, picked
-from stages.graders.errors import UnknownGraderError
-from stages.graders.grade import Grade, as_grade, failed
-from stages.graders.selection import Row, Selection, outside
+from stages.graders.grade import Grade, UnknownGraderError, as_grade, failed
+from stages.graders.registry import outside
+from stages.reward.selection import Component, Row, Selection, parse_components
+from stages.reward.shaping import combined, picked
 
 REFERENCE = ("acc=math@0.8", "fmt=format:<a>.*</a>@0.1", "len=length:100@0.1")
 

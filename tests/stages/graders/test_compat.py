@@ -8,9 +8,8 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from stages.graders.math.arithmetic import NotArithmetic, equal_values
-from stages.graders.math.compat import compat_equal, plain_arithmetic
-from stages.graders.math.hendrycks import math_style
+from stages.graders.math.answer import math_style
+from stages.graders.math.compat import NotArithmetic, compat_equal, equal_values, plain_arithmetic
 
 Sum = tuple[str, Fraction]
 

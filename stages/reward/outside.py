@@ -6,12 +6,12 @@ from typing import TYPE_CHECKING
 
 from configs.schema import Config
 from stages.graders.grade import Grade, GradeRequest, failed
-from stages.graders.selection import outside
+from stages.graders.registry import outside
 from stages.ports import Topic
 
 if TYPE_CHECKING:  # both bring an HTTP client, which most runs do not need
-    from stages.graders.judge import Judge
-    from stages.graders.remote import RemoteReward
+    from stages.reward.judge import Judge
+    from stages.reward.remote import RemoteReward
 
 
 class Outside:
@@ -26,7 +26,7 @@ class Outside:
     def open(self) -> None:
         """Raises UnknownGraderError if the judge's prompt cannot be used."""
         if self._names or self._config.judge_engine is not None:
-            from stages.graders.judge import Judge
+            from stages.reward.judge import Judge
             from stages.sampling.sampler import Sampler
 
             named = () if self._config.judge_engine is None else (self._config.judge_engine,)
@@ -58,7 +58,7 @@ class Outside:
         return await self._judge.grade(name, prompt, request.response, request.label, request.seed)
 
     async def _ask_remote(self, request: GradeRequest, prompt: str, sample_id: str, url: str | None) -> Grade:
-        from stages.graders.remote import Question, RemoteReward
+        from stages.reward.remote import Question, RemoteReward
 
         if self._remote is None:
             self._remote = RemoteReward(self._config, request.reward_key)

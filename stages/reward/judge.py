@@ -19,8 +19,7 @@ from typing import Final
 from configs.schema.reward import RewardConfig
 from models.engines.errors import EngineTimeout, EngineUnreachable
 from models.engines.protocol import SamplingParams
-from stages.graders.errors import UnknownGraderError
-from stages.graders.grade import Grade, clean, failed
+from stages.graders.grade import Grade, UnknownGraderError, clean, failed
 from stages.sampling.requests import SampleRequest
 from stages.sampling.sampler import Sampler
 

@@ -19,10 +19,9 @@ from configs.schema.engine import EngineConfig
 from configs.schema.reward import RewardConfig
 from models.engines.serve import EngineServer
 from models.tiny import make_tiny_checkpoint
-from stages.graders.errors import UnknownGraderError
-from stages.graders.grade import Grade
-from stages.graders.judge import DEFAULT_TEMPLATE, RETRY_TEMPERATURE, Judge, fill, load_template, parse_score
+from stages.graders.grade import Grade, UnknownGraderError
 from stages.messages import EngineAddress, EngineEntry
+from stages.reward.judge import DEFAULT_TEMPLATE, RETRY_TEMPERATURE, Judge, fill, load_template, parse_score
 from stages.sampling.sampler import Sampler
 from tests.served_app import served_app
 from tests.stages.stage_rig import Rig, make_config, open_rig

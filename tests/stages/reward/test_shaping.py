@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stages.graders.shaping import PART, Overlong, shaped
+from stages.reward.shaping import PART, Overlong, shaped
 from tests.stages.stage_rig import make_sample
 
 GOLDEN = Overlong(limit=100, buffer=20, factor=1.0)
