@@ -54,7 +54,7 @@ class GradeRequest(Struct, frozen=True, array_like=True):
 
 
 class Grade(Struct, frozen=True, array_like=True):
-    """What a grader said, or why it could not (then `error` is set, and the score means nothing)."""
+    """A grader's result, or why it has none (then `error` is set, and the score means nothing)."""
 
     score: float
     is_correct: bool | None = None

@@ -10,45 +10,21 @@ exception of a grader is a failed grade with its type and text.
 from __future__ import annotations
 
 import importlib.util
-import math
 from collections.abc import Iterable
 from functools import lru_cache, partial
 
 import msgspec
 
 from configs.schema.did_you_mean import nearest
+from stages.graders import synthetic
 from stages.graders.code import code_grader
 from stages.graders.custom import IMPORT_PATH, custom_grader
 from stages.graders.grade import Entry, Grade, Grader, GradeRequest, UnknownGraderError, against_label, failed, fixed
+from stages.graders.math import mathematics
 from stages.graders.math.answer import last_box
 from stages.graders.math.final_line import WRONG, grade_dapo, grade_gsm8k, grade_gsm8k_flex, marked_number
-from stages.graders.math.mathematics import (
-    grade_deepscaler,
-    grade_hendrycks,
-    grade_strict,
-    grade_verify,
-    math_grader,
-    symbolic,
-)
-from stages.graders.synthetic import (
-    grade_constant,
-    grade_crash,
-    grade_length,
-    grade_random,
-    grade_sleep,
-    parse_durations,
-)
-from stages.graders.text.compare import (
-    f1_grader,
-    format_grader,
-    grade_contains,
-    grade_contains_label,
-    grade_exact,
-    grade_exact_match,
-)
+from stages.graders.text import compare, ifeval, ifeval_rules
 from stages.graders.text.gpqa import grade_gpqa
-from stages.graders.text.ifeval import grade_ifbench, grade_ifeval, prepare_ifbench
-from stages.graders.text.ifeval_rules import prepare_language
 
 BOXED = "boxed_"
 _CURE = "set --rm-type to the grader that fits"
@@ -56,11 +32,11 @@ _CURE = "set --rm-type to the grader that fits"
 
 def grade_auto(request: GradeRequest) -> Grade:
     """`gsm8k` for a label with '#### number', else `exact`."""
-    return grade_exact(request) if marked_number(request.label or "") is None else grade_gsm8k(request)
+    return compare.grade_exact(request) if marked_number(request.label or "") is None else grade_gsm8k(request)
 
 
 def stage_grader(argument: str | None) -> Grader:
-    """What stands in the table for `remote` and `judge`: a grader process cannot ask them. Raises ValueError."""
+    """The entry of `remote` and `judge`, which the stage calls itself. Raises ValueError."""
     if argument is not None and not argument.strip():
         raise ValueError("the text after the colon is empty")
 
@@ -72,72 +48,43 @@ def stage_grader(argument: str | None) -> Grader:
 
 def _contains(argument: str | None) -> Grader:
     if argument is None:
-        return Grader(grade_contains_label, needs_label=True)
+        return Grader(compare.grade_contains_label, needs_label=True)
     if not argument:
         raise ValueError("the text is empty, and every response contains it")
-    return Grader(partial(grade_contains, argument))
-
-
-def _length(argument: str | None) -> Grader:
-    target = int(argument or "")
-    if target < 1:
-        raise ValueError("the target must be at least 1 token")
-    return Grader(partial(grade_length, target))
-
-
-def _probability(argument: str | None, default: float) -> float:
-    value = default if argument is None else float(argument)
-    if not 0.0 <= value <= 1.0:
-        raise ValueError("a probability lies between 0 and 1")
-    return value
-
-
-def _constant(argument: str | None) -> Grader:
-    score = float(argument or "")
-    if not math.isfinite(score):
-        raise ValueError("the score must be finite")
-    return Grader(partial(grade_constant, score))
+    return Grader(partial(compare.grade_contains, argument))
 
 
 GRADERS: dict[str, Entry] = {
     "auto": against_label(grade_auto, "auto"),
-    "exact": against_label(grade_exact, "exact"),
+    "exact": against_label(compare.grade_exact, "exact"),
     "contains": Entry(_contains, "contains or contains:TEXT"),
-    "boxed": against_label(grade_strict, "boxed"),
+    "boxed": against_label(mathematics.grade_strict, "boxed"),
     "gsm8k": against_label(grade_gsm8k, "gsm8k"),
     "gsm8k_flex": against_label(grade_gsm8k_flex, "gsm8k_flex"),
-    "math": Entry(math_grader, "math, math:compat, math:verify or math:either"),
-    "math_strict": against_label(grade_strict, "math_strict"),
-    "math_hendrycks": against_label(grade_hendrycks, "math_hendrycks"),
-    "math_verify": fixed(symbolic(grade_verify), "math_verify"),
-    "deepscaler": fixed(symbolic(grade_deepscaler), "deepscaler"),
+    "math": Entry(mathematics.math_grader, "math, math:compat, math:verify or math:either"),
+    "math_strict": against_label(mathematics.grade_strict, "math_strict"),
+    "math_hendrycks": against_label(mathematics.grade_hendrycks, "math_hendrycks"),
+    "math_verify": fixed(mathematics.symbolic(mathematics.grade_verify), "math_verify"),
+    "deepscaler": fixed(mathematics.symbolic(mathematics.grade_deepscaler), "deepscaler"),
     "dapo": fixed(Grader(grade_dapo, needs_label=True, wrong=WRONG), "dapo"),
-    "f1": Entry(f1_grader, "f1 or f1:exact_empty=1"),
-    "exact_match": against_label(grade_exact_match, "exact_match"),
+    "f1": Entry(compare.f1_grader, "f1 or f1:exact_empty=1"),
+    "exact_match": against_label(compare.grade_exact_match, "exact_match"),
     "gpqa": fixed(Grader(grade_gpqa), "gpqa"),
-    "ifeval": fixed(Grader(grade_ifeval, in_stage=False, wrong=0.0, prepare=prepare_language), "ifeval"),
-    "ifbench": fixed(Grader(grade_ifbench, in_stage=False, wrong=0.0, prepare=prepare_ifbench), "ifbench"),
+    "ifeval": fixed(
+        Grader(ifeval.grade_ifeval, in_stage=False, wrong=0.0, prepare=ifeval_rules.prepare_language), "ifeval"
+    ),
+    "ifbench": fixed(
+        Grader(ifeval.grade_ifbench, in_stage=False, wrong=0.0, prepare=ifeval.prepare_ifbench), "ifbench"
+    ),
     "code": Entry(code_grader, "code or code:SECONDS", reads_text=False),
-    "format": Entry(format_grader, "format:REGEX"),
+    "format": Entry(compare.format_grader, "format:REGEX"),
     "remote": Entry(stage_grader, "remote or remote:URL", reads_text=False),
     "judge": Entry(stage_grader, "judge or judge:NAME", reads_text=False),
-    "length": Entry(_length, "length:N (tokens)", reads_text=False),
-    "random": Entry(
-        lambda argument: Grader(partial(grade_random, _probability(argument, 0.5))),
-        "random or random:P",
-        reads_text=False,
-    ),
-    "constant": Entry(_constant, "constant:X", reads_text=False),
-    "sleep": Entry(
-        lambda argument: Grader(partial(grade_sleep, parse_durations(argument or "")), in_stage=False),
-        "sleep:SECONDS, sleep:uniform(a,b), sleep:exponential(mean) or sleep:lognormal(median,sigma)",
-        reads_text=False,
-    ),
-    "crash": Entry(
-        lambda argument: Grader(partial(grade_crash, _probability(argument, 1.0)), in_stage=False),
-        "crash or crash:P",
-        reads_text=False,
-    ),
+    "length": Entry(synthetic.length_grader, "length:N (tokens)", reads_text=False),
+    "random": Entry(synthetic.random_grader, "random or random:P", reads_text=False),
+    "constant": Entry(synthetic.constant_grader, "constant:X", reads_text=False),
+    "sleep": Entry(synthetic.sleep_grader, synthetic.SLEEP_FORM, reads_text=False),
+    "crash": Entry(synthetic.crash_grader, "crash or crash:P", reads_text=False),
 }
 
 
@@ -227,7 +174,7 @@ def grade_request(request: GradeRequest) -> Grade:
         if grader.needs_label and not (request.label or "").strip():
             return failed(f"the sample has no label, which {request.grader!r} needs; check --label-key and the data")
         return grader.run(request)
-    except (Exception, SystemExit) as error:  # a grader is somebody's program; the sample fails with what it said
+    except (Exception, SystemExit) as error:  # a grader is the user's program; the sample fails with its error
         return failed(f"{type(error).__name__}: {error}")
 
 

@@ -84,7 +84,7 @@ def nonzero_std(slice_: RolloutSlice) -> FilterDecision:
 
 
 def pass_rate_rule(low: float, high: float) -> GroupFilter:
-    """Keep groups of which this share is correct, bounds included. Raises FilterError where no grader says it."""
+    """Keep groups of which this share is correct, bounds included. Raises FilterError where no grader reports it."""
 
     def rule(slice_: RolloutSlice) -> FilterDecision:
         rate = pass_rate(slice_.samples)
@@ -143,7 +143,7 @@ def max_failed_rule(share: float) -> GroupFilter:
 def duplicate_rule(state: FilterState) -> GroupFilter:
     """Drop a group whose prompt text another group of the same epoch has taken to training.
 
-    A prompt that is asked once more, since its group became too old, is no duplicate.
+    A prompt that is sampled once more, since its group became too old, is no duplicate.
     """
     state.remembers = True
 

@@ -1,4 +1,4 @@
-"""What grading looked like lately: how long it took, how often it failed."""
+"""Latencies and failures of the newest grades, and a cache of grades."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ CacheKey = tuple[str, int, int, int, str, bytes]
 
 
 class Observed:
-    """Counts since the start, and latencies of the newest grades: what a sample waited for its grade, in all."""
+    """Counts since the start, and latencies of the newest grades: the whole wait of a sample for its grade."""
 
     def __init__(self) -> None:
         self.graded = self.timeouts = self.errors = self.cached = 0
         self._latencies: deque[float] = deque(maxlen=WINDOW)
-        self._told = 0.0
+        self._reported = 0.0
 
     def add(self, grade: Grade, seconds: float) -> None:
         self.graded += 1
@@ -28,12 +28,12 @@ class Observed:
         self._latencies.append(1000.0 * seconds)
 
     def due(self) -> bool:
-        """Whether figures were not asked for lately: sorting at each slice would cost more than grading."""
-        return time.monotonic() - self._told >= _EVERY_S
+        """Whether the last figures are old enough: sorting at each slice would cost more than grading."""
+        return time.monotonic() - self._reported >= _EVERY_S
 
     def figures(self) -> dict[str, float]:
         """By name, for `Activity.extra`. Counts add up over replicas; shares and latencies are this replica's."""
-        self._told = time.monotonic()
+        self._reported = time.monotonic()
         ordered = sorted(self._latencies)
         found = {
             "graded": float(self.graded),

@@ -1,4 +1,4 @@
-"""Graders that the stage asks itself, without a grader process: `remote` and `judge`."""
+"""Graders that the stage calls itself, without a grader process: `remote` and `judge`."""
 
 from __future__ import annotations
 

@@ -1,11 +1,11 @@
-"""`remote`: a reward model behind HTTP, asked from the reward stage itself.
+"""`remote`: a reward model behind HTTP, called by the reward stage itself.
 
 POST of JSON `{prompt, response, label, metadata, sample_id, attempt}`; the answer is a number, a dict with `score`, or
 a dict and `--reward-key`.
 
 Invariants:
 - at most `--rm-concurrency` requests are open at one time; a request that waits to be tried again holds no place;
-- every try of one question carries the same `Idempotency-Key`, made of the sample and of what is asked, so that a
+- every try of one question carries the same `Idempotency-Key`, made of the sample and the question, so that a
   server may answer a repeated question from memory, and never one sample's question with another's answer;
 - what cannot get better (a refusal, a score that is no finite number) fails at once; what may (5xx, a lost connection,
   a timeout, an answer that is no JSON) is tried again `--rm-retries` times, with pauses of min(2^k, 30) s + U(0, 1) s;
@@ -42,7 +42,7 @@ Sleep = Callable[[float], Awaitable[object]]
 
 
 class Question(Struct, frozen=True):
-    """What a reward model is asked about one sample."""
+    """The question to a reward model about one sample."""
 
     sample_id: str
     prompt: str
@@ -73,7 +73,7 @@ class Question(Struct, frozen=True):
 
 
 class _Fault(Struct, frozen=True):
-    """Why one try gave no grade. `after_s`: what the server asked to wait; `free`: waiting so uses up no try."""
+    """Why one try gave no grade. `after_s`: the wait that the server wants; `free`: this wait uses up no try."""
 
     reason: str
     again: bool = True
@@ -105,7 +105,7 @@ class RemoteReward:
             self._session = None
 
     async def grade(self, question: Question) -> Grade:
-        """Ask until there is a grade or no hope. Waits for a place, for the answer, and between tries."""
+        """Try until there is a grade or no hope. Waits for a place, for the answer, and between tries."""
         url = question.url or self.reward.rm_url
         if not url:
             return failed("rm_type 'remote' has no address; set --rm-url")
@@ -127,8 +127,8 @@ class RemoteReward:
         backoff = min(2.0**used, MAX_PAUSE_S) + self._jitter()
         if fault.after_s is None:
             return backoff
-        asked = min(fault.after_s, MAX_WAIT_S) + self._jitter()
-        return asked if free else max(asked, backoff)
+        wait = min(fault.after_s, MAX_WAIT_S) + self._jitter()
+        return wait if free else max(wait, backoff)
 
     async def _try(self, url: str, body: bytes, key: str) -> Grade | _Fault:
         """One exchange, with one deadline for all of it."""
@@ -170,7 +170,7 @@ async def _read(content: aiohttp.StreamReader) -> bytes | None:
 
 
 def _answer(data: bytes | None, reward_key: str | None) -> Grade | _Fault:
-    """A grade, or why the body is none. What is no JSON may be a proxy's page, so it is asked again."""
+    """A grade, or why the body is none. A body that is no JSON may be a proxy's page: try again."""
     if data is None:
         return _Fault(f"the answer is longer than {MAX_ANSWER_BYTES} bytes", again=False)
     try:
@@ -218,12 +218,12 @@ def _number(value: object) -> float | None:
 
 
 def _part(value: object) -> float | None:
-    """Numbers of the answer become parts; whatever else a server tells is its own affair."""
+    """Numbers of the answer become parts; everything else in it is left out."""
     return _number(value) if isinstance(value, int | float) and not isinstance(value, bool) else None
 
 
 def retry_after(value: str | None) -> float | None:
-    """Seconds that a Retry-After header (a number, or an HTTP date) asks to wait; None if it says nothing."""
+    """Seconds that a Retry-After header (a number, or an HTTP date) asks to wait; None if there is none."""
     if value is None:
         return None
     if value.strip().isdecimal():

@@ -225,9 +225,9 @@ class Grading:
 
 
 def _read_by(grader: str, sample: Sample) -> str:
-    """What a grader reads: of a response with calls of tools, what the model wrote behind the last result.
+    """What a grader reads: the text behind the last result of a tool.
 
-    All of it is for those who know what they look for: the user's functions, who answers outside, and `format`.
+    The user's functions, graders outside of the stage and `format` read the whole response.
     """
     everything = is_import_path(grader) or outside(grader) is not None or grader.partition(":")[0] == "format"
     return sample.response if everything else sample.response[sample.answer_start :]

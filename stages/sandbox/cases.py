@@ -1,4 +1,4 @@
-"""The jail's own process: reads one job, runs each case in a fork that is locked down, and tells how it went.
+"""The jail's own process: reads one job, runs each case in a fork that is locked down, and reports how it went.
 
     python -P -s -S -c "...; from stages.sandbox.cases import main; main(PARENT)" < job.json > results.json
 
@@ -142,10 +142,10 @@ def _content(descriptor: int, most: int) -> str | None:
 
 def _become(job: Job, case: dict[str, Any], parent: int, files: tuple[int, ...], allowed_s: float) -> None:
     """In the fork: give everything up, then run the program. Never returns."""
-    source, output, said, ready = files
+    source, output, value, ready = files
     nothing = os.open(os.devnull, os.O_WRONLY)
     cpu_s = math.ceil(allowed_s) + 1
-    inside = (source, output, nothing, said)
+    inside = (source, output, nothing, value)
     confine(parent, job["directory"], inside, ready, cpu_s=cpu_s, memory_bytes=job["memory_bytes"])
     sys.stdin, sys.stdout, sys.stderr = text_stream(0, "r"), text_stream(1, "w"), text_stream(2, "w")
     os._exit(_perform(job["program"], case))
@@ -158,9 +158,9 @@ def _perform(program: str, case: dict[str, Any]) -> int:
         _execute(program, case)
     except SystemExit as leaving:
         # A call or a check that leaves early has not returned.
-        asked = leaving.code if isinstance(leaving.code, int) else int(leaving.code is not None)
-        exit_code = asked if "stdin" in case else 1
-    except BaseException:  # whatever it is, it is the program's own, and the case has failed
+        wanted = leaving.code if isinstance(leaving.code, int) else int(leaving.code is not None)
+        exit_code = wanted if "stdin" in case else 1
+    except BaseException:  # every exception is the program's own, and the case has failed
         exit_code = 1
     try:
         sys.stdout.flush()
@@ -190,5 +190,5 @@ def _function(scope: dict[str, Any], name: str) -> Any:
 
 
 def _plain(value: object) -> object:
-    """What JSON does not know: sets as sorted lists, everything else in its own words."""
+    """Values that JSON does not know: sets as sorted lists, all others by their `repr`."""
     return sorted(value) if isinstance(value, set | frozenset) else repr(value)

@@ -46,8 +46,8 @@ _PR_SET_DUMPABLE, _PR_SET_SECCOMP, _PR_SET_NO_NEW_PRIVS = 4, 22, 38
 _SECCOMP_MODE_FILTER = 2
 READY: Final = b"ready"
 REASON_BYTES: Final = 500
-# Of one program: what resource limits do not hold. Looked at while it runs, so it may get beyond by what it does in
-# LOOK_S; a file in memory or on the disk is limited at once.
+# Limits of a program that the kernel does not enforce. They are checked every LOOK_S, so a program may exceed them for
+# that long; the size of a file in memory or on disk is limited at once.
 FILE_BYTES: Final = 4 << 20
 DIRECTORY_BYTES, DIRECTORY_ENTRIES = 16 << 20, 200
 THREADS: Final = 256
@@ -70,13 +70,13 @@ def confine(
     memory_bytes: int,
     read: Sequence[str] = (),
 ) -> None:
-    """In a fork: give everything up. `files` become descriptors 0, 1, 2...; `read` can be read besides the libraries.
+    """In a fork: give up all rights. `files` become descriptors 0, 1, 2...; `read` is readable besides the libraries.
 
-    Returns locked down, having written READY to `ready` and closed it. Else writes why not and ends the process.
+    Returns locked down, after writing READY to `ready` and closing it. Else writes the reason and ends the process.
     """
     try:
         drop_privileges(libc(), directory)
-        die_with(parent)  # behind what makes the kernel forget it
+        die_with(parent)  # after dropping privileges, which makes the kernel forget it
         hide()
         os.chdir(directory)
         moved = [fcntl.fcntl(descriptor, fcntl.F_DUPFD, _ABOVE) for descriptor in (*files, ready)]
@@ -86,7 +86,7 @@ def confine(
         os.closerange(ready + 1, _HIGHEST_FD)
         limit(cpu_s, memory_bytes, FILE_BYTES)
         lock_down([os.path.dirname(os.__file__), *_LIBRARIES, *read], [directory, os.devnull])
-    except BaseException as error:  # whatever it is, it goes no further than this process
+    except BaseException as error:  # no exception may leave this process
         with suppress(OSError):
             os.write(ready, f"{type(error).__name__}: {error}".encode())
         os._exit(1)
@@ -94,12 +94,12 @@ def confine(
     os.close(ready)
 
 
-def preparation(said: int) -> str:
-    """Waits for a fork to close its end of the pipe: nothing that it does before that is the program's.
+def preparation(report: int) -> str:
+    """Waits for a fork to close its end of the pipe: nothing before that is the program's doing.
 
-    Why it could not be locked down, "" if it is. Closes `said`.
+    Returns why the fork could not be locked down, or "" if it is. Closes `report`.
     """
-    with open(said, "rb") as stream:
+    with open(report, "rb") as stream:
         prepared = stream.read(REASON_BYTES)
     return "" if prepared == READY else prepared.decode(errors="replace") or "it ended unprepared"
 
@@ -110,7 +110,7 @@ def exceeds(child: int, directory: str) -> bool:
 
 
 def is_full(directory: str) -> bool:
-    """Whether there is more in the directory of a program than may be."""
+    """Whether the directory of a program exceeds its limits."""
     entries = used = 0
     for path, names, files in os.walk(directory):
         for name in (*names, *files):
@@ -123,7 +123,7 @@ def is_full(directory: str) -> bool:
 
 
 def text_stream(descriptor: int, mode: str) -> TextIO:
-    """A descriptor as text, for good: it is not closed with the stream."""
+    """A descriptor as text; closing the stream leaves the descriptor open."""
     stream = open(descriptor, mode, encoding="utf-8", errors="replace", closefd=False)  # noqa: SIM115
     return cast(TextIO, stream)
 
@@ -143,11 +143,11 @@ def limit(cpu_s: int, memory_bytes: int, file_bytes: int) -> None:
         (resource.RLIMIT_MEMLOCK, 0),
     ):
         bound(kind, value)
-    bound(resource.RLIMIT_CPU, cpu_s, cpu_s + 1)  # SIGXCPU first, which says what it was
+    bound(resource.RLIMIT_CPU, cpu_s, cpu_s + 1)  # SIGXCPU first, which names the reason
 
 
 def lock_down(read: Iterable[str], write: Iterable[str]) -> tuple[str, ...]:
-    """Landlock and seccomp for this process. Returns what holds now; raises IsolationError."""
+    """Landlock and seccomp for this process. Returns the protections that hold now; raises IsolationError."""
     library = libc()
     if library.prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0) != 0:
         raise IsolationError("the kernel refuses no_new_privs")
@@ -172,7 +172,7 @@ def _seccomp(library: ctypes.CDLL, *, without_landlock: bool) -> None:
 def drop_privileges(library: ctypes.CDLL, directory: str) -> None:
     """Leave root, give up all capabilities; `directory` stays the process's own. Raises IsolationError.
 
-    The kernel forgets the parent-death signal at this: ask for it afterwards.
+    The kernel forgets the parent-death signal here: set it afterwards.
     """
     if 0 in os.getresuid():
         _leave_root(library, directory)
@@ -183,7 +183,7 @@ def drop_privileges(library: ctypes.CDLL, directory: str) -> None:
 
 
 def capabilities(library: ctypes.CDLL) -> int:
-    """What this process may use, or keep for a program that it starts, as bits."""
+    """The capabilities that this process may use, or pass on to a program, as bits."""
     sets = ctypes.create_string_buffer(24)
     if library.capget(struct.pack("=Ii", _CAPABILITY_VERSION, 0), sets) != 0:
         raise IsolationError(f"capabilities cannot be asked for ({os.strerror(ctypes.get_errno())})")
@@ -205,12 +205,12 @@ def _leave_root(library: ctypes.CDLL, directory: str) -> None:
     if not readable:
         _keep_capabilities(library, _CAP_SETUID)
         library.setfsuid(0)
-        if library.setfsuid(-1) != 0:  # it answers with what was set before
+        if library.setfsuid(-1) != 0:  # it returns the previous value
             raise IsolationError("Python's files can be read by root alone, and the kernel does not let them be opened")
 
 
 def _read_as_nobody() -> bool:
-    """Whether Python's library is for everybody to read. Raises OSError where users cannot be changed."""
+    """Whether every user can read Python's library. Raises OSError where users cannot be changed."""
     os.seteuid(NOBODY)
     try:
         os.close(os.open(os.__file__, os.O_RDONLY | os.O_CLOEXEC))

@@ -35,7 +35,7 @@ _PROGRAM = (
 
 
 class SandboxError(Exception):
-    """The jail could not do its work; says nothing about the program."""
+    """The jail could not do its work, for no fault of the program."""
 
 
 class StdinCase(Struct, frozen=True):
@@ -109,7 +109,7 @@ def _ask(job: bytes, timeout_s: float) -> list[CaseResult]:
         cwd="/",
     ) as process:
         try:
-            said, complaint = process.communicate(job, timeout=timeout_s)
+            output, errors = process.communicate(job, timeout=timeout_s)
         except subprocess.TimeoutExpired:
             process.kill()
             raise SandboxError(f"the jail did not end within {timeout_s:g} s") from None
@@ -117,9 +117,9 @@ def _ask(job: bytes, timeout_s: float) -> list[CaseResult]:
             process.kill()
             raise
     try:
-        return msgspec.json.decode(said, type=list[CaseResult])
+        return msgspec.json.decode(output, type=list[CaseResult])
     except msgspec.MsgspecError as error:
-        words = complaint.decode(errors="replace").strip()[-300:]
+        words = errors.decode(errors="replace").strip()[-300:]
         raise SandboxError(f"the jail ended with code {process.returncode} and no result: {words}") from error
 
 

@@ -1,4 +1,4 @@
-"""Warm interpreters: one process that has imported what programs like to have, and forks a session where one is wanted.
+"""Warm interpreters: a process that has imported common packages forks a session on request.
 
     python -P -s -S -c "...; from stages.sandbox.session import main; main(CONTROL_FD)"
 
@@ -109,7 +109,7 @@ def _keep(parent: int, link: socket.socket, setup: Setup) -> NoReturn:
             program.end()
             shutil.rmtree(directory, ignore_errors=True)
         code = 0
-    except ConnectionError:  # nobody waits for the answer any more
+    except ConnectionError:  # the session's owner is gone
         code = 0
     except BaseException:
         traceback.print_exc()
@@ -118,7 +118,7 @@ def _keep(parent: int, link: socket.socket, setup: Setup) -> NoReturn:
 
 
 class _Program:
-    """The process that runs the code of one session, and the one after it."""
+    """The process that runs the code of a session, and its successor after a kill."""
 
     def __init__(self, directory: str, setup: Setup) -> None:
         self._directory, self._setup = directory, setup
@@ -128,7 +128,7 @@ class _Program:
         self._channel = -1
 
     def run(self, order: dict[str, Any], link: socket.socket) -> Ran:
-        """Waits for the end of a piece of code; unblocked by it, its time, what it must not have, and a hang-up."""
+        """Waits for the end of a piece of code; unblocked by the end, any limit, and a hang-up."""
         if not self._pid:
             refusal = self._start()
             if refusal:
@@ -139,7 +139,7 @@ class _Program:
         os.ftruncate(self._source, 0)
         os.pwrite(self._source, source, 0)
         os.ftruncate(self._output, 0)
-        with suppress(OSError):  # what it said without being asked
+        with suppress(OSError):  # bytes that the program wrote between two pieces of code
             while os.read(self._channel, 4096):
                 pass
         how = self._wait(float(order["seconds"]), link)
@@ -155,7 +155,7 @@ class _Program:
 
     def _start(self) -> str:
         ours, theirs = socket.socketpair()
-        said, ready = os.pipe()
+        report, ready = os.pipe()
         os.ftruncate(self._output, 0)
         me = os.getpid()
         self._pid = os.fork()
@@ -175,7 +175,7 @@ class _Program:
             interpret(3, 4)
         theirs.close()
         os.close(ready)
-        refusal = preparation(said)
+        refusal = preparation(report)
         self._channel = ours.detach()
         os.set_blocking(self._channel, False)
         if refusal:
@@ -200,9 +200,9 @@ class _Program:
                 raise ConnectionError("the other end is gone")
             if events:
                 with suppress(OSError):
-                    said = os.read(self._channel, 1)
-                    if said:
-                        return "failed" if said == FAILED else "ok"
+                    end_byte = os.read(self._channel, 1)
+                    if end_byte:
+                        return "failed" if end_byte == FAILED else "ok"
                 return self._ending()
             if left_s <= 0:
                 return "timeout"
@@ -256,12 +256,12 @@ def interpret(channel: int, source: int) -> NoReturn:
         number += 1
         code = os.pread(source, os.fstat(source).st_size, 0).decode("utf-8", "replace")
         sys.stdout = sys.stderr = text_stream(1, "w")
-        said = _run(code, f"<call {number}>", module.__dict__)
+        ended = _run(code, f"<call {number}>", module.__dict__)
         try:
             sys.stdout.flush()
         except (OSError, ValueError):
-            said = FAILED  # too much output, or it closed its own
-        os.write(channel, said)
+            ended = FAILED  # too much output, or it closed its own
+        os.write(channel, ended)
     os._exit(0)
 
 
@@ -279,15 +279,15 @@ def _run(code: str, name: str, scope: dict[str, Any]) -> bytes:
                 print(repr(value))  # noqa: T201 - for the model
     except SystemExit:
         return ENDED
-    except BaseException as error:  # whatever it is, it is the code's own, and the next piece goes on after it
-        _tell(error)
+    except BaseException as error:  # every exception is the code's own, and the next piece still runs
+        _print_error(error)
         return FAILED
     return ENDED
 
 
-def _tell(error: BaseException) -> None:
+def _print_error(error: BaseException) -> None:
     try:
         inner = error.__traceback__.tb_next if error.__traceback__ is not None else None  # without this file's frame
         sys.stdout.write("".join(traceback.format_exception(type(error), error, inner, _FRAMES, chain=False)))
-    except BaseException:  # of an exception that cannot be printed, or with no room left to
+    except BaseException:  # the exception cannot be printed, or there is no room left
         return

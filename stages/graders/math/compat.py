@@ -48,16 +48,9 @@ _INTEGRAL = re.compile(r"(-?[0-9]+)\.0*")
 _INTEGER = re.compile(r"-?[0-9]+")
 _PLAIN_FRACTION = re.compile(r"-?[0-9]+/[0-9]+")
 _SPELLINGS = (
-    ("\\dfrac", "\\frac"),
-    ("\\tfrac", "\\frac"),
-    ("\\cfrac", "\\frac"),
-    ("\\cdot", "*"),
-    ("\\times", "*"),
-    ("\\div", "/"),
-    ("\\pi", "pi"),
-    ("\\{", "\x01"),  # a set's braces, kept apart from those that group
-    ("\\}", "\x02"),
-    ("**", "^"),
+    *((rf"\{name}", r"\frac") for name in ("dfrac", "tfrac", "cfrac")),
+    *((r"\cdot", "*"), (r"\times", "*"), (r"\div", "/"), (r"\pi", "pi"), ("**", "^")),
+    *((r"\{", "\x01"), (r"\}", "\x02")),  # a set's braces, kept apart from braces that group
 )
 _OPEN, _CLOSE = "([\x01", ")]\x02"
 _MAX_NESTING = 16

@@ -44,51 +44,26 @@ WRONG = -1.0
 _MAX_EXPONENT = 30
 _LINE = re.compile(r"answer\s*:\s*([^\n]+)", re.IGNORECASE)
 # Longer words first, where one begins with another.
-_WORDS = (
-    "childrentickets",
-    "students",
-    "multiples",
-    "integers",
-    "minutes",
-    "degrees",
-    "dollars",
-    "inches",
-    "meters",
-    "pounds",
-    "points",
-    "digits",
-    "square",
-    "cents",
-    "edges",
-    "hours",
-    "meals",
-    "units",
-    "feet",
-    "ways",
-    "mph",
-    "sue",
-    "cm",
-    "gm",
-    "km",
+_PIECES = (
+    *("childrentickets", "students", "multiples", "integers", "minutes", "degrees", "dollars", "inches", "meters"),
+    *(
+        "pounds",
+        "points",
+        "digits",
+        "square",
+        "cents",
+        "edges",
+        "hours",
+        "meals",
+        "units",
+        "feet",
+        "ways",
+        "mph",
+        "sue",
+    ),
+    *("cm", "gm", "km", r"\ldots", r"\dots", r"\text{s}", r"\text{.}", "\\text{\ns}", r"\text{}^2", r"\text{}^3"),
+    *("\\text{\n}", r"\text{}", r"\mathrm{th}", r"^\circ", r"^{\circ}", r"\;", r",\!", "{,}", '"'),
 )
-_MARKS = (
-    "\\ldots",
-    "\\dots",
-    "\\text{s}",
-    "\\text{.}",
-    "\\text{\ns}",
-    "\\text{}^2",
-    "\\text{}^3",
-    "\\text{\n}",
-    "\\text{}",
-    "\\mathrm{th}",
-    "^\\circ",
-    "^{\\circ}",
-    "\\;",
-    ",\\!",
-    "{,}",
-)
-_PIECES = (*_WORDS, *_MARKS, '"')
 _TEXT = re.compile(r"\\(?:text|textbf|overline)\{([^{}]*)\}")
 _MATH = re.compile(r"\$([^$]*)\$")
 _SHORT_FRACTION = re.compile(r"frac([^{])(.)")

@@ -3,12 +3,12 @@
 All take the last box after the reasoning and score 0 or 1. `math_strict` (also `boxed`) wants the label as it is
 written, `math_hendrycks` the same text after the normalisation of the MATH data set. `math` and `math_verify` first
 bring both sides to one Unicode form. `math` (`math:either`) reads structure, units and values of both and compares
-them exactly (equality.py); math-verify is asked only what that cannot tell. `math:verify` and `math_verify` ask
+them exactly (equality.py); math-verify decides only what that cannot decide. `math:verify` and `math_verify` ask
 math-verify, and score 0 where the two sides are plainly different (it takes words for products of letters, and passes
 over signs that it does not know). `math:compat` adds cautious arithmetic to the string rules. The dialects disagree on
 purpose, so their scores are not comparable: unreduced fractions, ordered lists, units and \\fbox are examples.
 
-Invariants: equal text is equal before anything else is asked; what the guards refuse, and `nan` and `inf`, can be
+Invariants: equal text is equal before any other comparison; what the guards refuse, and `nan` and `inf`, can be
 equal as text only; a comparison that uses up its processor time is wrong; an empty label is an error of the data and
 never a wrong answer.
 
@@ -133,7 +133,7 @@ def grade_verify(request: GradeRequest) -> Grade:
 
 
 def grade_either(request: GradeRequest) -> Grade:
-    """Score 1 if the last box means what the label means; math-verify is asked where that cannot be told."""
+    """Score 1 if the last box means what the label means; math-verify decides where that is unknown."""
     return _grade(request, _either_equal, fbox=True)
 
 
@@ -162,7 +162,7 @@ def _refused(answer: str, label: str, *, evaluates: bool = True) -> bool:
 
 
 def _library_equal(answer: str, label: str) -> bool:
-    """What math-verify says. Of deeply nested texts, whose time grows with a power of the depth, it is not asked."""
+    """The verdict of math-verify; False for deeply nested texts, where its time grows with a power of the depth."""
     return max(nesting(answer), nesting(label)) <= MAX_PARSED_DEPTH and verify_equal(answer, label)
 
 

@@ -153,32 +153,15 @@ class Quantity(Struct, frozen=True):
     unit: str
 
 
-_SAME = {
-    **dict.fromkeys(("meter", "metre"), "m"),
-    **dict.fromkeys(("centimeter", "centimetre"), "cm"),
-    **dict.fromkeys(("millimeter", "millimetre"), "mm"),
-    **dict.fromkeys(("kilometer", "kilometre", "kms"), "km"),
-    **dict.fromkeys(("foot", "feet"), "ft"),
-    **dict.fromkeys(("inch", "inche"), "in"),
-    **dict.fromkeys(("yard", "yds"), "yd"),
-    **dict.fromkeys(("mile",), "mi"),
-    **dict.fromkeys(("second", "sec", "secs"), "s"),
-    **dict.fromkeys(("minute", "mins"), "min"),
-    **dict.fromkeys(("hour", "hr", "hrs"), "h"),
-    **dict.fromkeys(("gram",), "g"),
-    **dict.fromkeys(("kilogram", "kgs"), "kg"),
-    **dict.fromkeys(("milligram",), "mg"),
-    **dict.fromkeys(("pound", "lbs"), "lb"),
-    **dict.fromkeys(("ounce",), "oz"),
-    **dict.fromkeys(("liter", "litre"), "l"),
-    **dict.fromkeys(("milliliter", "millilitre"), "ml"),
-    **dict.fromkeys(("percentage", "per cent"), PERCENT),
-    **dict.fromkeys(("deg",), DEGREE),
-    **dict.fromkeys(("radian",), "rad"),
-    **dict.fromkeys(("usd", "buck"), "dollar"),
-    **dict.fromkeys(("celsius",), "degree c"),
-    **dict.fromkeys(("fahrenheit",), "degree f"),
-}
+_UNIT_NAMES = (
+    "m: meter, metre; cm: centimeter, centimetre; mm: millimeter, millimetre; km: kilometer, kilometre, kms; "
+    "ft: foot, feet; in: inch, inche; yd: yard, yds; mi: mile; s: second, sec, secs; min: minute, mins; "
+    "h: hour, hr, hrs; g: gram; kg: kilogram, kgs; mg: milligram; lb: pound, lbs; oz: ounce; l: liter, litre; "
+    f"ml: milliliter, millilitre; {PERCENT}: percentage, per cent; {DEGREE}: deg; rad: radian; dollar: usd, buck; "
+    "degree c: celsius; degree f: fahrenheit"
+)
+_UNIT_LINES = (line.partition(": ") for line in _UNIT_NAMES.split("; "))
+_SAME = {name: unit for unit, _, names in _UNIT_LINES for name in names.split(", ")}
 _SYMBOLS = (
     *("m", "cm", "mm", "km", "ft", "in", "yd", "mi", "s", "min", "h", "g", "kg", "mg", "lb", "oz", "l", "ml"),
     *("hr", "hrs", "sec", "N", "J", "W", "V", "A", "K", "C", "F", "Hz", "Pa", "mol", "mph", "kph", "am", "pm", "rad"),

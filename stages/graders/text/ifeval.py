@@ -47,8 +47,7 @@ def grade_ifeval(request: GradeRequest) -> Grade:
 def judge_instructions(response: str, instructions: Sequence[Arguments], follows: Rule) -> Grade:
     """1 if all of them hold for what stands behind the reasoning; the part `followed` is the share that does.
 
-    An empty response is asked too, so that an error in the data shows; it follows nothing for all that. Raises
-    RuleError.
+    The rules run on an empty response too, so that an error in the data shows, but it follows none. Raises RuleError.
     """
     text = after_thought(response) or ""
     held = [follows(text, item) and bool(text.strip()) for item in instructions]

@@ -18,8 +18,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from configs.schema.reward import RewardConfig
-from stages.reward import remote as remote_module
 from stages.graders.grade import Grade
+from stages.reward import remote as remote_module
 from stages.reward.remote import MAX_ANSWER_BYTES, MAX_WAIT_S, MAX_WAITS, Question, RemoteReward, retry_after
 from tests.served_app import served_app
 
