@@ -96,7 +96,7 @@ class _Printed(asyncio.Protocol):
         if self.left > 0:
             os.write(2, data[: self.left])
             if len(data) >= self.left:
-                os.write(2, b"\n[the rest of what this worker process prints is dropped]\n")
+                os.write(2, b"\n[what this worker process prints from here on is dropped]\n")
         self.left -= len(data)
 
 
