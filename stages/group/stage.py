@@ -25,12 +25,12 @@ from stages.agents.slime.hooks import removed, sample_filter
 from stages.base import Stage, beside
 from stages.errors import FilterError
 from stages.group.filters import FilterDecision, FilterState, GroupFilter, resolve_filter
-from stages.live_settings import SETTINGS, newest_settings
 from stages.messages import PromptGroup, RolloutSlice, Sample, Settled, WeightsAnnouncement
 from stages.ports import Lease, Outlet, Ports, Topic, read_value
 from stages.reward.stage import Grading
 from stages.rollouts import closing, counting, rollout_fault, rollouts, settlement
 from stages.sample_log import SampleLog
+from stages.topic_values import SETTINGS, newest_settings
 
 REMEMBERED_GROUPS = 100_000
 MOST_REASONS = 100  # in the log: a reason with a number in it is new each time
