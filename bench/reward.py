@@ -196,7 +196,7 @@ def main() -> None:
         f"replica, the first {WARM_UP_S:g} s are not counted",
         f"{about.load}; replicas, grader processes, feeder and taker "
         "share them, so that graders that compute cannot scale beyond the cores",
-        "sleep:0.05 has a ceiling of 20 samples/s per grader process",
+        "sleep:0.05 has a ceiling of 20 samples/s per grader process; gsm8k is graded in the stage itself",
     ]
     print_table(series, name_of(1, 1))
     finish(options.output, about, remarks, series)

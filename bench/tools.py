@@ -18,7 +18,7 @@ from functools import partial
 
 from bench.report import Series, arguments, finish, machine, print_table
 from stages.agents.packs.parts.interpreters import Interpreter, Interpreters
-from stages.graders.jail.sandbox import Limits, StdinCase, run_cases
+from stages.sandbox.run import Limits, StdinCase, run_cases
 
 CODE = "print(sum(n * n for n in range(1000)))"
 PRINTED = "332833500\n"

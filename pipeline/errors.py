@@ -17,7 +17,7 @@ from models.weights.errors import SlotDirectoryError, SourceError
 from pipeline.observe.errors import ObserveError
 from stages.agents.errors import AgentsError
 from stages.errors import DataError, StageError
-from stages.graders.errors import GradingError
+from stages.graders.grade import GradingError
 from stages.tools.errors import ToolError
 from transport.errors import AddressError, SecurityError
 

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 
 from configs.schema import Config
 from configs.schema.debug import generates
-from stages.group.filter_chain import filters_on
+from stages.group.filters import filters_on
 
 
 def over_sampling(config: Config) -> int:

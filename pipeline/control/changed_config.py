@@ -21,7 +21,7 @@ from configs.schema.did_you_mean import cure
 from pipeline.errors import UsageError
 from pipeline.record.run_directory import RunDir
 from stages.errors import FilterNameError
-from stages.group.filter_chain import parse_filters
+from stages.group.filters import parse_filters
 
 STALENESS: Final = "asynchrony.max_staleness"
 LEARNING_RATE: Final = "train.lr"

@@ -15,9 +15,9 @@ from models.train.megatron.settings.options import option_faults
 from pipeline.errors import Refused
 from pipeline.preflight.user_functions import check_functions, functions_of, graders_of
 from stages.errors import FilterNameError
-from stages.graders.registry import listed_grader, refusal
-from stages.graders.selection import Selection, outside
-from stages.group.filter_chain import parse_filters
+from stages.graders.registry import listed_grader, outside, refusal
+from stages.group.filters import parse_filters
+from stages.reward.selection import Selection
 
 AUTO = "auto"  # decided when the labels are known
 

@@ -12,7 +12,7 @@ from configs.schema import Config
 from pipeline.errors import Refused, UsageError
 from pipeline.hosts.local_launcher import child_environment
 from stages.graders.registry import is_import_path
-from stages.graders.selection import Row, Selection
+from stages.reward.selection import Row, Selection
 
 IMPORT_LIMIT_S = 120.0  # as a grader process has
 

@@ -22,7 +22,7 @@ from stages.agents.calls import INFRASTRUCTURE, Begin, Begun, Call, End, Hosted,
 from stages.agents.environment import InfrastructureError, Outcome, Start, Step, Task
 from stages.agents.hosted_class import import_hosted, make
 from stages.agents.once import Once
-from stages.worker_calls import Handler, Refusal, become_worker, serve
+from stages.workers.serve import Handler, Refusal, become_worker, serve
 
 
 class Episodes:

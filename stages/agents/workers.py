@@ -22,7 +22,7 @@ import msgspec
 from configs.schema import EnvironmentConfig
 from stages.agents.calls import INFRASTRUCTURE, Call, End, Hosted
 from stages.agents.errors import EnvironmentFailed
-from stages.worker_process import CallFailed, WorkerLost, WorkerProcess
+from stages.workers.process import CallFailed, WorkerLost, WorkerProcess
 
 log = logging.getLogger("sluice.agents")
 
@@ -79,7 +79,7 @@ class Workers:
                     starts.create_task(_ready(worker))
         except* WorkerLost as group:
             raise EnvironmentFailed(f"environment {self.table.name}: {group.exceptions[0]}") from None
-        return msgspec.msgpack.decode(self.processes[0].said, type=Hosted)
+        return msgspec.msgpack.decode(self.processes[0].greeting, type=Hosted)
 
     async def close(self) -> None:
         """End all processes and what the episodes started."""

@@ -26,9 +26,9 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final
 
-from stages.graders.entry import Grader
-from stages.graders.grade import EXTRACTED_CHARS, Grade, GradeRequest, clean, failed
-from stages.graders.jail.sandbox import (
+from stages.graders.grade import EXTRACTED_CHARS, Grade, Grader, GradeRequest, clean, failed
+from stages.graders.math.answer import after_thought
+from stages.sandbox.run import (
     CallCase,
     Case,
     CaseResult,
@@ -38,13 +38,12 @@ from stages.graders.jail.sandbox import (
     StdinCase,
     run_cases,
 )
-from stages.graders.math.answer import after_thought
 
 DEFAULT_TOTAL_S: Final = 8.0
 CASE_S: Final = 4.0  # of one test, unless the metadata has `time_limit_s`
 PROGRAM_CHARS: Final = 100_000
 MAX_TESTS: Final = 1000
-BAD_ENDS: Final = ("failed", "exit", "killed", "timeout", "output")  # of a test; see `jail.serve.Result`
+BAD_ENDS: Final = ("failed", "exit", "killed", "timeout", "output")  # of a test; see `sandbox.cases.Result`
 _LANGUAGES = frozenset(("python", "py", "python3"))
 _TOLERANCE = 1e-9
 

@@ -14,18 +14,16 @@ import inspect
 import re
 from collections.abc import Awaitable, Callable, Iterable, Mapping
 from functools import lru_cache, partial
-from typing import Any
 
 import msgspec
 
 from models.import_path import ImportPathError, import_function
-from stages.graders.errors import UnknownGraderError
-from stages.graders.grade import Grade, GradeRequest, as_grade, failed
+from stages.graders.grade import Grade, GradeRequest, Run, UnknownGraderError, as_grade, failed
 
 IMPORT_PATH = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
 _PARAMETERS = ("response", "label", "metadata")
 
-Run = Callable[[GradeRequest], Grade]
+_Ask = Callable[[GradeRequest, dict[str, object]], object]  # request and its metadata in, the function's answer out
 
 
 def custom_grader(path: str) -> Run:
@@ -33,33 +31,40 @@ def custom_grader(path: str) -> Run:
     from stages.agents.slime.hooks import slime_function
 
     try:
-        if slime_function(path):
-            return partial(_as_slime, import_function(path, "args", "sample"))
-        function = import_function(path, *_PARAMETERS, optional=("prompt",))
+        slime = slime_function(path)
+        names, optional = (("args", "sample"), ()) if slime else (_PARAMETERS, ("prompt",))
+        function = import_function(path, *names, optional=optional)
     except ImportPathError as error:
         raise UnknownGraderError(f"grader: {error}") from error
-    asks_prompt = _has_prompt(path, function)
-
-    def run(request: GradeRequest) -> Grade:
-        return _grade(function, asks_prompt, request)
-
-    return run
+    ask = partial(_ask_as_slime, function) if slime else partial(_ask, function, _has_prompt(path, function))
+    return partial(_grade, ask)
 
 
-def _as_slime(function: Callable[..., Any], request: GradeRequest) -> Grade:
+def _grade(ask: _Ask, request: GradeRequest) -> Grade:
+    """Call the user's function; the caller attributes what it raises."""
+    answer = ask(request, msgspec.json.decode(request.metadata, type=dict[str, object]))
+    if inspect.isawaitable(answer):
+        answer = _runner().run(_finish(answer))
+    return _of_group(answer, request) if request.responses else as_grade(answer, request.reward_key)
+
+
+def _ask(
+    function: Callable[..., object], with_prompt: bool, request: GradeRequest, metadata: dict[str, object]
+) -> object:
+    subject = list(request.responses) if request.responses else request.response
+    named = {"prompt": request.prompt} if with_prompt else {}
+    return function(subject, request.label, metadata, **named)
+
+
+def _ask_as_slime(function: Callable[..., object], request: GradeRequest, metadata: dict[str, object]) -> object:
     """Call a function of slime's signature: `(args, sample)`, or `(args, samples)` for a group."""
     from stages.agents.slime.arguments import SlimeArguments
     from stages.agents.slime.hooks import graded_samples
 
-    metadata: dict[str, object] = msgspec.json.decode(request.metadata, type=dict[str, object])
     responses = request.responses or (request.response,)
     lengths = [request.n_tokens] if not request.responses else [0] * len(responses)
     samples = graded_samples(request.prompt, responses, request.label, metadata, lengths)
-    args = SlimeArguments(reward_key=request.reward_key)
-    answer = function(args, samples if request.responses else samples[0])
-    if inspect.isawaitable(answer):
-        answer = _runner().run(_finish(answer))
-    return _of_group(answer, request) if request.responses else as_grade(answer, request.reward_key)
+    return function(SlimeArguments(reward_key=request.reward_key), samples if request.responses else samples[0])
 
 
 def _has_prompt(path: str, function: Callable[..., object]) -> bool:
@@ -87,17 +92,6 @@ def _runner() -> asyncio.Runner:
 
 async def _finish(answer: Awaitable[object]) -> object:
     return await answer
-
-
-def _grade(function: Callable[..., Any], asks_prompt: bool, request: GradeRequest) -> Grade:
-    """Call the user's function; what it raises is for the caller to attribute."""
-    metadata: dict[str, object] = msgspec.json.decode(request.metadata, type=dict[str, object])
-    subject = list(request.responses) if request.responses else request.response
-    named = {"prompt": request.prompt} if asks_prompt else {}
-    answer = function(subject, request.label, metadata, **named)
-    if inspect.isawaitable(answer):
-        answer = _runner().run(_finish(answer))
-    return _of_group(answer, request) if request.responses else as_grade(answer, request.reward_key)
 
 
 def _of_group(answers: object, request: GradeRequest) -> Grade:

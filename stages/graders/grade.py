@@ -1,20 +1,42 @@
-"""The messages of grading, and how whatever a grader returns becomes one.
+"""What a grader is: its request, its grade, its errors, and its line in the registry.
 
-Invariants: a score is finite; a grade with an error carries the score 0.0, which nobody may train on; the status
+A grader that fails on one sample raises nothing: it returns a Grade with an error. What can be wrong with grading
+itself:
+
+GradingError
+├── UnknownGraderError   no grader has this name, or its argument is wrong
+└── PoolError            worker processes cannot be started, or the pool is not open
+
+To add a grader: a function `GradeRequest -> Grade`, and one line in the table `GRADERS` of registry.py,
+`"name": Entry(build, form)`, where `build` makes a `Grader` of the text after the colon.
+
+Invariants: a score is finite; a grade with an error carries the score 0.0, which must not be trained on; the status
 `timeout` without an error is a wrong answer, whose text kept the grader busy until its deadline; text in a grade is
-valid Unicode (lone surrogates are replaced), so that it can be written to any wire or log.
+valid Unicode (lone surrogates are replaced), so any wire or log can carry it.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Literal
 
 from msgspec import Struct
 
 EXTRACTED_CHARS = 1024
 _REASON_CHARS = 500
+
+
+class GradingError(Exception):
+    """Base of everything that `stages.graders` raises on purpose."""
+
+
+class UnknownGraderError(GradingError):
+    """No grader has this name, its argument is wrong, or its function cannot be imported."""
+
+
+class PoolError(GradingError):
+    """Worker processes cannot be started, or the pool is not open."""
 
 
 class GradeRequest(Struct, frozen=True, array_like=True):
@@ -32,7 +54,7 @@ class GradeRequest(Struct, frozen=True, array_like=True):
 
 
 class Grade(Struct, frozen=True, array_like=True):
-    """What a grader said, or why it could not (then `error` is set, and the score means nothing)."""
+    """A grader's result, or why it has none (then `error` is set, and the score means nothing)."""
 
     score: float
     is_correct: bool | None = None
@@ -121,3 +143,45 @@ def _number(value: object) -> float | None:
         scalar = item()
         return float(scalar) if isinstance(scalar, bool | int | float) else None
     return None
+
+
+Run = Callable[[GradeRequest], Grade]
+
+
+class Grader(Struct, frozen=True):
+    """A grader as it is called.
+
+    `wrong` is the score of a response whose text makes the grader overrun its deadline; None where an overrun is not
+    the text's fault, which fails the sample. `prepare` imports what the grader needs, and raises UnknownGraderError; a
+    worker calls it once, outside of any item's deadline.
+    """
+
+    run: Run
+    needs_label: bool = False
+    in_stage: bool = True  # cheap and safe enough to run in the stage's own process
+    wrong: float | None = None
+    prepare: Callable[[], None] | None = None
+
+
+class Entry(Struct, frozen=True):
+    """How a name of the table becomes a grader. `build` gets the argument (None without one); ValueError refuses it."""
+
+    build: Callable[[str | None], Grader]
+    form: str  # what the user writes
+    reads_text: bool = True  # whether `boxed_` in front makes sense
+
+
+def fixed(grader: Grader, form: str) -> Entry:
+    """A grader that takes no argument."""
+
+    def build(argument: str | None) -> Grader:
+        if argument is not None:
+            raise ValueError("it takes no argument")
+        return grader
+
+    return Entry(build, form)
+
+
+def against_label(run: Run, form: str) -> Entry:
+    """A grader that compares with the label, takes no argument and is cheap."""
+    return fixed(Grader(run, needs_label=True), form)

@@ -1,7 +1,7 @@
 """From the name of a grader to a function, and the one entry point `grade_request`.
 
-A name is `name` or `name:argument`, a `boxed_` in front takes the last box of the response first, and
-`package.module:function` is the user's own. A grader is a file of this package and one line of the table below.
+A name is `name` or `name:argument`; a `boxed_` in front takes the last box of the response first;
+`package.module:function` is the user's own grader. `auto` chooses by the labels.
 
 Invariants: a name is refused before anything is graded with it; `grade_request` raises nothing for a bad sample: an
 exception of a grader is a failed grade with its type and text.
@@ -10,111 +10,81 @@ exception of a grader is a failed grade with its type and text.
 from __future__ import annotations
 
 import importlib.util
-import math
+from collections.abc import Iterable
 from functools import lru_cache, partial
 
 import msgspec
 
 from configs.schema.did_you_mean import nearest
-from stages.graders.choose import grade_auto
+from stages.graders import synthetic
 from stages.graders.code import code_grader
 from stages.graders.custom import IMPORT_PATH, custom_grader
-from stages.graders.entry import Entry, Grader, against_label, fixed
-from stages.graders.errors import UnknownGraderError
-from stages.graders.grade import Grade, GradeRequest, failed
-from stages.graders.math.boxed import last_box
-from stages.graders.math.dapo import WRONG, grade_dapo
-from stages.graders.math.deepscaler import grade_deepscaler
-from stages.graders.math.gsm8k import grade_gsm8k, grade_gsm8k_flex
-from stages.graders.math.mathematics import grade_hendrycks, grade_strict, grade_verify, math_grader, symbolic
-from stages.graders.selection import stage_grader
-from stages.graders.synthetic import (
-    grade_constant,
-    grade_crash,
-    grade_length,
-    grade_random,
-    grade_sleep,
-    parse_durations,
-)
-from stages.graders.text.exact import grade_contains, grade_contains_label, grade_exact
-from stages.graders.text.format import format_grader
+from stages.graders.grade import Entry, Grade, Grader, GradeRequest, UnknownGraderError, against_label, failed, fixed
+from stages.graders.math import mathematics
+from stages.graders.math.answer import last_box
+from stages.graders.math.final_line import WRONG, grade_dapo, grade_gsm8k, grade_gsm8k_flex, marked_number
+from stages.graders.text import compare, ifeval, ifeval_rules
 from stages.graders.text.gpqa import grade_gpqa
-from stages.graders.text.ifbench import grade_ifbench, prepare_ifbench
-from stages.graders.text.ifeval import grade_ifeval
-from stages.graders.text.ifeval_rules import prepare_language
-from stages.graders.text.squad import f1_grader, grade_exact_match
 
 BOXED = "boxed_"
+_CURE = "set --rm-type to the grader that fits"
+
+
+def grade_auto(request: GradeRequest) -> Grade:
+    """`gsm8k` for a label with '#### number', else `exact`."""
+    return compare.grade_exact(request) if marked_number(request.label or "") is None else grade_gsm8k(request)
+
+
+def stage_grader(argument: str | None) -> Grader:
+    """The entry of `remote` and `judge`, which the stage calls itself. Raises ValueError."""
+    if argument is not None and not argument.strip():
+        raise ValueError("the text after the colon is empty")
+
+    def refuse(request: GradeRequest) -> Grade:
+        return failed(f"{request.grader!r} is asked by the reward stage, not by a grader process")
+
+    return Grader(refuse, in_stage=False)
 
 
 def _contains(argument: str | None) -> Grader:
     if argument is None:
-        return Grader(grade_contains_label, needs_label=True)
+        return Grader(compare.grade_contains_label, needs_label=True)
     if not argument:
         raise ValueError("the text is empty, and every response contains it")
-    return Grader(partial(grade_contains, argument))
-
-
-def _length(argument: str | None) -> Grader:
-    target = int(argument or "")
-    if target < 1:
-        raise ValueError("the target must be at least 1 token")
-    return Grader(partial(grade_length, target))
-
-
-def _probability(argument: str | None, default: float) -> float:
-    value = default if argument is None else float(argument)
-    if not 0.0 <= value <= 1.0:
-        raise ValueError("a probability lies between 0 and 1")
-    return value
-
-
-def _constant(argument: str | None) -> Grader:
-    score = float(argument or "")
-    if not math.isfinite(score):
-        raise ValueError("the score must be finite")
-    return Grader(partial(grade_constant, score))
+    return Grader(partial(compare.grade_contains, argument))
 
 
 GRADERS: dict[str, Entry] = {
     "auto": against_label(grade_auto, "auto"),
-    "exact": against_label(grade_exact, "exact"),
+    "exact": against_label(compare.grade_exact, "exact"),
     "contains": Entry(_contains, "contains or contains:TEXT"),
-    "boxed": against_label(grade_strict, "boxed"),
+    "boxed": against_label(mathematics.grade_strict, "boxed"),
     "gsm8k": against_label(grade_gsm8k, "gsm8k"),
     "gsm8k_flex": against_label(grade_gsm8k_flex, "gsm8k_flex"),
-    "math": Entry(math_grader, "math, math:compat, math:verify or math:either"),
-    "math_strict": against_label(grade_strict, "math_strict"),
-    "math_hendrycks": against_label(grade_hendrycks, "math_hendrycks"),
-    "math_verify": fixed(symbolic(grade_verify), "math_verify"),
-    "deepscaler": fixed(symbolic(grade_deepscaler), "deepscaler"),
+    "math": Entry(mathematics.math_grader, "math, math:compat, math:verify or math:either"),
+    "math_strict": against_label(mathematics.grade_strict, "math_strict"),
+    "math_hendrycks": against_label(mathematics.grade_hendrycks, "math_hendrycks"),
+    "math_verify": fixed(mathematics.symbolic(mathematics.grade_verify), "math_verify"),
+    "deepscaler": fixed(mathematics.symbolic(mathematics.grade_deepscaler), "deepscaler"),
     "dapo": fixed(Grader(grade_dapo, needs_label=True, wrong=WRONG), "dapo"),
-    "f1": Entry(f1_grader, "f1 or f1:exact_empty=1"),
-    "exact_match": against_label(grade_exact_match, "exact_match"),
+    "f1": Entry(compare.f1_grader, "f1 or f1:exact_empty=1"),
+    "exact_match": against_label(compare.grade_exact_match, "exact_match"),
     "gpqa": fixed(Grader(grade_gpqa), "gpqa"),
-    "ifeval": fixed(Grader(grade_ifeval, in_stage=False, wrong=0.0, prepare=prepare_language), "ifeval"),
-    "ifbench": fixed(Grader(grade_ifbench, in_stage=False, wrong=0.0, prepare=prepare_ifbench), "ifbench"),
+    "ifeval": fixed(
+        Grader(ifeval.grade_ifeval, in_stage=False, wrong=0.0, prepare=ifeval_rules.prepare_language), "ifeval"
+    ),
+    "ifbench": fixed(
+        Grader(ifeval.grade_ifbench, in_stage=False, wrong=0.0, prepare=ifeval.prepare_ifbench), "ifbench"
+    ),
     "code": Entry(code_grader, "code or code:SECONDS", reads_text=False),
-    "format": Entry(format_grader, "format:REGEX"),
+    "format": Entry(compare.format_grader, "format:REGEX"),
     "remote": Entry(stage_grader, "remote or remote:URL", reads_text=False),
     "judge": Entry(stage_grader, "judge or judge:NAME", reads_text=False),
-    "length": Entry(_length, "length:N (tokens)", reads_text=False),
-    "random": Entry(
-        lambda argument: Grader(partial(grade_random, _probability(argument, 0.5))),
-        "random or random:P",
-        reads_text=False,
-    ),
-    "constant": Entry(_constant, "constant:X", reads_text=False),
-    "sleep": Entry(
-        lambda argument: Grader(partial(grade_sleep, parse_durations(argument or "")), in_stage=False),
-        "sleep:SECONDS, sleep:uniform(a,b), sleep:exponential(mean) or sleep:lognormal(median,sigma)",
-        reads_text=False,
-    ),
-    "crash": Entry(
-        lambda argument: Grader(partial(grade_crash, _probability(argument, 1.0)), in_stage=False),
-        "crash or crash:P",
-        reads_text=False,
-    ),
+    "length": Entry(synthetic.length_grader, "length:N (tokens)", reads_text=False),
+    "random": Entry(synthetic.random_grader, "random or random:P", reads_text=False),
+    "constant": Entry(synthetic.constant_grader, "constant:X", reads_text=False),
+    "sleep": Entry(synthetic.sleep_grader, synthetic.SLEEP_FORM, reads_text=False),
+    "crash": Entry(synthetic.crash_grader, "crash or crash:P", reads_text=False),
 }
 
 
@@ -204,5 +174,28 @@ def grade_request(request: GradeRequest) -> Grade:
         if grader.needs_label and not (request.label or "").strip():
             return failed(f"the sample has no label, which {request.grader!r} needs; check --label-key and the data")
         return grader.run(request)
-    except (Exception, SystemExit) as error:  # a grader is somebody's program; the sample fails with what it said
+    except (Exception, SystemExit) as error:  # a grader is the user's program; the sample fails with its error
         return failed(f"{type(error).__name__}: {error}")
+
+
+def choose_auto(labels: Iterable[str | None]) -> tuple[str, str]:
+    """(grader, why in one sentence), from a sample of the labels. Raises UnknownGraderError if they do not agree."""
+    known = [label for label in labels if label is not None and label.strip()]
+    if not known:
+        raise UnknownGraderError(
+            f"rm_type 'auto' chooses by the labels, but there are none; set --label-key, or {_CURE}"
+        )
+    marked = sum(marked_number(label) is not None for label in known)
+    if marked == len(known):
+        return "gsm8k", f"all {marked} sampled labels end in '#### number'"
+    if marked:
+        raise UnknownGraderError(
+            f"rm_type 'auto' finds '#### number' in {marked} of {len(known)} sampled labels; {_CURE}"
+        )
+    return "exact", f"none of the {len(known)} sampled labels has a '#### number', so responses must equal the label"
+
+
+def outside(grader: str) -> tuple[str, str | None] | None:
+    """(`remote` or `judge`, its argument) of a grader that the stage asks itself; None if grader processes have it."""
+    base, separator, argument = grader.partition(":")
+    return (base, argument if separator else None) if base in ("remote", "judge") else None

@@ -12,12 +12,14 @@ import re
 import signal
 import time
 from collections.abc import Callable
+from functools import partial
 
 from models.engines.noise import GOLDEN, mix
-from stages.graders.grade import Grade, GradeRequest
+from stages.graders.grade import Grade, Grader, GradeRequest
 
 _CALL = re.compile(r"(?P<name>[a-z]+)\((?P<arguments>[^()]*)\)")
 IN_WORKER_VARIABLE = "SLUICE_GRADER_WORKER"
+SLEEP_FORM = "sleep:SECONDS, sleep:uniform(a,b), sleep:exponential(mean) or sleep:lognormal(median,sigma)"
 
 Draw = Callable[[float, float], float]
 
@@ -25,6 +27,44 @@ Draw = Callable[[float, float], float]
 def uniform(seed: int, stream: int) -> float:
     """A number in [0, 1) that is a fixed function of (seed, stream)."""
     return (mix(mix(seed + GOLDEN * (stream + 1))) >> 11) * 2.0**-53
+
+
+def length_grader(argument: str | None) -> Grader:
+    """`length:N`. Raises ValueError."""
+    target = int(argument or "")
+    if target < 1:
+        raise ValueError("the target must be at least 1 token")
+    return Grader(partial(grade_length, target))
+
+
+def random_grader(argument: str | None) -> Grader:
+    """`random` or `random:P`. Raises ValueError."""
+    return Grader(partial(grade_random, _probability(argument, 0.5)))
+
+
+def constant_grader(argument: str | None) -> Grader:
+    """`constant:X`. Raises ValueError."""
+    score = float(argument or "")
+    if not math.isfinite(score):
+        raise ValueError("the score must be finite")
+    return Grader(partial(grade_constant, score))
+
+
+def sleep_grader(argument: str | None) -> Grader:
+    """`sleep:DISTRIBUTION`. Raises ValueError."""
+    return Grader(partial(grade_sleep, parse_durations(argument or "")), in_stage=False)
+
+
+def crash_grader(argument: str | None) -> Grader:
+    """`crash` or `crash:P`. Raises ValueError."""
+    return Grader(partial(grade_crash, _probability(argument, 1.0)), in_stage=False)
+
+
+def _probability(argument: str | None, default: float) -> float:
+    value = default if argument is None else float(argument)
+    if not 0.0 <= value <= 1.0:
+        raise ValueError("a probability lies between 0 and 1")
+    return value
 
 
 def grade_length(target: int, request: GradeRequest) -> Grade:

@@ -24,17 +24,16 @@ from stages.agents.slime.arguments import slime_arguments
 from stages.agents.slime.hooks import removed, sample_filter
 from stages.base import Stage, beside
 from stages.errors import FilterError
-from stages.group.filter_chain import resolve_filter
-from stages.group.filter_rules import FilterDecision, FilterState, GroupFilter
+from stages.group.filters import FilterDecision, FilterState, GroupFilter, resolve_filter
 from stages.messages import PromptGroup, RolloutSlice, Sample, Settled, WeightsAnnouncement
 from stages.ports import Lease, Outlet, Ports, Topic, read_value
-from stages.reward.grading import Grading
+from stages.reward.stage import Grading
 from stages.rollouts import closing, counting, rollout_fault, rollouts, settlement
 from stages.sample_log import SampleLog
 from stages.topic_values import SETTINGS, newest_settings
 
 REMEMBERED_GROUPS = 100_000
-MOST_REASONS = 100  # that are told; one with a number in it is new each time
+MOST_REASONS = 100  # in the log: a reason with a number in it is new each time
 
 log = logging.getLogger("sluice.group")
 
@@ -84,7 +83,7 @@ class GroupStage(Stage):
         self._sample_filter = None if path is None else sample_filter(path)
         self._args = slime_arguments(self.config)
         self._drain: str | None = None
-        self._told: set[str] = set()  # why members failed, as far as the log says it
+        self._logged: set[str] = set()  # reasons of failed members that stand in the log
         self._finished: OrderedDict[str, None] = OrderedDict()  # newest groups that left: late duplicates end here
         self._samples = SampleLog(self.config, self.context.run_dir)
         if self.config.reward.group_rm:
@@ -216,7 +215,7 @@ class GroupStage(Stage):
             detail = f"insufficient_members: {here} of {wanted}; {'; '.join(errors)[:300]}"
             return settlement(slice_, "failed", detail)
         if errors:
-            self._tell(slice_.group.key, f"{here} of its {wanted} rollouts", errors)
+            self._log_reasons(slice_.group.key, f"{here} of its {wanted} rollouts", errors)
         kept = msgspec.structs.replace(slice_, samples=members)
         for filter_ in self._filters:
             try:
@@ -236,23 +235,23 @@ class GroupStage(Stage):
         self._state.passes(slice_.group)
         return kept
 
-    def _tell(self, key: str, left: str, errors: list[str]) -> None:
-        """Why a group goes on without some members, each reason once: the metrics only count them."""
-        new = [error for error in errors if error not in self._told]
-        if new and len(self._told) < MOST_REASONS:
-            self._told.update(new)
+    def _log_reasons(self, key: str, left: str, errors: list[str]) -> None:
+        """Log why a group goes on without some members, each reason once: the metrics only count them."""
+        new = [error for error in errors if error not in self._logged]
+        if new and len(self._logged) < MOST_REASONS:
+            self._logged.update(new)
             log.warning("group %s goes on with %s; others failed: %s", key, left, "; ".join(new)[:1000])
 
     async def _discard(self, open_: _Open, settle: Outlet[Settled]) -> None:
         if self._open.get(open_.group.key) is not open_:
-            return  # it leaves another way just now
+            return  # it is leaving already
         self._claim(open_.group.key)
         if open_.group.purpose == "train":
             await settle.send(settlement(open_.slice, "discarded", self._drain or ""), open_.group.key)
         self._release(open_)
 
     def _claim(self, key: str) -> None:
-        """Take a group out of the open ones; what still comes for it is a duplicate, or dropped."""
+        """Take a group out of the open groups; samples that still come for it are duplicates, or dropped."""
         self._open.pop(key, None)
         self._finished[key] = None
         if len(self._finished) > REMEMBERED_GROUPS:
@@ -264,7 +263,7 @@ class GroupStage(Stage):
 
 
 async def _decide(filter_: GroupFilter, slice_: RolloutSlice) -> FilterDecision:
-    """What a filter answers, whether it is sync or async, and says it in a word or with a reason."""
+    """The decision of a filter, sync or async, that returns a bool or a FilterDecision."""
     answer = filter_(slice_)
     decision: object = await answer if inspect.isawaitable(answer) else answer
     if isinstance(decision, bool | np.bool_):

@@ -1,14 +1,254 @@
-"""The reward stage: grades each rollout in a pool of processes, with a deadline for each, or by asking outside.
+"""From rollouts to graded rollouts: which grader, which process, and what its answer makes of a sample.
 
-Invariant: a grader that raises, hangs or dies fails its sample, with the reason; never the run, never a neighbour.
+Used by the reward stage for each slice, and by the group stage for whole groups under `--group-rm`.
+
+Invariants:
+- a grader that raises, hangs or dies fails its sample, with the reason; never the run, never a neighbour;
+- of a rollout that fanned out into several sequences only the last is graded; a sample that already has a reward (an
+  environment gave it) keeps it;
+- the same sample with the same response is graded once per process, however often it is delivered, unless its grader
+  draws at random;
+- a group grader sees all of its group at once or nothing of it;
+- evaluation rollouts are graded alike but never shaped, so that their scores stay comparable.
 """
 
 from __future__ import annotations
 
-from stages.base import MapStage, StageContext, beside
-from stages.messages import RolloutSlice
-from stages.ports import Ports
-from stages.reward.grading import Grading
+import asyncio
+import hashlib
+import logging
+import time
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import msgspec
+
+from configs.schema import Config
+from stages.base import Activity, MapStage, StageContext, beside
+from stages.graders.grade import Grade, GradeRequest, failed
+from stages.graders.pool import GraderPool, pool_error_alone
+from stages.graders.registry import is_import_path, listed_grader, outside
+from stages.messages import PromptGroup, RolloutSlice, Sample
+from stages.ports import Ports, Topic
+from stages.reward.observed import CacheKey, GradeCache, Observed
+from stages.reward.outside import Outside
+from stages.reward.selection import SINGLE, Component, Row, Selection
+from stages.reward.shaping import Overlong, combined, picked, shaped
+from stages.rollouts import MEMBER_STATUSES, rollouts, trainable_tokens
+
+log = logging.getLogger("sluice.grading")
+
+CACHED_GRADES = 8192
+_DRAWN = ("random", "sleep", "crash")  # graders that draw, or that are there to take time
+
+
+@dataclass(frozen=True)
+class Ask:
+    """One grader and one response."""
+
+    request: GradeRequest
+    prompt: str
+    sample_id: str
+    cache_key: CacheKey | None
+
+
+def gradable(sample: Sample) -> bool:
+    """Whether a grader should see the sample: it ended by itself or at a limit, and is the last of its rollout."""
+    ended = sample.status in ("completed", "truncated") and sample.sequence == sample.sequences - 1
+    return ended and sample.reward is None
+
+
+def is_whole(slice_: RolloutSlice) -> bool:
+    """Whether all rollouts of the group are here, with all sequences of each."""
+    here = Counter(sample.index for sample in slice_.samples)
+    wanted = {sample.index: sample.sequences for sample in slice_.samples}
+    return len(here) >= slice_.group.n_samples and all(here[index] >= wanted[index] for index in here)
+
+
+class Grading:
+    """Grades slices by the configuration. `open` before the first, `follow` beside them, `close` at the end."""
+
+    def __init__(self, config: Config, activity: Activity) -> None:
+        reward = config.reward
+        self.reward, self.activity = reward, activity
+        self.observed = Observed()
+        self._overlong = Overlong(
+            config.rollout.rollout_max_response_len, reward.overlong_buffer_len, reward.overlong_penalty_factor
+        )
+        self._cache = GradeCache(CACHED_GRADES)
+        self._selection = Selection(reward)
+        self._pool = GraderPool(reward.reward_workers, reward.reward_deadline_s, reward.reward_retries)
+        self._outside = Outside(config)
+
+    async def open(self) -> None:
+        """Start what grading needs. Raises UnknownGraderError for a judge's prompt that cannot be used."""
+        self._outside.open()
+        await self._pool.__aenter__()
+
+    async def close(self) -> None:
+        await self._outside.close()
+        await self._pool.__aexit__(None, None, None)
+
+    async def follow(self, topic: Topic) -> None:
+        """Waits for the addresses of judges; runs until cancelled, or ends at once if there can be none."""
+        await self._outside.follow(topic)
+
+    async def grade(self, slice_: RolloutSlice) -> RolloutSlice:
+        """The slice with rewards. Grading it again changes nothing.
+
+        Under --group-rm an incomplete slice comes back as it is, to be graded when the group is whole.
+        """
+        row = msgspec.json.decode(slice_.group.metadata, type=Row)
+        if self.reward.group_rm:
+            return await self._grade_group(slice_, row) if is_whole(slice_) else slice_
+        members = [sample for sample in slice_.samples if gradable(sample)]
+        components = self._selection.graders(row)
+        asks = [self._ask(slice_.group, sample, part) for sample in members for part in components]
+        answers = iter(await self._answers(asks))
+        grades: dict[tuple[int, int], Grade] = {}
+        for sample in members:
+            grades[sample.index, sample.sequence] = self._merged(components, [next(answers) for _ in components])
+        return self._settled(slice_, grades, "+".join(part.grader for part in components))
+
+    def _merged(self, components: Sequence[Component], answers: Sequence[Grade]) -> Grade:
+        if not self._selection.components:
+            return picked(answers[0], self.reward.reward_key, components[0].grader)
+        return combined(components, answers)
+
+    def _ask(self, group: PromptGroup, sample: Sample, part: Component) -> Ask:
+        request = GradeRequest(
+            grader=part.grader,
+            response=_read_by(part.grader, sample),
+            label=group.label,
+            metadata=group.metadata,
+            n_tokens=sample.response_length,
+            seed=(group.seed + sample.index) & 0x7FFFFFFFFFFFFFFF,
+            reward_key=self.reward.reward_key if part.name == SINGLE else None,
+            prompt=group.prompt if is_import_path(part.grader) else "",
+        )
+        key = None
+        if _worth_keeping(part.grader):
+            digest = hashlib.blake2b(request.response.encode("utf-8", "replace"), digest_size=16).digest()
+            key = (group.dataset, group.pinned_version, group.group_id, sample.index, part.grader, digest)
+        return Ask(request, group.prompt, f"{group.key}/{sample.index}", key)
+
+    async def _answers(self, asks: Sequence[Ask]) -> list[Grade]:
+        """A grade for each, in order: from the cache, the pool, or outside of the stage, all at the same time."""
+        found: list[Grade | None] = [self._cache.get(ask.cache_key) for ask in asks]
+        self.observed.cached += sum(grade is not None for grade in found)
+        open_ = [position for position, grade in enumerate(found) if grade is None]
+        within = [position for position in open_ if outside(asks[position].request.grader) is None]
+        without = [position for position in open_ if outside(asks[position].request.grader) is not None]
+
+        async def ask_pool() -> None:
+            began = time.perf_counter()
+            grades = await self._pool.grade_many([asks[position].request for position in within])
+            seconds = time.perf_counter() - began
+            for position, grade in zip(within, grades, strict=True):
+                found[position] = self._noted(asks[position], grade, seconds)
+
+        async def ask_outside(position: int) -> None:
+            began = time.perf_counter()
+            ask = asks[position]
+            grade = await self._outside.grade(ask.request, ask.prompt, ask.sample_id)
+            found[position] = self._noted(ask, grade, time.perf_counter() - began)
+
+        with pool_error_alone():
+            async with asyncio.TaskGroup() as tasks:
+                for position in without:
+                    tasks.create_task(ask_outside(position))
+                await ask_pool()
+        return [grade if grade is not None else failed("the grader gave no grade") for grade in found]
+
+    def _noted(self, ask: Ask, grade: Grade, seconds: float) -> Grade:
+        self.observed.add(grade, seconds)
+        self._cache.put(ask.cache_key, grade)
+        return grade
+
+    async def _grade_group(self, slice_: RolloutSlice, row: Row) -> RolloutSlice:
+        members = [sample for sample in slice_.samples if gradable(sample)]
+        if not members:
+            return self._settled(slice_, {}, "")
+        group, name = slice_.group, self._selection.group_grader(row)
+        request = GradeRequest(
+            grader=name,
+            response="",
+            label=group.label,
+            metadata=_with_members(group.metadata, slice_),
+            seed=group.seed & 0x7FFFFFFFFFFFFFFF,
+            reward_key=self.reward.reward_key,
+            responses=tuple(sample.response for sample in members),
+            prompt=group.prompt,
+        )
+        began = time.perf_counter()
+        (whole,) = await self._pool.grade_many([request])
+        seconds = time.perf_counter() - began
+        if whole.error is None and len(whole.members) != len(members):
+            whole = failed("it is no grader of groups; --custom-rm-path must name a function of yours")
+        answers = whole.members if whole.error is None else (whole,) * len(members)
+        grades: dict[tuple[int, int], Grade] = {}
+        for sample, answer in zip(members, answers, strict=True):
+            self.observed.add(answer, seconds)
+            grades[sample.index, sample.sequence] = picked(answer, self.reward.reward_key, name)
+        return self._settled(slice_, grades, name)
+
+    def _settled(self, slice_: RolloutSlice, grades: dict[tuple[int, int], Grade], grader: str) -> RolloutSlice:
+        """The slice with what the grades say, shaped."""
+        training = slice_.group.purpose == "train"
+        whole = [parts for parts in rollouts(slice_.samples) if all(part.status in MEMBER_STATUSES for part in parts)]
+        lengths = {parts[0].index: trainable_tokens(parts) for parts in whole}
+        samples: list[Sample] = []
+        for sample in slice_.samples:
+            grade = grades.get((sample.index, sample.sequence))
+            if grade is not None:
+                sample = self._with_grade(sample, grade, grader)
+            if training and sample.status in ("completed", "truncated"):
+                mask = self.reward.mask_truncated
+                sample = shaped(sample, self._overlong, lengths.get(sample.index, 0), mask_truncated=mask)
+            samples.append(sample)
+        if self.observed.due():
+            self.activity.extra.update(self.observed.figures())
+        return msgspec.structs.replace(slice_, samples=tuple(samples))
+
+    def _with_grade(self, sample: Sample, grade: Grade, grader: str) -> Sample:
+        replace = msgspec.structs.replace
+        if grade.error is None:
+            return replace(sample, reward=grade.score, reward_parts=grade.parts, is_correct=grade.is_correct)
+        self.activity.failures += 1
+        reason = f"grader {grader}: {grade.error}"
+        if self.reward.reward_on_error == "fail_sample":
+            return replace(sample, status="failed", error=reason)
+        if self.observed.errors.bit_count() <= 1:  # the first, second, fourth, eighth, ... of them
+            log.warning("rewarded with 0 (error %d of grading here): %s", self.observed.errors, reason)
+        return replace(sample, reward=0.0, error=reason)
+
+
+def _read_by(grader: str, sample: Sample) -> str:
+    """What a grader reads: the text behind the last result of a tool.
+
+    The user's functions, graders outside of the stage and `format` read the whole response.
+    """
+    everything = is_import_path(grader) or outside(grader) is not None or grader.partition(":")[0] == "format"
+    return sample.response if everything else sample.response[sample.answer_start :]
+
+
+def _worth_keeping(grader: str) -> bool:
+    """Whether a grade is worth a place in the cache: it costs something, and the grader does not draw it."""
+    if outside(grader) is not None or is_import_path(grader):
+        return True
+    found = listed_grader(grader)
+    return found is not None and not found.in_stage and grader.partition(":")[0] not in _DRAWN
+
+
+def _with_members(metadata: str, slice_: RolloutSlice) -> str:
+    """The row's metadata and, as `group_members`, how each rollout ended: a group grader gets no failed responses."""
+    row = msgspec.json.decode(metadata, type=dict[str, msgspec.Raw])
+    members = [
+        {"index": s.index, "status": s.status, "n_tokens": s.response_length, "graded": gradable(s)}
+        for s in slice_.samples
+    ]
+    return msgspec.json.encode({**row, "group_members": members}).decode()
 
 
 class RewardStage(MapStage):

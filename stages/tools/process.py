@@ -6,7 +6,7 @@ import msgspec
 
 from stages.tools.errors import ToolCallError
 from stages.tools.tool import Arguments, Schema
-from stages.worker_process import CallFailed, WorkerLost, WorkerProcess
+from stages.workers.process import CallFailed, WorkerLost, WorkerProcess
 
 
 class ToolProcess:

@@ -1,6 +1,6 @@
 """The process of one tool: `python -m stages.tools.worker SOCKET_FD PARENT_PID IMPORT_PATH MEMORY_BYTES`.
 
-A call is the arguments, its value the tool's answer as text, bounded; see stages/worker_calls.py.
+A call is the arguments, its value the tool's answer as text, bounded; see stages/workers/serve.py.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import msgspec
 from stages.tools.errors import ToolCallError
 from stages.tools.imports import import_tool
 from stages.tools.tool import Arguments, bounded
-from stages.worker_calls import Handler, Refusal, become_worker, serve
+from stages.workers.serve import Handler, Refusal, become_worker, serve
 
 
 def main(arguments: list[str]) -> None:

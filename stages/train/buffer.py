@@ -19,8 +19,7 @@ import numpy as np
 from configs.schema import Config
 from models.import_path import import_path
 from stages.errors import BufferOrderError
-from stages.group.filter_chain import FALLBACK
-from stages.group.filter_rules import zero_std
+from stages.group.filters import FALLBACK, zero_std
 from stages.messages import RolloutSlice
 from stages.ports import Lease
 from stages.rollouts import oldest_version, rollout_return, rollouts

@@ -10,7 +10,7 @@ import msgspec
 
 from configs.schema import Config
 from stages.base import LoopStage, MapStage
-from stages.group.filter_rules import FilterDecision
+from stages.group.filters import FilterDecision
 from stages.messages import Prefix, RolloutSlice, Sample, TurnReward
 from stages.rollouts import append_untrained, as_rollout, branch, new_sample
 

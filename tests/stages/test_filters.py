@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 
 from configs.schema.reward import FilterConfig
 from stages.errors import FilterError, FilterNameError
-from stages.group.filter_chain import filters_on, parse_filters, resolve_filter
-from stages.group.filter_rules import FilterDecision, FilterState, zero_std
+from stages.group.filters import FilterDecision, FilterState, filters_on, parse_filters, resolve_filter, zero_std
 from stages.messages import RolloutSlice
 from tests.stages.stage_rig import make_sample, make_slice
 

@@ -12,8 +12,7 @@ import numpy as np
 import pytest
 
 from models.import_path import ImportPathError
-from stages.group.filter_chain import resolve_filter
-from stages.group.filter_rules import FilterDecision
+from stages.group.filters import FilterDecision, resolve_filter
 from stages.group.stage import GroupStage
 from stages.messages import Extra, RolloutSlice, Sample, Settled, VersionRun
 from tests.stages.group_rig import desk, failed, join, settled

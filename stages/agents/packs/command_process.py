@@ -9,7 +9,7 @@ import json
 import os
 import sys
 
-from stages.process_guard import become_guarded
+from stages.workers.guard import become_guarded
 
 
 def main(parent: str, what: str) -> None:

@@ -17,8 +17,7 @@ import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from stages.graders.math.notation import canonical
-from stages.graders.math.quantity import DEGREE, PERCENT, Quantity
+from stages.graders.math.notation import DEGREE, PERCENT, Quantity, canonical
 from stages.graders.math.reading import (
     LIST,
     SET,
@@ -52,7 +51,7 @@ _Answer = bool | None
 
 
 def same_answer(given: str, wanted: str) -> _Answer:
-    """Whether an answer is the label; None if it cannot be told. A comma between digits is read both ways."""
+    """Whether an answer is the label; None if that is unknown. A comma between digits is read both ways."""
     verdict = _same_texts(canonical(given), canonical(wanted))
     if verdict is not True and "," in given + wanted:
         split = _same_texts(canonical(given, commas_group=False), canonical(wanted, commas_group=False))
@@ -255,7 +254,7 @@ _BASED = re.compile(r"([0-9A-F]+)_\{?(\d+)\}?", re.ASCII)
 
 
 def _same_digits(one: Quantity, other: Quantity) -> bool:
-    """Digits in a base: the base may be left out on one side, as it is what a question says."""
+    """Digits in a base: the base may be left out on one side, because the question states it."""
     digits = []
     for quantity in (one, other):
         found = _BASED.fullmatch(quantity.core)

@@ -1,8 +1,9 @@
 """What an expression could cost, from its text alone: a look before sympy gets it.
 
-A symbolic engine evaluates 10^{10^{10}} or (10^7)! before anything can be asked about it. The scan below bounds how
-many digits the numbers of a text can have, taking every operator for a product, and refuses what exceeds the limits.
-It parses no mathematics: a text that passes may still be nonsense, or take long, for which processes have a deadline.
+A symbolic engine evaluates 10^{10^{10}} or (10^7)! before any question about it can be answered. The scan below bounds
+how many digits the numbers of a text can have, taking every operator for a product, and refuses what exceeds the
+limits. It parses no mathematics: a text that passes may still be nonsense, or take long, for which processes have a
+deadline.
 
 Invariants: one pass, linear in the text; recursion no deeper than the nesting limit, which is checked first.
 """

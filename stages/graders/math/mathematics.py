@@ -1,37 +1,46 @@
-"""`math`, `math_strict`, `math_hendrycks`, `math_verify`: is the final answer the label?
+"""`math`, `math_strict`, `math_hendrycks`, `math_verify`, `deepscaler`: is the final answer the label?
 
 All take the last box after the reasoning and score 0 or 1. `math_strict` (also `boxed`) wants the label as it is
 written, `math_hendrycks` the same text after the normalisation of the MATH data set. `math` and `math_verify` first
 bring both sides to one Unicode form. `math` (`math:either`) reads structure, units and values of both and compares
-them exactly (equality.py); math-verify is asked only what that cannot tell. `math:verify` and `math_verify` ask
+them exactly (equality.py); math-verify decides only what that cannot decide. `math:verify` and `math_verify` ask
 math-verify, and score 0 where the two sides are plainly different (it takes words for products of letters, and passes
 over signs that it does not know). `math:compat` adds cautious arithmetic to the string rules. The dialects disagree on
 purpose, so their scores are not comparable: unreduced fractions, ordered lists, units and \\fbox are examples.
 
-Invariants: equal text is equal before anything else is asked; what the guards refuse, and `nan` and `inf`, can be
+Invariants: equal text is equal before any other comparison; what the guards refuse, and `nan` and `inf`, can be
 equal as text only; a comparison that uses up its processor time is wrong; an empty label is an error of the data and
 never a wrong answer.
+
+math-verify (`parse` and `verify`, on latex2sympy2_extended and sympy) gets only the content of the box, in a box of its
+own, and the label first, as `verify` is not symmetric. Its timeouts, which need the alarm signal, stay off: a grader
+process is killed from outside. The library is imported when it is first needed.
+
+`deepscaler` is the DeepScaleR recipe's reward: the solution is the text after the last `</think>`, else the text behind
+the first `###Response`; a response with neither scores 0. Its box is then judged as by `math:compat`.
 """
 
 from __future__ import annotations
 
+import logging
 import re
 from collections.abc import Callable
 from functools import lru_cache
+from typing import TYPE_CHECKING
 
 import msgspec
 
-from stages.graders.entry import Grader
-from stages.graders.grade import Grade, GradeRequest, failed
-from stages.graders.math.answer import Answer, find_answer, plain_form, verdict
-from stages.graders.math.boxed import unboxed
+from stages.graders.grade import Grade, Grader, GradeRequest, UnknownGraderError, failed
+from stages.graders.math.answer import Answer, find_answer, math_style, plain_form, unboxed, verdict
 from stages.graders.math.compat import compat_equal
-from stages.graders.math.cpu_limit import CpuLimitError, cpu_limit
 from stages.graders.math.equality import same_answer, same_spelling
 from stages.graders.math.guards import MAX_PARSED_DEPTH, nesting, refusal_of
-from stages.graders.math.hendrycks import math_style
-from stages.graders.math.verify import prepare_symbolic, verify_equal
+from stages.workers.serve import CpuLimitError, cpu_limit
 
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+_LIBRARY_LOGGER = "math_verify"
 DIALECTS = ("compat", "verify", "either")
 _NOT_A_NUMBER = re.compile(r"[-+]?\s*\\?(?:text\{)?\s*(?:nan|inf|infty|infinity)\s*\}?", re.IGNORECASE)
 _INTEGER = re.compile(r"-?[0-9]{1,100}")
@@ -39,6 +48,41 @@ _INTEGER = re.compile(r"-?[0-9]{1,100}")
 SYMBOLIC_S = 1.5  # of processor time for one comparison; a text that takes longer is wrong
 
 Equal = Callable[[str, str], bool | None]  # None: the guards refuse a text, which can be equal as text only
+_CLOSE = "</think>"
+_MARK = "###Response"
+
+
+def prepare_symbolic() -> None:
+    """Import sympy and math-verify and grade once, so that no item's deadline pays for it."""
+    try:
+        verify_equal("2x", "x+x")
+    except ImportError as error:
+        raise UnknownGraderError(
+            f"the graders 'math' and 'math_verify' need the package math-verify ({error}); "
+            "install it, or set --rm-type math_hendrycks or gsm8k"
+        ) from None
+
+
+def verify_equal(answer: str, label: str) -> bool:
+    """Whether math-verify calls the answer equal to the label."""
+    return _compare()(answer, label)
+
+
+@lru_cache(maxsize=1)
+def _compare() -> Callable[[str, str], bool]:
+    from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse, verify
+
+    # It warns once that its timeouts are off, which is meant, and logs texts that it cannot parse, which are graded.
+    logging.getLogger(_LIBRARY_LOGGER).setLevel(logging.CRITICAL)
+    targets = [LatexExtractionConfig(boxed_match_priority=0), ExprExtractionConfig()]
+
+    def compare(answer: str, label: str) -> bool:
+        given, wanted = (
+            parse(rf"\boxed{{{text}}}", extraction_config=targets, parsing_timeout=None) for text in (answer, label)
+        )
+        return bool(verify(wanted, given, timeout_seconds=None))
+
+    return compare
 
 
 def grade_strict(request: GradeRequest) -> Grade:
@@ -89,7 +133,7 @@ def grade_verify(request: GradeRequest) -> Grade:
 
 
 def grade_either(request: GradeRequest) -> Grade:
-    """Score 1 if the last box means what the label means; math-verify is asked where that cannot be told."""
+    """Score 1 if the last box means what the label means; math-verify decides where that is unknown."""
     return _grade(request, _either_equal, fbox=True)
 
 
@@ -118,7 +162,7 @@ def _refused(answer: str, label: str, *, evaluates: bool = True) -> bool:
 
 
 def _library_equal(answer: str, label: str) -> bool:
-    """What math-verify says. Of deeply nested texts, whose time grows with a power of the depth, it is not asked."""
+    """The verdict of math-verify; False for deeply nested texts, where its time grows with a power of the depth."""
     return max(nesting(answer), nesting(label)) <= MAX_PARSED_DEPTH and verify_equal(answer, label)
 
 
@@ -152,3 +196,21 @@ def _content(answer: Answer, *, fbox: bool = True) -> str | None:
 
 def _no_label(request: GradeRequest) -> Grade:
     return failed(f"the label {(request.label or '')[:80]!r} holds no answer; check --label-key and the data")
+
+
+def solution_of(response: str) -> str | None:
+    """The part of a response that counts, None without a marker."""
+    if _CLOSE in response:
+        return response.rpartition(_CLOSE)[2]
+    if _MARK in response:
+        return response.split(_MARK, 2)[1]
+    return None
+
+
+def grade_deepscaler(request: GradeRequest) -> Grade:
+    """Score 1 if the solution's last \\boxed is the label, as `math:compat` judges it."""
+    solution = solution_of(request.response)
+    judged = grade_compat(msgspec.structs.replace(request, response=solution or ""))
+    if solution is None and judged.error is None:
+        return verdict(False, Answer(None))
+    return judged

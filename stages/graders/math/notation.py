@@ -1,14 +1,21 @@
-"""One spelling of an answer: what LaTeX offers several ways to write is written one way, and no meaning is dropped.
+"""One spelling of an answer, and a number apart from its unit.
 
-Spacing, sizes, fonts and mathematical delimiters go; thousands separators are closed up; short forms of commands get
-their braces; exponent notation, periodic decimals and degrees inside of functions are written out. Words stay in
-`\\text{}`, units and relations stay where they are. Pure functions of text, linear in its length.
+`canonical`: what LaTeX offers several ways to write is written one way, and no meaning is dropped. Spacing, sizes,
+fonts and mathematical delimiters go; thousands separators are closed up; short forms of commands get their braces;
+exponent notation, periodic decimals and degrees inside of functions are written out. Words stay in `\\text{}`, units
+and relations stay where they are. Its time is linear in the text.
+
+`quantity`: 5 m is not 5 km, and 5 is right where the label is 5 cm. A unit follows a number as `\\text{}` or, after a
+space, as known letters or words; a currency sign stands in front. Units are compared by name: nothing is converted,
+except per cent, degrees and number words such as million.
 """
 
 from __future__ import annotations
 
 import re
 from fractions import Fraction
+
+from msgspec import Struct
 
 _SPELLINGS = (
     *((rf"\{name}", r"\frac") for name in ("dfrac", "tfrac", "cfrac")),
@@ -56,6 +63,7 @@ _CIRCLE = re.compile(r"\s*\^\s*(?:\{\s*\\circ\s*\}|\\circ" + _COMMAND_END + ")")
 _ANGLE = re.compile(r"\\(?:sin|cos|tan|cot|sec|csc)" + _COMMAND_END)
 _IN_DEGREES = re.compile(r"(\d+(?:\.\d+)?|(?<![A-Za-z])[A-Za-z]|\\(?:alpha|beta|gamma|theta|phi|pi))\^\\circ", re.ASCII)
 _TRAILING = re.compile(r"(?<![.\\])[.,;]\s*$|^\s*=")
+PERCENT, DEGREE = "percent", "degree"
 
 
 def canonical(text: str, *, commas_group: bool = True) -> str:
@@ -136,3 +144,94 @@ def _periodic(found: re.Match[str]) -> str:
     whole, head, period = found[1], found[2], found[3]
     value = Fraction(int(whole + head + period) - int(whole + head), 10 ** len(head + period) - 10 ** len(head))
     return rf"(\frac{{{value.numerator}}}{{{value.denominator}}})"
+
+
+class Quantity(Struct, frozen=True):
+    """What was measured, as text in one spelling, and in which unit; `unit` is empty without one."""
+
+    core: str
+    unit: str
+
+
+_UNIT_NAMES = (
+    "m: meter, metre; cm: centimeter, centimetre; mm: millimeter, millimetre; km: kilometer, kilometre, kms; "
+    "ft: foot, feet; in: inch, inche; yd: yard, yds; mi: mile; s: second, sec, secs; min: minute, mins; "
+    "h: hour, hr, hrs; g: gram; kg: kilogram, kgs; mg: milligram; lb: pound, lbs; oz: ounce; l: liter, litre; "
+    f"ml: milliliter, millilitre; {PERCENT}: percentage, per cent; {DEGREE}: deg; rad: radian; dollar: usd, buck; "
+    "degree c: celsius; degree f: fahrenheit"
+)
+_UNIT_LINES = (line.partition(": ") for line in _UNIT_NAMES.split("; "))
+_SAME = {name: unit for unit, _, names in _UNIT_LINES for name in names.split(", ")}
+_SYMBOLS = (
+    *("m", "cm", "mm", "km", "ft", "in", "yd", "mi", "s", "min", "h", "g", "kg", "mg", "lb", "oz", "l", "ml"),
+    *("hr", "hrs", "sec", "N", "J", "W", "V", "A", "K", "C", "F", "Hz", "Pa", "mol", "mph", "kph", "am", "pm", "rad"),
+)
+_POWERS_OF_TEN = {"hundred": 2, "thousand": 3, "million": 6, "billion": 9, "trillion": 12}
+_DOZEN = "dozen"
+
+_POWER = r"(?:\s*\^\s*\{?\s*-?\d\s*\}?)?"
+_TEXT = rf"\\text\{{[^{{}}0-9]*\}}{_POWER}"
+_BARE = rf"(?:(?:{'|'.join(_SYMBOLS)}|[A-Za-z]{{3,}}|[ap]\.m\.?){_POWER}(?![A-Za-z(]))"
+_BESIDE = rf"(?<=[\d}})!%])\s+{_BARE}(?:\s+{_BARE}|\s*/\s*{_BARE})*"
+_UNIT_TAIL = re.compile(
+    rf"(?P<mark>\s*(?:\^\\circ\s*[CF]?|\\?%))?(?:(?P<bare>{_BESIDE})|(?:\s*(?:/|\\cdot)?\s*{_TEXT}(?:\s*/\s*{_BARE})?)*)\s*$"
+)
+_GLUED = re.compile(r"(?<=\d)\s*(?:cm|mm|km|kg|mg|ml|mph|am|pm|a\.m\.|p\.m\.)(?:\^\{?[23]\}?)?\s*$")
+_COMMAND = re.compile(r"\\[A-Za-z]+")
+_LETTER = re.compile(r"[A-Za-z]")
+_MOST_WORDS = 4
+_NO_UNIT = frozenset(("or", "and", "not", "no", "is", "isn", "but", "maybe", "about", "than", "if", "else", "if", "to"))
+_CURRENCY = re.compile(r"^\s*(-?)\s*(?:\\dollar\s?|([\u20ac\u00a3\u00a5]))")
+_CURRENCIES = {"\u20ac": "euro", "\u00a3": "sterling", "\u00a5": "yen"}
+_MEASURED = re.compile(r"[0-9]|\\pi|\\infty|\\sqrt|^\s*[A-Za-z]\s*$")
+_UNTEXT = re.compile(r"\\text\{([^{}]*)\}")
+_UNIT_WORD = re.compile(r"[a-z]+|\^-?\d|/|[^\sa-z^/0-9]")
+
+
+def quantity(text: str) -> Quantity:
+    """Split a text in canonical notation. Without a number in front there is no unit, and all of it is the core."""
+    whole = text
+    currency = _CURRENCY.match(text)
+    if currency is not None:
+        text = currency[1] + text[currency.end() :]
+    found = _GLUED.search(text) or _UNIT_TAIL.search(text)
+    core, tail = (text, "") if found is None else (text[: found.start()].strip(), text[found.start() :])
+    words = _words(tail)
+    in_letters = (
+        found is not None and found.re is _UNIT_TAIL and found["bare"] and _LETTER.search(_COMMAND.sub("", core))
+    )
+    says_more = len(words) > _MOST_WORDS or not _NO_UNIT.isdisjoint(words)
+    if not core or in_letters or says_more or not (_MEASURED.search(core) or currency):
+        return Quantity(whole, "")
+    for word in [word for word in words if word in _POWERS_OF_TEN or word == _DOZEN]:
+        core = rf"({core})\cdot 12" if word == _DOZEN else rf"({core})\cdot 10^{{{_POWERS_OF_TEN[word]}}}"
+        words.remove(word)
+    if currency is not None:
+        words = [_CURRENCIES.get(currency[2] or "", "dollar"), *(word for word in words if word != "dollar")]
+    return Quantity(core, " ".join(words))
+
+
+def _words(tail: str) -> list[str]:
+    """The names of a unit in one form: no plurals, long names short, powers behind what they belong to."""
+    text = _UNTEXT.sub(r" \1 ", tail).replace(r"^\circ", " degree ").replace("%", " percent ").replace("\\", " ")
+    text = text.lower().replace("{", "").replace("}", "").replace("a.m.", "am").replace("p.m.", "pm").replace(".", "")
+    text = text.replace("cdot", " ").replace("per cent", PERCENT).replace("^ ", "^")
+    found: list[str] = []
+    power = ""
+    for word in _UNIT_WORD.findall(text):
+        name = _name(word)
+        if name in ("square", "sq", "cubic", "cu"):
+            power = "^2" if name in ("square", "sq") else "^3"
+            continue
+        found.append("/" if name == "per" else name)
+        if power:
+            found.append(power)
+            power = ""
+    if found[:1] == [DEGREE] and found[1:2] in (["c"], ["f"], ["degree c"], ["degree f"]):
+        return [f"degree {found[1][-1]}", *found[2:]]
+    return found
+
+
+def _name(word: str) -> str:
+    single = word[:-1] if word.endswith("s") and len(word) > 3 and not word.endswith("ss") else word
+    return _SAME.get(word) or _SAME.get(single) or single

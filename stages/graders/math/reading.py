@@ -14,7 +14,7 @@ from collections.abc import Iterator
 
 from msgspec import Struct
 
-from stages.graders.math.quantity import Quantity, quantity
+from stages.graders.math.notation import Quantity, quantity
 
 MAX_DEPTH = 12
 MAX_PARTS = 64

@@ -22,8 +22,7 @@ import msgspec
 from msgspec import Struct
 
 from stages.graders.grade import Grade, GradeRequest, failed, judged
-from stages.graders.math.answer import after_thought
-from stages.graders.math.boxed import TAIL_CHARS, last_box
+from stages.graders.math.answer import TAIL_CHARS, after_thought, last_box
 
 _DEFAULT_LETTERS = "ABCD"
 _WRAPPED = re.compile(r"(?:\\(?:text|textbf|mathrm|mathbf|mbox)\s*\{)?[\s({\[*$]*([A-Z])[\s)}\]*$.:]*\}?")

@@ -1,22 +1,31 @@
-"""`ifeval`: does the response follow the row's instructions, as code can tell (IFEval, arXiv 2311.07911)?
+"""`ifeval` and `ifbench`: does the response follow the row's instructions, as code can tell?
 
 The metadata holds `instruction_id_list` (names as in the data set, such as `punctuation:no_comma`; the part behind the
 colon is enough) and `kwargs`, a list as long with an object of arguments for each, where nulls mean nothing. The score
 is 1 if all hold for the response as it is (strict), and the part `followed` is the share of those that do. An empty
 response follows none. Text before the last `</think>` does not count.
+
+`ifeval` has the rules of IFEval (arXiv 2311.07911) in ifeval_rules.py. `ifbench` has the 58 instructions of IFBench
+(arXiv 2507.02833), by the checkers that were published with it, which the package if-verifiable carries. That package
+is no requirement of Sluice, since its sentence rules need data of NLTK that is downloaded. A row that lacks an argument
+is an error: the checkers would draw one.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from functools import lru_cache
+from typing import Any
 
 import msgspec
 from msgspec import Struct
 
 from configs.schema.did_you_mean import did_you_mean
-from stages.graders.grade import Grade, GradeRequest, failed
+from stages.graders.grade import Grade, GradeRequest, UnknownGraderError, failed
 from stages.graders.math.answer import after_thought
 from stages.graders.text.ifeval_rules import RULES, Arguments, Rule, RuleError
+
+_DATA = "punkt punkt_tab averaged_perceptron_tagger_eng stopwords"
 
 
 class _Metadata(Struct):
@@ -38,8 +47,7 @@ def grade_ifeval(request: GradeRequest) -> Grade:
 def judge_instructions(response: str, instructions: Sequence[Arguments], follows: Rule) -> Grade:
     """1 if all of them hold for what stands behind the reasoning; the part `followed` is the share that does.
 
-    An empty response is asked too, so that an error in the data shows; it follows nothing for all that. Raises
-    RuleError.
+    The rules run on an empty response too, so that an error in the data shows, but it follows none. Raises RuleError.
     """
     text = after_thought(response) or ""
     held = [follows(text, item) and bool(text.strip()) for item in instructions]
@@ -77,3 +85,49 @@ def _finder(grader: str, names: Iterable[str]) -> Callable[[str], str]:
         raise RuleError(f"{grader} has no instruction {name[:80]!r}{guess}")
 
     return known
+
+
+@lru_cache(maxsize=1)
+def prepare_ifbench() -> None:
+    """Import the checkers, which takes seconds. Raises UnknownGraderError."""
+    try:
+        _checkers()
+    except ImportError as error:
+        raise UnknownGraderError(
+            f"the grader 'ifbench' needs the package if-verifiable ({error}); install it with pip, and its data with "
+            f"`python -m nltk.downloader {_DATA}`"
+        ) from None
+
+
+@lru_cache(maxsize=1)
+def _checkers() -> dict[str, Any]:
+    from if_verifiable.ifbench.instructions_registry import INSTRUCTION_DICT
+
+    return dict(INSTRUCTION_DICT)
+
+
+def grade_ifbench(request: GradeRequest) -> Grade:
+    """Score 1 if the response follows all instructions of the row."""
+    prepare_ifbench()
+    try:
+        instructions = read_instructions(request.metadata, "ifbench", _checkers())
+        return judge_instructions(request.response, instructions, _follows)
+    except RuleError as error:
+        return failed(str(error))
+
+
+def _follows(response: str, item: Arguments) -> bool:
+    checker = _checkers()[item.instruction](item.instruction)
+    wanted = checker.get_instruction_args_keys()
+    missing = [key for key in wanted if key not in item.values]
+    if missing:
+        raise RuleError(f"{item.instruction} needs {', '.join(missing)} in its kwargs")
+    try:
+        checker.build_description(**{key: item.values[key] for key in wanted})
+        return bool(checker.check_following(response))
+    except LookupError as error:
+        if "nltk" not in str(error):
+            raise
+        raise RuleError(
+            f"{item.instruction} needs data of NLTK; install it once with `python -m nltk.downloader {_DATA}`"
+        ) from None

@@ -1,10 +1,10 @@
 """The instructions of IFEval (arXiv 2311.07911) as functions of a response: does it hold?
 
-Each rule takes the response and its arguments from the row (`Arguments`), and says yes or no, as the definitions that
-were published with the paper do, oddities included: keywords are counted as parts of words too, paragraphs are what
-stands between `***`, a title may hold any character. Two places differ: sentences are counted by the rules below
-instead of a trained model, and the language of fewer than 20 letters cannot be told and counts as the right one, as
-the published rule has it for texts without any. Time is linear in the text, but for its language.
+Each rule takes the response and its arguments from the row (`Arguments`), and returns yes or no, as the definitions
+that were published with the paper do, oddities included: keywords are counted as parts of words too, paragraphs are
+what stands between `***`, a title may hold any character. Two places differ: sentences are counted by the rules below
+instead of a trained model, and the language of fewer than 20 letters cannot be told and counts as the right one, as the
+published rule has it for texts without any. Time is linear in the text, but for its language.
 """
 
 from __future__ import annotations
@@ -129,7 +129,7 @@ def _letter_frequency(response: str, arguments: Arguments) -> bool:
 
 
 def _is_language(response: str, language: str) -> bool:
-    """What langdetect says, always the same of the same text."""
+    """The verdict of langdetect, always the same for the same text."""
     if sum(character.isalpha() for character in response) < _FEWEST_LETTERS:
         return True
     import langdetect  # reads its profiles at the first call: most of a second

@@ -21,7 +21,7 @@ from stages.agents.stage import AgentsStage
 from stages.messages import RolloutSlice, Sample, TurnReward
 from stages.rollouts import rollout_fault
 from stages.tools.tool import function_schema
-from stages.worker_process import PRINTED_BYTES
+from stages.workers.process import PRINTED_BYTES
 from tests.stages.agents.play import WORLD, fresh, playing, world
 from tests.stages.stage_rig import idle, make_sample, make_slice, numbers, until
 

@@ -8,8 +8,7 @@ from typing import Any
 import msgspec
 
 from stages.graders.grade import Grade, GradeRequest
-from stages.graders.processes.pool import GraderPool
-from stages.graders.processes.process import Fault, GraderProcess
+from stages.graders.pool import Fault, GraderPool
 from stages.graders.registry import grade_request
 
 
@@ -31,12 +30,11 @@ class CountingPool(GraderPool):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.started = self.timeouts = self.crashes = self.retries = 0
+        self.timeouts = self.crashes = self.retries = 0
 
-    async def _start(self) -> GraderProcess:
-        process = await super()._start()
-        self.started += 1
-        return process
+    @property
+    def started(self) -> int:
+        return sum(seat.worker.incarnation for seat in self._seats)
 
     def _blame(self, fault: Fault, attempts: int, item: GradeRequest) -> Grade | None:
         self.timeouts += fault.kind == "timeout"

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from stages.graders.math.cpu_limit import CpuLimitError, cpu_limit
 from stages.graders.math.equality import same_answer
 from stages.graders.math.mathematics import SYMBOLIC_S, prepare
+from stages.workers.serve import CpuLimitError, cpu_limit
 from tests.stages.graders.cases_answers import WRONG, pairs
 from tests.stages.graders.grading_rig import grade
 

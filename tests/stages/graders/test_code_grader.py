@@ -18,10 +18,10 @@ from hypothesis import strategies as st
 
 from stages.graders.code import BAD_ENDS, code_grader, extract_program, grade_code, same
 from stages.graders.grade import Grade, GradeRequest
-from stages.graders.jail import sandbox
-from stages.graders.jail.sandbox import CaseResult, Limits, SandboxError, StdinCase, run_cases
-from stages.graders.processes.pool import GraderPool
+from stages.graders.pool import GraderPool
 from stages.graders.registry import find_grader
+from stages.sandbox import run as sandbox
+from stages.sandbox.run import CaseResult, Limits, SandboxError, StdinCase, run_cases
 
 SUMS = [{"input": "1 2\n", "output": "3\n"}, {"input": "5 6", "output": "11"}]
 ADD = "a, b = map(int, input().split())\nprint(a + b)"
@@ -257,7 +257,7 @@ def test_without_isolation_nothing_is_run(monkeypatch: pytest.MonkeyPatch) -> No
 
 def test_without_landlock_nothing_can_be_written(monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a kernel before 5.13: reading stays, and writing, making and removing files go."""
-    away = "import stages.graders.jail.lockdown as l; l.landlock_version = lambda _: 0; "
+    away = "import stages.sandbox.lockdown as l; l.landlock_version = lambda _: 0; "
     monkeypatch.setattr(sandbox, "_PROGRAM", sandbox._PROGRAM.replace("from stages", away + "from stages"))
     assert attack("print(open('/etc/hostname').read() != '')").how == "ok"
     for program in (
@@ -368,7 +368,7 @@ def jails() -> set[str]:
                 command = (entry / "cmdline").read_bytes()
             except OSError:
                 continue
-            if b"stages.graders.jail.serve" in command and sys.executable.encode() in command:
+            if b"stages.sandbox.cases" in command and sys.executable.encode() in command:
                 found.add(entry.name)
     return found
 

@@ -14,10 +14,9 @@ from pathlib import Path
 
 import pytest
 
-from stages.graders.errors import PoolError
-from stages.graders.grade import Grade, GradeRequest
-from stages.graders.processes import process as process_module
-from stages.graders.processes.pool import GraderPool
+from stages.graders.grade import Grade, GradeRequest, PoolError
+from stages.graders.pool import GraderPool
+from stages.workers.process import LOAD_LIMIT_S
 from tests.stages.graders.grading_rig import CountingPool
 
 pytestmark = pytest.mark.slow
@@ -48,9 +47,8 @@ async def test_grades_come_back_in_order_and_processes_start_when_needed() -> No
     async with CountingPool(2, 20.0) as pool:
         assert await pool.grade_many([]) == []
         assert pool.started == 0
-        items = [GradeRequest("exact", str(n % 3), "1") for n in range(100)]
-        grades = await pool.grade_many(items)
-        assert [grade.score for grade in grades] == [float(n % 3 == 1) for n in range(100)]
+        grades = await pool.grade_many(behave(*("x" * (n % 3) for n in range(100))))
+        assert [grade.score for grade in grades] == [float(n % 3) for n in range(100)]
         assert 1 <= pool.started <= 2
 
 
@@ -58,19 +56,18 @@ async def test_concurrent_calls_do_not_mix() -> None:
     async with GraderPool(2, 20.0) as pool:
         async with asyncio.TaskGroup() as tasks:
             calls = [
-                tasks.create_task(
-                    pool.grade_many([GradeRequest(f"constant:{n}", ""), GradeRequest("exact", "a", str(n))])
-                )
+                tasks.create_task(pool.grade_many([*behave("x" * n), GradeRequest(f"constant:{n}", ""), *behave("y")]))
                 for n in range(50)
             ]
-        assert [call.result()[0].score for call in calls] == [float(n) for n in range(50)]
+        scores = [[grade.score for grade in call.result()] for call in calls]
+        assert scores == [[float(n), float(n), 1.0] for n in range(50)]
 
 
 @pytest.mark.parametrize(
     ("bad", "words"),
     [
-        ("os._exit", "the grader process died (exit code 7)"),
-        ("segfault", "the grader process died (SIGSEGV)"),
+        ("os._exit", "the grader process died (exit status 7)"),
+        ("segfault", "the grader process died (signal SIGSEGV)"),
         ("raise", "ValueError: no such answer"),
         ("exit", "SystemExit: 3"),
         ("nan", "'score' is nan; a grade must be a finite number"),
@@ -108,12 +105,12 @@ async def test_importing_is_not_counted_but_the_item_after_it_is(
     source += "    time.sleep(3600 if response == 'hang' else 0)\n    return 1.0\n"
     (tmp_path / "slow_to_import.py").write_text(source)
     monkeypatch.syspath_prepend(str(tmp_path))
-    async with GraderPool(1, 1.0, retries=0) as pool, asyncio.timeout(process_module.LOAD_LIMIT_S / 2):
+    async with GraderPool(1, 1.0, retries=0) as pool, asyncio.timeout(LOAD_LIMIT_S / 2):
         grades = await pool.grade_many([GradeRequest("slow_to_import:fn", text) for text in ("x", "hang", "y")])
         assert [grade.status for grade in grades] == ["ok", "timeout", "ok"]
 
 
-async def test_several_bad_items_in_one_chunk() -> None:
+async def test_several_bad_items_of_one_request() -> None:
     async with CountingPool(1, 1.0, retries=1) as pool:
         responses = ["a", "os._exit", "bb", "hang", "raise", "ccc", "segfault"]
         grades = await pool.grade_many(behave(*responses))
@@ -124,7 +121,7 @@ async def test_several_bad_items_in_one_chunk() -> None:
 
 
 async def test_items_after_a_hang_are_graded_by_another_process(tmp_path: Path) -> None:
-    """The item that hangs is begun once; those behind it in the chunk are not begun before it is given up."""
+    """The item that hangs is begun once; items behind it are not begun before it is given up."""
     log = tmp_path / "log"
     metadata = json.dumps({"log": str(log)})
     responses = ["a", "b", "hang", "c", "d"]
@@ -206,7 +203,7 @@ async def test_a_grader_dies_with_the_stage_that_asked(grader: str, response: st
     metadata = json.dumps({"log": str(log)})
     program = f"""
 import asyncio, json
-from stages.graders.processes.pool import GraderPool, GradeRequest
+from stages.graders.pool import GraderPool, GradeRequest
 async def main():
     async with GraderPool(1, 600.0) as pool:
         await pool.grade_many([GradeRequest("{PATH}:{grader}", {response!r}, None, {metadata!r})])
@@ -240,7 +237,7 @@ async def test_children_of_a_crashed_grader_are_killed() -> None:
     async with GraderPool(1, 20.0, retries=0) as pool:
         before = _sleepers()
         (grade,) = await pool.grade_many(behave("child"))
-        assert "exit code 1" in (grade.error or "")
+        assert "exit status 1" in (grade.error or "")
         for _ in range(500):
             if _sleepers() <= before:
                 break
@@ -254,7 +251,7 @@ def _sleepers() -> set[str]:
     for entry in Path("/proc").iterdir():
         with contextlib.suppress(OSError):
             command = (entry / "cmdline").read_bytes() if entry.name.isdigit() else b""
-            if b"stages.graders.processes.worker" in command and str(os.getpid()).encode() in command.split(b"\0"):
+            if b"stages.graders.worker" in command and str(os.getpid()).encode() in command.split(b"\0"):
                 found.add(entry.name)
     return {pid for pid in found if alive(int(pid))}
 
@@ -284,9 +281,9 @@ async def test_a_grader_that_cannot_be_used_fails_its_items_with_the_reason() ->
 
 async def test_processes_that_cannot_start_are_an_error_of_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "executable", "/bin/false")
-    items = [GradeRequest("exact", "x", "x")] * 100
+    items = behave(*["x"] * 100)
     async with GraderPool(2, 5.0) as pool:
-        with pytest.raises(PoolError, match=r"ended at its start \(exit code 1\).*--reward-workers 0"):
+        with pytest.raises(PoolError, match=r"ended at its start \(exit status 1\).*--reward-workers 0"):
             await pool.grade_many(items)
 
 
@@ -294,7 +291,7 @@ def test_the_pool_works_under_uvloop() -> None:
     """The loop that stages run on."""
     program = """
 import asyncio, uvloop
-from stages.graders.processes.pool import GraderPool, GradeRequest
+from stages.graders.pool import GraderPool, GradeRequest
 async def main():
     async with GraderPool(1, 1.0, 0) as pool:
         items = [GradeRequest("exact", "x", "x"), GradeRequest("sleep:60", ""), GradeRequest("crash", "")]
@@ -307,7 +304,7 @@ uvloop.run(main())
 
 def test_importing_the_pool_is_cheap() -> None:
     program = (
-        "import sys; import stages.graders.processes.pool; "
+        "import sys; import stages.graders.pool; "
         "print([name for name in ('torch', 'transformers', 'sympy', 'numpy', 'zmq') if name in sys.modules])"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)

@@ -10,8 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from stages.graders.errors import UnknownGraderError
-from stages.graders.grade import Grade, GradeRequest
+from stages.graders.grade import Grade, GradeRequest, UnknownGraderError
 from stages.graders.math.answer import find_answer, plain_form
 from stages.graders.math.guards import MAX_DEPTH, refusal_of
 from stages.graders.registry import GRADERS, find_grader

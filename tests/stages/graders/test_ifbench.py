@@ -7,9 +7,8 @@ from typing import Any
 
 import pytest
 
-from stages.graders.errors import UnknownGraderError
-from stages.graders.grade import Grade
-from stages.graders.text.ifbench import _checkers, prepare_ifbench
+from stages.graders.grade import Grade, UnknownGraderError
+from stages.graders.text.ifeval import _checkers, prepare_ifbench
 from tests.stages.graders.grading_rig import grade
 
 # (instruction, arguments, response, holds); of rules that need no data of NLTK

@@ -13,12 +13,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stages.graders.choose import choose_auto
-from stages.graders.errors import UnknownGraderError
-from stages.graders.grade import Grade, GradeRequest, as_grade
-from stages.graders.math.boxed import last_box, unboxed
-from stages.graders.math.gsm8k import label_number, last_number, marked_number
-from stages.graders.registry import GRADERS, find_grader, grade_request, is_import_path, refusal
+from stages.graders.grade import Grade, GradeRequest, UnknownGraderError, as_grade
+from stages.graders.math.answer import last_box, unboxed
+from stages.graders.math.final_line import label_number, last_number, marked_number
+from stages.graders.registry import GRADERS, choose_auto, find_grader, grade_request, is_import_path, refusal
 from stages.graders.synthetic import parse_durations, uniform
 from tests.stages.graders.grading_rig import grade
 

@@ -23,7 +23,7 @@ from stages.agents.packs import python_tool
 from stages.agents.packs.parts.interpreters import Interpreters
 from stages.agents.packs.python_tool import PythonTool
 from stages.graders.grade import GradeRequest
-from stages.graders.math.gsm8k import grade_gsm8k_flex
+from stages.graders.math.final_line import grade_gsm8k_flex
 
 ROOT = Path(__file__).resolve().parents[3]
 TIMELESS = 60.0  # a deadline that a loaded machine does not meet either

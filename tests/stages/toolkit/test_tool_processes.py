@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from stages import worker_process
 from stages.tools.registry import answer_call, close_tools, resolve_tools
 from stages.tools.tool import RESULT_CHARS, Tool
+from stages.workers import process as worker_process
 from tests.stages.toolkit.test_tool_calls import CLOSE, OPEN, PATH, call_text, opened
 
 pytestmark = pytest.mark.slow

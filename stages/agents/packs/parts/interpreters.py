@@ -1,4 +1,4 @@
-"""Python interpreters for a model's code: warm, in the jail of `stages.graders.jail`, below bubblewrap if installed.
+"""Python interpreters for a model's code: warm, in the jail of `stages.sandbox`, below bubblewrap if installed.
 
 Invariants: an interpreter is there for one episode only; what code does is an answer (`Ran`), never an exception; a
 machine that cannot isolate code runs none (InfrastructureError). Everything ends with this process, however it ends.
@@ -22,15 +22,14 @@ import msgspec
 from msgspec import Struct
 
 from stages.agents.environment import InfrastructureError
-from stages.graders.jail.sandbox import ENVIRONMENT, PYTHON, make_directory
+from stages.sandbox.run import ENVIRONMENT, PYTHON, make_directory
 
 Sandbox = Literal["auto", "bubblewrap", "jail"]
 
 _ROOT = Path(__file__).resolve().parents[4]
-_NEEDED = ("__init__.py", "process_guard.py", "graders/__init__.py", "graders/jail")  # of stages, below bubblewrap
+_NEEDED = ("__init__.py", "workers/__init__.py", "workers/guard.py", "sandbox")  # of stages, below bubblewrap
 _PROGRAM = (
-    "import sys; sys.path.append({root!r}); from stages.graders.jail.session import main; sys.path.pop(); "
-    "main({control})"
+    "import sys; sys.path.append({root!r}); from stages.sandbox.session import main; sys.path.pop(); main({control})"
 )
 _START_S: Final = 120.0  # to start Python and to import what is wanted
 _GRACE_S: Final = 30.0  # for the jail itself, beyond the time of the code
@@ -38,7 +37,7 @@ _LINE_BYTES: Final = 8 << 20
 
 
 class Ran(Struct, frozen=True):
-    """How a piece of code went: see `stages.graders.jail.session`."""
+    """How a piece of code went: see `stages.sandbox.session`."""
 
     how: Literal["ok", "failed", "exit", "killed", "timeout", "output", "isolation"]
     output: str

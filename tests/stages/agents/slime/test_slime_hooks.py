@@ -10,10 +10,8 @@ import pytest
 from configs.schema import FilterConfig
 from stages.agents.slime.hooks import eval_data, logged, removed, rollout_log, sample_filter, shown
 from stages.graders.custom import custom_grader
-from stages.graders.errors import UnknownGraderError
-from stages.graders.grade import GradeRequest
-from stages.group.filter_chain import resolve_filter
-from stages.group.filter_rules import FilterDecision
+from stages.graders.grade import GradeRequest, UnknownGraderError
+from stages.group.filters import FilterDecision, resolve_filter
 from stages.messages import RolloutSlice
 from stages.train.batch import slice_sequences
 from tests.stages.stage_rig import make_config, make_group, make_sample

@@ -1,0 +1,460 @@
+"""The reward stage: what is graded, with which grader, and that a hostile grader costs its own sample only.
+
+What belongs to whole groups (--group-rm) is asked of `Grading` as well, as the group stage asks it.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from aiohttp import web
+
+from stages.base import Activity
+from stages.graders.grade import UnknownGraderError
+from stages.graders.pool import Grade
+from stages.messages import RolloutSlice
+from stages.reward.observed import GradeCache, Observed, percentile
+from stages.reward.stage import Grading, RewardStage, is_whole
+from stages.topic_values import EngineAddress, EngineEntry
+from tests.served_app import served_app
+from tests.stages.stage_rig import make_config, make_context, make_sample, make_slice, open_rig, running, take
+
+GRADE = "tests.stages.custom_parts:grade"
+BEHAVE = "tests.stages.graders.sample_graders:behave"
+NOTE = "tests.stages.graders.sample_graders:note"
+GROUP = "tests.stages.graders.sample_graders:rank_by_length"
+
+
+@asynccontextmanager
+async def grading(
+    sections: dict[str, Any] | None = None, topic: dict[str, bytes] | None = None, **reward: object
+) -> AsyncIterator[tuple[RewardStage, Any]]:
+    """The stage, and a function that sends slices through it."""
+    config = make_config(reward={"reward_workers": 0, **reward}, **(sections or {}))
+    stage = RewardStage(make_context(config))
+    async with open_rig() as rig:
+        for key, value in (topic or {}).items():
+            rig.topic.publish(key, value)
+        ports = await rig.join({"in": ("reward", RolloutSlice)}, {"out": ("group", RolloutSlice)})
+        feed, out = await rig.outlet("reward"), await rig.inlet("group")
+
+        async def send(*slices: RolloutSlice) -> dict[int, RolloutSlice]:
+            for slice_ in slices:
+                await feed.send(slice_, slice_.key)
+            found = [await take(out) for _ in slices]
+            return {slice_.group.group_id: slice_ for slice_ in found}
+
+        async with running(stage, ports):
+            yield stage, send
+        assert rig.letters == []
+
+
+def said(group_id: int, *responses: str, **fields: Any) -> RolloutSlice:
+    return make_slice(group_id, *(make_sample(i, response=text) for i, text in enumerate(responses)), **fields)
+
+
+async def test_finished_samples_are_graded_and_others_left_alone() -> None:
+    async with grading(rm_type="exact") as (_, send):
+        members = (
+            make_sample(0, response="7"),
+            make_sample(1, response="8", status="truncated"),
+            make_sample(2, response="7", status="failed", error="engine: gone"),
+            make_sample(3, response="7", status="aborted"),
+        )
+        found = (await send(make_slice(0, *members, label="7")))[0].samples
+        assert [s.reward for s in found] == [1.0, 0.0, None, None]
+        assert [s.is_correct for s in found] == [True, False, None, None]
+        assert [s.status for s in found] == ["completed", "truncated", "failed", "aborted"]
+        assert found[2].error == "engine: gone"
+
+
+async def test_the_row_names_its_grader_and_a_custom_one_wins_over_both() -> None:
+    row = '{"rm_type":"constant:0.25"}'
+    async with grading(rm_type="exact") as (_, send):
+        found = await send(said(0, "7", label="7"), said(1, "7", label="7", metadata=row))
+        assert [found[i].samples[0].reward for i in (0, 1)] == [1.0, 0.25]
+    async with grading(rm_type="exact", custom_rm_path=GRADE, reward_workers=1) as (_, send):
+        found = await send(said(0, "two words", label="7", metadata=row))
+        (sample,) = found[0].samples
+        assert sample.reward == 9.0
+        assert sample.reward_parts == {"words": 2.0}
+
+
+@pytest.mark.parametrize(("grader", "reads_all"), [("gsm8k_flex", False), (r"format:.*42\].*", True), (GRADE, True)])
+async def test_what_a_tool_said_is_nobodys_answer(grader: str, reads_all: bool) -> None:
+    """A number is right where the model stated it behind the tool's result. Some graders look at the whole response."""
+    called = "[6*7]42]"
+    settings = {"custom_rm_path": grader, "reward_workers": 1} if grader == GRADE else {"rm_type": grader}
+    async with grading(**settings) as (_, send):
+        members = [make_sample(i, response=called + said) for i, said in enumerate(("=42", "=", ""))]
+        tools = [msgspec.structs.replace(sample, answer_start=len(called)) for sample in members]
+        found = (await send(make_slice(0, *tools, label="42")))[0].samples
+        whole = (await send(make_slice(1, *members, label="42")))[1].samples
+    graded, plain = [s.reward for s in found], [s.reward for s in whole]
+    assert len(set(plain)) == 1 or reads_all
+    assert graded == (plain if reads_all else [1.0, 0.0, 0.0])
+
+
+async def test_graders_that_draw_get_a_seed_of_each_sample() -> None:
+    rewards = []
+    for _ in range(2):
+        async with grading(rm_type="random") as (_, send):
+            found = await send(said(0, *["x"] * 32))
+            rewards.append([s.reward for s in found[0].samples])
+    assert rewards[0] == rewards[1], "a redelivered slice gets the same rewards"
+    assert len(set(rewards[0])) > 1
+
+
+async def test_the_length_grader_counts_tokens() -> None:
+    async with grading(rm_type="length:4") as (_, send):
+        found = await send(make_slice(0, make_sample(0, n=4), make_sample(1, n=40)))
+        first, second = (s.reward for s in found[0].samples)
+        assert first > second
+
+
+@pytest.mark.slow
+async def test_a_raising_a_dying_and_a_hanging_grader_fail_their_samples_only() -> None:
+    async with grading(custom_rm_path=BEHAVE, reward_workers=1, reward_deadline_s=1.0, reward_retries=0) as (
+        stage,
+        send,
+    ):
+        found = await send(said(0, "raise", "fine", "os._exit", "good", "hang"), said(1, "alone"))
+        samples = found[0].samples
+        assert [s.status for s in samples] == ["failed", "completed", "failed", "completed", "failed"]
+        assert [s.reward for s in samples] == [None, 4.0, None, 4.0, None]
+        errors = [s.error or "" for s in samples]
+        assert errors[0] == f"grader {BEHAVE}: ValueError: no such answer"
+        assert "the grader process died (exit status 7)" in errors[2]
+        assert "no grade within 1 s (--reward-deadline-s)" in errors[4]
+        assert found[1].samples[0].reward == 5.0, "the next group is graded as if nothing had happened"
+        assert stage.activity.failures == 3
+
+
+async def test_an_unknown_grader_fails_samples_in_words() -> None:
+    async with grading(rm_type="exat") as (_, send):
+        (sample,) = (await send(said(0, "7", label="7")))[0].samples
+        assert sample.status == "failed"
+        assert "did you mean 'exact'?" in (sample.error or "")
+
+
+async def test_a_row_without_a_label_fails_in_words() -> None:
+    async with grading(rm_type="exact") as (_, send):
+        (sample,) = (await send(said(0, "7", label=None)))[0].samples
+        assert "the sample has no label" in (sample.error or "")
+
+
+@pytest.mark.parametrize("metadata", ["[]", "not json", '{"rm_type": 3}'])
+async def test_strange_metadata_fails_the_group_only(metadata: str) -> None:
+    async with grading(rm_type="exact") as (_, send):
+        found = await send(said(0, "7", label="7", metadata=metadata), said(1, "7", label="7"))
+        assert found[0].samples[0].status == "failed"
+        assert (found[0].samples[0].error or "").startswith("RewardStage: ") or "grader 3" in (
+            found[0].samples[0].error or ""
+        )
+        assert found[1].samples[0].reward == 1.0
+
+
+async def test_components_are_summed_and_told_by_name() -> None:
+    parts = ["acc=exact@0.8", "fmt=contains:7@0.1", "len=length:4@0.1"]
+    async with grading(reward_component=parts) as (_, send):
+        found = await send(said(0, "7", "17", label="7"))
+        right, wrong = found[0].samples
+        assert right.reward == pytest.approx(0.8 + 0.1)
+        assert right.reward_parts == {"acc": 1.0, "fmt": 1.0, "len": 0.0}
+        assert (right.is_correct, wrong.is_correct) == (True, False)
+        assert wrong.reward == pytest.approx(0.1)
+
+
+async def test_a_failed_component_fails_the_sample() -> None:
+    async with grading(reward_component=["acc=exact@1", "mine=" + BEHAVE + "@1"], reward_workers=1) as (_, send):
+        good, bad = (await send(said(0, "good", "raise", label="good")))[0].samples
+        assert good.reward == 1.0 + 4.0
+        assert bad.status == "failed"
+        assert bad.error == f"grader exact+{BEHAVE}: component 'mine': ValueError: no such answer"
+
+
+async def test_components_that_cannot_be_read_stop_the_stage() -> None:
+    with pytest.raises(UnknownGraderError, match="has no grader and weight"):
+        async with grading(reward_component=["acc"]):
+            pass
+
+
+async def test_reward_key_picks_what_is_trained() -> None:
+    async with grading(custom_rm_path=GRADE, reward_key="words", reward_workers=1) as (_, send):
+        (sample,) = (await send(said(0, "three short words")))[0].samples
+        assert (sample.reward, sample.reward_parts["score"]) == (3.0, 17.0)
+    async with grading(custom_rm_path=GRADE, reward_key="wrods", reward_workers=1) as (_, send):
+        (sample,) = (await send(said(0, "three short words")))[0].samples
+        assert "--reward-key is 'wrods', but " + GRADE + " returned only: score, words" in (sample.error or "")
+
+
+async def test_a_rows_own_function_wins_over_the_flag() -> None:
+    row = json.dumps({"custom_rm_path": GRADE})
+    async with grading(custom_rm_path=BEHAVE, reward_workers=1) as (_, send):
+        found = await send(said(0, "two words", metadata=row), said(1, "two words"))
+        assert found[0].samples[0].reward_parts == {"words": 2.0}
+        assert found[1].samples[0].reward_parts == {}
+
+
+async def test_errors_may_count_as_zero() -> None:
+    async with grading(custom_rm_path=BEHAVE, reward_workers=1, reward_on_error="zero") as (stage, send):
+        bad, good = (await send(said(0, "raise", "good")))[0].samples
+        assert (bad.status, bad.reward, bad.is_correct) == ("completed", 0.0, None)
+        assert bad.error == f"grader {BEHAVE}: ValueError: no such answer"
+        assert (good.reward, good.error) == (4.0, None)
+        assert stage.activity.failures == 1
+
+
+async def test_only_the_last_sequence_of_a_rollout_is_graded() -> None:
+    members = (
+        make_sample(0, response="7", sequence=0, sequences=2),
+        make_sample(0, response="7", sequence=1, sequences=2),
+        make_sample(1, response="7"),
+    )
+    async with grading(rm_type="exact") as (_, send):
+        found = (await send(make_slice(0, *members, n_samples=2, label="7")))[0].samples
+        assert [s.reward for s in found] == [None, 1.0, 1.0]
+        assert {s.status for s in found} == {"completed"}
+
+
+async def test_a_reward_that_an_environment_gave_is_kept() -> None:
+    async with grading(rm_type="exact") as (_, send):
+        members = (make_sample(0, response="7", reward=-3.0), make_sample(1, response="7"))
+        found = (await send(make_slice(0, *members, label="7")))[0].samples
+        assert [s.reward for s in found] == [-3.0, 1.0]
+
+
+SHAPING = {"overlong_buffer_len": 20, "mask_truncated": True, "rm_type": "constant:1"}
+
+
+async def test_long_responses_are_penalised_and_truncated_ones_masked() -> None:
+    async with grading({"rollout": {"rollout_max_response_len": 100}}, **SHAPING) as (_, send):
+        members = (make_sample(0, n=80), make_sample(1, n=85), make_sample(2, n=100, status="truncated"))
+        found = (await send(make_slice(0, *members)))[0].samples
+        assert [s.reward for s in found] == pytest.approx([1.0, 0.75, 0.0])
+        assert [s.raw_reward for s in found] == [None, 1.0, 1.0]
+        assert [s.remove_sample for s in found] == [False, False, True]
+        assert [s.reward_parts["overlong_penalty"] for s in found] == pytest.approx([0.0, -0.25, -1.0])
+
+
+async def test_tokens_that_are_not_trained_do_not_count_as_length() -> None:
+    async with grading({"rollout": {"rollout_max_response_len": 100}}, **SHAPING) as (_, send):
+        tool = make_sample(0, n=100, mask=[1] * 50 + [0] * 50)
+        split = (make_sample(1, n=45, sequences=2), make_sample(1, n=45, sequence=1, sequences=2))
+        found = (await send(make_slice(0, tool, *split, n_samples=2)))[0].samples
+        assert [s.reward for s in found] == [1.0, None, 0.5]
+
+
+async def test_evaluation_is_not_shaped() -> None:
+    async with grading({"rollout": {"rollout_max_response_len": 100}}, **SHAPING) as (_, send):
+        slice_ = make_slice(0, make_sample(0, n=100, status="truncated"), purpose="eval", pinned_version=0)
+        (sample,) = (await send(slice_))[0].samples
+        assert (sample.reward, sample.raw_reward, sample.remove_sample) == (1.0, None, False)
+
+
+async def test_a_redelivered_sample_is_graded_once_but_another_response_again(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    row = json.dumps({"log": str(log)})
+    subject = Grading(make_config(reward={"custom_rm_path": NOTE}), Activity())
+    await subject.open()
+    try:
+        for _ in range(2):
+            found = await subject.grade(said(0, "a", "b", metadata=row))
+            assert [s.reward for s in found.samples] == [1.0, 1.0]
+        await subject.grade(said(0, "c", "b", metadata=row))
+        await subject.grade(said(1, "a", metadata=row))
+    finally:
+        await subject.close()
+    assert [line.split()[1] for line in log.read_text().splitlines()] == ["a", "b", "c", "a"]
+    assert subject.observed.cached == 3
+
+
+def test_the_cache_is_bounded_and_keeps_no_failures() -> None:
+    cache = GradeCache(2)
+    keys = [("train", -1, group, 0, "mine:f", b"") for group in range(3)]
+    for key in keys:
+        cache.put(key, Grade(float(key[2])))
+        cache.get(keys[0])
+    assert [cache.get(key) for key in keys] == [Grade(0.0), None, Grade(2.0)]
+    cache.put(keys[1], Grade(0.0, error="gone"))
+    cache.put(None, Grade(1.0))
+    assert [cache.get(key) for key in (*keys, None)] == [Grade(0.0), None, Grade(2.0), None]
+
+
+def test_figures_of_grading() -> None:
+    observed = Observed()
+    for k in range(100):
+        observed.add(Grade(0.0, status="timeout" if k < 5 else "ok", error="x" if k < 2 else None), (k + 1) / 1000)
+    assert observed.figures() == pytest.approx(
+        {
+            "graded": 100.0,
+            "grade_timeouts": 5.0,
+            "grade_errors": 2.0,
+            "grades_from_cache": 0.0,
+            "timeout_frac": 0.05,
+            "error_frac": 0.02,
+            "latency_ms/p50": 50.0,
+            "latency_ms/p99": 99.0,
+        }
+    )
+    assert not observed.due()
+    assert [percentile([1.0], share) for share in (0.0, 0.5, 1.0)] == [1.0, 1.0, 1.0]
+
+
+async def test_the_stage_tells_its_figures() -> None:
+    async with grading(rm_type="exact") as (stage, send):
+        await send(said(0, "7", "8", label="7"))
+        assert stage.activity.extra["graded"] == 2.0
+        assert stage.activity.extra["latency_ms/p99"] >= stage.activity.extra["latency_ms/p50"] >= 0.0
+
+
+async def test_a_whole_group_is_graded_by_one_call() -> None:
+    async with grading(group_rm=True, custom_rm_path=GROUP, reward_workers=1) as (_, send):
+        members = (
+            make_sample(0, response="long answer"),
+            make_sample(1, response="gone", status="failed", error="engine"),
+            make_sample(2, response="short"),
+        )
+        found = (await send(make_slice(0, *members, label="7")))[0].samples
+        assert [s.reward for s in found] == [1.0, None, 0.0]
+        assert found[0].reward_parts == {"seen": 2.0, "members": 3.0, "failed": 1.0}
+        assert found[1].error == "engine"
+
+
+async def test_a_part_of_a_group_passes_ungraded_and_the_whole_is_graded_once() -> None:
+    """What the reward and the group stage do with a group whose rollouts end one by one."""
+    config = make_config(reward={"group_rm": True, "custom_rm_path": GROUP, "overlong_buffer_len": 8},
+                         rollout={"rollout_max_response_len": 8})  # fmt: skip
+    subject = Grading(config, Activity())
+    await subject.open()
+    try:
+        parts = [make_slice(0, make_sample(k, response="x" * (k + 1)), n_samples=3) for k in range(3)]
+        passed = [await subject.grade(part) for part in parts]
+        assert passed == parts
+        whole = RolloutSlice(parts[0].group, tuple(part.samples[0] for part in passed))
+        graded = await subject.grade(whole)
+        assert [s.raw_reward for s in graded.samples] == [0.0, 0.5, 1.0]
+        assert [s.reward for s in graded.samples] == [-0.5, 0.0, 0.5]
+        assert await subject.grade(graded) == graded
+    finally:
+        await subject.close()
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("too_few", "returned 1 grades for 2 responses"),
+        ("no_list", "the group grader returned float; it must return a list"),
+        ("rank_wrongly", "KeyError: 'nothing'"),
+    ],
+)
+async def test_a_group_grader_that_errs_fails_its_members(name: str, words: str) -> None:
+    path = f"tests.stages.graders.sample_graders:{name}"
+    async with grading(group_rm=True, custom_rm_path=path, reward_workers=1) as (_, send):
+        found = (await send(said(0, "a", "b")))[0].samples
+        assert [s.status for s in found] == ["failed", "failed"]
+        assert all(words in (s.error or "") for s in found)
+
+
+async def test_one_bad_grade_of_a_group_fails_one_member() -> None:
+    path = "tests.stages.graders.sample_graders:one_nan"
+    async with grading(group_rm=True, custom_rm_path=path, reward_workers=1) as (_, send):
+        found = (await send(said(0, "a", "b")))[0].samples
+        assert [s.status for s in found] == ["failed", "completed"]
+        assert "'score' is nan" in (found[0].error or "")
+
+
+async def test_a_group_grader_must_be_a_function_of_the_user() -> None:
+    async with grading(group_rm=True, custom_rm_path="exact", reward_workers=1) as (_, send):
+        assert "it is no grader of groups" in ((await send(said(0, "a")))[0].samples[0].error or "")
+
+
+def test_when_a_group_is_whole() -> None:
+    one, two = make_sample(0), make_sample(1)
+    assert is_whole(make_slice(0, one, two))
+    assert not is_whole(make_slice(0, one, n_samples=2))
+    first, second = make_sample(0, sequences=2), make_sample(0, sequence=1, sequences=2)
+    assert not is_whole(make_slice(0, first, two, n_samples=2))
+    assert is_whole(make_slice(0, first, second, two, n_samples=2))
+
+
+@asynccontextmanager
+async def answering(path: str, answer: Any) -> AsyncIterator[tuple[str, list[Any]]]:
+    """A server that says the same to every question, and what it was asked."""
+    asked: list[Any] = []
+
+    async def handle(request: web.Request) -> web.Response:
+        asked.append(await request.json())
+        return web.json_response(answer)
+
+    application = web.Application()
+    application.router.add_post(path, handle)
+    async with served_app(application, shutdown_timeout=0.1) as url:
+        yield url, asked
+
+
+async def test_a_reward_model_is_asked_by_the_stage_without_a_process() -> None:
+    async with answering("/rm", {"score": 0.5, "helpful": 3}) as (url, asked):
+        async with grading(rm_type="remote", rm_url=url + "/rm") as (stage, send):
+            found = (await send(said(4, "a", "b", label="7", metadata='{"level":2}')))[4].samples
+            assert [s.reward for s in found] == [0.5, 0.5]
+            assert found[0].reward_parts == {"helpful": 3.0}
+            assert not stage._grading._pool._idle
+        assert sorted(question["sample_id"] for question in asked) == ["4/0", "4/1"]
+        assert asked[0]["prompt"] == "?"
+        assert asked[0]["metadata"] == {"level": 2}
+
+
+async def test_components_may_be_asked_at_several_places() -> None:
+    async with answering("/a", 1) as (first, _), answering("/b", 0.5) as (second, _):
+        parts = [f"a=remote:{first}/a@1", f"b=remote:{second}/b@2", "c=exact@4"]
+        async with grading(reward_component=parts) as (_, send):
+            (sample,) = (await send(said(0, "7", label="7")))[0].samples
+            assert sample.reward == 6.0
+            assert sample.reward_parts == {"a": 1.0, "b": 0.5, "c": 1.0}
+
+
+async def test_grader_processes_that_cannot_start_are_said_in_words(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.executable", "/bin/false")
+    async with answering("/rm", 1) as (url, _):
+        for parts in (["c=sleep:0@1"], ["a=remote@1", "c=sleep:0@1"]):
+            async with grading(reward_component=parts, rm_url=url + "/rm", reward_workers=1) as (_, send):
+                (sample,) = (await send(said(0, "7", label="7")))[0].samples
+                assert (sample.error or "").startswith("RewardStage: PoolError: a grader process ended at its start")
+
+
+async def test_a_judge_is_found_through_the_topic() -> None:
+    answer = {"text": "fine\nScore: 0.25", "meta_info": {"id": "1", "finish_reason": {"type": "stop"}}}
+    async with answering("/generate", answer) as (url, asked):
+        topic = {
+            "engine/strict": msgspec.msgpack.encode(EngineAddress("strict", url, 0, "strict")),
+            "directory/strict": msgspec.msgpack.encode(EngineEntry("strict", url, 0, "strict", state="serving")),
+        }
+        sections = {"engine": {"frozen_engine": [f"strict={url}"]}}
+        async with grading(sections, topic, rm_type="judge", judge_engine="strict") as (_, send):
+            (sample,) = (await send(said(0, "Score: 1")))[0].samples
+            assert sample.reward == 0.25
+        assert "Score: 1" in asked[0]["text"]
+
+
+async def test_graders_outside_without_an_address_fail_in_words() -> None:
+    async with grading(rm_type="judge") as (_, send):
+        (sample,) = (await send(said(0, "7")))[0].samples
+        assert "rm_type 'judge' has no engine; name one with --frozen-engine" in (sample.error or "")
+    async with grading(rm_type="remote") as (_, send):
+        (sample,) = (await send(said(0, "7")))[0].samples
+        assert "set --rm-url" in (sample.error or "")
+
+
+async def test_programs_are_run_through_the_stage() -> None:
+    row = json.dumps({"rm_type": "code", "tests": [{"input": "3", "output": "9"}]})
+    async with grading(reward_workers=1) as (_, send):
+        right, wrong = (await send(said(0, "print(int(input()) ** 2)", "print(6)", metadata=row)))[0].samples
+        assert (right.reward, right.is_correct, wrong.reward) == (1.0, True, 0.0)
+        assert right.reward_parts["pass_frac"] == 1.0
