@@ -9,7 +9,6 @@ from typing import Final
 from stages.agents.chat import ChatFormat
 from stages.agents.chat_formats.bridge import QUESTION, Bridge, check_bridge
 from stages.agents.chat_formats.errors import ChatFormatError
-from stages.agents.chat_formats.known_models import BridgedByPackage, known_model
 from stages.agents.chat_formats.parsers.found import CallParser
 from stages.agents.chat_formats.parsers.marked import Marked
 from stages.agents.chat_formats.parsers.registry import PARSERS, parser_by_name, parser_for
@@ -60,7 +59,6 @@ def load_chat_format(
         parser=parser,
         marks=marks,
         template_arguments=template_arguments,
-        checkpoint="" if chat_template_path else checkpoint,
     )
 
 
@@ -70,15 +68,12 @@ def chat_format(
     parser: str | None = None,
     marks: tuple[str, str] | None = None,
     template_arguments: Mapping[str, object] | None = None,
-    checkpoint: str = "",
 ) -> ChatFormat:
-    """As `load_chat_format`, with a tokenizer that is loaded already. `checkpoint`: a name that may be well known."""
+    """As `load_chat_format`, with a tokenizer that is loaded already."""
     named = None if parser is None else parser_by_name(parser)
-    known = known_model(checkpoint, tokenizer, template_arguments or {})
     if not tokenizer.has_chat_template:
-        return known or PlainFormat(tokenizer, named or Marked(*marks or ()))
-    written = _by_template(tokenizer, named, template_arguments or {})
-    return written if known is None else BridgedByPackage(known, written)
+        return PlainFormat(tokenizer, named or Marked(*marks or ()))
+    return _by_template(tokenizer, named, template_arguments or {})
 
 
 def _by_template(
