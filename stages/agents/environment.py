@@ -20,7 +20,7 @@ from typing import Any, Literal, Protocol, runtime_checkable
 from msgspec import Struct
 
 from stages.agents.messages import Message, ToolSchema
-from stages.agents.once import Once
+from stages.records.once import Once
 
 
 class Task(Struct, frozen=True):
@@ -90,7 +90,7 @@ class Environment(Protocol):
 
 class CallsOnce(Protocol):
     """What an environment is given before `reset` or `restore`, unless its class has that name: for calls that change
-    the world, which must not be made again when the episode takes its turns again. See stages/agents/once.py."""
+    the world, which must not be made again when the episode takes its turns again. See stages/records/once.py."""
 
     once: Once
 

@@ -27,14 +27,14 @@ from stages.agents.errors import EnvironmentFailed
 from stages.agents.formats import chat_format
 from stages.agents.gateway.agent_episodes import AgentEpisodes, GatewayDoor
 from stages.agents.hosting import Hosting
-from stages.agents.once import EPISODES_DIR
 from stages.agents.outage import OutageNotice
-from stages.agents.turn_journal import TurnJournal
 from stages.base import LoopStage, StageContext, beside, failed
 from stages.data.tokenizer import load_tokenizer
 from stages.messages import PromptGroup, RolloutSlice, Sample
 from stages.options import GenerateOptions
 from stages.ports import Ports, Topic
+from stages.records.once import EPISODES_DIR
+from stages.records.turns import TurnJournal
 
 
 class AgentsStage(LoopStage):

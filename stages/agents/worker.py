@@ -21,7 +21,7 @@ from msgspec.structs import replace
 from stages.agents.calls import INFRASTRUCTURE, Begin, Begun, Call, End, Hosted, Restore, Run, Take, Taken
 from stages.agents.environment import InfrastructureError, Outcome, Start, Step, Task
 from stages.agents.hosted_class import import_hosted, make
-from stages.agents.once import Once
+from stages.records.once import Once
 from stages.worker_calls import Handler, Refusal, become_worker, serve
 
 

@@ -20,17 +20,17 @@ from typing import Final
 
 import msgspec
 
-from stages.agents.once import EPISODES_DIR
 from stages.agents.slime.functions import GenerateFunctions, function_of
 from stages.agents.slime.rollout_functions import RolloutFunction
 from stages.base import Stage, StageContext, beside, send_slice
 from stages.generate.loops import Loops
 from stages.generate.requests import Requests
-from stages.generate.response_journal import ResponseJournal
 from stages.generate.turns import Turns
 from stages.messages import PromptGroup, RolloutSlice, Sample, without_prompt
 from stages.options import GenerateOptions
 from stages.ports import Inlet, Lease, Outlet, Ports
+from stages.records.once import EPISODES_DIR
+from stages.records.responses import ResponseJournal
 from stages.rollouts import rollouts
 from stages.sampling.sampler import Sampler
 from stages.sequences import new_sample

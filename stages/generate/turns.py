@@ -2,7 +2,7 @@
 
 Samples that share all their tokens so far are one request, and each is handed on when it has ended. A sample that has
 more than its budget, or whose time is over, asks nobody. What another process has left of a turn is gone on from
-(stages/generate/response_journal.py).
+(stages/records/responses.py).
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ import msgspec
 
 from stages.base import Activity
 from stages.generate.requests import Deadline, Requests
-from stages.generate.response_journal import ResponseJournal
 from stages.generate.samples import append_result
 from stages.live_settings import newest_settings
 from stages.messages import PromptGroup, Sample
 from stages.ports import Readable
+from stages.records.responses import ResponseJournal
 from stages.sampling.attempt import Progress
 from stages.sampling.results import OUT_OF_TIME
 from stages.sampling.sampler import Sampler

@@ -17,7 +17,7 @@ from typing import Any
 
 from stages.agents.environment import Start, Step, Task, Turn
 from stages.agents.messages import Message
-from stages.agents.once import Once, Uncertain
+from stages.records.once import Once, Uncertain
 from tests.chaos.kills import CONTROLLER, RUNNING, TRAIN, Kill
 from tests.chaos.oracle import Fault
 

@@ -14,7 +14,7 @@ from typing import Any
 
 from stages.agents.environment import InfrastructureError, Start, Step, Task, Turn
 from stages.agents.messages import Message
-from stages.agents.once import Once, Uncertain
+from stages.records.once import Once, Uncertain
 
 KEPT: list[bytearray] = []
 

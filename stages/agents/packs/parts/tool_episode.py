@@ -4,7 +4,7 @@ A turn without a call is the answer, and ends the episode; what it is worth is f
 turn as the model wrote it: what a tool said is nobody's answer. Whatever goes wrong with a call is an observation of
 the form `error: ...`.
 
-A tool that changes the world has `effects = True`: its calls are made once (stages/agents/once.py), also when a lost
+A tool that changes the world has `effects = True`: its calls are made once (stages/records/once.py), also when a lost
 episode takes its turns again; one of which nobody knows whether it took effect is an error that says so.
 
 Invariants: every call of a turn has one observation, in their order, which carries its id; an observation has at most
@@ -20,7 +20,7 @@ from typing import Final
 from configs.schema.did_you_mean import nearest
 from stages.agents.environment import InfrastructureError, Start, Step, Task, Turn
 from stages.agents.messages import Message, ToolCall
-from stages.agents.once import NoEffect, Once, Uncertain
+from stages.records.once import NoEffect, Once, Uncertain
 from stages.tools.answer_cache import AnswerCache, Deterministic
 from stages.tools.errors import NoAnswer, ToolCallError
 from stages.tools.tool import Arguments, Tool
