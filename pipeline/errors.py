@@ -15,11 +15,12 @@ from models.import_path import ImportPathError
 from models.train.errors import CheckpointUnavailable, TrainConfigInvalid, TrainStateUnreadable, UnsupportedModel
 from models.weights.errors import SlotDirectoryError, SourceError
 from pipeline.observe.errors import ObserveError
-from stages.agents.errors import AgentsError
+from stages.agents.calls import EnvironmentFailed
+from stages.chat.errors import ChatError
 from stages.data.errors import DataError
 from stages.errors import StageError
 from stages.graders.errors import GradingError
-from stages.tools.errors import ToolError
+from stages.tools.tool import ToolError
 from transport.errors import AddressError, SecurityError
 
 EXIT_USER_ERROR = 2  # of a started process whose user made a mistake
@@ -28,12 +29,13 @@ EXIT_DISK_FULL = 28  # of one whose log may have no room for the reason
 # Errors whose sentence is written for the user: they name the value, the rule and the cure.
 USER_ERRORS: tuple[type[BaseException], ...] = (
     AddressError,
-    AgentsError,
     AlgorithmError,
+    ChatError,
     CheckpointError,
     CheckpointUnavailable,
     DataError,
     EngineStartError,
+    EnvironmentFailed,
     GradingError,
     ImportPathError,
     ObserveError,

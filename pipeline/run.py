@@ -47,9 +47,9 @@ from pipeline.record.report import conclude, summarise
 from pipeline.record.run_directory import RunDir, disk_error
 from pipeline.supervise.auto_resume import Resumed
 from pipeline.supervise.external_servers import read_policy_config
-from stages.agents.formats import with_stops
 from stages.base import StageContext
-from stages.data.tokenizer import load_tokenizer
+from stages.chat.load import with_stops
+from stages.chat.tokenizer import load_tokenizer
 from stages.options import TrainOptions
 from stages.prompts.drawn_prompts import DrawnPrompts
 from stages.prompts.ledger import LedgerSnapshot

@@ -20,7 +20,7 @@ import msgspec
 
 from configs.schema import Config
 from models.weights.slots_directory import PREFIX, slots_directory
-from stages.data.tokenizer import CHECKPOINT_FILES
+from stages.chat.tokenizer import CHECKPOINT_FILES
 from stages.options import TrainOptions
 from transport import TopicClient, TopicServer
 

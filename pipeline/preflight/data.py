@@ -11,9 +11,9 @@ from configs.schema import Config
 from models.context import context_limit
 from pipeline.preflight.names import check_graders
 from pipeline.record.run_directory import RunDir
+from stages.chat.tokenizer import Tokenizer
 from stages.data.load import load_train_prompts, row_preparer
 from stages.data.prompt_set import PromptSet
-from stages.data.tokenizer import Tokenizer
 from stages.graders.choose import choose_auto
 from stages.prompts.drawn_prompts import DrawnPrompts
 

@@ -20,7 +20,7 @@ from typing import Any
 import msgspec
 
 from models.import_path import ImportPathError
-from stages.agents.hosted_class import import_hosted, make
+from stages.agents.worker import import_hosted, make
 
 
 def answers(arguments: Sequence[str]) -> Iterator[object]:

@@ -19,7 +19,7 @@ from typing import Any, Literal, Protocol, runtime_checkable
 
 from msgspec import Struct
 
-from stages.agents.messages import Message, ToolSchema
+from stages.chat.messages import Message, ToolSchema
 from stages.records.once import Once
 
 

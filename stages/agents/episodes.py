@@ -13,14 +13,12 @@ from msgspec import Struct
 from configs.schema import Config
 from models.context import context_limit
 from models.engines.noise import sample_seed
-from stages.agents.calls import Taken
-from stages.agents.chat import ChatFormat
+from stages.agents.calls import EnvironmentFailed, Taken
 from stages.agents.environment import Task, Turn
-from stages.agents.errors import EnvironmentFailed
 from stages.agents.hosting import Hosting, Record, digest
-from stages.agents.messages import Message, ToolSchema
 from stages.base import LoopStage
-from stages.data.tokenizer import Tokenizer
+from stages.chat.messages import ChatFormat, Message, ToolSchema
+from stages.chat.tokenizer import Tokenizer
 from stages.messages import PromptGroup, Sample, TurnReward
 from stages.sequences import append_untrained, new_sample
 

@@ -6,7 +6,7 @@ A rollout comes here before the model's first turn and after each one. Rows choo
 `environment`; the first table is the default.
 
 A rollout that an agent makes comes here once: the agent asks the policy by itself, through the gateway of this replica
-(stages/agents/gateway), and the rollout leaves when it has ended.
+(stages/gateway), and the rollout leaves when it has ended.
 
 Invariants: rollouts wait for their own worlds only; an episode that cannot go on fails its rollout, with the reason,
 and is never rewarded for it; processes of environments end with this one.
@@ -22,14 +22,13 @@ import msgspec
 
 from configs.schema import Config, EnvironmentConfig
 from configs.schema.did_you_mean import cure
+from stages.agents.agent_episodes import AgentEpisodes, GatewayDoor
+from stages.agents.calls import EnvironmentFailed
 from stages.agents.episodes import Episodes
-from stages.agents.errors import EnvironmentFailed
-from stages.agents.formats import chat_format
-from stages.agents.gateway.agent_episodes import AgentEpisodes, GatewayDoor
-from stages.agents.hosting import Hosting
-from stages.agents.outage import OutageNotice
+from stages.agents.hosting import Hosting, OutageNotice
 from stages.base import LoopStage, StageContext, beside, failed
-from stages.data.tokenizer import load_tokenizer
+from stages.chat.load import chat_format
+from stages.chat.tokenizer import load_tokenizer
 from stages.messages import PromptGroup, RolloutSlice, Sample
 from stages.options import GenerateOptions
 from stages.ports import Ports, Topic

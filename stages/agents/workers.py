@@ -20,8 +20,7 @@ from typing import Any, Final
 import msgspec
 
 from configs.schema import EnvironmentConfig
-from stages.agents.calls import INFRASTRUCTURE, Call, End, Hosted
-from stages.agents.errors import EnvironmentFailed
+from stages.agents.calls import INFRASTRUCTURE, Call, End, EnvironmentFailed, Hosted
 from stages.worker_process import CallFailed, WorkerLost, WorkerProcess
 
 log = logging.getLogger("sluice.agents")

@@ -9,10 +9,10 @@ import msgspec
 from configs.schema import Config
 from configs.schema.data import DataConfig
 from models.context import context_limit
-from stages.agents.messages import Message as ChatMessage
+from stages.chat.messages import Message as ChatMessage
+from stages.chat.tokenizer import Tokenizer, load_tokenizer
 from stages.data.prompt_set import Preparer, PromptSet, Render
 from stages.data.rows import Message
-from stages.data.tokenizer import Tokenizer, load_tokenizer
 from stages.tools.registry import resolve_tools
 
 

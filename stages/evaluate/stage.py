@@ -18,7 +18,6 @@ from pathlib import Path
 
 import msgspec
 
-from stages.agents.slime.hooks import eval_data, eval_log, logged
 from stages.base import Stage, StageContext, beside
 from stages.engine_entries import KEYS, carrying
 from stages.evaluate.pass_rate import estimates
@@ -26,6 +25,7 @@ from stages.messages import EvalDone, PromptGroup, RolloutSlice, Sample
 from stages.ports import Lease, Ports
 from stages.prompts.stage import sampling_seed
 from stages.rollouts import rollouts
+from stages.slime.hooks import eval_data, eval_log, logged
 
 Rollout = tuple[Sample, ...]  # its sequences
 SENDS_AT_ONCE = 64

@@ -20,11 +20,10 @@ from typing import Final
 
 import msgspec
 
-from stages.agents.slime.functions import GenerateFunctions, function_of
-from stages.agents.slime.rollout_functions import RolloutFunction
 from stages.base import Stage, StageContext, beside, send_slice
+from stages.generate.generate_functions import GenerateFunctions, function_of
 from stages.generate.loops import Loops
-from stages.generate.requests import Requests
+from stages.generate.rollout_functions import RolloutFunction
 from stages.generate.turns import Turns
 from stages.messages import PromptGroup, RolloutSlice, Sample, without_prompt
 from stages.options import GenerateOptions
@@ -32,6 +31,7 @@ from stages.ports import Inlet, Lease, Outlet, Ports
 from stages.records.once import EPISODES_DIR
 from stages.records.responses import ResponseJournal
 from stages.rollouts import rollouts
+from stages.sampling.rollout_requests import Requests
 from stages.sampling.sampler import Sampler
 from stages.sequences import new_sample
 

@@ -13,14 +13,13 @@ from collections.abc import Callable, Sequence
 import msgspec
 
 from stages.base import Activity
-from stages.generate.requests import Deadline, Requests
-from stages.generate.samples import append_result
 from stages.live_settings import newest_settings
 from stages.messages import PromptGroup, Sample
 from stages.ports import Readable
 from stages.records.responses import ResponseJournal
 from stages.sampling.attempt import Progress
 from stages.sampling.results import OUT_OF_TIME
+from stages.sampling.rollout_requests import Deadline, Requests, append_result
 from stages.sampling.sampler import Sampler
 from stages.sequences import cut
 

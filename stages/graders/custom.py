@@ -30,7 +30,7 @@ Run = Callable[[GradeRequest], Grade]
 
 def custom_grader(path: str) -> Run:
     """The grader of an import path. Raises UnknownGraderError, also for a signature that cannot be called."""
-    from stages.agents.slime.hooks import slime_function
+    from stages.slime.hooks import slime_function
 
     try:
         if slime_function(path):
@@ -48,8 +48,8 @@ def custom_grader(path: str) -> Run:
 
 def _as_slime(function: Callable[..., Any], request: GradeRequest) -> Grade:
     """Call a function of slime's signature: `(args, sample)`, or `(args, samples)` for a group."""
-    from stages.agents.slime.arguments import SlimeArguments
-    from stages.agents.slime.hooks import graded_samples
+    from stages.slime.hooks import graded_samples
+    from stages.slime.types import SlimeArguments
 
     metadata: dict[str, object] = msgspec.json.decode(request.metadata, type=dict[str, object])
     responses = request.responses or (request.response,)

@@ -20,8 +20,6 @@ import numpy as np
 
 from configs.schema import Config
 from configs.schema.algorithm import ESTIMATORS, GROUP_RELATIVE
-from stages.agents.slime.arguments import slime_arguments
-from stages.agents.slime.hooks import removed, sample_filter
 from stages.base import Stage, beside
 from stages.errors import FilterError
 from stages.group.filter_chain import resolve_filter
@@ -32,6 +30,8 @@ from stages.ports import Lease, Outlet, Ports, Topic, read_value
 from stages.reward.grading import Grading
 from stages.rollouts import closing, counting, rollout_fault, rollouts, settlement
 from stages.sample_log import SampleLog
+from stages.slime.hooks import removed, sample_filter
+from stages.slime.types import slime_arguments
 
 REMEMBERED_GROUPS = 100_000
 MOST_REASONS = 100  # that are told; one with a number in it is new each time

@@ -17,7 +17,6 @@ from typing import Any, Final
 
 from configs.schema import Config
 from models.import_path import import_path
-from stages.agents.slime.arguments import slime_arguments
 from stages.data.order import PromptOrder
 from stages.data.prompt_set import PreparedPrompt, Preparer
 from stages.data.report import LoadReport
@@ -25,6 +24,7 @@ from stages.data.rows import BadValue, RowKeys, parse_row
 from stages.errors import DataSourceError
 from stages.messages import Int32Array, wire
 from stages.prompts.ledger import DrawnRow
+from stages.slime.types import slime_arguments
 
 _KEYS: Final = RowKeys("prompt", "label", "metadata", "tools")
 

@@ -15,7 +15,7 @@ import msgspec
 
 from configs.schema import Config
 from stages.base import LoopStage, StageContext
-from stages.data.tokenizer import load_tokenizer
+from stages.chat.tokenizer import load_tokenizer
 from stages.messages import RolloutSlice, Sample
 from stages.sequences import append_untrained
 from stages.tools.registry import answer_call, close_tools, resolve_tools

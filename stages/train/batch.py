@@ -21,8 +21,6 @@ from models.algorithms.advantages import advantages
 from models.algorithms.errors import InconsistentGroup, InsufficientMembers, UnknownAlgorithm
 from models.import_path import import_path
 from models.train.interface import TrainSequence
-from stages.agents.slime.arguments import slime_arguments
-from stages.agents.slime.hooks import has_args, shown
 from stages.errors import UntrainableGroup
 from stages.live_settings import sampling
 from stages.messages import RolloutSlice, Sample
@@ -37,6 +35,8 @@ from stages.rollouts import (
     trained_masks,
     turn_total,
 )
+from stages.slime.hooks import has_args, shown
+from stages.slime.types import slime_arguments
 from stages.train.batch_metrics import batch_metrics
 
 PostProcess = Callable[[Any, Any], Any]

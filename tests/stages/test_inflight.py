@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from models.engines.protocol import Load
 from stages.engines.concurrency_limit import CALM_USAGE, CUT, HIGH_USAGE, STEPS, Limit, Reading
-from stages.generate.requests import Requests
 from stages.messages import PromptGroup
+from stages.sampling.rollout_requests import Requests
 from stages.sampling.slots import FIRST_COME, Slots
 from tests.stages.stage_rig import idle, make_config, make_group, make_sample
 

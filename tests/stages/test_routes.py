@@ -17,10 +17,10 @@ from hypothesis import strategies as st
 from models.engines.errors import RequestNotSent
 from models.engines.http_client import HttpClient
 from models.engines.launch.routing import Policy
-from stages.generate.requests import Requests
 from stages.generate.stage import GenerateStage
 from stages.messages import RolloutSlice, RouterState
 from stages.sampling.engine_directory import EngineDirectory
+from stages.sampling.rollout_requests import Requests
 from stages.sampling.routes import RouteRequest, Routes
 from stages.sampling.routing_policy import CROWDED, Choice, Ranking
 from stages.sampling.slots import Slots

@@ -14,11 +14,11 @@ import pytest
 from configs.schema import Config
 from configs.schema.engine import EngineConfig
 from models.tiny import make_tiny_checkpoint
-from stages.data.tokenizer import load_tokenizer
+from stages.chat.tokenizer import load_tokenizer
 from stages.messages import RolloutSlice, Sample, VersionRun
 from stages.sequences import append_untrained, join_runs
-from stages.tools.errors import UnknownToolError
 from stages.tools.stage import ToolStage
+from stages.tools.tool import UnknownToolError
 from tests.stages.engine_rig import generating, record_exchanges, tensors_of
 from tests.stages.stage_rig import (
     make_config,

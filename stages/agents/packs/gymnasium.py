@@ -18,9 +18,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 from stages.agents.environment import Start, Step, Task, Turn
-from stages.agents.messages import Message
-from stages.agents.packs.parts.random_state import Seeded
-from stages.agents.packs.parts.tool_episode import shortened
+from stages.agents.random_state import Seeded
+from stages.agents.tool_episode import shortened
+from stages.chat.messages import Message
 
 _COLOURS: Final = re.compile(r"\x1b\[[0-9;]*m")
 _MARKED: Final = re.compile(r"\x1b\[[0-9;]*m(\w)\x1b\[0m")  # how toy_text shows where the player stands

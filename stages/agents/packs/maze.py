@@ -22,7 +22,7 @@ from itertools import count
 from typing import Any, Final, Literal
 
 from stages.agents.environment import Start, Step, Task, Turn
-from stages.agents.messages import Message
+from stages.chat.messages import Message
 
 Cell = tuple[int, int]  # row, column
 

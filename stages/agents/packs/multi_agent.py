@@ -22,7 +22,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any, Literal
 
 from stages.agents.environment import Start, Step, Task, Turn
-from stages.agents.messages import Message
+from stages.chat.messages import Message
 from stages.graders.grade import GradeRequest
 from stages.graders.registry import grade_request, listed_grader
 

@@ -20,7 +20,7 @@ from collections.abc import Mapping
 from typing import Any, Final
 
 from stages.agents.environment import InfrastructureError, Start, Step, Task, Turn
-from stages.agents.messages import Message
+from stages.chat.messages import Message
 
 try:  # while the worker starts, for it may take many seconds
     from openenv.core import GenericEnvClient

@@ -21,7 +21,7 @@ from typing import Any, Final, Literal
 
 from configs.schema.did_you_mean import did_you_mean
 from stages.agents.environment import Start, Step, Task, Turn
-from stages.agents.messages import Message
+from stages.chat.messages import Message
 from stages.graders.math.cpu_limit import CpuLimitError, cpu_limit
 
 SCORE_S: Final = 2.0  # processor time of a scorer

@@ -12,7 +12,7 @@ import numpy as np
 
 from configs.schema import Config, EnvironmentConfig
 from stages.agents.stage import AgentsStage
-from stages.data.tokenizer import Tokenizer, load_tokenizer
+from stages.chat.tokenizer import Tokenizer, load_tokenizer
 from stages.messages import RolloutSlice, Sample, VersionRun, joined, without_prompt
 from stages.options import GenerateOptions
 from stages.sequences import join_runs, new_sample

@@ -21,7 +21,7 @@ import torch
 from configs.schema.engine import EngineConfig
 from models.tiny import make_tiny_checkpoint
 from stages.agents.stage import AgentsStage
-from stages.data.tokenizer import load_tokenizer
+from stages.chat.tokenizer import load_tokenizer
 from stages.messages import RolloutSlice, Sample
 from stages.options import GenerateOptions
 from tests.engine_record import Made, recording

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from stages.agents.environment import InfrastructureError, Start, Step, Task, Turn
-from stages.agents.messages import Message
+from stages.chat.messages import Message
 from stages.records.once import Once, Uncertain
 
 KEPT: list[bytearray] = []

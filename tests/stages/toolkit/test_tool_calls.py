@@ -11,12 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from configs.schema.reward import ToolsConfig
-from stages.agents.chat_formats.parsers.found import Offered
-from stages.agents.chat_formats.parsers.marked import Marked
-from stages.agents.messages import ToolCall
-from stages.tools.errors import UnknownToolError
+from stages.chat.marked_calls import Marked
+from stages.chat.messages import ToolCall
+from stages.chat.tool_calls import Offered
 from stages.tools.registry import answer_call, close_tools, resolve_tools
-from stages.tools.tool import Tool
+from stages.tools.tool import Tool, UnknownToolError
 
 PATH = "tests.stages.toolkit.sample_tools"
 CONFIG = ToolsConfig()
