@@ -16,7 +16,9 @@ from configs.schema.engine import EngineConfig
 from models.tiny import make_tiny_checkpoint
 from stages.chat.tokenizer import load_tokenizer
 from stages.messages import RolloutSlice, Sample, VersionRun
-from stages.sequences import append_untrained, join_runs
+from stages.sampling.results import SampleResult
+from stages.sampling.rollout_requests import append_result
+from stages.sequences import append_untrained, join_runs, new_sample
 from stages.tools.stage import ToolStage
 from stages.tools.tool import UnknownToolError
 from tests.stages.engine_rig import generating, record_exchanges, tensors_of
@@ -79,6 +81,22 @@ async def answering(tiny: Path, config: Config) -> AsyncIterator[tuple[ToolStage
             yield stage, answer
 
 
+@asynccontextmanager
+async def looping(config: Config) -> AsyncIterator[Callable[[Sample], Awaitable[Sample]]]:
+    """A function that sends the stage a rollout."""
+    async with open_rig() as rig:
+        ports = await rig.join({"in": ("tools", RolloutSlice)}, {"out": ("generate.return", RolloutSlice)})
+        feed, out = await rig.outlet("tools"), await rig.inlet("generate.return")
+
+        async def ask(sample: Sample) -> Sample:
+            await feed.send(make_slice(1, sample, n_samples=4), f"1/{sample.turns}")
+            (found,) = (await take(out)).samples
+            return found
+
+        async with running(ToolStage(make_context(config)), ports):
+            yield ask
+
+
 def call(name: str, arguments: str) -> str:
     return f'thinking <tool_call>{{"name":"{name}","arguments":{arguments}}}</tool_call>'
 
@@ -98,6 +116,42 @@ async def test_a_result_is_appended_with_mask_zero_and_log_prob_zero(tiny: Path)
         assert sample.fault() is None
         assert (sample.index, sample.turns, sample.status) == (2, 1, "completed")
         assert stage.activity.failures == 0
+
+
+SCRIPT = (  # what the model writes, and what `--tools calculator` puts behind it
+    ('6*7 is <tool_call>{"name": "calculator", "arguments": {"expression": "6*7"}}</tool_call>', "42"),
+    ("</tool_call>", "error: the tool call is not valid JSON"),  # it begins in an earlier turn
+    ("<tool_call>1/0</tool_call>\n", "error: division by zero"),
+    ("<tool_call>0.1 + 0.2<tool_call>1 / 3 * 3</tool_call>", "1"),
+    ("<tool_call>{'expression': 1}</tool_call>", "error: the tool call is not valid JSON"),
+    (
+        '<tool_call>{"name": "search", "arguments": {}}</tool_call>',
+        "error: there is no tool 'search'. Tools: calculator",
+    ),
+    ("<tool_call></tool_call>", "error: the tool call is empty"),
+    ("<think>a</think><tool_call>2**10</tool_call>", "1024"),
+)
+
+
+async def test_the_markup_of_scripted_turns_to_the_token(tiny: Path) -> None:
+    """Every token, mask, log-prob and version of a rollout of many calls: the texts one behind the other."""
+    tokenizer = load_tokenizer(str(tiny))
+    config = of_model(tool_config("calculator", tool_result_template="\n<r>{result}</r>\n"), tiny)
+    prompt = [20, 21, 22]
+    sample, ids, mask, runs, text = new_sample(prompt, 1), list(prompt), [0] * 3, (VersionRun(-1, 3),), ""
+    async with looping(config) as ask:
+        for version, (said, result) in enumerate(SCRIPT):
+            made, put = tokenizer.encode(said), tokenizer.encode(f"\n<r>{result}</r>\n")
+            turn = SampleResult("stop", tuple(made), (-0.5,) * len(made), (VersionRun(version, len(made)),), said)
+            sample = append_result(sample, turn)
+            sample = await ask(msgspec.structs.replace(sample, turns=version + 1))
+            ids, mask = ids + made + put, mask + [1] * len(made) + [0] * len(put)
+            runs, text = (*runs, *turn.runs, VersionRun(-1, len(put))), text + said + f"\n<r>{result}</r>\n"
+            assert (sample.response, sample.answer_start) == (text, len(text))
+            assert (numbers(sample.token_ids), numbers(sample.loss_mask), sample.version_runs) == (ids, mask, runs)
+            assert np.asarray(sample.log_probs).tolist() == [-0.5 * value for value in mask]
+            assert (sample.status, sample.done, sample.index, sample.turns) == ("completed", False, 1, version + 1)
+            assert sample.fault() is None
 
 
 @pytest.mark.parametrize(
