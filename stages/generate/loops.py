@@ -32,7 +32,7 @@ class Loops:
     @property
     def beginning(self) -> str | None:
         """Outlet of the loop stage in which rollouts begin, None where the engine has the first turn."""
-        return next((f"loop.{name}" for name, stage in self._stages if stage.begins), None)
+        return next((f"loop.{name}" for name, stage in self._stages if stage.begins(self._config)), None)
 
     def takes_turn(self, sample: Sample) -> bool:
         """Whether an engine is asked to go on with a sequence."""
@@ -45,7 +45,7 @@ class Loops:
             return "out", _leaving(slice_)
         further = any(map(self.takes_turn, parts))
         for name, stage in self._stages:
-            if not (further or stage.begins):
+            if not (further or stage.begins(self._config)):
                 continue
             try:
                 wanted = stage.wants(self._config, self._options.get(name, {}), slice_)

@@ -16,9 +16,6 @@ import msgspec
 
 from configs.schema.did_you_mean import nearest
 from models.import_path import ImportPathError, import_path
-from stages.chat.marked_calls import Marked
-from stages.chat.messages import ToolCall
-from stages.chat.tool_calls import Offered
 from stages.tools.calculator import Calculator
 from stages.tools.tool import Arguments, FunctionTool, Schema, Tool, ToolCallError, UnknownToolError
 from stages.worker_process import CallFailed, WorkerLost, WorkerProcess
@@ -104,21 +101,22 @@ async def close_tools(tools: Mapping[str, Tool]) -> None:
             await tool.close()
 
 
-async def answer_call(tools: Mapping[str, Tool], text: str, opening: str, closing: str, deadline_s: float) -> str:
-    """Carry out the call that ends the text; whatever goes wrong is an answer of the form `error: ...`."""
-    call = Marked(opening, closing).last(text, Offered([tool.schema for tool in tools.values()]))
-    if not isinstance(call, ToolCall):
-        return f"error: {call}"
-    tool = tools[call.name]
-    try:
-        if isinstance(tool, ToolProcess):
-            await tool.ready()  # importing a tool is not counted
-        async with asyncio.timeout(deadline_s):
-            return await tool.call(call.arguments)
-    except ToolCallError as error:
-        return f"error: {error}"
-    except TimeoutError:
-        return f"error: no answer within {deadline_s:g} s"
+class Bounded:
+    """A tool each of whose calls ends in time, whatever the tool does."""
+
+    def __init__(self, tool: Tool, deadline_s: float) -> None:
+        self.name, self.schema = tool.name, tool.schema
+        self._tool, self._deadline_s = tool, deadline_s
+
+    async def call(self, arguments: Arguments) -> str:
+        """The answer of the tool. Raises ToolCallError."""
+        try:
+            if isinstance(self._tool, ToolProcess):
+                await self._tool.ready()  # importing a tool is not counted
+            async with asyncio.timeout(self._deadline_s):
+                return await self._tool.call(arguments)
+        except TimeoutError:
+            raise ToolCallError(f"no answer within {self._deadline_s:g} s") from None
 
 
 def _own_tool(path: str, memory_bytes: int) -> Tool:

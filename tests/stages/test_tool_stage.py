@@ -14,12 +14,12 @@ import pytest
 from configs.schema import Config
 from configs.schema.engine import EngineConfig
 from models.tiny import make_tiny_checkpoint
+from stages.agents.stage import AgentsStage
 from stages.chat.tokenizer import load_tokenizer
 from stages.messages import RolloutSlice, Sample, VersionRun
 from stages.sampling.results import SampleResult
 from stages.sampling.rollout_requests import append_result
 from stages.sequences import append_untrained, join_runs, new_sample
-from stages.tools.stage import ToolStage
 from stages.tools.tool import UnknownToolError
 from tests.stages.engine_rig import generating, record_exchanges, tensors_of
 from tests.stages.stage_rig import (
@@ -58,12 +58,12 @@ Answer = Callable[[str], Awaitable[Sample]]
 
 
 @asynccontextmanager
-async def answering(tiny: Path, config: Config) -> AsyncIterator[tuple[ToolStage, Answer]]:
+async def answering(tiny: Path, config: Config) -> AsyncIterator[tuple[AgentsStage, Answer]]:
     """The stage, and a function that sends it a sample with this response."""
-    stage = ToolStage(make_context(of_model(config, tiny)))
+    stage = AgentsStage(make_context(of_model(config, tiny)))
     async with open_rig() as rig:
-        ports = await rig.join({"in": ("tools", RolloutSlice)}, {"out": ("generate.return", RolloutSlice)})
-        feed, out = await rig.outlet("tools"), await rig.inlet("generate.return")
+        ports = await rig.join({"in": ("agents", RolloutSlice)}, {"out": ("generate.return", RolloutSlice)})
+        feed, out = await rig.outlet("agents"), await rig.inlet("generate.return")
         sent = 0
 
         async def answer(response: str) -> Sample:
@@ -85,15 +85,15 @@ async def answering(tiny: Path, config: Config) -> AsyncIterator[tuple[ToolStage
 async def looping(config: Config) -> AsyncIterator[Callable[[Sample], Awaitable[Sample]]]:
     """A function that sends the stage a rollout."""
     async with open_rig() as rig:
-        ports = await rig.join({"in": ("tools", RolloutSlice)}, {"out": ("generate.return", RolloutSlice)})
-        feed, out = await rig.outlet("tools"), await rig.inlet("generate.return")
+        ports = await rig.join({"in": ("agents", RolloutSlice)}, {"out": ("generate.return", RolloutSlice)})
+        feed, out = await rig.outlet("agents"), await rig.inlet("generate.return")
 
         async def ask(sample: Sample) -> Sample:
             await feed.send(make_slice(1, sample, n_samples=4), f"1/{sample.turns}")
             (found,) = (await take(out)).samples
             return found
 
-        async with running(ToolStage(make_context(config)), ports):
+        async with running(AgentsStage(make_context(config)), ports):
             yield ask
 
 
@@ -196,12 +196,12 @@ async def test_a_result_with_braces_goes_through_the_template_as_it_is(tiny: Pat
     ],
 )
 def test_a_completed_sample_that_ends_in_a_call_is_wanted(sample: Sample, wanted: bool) -> None:
-    assert ToolStage.wants(tool_config("calculator"), {}, make_slice(0, sample)) is wanted
-    assert not ToolStage.wants(Config(), {}, make_slice(0, sample)), "no tools are configured"
+    assert AgentsStage.wants(tool_config("calculator"), {}, make_slice(0, sample)) is wanted
+    assert not AgentsStage.wants(Config(), {}, make_slice(0, sample)), "no tools are configured"
 
 
 async def test_an_unknown_tool_is_refused_before_the_stage_runs(tiny: Path) -> None:
-    stage = ToolStage(make_context(of_model(tool_config("calculatr"), tiny)))
+    stage = AgentsStage(make_context(of_model(tool_config("calculatr"), tiny)))
     with pytest.raises(UnknownToolError, match="did you mean 'calculator'"):
         await stage.setup()
 
@@ -239,12 +239,12 @@ async def test_trained_ids_are_the_engines_own_over_several_turns(
         model=tiny,
         tensors=tensors_of([tiny]),
         inlets={"return": ("generate.return", RolloutSlice)},
-        outlets={"loop.tools": ("tools", RolloutSlice)},
-        loops=("tools=stages.tools.stage:ToolStage",),
+        outlets={"loop.agents": ("agents", RolloutSlice)},
+        loops=("agents=stages.agents.stage:AgentsStage",),
         **sections,
     ) as world:
-        stage = ToolStage(make_context(of_model(make_config(**sections), tiny)))
-        ports = await world.rig.ports({"in": "tools"}, {"out": "generate.return"}, replica="tools-0")
+        stage = AgentsStage(make_context(of_model(make_config(**sections), tiny)))
+        ports = await world.rig.ports({"in": "agents"}, {"out": "generate.return"}, replica="agents-0")
         async with running(stage, ports):
             await world.ready()
             await world.ask(make_group(0, 16, prompt=prompt, seed=11))
