@@ -1,7 +1,8 @@
 """Episodes of agents: each is a session of the gateway, and one call of a worker process.
 
-Invariants: a rollout holds what its last attempt asked, and nothing of those that infrastructure ended; a request that
-engines could not answer is no fault of the agent, and never a reward; all sequences of a rollout leave together, done.
+Invariants: a rollout holds the requests of its last attempt, and none of attempts that infrastructure ended; a request
+that engines could not answer is no fault of the agent, and never a reward; all sequences of a rollout leave together,
+done.
 """
 
 from __future__ import annotations
@@ -58,7 +59,7 @@ class GatewayDoor:
         return self._gateway
 
     async def follow(self, topic: Topic) -> None:
-        """Waits for the topic, where engines are told of; runs until cancelled."""
+        """Follows the engines on the topic; runs until cancelled."""
         if self._sampler is not None:
             await self._sampler.follow(topic)
 
@@ -96,18 +97,18 @@ class AgentEpisodes:
             raise InfrastructureError(f"engines did not answer: {next(iter(place.unanswered.values()))}")
         parts = session.samples()
         if not parts:
-            raise EnvironmentFailed(f"environment {table.name}: the agent has asked the policy nothing")
+            raise EnvironmentFailed(f"environment {table.name}: the agent has sent the policy no request")
         return self._ended(group, session, parts, outcome, cut)
 
     def _ended(
         self, group: PromptGroup, session: Session, parts: tuple[Sample, ...], outcome: Outcome, cut: bool
     ) -> tuple[Sample, ...]:
         reward = outcome.reward
-        said = {**outcome.metrics, "turns": session.turns, "sequences": len(parts)}
+        reported = {**outcome.metrics, "turns": session.turns, "sequences": len(parts)}
         last = msgspec.structs.replace(
             parts[-1],
             status="truncated" if cut else parts[-1].status,
             reward=0.0 if reward is None and not graded(self.config, group) else reward,
-            metrics={f"env/{self.hosting.table.name}/{name}": float(value) for name, value in said.items()},
+            metrics={f"env/{self.hosting.table.name}/{name}": float(value) for name, value in reported.items()},
         )
         return tuple(msgspec.structs.replace(part, done=True) for part in (*parts[:-1], last))

@@ -60,7 +60,7 @@ class Taken(Struct, frozen=True):
 
 
 class Hosted(Struct, frozen=True):
-    """What a worker says of the class that it hosts."""
+    """What a worker reports about the class that it hosts."""
 
     kind: str  # environment or agent
     tasks: bool = False  # it makes tasks of its own

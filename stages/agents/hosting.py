@@ -37,7 +37,7 @@ FIRST_S, _MOST_S = 1.0, 60.0  # waits
 
 
 class OutageNotice(Struct, frozen=True):
-    """Topic value `environment/<environment>/<replica>`: what the user is told of an outage."""
+    """Topic value `environment/<environment>/<replica>`: the user's notice of an outage."""
 
     environment: str
     out: bool
@@ -49,8 +49,8 @@ class OutageNotice(Struct, frozen=True):
 class Outage:
     """Of one environment in one replica."""
 
-    def __init__(self, environment: str, tell: Callable[[OutageNotice], None]) -> None:
-        self._environment, self._tell = environment, tell
+    def __init__(self, environment: str, notify: Callable[[OutageNotice], None]) -> None:
+        self._environment, self._notify = environment, notify
         self._newest: deque[bool] = deque(maxlen=_NEWEST)
         self._since: float | None = None
         self._count = 0
@@ -81,7 +81,7 @@ class Outage:
         return False
 
     def ended(self, trying: bool) -> None:
-        """An attempt is over; `trying` is what `wait` said of it."""
+        """An attempt is over; `trying` is what `wait` returned for it."""
         if trying:
             self._trying.release()
 
@@ -93,7 +93,7 @@ class Outage:
         self._since, self._wait_s = None, FIRST_S
         self._newest.clear()
         self._works.set()
-        self._tell(notice)
+        self._notify(notice)
 
     def failed(self, reason: str, trying: bool) -> None:
         """An attempt met infrastructure that failed."""
@@ -104,7 +104,7 @@ class Outage:
             self._since, self._reason = time.monotonic(), reason
             self._count += 1
             self._works.clear()
-            self._tell(OutageNotice(self._environment, True, reason, count=self._count))
+            self._notify(OutageNotice(self._environment, True, reason, count=self._count))
 
 
 log = logging.getLogger("sluice.agents")
@@ -115,7 +115,7 @@ Ask = Callable[[Endpoint], Coroutine[Any, Any, Outcome]]
 
 @dataclass
 class Record:
-    """What an episode has behind it, as its message tells it."""
+    """What an episode has behind it, as its message has it."""
 
     task: Task
     taken: int = 0  # turns
@@ -126,7 +126,7 @@ class Record:
 
 
 def digest(answer: Start | Step) -> str:
-    """Of what the model is shown and what it earns; metrics may be of the clock."""
+    """Digest of what the model sees and earns. Metrics are left out: they may depend on the clock."""
     shown = (answer.messages, answer.tools) if isinstance(answer, Start) else (
         answer.messages, answer.reward, answer.done
     )  # fmt: skip
@@ -140,11 +140,11 @@ class Hosting:
         self,
         table: EnvironmentConfig,
         background: Callable[[Coroutine[Any, Any, None]], None],
-        tell: Callable[[OutageNotice], None],
+        notify: Callable[[OutageNotice], None],
         once: Path,
     ) -> None:
-        """`background` runs what nobody waits for; `once`: where calls that change the world are written down."""
-        self.table, self.outage = table, Outage(table.name, tell)
+        """`background` runs work without waiting for it; `once`: the directory of calls that change the world."""
+        self.table, self.outage = table, Outage(table.name, notify)
         self.workers = Workers(table, background, once)
         self._turns: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()  # of episodes
         self._places: contextlib.AbstractAsyncContextManager[Any] = (
@@ -162,7 +162,7 @@ class Hosting:
             return msgspec.msgpack.decode(await self.workers.call(live, Begin(live.name, task)), type=Begun)
 
         async with self._alone(task.episode):
-            return await self._insist(lambda: self._timed(once, record), task.episode)
+            return await self._retry(lambda: self._timed(once, record), task.episode)
 
     async def step(self, record: Record, turn: Turn) -> Taken:
         """One turn of an episode, wherever it was. Raises EnvironmentFailed."""
@@ -176,7 +176,7 @@ class Hosting:
 
         called = {call.name for call in turn.message.tool_calls}
         async with self._alone(episode):
-            return await self._insist(lambda: self._timed(once, record), episode, called)
+            return await self._retry(lambda: self._timed(once, record), episode, called)
 
     def _alone(self, episode: str) -> asyncio.Lock:
         """Turns of an episode are taken one after the other: what a killed replica had answered comes again, and may
@@ -189,7 +189,7 @@ class Hosting:
         `attempt` is given what starts the agent, which raises TimeoutError at the episode's deadline.
         """
 
-        async def once() -> T:
+        async def run_once() -> T:
             live = await self.workers.place(task.episode)
 
             async def ask(endpoint: Endpoint) -> Outcome:
@@ -202,12 +202,12 @@ class Hosting:
             except InfrastructureError as error:
                 raise AttemptFailed(str(error)) from None
 
-        found = await self._insist(once, task.episode)
+        outcome = await self._retry(run_once, task.episode)
         self.workers.end(task.episode)
-        return found
+        return outcome
 
-    async def _insist(
-        self, once: Callable[[], Coroutine[Any, Any, T]], episode: str, called: Collection[str] = ()
+    async def _retry(
+        self, attempt: Callable[[], Coroutine[Any, Any, T]], episode: str, called: Collection[str] = ()
     ) -> T:
         """Try until it works; attempts during an outage do not count. Raises EnvironmentFailed.
 
@@ -221,7 +221,7 @@ class Hosting:
                 async with contextlib.AsyncExitStack() as held:
                     for place in (*places, self._places):
                         await held.enter_async_context(place)
-                    found = await once()
+                    result = await attempt()
             except AttemptFailed as error:
                 before = self.outage.lasted_s
                 self.outage.failed(str(error), trying)
@@ -238,17 +238,17 @@ class Hosting:
                 raise
             else:
                 self.outage.succeeded()
-                return found
+                return result
             finally:
                 self.outage.ended(trying)
 
-    async def _timed(self, once: Callable[[], Coroutine[Any, Any, T]], record: Record) -> T:
+    async def _timed(self, attempt: Callable[[], Coroutine[Any, Any, T]], record: Record) -> T:
         """An attempt within what the episode has left: the start of its world and attempts that failed count, waiting
         for an outage, a place or an engine does not. Raises EnvironmentFailed."""
         limit_s, began = self.table.episode_deadline_s, time.monotonic()
         try:
             async with asyncio.timeout(max(0.0, limit_s - record.spent_s)) as running:
-                return await once()
+                return await attempt()
         except TimeoutError:
             if not running.expired():
                 raise

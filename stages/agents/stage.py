@@ -7,7 +7,7 @@ A rollout comes here before the model's first turn and after each one. Rows choo
 
 With `--tools` in place of an environment, a rollout comes here behind each call of a tool: see plain_tools.py.
 
-A rollout that an agent makes comes here once: the agent asks the policy by itself, through the gateway of this replica
+A rollout that an agent makes comes here once: the agent sends requests to the gateway of this replica
 (stages/gateway), and the rollout leaves when it has ended.
 
 Invariants: rollouts wait for their own worlds only; an episode that cannot go on fails its rollout, with the reason,
@@ -76,7 +76,7 @@ class AgentsStage(LoopStage):
             self._plain = PlainTools(self._tools, self.config.tools)
             return
         chat = chat_format(self.config)
-        hostings = [Hosting(table, self._background, self._tell, self._episodes) for table in self.config.environment]
+        hostings = [Hosting(table, self._background, self._notify, self._episodes) for table in self.config.environment]
         self._hostings += hostings
         async with asyncio.TaskGroup() as tasks:
             opening = [tasks.create_task(hosting.workers.open()) for hosting in hostings]
@@ -176,7 +176,7 @@ class AgentsStage(LoopStage):
             pass
         work.close()
 
-    def _tell(self, notice: OutageNotice) -> None:
+    def _notify(self, notice: OutageNotice) -> None:
         """Let the user know, through the topic."""
         if self._ports is not None:
             key = f"environment/{notice.environment}/{self.context.replica}"

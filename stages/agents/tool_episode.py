@@ -54,8 +54,8 @@ class AnswerCache:
             return await tool.call(arguments), False
         key = (tool.name, tool.version, json.dumps(arguments, sort_keys=True))
         lock = self._under_way.get(key) or asyncio.Lock()
-        self._under_way[key] = lock  # there for as long as somebody holds it or waits for it
-        async with lock:  # unblocked by the answer, failure or cancellation of whoever asked before
+        self._under_way[key] = lock  # kept while a task holds it or waits for it
+        async with lock:  # released by the answer, failure or cancellation of the previous call
             if key in self._kept:
                 self._kept.move_to_end(key)
                 return self._kept[key], True
@@ -117,9 +117,9 @@ class ToolEpisode:
             text = await self._result(call)
         except InfrastructureError:
             raise
-        except Exception as error:  # a tool is somebody's program: the model sees what it raised
-            said = isinstance(error, (ToolCallError, Uncertain))
-            words = str(error) if said else f"{type(error).__name__}: {error}"
+        except Exception as error:  # a tool is a user's program: the model sees what it raised
+            for_model = isinstance(error, (ToolCallError, Uncertain))
+            words = str(error) if for_model else f"{type(error).__name__}: {error}"
             text = self._error(words)
         return Message("tool", shortened(text, self._result_chars), tool_call_id=call.id, name=call.name)
 

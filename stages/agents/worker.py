@@ -2,7 +2,7 @@
 
     python -m stages.agents.worker SOCKET_FD PARENT_PID MEMORY_BYTES IMPORT_PATH OPTIONS ONCE_DIR
 
-It hosts episodes of one environment, each an object of its class; calls are those of stages/agents/calls.py.
+It hosts episodes of one environment, each an object of its class; for its calls see stages/agents/calls.py.
 
 Invariants: calls of one episode come one after the other, calls of different episodes run side by side. This module
 imports nothing but msgspec and the standard library, for the interpreter may have only those.
@@ -31,20 +31,20 @@ _ENVIRONMENT, _AGENT = ("reset", "step"), ("run",)
 
 def import_hosted(path: str) -> tuple[type[Any], Hosted]:
     """The class at an import path, and what it can do. Raises ImportPathError."""
-    found = import_path(path)
-    if not isinstance(found, type):
+    imported = import_path(path)
+    if not isinstance(imported, type):
         raise ImportPathError(f"import path {path!r} is no class; name the class of an environment or agent")
-    kind = "agent" if hasattr(found, "run") and not hasattr(found, "step") else "environment"
+    kind = "agent" if hasattr(imported, "run") and not hasattr(imported, "step") else "environment"
     for name in _AGENT if kind == "agent" else _ENVIRONMENT:
-        if not inspect.iscoroutinefunction(getattr(found, name, None)):
+        if not inspect.iscoroutinefunction(getattr(imported, name, None)):
             raise ImportPathError(
-                f"import path {path!r}: {found.__name__} has no 'async def {name}'; an environment has reset and step, "
-                "an agent has run, all of them async"
+                f"import path {path!r}: {imported.__name__} has no 'async def {name}'; an environment has "
+                "reset and step, an agent has run, all of them async"
             )
-    snapshots = [name for name in ("snapshot", "restore") if callable(getattr(found, name, None))]
+    snapshots = [name for name in ("snapshot", "restore") if callable(getattr(imported, name, None))]
     if len(snapshots) == 1:
-        raise ImportPathError(f"import path {path!r}: {found.__name__} has {snapshots[0]} alone; give both or none")
-    return found, Hosted(kind, tasks=callable(getattr(found, "tasks", None)), snapshots=bool(snapshots))
+        raise ImportPathError(f"import path {path!r}: {imported.__name__} has {snapshots[0]} alone; give both or none")
+    return imported, Hosted(kind, tasks=callable(getattr(imported, "tasks", None)), snapshots=bool(snapshots))
 
 
 def make(kind: type[Any], options: Mapping[str, Any]) -> Any:
@@ -60,9 +60,9 @@ def make(kind: type[Any], options: Mapping[str, Any]) -> Any:
 class Episodes:
     """The episodes of one process."""
 
-    def __init__(self, kind: type[Any], said: Hosted, options: Mapping[str, Any], once: str) -> None:
+    def __init__(self, kind: type[Any], hosted: Hosted, options: Mapping[str, Any], once: str) -> None:
         """`once`: directory in which calls that change the world are written down."""
-        self._kind, self._said, self._options, self._once = kind, said, options, once
+        self._kind, self._hosted, self._options, self._once = kind, hosted, options, once
         self._there: dict[str, tuple[Any, Once]] = {}
 
     async def answer(self, raw: msgspec.Raw) -> object:
@@ -114,7 +114,7 @@ class Episodes:
             await environment.close()
 
     def _state(self, environment: Any) -> bytes:
-        return bytes(environment.snapshot()) if self._said.snapshots else b""
+        return bytes(environment.snapshot()) if self._hosted.snapshots else b""
 
 
 def _counted(once: Once, metrics: Mapping[str, float]) -> Mapping[str, float]:
@@ -132,8 +132,8 @@ def main(arguments: list[str]) -> None:
     socket_fd, parent, memory, path, options, once = arguments
 
     def prepare() -> tuple[Handler, object]:
-        kind, said = import_hosted(path)
-        return Episodes(kind, said, json.loads(options), once).answer, said
+        kind, hosted = import_hosted(path)
+        return Episodes(kind, hosted, json.loads(options), once).answer, hosted
 
     serve(become_worker(int(socket_fd), int(parent), int(memory)), prepare)
 

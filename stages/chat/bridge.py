@@ -1,11 +1,11 @@
 """What a chat template writes between a turn of the model and its next one, without rendering that turn.
 
-A template is asked twice about a short conversation that stands for the real one: a question, a turn with a mark in
+A template renders twice a short conversation that stands for the real one: a question, a turn with a mark in
 it, and the second time the new messages as well. What follows the mark is the end of the model's turn, the markup of
 the messages, and what begins the next turn. The model's own tokens are never rendered, so that it does not matter what
 a template leaves out of earlier turns (reasoning, mostly).
 
-`check_bridge` finds out at the start whether a template may be asked so. It must write the same behind a turn whatever
+`check_bridge` finds out at the start whether a template can be used so. It must write the same behind a turn whatever
 stood before it, and a new message must put nothing new in front of that turn.
 """
 
@@ -138,8 +138,8 @@ class Bridge:
         closing = self._closing(end, called)
         if not rest.startswith(end):
             # gpt-oss: the token that ends a last turn is another one than that of an earlier turn.
-            other = self._special(rest[: len(end) + _CONTEXT])[:1]
-            if self._special(end) != [end] or not other or not rest.startswith(other[0]):
+            closer = self._special(rest[: len(end) + _CONTEXT])[:1]
+            if self._special(end) != [end] or not closer or not rest.startswith(closer[0]):
                 raise ChatFormatError(
                     "the chat template ends a turn of the model in another way when messages follow it, so nothing can "
                     f"be put behind it.\n{difference(end, rest, 'last turn', 'earlier turn')}\nThe cure: {CURE}"
@@ -202,12 +202,12 @@ def check_bridge(bridge: Bridge, messages: Sequence[Message], tools: Sequence[To
             )
     longer = (QUESTION, ANSWER, Message("user", "Where else?"))
     for before, reasoning in ((longer, ""), ((QUESTION,), "Think.")):
-        other = bridge.between(messages, tools, before, reasoning)
-        if other.text != between.text:
+        elsewhere = bridge.between(messages, tools, before, reasoning)
+        if elsewhere.text != between.text:
             raise ChatFormatError(
                 "the chat template writes a message in another way when other things stand before it, so it cannot "
                 "be written without them.\n"
-                f"{difference(between.text, other.text, 'short', 'longer')}\nThe cure: {CURE}"
+                f"{difference(between.text, elsewhere.text, 'short', 'longer')}\nThe cure: {CURE}"
             )
     return between.closing
 
@@ -218,19 +218,19 @@ def _is_cut_out_of(shorter: str, longer: str) -> bool:
     return ahead + behind >= len(shorter) and len(shorter) <= len(longer)
 
 
-def _alike(one: str, other: str) -> int:
+def _alike(first: str, second: str) -> int:
     """How many characters two texts begin with alike."""
     return next(
-        (place for place, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other))
+        (place for place, (a, b) in enumerate(zip(first, second, strict=False)) if a != b), min(len(first), len(second))
     )
 
 
-def difference(one: str, other: str, one_name: str, other_name: str) -> str:
+def difference(first: str, second: str, first_name: str, second_name: str) -> str:
     """Both texts around their first difference, one below the other."""
-    same = _alike(one, other)
+    same = _alike(first, second)
     start = max(0, same - _CONTEXT)
-    width = max(len(one_name), len(other_name))
+    width = max(len(first_name), len(second_name))
     return "\n".join(
         f"  {name:<{width}}  {'...' if start else ''}{text[start : same + _CONTEXT]!r}"
-        for name, text in ((one_name, one), (other_name, other))
+        for name, text in ((first_name, first), (second_name, second))
     )

@@ -50,11 +50,11 @@ class TurnReader:
         text = self._tokenizer.decode(ids[:length], skip_special_tokens=False) if length else ""
         parser = self.parser
         if parser is not None and parser.reads_reasoning:
-            found = parser.parse(text, Offered(tools))
-            return Reply(Message("assistant", found.content, found.reasoning, found.calls), found.fault)
+            parsed = parser.parse(text, Offered(tools))
+            return Reply(Message("assistant", parsed.content, parsed.reasoning, parsed.calls), parsed.fault)
         reasoning, content = self._split(text, ended=length < len(ids))
-        found = parser.parse(content, Offered(tools)) if parser is not None and tools else Found(content)
-        return Reply(Message("assistant", found.content, reasoning, found.calls), found.fault)
+        parsed = parser.parse(content, Offered(tools)) if parser is not None and tools else Found(content)
+        return Reply(Message("assistant", parsed.content, reasoning, parsed.calls), parsed.fault)
 
     def _split(self, text: str, ended: bool) -> tuple[str, str]:
         """(reasoning, content)."""
@@ -72,7 +72,7 @@ class TurnReader:
 
 
 class PlainFormat:
-    """Contents one behind the other. Nothing tells who speaks: the environment's texts must."""
+    """Contents one behind the other. Nothing marks the speaker: the environment's texts must."""
 
     def __init__(self, tokenizer: Tokenizer, parser: CallParser) -> None:
         self.stop: Sequence[str] = (parser.closing,) if parser.closing else ()  # nothing else ends such a turn
@@ -99,7 +99,7 @@ def _joined(messages: Sequence[Message]) -> str:
 class TurnEnd:
     """The tokens that close a turn, and how many of them a model has written itself.
 
-    `ids`: those of the template; of these the first special one tells that the turn is over, what follows is space.
+    `ids`: the template's tokens; the first special token of these ends the turn, what follows is space.
     `others`: what else may close one, such as a call.
     """
 

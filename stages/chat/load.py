@@ -53,8 +53,8 @@ def parser_for(written: str, call: ToolCall, tools: tuple[ToolSchema, ...]) -> C
     """The first parser that reads a call as it was meant, from how a chat template writes it."""
     for make in dict.fromkeys(PARSERS.values()):
         parser = make()
-        found = parser.parse(written, Offered(tools))
-        if [(one.name, one.arguments) for one in found.calls] == [(call.name, call.arguments)] and not found.fault:
+        parsed = parser.parse(written, Offered(tools))
+        if [(read.name, read.arguments) for read in parsed.calls] == [(call.name, call.arguments)] and not parsed.fault:
             return parser
     return None
 

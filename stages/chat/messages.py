@@ -15,7 +15,7 @@ Role = Literal["system", "developer", "user", "assistant", "tool"]
 
 
 class ToolCall(Struct, frozen=True, omit_defaults=True):
-    """One call that a model asks for. `arguments` is text where the model wrote no JSON object."""
+    """One call that a model makes. `arguments` is text where the model wrote no JSON object."""
 
     name: str
     arguments: Mapping[str, object] | str
@@ -44,7 +44,7 @@ class Reply(Struct, frozen=True):
 
 
 class ChatFormat(Protocol):
-    """One model's way to write conversations. Pure: the same arguments give the same result."""
+    """One model's way to write conversations. No state: the same arguments give the same result."""
 
     stop: Sequence[str]  # texts that end a turn, besides the end-of-sequence tokens
     stop_token_ids: Sequence[int]

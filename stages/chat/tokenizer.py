@@ -223,8 +223,8 @@ def _own_first(own: int | None, declared: set[int]) -> tuple[int, ...]:
 def _special_tokens(directory: Path, config: Mapping[str, object]) -> dict[str, str]:
     """Named special tokens; special_tokens_map.json is where older checkpoints keep what the configuration lacks."""
     merged = {**_read_json(directory / "special_tokens_map.json"), **config}
-    found = {name: _content(merged.get(name)) for name in _SPECIAL_NAMES}
-    return {name: text for name, text in found.items() if text is not None}
+    texts = {name: _content(merged.get(name)) for name in _SPECIAL_NAMES}
+    return {name: text for name, text in texts.items() if text is not None}
 
 
 def _content(value: object) -> str | None:
@@ -241,9 +241,9 @@ def _declared_eos(directory: Path) -> list[int]:
         nested = config.get("text_config")
         declared = config.get("eos_token_id", nested.get("eos_token_id") if isinstance(nested, Mapping) else None)
         ids = declared if isinstance(declared, list) else [declared]
-        found = [value for value in ids if isinstance(value, int)]
-        if found:
-            return found
+        eos = [value for value in ids if isinstance(value, int)]
+        if eos:
+            return eos
     return []
 
 

@@ -1,7 +1,7 @@
 """What parsers of tool calls have in common: the tools on offer, what was found, and JSON that stands in other text.
 
 Invariants: a parser never raises, whatever the text; what could not be read as a call stays in the content, and a
-sentence that the model can act on says why.
+sentence that the model can act on gives the reason.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ _PYTHON: Final = {"True": True, "False": False, "None": None}  # as templates wi
 
 
 class Found(Struct, frozen=True):
-    """What a turn is made of. `fault` is "" or says what is wrong with its calls."""
+    """What a turn is made of. `fault` is "" or what is wrong with its calls."""
 
     content: str
     calls: tuple[ToolCall, ...] = ()
     fault: str = ""
-    reasoning: str = ""  # of a format in which only the parser can tell it
+    reasoning: str = ""  # of a format in which only the parser knows it
 
 
 class CallParser(Protocol):
     """How one family of models writes calls."""
 
-    opening: str  # the text that tells that a call begins
+    opening: str  # the text with which a call begins
     closing: str  # the text after which nothing follows that the model should write, or ""
     reads_reasoning: bool  # the parser is given whole turns, also where no tools are offered
 

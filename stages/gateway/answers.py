@@ -241,18 +241,18 @@ class Answers:
             budget = min(budget, ask.max_tokens)
         params = request.params
         stop_ids = {*(params.stop_token_ids or ()), *self._chat.stop_token_ids, *ask.stop_token_ids}
-        asked = msgspec.structs.replace(
+        drawn = msgspec.structs.replace(
             params,
             max_new_tokens=budget,
             stop=[*_texts(params.stop), *self._chat.stop, *ask.stop] or None,
             stop_token_ids=sorted(stop_ids) or None,
             **(_drawn(ask.sampling) if self._client_sampling else {}),
         )
-        trained = all(getattr(asked, name) == getattr(params, name) for name in Sampling.__struct_fields__)
+        trained = all(getattr(drawn, name) == getattr(params, name) for name in Sampling.__struct_fields__)
         own = hash(draft.token_ids[: draft.prompt_length].tobytes()) if place.whole_batch else place.sample.index
         session = f"{place.group.key}/{own}"
         return SampleRequest(
-            asked,
+            drawn,
             token_ids=request.token_ids,
             prompt_length=request.prompt_length,
             session=session,

@@ -59,23 +59,23 @@ class MessagesRequest(Struct, frozen=True):
 
 class AnthropicMessages:
     def read(self, body: bytes) -> Ask:
-        asked = decode(body, MessagesRequest)
-        system = _text(asked.system)
+        parsed = decode(body, MessagesRequest)
+        system = _text(parsed.system)
         messages = [Message("system", system)] if system else []
-        for sent in asked.messages:
+        for sent in parsed.messages:
             messages += _messages(sent)
         tools = tuple(
             function_tool(tool.get("name"), tool.get("description"), tool["input_schema"])
-            for tool in asked.tools or ()
+            for tool in parsed.tools or ()
             if "input_schema" in tool
         )
         return Ask(
-            asked.model,
+            parsed.model,
             Conversation(tuple(messages), tools),
-            max_tokens=asked.max_tokens,
-            stop=texts(asked.stop_sequences),
-            sampling=Sampling(asked.temperature, asked.top_p, asked.top_k),
-            stream=bool(asked.stream),
+            max_tokens=parsed.max_tokens,
+            stop=texts(parsed.stop_sequences),
+            sampling=Sampling(parsed.temperature, parsed.top_p, parsed.top_k),
+            stream=bool(parsed.stream),
             object_arguments=True,
         )
 
@@ -183,9 +183,9 @@ def _text(content: str | list[Block] | None) -> str:
     """Raises Refused for what is no text."""
     if content is None or isinstance(content, str):
         return content or ""
-    other = [block.type for block in content if block.type != "text"]
-    if other:
-        raise Refused("invalid", f"content of type {other[0][:40]!r} is not supported; send texts")
+    unsupported = [block.type for block in content if block.type != "text"]
+    if unsupported:
+        raise Refused("invalid", f"content of type {unsupported[0][:40]!r} is not supported; send texts")
     return "\n".join(block.text for block in content)
 
 

@@ -70,21 +70,21 @@ class ChatRequest(Struct, frozen=True):
 
 class ChatCompletions:
     def read(self, body: bytes) -> Ask:
-        asked = decode(body, ChatRequest)
-        if (asked.n or 1) != 1:
-            raise Refused("invalid", f"n is {asked.n}; the gateway gives one answer to a request: ask again for more")
-        tools = tuple(_tool(tool["function"]) for tool in asked.tools or () if isinstance(tool.get("function"), dict))
-        limits = (asked.max_completion_tokens, asked.max_tokens)
+        parsed = decode(body, ChatRequest)
+        if (parsed.n or 1) != 1:
+            raise Refused("invalid", f"n is {parsed.n}; the gateway gives one answer to a request: ask again for more")
+        tools = tuple(_tool(tool["function"]) for tool in parsed.tools or () if isinstance(tool.get("function"), dict))
+        limits = (parsed.max_completion_tokens, parsed.max_tokens)
         return Ask(
-            asked.model,
-            Conversation(tuple(map(_message, asked.messages)), tools),
+            parsed.model,
+            Conversation(tuple(map(_message, parsed.messages)), tools),
             max_tokens=next((limit for limit in limits if limit is not None), None),
-            stop=texts(asked.stop),
-            sampling=Sampling(asked.temperature, asked.top_p, asked.top_k),
-            stream=bool(asked.stream),
-            stream_usage=bool(asked.stream_options and asked.stream_options.include_usage),
-            log_probs=bool(asked.logprobs),
-            token_ids=bool(asked.return_token_ids),
+            stop=texts(parsed.stop),
+            sampling=Sampling(parsed.temperature, parsed.top_p, parsed.top_k),
+            stream=bool(parsed.stream),
+            stream_usage=bool(parsed.stream_options and parsed.stream_options.include_usage),
+            log_probs=bool(parsed.logprobs),
+            token_ids=bool(parsed.return_token_ids),
         )
 
     def answer(self, ask: Ask, answer: Answer) -> Json:
@@ -120,10 +120,10 @@ class ChatCompletions:
         if message.reasoning_content:
             yield _chunk(ask, answer, {"reasoning_content": message.reasoning_content})
         if message.content or ask.log_probs or ask.token_ids:
-            said: dict[str, object] = {"token_ids": answer.token_ids} if ask.token_ids else {}
+            extra: dict[str, object] = {"token_ids": answer.token_ids} if ask.token_ids else {}
             if ask.log_probs:
-                said["logprobs"] = {"content": answer.token_log_probs}
-            yield _chunk(ask, answer, {"content": message.content}, said)
+                extra["logprobs"] = {"content": answer.token_log_probs}
+            yield _chunk(ask, answer, {"content": message.content}, extra)
         for index, call in enumerate(calls(message.tool_calls)):
             yield _chunk(ask, answer, {"tool_calls": [{"index": index, **call}]})
         yield _chunk(ask, answer, {}, {"finish_reason": FINISH[answer.finish]})
@@ -175,9 +175,9 @@ def content_text(content: str | Sequence[Part] | None) -> str:
     """Raises Refused for what is no text."""
     if content is None or isinstance(content, str):
         return content or ""
-    other = [part.type for part in content if part.type not in _TEXTS]
-    if other:
-        raise Refused("invalid", f"content of type {other[0]!r} is not supported; send texts")
+    unsupported = [part.type for part in content if part.type not in _TEXTS]
+    if unsupported:
+        raise Refused("invalid", f"content of type {unsupported[0]!r} is not supported; send texts")
     return "".join(part.text or part.refusal for part in content)
 
 
@@ -214,8 +214,8 @@ def _message(sent: ChatMessage) -> Message:
     )
 
 
-def _chunk(ask: Ask, answer: Answer, delta: Json | None, said: Json | None = None, more: Json | None = None) -> bytes:
-    choice = {"index": 0, "delta": delta, "finish_reason": None, "logprobs": None, **(said or {})}
+def _chunk(ask: Ask, answer: Answer, delta: Json | None, extra: Json | None = None, more: Json | None = None) -> bytes:
+    choice = {"index": 0, "delta": delta, "finish_reason": None, "logprobs": None, **(extra or {})}
     return event(
         {
             "id": f"chatcmpl-{answer.id}",

@@ -54,22 +54,22 @@ class ResponsesRequest(Struct, frozen=True):
 
 class Responses:
     def read(self, body: bytes) -> Ask:
-        asked = decode(body, ResponsesRequest)
-        if asked.previous_response_id:
+        parsed = decode(body, ResponsesRequest)
+        if parsed.previous_response_id:
             raise Refused("invalid", "previous_response_id is not supported; send the whole conversation as input")
-        items = [Item(content=asked.input)] if isinstance(asked.input, str) else asked.input
-        system = [Message("system", asked.instructions)] if asked.instructions else []
+        items = [Item(content=parsed.input)] if isinstance(parsed.input, str) else parsed.input
+        system = [Message("system", parsed.instructions)] if parsed.instructions else []
         tools = tuple(
             function_tool(tool.get("name"), tool.get("description"), tool.get("parameters"))
-            for tool in asked.tools or ()
+            for tool in parsed.tools or ()
             if tool.get("type") == "function"
         )
         return Ask(
-            asked.model,
+            parsed.model,
             Conversation((*system, *_messages(items)), tools),
-            max_tokens=asked.max_output_tokens,
-            sampling=Sampling(asked.temperature, asked.top_p),
-            stream=bool(asked.stream),
+            max_tokens=parsed.max_output_tokens,
+            sampling=Sampling(parsed.temperature, parsed.top_p),
+            stream=bool(parsed.stream),
         )
 
     def answer(self, ask: Ask, answer: Answer) -> Json:

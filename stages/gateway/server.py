@@ -179,14 +179,14 @@ class Gateway:
 
         async with asyncio.TaskGroup() as tasks:
             waiting = tasks.create_task(wait())
-            found = await _outcome(self._answers.answer(place, ask))
+            outcome = await _outcome(self._answers.answer(place, ask))
             waiting.cancel()
-        if isinstance(found, Refused):
+        if isinstance(outcome, Refused):
             if not response.prepared:
-                raise found
-            events = [dialect.error_event(found)]
+                raise outcome
+            events = [dialect.error_event(outcome)]
         else:
-            events = [*dialect.events(ask, found)]
+            events = [*dialect.events(ask, outcome)]
         with contextlib.suppress(ConnectionError):
             if not response.prepared:
                 await response.prepare(http)

@@ -1,4 +1,4 @@
-"""What one agent asked, as the sequences of one rollout. Pure: it knows neither HTTP nor engines.
+"""The requests of one agent, as the sequences of one rollout. No I/O: it knows neither HTTP nor engines.
 
 An agent sends whole conversations, again and again. What continues a recorded one takes the recorded tokens, with only
 the new messages tokenised behind them; what does not (an edited history, a compacted one, a sub-agent) begins at the
@@ -135,10 +135,10 @@ class Session:
         messages, tools = conversation.messages, conversation.tools
         digests = self._digests(conversation)
         for n in range(len(messages) - 1, 0, -1):
-            found = self._replies.get(digests[n])
-            if found is None:
+            reply = self._replies.get(digests[n])
+            if reply is None:
                 continue
-            ids = self._sequences[found.sequence].token_ids[: found.length].tolist()
+            ids = self._sequences[reply.sequence].token_ids[: reply.length].tolist()
             with contextlib.suppress(ChatFormatError):  # messages that are written only with what stands before them
                 return [*ids, *self._chat.append(ids, messages[n:], tools)]
         return self._chat.start(messages, tools)
@@ -146,13 +146,13 @@ class Session:
     def _digests(self, conversation: Conversation) -> list[bytes]:
         """Of the conversation after each number of its messages, from 0 on."""
         state = hashlib.blake2b(msgspec.json.encode(conversation.tools, order="sorted"), digest_size=16)
-        found = [state.digest()]
+        digests = [state.digest()]
         for message in conversation.messages:
             encoded = msgspec.json.encode(self._comparable(message), order="sorted")
             state.update(b"%d:" % len(encoded))
             state.update(encoded)
-            found.append(state.digest())
-        return found
+            digests.append(state.digest())
+        return digests
 
     def _comparable(self, message: Message) -> Message:
         """The message without what clients change when they send a reply back: space around it, the writing of JSON."""
@@ -205,9 +205,11 @@ def _behind(part: Sample, prefix: Prefix | None) -> Sample:
 def _shared(numbers: Sequence[IntArray], place: int) -> Prefix | None:
     """What a sequence shares with an earlier one, by the numbers of their tokens: tokens that are the same by accident,
     because two branches sampled alike, have numbers of their own."""
-    shares = [(_common(numbers[place], earlier), other) for other, earlier in enumerate(numbers[:place])]
-    length, other = max(shares, key=lambda share: share[0], default=(0, 0))
-    return Prefix(other, length) if length else None
+    shares = [
+        (_common(numbers[place], earlier), earlier_place) for earlier_place, earlier in enumerate(numbers[:place])
+    ]
+    length, earlier_place = max(shares, key=lambda share: share[0], default=(0, 0))
+    return Prefix(earlier_place, length) if length else None
 
 
 def _parsed(call: ToolCall) -> ToolCall:

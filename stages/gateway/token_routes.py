@@ -48,10 +48,10 @@ class SglangRequest(Struct, frozen=True):
 
 class VllmGenerate:
     def read(self, body: bytes) -> Ask:
-        asked = decode(body, TokensRequest)
-        if asked.stream:
+        parsed = decode(body, TokensRequest)
+        if parsed.stream:
             raise Refused("invalid", "stream is not supported on this route; leave it out")
-        return _ask(asked.model, asked.sampling_params, ids=asked.token_ids)
+        return _ask(parsed.model, parsed.sampling_params, ids=parsed.token_ids)
 
     def answer(self, ask: Ask, answer: Answer) -> Json:
         choice = {

@@ -1,8 +1,8 @@
 """Rollouts made by a user's own function, with slime's signature: `async (args, sample, sampling_params)`.
 
-The function asks the model at `args.sglang_router_ip` and `args.sglang_router_port`, by SGLang's POST /generate. That
-address is the gateway in the generate stage's own process, and stands for one rollout, so that what engines were sent
-and answered is recorded beside what the function returns (stages/slime/convert.py).
+The function sends SGLang's POST /generate to `args.sglang_router_ip` and `args.sglang_router_port`. That address is the
+gateway in the generate stage's own process, and stands for one rollout, so that requests to engines and their answers
+are recorded beside what the function returns (stages/slime/convert.py).
 
 Invariants: what a function raises, returns wrongly or takes too long for fails its rollout, with the reason; a drain
 ends it as aborted; it runs in a thread of its own, so that it cannot stop the stage's loop; a function that cannot be
@@ -43,19 +43,19 @@ _BY_ROW = '"generate_function_path"'
 
 
 class NoChat:
-    """The chat format of a gateway that is asked with tokens."""
+    """The chat format of a gateway whose requests are tokens."""
 
     stop: Sequence[str] = ()
     stop_token_ids: Sequence[int] = ()
 
     def start(self, messages: Sequence[Message], tools: Sequence[ToolSchema]) -> list[int]:
-        raise ChatFormatError("a generate function asks by POST /generate, with input_ids")
+        raise ChatFormatError("a generate function sends input_ids to POST /generate")
 
     def append(self, ids: Sequence[int], messages: Sequence[Message], tools: Sequence[ToolSchema]) -> list[int]:
         return self.start(messages, tools)
 
     def reply(self, ids: Sequence[int], tools: Sequence[ToolSchema]) -> Any:
-        raise ChatFormatError("a generate function asks by POST /generate, with input_ids")
+        raise ChatFormatError("a generate function sends input_ids to POST /generate")
 
 
 def function_of(config: Config, group: PromptGroup) -> str | None:
@@ -96,7 +96,7 @@ class GenerateFunctions:
                 self._drain.set()
 
     async def take(self, path: str, group: PromptGroup, samples: Sequence[Sample], ended: Callable[..., None]) -> None:
-        """Make each rollout. `ended` is told of the sequences of each when it has ended; waits for the last one."""
+        """Make each rollout. `ended` gets the sequences of each when it has ended; waits for the last rollout."""
 
         async def one(sample: Sample) -> None:
             parts = await self._rollout(path, group, sample)
@@ -150,10 +150,10 @@ class GenerateFunctions:
             draining.cancel()
         if not done:
             raise Drained if drained else TimeoutError
-        found = calling.result()
-        if isinstance(found, Exception):
-            raise found
-        return found
+        returned = calling.result()
+        if isinstance(returned, Exception):
+            raise returned
+        return returned
 
     def _encode(self, text: str) -> Sequence[int]:
         """The tokens of a text that a function sent instead of ids."""

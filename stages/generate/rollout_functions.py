@@ -1,7 +1,7 @@
 """Whole batches by a user's rollout function, with slime's signature: `(args, rollout_id, data_source, evaluation)`.
 
 The ledger decides which groups exist. So the function is called for those that the run has admitted, draws them from
-`data_source.get_samples`, and gives back what it made of them; requests go to one address, recorded in one session.
+`data_source.get_samples`, and returns what it made of them; requests go to one address, recorded in one session.
 
 Invariants: one call at a time; a group that was drawn and not returned fails with that reason, one that was put back
 waits for the next call; what a call raises, or the deadline, fails the groups that it drew; a drain ends them as
@@ -104,13 +104,13 @@ class RolloutFunction:
         self._next_id = -1
 
     async def take(self, group: PromptGroup, samples: Sequence[Sample], ended: Callable[..., None]) -> None:
-        """Hand a group to the function; `ended` is told of its rollouts. Waits for the last one."""
-        one = _Drawn(group, samples, ended)
+        """Hand a group to the function; `ended` gets its rollouts. Waits for the last rollout."""
+        drawn = _Drawn(group, samples, ended)
         with self._changed:
-            self._waiting.append(one)
+            self._waiting.append(drawn)
             self._changed.notify_all()
         self._came.set()
-        await one.done.wait()
+        await drawn.done.wait()
 
     async def run(self) -> None:
         """Waits for groups, and for the function; runs until cancelled."""
@@ -189,11 +189,11 @@ class RolloutFunction:
 async def _in_thread(function: Callable[[], Any]) -> Any:
     """What a function returns or raises. Its thread does not keep the process alive, and is left where it hangs."""
     loop = asyncio.get_running_loop()
-    found: asyncio.Future[Any] = loop.create_future()
+    future: asyncio.Future[Any] = loop.create_future()
 
     def settle(value: Any, error: BaseException | None) -> None:
-        if not found.done():
-            found.set_result(value) if error is None else found.set_exception(error)
+        if not future.done():
+            future.set_result(value) if error is None else future.set_exception(error)
 
     def work() -> None:
         value, error = None, None
@@ -205,7 +205,7 @@ async def _in_thread(function: Callable[[], Any]) -> Any:
             loop.call_soon_threadsafe(settle, value, error)
 
     threading.Thread(target=work, name="rollout-function", daemon=True).start()
-    return await found
+    return await future
 
 
 def _flat(groups: Any) -> Iterator[Any]:
@@ -228,7 +228,7 @@ def _index(sample: Any) -> int:
 
 
 def _by_rollout(groups: Any) -> dict[int, list[Any]]:
-    """What was returned, by the index of the rollout: those of one index are its sequences."""
+    """What the function returned, by the index of the rollout: samples of equal index are its sequences."""
     if groups is not None and not isinstance(groups, list | tuple):
         raise ReturnedError(f"it returned {type(groups).__name__}; return RolloutFnTrainOutput(samples=groups)")
     made: dict[int, list[Any]] = {}
@@ -237,7 +237,7 @@ def _by_rollout(groups: Any) -> dict[int, list[Any]]:
     return made
 
 
-def _metrics(said: object) -> dict[str, float]:
-    found = said.items() if isinstance(said, Mapping) else ()
-    numbers = {f"rollout_function/{name}": float(one) for name, one in found if isinstance(one, int | float)}
-    return {name: one for name, one in numbers.items() if math.isfinite(one)}
+def _metrics(metrics: object) -> dict[str, float]:
+    items = metrics.items() if isinstance(metrics, Mapping) else ()
+    numbers = {f"rollout_function/{name}": float(value) for name, value in items if isinstance(value, int | float)}
+    return {name: value for name, value in numbers.items() if math.isfinite(value)}

@@ -2,15 +2,15 @@
 
     answer = await self.once(pay, "invoice 7", 12.5)      # in an environment; `pay` is an async function
 
-Before the call a file says that it begins, behind it what it gave; both are on the disk before anything else happens.
-A call that has ended gives what it gave, and is not made again. Of one that has begun and not ended nobody can know
-whether it took effect: `Uncertain`, for the model to be told. Within a call, `call_id()` is a text that no other call
-has: given to the service, it can say of an uncertain call (`Uncertain.call_id`) what became of it.
+A file records the begin of a call before the call, and its result behind it; each is on the disk before anything else
+happens. A call that has ended gives its recorded result, and is not made again. Of a call that began and did not end it
+is not known whether it took effect: `Uncertain`, for the model to read. Within a call, `call_id()` is a text that no
+other call has. A service that gets it can look up what became of an uncertain call (`Uncertain.call_id`).
 
 A call is known by its episode, its task, the turn (its number and what the model wrote), its place among the calls of
 the turn, the function and the arguments. So a turn that was written anew makes calls of its own.
 
-Invariants: no call is made before the file that says so is on the disk, and none twice; what cannot be read counts as
+Invariants: no call is made before its begin is on the disk, and none twice; what cannot be read counts as
 begun. Nothing but the standard library is imported: the interpreter of a worker may be one that has only that.
 """
 
@@ -39,13 +39,13 @@ ENDED_FILE: Final = "ended.json"  # there
 _CALL: Final = re.compile(r"[0-9a-f]{40}")
 _EVALUATED: Final = re.compile(r".*@(\d+):\d+")  # key of an evaluation's group, and the version that it is of
 
-_UNCERTAIN = "whether this call took effect is not known: whoever made it was lost before its result was written down"
+_UNCERTAIN = "whether this call took effect is not known: its process was lost before the result was written down"
 _call_id: ContextVar[str] = ContextVar("call_id")
 log = logging.getLogger("sluice.agents")
 
 
 class Uncertain(Exception):
-    """The call has begun earlier, and nobody knows how it ended. Or it raises this itself: it does not know either.
+    """The call began earlier, and how it ended is not known. Or the call raises this itself, for the same reason.
 
     `call_id`: as the call had it; empty where that is not known.
     """
@@ -60,7 +60,7 @@ class NoEffect(Exception):
 
 
 class GroupEnded(Exception):
-    """The call was not made: its group has ended, so that what it gave would not be kept."""
+    """The call was not made: its group has ended, so that its result would not be kept."""
 
 
 class CallRaised(Exception):
@@ -90,8 +90,8 @@ async def once(home: Path, key: Mapping[str, object], call: Callable[[], Awaitab
             raise
         except Uncertain as error:
             error.call_id = error.call_id or call_id()
-            said = json.dumps({**begun, "reason": str(error)}).encode()  # to say the same again
-            await asyncio.to_thread(write_whole, path, said, durable=True)
+            uncertain = json.dumps({**begun, "reason": str(error)}).encode()  # to say the same again
+            await asyncio.to_thread(write_whole, path, uncertain, durable=True)
             raise
         except Exception as error:
             ended = {"raised": f"{type(error).__name__}: {error}"}
@@ -111,7 +111,7 @@ class Once:
     """
 
     def __init__(self, directory: str | Path, episode: str, about: str = "") -> None:
-        self.calls = self.uncertain = 0  # so far; those of which nobody knows
+        self.calls = self.uncertain = 0  # so far; calls with an unknown end
         self._home = home_of(Path(directory), episode.rpartition("/")[0])
         self._known: dict[str, object] = {"episode": episode, "about": about}
         self.begin_turn(-1, "")
@@ -169,7 +169,7 @@ def uncertain_calls(home: Path) -> list[Path]:
 
 
 def forget(home: Path) -> None:
-    """Remove what is written down of a group, but for calls of which nobody knows whether they took effect."""
+    """Remove the records of a group, but for calls of which it is not known whether they took effect."""
     kept = set(uncertain_calls(home))
     for path in home.iterdir():
         if path not in kept:

@@ -1,4 +1,4 @@
-"""Responses in the making, on the disk: so that those of a killed process go on where they were.
+"""Responses in the making, on the disk: the responses of a killed process go on where they were.
 
 `RUN/episodes/<group>/responses-*.log` (stages/records/growing_records.py) gets a record of a response each time that
 `--response-journal-tokens` more of its tokens are certain, and one when it has ended. Shorter responses are not worth a
@@ -9,7 +9,7 @@ Invariants:
 - What is restored was made behind the very tokens that the turn begins with, with this group's prompt, seed and
   settings, and by weights that are part of the run's history and not older than the bound of staleness lets.
 - Nothing waits for a record: of a response that grows faster than the disk writes, only the newest state is written.
-- Records reach the operating system and are not synced: a machine that fails takes those of its last seconds.
+- Records reach the operating system and are not synced: a machine that fails loses the records of its last seconds.
 """
 
 from __future__ import annotations

@@ -160,5 +160,5 @@ def _with_experts(extras: dict[str, Extra], experts: bytes) -> dict[str, Extra]:
     """
     if not experts:
         return extras
-    had, told = extras.get(EXPERTS, NO_IDS), np.frombuffer(experts, dtype="<i4")
-    return {**extras, EXPERTS: np.concatenate([had, told[len(had) :]]).view(Extra)}
+    known, reported = extras.get(EXPERTS, NO_IDS), np.frombuffer(experts, dtype="<i4")
+    return {**extras, EXPERTS: np.concatenate([known, reported[len(known) :]]).view(Extra)}

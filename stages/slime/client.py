@@ -109,15 +109,15 @@ class GenerateState:
     aborted: bool
 
     def __new__(cls, args: Any) -> GenerateState:
-        found = cls._known.get(args.hf_checkpoint)
-        if found is None:
+        state = cls._known.get(args.hf_checkpoint)
+        if state is None:
             from transformers import AutoTokenizer
 
-            found = super().__new__(cls)
-            found.args, found.processor, found.aborted = args, None, False
-            found.tokenizer = AutoTokenizer.from_pretrained(args.hf_checkpoint)
-            found.semaphore = asyncio.Semaphore(args.sglang_server_concurrency)
-            found.sampling_params = {
+            state = super().__new__(cls)
+            state.args, state.processor, state.aborted = args, None, False
+            state.tokenizer = AutoTokenizer.from_pretrained(args.hf_checkpoint)
+            state.semaphore = asyncio.Semaphore(args.sglang_server_concurrency)
+            state.sampling_params = {
                 "temperature": args.rollout_temperature,
                 "top_p": args.rollout_top_p,
                 "top_k": args.rollout_top_k,
@@ -128,5 +128,5 @@ class GenerateState:
                 "no_stop_trim": True,
                 "spaces_between_special_tokens": False,
             }
-            cls._known[args.hf_checkpoint] = found
-        return found
+            cls._known[args.hf_checkpoint] = state
+        return state

@@ -1,4 +1,4 @@
-"""Between the run's samples and those of user code written for slime. Pure.
+"""Between the run's samples and those of user code written for slime. No I/O, no clock.
 
 What a function returns is a claim; what the engines were sent and answered is recorded. Ids come from the function,
 log-probs and versions from the record, and only where both agree from the first token on.
@@ -82,8 +82,8 @@ def _sequence(given: Any, recorded: Sequence[Sample], known: PrefixTree, first: 
             f"it returned a sample with the status {status}; set sample.status to Sample.Status.COMPLETED, or TRUNCATED"
         )
     if status in ("aborted", "failed"):
-        said = (given.metadata or {}).get("error") if isinstance(given.metadata, Mapping) else None
-        return msgspec.structs.replace(first, status=status, error=str(said or f"the function says: {status}"))
+        reason = (given.metadata or {}).get("error") if isinstance(given.metadata, Mapping) else None
+        return msgspec.structs.replace(first, status=status, error=str(reason or f"the function says: {status}"))
     ids, prompt_length = _ids(given)
     made, versions, log_probs, trained = _made(ids, recorded, known)
     versions[:prompt_length], log_probs[:prompt_length] = -1, 0.0
@@ -214,10 +214,12 @@ def _reward(rewards: Sequence[Any], key: str | None) -> tuple[float | None, dict
 
 def _with_prefixes(parts: Sequence[Sample]) -> tuple[Sample, ...]:
     """The sequences, each with what it has in common with an earlier one, if some of that is trained."""
-    tree, found = PrefixTree(), list[Sample]()
+    tree, parts_with = PrefixTree(), list[Sample]()
     for place, part in enumerate(parts):
         shown = np.stack([part.token_ids, part.loss_mask, part.versions], axis=1)
-        other, n = tree.longest(shown)
-        found.append(msgspec.structs.replace(part, prefix=Prefix(other, n) if part.loss_mask[:n].any() else None))
+        earlier, n = tree.longest(shown)
+        parts_with.append(
+            msgspec.structs.replace(part, prefix=Prefix(earlier, n) if part.loss_mask[:n].any() else None)
+        )
         tree.add(shown, place)
-    return tuple(found)
+    return tuple(parts_with)

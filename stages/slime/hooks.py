@@ -38,20 +38,20 @@ def rollout_function(path: str) -> Callable[..., Any]:
 
 def data_source(path: str) -> type[Any]:
     """The class at an import path, if it has what slime asks of a data source. Raises ImportPathError."""
-    found = import_path(path)
-    if not isinstance(found, type):
+    source = import_path(path)
+    if not isinstance(source, type):
         raise ImportPathError(f"import path {path!r} is no class; name the class of a data source")
     methods: dict[str, tuple[str, ...]] = {"get_samples": ("n",), "save": ("rollout_id",), "load": ("rollout_id",)}
     for name, parameters in {**methods, "__len__": ()}.items():
-        method = getattr(found, name, None)
+        method = getattr(source, name, None)
         if method is None:
             raise ImportPathError(
-                f"import path {path!r}: {found.__name__} has no {name}({', '.join(parameters)}); a data source has "
+                f"import path {path!r}: {source.__name__} has no {name}({', '.join(parameters)}); a data source has "
                 "get_samples(n), save(rollout_id), load(rollout_id) and __len__()"
             )
         _callable_with(f"{path}.{name}", method, "self", *parameters)
-    _callable_with(path, found, "args")
-    return found
+    _callable_with(path, source, "args")
+    return source
 
 
 def _callable_with(name: str, function: Callable[..., Any], *parameters: str) -> None:
@@ -74,11 +74,11 @@ def has_args(function: object) -> bool:
 
 def shown(slice_: RolloutSlice) -> list[slime.Sample]:
     """The sequences of a group, in their order."""
-    group, found = slice_.group, []
+    group, samples = slice_.group, []
     metadata = group.row_metadata
     for sample in slice_.samples:
         number, begin = group.group_id * group.n_samples + sample.index, sample.prompt_length
-        found.append(
+        samples.append(
             slime.Sample(
                 group_index=group.group_id,
                 index=number,
@@ -97,7 +97,7 @@ def shown(slice_: RolloutSlice) -> list[slime.Sample]:
                 metadata=dict(metadata),
             )
         )
-    return found
+    return samples
 
 
 def group_filter(path: str, config: Config | None) -> Callable[[RolloutSlice], tuple[bool, str | None]]:
@@ -153,15 +153,15 @@ async def logged(path: str, function: Callable[..., Any], rollout_id: int, confi
 
 def eval_data(given: Mapping[str, Sequence[RolloutSlice]]) -> dict[str, dict[str, list[Any]]]:
     """What an evaluation's log is told, by data set."""
-    found: dict[str, dict[str, list[Any]]] = {}
+    data: dict[str, dict[str, list[Any]]] = {}
     for name, slices in given.items():
         samples = [sample for slice_ in slices for sample in shown(slice_)]
-        found[name] = {
+        data[name] = {
             "rewards": [sample.reward for sample in samples],
             "truncated": [sample.status == slime.Status.TRUNCATED for sample in samples],
             "samples": samples,
         }
-    return found
+    return data
 
 
 def graded_samples(

@@ -66,7 +66,7 @@ class ToolProcess:
             raise ToolCallError(str(error)) from None
 
     async def call(self, arguments: Arguments) -> str:
-        """The answer to a call. Raises ToolCallError. Cancelled, it tells the tool to stop."""
+        """The answer to a call. Raises ToolCallError. Cancelled, it cancels the call in the tool's process."""
         try:
             return msgspec.msgpack.decode(await self._worker.call(arguments), type=str)
         except (CallFailed, WorkerLost) as error:

@@ -33,7 +33,7 @@ class ToolCallError(ToolError):
 
 
 class NoAnswer(ToolCallError):
-    """There was no answer in time, so that nobody knows whether the call was carried out."""
+    """There was no answer in time, so that it is not known whether the call was carried out."""
 
 
 Arguments = Mapping[str, object] | str

@@ -100,8 +100,8 @@ class Command:
         finally:
             await _ended(process)
         if self._check and status:
-            said = output.decode(errors="replace")[-_TAIL:]
-            raise RuntimeError(f"{argv[0]} ended with status {status}; its last output: {said}")
+            printed = output.decode(errors="replace")[-_TAIL:]
+            raise RuntimeError(f"{argv[0]} ended with status {status}; its last output: {printed}")
         return Outcome(metrics={"seconds": time.monotonic() - begun, "late": float(late), "status": float(status)})
 
 

@@ -75,9 +75,9 @@ class McpSession:
     async def call(self, name: str, arguments: Mapping[str, object], deadline_s: float) -> Any:
         """The result of a tool. Raises ToolCallError and InfrastructureError."""
         call = self._client.call_tool(name, dict(arguments))
-        asked = asyncio.run_coroutine_threadsafe(asyncio.wait_for(call, deadline_s), _loop())
+        future = asyncio.run_coroutine_threadsafe(asyncio.wait_for(call, deadline_s), _loop())
         try:
-            return await asyncio.wrap_future(asked)
+            return await asyncio.wrap_future(future)
         except TimeoutError:
             raise NoAnswer(f"no answer within {deadline_s:g} s") from None
         except Exception as error:

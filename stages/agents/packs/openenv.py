@@ -105,7 +105,7 @@ class Openenv:
         if not self._observation:
             return json.dumps(observation, sort_keys=True)
         if self._observation not in observation:
-            there = ", ".join(sorted(observation)) or "nothing"
-            raise ValueError(f"options.observation is {self._observation!r}, but an observation has: {there}")
+            keys = ", ".join(sorted(observation)) or "nothing"
+            raise ValueError(f"options.observation is {self._observation!r}, but an observation has: {keys}")
         value = observation[self._observation]
         return value if isinstance(value, str) else json.dumps(value, sort_keys=True)

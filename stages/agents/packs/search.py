@@ -173,7 +173,7 @@ def _decoded(data: bytes) -> list[list[str]]:
     if entries is None:
         raise ValueError("no 'result'")
     return [
-        [msgspec.convert(entry.get("document", entry), type=Document).shown() for entry in found] for found in entries
+        [msgspec.convert(entry.get("document", entry), type=Document).shown() for entry in hits] for hits in entries
     ]
 
 
@@ -207,12 +207,12 @@ class Search(ToolEpisode):
     def tasks(cls, split: Literal["train", "heldout"], seed: int) -> Iterator[Mapping[str, Any]]:
         """Questions about the built-in corpus, with demonstrations for a model without a chat template."""
         for town, thing, number in town_questions(split, seed):
-            call, found = f"[{town} {thing}]", f"{town}: {number} {thing}\n"
+            query, line = f"[{town} {thing}]", f"{town}: {number} {thing}\n"
             yield {
                 "input": f"{town} {thing}=",
                 "label": str(number),
-                "demonstration": f"{call}{found}{number}\n",
-                "tool_spans": [[len(call), len(call) + len(found)]],
+                "demonstration": f"{query}{line}{number}\n",
+                "tool_spans": [[len(query), len(query) + len(line)]],
             }
 
     async def open_tools(self, task: Task) -> Sequence[Tool]:
