@@ -245,8 +245,9 @@ async def test_a_killed_worker_is_replaced_and_nothing_is_left_running(tiny: Pat
 
 
 def test_a_rollout_is_wanted_after_each_turn_that_ended() -> None:
+    config = msgspec.structs.replace(Config(), environment=(world(),))
     for status, wanted in (("completed", True), ("truncated", True), ("aborted", False), ("failed", False)):
-        assert AgentsStage.wants(Config(), {}, make_slice(0, make_sample(0, status=status))) is wanted
+        assert AgentsStage.wants(config, {}, make_slice(0, make_sample(0, status=status))) is wanted
 
 
 async def test_an_outage_pauses_the_environment_and_nothing_is_lost(
