@@ -36,14 +36,14 @@ from bench.report import Series, arguments, finish, machine, print_table
 from configs.schema import Config
 from models.tiny import make_tiny_checkpoint
 from stages.chat.load import load_chat_format
-from stages.engine_entries import ADDRESS, DIRECTORY
 from stages.gateway.answers import Answers, OpenSession
 from stages.gateway.server import Gateway
 from stages.gateway.sessions import Session
 from stages.messages import EngineAddress, EngineEntry, Int32Array, PromptGroup, wire
+from stages.rollouts import new_sample
 from stages.sampling.rollout_requests import Requests
 from stages.sampling.sampler import Sampler
-from stages.sequences import new_sample
+from stages.topic_values import ADDRESS, DIRECTORY
 
 SPAWN = multiprocessing.get_context("spawn")
 SLOTS, TURNS, PROMPT, MADE, SEEN = 64, 4, 200, 64, 32  # conversations at a time, turns; tokens

@@ -17,8 +17,7 @@ from models.weights.errors import SlotDirectoryError, SourceError
 from pipeline.observe.errors import ObserveError
 from stages.agents.calls import EnvironmentFailed
 from stages.chat.errors import ChatError
-from stages.data.errors import DataError
-from stages.errors import StageError
+from stages.errors import DataError, StageError
 from stages.graders.errors import GradingError
 from stages.tools.tool import ToolError
 from transport.errors import AddressError, SecurityError

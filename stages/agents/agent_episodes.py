@@ -16,14 +16,13 @@ from stages.agents.calls import EnvironmentFailed
 from stages.agents.environment import Endpoint, InfrastructureError, Outcome
 from stages.agents.episodes import graded, task_of
 from stages.agents.hosting import Ask, Hosting
-from stages.base import StageContext
+from stages.base import GenerateOptions, StageContext
 from stages.chat.messages import ChatFormat
 from stages.chat.tokenizer import Tokenizer
 from stages.gateway.answers import Answers, OpenSession
 from stages.gateway.server import Gateway
 from stages.gateway.sessions import Session
 from stages.messages import PromptGroup, Sample
-from stages.options import GenerateOptions
 from stages.ports import Topic
 from stages.sampling.rollout_requests import Requests
 from stages.sampling.sampler import Sampler

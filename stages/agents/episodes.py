@@ -20,7 +20,7 @@ from stages.base import LoopStage
 from stages.chat.messages import ChatFormat, Message, ToolSchema
 from stages.chat.tokenizer import Tokenizer
 from stages.messages import PromptGroup, Sample, TurnReward
-from stages.sequences import append_untrained, new_sample
+from stages.rollouts import append_untrained, new_sample
 
 Messages = tuple[Message, ...]
 

@@ -29,15 +29,14 @@ from stages.agents.calls import EnvironmentFailed
 from stages.agents.episodes import Episodes
 from stages.agents.hosting import Hosting, OutageNotice
 from stages.agents.plain_tools import PlainTools, ends_in_call
-from stages.base import LoopStage, StageContext, beside, failed
+from stages.base import GenerateOptions, LoopStage, StageContext, beside, failed
 from stages.chat.load import chat_format
 from stages.chat.tokenizer import load_tokenizer
 from stages.messages import PromptGroup, RolloutSlice, Sample
-from stages.options import GenerateOptions
 from stages.ports import Ports, Topic
 from stages.records.once import EPISODES_DIR
 from stages.records.turns import TurnJournal
-from stages.sequences import append_untrained
+from stages.rollouts import append_untrained
 from stages.tools.registry import close_tools, resolve_tools
 from stages.tools.tool import Tool
 

@@ -25,8 +25,7 @@ from models.engines.text import find_stop
 from stages.chat.messages import ChatFormat, Message
 from stages.gateway.sessions import Conversation, Session, Turn
 from stages.messages import PromptGroup, Sample, VersionRun
-from stages.sampling.requests import SampleRequest
-from stages.sampling.results import OUT_OF_TIME, SampleResult
+from stages.sampling.requests import OUT_OF_TIME, SampleRequest, SampleResult
 from stages.sampling.rollout_requests import Requests
 from stages.sampling.sampler import Sampler
 

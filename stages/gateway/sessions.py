@@ -27,10 +27,9 @@ from models.algorithms.shared_tokens import IntArray, token_numbers
 from stages.chat.errors import ChatFormatError
 from stages.chat.messages import ChatFormat, Message, ToolCall, ToolSchema
 from stages.messages import Int32Array, Prefix, Sample, UInt8Array, joined, wire
-from stages.rollouts import prefixes
-from stages.sampling.results import SampleResult
+from stages.rollouts import append_untrained, as_rollout, branch, new_sample, prefixes
+from stages.sampling.requests import SampleResult
 from stages.sampling.rollout_requests import append_result
-from stages.sequences import append_untrained, as_rollout, branch, new_sample
 
 
 class Conversation(Struct, frozen=True):

@@ -27,7 +27,7 @@ from stages.gateway.answers import OpenSession
 from stages.gateway.sessions import Session
 from stages.generate.generate_functions import Drained, GenerateFunctions, NoChat
 from stages.messages import PromptGroup, Sample
-from stages.sequences import new_sample
+from stages.rollouts import new_sample
 from stages.slime import types as slime
 from stages.slime.convert import ReturnedError, given_sample, returned_rollout
 from stages.slime.hooks import rollout_function

@@ -20,20 +20,18 @@ from typing import Final
 
 import msgspec
 
-from stages.base import Stage, StageContext, beside, send_slice
+from stages.base import GenerateOptions, Stage, StageContext, beside, send_slice
 from stages.generate.generate_functions import GenerateFunctions, function_of
 from stages.generate.loops import Loops
 from stages.generate.rollout_functions import RolloutFunction
 from stages.generate.turns import Turns
 from stages.messages import PromptGroup, RolloutSlice, Sample, without_prompt
-from stages.options import GenerateOptions
 from stages.ports import Inlet, Lease, Outlet, Ports
 from stages.records.once import EPISODES_DIR
 from stages.records.responses import ResponseJournal
-from stages.rollouts import rollouts
+from stages.rollouts import new_sample, rollouts
 from stages.sampling.rollout_requests import Requests
 from stages.sampling.sampler import Sampler
-from stages.sequences import new_sample
 
 # How long a member that has ended waits for others of its group. A slice is one message, and costs each stage behind
 # this one about the same with one member as with all; what a quarter of a second does to a rollout of many is little.

@@ -13,15 +13,15 @@ from collections.abc import Callable, Sequence
 import msgspec
 
 from stages.base import Activity
-from stages.live_settings import newest_settings
 from stages.messages import PromptGroup, Sample
 from stages.ports import Readable
 from stages.records.responses import ResponseJournal
+from stages.rollouts import cut
 from stages.sampling.attempt import Progress
-from stages.sampling.results import OUT_OF_TIME
+from stages.sampling.requests import OUT_OF_TIME
 from stages.sampling.rollout_requests import Deadline, Requests, append_result
 from stages.sampling.sampler import Sampler
-from stages.sequences import cut
+from stages.topic_values import newest_settings
 
 Ended = Callable[[Sample], None]
 

@@ -24,7 +24,6 @@ from stages.base import Stage, beside
 from stages.errors import FilterError
 from stages.group.filter_chain import resolve_filter
 from stages.group.filter_rules import FilterDecision, FilterState, GroupFilter
-from stages.live_settings import SETTINGS, newest_settings
 from stages.messages import PromptGroup, RolloutSlice, Sample, Settled, WeightsAnnouncement
 from stages.ports import Lease, Outlet, Ports, Topic, read_value
 from stages.reward.grading import Grading
@@ -32,6 +31,7 @@ from stages.rollouts import closing, counting, rollout_fault, rollouts, settleme
 from stages.sample_log import SampleLog
 from stages.slime.hooks import removed, sample_filter
 from stages.slime.types import slime_arguments
+from stages.topic_values import SETTINGS, newest_settings
 
 REMEMBERED_GROUPS = 100_000
 MOST_REASONS = 100  # that are told; one with a number in it is new each time

@@ -27,7 +27,7 @@ from msgspec.structs import replace
 from configs.schema import Config
 from stages.messages import PromptGroup, Sample
 from stages.records.growing_records import RESPONSES, GrowingRecords, Key, Kind
-from stages.sampling.results import SampleResult
+from stages.sampling.requests import SampleResult
 
 log = logging.getLogger("sluice.generate")
 

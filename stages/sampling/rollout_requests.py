@@ -19,12 +19,11 @@ import numpy as np
 from configs.schema import Config
 from models.engines.noise import GOLDEN, mix, sample_seed
 from models.engines.protocol import SamplingParams
-from stages.live_settings import sampling
 from stages.messages import NO_IDS, Extra, PromptGroup, Sample, Status, joined
-from stages.sampling.requests import SampleRequest
-from stages.sampling.results import Finish, SampleResult
-from stages.sampling.slots import FIRST_COME
-from stages.sequences import join_runs, new_sample
+from stages.rollouts import join_runs, new_sample
+from stages.sampling.engine_choice import FIRST_COME
+from stages.sampling.requests import Finish, SampleRequest, SampleResult
+from stages.topic_values import sampling
 
 _SEED_BITS: Final = 0x7FFFFFFF
 

@@ -22,7 +22,7 @@ import numpy.typing as npt
 from configs.schema import Config
 from stages.messages import Float32Array, Int32Array, Prefix, PromptGroup, Sample, UInt8Array, VersionRun, wire
 from stages.prefix_tree import PrefixTree
-from stages.sequences import as_rollout
+from stages.rollouts import as_rollout
 from stages.slime import types as slime
 
 

@@ -16,8 +16,8 @@ from typing import Any
 import msgspec
 
 from configs.schema import Config
-from stages.live_settings import sampling
 from stages.messages import PromptGroup
+from stages.topic_values import sampling
 
 
 class Status(Enum):

@@ -22,7 +22,6 @@ from models.algorithms.errors import InconsistentGroup, InsufficientMembers, Unk
 from models.import_path import import_path
 from models.train.interface import TrainSequence
 from stages.errors import UntrainableGroup
-from stages.live_settings import sampling
 from stages.messages import RolloutSlice, Sample
 from stages.ports import Lease
 from stages.rollouts import (
@@ -37,6 +36,7 @@ from stages.rollouts import (
 )
 from stages.slime.hooks import has_args, shown
 from stages.slime.types import slime_arguments
+from stages.topic_values import sampling
 from stages.train.batch_metrics import batch_metrics
 
 PostProcess = Callable[[Any, Any], Any]

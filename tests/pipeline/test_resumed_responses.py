@@ -12,7 +12,7 @@ from stages.messages import PromptGroup
 from stages.records.growing_records import RESPONSES, GrowingRecords, Key, Piece
 from stages.records.once import EPISODES_DIR, groups_in
 from stages.records.responses import KIND
-from stages.sampling.results import SampleResult
+from stages.sampling.requests import SampleResult
 from stages.train.saved_batches import load_batch
 from tests.chaos.oracle import Expected, judge
 from tests.pipeline.test_kill import steps_done, wait_until

@@ -11,10 +11,9 @@ import pytest
 from models.engines.errors import EngineProtocolError
 from models.engines.protocol import FinishReason, GenerateOutput, MetaInfo, SamplingParams, VersionSpan
 from stages.messages import VersionRun
-from stages.sampling.requests import SampleRequest
-from stages.sampling.results import SampleResult, extended, with_saved
+from stages.rollouts import new_sample
+from stages.sampling.requests import SampleRequest, SampleResult, extended, with_saved
 from stages.sampling.rollout_requests import append_result
-from stages.sequences import new_sample
 from stages.train.batch_metrics import batch_metrics
 from tests.stages.stage_rig import make_config, make_sample, make_slice, response_ids
 

@@ -18,8 +18,7 @@ import pytest
 from models.engines.client import EngineClient
 from models.engines.protocol import SamplingParams
 from stages.messages import Sample
-from stages.sampling.requests import SampleRequest
-from stages.sampling.results import SampleResult
+from stages.sampling.requests import SampleRequest, SampleResult
 from stages.sampling.rollout_requests import Requests
 from tests.models.engines.forward_reference import by_one
 from tests.sglang_server import ON_SGLANG, RealServer

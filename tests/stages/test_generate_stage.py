@@ -13,10 +13,9 @@ import pytest
 from models.engines.protocol import FinishReason, GenerateOutput, MetaInfo, SamplingParams, VersionSpan
 from models.engines.simulated.policy import simulated_log_prob
 from stages.messages import PromptGroup, VersionRun
-from stages.sampling.requests import SampleRequest
-from stages.sampling.results import SampleResult, VersionLabelError, extended, label_version
+from stages.rollouts import new_sample
+from stages.sampling.requests import SampleRequest, SampleResult, VersionLabelError, extended, label_version
 from stages.sampling.rollout_requests import append_result
-from stages.sequences import new_sample
 from tests.stages.engine_rig import (
     LENGTH,
     SLOW_MS,

@@ -17,9 +17,9 @@ from models.tiny import make_tiny_checkpoint
 from stages.agents.stage import AgentsStage
 from stages.chat.tokenizer import load_tokenizer
 from stages.messages import RolloutSlice, Sample, VersionRun
-from stages.sampling.results import SampleResult
+from stages.rollouts import append_untrained, join_runs, new_sample
+from stages.sampling.requests import SampleResult
 from stages.sampling.rollout_requests import append_result
-from stages.sequences import append_untrained, join_runs, new_sample
 from stages.tools.tool import UnknownToolError
 from tests.stages.engine_rig import generating, record_exchanges, tensors_of
 from tests.stages.stage_rig import (

@@ -18,7 +18,7 @@ from stages.prompts.ledger import LedgerSnapshot, OpenGroup
 from stages.records.growing_records import GrowingRecords
 from stages.records.once import GroupEnded, Once, groups_in
 from stages.records.turns import KIND, TurnJournal
-from stages.sequences import join_runs, new_sample
+from stages.rollouts import join_runs, new_sample
 from tests.stages.agents.play import WORLD, fresh, playing, world, write
 from tests.stages.stage_rig import make_config
 

@@ -14,7 +14,7 @@ from configs.schema import Config
 from configs.schema.data import DataConfig
 from stages.chat.errors import TokenizerError
 from stages.chat.tokenizer import LightTokenizer, TransformersTokenizer, load_tokenizer
-from stages.data.load import load_train_prompts
+from stages.data.prompt_set import load_train_prompts
 
 TEMPLATE = """{%- if tools %}TOOLS {{ tools | tojson }}
 {% endif %}

@@ -26,9 +26,8 @@ from stages.gateway.answers import Answers, OpenSession
 from stages.gateway.server import DEFAULT_LIMITS, Gateway, Limits
 from stages.gateway.sessions import Session
 from stages.messages import Sample
-from stages.rollouts import rollout_fault
+from stages.rollouts import new_sample, rollout_fault
 from stages.sampling.rollout_requests import Requests
-from stages.sequences import new_sample
 from tests.stages.engine_rig import World, core_of, generating, simulated
 from tests.stages.gateway.toy_chat import END, VOCABULARY, ToyChat
 from tests.stages.stage_rig import make_group

@@ -16,9 +16,8 @@ from stages.chat.load import load_chat_format
 from stages.gateway.answers import Answers, OpenSession
 from stages.gateway.server import Gateway
 from stages.gateway.sessions import Session
-from stages.rollouts import rollout_fault, trained_masks
+from stages.rollouts import new_sample, rollout_fault, trained_masks
 from stages.sampling.rollout_requests import Requests
-from stages.sequences import new_sample
 from tests.stages.engine_rig import generating, record_exchanges, tensors_of
 from tests.stages.stage_rig import make_group
 from tests.stages.test_generate_numerics import EMBEDDED, SHAPE, TOLERANCE, freeze_after, reference

@@ -16,10 +16,9 @@ from stages.gateway import server
 from stages.gateway.answers import OpenSession
 from stages.gateway.server import Limits
 from stages.gateway.sessions import Session
-from stages.sampling.requests import SampleRequest
-from stages.sampling.results import SampleResult
+from stages.rollouts import new_sample
+from stages.sampling.requests import SampleRequest, SampleResult
 from stages.sampling.sampler import Sampler
-from stages.sequences import new_sample
 from tests.stages.engine_rig import core_of
 from tests.stages.gateway.gateway_rig import Rig, opened
 from tests.stages.gateway.toy_chat import ToyChat

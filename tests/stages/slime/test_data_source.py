@@ -15,7 +15,7 @@ from models.import_path import ImportPathError
 from stages.data.prompt_set import Preparer
 from stages.errors import DataSourceError
 from stages.messages import CheckpointReady, Settled
-from stages.prompts.drawn_prompts import DrawnPrompts
+from stages.prompts.prompt_sources import DrawnPrompts
 from stages.slime.hooks import data_source
 from tests.stages.prompt_rig import balanced, prompting, step_done
 from tests.stages.stage_rig import make_config, until

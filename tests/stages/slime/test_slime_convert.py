@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 
 from stages.messages import NO_IDS, Prefix, Sample
-from stages.rollouts import rollout_fault, trained_masks
-from stages.sequences import new_sample
+from stages.rollouts import new_sample, rollout_fault, trained_masks
 from stages.slime import Sample as Given
 from stages.slime.convert import ReturnedError, returned_rollout
 from stages.slime.types import slime_arguments
