@@ -35,13 +35,13 @@ import uvloop
 from bench.report import Series, arguments, finish, machine, print_table
 from configs.schema import Config
 from models.tiny import make_tiny_checkpoint
-from stages.agents.chat_formats.load import load_chat_format
-from stages.agents.gateway.answers import Answers, OpenSession
-from stages.agents.gateway.server import Gateway
-from stages.agents.gateway.sessions import Session
-from stages.generate.requests import Requests
+from stages.chat.load import load_chat_format
+from stages.gateway.answers import Answers, OpenSession
+from stages.gateway.server import Gateway
+from stages.gateway.sessions import Session
 from stages.messages import Int32Array, PromptGroup, wire
 from stages.rollouts import new_sample
+from stages.sampling.rollout_requests import Requests
 from stages.sampling.sampler import Sampler
 from stages.topic_values import ADDRESS, DIRECTORY, EngineAddress, EngineEntry
 
@@ -97,7 +97,7 @@ async def _serve_gateway(checkpoint: str, engine: str, link: Connection) -> None
         sessions = contextlib.ExitStack()
         while count := await asyncio.to_thread(link.recv):
             sessions.close()
-            keys = [sessions.enter_context(gateway.session(_place(n, chat))).api_key for n in range(count)]
+            keys = [sessions.enter_context(gateway.session(_place(n, chat))) for n in range(count)]
             link.send((keys, time.process_time()))
         sessions.close()
         following.cancel()

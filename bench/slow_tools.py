@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from stages.agents.environment import Start, Step, Task, Turn
-from stages.agents.messages import Message
+from stages.chat.messages import Message
 
 LONGEST_S = 40.0  # a step that takes longer than its deadline is another matter
 

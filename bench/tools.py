@@ -17,7 +17,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
 
 from bench.report import Series, arguments, finish, machine, print_table
-from stages.agents.packs.parts.interpreters import Interpreter, Interpreters
+from stages.agents.packs.python_tool import Interpreter, Interpreters
 from stages.sandbox.run import Limits, StdinCase, run_cases
 
 CODE = "print(sum(n * n for n in range(1000)))"

@@ -2,7 +2,7 @@
 
     prompts -> generate -> [custom after generate] -> reward -> [custom after reward] -> (teacher) -> group -> train
                   ^  |                                                                                  |
-                  |  v  loop stages (tools, agents): own inlet back into generate                       v
+                  |  v  loop stages (agents, custom): own inlet back into generate                       v
                evaluate  <------------------------------------------------------------------------ evaluate
 
 Invariants: pure; custom stages follow `after` from one to the next, those with the same `after` in the order of the
@@ -26,7 +26,6 @@ BUILT_IN: Final = (
     "generate",
     "engine",
     "engines",
-    "tools",
     "agents",
     "reward",
     "teacher",
@@ -86,12 +85,14 @@ def path(config: Config) -> tuple[str, ...]:
 
 
 def loops(config: Config) -> tuple[str, ...]:
-    """Stages that take unfinished rollouts from generate and return them: tools, agents, the user's own loops."""
+    """Stages that take unfinished rollouts from generate and return them: agents, the user's own loops.
+
+    `--tools` is a shorthand for an environment: the agents stage calls them."""
     if not generates(config):
         return ()
     own = tuple(stage.name for stage in config.stage if stage.loop is not None)
-    there = {"tools": config.tools.tools, "agents": config.environment}
-    return (*(name for name, used in there.items() if used), *own)
+    agents = ("agents",) if config.environment or config.tools.tools else ()
+    return (*agents, *own)
 
 
 def evaluates(config: Config) -> bool:

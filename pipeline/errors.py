@@ -15,10 +15,11 @@ from models.import_path import ImportPathError
 from models.train.errors import CheckpointUnavailable, TrainConfigInvalid, TrainStateUnreadable, UnsupportedModel
 from models.weights.errors import SlotDirectoryError, SourceError
 from pipeline.observe.errors import ObserveError
-from stages.agents.errors import AgentsError
+from stages.agents.calls import EnvironmentFailed
+from stages.chat.errors import ChatError
 from stages.errors import DataError, StageError
 from stages.graders.grade import GradingError
-from stages.tools.errors import ToolError
+from stages.tools.tool import ToolError
 from transport.errors import AddressError, SecurityError
 
 EXIT_USER_ERROR = 2  # of a started process whose user made a mistake
@@ -27,12 +28,13 @@ EXIT_DISK_FULL = 28  # of one whose log may have no room for the reason
 # Errors whose sentence is written for the user: they name the value, the rule and the cure.
 USER_ERRORS: tuple[type[BaseException], ...] = (
     AddressError,
-    AgentsError,
     AlgorithmError,
+    ChatError,
     CheckpointError,
     CheckpointUnavailable,
     DataError,
     EngineStartError,
+    EnvironmentFailed,
     GradingError,
     ImportPathError,
     ObserveError,

@@ -15,7 +15,6 @@ STAGES = {
     "engines": "stages.engines.stage:EnginesStage",
     "fetcher": "stages.engines.stage:FetcherStage",  # in no graph: one on each node with engines
     "generate": "stages.generate.stage:GenerateStage",
-    "tools": "stages.tools.stage:ToolStage",
     "agents": "stages.agents.stage:AgentsStage",
     "reward": "stages.reward.stage:RewardStage",
     "teacher": "stages.teacher:TeacherStage",

@@ -47,9 +47,9 @@ from pipeline.record.report import conclude, summarise
 from pipeline.record.run_directory import RunDir, disk_error
 from pipeline.supervise.auto_resume import Resumed
 from pipeline.supervise.external_servers import read_policy_config
-from stages.agents.formats import with_stops
 from stages.base import StageContext, TrainOptions
-from stages.data.tokenizer import load_tokenizer
+from stages.chat.load import with_stops
+from stages.chat.tokenizer import load_tokenizer
 from stages.prompts.ledger import LedgerSnapshot
 from stages.prompts.prompt_sources import DrawnPrompts
 from stages.prompts.stage import PromptStage

@@ -282,9 +282,11 @@ class LoopStage(MapStage):
     `done` set has ended: it gets no further turn, and when all have ended, the rollout leaves for grading.
     """
 
-    begins: ClassVar[bool] = False
-    """Whether rollouts come here before the model's first turn, without a token, and after the last one, also where
-    `--max-turns` leaves no further turn. Such a stage makes the prompt and decides when a rollout is done."""
+    @classmethod
+    def begins(cls, config: Config) -> bool:
+        """Whether rollouts come here before the model's first turn, without a token, and after the last one, also where
+        `--max-turns` leaves no further turn. Such a stage makes the prompt and decides when a rollout is done."""
+        return False
 
     @classmethod
     def wants(cls, config: Config, options: Mapping[str, Any], message: RolloutSlice) -> bool:

@@ -12,8 +12,7 @@ StageError
 DataError
 ├── SourceError          a path, a slice or a file format cannot be used
 ├── RowError             one row cannot become a prompt (also the error of strict_data)
-├── EmptyDataError       no usable prompt is left
-└── TokenizerError       the checkpoint has no usable tokenizer or chat template
+└── EmptyDataError       no usable prompt is left
 
 All of them carry one sentence, so that they survive a process boundary.
 """
@@ -71,7 +70,3 @@ class RowError(DataError):
 
 class EmptyDataError(DataError):
     """No usable prompt is left after slicing and checking."""
-
-
-class TokenizerError(DataError):
-    """The checkpoint has no usable tokenizer or chat template."""

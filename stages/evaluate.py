@@ -25,12 +25,12 @@ from statistics import fmean
 
 import msgspec
 
-from stages.agents.slime.hooks import eval_data, eval_log, logged
 from stages.base import Stage, StageContext, beside
 from stages.messages import EvalDone, PromptGroup, RolloutSlice, Sample
 from stages.ports import Lease, Ports
 from stages.prompts.stage import sampling_seed
 from stages.rollouts import closing, raw_rewards, rollouts, verdicts
+from stages.slime.hooks import eval_data, eval_log, logged
 from stages.topic_values import KEYS, carrying
 
 

@@ -31,8 +31,8 @@ import numpy.typing as npt
 from msgspec import Struct
 
 from configs.schema import Config
-from stages.data.tokenizer import Tokenizer, load_tokenizer
-from stages.errors import DataError
+from stages.chat.errors import TokenizerError
+from stages.chat.tokenizer import Tokenizer, load_tokenizer
 from stages.messages import Outcome, Prefix, PromptGroup, RolloutSlice, Sample, Status
 from stages.rollouts import rollouts
 
@@ -215,7 +215,7 @@ class SampleLog:
         try:
             self._tokenizer = self._tokenizer or load_tokenizer(self._checkpoint)
             return self._tokenizer.decode(ids.tolist(), skip_special_tokens=False)
-        except DataError:
+        except TokenizerError:
             return ""
 
 

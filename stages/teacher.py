@@ -21,7 +21,7 @@ import numpy.typing as npt
 
 from models.engines.errors import EngineError
 from stages.base import MapStage, StageContext, beside
-from stages.data.tokenizer import load_tokenizer
+from stages.chat.tokenizer import load_tokenizer
 from stages.messages import Float32Array, PromptGroup, RolloutSlice, Sample, wire
 from stages.ports import Ports
 from stages.sampling.requests import ScoreRequest

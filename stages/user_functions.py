@@ -13,11 +13,18 @@ import sys
 from collections.abc import Callable, Sequence
 
 from models.import_path import ImportPathError, add_working_directory
-from stages.agents.slime.hooks import eval_log, post_process, rollout_log, sample_filter
-from stages.agents.slime.signatures import data_source, generate_function, rollout_function
 from stages.graders.custom import custom_grader
 from stages.graders.grade import UnknownGraderError
 from stages.group.filters import import_filter
+from stages.slime.hooks import (
+    data_source,
+    eval_log,
+    generate_function,
+    post_process,
+    rollout_function,
+    rollout_log,
+    sample_filter,
+)
 
 IMPORTERS: dict[str, Callable[[str], object]] = {
     "grader": custom_grader,

@@ -16,7 +16,9 @@ _DEVICE = re.compile(r"auto|cpu|cuda(:\d+)?", re.ASCII)
 
 def scale_faults(config: Config) -> Iterator[str]:
     for name, count in config.run.scale.items():
-        if name not in stage_names(config):
+        if name == "tools" and name not in stage_names(config):
+            yield f"--scale tools={count} names no stage: tools are called in the stage agents; set agents={count}"
+        elif name not in stage_names(config):
             hint = cure(name, stage_names(config), f"the stages are {', '.join(stage_names(config))}")
             yield f"--scale {name}={count} names no stage; {hint}"
         elif count < 1:
@@ -28,12 +30,10 @@ def scale_faults(config: Config) -> Iterator[str]:
                 f"--scale group={count} shares groups out, but --dynamic-sampling-filter duplicate_prompt compares "
                 "each with all before it, which must meet in one replica; leave one of them out"
             )
-        elif name == "tools" and not config.tools.tools:
-            yield f"--scale tools={count} scales a stage that this run does not have; add --tools, or leave tools out"
-        elif name == "agents" and not config.environment:
+        elif name == "agents" and name not in loops(config):
             yield (
-                f"--scale agents={count} scales a stage that this run does not have; add an [[environment]], or leave "
-                "agents out"
+                f"--scale agents={count} scales a stage that this run does not have; add an [[environment]] or "
+                "--tools, or leave agents out"
             )
     started = sum(not is_address(place.partition("=")[2]) for place in config.engine.frozen_engine)
     last = config.engine.engine_port + engine_count(config) + started - 1
@@ -144,5 +144,5 @@ def warnings(config: Config) -> Iterator[str]:
     if config.tools.tools and config.rollout.max_turns == 1:
         yield "--max-turns 1 ends a rollout at its first tool call, so that no answer follows the tool's result"
     absent = set(config.run.scale) & set(BUILT_IN) - set(replicas(config))
-    for name in sorted(absent - {"tools", "agents"}):
+    for name in sorted(absent - {"agents"}):
         yield f"--scale {name} has no effect: this run has no such stage"

@@ -21,7 +21,7 @@ import msgspec
 from configs.schema import Config
 from models.weights.slots_directory import PREFIX, slots_directory
 from stages.base import TrainOptions
-from stages.data.tokenizer import CHECKPOINT_FILES
+from stages.chat.tokenizer import CHECKPOINT_FILES
 from transport import TopicClient, TopicServer
 
 HOST: Final = "host"

@@ -24,7 +24,7 @@ from msgspec import Struct
 
 from configs.schema import Config
 from pipeline.record.run_directory import RunDir
-from stages.data.tokenizer import CHECKPOINT_FILES
+from stages.chat.tokenizer import CHECKPOINT_FILES
 
 log = logging.getLogger("sluice.worker")
 TRAINER_LOCK: Final = ".trainer"

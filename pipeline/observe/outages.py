@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import msgspec
 from msgspec import Struct
 
-from stages.agents.outage import OutageNotice
+from stages.agents.hosting import OutageNotice
 from stages.ports import Readable
 
 PREFIX = "environment/"

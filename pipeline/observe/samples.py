@@ -23,8 +23,8 @@ from rich.text import Text
 from configs.load import read_recipe
 from pipeline.observe.errors import SamplesError
 from pipeline.observe.visible import visible
-from stages.data.tokenizer import Tokenizer, load_tokenizer
-from stages.errors import DataError
+from stages.chat.errors import TokenizerError
+from stages.chat.tokenizer import Tokenizer, load_tokenizer
 from stages.sample_log import SAMPLES_FILE, Run, SampleRow
 
 CONFIG_FILE: Final = "config.toml"
@@ -136,7 +136,7 @@ def _decoder(run: Path) -> Decode | None:
     built_in = config.parent / "assets" / name
     try:
         tokenizer: Tokenizer = load_tokenizer(str(built_in if name and built_in.is_dir() else name))
-    except DataError:
+    except TokenizerError:
         return None
     return partial(tokenizer.decode, skip_special_tokens=False)
 

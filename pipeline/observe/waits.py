@@ -147,7 +147,7 @@ def bound_of(config: Config, stage: str) -> str:
             outside = f", outside --rm-timeout-s {reward.rm_timeout_s:g}, --rm-retries {reward.rm_retries}"
             asks = reward.rm_url or reward.judge_engine
             return f"--reward-deadline-s {reward.reward_deadline_s:g}{outside if asks else ''}"
-        case "tools":
+        case "agents" if config.tools.tools:
             return f"--tool-deadline-s {config.tools.tool_deadline_s:g}"
         case "agents":
             return "step_deadline_s and retries of its environment"

@@ -11,8 +11,8 @@ from configs.schema import Config
 from models.context import context_limit
 from pipeline.preflight.names import check_graders
 from pipeline.record.run_directory import RunDir
+from stages.chat.tokenizer import Tokenizer
 from stages.data.prompt_set import PromptSet, load_train_prompts, row_preparer
-from stages.data.tokenizer import Tokenizer
 from stages.graders.registry import choose_auto
 from stages.prompts.prompt_sources import DrawnPrompts
 

@@ -18,7 +18,7 @@ from models.engines.client import EngineClient
 from models.engines.errors import EngineError, EngineRefused, EngineUnauthorized
 from models.engines.token import Token, read_token
 from pipeline.errors import UsageError
-from stages.data.tokenizer import Tokenizer, load_tokenizer
+from stages.chat.tokenizer import Tokenizer, load_tokenizer
 
 log = logging.getLogger("sluice.frozen")
 

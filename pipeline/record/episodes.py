@@ -2,8 +2,8 @@
 
     RUN/episodes/lives.json       the step from which each life of the run went on
                  ended.json       groups that no resume can open again
-                 <group>/         responses, turns and calls of its rollouts: stages/generate/rollout_records.py,
-                                  stages/agents/once.py
+                 <group>/         responses, turns and calls of its rollouts: stages/records/growing_records.py,
+                                  stages/records/once.py
 
 Invariants: what a group left is removed once it has ended in every checkpoint that is there; before that it is said to
 have ended, so that none of its calls is made again; what is not known of a call is never removed. Responses go as soon
@@ -23,9 +23,9 @@ from configs.schema import Config
 from configs.schema.debug import generates
 from models.checkpoint import Manifest
 from models.disk import write_whole
-from stages.agents.once import ENDED_FILE, Ended, forget, groups_in, home_of, uncertain_calls
-from stages.generate.rollout_records import RESPONSES
 from stages.prompts.ledger import LedgerSnapshot
+from stages.records.growing_records import RESPONSES
+from stages.records.once import ENDED_FILE, Ended, forget, groups_in, home_of, uncertain_calls
 
 LIVES_FILE: Final = "lives.json"
 

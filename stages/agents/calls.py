@@ -1,10 +1,14 @@
-"""What the agents stage asks of a worker process, and what it is answered; see stages/agents/worker.py."""
+"""Calls from the agents stage to a worker process (stages/agents/worker.py), their answers, and how they fail."""
 
 from __future__ import annotations
 
 from msgspec import Struct
 
 from stages.agents.environment import Endpoint, Start, Step, Task, Turn
+
+
+class EnvironmentFailed(Exception):
+    """An episode cannot go on, or an environment cannot be hosted. The text is the rollout's reason."""
 
 
 class Begin(Struct, frozen=True, tag=True):
@@ -56,7 +60,7 @@ class Taken(Struct, frozen=True):
 
 
 class Hosted(Struct, frozen=True):
-    """What a worker says of the class that it hosts."""
+    """What a worker reports about the class that it hosts."""
 
     kind: str  # environment or agent
     tasks: bool = False  # it makes tasks of its own

@@ -1,4 +1,4 @@
-"""What an environment says of itself, asked in a process of its own before a run starts.
+"""The description of an environment, made in a process of its own before a run starts.
 
     python -m stages.agents.describe check IMPORT_PATH OPTIONS                a JSON object: stages.agents.calls.Hosted
     python -m stages.agents.describe tasks IMPORT_PATH OPTIONS SPLIT SEED COUNT   a JSON object for each task
@@ -20,16 +20,16 @@ from typing import Any
 import msgspec
 
 from models.import_path import ImportPathError
-from stages.agents.hosted_class import import_hosted, make
+from stages.agents.worker import import_hosted, make
 
 
 def answers(arguments: Sequence[str]) -> Iterator[object]:
     """The lines of the answer."""
     match arguments:
         case ["check", path, options]:
-            kind, said = import_hosted(path)
+            kind, hosted = import_hosted(path)
             make(kind, json.loads(options))
-            yield said
+            yield hosted
         case ["tasks", path, options, split, seed, count]:
             tasks = import_hosted(path)[0].tasks
             yield from islice(tasks(split, int(seed), **_taken(tasks, json.loads(options))), int(count))

@@ -1,7 +1,7 @@
 """What a user writes to train a model in an environment, and to train it through an agent of their own.
 
-An environment answers the model turn by turn (`reset`, then `step` until it says `done`); an agent is a program that
-asks the model itself, through an address that looks like a model server. Both are named by import path in a recipe:
+An environment answers the model turn by turn (`reset`, then `step` until a step is `done`); an agent is a program that
+sends requests to the model itself, at an address that looks like a model server. A recipe names both by import path:
 
     [[environment]]
     name = "guess_number"
@@ -19,8 +19,8 @@ from typing import Any, Literal, Protocol, runtime_checkable
 
 from msgspec import Struct
 
-from stages.agents.messages import Message, ToolSchema
-from stages.agents.once import Once
+from stages.chat.messages import Message, ToolSchema
+from stages.records.once import Once
 
 
 class Task(Struct, frozen=True):
@@ -65,10 +65,10 @@ class Step(Struct, frozen=True):
 
 
 class InfrastructureError(Exception):
-    """The world of an environment is out of order, which says nothing about what the model did.
+    """The world of an environment is out of order, for a reason that is not the model's.
 
     The episode is begun anew on a fresh worker, a few times; it is never given reward 0 for it. While more than a few
-    end like this, the environment is paused and the terminal says so.
+    end like this, the environment is paused, with a line in the terminal.
     """
 
 
@@ -90,7 +90,7 @@ class Environment(Protocol):
 
 class CallsOnce(Protocol):
     """What an environment is given before `reset` or `restore`, unless its class has that name: for calls that change
-    the world, which must not be made again when the episode takes its turns again. See stages/agents/once.py."""
+    the world, which must not be made again when the episode takes its turns again. See stages/records/once.py."""
 
     once: Once
 
@@ -114,7 +114,7 @@ class Tasks(Protocol):
     def tasks(cls, split: Literal["train", "heldout"], seed: int, **options: Any) -> Iterator[Mapping[str, Any]]:
         """Rows for the data: metadata of each task, in any number; as many as are wanted are taken.
 
-        `options`: those of the table that it has parameters for.
+        `options`: the options of the table for which it has parameters.
         """
 
 
@@ -122,7 +122,7 @@ class Endpoint(Struct, frozen=True):
     """Where an agent finds the model: an address of the gateway that stands for one rollout."""
 
     base_url: str  # http://127.0.0.1:PORT; the dialects' own paths (/v1/chat/completions, ...) follow it
-    api_key: str  # names the session; nobody else's requests are part of it
+    api_key: str  # names the session; requests with another key are no part of it
     model: str = "policy"
 
 
@@ -135,7 +135,7 @@ class Outcome(Struct, frozen=True):
 
 @runtime_checkable
 class Agent(Protocol):
-    """A program that asks the model itself. What it asked is recorded by the gateway and trained, exactly as sampled.
+    """A program that sends requests to the model. The gateway records them, and they are trained exactly as sampled.
 
     Constructed as an environment is. It has ended when `run` returns; what `run` raises counts as for an environment.
     """

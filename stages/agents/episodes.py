@@ -1,8 +1,8 @@
-"""Episodes of an environment as rollouts: what it says becomes tokens, what the model wrote becomes a turn.
+"""Episodes of an environment as rollouts: its messages become tokens, what the model wrote becomes a turn.
 
 Invariants: a rollout is one sequence, and tokens are only ever put behind it; all that is needed to go on with an
 episode travels in its message (`Episode`), so that any replica can take any turn; what a turn's answer makes of the
-rollout is said in one place, `_answered`.
+rollout is decided in one place, `_answered`.
 """
 
 from __future__ import annotations
@@ -13,14 +13,12 @@ from msgspec import Struct
 from configs.schema import Config
 from models.context import context_limit
 from models.engines.noise import sample_seed
-from stages.agents.calls import Taken
-from stages.agents.chat import ChatFormat
+from stages.agents.calls import EnvironmentFailed, Taken
 from stages.agents.environment import Task, Turn
-from stages.agents.errors import EnvironmentFailed
 from stages.agents.hosting import Hosting, Record, digest
-from stages.agents.messages import Message, ToolSchema
 from stages.base import LoopStage
-from stages.data.tokenizer import Tokenizer
+from stages.chat.messages import ChatFormat, Message, ToolSchema
+from stages.chat.tokenizer import Tokenizer
 from stages.messages import PromptGroup, Sample, TurnReward
 from stages.rollouts import append_untrained, new_sample
 
@@ -99,7 +97,7 @@ class Episodes:
     def _answered(self, group: PromptGroup, sample: Sample, episode: Episode, turn: Turn, taken: Taken) -> Sample:
         """What the answer to a turn makes of its rollout: with this the turn is final, and its result in the message.
 
-        Where neither the environment nor a grader says what the episode is worth, that is 0, beside its turns' rewards.
+        Without a reward from the environment or a grader the episode is worth 0, beside its turns' rewards.
         """
         replace, step = msgspec.structs.replace, taken.step
         if step.reward is not None and not step.done and sample.model_versions:
@@ -109,13 +107,13 @@ class Episodes:
             reward = step.reward if step.done else None
             if step.answer is not None:
                 sample = replace(sample, response=step.answer)
-            said = {**metrics, "turns": turn.number + 1}
+            reported = {**metrics, "turns": turn.number + 1}
             return replace(
                 sample,
                 done=True,
                 status=sample.status if step.done else "truncated",
                 reward=0.0 if reward is None and not graded(self.config, group) else reward,
-                metrics={f"env/{self._name}/{key}": float(value) for key, value in said.items()},
+                metrics={f"env/{self._name}/{key}": float(value) for key, value in reported.items()},
             )
         ids = self.chat.append(sample.token_ids.tolist(), step.messages, episode.tools)
         after = append_untrained(sample, ids, self.tokenizer.decode(ids))

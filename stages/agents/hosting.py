@@ -3,7 +3,10 @@
 An episode that is not where it was (its process ended, another replica had its last turn) is made anew from what
 travels in its message: the snapshot, or else the record of its turns, which it takes again.
 
-Invariant: infrastructure that fails is retried with a bound on other processes, and never becomes a reward.
+Invariants:
+- Infrastructure that fails is retried with a bound on other processes, and never becomes a reward.
+- During an outage attempts wait, but for one at a time after each wait. An attempt that works ends the outage. The
+  newest attempts decide what is an outage; what the model did is no part of it.
 """
 
 from __future__ import annotations
@@ -12,21 +15,97 @@ import asyncio
 import contextlib
 import logging
 import time
+from collections import deque
 from collections.abc import Callable, Collection, Coroutine
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Final, TypeVar
 from weakref import WeakValueDictionary
 
 import msgspec
 import xxhash
+from msgspec import Struct
 
 from configs.schema import EnvironmentConfig
-from stages.agents.calls import Begin, Begun, Restore, Run, Take, Taken
+from stages.agents.calls import Begin, Begun, EnvironmentFailed, Restore, Run, Take, Taken
 from stages.agents.environment import Endpoint, InfrastructureError, Outcome, Start, Step, Task, Turn
-from stages.agents.errors import EnvironmentFailed
-from stages.agents.outage import Outage, OutageNotice
 from stages.agents.workers import AttemptFailed, Live, Workers
+
+_NEWEST: Final = 16  # attempts that are judged
+_LEAST: Final = 6  # failures among them, and more than half
+FIRST_S, _MOST_S = 1.0, 60.0  # waits
+
+
+class OutageNotice(Struct, frozen=True):
+    """Topic value `environment/<environment>/<replica>`: the user's notice of an outage."""
+
+    environment: str
+    out: bool
+    reason: str
+    lasted_s: float = 0.0  # of the one that is over
+    count: int = 1  # outages so far, here
+
+
+class Outage:
+    """Of one environment in one replica."""
+
+    def __init__(self, environment: str, notify: Callable[[OutageNotice], None]) -> None:
+        self._environment, self._notify = environment, notify
+        self._newest: deque[bool] = deque(maxlen=_NEWEST)
+        self._since: float | None = None
+        self._count = 0
+        self._wait_s = FIRST_S
+        self._reason = ""
+        self._works = asyncio.Event()
+        self._works.set()
+        self._trying = asyncio.Lock()
+
+    @property
+    def lasted_s(self) -> float:
+        """Seconds of the outage; 0 while there is none."""
+        return 0.0 if self._since is None else time.monotonic() - self._since
+
+    async def wait(self) -> bool:
+        """Waits for the end of an outage, or for its turn to try; true for the one that tries. Call `ended` after."""
+        while not self._works.is_set():
+            await self._trying.acquire()
+            try:
+                async with asyncio.timeout(self._wait_s):
+                    await self._works.wait()
+            except TimeoutError:
+                return True
+            except BaseException:
+                self._trying.release()
+                raise
+            self._trying.release()
+        return False
+
+    def ended(self, trying: bool) -> None:
+        """An attempt is over; `trying` is what `wait` returned for it."""
+        if trying:
+            self._trying.release()
+
+    def succeeded(self) -> None:
+        self._newest.append(True)
+        if self._since is None:
+            return
+        notice = OutageNotice(self._environment, False, self._reason, self.lasted_s, self._count)
+        self._since, self._wait_s = None, FIRST_S
+        self._newest.clear()
+        self._works.set()
+        self._notify(notice)
+
+    def failed(self, reason: str, trying: bool) -> None:
+        """An attempt met infrastructure that failed."""
+        self._newest.append(False)
+        if self._since is not None:
+            self._wait_s = min(2 * self._wait_s, _MOST_S) if trying else self._wait_s
+        elif (failures := self._newest.count(False)) >= _LEAST and 2 * failures > len(self._newest):
+            self._since, self._reason = time.monotonic(), reason
+            self._count += 1
+            self._works.clear()
+            self._notify(OutageNotice(self._environment, True, reason, count=self._count))
+
 
 log = logging.getLogger("sluice.agents")
 
@@ -36,7 +115,7 @@ Ask = Callable[[Endpoint], Coroutine[Any, Any, Outcome]]
 
 @dataclass
 class Record:
-    """What an episode has behind it, as its message tells it."""
+    """What an episode has behind it, as its message has it."""
 
     task: Task
     taken: int = 0  # turns
@@ -47,7 +126,7 @@ class Record:
 
 
 def digest(answer: Start | Step) -> str:
-    """Of what the model is shown and what it earns; metrics may be of the clock."""
+    """Digest of what the model sees and earns. Metrics are left out: they may depend on the clock."""
     shown = (answer.messages, answer.tools) if isinstance(answer, Start) else (
         answer.messages, answer.reward, answer.done
     )  # fmt: skip
@@ -61,11 +140,11 @@ class Hosting:
         self,
         table: EnvironmentConfig,
         background: Callable[[Coroutine[Any, Any, None]], None],
-        tell: Callable[[OutageNotice], None],
+        notify: Callable[[OutageNotice], None],
         once: Path,
     ) -> None:
-        """`background` runs what nobody waits for; `once`: where calls that change the world are written down."""
-        self.table, self.outage = table, Outage(table.name, tell)
+        """`background` runs work without waiting for it; `once`: the directory of calls that change the world."""
+        self.table, self.outage = table, Outage(table.name, notify)
         self.workers = Workers(table, background, once)
         self._turns: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()  # of episodes
         self._places: contextlib.AbstractAsyncContextManager[Any] = (
@@ -83,7 +162,7 @@ class Hosting:
             return msgspec.msgpack.decode(await self.workers.call(live, Begin(live.name, task)), type=Begun)
 
         async with self._alone(task.episode):
-            return await self._insist(lambda: self._timed(once, record), task.episode)
+            return await self._retry(lambda: self._timed(once, record), task.episode)
 
     async def step(self, record: Record, turn: Turn) -> Taken:
         """One turn of an episode, wherever it was. Raises EnvironmentFailed."""
@@ -97,7 +176,7 @@ class Hosting:
 
         called = {call.name for call in turn.message.tool_calls}
         async with self._alone(episode):
-            return await self._insist(lambda: self._timed(once, record), episode, called)
+            return await self._retry(lambda: self._timed(once, record), episode, called)
 
     def _alone(self, episode: str) -> asyncio.Lock:
         """Turns of an episode are taken one after the other: what a killed replica had answered comes again, and may
@@ -110,7 +189,7 @@ class Hosting:
         `attempt` is given what starts the agent, which raises TimeoutError at the episode's deadline.
         """
 
-        async def once() -> T:
+        async def run_once() -> T:
             live = await self.workers.place(task.episode)
 
             async def ask(endpoint: Endpoint) -> Outcome:
@@ -123,12 +202,12 @@ class Hosting:
             except InfrastructureError as error:
                 raise AttemptFailed(str(error)) from None
 
-        found = await self._insist(once, task.episode)
+        outcome = await self._retry(run_once, task.episode)
         self.workers.end(task.episode)
-        return found
+        return outcome
 
-    async def _insist(
-        self, once: Callable[[], Coroutine[Any, Any, T]], episode: str, called: Collection[str] = ()
+    async def _retry(
+        self, attempt: Callable[[], Coroutine[Any, Any, T]], episode: str, called: Collection[str] = ()
     ) -> T:
         """Try until it works; attempts during an outage do not count. Raises EnvironmentFailed.
 
@@ -142,7 +221,7 @@ class Hosting:
                 async with contextlib.AsyncExitStack() as held:
                     for place in (*places, self._places):
                         await held.enter_async_context(place)
-                    found = await once()
+                    result = await attempt()
             except AttemptFailed as error:
                 before = self.outage.lasted_s
                 self.outage.failed(str(error), trying)
@@ -159,17 +238,17 @@ class Hosting:
                 raise
             else:
                 self.outage.succeeded()
-                return found
+                return result
             finally:
                 self.outage.ended(trying)
 
-    async def _timed(self, once: Callable[[], Coroutine[Any, Any, T]], record: Record) -> T:
+    async def _timed(self, attempt: Callable[[], Coroutine[Any, Any, T]], record: Record) -> T:
         """An attempt within what the episode has left: the start of its world and attempts that failed count, waiting
         for an outage, a place or an engine does not. Raises EnvironmentFailed."""
         limit_s, began = self.table.episode_deadline_s, time.monotonic()
         try:
             async with asyncio.timeout(max(0.0, limit_s - record.spent_s)) as running:
-                return await once()
+                return await attempt()
         except TimeoutError:
             if not running.expired():
                 raise

@@ -5,8 +5,10 @@
 A rollout comes here before the model's first turn and after each one. Rows choose an environment by their metadata's
 `environment`; the first table is the default.
 
-A rollout that an agent makes comes here once: the agent asks the policy by itself, through the gateway of this replica
-(stages/agents/gateway), and the rollout leaves when it has ended.
+With `--tools` in place of an environment, a rollout comes here behind each call of a tool: see plain_tools.py.
+
+A rollout that an agent makes comes here once: the agent sends requests to the gateway of this replica
+(stages/gateway), and the rollout leaves when it has ended.
 
 Invariants: rollouts wait for their own worlds only; an episode that cannot go on fails its rollout, with the reason,
 and is never rewarded for it; processes of environments end with this one.
@@ -22,30 +24,32 @@ import msgspec
 
 from configs.schema import Config, EnvironmentConfig
 from configs.schema.did_you_mean import cure
+from stages.agents.agent_episodes import AgentEpisodes, GatewayDoor
+from stages.agents.calls import EnvironmentFailed
 from stages.agents.episodes import Episodes
-from stages.agents.errors import EnvironmentFailed
-from stages.agents.formats import chat_format
-from stages.agents.gateway.agent_episodes import AgentEpisodes, GatewayDoor
-from stages.agents.hosting import Hosting
-from stages.agents.once import EPISODES_DIR
-from stages.agents.outage import OutageNotice
-from stages.agents.turn_journal import TurnJournal
+from stages.agents.hosting import Hosting, OutageNotice
+from stages.agents.plain_tools import PlainTools, ends_in_call
 from stages.base import GenerateOptions, LoopStage, StageContext, beside, failed
-from stages.data.tokenizer import load_tokenizer
+from stages.chat.load import chat_format
+from stages.chat.tokenizer import load_tokenizer
 from stages.messages import PromptGroup, RolloutSlice, Sample
 from stages.ports import Ports, Topic
+from stages.records.once import EPISODES_DIR
+from stages.records.turns import TurnJournal
+from stages.rollouts import append_untrained
+from stages.tools.registry import close_tools, resolve_tools
+from stages.tools.tool import Tool
 
 
 class AgentsStage(LoopStage):
     """Feedback edge: generate -> agents -> generate."""
-
-    begins = True
 
     def __init__(self, context: StageContext) -> None:
         super().__init__(context)
         self._hosts: dict[str, Episodes | AgentEpisodes] = {}
         self._door = GatewayDoor(context, self.activity.extra)
         self._hostings: list[Hosting] = []
+        self._tools: dict[str, Tool] = {}  # of --tools
         self._episodes = context.run_dir / EPISODES_DIR
         self._journal = TurnJournal(self._episodes, context.config, context.given(GenerateOptions).lives)
         self._tasks: asyncio.TaskGroup | None = None
@@ -54,14 +58,24 @@ class AgentsStage(LoopStage):
         self._drained = False
 
     @classmethod
+    def begins(cls, config: Config) -> bool:
+        return bool(config.environment)
+
+    @classmethod
     def wants(cls, config: Config, options: Mapping[str, Any], message: RolloutSlice) -> bool:
+        if not config.environment:
+            return any(ends_in_call(config.tools, sample) for sample in message.samples)
         return all(sample.status in ("completed", "truncated") for sample in message.samples)
 
     async def setup(self) -> None:
         data = self.config.data
-        tokenizer = load_tokenizer(self.config.train.hf_checkpoint, data.chat_template_path)
+        tokenizer = self._tokenizer = load_tokenizer(self.config.train.hf_checkpoint, data.chat_template_path)
+        if not self.config.environment:
+            self._tools = resolve_tools(self.config.tools.tools, self.config.tools.tool_memory_gb)
+            self._plain = PlainTools(self._tools, self.config.tools)
+            return
         chat = chat_format(self.config)
-        hostings = [Hosting(table, self._background, self._tell, self._episodes) for table in self.config.environment]
+        hostings = [Hosting(table, self._background, self._notify, self._episodes) for table in self.config.environment]
         self._hostings += hostings
         async with asyncio.TaskGroup() as tasks:
             opening = [tasks.create_task(hosting.workers.open()) for hosting in hostings]
@@ -73,6 +87,7 @@ class AgentsStage(LoopStage):
                 self._hosts[hosting.table.name] = Episodes(self.config, hosting, chat, tokenizer)
 
     async def close(self) -> None:
+        await close_tools(self._tools)
         await self._door.close()
         for hosting in self._hostings:
             await hosting.workers.close()
@@ -98,18 +113,18 @@ class AgentsStage(LoopStage):
             running.reschedule(0.0)
 
     async def process(self, message: RolloutSlice) -> RolloutSlice:
-        group, (sample,) = message.group, message.samples
         try:
             async with asyncio.timeout(0.0 if self._drained else None) as running:
                 self._running.add(running)
                 try:
-                    samples = await self._advanced(group, sample)
+                    samples = await self._advanced(message.group, message.samples)
                 finally:
                     self._running.discard(running)
         except TimeoutError:
             if not running.expired():
                 raise
-            samples = (msgspec.structs.replace(sample, status="aborted", done=True, error="drained"),)
+            drained = {"status": "aborted", "done": True, "error": "drained"}
+            samples = tuple(msgspec.structs.replace(sample, **drained) for sample in message.samples)
         except EnvironmentFailed as error:
             self.activity.failures += 1
             return failed(message, str(error))
@@ -117,7 +132,10 @@ class AgentsStage(LoopStage):
             self._count()
         return msgspec.structs.replace(message, samples=samples)
 
-    async def _advanced(self, group: PromptGroup, sample: Sample) -> tuple[Sample, ...]:
+    async def _advanced(self, group: PromptGroup, samples: tuple[Sample, ...]) -> tuple[Sample, ...]:
+        if not self.config.environment:
+            return tuple([await self._called(group, sample) for sample in samples])
+        (sample,) = samples
         host = self._hosts[environment_of(self.config, group).name]
         if isinstance(host, Episodes):
             if sample.turns:
@@ -128,6 +146,19 @@ class AgentsStage(LoopStage):
         samples = await host.play(group, sample)
         self.activity.tokens += sum(part.new_tokens for part in samples)
         return samples
+
+    async def _called(self, group: PromptGroup, sample: Sample) -> Sample:
+        """The sample behind the result of its call. One of several sequences that calls nothing has ended.
+
+        Tokens of the result are not trained. A built-in grader reads only what stands behind it (`answer_start`)."""
+        if not ends_in_call(self.config.tools, sample):
+            return msgspec.structs.replace(sample, done=True)
+        with self.span("tool", group=group.group_id, sample=sample.index):
+            result = await self._plain.answer(sample.response)
+        self.activity.failures += result.startswith("error: ")
+        text = self.config.tools.tool_result_template.replace("{result}", result)
+        after = append_untrained(sample, self._tokenizer.encode(text), text)
+        return msgspec.structs.replace(after, answer_start=len(after.response))
 
     def _count(self) -> None:
         """Figures of this replica."""
@@ -144,7 +175,7 @@ class AgentsStage(LoopStage):
             pass
         work.close()
 
-    def _tell(self, notice: OutageNotice) -> None:
+    def _notify(self, notice: OutageNotice) -> None:
         """Let the user know, through the topic."""
         if self._ports is not None:
             key = f"environment/{notice.environment}/{self.context.replica}"

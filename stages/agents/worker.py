@@ -2,14 +2,16 @@
 
     python -m stages.agents.worker SOCKET_FD PARENT_PID MEMORY_BYTES IMPORT_PATH OPTIONS ONCE_DIR
 
-It hosts episodes of one environment, each an object of its class; calls are those of stages/agents/calls.py.
+It hosts episodes of one environment, each an object of its class; for its calls see stages/agents/calls.py.
 
-Invariant: calls of one episode come one after the other; those of others run beside them.
+Invariants: calls of one episode come one after the other, calls of different episodes run side by side. This module
+imports nothing but msgspec and the standard library, for the interpreter may have only those.
 """
 
 from __future__ import annotations
 
 import hashlib
+import inspect
 import json
 import sys
 from collections.abc import Mapping
@@ -18,19 +20,49 @@ from typing import Any
 import msgspec
 from msgspec.structs import replace
 
+from models.import_path import ImportPathError, import_path
 from stages.agents.calls import INFRASTRUCTURE, Begin, Begun, Call, End, Hosted, Restore, Run, Take, Taken
 from stages.agents.environment import InfrastructureError, Outcome, Start, Step, Task
-from stages.agents.hosted_class import import_hosted, make
-from stages.agents.once import Once
+from stages.records.once import Once
 from stages.workers.serve import Handler, Refusal, become_worker, serve
+
+_ENVIRONMENT, _AGENT = ("reset", "step"), ("run",)
+
+
+def import_hosted(path: str) -> tuple[type[Any], Hosted]:
+    """The class at an import path, and what it can do. Raises ImportPathError."""
+    imported = import_path(path)
+    if not isinstance(imported, type):
+        raise ImportPathError(f"import path {path!r} is no class; name the class of an environment or agent")
+    kind = "agent" if hasattr(imported, "run") and not hasattr(imported, "step") else "environment"
+    for name in _AGENT if kind == "agent" else _ENVIRONMENT:
+        if not inspect.iscoroutinefunction(getattr(imported, name, None)):
+            raise ImportPathError(
+                f"import path {path!r}: {imported.__name__} has no 'async def {name}'; an environment has "
+                "reset and step, an agent has run, all of them async"
+            )
+    snapshots = [name for name in ("snapshot", "restore") if callable(getattr(imported, name, None))]
+    if len(snapshots) == 1:
+        raise ImportPathError(f"import path {path!r}: {imported.__name__} has {snapshots[0]} alone; give both or none")
+    return imported, Hosted(kind, tasks=callable(getattr(imported, "tasks", None)), snapshots=bool(snapshots))
+
+
+def make(kind: type[Any], options: Mapping[str, Any]) -> Any:
+    """One object of the class. Raises ImportPathError for options that it does not take."""
+    try:
+        inspect.signature(kind).bind(**options)
+    except TypeError as error:
+        taken = ", ".join(inspect.signature(kind).parameters) or "none"
+        raise ImportPathError(f"{kind.__name__} does not take these options ({error}); it takes: {taken}") from None
+    return kind(**options)
 
 
 class Episodes:
     """The episodes of one process."""
 
-    def __init__(self, kind: type[Any], said: Hosted, options: Mapping[str, Any], once: str) -> None:
+    def __init__(self, kind: type[Any], hosted: Hosted, options: Mapping[str, Any], once: str) -> None:
         """`once`: directory in which calls that change the world are written down."""
-        self._kind, self._said, self._options, self._once = kind, said, options, once
+        self._kind, self._hosted, self._options, self._once = kind, hosted, options, once
         self._there: dict[str, tuple[Any, Once]] = {}
 
     async def answer(self, raw: msgspec.Raw) -> object:
@@ -82,7 +114,7 @@ class Episodes:
             await environment.close()
 
     def _state(self, environment: Any) -> bytes:
-        return bytes(environment.snapshot()) if self._said.snapshots else b""
+        return bytes(environment.snapshot()) if self._hosted.snapshots else b""
 
 
 def _counted(once: Once, metrics: Mapping[str, float]) -> Mapping[str, float]:
@@ -100,8 +132,8 @@ def main(arguments: list[str]) -> None:
     socket_fd, parent, memory, path, options, once = arguments
 
     def prepare() -> tuple[Handler, object]:
-        kind, said = import_hosted(path)
-        return Episodes(kind, said, json.loads(options), once).answer, said
+        kind, hosted = import_hosted(path)
+        return Episodes(kind, hosted, json.loads(options), once).answer, hosted
 
     serve(become_worker(int(socket_fd), int(parent), int(memory)), prepare)
 

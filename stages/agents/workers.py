@@ -20,18 +20,17 @@ from typing import Any, Final
 import msgspec
 
 from configs.schema import EnvironmentConfig
-from stages.agents.calls import INFRASTRUCTURE, Call, End, Hosted
-from stages.agents.errors import EnvironmentFailed
+from stages.agents.calls import INFRASTRUCTURE, Call, End, EnvironmentFailed, Hosted
 from stages.workers.process import CallFailed, WorkerLost, WorkerProcess
 
 log = logging.getLogger("sluice.agents")
 
-IDLE_S: Final = 900.0  # after which an episode that nobody has gone on with is dropped
+IDLE_S: Final = 900.0  # after which an episode without a further turn is dropped
 _END_S: Final = 10.0  # to close an environment
 
 
 class AttemptFailed(Exception):
-    """An attempt failed for a reason that says nothing about what the model did."""
+    """An attempt failed for a reason that is not the model's."""
 
 
 @dataclass
@@ -72,7 +71,7 @@ class Workers:
         self._retired: list[WorkerProcess] = []
 
     async def open(self) -> Hosted:
-        """Start the workers; what the first one says of its class. Raises EnvironmentFailed."""
+        """Start the workers; what the first worker reports about its class. Raises EnvironmentFailed."""
         try:
             async with asyncio.TaskGroup() as starts:
                 for worker in self.processes:

@@ -18,7 +18,8 @@ from msgspec import Struct
 from configs.schema import Config
 from configs.schema.data import DataConfig
 from models.context import context_limit
-from stages.agents.messages import Message as ChatMessage
+from stages.chat.messages import Message as ChatMessage
+from stages.chat.tokenizer import Tokenizer, load_tokenizer
 from stages.data.rows import (
     BadRow,
     BadValue,
@@ -31,7 +32,6 @@ from stages.data.rows import (
     parse_row,
 )
 from stages.data.sources import Source, open_source
-from stages.data.tokenizer import Tokenizer, load_tokenizer
 from stages.errors import DataError, EmptyDataError, RowError
 from stages.messages import NO_IDS, Int32Array, PromptGroup, wire
 from stages.tools.registry import resolve_tools

@@ -21,7 +21,7 @@ log = logging.getLogger("sluice.loops")
 
 
 class Loops:
-    """The loop stages behind generate, in the order in which they are asked. `entries`: name=import path."""
+    """The loop stages behind generate, in the order in which they may take a rollout. `entries`: name=import path."""
 
     def __init__(self, config: Config, entries: Sequence[str]) -> None:
         self._config = config
@@ -32,10 +32,10 @@ class Loops:
     @property
     def beginning(self) -> str | None:
         """Outlet of the loop stage in which rollouts begin, None where the engine has the first turn."""
-        return next((f"loop.{name}" for name, stage in self._stages if stage.begins), None)
+        return next((f"loop.{name}" for name, stage in self._stages if stage.begins(self._config)), None)
 
     def takes_turn(self, sample: Sample) -> bool:
-        """Whether an engine is asked to go on with a sequence."""
+        """Whether an engine goes on with a sequence."""
         return sample.status != "failed" and not sample.done and sample.turns < self._config.rollout.max_turns
 
     def next(self, group: PromptGroup, parts: Sequence[Sample]) -> tuple[str, RolloutSlice]:
@@ -45,7 +45,7 @@ class Loops:
             return "out", _leaving(slice_)
         further = any(map(self.takes_turn, parts))
         for name, stage in self._stages:
-            if not (further or stage.begins):
+            if not (further or stage.begins(self._config)):
                 continue
             try:
                 wanted = stage.wants(self._config, self._options.get(name, {}), slice_)

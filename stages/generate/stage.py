@@ -6,7 +6,7 @@ and comes back through the inlet `return`, which no prompt can fill, to any repl
 
 Invariants:
 - token ids, log-probs and versions are the engine's; nothing is tokenised twice, no version is stamped here;
-- members of a group that end together leave as one slice, and a slow one keeps nobody waiting for long;
+- members of a group that end together leave as one slice, and a slow member delays the others only for a moment;
 - the leases of a replica bound the groups that it has in work; slots at the engines bound the samples in flight.
 """
 
@@ -20,17 +20,17 @@ from typing import Final
 
 import msgspec
 
-from stages.agents.once import EPISODES_DIR
-from stages.agents.slime.functions import GenerateFunctions, function_of
-from stages.agents.slime.rollout_functions import RolloutFunction
 from stages.base import GenerateOptions, Stage, StageContext, beside, send_slice
+from stages.generate.generate_functions import GenerateFunctions, function_of
 from stages.generate.loops import Loops
-from stages.generate.requests import Requests
-from stages.generate.response_journal import ResponseJournal
+from stages.generate.rollout_functions import RolloutFunction
 from stages.generate.turns import Turns
 from stages.messages import PromptGroup, RolloutSlice, Sample, without_prompt
 from stages.ports import Inlet, Lease, Outlet, Ports
+from stages.records.once import EPISODES_DIR
+from stages.records.responses import ResponseJournal
 from stages.rollouts import new_sample, rollouts
+from stages.sampling.rollout_requests import Requests
 from stages.sampling.sampler import Sampler
 
 # How long a member that has ended waits for others of its group. A slice is one message, and costs each stage behind
@@ -99,30 +99,34 @@ class GenerateStage(Stage):
             group, samples = message.group, message.samples
         else:
             group = without_prompt(message)
-            first = new_sample(message.prompt_ids, 0)  # nobody writes to its arrays, so that all can have them
+            first = new_sample(
+                message.prompt_ids, 0
+            )  # its arrays are never written to, so that all samples can share them
             samples = tuple(msgspec.structs.replace(first, index=index) for index in range(message.n_samples))
         self.activity.items_in += 1
-        with self.span("generate", group=group.group_id, detail=f"turn {samples[0].turns + 1}") as said:
+        with self.span("generate", group=group.group_id, detail=f"turn {samples[0].turns + 1}") as details:
             async with asyncio.TaskGroup() as tasks:
                 leaving = _Leaving(self, group, samples, ports, tasks)
                 with self.activity.working():
-                    asked = tuple(filter(self.loops.takes_turn, samples))
+                    unfinished = tuple(filter(self.loops.takes_turn, samples))
                     for sample in samples:  # a loop stage has ended or failed the others
                         if not self.loops.takes_turn(sample):
                             leaving.put(sample)
                     function = function_of(self.config, group)
-                    if asked and self.batches is not None and group.purpose == "train":
-                        await self.batches.take(group, asked, leaving.put)
-                    elif asked and function is not None:
-                        await self.functions.take(function, group, asked, leaving.put)
-                    elif asked:
-                        await self.turns.take(group, asked, leaving.put)
+                    if unfinished and self.batches is not None and group.purpose == "train":
+                        await self.batches.take(group, unfinished, leaving.put)
+                    elif unfinished and function is not None:
+                        await self.functions.take(function, group, unfinished, leaving.put)
+                    elif unfinished:
+                        await self.turns.take(group, unfinished, leaving.put)
                 leaving.all_here.set()
             tokens = max(0, leaving.tokens - sum(s.length for s in samples))  # what a tool added may have been cut
             self.activity.tokens += tokens
-            said.append(f"{tokens} tokens")
+            details.append(f"{tokens} tokens")
             if leaving.versions:
-                said.append(f"version {' to '.join(map(str, sorted({min(leaving.versions), max(leaving.versions)})))}")
+                details.append(
+                    f"version {' to '.join(map(str, sorted({min(leaving.versions), max(leaving.versions)})))}"
+                )
         lease.done()
 
     async def _begin(self, prompt: PromptGroup, outlet: Outlet[RolloutSlice]) -> None:

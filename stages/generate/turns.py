@@ -1,8 +1,8 @@
-"""One turn of a group's rollouts: asked of the sampler, ended by deadlines, begun anew where a group waits for it.
+"""One turn of a group's rollouts: requested from the sampler, ended by deadlines, begun anew where a group waits.
 
 Samples that share all their tokens so far are one request, and each is handed on when it has ended. A sample that has
-more than its budget, or whose time is over, asks nobody. What another process has left of a turn is gone on from
-(stages/generate/response_journal.py).
+more than its budget, or whose time is over, makes no request. A turn goes on from what another process has left of it
+(stages/records/responses.py).
 """
 
 from __future__ import annotations
@@ -13,14 +13,13 @@ from collections.abc import Callable, Sequence
 import msgspec
 
 from stages.base import Activity
-from stages.generate.requests import Deadline, Requests
-from stages.generate.response_journal import ResponseJournal
-from stages.generate.samples import append_result
 from stages.messages import PromptGroup, Sample
 from stages.ports import Readable
+from stages.records.responses import ResponseJournal
 from stages.rollouts import cut
 from stages.sampling.attempt import Progress
 from stages.sampling.requests import OUT_OF_TIME
+from stages.sampling.rollout_requests import Deadline, Requests, append_result
 from stages.sampling.sampler import Sampler
 from stages.topic_values import newest_settings
 
@@ -35,7 +34,7 @@ class Turns:
         self.topic: Readable | None = None  # what the user changes while the run goes on
 
     async def take(self, group: PromptGroup, samples: Sequence[Sample], ended: Ended) -> None:
-        """One more turn of each sample. `ended` is told of each when it has finished or failed, or was aborted by a
+        """One more turn of each sample. `ended` gets each sample when it has finished or failed, or was aborted by a
         drain; waits for the last one."""
 
         def done(sample: Sample) -> None:
@@ -62,12 +61,12 @@ class Turns:
                 for sample in samples:
                     tasks.create_task(self._late(group, sample, deadline, done))
                 return
-            had = await self.journal.restore(group, samples, self._oldest)
+            restored = await self.journal.restore(group, samples, self._oldest)
             progress = self._progress(group, samples, budget)
             request = self.requests.of(group, samples, budget, deadline)
-            async with self.sampler.stream(request, had, progress) as members:
+            async with self.sampler.stream(request, restored, progress) as members:
                 async for place, result in members:
-                    if not had or result is not had[place]:
+                    if not restored or result is not restored[place]:
                         self.journal.keep(group, samples[place], result)
                     sample = append_result(samples[place], result)
                     if result.reason == OUT_OF_TIME and deadline is not None:
@@ -76,7 +75,7 @@ class Turns:
                         done(sample)
 
     def _progress(self, group: PromptGroup, samples: Sequence[Sample], budget: int) -> Progress | None:
-        """Who is told of the parts of responses, if they are long enough to be worth it."""
+        """The receiver of partial responses, if a response may become long enough for a record."""
         journal = self.journal
         if group.purpose == "eval" or not self.requests.rollout.partial_rollout or not 0 < journal.tokens < budget:
             return None

@@ -28,7 +28,7 @@ _Ask = Callable[[GradeRequest, dict[str, object]], object]  # request and its me
 
 def custom_grader(path: str) -> Run:
     """The grader of an import path. Raises UnknownGraderError, also for a signature that cannot be called."""
-    from stages.agents.slime.hooks import slime_function
+    from stages.slime.hooks import slime_function
 
     try:
         slime = slime_function(path)
@@ -58,8 +58,8 @@ def _ask(
 
 def _ask_as_slime(function: Callable[..., object], request: GradeRequest, metadata: dict[str, object]) -> object:
     """Call a function of slime's signature: `(args, sample)`, or `(args, samples)` for a group."""
-    from stages.agents.slime.arguments import SlimeArguments
-    from stages.agents.slime.hooks import graded_samples
+    from stages.slime.hooks import graded_samples
+    from stages.slime.types import SlimeArguments
 
     responses = request.responses or (request.response,)
     lengths = [request.n_tokens] if not request.responses else [0] * len(responses)

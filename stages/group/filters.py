@@ -245,7 +245,7 @@ def resolve_filter(
 def import_filter(path: str, config: Config | None = None) -> GroupFilter:
     """The filter of an import path, plain or async, or with slime's signature `(args, samples)`. Raises
     ImportPathError, also for a wrong signature."""
-    from stages.agents.slime.hooks import group_filter, slime_function
+    from stages.slime.hooks import group_filter, slime_function
 
     if slime_function(path):
         judge = group_filter(path, config)

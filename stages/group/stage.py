@@ -20,8 +20,6 @@ import numpy as np
 
 from configs.schema import Config
 from configs.schema.algorithm import ESTIMATORS, GROUP_RELATIVE
-from stages.agents.slime.arguments import slime_arguments
-from stages.agents.slime.hooks import removed, sample_filter
 from stages.base import Stage, beside
 from stages.errors import FilterError
 from stages.group.filters import FilterDecision, FilterState, GroupFilter, resolve_filter
@@ -30,6 +28,8 @@ from stages.ports import Lease, Outlet, Ports, Topic, read_value
 from stages.reward.stage import Grading
 from stages.rollouts import closing, counting, rollout_fault, rollouts, settlement
 from stages.sample_log import SampleLog
+from stages.slime.hooks import removed, sample_filter
+from stages.slime.types import slime_arguments
 from stages.topic_values import SETTINGS, newest_settings
 
 REMEMBERED_GROUPS = 100_000

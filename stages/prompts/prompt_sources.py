@@ -25,7 +25,6 @@ import numpy as np
 
 from configs.schema import Config
 from models.import_path import import_path
-from stages.agents.slime.arguments import slime_arguments
 from stages.data.prompt_set import PreparedPrompt, Preparer
 from stages.data.rows import BadValue, LoadReport, RowKeys, parse_row
 from stages.errors import DataSourceError
@@ -42,6 +41,7 @@ from stages.messages import (
 )
 from stages.prompts.ledger import DrawnRow
 from stages.prompts.prompt_order import PromptOrder
+from stages.slime.types import slime_arguments
 
 Encode = Callable[[str], list[int]]
 

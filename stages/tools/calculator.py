@@ -1,10 +1,181 @@
-"""The tool `calculator`: an arithmetic expression in, its value out."""
+"""The tool `calculator`: exact arithmetic on expressions that a model wrote: + - * / // % ** and parentheses.
+
+The text is parsed to a syntax tree, whose nodes are checked against a list and computed here; nothing is ever evaluated
+by the interpreter. Numbers are rational, so that 0.1 + 0.2 is 0.3 and 1 / 3 * 3 is 1; only a power with a fractional
+exponent is a float. Every operation is refused before it would make a number of more than 4096 bits, so the time is
+bounded by the length of the text.
+"""
 
 from __future__ import annotations
 
-from stages.tools.arithmetic import evaluate
-from stages.tools.errors import ToolCallError
-from stages.tools.tool import Arguments, Schema, function_schema
+import ast
+import math
+import operator
+from collections.abc import Callable
+from fractions import Fraction
+from typing import Any
+
+from stages.tools.tool import Arguments, Schema, ToolCallError, function_schema
+
+MAX_CHARS = 1000
+MAX_DEPTH = 64
+MAX_BITS = 4096
+_DIGITS = 15  # significant ones of a number that has no finite decimal form
+_DECIMALS = 30  # longest finite decimal fraction that is written out
+
+Number = Fraction | float
+_REPLACED = str.maketrans({"×": "*", "·": "*", "÷": "/", "−": "-", "–": "-", "\u00a0": " "})
+
+
+def evaluate(expression: str) -> str:
+    """The value of an arithmetic expression as text. Raises ToolCallError with words for the model."""
+    text = expression.translate(_REPLACED).strip()
+    if not text:
+        raise ToolCallError("the expression is empty")
+    if len(text) > MAX_CHARS:
+        raise ToolCallError(f"the expression is longer than {MAX_CHARS} characters")
+    try:
+        # Line breaks inside of parentheses are harmless, those outside would end the expression.
+        tree = ast.parse(" ".join(text.split()), mode="eval")
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        raise ToolCallError("the expression is not valid arithmetic") from None
+    return format_number(_value(tree.body, 0))
+
+
+def format_number(value: Number) -> str:
+    """Integers as integers, finite decimals exactly, the rest with 15 significant digits."""
+    if isinstance(value, float):
+        if value.is_integer() and abs(value) < 1e15:
+            return str(int(value))
+        return f"{value:.{_DIGITS}g}"
+    if value.denominator == 1:
+        return str(value.numerator)
+    decimals = _finite_decimals(value.denominator)
+    if decimals is None:
+        return _rounded(value)
+    scaled = abs(value.numerator) * 10**decimals // value.denominator
+    digits = str(scaled).rjust(decimals + 1, "0")
+    return f"{'-' if value < 0 else ''}{digits[:-decimals]}.{digits[-decimals:]}"
+
+
+def _finite_decimals(denominator: int) -> int | None:
+    """Number of decimals of a fraction with this denominator, None if it is not finite or too long to be of use."""
+    twos = (denominator & -denominator).bit_length() - 1
+    rest, fives = denominator >> twos, 0
+    while rest % 5 == 0 and fives <= _DECIMALS:
+        rest //= 5
+        fives += 1
+    decimals = max(twos, fives)
+    return decimals if rest == 1 and decimals <= _DECIMALS else None
+
+
+def _rounded(value: Fraction) -> str:
+    try:
+        number = value.numerator / value.denominator
+    except OverflowError:
+        return str(round(value))  # beyond a float's range, where the fraction does not matter
+    if number == 0.0:
+        raise ToolCallError("the result is too close to zero")
+    return f"{number:.{_DIGITS}g}"
+
+
+def _value(node: ast.expr, depth: int) -> Number:
+    if depth > MAX_DEPTH:
+        raise ToolCallError(f"the expression is nested deeper than {MAX_DEPTH} levels")
+    match node:
+        case ast.Constant(value=bool()):
+            pass
+        case ast.Constant(value=int() | float() as number):
+            return _literal(number)
+        case ast.UnaryOp(op=ast.USub(), operand=operand):
+            return -_value(operand, depth + 1)
+        case ast.UnaryOp(op=ast.UAdd(), operand=operand):
+            return _value(operand, depth + 1)
+        case ast.BinOp(left=left, op=op, right=right) if type(op) in _OPERATIONS:
+            return _computed(op, *_operands(left, right, depth))
+    raise ToolCallError(_refusal(node))
+
+
+def _operands(left: ast.expr, right: ast.expr, depth: int) -> tuple[Number, Number]:
+    first, second = _value(left, depth + 1), _value(right, depth + 1)
+    if isinstance(first, float) or isinstance(second, float):
+        return _float(first), _float(second)
+    return first, second
+
+
+def _literal(number: int | float) -> Fraction:
+    if isinstance(number, float):
+        if not math.isfinite(number):
+            raise ToolCallError("a number in the expression is too large")
+        return _bounded(Fraction(repr(number)))  # the decimal that was written, not its binary neighbour
+    return _bounded(Fraction(number))
+
+
+def _refusal(node: ast.expr) -> str:
+    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.BitXor):
+        return "^ is not an operator here; write ** for a power"
+    if isinstance(node, ast.Tuple):
+        return "a comma is not allowed; write numbers without thousands separators"
+    return "only numbers, + - * / // % ** and parentheses are allowed"
+
+
+def _bits(value: Fraction) -> int:
+    return max(value.numerator.bit_length(), value.denominator.bit_length())
+
+
+def _bounded(value: Fraction) -> Fraction:
+    if _bits(value) > MAX_BITS:
+        raise ToolCallError("a number in the expression is too large")
+    return value
+
+
+def _float(value: Number) -> float:
+    try:
+        return float(value)
+    except OverflowError:
+        raise ToolCallError("a number in the expression is too large") from None
+
+
+def _finite(value: float) -> float:
+    if not math.isfinite(value):
+        raise ToolCallError("the result is too large")
+    return value
+
+
+def _computed(op: ast.operator, first: Number, second: Number) -> Number:
+    if second == 0 and isinstance(op, ast.Div | ast.FloorDiv | ast.Mod):
+        raise ToolCallError("division by zero")
+    value = _OPERATIONS[type(op)](first, second)
+    return _finite(value) if isinstance(value, float) else _bounded(Fraction(value))
+
+
+def _power(base: Number, exponent: Number) -> Number:
+    if base == 0 and exponent < 0:
+        raise ToolCallError("division by zero")
+    if isinstance(base, Fraction) and isinstance(exponent, Fraction) and exponent.denominator == 1:
+        if abs(base) != 1 and base != 0 and _bits(base) * abs(exponent.numerator) > 2 * MAX_BITS:
+            raise ToolCallError("the power is too large")
+        if abs(exponent.numerator) > MAX_BITS and base != 0:
+            return Fraction(1) if base == 1 or exponent.numerator % 2 == 0 else Fraction(-1)
+        return Fraction(base**exponent.numerator)
+    if base < 0:
+        raise ToolCallError("a negative number has no real power with a fractional exponent")
+    try:
+        return _finite(_float(base) ** _float(exponent))
+    except OverflowError:
+        raise ToolCallError("the power is too large") from None
+
+
+_OPERATIONS: dict[type[ast.operator], Callable[[Any, Any], Any]] = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.Div: operator.truediv,
+    ast.FloorDiv: operator.floordiv,
+    ast.Mod: operator.mod,
+    ast.Pow: _power,
+}
+
 
 _PARAMETER = "expression"
 

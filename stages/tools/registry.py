@@ -1,23 +1,81 @@
-"""From the names in `--tools` to tools: built-in ones by name, the user's own by import path, and calls of them.
+"""From the names in `--tools` to tools: built-in tools by name, a user's tools by import path.
 
-Built-in tools are bounded in what they do and answer at once, in this process. A tool of the user is imported here for
-its schema only: its calls run in a process of its own.
+An import path `package.module:name` names an async function, an object with `name`, `schema` and `call`, or a class of
+such objects that needs no arguments. Built-in tools are bounded in what they do and answer at once, in this process. A
+user's tool is imported here for its schema only: its calls run in a process of its own, which starts at the first call
+and again after it was lost.
 """
 
 from __future__ import annotations
 
 import asyncio
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 
+import msgspec
+
 from configs.schema.did_you_mean import nearest
-from stages.agents.chat_formats.parsers.found import Offered
-from stages.agents.chat_formats.parsers.marked import Marked
-from stages.agents.messages import ToolCall
+from models.import_path import ImportPathError, import_path
 from stages.tools.calculator import Calculator
-from stages.tools.errors import ToolCallError, UnknownToolError
-from stages.tools.imports import import_tool
-from stages.tools.process import ToolProcess
-from stages.tools.tool import Tool
+from stages.tools.tool import Arguments, FunctionTool, Schema, Tool, ToolCallError, UnknownToolError
+from stages.workers.process import CallFailed, WorkerLost, WorkerProcess
+
+
+def import_tool(path: str) -> Tool:
+    """The tool of an import path. Raises UnknownToolError."""
+    try:
+        return _as_tool(import_path(path), path)
+    except ImportPathError as error:
+        raise UnknownToolError(f"tools: {error}") from error
+
+
+def _as_tool(found: object, path: str) -> Tool:
+    if inspect.iscoroutinefunction(found):
+        return FunctionTool(found, path)
+    if inspect.isfunction(found):
+        raise UnknownToolError(
+            f"tools: {path!r} is a plain function, which would block its other calls; make it 'async def'"
+        )
+    if isinstance(found, type):
+        try:
+            found = found()
+        except TypeError as error:
+            raise UnknownToolError(
+                f"tools: {path!r} cannot be made without arguments ({error}); name an instance"
+            ) from error
+    if not isinstance(found, Tool) or not inspect.iscoroutinefunction(found.call):
+        raise UnknownToolError(
+            f"tools: {path!r} is no tool; it must be an async function, or have 'name', 'schema' and an async 'call'"
+        )
+    return found
+
+
+class ToolProcess:
+    """A tool by its import path. Use `ready` before `call`, and `close` at the end."""
+
+    def __init__(self, path: str, name: str, schema: Schema, memory_bytes: int = 0) -> None:
+        """0 bytes: as many as there are."""
+        self.name, self.schema = name, schema
+        self._worker = WorkerProcess("stages.tools.worker", (path, memory_bytes))
+
+    async def ready(self) -> None:
+        """Waits until the process serves, and starts it where there is none. Raises ToolCallError."""
+        try:
+            await self._worker.ready()
+        except WorkerLost as error:
+            raise ToolCallError(str(error)) from None
+
+    async def call(self, arguments: Arguments) -> str:
+        """The answer to a call. Raises ToolCallError. Cancelled, it cancels the call in the tool's process."""
+        try:
+            return msgspec.msgpack.decode(await self._worker.call(arguments), type=str)
+        except (CallFailed, WorkerLost) as error:
+            raise ToolCallError(str(error)) from None
+
+    async def close(self) -> None:
+        """End the process and what the tool started."""
+        await self._worker.close()
+
 
 BUILT_IN: dict[str, Callable[[], Tool]] = {"calculator": Calculator}
 
@@ -43,21 +101,22 @@ async def close_tools(tools: Mapping[str, Tool]) -> None:
             await tool.close()
 
 
-async def answer_call(tools: Mapping[str, Tool], text: str, opening: str, closing: str, deadline_s: float) -> str:
-    """Carry out the call that ends the text; whatever goes wrong is an answer of the form `error: ...`."""
-    call = Marked(opening, closing).last(text, Offered([tool.schema for tool in tools.values()]))
-    if not isinstance(call, ToolCall):
-        return f"error: {call}"
-    tool = tools[call.name]
-    try:
-        if isinstance(tool, ToolProcess):
-            await tool.ready()  # importing a tool is not counted
-        async with asyncio.timeout(deadline_s):
-            return await tool.call(call.arguments)
-    except ToolCallError as error:
-        return f"error: {error}"
-    except TimeoutError:
-        return f"error: no answer within {deadline_s:g} s"
+class Bounded:
+    """A tool each of whose calls ends in time, whatever the tool does."""
+
+    def __init__(self, tool: Tool, deadline_s: float) -> None:
+        self.name, self.schema = tool.name, tool.schema
+        self._tool, self._deadline_s = tool, deadline_s
+
+    async def call(self, arguments: Arguments) -> str:
+        """The answer of the tool. Raises ToolCallError."""
+        try:
+            if isinstance(self._tool, ToolProcess):
+                await self._tool.ready()  # importing a tool is not counted
+            async with asyncio.timeout(self._deadline_s):
+                return await self._tool.call(arguments)
+        except TimeoutError:
+            raise ToolCallError(f"no answer within {self._deadline_s:g} s") from None
 
 
 def _own_tool(path: str, memory_bytes: int) -> Tool:

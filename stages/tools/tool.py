@@ -1,4 +1,9 @@
-"""What a tool is, and tools made of plain async functions.
+"""What a tool is, tools made of plain async functions, and what can be wrong with tools.
+
+ToolError
+├── UnknownToolError   no tool has this name, or it cannot be imported or offered
+└── ToolCallError      a call cannot be carried out; its text becomes the tool's answer
+    └── NoAnswer       there was no answer in time, so that the effect of the call is not known
 
 Invariants: a tool has a JSON schema, which chat templates show to the model; `call` answers with text, or raises, and
 then the caller makes the exception's text the answer; an answer is cut at RESULT_CHARS.
@@ -14,7 +19,22 @@ from typing import Final, Protocol, runtime_checkable
 
 import msgspec
 
-from stages.tools.errors import ToolCallError, UnknownToolError
+
+class ToolError(Exception):
+    """Base of everything that `stages.tools` raises on purpose."""
+
+
+class UnknownToolError(ToolError):
+    """No tool has this name, or it cannot be imported or offered to a model."""
+
+
+class ToolCallError(ToolError):
+    """A call cannot be carried out. The caller gives the text to the model as `error: ...`."""
+
+
+class NoAnswer(ToolCallError):
+    """There was no answer in time, so that it is not known whether the call was carried out."""
+
 
 Arguments = Mapping[str, object] | str
 Schema = Mapping[str, object]
@@ -45,7 +65,7 @@ class FunctionTool:
     """An async function as a tool: its parameters become the schema, its docstring the description."""
 
     def __init__(self, function: Callable[..., Awaitable[object]], path: str, version: str | None = None) -> None:
-        """`version` says that the function is deterministic: see stages/tools/answer_cache.py."""
+        """`version` says that the function is deterministic: see stages/agents/tool_episode.py."""
         self.name = function.__name__
         if version is not None:
             self.version = version

@@ -9,9 +9,8 @@ import sys
 
 import msgspec
 
-from stages.tools.errors import ToolCallError
-from stages.tools.imports import import_tool
-from stages.tools.tool import Arguments, bounded
+from stages.tools.registry import import_tool
+from stages.tools.tool import Arguments, ToolCallError, bounded
 from stages.workers.serve import Handler, Refusal, become_worker, serve
 
 

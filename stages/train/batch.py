@@ -21,8 +21,6 @@ from models.algorithms.advantages import advantages
 from models.algorithms.errors import InconsistentGroup, InsufficientMembers, UnknownAlgorithm
 from models.import_path import import_path
 from models.train.interface import TrainSequence
-from stages.agents.slime.arguments import slime_arguments
-from stages.agents.slime.hooks import has_args, shown
 from stages.errors import UntrainableGroup
 from stages.messages import RolloutSlice, Sample
 from stages.ports import Lease
@@ -36,6 +34,8 @@ from stages.rollouts import (
     trained_masks,
     turn_total,
 )
+from stages.slime.hooks import has_args, shown
+from stages.slime.types import slime_arguments
 from stages.topic_values import sampling
 from stages.train.batch_metrics import batch_metrics
 

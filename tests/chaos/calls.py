@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from stages.agents.environment import Start, Step, Task, Turn
-from stages.agents.messages import Message
-from stages.agents.once import Once, Uncertain
+from stages.chat.messages import Message
+from stages.records.once import Once, Uncertain
 from tests.chaos.kills import CONTROLLER, RUNNING, TRAIN, Kill
 from tests.chaos.oracle import Fault
 

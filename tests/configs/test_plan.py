@@ -158,7 +158,7 @@ def test_a_circle_of_custom_stages_is_left_out_and_ends() -> None:
 def test_replicas() -> None:
     config = resolved("--scale", "reward=3", "engine=2", "--tools", "calculator", f"stage={stages(('a', 'reward'))}")
     assert replicas(config) == {
-        "prompts": 1, "generate": 1, "reward": 3, "a": 1, "group": 1, "train": 1, "tools": 1, "engine": 2, "engines": 1
+        "prompts": 1, "generate": 1, "reward": 3, "a": 1, "group": 1, "train": 1, "agents": 1, "engine": 2, "engines": 1
     }  # fmt: skip
     assert replicas(resolved("--loss-type", "sft_loss")) == {"prompts": 1, "train": 1}
     assert resolved("--scale", "a=4").run.scale == {"a": 4}
@@ -170,7 +170,7 @@ def test_the_plan_as_text() -> None:
     plan = make_plan(resolved(*argv, "--eval-interval", "5", "--eval-prompt-data", "arithmetic"))
     text = render(plan)
     assert "prompts -> generate -> reward x2 -> judge x2 -> group -> train" in text
-    assert "generate -> tools -> generate" in text
+    assert "generate -> agents -> generate" in text
     assert "evaluate -> generate ... group -> evaluate" in text
     assert "group, train, evaluate -> prompts" in text
     assert "generate <-> engine x2" in text

@@ -35,7 +35,7 @@ def stage(*tables: str) -> str:
 def test_the_base_is_right() -> None:
     assert check(*BASE) == ()
     assert check(*BASE, "--mode", "sync") == ()
-    assert check(*BASE, "--tools", "calculator", "--scale", "tools=2", "reward=3", "engine=2", "generate=2") == ()
+    assert check(*BASE, "--tools", "calculator", "--scale", "agents=2", "reward=3", "engine=2", "generate=2") == ()
 
 
 @pytest.mark.parametrize(
@@ -125,12 +125,12 @@ def test_the_base_is_right() -> None:
         (["--scale", "rewrad=2"], "--scale rewrad=2 names no stage; did you mean reward?"),
         (
             ["--scale", "zzzz=2"],
-            "the stages are prompts, generate, engine, engines, tools, agents, reward, teacher, group, train",
+            "the stages are prompts, generate, engine, engines, agents, reward, teacher, group, train",
         ),
         (["--autoscale", "reward=4"], "--autoscale 'reward=4' is no STAGE=LEAST..MOST; write for example reward=1..8"),
         (["--autoscale", "rewrad=1..4"], "--autoscale rewrad=1..4 names no stage; did you mean reward?"),
         (["--autoscale", "train=1..4"], "--autoscale train=1..4 cannot be, for there is only one: it is the single"),
-        (["--autoscale", "tools=1..4"], "--autoscale tools=1..4 scales a stage that this run does not have"),
+        (["--autoscale", "agents=1..4"], "--autoscale agents=1..4 scales a stage that this run does not have"),
         (["--autoscale", "reward=4..1"], "must have 1 <= LEAST <= MOST; write for example reward=1..4"),
         (["--autoscale", "reward=0..1"], "must have 1 <= LEAST <= MOST; write for example reward=1..2"),
         (["--autoscale", "reward=1..4", "reward=1..5"], "--autoscale has limits of reward twice"),
@@ -150,7 +150,11 @@ def test_the_base_is_right() -> None:
             "duplicate_prompt compares each with all before it, which must meet in one replica",
         ),
         (["--scale", "evaluate=2"], "there can be only one: it joins the answers of one version"),
-        (["--scale", "tools=2"], "--scale tools=2 scales a stage that this run does not have; add --tools"),
+        (["--scale", "tools=2"], "--scale tools=2 names no stage: tools are called in the stage agents; set agents=2"),
+        (
+            ["--scale", "agents=2"],
+            "--scale agents=2 scales a stage that this run does not have; add an",
+        ),
         (["--engine-port", "65535", "--scale", "engine=2"], "the last engine would need 65536"),
         (["--engine-device", "gpu"], "--engine-device is 'gpu', but must be auto, cpu, cuda or cuda:N"),
         (["--train-device", "cuda:x"], "--train-device is 'cuda:x'"),

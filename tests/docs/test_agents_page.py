@@ -16,7 +16,7 @@ from configs.schema import EnvironmentConfig
 from stages.agents.calls import Hosted
 from stages.agents.describe import answers
 from stages.agents.environment import Task, Turn
-from stages.agents.messages import Message, ToolCall
+from stages.chat.messages import Message, ToolCall
 from tests.docs.test_docs import FENCE, python_blocks
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "agents.md"

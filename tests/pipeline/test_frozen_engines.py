@@ -21,7 +21,7 @@ from pipeline.preflight.builtin_assets import prepare
 from pipeline.preflight.frozen_engines import check_frozen, vocabulary
 from pipeline.record.run_directory import RunDir
 from stages.base import GenerateOptions, TrainOptions
-from stages.data.tokenizer import load_tokenizer
+from stages.chat.tokenizer import load_tokenizer
 
 
 @pytest.fixture(scope="module")

@@ -58,7 +58,7 @@ def test_killed_replicas_lose_nothing(tmp_path: Path) -> None:
     flags = [*TOOLS, *made_model(), "--num-rollout", "28", "--seed", "1", "--scale", "generate=2",
              "--scale", "reward=2", "--scale", "engine=2", "--max-restarts", "20"]  # fmt: skip
     process = start(tmp_path / "run", *flags)
-    victims = ["generate-0", "reward-0", "tools-0", "generate-1", "group-0", "reward-1", "engine-0"]
+    victims = ["generate-0", "reward-0", "agents-0", "generate-1", "group-0", "reward-1", "engine-0"]
     rng.shuffle(victims)
     for i, victim in enumerate(victims):
         wait_for_steps(process, tmp_path / "run", 2 + 3 * i)

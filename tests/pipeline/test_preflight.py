@@ -72,7 +72,7 @@ def test_functions_of_the_user_are_imported_and_asked_for_their_signature(
     monkeypatch.syspath_prepend(str(tmp_path))
     check_names(config("--custom-rm-path", "my_code:score", "--dynamic-sampling-filter-path", "my_code:keep"))
     check_names(config("--custom-rm-path", "my_code.score", "--custom-generate-function-path", "my_code.generate"))
-    code = "tests.stages.agents.slime.user_code"
+    code = "tests.stages.slime.user_code"
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     check_names(config("--data-source-path", f"{code}.Counting"))
     for name, words in (

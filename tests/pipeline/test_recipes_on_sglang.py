@@ -13,7 +13,7 @@ from launching import succeed
 
 from models.engines.protocol import EXPECTED_SGLANG
 from pipeline.observe.metrics import read_metrics
-from stages.data.tokenizer import load_tokenizer
+from stages.chat.tokenizer import load_tokenizer
 from tests.models.engines.forward_reference import by_one
 from tests.sglang_server import RealServer
 

@@ -8,10 +8,11 @@ from pathlib import Path
 import pytest
 from launching import SIMULATED, SMALL, finish, made_model, start
 
-from stages.agents.once import EPISODES_DIR, groups_in
-from stages.generate.response_journal import Piece, Turn
-from stages.generate.rollout_records import RESPONSES, RolloutRecords
 from stages.messages import PromptGroup
+from stages.records.growing_records import RESPONSES, GrowingRecords, Key, Piece
+from stages.records.once import EPISODES_DIR, groups_in
+from stages.records.responses import KIND
+from stages.sampling.requests import SampleResult
 from stages.train.saved_batches import load_batch
 from tests.chaos.oracle import Expected, judge
 from tests.pipeline.test_kill import steps_done, wait_until
@@ -20,13 +21,13 @@ from tests.stages.stage_rig import make_config, make_group
 STEPS, GROUPS, BOUND, EVERY = 5, 4, 2, 16
 
 
-def pieces(run_dir: Path, group: PromptGroup) -> dict[Turn, list[Piece]]:
+def pieces(run_dir: Path, group: PromptGroup) -> dict[Key, list[Piece[SampleResult]]]:
     """What a first life has left of a group, by response."""
-    records = RolloutRecords(run_dir / EPISODES_DIR, RESPONSES, Piece, make_config(), (0, 0), synced=False)
-    found: dict[Turn, list[Piece]] = {}
-    for _, kept in records.read(group, this_life=False):
+    records = GrowingRecords(run_dir / EPISODES_DIR, KIND, make_config(), (0, 0))
+    found: dict[Key, list[Piece[SampleResult]]] = {}
+    for _, kept in records.pieces(group, this_life=False):
         for piece in kept:
-            found.setdefault(piece.turn, []).append(piece)
+            found.setdefault(piece.key, []).append(piece)
     return found
 
 
@@ -35,8 +36,8 @@ def left(run_dir: Path) -> dict[tuple[int, int], tuple[list[int], list[int]]]:
     found = {}
     for name in groups_in(run_dir / EPISODES_DIR):
         for turn, kept in pieces(run_dir, make_group(int(name))).items():
-            ids = [token for piece in kept for token in piece.result.token_ids]
-            versions = [run.version for run in kept[-1].result.runs for _ in range(run.n_tokens)]
+            ids = [token for piece in kept for token in piece.body.token_ids]
+            versions = [run.version for run in kept[-1].body.runs for _ in range(run.n_tokens)]
             assert len(ids) == len(versions)
             found[int(name), turn[0]] = ids, versions
     return found

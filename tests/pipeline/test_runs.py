@@ -110,7 +110,7 @@ def test_tool_tokens_are_masked_and_nothing_is_tokenised_twice(tap: Path) -> Non
         "--tool-result-template", "{result}",
         "--rollout-max-response-len", "32", "--rm-type", "gsm8k_flex", cwd=tap,
     )  # fmt: skip
-    from stages.data.tokenizer import load_tokenizer
+    from stages.chat.tokenizer import load_tokenizer
 
     tokenizer = load_tokenizer(str(tap / "run" / "assets" / "tiny-arithmetic"))
     rows = tapped(tap / "run")

@@ -225,6 +225,6 @@ def test_a_tool_that_blocks_is_told_and_ends_by_its_deadline(tmp_path: Path) -> 
         "--num-rollout", "1", "--max-turns", "3", "--rollout-max-response-len", "120",
     ]  # fmt: skip
     done = succeed_here(tmp_path / "run", *SMALL, *made_model(), *QUICK, *flags, cwd=tmp_path)
-    lines = [line for line in told(done) if "tools-0 has had group" in line]
+    lines = [line for line in told(done) if "agents-0 has had group" in line]
     assert lines
     assert "(--tool-deadline-s 2)" in lines[0]

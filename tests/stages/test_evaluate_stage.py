@@ -15,7 +15,7 @@ from stages.data.prompt_set import PreparedPrompt
 from stages.evaluate import EVAL_BASE, EvaluateStage, dataset_name
 from stages.messages import EvalDone, Int32Array, PromptGroup, RolloutSlice, Sample, WeightsAnnouncement, wire
 from stages.ports import Ports
-from tests.stages.agents.slime import user_code
+from tests.stages.slime import user_code
 from tests.stages.stage_rig import (
     REPORT,
     Rig,
@@ -382,7 +382,7 @@ async def test_every_sequence_of_an_answer_is_of_the_version() -> None:
 
 async def test_a_function_that_logs_is_told_of_each_data_set() -> None:
     user_code.STARTED.clear()
-    log = "tests.stages.agents.slime.user_code:log_evaluation"
+    log = "tests.stages.slime.user_code:log_evaluation"
     async with desk(n_samples_per_eval_prompt=1, observe={"custom_eval_rollout_log_function_path": log}) as one:
         pin(one.rig, 2)
         one.rig.applied(2)

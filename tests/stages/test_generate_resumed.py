@@ -9,7 +9,7 @@ import pytest
 from msgspec.structs import replace
 
 from models.engines.noise import sample_seed
-from stages.agents.once import EPISODES_DIR, groups_in
+from stages.records.once import EPISODES_DIR, groups_in
 from tests.stages.engine_rig import (
     LENGTH,
     SLOW_MS,

@@ -17,9 +17,9 @@ import pytest
 
 from models.engines.client import EngineClient
 from models.engines.protocol import SamplingParams
-from stages.generate.requests import Requests
 from stages.messages import Sample
 from stages.sampling.requests import SampleRequest, SampleResult
+from stages.sampling.rollout_requests import Requests
 from tests.models.engines.forward_reference import by_one
 from tests.sglang_server import ON_SGLANG, RealServer
 from tests.stages.engine_rig import Exchange, World, generating, record_exchanges, tensors_of

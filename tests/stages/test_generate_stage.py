@@ -12,10 +12,10 @@ import pytest
 
 from models.engines.protocol import FinishReason, GenerateOutput, MetaInfo, SamplingParams, VersionSpan
 from models.engines.simulated.policy import simulated_log_prob
-from stages.generate.samples import append_result
 from stages.messages import PromptGroup, VersionRun
 from stages.rollouts import new_sample
 from stages.sampling.requests import SampleRequest, SampleResult, VersionLabelError, extended, label_version
+from stages.sampling.rollout_requests import append_result
 from tests.stages.engine_rig import (
     LENGTH,
     SLOW_MS,

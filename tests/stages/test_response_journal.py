@@ -16,9 +16,9 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from pipeline.record.episodes import forget_responses
-from stages.agents.once import groups_in
-from stages.generate.response_journal import ResponseJournal
 from stages.messages import PromptGroup, Sample, VersionRun
+from stages.records.once import groups_in
+from stages.records.responses import ResponseJournal
 from stages.rollouts import join_runs, new_sample
 from stages.sampling.requests import Finish, SampleResult
 from tests.stages.stage_rig import make_config, make_group

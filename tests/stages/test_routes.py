@@ -17,11 +17,11 @@ from hypothesis import strategies as st
 from models.engines.errors import RequestNotSent
 from models.engines.http_client import HttpClient
 from models.engines.launch.routing import Policy
-from stages.generate.requests import Requests
 from stages.generate.stage import GenerateStage
 from stages.messages import RolloutSlice
 from stages.sampling.engine_choice import CROWDED, Choice, Ranking, Slots
 from stages.sampling.engine_directory import EngineDirectory
+from stages.sampling.rollout_requests import Requests
 from stages.sampling.routes import RouteRequest, Routes
 from stages.topic_values import RouterState
 from tests.stages.engine_rig import (

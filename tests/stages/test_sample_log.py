@@ -19,7 +19,7 @@ from tokenizers.decoders import Fuse
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Split
 
-from stages.data.tokenizer import Tokenizer, load_tokenizer
+from stages.chat.tokenizer import Tokenizer, load_tokenizer
 from stages.messages import Int32Array, RolloutSlice, TurnReward, wire
 from stages.sample_log import SAMPLES_FILE, SampleLog, drop_after, mask_runs
 from tests.stages.group_rig import desk

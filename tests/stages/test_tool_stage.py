@@ -14,11 +14,13 @@ import pytest
 from configs.schema import Config
 from configs.schema.engine import EngineConfig
 from models.tiny import make_tiny_checkpoint
-from stages.data.tokenizer import load_tokenizer
+from stages.agents.stage import AgentsStage
+from stages.chat.tokenizer import load_tokenizer
 from stages.messages import RolloutSlice, Sample, VersionRun
-from stages.rollouts import append_untrained, join_runs
-from stages.tools.errors import UnknownToolError
-from stages.tools.stage import ToolStage
+from stages.rollouts import append_untrained, join_runs, new_sample
+from stages.sampling.requests import SampleResult
+from stages.sampling.rollout_requests import append_result
+from stages.tools.tool import UnknownToolError
 from tests.stages.engine_rig import generating, record_exchanges, tensors_of
 from tests.stages.stage_rig import (
     make_config,
@@ -56,12 +58,12 @@ Answer = Callable[[str], Awaitable[Sample]]
 
 
 @asynccontextmanager
-async def answering(tiny: Path, config: Config) -> AsyncIterator[tuple[ToolStage, Answer]]:
+async def answering(tiny: Path, config: Config) -> AsyncIterator[tuple[AgentsStage, Answer]]:
     """The stage, and a function that sends it a sample with this response."""
-    stage = ToolStage(make_context(of_model(config, tiny)))
+    stage = AgentsStage(make_context(of_model(config, tiny)))
     async with open_rig() as rig:
-        ports = await rig.join({"in": ("tools", RolloutSlice)}, {"out": ("generate.return", RolloutSlice)})
-        feed, out = await rig.outlet("tools"), await rig.inlet("generate.return")
+        ports = await rig.join({"in": ("agents", RolloutSlice)}, {"out": ("generate.return", RolloutSlice)})
+        feed, out = await rig.outlet("agents"), await rig.inlet("generate.return")
         sent = 0
 
         async def answer(response: str) -> Sample:
@@ -77,6 +79,22 @@ async def answering(tiny: Path, config: Config) -> AsyncIterator[tuple[ToolStage
 
         async with running(stage, ports):
             yield stage, answer
+
+
+@asynccontextmanager
+async def looping(config: Config) -> AsyncIterator[Callable[[Sample], Awaitable[Sample]]]:
+    """A function that sends the stage a rollout."""
+    async with open_rig() as rig:
+        ports = await rig.join({"in": ("agents", RolloutSlice)}, {"out": ("generate.return", RolloutSlice)})
+        feed, out = await rig.outlet("agents"), await rig.inlet("generate.return")
+
+        async def ask(sample: Sample) -> Sample:
+            await feed.send(make_slice(1, sample, n_samples=4), f"1/{sample.turns}")
+            (found,) = (await take(out)).samples
+            return found
+
+        async with running(AgentsStage(make_context(config)), ports):
+            yield ask
 
 
 def call(name: str, arguments: str) -> str:
@@ -98,6 +116,42 @@ async def test_a_result_is_appended_with_mask_zero_and_log_prob_zero(tiny: Path)
         assert sample.fault() is None
         assert (sample.index, sample.turns, sample.status) == (2, 1, "completed")
         assert stage.activity.failures == 0
+
+
+SCRIPT = (  # what the model writes, and what `--tools calculator` puts behind it
+    ('6*7 is <tool_call>{"name": "calculator", "arguments": {"expression": "6*7"}}</tool_call>', "42"),
+    ("</tool_call>", "error: the tool call is not valid JSON"),  # it begins in an earlier turn
+    ("<tool_call>1/0</tool_call>\n", "error: division by zero"),
+    ("<tool_call>0.1 + 0.2<tool_call>1 / 3 * 3</tool_call>", "1"),
+    ("<tool_call>{'expression': 1}</tool_call>", "error: the tool call is not valid JSON"),
+    (
+        '<tool_call>{"name": "search", "arguments": {}}</tool_call>',
+        "error: there is no tool 'search'. Tools: calculator",
+    ),
+    ("<tool_call></tool_call>", "error: the tool call is empty"),
+    ("<think>a</think><tool_call>2**10</tool_call>", "1024"),
+)
+
+
+async def test_the_markup_of_scripted_turns_to_the_token(tiny: Path) -> None:
+    """Every token, mask, log-prob and version of a rollout of many calls: the texts one behind the other."""
+    tokenizer = load_tokenizer(str(tiny))
+    config = of_model(tool_config("calculator", tool_result_template="\n<r>{result}</r>\n"), tiny)
+    prompt = [20, 21, 22]
+    sample, ids, mask, runs, text = new_sample(prompt, 1), list(prompt), [0] * 3, (VersionRun(-1, 3),), ""
+    async with looping(config) as ask:
+        for version, (said, result) in enumerate(SCRIPT):
+            made, put = tokenizer.encode(said), tokenizer.encode(f"\n<r>{result}</r>\n")
+            turn = SampleResult("stop", tuple(made), (-0.5,) * len(made), (VersionRun(version, len(made)),), said)
+            sample = append_result(sample, turn)
+            sample = await ask(msgspec.structs.replace(sample, turns=version + 1))
+            ids, mask = ids + made + put, mask + [1] * len(made) + [0] * len(put)
+            runs, text = (*runs, *turn.runs, VersionRun(-1, len(put))), text + said + f"\n<r>{result}</r>\n"
+            assert (sample.response, sample.answer_start) == (text, len(text))
+            assert (numbers(sample.token_ids), numbers(sample.loss_mask), sample.version_runs) == (ids, mask, runs)
+            assert np.asarray(sample.log_probs).tolist() == [-0.5 * value for value in mask]
+            assert (sample.status, sample.done, sample.index, sample.turns) == ("completed", False, 1, version + 1)
+            assert sample.fault() is None
 
 
 @pytest.mark.parametrize(
@@ -142,12 +196,12 @@ async def test_a_result_with_braces_goes_through_the_template_as_it_is(tiny: Pat
     ],
 )
 def test_a_completed_sample_that_ends_in_a_call_is_wanted(sample: Sample, wanted: bool) -> None:
-    assert ToolStage.wants(tool_config("calculator"), {}, make_slice(0, sample)) is wanted
-    assert not ToolStage.wants(Config(), {}, make_slice(0, sample)), "no tools are configured"
+    assert AgentsStage.wants(tool_config("calculator"), {}, make_slice(0, sample)) is wanted
+    assert not AgentsStage.wants(Config(), {}, make_slice(0, sample)), "no tools are configured"
 
 
 async def test_an_unknown_tool_is_refused_before_the_stage_runs(tiny: Path) -> None:
-    stage = ToolStage(make_context(of_model(tool_config("calculatr"), tiny)))
+    stage = AgentsStage(make_context(of_model(tool_config("calculatr"), tiny)))
     with pytest.raises(UnknownToolError, match="did you mean 'calculator'"):
         await stage.setup()
 
@@ -185,12 +239,12 @@ async def test_trained_ids_are_the_engines_own_over_several_turns(
         model=tiny,
         tensors=tensors_of([tiny]),
         inlets={"return": ("generate.return", RolloutSlice)},
-        outlets={"loop.tools": ("tools", RolloutSlice)},
-        loops=("tools=stages.tools.stage:ToolStage",),
+        outlets={"loop.agents": ("agents", RolloutSlice)},
+        loops=("agents=stages.agents.stage:AgentsStage",),
         **sections,
     ) as world:
-        stage = ToolStage(make_context(of_model(make_config(**sections), tiny)))
-        ports = await world.rig.ports({"in": "tools"}, {"out": "generate.return"}, replica="tools-0")
+        stage = AgentsStage(make_context(of_model(make_config(**sections), tiny)))
+        ports = await world.rig.ports({"in": "agents"}, {"out": "generate.return"}, replica="agents-0")
         async with running(stage, ports):
             await world.ready()
             await world.ask(make_group(0, 16, prompt=prompt, seed=11))

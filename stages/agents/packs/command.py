@@ -80,7 +80,7 @@ class Command:
         begun = time.monotonic()
         paths = [os.path.abspath(entry) if entry else os.getcwd() for entry in sys.path]
         process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-P", "-m", "stages.agents.packs.command_process", str(os.getpid())),
+            *(sys.executable, "-P", "-m", "stages.agents.command_process", str(os.getpid())),
             json.dumps({"argv": argv, "env": dict(environment)}),
             stdin=asyncio.subprocess.DEVNULL,
             stdout=asyncio.subprocess.PIPE,
@@ -100,8 +100,8 @@ class Command:
         finally:
             await _ended(process)
         if self._check and status:
-            said = output.decode(errors="replace")[-_TAIL:]
-            raise RuntimeError(f"{argv[0]} ended with status {status}; its last output: {said}")
+            printed = output.decode(errors="replace")[-_TAIL:]
+            raise RuntimeError(f"{argv[0]} ended with status {status}; its last output: {printed}")
         return Outcome(metrics={"seconds": time.monotonic() - begun, "late": float(late), "status": float(status)})
 
 

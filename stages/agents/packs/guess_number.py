@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any, Literal
 
 from stages.agents.environment import Start, Step, Task, Turn
-from stages.agents.messages import Message
+from stages.chat.messages import Message
 
 _NUMBER = re.compile(r"-?\d+")
 
@@ -64,8 +64,8 @@ class GuessNumber:
 
     async def step(self, turn: Turn) -> Step:
         self.guesses += 1
-        found = _NUMBER.search(turn.message.content)
-        guess = None if found is None else int(found[0][:12])
+        match = _NUMBER.search(turn.message.content)
+        guess = None if match is None else int(match[0][:12])
         if guess == self.number:
             reward = max(0.0, 1.0 - self.guess_cost * (self.guesses - 1))
             return Step(reward=reward, done=True, metrics={"found": 1.0, "guesses": self.guesses})

@@ -18,9 +18,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 from stages.agents.environment import Start, Step, Task, Turn
-from stages.agents.messages import Message
-from stages.agents.packs.parts.random_state import Seeded
-from stages.agents.packs.parts.tool_episode import shortened
+from stages.agents.random_state import Seeded
+from stages.agents.tool_episode import shortened
+from stages.chat.messages import Message
 
 _COLOURS: Final = re.compile(r"\x1b\[[0-9;]*m")
 _MARKED: Final = re.compile(r"\x1b\[[0-9;]*m(\w)\x1b\[0m")  # how toy_text shows where the player stands
@@ -60,20 +60,20 @@ class Gymnasium(Seeded):
             self._first, self._count = int(self._world.action_space.start), int(self._world.action_space.n)
             sight = self._sight(observation)
         known = ", ".join(self._actions) or f"a number from {self._first} to {self._first + self._count - 1}"
-        told = self._instructions or f"Answer with an action in the last line: {known}."
-        return Start((Message("system", told), Message("user", sight)))
+        instructions = self._instructions or f"Answer with an action in the last line: {known}."
+        return Start((Message("system", instructions), Message("user", sight)))
 
     async def step(self, turn: Turn) -> Step:
         action = self._action(turn.message.content)
-        done, said = False, "That is no action.\n"
+        done, text = False, "That is no action.\n"
         if action is not None:
             with self._random.drawn_from():
                 observation, reward, terminated, truncated, _ = self._world.step(action)
                 self._return += float(reward)
-                done, said = bool(terminated or truncated), self._sight(observation)
+                done, text = bool(terminated or truncated), self._sight(observation)
         if done or turn.truncated or turn.last or turn.number + 1 >= self._max_turns:
             return Step(reward=self._return, done=True, metrics={"finished": float(done), "return": self._return})
-        return Step((Message("user", said),))
+        return Step((Message("user", text),))
 
     async def close(self) -> None:
         if hasattr(self, "_world"):

@@ -22,7 +22,7 @@ from itertools import count
 from typing import Any, Final, Literal
 
 from stages.agents.environment import Start, Step, Task, Turn
-from stages.agents.messages import Message
+from stages.chat.messages import Message
 
 Cell = tuple[int, int]  # row, column
 
@@ -178,8 +178,8 @@ class Maze:
     async def reset(self, task: Task) -> Start:
         self._grid = Grid(self._size, int(task.metadata.get("maze", task.seed)), self._open)
         self._shortest = len(self._grid.shortest())
-        told = (Message("system", self._instructions),) if self._instructions else ()
-        return Start((*told, Message("user", self._sight(self._grid, self._at))))
+        system = (Message("system", self._instructions),) if self._instructions else ()
+        return Start((*system, Message("user", self._sight(self._grid, self._at))))
 
     async def step(self, turn: Turn) -> Step:
         ways = moves_of(turn.message.content)
@@ -198,8 +198,8 @@ class Maze:
             if solved:
                 metrics["detour"] = self._moves / self._shortest
             return Step(reward=float(solved), done=True, metrics=metrics)
-        said = "" if ways or not self._instructions else "Say n, e, s or w.\n"
-        return Step((Message("user", said + self._sight(self._grid, self._at)),))
+        hint = "" if ways or not self._instructions else "Say n, e, s or w.\n"
+        return Step((Message("user", hint + self._sight(self._grid, self._at)),))
 
     async def close(self) -> None:
         """Nothing to end."""

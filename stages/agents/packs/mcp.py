@@ -9,21 +9,136 @@ The model calls the server's tools until it answers without a call; a grader say
 that is started here speaks on its standard output, so it must print nothing else there. Each episode has a connection
 of its own, and with `command` a server of its own; `shared = true` gives all episodes of a process one of both.
 
-Invariants: what a tool reports as an error is an observation; a server that does not start, or is gone, is an
-InfrastructureError.
+The library's sessions must end in the task that began them, and many tasks call an environment. So each session is one
+task, on the event loop of one thread, which waits until the session is to end.
+
+Invariants: what a tool reports as an error is an observation; a server that does not start, does not list its tools, or
+is gone, is an InfrastructureError.
 """
 
 from __future__ import annotations
 
+import asyncio
 import importlib.util
+import threading
 from collections.abc import Mapping, Sequence
-from typing import Any
+from concurrent.futures import Future
+from functools import lru_cache
+from typing import Any, Final
 
-from stages.agents.environment import Task
-from stages.agents.packs.parts.mcp_session import McpSession, Target
-from stages.agents.packs.parts.tool_episode import ToolEpisode
-from stages.tools.errors import ToolCallError
-from stages.tools.tool import Arguments, Schema, Tool, function_schema
+from msgspec import Struct
+
+from stages.agents.environment import InfrastructureError, Task
+from stages.agents.tool_episode import ToolEpisode
+from stages.tools.tool import Arguments, NoAnswer, Schema, Tool, ToolCallError, function_schema
+
+_CLOSE_S: Final = 10.0  # for a server to end
+_CLOSED: Final = -32000  # the library's code for a connection that is gone
+
+
+class Target(Struct, frozen=True):
+    """A server: the command that starts it, or where it is."""
+
+    command: tuple[str, ...] = ()
+    environment: tuple[tuple[str, str], ...] = ()
+    url: str = ""
+
+    @property
+    def name(self) -> str:
+        return self.url or " ".join(self.command)
+
+
+class McpSession:
+    """One session, begun at once."""
+
+    def __init__(self, target: Target) -> None:
+        self._target = target
+        self._listed: Future[list[Any]] = Future()
+        self._closing = asyncio.Event()
+        self._client: Any = None
+        self._held: Future[None] = asyncio.run_coroutine_threadsafe(self._hold(), _loop())
+
+    @property
+    def ended(self) -> bool:
+        return self._held.done()
+
+    async def opened(self, start_s: float) -> list[Any]:
+        """The server's tools, once it answers. Raises InfrastructureError."""
+        try:
+            async with asyncio.timeout(start_s):
+                return await asyncio.shield(asyncio.wrap_future(self._listed))
+        except TimeoutError:
+            self._held.cancel()
+            words = f"the MCP server {self._target.name} does not answer within {start_s:g} s"
+            raise InfrastructureError(words) from None
+
+    async def call(self, name: str, arguments: Mapping[str, object], deadline_s: float) -> Any:
+        """The result of a tool. Raises ToolCallError and InfrastructureError."""
+        call = self._client.call_tool(name, dict(arguments))
+        future = asyncio.run_coroutine_threadsafe(asyncio.wait_for(call, deadline_s), _loop())
+        try:
+            return await asyncio.wrap_future(future)
+        except TimeoutError:
+            raise NoAnswer(f"no answer within {deadline_s:g} s") from None
+        except Exception as error:
+            code = getattr(error, "code", None)  # of an error that the server answered with
+            if code is None or code == _CLOSED or self.ended:
+                raise InfrastructureError(f"the MCP server {self._target.name} is gone ({error!r})") from error
+            raise ToolCallError(str(getattr(error, "message", error))) from error
+
+    async def close(self) -> None:
+        """End the session, and the server that was started for it."""
+        _loop().call_soon_threadsafe(self._closing.set)
+        await asyncio.wait({asyncio.wrap_future(self._held)}, timeout=_CLOSE_S)
+
+    async def _hold(self) -> None:
+        """Begins the session, waits until it is to end, and ends it. On the thread."""
+        import mcp
+
+        try:
+            server: Any = self._target.url
+            if self._target.command:
+                first, *rest = self._target.command
+                environment = dict(self._target.environment) or None
+                server = mcp.StdioServerParameters(command=first, args=rest, env=environment)
+            async with mcp.Client(server) as self._client:
+                self._listed.set_result(await _all_tools(self._client))
+                await self._closing.wait()
+        except BaseException as error:
+            if not self._listed.done():
+                words = f"the MCP server {self._target.name} begins no session ({_reason(error)})"
+                self._listed.set_exception(InfrastructureError(words))
+
+
+async def _all_tools(client: Any) -> list[Any]:
+    listed: list[Any] = []
+    cursor = None
+    while True:
+        page = await client.list_tools(cursor=cursor)
+        listed += page.tools
+        cursor = page.next_cursor
+        if cursor is None:
+            return listed
+
+
+def _reason(error: BaseException) -> str:
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return repr(error)
+
+
+@lru_cache(maxsize=1)
+def _loop() -> asyncio.AbstractEventLoop:
+    """The event loop of the thread, which ends with the process."""
+    started: Future[asyncio.AbstractEventLoop] = Future()
+
+    async def serve() -> None:
+        started.set_result(asyncio.get_running_loop())
+        await asyncio.Event().wait()
+
+    threading.Thread(target=asyncio.run, args=(serve(),), name="mcp", daemon=True).start()
+    return started.result()
+
 
 _shared: dict[Target, McpSession] = {}  # of this process
 

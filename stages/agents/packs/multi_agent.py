@@ -22,7 +22,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any, Literal
 
 from stages.agents.environment import Start, Step, Task, Turn
-from stages.agents.messages import Message
+from stages.chat.messages import Message
 from stages.graders.grade import GradeRequest
 from stages.graders.registry import grade_request, listed_grader
 
@@ -47,8 +47,8 @@ class MultiAgent:
         wrong: str = "no",
         below: int = 100,
     ) -> None:
-        found = listed_grader(grader)
-        if found is None or not found.in_stage:
+        entry = listed_grader(grader)
+        if entry is None or not entry.in_stage:
             raise ValueError(f"grader is {grader!r}, but must be a built-in one that needs no process of its own")
         if rounds < 1 or not 0 <= verdict_share * rounds < 1:
             raise ValueError(
@@ -80,21 +80,21 @@ class MultiAgent:
         pairs = pairs[:heldout] if split == "heldout" else pairs[heldout:]
         chosen = random.Random(f"sums {split} {seed}")
         while True:
-            one, other = divmod(chosen.choice(pairs), below)
-            label, is_right = str(one + other), chosen.random() < 0.5
-            answer = label if is_right else str(max(0, one + other + chosen.choice((-10, -1, 1, 10))))
+            first, second = divmod(chosen.choice(pairs), below)
+            label, is_right = str(first + second), chosen.random() < 0.5
+            answer = label if is_right else str(max(0, first + second + chosen.choice((-10, -1, 1, 10))))
             is_right = answer == label
             text = f"{answer}\n{ask}"
             spans = [[len(answer) + 1, len(text)] if is_right else [0, len(text)]]
             demonstration = f"{text}{right if is_right else wrong}\n"
-            yield {"input": f"{one}+{other}=", "label": label, "demonstration": demonstration, "tool_spans": spans}
+            yield {"input": f"{first}+{second}=", "label": label, "demonstration": demonstration, "tool_spans": spans}
 
     async def reset(self, task: Task) -> Start:
         if task.label is None:
             raise ValueError("the row has no label, so nobody can say who is right; set --label-key")
         self._label, self._metadata = task.label, json.dumps(dict(task.metadata), default=str)
-        told = (Message("system", self._instructions),) if self._instructions else ()
-        return Start((*told, *task.messages))
+        system = (Message("system", self._instructions),) if self._instructions else ()
+        return Start((*system, *task.messages))
 
     async def step(self, turn: Turn) -> Step:
         if turn.number % 2 == 0:

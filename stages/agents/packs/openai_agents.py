@@ -47,10 +47,10 @@ class OpenaiAgents:
     async def run(self, task: Task, endpoint: Endpoint) -> Outcome:
         """Waits for the agent's end."""
         model = self._model(model=endpoint.model, openai_client=client_of(endpoint))
-        asked: Any = [{"role": message.role, "content": message.content} for message in task.messages]
+        conversation: Any = [{"role": message.role, "content": message.content} for message in task.messages]
         settings = RunConfig(model=model, tracing_disabled=True)
         try:
-            await Runner.run(self._agent, asked, max_turns=self._max_turns, run_config=settings)
+            await Runner.run(self._agent, conversation, max_turns=self._max_turns, run_config=settings)
         except MaxTurnsExceeded:
             return Outcome(metrics={"ended": 0.0})
         return Outcome(metrics={"ended": 1.0})

@@ -29,16 +29,16 @@ class OpenaiClient:
     async def run(self, task: Task, endpoint: Endpoint) -> Outcome:
         """Waits for each answer."""
         client = client_of(endpoint, self._timeout_s)
-        said: list[Any] = []
+        conversation: list[Any] = []
         for message in task.messages:
-            said.append({"role": message.role, "content": message.content})
+            conversation.append({"role": message.role, "content": message.content})
             if message.role != "user":
                 continue
             if self._api == "chat":
-                answer = await client.chat.completions.create(model=endpoint.model, messages=said)
-                said.append(answer.choices[0].message)
+                answer = await client.chat.completions.create(model=endpoint.model, messages=conversation)
+                conversation.append(answer.choices[0].message)
             else:
-                said += (await client.responses.create(model=endpoint.model, input=said)).output
+                conversation += (await client.responses.create(model=endpoint.model, input=conversation)).output
         return Outcome()
 
 

@@ -20,7 +20,7 @@ from collections.abc import Mapping
 from typing import Any, Final
 
 from stages.agents.environment import InfrastructureError, Start, Step, Task, Turn
-from stages.agents.messages import Message
+from stages.chat.messages import Message
 
 try:  # while the worker starts, for it may take many seconds
     from openenv.core import GenericEnvClient
@@ -105,7 +105,7 @@ class Openenv:
         if not self._observation:
             return json.dumps(observation, sort_keys=True)
         if self._observation not in observation:
-            there = ", ".join(sorted(observation)) or "nothing"
-            raise ValueError(f"options.observation is {self._observation!r}, but an observation has: {there}")
+            keys = ", ".join(sorted(observation)) or "nothing"
+            raise ValueError(f"options.observation is {self._observation!r}, but an observation has: {keys}")
         value = observation[self._observation]
         return value if isinstance(value, str) else json.dumps(value, sort_keys=True)

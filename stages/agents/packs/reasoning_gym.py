@@ -21,7 +21,7 @@ from typing import Any, Final, Literal
 
 from configs.schema.did_you_mean import did_you_mean
 from stages.agents.environment import Start, Step, Task, Turn
-from stages.agents.messages import Message
+from stages.chat.messages import Message
 from stages.workers.serve import CpuLimitError, cpu_limit
 
 SCORE_S: Final = 2.0  # processor time of a scorer
@@ -76,8 +76,8 @@ class ReasoningGym:
             raise ValueError(f"metadata.dataset is {name!r}{did_you_mean(name, self._settings)}")
         self._dataset, self._entry = _made(name, number, self._settings[name])
         self._name = name
-        told = (Message("system", self._instructions),) if self._instructions else ()
-        return Start((*told, Message("user", _question(self._entry, self._prompt))))
+        system = (Message("system", self._instructions),) if self._instructions else ()
+        return Start((*system, Message("user", _question(self._entry, self._prompt))))
 
     async def step(self, turn: Turn) -> Step:
         score = scored(self._dataset, self._entry, answer_of(turn.message.content))
@@ -104,8 +104,8 @@ def _question(entry: Mapping[str, Any], prompt: str) -> str:
 def answer_of(text: str) -> str:
     """What stands in the last <answer>, else all of the text."""
     text = text[-ANSWER_CHARS:]
-    found = _ANSWER.findall(text)
-    return (found[-1] if found else text).strip()
+    answers = _ANSWER.findall(text)
+    return (answers[-1] if answers else text).strip()
 
 
 def scored(dataset: Any, entry: Mapping[str, Any], answer: str) -> float:

@@ -4,20 +4,178 @@
     name = "search"
     options = { corpus = "wiki.jsonl", topk = 3 }
 
-The model calls `search` with a query and reads what is found. `corpus` is a JSONL file (or `towns`, which is built in),
-indexed in memory; `url` asks a server instead. See `retrieval` for both.
+The model calls `search` with a query and reads what is found. Documents come from one of three places:
+
+- `corpus`, a JSONL file, in an index in memory (BM25, by the library bm25s);
+- the built-in corpus `towns`: how many towers, trees or carts there are in towns that do not exist. Nothing of it can
+  be known without a search. The tiny model of sums knows its few characters, and learns to search on a CPU;
+- `url`, a server of the form that Search-R1 has: POST of `{"queries": [...], "topk": n, "return_scores": true}` gives
+  `{"result": [[{"document": {"contents": ...}, "score": ...}, ...]]}`.
+
+Invariant: a world that is out of order is an InfrastructureError; a query that finds nothing is no error.
 """
 
 from __future__ import annotations
 
+import asyncio
+import importlib.util
+import random
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Literal
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, Final, Literal, Protocol
 
-from stages.agents.environment import Task
-from stages.agents.packs.parts import towns
-from stages.agents.packs.parts.retrieval import Index, Retriever, Server
-from stages.agents.packs.parts.tool_episode import ToolEpisode, shortened, text_argument
+import aiohttp
+import msgspec
+from msgspec import Struct
+
+from stages.agents.environment import InfrastructureError, Task
+from stages.agents.tool_episode import ToolEpisode, shortened, text_argument
 from stages.tools.tool import Arguments, Schema, Tool, function_schema
+
+THINGS: Final = ("towers", "trees", "carts", "stores", "cows", "roads", "seats", "actors")
+_FIRST: Final = ("an", "ca", "co", "da", "do", "na", "no", "ra", "ro", "sa", "so", "ta", "to", "wa", "wo")
+_SECOND: Final = ("cada", "dera", "nda", "ndo", "ne", "rano", "re", "ston", "tone", "tu", "wen", "te")
+_THIRD: Final = ("", "n", "r", "s", "st")
+TOWNS: Final = 400
+_HELDOUT: Final = 5  # every fifth town is asked for in the held-out tasks only
+
+Fact = tuple[str, str, int]  # town, thing, how many
+
+
+@lru_cache(maxsize=1)
+def town_names() -> tuple[str, ...]:
+    """All towns, in a fixed order."""
+    every = sorted({a + b + c for a in _FIRST for b in _SECOND for c in _THIRD} - set(THINGS))
+    random.Random("towns").shuffle(every)
+    return tuple(every[:TOWNS])
+
+
+def town_facts() -> list[Fact]:
+    """Every fact of the corpus, one document each."""
+    chosen = random.Random("facts")
+    return [(town, thing, chosen.randint(2, 99)) for town in town_names() for thing in THINGS]
+
+
+def town_questions(split: str, seed: int) -> Iterator[Fact]:
+    """Facts to ask for, without end; held-out ones are of towns that training never asks for."""
+    heldout = {town for at, town in enumerate(town_names()) if at % _HELDOUT == 0}
+    asked = [fact for fact in town_facts() if (fact[0] in heldout) == (split == "heldout")]
+    chosen = random.Random(f"questions {split} {seed}")
+    while True:
+        yield chosen.choice(asked)
+
+
+QUERY_CHARS = 1000  # of a query that are looked for
+ANSWER_BYTES = 8 << 20
+
+
+class Document(Struct, frozen=True):
+    """One entry of a corpus. In a JSONL file: `title` and `text`, or `contents` with the title in its first line."""
+
+    text: str = ""
+    title: str = ""
+    contents: str = ""
+
+    def shown(self) -> str:
+        title, text = self.title, self.text
+        if self.contents:
+            title, _, text = self.contents.partition("\n")
+            title = title.strip('"')
+        return f"{title}: {text}" if title and text else title or text
+
+
+class Retriever(Protocol):
+    """Finds documents."""
+
+    async def find(self, query: str, topk: int) -> Sequence[str]:
+        """At most `topk` documents as text, the best first. Raises InfrastructureError."""
+
+
+class Index:
+    """BM25 over the documents of a file, or over the built-in corpus `towns`."""
+
+    def __init__(self, corpus: str) -> None:
+        if importlib.util.find_spec("bm25s") is None:
+            raise ValueError("a corpus is searched by the package bm25s: pip install bm25s, or give a url")
+        if corpus != "towns" and not Path(corpus).is_file():
+            raise ValueError(f"corpus is {corpus!r}, but there is no such file; give a JSONL file, or towns")
+        self._corpus = corpus
+
+    async def find(self, query: str, topk: int) -> Sequence[str]:
+        """Documents that share a word with the query."""
+        return await asyncio.to_thread(self._find, query[:QUERY_CHARS], topk)
+
+    def _find(self, query: str, topk: int) -> list[str]:
+        import bm25s
+
+        index, documents = _load(self._corpus)
+        words = bm25s.tokenize([query], stopwords=[], return_ids=False, show_progress=False)
+        if not words[0]:
+            return []
+        found, scores = index.retrieve(words, k=min(topk, len(documents)), show_progress=False, n_threads=1)
+        return [documents[at] for at, score in zip(found[0], scores[0], strict=True) if score > 0]
+
+
+@lru_cache(maxsize=4)
+def _load(corpus: str) -> tuple[Any, list[str]]:
+    """The index of a corpus, once for each process, and its documents."""
+    import bm25s
+
+    if corpus == "towns":
+        documents = [f"{town}: {number} {what}" for town, what, number in town_facts()]
+    else:
+        with open(corpus, "rb") as lines:
+            documents = [msgspec.json.decode(line, type=Document).shown() for line in lines if line.strip()]
+    index = bm25s.BM25(backend="numpy")
+    index.index(bm25s.tokenize(documents, stopwords=[], show_progress=False), show_progress=False)
+    return index, documents
+
+
+class Server:
+    """A retrieval server at a URL."""
+
+    def __init__(self, url: str, timeout_s: float) -> None:
+        if not url.startswith(("http://", "https://")):
+            raise ValueError(f"url is {url!r}, but must begin with http:// or https://")
+        self._url, self._timeout_s = url, timeout_s
+
+    async def find(self, query: str, topk: int) -> Sequence[str]:
+        """What the server finds."""
+        order = {"queries": [query[:QUERY_CHARS]], "topk": topk, "return_scores": True}
+        try:
+            timeout = aiohttp.ClientTimeout(total=self._timeout_s)
+            async with (
+                aiohttp.ClientSession(timeout=timeout) as session,
+                session.post(self._url, json=order, allow_redirects=False) as answer,
+            ):
+                if answer.status != 200:
+                    raise InfrastructureError(f"the retrieval server {self._url} answers with HTTP {answer.status}")
+                data = b""
+                async for part in answer.content.iter_any():
+                    data += part
+                    if len(data) > ANSWER_BYTES:
+                        raise InfrastructureError(f"the retrieval server {self._url} answers with too many bytes")
+        except (aiohttp.ClientError, TimeoutError, OSError) as error:
+            raise InfrastructureError(f"the retrieval server {self._url} does not answer ({error!r})") from error
+        try:
+            (found,) = _decoded(data)
+        except ValueError as error:
+            words = f"the answer of the retrieval server {self._url} is not of the form of Search-R1's ({error})"
+            raise InfrastructureError(words) from error
+        return found[:topk]
+
+
+def _decoded(data: bytes) -> list[list[str]]:
+    """Texts of each query. With scores, a document stands in an object of its own. Raises ValueError."""
+    answer = msgspec.json.decode(data, type=dict[str, list[list[dict[str, Any]]]])
+    entries = answer.get("result")
+    if entries is None:
+        raise ValueError("no 'result'")
+    return [
+        [msgspec.convert(entry.get("document", entry), type=Document).shown() for entry in hits] for hits in entries
+    ]
+
 
 _QUERY = "query"
 
@@ -48,13 +206,13 @@ class Search(ToolEpisode):
     @classmethod
     def tasks(cls, split: Literal["train", "heldout"], seed: int) -> Iterator[Mapping[str, Any]]:
         """Questions about the built-in corpus, with demonstrations for a model without a chat template."""
-        for town, thing, number in towns.questions(split, seed):
-            call, found = f"[{town} {thing}]", f"{town}: {number} {thing}\n"
+        for town, thing, number in town_questions(split, seed):
+            query, line = f"[{town} {thing}]", f"{town}: {number} {thing}\n"
             yield {
                 "input": f"{town} {thing}=",
                 "label": str(number),
-                "demonstration": f"{call}{found}{number}\n",
-                "tool_spans": [[len(call), len(call) + len(found)]],
+                "demonstration": f"{query}{line}{number}\n",
+                "tool_spans": [[len(query), len(query) + len(line)]],
             }
 
     async def open_tools(self, task: Task) -> Sequence[Tool]:

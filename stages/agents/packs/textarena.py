@@ -18,9 +18,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from stages.agents.environment import Start, Step, Task, Turn
-from stages.agents.messages import Message
-from stages.agents.packs.parts.random_state import Seeded
-from stages.agents.packs.parts.tool_episode import shortened
+from stages.agents.random_state import Seeded
+from stages.agents.tool_episode import shortened
+from stages.chat.messages import Message
 
 _PLAYER = 0
 

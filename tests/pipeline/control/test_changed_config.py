@@ -70,7 +70,7 @@ def test_sampling_is_set_by_its_short_or_long_name(tmp_path: Path) -> None:
 
 
 def test_sampling_is_not_set_where_others_go_by_that_of_the_start(tmp_path: Path) -> None:
-    rundir, _ = run_of(tmp_path, "--rollout-function-path", "tests.stages.agents.slime.user_code:whole_batch")
+    rundir, _ = run_of(tmp_path, "--rollout-function-path", "tests.stages.slime.user_code:whole_batch")
     with pytest.raises(UsageError, match="--rollout-function-path goes by the temperature and top-p with which"):
         with_settings(rundir, {"temperature": "0.7"})
 

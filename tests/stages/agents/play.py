@@ -13,7 +13,7 @@ import numpy as np
 from configs.schema import Config, EnvironmentConfig
 from stages.agents.stage import AgentsStage
 from stages.base import GenerateOptions
-from stages.data.tokenizer import Tokenizer, load_tokenizer
+from stages.chat.tokenizer import Tokenizer, load_tokenizer
 from stages.messages import RolloutSlice, Sample, VersionRun, joined, without_prompt
 from stages.rollouts import join_runs, new_sample
 from tests.stages.stage_rig import Rig, make_config, make_context, make_group, open_rig, running, take

@@ -12,7 +12,7 @@ from typing import Any
 import aiohttp
 
 from stages.agents.environment import Endpoint, Outcome, Start, Step, Task, Turn
-from stages.agents.messages import Message
+from stages.chat.messages import Message
 
 TALK, WANDERER = "tests.stages.agents.talks:Talk", "tests.stages.agents.talks:Wanderer"
 STOPS = (5, 11, 17)  # tokens that end a turn and that the template knows nothing of: it closes the turn itself

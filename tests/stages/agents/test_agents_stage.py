@@ -16,7 +16,7 @@ import pytest
 from configs.schema import Config
 from models.tiny import make_tiny_checkpoint
 from pipeline.observe.outages import OutageWatch
-from stages.agents import outage
+from stages.agents import hosting
 from stages.agents.stage import AgentsStage
 from stages.messages import RolloutSlice, Sample, TurnReward
 from stages.rollouts import rollout_fault
@@ -245,14 +245,15 @@ async def test_a_killed_worker_is_replaced_and_nothing_is_left_running(tiny: Pat
 
 
 def test_a_rollout_is_wanted_after_each_turn_that_ended() -> None:
+    config = msgspec.structs.replace(Config(), environment=(world(),))
     for status, wanted in (("completed", True), ("truncated", True), ("aborted", False), ("failed", False)):
-        assert AgentsStage.wants(Config(), {}, make_slice(0, make_sample(0, status=status))) is wanted
+        assert AgentsStage.wants(config, {}, make_slice(0, make_sample(0, status=status))) is wanted
 
 
 async def test_an_outage_pauses_the_environment_and_nothing_is_lost(
     tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(outage, "FIRST_S", 0.05)
+    monkeypatch.setattr(hosting, "FIRST_S", 0.05)
     away = tmp_path / "away"
     away.touch()
     watch = OutageWatch()
@@ -282,7 +283,7 @@ async def test_an_outage_pauses_the_environment_and_nothing_is_lost(
 
 
 async def test_an_outage_that_lasts_fails_rollouts(tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(outage, "FIRST_S", 0.01)
+    monkeypatch.setattr(hosting, "FIRST_S", 0.01)
     away = tmp_path / "away"
     away.touch()
     async with playing(tiny, world(retries=9, outage_s=0.1)) as play:

@@ -9,10 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from stages.agents.chat_formats.parsers.found import Offered
-from stages.agents.chat_formats.parsers.registry import PARSERS, parser_by_name
-from stages.agents.chat_formats.rendering import as_mapping
-from stages.agents.messages import Message, ToolCall, ToolSchema
+from stages.chat.bridge import as_mapping
+from stages.chat.load import PARSERS, parser_by_name
+from stages.chat.messages import Message, ToolCall, ToolSchema
+from stages.chat.tool_calls import Offered
 from stages.tools.tool import function_schema
 from tests.stages.agents import chat_templates as families
 from tests.stages.agents.chat_templates import Family

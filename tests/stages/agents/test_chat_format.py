@@ -16,14 +16,11 @@ from msgspec import structs
 
 from configs.schema import Config, DataConfig, EnvironmentConfig, RolloutConfig, ToolsConfig, TrainConfig
 from models.tiny import CHAT_TEMPLATE
-from stages.agents.chat import ChatFormat
-from stages.agents.chat_formats.errors import ChatFormatError
-from stages.agents.chat_formats.load import load_chat_format
-from stages.agents.chat_formats.parsers.registry import PARSERS
-from stages.agents.chat_formats.rendering import as_mapping
-from stages.agents.formats import chat_format, with_stops
-from stages.agents.messages import Message, ToolCall, ToolSchema
-from stages.data.tokenizer import Tokenizer, load_tokenizer
+from stages.chat.bridge import as_mapping
+from stages.chat.errors import ChatFormatError
+from stages.chat.load import PARSERS, chat_format, load_chat_format, with_stops
+from stages.chat.messages import ChatFormat, Message, ToolCall, ToolSchema
+from stages.chat.tokenizer import Tokenizer, load_tokenizer
 from stages.tools.tool import function_schema
 from tests.stages.agents.chat_templates import ALPACA, BROKEN, GLM45, LLAMA3, QWEN3, THINKER, Family, make_checkpoint
 

@@ -13,8 +13,8 @@ import pytest
 
 from models.tiny import make_tiny_checkpoint
 from tests.agent_clients import interpreter
-from tests.stages.agents.gateway.test_agent_episodes import agents, played
 from tests.stages.agents.play import playing, world
+from tests.stages.gateway.test_agent_episodes import agents, played
 from tests.stages.stage_rig import numbers
 
 OPENENV = "stages.agents.packs.openenv:Openenv"

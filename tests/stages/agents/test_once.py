@@ -12,13 +12,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from stages.agents import once as module
 from stages.agents.environment import InfrastructureError, Task, Turn
-from stages.agents.messages import Message, ToolCall
-from stages.agents.once import CallRaised, NoEffect, Once, Uncertain, call_id, groups_in
-from stages.agents.packs.parts.tool_episode import ToolEpisode
-from stages.tools.errors import NoAnswer, ToolCallError
-from stages.tools.tool import Arguments, function_schema
+from stages.agents.tool_episode import ToolEpisode
+from stages.chat.messages import Message, ToolCall
+from stages.records import once as module
+from stages.records.once import CallRaised, NoEffect, Once, Uncertain, call_id, groups_in
+from stages.tools.tool import Arguments, NoAnswer, ToolCallError, function_schema
 
 EPISODE = "held@4:3/0"
 

@@ -22,7 +22,7 @@ from configs.schema.engine import EngineConfig
 from models.tiny import make_tiny_checkpoint
 from stages.agents.stage import AgentsStage
 from stages.base import GenerateOptions
-from stages.data.tokenizer import load_tokenizer
+from stages.chat.tokenizer import load_tokenizer
 from stages.messages import RolloutSlice, Sample
 from tests.engine_record import Made, recording
 from tests.identity import Checked, check_identity, check_once

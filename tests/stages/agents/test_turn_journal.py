@@ -12,12 +12,12 @@ from models.checkpoint import Manifest
 from models.tiny import make_tiny_checkpoint
 from pipeline.record.episodes import forget_ended, read_lives, uncertain_in, write_lives
 from stages.agents.episodes import Episode
-from stages.agents.once import GroupEnded, Once, groups_in
-from stages.agents.turn_journal import Kept, TurnJournal
 from stages.base import LoopStage
-from stages.generate.rollout_records import TURNS, RolloutRecords
 from stages.messages import PromptGroup, Sample, VersionRun
 from stages.prompts.ledger import LedgerSnapshot, OpenGroup
+from stages.records.growing_records import GrowingRecords
+from stages.records.once import GroupEnded, Once, groups_in
+from stages.records.turns import KIND, TurnJournal
 from stages.rollouts import join_runs, new_sample
 from tests.stages.agents.play import WORLD, fresh, playing, world, write
 from tests.stages.stage_rig import make_config
@@ -97,9 +97,7 @@ async def test_records_hold_what_is_new_and_turns_that_were_made_twice_do_not_mi
     written = journal(tmp_path, 0)
     for sample in (first[0], first[1], second[1], first[2], second[2]):
         await written.keep(GROUP, sample)
-    [(_, records)] = RolloutRecords(tmp_path, TURNS, Kept, make_config(), (0, 0), synced=True).read(
-        GROUP, this_life=False
-    )
+    [(_, records)] = GrowingRecords(tmp_path, KIND, make_config(), (0, 0)).pieces(GROUP, this_life=False)
     assert [kept.tokens for kept in records] == [0, 402, 0, 0, 0], "whole where another turn came between"
     found = await restored(tmp_path, 0, 0)
     assert found is not None

@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from stages.agents.environment import InfrastructureError, Start, Step, Task, Turn
-from stages.agents.messages import Message
-from stages.agents.once import Once, Uncertain
+from stages.chat.messages import Message
+from stages.records.once import Once, Uncertain
 
 KEPT: list[bytearray] = []
 

@@ -12,9 +12,9 @@ import pytest
 
 from configs.schema import Config
 from configs.schema.data import DataConfig
+from stages.chat.errors import TokenizerError
+from stages.chat.tokenizer import LightTokenizer, TransformersTokenizer, load_tokenizer
 from stages.data.prompt_set import load_train_prompts
-from stages.data.tokenizer import LightTokenizer, TransformersTokenizer, load_tokenizer
-from stages.errors import TokenizerError
 
 TEMPLATE = """{%- if tools %}TOOLS {{ tools | tojson }}
 {% endif %}
@@ -150,7 +150,7 @@ def test_prompts_with_a_real_tokenizer(tmp_path: Path) -> None:
 def test_the_light_way_imports_neither_torch_nor_transformers(tmp_path: Path) -> None:
     path = make_checkpoint(tmp_path / "model")
     program = (
-        "import sys; from stages.data.tokenizer import load_tokenizer; "
+        "import sys; from stages.chat.tokenizer import load_tokenizer; "
         f"print(load_tokenizer({str(path)!r}).encode('a')); "
         "print([name for name in ('torch', 'transformers', 'datasets', 'pyarrow') if name in sys.modules])"
     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from stages.agents.environment import Environment, Start, Step, Task, Turn
-from stages.agents.messages import Message, ToolCall
+from stages.chat.messages import Message, ToolCall
 
 
 class Episode:

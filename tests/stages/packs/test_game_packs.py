@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from episodes import Episode
 
-from stages.agents.packs.parts.random_state import RandomState
+from stages.agents.random_state import RandomState
 
 
 def test_episodes_draw_from_states_of_their_own() -> None:

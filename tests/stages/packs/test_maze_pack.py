@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from models.tiny import ARITHMETIC_CHARACTERS
 from stages.agents.environment import Environment, Turn
-from stages.agents.messages import Message
 from stages.agents.packs.maze import STEPS, Grid, Maze, moves_of
+from stages.chat.messages import Message
 
 
 @settings(max_examples=40, deadline=None)

@@ -9,8 +9,8 @@ from episodes import Episode
 
 from models.tiny import ARITHMETIC_CHARACTERS
 from stages.agents.environment import Environment, Start, Task
-from stages.agents.messages import Message
 from stages.agents.packs.multi_agent import MultiAgent
+from stages.chat.messages import Message
 
 
 async def begun(label: str = "85", **options: object) -> Episode:

@@ -18,10 +18,9 @@ import pytest
 from episodes import Episode
 
 from stages.agents.environment import Environment, InfrastructureError, Step
-from stages.agents.messages import ToolCall
 from stages.agents.packs import python_tool
-from stages.agents.packs.parts.interpreters import Interpreters
-from stages.agents.packs.python_tool import PythonTool
+from stages.agents.packs.python_tool import Interpreters, PythonTool
+from stages.chat.messages import ToolCall
 from stages.graders.grade import GradeRequest
 from stages.graders.math.final_line import grade_gsm8k_flex
 
@@ -347,7 +346,7 @@ def _below(pid: int) -> set[int]:
 def test_all_ends_with_the_process_that_asked(sandbox: str) -> None:
     script = (
         "import asyncio\n"
-        "from stages.agents.packs.parts.interpreters import Interpreters\n"
+        "from stages.agents.packs.python_tool import Interpreters\n"
         "async def main():\n"
         f"    made = await Interpreters(sandbox={sandbox!r}).open()\n"
         "    await made.run('1', 60)\n"

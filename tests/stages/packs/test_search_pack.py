@@ -14,8 +14,7 @@ from episodes import Episode
 
 from models.tiny import ARITHMETIC_CHARACTERS
 from stages.agents.environment import InfrastructureError
-from stages.agents.packs.parts import towns
-from stages.agents.packs.search import Search
+from stages.agents.packs.search import Search, town_facts, town_names, town_questions
 from tests.served_app import served_app
 
 
@@ -83,13 +82,13 @@ async def test_every_fact_of_the_towns_is_found_by_its_words() -> None:
 
 
 def test_the_towns_are_of_the_tiny_models_characters_and_the_splits_share_none() -> None:
-    facts = towns.facts()
+    facts = town_facts()
     assert len({fact[:2] for fact in facts}) == len(facts) == 3200
     assert {c for town, what, number in facts for c in f"{town} {what} {number}"} <= set(ARITHMETIC_CHARACTERS)
-    asked = [{fact[0] for fact in islice(towns.questions(split, 0), 5000)} for split in ("train", "heldout")]
+    asked = [{fact[0] for fact in islice(town_questions(split, 0), 5000)} for split in ("train", "heldout")]
     assert not asked[0] & asked[1]
     assert (len(asked[0]), len(asked[1])) == (320, 80)
-    assert towns.names()[:3] == ("roten", "sotonest", "doranon")  # the same on every machine
+    assert town_names()[:3] == ("roten", "sotonest", "doranon")  # the same on every machine
 
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]

@@ -7,11 +7,9 @@ import asyncio
 import pytest
 
 from stages.agents.environment import Task, Turn
-from stages.agents.messages import Message, ToolCall
-from stages.agents.packs.parts.tool_episode import ToolEpisode
-from stages.tools.answer_cache import AnswerCache
-from stages.tools.errors import ToolCallError
-from stages.tools.tool import Arguments, FunctionTool, Tool, function_schema
+from stages.agents.tool_episode import AnswerCache, ToolEpisode
+from stages.chat.messages import Message, ToolCall
+from stages.tools.tool import Arguments, FunctionTool, Tool, ToolCallError, function_schema
 
 
 class Asked:

@@ -8,9 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stages.tools.arithmetic import evaluate, format_number
-from stages.tools.calculator import Calculator
-from stages.tools.errors import ToolCallError
+from stages.tools.calculator import Calculator, evaluate, format_number
+from stages.tools.tool import ToolCallError
 
 integers = st.integers(0, 10_000).map(str)
 integer_expressions = st.recursive(

@@ -11,12 +11,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from configs.schema.reward import ToolsConfig
-from stages.agents.chat_formats.parsers.found import Offered
-from stages.agents.chat_formats.parsers.marked import Marked
-from stages.agents.messages import ToolCall
-from stages.tools.errors import UnknownToolError
-from stages.tools.registry import answer_call, close_tools, resolve_tools
-from stages.tools.tool import Tool
+from stages.agents.plain_tools import PlainTools
+from stages.chat.marked_calls import Marked
+from stages.chat.messages import ToolCall
+from stages.chat.tool_calls import Offered
+from stages.tools.registry import close_tools, resolve_tools
+from stages.tools.tool import Tool, UnknownToolError
 
 PATH = "tests.stages.toolkit.sample_tools"
 CONFIG = ToolsConfig()
@@ -112,9 +112,14 @@ def test_any_content_is_a_call_or_a_sentence(content: str) -> None:
         assert isinstance(found, str) or found.name in names
 
 
+async def answer_call(tools: dict[str, Tool], text: str, deadline_s: float) -> str:
+    """Carry out the call that ends the text."""
+    return await PlainTools(tools, ToolsConfig(tool_deadline_s=deadline_s)).answer(text)
+
+
 async def answer(content: str, *tools: str, deadline_s: float = 60.0) -> str:
     async with opened(*tools) as found:
-        return await answer_call(found, call_text(content), OPEN, CLOSE, deadline_s)
+        return await answer_call(found, call_text(content), deadline_s)
 
 
 @asynccontextmanager
@@ -152,7 +157,7 @@ async def test_errors_are_answers(content: str, tool: str, words: str) -> None:
 
 async def test_no_call_is_an_answer_too() -> None:
     tools = resolve_tools(["calculator"])
-    assert (await answer_call(tools, "no call here", OPEN, CLOSE, 1.0)).startswith("error: no tool call")
+    assert (await answer_call(tools, "no call here", 1.0)).startswith("error: no tool call")
 
 
 def test_schemas_for_chat_templates() -> None:

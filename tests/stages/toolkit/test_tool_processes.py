@@ -12,10 +12,10 @@ from pathlib import Path
 
 import pytest
 
-from stages.tools.registry import answer_call, close_tools, resolve_tools
+from stages.tools.registry import close_tools, resolve_tools
 from stages.tools.tool import RESULT_CHARS, Tool
 from stages.workers import process as worker_process
-from tests.stages.toolkit.test_tool_calls import CLOSE, OPEN, PATH, call_text, opened
+from tests.stages.toolkit.test_tool_calls import PATH, answer_call, call_text, opened
 
 pytestmark = pytest.mark.slow
 
@@ -24,7 +24,7 @@ CRASHED = "this call or another one crashed or blocked it"
 
 
 async def ask(tools: dict[str, Tool], text: str, deadline_s: float) -> str:
-    return await answer_call(tools, call_text(json.dumps({"text": text})), OPEN, CLOSE, deadline_s)
+    return await answer_call(tools, call_text(json.dumps({"text": text})), deadline_s)
 
 
 def alive(pid: int) -> bool:
@@ -77,7 +77,7 @@ async def test_a_blocked_tool_holds_up_no_other_tool_and_loses_only_its_own_call
 
         def call(name: str, text: str, deadline_s: float) -> asyncio.Task[str]:
             content = json.dumps({"name": name, "arguments": {"text": text}})
-            return tasks.create_task(answer_call(tools, call_text(content), OPEN, CLOSE, deadline_s))
+            return tasks.create_task(answer_call(tools, call_text(content), deadline_s))
 
         assert await call("block", "served", LONG_S) == "served"
         waits = call("block", "wait", LONG_S)
@@ -138,7 +138,7 @@ async def test_a_tool_that_allocates_without_bound_ends_alone_with_the_reason() 
 
     async def call(name: str, text: str) -> str:
         content = json.dumps({"name": name, "arguments": {"text": text}})
-        return await answer_call(tools, call_text(content), OPEN, CLOSE, LONG_S)
+        return await answer_call(tools, call_text(content), LONG_S)
 
     try:
         async with asyncio.timeout(LONG_S):

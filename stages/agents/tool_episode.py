@@ -1,0 +1,180 @@
+"""An episode in which a model may call tools before it answers: what the packs with tools have in common.
+
+A turn without a call is the answer and ends the episode. A grader says what it is worth, and reads the last turn as
+the model wrote it, without the answers of tools. Whatever goes wrong with a call is an observation `error: ...`.
+
+- A tool that changes the world has `effects = True`: its calls are made once (stages/records/once.py), also when a lost
+  episode takes its turns again. If nothing says whether a call took effect, the observation is an error that says so.
+- A tool with a `version` is deterministic: version and arguments decide its answer. Answers are then kept for all
+  episodes of the process (`AnswerCache`), because rollouts of a group make the same calls.
+
+Invariants:
+- Every call of a turn has one observation, in their order, which carries its id and at most `result_chars` characters.
+- InfrastructureError passes; everything else that a tool raises is an observation.
+- The cache keeps answers only, never what a call raised. Equal calls do not run at the same time: the second waits for
+  the answer of the first, and calls by itself if the first failed. Arguments that are the same JSON are equal.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections import OrderedDict
+from collections.abc import Sequence
+from typing import Final, Protocol, runtime_checkable
+from weakref import WeakValueDictionary
+
+from configs.schema.did_you_mean import nearest
+from stages.agents.environment import InfrastructureError, Start, Step, Task, Turn
+from stages.chat.messages import Message, ToolCall
+from stages.records.once import NoEffect, Once, Uncertain
+from stages.tools.tool import Arguments, NoAnswer, Tool, ToolCallError
+
+MOST_CHARS: Final = 64 << 20
+
+
+@runtime_checkable
+class Deterministic(Protocol):
+    """What a tool has besides, if the same arguments always have the same answer and a call changes nothing."""
+
+    version: str  # names all else that the answer depends on: the code, the index, the task
+
+
+class AnswerCache:
+    """Of one process; tools of equal names and versions are the same tool."""
+
+    def __init__(self, most_chars: int = MOST_CHARS) -> None:
+        self._kept: OrderedDict[tuple[str, str, str], str] = OrderedDict()
+        self._under_way: WeakValueDictionary[tuple[str, str, str], asyncio.Lock] = WeakValueDictionary()
+        self._chars, self._most = 0, most_chars
+
+    async def call(self, tool: Tool, arguments: Arguments) -> tuple[str, bool]:
+        """The answer of the tool, and whether it is that of an earlier call. Raises what the tool raises."""
+        if not isinstance(tool, Deterministic):
+            return await tool.call(arguments), False
+        key = (tool.name, tool.version, json.dumps(arguments, sort_keys=True))
+        lock = self._under_way.get(key) or asyncio.Lock()
+        self._under_way[key] = lock  # kept while a task holds it or waits for it
+        async with lock:  # released by the answer, failure or cancellation of the previous call
+            if key in self._kept:
+                self._kept.move_to_end(key)
+                return self._kept[key], True
+            answer = await tool.call(arguments)
+            self._keep(key, answer)
+            return answer, False
+
+    def _keep(self, key: tuple[str, str, str], answer: str) -> None:
+        self._chars += _chars(key, answer)
+        self._kept[key] = answer
+        while self._chars > self._most:
+            gone, was = self._kept.popitem(last=False)
+            self._chars -= _chars(gone, was)
+
+
+def _chars(key: tuple[str, str, str], answer: str) -> int:
+    return len(key[0]) + len(key[1]) + len(key[2]) + len(answer)
+
+
+_ANSWERS: Final = AnswerCache()  # of all episodes of this process
+
+
+class ToolEpisode:
+    """An environment of tools; packs derive from it, and give their tools in `open_tools`.
+
+    `max_calls` are answered, later ones refused. `system` goes before the messages of the task.
+    """
+
+    once: Once
+
+    def __init__(self, *, max_calls: int = 8, result_chars: int = 4096, system: str = "") -> None:
+        if max_calls < 1 or result_chars < 1:
+            raise ValueError(f"max_calls is {max_calls} and result_chars {result_chars}; both must be at least 1")
+        self._max_calls, self._result_chars, self._system = max_calls, result_chars, system
+        self._tools: dict[str, Tool] = {}
+        self._calls = self._errors = self._cached = 0
+
+    async def open_tools(self, task: Task) -> Sequence[Tool]:
+        """The tools of this episode."""
+        raise NotImplementedError
+
+    async def reset(self, task: Task) -> Start:
+        self._tools = {tool.name: tool for tool in await self.open_tools(task)}
+        system = (Message("system", self._system),) if self._system else ()
+        return Start((*system, *task.messages), tuple(tool.schema for tool in self._tools.values()))
+
+    async def step(self, turn: Turn) -> Step:
+        if turn.truncated or not (turn.message.tool_calls or turn.malformed):
+            return Step(done=True, metrics=self._metrics(), answer=turn.text)
+        if turn.malformed:
+            return Step((Message("tool", self._error(turn.malformed)),), answer=turn.text)
+        return Step(tuple([await self._answered(call) for call in turn.message.tool_calls]), answer=turn.text)
+
+    async def close(self) -> None:
+        """The episode is over."""
+
+    async def _answered(self, call: ToolCall) -> Message:
+        try:
+            text = await self._result(call)
+        except InfrastructureError:
+            raise
+        except Exception as error:  # a tool is a user's program: the model sees what it raised
+            for_model = isinstance(error, (ToolCallError, Uncertain))
+            words = str(error) if for_model else f"{type(error).__name__}: {error}"
+            text = self._error(words)
+        return Message("tool", shortened(text, self._result_chars), tool_call_id=call.id, name=call.name)
+
+    async def _result(self, call: ToolCall) -> str:
+        self._calls += 1
+        if self._calls > self._max_calls:
+            raise ToolCallError(f"all {self._max_calls} calls are used up; give the answer")
+        tool = self._tools.get(call.name)
+        if tool is None:
+            near = nearest(call.name, self._tools)
+            hint = f"did you mean {near!r}?" if near else f"there are: {', '.join(self._tools)}"
+            raise ToolCallError(f"there is no tool {call.name[:100]!r}; {hint}")
+        if not getattr(tool, "effects", False):
+            answer, kept = await _ANSWERS.call(tool, call.arguments)
+            self._cached += kept
+            return answer
+        try:
+            made = await self.once(self._effect, call.name, call.arguments)
+        except NoEffect as error:
+            raise InfrastructureError(str(error)) from error
+        if "error" in made:
+            raise ToolCallError(made["error"])
+        return str(made["text"])
+
+    async def _effect(self, name: str, arguments: Arguments) -> dict[str, str]:
+        """A call that changes the world. What breaks in the middle of it is uncertain."""
+        try:
+            return {"text": await self._tools[name].call(arguments)}
+        except (InfrastructureError, NoAnswer) as error:
+            raise Uncertain(f"whether this call took effect is not known: {error}") from error
+        except ToolCallError as error:
+            return {"error": str(error)}
+
+    def _metrics(self) -> dict[str, float]:
+        metrics = {"tool_calls": float(self._calls), "tool_errors": float(self._errors)}
+        if any(isinstance(tool, Deterministic) for tool in self._tools.values()):
+            metrics["cached_calls"] = float(self._cached)
+        return metrics
+
+    def _error(self, words: str) -> str:
+        self._errors += 1
+        return f"error: {words}"
+
+
+def shortened(text: str, most: int) -> str:
+    """Beginning and end of a text that is too long, with how much is left out between them."""
+    if len(text) <= most:
+        return text
+    first = (most + 1) // 2
+    return f"{text[:first]}\n[{len(text) - most} characters left out]\n{text[len(text) - most + first :]}"
+
+
+def text_argument(arguments: object, name: str, tool: str) -> str:
+    """The text under `name`, or what the model wrote instead of an object. Raises ToolCallError."""
+    value = arguments if isinstance(arguments, str) else arguments.get(name) if isinstance(arguments, dict) else None
+    if not isinstance(value, str) or not value.strip():
+        raise ToolCallError(f"{tool} needs the text argument {name!r}")
+    return value

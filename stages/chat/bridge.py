@@ -1,0 +1,236 @@
+"""What a chat template writes between a turn of the model and its next one, without rendering that turn.
+
+A template renders twice a short conversation that stands for the real one: a question, a turn with a mark in
+it, and the second time the new messages as well. What follows the mark is the end of the model's turn, the markup of
+the messages, and what begins the next turn. The model's own tokens are never rendered, so that it does not matter what
+a template leaves out of earlier turns (reasoning, mostly).
+
+`check_bridge` finds out at the start whether a template can be used so. It must write the same behind a turn whatever
+stood before it, and a new message must put nothing new in front of that turn.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+
+import msgspec
+from msgspec import Struct
+
+from stages.chat.errors import ChatFormatError
+from stages.chat.messages import Message, ToolCall, ToolSchema
+from stages.chat.tokenizer import Tokenizer
+
+
+class Template:
+    """The chat template of a checkpoint. `arguments`: what it takes besides messages and tools."""
+
+    def __init__(self, tokenizer: Tokenizer, arguments: Mapping[str, object]) -> None:
+        self._tokenizer, self._arguments = tokenizer, arguments
+
+    def render(self, messages: Sequence[Message], tools: Sequence[ToolSchema], generation_prompt: bool = True) -> str:
+        """The text of a conversation. Ids of calls that the template refuses (Mistral's take nine letters) are
+        replaced by such that it takes. Raises ChatFormatError."""
+        refusal: Exception | None = None
+        for shown in (messages, _short_ids(messages)):
+            try:
+                return self._tokenizer.apply_chat_template(
+                    [as_mapping(message) for message in shown],
+                    tools,
+                    **{**self._arguments, "add_generation_prompt": generation_prompt},
+                )
+            except Exception as error:  # a template is a program: it may raise anything
+                refusal = refusal or error
+        roles = ", ".join(message.role for message in messages)
+        raise ChatFormatError(f"the chat template refuses messages of {roles}: {refusal}") from refusal
+
+
+def as_mapping(message: Message) -> dict[str, object]:
+    """A message in the form of the OpenAI API, but with arguments of calls as objects, as templates expect them."""
+    shown: dict[str, object] = {"role": message.role, "content": message.content}
+    if message.reasoning_content:
+        shown["reasoning_content"] = message.reasoning_content
+    if message.tool_calls:
+        shown["tool_calls"] = [
+            {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+            for call in message.tool_calls
+        ]
+    for key, value in (("tool_call_id", message.tool_call_id), ("name", message.name)):
+        if value:
+            shown[key] = value
+    return shown
+
+
+def _short_ids(messages: Sequence[Message]) -> list[Message]:
+    return [
+        msgspec.structs.replace(
+            message,
+            tool_calls=tuple(ToolCall(call.name, call.arguments, _short_id(call.id)) for call in message.tool_calls),
+            tool_call_id=_short_id(message.tool_call_id) if message.role == "tool" else "",
+        )
+        for message in messages
+    ]
+
+
+def _short_id(name: str) -> str:
+    return hashlib.blake2b(name.encode(errors="replace"), digest_size=5).hexdigest()[:9]
+
+
+QUESTION = Message("user", "Where?")
+ANSWER = Message("assistant", "Here.", reasoning_content="Look around.")
+CURE = "give a template in which a new message only adds text at the end (--chat-template-path)"
+_MARK = "XQZ7MARK"
+_CONTEXT = 60  # characters shown on either side of a difference
+
+
+class Between(Struct, frozen=True):
+    """What stands between two turns of the model."""
+
+    text: str  # all of it
+    closing: str  # what closes the first of the two turns while nothing follows it: mostly the beginning of the text
+    before: str  # what stands before the mark, without and
+    before_again: str  # with the new messages
+
+
+class Bridge:
+    """Bridges turns by a template. `special`: which pieces of a text are single tokens of markup, in order."""
+
+    def __init__(self, template: Template, special: Callable[[str], list[str]]) -> None:
+        self._template, self._special = template, special
+        self._end: str | None = None
+
+    def between(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[ToolSchema],
+        before: Sequence[Message] = (QUESTION,),
+        reasoning: str = "",
+    ) -> Between:
+        """What the template writes behind a turn of the model that these messages answer. Raises ChatFormatError."""
+        mark = _mark(messages, tools)
+        refusal: ChatFormatError | None = None
+        for turn in _turns(messages, mark, reasoning):
+            try:
+                without = self._template.render([*before, turn], tools, generation_prompt=False)
+                whole = self._template.render([*before, turn, *messages], tools)
+            except ChatFormatError as error:
+                refusal = refusal or error
+                continue
+            return self._cut(without, whole, mark, called=bool(turn.tool_calls))
+        assert refusal is not None
+        raise refusal
+
+    @property
+    def end(self) -> str:
+        """What closes a turn without calls. Raises ChatFormatError."""
+        if self._end is None:
+            self._end = self._template.render([QUESTION, Message("assistant", _MARK)], (), False).rpartition(_MARK)[2]
+        return self._end
+
+    def _cut(self, without: str, whole: str, mark: str, called: bool) -> Between:
+        at, again = without.rfind(mark), whole.rfind(mark)
+        if at < 0 or again < 0:
+            raise ChatFormatError(
+                f"the chat template leaves out what the model wrote in {'its last' if at < 0 else 'an earlier'} turn, "
+                f"so nothing can be put behind it; {CURE}"
+            )
+        end, rest = without[at + len(mark) :], whole[again + len(mark) :]
+        closing = self._closing(end, called)
+        if not rest.startswith(end):
+            # gpt-oss: the token that ends a last turn is another one than that of an earlier turn.
+            closer = self._special(rest[: len(end) + _CONTEXT])[:1]
+            if self._special(end) != [end] or not closer or not rest.startswith(closer[0]):
+                raise ChatFormatError(
+                    "the chat template ends a turn of the model in another way when messages follow it, so nothing can "
+                    f"be put behind it.\n{difference(end, rest, 'last turn', 'earlier turn')}\nThe cure: {CURE}"
+                )
+            return Between(rest, closing, without[:at], whole[:again])
+        begin = len(end) - len(closing)  # before it stands the rest of a call, which the model writes
+        return Between(rest[begin:], closing, without[:at], whole[:again])
+
+    def _closing(self, end: str, called: bool) -> str:
+        """What closes a turn, of what follows the mark in it: behind a call comes first what closes the call."""
+        if not called or end.endswith(self.end):
+            return self.end if called else end
+        last = self._special(end)[-1:]
+        if last and end.endswith(last[0]):
+            return last[0]
+        raise ChatFormatError(
+            f"the chat template ends a turn with a call in another way than one without: {end!r}, not {self.end!r}; "
+            f"{CURE}"
+        )
+
+
+def _turns(messages: Sequence[Message], mark: str, reasoning: str) -> Iterator[Message]:
+    """Turns of the model that the messages may answer; the first one that the template takes is used."""
+    answers = [message for message in messages if message.role == "tool"]
+    calls = tuple(
+        ToolCall(answer.name or "tool", {"mark": mark}, answer.tool_call_id or f"call{place:05d}")
+        for place, answer in enumerate(answers)
+    )
+    if calls and messages[0].role == "tool":
+        for some in (calls, calls[:1]):  # some templates know one call a turn, some no text beside it
+            yield Message("assistant", mark, reasoning, some)
+            yield Message("assistant", "", reasoning, some)
+    yield Message("assistant", mark, reasoning)
+
+
+def _mark(messages: Sequence[Message], tools: Sequence[ToolSchema]) -> str:
+    """A text that none of them contains: a tool's answer may hold anything."""
+    written = msgspec.json.encode((messages, tools))
+    mark = _MARK
+    while mark.encode() in written:
+        mark += "Q"
+    return mark
+
+
+def check_bridge(bridge: Bridge, messages: Sequence[Message], tools: Sequence[ToolSchema]) -> str:
+    """Whether these messages can be put behind any turn, and what closes it. Raises ChatFormatError."""
+    between = bridge.between(messages, tools)
+    if not _is_cut_out_of(between.before_again, between.before):
+        raise ChatFormatError(
+            "the chat template changes what stands before a turn of the model when messages follow it, so a "
+            "conversation cannot grow at its end.\n"
+            f"{difference(between.before, between.before_again, 'before', 'after')}\nThe cure: {CURE}"
+        )
+    place = 0
+    for message in messages:
+        place = between.text.find(message.content, place)
+        if place < 0:
+            raise ChatFormatError(
+                f"the chat template does not show a message of role {message.role!r}, or not in its place; {CURE}"
+            )
+    longer = (QUESTION, ANSWER, Message("user", "Where else?"))
+    for before, reasoning in ((longer, ""), ((QUESTION,), "Think.")):
+        elsewhere = bridge.between(messages, tools, before, reasoning)
+        if elsewhere.text != between.text:
+            raise ChatFormatError(
+                "the chat template writes a message in another way when other things stand before it, so it cannot "
+                "be written without them.\n"
+                f"{difference(between.text, elsewhere.text, 'short', 'longer')}\nThe cure: {CURE}"
+            )
+    return between.closing
+
+
+def _is_cut_out_of(shorter: str, longer: str) -> bool:
+    """Whether a text is another one without a piece of it: what templates leave out of earlier turns."""
+    ahead, behind = _alike(shorter, longer), _alike(shorter[::-1], longer[::-1])
+    return ahead + behind >= len(shorter) and len(shorter) <= len(longer)
+
+
+def _alike(first: str, second: str) -> int:
+    """How many characters two texts begin with alike."""
+    return next(
+        (place for place, (a, b) in enumerate(zip(first, second, strict=False)) if a != b), min(len(first), len(second))
+    )
+
+
+def difference(first: str, second: str, first_name: str, second_name: str) -> str:
+    """Both texts around their first difference, one below the other."""
+    same = _alike(first, second)
+    start = max(0, same - _CONTEXT)
+    width = max(len(first_name), len(second_name))
+    return "\n".join(
+        f"  {name:<{width}}  {'...' if start else ''}{text[start : same + _CONTEXT]!r}"
+        for name, text in ((first_name, first), (second_name, second))
+    )

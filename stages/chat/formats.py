@@ -1,0 +1,173 @@
+"""The two chat formats: by a checkpoint's own chat template, and plain text for a model without one.
+
+`TurnReader` reads what a model wrote in one turn as a message: reasoning, content, calls.
+
+Invariants: `append` never looks at more than the last tokens of a conversation, to see how far its last turn is closed;
+what closes a turn stands in a conversation exactly once; reading never raises, whatever the ids, and what cannot be
+read as a call stays in the content.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Final
+
+from stages.chat.bridge import Bridge, Template
+from stages.chat.errors import ChatFormatError
+from stages.chat.messages import Message, Reply, ToolSchema
+from stages.chat.tokenizer import Tokenizer
+from stages.chat.tool_calls import CallParser, Found, Offered
+
+THINK: Final = ("<think>", "</think>")
+_TAGS: Final = (THINK, ("[THINK]", "[/THINK]"), ("<seed:think>", "</seed:think>"))
+
+
+def reasoning_tags(template: str) -> tuple[str, str]:
+    """Between which texts a model reasons, by its chat template."""
+    return next((tags for tags in _TAGS if tags[1] in template), THINK)
+
+
+class TurnReader:
+    """Reads turns. `tags`: what reasoning stands between; `opened`: the prompt ends within reasoning; `end_ids`: tokens
+    that end a turn."""
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        parser: CallParser | None,
+        end_ids: frozenset[int],
+        tags: tuple[str, str] = THINK,
+        opened: bool = False,
+    ) -> None:
+        self.parser, self.end_ids = parser, end_ids
+        self._tokenizer, self._tags, self._opened = tokenizer, tags, opened
+
+    def read(self, ids: Sequence[int], tools: Sequence[ToolSchema]) -> Reply:
+        """The message that the tokens of one turn are."""
+        length = len(ids)
+        while length and ids[length - 1] in self.end_ids:
+            length -= 1
+        text = self._tokenizer.decode(ids[:length], skip_special_tokens=False) if length else ""
+        parser = self.parser
+        if parser is not None and parser.reads_reasoning:
+            parsed = parser.parse(text, Offered(tools))
+            return Reply(Message("assistant", parsed.content, parsed.reasoning, parsed.calls), parsed.fault)
+        reasoning, content = self._split(text, ended=length < len(ids))
+        parsed = parser.parse(content, Offered(tools)) if parser is not None and tools else Found(content)
+        return Reply(Message("assistant", parsed.content, reasoning, parsed.calls), parsed.fault)
+
+    def _split(self, text: str, ended: bool) -> tuple[str, str]:
+        """(reasoning, content)."""
+        opening, closing = self._tags
+        begins = text.lstrip().startswith(opening)
+        before, closed, after = text.partition(closing)
+        if not begins and (opening in before or not (self._opened or closed)):
+            return "", text
+        if begins:
+            before = before.partition(opening)[2]
+        if not closed and ended and self.parser is not None:  # ended in a call without having closed its reasoning
+            before, marker, after = before.partition(self.parser.opening)
+            after = marker + after
+        return before.strip(), after.lstrip("\n")
+
+
+class PlainFormat:
+    """Contents one behind the other. Nothing marks the speaker: the environment's texts must."""
+
+    def __init__(self, tokenizer: Tokenizer, parser: CallParser) -> None:
+        self.stop: Sequence[str] = (parser.closing,) if parser.closing else ()  # nothing else ends such a turn
+        self.stop_token_ids: Sequence[int] = ()
+        self._tokenizer = tokenizer
+        self._reader = TurnReader(tokenizer, parser, frozenset(tokenizer.eos_ids))
+
+    def start(self, messages: Sequence[Message], tools: Sequence[ToolSchema]) -> list[int]:
+        """The text with the special tokens that the tokenizer puts around one (a BOS)."""
+        return self._tokenizer.encode(_joined(messages), add_special_tokens=True)
+
+    def append(self, ids: Sequence[int], messages: Sequence[Message], tools: Sequence[ToolSchema]) -> list[int]:
+        """The text alone: nothing closes a turn."""
+        return self._tokenizer.encode(_joined(messages))
+
+    def reply(self, ids: Sequence[int], tools: Sequence[ToolSchema]) -> Reply:
+        return self._reader.read(ids, tools)
+
+
+def _joined(messages: Sequence[Message]) -> str:
+    return "".join(message.content for message in messages)
+
+
+class TurnEnd:
+    """The tokens that close a turn, and how many of them a model has written itself.
+
+    `ids`: the template's tokens; the first special token of these ends the turn, what follows is space.
+    `others`: what else may close one, such as a call.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, text: str, others: Sequence[str] = ()) -> None:
+        self.ids = tokenizer.encode(text) if text else []
+        special = [[id for id in tokenizer.encode(one) if is_special(tokenizer, id)][:1] for one in (text, *others)]
+        self._place = self.ids.index(special[0][0]) if special[0] else -1
+        closers = tuple(dict.fromkeys(id for ids in special for id in ids))
+        self.stop_ids = tuple(id for id in closers if id not in tokenizer.eos_ids)
+        self.end_ids = frozenset((*tokenizer.eos_ids, *closers))
+
+    def written(self, ids: Sequence[int], behind: Sequence[int]) -> int:
+        """How many of the tokens that come behind a turn stand at its end already."""
+        if not ids:
+            return 0
+        if self._place >= 0 and ids[-1] in self.end_ids:
+            return self._place + 1
+        longest = len(self.ids)
+        # Where nothing closes a turn, its end token may be what opens the next message (GLM).
+        if self._place < 0 and len(behind) > longest and behind[longest] in self.end_ids:
+            longest += 1
+        shortest = max(self._place + 1, 1)
+        for count in range(min(longest, len(ids)), shortest - 1, -1):
+            if list(ids[-count:]) == list(behind[:count]):
+                return count
+        return 0
+
+
+def is_special(tokenizer: Tokenizer, id: int) -> bool:
+    """Whether a token is markup and no text."""
+    return bool(tokenizer.decode([id], skip_special_tokens=False)) and not tokenizer.decode([id])
+
+
+def special_pieces(tokenizer: Tokenizer, text: str) -> list[str]:
+    """The pieces of a text that are tokens of markup."""
+    return [
+        tokenizer.decode([id], skip_special_tokens=False) for id in tokenizer.encode(text) if is_special(tokenizer, id)
+    ]
+
+
+class TemplateFormat:
+    """See `load_chat_format`. `tool_fault`: why tools cannot be offered in this format, "" if they can."""
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        template: Template,
+        bridge: Bridge,
+        reader: TurnReader,
+        end: TurnEnd,
+        tool_fault: str = "",
+    ) -> None:
+        self.stop: Sequence[str] = ()
+        self.stop_token_ids: Sequence[int] = end.stop_ids
+        self.tool_fault = tool_fault
+        self._tokenizer, self._template, self._bridge = tokenizer, template, bridge
+        self._reader, self._end = reader, end
+
+    def start(self, messages: Sequence[Message], tools: Sequence[ToolSchema]) -> list[int]:
+        """The whole conversation so far as the template writes it. Raises ChatFormatError."""
+        if tools and self.tool_fault:
+            raise ChatFormatError(self.tool_fault)
+        return self._tokenizer.encode(self._template.render(messages, tools))
+
+    def append(self, ids: Sequence[int], messages: Sequence[Message], tools: Sequence[ToolSchema]) -> list[int]:
+        """What the template writes behind a turn. Raises ChatFormatError."""
+        behind = self._tokenizer.encode(self._bridge.between(messages, tools).text)
+        return behind[self._end.written(ids, behind) :]
+
+    def reply(self, ids: Sequence[int], tools: Sequence[ToolSchema]) -> Reply:
+        return self._reader.read(ids, tools)

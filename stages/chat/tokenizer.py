@@ -1,0 +1,257 @@
+"""The tokenizer of a Hugging Face checkpoint: encode, decode, end-of-sequence ids, chat template.
+
+Two ways lead to it. The light one reads tokenizer.json with the `tokenizers` library and renders templates with Jinja;
+it costs a tenth of a second and no torch. It is taken where that file says everything: no tokenizer class of the
+checkpoint's own is asked for, every special token of the configuration is in the file, and the BOS and EOS that it adds
+are those that the configuration asks for. The file is then the authority; transformers gives the same, except where it
+builds a class of its own from the vocabulary although the file says otherwise. Everything else is loaded by
+transformers, which imports torch.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from stages.chat.chat_template import Render, compile_template, find_template, with_reasoning
+from stages.chat.errors import TokenizerError
+
+if TYPE_CHECKING:
+    import tokenizers
+
+CHECKPOINT_FILES = (  # of a checkpoint, all that a tokenizer needs, and what tells models apart
+    "tokenizer*",
+    "*.jinja",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab*",
+    "merges.txt",
+    "*config.json",
+)
+_SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+
+
+def load_tokenizer(checkpoint: str, chat_template_path: str | None = None) -> Tokenizer:
+    """The tokenizer of a checkpoint directory, or of a hub id. Raises TokenizerError."""
+    directory = locate(checkpoint, CHECKPOINT_FILES)
+    config = _read_json(directory / "tokenizer_config.json")
+    template = find_template(directory, config, chat_template_path)
+    eos_ids = set(_declared_eos(directory))
+    if (directory / "tokenizer.json").is_file() and "auto_map" not in config:
+        light = _load_light(directory, config, template)
+        if light is not None:
+            light.eos_ids = _own_first(light.special_ids.get("eos_token"), eos_ids)
+            return light
+    return _load_transformers(directory, template, eos_ids)
+
+
+def locate(checkpoint: str, files: Sequence[str] | None = None) -> Path:
+    """The local directory of a checkpoint; files of a hub id (default: all) are taken from the cache or fetched.
+
+    Raises TokenizerError.
+    """
+    path = Path(checkpoint).expanduser()
+    if path.is_dir():
+        return path
+    looks_like_hub_id = checkpoint.count("/") == 1 and not checkpoint.startswith((".", "/", "~")) and not path.exists()
+    if not looks_like_hub_id:
+        raise TokenizerError(
+            f"hf_checkpoint is {checkpoint!r}, which is no directory; give a Hugging Face model directory or a hub id "
+            "of the form organisation/model"
+        )
+    try:
+        from huggingface_hub import snapshot_download
+
+        return Path(snapshot_download(checkpoint, allow_patterns=list(files) if files else None))
+    except Exception as error:  # the hub client raises many kinds; all of them mean that nothing could be fetched
+        raise TokenizerError(
+            f"hf_checkpoint is {checkpoint!r}, which is neither a local directory nor could be fetched from the hub "
+            f"({type(error).__name__}); download the model and give its directory"
+        ) from error
+
+
+def _load_light(
+    directory: Path, config: Mapping[str, object], template: tuple[str, str] | None
+) -> LightTokenizer | None:
+    """The light tokenizer, or None if only transformers can be trusted with this checkpoint."""
+    import tokenizers
+
+    try:
+        backend = tokenizers.Tokenizer.from_file(str(directory / "tokenizer.json"))
+    except Exception as error:  # the binding raises bare Exception
+        raise TokenizerError(
+            f"{str(directory / 'tokenizer.json')!r} cannot be read ({error}); save the tokenizer again, or update the "
+            "package `tokenizers`"
+        ) from error
+    backend.no_truncation()
+    backend.no_padding()
+    special = _special_tokens(directory, config)
+    ids = {name: backend.token_to_id(text) for name, text in special.items()}
+    added = config.get("added_tokens_decoder")
+    if isinstance(added, Mapping):
+        ids |= {f"added {key}": backend.token_to_id(_content(value) or "") for key, value in added.items()}
+    if any(value is None for value in ids.values()):
+        return None
+    known = {name: value for name, value in ids.items() if value is not None}
+    for flag, name, end in (("add_bos_token", "bos_token", 0), ("add_eos_token", "eos_token", -1)):
+        encoded = backend.encode("a").ids
+        if flag in config and bool(config[flag]) != (name in known and bool(encoded) and encoded[end] == known[name]):
+            return None
+    # transformers tidies spaces after decoding for models other than BPE.
+    is_bpe = type(backend.model).__name__ == "BPE"
+    if (config.get("clean_up_tokenization_spaces") and not is_bpe) or config.get("split_special_tokens"):
+        return None
+    return LightTokenizer(backend, template, special, known)
+
+
+class LightTokenizer:
+    """tokenizer.json and a Jinja template; no transformers, no torch.
+
+    `eos_ids`: every id that ends a response: the tokenizer's own first, then ascending. `template`: a chat template
+    and where it was found.
+    """
+
+    def __init__(
+        self,
+        backend: tokenizers.Tokenizer,
+        template: tuple[str, str] | None,
+        special: dict[str, str],
+        special_ids: dict[str, int],
+    ) -> None:
+        self.chat_template = template[0] if template is not None else ""
+        self.eos_ids: tuple[int, ...] = ()
+        self.special_ids = special_ids
+        self._backend = backend
+        self._render: Render | None = compile_template(*template) if template is not None else None
+        self._special = special
+
+    @property
+    def has_chat_template(self) -> bool:
+        return self._render is not None
+
+    @property
+    def vocab_size(self) -> int:
+        """Number of ids, added tokens included."""
+        return int(self._backend.get_vocab_size(with_added_tokens=True))
+
+    def encode(self, text: str, add_special_tokens: bool = False) -> list[int]:
+        """Token ids of a text. Special tokens around it (a BOS) are wanted only at the start of a plain-text prompt."""
+        return list(self._backend.encode(text, add_special_tokens=add_special_tokens).ids)
+
+    def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+        return str(self._backend.decode(list(ids), skip_special_tokens=skip_special_tokens))
+
+    def apply_chat_template(
+        self,
+        messages: Sequence[Mapping[str, object]],
+        tools: Sequence[Mapping[str, object]] | None = None,
+        **kwargs: Any,
+    ) -> str:
+        """Render messages to text. `add_generation_prompt` is on unless the keyword arguments say otherwise."""
+        if self._render is None:
+            raise TokenizerError("the tokenizer has no chat template; give one with --chat-template-path")
+        if kwargs.get("continue_final_message"):
+            raise TokenizerError(
+                "apply_chat_template_kwargs: continue_final_message is not supported; "
+                "render the prompt beforehand and give it as text"
+            )
+        arguments = {"documents": None, "add_generation_prompt": True, **self._special, **kwargs}
+        present = [with_reasoning(message) for message in messages]
+        return self._render(messages=present, tools=tools or None, **arguments)
+
+
+class TransformersTokenizer:
+    """A tokenizer of the transformers library."""
+
+    def __init__(self, tokenizer: Any, eos_ids: tuple[int, ...]) -> None:
+        self.eos_ids = eos_ids
+        self.chat_template = str(tokenizer.chat_template or "")
+        self._tokenizer = tokenizer
+
+    @property
+    def has_chat_template(self) -> bool:
+        return self._tokenizer.chat_template is not None
+
+    @property
+    def vocab_size(self) -> int:
+        return len(self._tokenizer)
+
+    def encode(self, text: str, add_special_tokens: bool = False) -> list[int]:
+        return list(self._tokenizer.encode(text, add_special_tokens=add_special_tokens))
+
+    def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+        return str(self._tokenizer.decode(list(ids), skip_special_tokens=skip_special_tokens))
+
+    def apply_chat_template(
+        self,
+        messages: Sequence[Mapping[str, object]],
+        tools: Sequence[Mapping[str, object]] | None = None,
+        **kwargs: Any,
+    ) -> str:
+        arguments = {"add_generation_prompt": True, **kwargs, "tokenize": False}
+        offered = list(tools) if tools else None
+        return str(
+            self._tokenizer.apply_chat_template([with_reasoning(one) for one in messages], tools=offered, **arguments)
+        )
+
+
+Tokenizer = LightTokenizer | TransformersTokenizer  # text to token ids and back, as the checkpoint's model was trained
+
+
+def _load_transformers(directory: Path, template: tuple[str, str] | None, eos_ids: set[int]) -> TransformersTokenizer:
+    try:
+        from transformers import AutoTokenizer
+
+        tokenizer = AutoTokenizer.from_pretrained(str(directory))
+    except Exception as error:  # the library raises many kinds; all of them mean that there is no usable tokenizer
+        raise TokenizerError(
+            f"hf_checkpoint {str(directory)!r} has no tokenizer that can be loaded ({type(error).__name__}: {error}); "
+            "give a directory with tokenizer.json or the files of a transformers tokenizer"
+        ) from error
+    if template is not None:
+        tokenizer.chat_template = template[0]
+    return TransformersTokenizer(tokenizer, _own_first(tokenizer.eos_token_id, eos_ids))
+
+
+def _own_first(own: int | None, declared: set[int]) -> tuple[int, ...]:
+    """The end-of-sequence ids, that of the tokenizer first: it is the one that ends a turn of a chat."""
+    return (() if own is None else (own,)) + tuple(sorted(declared - {own}))
+
+
+def _special_tokens(directory: Path, config: Mapping[str, object]) -> dict[str, str]:
+    """Named special tokens; special_tokens_map.json is where older checkpoints keep what the configuration lacks."""
+    merged = {**_read_json(directory / "special_tokens_map.json"), **config}
+    texts = {name: _content(merged.get(name)) for name in _SPECIAL_NAMES}
+    return {name: text for name, text in texts.items() if text is not None}
+
+
+def _content(value: object) -> str | None:
+    """Text of a token, which is written as text or as an object with its text in `content`."""
+    if isinstance(value, Mapping):
+        value = value.get("content")
+    return value if isinstance(value, str) else None
+
+
+def _declared_eos(directory: Path) -> list[int]:
+    """End-of-sequence ids of the generation configuration, else of the model's configuration."""
+    for name in ("generation_config.json", "config.json"):
+        config = _read_json(directory / name)
+        nested = config.get("text_config")
+        declared = config.get("eos_token_id", nested.get("eos_token_id") if isinstance(nested, Mapping) else None)
+        ids = declared if isinstance(declared, list) else [declared]
+        eos = [value for value in ids if isinstance(value, int)]
+        if eos:
+            return eos
+    return []
+
+
+def _read_json(path: Path) -> dict[str, object]:
+    if not path.is_file():
+        return {}
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise TokenizerError(f"{str(path)!r} is not valid JSON ({error}); save the tokenizer again") from error
+    return value if isinstance(value, dict) else {}

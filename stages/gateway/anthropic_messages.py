@@ -1,0 +1,193 @@
+"""The dialect of Anthropic's messages (POST /v1/messages), and its count_tokens.
+
+Fields that are not known are ignored (thinking, context_management, output_config, metadata, cache_control). Texts
+only. Of tools, those with an `input_schema` are offered; those that a provider runs itself are not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, Final
+
+import msgspec
+from msgspec import Struct
+
+from stages.chat.messages import Message, ToolCall
+from stages.gateway.answers import Answer, Ask, Json, Reason, Refused, Sampling, decode, event
+from stages.gateway.chat_completions import function_tool, role, texts
+from stages.gateway.sessions import Conversation
+
+_STOP: Final = {"stop": "end_turn", "stop_text": "stop_sequence", "length": "max_tokens", "calls": "tool_use"}
+_KINDS: Final[dict[Reason, str]] = {
+    "no_session": "authentication_error",
+    "not_found": "not_found_error",
+    "too_large": "request_too_large",
+    "busy": "rate_limit_error",
+    "unavailable": "overloaded_error",
+    "internal": "api_error",
+}
+
+
+class Block(Struct, frozen=True):
+    type: str = "text"
+    text: str = ""
+    thinking: str = ""
+    id: str = ""
+    name: str = ""
+    input: Any = None
+    tool_use_id: str = ""
+    content: str | list[Block] | None = None
+
+
+class SentMessage(Struct, frozen=True):
+    role: str
+    content: str | list[Block] = ""
+
+
+class MessagesRequest(Struct, frozen=True):
+    messages: list[SentMessage]
+    model: str = "policy"
+    max_tokens: int | None = None
+    system: str | list[Block] | None = None
+    tools: list[dict[str, Any]] | None = None
+    stop_sequences: list[str] | None = None
+    stream: bool | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+
+
+class AnthropicMessages:
+    def read(self, body: bytes) -> Ask:
+        parsed = decode(body, MessagesRequest)
+        system = _text(parsed.system)
+        messages = [Message("system", system)] if system else []
+        for sent in parsed.messages:
+            messages += _messages(sent)
+        tools = tuple(
+            function_tool(tool.get("name"), tool.get("description"), tool["input_schema"])
+            for tool in parsed.tools or ()
+            if "input_schema" in tool
+        )
+        return Ask(
+            parsed.model,
+            Conversation(tuple(messages), tools),
+            max_tokens=parsed.max_tokens,
+            stop=texts(parsed.stop_sequences),
+            sampling=Sampling(parsed.temperature, parsed.top_p, parsed.top_k),
+            stream=bool(parsed.stream),
+            object_arguments=True,
+        )
+
+    def answer(self, ask: Ask, answer: Answer) -> Json:
+        return {
+            **_opening(ask, answer),
+            "content": _blocks(answer),
+            "stop_reason": _STOP[answer.finish],
+            "stop_sequence": answer.stop or None,
+            "usage": _usage(answer, len(answer.token_ids)),
+        }
+
+    def events(self, ask: Ask, answer: Answer) -> Iterator[bytes]:
+        yield _said("message_start", message=_opening(ask, answer))
+        for index, block in enumerate(_blocks(answer)):
+            if block["type"] == "tool_use":
+                begun, delta = (
+                    {**block, "input": {}},
+                    {
+                        "type": "input_json_delta",
+                        "partial_json": msgspec.json.encode(block["input"]).decode(),
+                    },
+                )
+            elif block["type"] == "thinking":
+                begun, delta = {**block, "thinking": ""}, {"type": "thinking_delta", "thinking": block["thinking"]}
+            else:
+                begun, delta = {**block, "text": ""}, {"type": "text_delta", "text": block["text"]}
+            yield _said("content_block_start", index=index, content_block=begun)
+            yield _said("content_block_delta", index=index, delta=delta)
+            yield _said("content_block_stop", index=index)
+        ending = {"stop_reason": _STOP[answer.finish], "stop_sequence": answer.stop or None}
+        yield _said("message_delta", delta=ending, usage={"output_tokens": len(answer.token_ids)})
+        yield _said("message_stop")
+
+    def error(self, refused: Refused) -> Json:
+        kind = _KINDS.get(refused.reason, "invalid_request_error")
+        # Clients compact or end a conversation that is too long when they read these words.
+        words = f"prompt is too long: {refused.message}" if refused.reason == "too_long" else refused.message
+        return {"type": "error", "error": {"type": kind, "message": words}}
+
+    def error_event(self, refused: Refused) -> bytes:
+        return event(self.error(refused), "error")
+
+
+def _said(name: str, /, **data: object) -> bytes:
+    return event({"type": name, **data}, name)
+
+
+def _opening(ask: Ask, answer: Answer) -> dict[str, object]:
+    return {
+        "id": f"msg_{answer.id}",
+        "type": "message",
+        "role": "assistant",
+        "model": ask.model,
+        "content": [],
+        "stop_reason": None,
+        "stop_sequence": None,
+        "usage": _usage(answer, 0),
+    }
+
+
+def _usage(answer: Answer, made: int) -> Json:
+    return {
+        "input_tokens": len(answer.prompt_ids) - answer.cached_tokens,
+        "cache_read_input_tokens": answer.cached_tokens,
+        "cache_creation_input_tokens": 0,
+        "output_tokens": made,
+    }
+
+
+def _blocks(answer: Answer) -> list[dict[str, Any]]:
+    message = answer.message
+    blocks: list[dict[str, Any]] = []
+    if message.reasoning_content:
+        blocks.append({"type": "thinking", "thinking": message.reasoning_content, "signature": ""})
+    if message.content or not message.tool_calls:
+        blocks.append({"type": "text", "text": message.content})
+    blocks += [
+        {"type": "tool_use", "id": call.id, "name": call.name, "input": call.arguments} for call in message.tool_calls
+    ]
+    return blocks
+
+
+def _messages(sent: SentMessage) -> Iterator[Message]:
+    """One message of the dialect: the answers of tools that it holds first, then its text."""
+    who = role(sent.role)
+    blocks = [Block(text=sent.content)] if isinstance(sent.content, str) else sent.content
+    if who == "assistant":
+        yield Message(
+            who,
+            _text([block for block in blocks if block.type == "text"]),
+            "".join(block.thinking for block in blocks if block.type == "thinking"),
+            tuple(ToolCall(block.name, _object(block.input), block.id) for block in blocks if block.type == "tool_use"),
+        )
+        return
+    for block in blocks:
+        if block.type == "tool_result":
+            yield Message("tool", _text(block.content), tool_call_id=block.tool_use_id)
+    rest = [block for block in blocks if block.type != "tool_result"]
+    if rest or not blocks:
+        yield Message(who, _text(rest))
+
+
+def _text(content: str | list[Block] | None) -> str:
+    """Raises Refused for what is no text."""
+    if content is None or isinstance(content, str):
+        return content or ""
+    unsupported = [block.type for block in content if block.type != "text"]
+    if unsupported:
+        raise Refused("invalid", f"content of type {unsupported[0][:40]!r} is not supported; send texts")
+    return "\n".join(block.text for block in content)
+
+
+def _object(value: object) -> dict[str, object]:
+    return value if isinstance(value, dict) else {}

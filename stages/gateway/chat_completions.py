@@ -1,0 +1,228 @@
+"""The dialect of OpenAI's chat completions (POST /v1/chat/completions), with the fields in which vLLM shows tokens.
+
+Fields that are not known are ignored. Texts only; one answer to a request.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Final, get_args
+
+import msgspec
+from msgspec import Struct
+
+from stages.chat.messages import Message, Role, ToolCall, ToolSchema
+from stages.gateway.answers import STATUS, Answer, Ask, Json, Refused, Sampling, decode, event
+from stages.gateway.sessions import Conversation
+
+FINISH: Final = {"stop": "stop", "stop_text": "stop", "length": "length", "calls": "tool_calls"}
+_ROLES: Final[Mapping[str, Role]] = {**{role: role for role in get_args(Role)}, "function": "tool"}
+_TEXTS: Final = ("text", "input_text", "output_text", "refusal", "reasoning_text", "summary_text")
+_KINDS: Final = {"no_session": "invalid_api_key", "too_long": "context_length_exceeded"}
+
+
+class Part(Struct, frozen=True):
+    type: str = "text"
+    text: str = ""
+    refusal: str = ""
+
+
+class Function(Struct, frozen=True):
+    name: str
+    arguments: str | dict[str, Any] = ""
+
+
+class Call(Struct, frozen=True):
+    function: Function
+    id: str = ""
+
+
+class ChatMessage(Struct, frozen=True):
+    role: str
+    content: str | list[Part] | None = None
+    reasoning_content: str | None = None
+    reasoning: str | None = None
+    tool_calls: list[Call] | None = None
+    tool_call_id: str | None = None
+    name: str | None = None
+
+
+class StreamOptions(Struct, frozen=True):
+    include_usage: bool | None = None
+
+
+class ChatRequest(Struct, frozen=True):
+    messages: list[ChatMessage]
+    model: str = "policy"
+    tools: list[dict[str, Any]] | None = None
+    max_tokens: int | None = None
+    max_completion_tokens: int | None = None
+    stop: str | list[str] | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    n: int | None = None
+    logprobs: bool | None = None
+    return_token_ids: bool | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+
+
+class ChatCompletions:
+    def read(self, body: bytes) -> Ask:
+        parsed = decode(body, ChatRequest)
+        if (parsed.n or 1) != 1:
+            raise Refused("invalid", f"n is {parsed.n}; the gateway gives one answer to a request: ask again for more")
+        tools = tuple(_tool(tool["function"]) for tool in parsed.tools or () if isinstance(tool.get("function"), dict))
+        limits = (parsed.max_completion_tokens, parsed.max_tokens)
+        return Ask(
+            parsed.model,
+            Conversation(tuple(map(_message, parsed.messages)), tools),
+            max_tokens=next((limit for limit in limits if limit is not None), None),
+            stop=texts(parsed.stop),
+            sampling=Sampling(parsed.temperature, parsed.top_p, parsed.top_k),
+            stream=bool(parsed.stream),
+            stream_usage=bool(parsed.stream_options and parsed.stream_options.include_usage),
+            log_probs=bool(parsed.logprobs),
+            token_ids=bool(parsed.return_token_ids),
+        )
+
+    def answer(self, ask: Ask, answer: Answer) -> Json:
+        message = answer.message
+        written: dict[str, object] = {"role": "assistant", "content": message.content or None, "refusal": None}
+        if message.reasoning_content:
+            written["reasoning_content"] = message.reasoning_content
+        if message.tool_calls:
+            written["tool_calls"] = calls(message.tool_calls)
+        else:
+            written["content"] = message.content
+        choice = {
+            "index": 0,
+            "message": written,
+            "finish_reason": FINISH[answer.finish],
+            "logprobs": {"content": answer.token_log_probs} if ask.log_probs else None,
+            **({"token_ids": answer.token_ids} if ask.token_ids else {}),
+        }
+        return {
+            "id": f"chatcmpl-{answer.id}",
+            "object": "chat.completion",
+            "created": answer.created,
+            "model": ask.model,
+            "choices": [choice],
+            "usage": usage(answer),
+            **({"prompt_token_ids": answer.prompt_ids} if ask.token_ids else {}),
+        }
+
+    def events(self, ask: Ask, answer: Answer) -> Iterator[bytes]:
+        message = answer.message
+        first: Json = {"prompt_token_ids": answer.prompt_ids} if ask.token_ids else {}
+        yield _chunk(ask, answer, {"role": "assistant", "content": ""}, more=first)
+        if message.reasoning_content:
+            yield _chunk(ask, answer, {"reasoning_content": message.reasoning_content})
+        if message.content or ask.log_probs or ask.token_ids:
+            extra: dict[str, object] = {"token_ids": answer.token_ids} if ask.token_ids else {}
+            if ask.log_probs:
+                extra["logprobs"] = {"content": answer.token_log_probs}
+            yield _chunk(ask, answer, {"content": message.content}, extra)
+        for index, call in enumerate(calls(message.tool_calls)):
+            yield _chunk(ask, answer, {"tool_calls": [{"index": index, **call}]})
+        yield _chunk(ask, answer, {}, {"finish_reason": FINISH[answer.finish]})
+        if ask.stream_usage:
+            yield _chunk(ask, answer, None, more={"usage": usage(answer)})
+        yield b"data: [DONE]\n\n"
+
+    def error(self, refused: Refused) -> Json:
+        return openai_error(refused)
+
+    def error_event(self, refused: Refused) -> bytes:
+        return event(openai_error(refused))
+
+
+def openai_error(refused: Refused) -> Json:
+    status = STATUS[refused.reason]
+    kind = "server_error" if status >= 500 else "invalid_request_error"
+    code = _KINDS.get(refused.reason, refused.reason)
+    return {"error": {"message": refused.message, "type": kind, "param": None, "code": code}}
+
+
+def usage(answer: Answer) -> Json:
+    prompt, made = len(answer.prompt_ids), len(answer.token_ids)
+    return {
+        "prompt_tokens": prompt,
+        "completion_tokens": made,
+        "total_tokens": prompt + made,
+        "prompt_tokens_details": {"cached_tokens": answer.cached_tokens},
+    }
+
+
+def calls(made: Sequence[ToolCall]) -> list[dict[str, object]]:
+    return [
+        {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": arguments_text(call)}}
+        for call in made
+    ]
+
+
+def arguments_text(call: ToolCall) -> str:
+    return call.arguments if isinstance(call.arguments, str) else msgspec.json.encode(call.arguments).decode()
+
+
+def texts(stop: str | Sequence[str] | None) -> tuple[str, ...]:
+    """Stop texts; an empty one stops nothing."""
+    return tuple(text for text in ([stop] if isinstance(stop, str) else stop or ()) if text)
+
+
+def content_text(content: str | Sequence[Part] | None) -> str:
+    """Raises Refused for what is no text."""
+    if content is None or isinstance(content, str):
+        return content or ""
+    unsupported = [part.type for part in content if part.type not in _TEXTS]
+    if unsupported:
+        raise Refused("invalid", f"content of type {unsupported[0]!r} is not supported; send texts")
+    return "".join(part.text or part.refusal for part in content)
+
+
+def role(name: str) -> Role:
+    """Raises Refused for what is none."""
+    if name not in _ROLES:
+        raise Refused("invalid", f"a message has role {name[:40]!r}; roles are {', '.join(_ROLES)}")
+    return _ROLES[name]
+
+
+def function_tool(name: object, description: object, parameters: object) -> ToolSchema:
+    """A tool as chat templates take it, without what else clients say of it."""
+    function: dict[str, object] = {"name": name if isinstance(name, str) else ""}
+    if isinstance(description, str) and description:
+        function["description"] = description
+    function["parameters"] = parameters if isinstance(parameters, dict) else {"type": "object", "properties": {}}
+    return {"type": "function", "function": function}
+
+
+def _tool(function: Mapping[str, object]) -> ToolSchema:
+    return function_tool(function.get("name"), function.get("description"), function.get("parameters"))
+
+
+def _message(sent: ChatMessage) -> Message:
+    made = tuple(ToolCall(call.function.name, call.function.arguments, call.id) for call in sent.tool_calls or ())
+    who = role(sent.role)
+    return Message(
+        who,
+        content_text(sent.content),
+        sent.reasoning_content or sent.reasoning or "",
+        made,
+        sent.tool_call_id or "",
+        (sent.name or "") if who == "tool" else "",
+    )
+
+
+def _chunk(ask: Ask, answer: Answer, delta: Json | None, extra: Json | None = None, more: Json | None = None) -> bytes:
+    choice = {"index": 0, "delta": delta, "finish_reason": None, "logprobs": None, **(extra or {})}
+    return event(
+        {
+            "id": f"chatcmpl-{answer.id}",
+            "object": "chat.completion.chunk",
+            "created": answer.created,
+            "model": ask.model,
+            "choices": [] if delta is None else [choice],
+            **(more or {}),
+        }
+    )

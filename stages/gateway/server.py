@@ -1,0 +1,252 @@
+"""The gateway: an HTTP server that looks like a model server, and stands for the policy that is trained.
+
+An agent gets an address and a key (`Endpoint` of stages/agents/environment.py). The key names the session, so that all
+requests with it, in whichever dialect, belong to one rollout.
+
+Invariants: nothing is answered without the key of an open session; a client that goes away ends its request; refusals
+have the form of the dialect in which was asked; the size of a request and the number of those under way are bounded.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import contextlib
+import hashlib
+import logging
+import secrets
+from collections.abc import Coroutine, Iterator, Mapping
+from types import TracebackType
+from typing import Any, Final
+
+import msgspec
+from aiohttp import web
+from msgspec import Struct
+
+from stages.chat.errors import ChatFormatError
+from stages.gateway.answers import STATUS, Answer, Answers, Ask, Dialect, Json, OpenSession, Refused
+from stages.gateway.anthropic_messages import AnthropicMessages
+from stages.gateway.chat_completions import ChatCompletions
+from stages.gateway.responses import Responses
+from stages.gateway.token_routes import SglangGenerate, VllmGenerate
+
+log = logging.getLogger("sluice.gateway")
+
+DIALECTS: Final[Mapping[str, Dialect]] = {
+    "/v1/chat/completions": ChatCompletions(),
+    "/v1/responses": Responses(),
+    "/v1/messages": AnthropicMessages(),
+    "/inference/v1/generate": VllmGenerate(),
+    "/generate": SglangGenerate(),
+}
+COUNT: Final = "/v1/messages/count_tokens"
+COMMENT_S: Final = 10.0  # a stream without news says this often that it is there
+_SHUTDOWN_S: Final = 1.0
+
+
+class Limits(Struct, frozen=True):
+    """What one client may ask for."""
+
+    body_bytes: int = 64 << 20
+    messages: int = 10_000
+    tools: int = 1_000
+    in_flight: int = 64  # requests of a session
+
+
+DEFAULT_LIMITS: Final = Limits()
+
+
+class Gateway:
+    """The server. Use as an async context manager; `session` opens what agents may ask through."""
+
+    def __init__(
+        self,
+        answers: Answers,
+        *,
+        host: str = "127.0.0.1",
+        port: int = 0,
+        model: str = "policy",
+        limits: Limits = DEFAULT_LIMITS,
+    ) -> None:
+        """`port` 0 takes any free port."""
+        self.url = ""
+        self._answers, self._host, self._port, self.model, self._limits = answers, host, port, model, limits
+        self._sessions: dict[bytes, OpenSession] = {}  # by the digest of the key
+        self._runner: web.AppRunner | None = None
+
+    async def __aenter__(self) -> Gateway:
+        app = web.Application(client_max_size=self._limits.body_bytes)
+        app.add_routes([web.route("*", "/{path:.*}", self._serve)])
+        self._runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=_SHUTDOWN_S)
+        await self._runner.setup()
+        try:
+            await web.TCPSite(self._runner, self._host, self._port).start()
+        except BaseException:
+            await self._runner.cleanup()
+            raise
+        self.url = f"http://{self._host}:{self._runner.addresses[0][1]}"
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._runner is not None:
+            await self._runner.cleanup()
+
+    @contextlib.contextmanager
+    def session(self, place: OpenSession) -> Iterator[str]:
+        """The key of one rollout's session. At the end of the block it is worth nothing."""
+        key = secrets.token_hex(24)  # it may come after an option of a program, where none may begin with "-"
+        digest = _digest(key)
+        self._sessions[digest] = place
+        try:
+            yield key
+        finally:
+            del self._sessions[digest]
+            for request in tuple(place.under_way):
+                request.cancel()
+
+    # ------------------------------------------------------------------ requests
+
+    async def _serve(self, http: web.Request) -> web.StreamResponse:
+        path = http.path.rstrip("/")
+        dialect = DIALECTS.get(path) or DIALECTS["/v1/messages" if path == COUNT else "/v1/chat/completions"]
+        try:
+            place = self._place(http)
+            if http.method == "POST" and path in DIALECTS:
+                return await self._answered(http, dialect, place)
+            if http.method == "POST" and path == COUNT:
+                return _json({"input_tokens": self._answers.count(place, await self._read(http, dialect))})
+            if http.method == "GET" and path.startswith("/v1/models"):
+                return self._models(path)
+            raise Refused(
+                "not_found", f"there is no {http.method} {http.path[:100]}; see docs/gateway.md for the routes"
+            )
+        except Exception as error:
+            refused = as_refused(error)
+            return _json(dialect.error(refused), STATUS[refused.reason])
+
+    def _place(self, http: web.Request) -> OpenSession:
+        """The session that the key of a request names. Raises Refused."""
+        place = self._sessions.get(_digest(_key(http.headers)))
+        if place is None:
+            raise Refused("no_session", "no open session has this key; send the key of the endpoint as a bearer token")
+        return place
+
+    async def _read(self, http: web.Request, dialect: Dialect) -> Ask:
+        """Waits for the body. Raises Refused."""
+        limits = self._limits
+        try:
+            ask = dialect.read(await http.read())
+        except web.HTTPRequestEntityTooLarge:
+            raise Refused("too_large", f"a request may have {limits.body_bytes} bytes") from None
+        if ask.conversation is not None:
+            for what, n, most in (
+                ("messages", len(ask.conversation.messages), limits.messages),
+                ("tools", len(ask.conversation.tools), limits.tools),
+            ):
+                if n > most:
+                    raise Refused("too_large", f"a request has {n} {what}; at most {most} are taken")
+        return ask
+
+    async def _answered(self, http: web.Request, dialect: Dialect, place: OpenSession) -> web.StreamResponse:
+        """Waits for the engines; unblocked by their answer, or by the client's leaving."""
+        ask = await self._read(http, dialect)
+        if len(place.under_way) >= self._limits.in_flight:
+            raise Refused("busy", f"this session has {len(place.under_way)} requests under way; wait for one of them")
+        task = asyncio.current_task()
+        assert task is not None
+        place.under_way.add(task)
+        try:
+            if ask.stream:
+                return await self._streamed(http, dialect, place, ask)
+            return _json(dialect.answer(ask, await self._answers.answer(place, ask)))
+        finally:
+            place.under_way.discard(task)
+
+    async def _streamed(self, http: web.Request, dialect: Dialect, place: OpenSession, ask: Ask) -> web.StreamResponse:
+        """The whole answer as events, once it is there: what is trained is not shown by halves. Until then the stream
+        says from time to time that it is alive."""
+        response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
+
+        async def wait() -> None:
+            with contextlib.suppress(ConnectionError):  # the client has gone, and its request with it
+                while True:
+                    await asyncio.sleep(COMMENT_S)
+                    if not response.prepared:
+                        await response.prepare(http)
+                    await response.write(b": wait\n\n")
+
+        async with asyncio.TaskGroup() as tasks:
+            waiting = tasks.create_task(wait())
+            outcome = await _outcome(self._answers.answer(place, ask))
+            waiting.cancel()
+        if isinstance(outcome, Refused):
+            if not response.prepared:
+                raise outcome
+            events = [dialect.error_event(outcome)]
+        else:
+            events = [*dialect.events(ask, outcome)]
+        with contextlib.suppress(ConnectionError):
+            if not response.prepared:
+                await response.prepare(http)
+            await response.write(b"".join(events))
+            await response.write_eof()
+        return response
+
+    def _models(self, path: str) -> web.Response:
+        """One model, in the words of OpenAI, vLLM and Anthropic together."""
+        model = {
+            "id": self.model,
+            "object": "model",
+            "type": "model",
+            "created": 0,
+            "created_at": "1970-01-01T00:00:00Z",
+            "owned_by": "sluice",
+            "display_name": self.model,
+            "root": self.model,
+            "max_model_len": self._answers.max_context,
+        }
+        if path != "/v1/models":
+            return _json({**model, "id": path.removeprefix("/v1/models/")})
+        listed = {"object": "list", "data": [model], "has_more": False}
+        return _json({**listed, "first_id": self.model, "last_id": self.model})
+
+
+async def _outcome(work: Coroutine[Any, Any, Answer]) -> Answer | Refused:
+    """What comes of it, for callers whom an error would tear apart."""
+    try:
+        return await work
+    except Exception as error:
+        return as_refused(error)
+
+
+def as_refused(error: Exception) -> Refused:
+    """How a client is told of an error."""
+    if isinstance(error, Refused):
+        return error
+    if isinstance(error, ChatFormatError | RecursionError):
+        return Refused("invalid", f"the conversation cannot be written for this model: {error}")
+    log.error("a request failed", exc_info=error)
+    return Refused("internal", f"{type(error).__name__}: {error}")
+
+
+def _key(headers: Mapping[str, str]) -> str:
+    """A bearer token, an `x-api-key`, or what stands before the @ of an address, which clients send as a user."""
+    kind, _, key = headers.get("Authorization", "").partition(" ")
+    match kind.lower():
+        case "bearer":
+            return key.strip()
+        case "basic":
+            with contextlib.suppress(ValueError):  # of base64 and of UTF-8
+                return base64.b64decode(key.strip()).decode().partition(":")[0]
+    return headers.get("x-api-key", "")
+
+
+def _digest(key: str) -> bytes:
+    """Sessions are looked up by this, so that the time of a look says nothing of the keys."""
+    return hashlib.sha256(key.encode(errors="surrogateescape")).digest()
+
+
+def _json(body: Json, status: int = 200) -> web.Response:
+    return web.Response(body=msgspec.json.encode(body), status=status, content_type="application/json")

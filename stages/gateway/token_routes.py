@@ -1,0 +1,137 @@
+"""Routes for clients that know tokens: vLLM's POST /inference/v1/generate and SGLang's POST /generate.
+
+What such a client sends is what the engine is given. `logprobs` and the like need not be asked for: the tokens of an
+answer come with their log-probs, and with the versions of the weights that made them.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from typing import Any
+
+import msgspec
+from msgspec import Struct
+
+from models.engines.protocol import FinishReason, GenerateOutput, MetaInfo, VersionSpan
+from stages.gateway.answers import Answer, Ask, Json, Refused, Sampling, decode, event
+from stages.gateway.chat_completions import openai_error, texts
+
+
+class Wanted(Struct, frozen=True):
+    """Sampling parameters of either route."""
+
+    max_tokens: int | None = None
+    max_new_tokens: int | None = None
+    stop: str | list[str] | None = None
+    stop_token_ids: list[int] | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    n: int | None = None
+    no_stop_trim: bool | None = None
+
+
+class TokensRequest(Struct, frozen=True):
+    token_ids: list[int]
+    model: str = "policy"
+    sampling_params: Wanted = Wanted()
+    stream: bool | None = None
+
+
+class SglangRequest(Struct, frozen=True):
+    input_ids: list[int] | None = None
+    text: str | None = None
+    sampling_params: Wanted = Wanted()
+    stream: bool | None = None
+
+
+class VllmGenerate:
+    def read(self, body: bytes) -> Ask:
+        parsed = decode(body, TokensRequest)
+        if parsed.stream:
+            raise Refused("invalid", "stream is not supported on this route; leave it out")
+        return _ask(parsed.model, parsed.sampling_params, ids=parsed.token_ids)
+
+    def answer(self, ask: Ask, answer: Answer) -> Json:
+        choice = {
+            "index": 0,
+            "token_ids": answer.token_ids,
+            "finish_reason": "length" if answer.finish == "length" else "stop",
+            "logprobs": {"content": answer.token_log_probs},
+        }
+        return {"request_id": answer.id, "choices": [choice], "prompt_logprobs": None}
+
+    def events(self, ask: Ask, answer: Answer) -> Iterator[bytes]:
+        raise NotImplementedError("refused when it was read")
+
+    def error(self, refused: Refused) -> Json:
+        return openai_error(refused)
+
+    def error_event(self, refused: Refused) -> bytes:
+        return event(openai_error(refused))
+
+
+class SglangGenerate:
+    """One prompt to a request. A stream is one chunk, which is cumulative as SGLang's are."""
+
+    def read(self, body: bytes) -> Ask:
+        asked = decode(body, SglangRequest)
+        if (asked.input_ids is None) == (asked.text is None):
+            raise Refused("invalid", "give either input_ids or text")
+        ask = _ask("policy", asked.sampling_params, ids=asked.input_ids or (), text=asked.text or "")
+        return ask if not asked.stream else _streamed(ask)
+
+    def answer(self, ask: Ask, answer: Answer) -> Json:
+        return msgspec.to_builtins(_output(answer))  # type: ignore[no-any-return]
+
+    def events(self, ask: Ask, answer: Answer) -> Iterator[bytes]:
+        yield event(self.answer(ask, answer))
+        yield b"data: [DONE]\n\n"
+
+    def error(self, refused: Refused) -> Json:
+        return {"error": {"message": refused.message}}
+
+    def error_event(self, refused: Refused) -> bytes:
+        return event(self.error(refused))
+
+
+def _ask(model: str, wanted: Wanted, ids: Any = (), text: str = "") -> Ask:
+    if (wanted.n or 1) != 1:
+        raise Refused("invalid", f"n is {wanted.n}; the gateway gives one answer to a request: ask again for more")
+    limit = wanted.max_new_tokens if wanted.max_tokens is None else wanted.max_tokens
+    return Ask(
+        model,
+        ids=tuple(ids),
+        text=text,
+        max_tokens=limit,
+        stop=texts(wanted.stop),
+        stop_token_ids=tuple(wanted.stop_token_ids or ()),
+        keep_stop=bool(wanted.no_stop_trim),
+        sampling=Sampling(wanted.temperature, wanted.top_p, wanted.top_k),
+    )
+
+
+def _streamed(ask: Ask) -> Ask:
+    return msgspec.structs.replace(ask, stream=True)
+
+
+def _output(answer: Answer) -> GenerateOutput:
+    ends = list(itertools.accumulate(run.n_tokens for run in answer.runs))
+    spans = [VersionSpan(str(run.version), end - run.n_tokens, end) for run, end in zip(answer.runs, ends, strict=True)]
+    n = len(answer.token_ids)
+    ended = FinishReason("length", length=n) if answer.finish == "length" else FinishReason("stop", answer.stop or None)
+    meta = MetaInfo(
+        id=answer.id,
+        finish_reason=ended,
+        prompt_tokens=len(answer.prompt_ids),
+        completion_tokens=n,
+        cached_tokens=answer.cached_tokens,
+        weight_version=spans[-1].version if spans else None,
+        weight_versions=spans,
+        output_token_logprobs=[
+            (value, token, None) for value, token in zip(answer.log_probs, answer.token_ids, strict=True)
+        ],
+        output_token_logprobs_length=n,
+    )
+    return GenerateOutput(meta_info=meta, text=answer.text, output_ids=list(answer.token_ids))

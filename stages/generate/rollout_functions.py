@@ -1,0 +1,243 @@
+"""Whole batches by a user's rollout function, with slime's signature: `(args, rollout_id, data_source, evaluation)`.
+
+The ledger decides which groups exist. So the function is called for those that the run has admitted, draws them from
+`data_source.get_samples`, and returns what it made of them; requests go to one address, recorded in one session.
+
+Invariants: one call at a time; a group that was drawn and not returned fails with that reason, one that was put back
+waits for the next call; what a call raises, or the deadline, fails the groups that it drew; a drain ends them as
+aborted.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import logging
+import math
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+import msgspec
+
+from configs.schema import Config
+from stages.gateway.answers import OpenSession
+from stages.gateway.sessions import Session
+from stages.generate.generate_functions import Drained, GenerateFunctions, NoChat
+from stages.messages import PromptGroup, Sample
+from stages.rollouts import new_sample
+from stages.slime import types as slime
+from stages.slime.convert import ReturnedError, given_sample, returned_rollout
+from stages.slime.hooks import rollout_function
+
+log = logging.getLogger("sluice.generate")
+
+LINGER_S: Final = 0.5  # how long groups that are admitted together may be apart
+
+
+@dataclass(eq=False)
+class _Drawn:
+    """A group on its way through the function."""
+
+    group: PromptGroup
+    samples: Sequence[Sample]
+    ended: Callable[..., None]
+    done: asyncio.Event = field(default_factory=asyncio.Event)
+
+
+class AdmittedGroups:
+    """The `data_source` of one call: gives the groups that wait. Asked by the function, in its own thread."""
+
+    def __init__(self, config: Config, waiting: deque[_Drawn], changed: threading.Condition) -> None:
+        """`waiting` is shared by all calls, and `changed` guards it."""
+        self._config, self._waiting, self._changed = config, waiting, changed
+        self._drawn: list[_Drawn] = []
+        self._over = False
+
+    def __len__(self) -> int:
+        with self._changed:
+            return len(self._waiting)
+
+    def end(self) -> list[_Drawn]:
+        """What was drawn and not put back. A function that was left gets nothing more."""
+        with self._changed:
+            self._over = True
+            return self._drawn
+
+    def get_samples(self, num_samples: int) -> list[list[slime.Sample]]:
+        """At most so many groups. Raises RuntimeError if none may be admitted before those drawn have ended."""
+        with self._changed:
+            while len(self._waiting) < num_samples and self._changed.wait(LINGER_S):
+                pass
+            if self._over:
+                raise RuntimeError("this call of the rollout function has ended; draw groups in the newest one")
+            given = [self._waiting.popleft() for _ in range(min(num_samples, len(self._waiting)))]
+            self._drawn += given
+        if not given and num_samples > 0:
+            raise RuntimeError(
+                f"get_samples({num_samples}): no group waits beside the {len(self._drawn)} that this call has drawn, "
+                "and the run admits no more before these have ended; return what is there: the rest of the batch comes "
+                "with the next call, or raise --max-staleness"
+            )
+        return [[given_sample(self._config, one.group, sample) for sample in one.samples] for one in given]
+
+    def add_samples(self, samples: list[list[slime.Sample]]) -> None:
+        """Put groups back: they are given again, from their beginning."""
+        back = {_index(one) // self._config.rollout.n_samples_per_prompt for one in _flat(samples)}
+        with self._changed:
+            again = [one for one in self._drawn if one.group.group_id in back]
+            self._drawn = [one for one in self._drawn if one.group.group_id not in back]
+            self._waiting.extendleft(reversed(again))
+
+
+class RolloutFunction:
+    """The function of a run, in its one replica of the generate stage."""
+
+    def __init__(self, config: Config, functions: GenerateFunctions, path: str) -> None:
+        self.config, self.path = config, path
+        self._functions, self._function = functions, rollout_function(path)
+        self._waiting: deque[_Drawn] = deque()
+        self._changed = threading.Condition()
+        self._came = asyncio.Event()
+        self._next_id = -1
+
+    async def take(self, group: PromptGroup, samples: Sequence[Sample], ended: Callable[..., None]) -> None:
+        """Hand a group to the function; `ended` gets its rollouts. Waits for the last rollout."""
+        drawn = _Drawn(group, samples, ended)
+        with self._changed:
+            self._waiting.append(drawn)
+            self._changed.notify_all()
+        self._came.set()
+        await drawn.done.wait()
+
+    async def run(self) -> None:
+        """Waits for groups, and for the function; runs until cancelled."""
+        while True:
+            await self._came.wait()
+            self._came.clear()
+            while waiting := len(self._waiting):
+                await asyncio.sleep(LINGER_S if waiting < self.config.rollout.rollout_batch_size else 0)
+                await self._call()
+
+    async def _call(self) -> None:
+        source, session = AdmittedGroups(self.config, self._waiting, self._changed), Session(NoChat())
+        first = self._waiting[0]
+        wanted = min(len(self._waiting), self.config.rollout.rollout_batch_size)
+        if self._next_id < 0:
+            self._next_id = first.group.group_id // self.config.rollout.rollout_batch_size
+        rollout_id, self._next_id = self._next_id, self._next_id + 1
+        gateway = await self._functions.open_gateway()
+        place = OpenSession(first.group, new_sample((), 0), session, whole_batch=True)
+        returned: Any = None
+        status, error = "failed", f"{self.path} drew it, and did not return it"
+        with gateway.session(place) as key:
+            args = self._functions.args.asking(gateway.url, key)
+            args.rollout_batch_size = args.over_sampling_batch_size = wanted
+            try:
+                returned = await self._functions.until_drained(self._work(args, rollout_id, source))
+            except Drained:
+                status, error = "aborted", ""
+            except TimeoutError:
+                error = f"{self.path} took longer than {self.config.rollout.custom_generate_deadline_secs:g} s"
+            except Exception as raised:
+                log.warning("%s failed: %r", self.path, raised, exc_info=True)
+                error = f"{self.path} raised {type(raised).__name__}: {raised}"
+        drawn = source.end()
+        if not drawn:  # or it would be called for ever
+            drawn = [self._waiting.popleft() for _ in range(len(self._waiting))]
+            error = error if returned is None else f"{self.path} drew nothing from data_source.get_samples"
+            returned = None
+        groups = getattr(returned, "samples", returned)
+        metrics = _metrics(getattr(returned, "metrics", None))
+        try:
+            made = _by_rollout(groups)
+        except ReturnedError as raised:
+            made, error = {}, f"{self.path}: {raised}"
+        recorded = session.recorded
+        for one in drawn:
+            for sample in one.samples:
+                parts = made.get(one.group.group_id * one.group.n_samples + sample.index)
+                ended: tuple[Sample, ...]
+                if parts is None:
+                    ended = (msgspec.structs.replace(sample, status=status, error=error or None),)
+                else:
+                    ended = await asyncio.to_thread(self._ended, parts, recorded, sample, metrics)
+                self._functions.activity.failures += ended[-1].status == "failed"
+                one.ended(*ended)
+            one.done.set()
+
+    def _work(self, args: Any, rollout_id: int, source: AdmittedGroups) -> Any:
+        """The call, as something to wait for."""
+        named = {"evaluation": False} if "evaluation" in inspect.signature(self._function).parameters else {}
+        if inspect.iscoroutinefunction(self._function):
+            return self._functions.loop.call(self._function(args, rollout_id, source, **named))
+        return _in_thread(lambda: self._function(args, rollout_id, source, **named))
+
+    def _ended(
+        self, parts: list[Any], recorded: Sequence[Sample], sample: Sample, metrics: dict[str, float]
+    ) -> tuple[Sample, ...]:
+        replace = msgspec.structs.replace
+        try:
+            rollout = returned_rollout(parts, recorded, sample, reward_key=self.config.reward.reward_key)
+        except ReturnedError as error:
+            return (replace(sample, status="failed", error=f"{self.path}: {error}"),)
+        return (*rollout[:-1], replace(rollout[-1], metrics={**rollout[-1].metrics, **metrics}))
+
+
+async def _in_thread(function: Callable[[], Any]) -> Any:
+    """What a function returns or raises. Its thread does not keep the process alive, and is left where it hangs."""
+    loop = asyncio.get_running_loop()
+    future: asyncio.Future[Any] = loop.create_future()
+
+    def settle(value: Any, error: BaseException | None) -> None:
+        if not future.done():
+            future.set_result(value) if error is None else future.set_exception(error)
+
+    def work() -> None:
+        value, error = None, None
+        try:
+            value = function()
+        except Exception as raised:
+            error = raised
+        if not loop.is_closed():
+            loop.call_soon_threadsafe(settle, value, error)
+
+    threading.Thread(target=work, name="rollout-function", daemon=True).start()
+    return await future
+
+
+def _flat(groups: Any) -> Iterator[Any]:
+    """Samples of groups, of groups of segments, or of one plain list."""
+    for one in groups:
+        if isinstance(one, list | tuple):
+            yield from _flat(one)
+        else:
+            yield one
+
+
+def _index(sample: Any) -> int:
+    index = getattr(sample, "index", None)
+    if not isinstance(index, int):
+        raise ReturnedError(
+            f"it gave back {type(sample).__name__} with the index {index}; give back the samples of "
+            "data_source.get_samples, or copies of them"
+        )
+    return index
+
+
+def _by_rollout(groups: Any) -> dict[int, list[Any]]:
+    """What the function returned, by the index of the rollout: samples of equal index are its sequences."""
+    if groups is not None and not isinstance(groups, list | tuple):
+        raise ReturnedError(f"it returned {type(groups).__name__}; return RolloutFnTrainOutput(samples=groups)")
+    made: dict[int, list[Any]] = {}
+    for sample in _flat(groups or ()):
+        made.setdefault(_index(sample), []).append(sample)
+    return made
+
+
+def _metrics(metrics: object) -> dict[str, float]:
+    items = metrics.items() if isinstance(metrics, Mapping) else ()
+    numbers = {f"rollout_function/{name}": float(value) for name, value in items if isinstance(value, int | float)}
+    return {name: value for name, value in numbers.items() if math.isfinite(value)}

@@ -1,0 +1,132 @@
+"""What user code written for slime imports beside `Sample`: `post`, `run` and `GenerateState`, and their event loop.
+
+Invariants: nothing of a run is in here: all of this works with any server that speaks SGLang's HTTP. All calls of one
+process run in one loop, because clients and locks that user code keeps belong to the loop that made them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Coroutine, Mapping
+from concurrent.futures import Future
+from typing import Any, ClassVar, Final
+
+_END_S: Final = 5.0
+
+
+class UserLoop:
+    """Started at the first call; `close` cancels what still runs."""
+
+    def __init__(self) -> None:
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._thread: threading.Thread | None = None
+
+    def submit(self, work: Coroutine[Any, Any, Any]) -> Future[Any]:
+        """Begin the coroutine. To be asked by one thread at a time."""
+        if self._loop is None:
+            self._loop = asyncio.new_event_loop()
+            self._thread = threading.Thread(target=self._loop.run_forever, name="user-functions", daemon=True)
+            self._thread.start()
+        return asyncio.run_coroutine_threadsafe(work, self._loop)
+
+    async def call(self, work: Coroutine[Any, Any, Any]) -> Any:
+        """What the coroutine returns or raises. Cancelled, it cancels it, and does not wait until that has worked."""
+        return await asyncio.wrap_future(self.submit(work))
+
+    def close(self) -> None:
+        """Blocking for a few seconds at the most: a thread that does not come back ends with the process."""
+        if self._loop is None or self._thread is None:
+            return
+        asyncio.run_coroutine_threadsafe(_cancel_all(), self._loop)
+        self._thread.join(_END_S)
+
+
+async def _cancel_all() -> None:
+    """Cancel what runs in this loop, wait for it, and stop the loop."""
+    mine = asyncio.current_task()
+    tasks = [task for task in asyncio.all_tasks() if task is not mine]
+    for task in tasks:
+        task.cancel()
+    if tasks:
+        await asyncio.wait(tasks, timeout=_END_S / 2)
+    asyncio.get_running_loop().stop()
+
+
+RETRY_S: Final = 1.0
+_BUSY: Final = (429, 503)
+_LOOP: Final = UserLoop()
+
+
+class PostFailed(Exception):
+    """A server refused a request; the text has its status and what it said."""
+
+
+async def post(
+    url: str, payload: Mapping[str, Any], max_retries: int = 60, headers: Mapping[str, str] | None = None
+) -> Any:
+    """POST JSON and give the JSON of the answer. Raises PostFailed, or what the last attempt to connect raised.
+
+    Waits a second and tries again where a server cannot be reached or is busy. A refusal is not tried again: the same
+    request would be refused again.
+    """
+    import aiohttp  # a third of a second in processes that load this package and never call
+
+    for attempt in range(max_retries + 1):
+        try:
+            async with (
+                aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=None)) as http,
+                http.post(url, json=dict(payload), headers=headers) as response,
+            ):
+                if response.status < 400:
+                    return await response.json()
+                if response.status not in _BUSY or attempt == max_retries:
+                    raise PostFailed(f"{response.status}: {(await response.text())[:1000]}")
+        except aiohttp.ClientConnectionError:
+            if attempt == max_retries:
+                raise
+        await asyncio.sleep(RETRY_S)
+    raise AssertionError("the last attempt returns or raises")
+
+
+def run(work: Coroutine[Any, Any, Any]) -> Any:
+    """What a coroutine returns or raises, for a rollout function that is plain. Blocking; all run in one loop."""
+    return _LOOP.submit(work).result()
+
+
+class GenerateState:
+    """What calls of a function share: the tokenizer of transformers, sampling parameters, a limit of calls.
+
+    There is one for each model, made at the first call.
+    """
+
+    _known: ClassVar[dict[str, GenerateState]] = {}
+    args: Any
+    tokenizer: Any
+    processor: Any
+    semaphore: asyncio.Semaphore
+    sampling_params: dict[str, Any]
+    aborted: bool
+
+    def __new__(cls, args: Any) -> GenerateState:
+        state = cls._known.get(args.hf_checkpoint)
+        if state is None:
+            from transformers import AutoTokenizer
+
+            state = super().__new__(cls)
+            state.args, state.processor, state.aborted = args, None, False
+            state.tokenizer = AutoTokenizer.from_pretrained(args.hf_checkpoint)
+            state.semaphore = asyncio.Semaphore(args.sglang_server_concurrency)
+            state.sampling_params = {
+                "temperature": args.rollout_temperature,
+                "top_p": args.rollout_top_p,
+                "top_k": args.rollout_top_k,
+                "max_new_tokens": args.rollout_max_response_len,
+                "stop": args.rollout_stop,
+                "stop_token_ids": args.rollout_stop_token_ids,
+                "skip_special_tokens": args.rollout_skip_special_tokens,
+                "no_stop_trim": True,
+                "spaces_between_special_tokens": False,
+            }
+            cls._known[args.hf_checkpoint] = state
+        return state

@@ -1,0 +1,225 @@
+"""Between the run's samples and those of user code written for slime. No I/O, no clock.
+
+What a function returns is a claim; what the engines were sent and answered is recorded. Ids come from the function,
+log-probs and versions from the record, and only where both agree from the first token on.
+
+Invariants: no token is trained that no weights of the run made, or that followed other tokens than it stands behind;
+tokens of the prompt and of observations have loss mask 0, log-prob 0.0 and version -1; a token that several of the
+returned sequences share and train is declared shared, so that it is trained once.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
+from typing import Any
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from configs.schema import Config
+from stages.messages import Float32Array, Int32Array, Prefix, PromptGroup, Sample, UInt8Array, VersionRun, wire
+from stages.prefix_tree import PrefixTree
+from stages.rollouts import as_rollout
+from stages.slime import types as slime
+
+
+class ReturnedError(ValueError):
+    """What a user's function returned is no rollout; one sentence with the rule and the cure."""
+
+
+def given_sample(config: Config, group: PromptGroup, sample: Sample) -> slime.Sample:
+    """What a function is given of a rollout that has not begun. It tokenises the prompt itself, as slime has it."""
+    metadata = group.row_metadata
+    return slime.Sample(
+        group_index=group.group_id,
+        index=group.group_id * group.n_samples + sample.index,
+        rollout_id=group.group_id * group.n_samples + sample.index,
+        prompt=group.prompt,
+        label=group.label,
+        metadata=metadata,
+        generate_function_path=metadata.get("generate_function_path"),
+        session_id=f"{group.key}/{sample.index}",
+    )
+
+
+def returned_rollout(
+    returned: object, recorded: Sequence[Sample], first: Sample, *, reward_key: str | None = None
+) -> tuple[Sample, ...]:
+    """The sequences of a rollout from what a function returned for it.
+
+    Args:
+        recorded: sequences that engines made for it, see stages/gateway/sessions.py.
+        first: the rollout as it was given out.
+
+    Raises ReturnedError.
+    """
+    given: list[Any] = returned if isinstance(returned, list) else [returned]
+    if not given or not all(_like_a_sample(one) for one in given):
+        names = ", ".join(sorted({type(one).__name__ for one in given})) or "an empty list"
+        raise ReturnedError(f"it returned {names}; return the sample, or a list of samples")
+    known = PrefixTree()
+    for number, one in enumerate(recorded):
+        known.add(one.token_ids, number)
+    parts = [_sequence(one, recorded, known, first) for one in given]
+    reward, reward_parts = _reward([one.reward for one in given], reward_key)
+    parts[-1] = msgspec.structs.replace(parts[-1], reward=reward, reward_parts=reward_parts)
+    return _with_prefixes(as_rollout(*parts))
+
+
+def _like_a_sample(one: Any) -> bool:
+    """A `Sample` of ours, or of a package that the user's code brings with it."""
+    return all(hasattr(one, name) for name in ("tokens", "response_length", "status", "loss_mask", "reward"))
+
+
+def _sequence(given: Any, recorded: Sequence[Sample], known: PrefixTree, first: Sample) -> Sample:
+    """`known`: the recorded sequences by their tokens."""
+    status = str(getattr(given.status, "value", given.status))
+    if status not in ("completed", "truncated", "aborted", "failed"):
+        raise ReturnedError(
+            f"it returned a sample with the status {status}; set sample.status to Sample.Status.COMPLETED, or TRUNCATED"
+        )
+    if status in ("aborted", "failed"):
+        reason = (given.metadata or {}).get("error") if isinstance(given.metadata, Mapping) else None
+        return msgspec.structs.replace(first, status=status, error=str(reason or f"the function says: {status}"))
+    ids, prompt_length = _ids(given)
+    made, versions, log_probs, trained = _made(ids, recorded, known)
+    versions[:prompt_length], log_probs[:prompt_length] = -1, 0.0
+    mask = _mask(given, prompt_length, versions, made) & trained
+    source = recorded[-1] if recorded else first
+    return Sample(
+        index=first.index,
+        status="completed" if status == "completed" else "truncated",
+        response=str(given.response),
+        token_ids=wire(ids, Int32Array),
+        prompt_length=prompt_length,
+        loss_mask=wire(mask, UInt8Array),
+        log_probs=wire(log_probs, Float32Array),
+        version_runs=_runs(versions),
+        turns=int(np.count_nonzero(np.diff(versions >= 0, prepend=False) & (versions >= 0))),
+        remove_sample=bool(given.remove_sample),
+        teacher_log_probs=_teacher(given, prompt_length, len(ids)),
+        cached_tokens=source.cached_tokens,
+        resumed=source.resumed,
+        generate_s=source.generate_s,
+        reused_tokens=source.reused_tokens,
+        replaced=first.replaced,
+    )
+
+
+def _ids(given: Any) -> tuple[npt.NDArray[np.int64], int]:
+    try:
+        ids = np.array(given.tokens, dtype=np.int64).reshape(-1)
+        length = int(given.response_length)
+    except (TypeError, ValueError) as error:
+        raise ReturnedError(f"sample.tokens or sample.response_length is no list of ids or number ({error})") from error
+    if not 0 <= length < len(ids):
+        raise ReturnedError(
+            f"sample.response_length is {length} of {len(ids)} tokens; sample.tokens must be the prompt's tokens and "
+            "then the response's, and response_length the number of the latter"
+        )
+    return ids, len(ids) - length
+
+
+def _made(
+    ids: npt.NDArray[np.int64], recorded: Sequence[Sample], known: PrefixTree
+) -> tuple[int, npt.NDArray[np.int32], npt.NDArray[np.float32], npt.NDArray[np.uint8]]:
+    """(tokens from the first on that the record has, [T] version, log-prob of each, and whether it may be trained:
+    what was drawn in another way than the policy is trained for may not)."""
+    number, same = known.longest(ids)
+    versions, log_probs = np.full(len(ids), -1, np.int32), np.zeros(len(ids), np.float32)
+    trained = np.zeros(len(ids), np.uint8)
+    if same:
+        found = recorded[number]
+        versions[:same], log_probs[:same] = found.versions[:same], found.log_probs[:same]
+        trained[:same] = found.loss_mask[:same]
+    return same, versions, log_probs, trained
+
+
+def _mask(given: Any, prompt_length: int, versions: npt.NDArray[np.int32], made: int) -> npt.NDArray[np.uint8]:
+    """[T] the function's loss mask, or what the model made."""
+    mask = np.zeros(len(versions), np.uint8)
+    response = len(versions) - prompt_length
+    if given.loss_mask is None:
+        if made < len(versions):
+            raise ReturnedError(_drift(made, len(versions)))
+        mask[prompt_length:] = versions[prompt_length:] >= 0
+        return mask
+    values = np.array(given.loss_mask).reshape(-1)
+    if len(values) != response or not np.isin(values, (0, 1)).all():
+        raise ReturnedError(
+            f"sample.loss_mask has {len(values)} entries for {response} tokens of the response; give 0 or 1 for each"
+        )
+    mask[prompt_length:] = values
+    wrong = np.flatnonzero((mask > 0) & (versions < 0))
+    if len(wrong):
+        place = int(wrong[0])
+        if place >= made:
+            raise ReturnedError(_drift(made, len(versions)))
+        raise ReturnedError(
+            f"sample.loss_mask is 1 for token {place}, which no weights made: it was sent to the engine; give 0 for "
+            "observations"
+        )
+    return mask
+
+
+def _drift(made: int, length: int) -> str:
+    return (
+        f"sample.tokens has {length} tokens, and from token {made} on they are not what the engine was sent and "
+        "answered, so that their log-probs are not known; send input_ids=sample.tokens instead of a text, put the ids "
+        'of output["meta_info"]["output_token_logprobs"] behind them, and give loss_mask 0 to what you add yourself'
+    )
+
+
+def _runs(versions: npt.NDArray[np.int32]) -> tuple[VersionRun, ...]:
+    edges = [0, *(np.flatnonzero(np.diff(versions)) + 1).tolist(), len(versions)]
+    return tuple(VersionRun(int(versions[start]), end - start) for start, end in pairwise(edges) if start < end)
+
+
+def _teacher(given: Any, prompt_length: int, length: int) -> Float32Array:
+    values = getattr(given, "teacher_log_probs", None)
+    if values is None:
+        return wire([], Float32Array)
+    if len(values) != length - prompt_length:
+        raise ReturnedError(
+            f"sample.teacher_log_probs has {len(values)} entries for {length - prompt_length} tokens of the response"
+        )
+    return wire([*([0.0] * prompt_length), *values], Float32Array)
+
+
+def _reward(rewards: Sequence[Any], key: str | None) -> tuple[float | None, dict[str, float]]:
+    """(the rollout's reward: the last that is set, its parts). None: a grader decides."""
+    reward = next((one for one in reversed(rewards) if one is not None), None)
+    parts: dict[str, float] = {}
+    if isinstance(reward, Mapping):
+        if key is None or key not in reward:
+            raise ReturnedError(
+                f"sample.reward is a dict with {', '.join(map(str, reward))}, but --reward-key is {key}; name the part "
+                "that is trained"
+            )
+        parts = {str(name): float(one) for name, one in reward.items() if isinstance(one, int | float)}
+        reward = reward[key]
+    if reward is None:
+        return None, parts
+    try:
+        value = float(reward)
+    except (TypeError, ValueError):
+        value = math.nan
+    if not math.isfinite(value):
+        raise ReturnedError(f"sample.reward is {reward!r:.100}; it must be a finite number")
+    return value, parts
+
+
+def _with_prefixes(parts: Sequence[Sample]) -> tuple[Sample, ...]:
+    """The sequences, each with what it has in common with an earlier one, if some of that is trained."""
+    tree, parts_with = PrefixTree(), list[Sample]()
+    for place, part in enumerate(parts):
+        shown = np.stack([part.token_ids, part.loss_mask, part.versions], axis=1)
+        earlier, n = tree.longest(shown)
+        parts_with.append(
+            msgspec.structs.replace(part, prefix=Prefix(earlier, n) if part.loss_mask[:n].any() else None)
+        )
+        tree.add(shown, place)
+    return tuple(parts_with)

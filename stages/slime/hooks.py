@@ -1,0 +1,179 @@
+"""Functions with slime's signatures: whether slime's calls fit them, and what they are shown of finished rollouts.
+
+Filters, post-processing of rewards, logs and graders see rollouts as slime's samples, one for each sequence. Invariant:
+what a function does to these changes only what it is for: `remove_sample`, or what it returns.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import msgspec
+
+from configs.schema import Config
+from models.import_path import ImportPathError, import_function, import_path
+from stages.messages import RolloutSlice
+from stages.slime import types as slime
+from stages.slime.types import SlimeArguments, slime_arguments
+
+
+def generate_function(path: str) -> Callable[..., Any]:
+    """The function at an import path, if it can be called as slime calls it. Raises ImportPathError."""
+    function = import_function(path, "args", "sample", "sampling_params", optional=("evaluation",))
+    if not inspect.iscoroutinefunction(inspect.unwrap(function)):
+        raise ImportPathError(
+            f"import path {path!r} is no async function; write async def generate(args, sample, sampling_params)"
+        )
+    return function
+
+
+def rollout_function(path: str) -> Callable[..., Any]:
+    """The function at an import path, which makes whole batches. Raises ImportPathError."""
+    return import_function(path, "args", "rollout_id", "data_source", optional=("evaluation",))
+
+
+def data_source(path: str) -> type[Any]:
+    """The class at an import path, if it has what slime asks of a data source. Raises ImportPathError."""
+    source = import_path(path)
+    if not isinstance(source, type):
+        raise ImportPathError(f"import path {path!r} is no class; name the class of a data source")
+    methods: dict[str, tuple[str, ...]] = {"get_samples": ("n",), "save": ("rollout_id",), "load": ("rollout_id",)}
+    for name, parameters in {**methods, "__len__": ()}.items():
+        method = getattr(source, name, None)
+        if method is None:
+            raise ImportPathError(
+                f"import path {path!r}: {source.__name__} has no {name}({', '.join(parameters)}); a data source has "
+                "get_samples(n), save(rollout_id), load(rollout_id) and __len__()"
+            )
+        _callable_with(f"{path}.{name}", method, "self", *parameters)
+    _callable_with(path, source, "args")
+    return source
+
+
+def _callable_with(name: str, function: Callable[..., Any], *parameters: str) -> None:
+    try:
+        inspect.signature(function).bind(*parameters)
+    except TypeError as error:
+        raise ImportPathError(f"{name} cannot be called with ({', '.join(parameters)}): {error}") from None
+
+
+log = logging.getLogger("sluice.slime")
+
+
+def has_args(function: object) -> bool:
+    """Whether a function has slime's signature: its first parameter is `args`."""
+    try:
+        return next(iter(inspect.signature(function).parameters), "") == "args"  # type: ignore[arg-type]
+    except (TypeError, ValueError):
+        return False
+
+
+def shown(slice_: RolloutSlice) -> list[slime.Sample]:
+    """The sequences of a group, in their order."""
+    group, samples = slice_.group, []
+    metadata = group.row_metadata
+    for sample in slice_.samples:
+        number, begin = group.group_id * group.n_samples + sample.index, sample.prompt_length
+        samples.append(
+            slime.Sample(
+                group_index=group.group_id,
+                index=number,
+                rollout_id=number,
+                prompt=group.prompt,
+                tokens=sample.token_ids.tolist(),
+                response=sample.response,
+                response_length=sample.response_length,
+                label=group.label,
+                reward=sample.reward,
+                loss_mask=sample.loss_mask[begin:].tolist(),
+                weight_versions=[str(version) for version in dict.fromkeys(sample.model_versions)],
+                rollout_log_probs=sample.log_probs[begin:].tolist(),
+                remove_sample=sample.remove_sample,
+                status=slime.Status(sample.status),
+                metadata=dict(metadata),
+            )
+        )
+    return samples
+
+
+def group_filter(path: str, config: Config | None) -> Callable[[RolloutSlice], tuple[bool, str | None]]:
+    """`(args, samples) -> keep, or an object with keep and reason`. Raises ImportPathError."""
+    function = import_function(path, "args", "samples")
+    args = SlimeArguments() if config is None else slime_arguments(config)
+
+    def judge(slice_: RolloutSlice) -> tuple[bool, str | None]:
+        answer = function(args, shown(slice_))
+        return bool(getattr(answer, "keep", answer)), getattr(answer, "reason", None)
+
+    return judge
+
+
+def sample_filter(path: str) -> Callable[..., Any]:
+    """`(args, groups)`, which sets `remove_sample`. Raises ImportPathError."""
+    return import_function(path, "args", "groups")
+
+
+def removed(function: Callable[..., Any], args: object, slice_: RolloutSlice) -> RolloutSlice:
+    """The group with the rollouts marked that the function takes out of the loss."""
+    samples = shown(slice_)
+    function(args, [samples])
+    marked = (
+        msgspec.structs.replace(ours, remove_sample=bool(theirs.remove_sample))
+        for ours, theirs in zip(slice_.samples, samples, strict=True)
+    )
+    return msgspec.structs.replace(slice_, samples=tuple(marked))
+
+
+def post_process(path: str) -> Callable[..., Any]:
+    """slime's `(args, samples)`, or ours, `(rewards, samples)`. Raises ImportPathError."""
+    return import_function(path, "rewards", "samples")
+
+
+def rollout_log(path: str) -> Callable[..., Any]:
+    """Raises ImportPathError."""
+    return import_function(path, "rollout_id", "args", "samples", "rollout_extra_metrics", "rollout_time")
+
+
+def eval_log(path: str) -> Callable[..., Any]:
+    """Raises ImportPathError."""
+    return import_function(path, "rollout_id", "args", "data", "extra_metrics")
+
+
+async def logged(path: str, function: Callable[..., Any], rollout_id: int, config: Config, *given: object) -> None:
+    """Call a function that logs, in a thread. What it raises is a warning: a log must not end a run."""
+    try:
+        await asyncio.to_thread(function, rollout_id, slime_arguments(config), *given)
+    except Exception as error:
+        log.warning("%s raised %s: %s", path, type(error).__name__, error, exc_info=True)
+
+
+def eval_data(given: Mapping[str, Sequence[RolloutSlice]]) -> dict[str, dict[str, list[Any]]]:
+    """What an evaluation's log is told, by data set."""
+    data: dict[str, dict[str, list[Any]]] = {}
+    for name, slices in given.items():
+        samples = [sample for slice_ in slices for sample in shown(slice_)]
+        data[name] = {
+            "rewards": [sample.reward for sample in samples],
+            "truncated": [sample.status == slime.Status.TRUNCATED for sample in samples],
+            "samples": samples,
+        }
+    return data
+
+
+def graded_samples(
+    prompt: str, responses: Sequence[str], label: str | None, metadata: Mapping[str, object], lengths: Sequence[int]
+) -> list[slime.Sample]:
+    """What a grader process knows of responses, as samples; their tokens are not among it."""
+    return [
+        slime.Sample(prompt=prompt, response=response, response_length=n, label=label, metadata=dict(metadata))
+        for response, n in zip(responses, lengths, strict=True)
+    ]
+
+
+def slime_function(path: str) -> bool:
+    """Whether an import path names a function with slime's signature. Raises ImportPathError."""
+    return has_args(import_path(path))

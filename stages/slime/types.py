@@ -1,0 +1,181 @@
+"""What user code written for slime is given: `Sample`, the parts of a data source, and `args`.
+
+`Sample` has the fields of slime's public documentation, as far as such code uses them; a run's own `Sample` is that of
+stages/messages.py. `args` has every setting by the name of its flag, with underscores. Most flags have slime's names.
+The rest is filled in here: where the model is served, and settings that no run of this project has.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields
+from enum import Enum
+from types import SimpleNamespace
+from typing import Any
+
+import msgspec
+
+from configs.schema import Config
+from stages.messages import PromptGroup
+from stages.topic_values import sampling
+
+
+class Status(Enum):
+    PENDING = "pending"
+    COMPLETED = "completed"
+    TRUNCATED = "truncated"
+    ABORTED = "aborted"
+    FAILED = "failed"
+
+
+@dataclass
+class Sample:
+    """One sequence. `tokens` is the prompt and the response, `response_length` counts those behind the prompt."""
+
+    group_index: int | None = None
+    index: int | None = None
+    rollout_id: int | None = None
+    prompt: str | list[dict[str, Any]] = ""
+    tokens: list[int] = field(default_factory=list)
+    multimodal_inputs: dict[str, Any] | None = None
+    multimodal_train_inputs: dict[str, Any] | None = None
+    response: str = ""
+    response_length: int = 0
+    label: str | None = None
+    reward: float | dict[str, Any] | None = None
+    loss_mask: list[int] | None = None  # of the response; None: what the model made is trained
+    weight_versions: list[str] = field(default_factory=list)
+    rollout_log_probs: list[float] | None = None  # of the response; what the engine said is taken instead
+    rollout_top_p_token_ids: list[int] | None = None
+    rollout_top_p_token_offsets: list[int] | None = None
+    rollout_routed_experts: Any = None
+    remove_sample: bool = False
+    teacher_log_probs: list[float] | None = None
+    status: Status = Status.PENDING
+    metadata: dict[str, Any] = field(default_factory=dict)
+    generate_function_path: str | None = None
+    custom_rm_path: str | None = None
+    train_metadata: dict[str, Any] | None = None
+    session_id: str | None = None
+    non_generation_time: float = 0.0
+
+    # As slime's: `Sample.Status.COMPLETED`. An annotation would make it a field.
+    Status = Status
+
+    def get_reward_value(self, args: Any) -> Any:
+        """The reward, or that part of it which `args.reward_key` names."""
+        return self.reward[args.reward_key] if isinstance(self.reward, dict) and args.reward_key else self.reward
+
+    @property
+    def effective_response_length(self) -> int:
+        """Tokens of the response that are trained."""
+        return self.response_length if self.loss_mask is None else sum(self.loss_mask)
+
+    def update_from_meta_info(self, args: Any, meta_info: dict[str, Any]) -> None:
+        """Status and weights version from what an engine says of its answer."""
+        if meta_info.get("weight_version") is not None:
+            self.weight_versions.append(str(meta_info["weight_version"]))
+        reason = meta_info.get("finish_reason") or {}
+        ends = {"length": Status.TRUNCATED, "abort": Status.ABORTED, "stop": Status.COMPLETED}
+        self.status = ends.get(reason.get("type", ""), self.status)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values."""
+        return {**asdict(self), "status": self.status.value}
+
+    @classmethod
+    def from_dict(cls, data: dict[str, Any]) -> Sample:
+        """What `to_dict` gave; unknown keys are passed over."""
+        known = {one.name for one in fields(cls)}
+        values = {name: value for name, value in data.items() if name in known}
+        return cls(**{**values, "status": Status(values.get("status", "pending"))})
+
+
+class DataSource:
+    """What data sources of slime's users are derived from; the run asks the class itself for its methods."""
+
+
+@dataclass
+class RolloutFnTrainOutput:
+    """What a rollout function returns: groups of samples, and numbers that are reported with them."""
+
+    samples: list[list[Sample]]
+    metrics: dict[str, Any] | None = None
+
+
+@dataclass
+class RolloutFnEvalOutput:
+    """What a rollout function returns of an evaluation; no run of ours asks for one."""
+
+    data: dict[str, dict[str, Any]]
+    metrics: dict[str, Any] | None = None
+
+
+# Settings of slime that are always so here.
+_FIXED: Mapping[str, object] = {
+    "debug_train_only": False,
+    "mask_offpolicy_in_partial_rollout": False,
+    "multimodal_keys": None,
+    "rollout_skip_special_tokens": True,
+    "sglang_enable_deterministic_inference": False,
+    "sglang_speculative_algorithm": None,
+    "use_opd": False,
+    "use_rollout_routing_replay": False,
+    "use_slime_router": False,
+    "ci_test": False,
+}
+
+
+class SlimeArguments(SimpleNamespace):
+    """Settings by name. What is not there says so with the place to look."""
+
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(
+            f"args has no {name!r}: it is no setting of this run; see docs/custom_generate.md for the names, and "
+            f"python launch.py --help for all settings"
+        )
+
+    def asking(self, url: str, key: str = "") -> SlimeArguments:
+        """A copy whose router is this address. The key goes into the host's part of an address made of it."""
+        host, _, port = url.removeprefix("http://").rstrip("/").rpartition(":")
+        named = f"{key}@{host}" if key else host
+        return SlimeArguments(**{**vars(self), "sglang_router_ip": named, "sglang_router_port": int(port)})
+
+
+def slime_arguments(config: Config, **more: object) -> SlimeArguments:
+    """All settings of a configuration under the names of their flags."""
+    values: dict[str, object] = dict(_FIXED)
+    for section in msgspec.structs.fields(Config):
+        value = getattr(config, section.name)
+        if isinstance(value, msgspec.Struct):
+            values |= {one.name: getattr(value, one.name) for one in msgspec.structs.fields(type(value))}
+    files = config.data.prompt_data
+    values |= {
+        "sglang_server_concurrency": config.rollout.server_concurrency,
+        "apply_chat_template_kwargs": dict(config.data.apply_chat_template_kwargs),
+        "rollout_stop": list(config.rollout.rollout_stop) or None,
+        "rollout_stop_token_ids": list(config.rollout.rollout_stop_token_ids) or None,
+        "prompt_data": files[0] if len(files) == 1 else list(files) or None,
+        "sglang_router_ip": None,
+        "sglang_router_port": None,
+        **more,
+    }
+    return SlimeArguments(**values)
+
+
+def sampling_parameters(config: Config, group: PromptGroup) -> dict[str, Any]:
+    """Of one request, in SGLang's words."""
+    rollout, evaluated, evaluation = config.rollout, config.eval, group.purpose == "eval"
+    drawn = sampling(group, rollout)
+    longest = evaluated.eval_max_response_len if evaluation else rollout.rollout_max_response_len
+    return {
+        "temperature": evaluated.eval_temperature if evaluation else drawn.temperature,
+        "top_p": 1.0 if evaluation else drawn.top_p,
+        "top_k": -1 if evaluation else rollout.rollout_top_k,
+        "max_new_tokens": longest or rollout.rollout_max_response_len,
+        "stop": list(rollout.rollout_stop) or None,
+        "stop_token_ids": list(rollout.rollout_stop_token_ids) or None,
+        "skip_special_tokens": rollout.rollout_skip_special_tokens,
+        "no_stop_trim": True,
+        "spaces_between_special_tokens": False,
+    }

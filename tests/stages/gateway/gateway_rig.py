@@ -1,0 +1,177 @@
+"""The gateway before real engine servers, reached by real sampling; only what the policy writes is laid down.
+
+The engine is the simulated one with a writer whose texts a test gives; log-probs tell which token of which answer they
+are of. Everything is in one process and one event loop.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import msgspec
+
+from models.engines.core import Completion
+from models.engines.protocol import FinishReason
+from models.engines.simulated.writer import Writer
+from models.tiny import build_tokenizer
+from stages.agents.environment import Endpoint
+from stages.chat.messages import ChatFormat
+from stages.gateway.answers import Answers, OpenSession
+from stages.gateway.server import DEFAULT_LIMITS, Gateway, Limits
+from stages.gateway.sessions import Session
+from stages.messages import Sample
+from stages.rollouts import new_sample, rollout_fault
+from stages.sampling.rollout_requests import Requests
+from tests.stages.engine_rig import World, core_of, generating, simulated
+from tests.stages.gateway.toy_chat import END, VOCABULARY, ToyChat
+from tests.stages.stage_rig import make_group
+
+Script = Callable[[str], str]
+
+
+class ScriptedWriter(Writer):
+    """Answers each prompt with a text; `answered` has the tokens of prompts and answers."""
+
+    def __init__(self, script: Script) -> None:
+        self.script = script
+        self.answered: list[tuple[list[int], list[int]]] = []
+
+    def plan(self, completion: Completion) -> tuple[int, bool]:
+        text = self.script(text_of(completion.prompt.tolist()))
+        stops = [text.find(stop) + len(stop) for stop in completion.stop_strings if stop in text]
+        ids = [*text.encode(), END] if not stops else [*text[: min(stops)].encode()]
+        completion.output_ids = ids
+        count = min(len(ids), completion.max_new)
+        return count, count == len(ids)
+
+    def extend(self, completion: Completion, count: int) -> None:
+        del completion.output_ids[count:]
+        completion.log_probs = [log_prob(completion.prompt_tokens + place) for place in range(count)]
+
+    def write(self, completion: Completion, count: int, reason: FinishReason) -> None:
+        self.extend(completion, count)
+        self.answered.append((completion.prompt.tolist(), list(completion.output_ids)))
+
+
+def log_prob(position: int) -> float:
+    """Of the token at a position of its context; exact in 32 bits."""
+    return -(position + 1) / 1024
+
+
+def text_of(ids: list[int]) -> str:
+    """Bytes as text, markup as brackets."""
+    return bytes({257: 0x5B, 258: 0x5D}.get(i, i) for i in ids if i < 259).decode(errors="replace")
+
+
+@dataclass
+class Rig:
+    world: World
+    gateway: Gateway
+    writer: ScriptedWriter
+    place: OpenSession
+    endpoint: Endpoint
+    http: aiohttp.ClientSession
+    events: list[tuple[str, Any]] = field(default_factory=list)  # of the last stream
+
+    async def post(
+        self, path: str, body: object, *, key: str | None = None, header: str = "bearer", raw: bytes | None = None
+    ) -> tuple[int, Any]:
+        """Status and JSON of the answer; of a stream its events, [name, data] each."""
+        key = self.endpoint.api_key if key is None else key
+        headers = {"Authorization": f"Bearer {key}"} if header == "bearer" else {"x-api-key": key}
+        data = json.dumps(body).encode() if raw is None else raw
+        async with self.http.post(self.endpoint.base_url + path, data=data, headers=headers) as response:
+            content = await response.read()
+            if response.content_type == "text/event-stream":
+                return response.status, events_of(content)
+            return response.status, json.loads(content)
+
+    async def get(self, path: str) -> tuple[int, Any]:
+        headers = {"Authorization": f"Bearer {self.endpoint.api_key}"}
+        async with self.http.get(self.endpoint.base_url + path, headers=headers) as response:
+            return response.status, await response.json()
+
+    def samples(self) -> tuple[Sample, ...]:
+        """What was recorded, after a look whether it is what the engine was given and made."""
+        parts = self.place.session.samples()
+        assert not parts or rollout_fault(parts) is None
+        for prompt, made in self.writer.answered:
+            end = len(prompt) + len(made)
+            found = [part for part in parts if part.token_ids[:end].tolist() == [*prompt, *made]]
+            assert found, "the engine's tokens stand behind those that it was given"
+            for part in found:
+                assert part.loss_mask[len(prompt) : end].all()
+                assert part.log_probs[len(prompt) : end].tolist() == [log_prob(i) for i in range(len(prompt), end)]
+        return parts
+
+
+def events_of(content: bytes) -> list[tuple[str, Any]]:
+    """Server-sent events: their names and data."""
+    found = []
+    for block in content.decode().split("\n\n"):
+        fields = dict(line.split(": ", 1) for line in block.splitlines() if not line.startswith(":"))
+        if "data" in fields:
+            data = fields["data"]
+            found.append((fields.get("event", ""), data if data == "[DONE]" else json.loads(data)))
+    return found
+
+
+@asynccontextmanager
+async def scripted(
+    tmp_path: Path, script: Script, *, step_ms: float = 0.01, **sections: Any
+) -> AsyncIterator[tuple[World, ScriptedWriter]]:
+    """Engines that write what the script says, with a version 0."""
+    (tmp_path / "bare").mkdir()
+    build_tokenizer("bytes").save_pretrained(tmp_path / "bare")
+    engine = simulated(step_ms)
+    engine = msgspec.structs.replace(engine, simulated=msgspec.structs.replace(engine.simulated, vocab_size=VOCABULARY))
+    rollout = {"rollout_max_response_len": 2048, "max_turns": 1000, **sections.pop("rollout", {})}
+    async with generating(tmp_path, engine=engine, rollout=rollout, **sections) as world:
+        await world.ready()
+        writer = ScriptedWriter(script)
+        core_of(world.engines[0]).schedule._writer = writer
+        yield world, writer
+
+
+@asynccontextmanager
+async def opened(
+    tmp_path: Path,
+    script: Script,
+    *,
+    chat: ChatFormat | None = None,
+    limits: Limits = DEFAULT_LIMITS,
+    max_context: int = 4096,
+    answers: Mapping[str, Any] | None = None,
+    ignore_reasoning: bool = False,
+    step_ms: float = 0.01,
+    group: Mapping[str, Any] | None = None,
+    **sections: Any,
+) -> AsyncIterator[Rig]:
+    """A gateway with one open session, and a version 0 in its engine."""
+    chat = chat or ToyChat()
+    async with (
+        scripted(tmp_path, script, step_ms=step_ms, **sections) as (world, writer),
+        aiohttp.ClientSession() as http,
+    ):
+        answering = Answers(
+            world.stage.sampler,
+            Requests(world.stage.config, max_context),
+            chat,
+            vocab_size=VOCABULARY,
+            encode=lambda text: list(text.encode()),
+            **(answers or {}),
+        )
+        place = OpenSession(
+            make_group(0, 4, **(group or {})),
+            new_sample((1,), 2),
+            Session(chat, 2, ignore_reasoning=ignore_reasoning),
+        )
+        async with Gateway(answering, limits=limits) as gateway:
+            with gateway.session(place) as key:
+                yield Rig(world, gateway, writer, place, Endpoint(gateway.url, key, gateway.model), http)

@@ -1,0 +1,192 @@
+"""Agents in the agents stage: from the prompt, through their own requests, to a rollout with a reward."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from stages.agents.stage import AgentsStage
+from stages.base import GenerateOptions
+from stages.messages import RolloutSlice, Sample
+from stages.rollouts import rollout_fault, trained_masks
+from tests.agent_clients import interpreter
+from tests.stages.engine_rig import World
+from tests.stages.gateway.gateway_rig import ScriptedWriter, scripted
+from tests.stages.gateway.toy_chat import VOCABULARY
+from tests.stages.stage_rig import make_context, make_group, running, until
+
+PLAIN = "tests.stages.gateway.plain_agents"
+
+
+@asynccontextmanager
+async def agents(
+    tmp_path: Path,
+    options: dict[str, Any],
+    *,
+    table: dict[str, Any] | None = None,
+    max_context: int = 4096,
+    **sections: Any,
+) -> AsyncIterator[tuple[World, ScriptedWriter, AgentsStage]]:
+    """Generate and agents stages, and an engine that answers with a number of letters that hangs on the prompt."""
+    environment = {
+        "name": "asker",
+        "path": f"{PLAIN}:Asker",
+        "options": options,
+        "memory_gb": 0,
+        "retries": 1,
+        **(table or {}),
+    }
+    async with scripted(
+        tmp_path,
+        lambda prompt: "x" * (1 + len(prompt) % 7),
+        inlets={"return": ("generate.return", RolloutSlice)},
+        outlets={"loop.agents": ("agents", RolloutSlice)},
+        loops=("agents=stages.agents.stage:AgentsStage",),
+        environment=[environment],
+        train={"hf_checkpoint": str(tmp_path / "bare")},
+        **sections,
+    ) as (world, writer):
+        stage = AgentsStage(
+            make_context(world.stage.config, built_in=GenerateOptions(max_context, VOCABULARY), replica="agents-0")
+        )
+        ports = await world.rig.ports({"in": "agents"}, {"out": "generate.return"}, replica="agents-0")
+        async with running(stage, ports):
+            yield world, writer, stage
+
+
+async def played(world: World, n: int = 1, **metadata: Any) -> list[tuple[Sample, ...]]:
+    """The rollouts of a group, by their sequences."""
+    group = make_group(0, n, prompt=(), metadata=msgspec.json.encode(metadata).decode(), label=None)
+    await world.ask(msgspec.structs.replace(group, prompt='[{"role": "user", "content": "go"}]'))
+    found: dict[int, list[Sample]] = {}
+    while len(found) < n:
+        for sample in (await world.answer()).samples:
+            found.setdefault(sample.index, []).append(sample)
+    return [tuple(found[index]) for index in sorted(found)]
+
+
+async def test_agents_make_rollouts_of_several_sequences(tmp_path: Path) -> None:
+    async with agents(tmp_path, {"turns": 3}) as (world, writer, stage):
+        rollouts = await played(world, 4, worth=0.5)
+        assert stage.activity.extra["retried"] == 0.0
+    assert len(rollouts) == 4
+    asked = {(tuple(prompt), tuple(made)) for prompt, made in writer.answered}
+    trained = [int(mask.sum()) for parts in rollouts for mask in trained_masks(parts)]
+    assert sum(trained) == sum(len(made) for _, made in writer.answered)
+    for index, parts in enumerate(rollouts):
+        assert rollout_fault(parts) is None
+        helper, main = parts
+        assert (helper.turns, main.turns, main.index) == (1, 3, index)
+        assert (main.status, main.reward, main.done) == ("completed", 0.5, True)
+        assert main.metrics == {"env/asker/asked": 3.0, "env/asker/turns": 4.0, "env/asker/sequences": 2.0}
+        for part, mask in zip(parts, trained_masks(parts), strict=True):
+            for prompt, made in asked:
+                end = len(prompt) + len(made)
+                if part.token_ids[:end].tolist() == [*prompt, *made]:
+                    assert mask[len(prompt) : end].all()
+                    mask[len(prompt) : end] = False
+            assert not mask.any(), "nothing else is trained"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fault", ["kill", "away"])
+async def test_an_episode_that_infrastructure_ended_is_begun_anew(fault: str, tmp_path: Path) -> None:
+    once = str(tmp_path / "once")
+    async with agents(tmp_path, {"fault": fault, "once": once}) as (world, writer, stage):
+        [parts] = await played(world)
+        assert stage.activity.extra["retried"] == 1.0
+        assert len(writer.answered) == 2 + 3
+    assert sum(int(mask.sum()) for mask in trained_masks(parts)) == sum(len(made) for _, made in writer.answered[2:])
+    assert parts[-1].reward == 1.0
+
+
+@pytest.mark.slow
+async def test_what_engines_do_not_answer_is_no_fault_of_the_agent(tmp_path: Path) -> None:
+    patient, once = {"retries": 1000}, {"max_retries": 0}
+    async with agents(tmp_path, {"turns": 2}, table=patient, proxied=True, rollout=once) as (world, _, stage):
+        [hosting] = stage._hostings
+        world.proxies[0].answer_generate_with(500)
+        async with asyncio.TaskGroup() as tasks:
+            task = tasks.create_task(played(world))
+            await until(lambda: hosting.retried > 0)
+            world.proxies[0].answer_generate_with(0)
+        [parts] = await task
+    assert (parts[-1].status, parts[-1].reward) == ("completed", 1.0)
+
+
+@pytest.mark.slow
+async def test_an_agent_that_fails_fails_its_rollout_and_earns_nothing(tmp_path: Path) -> None:
+    async with agents(tmp_path, {"fault": "error"}) as (world, _, _):
+        [[sample]] = await played(world)
+    assert (sample.status, sample.reward) == ("failed", None)
+    assert sample.error == "environment asker: ValueError: no idea"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("options", "limit"),
+    [
+        ({"turns": 9}, {"rollout": {"max_turns": 3}}),
+        ({"turns": 9}, {"max_context": 60}),
+        ({"fault": "sleep"}, {"table": {"episode_deadline_s": 2.0}}),
+    ],
+    ids=["turns", "context", "deadline"],
+)
+async def test_an_agent_that_meets_a_limit_is_graded_as_it_is(
+    options: dict[str, Any], limit: dict[str, Any], tmp_path: Path
+) -> None:
+    async with agents(tmp_path, options, **limit) as (world, _, stage):
+        [parts] = await played(world)
+        assert (parts[-1].status, parts[-1].reward) == ("truncated", 0.0), "no grader, and no reward of its own"
+        assert rollout_fault(parts) is None
+        assert stage.activity.extra["retried"] == 0.0
+
+
+@pytest.mark.slow
+async def test_an_agent_that_fails_over_an_answer_that_was_cut_is_truncated(tmp_path: Path) -> None:
+    """What it was answered is trained; the fault is not its program's."""
+    strict = {"path": f"{PLAIN}:Strict"}
+    async with agents(tmp_path, {"limits": [50, 1]}, table=strict) as (world, writer, stage):
+        [[sample]] = await played(world)
+        assert stage.activity.extra["retried"] == 0.0
+    assert (sample.status, sample.reward, sample.error, sample.turns) == ("truncated", 0.0, None, 2)
+    assert int(sample.loss_mask.sum()) == sum(len(made) for _, made in writer.answered)
+
+
+@pytest.mark.slow
+async def test_an_agent_that_fails_later_than_at_an_answer_that_was_cut_fails(tmp_path: Path) -> None:
+    strict = {"path": f"{PLAIN}:Strict"}
+    async with agents(tmp_path, {"limits": [1, 50]}, table=strict) as (world, _, _):
+        [[sample]] = await played(world)
+    assert (sample.status, sample.reward) == ("failed", None)
+    assert sample.error == "environment asker: ValueError: the last answer is completed: None"
+
+
+@pytest.mark.slow
+async def test_openai_agents_whose_answer_is_cut_is_truncated(tmp_path: Path) -> None:
+    """It takes a response that is incomplete for a fault of the model, and raises."""
+    pack = {"path": "stages.agents.packs.openai_agents:OpenaiAgents", "python": interpreter("agents")}
+    short = {"rollout_max_response_len": 1}
+    async with agents(tmp_path, {"api": "responses"}, table=pack, rollout=short) as (world, writer, stage):
+        [[sample]] = await played(world)
+        assert stage.activity.extra["retried"] == 0.0
+    assert (sample.status, sample.reward, sample.turns) == ("truncated", 0.0, 1)
+    [(prompt, made)] = writer.answered
+    assert sample.token_ids.tolist() == [*prompt, *made]
+    assert sample.loss_mask.tolist() == [0] * len(prompt) + [1] * len(made)
+
+
+@pytest.mark.slow
+async def test_a_drain_ends_agents(tmp_path: Path) -> None:
+    async with agents(tmp_path, {"turns": 1000}) as (world, writer, _), asyncio.TaskGroup() as tasks:
+        task = tasks.create_task(played(world))
+        await until(lambda: len(writer.answered) > 3)
+        world.rig.topic.publish("drain", b"1")
+        [[sample]] = await task
+    assert sample.status == "aborted"

@@ -1,0 +1,388 @@
+"""Each dialect as a plain client sees it: the shapes of requests and answers, and what is recorded of them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.stages.gateway.gateway_rig import Rig, log_prob, opened
+from tests.stages.gateway.toy_chat import BEGIN, END
+
+CALL = '<tool_call>{"name": "add", "arguments": {"a": 1, "b": 2}}</tool_call>'
+PARAMETERS = {"type": "object", "properties": {"a": {"type": "integer"}, "b": {"type": "integer"}}}
+
+
+def script(prompt: str) -> str:
+    """Calls the tool where one is offered, and answers with what it said."""
+    if prompt.startswith("[tools") and "[tool\n" not in prompt:
+        return f"<think>easy</think>I add.{CALL}"
+    return "It is 3." if "[tool\n" in prompt else "Hello."
+
+
+def ids_of(*messages: tuple[str, str]) -> list[int]:
+    """The tokens of a first prompt."""
+    written = [[BEGIN, *role.encode(), *b"\n", *text.encode(), END] for role, text in messages]
+    return [*sum(written, []), BEGIN, *b"assistant\n"]  # noqa: RUF017
+
+
+async def test_chat_completions(tmp_path: Path) -> None:
+    async with opened(tmp_path, script) as rig:
+        body = {
+            "model": "any-name",
+            "messages": [
+                {"role": "system", "content": "Be brief."},
+                {"role": "user", "content": [{"type": "text", "text": "Hi"}]},
+            ],
+            "temperature": 0,
+            "logprobs": True,
+            "return_token_ids": True,
+            "unknown_field": {"deep": [1]},
+        }
+        status, answer = await rig.post("/v1/chat/completions", body)
+        prompt, made = ids_of(("system", "Be brief."), ("user", "Hi")), [*b"Hello.", END]
+        assert status == 200
+        assert answer.pop("id").startswith("chatcmpl-")
+        assert isinstance(answer.pop("created"), int)
+        [choice] = answer["choices"]
+        assert choice.pop("logprobs") == {
+            "content": [
+                {
+                    "token": f"token_id:{token}",
+                    "logprob": log_prob(len(prompt) + place),
+                    "bytes": None,
+                    "top_logprobs": [],
+                }
+                for place, token in enumerate(made)
+            ]
+        }
+        assert answer == {
+            "object": "chat.completion",
+            "model": "any-name",
+            "choices": [
+                {
+                    "index": 0,
+                    "message": {"role": "assistant", "content": "Hello.", "refusal": None},
+                    "finish_reason": "stop",
+                    "token_ids": made,
+                }
+            ],
+            "usage": {
+                "prompt_tokens": len(prompt),
+                "completion_tokens": 7,
+                "total_tokens": len(prompt) + 7,
+                "prompt_tokens_details": {"cached_tokens": 0},
+            },
+            "prompt_token_ids": prompt,
+        }
+        [sample] = rig.samples()
+        assert (sample.index, sample.token_ids.tolist()) == (2, [*prompt, *made])
+        assert sample.versions.tolist() == [-1] * len(prompt) + [0] * 7
+
+
+async def chat_turns(rig: Rig, stream: bool) -> list[dict[str, Any]]:
+    """A call of a tool and the answer to its result; the messages of the model."""
+    tools = [
+        {
+            "type": "function",
+            "function": {"name": "add", "description": "Adds.", "parameters": PARAMETERS, "strict": True},
+        }
+    ]
+    messages: list[dict[str, Any]] = [{"role": "user", "content": "1 + 2?"}]
+    said = []
+    for _ in range(2):
+        body = {"messages": messages, "tools": tools, "stream": stream, "stream_options": {"include_usage": True}}
+        status, answer = await rig.post("/v1/chat/completions", body)
+        assert status == 200
+        message = gathered(answer) if stream else answer["choices"][0]["message"]
+        said.append(message)
+        messages.append(message)
+        messages += [
+            {"role": "tool", "tool_call_id": call["id"], "content": "3"} for call in message.get("tool_calls", ())
+        ]
+    return said
+
+
+def gathered(events: list[tuple[str, Any]]) -> dict[str, Any]:
+    """The message of a stream of chunks."""
+    assert events[-1] == ("", "[DONE]")
+    chunks = [data for _, data in events[:-1]]
+    assert {chunk["object"] for chunk in chunks} == {"chat.completion.chunk"}
+    assert chunks[-1]["choices"] == []
+    assert chunks[-1]["usage"]["completion_tokens"] > 0
+    message: dict[str, Any] = {"role": "assistant", "content": ""}
+    for [choice] in (chunk["choices"] for chunk in chunks[:-1]):
+        delta = choice["delta"]
+        for key in ("content", "reasoning_content"):
+            if key in delta:
+                message[key] = message.get(key, "") + delta[key]
+        for call in delta.get("tool_calls", ()):
+            assert call.pop("index") == len(message.setdefault("tool_calls", []))
+            message["tool_calls"].append(call)
+    assert chunks[-2]["choices"][0]["finish_reason"] == ("tool_calls" if "tool_calls" in message else "stop")
+    return message
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_tools_of_chat_completions(stream: bool, tmp_path: Path) -> None:
+    async with opened(tmp_path, script) as rig:
+        first, second = await chat_turns(rig, stream)
+        assert (first["content"], first["reasoning_content"]) == ("I add.", "easy")
+        [call] = first["tool_calls"]
+        assert json.loads(call["function"]["arguments"]) == {"a": 1, "b": 2}
+        assert (call["type"], call["function"]["name"]) == ("function", "add")
+        assert second["content"] == "It is 3."
+        [sample] = rig.samples()
+        assert (sample.turns, sample.response) == (2, "It is 3.")
+
+
+ANTHROPIC = {
+    "model": "m",
+    "max_tokens": 100,
+    "tools": [{"name": "add", "description": "Adds.", "input_schema": PARAMETERS}],
+}
+
+
+async def test_messages_of_anthropic(tmp_path: Path) -> None:
+    async with opened(tmp_path, script) as rig:
+        known: dict[str, Any] = {
+            **ANTHROPIC,
+            "tools": [*ANTHROPIC["tools"], {"type": "web_search_20250305", "name": "web_search"}],  # type: ignore[misc]
+            "system": [{"type": "text", "text": "Be brief.", "cache_control": {"type": "ephemeral"}}],
+            "thinking": {"type": "adaptive"},
+            "context_management": {"edits": []},
+            "output_config": {"effort": "low"},
+        }
+        messages: list[Any] = [{"role": "user", "content": "1 + 2?"}]
+        status, first = await rig.post("/v1/messages?beta=true", {**known, "messages": messages}, header="x-api-key")
+        assert status == 200
+        assert first.pop("id").startswith("msg_")
+        call_id = first["content"][2]["id"]
+        prompt, made = rig.writer.answered[0]
+        assert first == {
+            "type": "message",
+            "role": "assistant",
+            "model": "m",
+            "content": [
+                {"type": "thinking", "thinking": "easy", "signature": ""},
+                {"type": "text", "text": "I add."},
+                {"type": "tool_use", "id": call_id, "name": "add", "input": {"a": 1, "b": 2}},
+            ],
+            "stop_reason": "tool_use",
+            "stop_sequence": None,
+            "usage": {
+                "input_tokens": len(prompt),
+                "cache_read_input_tokens": 0,
+                "cache_creation_input_tokens": 0,
+                "output_tokens": len(made),
+            },
+        }
+        result = {"type": "tool_result", "tool_use_id": call_id, "content": [{"type": "text", "text": "3"}]}
+        messages += [
+            {"role": "assistant", "content": first["content"]},
+            {"role": "user", "content": [result, {"type": "text", "text": "Well?"}]},
+        ]
+        count = await rig.post("/v1/messages/count_tokens", {**known, "messages": messages})
+        _, second = await rig.post("/v1/messages", {**known, "messages": messages})
+        assert second["content"] == [{"type": "text", "text": "It is 3."}]
+        assert second["stop_reason"] == "end_turn"
+        assert count == (
+            200,
+            {"input_tokens": second["usage"]["input_tokens"] + second["usage"]["cache_read_input_tokens"]},
+        )
+        [sample] = rig.samples()
+        assert sample.turns == 2
+
+
+async def test_a_stream_of_anthropic_messages(tmp_path: Path) -> None:
+    async with opened(tmp_path, script) as rig:
+        body = {**ANTHROPIC, "messages": [{"role": "user", "content": "1 + 2?"}], "stream": True}
+        status, events = await rig.post("/v1/messages", body)
+        assert status == 200
+        assert all(name == data["type"] for name, data in events)
+        assert [name for name, _ in events] == [
+            "message_start",
+            *["content_block_start", "content_block_delta", "content_block_stop"] * 3,
+            "message_delta",
+            "message_stop",
+        ]
+        start, end = events[0][1]["message"], events[-2][1]
+        assert (start["role"], start["content"], start["stop_reason"]) == ("assistant", [], None)
+        assert start["usage"]["input_tokens"] == len(rig.writer.answered[0][0])
+        assert end["delta"] == {"stop_reason": "tool_use", "stop_sequence": None}
+        assert end["usage"] == {"output_tokens": len(rig.writer.answered[0][1])}
+        deltas = [data["delta"] for name, data in events if name == "content_block_delta"]
+        assert deltas[:2] == [{"type": "thinking_delta", "thinking": "easy"}, {"type": "text_delta", "text": "I add."}]
+        assert deltas[2]["type"] == "input_json_delta"
+        assert json.loads(deltas[2]["partial_json"]) == {"a": 1, "b": 2}
+        begun = [data["content_block"] for name, data in events if name == "content_block_start"]
+        assert begun[0] == {"type": "thinking", "thinking": "", "signature": ""}
+        assert (begun[2]["type"], begun[2]["input"]) == ("tool_use", {})
+
+
+async def test_responses(tmp_path: Path) -> None:
+    async with opened(tmp_path, script) as rig:
+        known = {
+            "model": "m",
+            "instructions": "Be brief.",
+            "tools": [
+                {"type": "function", "name": "add", "parameters": PARAMETERS, "strict": True},
+                {"type": "web_search"},
+            ],
+            "include": ["reasoning.encrypted_content"],
+            "store": False,
+        }
+        status, first = await rig.post("/v1/responses", {**known, "input": "1 + 2?"})
+        assert (status, first["object"], first["status"]) == (200, "response", "completed")
+        thought, text, call = first["output"]
+        assert [item["type"] for item in first["output"]] == ["reasoning", "message", "function_call"]
+        assert thought["content"] == [{"type": "reasoning_text", "text": "easy"}]
+        assert text["content"] == [{"type": "output_text", "text": "I add.", "annotations": [], "logprobs": []}]
+        assert json.loads(call["arguments"]) == {"a": 1, "b": 2}
+        usage = first["usage"]
+        assert (usage["input_tokens"], usage["output_tokens"]) == tuple(map(len, rig.writer.answered[0]))
+        del thought["content"]  # what some clients send back is the other form alone
+        result = {"type": "function_call_output", "call_id": call["call_id"], "output": "3"}
+        question = {"role": "user", "content": [{"type": "input_text", "text": "1 + 2?"}]}
+        _, events = await rig.post(
+            "/v1/responses", {**known, "input": [question, *first["output"], result], "stream": True}
+        )
+        assert [data["sequence_number"] for _, data in events] == list(range(len(events)))
+        assert [name.removeprefix("response.") for name, _ in events] == [
+            "created",
+            "in_progress",
+            "output_item.added",
+            "content_part.added",
+            "output_text.delta",
+            "output_text.done",
+            "content_part.done",
+            "output_item.done",
+            "completed",
+        ]
+        assert events[4][1]["delta"] == "It is 3."
+        assert events[-1][1]["response"]["output"][0]["content"][0]["text"] == "It is 3."
+        [sample] = rig.samples()
+        assert sample.turns == 2
+
+
+@pytest.mark.parametrize(
+    ("text", "asked", "kinds"),
+    [
+        ("Hello.", 3, {"message": "incomplete"}),
+        ("<think>easy</think>It is 3.", 21, {"reasoning": "completed", "message": "incomplete"}),
+        ("<think>easy</think>It is 3.", 19, {"reasoning": "incomplete"}),
+        (f"I add.{CALL} And", 77, {"message": "incomplete", "function_call": "completed"}),
+    ],
+    ids=["text", "behind its reasoning", "in its reasoning", "behind a call"],
+)
+async def test_a_response_that_is_cut_is_incomplete(
+    text: str, asked: int, kinds: dict[str, str], tmp_path: Path
+) -> None:
+    """As the API of OpenAI has it: a status, a reason, and the items as far as they came."""
+    async with opened(tmp_path, lambda prompt: text) as rig:
+        body = {"input": "Hi", "max_output_tokens": asked}
+        status, whole = await rig.post("/v1/responses", body)
+        _, events = await rig.post("/v1/responses", {**body, "input": "Ho", "stream": True})
+        assert [sample.status for sample in rig.samples()] == ["truncated", "truncated"]
+    assert status == 200
+    assert events[0][1]["response"]["incomplete_details"] is None
+    assert events[-1][0] == "response.incomplete"
+    for response in (whole, events[-1][1]["response"]):
+        assert (response["status"], response["error"]) == ("incomplete", None)
+        assert response["incomplete_details"] == {"reason": "max_output_tokens"}
+        assert (response["max_output_tokens"], response["usage"]["output_tokens"]) == (asked, asked)
+        assert {item["type"]: item["status"] for item in response["output"]} == kinds
+    done = [data["item"] for name, data in events if name == "response.output_item.done"]
+    assert {item["type"]: item["status"] for item in done} == kinds
+
+
+async def test_a_stream_of_a_response_with_a_call(tmp_path: Path) -> None:
+    async with opened(tmp_path, script) as rig:
+        body = {
+            "input": "1 + 2?",
+            "tools": [{"type": "function", "name": "add", "parameters": PARAMETERS}],
+            "stream": True,
+        }
+        _, events = await rig.post("/v1/responses", body)
+        named = {name: data for name, data in events if "function_call" in name or "reasoning" in name}
+        assert named["response.reasoning_text.delta"]["delta"] == "easy"
+        assert json.loads(named["response.function_call_arguments.delta"]["delta"]) == {"a": 1, "b": 2}
+        assert events[-1][0] == "response.completed"
+
+
+async def test_tokens_in_and_out(tmp_path: Path) -> None:
+    async with opened(tmp_path, lambda prompt: "ab") as rig:
+        params = {"max_tokens": 10, "stop_token_ids": [END], "logprobs": 1, "skip_special_tokens": False, "seed": 7}
+        status, answer = await rig.post(
+            "/inference/v1/generate", {"model": "policy", "token_ids": [1, 2, 3], "sampling_params": params}
+        )
+        assert status == 200
+        assert answer.pop("request_id")
+        made = [*b"ab", END]
+        assert answer["choices"] == [
+            {
+                "index": 0,
+                "token_ids": made,
+                "finish_reason": "stop",
+                "logprobs": {
+                    "content": [
+                        {
+                            "token": f"token_id:{token}",
+                            "logprob": log_prob(3 + place),
+                            "bytes": None,
+                            "top_logprobs": [],
+                        }
+                        for place, token in enumerate(made)
+                    ]
+                },
+            }
+        ]
+        body = {"input_ids": [1, 2, 3, *made, 9], "sampling_params": {"max_new_tokens": 2}, "return_logprob": True}
+        status, native = await rig.post("/generate", body)
+        assert (status, native["output_ids"], native["text"]) == (200, [*b"ab"], "ab")
+        meta = native["meta_info"]
+        assert meta["finish_reason"] == {"type": "length", "length": 2}
+        assert meta["output_token_logprobs"] == [[log_prob(7), 97, None], [log_prob(8), 98, None]]
+        assert (meta["prompt_tokens"], meta["completion_tokens"], meta["weight_version"]) == (7, 2, "0")
+        assert meta["weight_versions"] == [{"version": "0", "start": 0, "end": 2}]
+        [sample] = rig.samples()
+        assert (sample.turns, sample.status, sample.length) == (2, "truncated", 9)
+        _, [(_, chunk), done] = await rig.post("/generate", {"text": "Hm", "sampling_params": {}, "stream": True})
+        assert (chunk["text"], done[1]) == ("ab", "[DONE]")
+        assert rig.writer.answered[-1][0] == [*b"Hm"]
+
+
+async def test_models(tmp_path: Path) -> None:
+    async with opened(tmp_path, script, max_context=321) as rig:
+        status, listed = await rig.get("/v1/models")
+        [model] = listed["data"]
+        assert (status, model["id"], model["max_model_len"]) == (200, rig.endpoint.model, 321)
+        assert (await rig.get("/v1/models/other"))[1]["id"] == "other"
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "ending"),
+    [
+        ("/v1/chat/completions", {"stop": ["lo"]}, "stop"),
+        ("/v1/messages", {"stop_sequences": ["lo"], "max_tokens": 50}, "stop_sequence"),
+        ("/v1/chat/completions", {"max_tokens": 3}, "length"),
+        ("/v1/messages", {"max_tokens": 3}, "max_tokens"),
+    ],
+)
+async def test_limits_of_the_client_are_kept(path: str, body: dict[str, Any], ending: str, tmp_path: Path) -> None:
+    async with opened(tmp_path, script) as rig:
+        question = {"role": "user", "content": "Hi"}
+        _, answer = await rig.post(path, {**body, "messages": [question]})
+        if path == "/v1/messages":
+            assert answer["stop_reason"] == ending
+            assert answer["stop_sequence"] == ("lo" if "stop_sequences" in body else None)
+            text = answer["content"][0]["text"]
+        else:
+            assert answer["choices"][0]["finish_reason"] == ending
+            text = answer["choices"][0]["message"]["content"]
+        assert text == "Hel"
+        await rig.post(path, {**body, "messages": [question, {"role": "assistant", "content": text}, question]})
+        [sample] = rig.samples()
+        assert sample.turns == 2, "what the client has not seen of the first turn is part of it all the same"

@@ -1,0 +1,255 @@
+"""The gateway as a server: keys, limits, refusals in each dialect's form, clients that go away, engines that fail."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pytest
+
+from models.engines.client import EngineClient
+from models.engines.errors import EngineUnreachable
+from stages.gateway import server
+from stages.gateway.answers import OpenSession
+from stages.gateway.server import Limits
+from stages.gateway.sessions import Session
+from stages.rollouts import new_sample
+from stages.sampling.requests import SampleRequest, SampleResult
+from stages.sampling.sampler import Sampler
+from tests.stages.engine_rig import core_of
+from tests.stages.gateway.gateway_rig import Rig, opened
+from tests.stages.gateway.toy_chat import ToyChat
+from tests.stages.stage_rig import make_group, until
+
+QUESTION: dict[str, Any] = {"messages": [{"role": "user", "content": "Hi"}]}
+CHAT, ANTHROPIC, RESPONSES, TOKENS = "/v1/chat/completions", "/v1/messages", "/v1/responses", "/generate"
+
+
+def hello(prompt: str) -> str:
+    return "Hello."
+
+
+def words(path: str, answer: dict[str, Any]) -> str:
+    """What an error says, in the form of the dialect."""
+    if path == ANTHROPIC:
+        assert answer["type"] == "error"
+        assert answer["error"]["type"].endswith("error") or answer["error"]["type"] == "request_too_large"
+    elif path != TOKENS:
+        assert {"message", "type", "code", "param"} == set(answer["error"])
+    return str(answer["error"]["message"])
+
+
+async def test_nothing_is_answered_without_the_key_of_an_open_session(tmp_path: Path) -> None:
+    async with opened(tmp_path, hello) as rig:
+        for path in (CHAT, ANTHROPIC, RESPONSES, TOKENS):
+            for key, header in (("", "bearer"), ("x", "bearer"), ("x", "x-api-key")):
+                status, answer = await rig.post(path, QUESTION, key=key, header=header)
+                assert status == 401
+                assert "no open session has this key" in words(path, answer)
+        other = OpenSession(make_group(1), new_sample((1,), 0), Session(ToyChat()))
+        with rig.gateway.session(other) as other_key:
+            assert (await rig.post(CHAT, QUESTION, key=other_key))[0] == 200
+        assert (await rig.post(CHAT, QUESTION, key=other_key))[0] == 401, "it is closed"
+        assert rig.place.session.samples() == ()
+        assert len(other.session.samples()) == 1
+
+
+DEEP = b'{"messages": [], "tools": [{"a": ' + b"[" * 100_000
+
+
+WRONG: list[tuple[str, Any, str]] = [
+    (CHAT, b"{", "cannot be read"),
+    (CHAT, DEEP, "nested too deeply"),
+    (CHAT, b'{"x": ' + b"[" * 100_000, "nested too deeply"),
+    (
+        CHAT,
+        {"messages": [{"role": "user", "content": 7}]},
+        "Expected `str | array | null`, got `int` - at `$.messages[0].content`",
+    ),
+    (CHAT, {**QUESTION, "n": 2}, "one answer to a request"),
+    (CHAT, {"messages": []}, "messages is empty"),
+    (CHAT, {"messages": [{"role": "king", "content": "a"}]}, "role 'king'"),
+    (CHAT, {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "'image_url' is not supported"),
+    (CHAT, {"messages": [{"role": "assistant", "content": "a"}]}, "last message is the assistant's"),
+    (CHAT, {**QUESTION, "max_tokens": 0}, "ask for at least 1"),
+    (ANTHROPIC, {"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "'image' is not supported"),
+    (ANTHROPIC, {"max_tokens": 5}, "missing required field `messages`"),
+    (RESPONSES, {"input": "a", "previous_response_id": "resp_1"}, "previous_response_id is not supported"),
+    (RESPONSES, {"input": [{"type": "computer_call"}]}, "'computer_call' are not supported"),
+    (TOKENS, {"sampling_params": {}}, "either input_ids or text"),
+    (TOKENS, {"input_ids": [1, 264]}, "from 0 to 263"),
+    (TOKENS, {"input_ids": []}, "from 0 to 263"),
+    (TOKENS, {"input_ids": [1], "sampling_params": {"n": 4}}, "one answer to a request"),
+]
+
+
+async def test_what_is_wrong_with_a_request_is_said(tmp_path: Path) -> None:
+    async with opened(tmp_path, hello) as rig:
+        for path, body, said in WRONG:
+            raw = body if isinstance(body, bytes) else None
+            status, answer = await rig.post(path, body if raw is None else None, raw=raw)
+            assert (status, said in words(path, answer)) == (400, True), (said, answer)
+        assert rig.samples() == ()
+
+
+async def test_sizes_are_limited(tmp_path: Path) -> None:
+    async with opened(tmp_path, hello, limits=Limits(body_bytes=2000, messages=2, tools=1)) as rig:
+        for path, body in (
+            (ANTHROPIC, {"messages": [{"role": "user", "content": "a" * 3000}]}),
+            (CHAT, {"messages": QUESTION["messages"] * 3}),
+            (CHAT, {**QUESTION, "tools": [{"function": {"name": "a"}}] * 2}),
+        ):
+            status, answer = await rig.post(path, body)
+            assert status == 413
+            assert words(path, answer)
+        assert (await rig.get("/v1/nothing"))[0] == 404
+
+
+async def test_a_conversation_that_is_too_long_ends_as_truncated(tmp_path: Path) -> None:
+    async with opened(tmp_path, hello, max_context=40) as rig:
+        assert (await rig.post(CHAT, QUESTION))[0] == 200
+        assert not rig.place.truncated
+        long = {"messages": [{"role": "user", "content": "a" * 50}]}
+        status, answer = await rig.post(CHAT, long)
+        assert (status, answer["error"]["code"]) == (400, "context_length_exceeded")
+        assert rig.place.truncated
+        assert words(ANTHROPIC, (await rig.post(ANTHROPIC, long))[1]).startswith("prompt is too long: ")
+
+
+async def test_turns_are_limited(tmp_path: Path) -> None:
+    async with opened(tmp_path, hello, rollout={"max_turns": 2}) as rig:
+        statuses = [(await rig.post(CHAT, QUESTION))[0] for _ in range(3)]
+        assert statuses == [200, 200, 400]
+        assert rig.place.truncated
+        assert len(rig.samples()) == 2
+
+
+async def test_answers_to_the_same_question_draw_from_different_seeds(tmp_path: Path) -> None:
+    seen: list[int] = []
+    async with opened(tmp_path, hello) as rig:
+        plan = rig.writer.plan
+        rig.writer.plan = lambda completion: (seen.append(completion.seed), plan(completion))[1]  # type: ignore[method-assign,func-returns-value]
+        for _ in range(3):
+            await rig.post(CHAT, QUESTION)
+    assert len(set(seen)) == 3
+
+
+async def slow(rig: Rig) -> None:
+    """Wait until the engine has begun with a request."""
+    await until(lambda: bool(core_of(rig.world.engines[0]).schedule.running))
+
+
+async def test_a_client_that_goes_away_ends_its_request(tmp_path: Path) -> None:
+    async with opened(tmp_path, hello, step_ms=1000.0) as rig:
+        async with asyncio.TaskGroup() as tasks:
+            task = tasks.create_task(rig.post(CHAT, QUESTION))
+            await slow(rig)
+            task.cancel()
+        core = core_of(rig.world.engines[0])
+        await until(lambda: not core.schedule.running)
+        assert core.totals().aborted == 1
+        assert rig.place.session.samples() == ()
+        assert rig.place.session.started == 1
+
+
+async def test_what_is_under_way_ends_with_its_session(tmp_path: Path) -> None:
+    async with opened(tmp_path, hello, step_ms=1000.0, limits=Limits(in_flight=1)) as rig:
+        other = OpenSession(make_group(1), new_sample((1,), 0), Session(ToyChat()))
+        async with asyncio.TaskGroup() as tasks:
+            with rig.gateway.session(other) as other_key:
+                task = tasks.create_task(_lost(rig, other_key))
+                await slow(rig)
+                status, answer = await rig.post(CHAT, QUESTION, key=other_key)
+                assert (status, words(CHAT, answer)) == (
+                    429,
+                    "this session has 1 requests under way; wait for one of them",
+                )
+            assert await task
+        await until(lambda: not core_of(rig.world.engines[0]).schedule.running)
+
+
+async def _lost(rig: Rig, key: str) -> bool:
+    try:
+        await rig.post(CHAT, QUESTION, key=key)
+    except aiohttp.ClientError:
+        return True
+    return False
+
+
+@pytest.mark.parametrize("path", [CHAT, ANTHROPIC])
+async def test_engines_that_fail_are_no_answer(path: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    original = EngineClient.generate
+
+    async def generate(client: EngineClient, *args: Any, **options: Any) -> Any:
+        raise EngineUnreachable(client.base_url, "it has gone")
+
+    async with opened(tmp_path, hello, rollout={"max_retries": 0}) as rig:
+        monkeypatch.setattr(EngineClient, "generate", generate)
+        status, answer = await rig.post(path, QUESTION)
+        assert status == 503, "clients ask again"
+        assert "it has gone" in words(path, answer)
+        assert len(rig.place.unanswered) == 1
+        assert rig.samples() == ()
+        monkeypatch.setattr(EngineClient, "generate", original)
+        assert (await rig.post(path, QUESTION))[0] == 200
+        assert not rig.place.unanswered
+
+
+@pytest.mark.parametrize("path", [CHAT, ANTHROPIC, RESPONSES])
+async def test_a_stream_says_that_it_is_alive_and_how_it_failed(
+    path: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(server, "COMMENT_S", 0.01)
+    body = {"input": "Hi", "stream": True} if path == RESPONSES else {**QUESTION, "stream": True}
+    async with opened(tmp_path, hello, step_ms=60.0) as rig:
+        headers = {"Authorization": f"Bearer {rig.endpoint.api_key}"}
+        async with rig.http.post(rig.endpoint.base_url + path, json=body, headers=headers) as response:
+            assert await response.content.readline() == b": wait\n"
+            rest = (await response.read()).decode()
+        assert "Hello." in rest
+        async with rig.http.post(rig.endpoint.base_url + path, json=body, headers=headers) as response:
+            assert await response.content.readline() == b": wait\n"
+            rig.world.rig.topic.publish("drain", b"1")
+            await core_of(rig.world.engines[0]).stop()
+            events = [line for line in (await response.read()).decode().splitlines() if line.startswith("data: ")]
+        said = json.loads(events[-1].removeprefix("data: "))
+        assert "the engines did not answer" in (said["message"] if path == RESPONSES else words(path, said))
+        assert rig.place.drained
+        assert len(rig.samples()) == 1
+
+
+@pytest.mark.parametrize("honoured", [False, True])
+async def test_sampling_is_the_policys_unless_told_otherwise(honoured: bool, tmp_path: Path) -> None:
+    asked: list[float] = []
+    async with opened(tmp_path, hello, answers={"client_sampling": honoured}) as rig:
+        plan = rig.writer.plan
+        rig.writer.plan = lambda completion: (asked.append(completion.rule.temperature), plan(completion))[1]  # type: ignore[method-assign,func-returns-value]
+        await rig.post(CHAT, {**QUESTION, "temperature": 0.25})
+        await rig.post(CHAT, {**QUESTION, "temperature": 1.0})
+        cold, warm = rig.place.session.samples()
+    assert asked == [0.25 if honoured else 1.0, 1.0]
+    assert bool(cold.loss_mask.any()) is not honoured, "what was sampled otherwise is not trained"
+    assert warm.loss_mask.any()
+
+
+async def test_requests_wait_for_an_engine_in_the_order_of_their_group(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As turns of environments do: the oldest group first, and in it who has the most turns behind it."""
+    async with opened(tmp_path, hello) as rig:
+        orders, sample = [], Sampler.sample
+
+        async def noted(sampler: Sampler, request: SampleRequest) -> list[SampleResult]:
+            orders.append(request.order)
+            return await sample(sampler, request)
+
+        monkeypatch.setattr(Sampler, "sample", noted)
+        younger = OpenSession(make_group(5, 4), new_sample((1,), 0), Session(ToyChat()))
+        with rig.gateway.session(younger) as other_key:
+            for said in ([], [{"role": "assistant", "content": "Hello."}, *QUESTION["messages"]]):
+                body = {"messages": [*QUESTION["messages"], *said]}
+                assert (await rig.post(CHAT, body, key=other_key))[0] == 200
+    assert orders == [(5, 0), (5, -1)]

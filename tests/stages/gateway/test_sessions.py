@@ -1,0 +1,287 @@
+"""Sessions by themselves: what an agent sends, and the sequences that come of it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import msgspec
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from stages.chat.messages import Message, ToolCall
+from stages.gateway.sessions import Conversation, Session, Turn
+from stages.messages import Sample, VersionRun
+from stages.rollouts import rollout_fault, trained_masks
+from stages.sampling.requests import SampleResult
+from tests.stages.gateway.toy_chat import BEGIN, END, ToyChat
+
+TOOL = {"type": "function", "function": {"name": "add", "parameters": {}}}
+USER, SYSTEM = Message("user", "one"), Message("system", "be brief")
+
+
+def result(text: str, *runs: tuple[int, int], cut: bool = False, seed: int = 0) -> SampleResult:
+    """What an engine made: the text and the token that ends a turn; `runs`: (version, tokens)."""
+    ids = (*text.encode(), *(() if cut else (END,)))
+    log_probs = np.random.default_rng([seed, len(ids)]).uniform(-3, -0.1, len(ids)).astype(np.float32)
+    return SampleResult(
+        "length" if cut else "stop",
+        ids,
+        tuple(float(value) for value in log_probs),
+        tuple(VersionRun(*run) for run in runs) or (VersionRun(0, len(ids)),),
+        text,
+    )
+
+
+def owner(parts: tuple[Sample, ...], place: int, at: int) -> int:
+    """The sequence in which that token is trained: those that share it leave it to the first."""
+    prefix = parts[place].prefix
+    return place if prefix is None or at >= prefix.length else owner(parts, prefix.sequence, at)
+
+
+@dataclass
+class Asked:
+    """An agent and the engines in one: each request is answered at once, and what was consumed is kept."""
+
+    session: Session
+    chat: ToyChat
+    log: list[tuple[list[int], SampleResult]]
+
+    def __call__(self, *messages: Message, text: str = "ok", tools: tuple[dict[str, object], ...] = ()) -> Message:
+        return self.answer(self.session.open(Conversation(messages, tools)), result(text, seed=len(self.log)))
+
+    def answer(self, turn: Turn, made: SampleResult) -> Message:
+        reply = self.chat.reply(made.token_ids, ()).message
+        self.log.append((turn.ids.tolist(), made))
+        self.session.land(turn, made, reply)
+        return reply
+
+    def check(self) -> tuple[Sample, ...]:
+        """Each answer stands in one sequence, behind what the engine was given for it; each of its tokens is trained
+        once, there or in the sequence that it shares the token with, and nothing else is trained."""
+        parts = self.session.samples()
+        assert rollout_fault(parts) is None
+        masks, left = trained_masks(parts), [part.loss_mask.copy() for part in parts]
+        for ids, made in self.log:
+            end = len(ids) + len(made.token_ids)
+            [(place, trained)] = [
+                (place, trained)
+                for place, part in enumerate(parts)
+                if part.token_ids[:end].tolist() == [*ids, *made.token_ids]
+                and np.array_equal(part.log_probs[len(ids) : end], np.array(made.log_probs, np.float32))
+                and (trained := [(owner(parts, place, at), at) for at in range(len(ids), end)])
+                and all(masks[of][at] and left[of][at] for of, at in trained)
+            ][:1]
+            assert parts[place].versions[len(ids) : end].tolist() == [
+                run.version for run in made.runs for _ in range(run.n_tokens)
+            ]
+            for of, at in trained:
+                left[of][at] = 0
+        assert sum(int(mask.sum()) for mask in masks) == sum(len(made.token_ids) for _, made in self.log)
+        return parts
+
+
+@pytest.fixture
+def asked() -> Asked:
+    chat = ToyChat()
+    return Asked(Session(chat, 3), chat, [])
+
+
+def test_a_reply_that_comes_back_is_not_tokenised_again(asked: Asked) -> None:
+    first = asked(
+        SYSTEM, USER, text='<think>hm</think> ok <tool_call>{"name": "add", "arguments": {"a":1}}</tool_call>'
+    )
+    # As clients do: space is gone, the arguments are text with other spaces.
+    sent_back = Message("assistant", "ok", "hm", (ToolCall("add", '{"a": 1}'),))
+    assert sent_back != first
+    asked(SYSTEM, USER, sent_back, Message("tool", "2"), text="done")
+    [sample] = asked.check()
+    assert asked.log[1][0][: len(asked.log[0][0])] == asked.log[0][0]
+    assert asked.chat.tokenised == [SYSTEM, USER, Message("tool", "2")]
+    assert (sample.index, sample.turns, sample.response, sample.prefix) == (3, 2, "done", None)
+    assert sample.prompt_length == len(asked.log[0][0])
+    closing = sample.token_ids[len(asked.log[0][0]) + len(asked.log[0][1].token_ids) :].tolist()
+    assert closing == [BEGIN, *b"tool\n2", END, BEGIN, *b"assistant\n", *b"done", END]
+
+
+def test_what_closes_a_turn_that_was_cut_off_is_not_the_models(asked: Asked) -> None:
+    turn = asked.session.open(Conversation((USER,)))
+    reply = asked.answer(turn, result("half", cut=True))
+    assert asked.session.samples()[0].status == "truncated"
+    asked(USER, reply, Message("user", "go on"))
+    [sample] = asked.check()
+    at = len(turn.ids) + len(b"half")
+    assert (sample.token_ids[at], sample.loss_mask[at], sample.versions[at]) == (END, 0, -1)
+    assert sample.status == "completed"
+
+
+@pytest.mark.parametrize(
+    ("change", "shared"),
+    [
+        pytest.param({"content": "no"}, "<think>n</think>no", id="edited"),
+        pytest.param({"reasoning_content": ""}, "", id="reasoning dropped"),
+        pytest.param(
+            {"tool_calls": (ToolCall("add", {"a": 2}),)},
+            '<think>n</think>now<tool_call>{"name": "add", "arguments": {"a": ',
+            id="a call edited",
+        ),
+    ],
+)
+def test_a_changed_reply_begins_another_sequence_where_the_tokens_part(
+    asked: Asked, change: dict[str, object], shared: str
+) -> None:
+    reply = asked(USER, text='<think>n</think>now<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>')
+    asked(USER, msgspec.structs.replace(reply, **change), Message("user", "two"))
+    main, other = asked.check()
+    assert main.token_ids.tolist() == [*asked.log[0][0], *asked.log[0][1].token_ids]
+    assert other.prefix is not None
+    assert other.prefix.length == len(asked.log[0][0]) + len(shared), "the prompt, and what is the same behind it"
+    assert other.prompt_length == main.prompt_length
+    assert other.turns == 1 + bool(shared)
+
+
+def test_reasoning_may_be_ignored_when_a_reply_comes_back() -> None:
+    chat = ToyChat()
+    asked = Asked(Session(chat, ignore_reasoning=True), chat, [])
+    asked(USER, text="<think>hm</think>yes")
+    asked(USER, Message("assistant", "yes"), Message("user", "two"))
+    assert len(asked.check()) == 1
+
+
+def test_sub_agents_compaction_and_branches(asked: Asked) -> None:
+    reply = asked(SYSTEM, USER, tools=(TOOL,))
+    helper = asked(Message("system", "you help"), USER, text="helping")
+    asked(Message("system", "you help"), USER, helper, Message("user", "more"), text="helped")
+    asked(SYSTEM, USER, reply, Message("user", "two"), text="left", tools=(TOOL,))
+    asked(SYSTEM, USER, reply, Message("user", "three"), text="right", tools=(TOOL,))
+    asked(SYSTEM, Message("user", "in short: ..."), text="compact", tools=(TOOL,))
+    parts = asked.check()
+    assert [(part.response, part.turns) for part in parts] == [("left", 2), ("helped", 2), ("right", 2), ("compact", 1)]
+    left, _, right, compact = parts
+    assert right.prefix is not None
+    assert right.prefix.sequence == 0
+    assert right.prefix.length >= len(asked.log[0][0]) + len(asked.log[0][1].token_ids)
+    assert left.prompt_length == right.prompt_length == len(asked.log[0][0])
+    assert compact.prefix is None
+
+
+def test_the_sequence_of_the_newest_turn_comes_last_also_if_others_branch_off_it(asked: Asked) -> None:
+    first = asked(USER, text="a")
+    second = asked(USER, first, Message("user", "b"), text="main")
+    asked(USER, first, Message("user", "c"), text="branch")
+    asked(USER, first, Message("user", "c"), text="branch 2")
+    asked(USER, first, Message("user", "b"), second, Message("user", "e"), text="end")
+    parts = asked.check()
+    assert [part.response for part in parts] == ["branch", "branch 2", "end"]
+    assert parts[-1].prefix is not None
+
+
+def test_the_sequence_that_is_graded_is_that_of_the_newest_turn(asked: Asked) -> None:
+    def graded() -> str:
+        return asked.check()[-1].response
+
+    main = asked(USER, text="main")
+    helper = asked(SYSTEM, USER, text="helper")
+    assert graded() == "helper"
+    asked(USER, main, Message("user", "two"), text="main 2")
+    assert graded() == "main 2"
+    asked.answer(asked.session.open(Conversation((SYSTEM, USER, helper, USER))), result("cut", cut=True))
+    assert graded() == "cut"
+    assert asked.session.cut
+    asked(USER, main, Message("user", "three"), text="branch")
+    assert graded() == "branch"
+    assert not asked.session.cut
+
+
+def test_two_answers_to_one_conversation_that_begin_alike_share_nothing_but_what_was_asked(asked: Asked) -> None:
+    turns = [asked.session.open(Conversation((USER,))) for _ in range(2)]
+    asked.answer(turns[0], result("yes, I do", seed=1))
+    asked.answer(turns[1], result("yes, we do", seed=2))
+    one, other = asked.check()
+    assert other.prefix is not None
+    assert other.prefix.length == len(turns[0].ids) == one.prompt_length
+
+
+def test_an_answer_is_trained_in_two_sequences_where_an_edited_one_kept_its_beginning(asked: Asked) -> None:
+    """The sequence of the newest turn comes last, so the edited one, which shares one token, has it."""
+    reply = asked(USER, text="a")
+    asked(USER, msgspec.structs.replace(reply, content="ab"), Message("user", "two"), text="of the edited")
+    asked(USER, reply, Message("user", "three"), text="newest")
+    edited, newest = asked.check()
+    at = len(asked.log[0][0])
+    assert newest.prefix is not None
+    assert newest.prefix.length == at + 1
+    assert [mask[at : at + 2].tolist() for mask in trained_masks((edited, newest))] == [[1, 0], [0, 1]]
+
+
+def test_conversations_of_a_client_that_sends_tokens(asked: Asked) -> None:
+    asked.answer(asked.session.open_ids([1, 2, 3]), result("ab", (4, 1), (5, 2)))
+    whole = [1, 2, 3, *b"ab", END]
+    asked.answer(asked.session.open_ids([*whole, 7, 8]), result("c"))
+    asked.answer(asked.session.open_ids([*whole[:4], 9]), result("d", seed=1))
+    asked.answer(asked.session.open_ids([1, 2]), result("e", seed=2))
+    parts = asked.check()
+    assert [part.token_ids.tolist() for part in parts] == [
+        [*whole, 7, 8, *b"c", END],
+        [*whole[:4], 9, *b"d", END],
+        [1, 2, *b"e", END],
+    ]
+    assert [part.prefix and tuple(msgspec.structs.astuple(part.prefix)) for part in parts] == [None, (0, 4), None]
+    assert parts[0].version_runs[:4] == (VersionRun(-1, 3), VersionRun(4, 1), VersionRun(5, 2), VersionRun(-1, 2))
+
+
+def test_what_was_not_sampled_as_in_training_is_recorded_and_not_trained(asked: Asked) -> None:
+    turn = asked.session.open(Conversation((USER,)))
+    asked.session.land(turn, result("cold", (2, 5)), Message("assistant", "cold"), trained=False)
+    asked(USER, Message("assistant", "cold"), Message("user", "two"), text="warm")
+    [sample] = asked.session.samples()
+    assert sample.fault() is None
+    assert int(sample.loss_mask.sum()) == len(b"warm") + 1
+    assert sample.versions[len(turn.ids) : len(turn.ids) + 5].tolist() == [2] * 5
+
+
+def test_counting_records_nothing(asked: Asked) -> None:
+    assert asked.session.count(Conversation((USER,))) == len(asked.session.open(Conversation((USER,))).ids)
+    assert asked.session.samples() == ()
+
+
+class _Agent:
+    """Does what agents do, as the data says: goes on, forks, edits, forgets, sends twice, asks at the same time."""
+
+    def __init__(self, asked: Asked, data: st.DataObject) -> None:
+        self.asked, self.data = asked, data
+        self.histories: list[tuple[Message, ...]] = [(USER,)]
+        self.waiting: list[tuple[Turn, tuple[Message, ...]]] = []
+
+    def step(self) -> None:
+        texts = st.sampled_from(["", "a", "b", "ab", "<think>t</think>a", " a "])
+        history = self.data.draw(st.sampled_from(self.histories))
+        act = self.data.draw(st.sampled_from(["ask", "ask", "edit", "compact", "helper", "land", "land"]))
+        if act == "edit" and len(history) > 2:
+            place = self.data.draw(st.integers(0, len(history) - 2))
+            edited = msgspec.structs.replace(history[place], content=self.data.draw(texts))
+            history = (*history[:place], edited, *history[place + 1 :])
+        elif act == "compact":
+            history = (SYSTEM, Message("user", self.data.draw(texts)))
+        elif act == "helper":
+            history = (Message("system", self.data.draw(texts)), USER)
+        if act == "land" and self.waiting:
+            turn, history = self.waiting.pop(self.data.draw(st.integers(0, len(self.waiting) - 1)))
+            made = result(self.data.draw(texts), cut=self.data.draw(st.booleans()), seed=len(self.asked.log))
+            if made.token_ids:
+                reply = self.asked.answer(turn, made)
+                self.histories.append((*history, reply, Message("user", self.data.draw(texts))))
+        else:
+            self.waiting.append((self.asked.session.open(Conversation(history)), history))
+
+
+@given(st.data(), st.integers(1, 25))
+@settings(max_examples=60, deadline=None)
+def test_whatever_an_agent_does_is_recorded_exactly_and_once(data: st.DataObject, steps: int) -> None:
+    chat = ToyChat()
+    agent = _Agent(Asked(Session(chat), chat, []), data)
+    for _ in range(steps):
+        agent.step()
+    if agent.asked.log:
+        agent.asked.check()

@@ -1,0 +1,157 @@
+"""Functions in slime's style make rollouts: through a real generate stage, its gateway, and a simulated engine."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from models.import_path import ImportPathError
+from stages.messages import PromptGroup, Sample
+from stages.rollouts import rollout_fault, rollouts
+from stages.slime.hooks import generate_function
+from tests.stages.engine_rig import World, generating, record_exchanges, simulated
+from tests.stages.slime import user_code
+from tests.stages.stage_rig import make_group, until
+
+CODE = "tests.stages.slime.user_code"
+PROMPT = [*b"?"]  # of make_group
+
+
+@asynccontextmanager
+async def world_of(tmp_path: Path, name: str, **rollout: Any) -> AsyncIterator[World]:
+    settings = {"custom_generate_function_path": f"{CODE}.{name}", "rollout_max_response_len": 20, **rollout}
+    async with generating(tmp_path, engine=simulated(length=8), rollout=settings) as world:
+        await world.ready()
+        yield world
+
+
+async def made(world: World, group: PromptGroup) -> list[tuple[Sample, ...]]:
+    """The rollouts of a group."""
+    await world.ask(group)
+    samples: list[Sample] = []
+    while len({sample.index for sample in samples}) < group.n_samples:
+        samples += (await world.answer()).samples
+    return rollouts(samples)
+
+
+async def test_a_single_turn_is_trained_with_what_the_engine_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    exchanges = record_exchanges(monkeypatch)
+    async with world_of(tmp_path, "single_turn") as world:
+        found = await made(world, make_group(3, 4))
+    answers = {}
+    for exchange in exchanges:
+        [output] = exchange.outputs
+        answers[tuple(output.output_ids)] = [item[0] for item in output.meta_info.output_token_logprobs or ()]
+        assert list(exchange.request.prompts[0]) == PROMPT
+    assert len(found) == len(exchanges) == 4
+    for (sample,) in found:
+        response = sample.token_ids[sample.prompt_length :].tolist()
+        assert sample.token_ids[: sample.prompt_length].tolist() == PROMPT
+        assert sample.log_probs[1:].tolist() == pytest.approx(answers[tuple(response)], abs=1e-6)
+        assert sample.loss_mask.tolist() == [0] + [1] * len(response)
+        assert [(run.version, run.n_tokens) for run in sample.version_runs] == [(-1, 1), (0, len(response))]
+        assert (sample.status, sample.reward, sample.fault()) == ("completed", None, None)
+    assert len({tuple(sample.token_ids.tolist()) for (sample,) in found}) == 4, "rollouts draw from their own seeds"
+
+
+async def test_observations_are_masked_and_versions_change_between_turns(tmp_path: Path) -> None:
+    async with world_of(tmp_path, "with_tools") as world:
+        [(sample,)] = await made(world, make_group(5, 1, label="x"))
+    assert sample.loss_mask.tolist() == [0] + [1] * 5 + [0, 0] + [1] * 5
+    assert sample.token_ids[6:8].tolist() == [*b"ok"]
+    assert [(run.version, run.n_tokens) for run in sample.version_runs] == [(-1, 1), (0, 5), (-1, 2), (0, 5)]
+    assert (sample.reward, sample.response, sample.turns) == (0.25, "label x", 2)
+    assert all(sample.log_probs[i] == 0.0 for i in (0, 6, 7))
+    assert (sample.log_probs[1:6] < 0).all()
+
+
+async def test_an_evaluation_says_so_to_a_function_that_asks(tmp_path: Path) -> None:
+    async with world_of(tmp_path, "with_tools") as world:
+        [(sample,)] = await made(world, make_group(5, 1, purpose="eval", pinned_version=0))
+    assert sample.reward == 0.0
+
+
+async def test_a_list_is_the_sequences_of_one_rollout(tmp_path: Path) -> None:
+    async with world_of(tmp_path, "segments") as world:
+        found = await made(world, make_group(1, 2))
+    for parts in found:
+        assert [(part.sequence, part.sequences) for part in parts] == [(0, 2), (1, 2)]
+        assert rollout_fault(parts) is None
+        assert parts[-1].token_ids[:7].tolist() == [*b"summary"]
+        assert (parts[-1].reward, parts[-1].prompt_length) == (1.0, 7)
+
+
+async def test_a_row_may_name_its_own_function(tmp_path: Path) -> None:
+    async with world_of(tmp_path, "raising") as world:
+        metadata = f'{{"generate_function_path": "{CODE}:single_turn"}}'
+        [(sample,)] = await made(world, make_group(1, 1, metadata=metadata))
+        [(broken,)] = await made(world, make_group(2, 1))
+    assert sample.status == "completed"
+    assert (broken.status, broken.error) == (
+        "failed",
+        f"{CODE}.raising raised ConnectionError: the sandbox is gone",
+    )
+
+
+async def test_a_row_names_a_function_in_a_run_that_has_none(tmp_path: Path) -> None:
+    async with generating(tmp_path, engine=simulated(length=8), rollout={"rollout_max_response_len": 20}) as world:
+        await world.ready()
+        metadata = f'{{"generate_function_path": "{CODE}.with_tools"}}'
+        [(sample,)] = await made(world, make_group(1, 1, metadata=metadata))
+        [(plain,)] = await made(world, make_group(2, 1))
+    assert sample.reward == 0.25
+    assert (plain.reward, plain.prompt_length, plain.response_length) == (None, 3, 8)
+
+
+async def test_tokens_that_the_engine_did_not_make_are_never_trained(tmp_path: Path) -> None:
+    async with world_of(tmp_path, "drifting") as world:
+        [(sample,)] = await made(world, make_group(1, 1))
+    assert sample.status == "failed"
+    assert "from token 7 on they are not what the engine was sent and answered" in str(sample.error)
+    assert "send input_ids=sample.tokens" in str(sample.error)
+
+
+async def test_a_function_that_hangs_fails_at_its_deadline(tmp_path: Path) -> None:
+    async with world_of(tmp_path, "waiting", custom_generate_deadline_secs=0.2) as world:
+        [(sample,)] = await made(world, make_group(1, 1))
+    assert (sample.status, sample.error) == ("failed", f"{CODE}.waiting took longer than 0.2 s")
+
+
+async def test_a_drain_ends_functions_that_wait(tmp_path: Path) -> None:
+    user_code.STARTED.clear()
+    async with world_of(tmp_path, "waiting") as world:
+        await world.ask(make_group(1, 2))
+        await until(lambda: len(user_code.STARTED) == 2)
+        world.rig.topic.publish("drain", b"enough")
+        samples = await world.whole(2)
+    assert [sample.status for sample in samples] == ["aborted", "aborted"]
+
+
+async def test_a_function_that_blocks_its_loop_does_not_block_the_stage(tmp_path: Path) -> None:
+    async with world_of(tmp_path, "blocking") as world:
+        await world.ask(make_group(1, 3))
+        metadata = f'{{"generate_function_path": "{CODE}.single_turn"}}'
+        await world.ask(make_group(2, 1, metadata=metadata))
+        samples = await world.whole(4)
+    assert all(sample.status == "completed" for sample in samples)
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("not_async", "is no async function; write async def generate"),
+        ("too_few", "cannot be called as function"),
+        ("missing", "has no 'missing'"),
+        ("STARTED", "is no function"),
+    ],
+)
+def test_a_function_that_cannot_be_called_is_refused_at_the_start(name: str, words: str) -> None:
+    for separator in (":", "."):
+        with pytest.raises(ImportPathError, match=words):
+            generate_function(f"{CODE}{separator}{name}")
