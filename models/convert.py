@@ -26,7 +26,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from models.train.errors import CheckpointUnavailable, TrainConfigInvalid, TrainError
+from models.errors import CheckpointUnavailable, TrainConfigInvalid, TrainError
 
 CHECKSUMS: Final = "checksums.json"
 _SIZES: Final = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "expert_model_parallel_size")

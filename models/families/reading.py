@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from models.train.errors import UnsupportedModel
+from models.errors import UnsupportedModel
 
 # Of transformers' configurations: generation, bookkeeping, initialisation, training losses that are not used here.
 NEUTRAL = frozenset(

@@ -8,13 +8,13 @@ from pathlib import Path
 from typing import Any, Final
 
 from configs.schema.did_you_mean import did_you_mean
+from models.errors import CheckpointUnavailable, UnsupportedModel
 from models.families.architecture import Architecture
 from models.families.deepseek_v3 import deepseek_v3
 from models.families.glm4 import glm, glm4
 from models.families.glm4_moe import glm4_moe
 from models.families.llama import llama, qwen2
 from models.families.qwen3 import qwen3, qwen3_moe
-from models.train.errors import CheckpointUnavailable, UnsupportedModel
 
 FAMILIES: Final[Mapping[str, Callable[[Mapping[str, Any]], Architecture]]] = {
     "qwen2": qwen2,

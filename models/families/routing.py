@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from models.errors import UnsupportedModel
 from models.families.reading import need
-from models.train.errors import UnsupportedModel
 
 
 def sigmoid_routing(config: Mapping[str, Any]) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from models.train.errors import CheckpointUnavailable, first_line
+from models.errors import CheckpointUnavailable, first_line
 
 if TYPE_CHECKING:
     from torch import Tensor

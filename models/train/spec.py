@@ -13,9 +13,9 @@ from configs.schema.megatron import MegatronConfig
 from configs.schema.parallel import ParallelConfig
 from configs.schema.train import TrainConfig
 from models.algorithms.aggregation import Aggregation
-from models.algorithms.group_loss import GroupLossFunction, group_loss_of
-from models.algorithms.modes import Correction, correction_of
-from models.train.errors import TrainConfigInvalid
+from models.algorithms.correction import Correction, correction_of
+from models.algorithms.objective import GroupLossFunction, group_loss_of
+from models.errors import TrainConfigInvalid
 from models.train.step.learning_rate import check_schedule
 
 

@@ -24,7 +24,7 @@ import numpy.typing as npt
 import torch
 
 from models.algorithms.aggregation import StepSize, denominator, metric_mode
-from models.train.errors import BackendMisuse
+from models.errors import BackendMisuse
 from models.train.huggingface.models import TorchModels
 from models.train.huggingface.optimizer import UpdateResult
 from models.train.interface import TrainSequence

@@ -25,7 +25,7 @@ import numpy as np
 import numpy.typing as npt
 from msgspec import Struct
 
-from models.weights.errors import DeltaError
+from models.errors import DeltaError
 from models.weights.layout import ELEMENT_BYTES, TensorSpec
 
 Bytes = npt.NDArray[np.uint8]

@@ -23,11 +23,10 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from models.train.errors import CheckpointUnavailable
+from models.errors import CheckpointUnavailable, DeltaError, DigestMismatch, SourceError
 from models.weights.buckets import TORCH_NAMES
 from models.weights.delta import Bytes, apply_delta, read_header
 from models.weights.delta_store import Label, differences, full_versions, text_of
-from models.weights.errors import DeltaError, DigestMismatch, SourceError
 from models.weights.layout import WEIGHTS_FILE, TensorSpec, read_layout
 from models.weights.shared_memory_reader import SlotManifest, SlotReader
 from models.weights.slots_directory import choose_directory

@@ -20,8 +20,8 @@ import shutil
 from pathlib import Path
 from typing import Final
 
+from models.errors import WeightsError
 from models.weights.delta import Published, write_delta
-from models.weights.errors import WeightsError
 from models.weights.shared_memory_reader import SlotManifest, SlotReader
 
 log = logging.getLogger("sluice.weights")

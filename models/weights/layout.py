@@ -19,7 +19,7 @@ from typing import Final
 import msgspec
 from msgspec import Struct
 
-from models.weights.errors import SourceError
+from models.errors import SourceError
 
 WEIGHTS_FILE: Final = "model.safetensors"
 ALIGNMENT: Final = 64

@@ -24,7 +24,7 @@ import numpy.typing as npt
 import xxhash
 from msgspec import Struct
 
-from models.weights.errors import DigestMismatch, TornWeights
+from models.errors import DigestMismatch, TornWeights
 from models.weights.layout import WEIGHTS_FILE, TensorSpec, read_layout
 
 STATE_FILE: Final = "slot.state"  # the generation, one uint64

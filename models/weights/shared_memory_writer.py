@@ -25,9 +25,9 @@ import msgspec
 import numpy as np
 from msgspec import Struct
 
+from models.errors import LayoutMismatch, SlotSpaceError, SourceError
 from models.families.source import copy_all_but_weights, files_by_name
 from models.weights.buckets import TORCH_NAMES
-from models.weights.errors import LayoutMismatch, SlotSpaceError, SourceError
 from models.weights.layout import WEIGHTS_FILE, Layout, StoredTensor, TensorRange, TensorSpec, lay_out, read_layout
 from models.weights.shared_memory_reader import STATE_FILE, SlotManifest, digest_of
 from models.weights.slots_directory import DirectoryLease

@@ -26,8 +26,8 @@ import torch
 import torch.multiprocessing as torch_multiprocessing
 from torch.multiprocessing.reductions import rebuild_storage_filename, reduce_tensor
 
+from models.errors import RouteUnfit
 from models.weights.buckets import Bucket
-from models.weights.errors import RouteUnfit
 
 _DEVICE: Final = 6  # place of the device among what rebuilds a CUDA tensor
 

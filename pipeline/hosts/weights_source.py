@@ -19,7 +19,7 @@ from typing import Any, Final, TypeVar
 import msgspec
 from msgspec import Struct
 
-from models.weights.errors import TornWeights
+from models.errors import TornWeights
 from models.weights.layout import WEIGHTS_FILE
 from models.weights.local_copy import LocalCopies
 from models.weights.shared_memory_reader import STATE_FILE, SlotManifest

@@ -23,8 +23,8 @@ import msgspec
 
 from models.engines.client import EngineClient
 from models.engines.errors import EngineError
+from models.errors import WeightsError
 from models.weights.delta_mirror import DeltaMirror
-from models.weights.errors import WeightsError
 from stages.base import Stage, StageContext
 from stages.engine_entries import BROUGHT, ORDER
 from stages.engines.fetcher_route import WeightsBrought, WeightsOrder

@@ -15,7 +15,7 @@ from msgspec import Struct
 
 from models.engines.client import EngineClient, WeightsUpdated
 from models.engines.errors import EngineUnreachable
-from models.weights.errors import NotBrought
+from models.errors import NotBrought
 from stages.engine_entries import ADDRESS, BROUGHT, ORDER
 from stages.engines.weight_routes import WeightRoute
 from stages.engines.weight_transfer import Transfer

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 
 from models.engines.client import EngineClient
-from models.weights.errors import NotVerified
+from models.errors import NotVerified
 from stages.engine_entries import carrying
 from stages.messages import WeightsAnnouncement
 from stages.ports import Topic

@@ -27,8 +27,8 @@ from models.engines.client import EngineClient
 from models.engines.errors import EngineError
 from models.engines.protocol import ServerInfo
 from models.engines.update_client import UpdateClient
+from models.errors import DeltaError, DigestMismatch, RouteUnfit
 from models.weights.delta_mirror import DeltaMirror
-from models.weights.errors import DeltaError, DigestMismatch, RouteUnfit
 from models.weights.shared_memory_reader import SlotReader
 from stages.engines.weight_transfer import DiskTransfer, GroupTransfer, TensorTransfer, Transfer, together
 from stages.messages import WeightsAnnouncement

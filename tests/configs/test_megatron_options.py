@@ -19,7 +19,7 @@ from configs.schema import Config, MegatronConfig, TrainConfig
 
 pytest.importorskip("megatron.core.package_info")
 
-from models.train.errors import TrainConfigInvalid
+from models.errors import TrainConfigInvalid
 from models.train.megatron.settings import option_fields
 from models.train.megatron.settings.option_fields import DATACLASSES, fields_of, known_fields
 from models.train.megatron.settings.options import MegatronOptions, option_faults, split_options

@@ -13,7 +13,7 @@ import msgspec
 import pytest
 
 from configs.schema.update import UpdateConfig
-from models.weights.errors import TornWeights
+from models.errors import TornWeights
 from stages.engines.fetcher import FetcherStage
 from stages.messages import Complaint, WeightsAnnouncement
 from stages.ports import Ports, SameHost

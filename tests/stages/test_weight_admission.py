@@ -17,8 +17,8 @@ from configs.schema.update import UpdateConfig
 from models.engines.client import EngineClient, WeightsUpdated
 from models.engines.protocol import ModelInfo, PauseMode
 from models.engines.serve import EngineServer
+from models.errors import CheckpointUnavailable
 from models.tiny import make_tiny_checkpoint
-from models.train.errors import CheckpointUnavailable
 from models.weights.delta_store import differences, full_versions
 from stages.ports import SameHost
 from stages.train.publish_weights import WeightPublisher

@@ -15,8 +15,8 @@ from typing import Any, Final
 import torch
 
 from models.engines.errors import EngineStartError
+from models.errors import UnsupportedModel
 from models.families.rope import read_rope
-from models.train.errors import UnsupportedModel
 
 ARCHITECTURES: Final = {"LlamaForCausalLM": "llama", "Qwen2ForCausalLM": "qwen2", "Qwen3ForCausalLM": "qwen3"}
 

@@ -20,8 +20,8 @@ from safetensors import SafetensorError
 
 from models.engines.embedded.spec import ModelSpec
 from models.engines.errors import WeightsRefused
+from models.errors import CheckpointUnavailable
 from models.families.source import CheckpointTensors
-from models.train.errors import CheckpointUnavailable
 
 _FLOATS: Final = ("F32", "BF16", "F16", "F64")
 _SHOWN: Final = 3  # names listed in a refusal

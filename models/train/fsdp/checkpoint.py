@@ -30,8 +30,8 @@ from msgspec import Struct
 from torch import Tensor
 
 from models.disk import sync, sync_tree
+from models.errors import TrainStateUnreadable
 from models.train.dp_group import raise_together
-from models.train.errors import TrainStateUnreadable
 from models.train.fsdp.mesh import Mesh
 from models.train.huggingface.hf_files import write_hf
 from models.train.huggingface.parts import STEP, StateParts, check_format, random_state, restore_random_state

@@ -24,9 +24,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
-from models.train import errors
+from models import errors
+from models.errors import TrainError, UnsupportedModel
 from models.train.dp_group import gather_bytes
-from models.train.errors import TrainError, UnsupportedModel
 from models.train.fsdp.mesh import Mesh
 from models.train.huggingface.context import ContextParallel
 from models.train.huggingface.loading import (

@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from models.train.errors import UnsupportedModel
+from models.errors import UnsupportedModel
 from models.train.packing.packing import Packing
 from models.train.packing.rows import Float32Array, Int64Array, PackedRows, attention_allowed
 

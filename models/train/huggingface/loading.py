@@ -14,8 +14,8 @@ import numpy.typing as npt
 import torch
 
 from configs.schema.train import TrainConfig
+from models.errors import CheckpointUnavailable, TrainConfigInvalid, UnsupportedModel, first_line
 from models.families.source import local_directory, not_fetched
-from models.train.errors import CheckpointUnavailable, TrainConfigInvalid, UnsupportedModel, first_line
 from models.train.huggingface.hf_weights import converts
 from models.train.huggingface.scoring import Backbone, Passes, output_layer
 from models.train.packing.packing import Layout, Packing, Unit

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from models.algorithms.tokens import StepStatistics
+from models.errors import BackendMisuse
 from models.train.dp_group import DpGroup, Float32Array
-from models.train.errors import BackendMisuse
 from models.train.huggingface.critic import Critic
 from models.train.huggingface.hf_weights import hf_tensors, model_tensors
 from models.train.huggingface.lora import Adapters

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from models.train.errors import TrainStateUnreadable
+from models.errors import TrainStateUnreadable
 from models.train.huggingface.hf_weights import local
 from models.train.huggingface.optimizer import Updater
 

@@ -10,7 +10,7 @@ from contextlib import nullcontext
 import torch
 from torch import Tensor
 
-from models.train.errors import TrainConfigInvalid
+from models.errors import TrainConfigInvalid
 from models.train.huggingface.hf_weights import local, model_tensors
 from models.train.huggingface.lora import Adapters
 from models.train.huggingface.placement import PlacedModel, Placement

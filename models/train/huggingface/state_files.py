@@ -22,7 +22,7 @@ from msgspec import Struct
 from torch import Tensor
 
 from models.disk import sync
-from models.train.errors import TrainStateUnreadable
+from models.errors import TrainStateUnreadable
 from models.train.huggingface.hf_files import write_hf, write_tensors
 from models.train.huggingface.hf_weights import model_tensors
 from models.train.huggingface.parts import StatePart, StateParts, check_format, random_state, restore_random_state

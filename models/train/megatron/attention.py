@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from models.train.errors import UnsupportedModel
+from models.errors import UnsupportedModel
 
 
 class SdpaCoreAttention(torch.nn.Module):  # type: ignore[misc]

@@ -16,10 +16,10 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 from torch import Tensor
 
+from models.errors import BackendMisuse
 from models.families.architecture import Architecture
 from models.families.hugging_face_names import Weight
 from models.families.sharding import merge
-from models.train.errors import BackendMisuse
 from models.train.megatron.held_parameters import held_parameters
 
 if TYPE_CHECKING:

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from models.algorithms.tokens import StepStatistics
+from models.errors import BackendMisuse, TrainConfigInvalid
 from models.train.dp_group import Float32Array
-from models.train.errors import BackendMisuse, TrainConfigInvalid
 from models.train.huggingface.loading import pick_device
 from models.train.huggingface.optimizer import UpdateResult
 from models.train.megatron.checkpoint.state import finish as finish_state

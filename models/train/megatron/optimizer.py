@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from configs.schema.train import TrainConfig
-from models.train.errors import TrainConfigInvalid
+from models.errors import TrainConfigInvalid
 from models.train.huggingface.optimizer import UpdateResult, gradient_scale
 from models.train.megatron.settings.options import split_options
 from models.train.spec import TrainSpec

@@ -7,11 +7,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from models.algorithms.advantages import TOKEN_ESTIMATORS
 from models.algorithms.step_statistics import Need, needs
 from models.train.spec import TrainSpec
-
-# Estimators whose advantages of tokens are decided here; the stages know those of whole rollouts.
-TOKEN_ESTIMATORS = frozenset(("ppo", "reinforce_plus_plus", "on_policy_distillation"))
 
 
 @dataclass(frozen=True)

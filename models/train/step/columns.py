@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from models.algorithms.tokens import PolicyTokens, StepStatistics
+from models.errors import BackendMisuse
 from models.train.dp_group import Float32Array
-from models.train.errors import BackendMisuse
 from models.train.step.examples import Example
 
 Int64Array = npt.NDArray[np.int64]

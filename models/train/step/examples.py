@@ -20,10 +20,10 @@ import numpy as np
 import numpy.typing as npt
 
 from models.algorithms.aggregation import Aggregation, StepSize, coefficients
+from models.algorithms.returns import token_rewards
 from models.algorithms.shared_tokens import IntArray, averaged, owned, prefix_fault, token_numbers
-from models.algorithms.token_advantages import token_rewards
+from models.errors import InvalidSequence
 from models.train.dp_group import Float32Array
-from models.train.errors import InvalidSequence
 from models.train.interface import TrainSequence
 
 RolloutKey = tuple[int, int]  # (group_id, rollout_id)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 
 from configs.schema.train import TrainConfig
-from models.train.errors import TrainConfigInvalid
+from models.errors import TrainConfigInvalid
 
 
 def check_schedule(train: TrainConfig, total_steps: int | None) -> None:

@@ -13,10 +13,16 @@ import torch
 from torch import Tensor
 
 from configs.schema.algorithm import LOSS_OF_ESTIMATOR, AlgorithmConfig
-from models.algorithms.group_loss import GroupColumns, GroupLossFunction, group_objective
+from models.algorithms.correction import Correction
 from models.algorithms.losses import policy_loss_of
-from models.algorithms.modes import Correction
-from models.algorithms.objective import Objective, policy_objective, sft_objective
+from models.algorithms.objective import (
+    GroupColumns,
+    GroupLossFunction,
+    Objective,
+    group_objective,
+    policy_objective,
+    sft_objective,
+)
 from models.algorithms.tokens import PolicyTokens, StepStatistics
 from models.train.step.columns import policy_tokens, rollout_numbers, weight_column
 from models.train.step.examples import Example

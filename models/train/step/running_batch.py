@@ -15,7 +15,7 @@ from collections.abc import Sequence
 
 from models.algorithms.aggregation import StepSize
 from models.algorithms.tokens import StepStatistics
-from models.train.errors import BackendMisuse
+from models.errors import BackendMisuse
 from models.train.model_set import ModelSet
 from models.train.packing.micro_batches import micro_batches
 from models.train.spec import TrainSpec

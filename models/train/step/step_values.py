@@ -13,7 +13,7 @@ import torch
 
 from configs.schema.algorithm import AlgorithmConfig
 from models.algorithms.aggregation import Aggregation
-from models.algorithms.modes import Correction
+from models.algorithms.correction import Correction
 from models.algorithms.step_statistics import kept_scale, rejected_rollouts, step_statistics
 from models.algorithms.tokens import PolicyTokens, StepStatistics
 from models.train.step.columns import float_column, policy_tokens, rollout_numbers

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from configs.schema.train import TrainConfig
-from models.train.errors import TrainConfigInvalid
+from models.errors import TrainConfigInvalid
 from models.train.huggingface.optimizer import Updater
 from models.train.step.learning_rate import check_schedule, learning_rate
 

@@ -16,9 +16,9 @@ from sequences import scored
 from test_critic import values_of
 
 from configs.schema.algorithm import AlgorithmConfig
+from models.algorithms.returns import gae
 from models.algorithms.shared_tokens import prefix_fault
-from models.algorithms.token_advantages import gae
-from models.train.errors import InvalidSequence
+from models.errors import InvalidSequence
 from models.train.interface import TrainSequence
 from models.train.step.batch_needs import BatchNeeds
 from models.train.step.examples import Example, Intake, Rollout, rollouts_of

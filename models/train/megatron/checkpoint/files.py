@@ -23,8 +23,8 @@ import torch
 from msgspec import Struct
 
 from models.disk import sync, sync_tree
+from models.errors import TrainStateUnreadable
 from models.train.dp_group import gather_bytes
-from models.train.errors import TrainStateUnreadable
 from models.train.huggingface.state_files import MODEL_DIR, TRAINER_DIR
 
 STATE_DIR: Final = "megatron"

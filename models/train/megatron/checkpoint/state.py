@@ -25,8 +25,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from models.errors import TrainStateUnreadable, first_line
 from models.train.dp_group import raise_together
-from models.train.errors import TrainStateUnreadable, first_line
 from models.train.huggingface.hf_files import write_hf
 from models.train.huggingface.parts import random_state, restore_random_state
 from models.train.huggingface.state_files import MODEL_DIR

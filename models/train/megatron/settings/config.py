@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
+from models.errors import TrainConfigInvalid
 from models.families.architecture import Architecture
-from models.train.errors import TrainConfigInvalid
 from models.train.megatron.settings.layout import check_layout, model_dtype, on_gpu, uses_transformer_engine
 from models.train.megatron.settings.options import split_options
 from models.train.spec import TrainSpec

@@ -10,8 +10,8 @@ import importlib.util
 import torch
 
 from configs.schema.megatron import MegatronConfig
+from models.errors import TrainConfigInvalid, UnsupportedModel
 from models.families.architecture import Architecture
-from models.train.errors import TrainConfigInvalid, UnsupportedModel
 from models.train.spec import TrainSpec
 
 

@@ -17,7 +17,7 @@ from typing import Any
 import msgspec
 
 from configs.schema.did_you_mean import nearest
-from models.train.errors import TrainConfigInvalid
+from models.errors import TrainConfigInvalid
 from models.train.megatron.settings.option_fields import DTYPE, DTYPES, NONE, Group, Kind, fields_of, known_fields
 from models.train.megatron.settings.set_by_sluice import SET_BY_SLUICE
 

@@ -22,8 +22,8 @@ from configs.schema.algorithm import AlgorithmConfig
 from configs.schema.critic import CriticConfig
 from configs.schema.megatron import MegatronConfig
 from configs.schema.train import TrainConfig
+from models.errors import TrainStateUnreadable
 from models.families.source import CheckpointTensors
-from models.train.errors import TrainStateUnreadable
 from models.train.interface import TrainSequence
 from models.train.spec import TrainSpec
 from models.train.trainer import Trainer

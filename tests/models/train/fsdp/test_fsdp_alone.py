@@ -24,11 +24,7 @@ from safetensors.torch import load_file
 from torch.nn import Linear, Sequential
 
 from configs.schema.fsdp import FsdpConfig
-from models.train.errors import (
-    CheckpointUnavailable,
-    TrainConfigInvalid,
-    UnsupportedModel,
-)
+from models.errors import CheckpointUnavailable, TrainConfigInvalid, UnsupportedModel
 from models.train.fsdp.loading import _compare
 from models.train.fsdp.mesh import sizes_of
 from models.train.fsdp.models import FsdpModels

@@ -12,7 +12,7 @@ import msgspec
 import pytest
 from fsdp_rig import GRPO, LORA, PPO, state_of, train
 
-from models.train.errors import TrainStateUnreadable
+from models.errors import TrainStateUnreadable
 from models.train.fsdp.checkpoint import SHARDS, STATE
 from models.train.fsdp.models import FsdpModels
 from models.train.trainer import Trainer

@@ -13,7 +13,7 @@ import pytest
 import torch
 from megatron_rig import Recipe, make_spec
 
-from models.train.errors import BackendMisuse, CheckpointUnavailable, TrainConfigInvalid
+from models.errors import BackendMisuse, CheckpointUnavailable, TrainConfigInvalid
 from models.train.megatron import processes, shim
 from models.train.megatron.loading import read_source
 from models.train.megatron.optimizer import check_optimizer
