@@ -12,10 +12,10 @@ from typing import Any, Final
 from msgspec import Struct
 
 from configs.graph import evaluates, path
-from configs.plan.architecture import Architecture, architecture
 from configs.plan.memory import GPU_BYTES, TrainerMemory, trainer_memory
 from configs.plan.parameters import active_parameters, forward_flops, total_parameters
 from configs.schema import Config
+from configs.schema.model_shapes import ModelShape, known_shape
 
 PEAK_FLOPS: Final = 989e12  # per second, H100 SXM, dense bfloat16 (its data sheet)
 UTILISATION: Final = 0.4  # share of it that is assumed, not measured
@@ -63,7 +63,7 @@ class RunEstimate(Struct, frozen=True, kw_only=True):
 
 def estimate_run(config: Config, model: Mapping[str, Any]) -> RunEstimate | None:
     """Estimate for a model's config.json; None if its shape is not known."""
-    shape = architecture(model)
+    shape = known_shape(model)
     if shape is None:
         return None
     count = total_parameters(shape)
@@ -84,7 +84,7 @@ def _engine_width(config: Config) -> int:
     return 2 if config.engine.engine_dtype == "bfloat16" else 4
 
 
-def _engine(config: Config, shape: Architecture, count: int) -> EngineMemory:
+def _engine(config: Config, shape: ModelShape, count: int) -> EngineMemory:
     width, layers = _engine_width(config), shape.layers
     if config.engine.engine != "sglang":
         slots = min(config.engine.engine_slots, config.rollout.server_concurrency)
@@ -113,7 +113,7 @@ def _number(value: Any) -> float | None:
         return None
 
 
-def _longest(config: Config, shape: Architecture) -> int | None:
+def _longest(config: Config, shape: ModelShape) -> int | None:
     """Tokens of the longest sequence: as configured, else the model's own limit."""
     length = config.rollout.rollout_max_context_len
     if length is None:
@@ -124,7 +124,7 @@ def _longest(config: Config, shape: Architecture) -> int | None:
     return length
 
 
-def _work(config: Config, shape: Architecture) -> Work:
+def _work(config: Config, shape: ModelShape) -> Work:
     rollout, train = config.rollout, config.train
     prompt = config.data.rollout_max_prompt_len or 0
     length = min(

@@ -13,7 +13,7 @@ from typing import Any
 from models.families import parts
 from models.families.architecture import Architecture
 from models.families.hugging_face_names import Rule, whole
-from models.families.reading import check_keys
+from models.families.reading import check_keys, shape_of
 from models.families.rope import read_rope
 
 
@@ -36,7 +36,7 @@ def glm(config: Mapping[str, Any]) -> Architecture:
 
 def _architecture(config: Mapping[str, Any], norms_after: tuple[Rule, ...]) -> Architecture:
     check_keys(config, parts.COMMON_KEYS | {"partial_rotary_factor"})
-    bias = bool(config.get("attention_bias", True))
-    rope = read_rope(config, head_width=parts.head_width(config), partial=0.5, interleaved=True)
-    rules = (*norms_after, *parts.attention(config, qkv_bias=bias), *parts.mlp(fused=True))
-    return parts.decoder(config, parts.transformer(config, qkv_bias=bias), rules, rope=rope)
+    shape = shape_of(config)
+    rope = read_rope(config, head_width=shape.head, partial=0.5, interleaved=True)
+    rules = (*norms_after, *parts.attention(shape), *parts.mlp(fused=True))
+    return parts.decoder(config, shape, parts.transformer(config, shape), rules, rope=rope)

@@ -7,23 +7,21 @@ from typing import Any
 
 from models.families import parts
 from models.families.architecture import Architecture
-from models.families.reading import check_keys, renamed
+from models.families.reading import check_keys, renamed, shape_of
 from models.families.rope import read_rope
-from models.families.routing import dense_before, prediction_layers, sigmoid_routing
+from models.families.routing import prediction_layers, sigmoid_routing
 
 
 def glm4_moe(config: Mapping[str, Any]) -> Architecture:
     """Of `config.json`. Raises `UnsupportedModel`."""
     config = renamed(config, num_local_experts="n_routed_experts")
     check_keys(config, parts.COMMON_KEYS | parts.MOE_KEYS | {"partial_rotary_factor", "use_qk_norm"})
-    bias, qk_norm = bool(config.get("attention_bias", False)), bool(config.get("use_qk_norm", False))
-    fields = parts.transformer(config, qkv_bias=bias, qk_norm=qk_norm) | sigmoid_routing(config)
+    shape = shape_of(config)
+    fields = parts.transformer(config, shape) | sigmoid_routing(config, shape)
     rules = (
-        *parts.attention(config, qkv_bias=bias, qk_norm=qk_norm),
+        *parts.attention(shape),
         *parts.mlp(dense_only=True),
-        *parts.experts(router_bias=True, shared=bool(config.get("n_shared_experts"))),
+        *parts.experts(router_bias=True, shared=shape.shared_ffn > 0),
     )
-    rope = read_rope(config, head_width=parts.head_width(config), partial=0.5)
-    return parts.decoder(
-        config, fields, rules, rope=rope, moe_layers=dense_before(config), left_out=prediction_layers(config)
-    )
+    rope = read_rope(config, head_width=shape.head, partial=0.5)
+    return parts.decoder(config, shape, fields, rules, rope=rope, left_out=prediction_layers(config))

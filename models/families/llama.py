@@ -15,11 +15,10 @@ def llama(config: Mapping[str, Any]) -> Architecture:
     """Of `config.json`. Raises `UnsupportedModel`."""
     # transformers puts a bias on the output projection too if attention_bias is set.
     check_keys(config, parts.COMMON_KEYS, attention_bias=(False,), pretraining_tp=(1,))
-    return parts.decoder(config, parts.transformer(config), (*parts.attention(config), *parts.mlp()))
+    return parts.plain(config)
 
 
 def qwen2(config: Mapping[str, Any]) -> Architecture:
     """Of `config.json`. Raises `UnsupportedModel`."""
     check_keys(config, parts.COMMON_KEYS - {"attention_bias"})
-    rules = (*parts.attention(config, qkv_bias=True), *parts.mlp())
-    return parts.decoder(config, parts.transformer(config, qkv_bias=True), rules)
+    return parts.plain(config)

@@ -7,9 +7,10 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+from configs.schema.model_shapes import ModelShape
 from models.families.architecture import Architecture
 from models.families.hugging_face_names import Gated, Layers, Piece, QueryGroups, Rule, whole
-from models.families.reading import need
+from models.families.reading import need, shape_of
 from models.families.rope import Rope, read_rope
 
 LAYER = "model.layers.{layer}."
@@ -30,54 +31,43 @@ MOE_KEYS = frozenset(
 )
 
 
-def head_width(config: Mapping[str, Any]) -> int:
-    """Dimensions of one attention head."""
-    return int(config.get("head_dim") or need(config, "hidden_size") // need(config, "num_attention_heads"))
-
-
-def groups(config: Mapping[str, Any]) -> int:
-    """Key and value heads."""
-    return int(config.get("num_key_value_heads") or need(config, "num_attention_heads"))
-
-
-def transformer(config: Mapping[str, Any], *, qkv_bias: bool = False, qk_norm: bool = False) -> dict[str, Any]:
+def transformer(config: Mapping[str, Any], shape: ModelShape) -> dict[str, Any]:
     """Fields of TransformerConfig that every dense decoder has."""
     return {
-        "num_layers": int(need(config, "num_hidden_layers")),
-        "hidden_size": int(need(config, "hidden_size")),
-        "ffn_hidden_size": int(need(config, "intermediate_size")),
-        "num_attention_heads": int(need(config, "num_attention_heads")),
-        "num_query_groups": groups(config),
-        "kv_channels": head_width(config),
+        "num_layers": shape.layers,
+        "hidden_size": shape.hidden,
+        "ffn_hidden_size": shape.ffn,
+        "num_attention_heads": shape.heads,
+        "num_query_groups": shape.kv_heads,
+        "kv_channels": shape.head,
         "layernorm_epsilon": float(need(config, "rms_norm_eps")),
         "normalization": "RMSNorm",
         "gated_linear_unit": True,
         "add_bias_linear": False,
-        "add_qkv_bias": qkv_bias,
-        "qk_layernorm": qk_norm,
+        "add_qkv_bias": shape.qkv_bias,
+        "qk_layernorm": shape.qk_norm,
     }
 
 
 def decoder(
     config: Mapping[str, Any],
+    shape: ModelShape,
     fields: Mapping[str, Any],
     layer_rules: tuple[Rule, ...],
     *,
     rope: Rope | None = None,
-    moe_layers: tuple[bool, ...] | None = None,
     left_out: Mapping[str, str] | None = None,
 ) -> Architecture:
     """The model of a `config.json`. `layer_rules`: of a layer, but for the norms before attention and MLP; `rope`:
-    default: that of the file, over whole heads; `moe_layers`: default: none has experts."""
-    tied = bool(config.get("tie_word_embeddings", False))
+    default: that of the file, over whole heads."""
     head = Rule("output_layer.weight", whole("lm_head.weight"), split="vocabulary", layers="once")
     return Architecture(
         model_type=str(config["model_type"]),
         transformer=fields,
-        vocab_size=int(need(config, "vocab_size")),
+        vocab_size=shape.vocabulary,
         max_length=int(need(config, "max_position_embeddings")),
-        tied=tied,
-        rope=rope or read_rope(config, head_width=head_width(config)),
+        tied=shape.tied,
+        rope=rope or read_rope(config, head_width=shape.head),
         rules=(
             Rule(
                 "embedding.word_embeddings.weight",
@@ -89,16 +79,22 @@ def decoder(
             Rule(OWN + "pre_mlp_layernorm.weight", whole(LAYER + "post_attention_layernorm.weight")),
             *layer_rules,
             Rule("decoder.final_layernorm.weight", whole("model.norm.weight"), layers="once"),
-            *(() if tied else (head,)),  # a tied output layer has no tensor of its own
+            *(() if shape.tied else (head,)),  # a tied output layer has no tensor of its own
         ),
-        moe_layers=moe_layers or (False,) * fields["num_layers"],
+        moe_layers=shape.sparse,
         left_out=left_out or {},
     )
 
 
-def attention(config: Mapping[str, Any], *, qkv_bias: bool = False, qk_norm: bool = False) -> tuple[Rule, ...]:
+def plain(config: Mapping[str, Any]) -> Architecture:
+    """A decoder of attention with query groups and gated MLPs alone."""
+    shape = shape_of(config)
+    return decoder(config, shape, transformer(config, shape), (*attention(shape), *mlp()))
+
+
+def attention(shape: ModelShape) -> tuple[Rule, ...]:
     """Attention with query groups."""
-    join = QueryGroups(int(need(config, "num_attention_heads")), groups(config), head_width(config))
+    join = QueryGroups(shape.heads, shape.kv_heads, shape.head)
     theirs, own = LAYER + "self_attn.", OWN + "self_attention."
 
     def qkv(kind: str) -> Rule:
@@ -106,9 +102,9 @@ def attention(config: Mapping[str, Any], *, qkv_bias: bool = False, qk_norm: boo
         return Rule(f"{own}linear_qkv.{kind}", names, split="rows", join=join)
 
     rules = [qkv("weight")]
-    if qkv_bias:
+    if shape.qkv_bias:
         rules.append(qkv("bias"))
-    if qk_norm:
+    if shape.qk_norm:
         rules.append(Rule(own + "q_layernorm.weight", whole(theirs + "q_norm.weight")))
         rules.append(Rule(own + "k_layernorm.weight", whole(theirs + "k_norm.weight")))
     rules.append(Rule(own + "linear_proj.weight", whole(theirs + "o_proj.weight"), split="columns"))

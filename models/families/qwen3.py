@@ -7,7 +7,7 @@ from typing import Any
 
 from models.families import parts
 from models.families.architecture import Architecture
-from models.families.reading import check_keys, need, renamed
+from models.families.reading import check_keys, need, renamed, shape_of
 
 _MOE_KEYS = frozenset(
     """
@@ -19,27 +19,23 @@ _MOE_KEYS = frozenset(
 def qwen3(config: Mapping[str, Any]) -> Architecture:
     """Of `config.json`, dense. Raises `UnsupportedModel`."""
     check_keys(config, parts.COMMON_KEYS, attention_bias=(False,))
-    rules = (*parts.attention(config, qk_norm=True), *parts.mlp())
-    return parts.decoder(config, parts.transformer(config, qk_norm=True), rules)
+    return parts.plain(config)
 
 
 def qwen3_moe(config: Mapping[str, Any]) -> Architecture:
     """Of `config.json`, with experts. Raises `UnsupportedModel`."""
     config = renamed(config, num_local_experts="num_experts")
     check_keys(config, parts.COMMON_KEYS | _MOE_KEYS, attention_bias=(False,))
-    experts = int(need(config, "num_experts"))
-    fields = parts.transformer(config, qk_norm=True)
-    every, dense = int(config.get("decoder_sparse_step") or 1), set(config.get("mlp_only_layers") or ())
-    moe_layers = tuple(
-        index not in dense and experts > 0 and (index + 1) % every == 0 for index in range(fields["num_layers"])
-    )
-    fields |= {
-        "num_moe_experts": experts,
-        "moe_router_topk": int(need(config, "num_experts_per_tok")),
-        "moe_ffn_hidden_size": int(need(config, "moe_intermediate_size")),
+    need(config, "num_experts")
+    shape = shape_of(config)
+    fields = parts.transformer(config, shape) | {
+        "num_moe_experts": shape.experts,
+        "moe_router_topk": shape.active_experts,
+        "moe_ffn_hidden_size": shape.expert_ffn,
         "moe_router_score_function": "softmax",
         # The weights are a softmax over the chosen experts if they are normalised, else over all of them.
         "moe_router_pre_softmax": not config.get("norm_topk_prob", False),
     }
-    rules = (*parts.attention(config, qk_norm=True), *parts.mlp(dense_only=True), *parts.experts())
-    return parts.decoder(config, fields, rules, moe_layers=moe_layers)
+    return parts.decoder(
+        config, shape, fields, (*parts.attention(shape), *parts.mlp(dense_only=True), *parts.experts())
+    )

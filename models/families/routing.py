@@ -5,14 +5,16 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from configs.schema.model_shapes import ModelShape
 from models.errors import UnsupportedModel
 from models.families.reading import need
 
 
-def sigmoid_routing(config: Mapping[str, Any]) -> dict[str, Any]:
+def sigmoid_routing(config: Mapping[str, Any], shape: ModelShape) -> dict[str, Any]:
     """Fields of TransformerConfig. Raises `UnsupportedModel` for what Megatron-core's router cannot do."""
     model_type = config.get("model_type")
-    top, experts = int(need(config, "num_experts_per_tok")), int(need(config, "n_routed_experts"))
+    need(config, "n_routed_experts")
+    top = shape.active_experts
     chosen_groups, all_groups = int(config.get("topk_group") or 1), int(config.get("n_group") or 1)
     if not config.get("norm_topk_prob", True):
         raise UnsupportedModel(
@@ -31,26 +33,18 @@ def sigmoid_routing(config: Mapping[str, Any]) -> dict[str, Any]:
             "must be 2; use --train-backend fsdp"
         )
     grouped = all_groups > 1 and chosen_groups < all_groups
-    shared = int(config.get("n_shared_experts") or 0)
-    width = int(need(config, "moe_intermediate_size"))
     return {
-        "num_moe_experts": experts,
+        "num_moe_experts": shape.experts,
         "moe_router_topk": top,
-        "moe_ffn_hidden_size": width,
+        "moe_ffn_hidden_size": shape.expert_ffn,
         "moe_router_score_function": "sigmoid",
         "moe_router_dtype": "fp32",
         "moe_router_enable_expert_bias": True,
         "moe_router_num_groups": all_groups if grouped else None,
         "moe_router_group_topk": chosen_groups if grouped else None,
         "moe_router_topk_scaling_factor": float(config.get("routed_scaling_factor") or 1.0),
-        "moe_shared_expert_intermediate_size": shared * width or None,
+        "moe_shared_expert_intermediate_size": shape.shared_ffn or None,
     }
-
-
-def dense_before(config: Mapping[str, Any]) -> tuple[bool, ...]:
-    """By layer, whether it has experts: the first `first_k_dense_replace` have none."""
-    dense = int(config.get("first_k_dense_replace") or 0)
-    return tuple(index >= dense for index in range(int(need(config, "num_hidden_layers"))))
 
 
 def prediction_layers(config: Mapping[str, Any]) -> dict[str, str]:

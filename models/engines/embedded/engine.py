@@ -74,7 +74,7 @@ class EmbeddedEngine:
             model_path=model_path,
             model_type=spec.model_type,
             architecture=spec.architecture,
-            vocab_size=spec.vocab_size,
+            vocab_size=spec.shape.vocabulary,
             context_length=length,
             slots=slots,
             kv_tokens=slots * length,

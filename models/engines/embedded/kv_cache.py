@@ -31,17 +31,17 @@ class KVCache:
         self.capacity = max_len + 1
         self.dtype = dtype
         self.allocate()
-        self._heads = torch.arange(spec.kv_heads, device=device)
+        self._heads = torch.arange(spec.shape.kv_heads, device=device)
         self._arange = torch.arange(self.capacity, device=device)
-        self._scale = spec.head_dim**-0.5
+        self._scale = spec.shape.head**-0.5
 
     def allocate(self) -> None:
         """Take the memory, all zero."""
         spec = self.spec
-        shape = (spec.layers, self.slots, spec.kv_heads, self.capacity, spec.head_dim)
+        shape = (spec.shape.layers, self.slots, spec.shape.kv_heads, self.capacity, spec.shape.head)
         self.k, self.v = _zeros(shape, self.device, self.dtype), _zeros(shape, self.device, self.dtype)
-        self._k_flat = self.k.view(spec.layers, -1, spec.head_dim)
-        self._v_flat = self.v.view(spec.layers, -1, spec.head_dim)
+        self._k_flat = self.k.view(spec.shape.layers, -1, spec.shape.head)
+        self._v_flat = self.v.view(spec.shape.layers, -1, spec.shape.head)
 
     def free(self) -> None:
         """Give the memory back until `allocate`. Nothing may be in the cache."""
@@ -55,7 +55,7 @@ class KVCache:
 
     def flat_index(self, slots: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """Rows of the flattened cache for (slot, position) pairs of equal shape [...]: [... * kv_heads]."""
-        heads = slots.unsqueeze(-1) * self.spec.kv_heads + self._heads
+        heads = slots.unsqueeze(-1) * self.spec.shape.kv_heads + self._heads
         return (heads * self.capacity + positions.unsqueeze(-1)).flatten()
 
     def prefill(self, flat: torch.Tensor) -> Attend:
@@ -87,8 +87,8 @@ class KVCache:
         """One new token per row. `slots` as a number n means slots 0 to n - 1, which needs no gathering copy."""
         keys = min(-(-longest // KEY_BLOCK) * KEY_BLOCK, self.capacity)
         rows = positions.shape[0]
-        kv_heads, width = self.spec.kv_heads, self.spec.head_dim
-        shares = self.spec.heads // kv_heads
+        kv_heads, width = self.spec.shape.kv_heads, self.spec.shape.head
+        shares = self.spec.shape.heads // kv_heads
         hidden = self._arange[:keys] > positions.unsqueeze(-1)
         mask = torch.zeros(hidden.shape, device=self.device).masked_fill_(hidden, float("-inf")).view(rows, 1, 1, keys)
         on_cpu = self.device.type == "cpu"
@@ -116,8 +116,8 @@ class KVCache:
         return attend
 
     def _store(self, layer: int, flat: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
-        self._k_flat[layer].index_copy_(0, flat, k.reshape(-1, self.spec.head_dim))
-        self._v_flat[layer].index_copy_(0, flat, v.reshape(-1, self.spec.head_dim))
+        self._k_flat[layer].index_copy_(0, flat, k.reshape(-1, self.spec.shape.head))
+        self._v_flat[layer].index_copy_(0, flat, v.reshape(-1, self.spec.shape.head))
 
     def _index(self, values: list[int]) -> torch.Tensor:
         return torch.tensor(values, device=self.device)

@@ -172,7 +172,7 @@ class Prefill:
         """
         completion = admission.completion
         first, last = completion.score_from - admission.start, completion.prompt_tokens - admission.start - 1
-        rows = max(1, SCORED_LOGITS // self._transformer.spec.vocab_size)
+        rows = max(1, SCORED_LOGITS // self._transformer.spec.shape.vocabulary)
         values: list[float | None] = [None]
         for start in range(first, last, rows):
             end = min(start + rows, last)

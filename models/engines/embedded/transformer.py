@@ -57,7 +57,7 @@ class Transformer:
         self, x: torch.Tensor, layer: LayerWeights, cos: torch.Tensor, sin: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         rows, length = x.shape[:2]
-        heads, kv_heads, width = self.spec.heads, self.spec.kv_heads, self.spec.head_dim
+        heads, kv_heads, width = self.spec.shape.heads, self.spec.shape.kv_heads, self.spec.shape.head
         qkv = F.linear(x, layer.qkv, layer.qkv_bias).view(rows, length, heads + 2 * kv_heads, width)
         qk = qkv[:, :, : heads + kv_heads]
         if layer.qk_norm is not None:

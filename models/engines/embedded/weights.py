@@ -49,14 +49,16 @@ class LiveWeights:
 
     def __init__(self, spec: ModelSpec, device: torch.device, dtype: torch.dtype) -> None:
         self._device, self._dtype = device, dtype
-        self._tied = spec.tied
+        self._tied = spec.shape.tied
         self.names: dict[str, torch.Tensor] = {}
         self._derived: list[tuple[torch.Tensor, torch.Tensor]] = []  # (rows, parameter that each of them repeats)
         self._freed: list[tuple[torch.UntypedStorage, int]] = []  # and their bytes
-        self.embed = self._whole("model.embed_tokens.weight", spec.vocab_size, spec.hidden_size)
-        self.layers = [self._layer(f"model.layers.{index}.", spec) for index in range(spec.layers)]
-        self.norm = self._whole("model.norm.weight", spec.hidden_size)
-        self.head = self.embed if spec.tied else self._whole("lm_head.weight", spec.vocab_size, spec.hidden_size)
+        self.embed = self._whole("model.embed_tokens.weight", spec.shape.vocabulary, spec.shape.hidden)
+        self.layers = [self._layer(f"model.layers.{index}.", spec) for index in range(spec.shape.layers)]
+        self.norm = self._whole("model.norm.weight", spec.shape.hidden)
+        self.head = (
+            self.embed if spec.shape.tied else self._whole("lm_head.weight", spec.shape.vocabulary, spec.shape.hidden)
+        )
 
     def load(self, directory: Path) -> None:
         """Copy a checkpoint (one file or a sharded index) into the live tensors. Raises `WeightsRefused`."""
@@ -116,22 +118,22 @@ class LiveWeights:
             )
 
     def _layer(self, prefix: str, spec: ModelSpec) -> LayerWeights:
-        hidden, inner = spec.hidden_size, spec.intermediate_size
-        queries, keys = spec.heads * spec.head_dim, spec.kv_heads * spec.head_dim
+        hidden, inner = spec.shape.hidden, spec.shape.ffn
+        queries, keys = spec.shape.heads * spec.shape.head, spec.shape.kv_heads * spec.shape.head
         qkv = [("self_attn.q_proj", queries), ("self_attn.k_proj", keys), ("self_attn.v_proj", keys)]
         gate_up = [("mlp.gate_proj", inner), ("mlp.up_proj", inner)]
         return LayerWeights(
             input_norm=self._whole(prefix + "input_layernorm.weight", hidden),
             qkv=self._stacked(prefix, qkv, "weight", hidden),
-            qkv_bias=self._stacked(prefix, qkv, "bias") if spec.qkv_bias else None,
-            qk_norm=self._spread_norms(prefix, spec) if spec.qk_norm else None,
+            qkv_bias=self._stacked(prefix, qkv, "bias") if spec.shape.qkv_bias else None,
+            qk_norm=self._spread_norms(prefix, spec) if spec.shape.qk_norm else None,
             o=self._whole(prefix + "self_attn.o_proj.weight", hidden, queries),
-            o_bias=self._whole(prefix + "self_attn.o_proj.bias", hidden) if spec.o_bias else None,
+            o_bias=self._whole(prefix + "self_attn.o_proj.bias", hidden) if spec.shape.out_bias else None,
             post_norm=self._whole(prefix + "post_attention_layernorm.weight", hidden),
             gate_up=self._stacked(prefix, gate_up, "weight", hidden),
-            gate_up_bias=self._stacked(prefix, gate_up, "bias") if spec.mlp_bias else None,
+            gate_up_bias=self._stacked(prefix, gate_up, "bias") if spec.shape.ffn_bias else None,
             down=self._whole(prefix + "mlp.down_proj.weight", hidden, inner),
-            down_bias=self._whole(prefix + "mlp.down_proj.bias", hidden) if spec.mlp_bias else None,
+            down_bias=self._whole(prefix + "mlp.down_proj.bias", hidden) if spec.shape.ffn_bias else None,
         )
 
     def _whole(self, name: str, *shape: int) -> torch.Tensor:
@@ -141,10 +143,10 @@ class LiveWeights:
 
     def _spread_norms(self, prefix: str, spec: ModelSpec) -> torch.Tensor:
         """One row per query and key head, so that one product scales them all."""
-        q_norm = self._whole(prefix + "self_attn.q_norm.weight", spec.head_dim)
-        k_norm = self._whole(prefix + "self_attn.k_norm.weight", spec.head_dim)
-        spread = q_norm.new_zeros(spec.heads + spec.kv_heads, spec.head_dim)
-        self._derived += [(spread[: spec.heads], q_norm), (spread[spec.heads :], k_norm)]
+        q_norm = self._whole(prefix + "self_attn.q_norm.weight", spec.shape.head)
+        k_norm = self._whole(prefix + "self_attn.k_norm.weight", spec.shape.head)
+        spread = q_norm.new_zeros(spec.shape.heads + spec.shape.kv_heads, spec.shape.head)
+        self._derived += [(spread[: spec.shape.heads], q_norm), (spread[spec.shape.heads :], k_norm)]
         return spread
 
     def _stacked(self, prefix: str, parts: list[tuple[str, int]], kind: str, *columns: int) -> torch.Tensor:
