@@ -22,7 +22,7 @@ from typing import Final, Literal
 
 from msgspec import Struct
 
-from configs.plan.parallel_layout import Layout, layout_of, stage_layers
+from configs.plan.gpus import Layout, layout_of, stage_layers
 from configs.plan.parameters import Share, adapter_parameters, layer_share, total_parameters
 from configs.schema import Config
 from configs.schema.model_shapes import ModelShape

@@ -13,8 +13,7 @@ from typing import Final
 
 from configs.cli.help import with_tables
 from configs.load import load
-from configs.plan.gpus import gpus_of
-from configs.plan.parallel_layout import layout_of
+from configs.plan.gpus import gpus_of, layout_of
 from configs.plan.run_estimate import RunEstimate, estimate_run
 from configs.presets import preset_names
 from configs.resolve import resolve

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from configs.plan.parallel_layout import layout_of, own_stages, stage_layers
+from configs.plan.gpus import layout_of, own_stages, stage_layers
 from configs.schema import Config
 from configs.schema.model_shapes import ModelShape, known_shape
 from configs.sources import known_model

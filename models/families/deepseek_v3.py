@@ -10,12 +10,11 @@ from dataclasses import replace
 from typing import Any
 
 from configs.schema.model_shapes import Latent, ModelShape
-from models.families import parts
-from models.families.architecture import Architecture
+from models.families import decoder
+from models.families.decoder import Architecture, prediction_layers, sigmoid_routing
 from models.families.hugging_face_names import Rule, whole
 from models.families.reading import check_keys, renamed, shape_of
 from models.families.rope import Rope, read_rope
-from models.families.routing import prediction_layers, sigmoid_routing
 
 _KEYS = frozenset(
     "kv_lora_rank q_lora_rank qk_head_dim qk_nope_head_dim qk_rope_head_dim v_head_dim".split()  # noqa: SIM905
@@ -29,7 +28,7 @@ def deepseek_v3(config: Mapping[str, Any]) -> Architecture:
     config = renamed(config, num_local_experts="n_routed_experts")
     check_keys(
         config,
-        parts.COMMON_KEYS | parts.MOE_KEYS | _KEYS,
+        decoder.COMMON_KEYS | decoder.MOE_KEYS | _KEYS,
         attention_bias=(False,),
         rope_interleave=(True,),
         scoring_func=("sigmoid",),
@@ -42,10 +41,10 @@ def deepseek_v3(config: Mapping[str, Any]) -> Architecture:
     rope = read_rope(config, head_width=latent.rotary)
     rules = (
         *_attention(latent),
-        *parts.mlp(dense_only=True),
-        *parts.experts(router_bias=True, shared=shape.shared_ffn > 0),
+        *decoder.mlp(dense_only=True),
+        *decoder.experts(router_bias=True, shared=shape.shared_ffn > 0),
     )
-    found = parts.decoder(
+    found = decoder.decoder(
         config, shape, _transformer(config, shape, latent, rope), rules, rope=rope, left_out=prediction_layers(config)
     )
     return replace(found, latent_attention=True, latent_norm_eps=_LATENT_NORM_EPS)
@@ -53,7 +52,7 @@ def deepseek_v3(config: Mapping[str, Any]) -> Architecture:
 
 def _transformer(config: Mapping[str, Any], shape: ModelShape, latent: Latent, rope: Rope) -> dict[str, Any]:
     return (
-        parts.transformer(config, shape)
+        decoder.transformer(config, shape)
         | sigmoid_routing(config, shape)
         | {
             "qk_layernorm": True,
@@ -75,7 +74,7 @@ def _transformer(config: Mapping[str, Any], shape: ModelShape, latent: Latent, r
 
 
 def _attention(latent: Latent) -> tuple[Rule, ...]:
-    theirs, own = parts.LAYER + "self_attn.", parts.OWN + "self_attention."
+    theirs, own = decoder.LAYER + "self_attn.", decoder.OWN + "self_attention."
     if latent.query_rank is None:
         query: tuple[Rule, ...] = (Rule(own + "linear_q_proj.weight", whole(theirs + "q_proj.weight"), split="rows"),)
     else:

@@ -21,8 +21,8 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from configs.schema.rollout import RolloutConfig
+from models.engines.answers import RequestLimits
 from models.engines.client import EngineClient
-from models.engines.limits import RequestLimits
 from stages.engine_entries import ADDRESS, DIRECTORY, POLICY, entries
 from stages.engines.colocation import KEY, trainers_turn
 from stages.messages import EngineEntry, RouterAddress, RouterState, WeightsAnnouncement

@@ -14,7 +14,7 @@ from typing import Final
 
 import xxhash
 
-from models.engines.launch.routing import Policy
+from models.engines.launch.router_command import Policy
 
 CROWDED: Final = 1.25  # cache_aware leaves an engine with more than this share of the mean load
 

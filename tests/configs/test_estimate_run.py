@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from configs.load import load, read_preset
+from configs.plan.gpus import layout_of, stage_layers
 from configs.plan.memory import TrainerMemory, layer_activations, trainer_memory
-from configs.plan.parallel_layout import layout_of, stage_layers
 from configs.plan.parameters import layer_share, total_parameters
 from configs.plan.plan import make_plan, render
 from configs.plan.run_estimate import RunEstimate, estimate_run

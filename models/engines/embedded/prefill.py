@@ -22,8 +22,7 @@ import numpy.typing as npt
 import torch
 
 from models.engines.core import Completion
-from models.engines.embedded.kv_cache import KVCache
-from models.engines.embedded.slots import SlotTable
+from models.engines.embedded.kv_cache import KVCache, SlotTable
 from models.engines.embedded.transformer import Transformer
 
 PREFILL_TOKENS: Final = 16_384

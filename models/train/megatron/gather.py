@@ -17,9 +17,8 @@ import torch
 from torch import Tensor
 
 from models.errors import BackendMisuse
-from models.families.architecture import Architecture
-from models.families.hugging_face_names import Weight
-from models.families.sharding import merge
+from models.families.decoder import Architecture
+from models.families.hugging_face_names import Weight, merge
 from models.train.megatron.held_parameters import held_parameters
 
 if TYPE_CHECKING:

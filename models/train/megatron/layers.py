@@ -31,7 +31,7 @@ from megatron.core.transformer.transformer_layer import (
 )
 from torch import Tensor
 
-from models.families.architecture import Architecture
+from models.families.decoder import Architecture
 from models.train.megatron.attention import SdpaCoreAttention
 from models.train.megatron.norm import LATENT_EPS, LatentRmsNorm, RmsNorm
 from models.train.megatron.rotary import LatentAttention

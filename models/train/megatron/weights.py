@@ -23,10 +23,9 @@ import torch
 from torch import Tensor
 
 from models.errors import CheckpointUnavailable
-from models.families.architecture import Architecture
-from models.families.hugging_face_names import Weight
+from models.families.decoder import Architecture
+from models.families.hugging_face_names import Weight, padded_vocab, part
 from models.families.registry import architecture_of
-from models.families.sharding import padded_vocab, part
 from models.families.source import CheckpointTensors
 from models.train.megatron.gather import BUCKET_BYTES, export_buckets
 from models.train.megatron.held_parameters import held_parameters

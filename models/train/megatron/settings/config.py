@@ -13,7 +13,7 @@ import torch
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
 from models.errors import TrainConfigInvalid
-from models.families.architecture import Architecture
+from models.families.decoder import Architecture
 from models.train.megatron.settings.layout import check_layout, model_dtype, on_gpu, uses_transformer_engine
 from models.train.megatron.settings.options import split_options
 from models.train.spec import TrainSpec

@@ -11,7 +11,7 @@ import torch
 
 from configs.schema.megatron import MegatronConfig
 from models.errors import TrainConfigInvalid, UnsupportedModel
-from models.families.architecture import Architecture
+from models.families.decoder import Architecture
 from models.train.spec import TrainSpec
 
 
