@@ -202,9 +202,8 @@ def _write_megatron(loaded: Loaded, out: Path) -> None:
     import megatron.core
     import torch
 
-    from models.train.megatron.checkpoint.files import STATE_DIR, MegatronState
+    from models.train.megatron.checkpoint.files import STATE_DIR, MegatronState, Plan
     from models.train.megatron.checkpoint.state import parallel_layout
-    from models.train.megatron.checkpoint.writing import Plan
 
     files = out / STATE_DIR
     if loaded.rank == 0:

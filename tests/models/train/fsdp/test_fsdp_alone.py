@@ -28,11 +28,11 @@ from models.errors import CheckpointUnavailable, TrainConfigInvalid, Unsupported
 from models.train.fsdp.loading import _compare
 from models.train.fsdp.mesh import sizes_of
 from models.train.fsdp.models import FsdpModels
-from models.train.huggingface.context import ContextParallel
 from models.train.huggingface.hf_weights import buckets
 from models.train.huggingface.models import TorchModels
-from models.train.packing.packing import Layout, Packing, Unit
-from models.train.packing.rows import attention_allowed, pack_rows
+from models.train.huggingface.scoring import ContextParallel
+from models.train.step.micro_batches import attention_allowed, pack_rows
+from models.train.step.packing import Layout, Packing, Unit
 from models.train.trainer import Trainer
 
 pytestmark = pytest.mark.slow

@@ -15,7 +15,7 @@ from models.algorithms.advantages import Episode, TokenAdvantages, batch_advanta
 from models.algorithms.returns import FloatArray, moments
 from models.algorithms.shared_tokens import averaged
 from models.train.dp_group import Float32Array
-from models.train.step.batch_needs import BatchNeeds
+from models.train.spec import BatchNeeds
 from models.train.step.examples import Example, Rollout
 
 
