@@ -8,7 +8,7 @@ import msgspec
 
 from configs.schema import Config
 from configs.schema.data import DataConfig
-from models.context import context_limit
+from models.families.source import context_limit
 from stages.agents.messages import Message as ChatMessage
 from stages.data.prompt_set import Preparer, PromptSet, Render
 from stages.data.rows import Message
