@@ -22,8 +22,7 @@ from models.errors import (
 from models.import_path import ImportPathError
 from pipeline.observe.errors import ObserveError
 from stages.agents.errors import AgentsError
-from stages.data.errors import DataError
-from stages.errors import StageError
+from stages.errors import DataError, StageError
 from stages.graders.errors import GradingError
 from stages.tools.errors import ToolError
 from transport.errors import AddressError, SecurityError
