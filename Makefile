@@ -42,7 +42,7 @@ $(SGLANG_VENV)/.installed-cpu: $(LAUNCH)/requirements-cpu.txt $(wildcard $(LAUNC
 	@echo "installing SGLang for the CPU into $(SGLANG_VENV): 2.3 GB, one to four minutes"
 	@grep -v '^#' $< | sort -r | xargs -P 3 -n 34 $(SGLANG_PIP) --no-deps
 	@$(SGLANG_PYTHON) -m models.engines.launch.install_shims $(SGLANG_PYTHON)
-	@$(SGLANG_PYTHON) -m models.engines.launch.remember $(SGLANG_PYTHON)
+	@$(SGLANG_PYTHON) -m models.engines.launch.environment $(SGLANG_PYTHON)
 	@rm -f $(SGLANG_VENV)/.installed-* && touch $@
 
 $(SGLANG_VENV)/.installed-gpu: $(LAUNCH)/requirements-gpu.txt
@@ -51,7 +51,7 @@ $(SGLANG_VENV)/.installed-gpu: $(LAUNCH)/requirements-gpu.txt
 	@echo "installing SGLang for the GPU into $(SGLANG_VENV): 10 GB, some minutes"
 	@$(SGLANG_PIP) -r $<
 	@$(SGLANG_PYTHON) -m models.engines.launch.install_shims $(SGLANG_PYTHON)
-	@$(SGLANG_PYTHON) -m models.engines.launch.remember $(SGLANG_PYTHON)
+	@$(SGLANG_PYTHON) -m models.engines.launch.environment $(SGLANG_PYTHON)
 	@rm -f $(SGLANG_VENV)/.installed-* && touch $@
 
 agents-env: $(AGENTS_VENV)/.installed

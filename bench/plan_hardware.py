@@ -17,12 +17,12 @@ from typing import Final
 import msgspec
 
 from bench.plan_types import Cluster
-from configs.plan.architecture import Architecture, architecture, matrices
 from configs.plan.gpus import NODE_GPUS
 from configs.plan.model_table import preset_config
-from configs.plan.parameters import forward_flops, total_parameters
+from configs.plan.parameters import forward_flops, matrices, total_parameters
 from configs.plan.run_estimate import STATIC_FRACTION
 from configs.plan.staleness import capped_lognormal_mean
+from configs.schema.model_shapes import ModelShape, known_shape
 
 
 class Gpu(msgspec.Struct, frozen=True):
@@ -88,15 +88,15 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
 
 
 @cache
-def shape_of(model: str) -> Architecture:
+def shape_of(model: str) -> ModelShape:
     """Of a preset of `--model`. Raises ConfigError, which names those that there are."""
-    shape = architecture(preset_config(model).model.architecture)
+    shape = known_shape(preset_config(model).model.architecture)
     if shape is None:
         raise ValueError(f"the preset {model} has an architecture that is not known; correct its file")
     return shape
 
 
-def weight_bytes(shape: Architecture, running: float) -> float:
+def weight_bytes(shape: ModelShape, running: float) -> float:
     """Bytes of weights that a decode step of so many rollouts reads: of experts, those that any of its tokens wants."""
     routed = sum(m.parameters for i in range(shape.layers) for m in matrices(shape, i) if m.split == "expert")
     touched = 1 - (1 - shape.active_experts / shape.experts) ** running if shape.experts else 1.0
@@ -147,7 +147,7 @@ def cluster_of(job: Job, engines: int, trainer_gpus: int, *, colocated: bool = F
 COMMON: Final = tuple(set(Job.__struct_fields__) & set(Cluster.__struct_fields__) - {"slots"})
 
 
-def _reduce_s(shape: Architecture, gpus: int, share: Efficiency) -> float:
+def _reduce_s(shape: ModelShape, gpus: int, share: Efficiency) -> float:
     """Of a decode step: what tensor parallelism waits for its sums."""
     if gpus == 1:
         return 0.0

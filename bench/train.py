@@ -38,7 +38,7 @@ from bench.train_speed import (
     measure,
 )
 from bench.train_work import ids_and_prompts, recorded_batch, work_of
-from models.train.packing.packing import Packing
+from models.train.step.packing import Packing
 
 BASELINE = "torch"
 SHARES = (2, 4, 8, 16, 32, 64)

@@ -13,8 +13,8 @@ import numpy as np
 import numpy.typing as npt
 
 from bench.report import Series
-from models.train.packing.micro_batches import balance
-from models.train.packing.packing import Layout, Packing, Unit, plan, units_of
+from models.train.step.micro_batches import balance
+from models.train.step.packing import Layout, Packing, Unit, plan, units_of
 
 Ids = npt.NDArray[np.int32]
 OURS, PADDED, FIRST_COME = "packed, prompts shared", "padded", "packed first come"

@@ -35,10 +35,9 @@ from configs.schema.update import UpdateConfig
 from models.engines.client import EngineClient
 from models.engines.launch.command import server_launch
 from models.engines.launch.environment import probe
-from models.weights.buckets import TORCH_NAMES
+from models.weights.delta import DeltaStore
 from models.weights.delta_mirror import DeltaMirror
-from models.weights.delta_store import DeltaStore
-from models.weights.layout import read_layout
+from models.weights.layout import TORCH_NAMES, read_layout
 from models.weights.shared_memory_writer import SlotWriter
 from stages.base import StageContext
 from stages.engines.engine_control import EngineControl

@@ -26,7 +26,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from models.train.errors import CheckpointUnavailable, TrainConfigInvalid, TrainError
+from models.errors import CheckpointUnavailable, TrainConfigInvalid, TrainError
 
 CHECKSUMS: Final = "checksums.json"
 _SIZES: Final = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "expert_model_parallel_size")
@@ -202,9 +202,8 @@ def _write_megatron(loaded: Loaded, out: Path) -> None:
     import megatron.core
     import torch
 
-    from models.train.megatron.checkpoint.files import STATE_DIR, MegatronState
+    from models.train.megatron.checkpoint.files import STATE_DIR, MegatronState, Plan
     from models.train.megatron.checkpoint.state import parallel_layout
-    from models.train.megatron.checkpoint.writing import Plan
 
     files = out / STATE_DIR
     if loaded.rank == 0:

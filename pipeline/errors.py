@@ -8,12 +8,18 @@ import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
-from models.algorithms.errors import AlgorithmError
 from models.checkpoint import CheckpointError
 from models.engines.errors import EngineStartError
+from models.errors import (
+    AlgorithmError,
+    CheckpointUnavailable,
+    SlotDirectoryError,
+    SourceError,
+    TrainConfigInvalid,
+    TrainStateUnreadable,
+    UnsupportedModel,
+)
 from models.import_path import ImportPathError
-from models.train.errors import CheckpointUnavailable, TrainConfigInvalid, TrainStateUnreadable, UnsupportedModel
-from models.weights.errors import SlotDirectoryError, SourceError
 from pipeline.observe.errors import ObserveError
 from stages.agents.calls import EnvironmentFailed
 from stages.chat.errors import ChatError

@@ -16,8 +16,8 @@ import msgspec
 
 from configs.graph import Stream, engine_count, frozen_engines, is_address
 from configs.schema import Config
-from models.context import context_limit
 from models.engines.token import TokenFile, read_token, run_token
+from models.families.source import context_limit
 from models.fault_injection import fault_plan
 from models.import_path import import_path
 from models.train.trainer_group.rank_spec import needs_trainer_group, processes_of

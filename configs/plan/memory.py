@@ -22,10 +22,10 @@ from typing import Final, Literal
 
 from msgspec import Struct
 
-from configs.plan.architecture import Architecture
-from configs.plan.parallel_layout import Layout, layout_of, stage_layers
+from configs.plan.gpus import Layout, layout_of, stage_layers
 from configs.plan.parameters import Share, adapter_parameters, layer_share, total_parameters
 from configs.schema import Config
+from configs.schema.model_shapes import ModelShape
 from configs.schema.train import LOGPROB_CHUNK_IDS
 
 GPU_BYTES: Final = 80 * 10**9
@@ -61,7 +61,7 @@ class TrainerMemory(Struct, frozen=True, kw_only=True):
         return self.total + RUNTIME_BYTES <= GPU_BYTES
 
 
-def trainer_memory(config: Config, shape: Architecture) -> TrainerMemory | None:
+def trainer_memory(config: Config, shape: ModelShape) -> TrainerMemory | None:
     """Estimate for one process; None for the simulated trainer, or where layers do not divide into stages."""
     match config.train.train_backend:
         case "torch" | "fsdp":
@@ -71,7 +71,7 @@ def trainer_memory(config: Config, shape: Architecture) -> TrainerMemory | None:
     return None
 
 
-def _transformers(config: Config, shape: Architecture) -> TrainerMemory:
+def _transformers(config: Config, shape: ModelShape) -> TrainerMemory:
     """Modules of transformers: whole in each process and under autocast (torch), or in shards (fsdp)."""
     layout, lora, sharded = layout_of(config), config.lora, config.train.train_backend == "fsdp"
     half = config.train.train_dtype == "bfloat16" or (sharded and config.train.train_dtype == "auto")
@@ -102,14 +102,14 @@ def _transformers(config: Config, shape: Architecture) -> TrainerMemory:
     )
 
 
-def _gathered(config: Config, shape: Architecture, width: int) -> int:
+def _gathered(config: Config, shape: ModelShape, width: int) -> int:
     """What a pass keeps of other processes' shards: root and one layer ahead, or all; and a layer's gradients."""
     layers = [layer_share(shape, layer).total for layer in range(shape.layers)]
     kept = sum(layers) if not config.fsdp.fsdp_reshard_after_forward else 2 * max(layers)
     return width * (total_parameters(shape) - sum(layers) + kept) + 4 * max(layers)
 
 
-def _megatron(config: Config, shape: Architecture) -> TrainerMemory | None:
+def _megatron(config: Config, shape: ModelShape) -> TrainerMemory | None:
     stages = stage_layers(config, shape.layers)
     if stages is None:
         return None
@@ -120,7 +120,7 @@ def _megatron(config: Config, shape: Architecture) -> TrainerMemory | None:
     return max(found, key=lambda memory: memory.total)
 
 
-def _megatron_stage(config: Config, shape: Architecture, stage: int, layers: range) -> TrainerMemory:
+def _megatron_stage(config: Config, shape: ModelShape, stage: int, layers: range) -> TrainerMemory:
     layout, megatron = layout_of(config), config.megatron
     half = config.train.train_dtype != "float32"
     width, optimizer_bytes = (2, 12) if half else (4, 8)
@@ -163,7 +163,7 @@ def _has_reference(config: Config) -> bool:
     return asked and config.train.loss_type != "sft_loss"
 
 
-def _logits(config: Config, shape: Architecture, vocabulary: int, *, half: bool) -> int:
+def _logits(config: Config, shape: ModelShape, vocabulary: int, *, half: bool) -> int:
     train = config.train
     return log_prob_pass(
         train.max_tokens_per_gpu, train.logprob_chunk_tokens, vocabulary, shape.hidden, 2 if half else 4
@@ -184,7 +184,7 @@ def log_prob_pass(tokens: int, chunk: int, vocabulary: int, hidden: int, width: 
 
 
 def layer_activations(
-    shape: Architecture,
+    shape: ModelShape,
     layer: int,
     form: Form,
     *,
@@ -224,7 +224,7 @@ def layer_activations(
     return (_part(whole, tensor) if sequence else whole) + _part(split, tensor) + experts
 
 
-def _whole_model_activations(config: Config, shape: Architecture, form: Form) -> int:
+def _whole_model_activations(config: Config, shape: ModelShape, form: Form) -> int:
     """Of a micro-batch through all layers. Recomputed layers keep their input alone, one at a time is there whole."""
     each = [layer_activations(shape, layer, form) for layer in range(shape.layers)]
     if config.train.gradient_checkpointing:
@@ -234,7 +234,7 @@ def _whole_model_activations(config: Config, shape: Architecture, form: Form) ->
     return per_token * config.train.max_tokens_per_gpu
 
 
-def _stage_activations(config: Config, shape: Architecture, layout: Layout, stage: int, layers: range) -> int:
+def _stage_activations(config: Config, shape: ModelShape, layout: Layout, stage: int, layers: range) -> int:
     """Of all micro-batches that a pipeline stage has in flight at one time (1F1B; interleaved: Narayanan et al.)."""
     megatron = config.megatron
     half = config.train.train_dtype != "float32"

@@ -13,13 +13,12 @@ from typing import Final
 
 from configs.cli.help import with_tables
 from configs.load import load
-from configs.plan.architecture import Architecture, architecture
-from configs.plan.gpus import gpus_of
-from configs.plan.parallel_layout import layout_of
+from configs.plan.gpus import gpus_of, layout_of
 from configs.plan.run_estimate import RunEstimate, estimate_run
 from configs.presets import preset_names
 from configs.resolve import resolve
 from configs.schema import Config
+from configs.schema.model_shapes import ModelShape, known_shape
 
 PAGE: Final = Path(__file__).resolve().parent.parent.parent / "docs" / "models.md"
 # The run that the tables are about.
@@ -59,15 +58,15 @@ def _size(name: str) -> tuple[int, str]:
     return _known(preset_config(name))[1].parameters, name
 
 
-def _known(config: Config) -> tuple[Architecture, RunEstimate]:
-    shape = architecture(config.model.architecture)
+def _known(config: Config) -> tuple[ModelShape, RunEstimate]:
+    shape = known_shape(config.model.architecture)
     found = estimate_run(config, config.model.architecture)
     if shape is None or found is None:
         raise ValueError(f"the preset {config.model.model} has an architecture that is not known; correct its file")
     return shape, found
 
 
-def _model_cells(name: str, config: Config, shape: Architecture, found: RunEstimate) -> Sequence[str]:
+def _model_cells(name: str, config: Config, shape: ModelShape, found: RunEstimate) -> Sequence[str]:
     layers = f"{shape.layers}, {sum(shape.sparse)} with {shape.experts} experts" if any(shape.sparse) else shape.layers
     return (
         f"`{name}`",

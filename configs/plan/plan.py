@@ -10,10 +10,8 @@ from msgspec import Struct
 
 from configs.graph import frozen_engines, is_address, path, replicas, streams
 from configs.load import config_hash
-from configs.plan.gpus import gpus_of
-from configs.plan.model import model_lines, size_text
-from configs.plan.parallel_layout import layout_of, trainer_processes
-from configs.plan.run_estimate import RunEstimate, estimate_run
+from configs.plan.gpus import gpus_of, layout_of, trainer_processes
+from configs.plan.run_estimate import RunEstimate, estimate_run, model_lines, size_text
 from configs.plan.staleness import predicted_staleness, simulated_times, staleness_line
 from configs.schema import Config
 from configs.schema.fault_spec import read_fault

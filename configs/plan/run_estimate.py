@@ -12,10 +12,11 @@ from typing import Any, Final
 from msgspec import Struct
 
 from configs.graph import evaluates, path
-from configs.plan.architecture import Architecture, architecture
-from configs.plan.memory import GPU_BYTES, TrainerMemory, trainer_memory
+from configs.plan.gpus import Gpus, Layout
+from configs.plan.memory import GPU_BYTES, RUNTIME_BYTES, TrainerMemory, trainer_memory
 from configs.plan.parameters import active_parameters, forward_flops, total_parameters
 from configs.schema import Config
+from configs.schema.model_shapes import ModelShape, known_shape
 
 PEAK_FLOPS: Final = 989e12  # per second, H100 SXM, dense bfloat16 (its data sheet)
 UTILISATION: Final = 0.4  # share of it that is assumed, not measured
@@ -63,7 +64,7 @@ class RunEstimate(Struct, frozen=True, kw_only=True):
 
 def estimate_run(config: Config, model: Mapping[str, Any]) -> RunEstimate | None:
     """Estimate for a model's config.json; None if its shape is not known."""
-    shape = architecture(model)
+    shape = known_shape(model)
     if shape is None:
         return None
     count = total_parameters(shape)
@@ -84,7 +85,7 @@ def _engine_width(config: Config) -> int:
     return 2 if config.engine.engine_dtype == "bfloat16" else 4
 
 
-def _engine(config: Config, shape: Architecture, count: int) -> EngineMemory:
+def _engine(config: Config, shape: ModelShape, count: int) -> EngineMemory:
     width, layers = _engine_width(config), shape.layers
     if config.engine.engine != "sglang":
         slots = min(config.engine.engine_slots, config.rollout.server_concurrency)
@@ -113,7 +114,7 @@ def _number(value: Any) -> float | None:
         return None
 
 
-def _longest(config: Config, shape: Architecture) -> int | None:
+def _longest(config: Config, shape: ModelShape) -> int | None:
     """Tokens of the longest sequence: as configured, else the model's own limit."""
     length = config.rollout.rollout_max_context_len
     if length is None:
@@ -124,7 +125,7 @@ def _longest(config: Config, shape: Architecture) -> int | None:
     return length
 
 
-def _work(config: Config, shape: Architecture) -> Work:
+def _work(config: Config, shape: ModelShape) -> Work:
     rollout, train = config.rollout, config.train
     prompt = config.data.rollout_max_prompt_len or 0
     length = min(
@@ -154,3 +155,109 @@ def _scored(config: Config) -> int:
     old = correction.policy_mode == "decoupled" and correction.prox == "recompute"
     reference = algorithm.use_kl_loss or algorithm.kl_coef > 0
     return int(old) + int(reference)
+
+
+# --------------------------------------------------------------------------------------------------
+# What the plan says about the model: parameters, memory of a process and of an engine, operations of a batch.
+
+
+def model_lines(found: RunEstimate, layout: Layout, backend: str, gpus: Gpus) -> list[str]:
+    """The last part of the plan; sizes are estimates."""
+    active = f", {found.active:,} of them active per token" if found.active != found.parameters else ""
+    lines = [f"model and memory (estimates): {found.parameters:,} parameters{active}"]
+    if found.trainer is not None:
+        lines += _trainer(found.trainer, layout, backend)
+    if found.engine is not None:
+        lines += _engine_lines(found.engine)
+    if gpus.shared and found.trainer is not None and found.engine is not None:
+        lines += _together(found.trainer, found.engine)
+    if gpus.total:
+        lines.append(f"  GPUs               {gpus}")
+    lines.append(f"  weight store       {size_text(found.weight_slots)}   two versions in shared memory")
+    if backend != "simulated":
+        lines += _work_lines(found, layout)
+    return lines
+
+
+def _trainer(memory: TrainerMemory, layout: Layout, backend: str) -> list[str]:
+    each = f"each of {layout.world} processes" if layout.world > 1 else "one process"
+    state = f"weights {size_text(memory.weights)}, gradients {size_text(memory.gradients)}, optimizer "
+    lines = [
+        f"  trainer            {size_text(memory.state)}   {each}, {backend}: {state}{size_text(memory.optimizer)}",
+        f"  passes             {size_text(memory.total - memory.state)}   a full micro-batch: activations "
+        f"{size_text(memory.activations)}, logits {size_text(memory.logits)}"
+        + (f", gathered weights {size_text(memory.gathered)}" if memory.gathered else ""),
+    ]
+    if memory.host:
+        lines.append(f"  on the host        {size_text(memory.host)}   for each process")
+    if not memory.fits:
+        lines.append(
+            f"  warning: {size_text(memory.total)} and about {size_text(RUNTIME_BYTES)} of the runtime do not fit into "
+            f"{GPU_BYTES // 10**9} GB; {_cure(memory, layout, backend)}"
+        )
+    return lines
+
+
+def _cure(memory: TrainerMemory, layout: Layout, backend: str) -> str:
+    """What lowers the larger part."""
+    if memory.state < memory.total - memory.state:
+        recompute = "--recompute-granularity full" if backend == "megatron" else "--gradient-checkpointing"
+        return f"lower --max-tokens-per-gpu, or add {recompute}"
+    if backend == "torch":
+        return "divide the model with --train-backend fsdp and --actor-num-gpus-per-node"
+    if backend == "fsdp":
+        return "raise --actor-num-nodes or --actor-num-gpus-per-node, or add --fsdp-cpu-offload"
+    return "raise a parallel size with the number of processes, or add --optimizer-cpu-offload"
+
+
+def _engine_lines(engine: EngineMemory) -> list[str]:
+    each = f"each of its {engine.gpus} GPUs: " if engine.gpus > 1 else ""
+    lines = [
+        f"  one engine         {size_text(engine.total)}   {each}{size_text(engine.weights)} weights + KV cache of "
+        f"{engine.kv_tokens:,} tokens, {engine.kv_bytes_per_token:,} bytes each"
+    ]
+    if engine.weights >= GPU_BYTES or not engine.kv_tokens:
+        lines.append(
+            f"  warning: {size_text(engine.weights)} of weights leave no room for a KV cache in {GPU_BYTES // 10**9} "
+            "GB; divide them with --engine sglang and a larger --rollout-num-gpus-per-engine"
+        )
+    return lines
+
+
+def _together(trainer: TrainerMemory, engine: EngineMemory) -> list[str]:
+    """Of a colocated run: what would be needed at the same time, and what is, in turns."""
+    whole, at_once = trainer.total + engine.total, max(trainer.total, engine.total)
+    lines = [
+        f"  trainer and engine {size_text(whole)}   on the same GPU, in turns: {size_text(at_once)} at one time, and "
+        f"{size_text(trainer.weights + trainer.optimizer)} of the trainer on the host in the engine's turn"
+    ]
+    if at_once + RUNTIME_BYTES > GPU_BYTES:
+        lines.append(
+            f"  warning: the larger of both and about {size_text(RUNTIME_BYTES)} of the runtime do not fit into "
+            f"{GPU_BYTES // 10**9} GB; lower --max-tokens-per-gpu or --engine-slots, or leave --colocate out"
+        )
+    return lines
+
+
+def _work_lines(found: RunEstimate, layout: Layout) -> list[str]:
+    work = found.work
+    return [
+        f"  work               {_flops(work.forward_token)} forward per token, {work.passes:g} times that to train it; "
+        f"{_flops(work.batch)} per rollout batch if all sequences have {work.length:,} tokens",
+        f"                     at {UTILISATION:.0%} of {PEAK_FLOPS / 1e12:g} TFLOP/s (H100, bfloat16) on "
+        f"{layout.world} GPU{'s' if layout.world > 1 else ''}: {work.seconds(layout.world):.3g} s",
+    ]
+
+
+def _flops(count: float) -> str:
+    return _scaled(count, 1000, 3, ("FLOP", "kFLOP", "MFLOP", "GFLOP", "TFLOP", "PFLOP", "EFLOP"))
+
+
+def size_text(count: int | None) -> str:
+    """Bytes with a binary unit."""
+    return _scaled(count or 0, 1024, 4, ("B", "KiB", "MiB", "GiB", "TiB"))
+
+
+def _scaled(count: float, base: int, digits: int, units: tuple[str, ...]) -> str:
+    power = next((power for power in range(len(units)) if count < base ** (power + 1)), len(units) - 1)
+    return f"{count / base**power:.{digits}g} {units[power]}"

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from configs.graph import replicas
-from configs.plan.parallel_layout import trainer_processes
+from configs.plan.gpus import trainer_processes
 from configs.schema import Config
 from configs.schema.debug import batch_file
 from configs.schema.fault_spec import RANK, FaultKind, read_fault

@@ -6,8 +6,8 @@ from collections.abc import Iterator, Mapping
 from typing import Any, Final
 
 from configs.cli.flags import show
-from configs.plan.architecture import FAMILIES, architecture
 from configs.schema import Config
+from configs.schema.model_shapes import FAMILIES, known_shape
 from configs.sources import BUILT_IN_MODELS, model_config
 
 # Not part of what a model is made of: a checkpoint may have been extended to longer texts.
@@ -37,7 +37,7 @@ def preset_faults(config: Config) -> Iterator[str]:
         for key, value in model.architecture.items()
         if key not in _FREE and (name := _name_in(found, key)) is not None and not _equal(key, found[name], value)
     ]
-    if not differing and architecture(found) is not None:
+    if not differing and known_shape(found) is not None:
         differing = _shape_differences(found, model.architecture)
     if differing:
         yield (
@@ -59,7 +59,7 @@ def _equal(key: str, found: object, expected: object) -> bool:
 
 def _shape_differences(found: Mapping[str, Any], expected: Mapping[str, Any]) -> list[str]:
     """Keys that only one of the two has, where they make another model."""
-    there, wanted = architecture(found), architecture({**expected, "model_type": found.get("model_type")})
+    there, wanted = known_shape(found), known_shape({**expected, "model_type": found.get("model_type")})
     if there is None or wanted is None:
         return []
     unread = ("positions", *(("head",) if there.latent else ()))  # latent attention has head sizes of its own

@@ -5,9 +5,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from configs.plan.architecture import Architecture, architecture
-from configs.plan.parallel_layout import layout_of, own_stages, stage_layers
+from configs.plan.gpus import layout_of, own_stages, stage_layers
 from configs.schema import Config
+from configs.schema.model_shapes import ModelShape, known_shape
 from configs.sources import known_model
 
 _WORLD = "--actor-num-nodes x --actor-num-gpus-per-node"
@@ -110,7 +110,7 @@ def expert_faults(config: Config) -> Iterator[str]:
     if config.train.train_backend != "megatron":
         return
     layout, megatron = layout_of(config), config.megatron
-    shape = architecture(known_model(config) or {})
+    shape = known_shape(known_model(config) or {})
     if shape is not None and shape.latent is not None and layout.tensor > 1 and not layout.sequence:
         yield (
             f"--tensor-model-parallel-size is {layout.tensor} for a model with latent attention ({shape.family}), "
@@ -156,7 +156,7 @@ def expert_faults(config: Config) -> Iterator[str]:
 
 def model_faults(config: Config) -> Iterator[str]:
     """Tensor parallelism against the model's heads and widths."""
-    shape = architecture(known_model(config) or {})
+    shape = known_shape(known_model(config) or {})
     if config.train.train_backend != "megatron" or shape is None:
         return
     tensor = config.megatron.tensor_model_parallel_size
@@ -166,7 +166,7 @@ def model_faults(config: Config) -> Iterator[str]:
             return
 
 
-def _divided(shape: Architecture) -> Iterator[tuple[str, int]]:
+def _divided(shape: ModelShape) -> Iterator[tuple[str, int]]:
     yield "attention heads", shape.heads
     if shape.latent is None:
         yield "key and value heads", shape.kv_heads

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from configs.load import CONFIG_FILE
-from configs.plan.parallel_layout import trainer_processes
+from configs.plan.gpus import trainer_processes
 from configs.schema import Config
 from configs.schema.debug import generates
 

@@ -23,7 +23,7 @@ from typing import Literal
 import numpy as np
 import numpy.typing as npt
 
-from models.algorithms.errors import AlgorithmError
+from models.errors import AlgorithmError
 
 Aggregation = Literal["rollout_mean", "token_mean", "seq_mean", "constant"]
 FloatArray = npt.NDArray[np.float64]

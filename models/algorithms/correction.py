@@ -1,35 +1,113 @@
-"""Importance weights of tokens against the policy that sampled them.
+"""Off-policy correction: which old policy the ratio is taken to, and what is done about tokens of another policy.
 
-Order, always: mask -> sum or mean over the sequence -> clamp to +-20 -> exp -> bound -> detach. The weight multiplies
-the whole policy term after its clipping, never the entropy or the KL term.
+Three policies: mu sampled the token (the engine's log-probs); old is the centre of the trust region (fixed while a
+rollout batch is trained); theta is being trained.
 
-    level      exponent of the weight, D = log old - log mu
-    token      D of the token
-    sequence   sum of D over the trainable tokens of the sequence, the same for all of them
-    geometric  mean of D over them
+    mode        old log-probs                    weight of the policy term
+    decoupled   trainer, weights of the start    truncated importance weight of exp(log old - log mu)
+                (prox loglinear: between mu and theta, no forward pass)
+    bypass      mu                               1 (the clipped ratio is theta / mu)
+    onpolicy    trainer, weights of the start    1 (only with max staleness 0)
 
-    mode      outside the bounds
-    clip      moved to the bound (truncated importance sampling)
-    icepop    0; inside it stays as it is (arXiv:2510.18855)
-    seq_mask  moved to the bound, and 0 for sequences whose geometric mean lies outside bounds of its own
-
-Invariants: no gradient flows through a weight; a weight that is not a number stays one, for the step to be refused.
-Sources: arXiv:2110.00641, arXiv:2505.24298.
+Sources: arXiv:2110.00641, arXiv:2505.24298, arXiv:2512.06547.
 """
 
 from __future__ import annotations
 
+import dataclasses
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Final, Protocol
+from typing import Final, Literal, Protocol
 
 import torch
+from msgspec.structs import asdict
 from torch import Tensor
 
-from models.algorithms.errors import AlgorithmError
-from models.algorithms.modes import Correction, WeightLevel
-from models.algorithms.select import pick
-from models.algorithms.tokens import PolicyTokens, bounded_exp, log_ratio, masked, sequence_mean, sequence_sum
+from configs.schema.correction import CorrectionConfig
+from configs.schema.rejection import RejectionRule, parse_rules
+from models.algorithms.kl import KL_ESTIMATORS
+from models.algorithms.tokens import (
+    PolicyTokens,
+    bounded_exp,
+    log_ratio,
+    masked,
+    sequence_max,
+    sequence_mean,
+    sequence_sum,
+)
+from models.errors import AlgorithmError
+from models.import_path import pick
+
+WeightLevel = Literal["token", "sequence", "geometric"]
+
+
+class Correction(CorrectionConfig, frozen=True):
+    """The settings of off-policy correction, decided: nothing is `auto` any more. Raises `InvalidRule`."""
+
+    policy_mode: Literal["decoupled", "bypass", "onpolicy"]
+    use_tis: bool
+
+    def __post_init__(self) -> None:
+        parse_rules(self.rollout_rs)
+
+    @property
+    def rules(self) -> tuple[RejectionRule, ...]:
+        """All must pass."""
+        return parse_rules(self.rollout_rs)
+
+    @property
+    def rejects(self) -> bool:
+        """Whether a rejection rule or the veto is on."""
+        return bool(self.rules) or self.rs_veto is not None
+
+    @property
+    def loglinear(self) -> bool:
+        """Whether the old log-probs are interpolated from theta, so that no forward pass is spent on it."""
+        return self.policy_mode == "decoupled" and self.prox == "loglinear"
+
+    @property
+    def against_current(self) -> bool:
+        """Whether D = log theta - log mu instead of log old - log mu.
+
+        So asked for, or because in bypass mode old is mu itself and log old - log mu is always 0.
+        """
+        return self.correction_ratio == "current" or self.policy_mode == "bypass"
+
+    @property
+    def measures_current(self) -> bool:
+        """Whether the mismatch with the sampler is logged of theta: where old log-probs are not the trainer's own."""
+        return self.against_current or self.loglinear
+
+
+def correction_of(config: CorrectionConfig) -> Correction:
+    """Of a resolved configuration. Raises `AlgorithmError` if it is not, `InvalidRule`."""
+    if config.policy_mode == "auto" or config.use_tis is None:
+        raise AlgorithmError(
+            f"policy_mode={config.policy_mode} and use_tis={config.use_tis} are not decided; resolve the configuration "
+            "first (configs.resolve)"
+        )
+    return Correction(**asdict(config))
+
+
+# --------------------------------------------------------------------------------------------------
+# Importance weights of tokens against the policy that sampled them.
+#
+# Order, always: mask -> sum or mean over the sequence -> clamp to +-20 -> exp -> bound -> detach. The weight multiplies
+# the whole policy term after its clipping, never the entropy or the KL term.
+#
+#     level      exponent of the weight, D = log old - log mu
+#     token      D of the token
+#     sequence   sum of D over the trainable tokens of the sequence, the same for all of them
+#     geometric  mean of D over them
+#
+#     mode      outside the bounds
+#     clip      moved to the bound (truncated importance sampling)
+#     icepop    0; inside it stays as it is (arXiv:2510.18855)
+#     seq_mask  moved to the bound, and 0 for sequences whose geometric mean lies outside bounds of its own
+#
+# Invariants: no gradient flows through a weight; a weight that is not a number stays one, for the step to be refused.
+# Sources: arXiv:2110.00641, arXiv:2505.24298.
 
 
 class WeightFunction(Protocol):
@@ -119,3 +197,152 @@ def _custom(path: str, log_weight: Tensor, tokens: PolicyTokens) -> Tensor:
             f"{len(log_weight)} tokens"
         )
     return weight.detach().to(log_weight.dtype)
+
+
+# --------------------------------------------------------------------------------------------------
+# Old log-probs (the centre of the trust region) that are not simply what the trainer computed at the batch's start.
+#
+# Bypass takes the sampler's own. Log-linear ones lie between sampler and current policy, the nearer to the
+# current one the older the token, and costs no forward pass (A-3PO, arXiv:2512.06547):
+#
+#     log old = log mu + alpha (log theta - log mu), without gradient; alpha from the token's staleness s
+#
+#     next_version  alpha = s / (s + 1)         the current policy counts as version V + 1
+#     areal         alpha = (s - 1) / s, 0 at 0
+#
+# Invariants: s = 0 gives log old = log mu; with the weight old / mu and the ratio theta / old, their product is
+# theta / mu for every alpha. They move with theta at each optimizer step, alpha stays that of the batch's start.
+
+
+def with_old_log_probs(tokens: PolicyTokens, correction: Correction) -> PolicyTokens:
+    """The tokens with the `old_log_probs` that belong to the mode, whatever was there in bypass and
+    log-linear mode."""
+    if correction.policy_mode == "bypass":
+        return dataclasses.replace(tokens, old_log_probs=tokens.rollout_log_probs)
+    if correction.loglinear:
+        return dataclasses.replace(tokens, old_log_probs=loglinear_old_log_probs(tokens, correction.prox_alpha))
+    return tokens
+
+
+def loglinear_old_log_probs(tokens: PolicyTokens, kind: Literal["next_version", "areal"]) -> Tensor:
+    """log old [N], no gradient, 0 where masked. Without staleness every token counts as fresh."""
+    change = log_ratio(tokens.log_probs.detach(), tokens.rollout_log_probs, tokens.mask)
+    sampler = torch.where(tokens.mask, tokens.rollout_log_probs, torch.zeros_like(tokens.rollout_log_probs))
+    if tokens.staleness is None:
+        return sampler
+    return sampler + alpha(tokens.staleness, kind).to(change.dtype) * change
+
+
+def alpha(staleness: Tensor, kind: Literal["next_version", "areal"]) -> Tensor:
+    """Weight [N] of theta in the old log-probs of tokens `staleness` [N] versions old; a negative one counts as 0."""
+    age = staleness.clamp(min=0).double()
+    if kind == "next_version":
+        return age / (age + 1.0)
+    return (age - 1.0).clamp(min=0.0) / age.clamp(min=1.0)
+
+
+# --------------------------------------------------------------------------------------------------
+# Rejection of tokens and sequences on which old policy and sampler disagree too much.
+#
+# Statistics of D = log old - log mu (k1 = -D, k2 = D^2 / 2, k3 = exp(D) - 1 - D) are tested per token, or as sum, mean
+# or maximum over a sequence's trainable tokens; a failed sequence test removes all of its tokens. The veto removes the
+# sequence of any token with old / mu below a bound. Several rules must all pass. With `rs_unit` rollout the sequence of
+# a statistic is the whole rollout: the tokens of all its rows, which only the whole step shows (`rejected_rollouts`).
+#
+# Invariants: rejection acts on numerators of the policy term only; counts, baselines, KL and entropy keep the trainable
+# mask. Nothing is clamped but exponents. A statistic that is not a number fails no test, so that its token stays and
+# the step is refused for it.
+
+
+VETO = "veto"
+ROLLOUT = "rollout"
+
+
+@dataclass(frozen=True)
+class Rejection:
+    """What is left of N tokens in S sequences, and who removed what. Only trainable tokens count as removed."""
+
+    kept: Tensor  # [N] bool
+    removed: Mapping[str, Tensor]  # name of the rule -> [N] bool
+    removed_sequences: Mapping[str, Tensor]  # name of a rule on whole sequences -> [S] bool
+    failed_sequences: Tensor  # [S] bool, by any rule on whole sequences or the veto
+
+    @property
+    def none(self) -> bool:
+        """Whether there was nothing to test."""
+        return not self.removed
+
+
+def rejection_of(tokens: PolicyTokens, correction: Correction, log_weight: Tensor | None = None) -> Rejection:
+    """Apply all rules. `tokens.old_log_probs` are those of the mode; `log_weight` [N] is D, if known already.
+
+    Where `rs_unit` is rollout, sequence rules and the veto were applied to the whole step before: `tokens.rejected`.
+    """
+    if not correction.rejects:
+        nobody = torch.zeros(tokens.n_sequences, dtype=torch.bool, device=tokens.mask.device)
+        return Rejection(kept=tokens.mask, removed={}, removed_sequences={}, failed_sequences=nobody)
+    delta = log_weight_of(tokens, correction) if log_weight is None else log_weight
+    live = sequence_sum(tokens.mask.to(delta.dtype), tokens) > 0
+    removed: dict[str, Tensor] = {}
+    sequences: dict[str, Tensor] = {}
+    decided = tokens.rejected if correction.rs_unit == "rollout" else None
+    for rule in correction.rules:
+        if rule.whole_sequence and decided is not None:
+            continue
+        failed = fails(rule, delta, tokens)
+        if rule.whole_sequence:
+            sequences[rule.name] = failed & live
+            failed = failed[tokens.sequence]
+        removed[rule.name] = failed & tokens.mask
+    if correction.rs_veto is not None and decided is None:
+        wild = (delta < math.log(correction.rs_veto)) & tokens.mask
+        sequences[VETO] = sequence_max(wild.to(delta.dtype), tokens) > 0
+        removed[VETO] = sequences[VETO][tokens.sequence] & tokens.mask
+    if decided is not None:
+        sequences[ROLLOUT] = decided & live
+        removed[ROLLOUT] = decided[tokens.sequence] & tokens.mask
+    failed_sequences = torch.zeros_like(live)
+    for lost in sequences.values():
+        failed_sequences = failed_sequences | lost
+    kept = tokens.mask
+    for lost in removed.values():
+        kept = kept & ~lost
+    return Rejection(kept=kept, removed=removed, removed_sequences=sequences, failed_sequences=failed_sequences)
+
+
+def fails(rule: RejectionRule, log_weight: Tensor, tokens: PolicyTokens) -> Tensor:
+    """Which tokens [N] or, for a rule on whole sequences, which sequences [S] fail."""
+    value = statistic(rule, log_weight, tokens)
+    return (value < rule.low) | (value > rule.high)
+
+
+def statistic(rule: RejectionRule, log_weight: Tensor, tokens: PolicyTokens) -> Tensor:
+    """The rule's statistic of each token [N], or of each sequence [S], from D [N]."""
+    values = KL_ESTIMATORS[rule.kind](-log_weight)  # of mu from old, at the sampled token
+    if rule.level == "token":
+        return values
+    if rule.level == "seq_sum":
+        return sequence_sum(values, tokens)
+    if rule.level == "seq_mean":
+        return sequence_mean(values, tokens)
+    return sequence_max(values, tokens)
+
+
+# --------------------------------------------------------------------------------------------------
+# Off-policy sequence masking: negative responses that drifted from their sampler teach nothing (arXiv:2512.02556).
+#
+# A token is dropped from the policy term if its advantage is negative and the mean of log mu - log theta over the
+# trainable tokens of its sequence is above delta. Denominators stay as they are.
+
+
+def without_drifted(pg_loss: Tensor, tokens: PolicyTokens, delta: float) -> tuple[Tensor, Tensor]:
+    """The policy term [N] without the tokens that are dropped, and which those are [N] bool; only trainable ones.
+
+    A drift that is not a number decides nothing: the terms that hang on it become NaN, for the step to be refused.
+    """
+    log_ratios = log_ratio(tokens.rollout_log_probs, tokens.log_probs.detach(), tokens.mask)
+    drift = sequence_mean(log_ratios, tokens)[tokens.sequence]
+    negative = (tokens.advantages < 0) & tokens.mask
+    dropped = negative & (drift > delta)
+    kept = masked(pg_loss, ~dropped)
+    return torch.where(negative & drift.isnan(), drift.to(kept.dtype), kept), dropped

@@ -17,9 +17,9 @@ from torch import Tensor
 from torch.nn.functional import logsigmoid
 
 from configs.schema.algorithm import AlgorithmConfig
-from models.algorithms.errors import MissingColumn
-from models.algorithms.group_loss import GroupColumns, GroupLoss
+from models.algorithms.objective import GroupColumns, GroupLoss
 from models.algorithms.tokens import PolicyTokens, log_ratio, sequence_sum
+from models.errors import MissingColumn
 
 
 def dpo(tokens: PolicyTokens, groups: GroupColumns, config: AlgorithmConfig) -> GroupLoss:

@@ -21,9 +21,8 @@ from typing import Final, Protocol
 
 from torch import Tensor
 
-from models.algorithms.modes import Correction
-from models.algorithms.select import pick
-from models.algorithms.tokens import PolicyTokens, bounded_exp, log_ratio, masked
+from models.algorithms.tokens import bounded_exp, log_ratio, masked
+from models.import_path import pick
 
 LOW_VAR_BOUND: Final = 10.0
 
@@ -74,15 +73,3 @@ def kl_to_reference(
 ) -> Tensor:
     """KL estimate per token [N], 0 where masked. Raises `UnknownAlgorithm` for a wrong `kind`."""
     return masked(kl_values(kind, log_ratio(log_probs, ref_log_probs, mask), ratio), mask)
-
-
-def sampling_ratio(tokens: PolicyTokens, correction: Correction, weight: Tensor) -> Tensor:
-    """Ratio [N] of theta to the policy that sampled, with gradient: what makes the KL term unbiased off-policy.
-
-    onpolicy: theta / old. decoupled: theta / old times the detached importance `weight` [N]. bypass: theta / mu, at
-    most the upper bound of the weights. `tokens.old_log_probs` are those of the mode.
-    """
-    ratio = bounded_exp(log_ratio(tokens.log_probs, tokens.old_log_probs, tokens.mask))
-    if correction.policy_mode == "bypass":
-        return ratio.clamp(max=correction.tis_clip)
-    return ratio * weight if correction.policy_mode == "decoupled" else ratio

@@ -1,28 +1,149 @@
-"""Policy losses that follow the policy mode as PPO does, the supervised loss, and the table of all policy losses.
+"""Policy losses: pure functions from tokens to the loss of each token, before aggregation.
 
     losses                                   ratio that they hold near 1
     ppo                                      theta / old of a token
     gspo                                     its geometric mean over a sequence
     cispo, kimi                              theta / old, as a detached factor or a penalty
-    dppo, topr, topr_sequence, aipo, m2po    theta / mu, the policy that sampled (`sampler_losses`)
+    dppo, topr, topr_sequence, aipo, m2po    theta / mu, the policy that sampled
 
-Invariants: pure functions; masked tokens are exactly 0 in value and gradient; aggregation is somebody else's job;
-statistics of a sequence run over its trainable tokens, and rejection acts on the token losses after them.
+To add a loss, put `models/algorithms/<name>.py` with a function `policy_loss` of the shape of `PolicyLossFunction`
+beside this file, or give an import path.
+
+Invariants: losses are minimised; masked tokens are exactly 0 in value and gradient; bounds and masks are detached;
+statistics of a sequence run over its trainable tokens, and rejection acts on the token losses after them; a value that
+is not a number at a trainable token is never hidden by a comparison, so that the step is refused for it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Final
+from dataclasses import dataclass
+from typing import Final, Protocol
 
+import torch
 from torch import Tensor
 
 from configs.schema.algorithm import AlgorithmConfig
-from models.algorithms.clipping import clipped_surrogate
-from models.algorithms.policy_loss import PolicyLoss, PolicyLossFunction, clip_bounds
-from models.algorithms.sampler_losses import aipo, dppo, m2po, topr, topr_sequence
-from models.algorithms.select import pick
-from models.algorithms.tokens import PolicyTokens, bounded_exp, log_ratio, masked, sequence_mean
+from models.algorithms.tokens import PolicyTokens, bounded_exp, log_ratio, masked, sequence_mean, sequence_sum
+from models.import_path import pick
+
+
+@dataclass(frozen=True)
+class PolicyLoss:
+    """What a policy loss says of each token."""
+
+    loss: Tensor  # [N]
+    clipped_high: Tensor  # [N] bool, held back by the upper bound
+    clipped_low: Tensor  # [N] bool, held back by the lower bound
+    dual_clipped: Tensor | None = None  # [N] bool, held back by the bound of the loss itself; None = has none
+
+
+class PolicyLossFunction(Protocol):
+    """Loss per token [N] of a policy update."""
+
+    def __call__(self, tokens: PolicyTokens, config: AlgorithmConfig) -> PolicyLoss: ...
+
+
+def clip_bounds(config: AlgorithmConfig) -> tuple[float, float]:
+    """(1 - eps_clip, 1 + eps_clip_high), the range of the ratio in which a token moves freely."""
+    high = config.eps_clip if config.eps_clip_high is None else config.eps_clip_high
+    return 1.0 - config.eps_clip, 1.0 + high
+
+
+def clipped_surrogate(
+    ratio: Tensor, tokens: PolicyTokens, config: AlgorithmConfig, *, dual: float | None
+) -> PolicyLoss:
+    """max(-r A, -clip(r) A) of ratios r [N]; with `dual`, at most -dual A where A < 0."""
+    low, high = clip_bounds(config)
+    advantages = masked(tokens.advantages, tokens.mask)
+    free = -ratio * advantages
+    held = -ratio.clamp(low, high) * advantages
+    clipped = held > free
+    loss, dual_clipped = torch.maximum(free, held), None
+    if dual is not None:
+        ceiling = -dual * advantages
+        dual_clipped = (advantages < 0) & (loss > ceiling)
+        loss = torch.where(dual_clipped, ceiling, loss)
+    return PolicyLoss(
+        loss=loss,
+        clipped_high=clipped & (advantages > 0),
+        clipped_low=clipped & (advantages < 0),
+        dual_clipped=dual_clipped,
+    )
+
+
+# --------------------------------------------------------------------------------------------------
+# Policy losses relative to the sampler: their ratio is rho = theta / mu, whatever `old_log_probs` holds.
+#
+# They correct for staleness by themselves and need neither old log-probs nor an importance weight. In their metrics
+# "clipped high" means held back because theta has moved above mu, "clipped low" because it has moved below.
+#
+# Invariants: bounds and masks are detached; masked tokens are exactly 0; a comparison never hides a value that is not a
+# number (what is tested is "dropped", not "kept").
+
+
+def dppo(tokens: PolicyTokens, config: AlgorithmConfig) -> PolicyLoss:
+    """-rho A + tau (log theta - log mu)^2, with rho A dropped where the probability has moved too far.
+
+    Too far: up by more than `dppo_threshold` with A > 0, down by more than it with A <= 0. The distance is the total
+    variation of "this token or another". The quadratic term is not dropped. Source: arXiv:2602.04879.
+    """
+    change = tokens.log_rho
+    advantages = masked(tokens.advantages, tokens.mask)
+    theta = bounded_exp(masked(tokens.log_probs.detach(), tokens.mask))
+    distance = theta - bounded_exp(masked(tokens.rollout_log_probs, tokens.mask))
+    high = (advantages > 0) & (distance > config.dppo_threshold)
+    low = (advantages <= 0) & (distance < -config.dppo_threshold)
+    policy = masked(-bounded_exp(change) * advantages, ~(high | low))
+    return PolicyLoss(loss=policy + config.dppo_kl_coef * change.square(), clipped_high=high, clipped_low=low)
+
+
+def topr(tokens: PolicyTokens, config: AlgorithmConfig) -> PolicyLoss:
+    """-A log theta where A > 0, -min(rho, 1) A log theta otherwise, rho of the token (arXiv:2503.14286)."""
+    del config
+    return _tapered(tokens, tokens.log_rho.detach())
+
+
+def topr_sequence(tokens: PolicyTokens, config: AlgorithmConfig) -> PolicyLoss:
+    """As `topr`, with the product of rho over the sequence: the paper's form."""
+    del config
+    total = sequence_sum(tokens.log_rho.detach(), tokens)
+    return _tapered(tokens, masked(total[tokens.sequence], tokens.mask))
+
+
+def aipo(tokens: PolicyTokens, config: AlgorithmConfig) -> PolicyLoss:
+    """-min(rho, aipo_clip) A log theta, the factor detached (arXiv:2505.24034)."""
+    rho = bounded_exp(tokens.log_rho).detach()
+    loss = -rho.clamp(max=config.aipo_clip) * _advantage_log_prob(tokens)
+    clipped = (rho > config.aipo_clip) & tokens.mask
+    return PolicyLoss(loss=loss, clipped_high=clipped, clipped_low=clipped & ~clipped)
+
+
+def m2po(tokens: PolicyTokens, config: AlgorithmConfig) -> PolicyLoss:
+    """-rho A on tokens whose (log theta - log mu)^2 is at most `tokens.statistics.m2po_bound` (arXiv:2510.01161).
+
+    The bound is a fact of the whole step: see `step_statistics.m2po_bound`.
+    """
+    del config
+    change = tokens.log_rho
+    far = change.detach().square() > tokens.statistics.m2po_bound
+    policy = -bounded_exp(change) * masked(tokens.advantages, tokens.mask)
+    return PolicyLoss(
+        loss=masked(policy, ~far), clipped_high=far & (change.detach() > 0), clipped_low=far & (change.detach() < 0)
+    )
+
+
+def _tapered(tokens: PolicyTokens, log_rho: Tensor) -> PolicyLoss:
+    rho = bounded_exp(log_rho)
+    positive = masked(tokens.advantages, tokens.mask) > 0
+    factor = torch.where(positive, torch.ones_like(rho), rho.clamp(max=1.0))
+    clipped = ~positive & (rho > 1.0) & tokens.mask
+    return PolicyLoss(loss=-factor * _advantage_log_prob(tokens), clipped_high=clipped, clipped_low=clipped & ~clipped)
+
+
+def _advantage_log_prob(tokens: PolicyTokens) -> Tensor:
+    """A log theta [N], 0 where masked."""
+    return masked(tokens.advantages, tokens.mask) * masked(tokens.log_probs, tokens.mask)
 
 
 def ppo_clip(tokens: PolicyTokens, config: AlgorithmConfig) -> PolicyLoss:

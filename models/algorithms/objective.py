@@ -4,7 +4,7 @@
     L = -log theta                                              (sft_loss)
 
 In order: the old log-probs that belong to the mode; the policy loss, clipped; the importance weight w of the sampler;
-off-policy sequence masking; rejection. Losses over whole groups are in `group_loss.py`.
+off-policy sequence masking; rejection. Losses over whole groups stand below.
 
 Invariants: pure; weights and masks touch the policy term only, and only its numerator; masked tokens are exactly 0 in
 value and gradient; if everything is rejected the policy term is 0 with a graph.
@@ -13,22 +13,26 @@ value and gradient; if everything is rejected the policy term is 0 with a graph.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Final, Protocol
 
 import torch
 from torch import Tensor
 
 from configs.schema.algorithm import AlgorithmConfig
-from models.algorithms.correction import ImportanceWeights, importance_weights, log_weight_of, mismatch_of
-from models.algorithms.errors import MissingColumn
-from models.algorithms.kl import kl_to_reference, sampling_ratio
-from models.algorithms.losses import sft
-from models.algorithms.modes import Correction
-from models.algorithms.opsm import without_drifted
-from models.algorithms.policy_loss import PolicyLossFunction
-from models.algorithms.prox import with_old_log_probs
-from models.algorithms.rejection import rejection_of
-from models.algorithms.token_metrics import (
+from models.algorithms.correction import (
+    Correction,
+    ImportanceWeights,
+    importance_weights,
+    log_weight_of,
+    mismatch_of,
+    rejection_of,
+    with_old_log_probs,
+    without_drifted,
+)
+from models.algorithms.kl import kl_to_reference
+from models.algorithms.losses import PolicyLossFunction, sft
+from models.algorithms.metrics import (
     TokenMetrics,
     advantage_sums,
     clip_metrics,
@@ -38,7 +42,9 @@ from models.algorithms.token_metrics import (
     rejection_metrics,
     staleness_sums,
 )
-from models.algorithms.tokens import PolicyTokens, masked
+from models.algorithms.tokens import PolicyTokens, bounded_exp, log_ratio, masked
+from models.errors import AlgorithmError, MissingColumn
+from models.import_path import pick
 
 
 @dataclass(frozen=True)
@@ -116,6 +122,18 @@ def _with_regularisers(
     return loss, terms
 
 
+def sampling_ratio(tokens: PolicyTokens, correction: Correction, weight: Tensor) -> Tensor:
+    """Ratio [N] of theta to the policy that sampled, with gradient: what makes the KL term unbiased off-policy.
+
+    onpolicy: theta / old. decoupled: theta / old times the detached importance `weight` [N]. bypass: theta / mu, at
+    most the upper bound of the weights. `tokens.old_log_probs` are those of the mode.
+    """
+    ratio = bounded_exp(log_ratio(tokens.log_probs, tokens.old_log_probs, tokens.mask))
+    if correction.policy_mode == "bypass":
+        return ratio.clamp(max=correction.tis_clip)
+    return ratio * weight if correction.policy_mode == "decoupled" else ratio
+
+
 def sft_objective(tokens: PolicyTokens) -> Objective:
     """Loss [N] of supervised training; advantages and the sampler's log-probs are ignored."""
     loss = sft(tokens)
@@ -123,3 +141,76 @@ def sft_objective(tokens: PolicyTokens) -> Objective:
     if tokens.entropy is not None:
         means["train/entropy_loss"] = masked(tokens.entropy, tokens.mask)
     return Objective(loss=loss, metrics=TokenMetrics(means), kept=tokens.mask)
+
+
+# --------------------------------------------------------------------------------------------------
+# Losses of one's own over whole groups: the seam behind `--loss-type custom_loss`.
+#
+# A group loss sees every sequence of a group at once (the trainer never splits a group over micro-batches), with the
+# group index, the rollout index and the reward of each, and returns the loss of each sequence or of each token.
+#
+# How it becomes one number: the loss of a sequence is the loss of each of its trainable tokens, which the reducer of
+# `--loss-aggregation` then averages as it does any other loss. With rollout_mean that is the mean over rollouts.
+#
+# Invariants: pure; masked tokens are exactly 0 in value and gradient; the policy's mask, weights and KL do not act
+# here. `models/algorithms/dpo.py` is a worked example.
+
+
+@dataclass(frozen=True)
+class GroupColumns:
+    """What belongs to the S sequences of `PolicyTokens`; whole groups only."""
+
+    group: Tensor  # [S] int64, 0 .. G - 1
+    rollout: Tensor  # [S] int64, 0 .. R - 1 over all groups; sequences of one rollout share it
+    reward: Tensor  # [S] float, of the sequence's rollout
+    n_groups: int  # G
+    n_rollouts: int  # R
+
+
+@dataclass(frozen=True)
+class GroupLoss:
+    """Loss and, if wanted, metrics of a group loss."""
+
+    loss: Tensor  # [S] per sequence, or [N] per token; with gradient
+    metrics: Mapping[str, Tensor] = field(default_factory=dict)  # [S] or [N] each, logged under their names
+
+
+class GroupLossFunction(Protocol):
+    """Loss over whole groups. A bare tensor means a loss without metrics."""
+
+    def __call__(self, tokens: PolicyTokens, groups: GroupColumns, config: AlgorithmConfig) -> Tensor | GroupLoss: ...
+
+
+GROUP_LOSSES: Final[Mapping[str, GroupLossFunction]] = {}
+
+
+def group_loss_of(path: str) -> GroupLossFunction:
+    """The function at `package.module:function`. Raises `UnknownAlgorithm`."""
+    return pick("group_loss", path, GROUP_LOSSES)
+
+
+def group_objective(
+    tokens: PolicyTokens, groups: GroupColumns, config: AlgorithmConfig, function: GroupLossFunction
+) -> Objective:
+    """Loss [N] and metrics of a loss of one's own. Raises `AlgorithmError` if its shape is neither [S] nor [N]."""
+    result = function(tokens, groups, config)
+    if isinstance(result, Tensor):
+        result = GroupLoss(result)
+    loss = _per_token("loss", result.loss, tokens)
+    means = {name: _per_token(f"metric {name}", values.detach(), tokens) for name, values in result.metrics.items()}
+    means["train/loss"] = loss
+    if tokens.entropy is not None:
+        means["train/entropy_loss"] = masked(tokens.entropy.detach(), tokens.mask)
+    return Objective(loss=loss, metrics=TokenMetrics(means), kept=tokens.mask)
+
+
+def _per_token(what: str, values: Tensor, tokens: PolicyTokens) -> Tensor:
+    """[N], 0 where masked. A tensor that could be either is read as one value per sequence."""
+    if values.shape == (tokens.n_sequences,):
+        return masked(values[tokens.sequence], tokens.mask)
+    if values.shape == tokens.mask.shape:
+        return masked(values, tokens.mask)
+    raise AlgorithmError(
+        f"{what} of the custom loss has shape {list(values.shape)}: return one value per sequence "
+        f"[{tokens.n_sequences}] or per token [{len(tokens.mask)}]"
+    )

@@ -23,10 +23,7 @@ from torch import Tensor
 
 from configs.schema.algorithm import AlgorithmConfig
 from models.algorithms.aggregation import Aggregation
-from models.algorithms.correction import importance_weights, log_weight_of
-from models.algorithms.modes import Correction
-from models.algorithms.prox import with_old_log_probs
-from models.algorithms.rejection import rejection_of
+from models.algorithms.correction import Correction, importance_weights, log_weight_of, rejection_of, with_old_log_probs
 from models.algorithms.tokens import PolicyTokens, StepStatistics, sequence_sum
 
 Need = Literal["none", "old", "current"]

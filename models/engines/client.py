@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 from msgspec import Struct
 
-from models.engines.answers import AnswerLimits, check_log_probs
+from models.engines.answers import AnswerLimits, RequestLimits, check_log_probs, with_spans
 from models.engines.errors import (
     EngineAborted,
     EngineProtocolError,
@@ -27,7 +27,6 @@ from models.engines.errors import (
     RequestNotSent,
 )
 from models.engines.http_client import HttpClient, T
-from models.engines.limits import RequestLimits
 from models.engines.protocol import (
     AbortRequest,
     CheckerAnswer,
@@ -45,7 +44,6 @@ from models.engines.protocol import (
     UpdateVersionRequest,
     UpdateWeightsRequest,
 )
-from models.engines.spans import with_spans
 from models.engines.streamed import PartialOutputs, StreamBroken
 from models.engines.token import Token
 

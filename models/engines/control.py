@@ -14,9 +14,8 @@ import msgspec
 from aiohttp import web
 from msgspec import Struct
 
-from models.engines.core import Completion, EngineCore
+from models.engines.core import Completion, EngineCore, MemoryRequest
 from models.engines.errors import RequestRefused, WeightsRefused
-from models.engines.memory import MemoryRequest
 from models.engines.protocol import (
     AbortRequest,
     CheckerAnswer,

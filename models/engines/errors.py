@@ -1,8 +1,8 @@
-"""All errors of the engines, on both sides of the HTTP seam.
+"""All errors of the engines, on both sides of the HTTP seam and before a server is started.
 
     EngineError
     ├── EngineUnreachable     transport failed, or a 5xx answer: the request may be sent again, elsewhere too
-    ├── EngineAborted         somebody ended a request whose parts are of no use: it may be sent again
+    ├── EngineAborted         a request was ended whose parts are of no use: it may be sent again
     ├── EngineTimeout         no answer in time: the engine may still be at work on it
     ├── EngineRefused         4xx with the server's words: sending it again cannot help
     │   ├── EngineUnauthorized    401 or 403: the token is missing or wrong
@@ -10,6 +10,10 @@
     ├── EngineProtocolError   the answer is not what the protocol promises
     └── EngineServerError     raised inside a server process
         ├── EngineStartError      checkpoint, device or port cannot be used
+        │   └── LaunchError           base of what `launch` raises before it starts a server
+        │       ├── EnvironmentMissing    no interpreter there, or SGLang or the router is not installed in it
+        │       ├── EnvironmentBroken     it is installed, but does not import
+        │       └── LaunchRefused         the configuration asks for a server that this environment cannot run
         ├── RequestRefused        becomes a 400 answer
         └── WeightsRefused        an update does not fit the running model; nothing was changed
 
@@ -133,3 +137,19 @@ class RequestRefused(EngineServerError):
 
 class WeightsRefused(EngineServerError):
     """New weights do not fit the running model. The old ones are untouched."""
+
+
+class LaunchError(EngineStartError):
+    """A server or router cannot be started with this environment or these options."""
+
+
+class EnvironmentMissing(LaunchError):
+    """There is no environment to start it in."""
+
+
+class EnvironmentBroken(LaunchError):
+    """What is installed in the environment cannot be imported."""
+
+
+class LaunchRefused(LaunchError):
+    """The options contradict each other or the machine."""

@@ -22,7 +22,7 @@ from typing import Final
 import msgspec
 from msgspec import Raw, Struct
 
-from models.engines.answers import UNDECODABLE, AnswerLimits
+from models.engines.answers import UNDECODABLE, AnswerLimits, with_spans
 from models.engines.protocol import (
     DEFAULT_LABEL,
     ErrorDetail,
@@ -31,7 +31,6 @@ from models.engines.protocol import (
     LogprobEntry,
     VersionSpan,
 )
-from models.engines.spans import with_spans
 
 _EMPTY: Final = Raw(b"[]")
 _PREFIX: Final = b"data:"

@@ -13,8 +13,8 @@ import msgspec
 import xxhash
 
 from models.engines.client import EngineClient, WeightsUpdated
+from models.engines.core import ALL_TAGS, MemoryRequest, MemoryTag
 from models.engines.errors import EngineRefused
-from models.engines.memory import ALL_TAGS, MemoryRequest, MemoryTag
 
 _ALREADY_OPEN: Final = "already"  # both SGLang and our engines use the word
 

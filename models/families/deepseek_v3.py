@@ -9,12 +9,12 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from models.families import parts
-from models.families.architecture import Architecture
+from configs.schema.model_shapes import Latent, ModelShape
+from models.families import decoder
+from models.families.decoder import Architecture, prediction_layers, sigmoid_routing
 from models.families.hugging_face_names import Rule, whole
-from models.families.reading import check_keys, need, renamed
+from models.families.reading import check_keys, renamed, shape_of
 from models.families.rope import Rope, read_rope
-from models.families.routing import dense_before, prediction_layers, sigmoid_routing
 
 _KEYS = frozenset(
     "kv_lora_rank q_lora_rank qk_head_dim qk_nope_head_dim qk_rope_head_dim v_head_dim".split()  # noqa: SIM905
@@ -28,45 +28,41 @@ def deepseek_v3(config: Mapping[str, Any]) -> Architecture:
     config = renamed(config, num_local_experts="n_routed_experts")
     check_keys(
         config,
-        parts.COMMON_KEYS | parts.MOE_KEYS | _KEYS,
+        decoder.COMMON_KEYS | decoder.MOE_KEYS | _KEYS,
         attention_bias=(False,),
         rope_interleave=(True,),
         scoring_func=("sigmoid",),
         topk_method=("noaux_tc",),
         moe_layer_freq=(1,),
     )
-    rope = read_rope(config, head_width=int(need(config, "qk_rope_head_dim")))
+    shape = shape_of(config)
+    latent = shape.latent
+    assert latent is not None
+    rope = read_rope(config, head_width=latent.rotary)
     rules = (
-        *_attention(config),
-        *parts.mlp(dense_only=True),
-        *parts.experts(router_bias=True, shared=bool(config.get("n_shared_experts"))),
+        *_attention(latent),
+        *decoder.mlp(dense_only=True),
+        *decoder.experts(router_bias=True, shared=shape.shared_ffn > 0),
     )
-    found = parts.decoder(
-        config,
-        _transformer(config, rope),
-        rules,
-        rope=rope,
-        moe_layers=dense_before(config),
-        left_out=prediction_layers(config),
+    found = decoder.decoder(
+        config, shape, _transformer(config, shape, latent, rope), rules, rope=rope, left_out=prediction_layers(config)
     )
     return replace(found, latent_attention=True, latent_norm_eps=_LATENT_NORM_EPS)
 
 
-def _transformer(config: Mapping[str, Any], rope: Rope) -> dict[str, Any]:
-    heads = int(need(config, "num_attention_heads"))
-    q_rank = config.get("q_lora_rank")
+def _transformer(config: Mapping[str, Any], shape: ModelShape, latent: Latent, rope: Rope) -> dict[str, Any]:
     return (
-        parts.transformer(config, qk_norm=True)
-        | sigmoid_routing(config)
+        decoder.transformer(config, shape)
+        | sigmoid_routing(config, shape)
         | {
+            "qk_layernorm": True,
             "multi_latent_attention": True,
-            "num_query_groups": heads,
             "kv_channels": None,
-            "q_lora_rank": int(q_rank) if q_rank is not None else None,
-            "kv_lora_rank": int(need(config, "kv_lora_rank")),
-            "qk_head_dim": int(need(config, "qk_nope_head_dim")),
-            "qk_pos_emb_head_dim": int(need(config, "qk_rope_head_dim")),
-            "v_head_dim": int(need(config, "v_head_dim")),
+            "q_lora_rank": latent.query_rank,
+            "kv_lora_rank": latent.key_rank,
+            "qk_head_dim": latent.plain,
+            "qk_pos_emb_head_dim": latent.rotary,
+            "v_head_dim": latent.value,
             # Frequencies come from `rope`; Megatron-core needs the scaling for the scale of its softmax.
             "rope_type": "yarn" if rope.kind == "yarn" else "rope",
             "rotary_base": rope.base,
@@ -77,10 +73,9 @@ def _transformer(config: Mapping[str, Any], rope: Rope) -> dict[str, Any]:
     )
 
 
-def _attention(config: Mapping[str, Any]) -> tuple[Rule, ...]:
-    theirs, own = parts.LAYER + "self_attn.", parts.OWN + "self_attention."
-    rank, q_rank = int(need(config, "kv_lora_rank")), config.get("q_lora_rank")
-    if q_rank is None:
+def _attention(latent: Latent) -> tuple[Rule, ...]:
+    theirs, own = decoder.LAYER + "self_attn.", decoder.OWN + "self_attention."
+    if latent.query_rank is None:
         query: tuple[Rule, ...] = (Rule(own + "linear_q_proj.weight", whole(theirs + "q_proj.weight"), split="rows"),)
     else:
         query = (
@@ -88,7 +83,7 @@ def _attention(config: Mapping[str, Any]) -> tuple[Rule, ...]:
                 own + "linear_q_down_proj.weight",
                 whole(theirs + "q_a_proj.weight"),
                 split="rows",
-                replicated_rows=int(q_rank),
+                replicated_rows=latent.query_rank,
             ),
             Rule(own + "q_layernorm.weight", whole(theirs + "q_a_layernorm.weight")),
             Rule(own + "linear_q_up_proj.weight", whole(theirs + "q_b_proj.weight"), split="rows"),
@@ -99,7 +94,7 @@ def _attention(config: Mapping[str, Any]) -> tuple[Rule, ...]:
             own + "linear_kv_down_proj.weight",
             whole(theirs + "kv_a_proj_with_mqa.weight"),
             split="rows",
-            replicated_rows=rank + int(need(config, "qk_rope_head_dim")),
+            replicated_rows=latent.key_rank + latent.rotary,
         ),
         Rule(own + "kv_layernorm.weight", whole(theirs + "kv_a_layernorm.weight")),
         Rule(own + "linear_kv_up_proj.weight", whole(theirs + "kv_b_proj.weight"), split="rows"),

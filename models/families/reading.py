@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from models.train.errors import UnsupportedModel
+from configs.schema.model_shapes import ALLOWED_VALUES, ModelShape, read_shape, refused_keys
+from models.errors import UnsupportedModel
 
 # Of transformers' configurations: generation, bookkeeping, initialisation, training losses that are not used here.
 NEUTRAL = frozenset(
@@ -40,6 +41,15 @@ def need(config: Mapping[str, Any], key: str) -> Any:
     return config[key]
 
 
+def shape_of(config: Mapping[str, Any]) -> ModelShape:
+    """Raises `UnsupportedModel` for a size that is missing."""
+    try:
+        return read_shape(config)
+    except KeyError as error:
+        need(config, str(error.args[0]))
+        raise
+
+
 def renamed(config: Mapping[str, Any], **names: str) -> dict[str, Any]:
     """With the published name of keys that transformers 5 writes under another: `theirs="published"`."""
     found = dict(config)
@@ -50,19 +60,6 @@ def renamed(config: Mapping[str, Any], **names: str) -> dict[str, Any]:
     return found
 
 
-# Keys whose value must mean "off" in every family: values that are allowed.
-OFF: Mapping[str, tuple[Any, ...]] = {
-    "hidden_act": ("silu", "swish"),
-    "attention_dropout": (0, 0.0),
-    "hidden_dropout": (0, 0.0),
-    "mlp_bias": (False,),
-    "use_mrope": (False,),
-    "attention_chunk_size": (),
-    "attn_logit_softcapping": (),
-    "final_logit_softcapping": (),
-}
-
-
 def check_keys(config: Mapping[str, Any], known: frozenset[str], **off: tuple[Any, ...]) -> None:
     """Refuse what changes the logits and cannot be built.
 
@@ -70,35 +67,32 @@ def check_keys(config: Mapping[str, Any], known: frozenset[str], **off: tuple[An
     default of transformers, which is always among them. Raises `UnsupportedModel`.
     """
     model_type = config.get("model_type")
-    if config.get("quantization_config"):
-        raise UnsupportedModel(
-            f"quantization_config={config['quantization_config']!r} of {model_type!r}: quantized weights are not "
-            "trained; convert the checkpoint to bfloat16 first and remove the key"
-        )
-    _check_windows(config)
-    allowed = {**OFF, **off}
+    for key in refused_keys(config, off):
+        raise UnsupportedModel(_refusal(config, key, {**ALLOWED_VALUES, **off}))
     for key, value in config.items():
-        if value is None or key == "quantization_config":
-            continue
-        if key in allowed:
-            if value not in allowed[key]:
-                raise UnsupportedModel(
-                    f"{key}={value!r} of {model_type!r} cannot be built with Megatron-core here, only "
-                    f"{' or '.join(repr(one) for one in allowed[key]) or 'null'} can; use --train-backend fsdp"
-                )
-        elif key not in known and key not in NEUTRAL and not key.startswith("_"):
+        named = key in known or key in off or key in ALLOWED_VALUES or key in NEUTRAL
+        if value is not None and not named and key != "quantization_config" and not key.startswith("_"):
             raise UnsupportedModel(
                 f"{key}={value!r} in config.json of {model_type!r} is not known here and may change the logits; "
                 "use --train-backend fsdp, or add the key to models/families if it has no influence"
             )
 
 
-def _check_windows(config: Mapping[str, Any]) -> None:
-    """Refuse layers that do not attend to everything before."""
-    kinds = set(config.get("layer_types") or ()) - {"full_attention"}
-    if kinds or (config.get("use_sliding_window") and config.get("sliding_window")):
-        raise UnsupportedModel(
-            f"sliding_window={config.get('sliding_window')!r} of {config.get('model_type')!r} is in use "
-            f"(layer_types {sorted(kinds) or 'not given'}), and attention is built over all earlier tokens here; "
-            "use --train-backend fsdp, or set use_sliding_window to false if no text is longer than the window"
+def _refusal(config: Mapping[str, Any], key: str, allowed: Mapping[str, tuple[Any, ...]]) -> str:
+    model_type, value = config.get("model_type"), config[key]
+    if key == "quantization_config":
+        return (
+            f"quantization_config={value!r} of {model_type!r}: quantized weights are not trained; convert the "
+            "checkpoint to bfloat16 first and remove the key"
         )
+    if key in ("layer_types", "use_sliding_window"):
+        kinds = sorted(set(config.get("layer_types") or ()) - {"full_attention"})
+        return (
+            f"sliding_window={config.get('sliding_window')!r} of {model_type!r} is in use (layer_types "
+            f"{kinds or 'not given'}), and attention is built over all earlier tokens here; use --train-backend fsdp, "
+            "or set use_sliding_window to false if no text is longer than the window"
+        )
+    return (
+        f"{key}={value!r} of {model_type!r} cannot be built with Megatron-core here, only "
+        f"{' or '.join(repr(value) for value in allowed[key]) or 'null'} can; use --train-backend fsdp"
+    )

@@ -1,20 +1,130 @@
-"""Which family a `model_type` of `config.json` belongs to."""
+"""Which family a `model_type` of `config.json` belongs to, and the families of few words; see also `deepseek_v3.py`."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
 
 from configs.schema.did_you_mean import did_you_mean
-from models.families.architecture import Architecture
+from models.errors import CheckpointUnavailable, UnsupportedModel
+from models.families import decoder
+from models.families.decoder import Architecture, prediction_layers, sigmoid_routing
 from models.families.deepseek_v3 import deepseek_v3
-from models.families.glm4 import glm, glm4
-from models.families.glm4_moe import glm4_moe
-from models.families.llama import llama, qwen2
-from models.families.qwen3 import qwen3, qwen3_moe
-from models.train.errors import CheckpointUnavailable, UnsupportedModel
+from models.families.hugging_face_names import Rule, whole
+from models.families.reading import check_keys, need, renamed, shape_of
+from models.families.rope import read_rope
+
+# --------------------------------------------------------------------------------------------------
+# Llama 3, 3.1, 3.2 and 3.3, and what has the same architecture, from 3.1 on with scaled rotary frequencies; and Qwen2
+# and Qwen2.5, which add biases on q, k and v. Small ones tie the output layer to the embedding.
+
+
+def llama(config: Mapping[str, Any]) -> Architecture:
+    """Of `config.json`. Raises `UnsupportedModel`."""
+    # transformers puts a bias on the output projection too if attention_bias is set.
+    check_keys(config, decoder.COMMON_KEYS, attention_bias=(False,), pretraining_tp=(1,))
+    return decoder.plain(config)
+
+
+def qwen2(config: Mapping[str, Any]) -> Architecture:
+    """Of `config.json`. Raises `UnsupportedModel`."""
+    check_keys(config, decoder.COMMON_KEYS - {"attention_bias"})
+    return decoder.plain(config)
+
+
+# --------------------------------------------------------------------------------------------------
+# Qwen3: norms on the heads of q and k; and Qwen3-MoE: softmax over the chosen experts, some layers may be dense.
+
+
+_MOE_KEYS = frozenset(
+    """
+    decoder_sparse_step mlp_only_layers moe_intermediate_size norm_topk_prob num_experts num_experts_per_tok
+    """.split()  # noqa: SIM905 - a list would take a line for each
+)
+
+
+def qwen3(config: Mapping[str, Any]) -> Architecture:
+    """Of `config.json`, dense. Raises `UnsupportedModel`."""
+    check_keys(config, decoder.COMMON_KEYS, attention_bias=(False,))
+    return decoder.plain(config)
+
+
+def qwen3_moe(config: Mapping[str, Any]) -> Architecture:
+    """Of `config.json`, with experts. Raises `UnsupportedModel`."""
+    config = renamed(config, num_local_experts="num_experts")
+    check_keys(config, decoder.COMMON_KEYS | _MOE_KEYS, attention_bias=(False,))
+    need(config, "num_experts")
+    shape = shape_of(config)
+    fields = decoder.transformer(config, shape) | {
+        "num_moe_experts": shape.experts,
+        "moe_router_topk": shape.active_experts,
+        "moe_ffn_hidden_size": shape.expert_ffn,
+        "moe_router_score_function": "softmax",
+        # The weights are a softmax over the chosen experts if they are normalised, else over all of them.
+        "moe_router_pre_softmax": not config.get("norm_topk_prob", False),
+    }
+    return decoder.decoder(
+        config, shape, fields, (*decoder.attention(shape), *decoder.mlp(dense_only=True), *decoder.experts())
+    )
+
+
+# --------------------------------------------------------------------------------------------------
+# GLM-4-0414 and GLM-Z1 (`glm4`), and GLM-4-9B as transformers publishes it (`glm`).
+#
+# Biases on q, k and v; half of each head is rotated, in neighbouring pairs; gate and up projection are one tensor.
+# `glm4` has norms after attention and after the MLP too (sandwich norms).
+
+
+def glm4(config: Mapping[str, Any]) -> Architecture:
+    """Of `config.json`, with sandwich norms. Raises `UnsupportedModel`."""
+    after = (
+        Rule(
+            decoder.OWN + "post_self_attn_layernorm.weight",
+            whole(decoder.LAYER + "post_self_attn_layernorm.weight"),
+        ),
+        Rule(decoder.OWN + "post_mlp_layernorm.weight", whole(decoder.LAYER + "post_mlp_layernorm.weight")),
+    )
+    return replace(_architecture(config, after), sandwich_norms=True)
+
+
+def glm(config: Mapping[str, Any]) -> Architecture:
+    """Of `config.json`, without them. Raises `UnsupportedModel`."""
+    return _architecture(config, ())
+
+
+def _architecture(config: Mapping[str, Any], norms_after: tuple[Rule, ...]) -> Architecture:
+    check_keys(config, decoder.COMMON_KEYS | {"partial_rotary_factor"})
+    shape = shape_of(config)
+    rope = read_rope(config, head_width=shape.head, partial=0.5, interleaved=True)
+    rules = (*norms_after, *decoder.attention(shape), *decoder.mlp(fused=True))
+    return decoder.decoder(config, shape, decoder.transformer(config, shape), rules, rope=rope)
+
+
+# --------------------------------------------------------------------------------------------------
+# GLM-4.5, 4.6 and 4.7 (`glm4_moe`): part of each head is rotated, q and k norms in the large ones, shared expert.
+
+
+def glm4_moe(config: Mapping[str, Any]) -> Architecture:
+    """Of `config.json`. Raises `UnsupportedModel`."""
+    config = renamed(config, num_local_experts="n_routed_experts")
+    check_keys(config, decoder.COMMON_KEYS | decoder.MOE_KEYS | {"partial_rotary_factor", "use_qk_norm"})
+    shape = shape_of(config)
+    fields = decoder.transformer(config, shape) | sigmoid_routing(config, shape)
+    rules = (
+        *decoder.attention(shape),
+        *decoder.mlp(dense_only=True),
+        *decoder.experts(router_bias=True, shared=shape.shared_ffn > 0),
+    )
+    rope = read_rope(config, head_width=shape.head, partial=0.5)
+    return decoder.decoder(config, shape, fields, rules, rope=rope, left_out=prediction_layers(config))
+
+
+# --------------------------------------------------------------------------------------------------
+# Which family a `model_type` of `config.json` belongs to.
+
 
 FAMILIES: Final[Mapping[str, Callable[[Mapping[str, Any]], Architecture]]] = {
     "qwen2": qwen2,

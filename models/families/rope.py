@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from models.train.errors import UnsupportedModel
+from models.errors import UnsupportedModel
 
 KINDS = ("default", "linear", "llama3", "yarn")
 

@@ -1,4 +1,4 @@
-"""Tensors of a Hugging Face checkpoint in safetensors, of one file or of several, read by parts."""
+"""A Hugging Face checkpoint on disk: its directory, its tensors in safetensors read by parts, its context length."""
 
 from __future__ import annotations
 
@@ -9,7 +9,10 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from models.train.errors import CheckpointUnavailable, first_line
+import msgspec
+
+from configs.schema import Config
+from models.errors import CheckpointUnavailable, first_line
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -173,3 +176,25 @@ def files_by_name(directory: Path) -> dict[str, Path]:
     if missing:
         raise CheckpointUnavailable(f"{directory} lacks {', '.join(missing)}; give a complete checkpoint")
     return names
+
+
+# --------------------------------------------------------------------------------------------------
+# How long prompt and response may be together.
+
+
+def context_limit(config: Config) -> int | None:
+    """Most tokens of prompt and response: `--rollout-max-context-len`, else the model's positions; None if not known.
+
+    Unknown too where the positions are stretched by a factor: engines do not agree on what the product is.
+    """
+    if config.rollout.rollout_max_context_len is not None:
+        return config.rollout.rollout_max_context_len
+    try:
+        text = Path(config.train.hf_checkpoint, "config.json").read_bytes()
+        found = msgspec.json.decode(text, type=dict[str, Any])
+    except (OSError, msgspec.MsgspecError):
+        return None  # of the hub, or what reads it will say what is wrong
+    if found.get("rope_scaling") or "factor" in (found.get("rope_parameters") or {}):
+        return None
+    limit = found.get("max_position_embeddings")
+    return limit if isinstance(limit, int) else None

@@ -13,7 +13,9 @@ Invariants:
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal, Protocol, runtime_checkable
 
@@ -21,12 +23,24 @@ import torch
 
 from models.algorithms.tokens import StepStatistics
 from models.train.dp_group import DpGroup, Float32Array
-from models.train.huggingface.optimizer import UpdateResult
-from models.train.packing.micro_batches import MicroBatch
-from models.train.packing.packing import Packing
-from models.train.step.totals import StepTotals
+from models.train.step.micro_batch_loss import StepTotals
+from models.train.step.micro_batches import MicroBatch
+from models.train.step.packing import Packing
 
 Scored = Literal["policy", "reference"]
+
+
+@dataclass(frozen=True)
+class UpdateResult:
+    """What one attempt at an update did."""
+
+    applied: bool
+    grad_norm: float  # of the step's gradient, before clipping; not finite if the update was refused
+    lr: float
+
+    def for_its_loss(self) -> UpdateResult:
+        """This refusal, of a step whose loss is not finite: no gradient of it means anything."""
+        return replace(self, grad_norm=math.nan)
 
 
 @dataclasses.dataclass

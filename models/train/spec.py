@@ -1,8 +1,9 @@
-"""Everything that a trainer and its models are built from, out of the configuration of a run."""
+"""What a configuration asks of the trainer: the settings of all parts, decided, and what a batch needs of them."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+import math
+from dataclasses import dataclass, field, replace
 
 from configs.schema import Config
 from configs.schema.algorithm import KL_IN_REWARD, AlgorithmConfig
@@ -12,11 +13,48 @@ from configs.schema.fsdp import FsdpConfig, LoraConfig
 from configs.schema.megatron import MegatronConfig
 from configs.schema.parallel import ParallelConfig
 from configs.schema.train import TrainConfig
+from models.algorithms.advantages import TOKEN_ESTIMATORS
 from models.algorithms.aggregation import Aggregation
-from models.algorithms.group_loss import GroupLossFunction, group_loss_of
-from models.algorithms.modes import Correction, correction_of
-from models.train.errors import TrainConfigInvalid
-from models.train.step.learning_rate import check_schedule
+from models.algorithms.correction import Correction, correction_of
+from models.algorithms.objective import GroupLossFunction, group_loss_of
+from models.algorithms.step_statistics import Need, needs
+from models.errors import TrainConfigInvalid
+
+# --------------------------------------------------------------------------------------------------
+# Learning rate by optimizer update: linear warm-up, then constant, linear or cosine decay to `min_lr`.
+#
+# Invariant: a pure function of the number of updates already made, so that resuming needs no state but that number.
+
+
+def check_schedule(train: TrainConfig, total_steps: int | None) -> None:
+    """Raise `TrainConfigInvalid` if the decay has no known end or does not fall."""
+    if train.lr_decay_style == "constant":
+        return
+    if total_steps is None:
+        raise TrainConfigInvalid(
+            f"lr_decay_style={train.lr_decay_style} needs the number of optimizer steps, which is unknown; "
+            "set --num-rollout or use --lr-decay-style constant"
+        )
+    if train.min_lr > train.lr:
+        raise TrainConfigInvalid(
+            f"min_lr={train.min_lr} is above lr={train.lr}: a decay cannot rise; set --min-lr below --lr"
+        )
+
+
+def learning_rate(updates: int, train: TrainConfig, total_steps: int | None) -> float:
+    """Learning rate of the next update after `updates` updates; the first update of a warm-up of W is lr / W."""
+    if updates < train.lr_warmup_iters:
+        return train.lr * (updates + 1) / train.lr_warmup_iters
+    if train.lr_decay_style == "constant" or total_steps is None:
+        return train.lr
+    span = max(total_steps - train.lr_warmup_iters, 1)
+    progress = min((updates - train.lr_warmup_iters) / span, 1.0)
+    remaining = 1.0 - progress if train.lr_decay_style == "linear" else 0.5 * (1.0 + math.cos(math.pi * progress))
+    return train.min_lr + (train.lr - train.min_lr) * remaining
+
+
+# --------------------------------------------------------------------------------------------------
+# Everything that a trainer and its models are built from, out of the configuration of a run.
 
 
 @dataclass(frozen=True)
@@ -118,3 +156,55 @@ def train_spec(config: Config, total_batches: int) -> TrainSpec:
         seed=config.run.seed,
         total_steps=total_batches * (config.train.num_steps_per_rollout or 1),
     )
+
+
+# --------------------------------------------------------------------------------------------------
+# What the configuration needs of a whole rollout batch before its first backward pass.
+#
+# Where nothing is needed, sequences are trained as they arrive. Invariant: pure; no model.
+
+
+@dataclass(frozen=True)
+class BatchNeeds:
+    """What must be there before the first backward pass of a batch."""
+
+    whole_batch: bool = False
+    old_log_probs: bool = False  # log-probs under the weights of the batch's start
+    values: bool = False  # of a critic
+    advantages: bool = False  # of tokens, decided over the whole batch
+    student_is_sampler: bool = False  # the policy that KL in the reward and distillation speak of is mu
+    statistics: Need = "none"  # of each optimizer step
+
+
+def batch_needs(spec: TrainSpec, *, steps: int, reference_apart: bool = False) -> BatchNeeds:
+    """Needs of a batch of `steps` optimizer steps.
+
+    `reference_apart`: there is a reference whose log-probs are computed once for the batch, not row by row.
+    """
+    algorithm, correction = spec.algorithm, spec.correction
+    several = steps > 1 or reference_apart
+    if spec.supervised:
+        return BatchNeeds(whole_batch=several)
+    recomputes = correction.policy_mode != "bypass" and not correction.loglinear
+    if spec.whole_groups:  # its groups stay together, which only the whole batch shows
+        return BatchNeeds(whole_batch=True, old_log_probs=recomputes and steps > 1)
+    opd, subtracts_kl, values = spec.opd_kl_coef is not None, spec.reward_kl, spec.uses_critic
+    advantages = (
+        opd or subtracts_kl or bool(algorithm.normalize_advantages) or algorithm.advantage_estimator in TOKEN_ESTIMATORS
+    )
+    statistics = needs(algorithm, correction)
+    old_log_probs = statistics != "none" or (recomputes and (steps > 1 or opd or subtracts_kl))
+    return BatchNeeds(
+        whole_batch=several or old_log_probs or advantages or values,
+        old_log_probs=old_log_probs,
+        values=values,
+        advantages=advantages,
+        student_is_sampler=not recomputes,
+        statistics=statistics,
+    )
+
+
+def critic_only(needed: BatchNeeds, spec: TrainSpec) -> BatchNeeds:
+    """The needs of a batch in which the policy is not trained."""
+    student = spec.reward_kl or spec.opd_kl_coef is not None
+    return replace(needed, old_log_probs=student and not needed.student_is_sampler, statistics="none")

@@ -24,13 +24,11 @@ import numpy.typing as npt
 import torch
 
 from models.algorithms.aggregation import StepSize, denominator, metric_mode
-from models.train.errors import BackendMisuse
+from models.errors import BackendMisuse
 from models.train.huggingface.models import TorchModels
-from models.train.huggingface.optimizer import UpdateResult
 from models.train.interface import TrainSequence
-from models.train.model_set import Counters, ModelSet, Movable
-from models.train.spec import TrainSpec
-from models.train.step.batch_needs import batch_needs, critic_only
+from models.train.model_set import Counters, ModelSet, Movable, UpdateResult
+from models.train.spec import TrainSpec, batch_needs, critic_only
 from models.train.step.examples import Intake, check_sequence, example_of, rollouts_of
 from models.train.step.old_log_probs import OldLogProbPass
 from models.train.step.running_batch import RunningBatch
@@ -122,7 +120,7 @@ class Trainer:
             mode=self._spec.aggregation,
             vocab_size=self._models.vocab_size,
             version=self._version,
-            newest_only=self._spec.correction.mask_offpolicy_in_partial_rollout,
+            mask_offpolicy=self._spec.correction.mask_offpolicy_in_partial_rollout,
             needs_teacher=self._spec.opd_kl_coef is not None,
         )
         self._batch.add(rollouts_of(sequences, intake))

@@ -23,7 +23,7 @@ from urllib.parse import urlsplit
 import torch
 import torch.distributed as dist
 
-from models.weights.errors import GroupError
+from models.errors import GroupError
 
 _ROOT: Final = 0
 

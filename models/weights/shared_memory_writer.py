@@ -25,10 +25,18 @@ import msgspec
 import numpy as np
 from msgspec import Struct
 
+from models.errors import LayoutMismatch, SlotSpaceError, SourceError
 from models.families.source import copy_all_but_weights, files_by_name
-from models.weights.buckets import TORCH_NAMES
-from models.weights.errors import LayoutMismatch, SlotSpaceError, SourceError
-from models.weights.layout import WEIGHTS_FILE, Layout, StoredTensor, TensorRange, TensorSpec, lay_out, read_layout
+from models.weights.layout import (
+    TORCH_NAMES,
+    WEIGHTS_FILE,
+    Layout,
+    StoredTensor,
+    TensorRange,
+    TensorSpec,
+    lay_out,
+    read_layout,
+)
 from models.weights.shared_memory_reader import STATE_FILE, SlotManifest, digest_of
 from models.weights.slots_directory import DirectoryLease
 
@@ -68,7 +76,7 @@ class _Slot:
         if isinstance(tensor, StoredTensor):
             self._map[place.start : place.end] = tensor.data
             return
-        from models.weights.tensor_view import tensor_view  # torch, which whoever made the tensor has loaded
+        from models.weights.tensors import tensor_view  # torch, which whoever made the tensor has loaded
 
         view = tensor_view(self._map, TORCH_NAMES[place.spec.dtype], place.spec.shape, place.start)
         view.copy_(tensor)

@@ -21,7 +21,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Final
 
-from models.weights.errors import SlotDirectoryError
+from models.errors import SlotDirectoryError
 
 PREFIX: Final = "sluice-"
 OWNER_FILE: Final = "owner.pid"

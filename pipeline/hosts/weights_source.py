@@ -19,10 +19,9 @@ from typing import Any, Final, TypeVar
 import msgspec
 from msgspec import Struct
 
-from models.weights.errors import TornWeights
+from models.errors import TornWeights
 from models.weights.layout import WEIGHTS_FILE
-from models.weights.local_copy import LocalCopies
-from models.weights.shared_memory_reader import STATE_FILE, SlotManifest
+from models.weights.shared_memory_reader import STATE_FILE, LocalCopies, SlotManifest
 from models.weights.slots_directory import choose_directory
 from pipeline.errors import leaf
 from pipeline.hosts.launcher import unless

@@ -8,7 +8,7 @@ import msgspec
 
 from configs.resolve import num_rollout_for
 from configs.schema import Config
-from models.context import context_limit
+from models.families.source import context_limit
 from pipeline.preflight.names import check_graders
 from pipeline.record.run_directory import RunDir
 from stages.chat.tokenizer import Tokenizer

@@ -15,11 +15,11 @@ from configs.graph import engine_count, frozen_engines, is_address
 from configs.schema import Config
 from configs.schema.debug import generates
 from configs.schema.router import router_kind
+from models.engines.errors import LaunchError
 from models.engines.launch.command import tensor_parallel
 from models.engines.launch.environment import Installed, Part, find_python, probe
-from models.engines.launch.errors import LaunchError
 from models.engines.launch.options import dashed, router_faults, server_faults
-from models.engines.launch.routing import require_router
+from models.engines.launch.router_command import require_router
 from pipeline.errors import Refused, UsageError
 
 

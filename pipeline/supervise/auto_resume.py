@@ -23,7 +23,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Final, NamedTuple
 
-from models.weights.errors import SlotDirectoryError
+from models.errors import SlotDirectoryError
 from pipeline.hosts.die_with_parent import die_with
 from pipeline.hosts.kept_servers import KeptServers
 from pipeline.supervise.restart_budget import WINDOW_S, RestartBudget, backoff_s

@@ -20,8 +20,7 @@ import msgspec
 
 from configs.schema import Config
 from models.engines.client import EngineClient
-from models.engines.launch.arguments import RUNNER, with_token
-from models.engines.launch.command import server_launch
+from models.engines.launch.command import RUNNER, server_launch, with_token
 from models.engines.launch.environment import Installed
 from models.engines.serve import EngineServer
 from models.engines.token import TokenFile

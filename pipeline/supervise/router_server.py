@@ -12,9 +12,9 @@ from typing import Literal
 
 from configs.schema import Config
 from models.engines.client import EngineClient
-from models.engines.launch.arguments import RUNNER, with_token
+from models.engines.launch.command import RUNNER, with_token
 from models.engines.launch.environment import Installed
-from models.engines.launch.routing import router_launch
+from models.engines.launch.router_command import router_launch
 from models.engines.token import TokenFile
 from pipeline.hosts.launcher import Launcher, ProcessSpec
 from pipeline.supervise.restart_server import StartCommand, SupervisedServer

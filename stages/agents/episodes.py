@@ -11,8 +11,8 @@ import msgspec
 from msgspec import Struct
 
 from configs.schema import Config
-from models.context import context_limit
 from models.engines.noise import sample_seed
+from models.families.source import context_limit
 from stages.agents.calls import EnvironmentFailed, Taken
 from stages.agents.environment import Task, Turn
 from stages.agents.hosting import Hosting, Record, digest

@@ -17,7 +17,7 @@ from msgspec import Struct
 
 from configs.schema import Config
 from configs.schema.data import DataConfig
-from models.context import context_limit
+from models.families.source import context_limit
 from stages.chat.messages import Message as ChatMessage
 from stages.chat.tokenizer import Tokenizer, load_tokenizer
 from stages.data.rows import (

@@ -34,8 +34,8 @@ from msgspec import Struct
 from configs.schema import Config
 from configs.schema.debug import generates
 from models.engines.client import EngineClient
+from models.engines.core import MemoryTag
 from models.engines.errors import EngineUnreachable
-from models.engines.memory import MemoryTag
 from models.engines.update_client import UpdateClient
 from stages.ports import Topic, read_value
 from stages.topic_values import ADDRESS, POLICY, addresses

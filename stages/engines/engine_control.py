@@ -30,8 +30,8 @@ import msgspec
 from models.engines.client import EngineClient
 from models.engines.errors import EngineError
 from models.engines.update_client import UpdateClient
+from models.errors import WeightsError
 from models.weights.delta_mirror import DeltaMirror
-from models.weights.errors import WeightsError
 from stages.base import Stage
 from stages.engines.colocation import MemoryKeeper, trainers_turn
 from stages.engines.router_workers import hand_over

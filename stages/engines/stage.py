@@ -33,8 +33,8 @@ import msgspec
 from configs.schema.router import router_kind
 from models.engines.client import EngineClient
 from models.engines.errors import EngineError
+from models.errors import WeightsError
 from models.weights.delta_mirror import DeltaMirror
-from models.weights.errors import WeightsError
 from stages.base import Stage, StageContext
 from stages.engines.engine_control import EngineControl
 from stages.engines.load_watch import LoadWatch

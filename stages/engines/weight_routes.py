@@ -34,8 +34,8 @@ from models.engines.client import EngineClient, WeightsUpdated
 from models.engines.errors import EngineError, EngineUnreachable
 from models.engines.protocol import ServerInfo
 from models.engines.update_client import UpdateClient
+from models.errors import DeltaError, DigestMismatch, NotBrought, RouteUnfit
 from models.weights.delta_mirror import DeltaMirror
-from models.weights.errors import DeltaError, DigestMismatch, NotBrought, RouteUnfit
 from models.weights.shared_memory_reader import SlotReader
 from stages.engines.weight_transfer import DiskTransfer, GroupTransfer, TensorTransfer, Transfer, together
 from stages.messages import WeightsAnnouncement

@@ -26,8 +26,8 @@ import numpy as np
 from models.engines.client import EngineClient, WeightsUpdated
 from models.engines.errors import EngineError
 from models.engines.update_client import UpdateClient
-from models.weights.buckets import Bucket, plan_buckets
-from models.weights.errors import NotVerified
+from models.errors import NotVerified
+from models.weights.layout import Bucket, plan_buckets
 from models.weights.shared_memory_reader import SlotReader
 from stages.messages import WeightsAnnouncement
 from stages.ports import Topic
@@ -133,7 +133,7 @@ class TensorTransfer(BucketTransfer):
         self, update: UpdateClient, label: str, slot: SlotReader, bucket_bytes: int, ranks: int, device: str
     ) -> None:
         super().__init__(update, label, slot, bucket_bytes)
-        from models.weights.tensor_route_payload import SharedBuffer  # torch
+        from models.weights.tensors import SharedBuffer  # torch
 
         self.ranks, self.device = ranks, device
         self.buffer = SharedBuffer(self.largest)

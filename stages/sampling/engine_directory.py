@@ -21,8 +21,8 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from configs.schema.rollout import RolloutConfig
+from models.engines.answers import RequestLimits
 from models.engines.client import EngineClient
-from models.engines.limits import RequestLimits
 from stages.engines.colocation import KEY, trainers_turn
 from stages.messages import WeightsAnnouncement
 from stages.ports import Topic, read_value

@@ -27,7 +27,7 @@ from configs.schema import Config
 from configs.schema.router import router_kind
 from models.engines.client import EngineClient
 from models.engines.errors import EngineError, EngineTimeout, EngineUnreachable, RequestNotSent
-from models.engines.launch.routing import policy_of
+from models.engines.launch.router_command import policy_of
 from models.engines.protocol import GenerateRequest
 from models.engines.router_api import ROUTING_KEY_HEADER, lost_fields
 from stages.sampling.engine_choice import FIRST_COME, Choice, Ranking

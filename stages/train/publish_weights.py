@@ -14,8 +14,7 @@ from pathlib import Path
 import msgspec
 
 from configs.schema import Config
-from models.weights.delta import Published
-from models.weights.delta_store import DeltaStore
+from models.weights.delta import DeltaStore, Published
 from models.weights.shared_memory_reader import SlotManifest
 from models.weights.shared_memory_writer import Exported, SlotWriter
 from stages.messages import WeightsAnnouncement

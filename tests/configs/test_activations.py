@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from configs.plan.architecture import architecture
 from configs.plan.memory import Form, layer_activations
+from configs.schema.model_shapes import known_shape
 
 TOKENS = 128
 SHAPE = {"hidden_size": 192, "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 64}
@@ -57,7 +57,7 @@ def test_a_layer_keeps_what_is_estimated(kind: str, shape: dict[str, Any]) -> No
     forms: tuple[Form, ...] = ("float32", "bfloat16")
     for form in forms:
         one, three = (make(**{**SHAPE, **shape}, num_hidden_layers=layers, attention_dropout=0.0) for layers in (1, 3))
-        known = architecture(three.to_dict())
+        known = known_shape(three.to_dict())
         assert known is not None
         measured = (kept(three, form) - kept(one, form)) / 2
         assert layer_activations(known, 2, form) == pytest.approx(measured, rel=0.06), form

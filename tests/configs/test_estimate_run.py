@@ -9,14 +9,14 @@ from typing import Any
 import pytest
 
 from configs.load import load, read_preset
-from configs.plan.architecture import architecture
+from configs.plan.gpus import layout_of, stage_layers
 from configs.plan.memory import TrainerMemory, layer_activations, trainer_memory
-from configs.plan.parallel_layout import layout_of, stage_layers
 from configs.plan.parameters import layer_share, total_parameters
 from configs.plan.plan import make_plan, render
 from configs.plan.run_estimate import RunEstimate, estimate_run
 from configs.resolve import resolve
 from configs.schema import Config
+from configs.schema.model_shapes import known_shape
 
 TINY = {"model_type": "qwen3", "hidden_size": 64, "num_hidden_layers": 4, "num_attention_heads": 4}
 TINY |= {"num_key_value_heads": 2, "head_dim": 16, "intermediate_size": 96, "vocab_size": 256}
@@ -34,7 +34,7 @@ def trainer_group(backend: str, processes: int, *argv: str) -> Config:
 
 
 def trainer(model: dict[str, Any], config: Config) -> TrainerMemory:
-    shape = architecture(model)
+    shape = known_shape(model)
     assert shape is not None
     found = trainer_memory(config, shape)
     assert found is not None
@@ -48,7 +48,7 @@ def estimate(model: dict[str, Any], config: Config) -> RunEstimate:
 
 
 def count(model: dict[str, Any]) -> int:
-    shape = architecture(model)
+    shape = known_shape(model)
     assert shape is not None
     return total_parameters(shape)
 
@@ -62,7 +62,7 @@ def test_one_process_of_torch() -> None:
     assert trainer(TINY, resolved("--advantage-estimator", "ppo")).state == 32 * total, "policy and critic"
     half = trainer(TINY, resolved("--train-dtype", "bfloat16"))
     assert (half.state, half.gathered) == (16 * total, 2 * total)
-    shape = architecture(TINY)
+    shape = known_shape(TINY)
     assert shape is not None
     assert found.activations == 16384 * 4 * layer_activations(shape, 0, "float32")
     head = 64 * (4 * 16384 + 8 * 256 + 4 * (256 + 16384))
@@ -78,7 +78,7 @@ def test_fsdp_divides_the_state_by_the_shard() -> None:
     assert whole.state == 16 * -(-total // 8)
     assert trainer(TINY, trainer_group("fsdp", 8, "--fsdp-shard-size", "2")).state == 16 * -(-total // 2)
     assert trainer(TINY, trainer_group("fsdp", 8, "--fsdp-shard-size", "1")).state == 16 * total
-    shape = architecture(TINY)
+    shape = known_shape(TINY)
     assert shape is not None
     layer = layer_share(shape, 0).total
     root = total - 4 * layer
@@ -117,7 +117,7 @@ def test_megatron_in_two_precisions() -> None:
 
 
 def test_tensor_and_pipeline_parallelism() -> None:
-    shape = architecture(TINY)
+    shape = known_shape(TINY)
     assert shape is not None
     layer, table = layer_share(shape, 0), 256 * 64
     two = trainer(TINY, trainer_group("megatron", 2, "--tensor-model-parallel-size", "2"))
@@ -138,7 +138,7 @@ def test_tensor_and_pipeline_parallelism() -> None:
 
 
 def test_experts_have_data_parallelism_of_their_own() -> None:
-    shape = architecture(EXPERTS)
+    shape = known_shape(EXPERTS)
     assert shape is not None
     layer = layer_share(shape, 0)
     argv = ("--expert-model-parallel-size", "4", "--expert-tensor-parallel-size", "1")
@@ -152,7 +152,7 @@ def test_experts_have_data_parallelism_of_their_own() -> None:
 
 
 def test_activations_of_a_pipeline() -> None:
-    shape = architecture(TINY)
+    shape = known_shape(TINY)
     assert shape is not None
     one = layer_activations(shape, 0, "fused")
     argv = ("--pipeline-model-parallel-size", "2", "--max-tokens-per-gpu", "100", "--logprob-chunk-tokens", "1")

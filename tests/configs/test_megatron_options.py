@@ -19,11 +19,10 @@ from configs.schema import Config, MegatronConfig, TrainConfig
 
 pytest.importorskip("megatron.core.package_info")
 
-from models.train.errors import TrainConfigInvalid
+from models.errors import TrainConfigInvalid
 from models.train.megatron.settings import option_fields
 from models.train.megatron.settings.option_fields import DATACLASSES, fields_of, known_fields
-from models.train.megatron.settings.options import MegatronOptions, option_faults, split_options
-from models.train.megatron.settings.set_by_sluice import SET_BY_SLUICE
+from models.train.megatron.settings.options import SET_BY_SLUICE, MegatronOptions, option_faults, split_options
 from pipeline.errors import UsageError
 from pipeline.preflight.names import check_trainer
 

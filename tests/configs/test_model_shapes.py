@@ -7,16 +7,17 @@ from typing import Any
 import pytest
 
 from configs.load import read_preset
-from configs.plan.architecture import architecture, matrices
 from configs.plan.parameters import (
     active_parameters,
     adapter_parameters,
     forward_flops,
     layer_share,
+    matrices,
     parameters,
     total_parameters,
 )
 from configs.presets import preset_names
+from configs.schema.model_shapes import known_shape
 
 # Trainable parameters of the published checkpoints, embeddings included, without the routers' biases and without layers
 # for multi-token prediction. The second figure is the published one per token, in billions.
@@ -62,7 +63,7 @@ def test_every_preset_has_a_published_total() -> None:
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_parameters_of_published_models(name: str) -> None:
     total, active = PUBLISHED[name]
-    shape = architecture(preset(name))
+    shape = known_shape(preset(name))
     assert shape is not None
     assert parameters(preset(name)) == total_parameters(shape) == total
     if active is None:
@@ -75,7 +76,7 @@ def test_parameters_of_published_models(name: str) -> None:
 
 def test_glm_45_is_counted_by_its_authors_with_the_prediction_layer_and_without_tables() -> None:
     """355 billion: the layer that predicts a second token is one more layer with experts and a matrix [H, 2H]."""
-    shape = architecture(preset("glm-4.5-355b-a32b"))
+    shape = known_shape(preset("glm-4.5-355b-a32b"))
     assert shape is not None
     tables = 2 * shape.vocabulary * shape.hidden
     extra = layer_share(shape, shape.layers - 1).total + 2 * shape.hidden**2
@@ -97,7 +98,7 @@ SMALL = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "i
     ],
 )
 def test_unknown_shapes_are_not_guessed(model: dict[str, Any]) -> None:
-    assert architecture(model) is None
+    assert known_shape(model) is None
     assert parameters(model) is None
 
 
@@ -111,7 +112,7 @@ def test_experts_under_the_name_that_transformers_saves() -> None:
 
 
 def test_how_a_layer_is_divided() -> None:
-    shape = architecture(preset("moonlight-16b-a3b"))
+    shape = known_shape(preset("moonlight-16b-a3b"))
     assert shape is not None
     dense, sparse = layer_share(shape, 0), layer_share(shape, 1)
     assert dense.expert == 0
@@ -122,28 +123,28 @@ def test_how_a_layer_is_divided() -> None:
 
 
 def test_adapters() -> None:
-    shape = architecture(preset("qwen3-0.6b"))
+    shape = known_shape(preset("qwen3-0.6b"))
     assert shape is not None
     attention = (1024 + 2048) + 2 * (1024 + 1024) + (2048 + 1024)
     assert adapter_parameters(shape, 16, ("q_proj",)) == 28 * 16 * (1024 + 2048)
     assert adapter_parameters(shape, 16, ("all-linear",)) == 28 * 16 * (attention + 3 * (1024 + 3072))
-    experts = architecture(preset("qwen3-30b-a3b"))
+    experts = known_shape(preset("qwen3-30b-a3b"))
     assert experts is not None
     assert adapter_parameters(experts, 8, ("gate_proj", "up_proj", "down_proj")) == 0
 
 
 def test_operations_of_a_sequence() -> None:
-    shape = architecture(preset("qwen3-8b"))
+    shape = known_shape(preset("qwen3-8b"))
     assert shape is not None
     table = 151936 * 4096
     one = 2 * (8_190_735_360 - table) + 4 * 4096 * 36
     assert forward_flops(shape, 1) == one
     # Each later token also looks at all before it.
     assert forward_flops(shape, 3) == 3 * one + (1 + 2) * 4 * 4096 * 36
-    tied = architecture(preset("qwen3-0.6b"))
+    tied = known_shape(preset("qwen3-0.6b"))
     assert tied is not None
     assert forward_flops(tied, 1) == 2 * 596_049_920 + 4 * 2048 * 28  # the table is the head
-    latent = architecture(preset("deepseek-v3"))
+    latent = known_shape(preset("deepseek-v3"))
     assert latent is not None
     pairs = forward_flops(latent, 2) - 2 * forward_flops(latent, 1)
     assert pairs == 2 * 128 * (192 + 128) * 61
@@ -187,7 +188,7 @@ def test_tiny_models_against_transformers() -> None:
     transformers = pytest.importorskip("transformers")
     for number, (kind, shape) in enumerate(VARIANTS):
         config = getattr(transformers, f"{kind}Config")(**{**TINY, **shape}, tie_word_embeddings=number % 2 == 0)
-        known = architecture(config.to_dict())
+        known = known_shape(config.to_dict())
         assert known is not None, kind
         assert total_parameters(known) == count(config), (kind, shape)
 
@@ -205,6 +206,6 @@ def test_published_models_against_transformers() -> None:
         if kind != "DeepseekV3":
             shape.pop("q_lora_rank")
         config = getattr(transformers, f"{kind}Config")(**shape)
-        known = architecture(preset(name))
+        known = known_shape(preset(name))
         assert known is not None
         assert total_parameters(known) == count(config), name

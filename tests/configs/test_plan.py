@@ -14,9 +14,8 @@ from hypothesis import strategies as st
 
 from configs.graph import chain, path, replicas
 from configs.load import load
-from configs.plan.model import size_text
 from configs.plan.plan import make_plan, render
-from configs.plan.run_estimate import estimate_run
+from configs.plan.run_estimate import estimate_run, size_text
 from configs.plan.staleness import (
     capped_lognormal_mean,
     mean_staleness,

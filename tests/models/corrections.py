@@ -7,7 +7,7 @@ from configs.schema import Config
 from configs.schema.algorithm import AlgorithmConfig
 from configs.schema.asynchrony import AsyncConfig
 from configs.schema.correction import CorrectionConfig
-from models.algorithms.modes import Correction, correction_of
+from models.algorithms.correction import Correction, correction_of
 
 
 def corrected(off_policy: CorrectionConfig, *, max_staleness: int = 1, policy_loss: str = "ppo") -> Correction:

@@ -20,7 +20,7 @@ from token_checks import check_token, files_with
 
 from models.engines.client import EngineClient
 from models.engines.errors import EngineError
-from models.engines.launch.arguments import RUNNER
+from models.engines.launch.command import RUNNER
 from models.engines.protocol import EXPECTED_SGLANG, GenerateRequest, SamplingParams
 from models.engines.token import read_token
 from pipeline.supervise.take_over import refusal

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from models.weights.errors import TornWeights, WeightsError
+from models.errors import TornWeights, WeightsError
 from models.weights.shared_memory_reader import SlotReader
 from models.weights.shared_memory_writer import SlotWriter
 from pipeline.hosts import weights_source

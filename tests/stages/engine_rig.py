@@ -23,7 +23,7 @@ from models.engines.noise import sample_seed
 from models.engines.protocol import GenerateOutput, GenerateRequest, MetaInfo, SamplingParams
 from models.engines.serve import EngineServer
 from models.engines.simulated.engine import SimulatedEngine
-from models.engines.simulated.policy import simulated_token
+from models.engines.simulated.writer import simulated_token
 from models.engines.streamed import PartialOutputs
 from models.weights.shared_memory_writer import SlotWriter
 from stages.base import GenerateOptions

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from models.algorithms.errors import UnknownAlgorithm
+from models.errors import UnknownAlgorithm
 from models.train.interface import TrainSequence
 from stages.errors import UntrainableGroup
 from stages.messages import Float32Array, RolloutSlice, Sample, wire

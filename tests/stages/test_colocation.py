@@ -15,8 +15,8 @@ import pytest
 
 from configs.schema import Config
 from models.engines.client import EngineClient
+from models.engines.core import MemoryTag
 from models.engines.errors import EngineRefused
-from models.engines.memory import MemoryTag
 from models.engines.serve import EngineServer
 from stages.engines.colocation import (
     EngineMemory,

@@ -13,7 +13,7 @@ import msgspec
 import pytest
 
 from configs.schema.update import UpdateConfig
-from models.weights.errors import TornWeights
+from models.errors import TornWeights
 from stages.engines.stage import FetcherStage
 from stages.messages import WeightsAnnouncement
 from stages.ports import Ports, SameHost

@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from models.engines import replies
+from models.engines import text
 from models.engines.client import EngineClient
 from models.engines.core import Completion
 from models.engines.protocol import GenerateOutput, GenerateRequest
@@ -139,7 +139,7 @@ async def test_a_broken_answer_fails_its_samples_only(
 
 async def test_a_broken_event_fails_its_sample_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The log-probs of one member of a stream are no numbers."""
-    original = replies.output
+    original = text.output
 
     def output(completion: Completion, *args: Any) -> GenerateOutput:
         made = original(completion, *args)
@@ -150,7 +150,7 @@ async def test_a_broken_event_fails_its_sample_only(tmp_path: Path, monkeypatch:
             made, meta_info=msgspec.structs.replace(made.meta_info, output_token_logprobs=entries)
         )
 
-    monkeypatch.setattr(replies, "output", output)
+    monkeypatch.setattr(text, "output", output)
     async with generating(tmp_path) as world:
         assert await broken_then_well(world) == ["failed", "completed"]
 

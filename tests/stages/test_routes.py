@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from models.engines.errors import RequestNotSent
 from models.engines.http_client import HttpClient
-from models.engines.launch.routing import Policy
+from models.engines.launch.router_command import Policy
 from stages.generate.stage import GenerateStage
 from stages.messages import RolloutSlice
 from stages.sampling.engine_choice import CROWDED, Choice, Ranking, Slots

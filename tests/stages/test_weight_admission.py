@@ -17,9 +17,9 @@ from configs.schema.update import UpdateConfig
 from models.engines.client import EngineClient, WeightsUpdated
 from models.engines.protocol import ModelInfo, PauseMode
 from models.engines.serve import EngineServer
+from models.errors import CheckpointUnavailable
 from models.tiny import make_tiny_checkpoint
-from models.train.errors import CheckpointUnavailable
-from models.weights.delta_store import differences, full_versions
+from models.weights.delta import differences, full_versions
 from stages.ports import SameHost
 from stages.train.publish_weights import WeightPublisher
 from stages.train.weight_barrier import await_landing

@@ -19,8 +19,8 @@ from models.engines.client import EngineClient, WeightsUpdated
 from models.engines.errors import EngineRefused
 from models.engines.protocol import GenerateRequest, SamplingParams
 from models.engines.update_client import UpdateClient
+from models.errors import GroupError
 from models.weights.broadcast_group import WeightGroup
-from models.weights.errors import GroupError
 from stages.engines.stage import FetcherStage
 from stages.engines.weight_routes import DiskRoute, TensorRoute, WeightRoute
 from stages.messages import WeightsAnnouncement

@@ -22,15 +22,12 @@ from typing import Final, TypeVar
 import torch
 
 from configs.schema.engine import EngineConfig
-from models.engines.core import Completion, Deliver, EngineFacts, Totals, load_of, nowhere
-from models.engines.embedded.kv_cache import KVCache
-from models.engines.embedded.slots import SlotTable
+from models.engines.core import Completion, Deliver, EngineFacts, MemoryAccount, MemoryTag, Totals, load_of, nowhere
+from models.engines.embedded.kv_cache import KVCache, SlotTable
 from models.engines.embedded.spec import ModelSpec
 from models.engines.embedded.stepper import Stepper
-from models.engines.embedded.transformer import Transformer
-from models.engines.embedded.weights import LiveWeights
+from models.engines.embedded.transformer import LiveWeights, Transformer
 from models.engines.errors import EngineServerError, EngineStartError, WeightsRefused
-from models.engines.memory import MemoryAccount, MemoryTag
 from models.engines.protocol import DEFAULT_LABEL, Load, PauseMode
 from models.engines.text import TextCodec
 
@@ -74,7 +71,7 @@ class EmbeddedEngine:
             model_path=model_path,
             model_type=spec.model_type,
             architecture=spec.architecture,
-            vocab_size=spec.vocab_size,
+            vocab_size=spec.shape.vocabulary,
             context_length=length,
             slots=slots,
             kv_tokens=slots * length,

@@ -22,8 +22,7 @@ import numpy.typing as npt
 import torch
 
 from models.engines.core import Completion
-from models.engines.embedded.kv_cache import KVCache
-from models.engines.embedded.slots import SlotTable
+from models.engines.embedded.kv_cache import KVCache, SlotTable
 from models.engines.embedded.transformer import Transformer
 
 PREFILL_TOKENS: Final = 16_384
@@ -172,7 +171,7 @@ class Prefill:
         """
         completion = admission.completion
         first, last = completion.score_from - admission.start, completion.prompt_tokens - admission.start - 1
-        rows = max(1, SCORED_LOGITS // self._transformer.spec.vocab_size)
+        rows = max(1, SCORED_LOGITS // self._transformer.spec.shape.vocabulary)
         values: list[float | None] = [None]
         for start in range(first, last, rows):
             end = min(start + rows, last)

@@ -8,40 +8,44 @@ from __future__ import annotations
 
 import contextlib
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
 import torch
 
+from configs.schema.model_shapes import ModelShape, read_shape, refused_keys
 from models.engines.errors import EngineStartError
+from models.errors import UnsupportedModel
 from models.families.rope import read_rope
-from models.train.errors import UnsupportedModel
 
 ARCHITECTURES: Final = {"LlamaForCausalLM": "llama", "Qwen2ForCausalLM": "qwen2", "Qwen3ForCausalLM": "qwen3"}
+# Values of config.json that this engine computes although the trainers do not, and those without influence on it.
+COMPUTED: Final[Mapping[str, tuple[Any, ...] | None]] = {
+    "mlp_bias": None,
+    "attention_dropout": None,
+    "hidden_dropout": None,
+    "pretraining_tp": (1,),
+}
+ONLY: Final = {
+    "hidden_act": "silu",
+    "quantization_config": "unquantised weights",
+    "layer_types": "full attention",
+    "use_sliding_window": "full attention",
+}
 
 
 @dataclass(frozen=True)
 class ModelSpec:
-    """Shape of a decoder. `qkv_bias`, `o_bias`, `mlp_bias` and `qk_norm` say which optional parameters exist."""
+    """A decoder that the embedded engine serves."""
 
     architecture: str
     model_type: str
-    vocab_size: int
-    hidden_size: int
-    layers: int
-    heads: int
-    kv_heads: int
-    head_dim: int
-    intermediate_size: int
+    shape: ModelShape
     max_positions: int
     norm_eps: float
-    tied: bool
-    qkv_bias: bool
-    o_bias: bool
-    mlp_bias: bool
-    qk_norm: bool
-    inverse_frequencies: tuple[float, ...]  # [head_dim / 2], radians per position
+    inverse_frequencies: tuple[float, ...]  # [head width / 2], radians per position
     eos_ids: frozenset[int]
 
     @classmethod
@@ -60,50 +64,30 @@ class ModelSpec:
                 f"architectures=['{architecture}'] of {directory} is not served by the embedded engine, which knows "
                 f"{', '.join(ARCHITECTURES)}; serve this model with SGLang"
             )
-        _refuse_unsupported(config, directory)
-        heads = int(config["num_attention_heads"])
-        head_dim = int(config.get("head_dim") or config["hidden_size"] // heads)
-        family = ARCHITECTURES[architecture]
-        attention_bias = bool(config.get("attention_bias", False))
+        for key in refused_keys(config, COMPUTED):
+            raise EngineStartError(
+                f"{key}={config.get(key)!r} of {directory}: only {ONLY.get(key, 'its default')} can be computed by the "
+                "embedded engine; serve this model with SGLang"
+            )
+        try:
+            shape = read_shape(config, ARCHITECTURES[architecture])
+        except KeyError as error:
+            raise EngineStartError(
+                f"{path} has no {error.args[0]}; give the config.json that was published with the model"
+            ) from error
         return cls(
             architecture=architecture,
-            model_type=str(config.get("model_type", family)),
-            vocab_size=int(config["vocab_size"]),
-            hidden_size=int(config["hidden_size"]),
-            layers=int(config["num_hidden_layers"]),
-            heads=heads,
-            kv_heads=int(config.get("num_key_value_heads") or heads),
-            head_dim=head_dim,
-            intermediate_size=int(config["intermediate_size"]),
+            model_type=str(config.get("model_type", shape.family)),
+            shape=shape,
             max_positions=int(config["max_position_embeddings"]),
             norm_eps=float(config.get("rms_norm_eps", 1e-6)),
-            tied=bool(config.get("tie_word_embeddings", False)),
-            qkv_bias=family == "qwen2" or attention_bias,
-            o_bias=family != "qwen2" and attention_bias,
-            mlp_bias=family == "llama" and bool(config.get("mlp_bias", False)),
-            qk_norm=family == "qwen3",
-            inverse_frequencies=_inverse_frequencies(config, head_dim, directory),
+            inverse_frequencies=_inverse_frequencies(config, shape.head, directory),
             eos_ids=_eos_ids(config, directory),
         )
 
     def kv_bytes_per_token(self, dtype: torch.dtype) -> int:
         """Bytes of keys and values of one token, all layers."""
-        return 2 * self.layers * self.kv_heads * self.head_dim * int(dtype.itemsize)
-
-
-def _refuse_unsupported(config: dict[str, Any], directory: Path) -> None:
-    rules = (
-        ("hidden_act", config.get("hidden_act", "silu") == "silu", "only silu is computed"),
-        ("use_sliding_window", not config.get("use_sliding_window"), "only full attention is computed"),
-        ("quantization_config", not config.get("quantization_config"), "only unquantised weights are read"),
-        ("layer_types", set(config.get("layer_types") or ()) <= {"full_attention"}, "only full attention is computed"),
-        ("pretraining_tp", config.get("pretraining_tp", 1) == 1, "only 1 is computed"),
-    )
-    for key, supported, rule in rules:
-        if not supported:
-            raise EngineStartError(
-                f"{key}={config.get(key)!r} of {directory}: {rule} by the embedded engine; serve this model with SGLang"
-            )
+        return self.shape.layers * self.shape.key_values * int(dtype.itemsize)
 
 
 def _inverse_frequencies(config: dict[str, Any], head_dim: int, directory: Path) -> tuple[float, ...]:

@@ -19,10 +19,9 @@ import numpy.typing as npt
 import torch
 
 from models.engines.core import ABORTED, Completion, Totals
-from models.engines.embedded.kv_cache import KVCache
+from models.engines.embedded.kv_cache import KVCache, SlotTable
 from models.engines.embedded.prefill import Admission, Prefill, plan
 from models.engines.embedded.sampling import SamplingBatch, draw, forbid
-from models.engines.embedded.slots import SlotTable
 from models.engines.embedded.transformer import Transformer
 from models.engines.protocol import FinishReason, PauseMode
 from models.engines.text import TextCodec, find_stop, tail_tokens

@@ -6,13 +6,165 @@ values go, and what attends to what, is the caller's (`attend`); the rest is the
 
 from __future__ import annotations
 
-from typing import Protocol
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final, Protocol
 
 import torch
 import torch.nn.functional as F
+import xxhash
+from safetensors import SafetensorError
 
 from models.engines.embedded.spec import ModelSpec
-from models.engines.embedded.weights import LayerWeights, LiveWeights
+from models.engines.errors import WeightsRefused
+from models.errors import CheckpointUnavailable
+from models.families.source import CheckpointTensors
+
+# --------------------------------------------------------------------------------------------------
+# Live weights of a served model: allocated once, swapped in place from safetensors files.
+#
+# Invariants:
+# - a swap checks every name, shape and dtype before it writes the first byte: it happens whole or not at all;
+# - what is derived from parameters is derived again by every swap;
+# - tensors stay the same objects, so the forward may keep references; between `free` and `allocate` they have no
+#   memory;
+# - projections that are applied together lie in one matrix, and the checkpoint's names are views of its rows;
+# - a checkpoint's dtype may differ from the served one (fp32 masters into a bf16 engine): values are cast while copied.
+
+
+_FLOATS: Final = ("F32", "BF16", "F16", "F64")
+_SHOWN: Final = 3  # names listed in a refusal
+
+
+@dataclass(frozen=True)
+class LayerWeights:
+    """Parameters of one decoder layer; rows of `qkv` are q, k, v and rows of `gate_up` are gate, up."""
+
+    input_norm: torch.Tensor
+    qkv: torch.Tensor
+    qkv_bias: torch.Tensor | None
+    qk_norm: torch.Tensor | None  # [heads + kv_heads, head_dim], derived: both norms spread over their heads
+    o: torch.Tensor
+    o_bias: torch.Tensor | None
+    post_norm: torch.Tensor
+    gate_up: torch.Tensor
+    gate_up_bias: torch.Tensor | None
+    down: torch.Tensor
+    down_bias: torch.Tensor | None
+
+
+class LiveWeights:
+    """All parameters of one model on one device."""
+
+    def __init__(self, spec: ModelSpec, device: torch.device, dtype: torch.dtype) -> None:
+        self._device, self._dtype = device, dtype
+        self._tied = spec.shape.tied
+        self.names: dict[str, torch.Tensor] = {}
+        self._derived: list[tuple[torch.Tensor, torch.Tensor]] = []  # (rows, parameter that each of them repeats)
+        self._freed: list[tuple[torch.UntypedStorage, int]] = []  # and their bytes
+        self.embed = self._whole("model.embed_tokens.weight", spec.shape.vocabulary, spec.shape.hidden)
+        self.layers = [self._layer(f"model.layers.{index}.", spec) for index in range(spec.shape.layers)]
+        self.norm = self._whole("model.norm.weight", spec.shape.hidden)
+        self.head = (
+            self.embed if spec.shape.tied else self._whole("lm_head.weight", spec.shape.vocabulary, spec.shape.hidden)
+        )
+
+    def load(self, directory: Path) -> None:
+        """Copy a checkpoint (one file or a sharded index) into the live tensors. Raises `WeightsRefused`."""
+        try:
+            with CheckpointTensors(directory) as tensors:
+                self._check(directory, tensors)
+                for name, live in self.names.items():
+                    live.copy_(tensors.whole(name))
+                for spread, norm in self._derived:
+                    spread.copy_(norm.expand_as(spread))
+        except CheckpointUnavailable as error:
+            raise WeightsRefused(f"model_path={directory}: {error}") from error
+        except (SafetensorError, OSError) as error:
+            raise WeightsRefused(f"model_path={directory} cannot be read: {error}; write it again") from error
+
+    def free(self) -> None:
+        """Give the memory back; names, shapes and views stay. Until `allocate` no tensor may be touched."""
+        tensors = [*self.names.values(), *(spread for spread, _ in self._derived)]
+        storages = {storage.data_ptr(): storage for storage in (tensor.untyped_storage() for tensor in tensors)}
+        self._freed = [(storage, storage.nbytes()) for storage in storages.values()]
+        for storage, _ in self._freed:
+            storage.resize_(0)
+
+    def allocate(self) -> None:
+        """Take the memory again. The values are undefined until `load`."""
+        for storage, nbytes in self._freed:
+            storage.resize_(nbytes)
+        self._freed = []
+
+    def checksums(self) -> dict[str, str]:
+        """xxh3 (64 bits, hexadecimal) of each tensor's bytes as served, by Hugging Face name."""
+        return {
+            # of a copy: what numpy has seen of a storage cannot be given back by it
+            name: xxhash.xxh3_64_hexdigest(tensor.to("cpu", copy=True).contiguous().view(torch.uint8).numpy().data)
+            for name, tensor in self.names.items()
+        }
+
+    def _check(self, directory: Path, tensors: CheckpointTensors) -> None:
+        ignored = {name for name in tensors if name.endswith("rotary_emb.inv_freq")}
+        if self._tied:
+            ignored.add("lm_head.weight")
+        missing = sorted(self.names.keys() - tensors.keys())
+        unknown = sorted(tensors.keys() - self.names.keys() - ignored)
+        faults = [f"missing {name}" for name in missing] + [f"unknown {name}" for name in unknown]
+        for name in self.names.keys() & tensors.keys():
+            part = tensors.slice(name)
+            expected, found = list(self.names[name].shape), part.get_shape()
+            if found != expected:
+                faults.append(f"{name} has shape {found}, served is {expected}")
+            elif part.get_dtype() not in _FLOATS:
+                faults.append(f"{name} has dtype {part.get_dtype()}, expected one of {', '.join(_FLOATS)}")
+        if faults:
+            more = f" and {len(faults) - _SHOWN} more" if len(faults) > _SHOWN else ""
+            raise WeightsRefused(
+                f"model_path={directory} does not fit the served model: {'; '.join(sorted(faults)[:_SHOWN])}{more}; "
+                "export the weights of the same architecture"
+            )
+
+    def _layer(self, prefix: str, spec: ModelSpec) -> LayerWeights:
+        hidden, inner = spec.shape.hidden, spec.shape.ffn
+        queries, keys = spec.shape.heads * spec.shape.head, spec.shape.kv_heads * spec.shape.head
+        qkv = [("self_attn.q_proj", queries), ("self_attn.k_proj", keys), ("self_attn.v_proj", keys)]
+        gate_up = [("mlp.gate_proj", inner), ("mlp.up_proj", inner)]
+        return LayerWeights(
+            input_norm=self._whole(prefix + "input_layernorm.weight", hidden),
+            qkv=self._stacked(prefix, qkv, "weight", hidden),
+            qkv_bias=self._stacked(prefix, qkv, "bias") if spec.shape.qkv_bias else None,
+            qk_norm=self._spread_norms(prefix, spec) if spec.shape.qk_norm else None,
+            o=self._whole(prefix + "self_attn.o_proj.weight", hidden, queries),
+            o_bias=self._whole(prefix + "self_attn.o_proj.bias", hidden) if spec.shape.out_bias else None,
+            post_norm=self._whole(prefix + "post_attention_layernorm.weight", hidden),
+            gate_up=self._stacked(prefix, gate_up, "weight", hidden),
+            gate_up_bias=self._stacked(prefix, gate_up, "bias") if spec.shape.ffn_bias else None,
+            down=self._whole(prefix + "mlp.down_proj.weight", hidden, inner),
+            down_bias=self._whole(prefix + "mlp.down_proj.bias", hidden) if spec.shape.ffn_bias else None,
+        )
+
+    def _whole(self, name: str, *shape: int) -> torch.Tensor:
+        tensor = torch.zeros(shape, device=self._device, dtype=self._dtype)
+        self.names[name] = tensor
+        return tensor
+
+    def _spread_norms(self, prefix: str, spec: ModelSpec) -> torch.Tensor:
+        """One row per query and key head, so that one product scales them all."""
+        q_norm = self._whole(prefix + "self_attn.q_norm.weight", spec.shape.head)
+        k_norm = self._whole(prefix + "self_attn.k_norm.weight", spec.shape.head)
+        spread = q_norm.new_zeros(spec.shape.heads + spec.shape.kv_heads, spec.shape.head)
+        self._derived += [(spread[: spec.shape.heads], q_norm), (spread[spec.shape.heads :], k_norm)]
+        return spread
+
+    def _stacked(self, prefix: str, parts: list[tuple[str, int]], kind: str, *columns: int) -> torch.Tensor:
+        tensor = torch.zeros((sum(rows for _, rows in parts), *columns), device=self._device, dtype=self._dtype)
+        start = 0
+        for part, rows in parts:
+            self.names[f"{prefix}{part}.{kind}"] = tensor[start : start + rows]
+            start += rows
+        return tensor
 
 
 class Attend(Protocol):
@@ -57,7 +209,7 @@ class Transformer:
         self, x: torch.Tensor, layer: LayerWeights, cos: torch.Tensor, sin: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         rows, length = x.shape[:2]
-        heads, kv_heads, width = self.spec.heads, self.spec.kv_heads, self.spec.head_dim
+        heads, kv_heads, width = self.spec.shape.heads, self.spec.shape.kv_heads, self.spec.shape.head
         qkv = F.linear(x, layer.qkv, layer.qkv_bias).view(rows, length, heads + 2 * kv_heads, width)
         qk = qkv[:, :, : heads + kv_heads]
         if layer.qk_norm is not None:

@@ -18,9 +18,8 @@ from pathlib import Path
 from typing import Any, Final
 
 from configs.schema.engine import EngineConfig
-from models.engines.core import Completion, Deliver, EngineFacts, Totals, load_of, nowhere
+from models.engines.core import Completion, Deliver, EngineFacts, MemoryAccount, MemoryTag, Totals, load_of, nowhere
 from models.engines.errors import EngineServerError
-from models.engines.memory import MemoryAccount, MemoryTag
 from models.engines.protocol import DEFAULT_LABEL, Load, PauseMode
 from models.engines.simulated.schedule import Schedule
 

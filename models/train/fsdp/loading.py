@@ -24,24 +24,26 @@ import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
-from models.train import errors
+from models import errors
+from models.errors import TrainError, UnsupportedModel
 from models.train.dp_group import gather_bytes
-from models.train.errors import TrainError, UnsupportedModel
 from models.train.fsdp.mesh import Mesh
-from models.train.huggingface.context import ContextParallel
 from models.train.huggingface.loading import (
     FLASH_ATTENTION,
     FLASH_PACKING,
     LoadedModel,
+    MakeRoot,
+    PlacedModel,
+    Placement,
+    Prepare,
     attention_of,
     disable_dropout,
     load_model,
 )
-from models.train.huggingface.placement import MakeRoot, PlacedModel, Placement, Prepare
-from models.train.huggingface.scoring import Passes
-from models.train.packing.micro_batches import MicroBatch
-from models.train.packing.packing import Packing
+from models.train.huggingface.scoring import ContextParallel, Passes
 from models.train.spec import TrainSpec
+from models.train.step.micro_batches import MicroBatch
+from models.train.step.packing import Packing
 
 
 class Shards(Placement):

@@ -19,8 +19,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from configs.schema.fsdp import FsdpConfig
 from configs.schema.parallel import ParallelConfig
+from models.errors import TrainConfigInvalid
 from models.train.dp_group import DistributedDpGroup, DpGroup
-from models.train.errors import TrainConfigInvalid
 
 
 @dataclass(frozen=True)

@@ -23,8 +23,8 @@ from typing import Any, Final
 import torch
 
 from models.disk import sync, sync_tree
+from models.errors import CheckpointUnavailable
 from models.families.source import CheckpointTensors, copy_all_but_weights
-from models.train.errors import CheckpointUnavailable
 
 MAX_SHARD_BYTES: Final = 5_000_000_000
 WEIGHTS: Final = "model.safetensors"

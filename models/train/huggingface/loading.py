@@ -6,20 +6,24 @@ ratio compares two passes over the same tokens; the process's random stream is l
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
 import torch
+from torch import Tensor
 
 from configs.schema.train import TrainConfig
+from models.errors import CheckpointUnavailable, TrainConfigInvalid, UnsupportedModel, first_line
 from models.families.source import local_directory, not_fetched
-from models.train.errors import CheckpointUnavailable, TrainConfigInvalid, UnsupportedModel, first_line
+from models.train.dp_group import DpGroup, Float32Array
 from models.train.huggingface.hf_weights import converts
-from models.train.huggingface.scoring import Backbone, Passes, output_layer
-from models.train.packing.packing import Layout, Packing, Unit
-from models.train.packing.rows import pack_rows
+from models.train.huggingface.scoring import Backbone, Passes, Scorer, output_layer
+from models.train.spec import TrainSpec
+from models.train.step.micro_batches import MicroBatch, PackedRows, pack_rows
+from models.train.step.packing import Layout, Packing, Unit
 
 FLASH_ATTENTION: Final = "flash_attention_2"
 FLASH_PACKING: Final = Packing(max_tokens=1, share_prompts=False, single_row=True)
@@ -179,3 +183,98 @@ def _agrees(backbone: Backbone, layout: Layout, tokens: list[npt.NDArray[np.int3
         single = [Layout(((Unit((item,), 0, len(tokens[item]) - 1),),), len(tokens[item]) - 1) for item in layout.items]
         alone = torch.cat([backbone.chosen_hidden(pack_rows(one, tokens, chosen)) for one in single])
     return bool(torch.allclose(found, alone, rtol=1e-4, atol=1e-4 * float(alone.abs().max())))
+
+
+# --------------------------------------------------------------------------------------------------
+# Where the tensors of a run's models lie: whole in every process, here, or in shards (`models.train.fsdp`).
+#
+# What differs between the two is here and nowhere else: how a model is loaded, which micro-batches a process runs, how
+# gradients become sums over all processes, and what has to be given back after a pass.
+
+
+MakeRoot = Callable[[Any], torch.nn.Module]
+Prepare = Callable[[Any], None]
+
+
+@dataclass(frozen=True)
+class PlacedModel(LoadedModel):
+    """A model that can run. Sharded, its parameters are DTensors."""
+
+    root: Any  # the module whose forward pass is called: it gathers
+
+
+class Placement:
+    """Every process holds all of each model: alone, or as plain copies."""
+
+    first = True  # whether this process is given exported weights, and writes files
+
+    def __init__(self, spec: TrainSpec, dp_group: DpGroup | None = None) -> None:
+        """`dp_group`: the processes that hold copies (default: this one alone). Raises `TrainConfigInvalid`."""
+        self.spec = spec
+        self.dp_group: DpGroup = dp_group or DpGroup()
+        self.device = pick_device(spec.train.train_device)
+        self.precision = autocast_dtype(spec.train.train_dtype, self.device)  # of the forward pass; None = fp32
+        self.passes = Passes(self.device, self.precision, self.precision or torch.float32)
+
+    def load(
+        self,
+        source: str,
+        key: str,
+        make_root: MakeRoot,
+        *,
+        frozen: bool = False,
+        prepare: Prepare | None = None,
+        precise: Callable[[Any], list[torch.nn.Module]] = lambda _: [],
+    ) -> PlacedModel:
+        """A model out of `source`, which the option `key` gave. Collective.
+
+        `make_root`: wraps the module that is called around the model; `prepare`: changes the model first (adapters);
+        `precise`: modules of the root that compute in fp32. Raises `CheckpointUnavailable`, `UnsupportedModel`.
+        """
+        loaded = load_model(source, key, self.spec.train, self.device, seed=self.spec.seed)
+        if prepare is not None:
+            prepare(loaded.model)
+        self._set_mode(loaded.model, frozen=frozen)
+        return PlacedModel(**vars(loaded), root=make_root(loaded.model).to(self.device))
+
+    def _set_mode(self, model: Any, *, frozen: bool) -> None:
+        model.train(not frozen)
+        if frozen:
+            model.requires_grad_(False)
+        elif self.spec.train.gradient_checkpointing:
+            enable_checkpointing(model)
+
+    def scorer(self, model: Any) -> Scorer:
+        """The root of a model that says log-probs."""
+        return Scorer(
+            model,
+            self.passes,
+            temperature=self.spec.scoring_temperature,
+            chunk_tokens=self.spec.train.logprob_chunk_tokens,
+        )
+
+    def runs(self, batches: Sequence[MicroBatch]) -> Sequence[MicroBatch]:
+        """Those that this process runs."""
+        return [batch for batch in batches if not batch.blank]
+
+    def scores(
+        self, model: PlacedModel, score: Callable[[PackedRows], Tensor], batches: Sequence[MicroBatch]
+    ) -> list[Float32Array]:
+        """What `score` says of the chosen tokens by running `model`, without gradient: one array [N] per micro-batch
+        that is not blank; nothing without `is_mp_src_rank`.
+        """
+        with torch.no_grad():
+            found = [(batch, score(batch.rows)) for batch in self.runs(batches)]
+        self.give_back(model)
+        return [one.cpu().numpy() for batch, one in found if not batch.blank and self.dp_group.is_mp_src_rank]
+
+    def give_back(self, model: PlacedModel) -> None:
+        """Drop what passes without a gradient have gathered: no copy may be older than the shards."""
+
+    def sum_gradients(self, parameters: Iterable[torch.nn.Parameter]) -> None:
+        """Make gradients sums over data-parallel ranks."""
+        self.dp_group.all_reduce_gradients(list(parameters))
+
+    def sum_over_shards(self, value: float) -> float:
+        """Sum of one number per shard of a model; equal in all processes."""
+        return value

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from configs.schema.fsdp import LoraConfig
-from models.train.errors import TrainConfigInvalid, UnsupportedModel, first_line
+from models.errors import TrainConfigInvalid, UnsupportedModel, first_line
 from models.train.huggingface.hf_weights import stored_names, whole
 
 _BASE: Final = ".base_layer"

@@ -8,6 +8,7 @@ Invariants:
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
 from functools import reduce
 from pathlib import Path
 from typing import Any
@@ -16,23 +17,145 @@ import torch
 from torch import Tensor
 
 from models.algorithms.tokens import StepStatistics
+from models.errors import BackendMisuse, TrainConfigInvalid
 from models.train.dp_group import DpGroup, Float32Array
-from models.train.errors import BackendMisuse
-from models.train.huggingface.critic import Critic
-from models.train.huggingface.hf_weights import hf_tensors, model_tensors
+from models.train.huggingface.checkpoint import StatePart, StateParts, load_state, save_state
+from models.train.huggingface.hf_weights import hf_tensors, local, model_tensors
+from models.train.huggingface.loading import PlacedModel, Placement
 from models.train.huggingface.lora import Adapters
-from models.train.huggingface.offload import HOST, move
-from models.train.huggingface.optimizer import Updater, UpdateResult
-from models.train.huggingface.parts import StatePart, StateParts
-from models.train.huggingface.placement import Placement
-from models.train.huggingface.reference import Reference
-from models.train.huggingface.state_files import load_state, save_state
-from models.train.model_set import Counters, Scored
-from models.train.packing.micro_batches import MicroBatch
-from models.train.packing.packing import Packing, with_budget
+from models.train.huggingface.optimizer import HOST, Updater, move
+from models.train.huggingface.scoring import Backbone, Passes
+from models.train.model_set import Counters, Scored, UpdateResult
 from models.train.spec import TrainSpec
-from models.train.step.micro_batch_loss import PolicyNumerator
-from models.train.step.totals import StepTotals
+from models.train.step.critic import ValueModel, ValueNumerator, critic_train_config
+from models.train.step.micro_batch_loss import PolicyNumerator, StepTotals
+from models.train.step.micro_batches import MicroBatch, PackedRows
+from models.train.step.packing import Packing, with_budget
+
+# --------------------------------------------------------------------------------------------------
+# The value model of PPO on a Hugging Face backbone, with its optimizer.
+#
+# Invariants: those of `models.train.step.critic`; the backbone's output embedding is left out.
+
+
+class ValueScorer(Backbone):
+    """Values of chosen tokens: decoder and head in one forward pass."""
+
+    def __init__(self, model: Any, passes: Passes, *, seed: int) -> None:
+        super().__init__(model, passes)
+        self.model = ValueModel(model.base_model, int(model.config.get_text_config().hidden_size), seed=seed)
+
+    def forward(self, rows: PackedRows) -> Tensor:
+        """V [N] before each chosen token."""
+        part = self._context.part(rows)
+        with self.autocast():
+            hidden = self.own_hidden(part)
+        values: Tensor = self.model(hidden)
+        # Not the view that the head returns: what is done in place to the output of a root would miss its hooks.
+        return self._context.joined(values.clone(), part)
+
+
+class Critic:
+    """`CriticModel` wherever its tensors lie."""
+
+    def __init__(self, placement: Placement) -> None:
+        """Collective. Raises `CheckpointUnavailable`, `UnsupportedModel`."""
+        config, train, seed = placement.spec.critic, placement.spec.train, placement.spec.seed
+        self._placement = placement
+        self.placed = placement.load(
+            config.critic_load or train.hf_checkpoint,
+            "critic_load" if config.critic_load else "hf_checkpoint",
+            lambda model: ValueScorer(model, placement.passes, seed=seed),
+            precise=lambda root: [root.model.value_head],
+        )
+        self.model: ValueModel = self.placed.root.model
+        self._numerator = ValueNumerator(config.value_clip)
+        self.updater = Updater(self.model, critic_train_config(config, train), None, placement.sum_over_shards)
+
+    def values(self, batches: Sequence[MicroBatch]) -> list[Float32Array]:
+        """V before each chosen token, one array [N] per micro-batch that is not blank."""
+        return self._placement.scores(self.placed, self.placed.root, batches)
+
+    def backward(self, batches: Sequence[MicroBatch]) -> None:
+        """Add the gradient of the micro-batches' numerators, and their sums."""
+        for batch in self._placement.runs(batches):
+            values = self.placed.root(batch.rows)
+            if batch.blank:
+                values.backward(torch.zeros_like(values))  # the others wait for this process's part of the sums
+            else:
+                self._numerator(batch.members, values).backward()
+
+    def update(
+        self, loss_denominator: float, mean_denominator: float, dp_group: DpGroup
+    ) -> tuple[UpdateResult, dict[str, float]]:
+        """Make the update, or refuse it, and start the next step; metrics of this one."""
+
+        def apply(denominator: float) -> UpdateResult:
+            self._placement.sum_gradients(parameter for _, parameter in self.updater.named_parameters)
+            return self.updater.apply(denominator)
+
+        return self._numerator.finish_step(apply, self.updater.refuse, loss_denominator, mean_denominator, dp_group)
+
+    def discard(self) -> None:
+        """Forget the gradients and sums of the running step."""
+        self.updater.clear()
+        self._numerator.begin_step()
+
+
+# --------------------------------------------------------------------------------------------------
+# The reference policy: a frozen second model, or the policy with its adapters off.
+#
+# Invariants: it is never trained; with `ref_update_interval` it is part of the checkpoint, since no other file holds
+# it.
+
+
+class Reference:
+    """What the policy is compared with."""
+
+    def __init__(self, placement: Placement, policy: PlacedModel, adapters: Adapters | None) -> None:
+        """Collective. Raises `CheckpointUnavailable`, `UnsupportedModel`, `TrainConfigInvalid`."""
+        train, interval = placement.spec.train, placement.spec.algorithm.ref_update_interval
+        if adapters is not None and interval:
+            raise TrainConfigInvalid(
+                f"ref_update_interval={interval} with lora_rank={placement.spec.lora.lora_rank}: the reference of LoRA "
+                "is the model without adapters, which no update changes; leave --ref-update-interval out"
+            )
+        self._policy = policy
+        self.renewed = bool(interval)  # becomes the policy from time to time
+        own = adapters is None or train.ref_load not in (None, train.hf_checkpoint)
+        self._adapters = None if own else adapters
+        self.placed = policy
+        if own:
+            source, key = train.ref_load or train.hf_checkpoint, "ref_load" if train.ref_load else "hf_checkpoint"
+            self.placed = placement.load(source, key, placement.scorer, frozen=True)
+            if self.renewed and _shapes(policy) != _shapes(self.placed):
+                raise TrainConfigInvalid(
+                    f"ref_update_interval is set, but the reference {source!r} has other weights than the policy, "
+                    "which it cannot become; leave --ref-update-interval or --ref-load out"
+                )
+
+    def score(self, rows: PackedRows) -> Tensor:
+        """Log-probs [N] of the chosen tokens, without gradient."""
+        with torch.no_grad(), nullcontext() if self._adapters is None else self._adapters.disabled(self.placed.model):
+            found: Tensor = self.placed.root(rows)[0]
+        return found
+
+    def renew(self) -> None:
+        """Become the policy as it is now, unless it never does."""
+        if not self.renewed:
+            return
+        own = self.tensors()
+        with torch.no_grad():
+            for name, tensor in model_tensors(self._policy.model).items():
+                local(own[name]).copy_(local(tensor))
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Its weights."""
+        return model_tensors(self.placed.model)
+
+
+def _shapes(placed: PlacedModel) -> dict[str, tuple[int, ...]]:
+    return {name: tuple(tensor.shape) for name, tensor in model_tensors(placed.model).items()}
 
 
 class HfModels:

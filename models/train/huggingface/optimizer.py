@@ -11,27 +11,14 @@ Invariants:
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable
 
 import torch
 
 from configs.schema.train import TrainConfig
 from models.train.huggingface.hf_weights import local
-from models.train.step.learning_rate import learning_rate
-
-
-@dataclass(frozen=True)
-class UpdateResult:
-    """What one attempt at an update did."""
-
-    applied: bool
-    grad_norm: float  # of the step's gradient, before clipping; not finite if the update was refused
-    lr: float
-
-    def for_its_loss(self) -> UpdateResult:
-        """This refusal, of a step whose loss is not finite: no gradient of it means anything."""
-        return replace(self, grad_norm=math.nan)
+from models.train.model_set import UpdateResult
+from models.train.spec import learning_rate
 
 
 class Updater:
@@ -119,3 +106,26 @@ def _sum_of_squares(gradients: list[torch.Tensor]) -> float:
         return 0.0
     norms = torch.stack([norm.double() for norm in torch._foreach_norm(gradients)])
     return float(norms.square().sum())
+
+
+# --------------------------------------------------------------------------------------------------
+# Models and optimizers move between their device and the host's memory, for a trainer that shares its GPU in turns.
+#
+# Invariants: parameters stay the same objects, so that optimizer, packing and scorers still know them; nothing is lost
+# on the way: what is on the host can be saved and exported from there. On a CPU nothing moves.
+
+
+HOST = torch.device("cpu")
+
+
+def move(modules: Iterable[torch.nn.Module], optimizers: Iterable[torch.optim.Optimizer], device: torch.device) -> None:
+    """Move parameters, buffers and optimizer state; gradients are expected to be cleared."""
+    for module in modules:
+        module.to(device)
+    for optimizer in optimizers:
+        for state in optimizer.state.values():
+            for entry, value in state.items():
+                if torch.is_tensor(value):
+                    state[entry] = value.to(device)
+    if device.type == "cpu" and torch.cuda.is_available():
+        torch.cuda.empty_cache()  # or another process could not have what was given back

@@ -13,16 +13,175 @@ from __future__ import annotations
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from models.algorithms.token_log_probs import OutputLayer, token_log_probs
-from models.train.huggingface.context import ContextParallel, Part
-from models.train.packing.rows import PackedRows, attention_allowed
+from models.errors import UnsupportedModel
+from models.train.step.micro_batches import Float32Array, Int64Array, PackedRows, attention_allowed
+from models.train.step.packing import Packing
+
+# --------------------------------------------------------------------------------------------------
+# Context parallelism: the tokens of each row are divided among the processes of a group.
+#
+# Each process computes a run of consecutive tokens of every row. Before attention, keys and values of all runs are
+# gathered (they are small where heads share them), and each process attends with its own queries under its part of the
+# mask: exact for packed rows and shared prompts, on any device and backend. Log-probs and values are put together
+# again, so that every process of the group computes the same loss; each passes back the gradient of its own tokens
+# alone, and the sum over all processes, which sharding makes anyway, is the whole.
+#
+# torch.distributed.tensor.experimental.context_parallel is not used: its ring takes causal masks only, which rules
+# packed rows out, and it has no CPU kernel.
+
+
+ATTENTION: Final = "sdpa_gathered"
+
+
+@dataclass(frozen=True)
+class Part:
+    """What one process computes of the rows of a micro-batch."""
+
+    rows: PackedRows  # whole
+    targets: Int64Array  # [n] of this process, out of [N]
+    temperatures: Float32Array | None = None  # [n] of those
+    own: Int64Array | None = None  # [n] which of the N chosen tokens are its own
+    columns: slice | None = None  # of the padded rows
+    source: Int64Array | None = None  # [n] flat positions in this process's part
+
+
+class ContextParallel:
+    """This process's place among those that share the tokens of its rows. `group`: None = it has them all."""
+
+    def __init__(self, group: Any | None) -> None:
+        self._group = group
+        self.size: int = 1 if group is None else dist.get_world_size(group)
+        self._rank: int = 0 if group is None else dist.get_rank(group)
+
+    def prepare(self, model: Any) -> None:
+        """Let a model attend to gathered keys. Raises `UnsupportedModel`."""
+        if self._group is None:
+            return
+        attention = getattr(model.config, "_attn_implementation", None)
+        if attention != "sdpa":
+            raise UnsupportedModel(
+                f"--fsdp-context-parallel-size {self.size} is implemented for --attn-implementation sdpa, and "
+                f"{type(model).__name__} runs with {attention}; set one of the two"
+            )
+        _register(self._group)
+        model.set_attn_implementation(ATTENTION)
+
+    def check(self, packing: Packing) -> None:
+        """Raise `UnsupportedModel` if a model's attention takes no free choice of the mask."""
+        if self._group is not None and not packing.share_prompts:
+            raise UnsupportedModel(
+                f"--fsdp-context-parallel-size {self.size} needs attention whose mask can be chosen (no sliding "
+                "windows, no recurrent layers, --attn-implementation sdpa or auto); set it to 1 for this model"
+            )
+
+    def part(self, rows: PackedRows) -> Part:
+        """What this process computes."""
+        if self._group is None:
+            return Part(rows, rows.targets, rows.temperatures)
+        length = rows.input_ids.shape[1]
+        run = -(-length // self.size)
+        row, column = np.divmod(rows.source, length)
+        owner, local = np.divmod(column, run)
+        own = np.flatnonzero(owner == self._rank)
+        return Part(
+            rows,
+            rows.targets[own],
+            None if rows.temperatures is None else rows.temperatures[own],
+            own,
+            slice(self._rank * run, (self._rank + 1) * run),
+            row[own] * run + local[own],
+        )
+
+    def joined(self, values: Tensor, part: Part) -> Tensor:
+        """[N] out of the [n] of each process. The gradient passes to this process's own."""
+        if part.own is None:
+            return values
+        return spread(values, torch.from_numpy(part.own).to(values.device), len(part.rows.targets), self._group)
+
+    def inputs(self, rows: PackedRows, columns: slice) -> dict[str, npt.NDArray[Any]]:
+        """Ids and positions [B, l] of these columns, and whom they may see [B, 1, l, L]; the size divides L."""
+        count, length = rows.input_ids.shape
+        missing = -length % self.size
+        ids = np.pad(rows.input_ids, ((0, 0), (0, missing)))
+        if rows.position_ids is None:
+            positions = np.broadcast_to(np.arange(length + missing), ids.shape)
+        else:
+            # Padding is one more sequence.
+            behind = np.broadcast_to(np.arange(missing), (count, missing))
+            positions = np.concatenate([rows.position_ids, behind], axis=1)
+        if rows.unit is not None and rows.branch is not None:
+            unit = np.pad(rows.unit, ((0, 0), (0, missing)), constant_values=-1)
+            branch = np.pad(rows.branch, ((0, 0), (0, missing)))
+        else:
+            unit, branch = np.cumsum(positions == 0, axis=1), np.zeros_like(ids)
+        return {
+            "input_ids": np.ascontiguousarray(ids[:, columns]),
+            "position_ids": np.ascontiguousarray(positions[:, columns]),
+            "attention_mask": attention_allowed(unit, branch, columns),
+        }
+
+
+def _register(group: Any) -> None:
+    """Under the name `ATTENTION`: scaled dot products with the keys of all processes of `group`."""
+    from transformers import AttentionInterface
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+    def attend(module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor, **kwargs: Any) -> Any:
+        keys, values = _Gather.apply(key, group), _Gather.apply(value, group)
+        return sdpa_attention_forward(module, query, keys, values, mask, **kwargs)
+
+    AttentionInterface.register(ATTENTION, attend)
+
+
+class _Gather(torch.autograd.Function):  # type: ignore[misc]
+    """[B, heads, L / size, d] of each process -> [B, heads, L, d]."""
+
+    @staticmethod
+    def forward(ctx: Any, part: Tensor, group: Any) -> Tensor:
+        ctx.group, ctx.width = group, part.shape[2]
+        parts = [
+            torch.empty_like(part, memory_format=torch.contiguous_format) for _ in range(dist.get_world_size(group))
+        ]
+        dist.all_gather(parts, part.contiguous(), group=group)
+        return torch.cat(parts, dim=2)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        total = gradients[0].contiguous().clone()
+        dist.all_reduce(total, group=ctx.group)
+        return total.narrow(2, dist.get_rank(ctx.group) * ctx.width, ctx.width), None
+
+
+def spread(values: Tensor, own: Tensor, count: int, group: Any) -> Tensor:
+    """Numbers of all `count` tokens, where each process of `group` has those at its `own` places; differentiable."""
+    every: Tensor = _Spread.apply(values, own, count, group)
+    return every
+
+
+class _Spread(torch.autograd.Function):  # type: ignore[misc]
+    """Each process puts its numbers in their places, and all get all. Backward, each takes the gradients of its own:
+    every process computes the same loss, and none adds to another's numbers."""
+
+    @staticmethod
+    def forward(ctx: Any, values: Tensor, own: Tensor, count: int, group: Any) -> Tensor:
+        ctx.save_for_backward(own)
+        every = values.new_zeros(count).index_copy(0, own, values)
+        dist.all_reduce(every, group=group)
+        return every
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
+        (own,) = ctx.saved_tensors
+        return gradient.index_select(0, own), None, None, None
 
 
 def output_layer(model: Any) -> OutputLayer:

@@ -11,13 +11,11 @@ from typing import Any
 import torch
 from megatron.core.models.gpt.gpt_model import GPTModel
 
-from models.families.architecture import Architecture
+from models.families.decoder import Architecture
+from models.families.hugging_face_names import padded_vocab
 from models.families.registry import architecture_of
-from models.families.sharding import padded_vocab
-from models.train.megatron.layers import layer_submodules
-from models.train.megatron.rotary import PositionRotary
-from models.train.megatron.settings.config import transformer_config
-from models.train.megatron.settings.layout import uses_transformer_engine
+from models.train.megatron.layers import PositionRotary, layer_submodules
+from models.train.megatron.settings.config import transformer_config, uses_transformer_engine
 from models.train.spec import TrainSpec
 
 

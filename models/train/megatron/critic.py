@@ -13,13 +13,12 @@ import torch
 from torch import Tensor
 
 from models.train.dp_group import DpGroup, Float32Array
-from models.train.huggingface.optimizer import UpdateResult
-from models.train.megatron.forward import chosen_hidden, of_all_tokens
+from models.train.megatron.forward import Pipeline, chosen_hidden, of_all_tokens
 from models.train.megatron.inputs import ModelInputs
 from models.train.megatron.optimizer import TrainedChunks
-from models.train.megatron.schedule import Pipeline
-from models.train.packing.micro_batches import MicroBatch
+from models.train.model_set import UpdateResult
 from models.train.step.critic import ValueNumerator
+from models.train.step.micro_batches import MicroBatch
 
 
 class ValueHead(torch.nn.Module):  # type: ignore[misc]

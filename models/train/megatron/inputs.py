@@ -1,7 +1,7 @@
 """Packed rows as tensors for one process of a Megatron layout.
 
 Invariants:
-- who sees whom is that of `rows.py`: responses after a common prompt, several units in a row, or one sequence;
+- who sees whom is that of `micro_batches.py`: responses after a common prompt, several units in a row, or one sequence;
 - rows may grow to the right, to a length that divides over the processes; nothing looks at what is added;
 - of the chosen tokens, a process knows which are predicted in its part of the rows.
 """
@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from models.train.packing.rows import Int64Array, PackedRows
+from models.train.step.micro_batches import Int64Array, PackedRows
 
 
 @dataclass(frozen=True)

@@ -17,29 +17,25 @@ import torch
 from torch import Tensor
 
 from models.algorithms.tokens import StepStatistics
+from models.errors import BackendMisuse, TrainConfigInvalid
 from models.train.dp_group import Float32Array
-from models.train.errors import BackendMisuse, TrainConfigInvalid
 from models.train.huggingface.loading import pick_device
-from models.train.huggingface.optimizer import UpdateResult
 from models.train.megatron.checkpoint.state import finish as finish_state
 from models.train.megatron.checkpoint.state import load as load_state
 from models.train.megatron.checkpoint.state import save as save_state
 from models.train.megatron.critic import MegatronCritic, into_critic
-from models.train.megatron.forward import TokenScorer
+from models.train.megatron.forward import Pipeline, TokenScorer
 from models.train.megatron.inputs import ModelInputs
-from models.train.megatron.loading import LoadedChunks, Source, load_chunks, read_source
 from models.train.megatron.optimizer import TrainedChunks, check_optimizer
 from models.train.megatron.processes import build_dp_group, build_layout
 from models.train.megatron.reference import SwappedReference
-from models.train.megatron.schedule import Pipeline
-from models.train.megatron.weights import export_hf, load_hf
-from models.train.model_set import Counters, Scored
-from models.train.packing.micro_batches import MicroBatch
-from models.train.packing.packing import Packing, with_budget
+from models.train.megatron.weights import LoadedChunks, Source, export_hf, load_chunks, load_hf, read_source
+from models.train.model_set import Counters, Scored, UpdateResult
 from models.train.spec import TrainSpec
 from models.train.step.critic import critic_train_config
-from models.train.step.micro_batch_loss import PolicyNumerator
-from models.train.step.totals import StepTotals
+from models.train.step.micro_batch_loss import PolicyNumerator, StepTotals
+from models.train.step.micro_batches import MicroBatch
+from models.train.step.packing import Packing, with_budget
 
 SCHEDULE_TURNS: Final = 4  # micro-batches of a schedule, for each pipeline stage, at least
 

@@ -19,11 +19,11 @@ import torch
 from torch import Tensor
 
 from configs.schema.train import TrainConfig
-from models.train.errors import TrainConfigInvalid
-from models.train.huggingface.optimizer import UpdateResult, gradient_scale
+from models.errors import TrainConfigInvalid
+from models.train.huggingface.optimizer import gradient_scale
 from models.train.megatron.settings.options import split_options
-from models.train.spec import TrainSpec
-from models.train.step.learning_rate import learning_rate
+from models.train.model_set import UpdateResult
+from models.train.spec import TrainSpec, learning_rate
 
 
 class TrainedChunks:

@@ -15,8 +15,8 @@ from datetime import timedelta
 
 import torch
 
+from models.errors import BackendMisuse, TrainConfigInvalid
 from models.train.dp_group import DistributedDpGroup
-from models.train.errors import BackendMisuse, TrainConfigInvalid
 from models.train.megatron import shim
 from models.train.spec import TrainSpec
 

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from models.train.errors import TrainStateUnreadable
+from models.errors import TrainStateUnreadable
 
 
 class SwappedReference:

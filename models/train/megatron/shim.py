@@ -19,7 +19,7 @@ from typing import Any, Final
 
 import torch
 
-from models.train.errors import BackendMisuse, TrainConfigInvalid
+from models.errors import BackendMisuse, TrainConfigInvalid
 
 VERSION: Final = "0.16.1"
 _FACTORIES: Final = ("tensor", "zeros", "ones", "empty", "full", "arange", "empty_like", "zeros_like")

@@ -21,9 +21,9 @@ from torch import Tensor
 from configs.schema.critic import CriticConfig
 from configs.schema.train import TrainConfig
 from models.train.dp_group import DpGroup
-from models.train.huggingface.optimizer import UpdateResult
-from models.train.step.columns import float_column, weight_column
+from models.train.model_set import UpdateResult
 from models.train.step.examples import Example
+from models.train.step.micro_batch_loss import float_column, weight_column
 
 
 def value_loss(values: Tensor, old_values: Tensor, returns: Tensor, *, clip: float) -> tuple[Tensor, Tensor]:

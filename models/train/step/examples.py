@@ -20,10 +20,10 @@ import numpy as np
 import numpy.typing as npt
 
 from models.algorithms.aggregation import Aggregation, StepSize, coefficients
+from models.algorithms.returns import token_rewards
 from models.algorithms.shared_tokens import IntArray, averaged, owned, prefix_fault, token_numbers
-from models.algorithms.token_advantages import token_rewards
+from models.errors import InvalidSequence
 from models.train.dp_group import Float32Array
-from models.train.errors import InvalidSequence
 from models.train.interface import TrainSequence
 
 RolloutKey = tuple[int, int]  # (group_id, rollout_id)
@@ -36,7 +36,7 @@ class Intake:
     mode: Aggregation
     vocab_size: int
     version: int = 0  # of the weights: a token's staleness is this minus its own
-    newest_only: bool = False  # train only the tokens of a sequence's newest version
+    mask_offpolicy: bool = False  # train only the tokens of a sequence's newest version
     needs_teacher: bool = False
 
 
@@ -114,7 +114,7 @@ def _rollout(key: RolloutKey, members: Sequence[TrainSequence], intake: Intake) 
         raise InvalidSequence(f"{_name(members[0])}: {wrong}")
     masks = [member.loss_mask > 0 for member in members]
     chosen = [np.flatnonzero(mask) for mask in owned(masks, prefixes)]
-    if intake.newest_only:
+    if intake.mask_offpolicy:
         chosen = [_newest(member, places) for member, places in zip(members, chosen, strict=True)]
     counts = [len(places) for places in chosen]
     weights = coefficients(intake.mode, counts, [sum(counts)] * len(counts)).tolist()

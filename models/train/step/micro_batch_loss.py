@@ -6,21 +6,208 @@ numerator, so that any split of a step into micro-batches gives the same sums.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from configs.schema.algorithm import LOSS_OF_ESTIMATOR, AlgorithmConfig
-from models.algorithms.group_loss import GroupColumns, GroupLossFunction, group_objective
+from models.algorithms.aggregation import Aggregation
+from models.algorithms.correction import Correction
 from models.algorithms.losses import policy_loss_of
-from models.algorithms.modes import Correction
-from models.algorithms.objective import Objective, policy_objective, sft_objective
+from models.algorithms.metrics import MetricTotals
+from models.algorithms.objective import (
+    GroupColumns,
+    GroupLossFunction,
+    Objective,
+    group_objective,
+    policy_objective,
+    sft_objective,
+)
+from models.algorithms.step_statistics import kept_scale, rejected_rollouts, step_statistics
 from models.algorithms.tokens import PolicyTokens, StepStatistics
-from models.train.step.columns import policy_tokens, rollout_numbers, weight_column
+from models.errors import BackendMisuse
+from models.train.dp_group import DpGroup, Float32Array
 from models.train.step.examples import Example
-from models.train.step.totals import StepTotals
+from models.train.step.micro_batches import MicroBatch
+
+# --------------------------------------------------------------------------------------------------
+# Columns of tokens from examples: what every loss and every fact of a step is computed from.
+#
+# Invariant: the order is that of the examples given, token by token; all tokens are trainable ones.
+
+
+Int64Array = npt.NDArray[np.int64]
+
+
+def token_counts(examples: Sequence[Example]) -> Int64Array:
+    """Trainable tokens [S] of each example."""
+    return np.array([len(example.chosen) for example in examples], dtype=np.int64)
+
+
+def float_column(parts: Sequence[Float32Array | None], device: torch.device) -> Tensor:
+    """One flat fp32 tensor [N] on the device from the values of each example. Raises `BackendMisuse` for a gap."""
+    present = [part for part in parts if part is not None]
+    if len(present) != len(parts):
+        raise BackendMisuse("some examples of a batch have old log-probs and others not; begin a new batch")
+    if not present:
+        return torch.zeros(0, device=device)
+    return torch.from_numpy(np.concatenate(present).astype(np.float32, copy=False)).to(device)
+
+
+def optional_column(parts: Sequence[Float32Array | None], device: torch.device) -> Tensor | None:
+    """As `float_column`, but None if no example has the values."""
+    return None if all(part is None for part in parts) else float_column(parts, device)
+
+
+def weight_column(examples: Sequence[Example], device: torch.device) -> Tensor:
+    """Coefficient [N] of each token in the loss."""
+    coefficients = np.array([example.coefficient for example in examples], dtype=np.float32)
+    return torch.from_numpy(np.repeat(coefficients, token_counts(examples))).to(device)
+
+
+def policy_tokens(
+    examples: Sequence[Example],
+    log_probs: Tensor,
+    *,
+    bypass: bool,
+    device: torch.device,
+    statistics: StepStatistics,
+    entropy: Tensor | None = None,
+    ref_log_probs: Tensor | None = None,
+) -> PolicyTokens:
+    """The tokens of `examples` with `log_probs` [N] under the current weights.
+
+    Old log-probs are mu with `bypass`, else those stored, else those of the current weights: with one step per batch
+    they are those of its start. `ref_log_probs`: those of the examples unless given.
+    """
+    counts = token_counts(examples)
+    rollout_log_probs = float_column([example.rollout_log_probs for example in examples], device)
+    old = None if bypass else optional_column([example.old_log_probs for example in examples], device)
+    if ref_log_probs is None:
+        ref_log_probs = optional_column([example.ref_log_probs for example in examples], device)
+    stale = [np.zeros(len(e.chosen), np.int64) if e.staleness is None else e.staleness for e in examples]
+    return PolicyTokens(
+        log_probs=log_probs,
+        old_log_probs=rollout_log_probs if bypass else log_probs.detach() if old is None else old,
+        rollout_log_probs=rollout_log_probs,
+        advantages=float_column([example.advantages for example in examples], device),
+        mask=torch.ones(int(counts.sum()), dtype=torch.bool, device=device),
+        sequence=torch.from_numpy(np.repeat(np.arange(len(examples)), counts)).to(device),
+        n_sequences=len(examples),
+        ref_log_probs=ref_log_probs,
+        entropy=entropy,
+        staleness=torch.from_numpy(np.concatenate([np.zeros(0, np.int64), *stale])).to(device),
+        rejected=torch.tensor([example.rejected for example in examples], dtype=torch.bool, device=device),
+        kept_scale=_scale(examples, device),
+        statistics=statistics,
+    )
+
+
+def rollout_numbers(examples: Sequence[Example]) -> tuple[Tensor, int]:
+    """The rollout [S] of each example, counted from 0, and how many there are."""
+    keys = np.array([example.key for example in examples], dtype=np.int64).reshape(-1, 2)
+    rollouts, rollout = np.unique(keys, axis=0, return_inverse=True)
+    return torch.from_numpy(rollout.reshape(-1)), len(rollouts)
+
+
+def _scale(examples: Sequence[Example], device: torch.device) -> Tensor | None:
+    scales = [example.kept_scale for example in examples]
+    return None if all(scale == 1.0 for scale in scales) else torch.tensor(scales, dtype=torch.float32, device=device)
+
+
+# --------------------------------------------------------------------------------------------------
+# Sums over the micro-batches of one optimizer step.
+
+
+@dataclass
+class StepTotals:
+    """What the models add (`metrics`, `kept`), and what the micro-batches cost (`count`)."""
+
+    metrics: MetricTotals = field(default_factory=MetricTotals)
+    kept: torch.Tensor | int = 0  # tokens that no rejection rule removed
+    costs: Counter[str] = field(default_factory=Counter)
+
+    def count(self, batches: Sequence[MicroBatch]) -> None:
+        """Note what micro-batches cost; blank ones are not counted."""
+        for batch in batches:
+            if not batch.blank:
+                self.costs.update(
+                    micro_batches=1,
+                    padded_tokens=batch.layout.padded_tokens,
+                    used_tokens=batch.layout.used_tokens,  # of them, not padding
+                    sequence_tokens=sum(one.input_length for one in batch.members),  # without sharing prompts
+                )
+
+    def combine(self, dp_group: DpGroup) -> None:
+        """Make these the totals of all data-parallel ranks."""
+        sums = dp_group.merge({"kept": float(self.kept), **self.costs})
+        self.kept = torch.tensor(sums.pop("kept"), dtype=torch.float64)
+        self.costs = Counter({name: int(value) for name, value in sums.items()})
+        if dp_group.processes > 1:
+            self.metrics = MetricTotals(
+                means=_combined(self.metrics.means, dp_group),
+                sums=_combined(self.metrics.sums, dp_group),
+                maxima=_combined(self.metrics.maxima, dp_group, largest=True),
+            )
+
+    def result(self, denominator: float, *, loss_denominator: float) -> dict[str, float]:
+        """Metrics of the step, for its denominators."""
+        out = self.metrics.result(denominator, loss_denominator=loss_denominator)
+        used, padded, apart = (self.costs[f"{kind}_tokens"] for kind in ("used", "padded", "sequence"))
+        out["train/micro_batches"] = float(self.costs["micro_batches"])
+        out["train/padding_frac"] = 1.0 - used / padded if padded else 0.0
+        out["train/shared_prompt_frac"] = 1.0 - used / apart if apart else 0.0
+        return out
+
+
+def _combined(values: dict[str, torch.Tensor], dp_group: DpGroup, *, largest: bool = False) -> dict[str, torch.Tensor]:
+    numbers = {name: float(value) for name, value in values.items()}
+    found = dp_group.merge(numbers, largest=largest)
+    return {name: torch.tensor(value, dtype=torch.float64) for name, value in found.items()}
+
+
+# --------------------------------------------------------------------------------------------------
+# Statistics of one optimizer step, written into its examples. Nothing here runs a model.
+#
+# Invariant: every process computes the statistics of all sequences of the step, from the same numbers in the same
+# order, so that no decision differs between them.
+
+
+def write_step_statistics(
+    examples: Sequence[Example],
+    algorithm: AlgorithmConfig,
+    correction: Correction,
+    aggregation: Aggregation,
+) -> StepStatistics:
+    """Facts of the step that `examples` are; sets `rejected` and `kept_scale` of each.
+
+    The examples hold `current_log_probs` (under the weights of the step's start) and, unless the mode has no such
+    `old_log_probs`.
+    """
+    tokens, (rollout, _) = _tokens_of_step(examples, correction), rollout_numbers(examples)
+    if correction.rejects and correction.rs_unit == "rollout":
+        rejected = rejected_rollouts(tokens, rollout, correction)
+        tokens = replace(tokens, rejected=rejected)
+        for example, value in zip(examples, rejected.tolist(), strict=True):
+            example.rejected = value
+    if correction.rejects and correction.renormalize_after_rejection:
+        scale = kept_scale(tokens, rollout, aggregation, correction)
+        for example, factor in zip(examples, scale.tolist(), strict=True):
+            example.kept_scale = factor
+    return step_statistics(tokens, algorithm, correction)
+
+
+def _tokens_of_step(examples: Sequence[Example], correction: Correction) -> PolicyTokens:
+    """All tokens of the step, with the log-probs of its start; the sampler's where none were needed."""
+    device = torch.device("cpu")
+    current = [e.rollout_log_probs if e.current_log_probs is None else e.current_log_probs for e in examples]
+    bypass, log_probs = correction.policy_mode == "bypass", float_column(current, device)
+    return policy_tokens(examples, log_probs, bypass=bypass, device=device, statistics=StepStatistics())
 
 
 class PolicyNumerator:

@@ -15,17 +15,14 @@ from collections.abc import Sequence
 
 from models.algorithms.aggregation import StepSize
 from models.algorithms.tokens import StepStatistics
-from models.train.errors import BackendMisuse
+from models.errors import BackendMisuse
 from models.train.model_set import ModelSet
-from models.train.packing.micro_batches import micro_batches
-from models.train.spec import TrainSpec
-from models.train.step.batch_needs import BatchNeeds
+from models.train.spec import BatchNeeds, TrainSpec
+from models.train.step.advantages import decide_advantages, logged_means
 from models.train.step.examples import Example, Rollout, RolloutKey, partition
-from models.train.step.old_log_probs import OldLogProbPass
-from models.train.step.pending import Assigned, Pending, whole_groups
-from models.train.step.step_values import write_step_statistics
-from models.train.step.totals import StepTotals
-from models.train.step.whole_batch import decide_advantages, logged_means
+from models.train.step.micro_batch_loss import StepTotals, write_step_statistics
+from models.train.step.micro_batches import micro_batches
+from models.train.step.old_log_probs import Assigned, OldLogProbPass, Pending, whole_groups
 
 
 class RunningBatch:

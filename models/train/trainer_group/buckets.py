@@ -21,7 +21,7 @@ import torch
 
 from models.train.trainer_group.calls import Bucket, GoOn, TensorPlace, decode_message, encode
 from models.train.trainer_group.link import Link, LinkLost
-from models.weights.tensor_view import tensor_view
+from models.weights.tensors import tensor_view
 
 PIECES: Final = 2
 _ALIGNMENT: Final = 64

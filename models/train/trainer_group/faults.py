@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Final
 
-from models.algorithms.errors import AlgorithmError
-from models.train.errors import TrainError
+from models.errors import AlgorithmError, TrainError
 from models.train.trainer_group.calls import Raised
 
 DRAWN: Final = (TrainError, AlgorithmError)

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Final
 
 from models.checkpoint import MANIFEST_FILE, CheckpointError, read_manifest, verify_files
-from models.train.errors import TrainStateUnreadable
+from models.errors import TrainStateUnreadable
 from models.train.trainer_group.calls import FinishSave, Load, Raised, Save, Setup, decode_reply, encode
 from models.train.trainer_group.errors import TrainerGroupClosed, TrainerGroupDiverged
 from models.train.trainer_group.faults import error_of

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 
 import torch
 
-from models.train.errors import BackendMisuse
+from models.errors import BackendMisuse
 from models.train.trainer_group.buckets import WeightReader
 from models.train.trainer_group.calls import Bucket, Done, Export, GoOn, Raised, Stop, decode_reply, encode
 from models.train.trainer_group.faults import error_of

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from configs.schema.algorithm import AlgorithmConfig
 from models.algorithms.aggregation import Aggregation, StepSize, coefficients, denominator
-from models.algorithms.modes import Correction
+from models.algorithms.correction import Correction
 from models.algorithms.tokens import PolicyTokens
 
 S1, S2 = 5, 3  # tokens of the two sequences; token 2 of the first is a tool's

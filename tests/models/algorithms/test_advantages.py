@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from configs.schema.algorithm import ESTIMATORS, GROUP_RELATIVE
 from models.algorithms import advantages as module
 from models.algorithms.advantages import advantages
-from models.algorithms.errors import InconsistentGroup, InsufficientMembers, UnknownAlgorithm
+from models.errors import InconsistentGroup, InsufficientMembers, UnknownAlgorithm
 
 rewards = st.lists(st.floats(-10, 10).map(lambda x: round(x, 3)), min_size=2, max_size=9)
 
@@ -152,7 +152,7 @@ def test_permutation(values: list[float], random: object) -> None:
 def test_stages_can_call_it_without_torch() -> None:
     code = (
         "import sys\n"
-        "import models.algorithms.advantages, models.algorithms.modes\n"
+        "import models.algorithms.advantages\n"
         "import models.algorithms.aggregation\n"
         "models.algorithms.advantages.advantages('grpo', [1, 0], [0, 1])\n"
         "assert 'torch' not in sys.modules\n"

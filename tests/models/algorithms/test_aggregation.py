@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from models.algorithms.aggregation import Aggregation, StepSize, coefficients, denominator, metric_mode
-from models.algorithms.errors import AlgorithmError
+from models.errors import AlgorithmError
 
 MODES: list[Aggregation] = ["rollout_mean", "token_mean", "seq_mean", "constant"]
 Sequence_ = tuple[int, list[float], list[int]]  # rollout, losses, mask

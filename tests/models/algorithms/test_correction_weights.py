@@ -9,15 +9,21 @@ import pytest
 import torch
 
 from configs.schema.algorithm import AlgorithmConfig
-from models.algorithms.correction import ImportanceWeights, importance_weights, log_weight_of
-from models.algorithms.errors import AlgorithmError, UnknownAlgorithm
+from models.algorithms.correction import (
+    Correction,
+    ImportanceWeights,
+    alpha,
+    importance_weights,
+    log_weight_of,
+    loglinear_old_log_probs,
+    with_old_log_probs,
+    without_drifted,
+)
 from models.algorithms.losses import policy_loss_of, ppo_clip
-from models.algorithms.modes import Correction
 from models.algorithms.objective import policy_objective
-from models.algorithms.opsm import without_drifted
-from models.algorithms.prox import alpha, loglinear_old_log_probs, with_old_log_probs
 from models.algorithms.step_statistics import step_statistics
 from models.algorithms.tokens import PolicyTokens
+from models.errors import AlgorithmError, UnknownAlgorithm
 
 STALENESS = torch.tensor([0, 1, 1, 2, 3, 0, 1, 4])
 PPO = AlgorithmConfig(policy_loss="ppo")

@@ -17,13 +17,18 @@ from torch import Tensor
 from configs.schema.algorithm import AlgorithmConfig
 from configs.schema.correction import CorrectionConfig
 from configs.schema.rejection import RejectionRule
-from models.algorithms.correction import importance_weights, log_weight_of
-from models.algorithms.kl import kl_to_reference, sampling_ratio
+from models.algorithms.correction import (
+    Correction,
+    alpha,
+    importance_weights,
+    log_weight_of,
+    rejection_of,
+    statistic,
+    with_old_log_probs,
+)
+from models.algorithms.kl import kl_to_reference
 from models.algorithms.losses import policy_loss_of
-from models.algorithms.modes import Correction
-from models.algorithms.objective import policy_objective
-from models.algorithms.prox import alpha, with_old_log_probs
-from models.algorithms.rejection import rejection_of, statistic
+from models.algorithms.objective import policy_objective, sampling_ratio
 from models.algorithms.step_statistics import kept_scale, needs, step_statistics
 from models.algorithms.tokens import PolicyTokens
 from tests.models.corrections import corrected

@@ -14,10 +14,10 @@ from torch import Tensor
 
 from configs.schema.algorithm import AlgorithmConfig
 from models.algorithms.dpo import dpo
-from models.algorithms.errors import AlgorithmError, MissingColumn, UnknownAlgorithm
-from models.algorithms.group_loss import GroupColumns, GroupLoss, group_loss_of, group_objective
 from models.algorithms.metrics import MetricTotals
+from models.algorithms.objective import GroupColumns, GroupLoss, group_loss_of, group_objective
 from models.algorithms.tokens import PolicyTokens
+from models.errors import AlgorithmError, MissingColumn, UnknownAlgorithm
 
 DPO = AlgorithmConfig(use_kl_loss=True, kl_loss_coef=0.1)
 PAIR = GroupColumns(

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from configs.schema.algorithm import AlgorithmConfig
+from models.algorithms.correction import Correction
 from models.algorithms.losses import policy_loss_of
-from models.algorithms.modes import Correction
 from models.algorithms.objective import policy_objective
 from models.algorithms.step_statistics import step_statistics
 

@@ -12,12 +12,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from configs.schema.algorithm import POLICY_LOSSES, SAMPLER_LOSSES, AlgorithmConfig
-from models.algorithms.correction import importance_weights, log_weight_of
-from models.algorithms.losses import policy_loss_of, ppo_clip
+from models.algorithms.correction import Correction, importance_weights, log_weight_of
+from models.algorithms.losses import clip_bounds, policy_loss_of, ppo_clip
 from models.algorithms.metrics import MetricTotals
-from models.algorithms.modes import Correction
 from models.algorithms.objective import Objective, policy_objective
-from models.algorithms.policy_loss import clip_bounds
 from models.algorithms.step_statistics import kept_scale, rejected_rollouts, step_statistics
 from models.algorithms.tokens import PolicyTokens
 

@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from configs.schema.algorithm import AlgorithmConfig
+from models.algorithms.correction import Correction
 from models.algorithms.losses import ppo_clip
 from models.algorithms.metrics import MetricTotals
-from models.algorithms.modes import Correction
 from models.algorithms.objective import policy_objective
 from models.algorithms.tokens import PolicyTokens
 

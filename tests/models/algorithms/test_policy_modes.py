@@ -7,8 +7,8 @@ import pytest
 
 from configs.schema.correction import CorrectionConfig
 from configs.schema.rejection import InvalidRule
-from models.algorithms.errors import AlgorithmError
-from models.algorithms.modes import correction_of
+from models.algorithms.correction import correction_of
+from models.errors import AlgorithmError
 from tests.models.corrections import corrected
 
 

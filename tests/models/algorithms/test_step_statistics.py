@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from configs.schema.algorithm import AlgorithmConfig
-from models.algorithms.modes import Correction
+from models.algorithms.correction import Correction
 from models.algorithms.step_statistics import m2po_bound, needs, step_statistics
 from models.algorithms.tokens import StepStatistics
 

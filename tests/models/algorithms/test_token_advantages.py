@@ -9,17 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from configs.schema.algorithm import AlgorithmConfig
-from models.algorithms.errors import AlgorithmError
-from models.algorithms.token_advantages import (
-    Episode,
-    batch_advantages,
-    discounted_sums,
-    gae,
-    moments,
-    reward_to_go,
-    token_rewards,
-    whiten,
-)
+from models.algorithms.advantages import Episode, batch_advantages
+from models.algorithms.returns import discounted_sums, gae, moments, reward_to_go, token_rewards, whiten
+from models.errors import AlgorithmError
 
 Array = npt.NDArray[np.float64]
 

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 from aiohttp import web
 
-from models.engines.launch.arguments import Launch, with_token
+from models.engines.launch.command import Launch, with_token
 from models.engines.token import TokenFile
 from tests.served_app import served_app
 from tests.sglang_server import needs_sglang

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from models.engines.limits import RequestLimits
+from models.engines.answers import RequestLimits, later_boundaries, with_spans
 from models.engines.protocol import (
     GenerateOutput,
     GenerateRequest,
@@ -17,7 +17,6 @@ from models.engines.protocol import (
     SamplingParams,
     VersionSpan,
 )
-from models.engines.spans import later_boundaries, with_spans
 
 
 def request(ids: object = (1, 2, 3), **params: object) -> GenerateRequest:

@@ -16,8 +16,8 @@ from configs.schema.engine import SimulatedEngineConfig
 from models.engines.core import Completion, SamplingRule
 from models.engines.embedded import prefill
 from models.engines.protocol import PauseMode
-from models.engines.simulated.policy import simulated_scores
 from models.engines.simulated.schedule import Schedule
+from models.engines.simulated.writer import simulated_scores
 from tests.models.engines.harness import Bench
 
 Checkpoints = Callable[..., Path]

@@ -13,7 +13,7 @@ import xxhash
 from safetensors.torch import load_file, save_file
 
 from models.engines.embedded.spec import ModelSpec
-from models.engines.embedded.weights import LiveWeights
+from models.engines.embedded.transformer import LiveWeights
 from models.engines.errors import EngineStartError, WeightsRefused
 from tests.models.engines.harness import Bench
 

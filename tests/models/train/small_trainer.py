@@ -16,7 +16,7 @@ from configs.schema.critic import CriticConfig
 from configs.schema.distill import DistillConfig
 from configs.schema.parallel import ParallelConfig
 from configs.schema.train import TrainConfig
-from models.algorithms.modes import Correction
+from models.algorithms.correction import Correction
 from models.train.dp_group import DpGroup
 from models.train.huggingface.models import TorchModels
 from models.train.interface import TrainSequence

@@ -10,10 +10,10 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from models.train.huggingface.optimizer import gradient_scale
-from models.train.packing.micro_batches import assign, assign_layouts, balance, micro_batches
-from models.train.packing.packing import Packing, plan
 from models.train.step.examples import Example
-from models.train.step.totals import StepTotals
+from models.train.step.micro_batch_loss import StepTotals
+from models.train.step.micro_batches import assign, assign_layouts, balance, micro_batches
+from models.train.step.packing import Packing, plan
 
 APART = Packing(max_tokens=64, share_prompts=False, quadratic_tokens=8)
 lengths = st.lists(st.integers(2, 40), min_size=1, max_size=25)

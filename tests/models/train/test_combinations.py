@@ -28,7 +28,7 @@ from configs.schema import Config, CorrectionConfig
 from configs.schema.algorithm import ESTIMATORS, POLICY_LOSSES, AlgorithmConfig
 from models.tiny import make_tiny_checkpoint
 from models.train.build import build_backend
-from models.train.huggingface import loading, placement
+from models.train.huggingface import loading
 from models.train.interface import TrainSequence
 from models.train.trainer import Trainer
 
@@ -132,7 +132,7 @@ def quick_loading(monkeypatch: pytest.MonkeyPatch) -> None:
             loaded[source] = loading.load_model(source, key, train, device, seed=seed)
         return copy.deepcopy(loaded[source])
 
-    monkeypatch.setattr(placement, "load_model", load)
+    monkeypatch.setattr(loading, "load_model", load)
 
 
 def configured(checkpoint: Path, algorithm: Options, correction: Options, **other: Any) -> tuple[Config, list[str]]:

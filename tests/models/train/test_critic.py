@@ -10,8 +10,8 @@ import pytest
 import torch
 from small_trainer import state_of, with_rewards
 
-from models.algorithms.token_advantages import gae, whiten
-from models.train.errors import TrainStateUnreadable
+from models.algorithms.returns import gae, whiten
+from models.errors import TrainStateUnreadable
 from models.train.step.critic import value_loss
 
 PPO = {"advantage_estimator": "ppo", "critic_lr": 3e-3, "gamma": 0.9, "lambd": 0.8}

@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from configs.schema.train import TrainConfig
-from models.train.errors import TrainConfigInvalid
+from models.errors import TrainConfigInvalid
 from models.train.huggingface.optimizer import Updater
-from models.train.step.learning_rate import check_schedule, learning_rate
+from models.train.spec import check_schedule, learning_rate
 
 
 def rates(total: int | None, steps: int, **fields: object) -> list[float]:

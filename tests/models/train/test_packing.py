@@ -9,8 +9,8 @@ import numpy.typing as npt
 from hypothesis import given
 from hypothesis import strategies as st
 
-from models.train.packing.packing import Layout, Packing, Unit, plan, units_of
-from models.train.packing.rows import attention_allowed, pack_rows
+from models.train.step.micro_batches import attention_allowed, pack_rows
+from models.train.step.packing import Layout, Packing, Unit, plan, units_of
 
 packings = st.builds(
     Packing,

@@ -16,13 +16,12 @@ from configs.schema.distill import DistillConfig
 from configs.schema.train import TrainConfig
 from models.algorithms.tokens import StepStatistics
 from models.train.dp_group import DpGroup, Float32Array
-from models.train.huggingface.optimizer import UpdateResult
 from models.train.interface import TrainSequence
-from models.train.model_set import Scored
-from models.train.packing.micro_batches import MicroBatch
-from models.train.packing.packing import Packing
+from models.train.model_set import Scored, UpdateResult
 from models.train.spec import TrainSpec
-from models.train.step.totals import StepTotals
+from models.train.step.micro_batch_loss import StepTotals
+from models.train.step.micro_batches import MicroBatch
+from models.train.step.packing import Packing
 from models.train.trainer import Trainer
 from tests.models.corrections import corrected
 

@@ -16,8 +16,8 @@ from models.algorithms.token_log_probs import token_log_probs
 from models.tiny import make_tiny_checkpoint
 from models.train.huggingface.loading import load_model
 from models.train.huggingface.scoring import Passes, Scorer, output_layer
-from models.train.packing.packing import Layout, Unit
-from models.train.packing.rows import pack_rows
+from models.train.step.micro_batches import pack_rows
+from models.train.step.packing import Layout, Unit
 
 
 @pytest.fixture(scope="module")

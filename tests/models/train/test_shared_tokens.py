@@ -16,13 +16,13 @@ from sequences import scored
 from test_critic import values_of
 
 from configs.schema.algorithm import AlgorithmConfig
+from models.algorithms.returns import gae
 from models.algorithms.shared_tokens import prefix_fault
-from models.algorithms.token_advantages import gae
-from models.train.errors import InvalidSequence
+from models.errors import InvalidSequence
 from models.train.interface import TrainSequence
-from models.train.step.batch_needs import BatchNeeds
+from models.train.spec import BatchNeeds
+from models.train.step.advantages import decide_advantages
 from models.train.step.examples import Example, Intake, Rollout, rollouts_of
-from models.train.step.whole_batch import decide_advantages
 
 VOCABULARY = 32
 
@@ -76,7 +76,7 @@ def test_the_newest_version_is_that_of_the_tokens_that_a_sequence_trains() -> No
     trunk, branch = trunk_and_branch()
     trunk = dataclasses.replace(trunk, versions=np.array([-1, 1, 1, 2], np.int32))
     branch = dataclasses.replace(branch, versions=np.array([-1, 1, 1, 3, 4], np.int32))
-    (rollout,) = rollouts_of([trunk, branch], Intake("token_mean", VOCABULARY, newest_only=True))
+    (rollout,) = rollouts_of([trunk, branch], Intake("token_mean", VOCABULARY, mask_offpolicy=True))
     assert [example.chosen.tolist() for example in rollout.examples] == [[3], [4]]
     assert [one.columns.tolist() for one in rollout.branches] == [[0], [1]]
 

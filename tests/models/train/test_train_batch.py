@@ -8,7 +8,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from models.algorithms.aggregation import StepSize
-from models.train.packing.packing import Packing
 from models.train.step.examples import (
     Example,
     Intake,
@@ -16,7 +15,8 @@ from models.train.step.examples import (
     partition,
     rollouts_of,
 )
-from models.train.step.pending import Assigned, Pending
+from models.train.step.old_log_probs import Assigned, Pending
+from models.train.step.packing import Packing
 
 
 def example(index: int, length: int, prompt: int = 1) -> Example:

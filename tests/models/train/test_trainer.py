@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 import torch
 
-from models.algorithms.modes import Correction
-from models.train.errors import BackendMisuse, InvalidSequence
+from models.algorithms.correction import Correction
+from models.errors import BackendMisuse, InvalidSequence
 from tests.models.train.sequences import scored
 
 AGGREGATIONS = ["rollout_mean", "token_mean", "seq_mean", "constant"]

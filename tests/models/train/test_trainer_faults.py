@@ -11,12 +11,7 @@ import torch
 
 from configs.schema.algorithm import AlgorithmConfig
 from configs.schema.train import TrainConfig
-from models.train.errors import (
-    CheckpointUnavailable,
-    InvalidSequence,
-    TrainConfigInvalid,
-    UnsupportedModel,
-)
+from models.errors import CheckpointUnavailable, InvalidSequence, TrainConfigInvalid, UnsupportedModel
 from models.train.huggingface.loading import check_head, pick_device
 from models.train.spec import TrainSpec
 from models.train.trainer import Trainer

@@ -12,8 +12,8 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
+from models.errors import BackendMisuse, TrainStateUnreadable
 from models.tiny import make_tiny_checkpoint
-from models.train.errors import BackendMisuse, TrainStateUnreadable
 from models.train.huggingface.hf_weights import converts, hf_tensors
 from tests.models.test_checkpoint import check_every_flip_is_noticed
 

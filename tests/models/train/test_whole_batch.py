@@ -12,11 +12,11 @@ import torch
 from small_trainer import make_sequences, state_of, with_rewards
 
 from configs.schema.algorithm import AlgorithmConfig
-from models.algorithms.token_advantages import Episode, batch_advantages
-from models.train.errors import InvalidSequence, TrainConfigInvalid, TrainStateUnreadable
-from models.train.step import batch_needs as needs_module
+from models.algorithms.advantages import Episode, batch_advantages
+from models.errors import InvalidSequence, TrainConfigInvalid, TrainStateUnreadable
+from models.train import spec as needs_module
+from models.train.spec import BatchNeeds
 from models.train.step import running_batch
-from models.train.step.batch_needs import BatchNeeds
 from tests.models.train.sequences import scored
 
 GROUPS_SEEN: list[list[tuple[int, int]]] = []

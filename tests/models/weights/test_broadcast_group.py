@@ -13,9 +13,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from models.errors import GroupError
 from models.weights.broadcast_group import WeightGroup, address_towards
-from models.weights.errors import GroupError
-from models.weights.tensor_route_payload import SharedBuffer
+from models.weights.tensors import SharedBuffer
 
 pytestmark = pytest.mark.slow
 

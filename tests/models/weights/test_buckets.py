@@ -7,8 +7,7 @@ from itertools import pairwise
 from hypothesis import given
 from hypothesis import strategies as st
 
-from models.weights.buckets import TORCH_NAMES, plan_buckets
-from models.weights.layout import ELEMENT_BYTES, TensorSpec, lay_out
+from models.weights.layout import ELEMENT_BYTES, TORCH_NAMES, TensorSpec, lay_out, plan_buckets
 
 SHAPES = st.lists(st.integers(0, 9), max_size=3).map(tuple)
 SPECS = st.lists(st.tuples(st.sampled_from(sorted(TORCH_NAMES)), SHAPES), min_size=1, max_size=30)

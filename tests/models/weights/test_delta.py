@@ -13,11 +13,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file
 
+from models.errors import DeltaError, DigestMismatch
 from models.weights import delta
-from models.weights.delta import apply_delta, compress, read_header, restore, write_delta
+from models.weights.delta import (
+    DeltaStore,
+    apply_delta,
+    compress,
+    differences,
+    full_versions,
+    read_header,
+    restore,
+    write_delta,
+)
 from models.weights.delta_mirror import DeltaMirror, way_to
-from models.weights.delta_store import DeltaStore, differences, full_versions
-from models.weights.errors import DeltaError, DigestMismatch
 from models.weights.layout import TensorSpec
 from models.weights.shared_memory_reader import SlotManifest, SlotReader
 from models.weights.shared_memory_writer import SlotWriter

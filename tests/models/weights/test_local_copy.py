@@ -10,10 +10,9 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from models.weights.errors import DigestMismatch, TornWeights
+from models.errors import DigestMismatch, TornWeights
 from models.weights.layout import WEIGHTS_FILE
-from models.weights.local_copy import LocalCopies
-from models.weights.shared_memory_reader import STATE_FILE, SlotManifest, SlotReader
+from models.weights.shared_memory_reader import STATE_FILE, LocalCopies, SlotManifest, SlotReader
 from models.weights.shared_memory_writer import SlotWriter
 from tests.models.weights.made_up import checkpoint, values
 

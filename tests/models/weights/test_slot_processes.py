@@ -16,12 +16,8 @@ import pytest
 import torch
 from made_up import ROOT, checkpoint, publish
 
+from models.errors import SlotDirectoryError, SlotSpaceError, TornWeights
 from models.weights import slots_directory as slot_directory
-from models.weights.errors import (
-    SlotDirectoryError,
-    SlotSpaceError,
-    TornWeights,
-)
 from models.weights.shared_memory_reader import SlotManifest, SlotReader
 from models.weights.shared_memory_writer import SlotWriter
 from models.weights.slots_directory import (

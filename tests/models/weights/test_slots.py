@@ -20,16 +20,10 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from models.errors import CheckpointUnavailable, DigestMismatch, LayoutMismatch, SourceError, TornWeights
 from models.tiny import make_tiny_checkpoint
-from models.train.errors import CheckpointUnavailable
 from models.weights import shared_memory_reader as slot_reader
 from models.weights import shared_memory_writer as slot_writer
-from models.weights.errors import (
-    DigestMismatch,
-    LayoutMismatch,
-    SourceError,
-    TornWeights,
-)
 from models.weights.layout import TensorSpec, lay_out, read_layout, stored_tensors
 from models.weights.shared_memory_reader import SlotManifest, SlotReader
 from models.weights.shared_memory_writer import SlotWriter

@@ -11,9 +11,8 @@ import pytest
 import torch
 import torch.multiprocessing
 
-from models.weights.buckets import plan_buckets
-from models.weights.layout import TensorSpec, lay_out
-from models.weights.tensor_route_payload import SharedBuffer
+from models.weights.layout import TensorSpec, lay_out, plan_buckets
+from models.weights.tensors import SharedBuffer
 
 # A receiver that knows nothing of this project. It may unpickle: what it is given was written by this very test.
 RECEIVER = """

@@ -28,7 +28,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from models.train.errors import BackendMisuse
+from models.errors import BackendMisuse
 
 MOMENTS: Final = ("exp_avg", "exp_avg_sq")
 MAIN: Final = "fp32_param"

@@ -21,35 +21,31 @@ from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
+from models.errors import TrainStateUnreadable, first_line
 from models.train.dp_group import raise_together
-from models.train.errors import TrainStateUnreadable, first_line
+from models.train.huggingface.checkpoint import MODEL_DIR, random_state, restore_random_state
 from models.train.huggingface.hf_files import write_hf
-from models.train.huggingface.parts import random_state, restore_random_state
-from models.train.huggingface.state_files import MODEL_DIR
 from models.train.megatron.checkpoint.files import (
     STATE_DIR,
     Index,
     MegatronState,
     ModelCounters,
+    Plan,
     read_state,
     torch_metadata,
 )
-from models.train.megatron.checkpoint.tensors import REFERENCE, Held
-from models.train.megatron.checkpoint.writing import Plan
+from models.train.megatron.checkpoint.tensors import REFERENCE, Held, SavedModels
 from models.train.model_set import Counters
 
-if TYPE_CHECKING:
-    from models.train.megatron.models import MegatronModels
-
 _writer = ThreadPoolExecutor(1, "checkpoint")  # its thread outlives the main one
-_saving: weakref.WeakKeyDictionary[MegatronModels, Future[None]] = weakref.WeakKeyDictionary()
+_saving: weakref.WeakKeyDictionary[SavedModels, Future[None]] = weakref.WeakKeyDictionary()
 
 
-def save(models: MegatronModels, directory: Path, counters: Counters, *, asynchronous: bool = False) -> None:
+def save(models: SavedModels, directory: Path, counters: Counters, *, asynchronous: bool = False) -> None:
     """Write the policy in Hugging Face format to `directory/hf`, and all else to `directory/megatron`; collective.
 
     The parameters are those of the last update (with overlap_param_gather they have been gathered).
@@ -78,7 +74,7 @@ def save(models: MegatronModels, directory: Path, counters: Counters, *, asynchr
         finish(models)
 
 
-def finish(models: MegatronModels) -> None:
+def finish(models: SavedModels) -> None:
     """Wait until a save that was begun is complete; collective. Raises `OSError` in all processes if one failed."""
     saving = _saving.pop(models, None)
     if saving is not None:
@@ -86,7 +82,7 @@ def finish(models: MegatronModels) -> None:
             saving.result()
 
 
-def load(models: MegatronModels, directory: Path) -> Counters:
+def load(models: SavedModels, directory: Path) -> Counters:
     """Restore what `save` wrote in any layout, and return its counters; collective.
 
     Raises `TrainStateUnreadable` in all processes, then nothing is changed.
@@ -103,7 +99,7 @@ def load(models: MegatronModels, directory: Path) -> Counters:
     return Counters(state.batches, state.steps, state.skipped_steps, state.empty_steps)
 
 
-def _state_of(models: MegatronModels, held: Held, counters: Counters) -> MegatronState:
+def _state_of(models: SavedModels, held: Held, counters: Counters) -> MegatronState:
     import megatron.core
 
     return MegatronState(
@@ -129,7 +125,7 @@ def parallel_layout() -> dict[str, int]:
     }
 
 
-def _write_hf(models: MegatronModels, directory: Path) -> None:
+def _write_hf(models: SavedModels, directory: Path) -> None:
     """The weights, by the first process; the others take part in gathering them, also when it fails."""
     tensors = models.export()
     with _together(OSError("the first process could not write the weights in Hugging Face format")):

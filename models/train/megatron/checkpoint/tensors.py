@@ -8,17 +8,19 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final, Protocol
 
 import torch
 from torch import Tensor
 
-from models.train.megatron.checkpoint.files import MegatronState
+from models.train.megatron.checkpoint.files import (
+    MegatronState,
+)
 from models.train.megatron.checkpoint.optimizer_state import OptimizerState, on_host, owned_by
-
-if TYPE_CHECKING:
-    from models.train.megatron.models import MegatronModels
-    from models.train.megatron.optimizer import TrainedChunks
+from models.train.megatron.critic import MegatronCritic
+from models.train.megatron.optimizer import TrainedChunks
+from models.train.megatron.reference import SwappedReference
+from models.train.spec import TrainSpec
 
 POLICY: Final = "policy"
 CRITIC: Final = "critic"
@@ -27,10 +29,23 @@ REFERENCE: Final = "reference"
 Weights = dict[str, dict[str, Any]]  # by model and name: `model_weights`
 
 
+class SavedModels(Protocol):
+    """The models of a run, as their checkpoints need them."""
+
+    spec: TrainSpec
+    device: torch.device
+    policy: TrainedChunks
+    critic: MegatronCritic | None
+    reference: SwappedReference | None
+    saving_group: Any
+
+    def export(self) -> Iterator[tuple[str, Tensor]]: ...
+
+
 class Held:
     """The tensors of all models, with their places in the whole."""
 
-    def __init__(self, models: MegatronModels) -> None:
+    def __init__(self, models: SavedModels) -> None:
         self.trained: dict[str, TrainedChunks] = {POLICY: models.policy}
         if models.critic is not None:
             self.trained[CRITIC] = models.critic.trained

@@ -1,22 +1,142 @@
-"""Megatron-core's TransformerConfig out of a model's config.json and the options of a run: nobody types a size.
-
-Precedence: the architecture, then the parallel layout and precision of the run, then `--megatron-<option>`, which may
-set neither of the two.
-"""
+"""Megatron-core's configuration of a model, and the parallel layout that it must fit."""
 
 from __future__ import annotations
 
+import importlib.util
 import math
 from typing import Any
 
 import torch
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
-from models.families.architecture import Architecture
-from models.train.errors import TrainConfigInvalid
-from models.train.megatron.settings.layout import check_layout, model_dtype, on_gpu, uses_transformer_engine
+from configs.schema.megatron import MegatronConfig
+from models.errors import TrainConfigInvalid, UnsupportedModel
+from models.families.decoder import Architecture
 from models.train.megatron.settings.options import split_options
 from models.train.spec import TrainSpec
+
+# --------------------------------------------------------------------------------------------------
+# What of a run's options a model can be built with: precision, kernels, division among processes.
+#
+# Invariant: nothing of Megatron-core is imported, so that a layout can be refused before anything is started.
+
+
+def model_dtype(spec: TrainSpec) -> torch.dtype:
+    """Precision of parameters and forward pass; the optimizer keeps fp32 main parameters beside bfloat16."""
+    if spec.train.train_dtype == "auto":
+        return torch.bfloat16 if on_gpu(spec) else torch.float32
+    return torch.bfloat16 if spec.train.train_dtype == "bfloat16" else torch.float32
+
+
+def uses_transformer_engine(spec: TrainSpec) -> bool:
+    """Whether layers are those of Transformer Engine. Raises `TrainConfigInvalid` if they are asked for in vain."""
+    found = importlib.util.find_spec("transformer_engine") is not None and torch.cuda.is_available()
+    if spec.megatron.transformer_impl == "transformer_engine" and not found:
+        raise TrainConfigInvalid(
+            "transformer_impl=transformer_engine needs Transformer Engine and a GPU, and this process lacks one of "
+            "them; install transformer-engine[pytorch] on a machine with a GPU, or use --transformer-impl local"
+        )
+    return found and spec.megatron.transformer_impl != "local"
+
+
+def check_layout(architecture: Architecture, spec: TrainSpec) -> None:
+    """Refuse layouts that this model cannot be divided by. Raises `TrainConfigInvalid`, `UnsupportedModel`."""
+    m, fields = spec.megatron, architecture.transformer
+    engine = uses_transformer_engine(spec)
+    tensor = m.tensor_model_parallel_size
+    heads = int(fields["num_attention_heads"])
+    if heads % tensor:
+        raise TrainConfigInvalid(
+            f"tensor_model_parallel_size={tensor} does not divide the {heads} attention heads of "
+            f"{architecture.model_type}; choose a divisor of {heads}"
+        )
+    if (architecture.experts or architecture.latent_attention) and tensor > 1 and not m.sequence_parallel:
+        raise TrainConfigInvalid(
+            f"{architecture.model_type} has experts or latent attention, and Megatron-core trains those with "
+            f"tensor_model_parallel_size={tensor} only together with sequence parallelism; add --sequence-parallel"
+        )
+    if not architecture.experts and m.expert_model_parallel_size > 1:
+        raise TrainConfigInvalid(
+            f"expert_model_parallel_size={m.expert_model_parallel_size}, but {architecture.model_type} has no experts; "
+            "leave --expert-model-parallel-size out"
+        )
+    if architecture.experts and architecture.experts % m.expert_model_parallel_size:
+        raise TrainConfigInvalid(
+            f"expert_model_parallel_size={m.expert_model_parallel_size} does not divide the {architecture.experts} "
+            f"experts of {architecture.model_type}; choose a divisor of it"
+        )
+    _check_widths(architecture, m)
+    _check_stages(architecture, m)
+    if m.moe_grouped_gemm and not engine:
+        raise TrainConfigInvalid(
+            "moe_grouped_gemm needs Transformer Engine on a GPU; leave --moe-grouped-gemm out, or use "
+            "--transformer-impl transformer_engine there"
+        )
+    if architecture.latent_attention and architecture.rope.kind not in ("default", "yarn"):
+        raise UnsupportedModel(
+            f"rope_type={architecture.rope.kind!r} of {architecture.model_type!r}: latent attention is built with "
+            "default or yarn frequencies; use --train-backend fsdp"
+        )
+
+
+def _check_widths(architecture: Architecture, m: MegatronConfig) -> None:
+    """Matrices must divide evenly among tensor-parallel processes, those of experts among theirs."""
+    fields, tensor = architecture.transformer, m.tensor_model_parallel_size
+    expert_tensor = tensor if m.expert_tensor_parallel_size is None else m.expert_tensor_parallel_size
+    divided = {
+        "intermediate_size": (fields["ffn_hidden_size"], "tensor_model_parallel_size", tensor),
+        "moe_intermediate_size": (fields.get("moe_ffn_hidden_size"), "expert_tensor_parallel_size", expert_tensor),
+        "width of the shared experts": (
+            fields.get("moe_shared_expert_intermediate_size"),
+            "tensor_model_parallel_size",
+            tensor,
+        ),
+    }
+    for name, (width, option, parts) in divided.items():
+        if width is not None and width % parts:
+            raise TrainConfigInvalid(
+                f"{option}={parts} does not divide the {name} {width} of {architecture.model_type}; choose a divisor"
+            )
+    groups = int(fields["num_query_groups"])
+    if groups % tensor and tensor % groups:
+        raise TrainConfigInvalid(
+            f"tensor_model_parallel_size={tensor} and the {groups} key and value heads of {architecture.model_type}: "
+            "one must divide the other; choose another size"
+        )
+
+
+def _check_stages(architecture: Architecture, m: MegatronConfig) -> None:
+    """Each pipeline stage, and each of its chunks, must get equally many whole layers."""
+    stages, chunks = m.pipeline_model_parallel_size, m.virtual_pipeline_model_parallel_size or 1
+    given = [n for n in (m.decoder_first_pipeline_num_layers, m.decoder_last_pipeline_num_layers) if n is not None]
+    if stages == 1:
+        return
+    rest, even = architecture.layers - sum(given), stages - len(given)
+    if even and rest > 0 and rest % even == 0:
+        given.append(rest // even)
+    elif even or rest:
+        raise TrainConfigInvalid(
+            f"pipeline_model_parallel_size={stages} does not divide the {rest} layers of {architecture.model_type} "
+            f"that {even} stages share; choose a divisor, or give the ends other numbers of layers with "
+            "--decoder-first-pipeline-num-layers and --decoder-last-pipeline-num-layers"
+        )
+    if any(layers % chunks for layers in given):
+        raise TrainConfigInvalid(
+            f"virtual_pipeline_model_parallel_size={chunks} does not divide the layers of a stage, {given} of "
+            f"{architecture.model_type}; choose a divisor of all of them"
+        )
+
+
+def on_gpu(spec: TrainSpec) -> bool:
+    """Whether the model is trained on a GPU."""
+    return torch.cuda.is_available() and spec.train.train_device != "cpu"
+
+
+# --------------------------------------------------------------------------------------------------
+# Megatron-core's TransformerConfig out of a model's config.json and the options of a run: nobody types a size.
+#
+# Precedence: the architecture, then the parallel layout and precision of the run, then `--megatron-<option>`, which may
+# set neither of the two.
 
 
 def transformer_config(architecture: Architecture, spec: TrainSpec) -> TransformerConfig:

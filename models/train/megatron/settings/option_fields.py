@@ -15,7 +15,7 @@ from pathlib import Path
 from types import GenericAlias
 from typing import Any, Final, Literal, NamedTuple
 
-from models.train.errors import TrainConfigInvalid
+from models.errors import TrainConfigInvalid
 
 Group = Literal["transformer", "optimizer", "ddp"]
 

@@ -13,10 +13,10 @@ from configs.schema import Config, EngineConfig, HealthConfig, RouterConfig, Run
 from configs.schema.asynchrony import AsyncConfig
 from configs.schema.rollout import RolloutConfig
 from configs.schema.router import router_kind
+from models.engines.errors import EnvironmentMissing, LaunchRefused
 from models.engines.launch.command import Launch, server_launch
 from models.engines.launch.environment import SHIMS, Installed, probe
-from models.engines.launch.errors import EnvironmentMissing, LaunchRefused
-from models.engines.launch.routing import policy_of, router_launch
+from models.engines.launch.router_command import policy_of, router_launch
 from tests.models.engines.launch.fake_environment import FakeEnvironment
 
 SGLANG = Config(engine=EngineConfig(engine="sglang"))

@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 
 from configs.schema import SglangConfig
+from models.engines.errors import EnvironmentBroken, EnvironmentMissing
 from models.engines.launch.environment import PYTHON_VARIABLE, Installed, find_python, probe
-from models.engines.launch.errors import EnvironmentBroken, EnvironmentMissing
+from models.engines.launch.environment import main as remember
 from models.engines.launch.install_shims import install, main
-from models.engines.launch.remember import main as remember
 from tests.models.engines.launch.fake_environment import FakeEnvironment
 
 

@@ -15,12 +15,10 @@ import pytest
 from msgspec.structs import replace
 
 from configs.schema import Config, EngineConfig, RouterConfig, SglangConfig
-from models.engines.launch.arguments import Launch
-from models.engines.launch.command import server_launch
+from models.engines.launch.command import Launch, server_launch
 from models.engines.launch.environment import Installed, probe
-from models.engines.launch.options import router_faults, server_faults
-from models.engines.launch.reserved import ROUTER_RESERVED, SERVER_RESERVED
-from models.engines.launch.routing import router_launch
+from models.engines.launch.options import ROUTER_RESERVED, SERVER_RESERVED, router_faults, server_faults
+from models.engines.launch.router_command import router_launch
 from models.engines.protocol import EXPECTED_SGLANG
 from tests.sglang_server import needs_sglang
 

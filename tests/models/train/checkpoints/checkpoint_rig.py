@@ -22,8 +22,8 @@ from configs.schema.algorithm import AlgorithmConfig
 from configs.schema.critic import CriticConfig
 from configs.schema.megatron import MegatronConfig
 from configs.schema.train import TrainConfig
+from models.errors import TrainStateUnreadable
 from models.families.source import CheckpointTensors
-from models.train.errors import TrainStateUnreadable
 from models.train.interface import TrainSequence
 from models.train.spec import TrainSpec
 from models.train.trainer import Trainer
@@ -224,7 +224,7 @@ def save(trainer: Trainer, directory: Path, *, asynchronous: bool) -> None:
         trainer.save(directory)
         return
     from models.train.megatron.checkpoint import state as checkpoint
-    from models.train.megatron.checkpoint.writing import Plan
+    from models.train.megatron.checkpoint.files import Plan
 
     write, trained, before = Plan.write, threading.Event(), state_of(trainer)
 
@@ -311,7 +311,7 @@ def meet_random(models: Path, states: Path) -> None:
     from megatron.core.tensor_parallel import get_cuda_rng_tracker
 
     from models.train.megatron.checkpoint import state as checkpoint
-    from models.train.megatron.checkpoint.writing import Plan
+    from models.train.megatron.checkpoint.files import Plan
 
     trainer = make_trainer(Run("random", DP), models)
     before = {name: state.clone() for name, state in get_cuda_rng_tracker().get_states().items()}
@@ -342,7 +342,7 @@ def meet_random(models: Path, states: Path) -> None:
 def meet_full_disk(models: Path, states: Path) -> None:
     """What one process cannot write fails in all of them, leaves no state behind, and does not hinder the next."""
     from models.train.megatron.checkpoint import state as checkpoint
-    from models.train.megatron.checkpoint.writing import Plan
+    from models.train.megatron.checkpoint.files import Plan
 
     trainer = make_trainer(Run("full", TP), models)
     write_bucket, write_hf = Plan._write_bucket, checkpoint.write_hf

@@ -11,8 +11,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from models.errors import CheckpointUnavailable
 from models.families.source import CheckpointTensors
-from models.train.errors import CheckpointUnavailable
 from models.train.huggingface import hf_files
 from models.train.huggingface.hf_files import (
     CONFIG,

@@ -43,7 +43,7 @@ def run_worlds(worlds: dict[int, list[Case]], root: str, out: str) -> None:
     from models.train.megatron import shim
 
     shim.install()
-    from models.train.megatron import build, gather, weights  # noqa: F401 - before the processes part
+    from models.train.megatron import build, parameters, weights  # noqa: F401 - before the processes part
 
     shim.install_after_import()
     context = multiprocessing.get_context("fork")

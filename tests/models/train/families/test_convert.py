@@ -14,7 +14,7 @@ from family_models import save_model
 from safetensors.torch import load_file, save_file
 
 from models.convert import main, megatron_to_hf
-from models.train.errors import CheckpointUnavailable
+from models.errors import CheckpointUnavailable
 
 ROOT = Path(__file__).parents[4]
 

@@ -14,12 +14,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
-from models.families.hugging_face_names import Gated, QueryGroups
+from models.errors import CheckpointUnavailable
+from models.families.hugging_face_names import Gated, QueryGroups, merge, padded_vocab, part
 from models.families.registry import architecture_of, read_hf_config
-from models.families.sharding import merge, padded_vocab, part
 from models.families.source import CheckpointTensors
-from models.train.errors import CheckpointUnavailable
-from models.train.megatron.held_parameters import global_name
+from models.train.megatron.parameters import global_name
 from models.train.megatron.weights import check_names, read_part
 
 settings.register_profile("families", settings.get_profile("untimed"), max_examples=50)

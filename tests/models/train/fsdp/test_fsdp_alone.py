@@ -24,19 +24,15 @@ from safetensors.torch import load_file
 from torch.nn import Linear, Sequential
 
 from configs.schema.fsdp import FsdpConfig
-from models.train.errors import (
-    CheckpointUnavailable,
-    TrainConfigInvalid,
-    UnsupportedModel,
-)
+from models.errors import CheckpointUnavailable, TrainConfigInvalid, UnsupportedModel
 from models.train.fsdp.loading import _compare
 from models.train.fsdp.mesh import sizes_of
 from models.train.fsdp.models import FsdpModels
-from models.train.huggingface.context import ContextParallel
 from models.train.huggingface.hf_weights import buckets
 from models.train.huggingface.models import TorchModels
-from models.train.packing.packing import Layout, Packing, Unit
-from models.train.packing.rows import attention_allowed, pack_rows
+from models.train.huggingface.scoring import ContextParallel
+from models.train.step.micro_batches import attention_allowed, pack_rows
+from models.train.step.packing import Layout, Packing, Unit
 from models.train.trainer import Trainer
 
 pytestmark = pytest.mark.slow

@@ -12,9 +12,8 @@ import msgspec
 import pytest
 from fsdp_rig import GRPO, LORA, PPO, state_of, train
 
-from models.train.errors import TrainStateUnreadable
-from models.train.fsdp.checkpoint import SHARDS, STATE
-from models.train.fsdp.models import FsdpModels
+from models.errors import TrainStateUnreadable
+from models.train.fsdp.models import SHARDS, STATE, FsdpModels
 from models.train.trainer import Trainer
 from tests.models.test_checkpoint import check_every_flip_is_noticed
 

@@ -245,8 +245,8 @@ class Counts:
     def __init__(self) -> None:
         from megatron.core.pipeline_parallel import p2p_communication
 
+        from models.train.megatron.forward import Pipeline
         from models.train.megatron.reference import SwappedReference
-        from models.train.megatron.schedule import Pipeline
 
         self.begin()
         p2p_ops = p2p_communication._p2p_ops

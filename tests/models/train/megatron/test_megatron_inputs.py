@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from models.train.megatron.inputs import RowForm, context_columns, hidden_mask, lengthened, model_inputs
-from models.train.packing.packing import Layout, Unit
-from models.train.packing.rows import PackedRows, attention_allowed, pack_rows
+from models.train.step.micro_batches import PackedRows, attention_allowed, pack_rows
+from models.train.step.packing import Layout, Unit
 
 CPU = torch.device("cpu")
 

@@ -13,11 +13,11 @@ import pytest
 import torch
 from megatron_rig import Recipe, make_spec
 
-from models.train.errors import BackendMisuse, CheckpointUnavailable, TrainConfigInvalid
+from models.errors import BackendMisuse, CheckpointUnavailable, TrainConfigInvalid
 from models.train.megatron import processes, shim
-from models.train.megatron.loading import read_source
 from models.train.megatron.optimizer import check_optimizer
 from models.train.megatron.processes import ParallelSizes, build_layout, parallel_sizes
+from models.train.megatron.weights import read_source
 from models.train.spec import TrainSpec
 
 

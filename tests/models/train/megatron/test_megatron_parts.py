@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from models.train.errors import TrainStateUnreadable
+from models.errors import TrainStateUnreadable
 from models.train.megatron.critic import ValueHead
 from models.train.megatron.reference import SwappedReference
 from models.train.step.critic import ValueModel

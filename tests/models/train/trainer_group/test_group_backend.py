@@ -16,8 +16,8 @@ import torch
 from trainer_group_rig import Ranks, Tensors, by_group, small_config, small_sequences, train_batch, until, weights_of
 
 from models.checkpoint import Manifest, commit_directory, draft_path, final_path, write_manifest
+from models.errors import BackendMisuse, CheckpointUnavailable, InvalidSequence, TrainStateUnreadable
 from models.train.build import build_backend
-from models.train.errors import BackendMisuse, CheckpointUnavailable, InvalidSequence, TrainStateUnreadable
 from models.train.trainer_group.backend import TrainerGroupBackend
 from models.train.trainer_group.errors import TrainerGroupClosed
 

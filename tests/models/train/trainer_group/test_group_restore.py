@@ -12,7 +12,7 @@ import pytest
 from trainer_group_rig import until
 
 from models.checkpoint import Manifest, commit_directory, draft_path, final_path, write_manifest
-from models.train.errors import TrainStateUnreadable
+from models.errors import TrainStateUnreadable
 from models.train.trainer_group.backend import TrainerGroupBackend
 from models.train.trainer_group.calls import (
     Answer,

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 import pytest
 import torch
 
-from models.train.errors import BackendMisuse
+from models.errors import BackendMisuse
 from models.train.trainer_group.buckets import WeightReader, WeightSender
 from models.train.trainer_group.calls import Done, Export, decode_message, encode
 from models.train.trainer_group.link import Link

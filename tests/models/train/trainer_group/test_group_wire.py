@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 from trainer_group_rig import small_sequences
 
-import models.algorithms.errors as algorithm_errors
-import models.train.errors as train_errors
+import models.errors as algorithm_errors
+import models.errors as train_errors
 from configs.schema import Config
 from models.train.interface import TrainSequence
 from models.train.trainer_group.calls import (

@@ -1,24 +1,12 @@
-"""Tensors handed over by reference: the payload of SGLang's `/update_weights_from_tensor`.
-
-Why this file writes a pickle, the only one in the project: the server takes nothing else. It expects, base64-encoded
-and one per tensor-parallel rank, what torch's multiprocessing makes of a list of (name, tensor), and unpickles it with
-a restricted reader. Nothing here, and nothing else in the project, ever reads one.
-
-The payload holds no weights, only the name of the shared memory that they lie in. On a CPU that must be memory with a
-name ("file_system" in torch's words): with the default, a descriptor, the receiver would ask this process for it over
-a socket whose key only child processes know, and SGLang's scheduler dies of the refusal. The choice is made for these
-payloads alone; torch's setting for the process stays what it is.
-
-Invariants: one buffer is allocated per update and reused by its buckets, so it may be written again only after the
-engine answered; each payload is to be read once (reading gives back one reference to the memory).
-"""
+"""Tensors as bytes: views of shared memory, and the payload of SGLang's tensor route."""
 
 from __future__ import annotations
 
 import base64
 import contextlib
 import io
-from collections.abc import Iterator
+import math
+from collections.abc import Iterator, Sequence
 from multiprocessing.reduction import ForkingPickler
 from typing import Any, Final
 
@@ -26,8 +14,37 @@ import torch
 import torch.multiprocessing as torch_multiprocessing
 from torch.multiprocessing.reductions import rebuild_storage_filename, reduce_tensor
 
-from models.weights.buckets import Bucket
-from models.weights.errors import RouteUnfit
+from models.errors import RouteUnfit
+from models.weights.layout import Bucket
+
+# --------------------------------------------------------------------------------------------------
+# Tensors over bytes that lie in memory already.
+
+
+def tensor_view(memory: Any, dtype: str, shape: Sequence[int], start: int = 0) -> torch.Tensor:
+    """A tensor over the bytes of a buffer from `start` on, or one without elements. `dtype`: as torch calls it."""
+    kind: Any = getattr(torch, dtype)
+    count = math.prod(shape)
+    if count == 0:  # torch takes no empty buffer
+        return torch.empty(shape, dtype=kind)
+    return torch.frombuffer(memory, dtype=kind, count=count, offset=start).view(shape)
+
+
+# --------------------------------------------------------------------------------------------------
+# Tensors handed over by reference: the payload of SGLang's `/update_weights_from_tensor`.
+#
+# Why this file writes a pickle, the only one in the project: the server takes nothing else. It expects, base64-encoded
+# and one per tensor-parallel rank, what torch's multiprocessing makes of a list of (name, tensor), and unpickles it
+# with a restricted reader. Nothing here, and nothing else in the project, ever reads one.
+#
+# The payload holds no weights, only the name of the shared memory that they lie in. On a CPU that must be memory with a
+# name ("file_system" in torch's words): with the default, a descriptor, the receiver would ask this process for it over
+# a socket whose key only child processes know, and SGLang's scheduler dies of the refusal. The choice is made for these
+# payloads alone; torch's setting for the process stays what it is.
+#
+# Invariants: one buffer is allocated per update and reused by its buckets, so it may be written again only after the
+# engine answered; each payload is to be read once (reading gives back one reference to the memory).
+
 
 _DEVICE: Final = 6  # place of the device among what rebuilds a CUDA tensor
 

@@ -9,7 +9,7 @@ Invariants:
 - rows * row_length of a micro-batch is within the token budget, unless a single sequence alone exceeds it: that one
   travels alone, since leaving it out would bias training against long responses.
 
-No torch here; `rows.py` makes the arrays.
+No torch here; `micro_batches.py` makes the arrays.
 """
 
 from __future__ import annotations

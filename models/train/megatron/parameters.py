@@ -1,13 +1,8 @@
-"""Whole parameters out of the parts that processes hold: over tensor, expert and pipeline parallel, bucket by bucket.
-
-Every process of every replica does the same collectives in the same order: the plan is made of names that all derive
-from the architecture, and of shapes and owners that pipeline stages tell each other once.
-
-Invariant: no more than a bucket of whole parameters exists beside the model, or one parameter if that is larger.
-"""
+"""Parameters of this process's part of a model, and their gathering into whole tensors."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
@@ -16,14 +11,81 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 from torch import Tensor
 
-from models.families.architecture import Architecture
-from models.families.hugging_face_names import Weight
-from models.families.sharding import merge
-from models.train.errors import BackendMisuse
-from models.train.megatron.held_parameters import held_parameters
+from models.errors import BackendMisuse
+from models.families.decoder import Architecture
+from models.families.hugging_face_names import Weight, merge
 
 if TYPE_CHECKING:
     from megatron.core.process_groups_config import ProcessGroupCollection
+
+
+# --------------------------------------------------------------------------------------------------
+# Which parameters the chunks of this process hold, under their global names (`families.rules`).
+
+
+# Norms that Transformer Engine fuses into the linear layer behind them.
+_FUSED: Final = {
+    "self_attention.linear_qkv.layer_norm_weight": "input_layernorm.weight",
+    "mlp.linear_fc1.layer_norm_weight": "pre_mlp_layernorm.weight",
+    "self_attention.linear_q_up_proj.layer_norm_weight": "self_attention.q_layernorm.weight",
+    "self_attention.linear_kv_up_proj.layer_norm_weight": "self_attention.kv_layernorm.weight",
+}
+_LAYER: Final = re.compile(r"^decoder\.layers\.(\d+)\.(.*)$")
+_LOCAL_EXPERT: Final = re.compile(r"^mlp\.experts\.local_experts\.(\d+)\.(.*)$")
+_GROUPED_EXPERT: Final = re.compile(r"^mlp\.experts\.(linear_fc[12]\.weight)(\d+)$")
+
+
+def unwrap(chunk: Any) -> Any:
+    """The GPTModel inside DistributedDataParallel, Float16Module and the like."""
+    while not hasattr(chunk, "decoder"):
+        chunk = chunk.module
+    return chunk
+
+
+def held_parameters(chunks: Sequence[Any]) -> Iterator[tuple[str, Tensor]]:
+    """(global name, parameter or buffer) of this process. A tied output layer that is the embedding itself is left out.
+
+    The copy of a tied embedding on the last of several pipeline stages appears as `output_layer.weight`.
+    """
+    from megatron.core import parallel_state as ps
+
+    for chunk in chunks:
+        model = unwrap(chunk)
+        local = model.config.num_moe_experts or 0
+        local //= ps.get_expert_model_parallel_world_size()
+        first_expert = ps.get_expert_model_parallel_rank() * local
+        tensors = [*model.named_parameters(), *((n, b) for n, b in model.named_buffers() if n.endswith("expert_bias"))]
+        for name, tensor in tensors:
+            yield global_name(name, model, first_expert), tensor
+
+
+def global_name(name: str, model: Any, first_expert: int) -> str:
+    """Of a parameter of `model`, whose first expert has the number `first_expert` among all."""
+    in_layer = _LAYER.match(name)
+    if in_layer is None:
+        return name
+    layer = model.decoder.layers[int(in_layer[1])].layer_number - 1
+    return f"decoder.layers.{layer}.{_in_layer(in_layer[2], first_expert)}"
+
+
+def _in_layer(name: str, first_expert: int) -> str:
+    if name in _FUSED:
+        return _FUSED[name]
+    if found := _LOCAL_EXPERT.match(name):
+        return f"mlp.experts.local_experts.{first_expert + int(found[1])}.{found[2]}"
+    if found := _GROUPED_EXPERT.match(name):
+        return f"mlp.experts.local_experts.{first_expert + int(found[2])}.{found[1]}"
+    return name
+
+
+# --------------------------------------------------------------------------------------------------
+# Whole parameters out of the parts that processes hold: over tensor, expert and pipeline parallel, bucket by bucket.
+#
+# Every process of every replica does the same collectives in the same order: the plan is made of names that all derive
+# from the architecture, and of shapes and owners that pipeline stages tell each other once.
+#
+# Invariant: no more than a bucket of whole parameters exists beside the model, or one parameter if that is larger.
+
 
 BUCKET_BYTES: Final = 256 << 20  # of whole parameters that travel together
 _DTYPES: Final = (torch.float32, torch.bfloat16, torch.float16)

@@ -11,17 +11,11 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 
 from configs.schema.algorithm import AlgorithmConfig
+from models.algorithms.advantages import Episode, TokenAdvantages, batch_advantages, estimated
+from models.algorithms.returns import FloatArray, moments
 from models.algorithms.shared_tokens import averaged
-from models.algorithms.token_advantages import (
-    Episode,
-    FloatArray,
-    TokenAdvantages,
-    batch_advantages,
-    estimated,
-    moments,
-)
 from models.train.dp_group import Float32Array
-from models.train.step.batch_needs import BatchNeeds
+from models.train.spec import BatchNeeds
 from models.train.step.examples import Example, Rollout
 
 

@@ -12,9 +12,9 @@ from typing import Final, Literal
 
 from configs.schema import Config
 from configs.schema.router import router_kind
-from models.engines.launch.arguments import LOOPBACK, Arguments, Launch, base_environment
+from models.engines.errors import EnvironmentMissing, LaunchRefused
+from models.engines.launch.command import LOOPBACK, Arguments, Launch, base_environment
 from models.engines.launch.environment import Installed, Part
-from models.engines.launch.errors import EnvironmentMissing, LaunchRefused
 
 Policy = Literal["round_robin", "random", "power_of_two", "cache_aware", "session", "least_loaded"]
 
