@@ -13,6 +13,7 @@ from models.checkpoint import CheckpointError
 from models.engines.errors import EngineStartError
 from models.import_path import ImportPathError
 from models.train.errors import CheckpointUnavailable, TrainConfigInvalid, TrainStateUnreadable, UnsupportedModel
+from models.train.trainer_group.rank_spec import EXIT_PEER_GONE, PeerGone
 from models.weights.errors import SlotDirectoryError, SourceError
 from pipeline.observe.errors import ObserveError
 from stages.agents.errors import AgentsError
@@ -127,6 +128,8 @@ def exit_code(error: BaseException) -> int:
     """How a started process ends with an error: what its supervisor learns of it."""
     if disk_full(error):
         return EXIT_DISK_FULL
+    if isinstance(error, PeerGone):
+        return EXIT_PEER_GONE
     return EXIT_USER_ERROR if user_error(error) is not None else 1
 
 

@@ -55,8 +55,7 @@ from stages.prompts.drawn_prompts import DrawnPrompts
 from stages.prompts.ledger import LedgerSnapshot
 from stages.prompts.stage import PromptStage
 from stages.staleness_gate import StalenessGate
-from stages.train.saved_batches import SavedBatches
-from stages.train.saved_groups import restorable
+from stages.train.saved_groups import SavedBatches, restorable
 
 Launchers = Callable[[RunDir, int], Launcher]  # where processes run, with so many threads each
 

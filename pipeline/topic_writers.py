@@ -18,7 +18,7 @@ from pipeline.hosts.weights_source import SOURCE
 from stages.engine_entries import ADDRESS, BROUGHT, DIRECTORY, LEAVE, ORDER
 from stages.engines.colocation import KEY as DEVICE
 from stages.live_settings import SETTINGS
-from stages.train.asked_saves import SAVE
+from stages.train.checkpoints import SAVE
 
 _CONTROLLER: Final = frozenset[str]()
 _ENGINES, _TRAIN = frozenset({"engines"}), frozenset({"train"})

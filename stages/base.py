@@ -137,10 +137,6 @@ class Stage(ABC):
         self.config = context.config
         self.activity = Activity()
 
-    @staticmethod  # noqa: B027  (a hook: doing nothing is right)
-    def load_libraries(config: Config) -> None:
-        """Import what takes long, in a process that waits to take the place of another one."""
-
     async def setup(self) -> None:  # noqa: B027  (a hook: doing nothing is right)
         """Load what the stage needs. Called once, before `run`."""
 

@@ -9,7 +9,6 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from configs.schema import Config
-from models.families.source import local_directory
 from models.train.interface import TrainBackend
 
 if TYPE_CHECKING:
@@ -30,22 +29,6 @@ def build_backend(config: Config, total_batches: int) -> TrainBackend:
 
     torch.manual_seed(config.run.seed)  # for what a loss of the user's draws; also in the state that is saved
     return Trainer(train_spec(config, total_batches))
-
-
-def load_libraries(config: Config) -> None:
-    """Import what `build_backend` and its first step will need of torch and transformers, for the model of the run."""
-    if config.train.train_backend == "simulated":
-        return
-    import torch
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    from models.train import trainer  # noqa: F401  with what it imports
-
-    checkpoint = config.train.hf_checkpoint
-    found = AutoConfig.from_pretrained(str(local_directory(checkpoint, "hf_checkpoint") or checkpoint))
-    with torch.device("meta"):  # no memory
-        model = AutoModelForCausalLM.from_config(found)
-    torch.optim.AdamW(model.parameters())
 
 
 def build_member(config: Config, total_batches: int, dp_group: DpGroup) -> Trainer:

@@ -18,13 +18,13 @@ import numpy.typing as npt
 
 from configs.schema import TrainConfig
 from models.families.source import files_by_name
-from models.train.interface import TrainSequence
+from models.train.interface import TrainSequence, WeightExporter
 from models.weights.layout import StoredTensor, stored_tensors
 
 ARRIVAL_SHARE = 0.9  # of a step's time is spent as its sequences arrive, the rest in `step`
 
 
-class SimulatedBackend:
+class SimulatedBackend(WeightExporter):
     """`TrainBackend` whose steps take a set time."""
 
     def __init__(self, train: TrainConfig, *, steps: int = 1) -> None:

@@ -27,7 +27,7 @@ from models.algorithms.aggregation import StepSize, denominator, metric_mode
 from models.train.errors import BackendMisuse
 from models.train.huggingface.models import TorchModels
 from models.train.huggingface.optimizer import UpdateResult
-from models.train.interface import TrainSequence
+from models.train.interface import TrainSequence, WeightExporter
 from models.train.model_set import Counters, ModelSet, Movable
 from models.train.spec import TrainSpec
 from models.train.step.batch_needs import batch_needs, critic_only
@@ -36,7 +36,7 @@ from models.train.step.old_log_probs import OldLogProbPass
 from models.train.step.running_batch import RunningBatch
 
 
-class Trainer:
+class Trainer(WeightExporter):
     """`TrainBackend` on any framework."""
 
     def __init__(self, spec: TrainSpec, models: Callable[[TrainSpec], ModelSet] = TorchModels) -> None:

@@ -40,7 +40,7 @@ from pipeline.supervise.runner import Runner
 from stages.engine_entries import POLICY, RUNNING, WAITING, addresses, entries
 from stages.live_settings import SETTINGS, Sampling, Settings, write_settings
 from stages.prompts.stage import PromptStage
-from stages.train.asked_saves import SAVE
+from stages.train.checkpoints import SAVE
 from transport import TopicServer
 
 AUTOSCALE_LOOK_S: Final = 1.0

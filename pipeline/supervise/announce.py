@@ -24,7 +24,7 @@ from pipeline.record.run_directory import RunDir
 from pipeline.supervise.outage import consequence
 from pipeline.supervise.restarts import EngineSpec
 from stages.engine_entries import POLICY, carrying
-from stages.messages import Complaint, EngineAddress, RouterAddress, group_of
+from stages.messages import Complaint, EngineAddress, RouterAddress
 from stages.options import TrainOptions
 from stages.ports import read_value
 from transport import TopicServer
@@ -69,33 +69,35 @@ class Announcer:
             self._drop_router()
         self.topic.drop(STATS_PREFIX + name)
 
-    async def trainer_goes_on(self, lost: TrainOptions, stream: str) -> TrainOptions | None:
+    async def trainer_state(self, lost: TrainOptions) -> TrainOptions | None:
         settle = self.hubs["settle"]
         reported = {held.key for held in settle.held()}
         while reported & {held.key for held in settle.held()}:  # noqa: ASYNC110  (a hub announces no single message)
             await asyncio.sleep(REPORTS_POLL_S)
-        recorder, step = self.recorder, self.recorder.committed
-        behind = recorder.ledger.trained // self.config.rollout.rollout_batch_size - step
-        repeat = recorder.last_batch if behind else ()
-        account = await self.hubs[stream].account()
-        kept = lost.restored.union(group for _, group in map(group_of, (held.key for held in account)))
-        if recorder.training_started is None or behind > 1 or not kept.issuperset(repeat):
-            return None
-        still_open = frozenset(group.group_id for group in recorder.ledger.open_groups())
-        checkpoint = final_path(recorder.rundir.checkpoints, step)
-        if checkpoint.is_dir() and (fault := await asyncio.to_thread(_damage, checkpoint)) is not None:
-            recorder.say(fault)  # a resume passes it over
-            return None
+        recorder, ledger = self.recorder, self.recorder.ledger
         remove_leftovers(recorder.rundir.checkpoints)
+        step, state = lost.start_step, lost.resume_from
+        newest = final_path(recorder.rundir.checkpoints, recorder.committed)
+        if newest.is_dir():
+            step, state = recorder.committed, str(newest)
+            if (fault := await asyncio.to_thread(_damage, newest)) is not None:
+                recorder.say(fault)  # a resume passes it over
+                return None
+        begun, trained = recorder.training_started is not None, ledger.trained // self.config.rollout.rollout_batch_size
+        if begun:
+            since = "its beginning" if state is None else f"the checkpoint of step {step}"
+            repeats = f", and trains the {trained - step} steps since again at most" if trained > step else ""
+            recorder.say(f"the trainer starts again from {since}{repeats}")
+        still_open = frozenset(group.group_id for group in ledger.open_groups())
         return msgspec.structs.replace(
             lost,
             start_step=step,
-            resume_from=str(checkpoint) if checkpoint.is_dir() else lost.resume_from,
-            restored=lost.restored & still_open.union(repeat),
-            repeat=repeat,
-            restarts=lost.restarts + 1,
-            first_step=lost.first_step if lost.restarts else lost.start_step,
-            admitted=recorder.ledger.admitted,
+            resume_from=state,
+            restored=lost.restored & still_open,
+            incarnation=lost.incarnation + 1,
+            begun=begun,
+            trained=trained,
+            admitted=ledger.admitted,
             open=still_open,
         )
 

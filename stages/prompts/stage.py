@@ -40,7 +40,7 @@ from stages.prompts.demonstration import demonstration
 from stages.prompts.drawn_prompts import DrawnOrder, DrawnPrompts
 from stages.prompts.ledger import Ledger, LedgerSnapshot, OpenGroup
 from stages.staleness_gate import StalenessGate
-from stages.train.saved_batches import SavedBatches
+from stages.train.saved_groups import SavedBatches
 
 _MASK = (1 << 63) - 1
 

@@ -12,7 +12,7 @@ from stages.agents.once import EPISODES_DIR, groups_in
 from stages.generate.response_journal import Piece, Turn
 from stages.generate.rollout_records import RESPONSES, RolloutRecords
 from stages.messages import PromptGroup
-from stages.train.saved_batches import load_batch
+from stages.train.saved_groups import load_batch
 from tests.chaos.oracle import Expected, judge
 from tests.pipeline.test_kill import steps_done, wait_until
 from tests.stages.stage_rig import make_config, make_group
