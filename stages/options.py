@@ -16,7 +16,7 @@ class TrainOptions(Struct, frozen=True, tag="train"):
     resume_from: str | None = None  # checkpoint directory
     restored: frozenset[int] = frozenset()  # groups that it keeps and the prompt stage leaves to the trainer
     slots: str = ""  # directory for the weight slots; none in supervised training
-    first_step: int = 0  # with which this start of the run began
+    first_step: int | None = None  # with which this start of the run began; None: `start_step`
     # Of a trainer that was restarted while the run goes on:
     incarnation: int = 0  # number of restarts before it
     begun: bool = False  # an earlier incarnation reported its first weights

@@ -94,6 +94,7 @@ class Announcer:
             start_step=step,
             resume_from=state,
             restored=lost.restored & still_open,
+            first_step=lost.start_step if lost.first_step is None else lost.first_step,
             incarnation=lost.incarnation + 1,
             begun=begun,
             trained=trained,

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import math
+import statistics
+from collections import deque
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from configs.schema import Config
@@ -64,3 +68,19 @@ class Schedule:
         if self.evaluate_every is None or (version == 0 and not self.evaluate_initial):
             return False
         return version % self.evaluate_every == 0 or version >= self.total
+
+
+class TargetLoss:
+    """Whether a supervised phase may end early: the mean loss of its newest batches is below the target."""
+
+    def __init__(self, config: Config, batches: int = 10) -> None:
+        supervised = config.train.loss_type == "sft_loss"
+        self._target = config.warm_start.warm_start_target_loss if supervised else None
+        self._losses: deque[float] = deque(maxlen=batches)
+
+    def reached(self, metrics: Mapping[str, float]) -> bool:
+        """Counts a batch by its metrics."""
+        if self._target is None:
+            return False
+        self._losses.append(metrics.get("train/loss", math.inf))
+        return len(self._losses) == self._losses.maxlen and statistics.fmean(self._losses) < self._target

@@ -16,10 +16,7 @@ Invariants:
 from __future__ import annotations
 
 import asyncio
-import math
-import statistics
 import time
-from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -29,7 +26,6 @@ from typing import TYPE_CHECKING, ParamSpec, TypeVar
 
 from configs.schema.debug import generates
 from models.train.trainer_group.rank_spec import MEETING, Rendezvous, needs_trainer_group
-from stages.agents.slime.hooks import logged, rollout_log, shown
 from stages.base import Stage, StageContext, beside
 from stages.engines.colocation import TrainerTurn
 from stages.errors import UntrainableGroup
@@ -37,13 +33,13 @@ from stages.live_settings import settings_at
 from stages.messages import CheckpointReady, Outcome, RolloutSlice, StepDone
 from stages.options import TrainOptions
 from stages.ports import Lease, Ports, Topic, read_value
-from stages.sample_log import SampleLog, drop_after
-from stages.train.batch import Batch, slice_sequences
+from stages.sample_log import drop_after
+from stages.train.batch import Batch, BatchLog, slice_sequences
 from stages.train.checkpoints import Checkpoints
 from stages.train.held_groups import HeldGroups
 from stages.train.recovery import Recovery
-from stages.train.saved_groups import RestoredLease, read_groups, save_batch
-from stages.train.schedule import Due, Schedule
+from stages.train.saved_groups import RestoredLease, read_groups
+from stages.train.schedule import Due, Schedule, TargetLoss
 from stages.train.weights import WeightPublisher, await_landing
 
 P = ParamSpec("P")
@@ -63,7 +59,8 @@ class TrainStage(Stage):
         self.supervised, self.generates = config.train.loss_type == "sft_loss", generates(config)
         self.options = context.given(TrainOptions)
         self.steps, self.run_generation = self.options.start_step, self.options.run_generation
-        self.schedule = Schedule.of(config, first=self.options.first_step)
+        first = self.options.first_step
+        self.schedule = Schedule.of(config, first=self.steps if first is None else first)
         self.ended = False
         self.recovery = Recovery(context.run_dir, Path(config.train.hf_checkpoint))
         self.backend: TrainBackend  # from setup on
@@ -71,10 +68,8 @@ class TrainStage(Stage):
         self._torch = ThreadPoolExecutor(1, thread_name_prefix="torch")
         self._pinned = -1  # newest version that an evaluation needs
         self._reports = 0
-        self._losses: deque[float] = deque(maxlen=10)
-        self.samples = SampleLog(config, context.run_dir)
-        path = config.observe.custom_rollout_log_function_path
-        self._log = None if path is None or self.supervised else rollout_log(path)
+        self._target = TargetLoss(config)
+        self.log = BatchLog(config, context.run_dir, context.spans)
 
     async def _in_torch(self, function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
         return await asyncio.get_running_loop().run_in_executor(self._torch, lambda: function(*args, **kwargs))
@@ -98,12 +93,7 @@ class TrainStage(Stage):
         if needs_trainer_group(self.config):
             from models.train.trainer_group.backend import TrainerGroupBackend
 
-            def meeting() -> Rendezvous | None:
-                rendezvous = read_value(topic, MEETING, Rendezvous)
-                known = rendezvous is not None and rendezvous.incarnation == self.options.incarnation
-                return rendezvous if known else None
-
-            return TrainerGroupBackend(meeting)
+            return TrainerGroupBackend(partial(read_value, topic, MEETING, Rendezvous), self.options.incarnation)
         from models.train.build import build_backend
 
         return build_backend(self.config, self.schedule.total)
@@ -148,6 +138,9 @@ class TrainStage(Stage):
             await self._save_interrupted()
             await self.checkpoints.finish()
             await self.groups.settle_rest()
+
+    async def _untrained(self, slice_: RolloutSlice, outcome: Outcome, detail: str) -> None:
+        await self.log.samples.ended(self.steps, slice_, outcome, detail)
 
     async def _restore(self) -> None:
         """Take back the groups that the checkpoint kept, as far as the controller left them to this stage."""
@@ -234,10 +227,9 @@ class TrainStage(Stage):
         self.recovery.saved(time.perf_counter() - clock)
 
     async def _save_recovery_point(self) -> None:
-        if not await asyncio.to_thread(self.recovery.due):
-            return
-        with self._timed("save", f"recovery point of step {self.steps}"):
-            await self._in_torch(self.recovery.save, self.steps, self._write_state)
+        if await asyncio.to_thread(self.recovery.due):
+            with self._timed("save", f"recovery point of step {self.steps}"):
+                await self._in_torch(self.recovery.save, self.steps, self._write_state)
 
     def _write_state(self, directory: Path) -> None:
         self.backend.save(directory)
@@ -290,14 +282,14 @@ class TrainStage(Stage):
         self.steps += 1
         due = self.schedule.due(
             self.steps,
-            target_reached=self._target_reached(metrics),
+            target_reached=self._target.reached(metrics),
             save_requested=self.checkpoints.requested(ports.topic),
         )
         slices = [lease.message for lease in batch.leases]
         await asyncio.to_thread(self.recovery.keep, self.steps, slices)
         metrics["perf/step_time"] = time.perf_counter() - started_s
         await self._report(ports, self._step_report(batch, metrics, due))
-        await self._log_batch(batch, slices, metrics)
+        await self.log.trained(self.steps, batch, slices, metrics)
         self.groups.ended(batch.leases)
         self.activity.items_out += len(batch.leases)
         self.activity.tokens += batch.trained_tokens
@@ -306,10 +298,7 @@ class TrainStage(Stage):
             await self.groups.clear(self.steps)
         if due.publish:
             await self._publish(ports, due)
-        if due.save:
-            await self._save()
-        else:
-            await self._save_recovery_point()
+        await (self._save() if due.save else self._save_recovery_point())
         for lease in batch.leases:
             lease.done()
         self.ended = due.end
@@ -328,31 +317,6 @@ class TrainStage(Stage):
             pass_rates=batch.pass_rates,
             publishes=due.publish,
         )
-
-    async def _log_batch(self, batch: Batch, slices: list[RolloutSlice], metrics: dict[str, float]) -> None:
-        """The user's own log, the trace, the samples, the saved batch."""
-        if self._log is not None:
-            samples = [sample for slice_ in slices for sample in shown(slice_)]
-            reported, wall_s = batch.metrics() | metrics, metrics["perf/step_time"]
-            await logged(
-                "--custom-rollout-log-function-path", self._log, self.steps - 1, self.config, samples, reported, wall_s
-            )
-        for group_id in batch.group_ids:  # where the arrows of a group end in the trace
-            self.context.spans.add("trained", time.time(), 0.0, group=group_id, detail=f"step {self.steps}")
-        if (file := self.config.debug.save_debug_rollout_data) is not None and not self.supervised:
-            await asyncio.to_thread(save_batch, file, self.steps - 1, slices)
-        await self.samples.trained(self.steps, slices)
-
-    async def _untrained(self, slice_: RolloutSlice, outcome: Outcome, detail: str) -> None:
-        await self.samples.ended(self.steps, slice_, outcome, detail)
-
-    def _target_reached(self, metrics: dict[str, float]) -> bool:
-        """Whether a warm start may end early."""
-        target = self.config.warm_start.warm_start_target_loss
-        if not self.supervised or target is None:
-            return False
-        self._losses.append(metrics.get("train/loss", math.inf))
-        return len(self._losses) == self._losses.maxlen and statistics.fmean(self._losses) < target
 
     async def _report(self, ports: Ports, report: StepDone | CheckpointReady) -> None:
         self._reports += 1  # a step may be reported twice: at the start of a run, and when a drain saves it again

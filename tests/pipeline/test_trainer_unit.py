@@ -1,4 +1,4 @@
-"""The trainer unit: the process that was lost first, what is started again, what ends the run, the GPUs of the ranks."""
+"""The trainer unit: the process that was lost first, what is started again, what ends the run; GPUs of the ranks."""
 
 from __future__ import annotations
 

@@ -56,10 +56,11 @@ class TrainerGroupBackend:
 
     Args:
         meeting: returns where rank 0 is met, None before the ranks are up. Called in the thread of the caller.
+        incarnation: of the unit that the stage is part of; ranks of another incarnation are passed over.
     """
 
-    def __init__(self, meeting: Callable[[], Rendezvous | None]) -> None:
-        self._meeting = meeting
+    def __init__(self, meeting: Callable[[], Rendezvous | None], incarnation: int = 0) -> None:
+        self._meeting, self._incarnation = meeting, incarnation
         self._link: Link | None = None
         self._calling = threading.Lock()
         self._closed = threading.Event()
@@ -150,7 +151,8 @@ class TrainerGroupBackend:
     def _join(self) -> Link:
         """Waits until the ranks are up; unblocked by that, or by `close`. Raises LinkLost, TrainerGroupClosed."""
         while not self._closed.is_set():
-            if (rendezvous := self._meeting()) is not None:
+            rendezvous = self._meeting()
+            if rendezvous is not None and rendezvous.incarnation == self._incarnation:
                 return Link.to(rendezvous.address)
             self._closed.wait(POLL_S)
         raise TrainerGroupClosed("the training backend was closed while it waited for its trainer group")

@@ -188,11 +188,7 @@ class Ranks:
 
     def backend(self) -> TrainerGroupBackend:
         """On the incarnation that is running."""
-        return TrainerGroupBackend(self._newest)
-
-    def _newest(self) -> Rendezvous | None:
-        rendezvous = self.meeting()
-        return rendezvous if rendezvous is not None and rendezvous.incarnation == self.incarnation else None
+        return TrainerGroupBackend(self.meeting, self.incarnation)
 
     def signal(self, rank: int, number: int) -> None:
         pid = self.processes[rank].pid
