@@ -47,8 +47,7 @@ from pipeline.observe.waits import Waits
 from pipeline.placement import Placement
 from pipeline.record.recorder import Recorder
 from pipeline.stream_limits import stream_spec
-from pipeline.supervise.announce import Announcer
-from pipeline.supervise.dead_letters import DeadLetters
+from pipeline.supervise.announce import Announcer, DeadLetters
 from pipeline.supervise.hub_processes import HubProcesses
 from pipeline.supervise.lost_groups import LostGroups, Sent
 from pipeline.supervise.remote_hubs import Commands, Keeper, RemoteHub, ShardedHub

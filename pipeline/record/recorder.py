@@ -31,7 +31,7 @@ from pipeline.record.group_outcomes import GroupOutcomes
 from pipeline.record.journal import Admitted, Began, Committed, Ended, Journal, Stepped, read_journal
 from pipeline.record.run_directory import RunDir
 from pipeline.record.save_hf import save_hf
-from pipeline.supervise.outage import consequence
+from pipeline.supervise.outage import outage_text
 from stages.engine_entries import POLICY, addresses, carrying
 from stages.messages import CheckpointReady, EvalDone, Settled, StepDone
 from stages.prompts.ledger import Ledger, LedgerSnapshot, OpenGroup
@@ -263,7 +263,7 @@ class Recorder:
         if stage == "train" and self._without_trainer_s is None:
             self._without_trainer_s = time.monotonic()
         self.view.restarted(stage)
-        self.say(f"{replica} ended with {why}; restarting it, {consequence(self.config, stage)}")
+        self.say(f"{replica} ended with {why}; restarting it, {outage_text(self.config, stage)}")
 
     def changed(self, what: str, value: str) -> None:
         """The user changed something while the run goes on. Journalled before he is told that it is so."""

@@ -4,13 +4,19 @@
 does a person who wants to ask an engine something.
 
 Invariant: an address is dropped from the topic before its process is started again.
+
+A dead letter is a message that no stage could process. Its group is settled as failed, with the reason, and only then
+named on the topic under `dead`, so that the stage that holds the other members drops them: no group is lost silently.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+import logging
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Final
 
 import msgspec
 from msgspec import Struct
@@ -19,15 +25,16 @@ from models.checkpoint import CheckpointError, final_path, read_manifest, remove
 from models.disk import write_json
 from pipeline.hosts.stream_hub import StreamHub
 from pipeline.observe.stats import STATS_PREFIX, StageStats
+from pipeline.observe.visible import visible
 from pipeline.record.recorder import Recorder
 from pipeline.record.run_directory import RunDir
-from pipeline.supervise.outage import consequence
+from pipeline.supervise.outage import outage_text
 from pipeline.supervise.restarts import EngineSpec
 from stages.engine_entries import POLICY, carrying
-from stages.messages import Complaint, EngineAddress, RouterAddress
+from stages.messages import Complaint, EngineAddress, RouterAddress, Settled, group_of
 from stages.options import TrainOptions
 from stages.ports import read_value
-from transport import TopicServer
+from transport import DeadLetter, TopicServer
 
 REPORTS_POLL_S = 0.02
 
@@ -153,7 +160,7 @@ class Announcer:
         self.recorder.say(line)
 
     def _away(self, name: str, url: str, why: str, kind: str) -> None:
-        what = consequence(self.config, kind)
+        what = outage_text(self.config, kind)
         self.recorder.say(f"{name}: {url} is lost after {why}; {what}")
 
     def _drop_engine(self, name: str) -> None:
@@ -181,3 +188,29 @@ def _damage(checkpoint: Path) -> str | None:
 def _kind(version: str) -> str:
     """Our servers say which they are behind a plus sign; SGLang says only its number."""
     return version.partition("+")[2] or "sglang"
+
+
+log = logging.getLogger("sluice.controller")
+REMEMBERED: Final = 1000  # on the topic, for a group stage that is started again: its members come a second time
+DETAIL_LIMIT: Final = 300
+
+
+class DeadLetters:
+    """What hubs call with their dead letters. `close_groups` settles groups in the ledger."""
+
+    def __init__(
+        self, topic: TopicServer, recorder: Recorder, close_groups: Callable[[Sequence[Settled]], None]
+    ) -> None:
+        self._topic, self._recorder, self._close_groups = topic, recorder, close_groups
+        self._groups: deque[str] = deque(maxlen=REMEMBERED)
+
+    def __call__(self, letter: DeadLetter) -> None:
+        log.error("dead letter in stream %s, key %s: %s", letter.stream, visible(letter.key), visible(letter.reason))
+        self._recorder.dead_letter(letter.stream, letter.key, letter.reason)
+        group, counted = group_of(letter.key)
+        if counted is not None:
+            detail = f"{letter.stream}: {letter.reason}"[:DETAIL_LIMIT]
+            self._close_groups([Settled(counted, "failed", detail)])
+        if group:
+            self._groups.append(group)
+            self._topic.publish("dead", msgspec.msgpack.encode(tuple(self._groups)))

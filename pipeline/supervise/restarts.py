@@ -103,10 +103,10 @@ class Lifecycle(Protocol):
         """A line for the user."""
 
 
-async def end_if_silent(topic: TopicServer, key: str, name: str, process: Handle, limit_s: float = HANG_S) -> None:
-    """End a process that hangs. Waits while news of a key of the topic come at least each `limit_s`; then kills the
-    process and waits for its end."""
-    revision = topic.revision
+async def end_if_silent(topic: TopicServer, key: str, name: str, process: Handle, limit_s: float | None = None) -> None:
+    """End a process that hangs. Waits while news of a key of the topic come at least each `limit_s` (`HANG_S`); then
+    kills the process and waits for its end."""
+    revision, limit_s = topic.revision, HANG_S if limit_s is None else limit_s
     with contextlib.suppress(TimeoutError):
         while True:
             async with asyncio.timeout(limit_s):

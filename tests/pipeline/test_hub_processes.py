@@ -31,7 +31,7 @@ from pipeline.hosts.stream_hub import FACTS_PREFIX, KEEPER, HubProcessSpec, fact
 from pipeline.hosts.stream_ports import PortSpec, StreamPorts
 from pipeline.placement import HOLDERS, Placement
 from pipeline.record.run_directory import RunDir
-from pipeline.supervise import silence
+from pipeline.supervise import restarts
 from pipeline.supervise.hub_processes import HubProcesses
 from pipeline.supervise.remote_hubs import Commands, Keeper, RemoteHub, ShardedHub
 from pipeline.supervise.restarts import Restarts
@@ -261,7 +261,7 @@ class Started:
 async def test_a_hub_process_that_tells_nothing_is_ended_and_started_again(
     short_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(silence, "HANG_S", 1.0)
+    monkeypatch.setattr(restarts, "HANG_S", 1.0)
     started: Any = Started()
     async with world(short_dir) as w, asyncio.TaskGroup() as tasks:
         placement: Any = SimpleNamespace(rundir=SimpleNamespace(path=short_dir))
@@ -280,7 +280,7 @@ async def test_a_hub_process_that_tells_nothing_is_ended_and_started_again(
 async def test_a_fetcher_that_tells_nothing_does_not_hold_the_engines_of_its_node(
     short_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(silence, "HANG_S", 1.0)
+    monkeypatch.setattr(restarts, "HANG_S", 1.0)
     started: Any = Started()
     started.controller = "10.0.0.1"
     async with world(short_dir) as w, asyncio.TaskGroup() as tasks:

@@ -74,18 +74,6 @@ def test_a_trainer_that_is_killed_in_its_save_saves_again(tmp_path: Path) -> Non
 
 
 @pytest.mark.full
-def test_a_trainer_that_hangs_is_ended_and_started_again(tmp_path: Path) -> None:
-    run_dir = tmp_path / "run"
-    flags = [*SMALL, *made_model(), *SIMULATED, "--num-rollout", "6", "--distributed-timeout-minutes", "0.1"]
-    process = start(run_dir, *flags, "--simulated-step-s", "0.2")
-    wait_for_steps(process, run_dir, 2)
-    kill(run_dir, "train-0", signal.SIGSTOP)
-    done = finish(process, run_dir).check()
-    assert judge(run_dir, Expected(6, 4, 2)) == []
-    assert done.summary["restarts"] == {"train-0": 1}
-
-
-@pytest.mark.full
 def test_a_killed_trainer_does_not_go_on_from_a_damaged_checkpoint(tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     flags = [*SMALL, *made_model(), *SIMULATED, "--num-rollout", "2000", "--save-interval", "1"]
