@@ -122,6 +122,8 @@ class Ranks:
     async def until_lost(self) -> None:
         """Run them beside a train stage that is a task. Waits until all have ended well. Raises ReplicaFailed: a task
         is not started again."""
+        if not self.names:
+            return
         processes = await self.start(0, None)
         codes = await exit_codes(processes, lambda codes: any(codes.values()) or len(codes) == len(processes))
         if (loss := first_lost(codes)) is not None:
