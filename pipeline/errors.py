@@ -17,8 +17,7 @@ from models.train.trainer_group.rank_spec import EXIT_PEER_GONE, PeerGone
 from models.weights.errors import SlotDirectoryError, SourceError
 from pipeline.observe.errors import ObserveError
 from stages.agents.errors import AgentsError
-from stages.data.errors import DataError
-from stages.errors import StageError
+from stages.errors import DataError, StageError
 from stages.graders.errors import GradingError
 from stages.tools.errors import ToolError
 from transport.errors import AddressError, SecurityError

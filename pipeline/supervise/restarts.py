@@ -22,8 +22,8 @@ from models.fault_injection import FaultPlan
 from pipeline.errors import ReplicaFailed
 from pipeline.hosts.launcher import Handle
 from pipeline.supervise.restart_budget import WINDOW_S, RestartBudget, backoff_s
+from stages.base import TrainOptions
 from stages.messages import RouterAddress
-from stages.options import TrainOptions
 from transport import TopicServer
 
 log = logging.getLogger("sluice.controller")

@@ -28,9 +28,8 @@ from pipeline.supervise.hub_processes import HubProcesses
 from pipeline.supervise.restarts import Lifecycle, Restarts
 from pipeline.supervise.servers import Servers
 from pipeline.supervise.trainer_unit import Ranks, TrainerUnit
-from stages.base import beside
+from stages.base import TrainOptions, beside
 from stages.engines.stage import END
-from stages.options import TrainOptions
 from transport import Node, TopicServer
 
 ROOM_POLL_S: Final = 1.0

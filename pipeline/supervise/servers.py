@@ -32,8 +32,8 @@ from pipeline.supervise.external_servers import ExternalEngine, ExternalRouter
 from pipeline.supervise.restart_server import ServerSupervisor, StartCommand, SupervisedServer
 from pipeline.supervise.restarts import EngineSpec, Kind, Lifecycle, Restarts
 from pipeline.supervise.weight_fetchers import WeightFetchers
-from stages.engine_entries import ADDRESS, DIRECTORY, LEAVE, entries
 from stages.messages import RouterAddress
+from stages.topic_values import ADDRESS, DIRECTORY, LEAVE, entries
 from transport import TopicServer
 
 RouterKind = Literal["sglang", "smg"]

@@ -40,8 +40,7 @@ from pipeline.observe.stats import STATS_PREFIX
 from pipeline.placement import Placement
 from pipeline.supervise.restart_server import POLL_S, STARTS_WITHOUT_SERVING, Waiting
 from pipeline.supervise.restarts import HANG_S, Restarts, end_if_silent
-from stages.base import beside
-from stages.options import TrainOptions
+from stages.base import TrainOptions, beside
 from transport import TopicServer
 
 NOTICE_S: Final = 0.5  # time in which another process may show that it was lost first

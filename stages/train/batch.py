@@ -28,7 +28,6 @@ from stages.agents.slime.arguments import slime_arguments
 from stages.agents.slime.hooks import has_args, logged, rollout_log, shown
 from stages.base import Spans
 from stages.errors import UntrainableGroup
-from stages.live_settings import sampling
 from stages.messages import RolloutSlice, Sample
 from stages.ports import Lease
 from stages.rollouts import (
@@ -42,6 +41,7 @@ from stages.rollouts import (
     turn_total,
 )
 from stages.sample_log import SampleLog
+from stages.topic_values import sampling
 from stages.train.batch_metrics import batch_metrics
 from stages.train.saved_groups import save_batch
 

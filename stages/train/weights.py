@@ -24,9 +24,9 @@ from models.weights.delta import Published
 from models.weights.delta_store import DeltaStore
 from models.weights.shared_memory_reader import SlotManifest
 from models.weights.slots_directory import DirectoryLease
-from stages.engine_entries import KEYS, POLICY, carrying, entries
 from stages.messages import WeightsAnnouncement
 from stages.ports import Topic, WeightsSource
+from stages.topic_values import KEYS, POLICY, carrying, entries
 
 log = logging.getLogger("sluice.train")
 

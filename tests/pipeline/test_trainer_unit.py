@@ -24,7 +24,7 @@ from pipeline.record.run_directory import RunDir
 from pipeline.supervise import trainer_unit as trainer_unit
 from pipeline.supervise.restarts import Restarts
 from pipeline.supervise.trainer_unit import Loss, Ranks, TrainerUnit, first_lost
-from stages.options import TrainOptions
+from stages.base import TrainOptions
 from transport import Node
 
 pytestmark = pytest.mark.slow
